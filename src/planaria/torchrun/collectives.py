@@ -1,14 +1,15 @@
-"""When copies of a loop of one's own go: between its collectives.
+"""Sends the copies of a user's own training loop between the loop's collectives.
 
-FSDP takes the network while it gathers parameters and scatters gradients, which it does in the same
-order in every iteration. So the functions of torch.distributed that do that are watched while there
-are copies: each notes when it began and when it was over. A span is known by how many collectives
-are over when it begins; what spans there are, and what of them can be used, is found out by
-checkpoint/memory/interleaving.py. Until it has seen enough iterations copies go at once.
+FSDP uses the network while it gathers parameters and scatters gradients, in the same order in every
+iteration. So the functions of torch.distributed that do that are wrapped while copies are made:
+each call records when it began and when it was over. The begin of an idle span is expressed as a
+delay after the n-th collective of the iteration; checkpoint/memory/interleaving.py finds the spans
+and the share of them that can be used. Until it has seen enough iterations, copies are sent at
+once.
 
 Source: Gemini (SOSP '23), section 5.4.
-Differs: Gemini makes no copies in the iterations that it watches; here there is a checkpoint after
-the first one, and the spans are found anew again and again.
+Differs: Gemini makes no copies in the iterations that it profiles; here the first iteration has a
+checkpoint already, and the spans are measured again for as long as the run lasts.
 """
 
 import threading
@@ -31,7 +32,8 @@ from planaria.torchrun.gathering import backend_of
 from planaria.transport.links import Channel, Links, Tag
 from planaria.transport.traffic import Use
 
-# Those that FSDP uses, by whichever name, and that loops use for the rest.
+# The collectives that FSDP uses, under their names in all versions of torch, and those that loops
+# use besides.
 _NAMES: Final = (
     *("all_gather_single", "all_gather_into_tensor", "all_gather"),
     *("reduce_scatter_single", "reduce_scatter_tensor", "reduce_scatter"),
@@ -43,15 +45,15 @@ TIMEOUT_S: Final = 60.0
 
 
 class Collectives:
-    """Watches this process's collectives, from its making until `close`.
+    """Watches this process's collectives, from its construction until `close`.
 
     Args:
-        noted: is told when one began and when it was over, by the monotonic clock, on any thread.
+        noted: takes begin and end of each collective, by the monotonic clock; called on any thread.
     """
 
     def __init__(self, noted: Callable[[float, float], None]) -> None:
         self._noted = noted
-        self._within = threading.local()  # One may call another one.
+        self._within = threading.local()  # A collective may call another one, which is not noted.
         self._watched: dict[str, tuple[Any, Any]] = {}
         for name in _NAMES:
             if original := getattr(dist, name, None):
@@ -60,15 +62,15 @@ class Collectives:
                 setattr(dist, name, watched)
 
     def close(self) -> None:
-        """Watches no more."""
+        """Stops watching, and restores the functions of torch.distributed."""
         for name, (original, watched) in self._watched.items():
-            if getattr(dist, name) is watched:  # Nobody else has come since.
+            if getattr(dist, name) is watched:  # Unless someone else has wrapped it since.
                 setattr(dist, name, original)
         self._noted = _unheard
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Those of this thread are none of the loop's."""
+        """A context in which this thread's collectives are not watched."""
         before = getattr(self._within, "any", False)
         self._within.any = True
         try:
@@ -79,7 +81,7 @@ class Collectives:
     def _watching(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def watched(*arguments: Any, **keys: Any) -> Any:
-            if torch.compiler.is_compiling():  # What follows would break the graph.
+            if torch.compiler.is_compiling():  # The code below would break the graph.
                 return original(*arguments, **keys)
             if getattr(self._within, "any", False):
                 return original(*arguments, **keys)
@@ -88,7 +90,7 @@ class Collectives:
                 work = original(*arguments, **keys)
             try:
                 future = work.get_future() if work is not None else None
-            except (AttributeError, RuntimeError):  # Gloo's scattered sums have none.
+            except (AttributeError, RuntimeError):  # Gloo's reduce-scatters have no future.
                 future = None
             if future is None:
                 self._noted(begun_s, time.monotonic())
@@ -104,12 +106,13 @@ def _unheard(_begun_s: float, _ended_s: float) -> None:
 
 
 class BetweenCollectives:
-    """Turns for pieces of copies, for a loop whose iterations are the times between two saves.
+    """Turns for the pieces of copies of a user's own loop; an iteration lasts from save to save.
 
     Args:
-        far: the ranks of other nodes.
-        targets, sources: whom copies go to, and come from.
-        iterations: of which the mean is taken.
+        link: latency and bandwidth between nodes.
+        far: ranks of other nodes; at least one.
+        targets, sources: ranks that copies are sent to, and ranks that they come from.
+        iterations: number of iterations over which measurements are averaged.
     """
 
     def __init__(
@@ -123,7 +126,7 @@ class BetweenCollectives:
         iterations: int,
     ) -> None:
         self._links = links
-        self._far = min(far)  # A collective takes the ways to all of them.
+        self._far = min(far)  # Any rank of another node: a collective uses the links to all nodes.
         self._iteration = 0
         self._num_noted = 0
         self._turns = Interleaving(
@@ -140,16 +143,23 @@ class BetweenCollectives:
 
     @property
     def unwatched(self) -> Callable[[], Any]:
-        """A context in which collectives are none of the loop's."""
+        """A context manager in which this thread's collectives are not watched."""
         return self._collectives.unwatched
 
     @property
     def spans(self) -> dict[int, tuple[IdleSpan, ...]]:
-        """By target those in which pieces go, `after` so many collectives; empty at first."""
+        """The spans in which pieces are sent, by target; empty before they are measured.
+
+        `after` of a span counts collectives.
+        """
         return self._turns.all_spans
 
     def started(self, *, begins: bool) -> None:
-        """An iteration begins, and maybe a version with it, whose pieces may go from now on."""
+        """Notes that an iteration begins.
+
+        Args:
+            begins: whether a version of copies begins with it.
+        """
         if begins:
             self._turns.hold()
         self._iteration += 1
@@ -159,19 +169,19 @@ class BetweenCollectives:
             self._turns.rush()
 
     def rush(self) -> None:
-        """What is left of the version goes at once: somebody waits for it."""
+        """Lets the rest of the version be sent at once, since a caller waits for it."""
         self._turns.rush()
 
     def chunk_bytes(self, most_bytes: int) -> int:
-        """See Turns."""
+        """The size of the pieces of a version that begins now; at most `most_bytes`."""
         return self._turns.chunk_bytes(most_bytes)
 
     def wait(self, target: int, num_bytes: int) -> None:
-        """See Turns."""
+        """Blocks until a piece of so many bytes may be sent; raises as `Turns.wait` does."""
         self._turns.wait(target, num_bytes)
 
     def close(self) -> None:
-        """Frees who waits, and watches no more."""
+        """Stops watching collectives, and ends all calls of `wait` with an AbortedError."""
         self._collectives.close()
         self._turns.close()
 
@@ -191,17 +201,19 @@ def between_collectives(
     iterations: int,
     device_type: str,
 ) -> BetweenCollectives | None:
-    """When a rank sends copies, None if at once.
+    """The turns in which a rank sends copies between collectives; None: it sends them at once.
 
     Args:
-        nodes: of each rank its node.
-        iterations: in which collectives are watched; 0: copies go at once.
-        device_type: of what the loop's collectives are of.
+        nodes: name of each rank's node, by rank.
+        copies: shards with the ranks that keep copies of them.
+        iterations: number of iterations over which collectives are measured; 0: copies are sent at
+            once.
+        device_type: torch's name of the devices whose tensors the loop's collectives take.
     """
     far = {rank for rank, node in enumerate(nodes) if node != nodes[links.rank]}
     targets = {target for target, _ in sent_by(links.rank, copies)}
     sources = sent_to(links.rank, copies).keys()
-    # Of others nobody on the host knows when they are over.
+    # The host does not learn when the collectives of other backends are over.
     is_timed = backend_of(device_type) == "gloo"
     if not iterations or not targets or not is_timed:
         return None
@@ -216,10 +228,10 @@ def between_collectives(
 
 
 def measured_link(links: Links, *, targets: Collection[int], sources: Collection[int]) -> Link:
-    """What copies take, as measured while all ranks send to those who keep theirs.
+    """Latency and bandwidth for copies, measured while all ranks send to their copy holders.
 
     Raises:
-        PeerLostError, AbortedError: a peer is gone.
+        PeerLostError, AbortedError: a peer was lost, or the links were closed.
     """
     seconds: dict[int, list[float]] = {_SMALL_BYTES: [], _LARGE_BYTES: []}
     sizes = [_SMALL_BYTES] * _NUM_SMALL + [_LARGE_BYTES] * _NUM_LARGE

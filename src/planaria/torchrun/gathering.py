@@ -1,6 +1,6 @@
-"""What ranks of a default process group tell each other, as bytes and as records.
+"""Exchanges bytes and records among all ranks of the default process group.
 
-Nothing is pickled: torch's own gathering of objects would be.
+Nothing is pickled, unlike in torch's own all_gather_object.
 """
 
 from typing import TypeVar
@@ -13,12 +13,12 @@ Said = TypeVar("Said")
 
 
 def gathered_as(kind: type[Said], mine: Said) -> list[Said]:
-    """What all ranks say, by rank."""
+    """The records of all ranks, by rank; all ranks must call it."""
     return [msgspec.json.decode(raw, type=kind) for raw in gathered(msgspec.json.encode(mine))]
 
 
 def gathered(content: bytes) -> list[bytes]:
-    """The bytes of all ranks, by rank."""
+    """The bytes of all ranks, by rank; all ranks must call it."""
     device = _device()
     size = torch.tensor([len(content)], dtype=torch.int64, device=device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size())]
@@ -35,21 +35,22 @@ def gathered(content: bytes) -> list[bytes]:
 
 
 def on_all(*flags: bool) -> list[bool]:
-    """Each flag, whether it is set on every rank."""
+    """Whether each flag is set on every rank, in order; all ranks must call it."""
     told = torch.tensor(flags, dtype=torch.int32, device=_device())
     dist.all_reduce(told, op=dist.ReduceOp.MIN)
     return [bool(one) for one in told.tolist()]
 
 
 def backend_of(device_type: str) -> str:
-    """What serves a type of device in the default group, by torch's names; "" if nothing does."""
-    # "cpu:gloo,cuda:nccl", whatever the group was asked for; its own name may be "undefined".
+    """The default group's backend for a type of device, by torch's names; "" if there is none."""
+    # The configuration is "cpu:gloo,cuda:nccl", say, whatever backend the group was made with. The
+    # name of the group's backend may be "undefined".
     served = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
     return served.get(device_type, "")
 
 
 def _device() -> torch.device:
-    """Where the default group's tensors are."""
+    """A device whose tensors the default group can exchange; the CPU if possible."""
     if backend_of("cpu"):
         return torch.device("cpu")
     found = torch.accelerator.current_accelerator()

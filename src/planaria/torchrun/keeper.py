@@ -1,10 +1,11 @@
-"""The process that owns a machine's copies for scripts that keep their own training loop.
+"""The keeper: the process that owns a node's copies for scripts with their own training loop.
 
-One for each directory, started by the first rank that asks for it, in a session of its own: it
-outlives the ranks, and what starts them again. It makes a file in memory (arena.py) for each slot,
-which is a rank's place on the machine, and hands it to whoever asks over a socket in that
-directory. It ends when it is told to, or when nobody has been connected for a while. Those who hold
-slots of one that was killed, or whose socket was removed, hand the files to another one.
+There is one keeper for each directory. The first rank that asks for it starts it in a session of
+its own, so it outlives the ranks and the program that restarts them. A slot is a rank's place on
+the node (LOCAL_RANK). The keeper makes a file in memory (arena.py) for each slot, and hands its
+descriptor to the rank that asks over a socket in that directory. It ends when it is told to, or
+when nobody has been connected for a while. If a keeper was killed or its socket was removed, the
+ranks that hold its slots hand their files to another keeper.
 """
 
 import fcntl
@@ -34,15 +35,15 @@ _LINE_BYTES: Final = 1 << 12
 FREE_TIMEOUT_S: Final = 10.0
 _GIVEN, _HELD = b".", b"!"
 _ID_BYTES: Final = 8
-_CREDENTIALS: Final = struct.Struct("=3i")  # Of process, user and group.
+_CREDENTIALS: Final = struct.Struct("=3i")  # The ids of process, user and group.
 _PAUSE_S: Final = 0.05
-_FDS_MAX: Final = 200  # Of one message.
-_LOOK_S: Final = 60.0  # So often one that is alone sees whether its socket can be found.
+_FDS_MAX: Final = 200  # Per message.
+_LOOK_S: Final = 60.0  # A keeper without clients checks so often that its socket still exists.
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A slot of a directory's keeper; see `attach`."""
+    """A slot of a directory's keeper; `attach` explains the fields."""
 
     directory: Path
     slot: int
@@ -54,9 +55,10 @@ class Kept:
     """A slot of a keeper, held by this process.
 
     Attributes:
-        fd: of the slot's arena.
-        further_fds: of arenas that nobody holds now, for this process to read.
-        keeper_id: drawn by the keeper that there was at first: machines may have one name.
+        fd: descriptor of the slot's arena.
+        further_fds: descriptors of arenas of slots that nobody holds now, for this process to read.
+        keeper_id: random id of the first keeper, in hex; it identifies the node, since several
+            machines may have the same host name.
     """
 
     def __init__(self, place: _Place) -> None:
@@ -67,28 +69,31 @@ class Kept:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the keeper has ended, or its socket is not there for those who come next: copies
-        are there for as long as this process is."""
+        """Whether the keeper has ended, or its socket is not in the directory any more.
+
+        Then the copies only last for as long as this process, unless `renew` is called.
+        """
         file = _socket_file(self._place.directory)
         if file is None or file != self._file:
             return True
         try:
             return not self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except OSError as error:
-            return not isinstance(error, BlockingIOError)  # It says nothing by itself.
+            # A keeper that lives sends nothing unasked.
+            return not isinstance(error, BlockingIOError)
 
     def renew(self) -> None:
-        """Hands the slot's memory to a keeper that is there, for the one before is gone.
+        """Hands the slot's memory to another keeper, which is started if there is none.
 
         Raises:
-            CheckpointError: as `attach` does.
+            CheckpointError: as for `attach`.
         """
         self._sock.close()
         self._sock, self._file, _, again = _attached(self._place, (self.fd, *self.further_fds))
         _close(again)
 
     def end(self) -> None:
-        """Ends the keeper, and with it all copies on this machine."""
+        """Ends the keeper, and with it all copies that it owns."""
         with suppress(OSError):
             self._sock.sendall(b'{"ends": true}\n')
             while self._sock.recv(_LINE_BYTES):
@@ -96,34 +101,45 @@ class Kept:
         self.close()
 
     def close(self) -> None:
-        """Leaves the keeper, which keeps what there is."""
+        """Releases the slot; the keeper keeps its copies."""
         self._sock.close()
 
 
 def _leave(reference: "weakref.ref[Kept]") -> None:
-    """Has a fork not hold the slot, which it would after the process's death."""
+    """Closes a forked child's connection, which would hold the slot after its parent's death."""
     if kept := reference():
         kept.close()
 
 
 def attach(directory: Path, slot: int, *, num_slots: int, idle_s: float) -> Kept:
-    """A slot of the directory's keeper, which is started if there is none.
+    """Takes a slot of the directory's keeper, which is started if there is none.
 
     Args:
-        num_slots: that are held now. There may have been more; each of those is for one to read.
-        idle_s: for how long it stays when nobody is connected, whatever it was asked for before;
-            inf: for ever.
+        slot: index of the slot, from 0.
+        num_slots: number of slots in use on the node now. If there were more before, process
+            `slot` gets the arenas of the old slots that are congruent to it modulo num_slots, to
+            read them.
+        idle_s: how long the keeper stays when nobody is connected; it replaces what earlier
+            processes asked for; inf: for ever.
 
     Raises:
-        CheckpointError: it does not start, another process holds the slot, or another user the
-            directory.
+        CheckpointError: the keeper does not start, another process holds the slot, or the directory
+            belongs to another user.
     """
     return Kept(_Place(directory.absolute(), slot, num_slots, idle_s))
 
 
 def _attached(place: _Place, given: Sequence[int]) -> tuple[socket.socket, "_File", str, list[int]]:
-    """A keeper, its socket's file and its id. It has arenas of the slot from now on, those that are
-    given if any are."""
+    """Takes a slot of a keeper.
+
+    Args:
+        given: descriptors of the slot's arenas that the keeper gets; empty: it has them, or makes
+            the slot's own.
+
+    Returns:
+        The connection, the socket's file, the keeper's id in hex, and descriptors of the slot's
+        arena and of further ones.
+    """
     directory = place.directory
     wish = {"slot": place.slot, "of": place.num_slots, "idle_s": place.idle_s}
     asked = json.dumps(wish).encode() + b"\n"
@@ -135,8 +151,8 @@ def _attached(place: _Place, given: Sequence[int]) -> tuple[socket.socket, "_Fil
             return sock, file, said[1:].hex(), fds
         if time.monotonic() > deadline_s:
             break
-        time.sleep(0.05)  # Who held it and was killed may be there a moment.
-        if said[:1] != _HELD:  # It was about to end when this one connected.
+        time.sleep(0.05)  # A killed process may hold the slot for a moment longer.
+        if said[:1] != _HELD:  # The keeper was about to end when this process connected.
             sock.close()
             sock, file = _found(directory, place.idle_s)
     sock.close()
@@ -148,7 +164,7 @@ def _attached(place: _Place, given: Sequence[int]) -> tuple[socket.socket, "_Fil
 
 
 def _found(directory: Path, idle_s: float) -> tuple[socket.socket, "_File"]:
-    """A directory's keeper, which is started if there is none, and its socket's file."""
+    """A connection to a directory's keeper, with its socket's file; starts one if there is none."""
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for path in (directory, directory.parent):
@@ -162,7 +178,7 @@ def _found(directory: Path, idle_s: float) -> tuple[socket.socket, "_File"]:
 
 
 def _answer(sock: socket.socket, asked: bytes, given: Sequence[int]) -> tuple[bytes, list[int]]:
-    """What a keeper says; nothing if it has ended."""
+    """A keeper's answer and the descriptors with it; both empty if the keeper has ended."""
     try:
         socket.send_fds(sock, [asked], given)
         said, fds, *_ = socket.recv_fds(sock, _LINE_BYTES, _FDS_MAX)
@@ -173,7 +189,7 @@ def _answer(sock: socket.socket, asked: bytes, given: Sequence[int]) -> tuple[by
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """One process at a time may find that there is no keeper."""
+    """A context for one process at a time, so that only one of them starts a keeper."""
     with (directory / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -213,12 +229,12 @@ def _started(directory: Path, idle_s: float) -> socket.socket:
     raise CheckpointError(f"the process that is to own copies did not start: see {log}")
 
 
-# Device and inode, which the kernel gives to no other file while a keeper has its socket; or none.
+# The device and inode of a socket, which no other file has while a keeper has it open; or None.
 _File = tuple[int, int] | None
 
 
 def _socket_file(directory: Path) -> _File:
-    """What is there under the name of the socket."""
+    """The file that has the socket's name in the directory; None if there is none."""
     try:
         found = (directory / "socket").stat()
     except OSError:
@@ -228,7 +244,10 @@ def _socket_file(directory: Path) -> _File:
 
 @contextmanager
 def _short(directory: Path) -> Iterator[str]:
-    """The path of the socket, which may have 100 bytes at most, however long the directory's is."""
+    """A path of the socket that is short however long the directory's path is.
+
+    The kernel allows some 100 bytes for the path of a socket.
+    """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{descriptor}/socket"
@@ -238,14 +257,15 @@ def _short(directory: Path) -> Iterator[str]:
 
 @dataclass(slots=True)
 class _Keeping:
-    """What a keeper has, and what it was asked for.
+    """The state of a keeper.
 
     Attributes:
-        idle_s: as who came last wants it.
-        slots: arenas by slot.
-        held: by client, the slot that it has alone.
-        is_over: somebody wants it to end.
-        is_short: of what it takes to answer who connects, and that is told.
+        idle_s: time without clients after which it ends; set by the newest client.
+        slots: descriptor of each slot's arena, by slot.
+        held: slot that each client holds, by client.
+        is_over: whether a client has asked it to end.
+        is_short: whether it lacks the resources to accept a client; that was logged then.
+        keeper_id: random id of this keeper.
     """
 
     idle_s: float
@@ -257,10 +277,13 @@ class _Keeping:
 
 
 def serve(directory: Path, idle_s: float) -> None:
-    """Keeps slots until it is told to end, or nobody has been connected for so long, or nobody is
-    and nobody can be."""
+    """Runs a keeper until a client ends it or it is of no more use.
+
+    It is of no use once nobody has been connected for `idle_s`, or nobody is connected and its
+    socket is not in the directory any more.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    (directory / "socket").unlink(missing_ok=True)  # Of one that was killed.
+    (directory / "socket").unlink(missing_ok=True)  # A killed keeper has left it.
     keeping = _Keeping(idle_s)
     with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
         with _short(directory) as path:
@@ -294,10 +317,10 @@ def serve(directory: Path, idle_s: float) -> None:
 
 
 def _accepted(listener: socket.socket, keeping: _Keeping) -> socket.socket | None:
-    """Who has connected; None if that is another user, or there is nothing to talk to it with."""
+    """The client that has connected; None if it is another user's, or cannot be accepted now."""
     try:
         client, _ = listener.accept()
-    except OSError as error:  # No descriptors, say. To end would lose all copies.
+    except OSError as error:  # No descriptors, say. If the keeper ended, all copies would be lost.
         if not keeping.is_short:
             sys.stderr.write(f"a client has to wait: {error}\n")
         keeping.is_short = True
@@ -312,7 +335,7 @@ def _accepted(listener: socket.socket, keeping: _Keeping) -> socket.socket | Non
 
 
 def _answered(client: socket.socket, keeping: _Keeping) -> bool:
-    """Answers a client; False if it has left, or there is nothing more to say to it."""
+    """Answers a client; returns False if the connection is to be closed."""
     slots, held = keeping.slots, keeping.held
     try:
         line, given, *_ = socket.recv_fds(client, _LINE_BYTES, _FDS_MAX)
@@ -330,7 +353,8 @@ def _answered(client: socket.socket, keeping: _Keeping) -> bool:
         held[client] = slot
         keeping.idle_s = float(asked["idle_s"])
         for index, fd in enumerate(given):
-            number = slot + index * num_slots  # Of those that the same process reads.
+            # A client holds its own slot, and reads every num_slots-th one after it.
+            number = slot + index * num_slots
             _close([slots[number]] if number in slots else [])
             slots[number] = fd
         if slot not in slots:
@@ -345,12 +369,12 @@ def _answered(client: socket.socket, keeping: _Keeping) -> bool:
 
 
 def _is_trusted(sock: socket.socket) -> bool:
-    """Whether the other end is of this user, or of root, who can read all anyway."""
+    """Whether the other end belongs to this user, or to root, who can read everything anyway."""
     return _peer_of(sock)[1] in (0, os.getuid())
 
 
 def _peer_of(sock: socket.socket) -> tuple[int, int]:
-    """Process and user of the other end, as the kernel knows them."""
+    """The ids of the other end's process and user, from the kernel."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(raw)
     return pid, user

@@ -1,8 +1,9 @@
-"""What is saved of a loop beside its tensors: rates, schedulers, samplers.
+"""The state of a training loop beside its tensors: learning rates, schedulers, samplers.
 
-It is written by torch.save, for JSON makes strings of keys that are numbers, lists of tuples, and
-nothing of inf. It is read by torch.load with weights_only=True, which runs no code of what it
-reads, and refuses what it does not know; so what is written is read back before the first version.
+It is written by torch.save, since JSON turns keys that are numbers into strings and tuples into
+lists, and cannot express inf. It is read by torch.load with weights_only=True, which runs no code
+from the file and refuses types that it does not know. So the state is written and read back as a
+test before the first version.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,8 @@ import torch
 
 from planaria.errors import CheckpointError, ConfigError
 
-# Rates are numpy's where a schedule computes them so, and generators have states of its arrays.
+# Types of numpy that may be read: some schedules compute learning rates with numpy, and the states
+# of its random generators contain arrays.
 _NUMPY: Final[tuple[Any, ...]] = (
     *(np.float64().__reduce__()[0], np.empty(0).__reduce__()[0]),
     *(np.ndarray, np.dtype),
@@ -29,12 +31,12 @@ _REMEDY: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What is no tensor of a model or its optimizer.
+    """The saved state that is not a tensor of the model or of its optimizer.
 
     Attributes:
-        numbers: of the optimizer's state, by name.
-        groups: the optimizer's param_groups; "params" is how many there are.
-        others: by name, the state of what is saved beside.
+        numbers: values of the optimizer's state that are not tensors, by name.
+        groups: the optimizer's param_groups, each with the number of its parameters as "params".
+        others: state_dict of each further object that is saved, by name.
     """
 
     numbers: Mapping[str, Any]
@@ -43,35 +45,35 @@ class Beside:
 
 
 def written(beside: Beside) -> bytes:
-    """Its bytes.
+    """The bytes of the state.
 
     Raises:
-        ConfigError: something cannot be written.
+        ConfigError: a value cannot be written; the error names it.
     """
     try:
         return _bytes_of((beside.numbers, beside.groups, beside.others))
-    except Exception as error:  # Every type has its own ways not to be written.
+    except Exception as error:  # Each type raises its own errors.
         raise _refusal(beside) from error
 
 
 def read(raw: bytes) -> Beside:
-    """What was written.
+    """The state that `written` has turned into bytes.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the bytes cannot be read.
     """
     try:
         numbers, groups, others = _value_of(raw)
-    except Exception as error:  # As above.
+    except Exception as error:  # Each type raises its own errors.
         raise CheckpointError(f"what was saved beside tensors cannot be read: {error}") from error
     return Beside(numbers, groups, others)
 
 
 def check(beside: Beside) -> None:
-    """Refuses what would not come back, as it was on each rank.
+    """Refuses state that a restore could not read back.
 
     Raises:
-        ConfigError: naming it.
+        ConfigError: a value cannot be written or read back; the error names it.
     """
     for name, value in beside.numbers.items():
         if not isinstance(value, float | int | str | None):
@@ -99,7 +101,7 @@ def _named(beside: Beside) -> Iterator[tuple[str, Any]]:
 
 
 def _innermost(name: str, value: Any) -> tuple[str, Any]:
-    """Of what does not come back, what is the reason, as far as dicts tell."""
+    """The innermost value in nested dicts that cannot be read back, with its full name."""
     if isinstance(value, dict):
         for key, one in value.items():
             if not _comes_back(one):
@@ -110,7 +112,7 @@ def _innermost(name: str, value: Any) -> tuple[str, Any]:
 def _comes_back(value: Any) -> bool:
     try:
         _value_of(_bytes_of(value))
-    except Exception:  # As above.
+    except Exception:  # Each type raises its own errors.
         return False
     return True
 
@@ -123,5 +125,5 @@ def _bytes_of(value: Any) -> bytes:
 
 def _value_of(raw: bytes) -> Any:
     with torch.serialization.safe_globals(list(_NUMPY)):
-        # Whoever wrote it may have had other devices.
+        # The devices of the writer may not exist here.
         return torch.load(BytesIO(raw), map_location="cpu", weights_only=True)

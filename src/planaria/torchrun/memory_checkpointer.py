@@ -7,18 +7,21 @@
         optimizer.step()
         checkpointer.save(iteration + 1)
 
-Each rank's shard is copied into memory that a process of its machine owns (keeper.py),
-and from there to other nodes, while training goes on; the next optimizer step waits until the copy
-here is done, and for nothing else. Ranks that die, and whoever starts them again, leave the copies
-alone; a machine that is lost takes its own along, and others have theirs. Where that process is
-gone, the next save finds it out, and another one owns the memory. `restore` takes the newest
-version that is there of all shards, for as many ranks as there are now: model and optimizer may be
-cut in another way. The newest is one of the run that began last, whatever its iteration: a run that
-began anew, or from an older version, leaves those of the run before behind.
+Each rank's shard is copied into memory that the keeper owns, a process of its node (keeper.py), and
+from there to other nodes, while training goes on. The next optimizer step waits until the copy on
+the own node is done, and for nothing else. The copies survive the ranks and the program that
+restarts them. A node that is lost takes its copies along; other nodes keep theirs. If a keeper is
+gone, the next save notices that, and a new keeper owns the memory.
 
-A model that every rank holds whole (DDP) is copied once on each node, and sent to none.
+`restore` takes the newest version of which all shards exist. The number of ranks may have changed
+since, and with it the sharding of model and optimizer. Versions of the run that began last count as
+the newest, whatever their iteration: a run that began anew, or from an older version, supersedes
+the versions of the run before.
 
-Source: Gemini (SOSP '23); PEERS of this: NVRx and lm-resiliency, which need the same ranks again.
+A model that every rank holds whole (DDP) is copied once on each node, and sent to no other.
+
+Source: Gemini (SOSP '23).
+Differs from NVRx and lm-resiliency, which need the same ranks again to restore.
 """
 
 import contextlib
@@ -59,17 +62,18 @@ from planaria.transport.links import PATIENT_S, Address, Links
 
 logger = logging.getLogger(__name__)
 
-_PLACE: Final = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # As torchrun tells it.
+_PLACE: Final = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # Defaults without torchrun.
 _LINK_TIMEOUT_S: Final = 600.0
-_EPOCH: Final = 0  # Of the links: they live as long as the ranks.
+_EPOCH: Final = 0  # The only epoch of the links, which live as long as the ranks.
 
 
 class _Rank(msgspec.Struct, frozen=True):
-    """What a rank tells all others when it begins.
+    """The facts that a rank tells all others when it begins.
 
     Attributes:
-        node: where it runs, and which keeper is there; those of one keeper have the same.
-        labels: by shard, the versions that it keeps.
+        node: name of its node, equal for all ranks with the same keeper.
+        address: host and port at which it accepts links.
+        labels: labels of the versions that it keeps, by shard.
         begin_us: when it began, in microseconds since 1970.
     """
 
@@ -80,27 +84,30 @@ class _Rank(msgspec.Struct, frozen=True):
 
 
 class MemoryCheckpointer:
-    """Checkpoints in memory of a model and its optimizer; all ranks make one, and use it alike.
+    """Checkpoints in memory of a model and its optimizer.
 
-    The default process group must be there. Call `save` after the optimizer's step.
+    Every rank makes one, and all ranks make the same calls in the same order. The default process
+    group must exist. Call `save` after the optimizer's step.
 
     Args:
-        others: what else is saved, such as a scheduler; its state_dict has to be what torch.load
-            reads with weights_only=True, and the same on all ranks.
-        copies: of each shard, its own node's included.
-        buffer_bytes: of copies on their way to a node, 64 KiB at least.
-        is_interleaved: whether copies go between the loop's collectives, as far as those are of the
-            gloo backend; else they go at once.
-        profile_iterations: in which collectives are watched before that, and again and again.
-        name: tells apart jobs of one user on one machine.
-        directory: for the socket of the process that owns the memory; below XDG_RUNTIME_DIR, or
-            below /tmp, if it is "".
-        idle_s: for how long that process keeps copies when no rank is left; inf: for ever. That of
-            the newest run counts.
+        others: further objects to save, such as a scheduler, by name. Their state_dicts must be
+            readable by torch.load with weights_only=True, and the same on all ranks.
+        copies: number of copies of each shard, the one on its own node included.
+        buffer_bytes: size of a rank's buffers for the copies of one sender; at least 64 KiB.
+        is_interleaved: whether copies are sent between the loop's collectives, if these use the
+            gloo backend; otherwise they are sent at once.
+        profile_iterations: number of iterations in which collectives are measured before copies are
+            sent between them; the measurement is repeated all the time. 0: no interleaving.
+        name: name of the job, which distinguishes jobs of one user on one machine; ignored if
+            `directory` is given.
+        directory: directory of the keeper's socket; "": one named by the job, below XDG_RUNTIME_DIR
+            or else /tmp.
+        idle_s: how long the keeper keeps copies when no rank is left; the newest run's value
+            counts; inf: for ever.
 
     Raises:
         ConfigError: a value is wrong, or there is no process group.
-        CheckpointError: the process that owns the memory does not start.
+        CheckpointError: the keeper does not start, or the rank's slot or the directory is taken.
     """
 
     def __init__(
@@ -137,9 +144,11 @@ class MemoryCheckpointer:
         self._kept: Kept = attach(place, slot, num_slots=num_slots, idle_s=idle_s)
         self._can_be_kept = True
         self._arena = Arena(self._kept.fd)
-        self._older = [Arena(fd) for fd in self._kept.further_fds]  # Of ranks that are no more.
+        # The arenas of ranks that do not exist any more.
+        self._older = [Arena(fd) for fd in self._kept.further_fds]
         drawn = gathered(secrets.token_bytes(24))[0]
-        self._run = int.from_bytes(drawn[16:]) >> 2  # Other runs may count the same epochs.
+        # A random number, since unrelated runs may use the same epochs.
+        self._run = int.from_bytes(drawn[16:]) >> 2
         self._links = Links(self._rank, token=drawn[:16], host=own_host())
         node = f"{socket.gethostname()}:{place}#{self._kept.keeper_id}"
         mine = _Rank(node, self._links.address, self._versions(), time.time_ns() // 1000)
@@ -153,29 +162,33 @@ class MemoryCheckpointer:
         self._links.begin(
             _EPOCH, addresses=addresses, peers=others_than_this, timeout_s=_LINK_TIMEOUT_S
         )
-        self._epoch = _epoch_after(told)  # Of this run's versions.
-        # Stays until a version of this run is complete.
+        self._epoch = _epoch_after(told)  # The epoch in the labels of this run's versions.
+        # The version of earlier runs that is kept until one of this run is complete.
         self._found = next(iter(self._restores.complete()), None)
         self._copier: Copier | None = None
         self._saved = -1
         self._is_closed = False
         self._filler = Filler(torch.get_num_threads())
-        # Of any: others may step parameters of the model, too.
+        # It is called for every optimizer: another one may step parameters of the model, too.
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
-    # -- back -------------------------------------------------------------------------------------
+    # -- restoring --------------------------------------------------------------------------------
 
     def restore(self) -> int:
-        """Takes over the newest version that is there of all shards; its iteration, 0 without one.
+        """Restores the newest version of which all shards exist.
 
-        Versions of the run that began last come first, the newest of them before the others.
-        A version that turns out to be damaged, or of another model, or that `others` do not take
-        over, is named and skipped. It may be called in the middle of a run, too: what is on its way
-        is waited for, and may be what is restored.
+        Versions of the run that began last come first, and within a run the newest one. A version
+        is logged and skipped if it is damaged, belongs to another model, or is refused by one of
+        `others`. In the middle of a run, `restore` waits for the version that is being copied, and
+        may restore it.
+
+        Returns:
+            The iteration of the version; 0: there is none.
 
         Raises:
-            CheckpointError: in the middle of a run no version is whole; the model stays as it is.
-            ConfigError: a tensor is sparse, or has no numbers yet, as on the meta device.
+            CheckpointError: no version could be restored in the middle of a run; the model is
+                unchanged.
+            ConfigError: a tensor is sparse, or has no values yet, as on the meta device.
         """
         self._check_open()
         with self._unwatched():
@@ -193,14 +206,16 @@ class MemoryCheckpointer:
                 return label.age
             if not self._rank:
                 logger.warning("the copies of iteration %s are not used: %s", label.age, reason)
-        if self._saved >= 0:  # The model is not as it was at first.
+        if self._saved >= 0:  # The model has been trained, so 0 would be wrong.
             raise CheckpointError("no version in memory is complete: the model stays as it is")
         self._found = None
         return 0
 
     def _end_run(self, copier: Copier) -> None:
-        """What follows is another run, whose states may differ from those of the same iterations
-        before."""
+        """Ends the run of versions in progress, since later states are not a continuation of it.
+
+        After a restore the state of an iteration may differ from the same iteration's before.
+        """
         self.wait_ended()
         self._completed(copier)
         copier.close()
@@ -210,23 +225,23 @@ class MemoryCheckpointer:
         self._restores = self._restores_of(labels)
 
     def _restores_of(self, labels: Sequence[Mapping[int, tuple[Label, ...]]]) -> Restores:
-        """From the versions that each rank keeps, by shard."""
+        """This rank's part in restores, given the labels that each rank keeps, by shard."""
         arenas = (self._arena, *self._older)
         return Restores(self._links, self._held, arenas, dict(enumerate(labels)))
 
-    # -- forth ------------------------------------------------------------------------------------
+    # -- saving -----------------------------------------------------------------------------------
 
     def save(self, iteration: int) -> bool:
-        """Begins a version of the state as it is after so many iterations.
+        """Begins a version of the state after so many iterations.
 
         Returns:
-            False if none begins, because the one before is still on its way, or copies failed, or
-            a machine has no process any more that owns their memory. All ranks return the same.
+            Whether a version begins; the same on all ranks. It does not if the version before is
+            still being copied, if a peer was lost, or if a node has no keeper any more.
 
         Raises:
-            ConfigError: so many iterations were saved before; at the first time, and when the
-                optimizer's state has other parts than before, also that there is no memory for
-                copies, or that something would not be there in a restore.
+            ConfigError: as many or more iterations were saved before. The first call, and calls
+                after the optimizer's state got other parts, also raise it if a node lacks memory
+                for the copies, or if a restore could not bring back all of the state.
         """
         self._check_open()
         if iteration <= self._saved:
@@ -238,7 +253,7 @@ class MemoryCheckpointer:
         return begins
 
     def _unwatched(self) -> AbstractContextManager[None]:
-        """Collectives within are none of the loop's."""
+        """A context in which this thread's collectives do not count as the loop's."""
         return self._turns.unwatched() if self._turns else nullcontext()
 
     def _begin(self, iteration: int) -> bool:
@@ -253,8 +268,12 @@ class MemoryCheckpointer:
         return True
 
     def _completed(self, copier: Copier) -> bool:
-        """Whether the newest version has ended on all ranks, and another one may begin; if none has
-        failed it is complete."""
+        """Marks the newest version as complete if it has ended on all ranks and failed on none.
+
+        Returns:
+            Whether another version may begin: the newest one has ended on all ranks, and all ranks'
+            memory is owned by keepers.
+        """
         try:
             is_free = not copier.has_begun or copier.has_ended
             is_whole = copier.has_begun and not copier.has_failed
@@ -273,7 +292,7 @@ class MemoryCheckpointer:
         return are_free and are_owned
 
     def _is_owned(self) -> bool:
-        """Whether a process owns this rank's memory, if need be another one than before."""
+        """Whether a keeper owns this rank's memory; if the keeper is gone, another one is tried."""
         if self._can_be_kept and self._kept.is_gone:
             gone = f"rank {self._rank}: the process that owned copies on this machine is gone"
             try:
@@ -286,11 +305,11 @@ class MemoryCheckpointer:
         return self._can_be_kept
 
     def _states(self) -> dict[int, State]:
-        """This rank's shard, as it is now."""
+        """This rank's shard as it is now, by its number."""
         return {self._shard: self._held.shard(self._shard, self._num_shards)[1]}
 
     def _begun(self) -> Copier:
-        """The copier of this run, which begins with the first version."""
+        """Makes the copier of this run, at the run's first save."""
         is_replicated = self._held.is_replicated
         self._num_shards = 1 if is_replicated else self._world_size
         self._shard = 0 if is_replicated else self._rank
@@ -325,7 +344,7 @@ class MemoryCheckpointer:
         return self._copier
 
     def _check(self, own: Sequence[int]) -> None:
-        """That all of the state would be there in a restore, and that there is room for it."""
+        """Checks that a restore can bring back all of the state, and that memory suffices."""
         check_on_all(self._held)
         state = self._states()[self._shard] if own else {}
         check_room_on_all(
@@ -339,8 +358,10 @@ class MemoryCheckpointer:
 
     @property
     def idle_spans(self) -> dict[int, tuple[IdleSpan, ...]]:
-        """By rank that copies go to, the spans of an iteration in which they go: `after` so many
-        collectives, and for how long. Empty before they are measured, and where copies go at once.
+        """The spans of an iteration in which copies are sent, by the rank that they are sent to.
+
+        `after` of a span counts collectives. Empty before spans are measured, and if copies are
+        sent at once.
         """
         return self._turns.spans if self._turns else {}
 
@@ -348,18 +369,18 @@ class MemoryCheckpointer:
         logger.warning("rank %s: copies are not complete: %s", self._rank, reason)
 
     def _before_step(self, *_: Any) -> None:
-        """An optimizer's step changes what is being copied."""
+        """Waits before an optimizer's step, which changes the tensors that are being copied."""
         self.wait_copied()
 
     def wait_copied(self) -> None:
-        """Blocks until model and optimizer may change; an optimizer's step does so by itself."""
+        """Blocks until model and optimizer may change; every optimizer step calls it by itself."""
         self._check_open()
         copier = self._copier
         if copier is not None and copier.own and copier.has_begun:
             self._wait(lambda: copier.wait_copied(copier.own[0]))
 
     def wait_ended(self) -> None:
-        """Blocks until what this rank sends of the newest version is kept, and it keeps its own."""
+        """Blocks until the newest version has ended for this rank: all its copies have arrived."""
         self._check_open()
         if self._copier is not None and self._copier.has_begun:
             if self._turns is not None:
@@ -367,14 +388,17 @@ class MemoryCheckpointer:
             self._wait(self._copier.wait_ended)
 
     def _wait(self, wait: Callable[[], None]) -> None:
-        """Training goes on without copies where they cannot be made any more."""
+        """Calls `wait`; logs a lost peer instead of raising, so that training goes on."""
         try:
             wait()
         except (AbortedError, PeerLostError) as error:
             logger.warning("rank %s copies no more: %s", self._rank, error)
 
     def close(self) -> None:
-        """Ends copying and gives the memory back: the job is over, and all but this raises then."""
+        """Ends copying and the keeper at the end of the job, so all copies are gone.
+
+        Idempotent. Other methods raise a ConfigError afterwards.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -402,8 +426,11 @@ class MemoryCheckpointer:
 
 
 def _epoch_after(ranks: Sequence[_Rank]) -> int:
-    """Above the epochs of all versions that are known, whatever clocks say; and above those of
-    earlier runs whose memory is not here now, as far as clocks tell which those are."""
+    """An epoch above those of all known versions, whatever the clocks say.
+
+    It is also at least the present time in microseconds, so that it is above the epochs of earlier
+    runs whose memory is not known now, unless clocks have gone back.
+    """
     known = [n.epoch for rank in ranks for labels in rank.labels.values() for n in labels]
     return max([1 + max(known, default=-1), *(rank.begin_us for rank in ranks)])
 
@@ -412,17 +439,18 @@ def _real(_shard: int) -> int:
     return 0
 
 
-# -- what a MemoryCheckpointer is given, and where it is if it is not told -------------------------
+# -- the arguments of a MemoryCheckpointer, and their defaults -------------------------------------
 
-# Of 16 KiB a piece: some 30 MB/s over a link of this machine alone, a tenth of that at 4 KiB.
+# Pieces have a quarter of it, 16 KiB: that gives some 30 MB/s over a link within one machine.
+# Pieces of 4 KiB give a tenth of that.
 BUFFER_BYTES_MIN: Final = 64 << 10
 
 
 def check_least(*, copies: int, buffer_bytes: int, profile_iterations: int, idle_s: float) -> None:
-    """Refuses numbers that are too small, or no whole ones where only those will do.
+    """Refuses numbers that are too small, or not whole numbers where only those make sense.
 
     Raises:
-        ConfigError: naming the first of them.
+        ConfigError: a number is refused; the error names the first such.
     """
     for field, value, least, why in (
         ("copies", copies, 1, "the node's own"),
@@ -448,16 +476,18 @@ def own_host() -> str:
 
 
 def runtime_directory() -> Path:
-    """Where a user's keepers have their sockets, each in a directory of its own; made for the user
-    alone, as a launcher has its socket there, too."""
+    """The directory in which each keeper of the user has a directory for its socket.
+
+    It is made if it is missing, for access by the user alone. Launchers have sockets there, too.
+    """
     base = os.environ.get("XDG_RUNTIME_DIR")
     path = Path(base) / "planaria" if base else Path(f"/tmp/planaria-{os.getuid()}")
-    with contextlib.suppress(OSError):  # Whoever then uses it says what is wrong.
+    with contextlib.suppress(OSError):  # The use of the directory raises a better error.
         path.mkdir(mode=0o700, exist_ok=True)
     return path
 
 
-# -- that nodes have the memory for the copies that they are to keep: all ranks find it out --------
+# -- a check, on all ranks, that nodes have the memory for the copies that they are to keep --------
 
 
 def check_room_on_all(
@@ -468,17 +498,19 @@ def check_room_on_all(
     own_bytes: int,
     arena_bytes: int,
 ) -> None:
-    """Refuses copies for which a node has no memory: of each shard that is kept there a version
-    that is whole, and one on its way.
+    """Refuses copies if a node lacks the memory for two versions of each shard that it keeps.
+
+    One of the two is whole while the other one is copied.
 
     Args:
-        nodes: of all ranks.
-        num_copies: as the user has it.
-        own_bytes: that this rank copies of its own.
-        arena_bytes: that this rank has for copies now.
+        nodes: names of all ranks' nodes, by rank.
+        copies: shards with the ranks that keep copies of them.
+        num_copies: number of copies that the user asked for.
+        own_bytes: size of this rank's own shard; 0: this rank copies none.
+        arena_bytes: memory that this rank has for copies already.
 
     Raises:
-        ConfigError: on all ranks.
+        ConfigError: a node lacks memory; raised on all ranks.
     """
     sizes = gathered_as(int, own_bytes)
     kept = Counter[str]()

@@ -1,10 +1,10 @@
-"""A version of shards that is in memory, on its way back into a model and its optimizer.
+"""Restores a version of shards in memory into a model and its optimizer.
 
-Every rank reads what it keeps of the version; what it needs of the rest comes from those who keep
-that, from several at once. Nothing of the model changes before all ranks have all that they need,
-and what is saved beside it has taken over its state on all; else that gets its own back.
-
-Source: DESIGN 6 (checkpoints): a copy taken under one plan loads under any other.
+Every rank reads the shards of the version that it keeps; the other shards that it needs come from
+ranks that keep them, from several at once. A version loads into any number of ranks, whatever
+number has saved it. The model changes only after all ranks have all the shards that they need, and
+all objects that are saved beside the model have loaded their states; otherwise these get their
+former states back.
 """
 
 import logging
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 
 
 class _Wish(msgspec.Struct, frozen=True):
-    """A rank's part in a restore.
+    """A rank's message to all others in a step of a restore.
 
     Attributes:
-        shards: heads of those that it was asked to read.
-        wants: shards that it lacks.
-        reason: why it cannot take part.
+        shards: heads of the shards of which it is the first holder, by number.
+        wants: numbers of the shards that it needs and does not keep.
+        reason: why it cannot take part, in words; empty: it can.
     """
 
     shards: dict[int, Shard] = {}
@@ -42,7 +42,11 @@ class _Wish(msgspec.Struct, frozen=True):
 
 
 class _Sound(msgspec.Struct, frozen=True):
-    """What a rank has of a version: shards, and why copies of others are of no use."""
+    """The shards of a version that a rank keeps and has checked.
+
+    Attributes:
+        bad: reasons why its copies of other shards cannot be used.
+    """
 
     shards: tuple[int, ...]
     bad: tuple[str, ...]
@@ -52,8 +56,8 @@ class Restores:
     """One rank's part in restores.
 
     Args:
-        arenas: what this rank keeps.
-        there: by rank and shard, the versions that are kept.
+        arenas: arenas that this rank can read.
+        there: labels of the versions that exist, by rank and shard.
     """
 
     def __init__(
@@ -70,19 +74,22 @@ class Restores:
         self._there = there
 
     def complete(self) -> list[Label]:
-        """Versions of which there is a copy of every shard: those of the newest run first, and of
-        one run the newest first. A run that was abandoned may have come further."""
+        """The labels of versions of which every shard has a copy.
+
+        Those of the newest run come first, and within a run the newest: a run that was abandoned
+        may have reached a later iteration than the newest run.
+        """
         shards: dict[Label, set[int]] = {}
         for versions in self._there.values():
             for shard, labels in versions.items():
                 for label in labels:
                     shards.setdefault(label, set()).add(shard)
-        # `since` of a label is how many shards there are.
+        # Here `since` of a label is the number of shards.
         whole = [label for label, those in shards.items() if len(those) == label.since]
         return sorted(whole, key=lambda label: (label.epoch, label.age), reverse=True)
 
     def restored(self, label: Label) -> str:
-        """Why the version was not taken over by all; empty if it was."""
+        """Restores a version on all ranks; returns why that failed, empty if it did not."""
         kept, bad = self._kept(label)
         sound = gathered_as(_Sound, _Sound(shards=tuple(kept), bad=bad))
         holders = {
@@ -90,7 +97,8 @@ class Restores:
         }
         if not all(holders.values()):
             reasons = (reason for one in sound for reason in one.bad)
-            return next(reasons, "copies of it are not there any more")  # Since it was last tried.
+            # The labels were gathered earlier; copies may have been dropped since.
+            return next(reasons, "copies of it are not there any more")
         states = {n: state_of(version) for n, version in kept.items()}
         wish = _Wish()
         try:
@@ -121,7 +129,11 @@ class Restores:
         return self._taken_over(tensors, shards[min(shards)])
 
     def _taken_over(self, tensors: Mapping[str, Tensor], told: Shard) -> str:
-        """As `restored`, of a version that can be put together on all ranks."""
+        """Loads a version that all ranks have assembled; returns as `restored` does.
+
+        Args:
+            told: any shard of the version, for the state beside the tensors.
+        """
         before, wish = b"", _Wish()
         try:
             before = written(self._held.beside())
@@ -132,12 +144,15 @@ class Restores:
             if before:
                 self._held.load_others(before)
             return reason
-        self._held.load(tensors, told)  # All can, so all do.
+        self._held.load(tensors, told)  # No rank has refused, so all ranks load.
         return ""
 
     def _kept(self, label: Label) -> tuple[dict[int, Version], tuple[str, ...]]:
-        """The shards that this rank has a copy of, and why some are of no use any more: others may
-        have copies of those."""
+        """The shards of a version that this rank keeps and has checked, by number.
+
+        The second value has the reasons why copies of other shards cannot be used; other ranks may
+        have good copies of those.
+        """
         found, bad = {}, []
         for arena in self._arenas:
             for shard, labels in arena.versions().items():
@@ -156,11 +171,17 @@ class Restores:
         kept: Mapping[int, Version],
         label: Label,
     ) -> dict[int, State]:
-        """The shards that this rank wants; others get theirs of what it has, from several holders
-        at once.
+        """Sends the shards that others want from this rank; returns those that this rank wants.
+
+        The ranks that want a shard are spread over its holders.
+
+        Args:
+            told: messages of all ranks, with the shards that they want.
+            holders: ranks that keep each shard, by shard.
+            kept: shards that this rank keeps.
 
         Raises:
-            CheckpointError: what came is not what was sent.
+            CheckpointError: a shard differs from the one that was sent.
         """
         received: dict[int, State] = {}
         for target, wish in enumerate(told):

@@ -1,12 +1,13 @@
-"""That what ranks hold can be saved: all find it out before the first version, or none does.
+"""Checks that a restore could bring back all that ranks hold; all ranks raise the same error.
 
-A model that every rank holds whole is saved by one rank of each node. What ranks hold each in its
-own way would be lost, such as the parts of an optimizer that is sharded apart from its model, or
-those of a model that is cut by hand or into stages; so would what an optimizer holds of other
-parameters.
+A model that every rank holds whole is saved by one rank of each node. State that differs between
+ranks in other ways than by DTensors would be lost: the parts of an optimizer that is sharded apart
+from its model, or those of a model that is cut by hand or into stages. The state that an optimizer
+keeps for parameters of other models would be lost, too.
 
-What is no DTensor of all ranks is hashed, at some 20 GB/s, and compared by those who hold parts of
-the same names and places. Buffers are not: BatchNorm's differ between the ranks of DDP.
+Tensors that are not DTensors of all ranks are hashed, at some 20 GB/s, and the hashes are compared
+among the ranks that hold parts of the same names at the same positions. Buffers are not compared:
+those of BatchNorm differ between the ranks of DDP.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,7 @@ _HOLD: Final = "make it a parameter of the model, or give a module that holds bo
 
 
 class _Refusal(msgspec.Struct, frozen=True):
-    """What a rank cannot save, as a ConfigError tells it; nothing if all is empty."""
+    """The fields of a rank's ConfigError; all empty: the rank has none."""
 
     field: str = ""
     value: str = ""
@@ -40,11 +41,12 @@ class _Refusal(msgspec.Struct, frozen=True):
 
 
 class _Said(msgspec.Struct, frozen=True):
-    """What a rank holds.
+    """Digests of the structure of a rank's tensors.
 
     Attributes:
-        names: digest of those of parameters and buffers.
-        model, optimizer: digests of names, shapes and dtypes.
+        names: digest of the names of parameters and buffers.
+        model: digest of the names, shapes, positions and dtypes of parameters and buffers.
+        optimizer: digest of the same of the optimizer's state.
     """
 
     names: str
@@ -53,17 +55,22 @@ class _Said(msgspec.Struct, frozen=True):
 
 
 class _Whole(msgspec.Struct, frozen=True):
-    """Digests of the names and of the values that a rank holds whole."""
+    """Digests of the tensors of a rank that are not DTensors of all ranks.
+
+    Attributes:
+        names: digest of their names and positions.
+        values: digest of these and of their values.
+    """
 
     names: str
     values: str
 
 
 def check_on_all(held: Held) -> None:
-    """Refuses what would not be there, or not be whole, in a restore.
+    """Refuses state that a restore could not bring back completely.
 
     Raises:
-        ConfigError: on all ranks, the same one.
+        ConfigError: the state of a rank is refused; all ranks raise the same error.
     """
     check_tensors_on_all(held)
     _refuse_on_all(lambda: _check_own(held))
@@ -75,17 +82,20 @@ def check_on_all(held: Held) -> None:
 
 
 def check_tensors_on_all(held: Held) -> None:
-    """Refuses tensors that have no number for each place, and so no bytes to save or to fill.
+    """Refuses tensors without a stored value for each element: lazy, sparse and meta tensors.
 
     Raises:
-        ConfigError: on all ranks, the same one.
+        ConfigError: a tensor of a rank is refused; all ranks raise the same error.
     """
     _refuse_on_all(lambda: _check_tensors(held))
 
 
 def parts_of_state(optimizer: Optimizer) -> frozenset[tuple[int, object]]:
-    """What there is of its state, and of those within it: most have none before their first step.
-    Where that changes there is more to check."""
+    """The parts (owner, key) of the state of an optimizer and of optimizers that it contains.
+
+    Most optimizers have no state before their first step. If the parts change, the state has to be
+    checked again.
+    """
     within = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
     return frozenset(
         (id(owner), key)
@@ -96,7 +106,7 @@ def parts_of_state(optimizer: Optimizer) -> frozenset[tuple[int, object]]:
 
 
 def _refuse_on_all(check_own: Callable[[], None]) -> None:
-    """Raises what a check of their own has raised on some ranks."""
+    """Runs a check on each rank; if any fails, all ranks raise the lowest rank's ConfigError."""
     refusal = _Refusal()
     try:
         check_own()
@@ -120,7 +130,7 @@ def _check_tensors(held: Held) -> None:
 
 
 def _check_own(held: Held) -> None:
-    """Refuses what a rank can tell alone."""
+    """Does the checks that a rank can do without the others."""
     _check_within(held.optimizer)
     _check_parameters(held)
     _check_state(held)
@@ -128,7 +138,7 @@ def _check_own(held: Held) -> None:
 
 
 def _check_shapes(held: Held, told: Sequence[_Said]) -> None:
-    """Refuses other names, shapes or dtypes than rank 0's."""
+    """Refuses ranks whose tensors have other names, shapes or dtypes than those of rank 0."""
     for rank, one in enumerate(told):
         if one.model != told[0].model:
             remedy = f"rank {rank} holds other tensors than rank 0: make them DTensors of the whole"
@@ -141,7 +151,7 @@ def _check_shapes(held: Held, told: Sequence[_Said]) -> None:
 
 
 def _check_names(held: Held, told: Sequence[_Said]) -> None:
-    """Refuses parameters and buffers that not all ranks have, as a restore needs them."""
+    """Refuses parameters and buffers that some ranks lack, since a restore expects all of them."""
     odd = next((rank for rank, one in enumerate(told) if one.names != told[0].names), None)
     if odd is None:
         return
@@ -157,7 +167,7 @@ def _check_names(held: Held, told: Sequence[_Said]) -> None:
 
 
 def _check_values(held: Held) -> None:
-    """Refuses what one rank's would be restored of on all, where it is not the same on all."""
+    """Refuses tensors that differ between ranks although one rank's would be restored on all."""
     repeated = held.repeated(dist.get_world_size())
     hashes = {name: xxhash.xxh3_64_hexdigest(array.data) for name, array in repeated}
     told = gathered_as(_Whole, _Whole(_digest([*hashes]), _digest([*hashes.items()])))
@@ -188,7 +198,7 @@ def _digest(values: Sequence[object]) -> str:
 
 
 def _check_within(optimizer: Optimizer) -> None:
-    """Refuses one that has another one within, which keeps its state to itself."""
+    """Refuses an optimizer that contains another one with state of its own."""
     for one in vars(optimizer).values():
         is_apart = isinstance(one, Optimizer) and one.state is not optimizer.state
         if is_apart and any(one.state.values()):
@@ -200,7 +210,7 @@ def _check_within(optimizer: Optimizer) -> None:
 
 
 def _check_parameters(held: Held) -> None:
-    """Refuses an optimizer of parameters that are not of its model."""
+    """Refuses an optimizer of parameters that do not belong to the model."""
     own = {id(parameter) for parameter in held.model.parameters()}
     for index, group in enumerate(held.optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
@@ -211,11 +221,10 @@ def _check_parameters(held: Held) -> None:
 
 
 def _check_state(held: Held) -> None:
-    """Refuses state of an optimizer that is of no parameter of its model, or under a name that is
-    not kept."""
+    """Refuses optimizer state that belongs to no parameter of the model, or cannot be saved."""
     names = {id(parameter): name for name, parameter in held.model.named_parameters()}
     for owner, values in held.optimizer.state.items():
-        if values == {}:  # As whoever only looked it up has left it.
+        if values == {}:  # A mere look-up has added it: `state` is a defaultdict.
             continue
         if id(owner) in names:
             _check_kept(names[id(owner)], owner, values)
@@ -228,7 +237,10 @@ def _check_state(held: Held) -> None:
 
 
 def _check_kept(parameter: str, owner: Tensor, values: Mapping[object, object]) -> None:
-    """Refuses names that are not kept, and what is cut in a way that nobody knows in a restore."""
+    """Refuses keys under which no state is saved, and DTensors of another shape than their owner's.
+
+    A restore would not know how to shard the latter.
+    """
     for key, value in values.items():
         if isinstance(value, DTensor) and value.shape != owner.shape:
             field = f"optimizer.state of {parameter}, {key}"

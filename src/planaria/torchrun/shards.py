@@ -1,8 +1,9 @@
-"""What a rank holds of a model and its optimizer, for scripts that keep their own training loop.
+"""A rank's part of a model and its optimizer, for scripts with their own training loop.
 
-A shard is all local tensors of a rank, each with its place in the whole one (DTensor of FSDP2 and
-tensor parallelism; a plain tensor is whole), and what is no tensor (loop_state.py). From the
-shards of any number of ranks the state of any other number is put together, slice by slice.
+A shard is all local tensors of a rank, each with its position in the whole tensor (the DTensors of
+FSDP2 and tensor parallelism; a plain tensor is whole), and the state that is not a tensor
+(loop_state.py). From the shards of any number of ranks, the state of any other number of ranks is
+assembled, slice by slice.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,11 +23,11 @@ from planaria.errors import CheckpointError
 from planaria.torchrun.loop_state import Beside, read, written
 from planaria.torchrun.slices import Slice, is_in, joined, overlap, placed
 
-HEAD: Final = "shard"  # The name of the bytes that tell of all others.
+HEAD: Final = "shard"  # The name of the bytes that encode the `Shard`, which describes the others.
 
 
 class Stateful(Protocol):
-    """What a script saves beside model and optimizer: a scheduler, a sampler."""
+    """An object that a script saves beside model and optimizer: a scheduler, a sampler."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -34,12 +35,14 @@ class Stateful(Protocol):
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank holds.
+    """The description of a rank's shard.
 
     Attributes:
-        rank, world_size: whose it is, of how many.
-        tensors: by name; "parameter/...", "buffer/..." and "optimizer/{parameter}/{key}".
-        beside: what is no tensor, as written.
+        rank: number of the shard: the rank that holds it; 0 if all ranks hold the same.
+        world_size: number of shards.
+        tensors: positions of tensors in the whole ones, by name; the names are "parameter/...",
+            "buffer/..." and "optimizer/{parameter}/{key}".
+        beside: state that is not a tensor, as `loop_state.written` encodes it.
     """
 
     rank: int
@@ -50,7 +53,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A model, its optimizer, and what else is saved, as this rank has them."""
+    """A model, its optimizer and the other objects that are saved, as this rank has them."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -63,29 +66,34 @@ class Held:
 
     @property
     def device_type(self) -> str:
-        """Where the model's collectives are, by torch's name; its shards may lie elsewhere."""
+        """The type of device of the model's collectives; offloaded shards may lie elsewhere."""
         one = next(self.model.parameters())
         return one.device_mesh.device_type if isinstance(one, DTensor) else one.device.type
 
     def reshard(self) -> None:
-        """Has FSDP2 show the shards of its parameters: after a forward without a backward the root
-        has plain tensors in their place, which are none of the optimizer's."""
+        """Has FSDP2 put the shards of parameters back into the model.
+
+        After a forward without a backward the root module has plain tensors in their place, which
+        the optimizer does not know.
+        """
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def shard(self, rank: int, world_size: int) -> tuple[Shard, State]:
-        """What this rank holds, and its bytes, under the names of the shard's tensors and HEAD:
-        views of what an optimizer's step changes, copies of all else.
+        """This rank's shard, and its bytes under the names of the shard's tensors and HEAD.
+
+        The bytes of contiguous parameters and optimizer state on the host are views; all other
+        bytes are copies.
 
         Raises:
-            ConfigError: something beside cannot be written.
+            ConfigError: a value that is not a tensor cannot be written.
         """
         slices: dict[str, Slice] = {}
         state: dict[str, np.ndarray] = {}
         for name, value in self.tensors():
             local, slices[name] = placed(value)
-            # The next forward changes it, and waits for no copy.
+            # The next forward changes buffers without waiting for the copy.
             is_buffer = name.startswith("buffer/")
             state[name] = _bytes(local.to("cpu", copy=True) if is_buffer else local)
         shard = Shard(
@@ -95,13 +103,15 @@ class Held:
         return shard, state
 
     def slices(self) -> dict[str, Slice]:
-        """By name where this rank's tensors lie, as they are now."""
+        """The positions of this rank's tensors in the whole ones, by name, as they are now."""
         return {name: placed(value)[1] for name, value in self.tensors()}
 
     def repeated(self, world_size: int) -> Iterator[tuple[str, np.ndarray]]:
-        """The bytes of parameters and optimizer state that other ranks have, too, by name, and from
-        where on, one after the other: what is no DTensor of all ranks, of which those of one are
-        restored on all."""
+        """Yields name and bytes of the tensors, except buffers, that are not DTensors of all ranks.
+
+        Several ranks may hold the same part of such a tensor, and a restore gives them all one
+        rank's. The name of a part of a DTensor contains its offset.
+        """
         for name, value in self.tensors():
             if name.startswith("buffer/"):
                 continue
@@ -112,7 +122,7 @@ class Held:
                 yield f"{name} from {place.offset}", _bytes(local)
 
     def beside(self) -> Beside:
-        """What is no tensor, as it is now."""
+        """The state that is not a tensor, as it is now."""
         optimized = self._optimized(self._parameters())
         return Beside(
             {name: one for name, one in optimized if not isinstance(one, Tensor)},
@@ -121,8 +131,8 @@ class Held:
         )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All that is saved, by name."""
-        parameters = self._parameters()  # Of many layers they take a while to find.
+        """Yields all tensors that are saved, with their names."""
+        parameters = self._parameters()  # In a model of many layers, finding them takes a while.
         yield from ((f"parameter/{name}", one) for name, one in parameters.items())
         yield from ((f"buffer/{name}", one) for name, one in self._buffers().items())
         for name, value in self._optimized(parameters):
@@ -130,7 +140,7 @@ class Held:
                 yield name, value
 
     def _optimized(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Any]]:
-        """The optimizer's state."""
+        """Yields the values of the optimizer's state, with their names."""
         for name, parameter in parameters.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 yield f"optimizer/{name}/{key}", value
@@ -139,7 +149,7 @@ class Held:
         return dict(self.model.named_parameters())
 
     def _buffers(self) -> dict[str, Tensor]:
-        """Those that a state_dict has, each once: caches, masks and the like are made anew."""
+        """The persistent buffers by name, each once; others, such as caches, are made again."""
         found: dict[Tensor, str] = {}
         for path, module in self.model.named_modules():
             for name, buffer in module.named_buffers(path, recurse=False):
@@ -147,17 +157,18 @@ class Held:
                     found.setdefault(buffer, name)
         return {name: buffer for buffer, name in found.items()}
 
-    # -- back -------------------------------------------------------------------------------------
+    # -- restoring --------------------------------------------------------------------------------
 
     def wanted(self, shards: Mapping[int, Shard], *, rather: frozenset[int]) -> set[int]:
-        """The ranks whose shards this rank needs, of those of one version.
+        """The numbers of the shards of a version that this rank needs.
 
         Args:
-            rather: those that it has itself.
+            shards: all shards of the version, by number.
+            rather: numbers of shards that this rank keeps, which are preferred.
 
         Raises:
-            CheckpointError: the version is not of this model and optimizer, or not of all that is
-                saved beside.
+            CheckpointError: the version belongs to another model or optimizer, or lacks an object
+                that is saved beside them.
         """
         self._check(read(shards[min(shards)].beside))
         found: set[int] = set()
@@ -176,14 +187,14 @@ class Held:
     def assembled(
         self, shards: Mapping[int, Shard], states: Mapping[int, State]
     ) -> dict[str, Tensor]:
-        """This rank's part of every tensor of a version, in memory of its own.
+        """This rank's part of every tensor of a version, in memory of its own, by name.
 
         Args:
-            shards: of all of its ranks.
-            states: the bytes of those that are `wanted`.
+            shards: all shards of the version, by number.
+            states: bytes of the `wanted` shards, by number.
 
         Raises:
-            CheckpointError: something was not saved.
+            CheckpointError: the shards lack a part of a tensor.
         """
         found = {}
         for name, place in self._places(shards).items():
@@ -193,7 +204,7 @@ class Held:
         return found
 
     def _check(self, beside: Beside) -> None:
-        """Raises a CheckpointError if it cannot be taken over."""
+        """Raises a CheckpointError if the saved state does not fit this model and optimizer."""
         if missing := self.others.keys() - beside.others.keys():
             raise CheckpointError(f"nothing was saved of {', '.join(sorted(missing))}")
         here = [len(group["params"]) for group in self.optimizer.param_groups]
@@ -207,28 +218,28 @@ class Held:
             raise CheckpointError(f"{min(strange)} was optimized, and is not of this model")
 
     def load_others(self, raw: bytes) -> None:
-        """Has what is saved beside take over its state, of a version or as it was before.
+        """Loads the states of the objects that are saved beside model and optimizer.
 
         Args:
-            raw: as written.
+            raw: state that is not a tensor, as `loop_state.written` encodes it.
 
         Raises:
-            CheckpointError: something does not, and may have taken over half of it.
+            CheckpointError: an object refused its state, and may have loaded half of it.
         """
         states = read(raw).others
         for name, one in self.others.items():
             try:
                 one.load_state_dict(states[name])
-            except Exception as error:  # Every type has its own ways not to take it.
+            except Exception as error:  # Each type raises its own errors.
                 what = f"others.{name} does not take over what was saved of it"
                 raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
 
     def load(self, tensors: Mapping[str, Tensor], told: Shard) -> None:
-        """Takes over the model and the optimizer of a version.
+        """Loads a version into the model and the optimizer.
 
         Args:
-            tensors: as assembled.
-            told: any shard of it.
+            tensors: this rank's parts of all tensors, from `assembled`.
+            told: any shard of the version.
         """
         beside = read(told.beside)
         left = dict(tensors)
@@ -262,7 +273,11 @@ class Held:
             self.optimizer.state[parameter] = values
 
     def _places(self, shards: Mapping[int, Shard]) -> dict[str, Slice]:
-        """By name which part of each tensor this rank is to have."""
+        """The part of each tensor that this rank is to have, by name.
+
+        Raises:
+            CheckpointError: the version belongs to another model.
+        """
         here = self.slices()
         places = {name: here[name] for name in here if not name.startswith("optimizer/")}
         saved = {name: one for shard in shards.values() for name, one in shard.tensors.items()}
@@ -287,12 +302,12 @@ class Held:
 
 
 def _owner(name: str) -> str:
-    """The parameter that a part of the optimizer's state belongs to."""
+    """The name of the parameter that a value of the optimizer's state belongs to."""
     return name.removeprefix("optimizer/").rpartition("/")[0]
 
 
 def _key(name: str) -> str:
-    """Which part of a parameter's state it is."""
+    """The key of a value in its parameter's state."""
     return name.rpartition("/")[2]
 
 
@@ -301,22 +316,26 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _bytes(local: Tensor) -> np.ndarray:
-    """A tensor's bytes: a view where it lies in this process's memory, end to end."""
+    """A tensor's bytes; a view if the tensor is contiguous and on the host, otherwise a copy."""
     flat = local.cpu().contiguous().reshape(-1)
     array: np.ndarray = flat.view(torch.uint8).numpy()
     return array
 
 
 def _step(parameter: nn.Parameter, local: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """A parameter's count of steps, on the host, or with the parameter for the kernels that read it
-    there, as torch's load_state_dict has it."""
+    """A parameter's count of steps, on the device where torch's load_state_dict would put it.
+
+    That is the host, or the parameter's device if the optimizer's kernels read the count there.
+    """
     is_with_parameter = group.get("fused") or group.get("capturable")
     return local.to(parameter.device, torch.float32) if is_with_parameter else local
 
 
 def _like(parameter: nn.Parameter, local: Tensor, saved: Slice | None) -> Tensor:
-    """A tensor of the optimizer on its parameter's device; cut and placed as that is, if it is of
-    its shape. It keeps the dtype that it was saved in."""
+    """A tensor of the optimizer on its parameter's device, in the dtype in which it was saved.
+
+    If its whole has the shape of the parameter, it is sharded like the parameter.
+    """
     local = local.to(parameter.device)
     if not isinstance(parameter, DTensor):
         return local
@@ -333,8 +352,11 @@ def _like(parameter: nn.Parameter, local: Tensor, saved: Slice | None) -> Tensor
 
 
 def _taken_over(own: Any, saved: Any) -> Any:
-    """A saved value of a param group; in the tensor that is there, if it is one: a schedule or a
-    compiled step may hold that."""
+    """The value to set in a param group for a saved one.
+
+    If the group has a tensor of the same shape there, the value is copied into it, since a schedule
+    or a compiled step may hold that tensor.
+    """
     if not isinstance(own, Tensor) or not isinstance(saved, Tensor | float | int):
         return saved
     value = torch.as_tensor(saved)

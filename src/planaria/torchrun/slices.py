@@ -1,4 +1,4 @@
-"""Where the parts of a tensor lie that ranks hold, and a part put together from those of others."""
+"""The positions of ranks' parts of a tensor, and assembling a part from the parts of others."""
 
 from collections.abc import Mapping
 
@@ -14,12 +14,12 @@ from planaria.errors import CheckpointError
 
 
 class Slice(msgspec.Struct, frozen=True):
-    """Where a rank's tensor lies in the whole one.
+    """The position of a rank's part in the whole tensor.
 
     Attributes:
-        whole: shape of the whole one.
-        offset, shape: of the rank's part.
-        dtype: by torch's name.
+        whole: shape of the whole tensor.
+        offset, shape: first index and shape of the rank's part, by dimension.
+        dtype: torch's name of the dtype, without "torch.".
     """
 
     whole: tuple[int, ...]
@@ -29,7 +29,7 @@ class Slice(msgspec.Struct, frozen=True):
 
 
 def placed(tensor: Tensor) -> tuple[Tensor, Slice]:
-    """A rank's part of a tensor, and where it lies."""
+    """A rank's part of a tensor, and its position in the whole."""
     local, offset = tensor.detach(), (0,) * tensor.dim()
     if isinstance(tensor, DTensor):
         local = tensor.to_local().detach()
@@ -47,19 +47,21 @@ def joined(
     parts: Mapping[int, Slice],
     states: Mapping[int, State],
 ) -> Tensor:
-    """A rank's part of a tensor, put together.
+    """A rank's part of a tensor, assembled from saved parts.
 
     Args:
-        parts: by shard, where those of others lie.
-        states: by shard, bytes by name.
+        name: name of the tensor.
+        place: position of the part to assemble.
+        parts: positions of the saved parts, by shard.
+        states: bytes by name of tensor, by shard.
 
     Raises:
-        CheckpointError: something was not saved.
+        CheckpointError: the saved parts do not cover the part.
     """
     dtype = getattr(torch, place.dtype)
     target = torch.empty(place.shape, dtype=dtype)
     missing = target.numel()
-    seen: list[Slice] = []  # Replicas have the same parts.
+    seen: list[Slice] = []  # Several shards may have the same part.
     for n, there in parts.items():
         common = overlap(there, place)
         if common is None or there in seen:
@@ -78,7 +80,7 @@ def joined(
 
 
 def overlap(one: Slice, other: Slice) -> list[tuple[int, int]] | None:
-    """Where two parts of a tensor overlap, by dimension; None if they do not."""
+    """The (begin, end) in which two parts of a tensor overlap, by dimension; None: they do not."""
     found = []
     for a, n, b, m in zip(one.offset, one.shape, other.offset, other.shape, strict=True):
         begin, end = max(a, b), min(a + n, b + m)
@@ -89,7 +91,7 @@ def overlap(one: Slice, other: Slice) -> list[tuple[int, int]] | None:
 
 
 def is_in(part: Slice, other: Slice) -> bool:
-    """Whether a part of a tensor lies in another one."""
+    """Whether a part of a tensor lies inside another one."""
     return all(
         b <= a and a + n <= b + m
         for a, n, b, m in zip(part.offset, part.shape, other.offset, other.shape, strict=True)

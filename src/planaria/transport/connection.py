@@ -1,8 +1,8 @@
-"""One socket of a rank's links: what is to be written, and the message that is being read.
+"""One socket of a rank's links: the queue of unsent bytes, and the message that is being read.
 
 A connection begins with the handshake of `frames.py`. After it, a message is a header (epoch,
-tag, length) and raw bytes. Any thread may `append`; the rest belongs to the one thread that
-serves the links.
+tag, length) and raw bytes. Any thread may call `append` and `displace`; only the thread that serves
+the links calls the other methods.
 """
 
 import errno
@@ -27,19 +27,19 @@ Address = tuple[str, int]
 
 _HEADER = struct.Struct("!IBIIIQ")
 _MESSAGE_BYTES_MAX = 1 << 40
-_READ_BYTES_MAX = 1 << 22  # per wake-up and connection, so that no peer starves the others
+_READ_BYTES_MAX = 1 << 22  # Per wake-up and connection, so that no peer starves the others.
 _IOV_MAX = 64
 _RANK_BITS = 32
-# The kernel of a peer that says nothing is asked whether it is there, but not while bytes are on
-# their way to it: these it has to take within the same time. So a link whose machine is gone, or
-# that something between has forgotten, breaks after two minutes; also one whose peer lives and
-# takes nothing for so long, as the thread that serves its links always does.
+# TCP keepalive probes the kernel of a silent peer, but not while unacknowledged bytes are on their
+# way to it: for these TCP_USER_TIMEOUT sets the same limit. So a link breaks after two minutes if
+# the peer's machine is gone or a middlebox has dropped the connection. It also breaks if a live
+# peer takes no bytes for so long, which cannot happen while that peer's links are served.
 _SILENT_S, _PROBE_S, _NUM_PROBES = 60, 10, 6
 _LOST_S = _SILENT_S + _PROBE_S * _NUM_PROBES
 
 
 class Channel(IntEnum):
-    """What a message is for; the first part of its tag."""
+    """The purpose of a message; the first part of its tag."""
 
     FORWARD = 1
     BACKWARD = 2
@@ -61,7 +61,7 @@ _CHANNELS = frozenset(int(channel) for channel in Channel)
 
 
 class Tag(NamedTuple):
-    """Names a message between two ranks: never used twice within an epoch."""
+    """Name of a message from one rank to another; unique within an epoch."""
 
     channel: Channel
     iteration: int
@@ -70,7 +70,7 @@ class Tag(NamedTuple):
 
 
 class Received(NamedTuple):
-    """A message that has arrived whole."""
+    """A message that has arrived completely."""
 
     epoch: int
     tag: Tag
@@ -78,15 +78,15 @@ class Received(NamedTuple):
 
 
 def header(epoch: int, tag: Tag, num_bytes: int) -> bytes:
-    """What goes in front of a message's bytes."""
+    """The bytes that precede a message's payload of `num_bytes` bytes."""
     return _HEADER.pack(epoch, tag.channel, tag.iteration, tag.a, tag.b, num_bytes)
 
 
 def connecting_socket(peer: int, address: Address) -> socket.socket:
-    """A socket that is being connected; whoever writes to it learns what came of it.
+    """A non-blocking socket whose connection is under way; a later write reports its failure.
 
     Raises:
-        PeerLostError: it cannot even be tried, or was refused at once.
+        PeerLostError: the address does not resolve, or the connection failed at once.
     """
     try:
         found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
@@ -102,17 +102,18 @@ def connecting_socket(peer: int, address: Address) -> socket.socket:
     return sock
 
 
-# The memory that a message of this peer, epoch, tag and size is to fill.
+# (peer, epoch, tag, bytes of payload) to the memory that the message is to fill; None: any memory.
 Place = Callable[[int, int, Tag, int], npt.NDArray[np.uint8] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class OwnEnd:
-    """What all connections of a rank have in common.
+    """The facts that all connections of a rank share.
 
     Attributes:
+        token: the job's secret, which the handshake proves.
         identity: the rank, and the port at which it listens.
-        place: memory for a message that begins to arrive, None where it may lie anywhere.
+        place: returns the memory for a message that begins to arrive; None: any memory will do.
     """
 
     token: bytes
@@ -121,23 +122,23 @@ class OwnEnd:
 
 
 class Connection:
-    """A socket, and how far it has come.
+    """A socket with the state of its handshake, its unsent bytes and the message being read.
 
     Attributes:
-        target: the rank that this end called, -1 where it was called.
-        port: where the peer listens; a worker that is forked anew has another one.
-        peer: the rank at the other end, -1 until the handshake has proved it.
+        target: the rank that this end connects to; -1: this end accepted the connection.
+        port: port at which the peer listens; a worker that is forked again has another one.
+        peer: the rank at the other end; -1 until the handshake has proved it.
         deadline_s: when the handshake is given up, by the monotonic clock.
-        is_used: an epoch of this rank has counted on it.
-        is_severed: nothing gets through for now (transport/cuts.py).
-        lock: held by whoever writes, or closes the socket: a descriptor that is closed under
-            another thread's write may be some other file's by then.
+        is_used: whether an epoch of this rank has relied on the connection.
+        is_severed: whether a cut blocks the connection for now (transport/cuts.py).
+        lock: must be held to write to the socket or close it: a descriptor that is closed during
+            another thread's write may belong to another file by then.
     """
 
     def __init__(self, sock: socket.socket, own: OwnEnd, *, target: int, port: int) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Who waits for a peer waits for as long as its link stands (PATIENT_S in links.py).
+        # A wait for a peer lasts for as long as its link is up (PATIENT_S in links.py).
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
@@ -169,8 +170,11 @@ class Connection:
         self._expect(num_bytes)
 
     def append(self, views: Iterable[memoryview]) -> bool:
-        """Queues bytes and writes what the kernel takes now; True if whoever queued earlier, or
-        nobody, has to see to the rest. The lock must be held.
+        """Queues bytes and writes what the kernel takes now. The lock must be held.
+
+        Returns:
+            False if the caller has to ask the serving thread to write the rest. True if nothing is
+            left, or if bytes were queued before: whoever queued those has asked already.
 
         Raises:
             OSError: the connection broke.
@@ -207,11 +211,11 @@ class Connection:
             self._unsent.clear()
 
     def read(self) -> Iterator[Received | None]:
-        """The messages that have arrived whole; None where the handshake came to its end.
+        """Yields the messages that have arrived completely, and None when the handshake ends.
 
         Raises:
-            OSError: the connection closed or broke, after all that came before.
-            AuthenticationError: what came is not what a peer sends.
+            OSError: the connection closed or broke; all that arrived before it was yielded.
+            AuthenticationError: the bytes that came are not those of a peer of this job.
         """
         num_read = 0
         while num_read < _READ_BYTES_MAX:
@@ -228,14 +232,17 @@ class Connection:
             yield from found
 
     def displace(self) -> None:
-        """What is arriving in memory that somebody gave for it does not get there any more."""
+        """Stops writing to the memory that was placed for the message that is arriving.
+
+        The rest of the message goes elsewhere, so the message is incomplete.
+        """
         with self._reading:
             if self._is_placed:
                 self._is_placed = False
                 self._view = memoryview(bytearray(len(self._view)))
 
     def _steps(self) -> Iterator[Received | None]:
-        """What came with the last bytes that were read."""
+        """Yields what the bytes just read complete, as `read` does."""
         while not self._view:
             if self.peer < 0:
                 self._step_handshake()
@@ -245,13 +252,13 @@ class Connection:
                 yield from self._step_message()
 
     def _expect(self, num_bytes: int) -> None:
-        """Reads the next num_bytes as handshake or header."""
+        """Has the next `num_bytes` bytes read as a part of the handshake, or as a header."""
         self._head = bytearray(num_bytes)
         self._payload = None
         self._view = memoryview(self._head)
 
     def _step_message(self) -> Iterator[Received]:
-        """The header or the payload is complete: what comes next."""
+        """Handles a complete header, or yields the message once its payload is complete."""
         epoch, channel, iteration, a, b, num_bytes = _HEADER.unpack(self._head)
         if channel not in _CHANNELS or num_bytes > _MESSAGE_BYTES_MAX:
             reason = f"a message of {num_bytes} bytes on channel {channel} is not one of ours"

@@ -1,8 +1,8 @@
-"""Cuts off some of a rank's peers for a time, as a network partition does: nothing closes.
+"""Cuts a rank off from some of its peers for a time, as a network partition does: nothing closes.
 
-What is cut off is neither read nor written. What either end sends meanwhile stays in the kernel's
-buffers and in the queue of its connection, and goes on its way when the cut ends. So it is enough
-that one end knows of it.
+A connection that is cut off is neither read nor written. What either end sends meanwhile stays in
+the kernel's buffers and in the connection's queue, and goes on when the cut ends. So it is enough
+that one end knows of the cut.
 """
 
 import math
@@ -17,41 +17,47 @@ READ_AND_WRITE = selectors.EVENT_READ | selectors.EVENT_WRITE
 
 
 class Cuts:
-    """The peers from which a rank's links are cut off.
+    """The cuts of a rank's links that are in force.
 
-    Any thread may `add`; the rest belongs to the one thread that serves the links.
+    Any thread may call `add`; only the thread that serves the links calls the other methods.
 
     Args:
-        wake: has that thread take a turn.
+        wake: wakes that thread up, so that it calls `apply`.
 
     Attributes:
-        is_deaf: whether nobody who calls is to be answered: who calls is known only then, so nobody
-            is while anything is cut off.
+        is_deaf: whether incoming connections stay unaccepted. That is so while any cut lasts,
+            since the rank that connects is known only after the connection was accepted.
+        severed: the connections that are cut off now.
     """
 
     def __init__(self, selector: selectors.BaseSelector, *, wake: Callable[[], None]) -> None:
         self._selector = selector
         self._wake = wake
         self._lock = threading.Lock()
-        self._cuts: list[tuple[float, Callable[[int], bool]]] = []  # With their ends.
+        # Each with its end, by the monotonic clock.
+        self._cuts: list[tuple[float, Callable[[int], bool]]] = []
         self.is_deaf = False
         self.severed: set[Connection] = set()
 
     def add(self, is_beyond: Callable[[int], bool], *, end_s: float) -> None:
-        """From now on and until end_s nothing comes from the ranks beyond, and nothing goes there.
-        Whoever calls waits."""
+        """Cuts this rank off from some ranks; incoming connections wait until the cut ends.
+
+        Args:
+            is_beyond: whether a rank is cut off.
+            end_s: end of the cut, by the monotonic clock; inf: it never ends.
+        """
         with self._lock:
             self._cuts.append((end_s, is_beyond))
         self._wake()
 
     @property
     def ends_s(self) -> list[float]:
-        """When cuts end that do."""
+        """The ends of the cuts that have one, by the monotonic clock."""
         with self._lock:
             return [end_s for end_s, _ in self._cuts if end_s < math.inf]
 
     def apply(self) -> None:
-        """Severs what is beyond a cut by now, and takes up again what is not any more."""
+        """Severs the connections that a cut now covers, and resumes those that none covers."""
         with self._lock:
             if not self._cuts:
                 return
@@ -69,7 +75,7 @@ class Cuts:
         self.is_deaf = bool(cuts)
 
     def forget(self, connection: Connection) -> None:
-        """A connection is going to be closed."""
+        """Drops a connection that is about to be closed from the severed ones or the selector."""
         if connection in self.severed:
             self.severed.remove(connection)
         else:

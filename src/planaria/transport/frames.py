@@ -1,14 +1,14 @@
 """Control messages on a byte stream: length-prefixed JSON frames, and the handshake before them.
 
-A frame is its length (4 bytes, big endian) and a JSON message, deflated where it is long: the plan
-of thousands of nodes, which all of them are sent, is a thirtieth then. Nothing here touches a
-socket: `FrameDecoder` and `handshake` are fed bytes and give bytes, so that blocking sockets,
-selectors and asyncio share one implementation.
+A frame is its length (4 bytes, big endian) and a JSON message. Long messages are deflated: the plan
+of thousands of nodes, which is sent to all of them, shrinks to a thirtieth. `FrameDecoder` and
+`handshake` touch no socket: they take bytes and return bytes, so that blocking sockets, selectors
+and asyncio share one implementation.
 
-Handshake: both ends send a hello (magic, a random nonce, who they are), then prove that they
-know the job's token by an HMAC over both hellos. The role is part of the proof, so that an end
-cannot be answered with its own words. The token itself never travels. An end that says nothing
-is given up after `HANDSHAKE_TIMEOUT_S`, so that strangers cannot use up descriptors.
+Handshake: both ends send a hello (magic, a random nonce, their identity), then prove that they
+know the job's token by an HMAC over both hellos. The role is part of the proof, so that nobody can
+answer an end with its own proof. The token itself never travels. An end that sends nothing is given
+up after `HANDSHAKE_TIMEOUT_S`, so that strangers cannot use up descriptors.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _NONCE_BYTES = 16
 _HELLO = struct.Struct(f"!8s{_NONCE_BYTES}sQ")
 _PROOF_BYTES = 32
 FRAME_BYTES_MAX = 1 << 28
-_DEFLATED = 1 << 31  # A bit of the length that no length has.
+_DEFLATED = 1 << 31  # The bit of the length field that marks a deflated body.
 _DEFLATED_FROM_BYTES = 1 << 16
 HANDSHAKE_TIMEOUT_S = 10.0
 
@@ -41,7 +41,7 @@ _order_decoder: msgspec.json.Decoder[ToNode] = msgspec.json.Decoder(ToNode)
 
 
 class Role(Enum):
-    """Which end of a connection proves itself."""
+    """The end of a connection that makes a proof."""
 
     CONNECT = b"connect"
     ACCEPT = b"accept"
@@ -67,7 +67,7 @@ class FrameDecoder:
         """The bodies that are complete once `data` has arrived.
 
         Raises:
-            AuthenticationError: what comes next is longer than any frame of ours, or is none.
+            AuthenticationError: the next frame is longer than allowed, or its body is damaged.
         """
         self._buffer += data
         bodies = []
@@ -85,17 +85,21 @@ class FrameDecoder:
 
 
 def order_of(body: bytes) -> ToNode:
-    """The message to a node that a frame holds.
+    """The message to a node that a frame's body holds.
 
     Raises:
-        msgspec.DecodeError, msgspec.ValidationError: it holds none.
+        msgspec.DecodeError, msgspec.ValidationError: the body holds no such message.
     """
     with no_collection():
         return _order_decoder.decode(body)
 
 
 def _inflated(deflated: bytes) -> bytes:
-    """The body of a long frame; refused before it takes more memory than a frame may."""
+    """The body of a deflated frame.
+
+    Raises:
+        AuthenticationError: the data is damaged, or inflates to more bytes than a frame may have.
+    """
     inflater = zlib.decompressobj()
     try:
         body = inflater.decompress(deflated, FRAME_BYTES_MAX)
@@ -109,12 +113,13 @@ def _inflated(deflated: bytes) -> bytes:
 def handshake(
     token: bytes, role: Role, *, identity: int
 ) -> Generator[tuple[bytes, int], bytes, int]:
-    """Proves this end and checks the other; returns the other's identity.
+    """Proves this end to the other one and checks the other one's proof.
 
-    Yields (bytes to send, number of bytes to read next); is sent the bytes read.
+    Yields (bytes to send, number of bytes to read next); the caller sends it the bytes read. The
+    generator returns the other end's identity.
 
     Args:
-        identity: who this end is, below 2^64; the other end gets it once it has the proof.
+        identity: number of this end, below 2^64; the other end trusts it once it has the proof.
 
     Raises:
         AuthenticationError: the other end speaks another protocol or has another token.
@@ -143,10 +148,10 @@ async def shake_hands(
     role: Role,
     identity: int,
 ) -> int:
-    """`handshake` over an asyncio stream.
+    """Does the `handshake` over an asyncio stream; returns the other end's identity.
 
     Raises:
-        AuthenticationError: also where the other end says nothing for HANDSHAKE_TIMEOUT_S.
+        AuthenticationError: as `handshake`, or it took more than HANDSHAKE_TIMEOUT_S.
         IncompleteReadError, ConnectionError: the stream ended.
     """
     steps = handshake(token, role, identity=identity)

@@ -1,11 +1,12 @@
-"""Ways of a node that take their time: until when each is taken, and what waits for it.
+"""Queues for the paced link directions of a node: when each is free, and the messages that wait.
 
-A clock is until when a way is taken. It lies in a file in memory that the workers of a node
-inherit, and is read and written under a record lock, which the kernel takes back from a process
-that is killed. What waits in a lane takes its way slice by slice, never more than one ahead: so the
-flows of several ranks share a way, and what a dead process had still to send keeps nobody waiting.
+A clock holds the moment at which a link direction becomes free. It is stored in a file in memory
+that the workers of a node inherit. It is read and written under a record lock, which the kernel
+releases when the process that holds it is killed. A lane is one process's queue for a link
+direction. It reserves the direction slice by slice, at most one slice ahead: so the flows of
+several ranks share a direction, and what a dead process still had to send delays nobody.
 
-Nothing here knows what time it is: moments are arguments.
+No function here reads the time: moments are arguments.
 """
 
 import fcntl
@@ -23,21 +24,21 @@ _CLOCK: Final = struct.Struct("=d")
 
 Flow = TypeVar("Flow")
 Content = TypeVar("Content")
-# When something is ready, and how long it takes the way: when that begins.
+# (moment from which a slice may begin, its length in seconds) to the moment at which it begins.
 Reserve = Callable[[float, float], float]
 
 
 def shared_clocks(num_clocks: int) -> int:
-    """The descriptor of a file in memory with so many clocks, all free; for others to inherit."""
+    """The descriptor of a file in memory with `num_clocks` clocks, all free; workers inherit it."""
     descriptor = os.memfd_create("clocks")
     os.ftruncate(descriptor, num_clocks * _CLOCK.size)
     return descriptor
 
 
 class Clock:
-    """Until when a way is taken, the same for all processes that have the descriptor.
+    """The moment at which a link direction becomes free, shared by processes with the descriptor.
 
-    One thread of a process uses it at a time: the lock is between processes.
+    Only one thread of a process may use it at a time: the record lock only excludes processes.
     """
 
     def __init__(self, descriptor: int, index: int) -> None:
@@ -45,10 +46,10 @@ class Clock:
         self._offset = index * _CLOCK.size
 
     def reserve(self, ready_s: float, lasts_s: float) -> float:
-        """Takes the way for so long, as soon as something is ready and the way is free.
+        """Reserves the link direction for `lasts_s` seconds, from `ready_s` on or once it is free.
 
         Returns:
-            when that begins.
+            The moment at which the reserved time begins.
         """
         place = (_CLOCK.size, self._offset)
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX, *place)
@@ -62,10 +63,10 @@ class Clock:
 
 
 class Begun(NamedTuple, Generic[Flow, Content]):
-    """A slice whose time has come.
+    """A slice of a message, and the time for which it has the link direction.
 
     Attributes:
-        content: what travels with the last slice; None with those before.
+        content: the message, which travels with its last slice; None: an earlier slice.
     """
 
     flow: Flow
@@ -83,7 +84,7 @@ class _Waiting(Generic[Content]):
 
 
 class Lane(Generic[Flow, Content]):
-    """What waits for a way: in order within a flow, by turns between flows."""
+    """A queue for a link direction: first in, first out within a flow; flows take turns."""
 
     def __init__(self, reserve: Reserve) -> None:
         self._reserve = reserve
@@ -92,18 +93,24 @@ class Lane(Generic[Flow, Content]):
 
     @property
     def next_s(self) -> float:
-        """When the next slice begins; infinite if there is none, or nobody asked for it yet."""
+        """The begin of the slice that is reserved and not yet begun; infinite if there is none."""
         return self._next.start_s if self._next else math.inf
 
     def put(self, flow: Flow, content: Content | None, *, ready_s: float, lasts_s: float) -> None:
-        """Adds something that takes the way for so long, and cannot begin before it is ready."""
+        """Queues a message that takes the link direction for `lasts_s`, but not before `ready_s`.
+
+        Args:
+            content: the message; None: a slice of a message whose last slice comes later.
+        """
         num_slices = max(1, math.ceil(lasts_s / SLICE_S))
         waiting = _Waiting(content, ready_s, lasts_s / num_slices, num_slices)
         self._flows.setdefault(flow, deque()).append(waiting)
 
     def begun(self, now_s: float) -> Iterator[Begun[Flow, Content]]:
-        """The slices that begin by now. The one after them gets its place, and nothing else does:
-        others on the same way come in between."""
+        """Yields the slices that begin by now, and reserves the time of the one after them.
+
+        No later slice is reserved, so that other processes get their turns on the direction.
+        """
         while self._next is not None or self._flows:
             self._next = self._next or self._reserved()
             if self._next.start_s > now_s:
@@ -112,7 +119,7 @@ class Lane(Generic[Flow, Content]):
             yield begun
 
     def drop(self, flow: Flow) -> list[Content]:
-        """Takes a flow out; what of it had not begun."""
+        """Removes a flow; returns its messages whose last slice had not begun."""
         dropped = [waiting.content for waiting in self._flows.pop(flow, ())]
         if self._next is not None and self._next.flow == flow:
             dropped.insert(0, self._next.content)
@@ -120,12 +127,12 @@ class Lane(Generic[Flow, Content]):
         return [content for content in dropped if content is not None]
 
     def drop_all(self) -> list[tuple[Flow, Content]]:
-        """As `drop`, of all flows."""
+        """Removes all flows; returns their messages whose last slice had not begun."""
         flows = dict.fromkeys([self._next.flow] if self._next else []) | dict.fromkeys(self._flows)
         return [(flow, content) for flow in flows for content in self.drop(flow)]
 
     def _reserved(self) -> Begun[Flow, Content]:
-        """The next slice of the flow whose turn it is, with its place on the way."""
+        """The next slice of the flow whose turn it is, with its reserved time."""
         flow, queue = self._flows.popitem(last=False)
         first = queue[0]
         start_s = self._reserve(first.ready_s, first.slice_s)

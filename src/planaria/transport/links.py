@@ -1,14 +1,16 @@
 """Tagged, abortable point-to-point links between ranks over TCP.
 
-`Links` holds a rank's connections to its peers. `send` never blocks: what the kernel does not
-take at once is queued, and one thread per process writes it out (serving.py); what is for a peer
-whose link is being made goes out when it stands. The same thread reads: a message is a header
-(epoch, tag, length) and raw bytes, and waits in an inbox under (peer, epoch, tag) until `receive`
-takes it. `abort` frees every blocked receive at once and keeps the connections: messages of an
-older epoch are dropped on arrival, so a link needs no restart to enter the next epoch. A link
-belongs to one worker: where a rank comes back with another address, the old link is closed, at
-both ends, and what it still brings is dropped with it. Where a link breaks whose peer may not have
-entered the epoch yet, the epoch is over: the peer would wait for what was lost with the link.
+`Links` holds a rank's connections to its peers. `send` never blocks: bytes that the kernel does not
+take at once are queued, and one thread per process writes them out (serving.py). A message to a
+peer whose link is still being made is sent once the link is up. The same thread reads. A message is
+a header (epoch, tag, length) and raw bytes; it waits in an inbox under (peer, epoch, tag) until
+`receive` takes it. `abort` frees every blocked receive at once and keeps the connections: messages
+of an older epoch are dropped on arrival, so a link needs no restart to enter the next epoch.
+
+A link belongs to one worker. When a rank comes back with another address, the old link is closed at
+both ends, and what still arrives on it is dropped. When a link breaks before its peer has sent
+anything in this epoch, every wait of the epoch ends with a PeerLostError: the peer may not have
+entered the epoch yet, and would then wait for messages that were lost with the link.
 
 Differs from Gloo, which cannot be aborted and then sits in its timeout (10 s, measured).
 """
@@ -45,27 +47,29 @@ logger = logging.getLogger(__name__)
 
 Buffer = npt.NDArray[Any]
 
-# Of waits that a lost link or an abort ends, and no clock: a peer may load its layers for hours.
-# The kernel finds out a machine that is gone (connection.py), the coordinator who stands still.
+# The timeout of waits that only a lost link or an abort ends: a peer may load its layers for hours.
+# The kernel detects a machine that is gone (connection.py), the coordinator a worker that hangs.
 PATIENT_S: Final = threading.TIMEOUT_MAX
 
 _NEVER = 1 << 62  # An epoch that no job reaches.
-_TELLS_S: Final = 600.0  # After so long, and whenever that has doubled, a wait is told of.
+_TELLS_S: Final = 600.0  # A wait is logged after this time, and whenever its length has doubled.
 
 
 class Links:
     """A rank's links to its peers.
 
     Args:
-        pacing: the links on which messages are to take as long; None: they take what they take.
+        pacing: the modelled links whose speed messages keep to; None: messages are not slowed down.
 
     Attributes:
-        address: where this rank accepts links.
-        sent_bytes, received_bytes: payload, by channel; state_bytes: of state received, by epoch.
-        linked_s: by the monotonic clock, when the epoch's last link stood; 0.0 before.
-        cuts: what this rank is cut off from.
-        timekeeper: the time of threads that send and receive.
-        traffic: what takes the ways to and from other nodes.
+        address: host and port at which this rank accepts links.
+        sent_bytes, received_bytes: bytes of payload, by channel.
+        state_bytes: bytes of payload received on the channel STATE, by epoch.
+        linked_s: moment at which all links of the epoch were up, by the monotonic clock; 0.0: they
+            are not up yet.
+        cuts: the cuts between this rank and its peers.
+        timekeeper: time of the work of threads that send and receive.
+        traffic: messages of training that use the links to and from other nodes.
     """
 
     def __init__(
@@ -87,10 +91,10 @@ class Links:
         self._peers: dict[int, Connection] = {}
         self._calling: dict[int, Connection] = {}
         self._lost: dict[int, str] = {}
-        self._ports: dict[int, int] = {}  # Of the epoch's peers.
-        self._awaited: set[int] = set()  # Those of them to whom no link stands.
-        self._heard: set[int] = set()  # Those who are in the epoch, as what they sent shows.
-        self._early: dict[int, list[list[memoryview]]] = {}  # Messages for links to come.
+        self._ports: dict[int, int] = {}  # The listening ports of the epoch's peers.
+        self._awaited: set[int] = set()  # Peers of the epoch to which no link is up.
+        self._heard: set[int] = set()  # Peers that have sent something in this epoch.
+        self._early: dict[int, list[list[memoryview]]] = {}  # Messages whose link is not up yet.
         self._first_epoch = 0
         self._abort_reason = ""
         self._failure: Exception | None = None
@@ -123,23 +127,23 @@ class Links:
         peers: Collection[int],
         timeout_s: float,
     ) -> None:
-        """Enters an epoch and waits for its links: `enter`, then `wait_linked`."""
+        """Enters an epoch and waits for its links: calls `enter`, then `wait_linked`."""
         self.enter(epoch, addresses=addresses, peers=peers)
         self.wait_linked(timeout_s=timeout_s)
 
     def enter(
         self, epoch: int, *, addresses: Mapping[int, Address], peers: Collection[int]
     ) -> None:
-        """Enters an epoch, whose links to `peers` are on their way; links that stand are kept.
+        """Enters an epoch and begins to make the missing links to `peers`; existing ones are kept.
 
         The lower rank of a pair connects, the higher one accepts.
 
         Args:
-            addresses: of all ranks of the epoch. An older link to a rank that is not among them,
-                or now listens elsewhere, is closed.
+            addresses: addresses of all ranks of the epoch. An older link to a rank that is not
+                among them, or now listens elsewhere, is closed.
 
         Raises:
-            PeerLostError: a peer cannot be reached.
+            PeerLostError: a connection to a peer failed at once.
             AbortedError: the epoch was aborted before it began.
         """
         assert self.rank not in peers
@@ -159,17 +163,18 @@ class Links:
             for peer in self._ports.keys() - self._awaited:
                 self._peers[peer].is_used = True
             missing = {peer for peer in self._awaited if peer > self.rank}
-            self._changed.notify_all()  # Frees whoever still waits in an older epoch.
-        for connection in standing:  # Outside of the condition, which its thread may wait for.
+            self._changed.notify_all()  # Frees threads that still wait in an older epoch.
+        # `displace` waits for the thread that reads, which may wait for the condition.
+        for connection in standing:
             connection.displace()
         for peer in sorted(missing - self._calling.keys()):
             self._call(peer, addresses[peer])
 
     def wait_linked(self, *, timeout_s: float) -> None:
-        """Blocks until the links to all peers of the epoch stand.
+        """Blocks until the links to all peers of the epoch are up.
 
         Raises:
-            PeerLostError: a peer could not be reached within timeout_s.
+            PeerLostError: a link broke, or a peer could not be reached within timeout_s.
             AbortedError: the epoch was aborted.
         """
         with self._changed:
@@ -177,14 +182,15 @@ class Links:
             self._wait(lambda: not self._awaited, epoch=epoch, peers=peers, timeout_s=timeout_s)
 
     def send(self, peer: int, tag: Tag, *buffers: Buffer, virtual_bytes: int = 0) -> None:
-        """Sends contiguous arrays as one message; never blocks. They must not change until the
-        peer has them.
+        """Sends contiguous arrays as one message; never blocks.
+
+        The arrays must not change until the peer has received them.
 
         Args:
-            virtual_bytes: what the message counts as where links are paced; 0: what it is.
+            virtual_bytes: the size that paced links assume for the message; 0: its real size.
 
         Raises:
-            PeerLostError: there is no link to the peer, or not any more, and none on its way.
+            PeerLostError: no link to the peer is up or being made.
         """
         views = [array.reshape(-1).view(np.uint8).data for array in buffers if array.size]
         num_bytes = sum(len(view) for view in views)
@@ -192,9 +198,9 @@ class Links:
         self.sent_bytes[tag.channel] += num_bytes
 
     def receive(self, peer: int, tag: Tag, *, timeout_s: float) -> npt.NDArray[np.uint8]:
-        """The bytes that the peer sent under the tag in this epoch; blocks until they are here.
+        """The bytes that the peer sent under the tag in this epoch; blocks until they have arrived.
 
-        What arrived before the peer was lost or the epoch aborted can still be taken.
+        A message that arrived before the peer was lost or the epoch aborted can still be received.
 
         Raises:
             PeerLostError: the link broke, or nothing came within timeout_s.
@@ -205,10 +211,13 @@ class Links:
     def receive_any(
         self, wanted: Mapping[int, Tag], *, timeout_s: float
     ) -> tuple[int, npt.NDArray[np.uint8]]:
-        """Of the messages wanted, one by peer, the first that is here; as `receive` does.
+        """Blocks until one of several messages has arrived, and takes it; raises as `receive` does.
+
+        Args:
+            wanted: tag of the wanted message, by peer.
 
         Returns:
-            the peer, and the bytes that it sent.
+            The peer, and the bytes that it sent.
         """
         with self._changed:
             epoch = self.epoch
@@ -220,16 +229,23 @@ class Links:
             return found[0], payload
 
     def has_any(self, wanted: Mapping[int, Tag]) -> bool:
-        """Whether one of these messages, by peer, is here."""
+        """Whether one of these messages has arrived and was not taken.
+
+        Args:
+            wanted: tag of the wanted message, by peer.
+        """
         return self._inbox.first(wanted, self.epoch) is not None
 
     def place(self, peer: int, tag: Tag, memory: npt.NDArray[np.uint8]) -> None:
-        """Has a message of this epoch arrive in this memory, if it has not begun to arrive, and has
-        as many bytes. Nothing gets there once a newer epoch has begun."""
+        """Has a message of this epoch arrive in the given memory.
+
+        That happens if the message has not begun to arrive, and has as many bytes as the memory.
+        Nothing is written to the memory once a newer epoch has begun.
+        """
         self._inbox.place(peer, self.epoch, tag, memory)
 
     def abort(self, reason: str, *, first_epoch: int) -> None:
-        """Frees every blocked operation of epochs before this one; none of them begins again."""
+        """Ends all epochs before `first_epoch`: their blocked operations raise an AbortedError."""
         with self._changed:
             if first_epoch > self._first_epoch:
                 self._first_epoch = first_epoch
@@ -242,7 +258,7 @@ class Links:
             self._check_epoch(self.epoch)
 
     def close(self) -> None:
-        """Writes out what the kernel takes now, then closes every socket; nothing if closed."""
+        """Writes what the kernel takes now, then closes every socket. Idempotent."""
         self.abort("links closed", first_epoch=_NEVER)
         self._flow.close()
         self._server.close()
@@ -250,7 +266,11 @@ class Links:
     # -- helpers ------------------------------------------------------------------------------
 
     def _transmit(self, peer: int, message: list[memoryview]) -> None:
-        """Writes what the kernel takes of a message at once, and has the rest written."""
+        """Writes what the kernel takes of a message now, and has the serving thread write the rest.
+
+        Raises:
+            PeerLostError: no link to the peer is up or being made.
+        """
         connection = self._link(peer)
         if connection is None:
             with self._changed:
@@ -259,16 +279,16 @@ class Links:
                     self._early.setdefault(peer, []).append(message)
                     return
         is_done = True
-        with connection.lock, suppress(OSError):  # The reader sees it, too, and tells of the loss.
+        with connection.lock, suppress(OSError):  # The serving thread sees and reports it, too.
             is_done = connection.append(message)
         if not is_done:
             self._server.write(connection)
 
     def _way(self, peer: int) -> Connection | None:
-        """The link to the peer, None if it is on its way.
+        """The link to the peer; None if it is being made.
 
         Raises:
-            PeerLostError: as `send`.
+            PeerLostError: no link to the peer is up or being made.
         """
         with self._changed:
             connection = self._link(peer)
@@ -279,22 +299,24 @@ class Links:
             return connection
 
     def _link(self, peer: int) -> Connection | None:
-        """The link to the peer, unless it is to another worker than the epoch's."""
+        """The link to the peer's worker of this epoch; None if there is none yet."""
         connection = self._peers.get(peer)
         if connection is None or self._ports.get(peer, connection.port) != connection.port:
             return None
         return connection
 
     def _note_links(self, peers: Iterable[int]) -> None:
-        """Links to these have come or gone. The condition must be held."""
+        """Notes that links to `peers` have come or gone. The condition must be held."""
         self._awaited.difference_update(peers)
         self._awaited.update(p for p in self._ports.keys() & peers if self._link(p) is None)
         if not self.linked_s and not self._awaited:
             self.linked_s = time.monotonic()
 
     def _retire(self, ports: Mapping[int, int]) -> None:
-        """Takes links out of use whose peer is gone or listens elsewhere by now, but for those that
-        no epoch has used yet: they may belong to a later one."""
+        """Closes the links whose peer is not among `ports`, or listens at another port by now.
+
+        Accepted links that no epoch has used yet are kept: they may belong to a later epoch.
+        """
         for links in (self._peers, self._calling):
             for rank, connection in list(links.items()):
                 is_old = connection.is_used or connection.target >= 0
@@ -306,8 +328,13 @@ class Links:
     def _wait(
         self, condition: Callable[[], bool], *, epoch: int, peers: Collection[int], timeout_s: float
     ) -> None:
-        """Returns once the condition is true, which counts even where all else is lost; the
-        condition variable must be held."""
+        """Blocks until `condition` is true, which counts even if peers are lost or the epoch over.
+
+        The condition variable must be held. Raises as `receive` does.
+
+        Args:
+            peers: ranks that are waited for.
+        """
 
         def lost() -> list[int]:
             unheard = self._ports.keys() - self._heard
@@ -336,7 +363,7 @@ class Links:
         raise PeerLostError(min(silent), f"nothing came for {timeout_s:.1f} s")
 
     def _check_epoch(self, epoch: int) -> None:
-        """Raises if the epoch is over. The condition must be held."""
+        """Raises an AbortedError if the epoch is over. The condition must be held."""
         if epoch >= max(self._first_epoch, self.epoch):
             return
         begun = f"epoch {self.epoch} has begun"
@@ -354,15 +381,15 @@ class Links:
             self._calling[peer] = connection
             self._server.add(connection)
 
-    # -- what the thread that serves the links tells --------------------------------------------
+    # -- what the thread that serves the links calls --------------------------------------------
 
     def _welcome(self, connection: Connection) -> None:
-        """The connection is the link to its peer; what is for the peer already goes out."""
+        """Makes the connection the link to its peer, and sends the messages that wait for it."""
         peer = connection.peer
         with self._changed:
             self._calling.pop(peer, None)
             older = self._peers.get(peer)
-            with connection.lock:  # Which later messages wait for.
+            with connection.lock:  # Later messages wait for the lock, so they come after these.
                 self._peers[peer] = connection
                 if self._ports.get(peer) == connection.port:
                     connection.is_used = True
@@ -370,16 +397,16 @@ class Links:
                         connection.append(message)
             if older is not None:
                 older.displace()
-                # The peer's worker was forked anew.
+                # The peer's worker was forked again.
                 self._server.retire(older)
-                if older.is_used:  # This epoch knows another one.
+                if older.is_used:  # The epoch relied on the old worker.
                     self._lost[peer] = "it came back on a new link"
             self._note_links([peer])
             if peer in self._lost or not self._awaited:
                 self._changed.notify_all()
 
     def _put(self, connection: Connection, message: Received, due_s: float) -> None:
-        """A message has arrived: whoever waits for it finds it."""
+        """Puts a message that has arrived into the inbox, unless its epoch or its link is over."""
         self.received_bytes[message.tag.channel] += len(message.payload)
         if message.tag.channel is Channel.STATE:
             self.state_bytes[message.epoch] += len(message.payload)
@@ -405,7 +432,7 @@ class Links:
     def _fail(self, error: Exception) -> None:
         with self._changed:
             self._failure = error
-            self._peers.clear()  # So that send finds the failure too.
+            self._peers.clear()  # So that `send` raises, too.
             self._changed.notify_all()
 
     def _end(self) -> None:
@@ -415,17 +442,21 @@ class Links:
             self._early.clear()
 
 
-# -- what has arrived for a rank and was not taken yet, and memory for what is to arrive -----------
+# -- messages that have arrived for a rank and were not taken, and memory for those to come --------
 
 Payload = npt.NDArray[np.uint8]
 
 
 class Inbox:
-    """Messages by peer, epoch and tag. Whoever uses it sees to it that one thread at a time does;
-    memory for them is given by one thread, and taken by another."""
+    """The messages of a rank that have arrived and were not taken, by peer, epoch and tag.
+
+    The caller makes sure that one thread at a time uses the messages. The memory for messages to
+    come has a lock of its own, since one thread offers it and another one uses it.
+    """
 
     def __init__(self) -> None:
-        self._messages: dict[tuple[int, int, Tag], tuple[Payload, float]] = {}  # And when due.
+        # With the moment at which each was due; 0.0: links are not paced.
+        self._messages: dict[tuple[int, int, Tag], tuple[Payload, float]] = {}
         self._lock = threading.Lock()
         self._places: dict[tuple[int, int, Tag], Payload] = {}
 
@@ -433,34 +464,37 @@ class Inbox:
         return len(self._messages)
 
     def begin(self, epoch: int) -> set[int]:
-        """Drops what is of older epochs; the peers that have sent something of this one."""
+        """Drops messages of older epochs; returns the peers that have sent some of this epoch."""
         self._messages = {key: one for key, one in self._messages.items() if key[1] >= epoch}
         with self._lock:
             self._places.clear()
         return {peer for peer, of, _ in self._messages if of == epoch}
 
     def put(self, peer: int, message: Received, due_s: float) -> None:
-        """A message has arrived."""
+        """Adds a message that has arrived."""
         self._messages[peer, message.epoch, message.tag] = message.payload, due_s
 
     def first(self, wanted: Mapping[int, Tag], epoch: int) -> tuple[int, Tag] | None:
-        """Of the messages wanted, by peer, one that is here."""
+        """The first of the wanted messages (tag by peer) that has arrived; None if none has."""
         here = (want for want in wanted.items() if (want[0], epoch, want[1]) in self._messages)
         return next(here, None)
 
     def take(self, peer: int, epoch: int, tag: Tag) -> tuple[Payload, float]:
-        """A message that is here, and when it is due; memory that it did not lie in is free."""
+        """Takes a message that has arrived, with the moment at which it was due.
+
+        Memory that was offered for the message and not used is free again.
+        """
         with self._lock:
             self._places.pop((peer, epoch, tag), None)
         return self._messages.pop((peer, epoch, tag))
 
     def place(self, peer: int, epoch: int, tag: Tag, memory: Payload) -> None:
-        """Memory for a message that may be about to arrive."""
+        """Offers memory for a message that may be about to arrive."""
         with self._lock:
             self._places[peer, epoch, tag] = memory
 
     def placed(self, peer: int, epoch: int, tag: Tag, num_bytes: int) -> Payload | None:
-        """The memory for a message that begins to arrive, if it fills that."""
+        """The memory offered for a message that begins to arrive; None: none of its size."""
         with self._lock:
             memory = self._places.pop((peer, epoch, tag), None)
         return memory if memory is not None and len(memory) == num_bytes else None

@@ -1,20 +1,20 @@
-"""Links that take their time: messages of a few bytes that stand for large ones.
+"""Paced links: messages of a few bytes that stand for large ones and take as long as those would.
 
-A message of a paced job stands for so many virtual bytes, and arrives no earlier than these would
-over the links of its profile. A node has one way out to other nodes and one way in, which all
-flows of all its ranks share; within a node every rank has ways of its own (lanes.py). A message
-takes bytes / bandwidth of its source's way out, in slices of a few milliseconds, by turns with
-messages to other ranks. Each slice goes off when its time comes, and takes as much of its target's
-way in, from the same moment on or from when that is free. A latency after the last one the message
-is there. So one that meets no other is there after latency + bytes / bandwidth, and flows that meet
-share what there is.
+A message of a paced job stands for a number of virtual bytes, and arrives no earlier than these
+would over the links of its profile. A node has one link direction out to other nodes and one in,
+which all flows of all its ranks share; within a node every rank has directions of its own
+(lanes.py). A message occupies its source's direction out for bytes / bandwidth seconds, in slices
+of at most 10 ms, in turns with messages to other ranks. Each slice is sent when its time comes, and
+occupies its target's direction in for as long, from the same moment on or once that is free. The
+message is delivered one latency after its last slice has ended. So a message that meets no other
+takes latency + bytes / bandwidth, and flows that meet share the bandwidth.
 
-On the wire a paced message begins with a stamp: when its last slice began, and how long that lasts.
-The slices before went ahead of it, as messages of a stamp alone.
+On the wire a paced message begins with a stamp: the moment at which its last slice began, and the
+seconds that the slice lasts. The earlier slices went ahead of it, as messages of a stamp alone.
 
-Source: none; a way is a token bucket that saves no tokens.
-Differs from TCP: a source never hears that a target's way in is full, so its own way out is taken
-earlier, though for no longer.
+Source: none; a link direction is a token bucket that saves no tokens.
+Differs from TCP: a source never learns that a target's direction in is full, so its own direction
+out is occupied earlier, though for no longer.
 """
 
 import contextlib
@@ -46,11 +46,13 @@ _SLICE_HEADER: Final = header(0, Tag(Channel.PACE, 0, 0), _STAMP.size)
 
 @dataclass(frozen=True, slots=True)
 class Pacing:
-    """The links of a node, as they are to be.
+    """The modelled links of a node.
 
     Attributes:
-        clocks_fd: what `node_clocks` gave to all workers of the node.
-        late_s_max: what is made up for where this machine is late (timekeeping.py).
+        clocks_fd: descriptor from `node_clocks`, the same for all workers of the node.
+        inter_node: a link direction of the node to or from other nodes.
+        intra_node: a link direction of a rank to or from other ranks of its node.
+        late_s_max: greatest lateness of this machine that is made up for (timekeeping.py).
     """
 
     clocks_fd: int
@@ -61,12 +63,17 @@ class Pacing:
 
 
 def node_clocks(devices_per_node: int) -> int:
-    """The descriptor of the clocks of a node's ways, for its workers to inherit."""
+    """The descriptor of the clocks of a node's link directions, which its workers inherit."""
     return shared_clocks(2 * (1 + devices_per_node))
 
 
 class Leaving(NamedTuple):
-    """A message that is to be sent, and how many bytes it stands for."""
+    """A message that is to be sent.
+
+    Attributes:
+        views: the payload.
+        virtual_bytes: number of bytes that the message stands for on paced links.
+    """
 
     epoch: int
     tag: Tag
@@ -74,7 +81,7 @@ class Leaving(NamedTuple):
     virtual_bytes: int
 
     def header(self, num_bytes: int) -> memoryview:
-        """What goes in front of so many bytes."""
+        """The message's header, as it precedes a payload of `num_bytes` bytes."""
         return memoryview(header(self.epoch, self.tag, num_bytes))
 
     @property
@@ -84,15 +91,15 @@ class Leaving(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """What a rank's links do with messages.
+    """The parts of a rank's links that a `Pacer` calls.
 
     Attributes:
-        lock: guards the links; held while the others are called.
-        check: raises PeerLostError where no link to a peer stands or is on its way.
-        transmit: writes to a peer; raises as `check`.
-        deliver: takes a message that has arrived, and when it was to be there.
-        fail: a thread dies of a mistake.
-        traffic: is told of messages that leave, and of those that have come.
+        lock: guards the links.
+        check: raises a PeerLostError if no link to a peer is up or being made.
+        transmit: writes to a peer; raises as `check` does.
+        deliver: takes a message that has arrived, and the moment at which it was due; 0.0: none.
+        fail: takes the error of which a thread dies.
+        traffic: record of the messages that leave and arrive.
     """
 
     lock: "threading.RLock"
@@ -104,7 +111,7 @@ class Ends:
 
 
 class Unpaced:
-    """Messages that take what they take. What is public is that of `Pacer`."""
+    """Sends and delivers messages without delay, under the interface of `Pacer`."""
 
     def __init__(self, ends: Ends) -> None:
         self._ends = ends
@@ -118,27 +125,27 @@ class Unpaced:
         self._ends.transmit(peer, [leaving.header(leaving.num_bytes), *leaving.views])
 
     def receive(self, connection: Connection, message: Received) -> None:
-        """A message has come, so it is here."""
+        """Delivers a message that has come."""
         end_s, traffic = time.monotonic(), self._ends.traffic
         start_s = end_s - traffic.seconds(len(message.payload))
         traffic.note(Use(False, connection.peer, message.tag, start_s, end_s))
         self._ends.deliver(connection, message, 0.0)
 
     def end(self, connection: Connection) -> None:
-        """Nothing is left of a connection."""
+        """Does nothing: no message of a connection waits."""
 
     def forget(self, peer: int) -> None:
-        """Nothing waits to be sent."""
+        """Does nothing: no message to a peer waits."""
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Does nothing: there is no thread to end."""
 
 
 class Pacer:
-    """Paces what a rank sends and receives, with a thread for what has to wait.
+    """Paces the messages that a rank sends and receives; a thread handles those that have to wait.
 
     Attributes:
-        timekeeper: of the threads that send and receive.
+        timekeeper: time of the work of the threads that send and receive.
     """
 
     def __init__(self, rank: int, pacing: Pacing, ends: Ends) -> None:
@@ -146,14 +153,14 @@ class Pacer:
         self._pacing = pacing
         self._node, device = divmod(rank, pacing.devices_per_node)
         self._ends = ends
-        # Between nodes, and within this one.
+        # The first clocks of two directions (out, in): between nodes, and within this node.
         indices = (0, 2 * (1 + device))
         clocks = [(Clock(pacing.clocks_fd, i), Clock(pacing.clocks_fd, i + 1)) for i in indices]
         self._links = (pacing.inter_node, pacing.intra_node)
         self._out: list[Lane[int, Leaving]] = [Lane(out.reserve) for out, _ in clocks]
         self._into: list[Lane[Connection, Received]] = [Lane(into.reserve) for _, into in clocks]
-        self._arriving: list[tuple[float, int, Connection, Received]] = []  # A heap, by time.
-        # What slices of a message that is not whole yet took, by its flow.
+        self._arriving: list[tuple[float, int, Connection, Received]] = []  # A heap by moment due.
+        # By flow, the seconds that the slices of its unfinished message have taken so far.
         self._taken_s: defaultdict[int | Connection, float] = defaultdict(float)
         self._order = count()
         self._changed = threading.Condition(ends.lock)
@@ -163,10 +170,10 @@ class Pacer:
         self._thread.start()
 
     def send(self, peer: int, leaving: Leaving) -> None:
-        """Sends a message that takes its time; never blocks.
+        """Queues a message, whose slices are sent as their times come; never blocks.
 
         Raises:
-            PeerLostError: no link to the peer stands, or is on its way.
+            PeerLostError: no link to the peer is up or being made.
         """
         self._ends.check(peer)
         kind = self._kind(peer)
@@ -176,7 +183,7 @@ class Pacer:
             self._advance()
 
     def receive(self, connection: Connection, message: Received) -> None:
-        """Something has come over a connection that begins with a stamp."""
+        """Queues a slice that has come over a connection; it begins with a stamp."""
         start_s, lasts_s = _STAMP.unpack_from(message.payload.data)
         is_whole = message.tag.channel is not Channel.PACE
         content = message._replace(payload=message.payload[_STAMP.size :]) if is_whole else None
@@ -186,7 +193,7 @@ class Pacer:
             self._advance()
 
     def end(self, connection: Connection) -> None:
-        """A connection is over: what came over it whole is delivered, whatever is its time."""
+        """Delivers at once all messages that came completely over a connection that is over."""
         with self._changed:
             self._taken_s.pop(connection, None)
             waiting = [message for lane in self._into for message in lane.drop(connection)]
@@ -197,14 +204,14 @@ class Pacer:
                 self._ends.deliver(connection, message, 0.0)
 
     def forget(self, peer: int) -> None:
-        """Nothing goes to this peer any more that is still to be sent."""
+        """Drops the messages that still wait to be sent to a peer."""
         with self._changed:
             self._taken_s.pop(peer, None)
             for lane in self._out:
                 lane.drop(peer)
 
     def close(self) -> None:
-        """Ends the thread; what is still to be sent goes at once."""
+        """Ends the thread; messages that still wait to be sent are sent at once."""
         with self._changed:
             self._is_closed = True
             for lane in self._out:
@@ -225,7 +232,7 @@ class Pacer:
                     patience_s = self._wakes_s - time.monotonic()
                     self._changed.wait(max(0.0, patience_s) if patience_s < math.inf else None)
         except Exception as error:
-            # Our mistake. Unless it is raised where somebody waits, all ranks wait in vain.
+            # A bug of planaria. Unless a thread that waits raises it, all ranks wait in vain.
             logger.exception("the thread that paces the links died")
             self._ends.fail(error)
 
@@ -235,7 +242,7 @@ class Pacer:
         return min(out_s, into_s, self._arriving[0][0] if self._arriving else math.inf)
 
     def _advance(self) -> None:
-        """Sends and delivers what its time has come for; the thread sees to what comes next."""
+        """Sends the slices and delivers the messages that are due; has the thread do the next."""
         now_s = time.monotonic()
         for out in self._out:
             for peer, leaving, start_s, lasts_s in out.begun(now_s):
@@ -260,7 +267,7 @@ class Pacer:
     def _note(
         self, is_out: bool, flow: int | Connection, peer: int, tag: Tag, *, end_s: float
     ) -> None:
-        """The last slice of a message ends then."""
+        """Records a message of training whose last slice ends at `end_s`."""
         start_s = end_s - self._taken_s.pop(flow, 0.0)
         self._ends.traffic.note(Use(is_out, peer, tag, start_s, end_s))
 
@@ -269,5 +276,5 @@ class Pacer:
         message = [memoryview(_SLICE_HEADER), stamp]
         if leaving is not None:
             message = [leaving.header(_STAMP.size + leaving.num_bytes), stamp, *leaving.views]
-        with contextlib.suppress(PeerLostError):  # It was there when this was to be sent.
+        with contextlib.suppress(PeerLostError):  # `send` has checked; the peer was lost since.
             self._ends.transmit(peer, message)

@@ -1,13 +1,13 @@
-"""The hook at which faults are injected: a process says that it reached a step, and waits there.
+"""The hook for fault injection: a process reports that it reached a step, and waits there.
 
-Without specs for it a probe does nothing. Else it calls the launcher when a step of a spec is
-reached, and waits until the launcher has done what the spec says, which may be to kill this very
-process. So a fault happens exactly there, not a little later. The answer is a line that names the
-faults which only the process can plant in itself, KIND or KIND=VALUE; the probe was given what does
-that.
+A probe without places does nothing. Otherwise it calls the launcher when the process reaches the
+step of one of its places, and waits until the launcher has injected the faults, which may mean that
+it kills this very process. So a fault happens exactly at that step, not a little later. The answer
+is a line with the faults that only the process can inject into itself, each KIND or KIND=VALUE; for
+each kind the probe was given a function that does so.
 
-A process that is to be cut off from others, or whose disk is to be slow, hears of it at any time:
-it keeps a line to the launcher on which it is told (`heed`).
+A process that is to be cut off from others, or whose disk is to be slow, learns of it at any time:
+it keeps a connection to the launcher open, over which it is told (`heed`).
 """
 
 import contextlib
@@ -27,22 +27,22 @@ from planaria.transport.frames import Role, handshake
 logger = logging.getLogger(__name__)
 
 _WAIT_TIMEOUT_S = 60.0
-NO_NODE = 1 << 40  # As whom the coordinator calls.
-LISTENING = "listening"  # The step of a process that wants to be told.
+NO_NODE = 1 << 40  # The identity of the coordinator when it calls.
+LISTENING = "listening"  # The step that a process reports to be told of cuts and slow disks.
 
 
 class Reached(msgspec.Struct, frozen=True):
-    """What a probe says: where it stands."""
+    """A probe's report to the launcher: the step that its process has reached."""
 
     step: str
     iteration: int
 
 
 class Cut(msgspec.Struct, frozen=True, tag=True):
-    """What a process hears on its line: the network between these nodes and all others is down.
+    """A message of the launcher: the network between these nodes and all others is down.
 
     Attributes:
-        seconds: from when this was written; 0: for ever.
+        seconds: length of the cut, from the moment the message was written; 0: it never ends.
     """
 
     nodes: tuple[int, ...]
@@ -50,11 +50,11 @@ class Cut(msgspec.Struct, frozen=True, tag=True):
 
 
 class Slowed(msgspec.Struct, frozen=True, tag=True):
-    """What a process hears on its line: a disk is slow from now on.
+    """A message of the launcher: a disk is slow from now on.
 
     Attributes:
         disk: one of DISKS.
-        seconds: as the fault's value says.
+        seconds: value of the fault.
     """
 
     disk: str
@@ -69,10 +69,12 @@ class Probe:
     """The hook of one process.
 
     Args:
-        node: whose process this is.
-        places: at which it is to call.
-        address: where the launcher listens.
-        faults: by kind, what plants a fault in this process, given the iteration and the value.
+        node: node of the process; NO_NODE: the coordinator.
+        places: steps at which the probe calls the launcher.
+        address: host and port at which the launcher listens.
+        token: secret that the handshake with the launcher proves.
+        faults: functions by kind, each of which injects its fault into this process; it takes the
+            iteration and the fault's value.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class Probe:
         self._token = token
 
     def reached(self, step: str, iteration: int) -> None:
-        """A step begins; returns when whatever is to happen there has happened."""
+        """Reports that a step begins; returns when all faults for that step have been injected."""
         if not any(_is_at(place, step, iteration) for place in self._places):
             return
         for fault in self._answer(Reached(step, iteration)):
@@ -101,8 +103,12 @@ class Probe:
     def heed(
         self, *, cut: Callable[[Cut, float], None], slow: Mapping[str, Callable[[float], None]]
     ) -> None:
-        """Has a thread call `cut` with what is to be cut, and when that ends; and what slows a disk
-        with its seconds, by disk."""
+        """Starts a thread that passes on what the launcher tells this process.
+
+        Args:
+            cut: takes a cut and its end, by the monotonic clock; inf: it never ends.
+            slow: functions by disk, each of which slows its disk; it takes the seconds.
+        """
         threading.Thread(target=self._heed, args=(cut, slow), name="probe", daemon=True).start()
 
     def _heed(
@@ -110,7 +116,7 @@ class Probe:
     ) -> None:
         with contextlib.suppress(OSError), self._line() as sock:
             sock.sendall(msgspec.json.encode(Reached(LISTENING, -1)) + b"\n")
-            sock.settimeout(None)  # The line is there for as long as both processes are.
+            sock.settimeout(None)  # The connection stays for as long as both processes live.
             for line in sock.makefile("rb"):
                 match _told_decoder.decode(line):
                     case Cut() as heard:
@@ -124,7 +130,7 @@ class Probe:
         return sock
 
     def _answer(self, reached: Reached) -> list[str]:
-        """The faults to plant here, once all others have happened."""
+        """The faults that this process has to inject, once the launcher has injected all others."""
         answer = b""
         try:
             with self._line() as sock:

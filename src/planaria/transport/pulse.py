@@ -1,12 +1,12 @@
-"""Memory that an agent shares with one of its workers: who lives, who moves, who may write.
+"""Memory that an agent shares with a worker: the node's lease, and the worker's signs of life.
 
-The agent makes it before it forks the worker, so it needs no name and goes with the last of the
-two. Each field has one writer, and a field is one aligned word.
+The agent makes the memory before it forks the worker, so it needs no name and vanishes with the
+last of the two. Each field is one aligned word and has one writer:
 
-    lease_end_s   agent    until when, by the machine's monotonic clock, the node is a member
-    beat_s        worker   when its control thread last ran, or by when it should have begun to
-    deadline_s    worker   when the action under way is late; infinite while it waits for others
-    layers        worker   first and end of those that it is computing, both 0 if it is not
+    lease_end_s   agent    end of the node's membership, by the machine's monotonic clock
+    beat_s        worker   when its control thread last ran, or by when it should first run
+    deadline_s    worker   when the current action is late; infinite while it waits for others
+    layers        worker   first and end of the layers that it is computing, both 0 if none
 """
 
 import math
@@ -16,8 +16,8 @@ import struct
 import time
 from typing import Final
 
-LEASE_TIMEOUT_S: Final = 60.0  # For a coordinator that was lost to be there again.
-FIRST_BEAT_S: Final = 60.0  # A fork takes milliseconds, on a machine that many share seconds.
+LEASE_TIMEOUT_S: Final = 60.0  # Long enough for a lost coordinator to be replaced.
+FIRST_BEAT_S: Final = 60.0  # A fork takes milliseconds, but seconds on a machine that many share.
 _WORD: Final = struct.Struct("=d")
 _LOOK_S: Final = 0.01
 _LAYERS: Final = struct.Struct("=II")
@@ -25,7 +25,7 @@ _LEASE_END, _BEAT, _DEADLINE, _COMPUTING = 0, 8, 16, 24
 
 
 class Pulse:
-    """One worker's shared memory.
+    """The memory that one worker shares with its agent.
 
     Attributes:
         stack_fd: a file in memory to which the worker's Python stacks are written on SIGUSR1.
@@ -48,13 +48,14 @@ class Pulse:
 
     @property
     def is_member(self) -> bool:
-        """Whether the node may still write where others read."""
+        """Whether the node's lease lasts, so that it may write where others read."""
         return time.monotonic() < self.lease_end_s
 
     def wait_member(self, *, timeout_s: float = LEASE_TIMEOUT_S) -> bool:
-        """Whether the node is a member, or gets its lease back in time.
+        """Blocks until the node has a lease, or timeout_s have passed; returns whether it has one.
 
-        One that is evicted does not, and ends; one whose coordinator was lost does.
+        A node that was evicted gets no lease again, and ends. A node that only lost its coordinator
+        gets one from the next coordinator.
         """
         deadline_s = time.monotonic() + timeout_s
         while not self.is_member and time.monotonic() < deadline_s:
@@ -62,25 +63,25 @@ class Pulse:
         return self.is_member
 
     def beat(self) -> None:
-        """The worker's control thread runs."""
+        """Notes that the worker's control thread runs."""
         self._write(_BEAT, time.monotonic())
 
     def act(self, limit_s: float) -> None:
-        """An action begins that should end within limit_s."""
+        """Notes that an action begins that should end within limit_s."""
         self._write(_DEADLINE, time.monotonic() + limit_s)
 
     def wait(self) -> None:
-        """What follows takes as long as others take."""
+        """Notes that the worker now waits for others, so it has no deadline."""
         self._write(_DEADLINE, math.inf)
 
     def rest(self) -> None:
-        """Nothing is being computed, and what follows takes as long as it takes."""
+        """Notes that the worker computes no layer and has no deadline."""
         self.layers = (0, 0)
         self.wait()
 
     @property
     def layers(self) -> tuple[int, int]:
-        """First and end of the layers that are being computed, both 0 if none are."""
+        """First and end of the layers that are being computed; both 0: none are."""
         first_layer, end_layer = _LAYERS.unpack_from(self._memory, _COMPUTING)
         return int(first_layer), int(end_layer)
 
@@ -89,12 +90,12 @@ class Pulse:
         _LAYERS.pack_into(self._memory, _COMPUTING, *value)
 
     def silent_s(self, now_s: float) -> float:
-        """For how long the control thread has not run; negative while its first beat has time."""
+        """Seconds since the control thread last ran; negative before its first beat is due."""
         return now_s - self._read(_BEAT)
 
     @property
     def deadline_s(self) -> float:
-        """When the action under way takes too long; infinite while it waits for others."""
+        """The moment from which the current action is late; infinite while it waits for others."""
         return self._read(_DEADLINE)
 
     def read_stack(self) -> str:
@@ -103,7 +104,7 @@ class Pulse:
         return os.pread(self.stack_fd, num_bytes, 0).decode(errors="replace")
 
     def close(self) -> None:
-        """Gives the memory back; the other process keeps its own view."""
+        """Closes the memory and the stack file in this process; the other one keeps its own."""
         self._memory.close()
         os.close(self.stack_fd)
 

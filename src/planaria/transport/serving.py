@@ -1,7 +1,7 @@
-"""The one thread of a rank that reads from its links, and writes what could not go out at once.
+"""The one thread of a rank that reads from its links and writes the bytes that had to be queued.
 
-What it finds it tells the functions of `Handlers`, on this thread: they note it and return. Other
-threads hand it connections, each through a queue and a wake-up.
+It calls the functions of `Handlers` with what happens on the links; these note it and return. Other
+threads hand connections to it, through queues and a wake-up.
 """
 
 import contextlib
@@ -24,20 +24,21 @@ logger = logging.getLogger(__name__)
 
 ACCEPT_PAUSE_S: Final = 0.05
 _CLOSE_TIMEOUT_S: Final = 2.0
-_QUIET_S: Final = 10.0  # Without a call that was not accepted, before the next one is told.
+# A failed accept is logged unless another one failed within this time before it.
+_QUIET_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Handlers:
-    """What happens on links, and who is told.
+    """The functions that the thread calls when something happens on the links.
 
     Attributes:
-        accept: somebody connects; gives the connection to `Server.add`.
-        welcome: the handshake is over.
-        deliver: a message has arrived.
-        lose: a connection is over, and will be closed; the reason.
-        fail: the thread dies of a mistake.
-        end: the thread is over, and all connections are closed.
+        accept: takes the socket of a peer that connects; hands its connection to `Server.add`.
+        welcome: takes a connection whose handshake is over.
+        deliver: takes a message that has arrived, with its connection.
+        lose: takes a connection that is over and about to be closed, and the reason.
+        fail: takes the error of which the thread dies.
+        end: is called when the thread ends and all connections are closed.
     """
 
     accept: Callable[[socket.socket], None]
@@ -49,10 +50,10 @@ class Handlers:
 
 
 class Server:
-    """The thread, from its start until `close`.
+    """The thread that serves the links, from `start` until `close`.
 
     Attributes:
-        cuts: who is neither read nor written for now.
+        cuts: the cuts between this rank and its peers.
     """
 
     def __init__(self, rank: int, listener: socket.socket, handlers: Handlers) -> None:
@@ -63,39 +64,40 @@ class Server:
         self._new: deque[Connection] = deque()
         self._retired: deque[Connection] = deque()
         self._blocked: set[Connection] = set()
-        self._unproven: set[Connection] = set()  # Of the thread alone, as what follows.
-        self._is_heard = True  # Who calls.
-        self._paused_end_s = 0.0  # Until when no link is accepted; 0.0: links are.
-        self._quiet_end_s = 0.0  # Until when it is not told again that a link is not accepted.
+        # Only the thread uses this and what follows, up to the selector.
+        self._unproven: set[Connection] = set()
+        self._is_heard = True  # Whether the selector watches the listener.
+        self._paused_end_s = 0.0  # End of a pause without accepting links; 0.0: there is none.
+        self._quiet_end_s = 0.0  # Until then, failed accepts are not logged.
         self._selector = selectors.DefaultSelector()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._waking = threading.Lock()  # Against a wake-up of a descriptor that is closed.
+        self._waking = threading.Lock()  # Prevents a wake-up through a closed descriptor.
         self._selector.register(self._wake_fd, selectors.EVENT_READ, None)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self.cuts = Cuts(self._selector, wake=self._wake)
         self._thread = threading.Thread(target=self._run, name="links", daemon=True)
 
     def start(self) -> None:
-        """Begins to serve."""
+        """Starts the thread."""
         self._thread.start()
 
     def add(self, connection: Connection) -> None:
-        """Serves a connection from now on."""
+        """Has a connection served from now on."""
         self._new.append(connection)
         self._wake()
 
     def retire(self, connection: Connection) -> None:
-        """Closes a connection that nobody uses any more."""
+        """Has a connection closed that nobody uses any more."""
         self._retired.append(connection)
         self._wake()
 
     def write(self, connection: Connection) -> None:
-        """Writes what is queued on a connection whenever the kernel takes some."""
+        """Has the bytes that are queued on a connection written as the kernel takes them."""
         self._blocked.add(connection)
         self._wake()
 
     def close(self) -> None:
-        """Writes out what the kernel takes now, then closes every socket; nothing if closed."""
+        """Writes what the kernel takes now, then closes every socket. Idempotent."""
         self._closing = True
         self._wake()
         self._thread.join(timeout=_CLOSE_TIMEOUT_S)
@@ -117,14 +119,14 @@ class Server:
             while not self._closing:
                 self._turn()
         except Exception as error:
-            # Our mistake. Unless it is raised where somebody waits, all ranks wait in vain.
+            # A bug of planaria. Unless a thread that waits raises it, all ranks wait in vain.
             logger.exception("rank %s: the thread that serves the links died", self._rank)
             self._handlers.fail(error)
         finally:
             self._close_all()
 
     def _turn(self) -> None:
-        """Serves what is ready, then does what other threads asked for."""
+        """Serves the sockets that are ready, then does what other threads asked for."""
         for key, events in self._selector.select(self._patience_s()):
             if key.fileobj == self._wake_fd:
                 os.eventfd_read(self._wake_fd)
@@ -146,7 +148,7 @@ class Server:
         self._hear()
 
     def _patience_s(self) -> float | None:
-        """How long to wait at most for anything to happen."""
+        """Seconds after which a deadline, cut or pause ends first; None: there is none."""
         ends_s = [c.deadline_s for c in self._unproven] + self.cuts.ends_s
         if self._paused_end_s:
             ends_s.append(self._paused_end_s)
@@ -155,11 +157,11 @@ class Server:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except BlockingIOError:  # Whoever called has left.
+        except BlockingIOError:  # The peer that connected has left.
             return
         except OSError as error:
-            # EMFILE, say. Whoever calls waits in the kernel's queue meanwhile. At the limit every
-            # other call may be accepted.
+            # EMFILE, say. The peer that connects waits in the kernel's queue meanwhile. Near the
+            # limit of descriptors every second connection may be accepted, hence the quiet time.
             now_s = time.monotonic()
             self._paused_end_s = now_s + ACCEPT_PAUSE_S
             if now_s >= self._quiet_end_s:
@@ -171,7 +173,7 @@ class Server:
         self._handlers.accept(sock)
 
     def _hear(self) -> None:
-        """Has the selector tell of whoever calls, or not: it would do so all the time."""
+        """Has the selector watch the listener only while links are accepted: it would spin else."""
         if self._paused_end_s <= time.monotonic():
             self._paused_end_s = 0.0
         hears = not self.cuts.is_deaf and not self._paused_end_s

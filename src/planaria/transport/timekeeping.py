@@ -1,11 +1,11 @@
-"""What time it is for the work of a thread, on a machine that is late.
+"""The time of a thread's work in a paced job, which makes up for threads that wake up late.
 
-The seconds of a paced job are sleeps, and waits for messages that take their time: each ends at a
-moment that is known. A machine whose few cores are the nodes of a cluster wakes a thread some
-milliseconds after that, and the host's own work between two layers, which a device hides by working
-off a queue, comes on top. So work begins, by its own time, when what it waited for was over; and
-sleeps that follow make up for what the machine was late. What is late by more than `late_s_max` was
-stopped or slow for another reason, and begins when it begins.
+The seconds of a paced job are sleeps and waits for paced messages: each ends at a known moment. A
+machine whose few cores simulate the nodes of a cluster wakes a thread some milliseconds after that
+moment. The host's own work between two layers, which a real device hides by working off a queue,
+adds to that. So by the time of its work, a thread goes on at the moment at which its wait was over,
+and the sleeps that follow are shorter by the machine's lateness. A thread that is late by more than
+`late_s_max` was stopped or slowed for another reason; its work goes on at the machine's time.
 """
 
 import math
@@ -17,7 +17,7 @@ class Timekeeper(threading.local):
     """The time of each thread's work, by the machine's monotonic clock.
 
     Args:
-        late_s_max: lateness that is made up for; with 0 it is the machine's own time.
+        late_s_max: greatest lateness that is made up for; 0: the time is the machine's own.
     """
 
     def __init__(self, late_s_max: float = 0.0) -> None:
@@ -32,17 +32,19 @@ class Timekeeper(threading.local):
         return self._reached_s
 
     def reach(self, moment_s: float) -> None:
-        """What this thread waited for was over at that moment."""
+        """Notes that this thread's wait was over at that moment."""
         self._reached_s = max(self._reached_s, moment_s)
 
     def catch_up(self) -> float:
-        """The machine's time, from which this thread's work goes on: nobody knows when what it
-        waited for was over."""
+        """Has this thread's work go on at the machine's time, and returns that.
+
+        It is called after a wait whose end is not known.
+        """
         self._reached_s = max(self._reached_s, time.monotonic())
         return self._reached_s
 
     def sleep(self, seconds: float) -> None:
-        """Returns when work that takes so long is done."""
+        """Blocks until work of so many seconds is done that begins at `now_s`."""
         self._reached_s = self.now_s() + seconds
         left_s = self._reached_s - time.monotonic()
         if left_s > 0:

@@ -1,14 +1,14 @@
-"""Keeps a directory of saves to one job at a time: its launcher claims it while the job runs.
+"""Keeps a directory of saves to one job at a time: a job's launcher claims it while the job runs.
 
-    {directory}/.job.lock       locked by the launcher; says in words whose it is
+    {directory}/.job.lock       locked by the launcher; its text names the job
 
-The lock (flock) is the kernel's and ends with the process, however that ends, so a job that was
+The kernel releases the lock (flock) when the process ends, however that ends, so a job that was
 killed can be resumed at once. Nodes and the coordinator of a job claim nothing: they start after
-their launcher has, wherever they run, and leave with it. In the end the file is removed, and so are
-directories that were made for it if nothing was saved there.
+their launcher, wherever they run, and end with it. When the job ends, the file is removed, and so
+are directories that were made for it if nothing was saved there.
 
-An object store has no lock that ends with who holds it, so a URL is not claimed; what two jobs do
-to each other there is in docs/ASSUMPTIONS.md.
+An object store has no lock that is released when its holder dies, so a URL is not claimed;
+docs/ASSUMPTIONS.md says what two jobs do to each other there.
 """
 
 import fcntl
@@ -22,18 +22,19 @@ from typing import Final
 from planaria.checkpoint.disk.storage import is_url, make_directory
 from planaria.errors import ConfigError
 
-_FILE: Final = ".job.lock"  # No save has such a name: that would begin with a letter or digit.
-_TRIES_MAX: Final = 100  # Jobs that end, one after the other, while their file is opened.
+_FILE: Final = ".job.lock"  # No save has such a name: theirs begin with a letter or digit.
+# Each try can fail because a job ends and removes the file while it is being opened.
+_TRIES_MAX: Final = 100
 _TOLD_BYTES_MAX: Final = 300
 
 
 @contextmanager
 def claimed(place: str, job: str, *, note: Callable[[str], None]) -> Iterator[None]:
-    """No other job saves at a place meanwhile.
+    """A context in which no other job saves at a place; a URL is not protected.
 
     Args:
-        job: its name, for whoever is refused.
-        note: is told where nothing keeps another job out.
+        job: name of the job, for the message to another job that is refused.
+        note: takes a warning if the file system has no locks, so that another job is not kept out.
 
     Raises:
         ConfigError: another job saves there, or the place cannot be written to.
@@ -62,7 +63,7 @@ def _check_writable(directory: Path) -> None:
 
 
 def _locked(directory: Path, note: Callable[[str], None]) -> int:
-    """A descriptor of the file, locked until it is closed or this process is gone."""
+    """A descriptor of the lock file, which stays locked until it is closed or this process ends."""
     for _ in range(_TRIES_MAX):
         try:
             descriptor = _opened(directory)
@@ -89,12 +90,12 @@ def _locked(directory: Path, note: Callable[[str], None]) -> int:
 
 def _opened(directory: Path) -> int:
     make_directory(directory)
-    # Not inherited: a program that this process starts may outlive it.
+    # O_CLOEXEC, since a program that this process starts may outlive it and would keep the lock.
     return os.open(directory / _FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
 def _is_there(descriptor: int, path: Path) -> bool:
-    """Whether it is still the file of that name; a job that ends removes its own."""
+    """Whether the open file still has that name; a job that ends removes its lock file."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -103,7 +104,7 @@ def _is_there(descriptor: int, path: Path) -> bool:
 
 def _say(descriptor: int, job: str) -> None:
     text = f"job {job!r} (process {os.getpid()} on {socket.gethostname()})\n"
-    with suppress(OSError):  # A disk that is full is told later, with what a save takes.
+    with suppress(OSError):  # A save on a full disk fails later, with a message of its own.
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, text.encode(), 0)
 

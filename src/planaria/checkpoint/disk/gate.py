@@ -1,7 +1,7 @@
-"""Where a fault makes a disk or store slow: each request waits at a gate first.
+"""The hook of faults that make a disk or store slow: each request passes a gate first.
 
-`--inject store=S` slows the gate of the saves down for good, `--inject disk=S` shuts that of the
-coordinator's journal for a while. Without such a fault nobody waits.
+`--inject store=S` slows the gate of the saves for good; `--inject disk=S` shuts the gate of the
+coordinator's journal for S seconds. Without such a fault no request waits.
 """
 
 import time
@@ -13,29 +13,29 @@ from planaria.checkpoint.disk.tiers import Tier
 
 
 class Gate:
-    """Holds up whoever passes; any thread may set it, and any may pass."""
+    """Delays the requests that pass it; any thread may set the delay, and any may pass."""
 
     def __init__(self) -> None:
         self._each_s = 0.0
         self._shut_until_s = 0.0
 
     def slow(self, seconds: float) -> None:
-        """Everybody takes so long to pass from now on."""
+        """Has every pass take so long from now on."""
         self._each_s = seconds
 
     def shut(self, seconds: float) -> None:
-        """Nobody passes for so long."""
+        """Lets no request pass for so long."""
         self._shut_until_s = time.monotonic() + seconds
 
     def wait_passed(self) -> None:
-        """Blocks until the caller has passed."""
+        """Blocks until the gate lets the caller pass."""
         now_s = time.monotonic()
         time.sleep(max(self._each_s, self._shut_until_s - now_s))
 
 
 @dataclass(frozen=True, slots=True)
 class Gated:
-    """A storage behind a gate."""
+    """A storage whose requests pass a gate first."""
 
     storage: Storage
     gate: Gate
@@ -65,5 +65,5 @@ class Gated:
 
 
 def gated(tier: Tier, gate: Gate) -> Tier:
-    """The same tier; each of its requests passes the gate first."""
+    """The tier with its storage behind the gate."""
     return replace(tier, storage=Gated(tier.storage, gate))

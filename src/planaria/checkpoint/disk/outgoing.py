@@ -1,9 +1,9 @@
-"""What is taken out of the tier: saves with a name, which are the user's, and models for others.
+"""Copies versions out of the tier: named saves that the user keeps, and exports for other tools.
 
-A named save is a tier of its own beside the versions, {place}/{name}/{iteration}-{epoch}/..., so
-`checkpoint.directory` may name it to go on from it, and nothing ever prunes it. An export is a
-directory as Hugging Face tools read it: parameters by name in safetensors files, and config.json
-where the model has one. Both are checked against the hashes of what was saved.
+A named save is a tier of its own beside the versions, {place}/{name}/{iteration}-{epoch}/..., so a
+job continues from it if `checkpoint.directory` names it, and nothing ever prunes it. An export is
+a directory as Hugging Face tools read it: parameters by name in safetensors files, and config.json
+if the model has one. Both check the hashes of the layers that they read.
 """
 
 import json
@@ -24,20 +24,20 @@ from planaria.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
-SHARD_BYTES: Final = 5_000_000_000  # As the tools that write such directories have it.
-_TRIES_MAX: Final = 8  # Versions that are pruned one after the other while they are read.
+SHARD_BYTES: Final = 5_000_000_000  # The size of files that Hugging Face tools write.
+_TRIES_MAX: Final = 8  # Each try can fail because the version is pruned while it is read.
 _PREFIX: Final = "parameter/"
 _NAME: Final = re.compile(r"(?!\d+-\d+$)[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 
 
 def save_as(place: str, name: str) -> str:
-    """Keeps the newest complete version at a place under a name; where that is.
+    """Copies the newest complete version at a place to a named save; returns the copy's place.
 
-    A job that runs there may prune the version meanwhile: then the one that is newest by then is
-    kept.
+    If a job that runs there prunes the version meanwhile, the version that is newest by then is
+    copied.
 
     Raises:
-        ConfigError: the name will not do or is taken, or there is no version.
+        ConfigError: the name is not allowed or is taken, or there is no version.
         CheckpointError: the version is damaged, or the storage refuses; nothing is left under the
             name then.
     """
@@ -60,10 +60,11 @@ def save_as(place: str, name: str) -> str:
 
 
 def _copy(source: Tier, target: Tier, manifest: Manifest) -> None:
-    """Copies a version, or nothing of it."""
+    """Copies a version; removes what it has copied if it fails."""
     with ExitStack() as undo:
         undo.callback(_discard, target, manifest)
-        # Another release may have laid out its files otherwise, so they have hashes of their own.
+        # A file that another release wrote may have other bytes for the same tensors, so the copy
+        # has its own hashes.
         files = tuple(
             target.write_layer(
                 *_numbers(manifest), entry.layer, source.read_layer(manifest, entry.layer)
@@ -75,16 +76,16 @@ def _copy(source: Tier, target: Tier, manifest: Manifest) -> None:
 
 
 def _discard(tier: Tier, manifest: Manifest) -> None:
-    """Removes what there is of a copy, and of a directory that was made for it."""
-    with suppress(CheckpointError):  # The error that led here is the one to tell.
+    """Removes an unfinished copy, and the directory of its name if that is empty then."""
+    with suppress(CheckpointError):  # The error that led here is the one to report.
         tier.discard(*_numbers(manifest))
     if isinstance(tier.storage, Directory):
-        with suppress(OSError):  # There is something else in it.
+        with suppress(OSError):  # The directory holds something else.
             tier.storage.path.rmdir()
 
 
 def _is_there(tier: Tier, manifest: Manifest) -> bool:
-    """Whether a version is still complete."""
+    """Whether the version is still complete."""
     return any(version.manifest == manifest for version in tier.versions())
 
 
@@ -93,7 +94,11 @@ def _numbers(manifest: Manifest) -> tuple[int, int]:
 
 
 def newest_of(tier: Tier, place: str) -> Manifest:
-    """Raises a ConfigError if there is no complete version with layers."""
+    """The manifest of the newest complete version.
+
+    Raises:
+        ConfigError: there is no complete version, or the newest one has no layers.
+    """
     manifest = tier.newest()
     if manifest is None or not manifest.layers:
         remedy = (
@@ -104,10 +109,10 @@ def newest_of(tier: Tier, place: str) -> Manifest:
 
 
 def exported(tier: Tier, manifest: Manifest, output: Path) -> tuple[str, ...]:
-    """Writes the parameters of a version to a new directory; the names of its files.
+    """Writes the parameters of a version to a new directory; returns the names of its files.
 
     Raises:
-        ConfigError: there is something in the directory already.
+        ConfigError: the directory is not empty, or is a file.
         CheckpointError: the version is damaged, or the disk refuses.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -137,7 +142,11 @@ def exported(tier: Tier, manifest: Manifest, output: Path) -> tuple[str, ...]:
 
 
 def _shards(manifest: Manifest) -> Iterator[list[int]]:
-    """Layers that go into one file, by the bytes of their state, which are more."""
+    """Yields the layers of each file.
+
+    The size of a file is bounded by the bytes of its layers' state, which are more than those of
+    their parameters.
+    """
     layers: list[int] = []
     num_bytes = 0
     for entry in manifest.layers:

@@ -1,8 +1,8 @@
-"""A storage that is waited for a bounded time: what a disk or store does not answer is an error.
+"""A storage with a time limit: a request that the disk or store does not answer raises an error.
 
-Each request is made in a thread of its own, which is left behind if it is not answered in time; it
-ends with the process. While one is left behind all others fail at once, so that nobody waits for
-the same disk again and again.
+Each request is made in a thread of its own. A thread whose request is not answered in time is left
+behind; it ends with the process at the latest. While one is left behind, all other requests fail at
+once, so that nobody waits for the same disk again and again.
 """
 
 import contextlib
@@ -29,17 +29,18 @@ Answer = TypeVar("Answer")
 
 
 class Patient:
-    """A storage whose requests end in time, with a LateError if they have to.
+    """A storage whose requests raise a LateError if they are not answered in time.
 
     Args:
-        timeout_s: for each request, without what it takes to read the bytes that were listed.
+        timeout_s: time limit of a request. A read of a content that was listed gets more, by the
+            content's size.
     """
 
     def __init__(self, storage: Storage, *, timeout_s: float) -> None:
         self._storage = storage
         self._timeout_s = timeout_s
         self._late: _Request[Any] | None = None
-        self._read_s: dict[str, float] = {}  # At most.
+        self._read_s: dict[str, float] = {}  # Extra time to read each content that was listed.
 
     def where(self, name: str) -> str:
         return self._storage.where(name)
@@ -76,7 +77,7 @@ class Patient:
 
 
 class _Request(Generic[Answer]):
-    """What is asked of a disk or store, in a thread of its own."""
+    """A request to a disk or store, made in a thread of its own."""
 
     def __init__(self, request: Callable[[], Answer], *, where: str, timeout_s: float) -> None:
         self._request = request
@@ -86,17 +87,17 @@ class _Request(Generic[Answer]):
         self._thread = threading.Thread(target=self._ask, name="patience", daemon=True)
 
     def answer(self) -> Answer:
-        """Asks, and waits.
+        """Makes the request and returns its answer.
 
         Raises:
             LateError: there is no answer in time.
-            MemoryError: the machine has no thread for it.
-            BaseException: what the request raised.
+            MemoryError: no thread could be started.
+            BaseException: whatever the request raised.
         """
         try:
             self._thread.start()
         except RuntimeError as error:
-            # No memory for a thread, or for one more of them.
+            # The machine lacks memory for a thread, or allows no more threads.
             raise MemoryError(f"{self._where}: {error}") from error
         try:
             answer = self._answers.get(timeout=self._timeout_s)
@@ -107,12 +108,12 @@ class _Request(Generic[Answer]):
         return answer[0]
 
     def error(self) -> LateError:
-        """What is raised as long as there is no answer."""
+        """The error to raise as long as there is no answer."""
         return LateError(f"{self._where} did not answer within {self._timeout_s:.3g} s")
 
     @property
     def is_under_way(self) -> bool:
-        """Whether it is still not answered."""
+        """Whether the request is not answered yet."""
         return self._thread.is_alive()
 
     def _ask(self) -> None:
@@ -123,10 +124,11 @@ class _Request(Generic[Answer]):
 
 
 def answered(request: Callable[[], Answer], *, where: str, timeout_s: float) -> Answer:
-    """What a request comes to that asks a disk, which may never answer.
+    """The answer to a request to a disk, which may never answer.
 
     Raises:
         LateError: there is no answer in time.
+        MemoryError: no thread could be started.
     """
     return _Request(request, where=where, timeout_s=timeout_s).answer()
 
@@ -135,11 +137,14 @@ def answered(request: Callable[[], Answer], *, where: str, timeout_s: float) -> 
 def held_patiently(
     manager: AbstractContextManager[Answer], *, where: str, timeout_s: float
 ) -> Iterator[Answer]:
-    """The same manager, of something on a disk; nobody waits longer than this for its begin, or
-    long for its end.
+    """The context of a manager that uses a disk, with time limits.
+
+    Args:
+        timeout_s: time limit to enter it. To leave it there is the same, or LOOK_TIMEOUT_S if that
+            is shorter; a failure to leave it is only logged.
 
     Raises:
-        LateError: it cannot begin.
+        LateError: it could not be entered in time.
     """
     value = answered(manager.__enter__, where=where, timeout_s=timeout_s)
     try:
@@ -153,21 +158,22 @@ def held_patiently(
 
 
 def patient(tier: Tier, *, timeout_s: float) -> Tier:
-    """The same tier; nobody waits for one of its requests for longer than this."""
+    """The tier with a time limit for each of its requests."""
     return replace(tier, storage=Patient(tier.storage, timeout_s=timeout_s))
 
 
 def looked_at(tier: Tier, checkpoint: CheckpointConfig) -> Tier:
-    """The same tier, for whoever asks what there is when the job has ended."""
+    """The tier with a short time limit, for a look at its versions after the job has ended."""
     return patient(tier, timeout_s=min(LOOK_TIMEOUT_S, checkpoint.timeout_s))
 
 
 def discard(tier: Tier, versions: Sequence[tuple[int, int]]) -> Iterator[str]:
-    """Removes what a rank wrote after another had failed to, which is no checkpoint, as long as
-    the storage is quick; tells why some of it stays.
+    """Removes versions that were never published because a rank failed to write its part.
+
+    It stops after LOOK_TIMEOUT_S. Yields a message for each reason why some of them stay.
 
     Args:
-        versions: iteration and epoch of each.
+        versions: iteration and epoch of each version.
     """
     end_s = time.monotonic() + LOOK_TIMEOUT_S
     for iteration, epoch in versions:

@@ -1,10 +1,10 @@
-"""Where versions are kept: the files of a directory, or the objects below a prefix of a store.
+"""Storage of versions: the files of a directory, or the objects below a prefix of an object store.
 
-Both hold named contents, "{version}/{file}". A content is there whole or not at all, and stays when
-the machine is lost.
+Both hold named contents, "{version}/{file}". A content exists completely or not at all, and
+survives the loss of the machine.
 
-A store is named by its URL (s3://, gs://, az://); credentials and endpoint are found where that
-store's own tools look for them: AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL and so on.
+An object store is named by its URL (s3://, gs://, az://). Credentials and endpoint are found where
+that store's own tools look for them: AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL and so on.
 """
 
 import errno
@@ -20,50 +20,61 @@ from typing import Any, Final, Protocol
 
 from planaria.errors import CheckpointError, ConfigError, UnreadableError
 
-# A request that a store leaves unanswered for so long fails, and is tried again. Whether it has TLS
-# is the user's to say.
+# A request that a store leaves unanswered for 60 s fails and is tried again. The endpoint that the
+# user sets decides whether TLS is used.
 _CLIENT_OPTIONS: Final = {"connect_timeout": "10s", "timeout": "60s", "allow_http": True}
 _RETRY_CONFIG: Final = {"max_retries": 4, "retry_timeout": timedelta(seconds=60)}
 
 
-_SAID: Final = re.compile(r"<(?:Code|Message)>([^<]*)<")  # In the answer of a server.
+_SAID: Final = re.compile(r"<(?:Code|Message)>([^<]*)<")  # The error in a server's XML answer.
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is known of a content; `modified_s` is when it was written, since 1970."""
+    """Size of a content, and when it was written, in seconds since 1970."""
 
     num_bytes: int
     modified_s: float
 
 
 class Storage(Protocol):
-    """Named contents. All methods raise a CheckpointError where the storage refuses: an
-    UnreadableError where it might give what it has another time."""
+    """Named contents.
+
+    All methods raise a CheckpointError if the storage refuses; that is an UnreadableError if the
+    same read might succeed another time.
+    """
 
     def where(self, name: str) -> str:
-        """The place of a content, or of the versions themselves if name is "", for people."""
+        """The place of a content, as people name it; name "": the place of all versions."""
         ...
 
     def entries(self, version: str) -> dict[str, Entry]:
-        """By name what is there of a version, or of all if that is ""."""
+        """The contents of a version that exist, by name; version "": those of all versions."""
         ...
 
     def read(self, name: str) -> bytes: ...
 
     def write(self, name: str, content: bytes, *, may_write: Callable[[], bool]) -> None:
-        """Puts a content where there may be one; not if the writer belongs to the job no more."""
+        """Writes a content, in place of an older one of its name if there is one.
+
+        Args:
+            may_write: whether the writer still belongs to the job; asked just before the write.
+        """
         ...
 
     def create(self, name: str, content: bytes) -> bool:
-        """Puts a content where there is none; False if there is another one, which stays.
+        """Writes a content under a new name; returns False if another content has that name.
 
-        The same content there is taken for its own: a request whose answer was lost is made again.
+        The other content stays. An equal one counts as written by this call, since a request whose
+        answer was lost is made again.
         """
         ...
 
     def remove(self, version: str, names: Sequence[str]) -> None:
-        """Removes what is there of these of a version: the first one for good before the others."""
+        """Removes those of the named contents of a version that exist.
+
+        The removal of the first one is durable before the others are removed.
+        """
         ...
 
 
@@ -71,26 +82,26 @@ def storage_of(place: str) -> Storage:
     """The storage at a directory or a URL.
 
     Raises:
-        ConfigError: nothing can be kept there.
+        ConfigError: the URL names no store that can be used.
     """
     return Objects(place) if is_url(place) else Directory(Path(place))
 
 
 def is_url(place: str) -> bool:
-    """Whether a place is that of an object store, and no directory."""
+    """Whether a place is the URL of an object store; otherwise it is a directory."""
     return "://" in place
 
 
 def absolute(place: str) -> str:
-    """The same place, wherever it is looked up from."""
+    """The same place in a form that does not depend on the working directory."""
     return place if is_url(place) else str(absolute_path(Path(place)))
 
 
 def absolute_path(path: Path) -> Path:
-    """The same path, wherever it is looked up from.
+    """The path as an absolute one.
 
     Raises:
-        ConfigError: nobody can tell from where it is looked up now.
+        ConfigError: the path is relative, and the working directory does not exist any more.
     """
     try:
         return path.absolute()
@@ -104,7 +115,7 @@ def absolute_path(path: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """Contents as files, each version a directory, made when first written to."""
+    """Contents as files; each version is a directory, which is made by the first write to it."""
 
     path: Path
 
@@ -150,14 +161,15 @@ class Directory:
             except FileExistsError:
                 if self.read(name) != content:
                     return False
-                _sync_directory(path.parent)  # Whoever placed it may have ended before it did so.
+                # The process that placed the file may have ended before it synced the directory.
+                _sync_directory(path.parent)
             _sync_directory(self.path)
         except OSError as error:
             raise _write_error(path, error) from error
         return True
 
     def _put(self, name: str, content: bytes, place: Callable[[Path, Path], None]) -> None:
-        """Writes a content beside its name, on the disk, and then has it placed there."""
+        """Writes a content to a partial file durably, then has `place` move that to its name."""
         path = self.path / name
         partial = _partial(path)
         make_directory(path.parent)
@@ -177,7 +189,7 @@ class Directory:
                 (self.path / name).unlink(missing_ok=True)
                 if not number:
                     _sync_directory(directory)
-            if not any(directory.iterdir()):  # As it is where nothing could be written at all.
+            if not any(directory.iterdir()):  # Also if no write to it has ever succeeded.
                 directory.rmdir()
         except OSError as error:
             path = error.filename or directory
@@ -185,7 +197,7 @@ class Directory:
 
 
 class Objects:
-    """Contents as the objects of a store, by obstore (extra "store")."""
+    """Contents as the objects of an object store, through obstore (extra "store")."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -197,7 +209,7 @@ class Objects:
             raise ConfigError("checkpoint.directory", url, remedy) from error
         self._url = url.rstrip("/")
         self._obstore: Any = obstore
-        self._errors = (BaseError, OSError)  # What is not found is of the second kind.
+        self._errors = (BaseError, OSError)  # A missing object raises a FileNotFoundError.
         try:
             self._store: Any = from_url(
                 self._url, client_options=_CLIENT_OPTIONS, retry_config=_RETRY_CONFIG
@@ -237,7 +249,7 @@ class Objects:
         except self._obstore.exceptions.AlreadyExistsError:
             return self.read(name) == content
         except self._errors as error:
-            # The answer may be lost of what the store has done.
+            # The store may have created the object although its answer was lost.
             with suppress(CheckpointError):
                 if self.read(name) == content:
                     return True
@@ -261,13 +273,13 @@ class Objects:
 
 
 def check_member(where: str, may_write: Callable[[], bool]) -> None:
-    """Raises a CheckpointError if the writer may not write any more."""
+    """Raises a CheckpointError if the writer does not belong to the job any more."""
     if not may_write():
         raise CheckpointError(f"{where} is not written: the node's lease has run out")
 
 
 def _told(error: Exception) -> str:
-    """What a store's error says, without what is of use to its authors only."""
+    """The text of a store's error, without the details that only help the store's authors."""
     text = str(error).partition("Debug source:")[0]
     first = next(iter(text.splitlines()), type(error).__name__).rstrip(" .:")
     said = "".join(f", {found}" for found in _SAID.findall(text))
@@ -275,12 +287,12 @@ def _told(error: Exception) -> str:
 
 
 def _visible(directory: Path) -> list[Path]:
-    """What is in it but for what a job has there beside versions: its lock, its journal."""
+    """The entries of a directory without those beginning with a dot: a job's lock, its journal."""
     return [path for path in directory.iterdir() if not path.name.startswith(".")]
 
 
 def _files(directory: Path) -> list[Path]:
-    """What is in a directory; nothing if it is none, or was removed meanwhile."""
+    """The entries of a directory; none if it is no directory, or was removed meanwhile."""
     try:
         return list(directory.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -290,7 +302,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _entry(path: Path) -> Entry | None:
-    """What is known of a file; None if it was removed meanwhile."""
+    """The entry of a file; None if it was removed meanwhile."""
     try:
         stat = path.stat()
     except FileNotFoundError:
@@ -301,16 +313,16 @@ def _entry(path: Path) -> Entry | None:
 
 
 def _partial(path: Path) -> Path:
-    """A name beside path that no other writer has; process ids repeat on a shared disk."""
+    """A random name beside path; a process id is no unique name on a disk that machines share."""
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
 
 
 def make_directory(path: Path) -> None:
-    """Makes a directory, and those above it, such that they stay when the machine is lost."""
+    """Makes a directory and its missing parents durably: they survive the loss of the machine."""
     missing = [one for one in (path, *path.parents) if not one.exists()]
     for directory in reversed(missing):
         directory.mkdir(exist_ok=True)
-        with suppress(PermissionError):  # One may write to a directory that one may not read.
+        with suppress(PermissionError):  # A directory may be writable without being readable.
             _sync_directory(directory.parent)
 
 
@@ -322,7 +334,7 @@ def _write_synced(path: Path, content: bytes) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """A new name is durable only when the directory that holds it is synced."""
+    """Makes new names in a directory durable, which syncing the files alone does not."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,18 +1,20 @@
-"""The lasting tier, on disk or in an object store: whole versions of a job's state as safetensors
-files and one manifest.
+"""The durable checkpoint tier, on disk or in an object store.
+
+A version of a job's state is one safetensors file for each layer, and a manifest:
 
     {directory}/{iteration}-{epoch}/layer-00003.safetensors     "parameter/{name}",
                                                                 "optimizer/{name}/{state}"
     {directory}/{iteration}-{epoch}/manifest.json               created last, and once
 
-A version exists when its manifest does. Layers are written by whoever holds them, each there whole
-or not at all; then one process publishes the manifest, which fails if there is one already
-(storage.py: by a hard link on disk, by a condition of the request in a store). A crash at any
-instant therefore leaves a version that is complete or one that no reader looks at. Every file is
-hashed from the bytes in memory before it is written, and checked against that hash when it is read.
+A version exists when its manifest exists. Each layer is written by a rank that holds it; its file
+exists completely or not at all. Then one process publishes the manifest, which fails if there is
+one already (storage.py: on disk a hard link ensures that, in a store a condition of the request). A
+crash at any instant therefore leaves either a complete version or one that no reader looks at.
+Every file is hashed from the bytes in memory before it is written, and checked against that hash
+when it is read.
 
-Differs: a layer is laid out in memory before it is written, so writing costs its bytes once more;
-in return the hash is of what was meant, not of what the disk made of it.
+Differs: a layer is laid out in memory before it is written, which takes its bytes of memory once
+more; in return the hash covers what was to be written, not what the disk made of it.
 """
 
 import re
@@ -30,7 +32,7 @@ from planaria.core.copies import version_name
 from planaria.core.messages import LayerFile
 from planaria.errors import CheckpointError, LateError, UnreadableError
 
-# numpy has no bfloat16: an array of this type carries its bits, a.view(np.uint16) shows them.
+# numpy has no bfloat16: an array of this type holds its bits, which a.view(np.uint16) shows.
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])
 
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -58,12 +60,13 @@ _VERSION_NAME = re.compile(r"(0|[1-9]\d*)-(0|[1-9]\d*)", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a version holds.
+    """The table of contents of a version.
 
     Attributes:
-        iteration: the number of iterations that made this state.
-        epoch: the plan epoch in which it was saved.
-        job: what identifies the model and its optimizer; the caller's, compared by the caller.
+        version: version of the manifest's format.
+        iteration: number of iterations that made this state.
+        epoch: epoch in which it was saved.
+        job: facts that identify the model and its optimizer; the caller sets and compares them.
         layers: one file per layer; empty only at iteration 0, which means: start from the seed.
     """
 
@@ -76,12 +79,15 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A version of the tier: complete with its manifest, or without one and why.
+    """A version that the tier has at least one file of.
 
     Attributes:
-        is_unreadable: its manifest is there and was refused; another time it may prove complete.
-        num_bytes: of all that is there.
-        modified_s: when the last of it was written, since 1970.
+        manifest: its manifest; None: the version is not complete.
+        reason: why the version is not complete; empty: it is.
+        is_unreadable: whether its manifest exists and could not be read now: the version may prove
+            complete another time.
+        num_bytes: size of all its files.
+        modified_s: when the last of them was written, in seconds since 1970.
     """
 
     iteration: int
@@ -94,7 +100,7 @@ class Version:
 
     @property
     def name(self) -> str:
-        """Of its directory."""
+        """The name of its directory."""
         return version_name(self.iteration, self.epoch)
 
 
@@ -102,10 +108,10 @@ def newest_complete(versions: Iterable[Version]) -> Manifest | None:
     """The manifest of the first complete version; None if there is none.
 
     Args:
-        versions: the newest first.
+        versions: versions of a tier, the newest first.
 
     Raises:
-        UnreadableError: a newer one may be complete, and cannot be read now.
+        UnreadableError: a newer version cannot be read now, and may be complete.
     """
     for version in versions:
         if version.is_unreadable:
@@ -119,22 +125,22 @@ def tier_of(place: str) -> "Tier":
     """The tier at a directory or the URL of an object store.
 
     Raises:
-        ConfigError: nothing can be kept there.
+        ConfigError: the URL names no store that can be used.
     """
     return Tier(storage_of(place))
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """Versions of one job's state. All methods raise a CheckpointError where the storage refuses.
+    """Versions of one job's state. All methods raise a CheckpointError if the storage refuses.
 
-    The state is not written, and not read, by more than one job at a time.
+    Only one job at a time may read or write a tier.
     """
 
     storage: Storage
 
     def where(self, iteration: int, epoch: int) -> str:
-        """The place of a version, for people."""
+        """The place of a version, as people name it."""
         return self.storage.where(version_name(iteration, epoch))
 
     def write_layer(
@@ -146,14 +152,14 @@ class Tier:
         *,
         may_write: Callable[[], bool] = lambda: True,
     ) -> LayerFile:
-        """Writes one layer of an unpublished version; again replaces it.
+        """Writes one layer of an unpublished version; replaces the layer if it was written before.
 
         Args:
             may_write: whether the writer still belongs to the job; asked before each step.
 
         Raises:
             CheckpointError: the version is published already, or the writer may not write any more;
-                nothing half-written is left then.
+                no incomplete file is left then.
         """
         version, file = version_name(iteration, epoch), _layer_file_name(layer)
         name = f"{version}/{file}"
@@ -166,12 +172,12 @@ class Tier:
         return LayerFile(layer, file, len(content), xxhash.xxh3_128_hexdigest(content))
 
     def publish(self, manifest: Manifest) -> None:
-        """Makes a version exist, once all its layers are written.
+        """Makes a version complete by writing its manifest; all its layers must be written.
 
-        Once more is as good: whoever asks again may not have heard the answer.
+        Idempotent, since a caller whose answer was lost asks again.
 
         Raises:
-            CheckpointError: another manifest is there already, or a layer is missing.
+            CheckpointError: another manifest exists already, or a layer is missing.
         """
         assert manifest.layers or manifest.iteration == 0
         version = version_name(manifest.iteration, manifest.epoch)
@@ -187,16 +193,16 @@ class Tier:
             )
 
     def versions(self) -> tuple[Version, ...]:
-        """Every version that anything is there of, newest first by (iteration, epoch)."""
+        """All versions that have at least one file, newest first by (iteration, epoch)."""
         return tuple(self.each_version())
 
     def each_version(self) -> Iterator[Version]:
-        """As `versions`, each when its manifest is read."""
+        """Yields what `versions` returns; reads a manifest only when its version is asked for."""
         for iteration, epoch, entries in self._there():
             yield self._version(iteration, epoch, entries)
 
     def _there(self) -> Iterator[tuple[int, int, Mapping[str, Entry]]]:
-        """Iteration, epoch and contents of all versions, newest first."""
+        """Yields iteration, epoch and contents of all versions, newest first."""
         there: dict[tuple[int, int], dict[str, Entry]] = {}
         for name, entry in self.storage.entries("").items():
             if match := _VERSION_NAME.fullmatch(name.partition("/")[0]):
@@ -205,10 +211,10 @@ class Tier:
             yield (*numbers, there[numbers])
 
     def manifest(self, version: str) -> Manifest:
-        """That of a complete version.
+        """The manifest of a complete version, given its name.
 
         Raises:
-            CheckpointError: it is not complete.
+            CheckpointError: the version is not complete.
         """
         try:
             return self._manifest(version, self.storage.entries(version))
@@ -219,10 +225,12 @@ class Tier:
             raise CheckpointError(f"{where} is not complete any more: {error}") from error
 
     def newest(self) -> Manifest | None:
-        """The newest complete version; its hashes are checked when its layers are read.
+        """The manifest of the newest complete version; None if there is none.
+
+        The hashes of layers are checked when these are read, not here.
 
         Raises:
-            UnreadableError: a newer one may be complete, and cannot be read now.
+            UnreadableError: a newer version cannot be read now, and may be complete.
         """
         return newest_complete(self.each_version())
 
@@ -230,7 +238,8 @@ class Tier:
         """One layer's tensors by name, in memory of their own.
 
         Raises:
-            CheckpointError: the file is gone, cut short or changed, or the layer is not in it.
+            CheckpointError: the manifest has no such layer, or its file is gone, cut short or
+                changed.
         """
         entry = next((entry for entry in manifest.layers if entry.layer == layer), None)
         version = version_name(manifest.iteration, manifest.epoch)
@@ -249,15 +258,18 @@ class Tier:
         return _deserialized(where, content)
 
     def prune(self, keep: int, *, unused: Collection[str] = ()) -> tuple[str, ...]:
-        """Removes what is no longer needed and returns the names of those versions, oldest first.
+        """Removes versions that are no longer needed and returns their names, oldest first.
 
-        That is the complete versions beyond the `keep` newest (0: none of them), and those without
-        a manifest that are older than the newest complete version: nobody finishes them any more.
-        One that was set aside, or that cannot be read now, is none of the `keep` newest, and stays
-        for a person to look at. Reads `keep` manifests, and one more of each version that goes.
+        These are the complete versions beyond the `keep` newest, and the versions without a
+        manifest that are older than the newest complete one: nobody finishes them any more. A
+        version that was set aside, or that cannot be read now, does not count among the `keep`
+        newest, and stays for a person to look at. Reads `keep` manifests (one if `keep` is 0), and
+        one more for each complete version removed.
 
         Args:
-            unused: names of versions that could not be read, though their manifests can.
+            keep: number of complete versions to keep; 0: all of them.
+            unused: names of versions whose layers could not be read, though their manifests can;
+                they are kept and not counted.
         """
         assert keep >= 0
         doomed, num_complete = [], 0
@@ -278,10 +290,10 @@ class Tier:
         return tuple(doomed)
 
     def discard(self, iteration: int, epoch: int) -> None:
-        """Removes an unpublished version, if it is there.
+        """Removes an unpublished version; does nothing if it does not exist.
 
         Raises:
-            CheckpointError: it is published.
+            CheckpointError: the version is published.
         """
         version = version_name(iteration, epoch)
         if f"{version}/{_MANIFEST}" in self.storage.entries(version):
@@ -290,14 +302,14 @@ class Tier:
         self._remove(version)
 
     def set_aside(self, version: str) -> None:
-        """Has a damaged version count no more; all of it stays, its manifest by another name."""
+        """Makes a damaged version incomplete: its manifest gets another name, its layers stay."""
         name = f"{version}/{_MANIFEST}"
         if name in self.storage.entries(version):
             self.storage.create(f"{version}/{_DAMAGED}", self.storage.read(name))
             self.storage.remove(version, [name])
 
     def _remove(self, version: str) -> None:
-        """Its manifest first: what a crash leaves is not complete any more."""
+        """Removes a version's manifest first, so that a crash leaves no complete version."""
         names = sorted(self.storage.entries(version), key=_is_layer)
         self.storage.remove(version, names)
 
@@ -306,7 +318,7 @@ class Tier:
         manifest, reason, is_unreadable = None, "", False
         try:
             manifest = self._manifest(version, entries)
-        except LateError:  # Whoever does not wait any longer knows nothing of this version.
+        except LateError:  # A storage that did not answer says nothing about this version.
             raise
         except CheckpointError as error:
             reason, is_unreadable = str(error), isinstance(error, UnreadableError)
@@ -321,7 +333,7 @@ class Tier:
         )
 
     def _manifest(self, version: str, entries: Mapping[str, Entry]) -> Manifest:
-        """Raises a CheckpointError that says why it cannot be used."""
+        """The manifest of a version; raises a CheckpointError that says why it cannot be used."""
         if f"{version}/{_MANIFEST}" not in entries:
             is_aside = f"{version}/{_DAMAGED}" in entries
             raise CheckpointError(SET_ASIDE if is_aside else UNPUBLISHED)
@@ -351,7 +363,7 @@ def _unusable(version: str, entries: Mapping[str, Entry], manifest: Manifest) ->
 
 
 def _missing_files(entries: Mapping[str, Entry], version: str, manifest: Manifest) -> str:
-    """Which layer's file is not there as listed; empty if all are."""
+    """The first layer whose file does not exist as listed, in words; empty if all do."""
     for layer in manifest.layers:
         # A name of any other form could lead out of the version.
         if layer.file != _layer_file_name(layer.layer):
@@ -371,7 +383,7 @@ def _layer_file_name(layer: int) -> str:
 def serialized(
     tensors: Mapping[str, np.ndarray], *, metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """A safetensors file."""
+    """The bytes of a safetensors file with these tensors."""
     arrays = {name: _plain(array) for name, array in tensors.items()}
     specs = {
         name: TensorSpec(
@@ -386,7 +398,7 @@ def serialized(
 
 
 def _plain(array: np.ndarray) -> np.ndarray:
-    """The array in C order and little-endian, which is how the file has it."""
+    """The array in C order and little-endian, as safetensors files store it."""
     assert array.dtype.newbyteorder("<") in _DTYPES.values(), array.dtype
     return np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
 
@@ -404,7 +416,7 @@ def _deserialized(where: str, content: bytes) -> dict[str, np.ndarray]:
 
 
 def standing(tier: Tier) -> str:
-    """What a job that ended early has left, in words."""
+    """The newest checkpoint that a job that ended early has left, in words."""
     try:
         newest = tier.newest()
     except CheckpointError as error:

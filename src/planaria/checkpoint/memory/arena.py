@@ -1,19 +1,19 @@
-"""Memory of a node in which copies of layers outlive the processes that train.
+"""The memory of a node in which copies of layers outlive the processes that train.
 
-An agent makes one file in memory for each of its workers before it forks them, so it needs no name;
-a worker that ends leaves it to the next one of its rank. Of a layer there are as many versions as
-somebody has not dropped yet: one is written while an older one is whole. A version is addressed by
-its layer and by a label, which tells apart two states of one age.
+An agent makes one file in memory for each of its workers before it forks them, so the file needs no
+name; a worker that ends leaves it to the next worker of its rank. A layer may have several versions
+in it: a new one is written while an older one is whole, until the older one is dropped. A version
+is addressed by its layer and by a label, which distinguishes two states of the same age.
 
-    0        a table of entries, one for each version: where it is, and of what
-    256 KiB  extents, one for each version: a head, which names tensors, then the bytes of these
-             end to end, then one hash for each piece of both
+    0        a table of entries, one for each version: its extent, its layer and its label
+    256 KiB  extents, one for each version: a head that names the tensors, then the tensors' bytes
+             end to end, then one hash for each piece of head and tensors
 
-A process that is killed while it writes leaves a version that is not whole, which nobody reads.
-What is read is hashed again, piece by piece, so that memory that lies is found.
+A process that is killed while it writes leaves a version that is not whole, which nobody reads. A
+version is hashed again when it is read, piece by piece, so that corrupted memory is detected.
 
-Source: DESIGN 6 (checkpoints), where the agent owns the memory; the paper has it in the training
-process (Gemini, SOSP '23, section 3).
+Source: Gemini (SOSP '23), section 3.
+Differs: the agent owns the memory; in the paper the training process does.
 """
 
 import mmap
@@ -31,29 +31,31 @@ from planaria.checkpoint.memory.version import HASH_BYTES, Entry, Version, num_p
 from planaria.core.copies import Label
 from planaria.errors import CheckpointError
 
-_ENTRY: Final = struct.Struct("=QQqqqQQQQQ16sq")  # Its state is the first word, and written last.
+_ENTRY: Final = struct.Struct("=QQqqqQQQQQ16sq")  # The first word, the state, is written last.
 _STATE: Final = struct.Struct("=Q")
 _ENTRY_BYTES: Final = 128
 _FREE, _WRITING, _WHOLE = 0, 1, 2
 _TABLE_BYTES: Final = 1 << 18
-_SLACK: Final = 1.125  # Of memory that is used again: hashes take more or less of it.
-_SPARE: Final = 32  # One in so many bytes is for hashes, and for what was not known.
+# An extent is used again if it is at most so many times as large as needed: the number of hashes,
+# and with it the size, differs from version to version.
+_SLACK: Final = 1.125
+_SPARE: Final = 32  # Memory is reserved with 1/32 more, for hashes and for rough sizes.
 
 
 def arena_fd() -> int:
-    """A file in memory for the copies that a rank keeps; those who inherit it share them."""
+    """The descriptor of a new, empty file in memory for the copies that a rank keeps."""
     fd = os.memfd_create("planaria-copies")
     os.ftruncate(fd, _TABLE_BYTES)
     return fd
 
 
 class Arena:
-    """The copies that a rank keeps, through the memory that its agent owns.
+    """The copies that a rank keeps, in memory that its agent owns.
 
-    Any thread may call it. One process uses it at a time.
+    Any thread may call it. Only one process may use it at a time.
 
     Args:
-        fd: as `arena_fd` made it.
+        fd: descriptor from `arena_fd`; the file may hold versions of an earlier process.
     """
 
     def __init__(self, fd: int) -> None:
@@ -62,8 +64,9 @@ class Arena:
         self._table = mmap.mmap(fd, _TABLE_BYTES)
         self._end = os.fstat(fd).st_size
         self._entries: dict[int, Entry] = {}
-        self._maps: dict[int, mmap.mmap] = {}  # By where an extent begins.
-        self._spare: dict[int, list[tuple[int, int]]] = {}  # Extents by layer, to be used again.
+        self._maps: dict[int, mmap.mmap] = {}  # By the offset of an extent.
+        # Free extents (offset, capacity) by layer, for later versions of that layer.
+        self._spare: dict[int, list[tuple[int, int]]] = {}
         states = np.frombuffer(self._table, dtype=np.uint64)[:: _ENTRY_BYTES // _STATE.size]
         for index in np.flatnonzero(states == _WHOLE).tolist():
             self._entries[index] = self._read(index)
@@ -72,13 +75,13 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """What the extents take up, those to be used again included."""
+        """The bytes of all extents, free ones included."""
         with self._lock:
             spare = sum(capacity for extents in self._spare.values() for _, capacity in extents)
             return spare + sum(capacity for _, capacity in self._extents())
 
     def versions(self) -> dict[int, tuple[Label, ...]]:
-        """Of each layer the versions that are whole, ascending."""
+        """The labels of the whole versions of each layer, ascending."""
         found: dict[int, list[Label]] = {}
         with self._lock:
             for entry in self._entries.values():
@@ -89,15 +92,15 @@ class Arena:
     def begin(
         self, layer: int, label: Label, *, head: bytes, num_bytes: int, piece_bytes: int
     ) -> Version:
-        """A version to be written, its head too; one of that label before is dropped.
+        """A new version, with only its head written; an older one of the same label is dropped.
 
         Args:
-            head: what names the tensors.
-            num_bytes: of head and tensors.
-            piece_bytes: of which there is one hash.
+            head: encoded description of the tensors.
+            num_bytes: size of head and tensors together.
+            piece_bytes: size of the pieces that are hashed one by one; the last may be smaller.
 
         Raises:
-            CheckpointError: there is no memory for it, or there are too many.
+            CheckpointError: there is no memory for it, or the table of versions is full.
         """
         assert piece_bytes > 0
         assert len(head) <= num_bytes
@@ -123,14 +126,15 @@ class Arena:
         return version
 
     def reserve(self, sizes: Mapping[int, int]) -> None:
-        """Takes, and touches, memory for two versions of layers of which there are none: the first
-        ones would wait for it.
+        """Allocates and touches memory for two versions of each layer.
+
+        It is called while the layers have no versions, so that the first ones need not wait.
 
         Args:
-            sizes: of head and tensors, by layer, roughly.
+            sizes: approximate size of head and tensors, by layer.
 
         Raises:
-            CheckpointError: there is not so much.
+            CheckpointError: there is not enough memory.
         """
         with self._lock:
             for layer, num_bytes in sizes.items():
@@ -141,7 +145,7 @@ class Arena:
                     self._spare.setdefault(layer, []).append(extent)
 
     def finish(self, version: Version) -> None:
-        """All pieces of a version are there, and their hashes: it is whole."""
+        """Marks a version as whole; all its pieces and their hashes must be written."""
         with self._lock:
             whole = replace(version.entry, state=_WHOLE, digest=version.digest())
             index = next(i for i, entry in self._entries.items() if entry == version.entry)
@@ -149,14 +153,22 @@ class Arena:
             version.entry = whole
 
     def peek(self, layer: int, label: Label) -> Version | None:
-        """A whole version, whose bytes nobody has looked at; None if there is none such."""
+        """A whole version, without a check of its bytes; None if there is none."""
         with self._lock:
             entry = self._whole(layer, label)
             return Version(self._mapped(entry), entry) if entry else None
 
     def share(self, layer: int, label: Label, *, like: Label) -> bool:
-        """Makes a version of what is there of another label, for the layer has not changed; False
-        if that is not there, or not what was written. One of that label before is dropped."""
+        """Makes a version out of an older one of a layer that has not changed; both share memory.
+
+        An existing version of the new label is dropped.
+
+        Args:
+            like: label of the older version.
+
+        Returns:
+            False if the older version does not exist, or its bytes are not those that were written.
+        """
         older = self.peek(layer, like)
         if older is None or not older.is_right():
             return False
@@ -167,10 +179,11 @@ class Arena:
             return True
 
     def read(self, layer: int, label: Label) -> Version:
-        """A whole version. Its memory is valid until it is dropped.
+        """A whole version, whose bytes were checked. Its memory is valid until it is dropped.
 
         Raises:
-            CheckpointError: there is none such, or its bytes are not those that were written.
+            CheckpointError: there is none, or its bytes are not those that were written; then it is
+                dropped.
         """
         what = f"the copy of layer {layer} of iteration {label.age} in memory"
         version = self.peek(layer, label)
@@ -182,13 +195,15 @@ class Arena:
         return version
 
     def drop(self, version: Version) -> None:
-        """Forgets a version, if it is still there."""
+        """Drops a version, if it still exists."""
         with self._lock:
             self._drop_all(version.layer, version.label)
 
     def keep(self, labels: Collection[Label], *, layers: Collection[int]) -> None:
-        """Drops all versions but those of these labels; gives back the memory of those that are
-        dropped, unless these layers may use it for their next version."""
+        """Drops all versions except those of these labels.
+
+        Free memory goes back to the kernel, except that of `layers`: their next versions use it.
+        """
         with self._lock:
             for index, entry in list(self._entries.items()):
                 if entry.label not in labels:
@@ -209,18 +224,18 @@ class Arena:
         raise CheckpointError(f"{len(self._entries)} copies of layers are all that a rank can keep")
 
     def _extent(self, layer: int, needed: int) -> tuple[int, int]:
-        """Where a version of the layer may lie: where an older one lay, or at the end."""
+        """An extent (offset, capacity) for a version of the layer: a free one or a new one."""
         spare = self._spare.get(layer, [])
         for extent in sorted(spare, key=lambda extent: extent[1]):
             if needed <= extent[1] <= _SLACK * needed:
                 spare.remove(extent)
                 return extent
-        self._punch_spare_of(layer)  # The layer has another size by now.
+        self._punch_spare_of(layer)  # The layer's size has changed: its free extents do not fit.
         return self._allocated(layer, needed)
 
     def _allocated(self, layer: int, needed: int) -> tuple[int, int]:
-        """New memory at the end."""
-        # The kernel would give memory until it kills some process for it.
+        """A new extent (offset, capacity) at the end of the file."""
+        # The kernel would give memory until it has to kill a process for lack of it.
         if (available := available_bytes()) < needed:
             raise CheckpointError(
                 f"no memory for a copy of layer {layer}: it takes {needed} bytes, and {available} "
@@ -228,7 +243,7 @@ class Arena:
             )
         offset = self._end
         try:
-            os.posix_fallocate(self._fd, offset, needed)  # Also touches it.
+            os.posix_fallocate(self._fd, offset, needed)  # It touches the memory, too.
         except OSError as error:
             text = f"no memory for a copy of layer {layer} of {needed} bytes: {error.strerror}"
             raise CheckpointError(text) from error
@@ -256,7 +271,7 @@ class Arena:
             self._spare.setdefault(entry.layer, []).append((entry.offset, entry.capacity))
 
     def _punch_spare(self, *, but: Collection[int]) -> None:
-        """Gives back the memory of spare extents, but of these layers."""
+        """Gives the memory of free extents back to the kernel, except those of some layers."""
         for layer in self._spare.keys() - set(but):
             self._punch_spare_of(layer)
 
@@ -266,14 +281,14 @@ class Arena:
             self._punch(offset, capacity)
 
     def _punch_gaps(self) -> None:
-        """Gives back what is no version's: a process that was killed may have left it."""
+        """Gives back memory outside of all versions, which a killed process may have left."""
         begin = _TABLE_BYTES
         for offset, capacity in (*self._extents(), (self._end, 0)):
             self._punch(begin, offset - begin)
             begin = offset + capacity
 
     def _extents(self) -> list[tuple[int, int]]:
-        """Of all versions, each once; those of a layer that has not changed share one."""
+        """The extents of all versions; versions of a layer that has not changed share one."""
         return sorted({(entry.offset, entry.capacity) for entry in self._entries.values()})
 
     def _punch(self, offset: int, num_bytes: int) -> None:

@@ -1,7 +1,7 @@
-"""Copies of layers that other ranks send, on their way into this node's memory.
+"""Receives copies of layers that other ranks send, into this node's memory.
 
-A layer arrives where it is to lie, piece by piece, each of which is hashed there and answered; what
-is not what was sent is asked for again.
+A layer arrives piece by piece, directly in its final memory. Each piece is hashed there and
+answered; a piece that differs from what was sent is asked for again.
 """
 
 import logging
@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 class Arrivals:
-    """What one rank keeps of the copies of an epoch; for the arguments see Copier in stream.py.
+    """A rank's receiving part in the copies of one epoch; `Copier` in stream.py explains the rest.
 
     Args:
-        receives: by source, the layers that it sends, in that order.
+        receives: layers that each source sends, in the order in which it sends them, by source.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class Arrivals:
 
     @property
     def layers(self) -> set[int]:
-        """That are kept for others."""
+        """The layers of other ranks of which this rank keeps copies."""
         return {layer for layers in self._receives.values() for layer in layers}
 
     def keep(self, label: Label, kept: Label | None) -> None:
-        """Blocks until all is there, or has failed.
+        """Receives all copies of a version; blocks until they have arrived or failed for memory.
 
         Args:
-            kept: the newest version that is complete everywhere.
+            kept: label of the newest version that is complete on all ranks; None: there is none.
 
         Raises:
-            AbortedError, PeerLostError: what ended the copying.
+            AbortedError, PeerLostError: the copying ended early.
         """
         self._kept = kept
         steps = {
@@ -84,7 +84,7 @@ class Arrivals:
     def _kept_from(
         self, source: int, label: Label, layers: Sequence[int]
     ) -> Generator[Tag, Bytes, None]:
-        """Asks for the messages of one source, in the order in which it sends them."""
+        """Yields the tags of the messages of one source in order, and is sent their payloads."""
         for layer in layers:
             opening = yield from self._opening(source, label, layer)
             if opening is None:
@@ -112,8 +112,11 @@ class Arrivals:
     def _opening(
         self, source: int, label: Label, layer: int
     ) -> Generator[Tag, Bytes, Opening | None]:
-        """What a layer begins with, asked for until it is good; None if the layer has not changed,
-        and is there."""
+        """Receives a layer's opening, and asks for it again until it is good.
+
+        Returns None if the layer has not changed, and this rank has shared its older copy. Yields
+        tags and is sent payloads, as `_kept_from`.
+        """
         while True:
             opening = unsealed((yield opening_tag(label, layer)))
             is_same, is_there = opening is not None and opening.is_same, False
@@ -126,13 +129,13 @@ class Arrivals:
                 return None if is_there else opening
 
     def _place(self, source: int, version: Version | None, index: int) -> None:
-        """Has a piece arrive where it is to lie, unless it has begun to arrive."""
+        """Has a piece arrive in its final memory, unless it has begun to arrive elsewhere."""
         if version is not None:
             tag = piece_tag(version.label, version.layer, index)
             self._links.place(source, tag, version.piece(index))
 
     def _opened(self, layer: int, label: Label, opening: Opening) -> Version | None:
-        """Room for a layer that comes; None if there is none, and what comes is not kept."""
+        """A new version for a layer that comes; None if memory is lacking, so it is not kept."""
         try:
             return self._arena.begin(
                 layer,

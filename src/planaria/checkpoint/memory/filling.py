@@ -1,4 +1,4 @@
-"""Bytes that are copied within a node's memory, by as many threads as its memory is fast for."""
+"""Copies bytes within a node's memory, by as many threads as the memory's speed can use."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -8,27 +8,30 @@ import numpy as np
 
 from planaria.checkpoint.memory.version import Bytes
 
-_PIECE_BYTES: Final = 4 << 20  # That a thread takes at a time.
+_PIECE_BYTES: Final = 4 << 20  # A thread copies so many bytes at a time.
 
 
 class Fill(Protocol):
-    """Copies bytes."""
+    """Copies the second array of each pair to the first."""
 
     def __call__(self, pairs: Sequence[tuple[Bytes, Bytes]]) -> None:
-        """Of each pair the second array to the first."""
+        """Returns when all pairs are copied."""
 
 
 def fill_alone(pairs: Sequence[tuple[Bytes, Bytes]]) -> None:
-    """With the thread that calls."""
+    """Copies the second array of each pair to the first, on the calling thread."""
     for target, source in pairs:
         np.copyto(target, source)
 
 
 class Filler:
-    """Copies with that thread and others, which are idle but then.
+    """Copies with the calling thread and a pool of others, which are idle otherwise.
 
-    Torch would do so, too, but slower: of a thread that is not the one that computes it starts
-    OpenMP's threads anew, beside those of the other (benchmarks/checkpoint.py).
+    Torch could copy with several threads, too, but slower: called from a thread other than the one
+    that computes, it starts a second set of OpenMP threads (benchmarks/checkpoint.py).
+
+    Args:
+        num_threads: number of threads that copy, the calling one included.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -36,7 +39,7 @@ class Filler:
         self._pool = ThreadPoolExecutor(max(1, self._num_others), thread_name_prefix="fill")
 
     def __call__(self, pairs: Sequence[tuple[Bytes, Bytes]]) -> None:
-        """See Fill."""
+        """Copies the second array of each pair to the first."""
         pieces = iter(
             [
                 (target[begin : begin + _PIECE_BYTES], source[begin : begin + _PIECE_BYTES])
@@ -46,7 +49,7 @@ class Filler:
         )
 
         def work() -> None:
-            for target, source in pieces:  # All threads take from the same.
+            for target, source in pieces:  # All threads take from the same iterator.
                 np.copyto(target, source)
 
         others = [self._pool.submit(work) for _ in range(self._num_others)]

@@ -1,19 +1,22 @@
-"""When a rank sends its copies: in spans in which its way out and its receiver's way in are idle.
+"""Decides when a rank sends copies: in spans in which training leaves the links idle.
 
-The spans of the first iterations of an epoch are as the plan's timeline predicts them, or nobody
-has copies yet. Meanwhile each rank notes when training takes its ways; after so many iterations
-it tells those who send copies to it when its way in is taken, and finds its spans anew from what
-it was told and from its own way out, again and again.
+In an idle span neither the source's link direction out nor the receiver's direction in carries
+messages of training. The spans of the first iterations of an epoch are those that the plan's
+timeline predicts; without a prediction no copy is sent yet. Meanwhile each rank records when
+training occupies its link directions. After a number of iterations it tells the ranks that send
+copies to it when its direction in is busy, and computes its own spans from its direction out and
+from what its receivers have told it. It repeats that for the whole epoch.
 
-A span is known by how many forwards and backwards its source has done when it begins, and how
-long after: so a late iteration has late spans. A chunk goes if it ends within the usable share of
-its span; what finds no place waits for the next iteration. Where a version has to be there with
-its iteration's commit, the last span has no end; and where an iteration had place for nothing, its
-last span takes one chunk all the same, so that a version ends one day.
+The begin of a span is expressed as a delay after the source's n-th forward or backward of the
+iteration, so a late iteration has late spans. A chunk is sent if it ends within the usable share of
+its span (gamma); a chunk that fits nowhere waits for the next iteration. If a version has to be
+complete with its iteration's commit, the last span has no end. If an iteration had room for no
+chunk, its last span takes one all the same, so that every version ends eventually.
 
 Source: Gemini (SOSP '23), sections 5.2 to 5.4.
-Differs: chunks are dealt to spans as time passes and not before, which gives the same where
-iterations are as they were, and less harm where they are not; the receiver's way in counts, too.
+Differs: chunks are assigned to spans as time passes and not before. The result is the same if
+iterations repeat exactly, and training is disturbed less if they do not. The receiver's direction
+in counts, too.
 """
 
 import threading
@@ -39,20 +42,22 @@ from planaria.placement.interleave import (
 from planaria.transport.links import Channel, Links, Tag
 from planaria.transport.traffic import Use
 
-_PATIENCE: Final = 3.0  # Iterations.
-_GAMMAS: Final = (0.5, 0.95)  # The least and the most that is made of what was measured.
+_PATIENCE: Final = 3.0  # In iterations.
+_GAMMAS: Final = (0.5, 0.95)  # Lower and upper bound on a measured gamma.
 
 _Key = tuple[bool, int, Channel, int, int]
 
 
 class Interleaving:
-    """The moments at which a rank's chunks may go, in one epoch.
+    """The moments at which a rank's chunks may be sent, in one epoch.
 
     Args:
-        idle: by target, as predicted; none: nothing goes before it is measured.
-        gamma: the share of a span that is used; None: as is measured.
-        iterations: of which the mean is taken.
-        sources: who send copies to this rank.
+        link: latency and bandwidth between nodes.
+        idle: predicted idle spans by target; empty: no chunk is sent before spans are measured.
+        gamma: share of a span that is used; None: it is measured.
+        iterations: number of iterations over which measurements are averaged.
+        targets: ranks that this rank sends copies to.
+        sources: ranks that send copies to this rank.
         is_far: whether a peer is on another node.
     """
 
@@ -76,13 +81,15 @@ class Interleaving:
         self._targets = sorted(targets)
         self._sources = sorted(sources)
         self._measured = _Measured(iterations)
-        self._round = 0  # Of what was measured; the first is 0.
-        self._early: list[Use] = []  # Of the iteration that is about to begin.
+        self._round = 0  # The number of finished measurements.
+        self._early: list[Use] = []  # Messages that came before their iteration began here.
         self._own: _Network | None = None
-        self._into: dict[int, tuple[Interval, ...]] = {}  # Of targets, in the newest round.
+        # The busy intervals of targets' directions in, in the newest measurement.
+        self._into: dict[int, tuple[Interval, ...]] = {}
         self._changed = threading.Condition()  # Guards all that follows.
-        self._done_s: list[float] = []  # When forwards and backwards were, behind the start.
-        self._free_s = 0.0  # Until when chunks of this rank take its way.
+        # The iteration's start, then the ends of its forwards and backwards.
+        self._done_s: list[float] = []
+        self._free_s = 0.0  # The end of the time that the last chunk takes on the direction out.
         self._has_sent = False
         self._used_s = 0.0
         self._must_end = False
@@ -95,10 +102,10 @@ class Interleaving:
     # -- what the compute thread calls ------------------------------------------------------------
 
     def started(self, iteration: int, *, must_end: bool) -> None:
-        """An iteration begins.
+        """Notes that an iteration begins.
 
         Args:
-            must_end: all that is to be sent goes in this one.
+            must_end: whether all chunks of the version have to be sent in this iteration.
         """
         now_s = self._links.timekeeper.now_s()
         uses = [*self._early, *self._links.traffic.take()]
@@ -115,57 +122,59 @@ class Interleaving:
             self._changed.notify_all()
 
     def take_idle_s(self) -> tuple[float, float]:
-        """How long the spans of an iteration last, and how long chunks took since this was last
-        asked; to several targets, on average."""
+        """The idle seconds of an iteration, and the seconds that chunks took since the last call.
+
+        The idle seconds are averaged over targets; the seconds of chunks are summed over them.
+        """
         with self._changed:
             used_s, self._used_s = self._used_s, 0.0
             idle_s = sum(span.lasts_s for spans in self._spans.values() for span in spans)
             return idle_s / max(1, len(self._spans)), used_s
 
     def acted(self) -> None:
-        """A forward or backward is done."""
+        """Notes that a forward or backward is done."""
         with self._changed:
             self._done_s.append(self._links.timekeeper.now_s())
             self._changed.notify_all()
 
     def hold(self) -> None:
-        """A version begins, which goes from the next iteration on."""
+        """Notes that a version begins; its chunks may be sent from the next iteration on."""
         with self._changed:
             self._is_held, self._is_rushed = True, False
 
     def rush(self) -> None:
-        """What is left of the version goes at once: all wait for it."""
+        """Lets the rest of the version be sent at once, since all ranks wait for it."""
         with self._changed:
             self._is_rushed = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Frees who waits."""
+        """Ends all calls of `wait` with an AbortedError."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def spans(self, target: int) -> tuple[IdleSpan, ...]:
-        """Those in which chunks for a target go."""
+        """The spans of an iteration in which chunks are sent to a target."""
         return self.all_spans.get(target, ())
 
     @property
     def all_spans(self) -> dict[int, tuple[IdleSpan, ...]]:
-        """By target those in which chunks go; empty before anything is predicted or measured."""
+        """The spans in which chunks are sent, by target; empty before any are known."""
         with self._changed:
             return {target: tuple(spans) for target, spans in self._spans.items()}
 
     # -- what the thread that sends calls ---------------------------------------------------------
 
     def chunk_bytes(self, most_bytes: int) -> int:
-        """Of the chunks of a version that begins now."""
+        """The size of the chunks of a version that begins now; at most `most_bytes`."""
         with self._changed:
             lasts_s = [span.lasts_s for spans in self._spans.values() for span in spans]
             gamma = self.gamma
         return best_chunk_bytes(lasts_s, most_bytes=most_bytes, link=self._link, gamma=gamma)
 
     def wait(self, target: int, num_bytes: int) -> None:
-        """Blocks until a chunk of so many bytes may go.
+        """Blocks until a chunk of so many bytes may be sent.
 
         Raises:
             AbortedError: the epoch is over.
@@ -179,7 +188,7 @@ class Interleaving:
                 moment_s = self._moment_s(target, now_s, lasts_s)
                 if moment_s is None:
                     if not self._changed.wait(self._patience_s) and not self._is_held:
-                        self._is_rushed = True  # Nothing is done any more: the network is idle.
+                        self._is_rushed = True  # Training has stopped, so the network is idle.
                     continue
                 left_s = moment_s - time.monotonic()
                 if left_s > 0.0:
@@ -192,11 +201,11 @@ class Interleaving:
 
     @property
     def _patience_s(self) -> float | None:
-        """How long nothing is done before nothing is to be expected."""
+        """Seconds without a forward or backward after which none is expected; None: unknown."""
         return _PATIENCE * self._own.iteration_s if self._own else None
 
     def _moment_s(self, target: int, now_s: float, lasts_s: float) -> float | None:
-        """When a chunk may go, as far as is known; None: not before something is done."""
+        """The moment at which a chunk may be sent; None: it depends on events still to come."""
         if self._is_held:
             return None
         if self._is_rushed:
@@ -218,7 +227,7 @@ class Interleaving:
     # -- what is measured -------------------------------------------------------------------------
 
     def _measured_enough(self) -> None:
-        """Finds out when this rank's ways are taken, and tells those who send to it."""
+        """Evaluates a finished measurement, and tells `sources` when the direction in is busy."""
         self._own = self._measured.network()
         into = np.frombuffer(msgspec.json.encode(self._own.into), dtype=np.uint8)
         for source in self._sources:
@@ -227,7 +236,7 @@ class Interleaving:
         self._into = {}
 
     def _hear(self) -> None:
-        """Takes what targets have told of the newest round; then the spans are as measured."""
+        """Reads the targets' busy intervals that have come, and recomputes the spans to them."""
         if self._own is None:
             return
         tag = _use_tag(self._round - 1)
@@ -243,10 +252,13 @@ class Interleaving:
 
 
 class _Network(msgspec.Struct, frozen=True):
-    """When a rank's ways are taken in an iteration, and when what it computes ends, on average.
+    """A rank's average iteration, in seconds from its begin.
 
     Attributes:
-        jitter_s: by how much a message's moment differs from iteration to iteration.
+        out, into: intervals in which training occupies its link direction out, and in.
+        ends_s: ends of its forwards and backwards, in order.
+        iteration_s: length of the iteration.
+        jitter_s: mean standard deviation of the begin of a message.
     """
 
     out: tuple[Interval, ...]
@@ -256,7 +268,7 @@ class _Network(msgspec.Struct, frozen=True):
     jitter_s: float
 
     def gamma(self, idle: Sequence[Interval]) -> float:
-        """The share of idle spans that can be relied on."""
+        """The share of the idle spans that is idle in spite of jitter, within fixed bounds."""
         idle_s = sum(end_s - start_s for start_s, end_s in idle)
         share = 1.0 - 2.0 * self.jitter_s * len(idle) / idle_s if idle_s else 0.0
         least, most = _GAMMAS
@@ -264,7 +276,7 @@ class _Network(msgspec.Struct, frozen=True):
 
 
 class _Measured:
-    """What was noted of iterations; the first one of an epoch, whose caches are cold, is not."""
+    """The measurements of iterations, without the first one of an epoch, whose caches are cold."""
 
     def __init__(self, iterations: int) -> None:
         self._iterations = max(1, iterations)
@@ -272,12 +284,18 @@ class _Measured:
         self._forget()
 
     def add(self, uses: Sequence[Use], done_s: Sequence[float], *, end_s: float) -> bool:
-        """Takes in an iteration; whether there are enough of them."""
+        """Adds an iteration; returns whether there are enough of them for a mean.
+
+        Args:
+            uses: messages of training in the iteration.
+            done_s: start of the iteration, then the ends of its forwards and backwards.
+            end_s: end of the iteration.
+        """
         self._num_seen += 1
         if self._num_seen == 0:
             return False
         if self._ends_s and len(self._ends_s[0]) != len(done_s) - 1:
-            self._forget()  # Of another shape: a mean with those before would be of none.
+            self._forget()  # The schedule has changed, so older iterations have other actions.
         begin_s = done_s[0]
         for is_out, peer, tag, start_s, until_s in uses:
             key = (is_out, peer, tag.channel, *tag[2:])
@@ -287,7 +305,7 @@ class _Measured:
         return len(self._ends_s) == self._iterations
 
     def network(self) -> _Network:
-        """The means; begins anew."""
+        """The means over the iterations, which are forgotten then."""
         means = {
             key: (fmean(start_s for start_s, _ in seen), fmean(end_s for _, end_s in seen))
             for key, seen in self._uses.items()

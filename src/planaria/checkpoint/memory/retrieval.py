@@ -1,7 +1,7 @@
-"""Copies on their way back, from a rank that keeps one to a rank that needs it.
+"""Sends a copy back, from a rank that keeps it to a rank that needs it.
 
-A copy goes in the pieces in which it was hashed when it was made. What a rank gives it has checked
-when it read it; who takes it hashes each piece once more, while the next one arrives.
+A copy travels in the pieces in which it was hashed when it was made. The sender has checked the
+copy when it read it; the receiver hashes each piece once more, while the next one arrives.
 """
 
 from typing import Final
@@ -19,10 +19,10 @@ _OPENING: Final = 0
 
 
 def give(links: Links, target: int, version: Version) -> None:
-    """Sends a copy, which must stay as it is until the target has it; never blocks.
+    """Sends a copy, which must not change until the target has it; never blocks.
 
     Raises:
-        PeerLostError: there is no link to the target any more.
+        PeerLostError: no link to the target is up or being made.
     """
     links.send(target, _tag(version.layer, version.label, _OPENING), sealed(opening_of(version)))
     for index in range(version.num_pieces):
@@ -39,16 +39,19 @@ def take(
     timeout_s: float,
     memory: Bytes | None = None,
 ) -> State:
-    """The copy that the source gives.
+    """Receives the copy that the source sends by `give`.
 
     Args:
-        memory: to take it to, at least as large as it is; None: new memory, whose pages may take
-            longer to get than what they are for.
-        timeout_s: for the next piece.
+        timeout_s: longest wait for each message.
+        memory: memory for the copy, at least as large as it; None: new memory is allocated, and
+            its pages may take longer to get than the copy takes to arrive.
+
+    Returns:
+        The tensors of the copy, as views of that memory.
 
     Raises:
-        CheckpointError: it did not arrive as it was made.
-        PeerLostError, AbortedError: the source is gone.
+        CheckpointError: the copy that arrived differs from the one that was made.
+        PeerLostError, AbortedError: the source was lost, or the epoch is over.
     """
     raw = links.receive(source, _tag(layer, label, _OPENING), timeout_s=timeout_s)
     opening = unsealed(raw)
@@ -67,7 +70,7 @@ def take(
         found = links.receive(source, _tag(layer, label, 1 + index), timeout_s=timeout_s)
         if len(found) != len(piece) or hash_of(found) != wanted:
             raise CheckpointError(f"layer {layer} did not arrive as rank {source} keeps it")
-        if found is not piece:  # It came before there was memory for it.
+        if found is not piece:  # The piece came before its memory was offered.
             piece[:] = found
     tensors = msgspec.json.decode(opening.head, type=tuple[Tensor, ...])
     return unpacked(tensors, memory[len(opening.head) :])

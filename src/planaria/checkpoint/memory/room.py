@@ -1,4 +1,4 @@
-"""How much memory there is for copies."""
+"""The memory that is available for copies."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +10,7 @@ _GROUP: Final = Path("/sys/fs/cgroup")
 
 
 def available_bytes(group: Path = _GROUP) -> int:
-    """The memory that this process could still have, of the machine's or of its control group's."""
+    """The bytes that this process can still get from the machine and from its control group."""
     available: int = psutil.virtual_memory().available
     with suppress(OSError, ValueError):  # No control group, or one without a limit.
         limit = int((group / "memory.max").read_text())
@@ -20,6 +20,6 @@ def available_bytes(group: Path = _GROUP) -> int:
 
 
 def _reclaimable_bytes(group: Path) -> int:
-    """Of what a group takes: copies of files that are on disk, and were not read lately."""
+    """The bytes of a group's page cache that were not used lately, which the kernel can reclaim."""
     lines = (group / "memory.stat").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))

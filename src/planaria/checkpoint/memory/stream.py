@@ -1,21 +1,24 @@
-"""Copies of layers on their way to memory: a rank's own, and those that other ranks keep.
+"""Copies layers to memory while training goes on: to the rank's own node, and to copy holders.
 
-A version of all layers begins at a commit, when no rank's state changes until the next optimizer
-step. One thread of each rank copies its layers into its own node's memory, hashes them there piece
-by piece, and sends what others keep, each piece when its turn comes; before a layer is stepped its
-copy is waited for, which is all that training ever waits. Another thread keeps what comes, which
-arrives where it is to lie. A piece is hashed there and acknowledged, so that no more than the
-buffers of a receiver are on their way to it; one that is not what was sent is asked for again.
+A version of all layers begins at a commit, after which no rank's state changes until the next
+optimizer step. One thread of each rank copies the rank's layers into its own node's memory, hashes
+them there piece by piece, and sends the copies that other ranks keep, each piece when its turn
+comes. Before a layer is stepped, training waits for the layer's copy in the own node's memory, and
+for nothing else. A second thread receives the copies that this rank keeps for others; they arrive
+directly in their final memory. Each piece is hashed there and acknowledged, so that no more pieces
+are on their way to a receiver than it has buffers for; a damaged piece is asked for again.
 
-A layer that is what it was in the complete version of its epoch is not sent again: those who still
-have that make it theirs of the new version, too.
+A layer that has not changed since the complete version of its epoch is not sent again: receivers
+that still have that version make it a part of the new version, too.
 
-A version ends for a rank when all that it sends is acknowledged and all that it is to keep is
-there, or has failed for want of memory, which ends nothing else. Who ends it says so with the next
-commit; if all have, and none has failed, the version is complete, and the one before is dropped.
+A version ends for a rank when all that it sends is acknowledged and all that it is to keep has
+arrived. A copy that fails for lack of memory counts as ended and stops nothing else. A rank reports
+the end with the next commit; if all ranks have ended the version and none has failed, the version
+is complete, and the one before is dropped.
 
 Source: Gemini (SOSP '23), section 5: sub-buffers, copies sent piece by piece.
-Differs: sent from the own copy, so an optimizer step waits for memory and not for the network.
+Differs: pieces are sent from the copy in the own node's memory, so an optimizer step waits for that
+memory and not for the network.
 """
 
 import logging
@@ -53,25 +56,29 @@ from planaria.transport.links import Links, Tag
 
 logger = logging.getLogger(__name__)
 
-TRIES: Final = 3  # Of a piece.
+TRIES: Final = 3  # The number of times that a message is sent before its peer counts as lost.
 _WHOLE: Final = 1 << 62  # More than any layer has.
 
 
 class Copier:
-    """A rank's part in the copies of one epoch; two threads from its start until `close`.
+    """A rank's part in the copies of one epoch; it has two threads until `close`.
 
     Args:
-        own: the layers that this rank has a copy of because it holds them.
-        copies: of all layers.
-        since, epoch, run: of the labels of this epoch's versions.
-        kept: the newest version that was complete when the epoch began, if any.
-        buffers: of each receiver for this rank; None: a layer goes whole, whatever its size.
-        fill: copies this rank's own layers.
-        virtual_bytes: that a layer's state stands for where links are paced; 0: what it is.
-        unload: takes the time in which bytes get from a device to its host's memory, where they
-            only stand for what does.
-        failed: is told why a version cannot be complete, the first time that one cannot.
-        timeout_s: for the next piece.
+        own: layers that this rank holds, and copies into its own node's memory.
+        copies: copies of all layers that copy holders keep.
+        since, epoch, run: the fields of the labels of this epoch's versions.
+        kept: label of the newest version that was complete when the epoch began; None: there is
+            none.
+        buffers: buffers of each receiver for this rank; None: neither the size nor the number of
+            unacknowledged pieces is bounded.
+        turns: decides the size of pieces, and when each may be sent.
+        virtual_bytes: returns the bytes that a layer's state stands for on paced links; 0: its real
+            size.
+        fill: copies the bytes of this rank's own layers.
+        unload: takes the time in which the virtual bytes would be copied from a device to its
+            host's memory.
+        failed: takes the reason, the first time that a version cannot be complete.
+        timeout_s: longest wait for each message.
     """
 
     def __init__(
@@ -121,7 +128,7 @@ class Copier:
         self._changed = threading.Condition()  # Guards all that follows.
         self._label: Label | None = None
         self._uncopied: set[int] = set()
-        self._copied_s: dict[int, float] = {}  # When each layer was; all by the time of the work.
+        self._copied_s: dict[int, float] = {}  # When each layer was copied, by its thread's time.
         self._ended_s = 0.0
         self._num_running = 0
         self._has_failed = False
@@ -138,7 +145,9 @@ class Copier:
         """Begins a version of the state as it is now; the one before must have ended.
 
         Args:
-            states: views of the rank's own layers. They must not change until `wait_copied`.
+            age: number of iterations applied to the layers.
+            states: views of the rank's own layers, by layer. A layer must not change before
+                `wait_copied` has returned for it.
         """
         label = Label(self._since, self._epoch, age, self._run)
         with self._changed:
@@ -153,10 +162,10 @@ class Copier:
             queue.put(begun)
 
     def wait_copied(self, layer: int) -> None:
-        """Blocks until the layer may change.
+        """Blocks until the layer is copied, so that it may change.
 
         Raises:
-            AbortedError, PeerLostError: what ended the copying.
+            AbortedError, PeerLostError: the copying ended early.
         """
         with self._changed:
             self._changed.wait_for(
@@ -174,29 +183,29 @@ class Copier:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is a version of this epoch."""
+        """Whether a version was begun in this epoch."""
         return self._label is not None
 
     @property
     def has_ended(self) -> bool:
-        """Whether the version has ended for this rank."""
+        """Whether a version was begun and has ended for this rank; raises as `wait_copied` does."""
         with self._changed:
             self._check()
             return self._label is not None and not self._num_running
 
     @property
     def has_failed(self) -> bool:
-        """Whether the version cannot be complete, because of this rank."""
+        """Whether the version cannot be complete, because this rank failed to keep a copy."""
         with self._changed:
             return self._has_failed
 
     def complete(self) -> None:
-        """All ranks have ended the version, and none has failed."""
+        """Notes that the version is complete: all ranks have ended it, and none has failed."""
         assert self._label is not None
         self.kept = self._label
 
     def close(self) -> None:
-        """Ends the threads; what they wait for must have been aborted or be over."""
+        """Ends the threads; the version must have ended, or its waits have been aborted."""
         for queue in self._queues:
             queue.put(None)
         for thread in self._threads:
@@ -245,13 +254,13 @@ class Copier:
             self._tell_failed(reason)
 
     def _keep(self, label: Label, _: Mapping[int, State]) -> None:
-        """Keeps what others send of a version."""
+        """Receives the copies of a version that this rank keeps for others."""
         self._arrivals.keep(label, self.kept)
 
-    # -- giving -----------------------------------------------------------------------------------
+    # -- sending ----------------------------------------------------------------------------------
 
     def _give(self, label: Label, states: Mapping[int, State]) -> None:
-        """Copies this rank's layers, then sends what others keep."""
+        """Copies this rank's layers, then sends the copies that other ranks keep."""
         versions: dict[int, Version | None] = {}
         piece_bytes = self._turns.chunk_bytes(self._most_bytes)
         for layer in self.own:
@@ -283,7 +292,7 @@ class Copier:
         version: Version | None,
         unanswered: "deque[_Sent]",
     ) -> None:
-        """Sends a layer, as its receiver has buffers for it."""
+        """Sends a layer; each piece waits until the receiver has a buffer for it."""
         opening = opening_of(version) if version else Opening()
         say = partial(self._send_opening, target, layer, label, opening)
         say()
@@ -297,7 +306,7 @@ class Copier:
             unanswered.append(_Sent(answer_tag(label, layer, index), say))
 
     def _has_same(self, target: int, layer: int, label: Label) -> bool:
-        """Tells a receiver that a layer has not changed; whether it still has that."""
+        """Tells a receiver that a layer has not changed; returns whether it still has its copy."""
         self._send_opening(target, layer, label, Opening(is_same=True))
         return self._is_good(target, opening_answer_tag(label, layer))
 
@@ -312,10 +321,10 @@ class Copier:
         self._links.send(target, tag, content, virtual_bytes=stands_for)
 
     def _take_answer(self, target: int, unanswered: "deque[_Sent]") -> None:
-        """Waits for what the receiver says of the oldest message; sends it again if it has to.
+        """Waits for the receiver's answer to the oldest message; sends it again if it was damaged.
 
         Raises:
-            PeerLostError: it never arrives as it was sent.
+            PeerLostError: the message was damaged each of the times that it was sent.
         """
         sent = unanswered[0]
         if self._is_good(target, sent.answer):
@@ -334,7 +343,14 @@ class Copier:
 
 @dataclass(slots=True)
 class _Sent:
-    """A message that is not answered yet, which `say` sends once more."""
+    """A message that is not answered yet.
+
+    Attributes:
+        answer: tag of the answer.
+        say: sends the message once more.
+        is_piece: whether it fills one of the receiver's buffers.
+        tries: number of times that it was sent.
+    """
 
     answer: Tag
     say: Callable[[], None]
@@ -343,7 +359,11 @@ class _Sent:
 
 
 class _Begun(NamedTuple):
-    """A version that begins, and when that was by the time of the work."""
+    """A version that begins.
+
+    Attributes:
+        begun_s: when it began, by the time of the work of the thread that began it.
+    """
 
     label: Label
     states: Mapping[int, State]
@@ -354,7 +374,7 @@ class _Begun(NamedTuple):
 
 
 class OwnCopies:
-    """Makes them; for the arguments see Copier in stream.py."""
+    """Makes a rank's copies of its own layers; `Copier` explains the arguments."""
 
     def __init__(
         self,
@@ -370,13 +390,13 @@ class OwnCopies:
         self._unload = unload
 
     def made(self, layer: int, label: Label, state: State, piece_bytes: int) -> Version:
-        """A copy of a layer as it is now, whose hashes are still to be made.
+        """A copy of a layer as it is now, without its hashes.
 
         Args:
-            piece_bytes: of which there is one, in the bytes that they stand for.
+            piece_bytes: upper bound on the size of a piece, in the bytes that it stands for.
 
         Raises:
-            CheckpointError: there is no memory for it.
+            CheckpointError: there is no memory for the copy.
         """
         head = head_of(state)
         num_bytes = len(head) + sum(array.nbytes for array in state.values())
@@ -390,8 +410,17 @@ class OwnCopies:
         return version
 
     def is_same(self, version: Version, kept: Label | None) -> bool:
-        """Hashes a copy, which is whole then; whether it is the same as that of another label was
-        when it was made. What is in memory now is the new one, in case the old one has changed."""
+        """Hashes a copy, which is whole then, and compares it with the version of another label.
+
+        The comparison uses the hashes that the other version got when it was made, so corruption of
+        its bytes since then has no influence. The new copy keeps its own memory.
+
+        Args:
+            kept: label to compare with; None: the copy counts as changed.
+
+        Returns:
+            Whether both versions have the same pieces.
+        """
         version.seal()
         self._arena.finish(version)
         older = self._arena.peek(version.layer, kept) if kept else None

@@ -1,4 +1,4 @@
-"""One version of a layer in an arena's memory (arena.py): its bytes, and a hash of each piece."""
+"""One version of a layer in an arena's memory (arena.py): its bytes and a hash of each piece."""
 
 import mmap
 from dataclasses import dataclass
@@ -17,13 +17,15 @@ HASH_BYTES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One version, as the table has it.
+    """A version's entry in the table of an arena.
 
     Attributes:
-        offset, capacity: of its extent, whole pages.
-        num_bytes: of head and tensors.
-        piece_bytes: how many of them a hash is of.
-        digest: of the hashes.
+        state: free, being written, or whole, as the constants of arena.py number them.
+        offset, capacity: begin and size of its extent in the file, in bytes; whole pages.
+        num_bytes: size of head and tensors together.
+        head_bytes: size of the head.
+        piece_bytes: size of the pieces that are hashed one by one; the last may be smaller.
+        digest: hash of the hashes of all pieces; zeros until the version is whole.
     """
 
     state: int
@@ -41,9 +43,9 @@ class Version:
     """One version of a layer that is being written, or is whole.
 
     Attributes:
-        entry: as the table has it.
-        content: head and tensors.
-        num_pieces: that are hashed each by itself.
+        entry: its entry in the table.
+        content: bytes of head and tensors, in the arena's memory.
+        num_pieces: number of pieces, each of which has a hash.
     """
 
     def __init__(self, memory: mmap.mmap, entry: Entry) -> None:
@@ -61,32 +63,39 @@ class Version:
 
     @property
     def piece_bytes(self) -> int:
-        """Of head and tensors, that one hash is of."""
+        """Size of a piece; the last one may be smaller."""
         return self.entry.piece_bytes
 
     @property
     def head(self) -> bytes:
-        """What names the tensors."""
+        """The encoded description of the tensors."""
         return self.content[: self.entry.head_bytes].tobytes()
 
     @property
     def tensors(self) -> Bytes:
-        """Their bytes, end to end."""
+        """The bytes of the tensors, end to end."""
         return self.content[self.entry.head_bytes :]
 
     def piece(self, index: int) -> Bytes:
-        """The bytes of a piece of head and tensors."""
+        """The bytes of one piece of head and tensors."""
         begin = index * self.entry.piece_bytes
         return self.content[begin : begin + self.entry.piece_bytes]
 
     def seal(self) -> None:
-        """Hashes all pieces, whose bytes are there, and notes that."""
+        """Hashes all pieces, whose bytes must be written, and stores the hashes."""
         for index in range(self.num_pieces):
             self._hashes[index] = hash_of(self.piece(index))
 
     def take(self, index: int, piece: Bytes, value: int) -> bool:
-        """Takes in a piece that has come, which may lie in its place already; False if it has
-        another hash."""
+        """Stores a piece that has come, and its hash.
+
+        Args:
+            piece: bytes that have come; they may be in the version's memory already.
+            value: hash that the piece must have.
+
+        Returns:
+            False if the piece has another size or hash.
+        """
         target = self.piece(index)
         if len(piece) != len(target) or hash_of(piece) != value:
             return False
@@ -97,15 +106,15 @@ class Version:
 
     @property
     def hashes(self) -> tuple[int, ...]:
-        """Of all pieces, which were sealed or taken."""
+        """The hashes of all pieces, which `seal` or `take` have stored."""
         return tuple(self._hashes.tolist())
 
     def digest(self) -> bytes:
-        """Of the hashes of all pieces."""
+        """The hash of the hashes of all pieces."""
         return xxhash.xxh3_128_digest(self._hashes.tobytes())
 
     def is_like(self, other: "Version") -> bool:
-        """Whether it is the same, piece by piece, as another one that was sealed."""
+        """Whether it has the same pieces as another version, by their hashes."""
         mine, theirs = self.entry, other.entry
         same = (mine.num_bytes, mine.head_bytes, mine.piece_bytes)
         return same == (theirs.num_bytes, theirs.head_bytes, theirs.piece_bytes) and (
@@ -113,7 +122,7 @@ class Version:
         )
 
     def is_right(self) -> bool:
-        """Whether all bytes are those that were written; hashes them."""
+        """Whether all bytes are those that were written; hashes all pieces again to tell."""
         wanted = self._hashes.tolist()
         found = (hash_of(self.piece(index)) for index in range(self.num_pieces))
         return self.entry.digest == self.digest() and all(
@@ -122,7 +131,7 @@ class Version:
 
 
 def hash_of(piece: Bytes) -> int:
-    """The xxh3_64 of some bytes."""
+    """The xxh3_64 hash of some bytes."""
     return xxhash.xxh3_64_intdigest(piece.data)
 
 

@@ -1,4 +1,4 @@
-"""How copies travel: who sends which layers in which order, what a layer begins with, and tags."""
+"""The messages that carry copies: their order, their tags, and the opening of each layer."""
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from planaria.checkpoint.memory.version import Bytes, Version, hash_of
 from planaria.core.copies import Label, LayerCopy
 from planaria.transport.links import Channel, Tag
 
-GOOD: Final = np.ones(1, dtype=np.uint8)  # What a receiver says of what has come.
+GOOD: Final = np.ones(1, dtype=np.uint8)  # A receiver's answers to a message: good or bad.
 BAD: Final = np.zeros(1, dtype=np.uint8)
 
 _HASH: Final = struct.Struct("!Q")
@@ -22,7 +22,7 @@ State = Mapping[str, npt.NDArray[np.generic]]
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True):
-    """What is at a place of a layer's bytes."""
+    """The description of one tensor in a layer's bytes."""
 
     name: str
     dtype: str
@@ -30,12 +30,15 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """The first message of a layer; no bytes if its source has none.
+    """The first message of a layer, which describes the pieces that follow.
 
     Attributes:
-        hashes: of its pieces.
-        is_same: it has not changed since the version that is complete everywhere; another one
-            follows only if its receiver has not got that any more.
+        num_bytes: size of head and tensors; 0: the source has no copy to send.
+        piece_bytes: size of each piece but the last.
+        head: encoded description of the tensors.
+        hashes: hash of each piece.
+        is_same: whether the layer has not changed since the version that is complete on all ranks;
+            then a full opening follows only if the receiver does not have that version any more.
     """
 
     num_bytes: int = 0
@@ -46,19 +49,19 @@ class Opening(msgspec.Struct, frozen=True):
 
 
 def opening_of(version: Version) -> Opening:
-    """What a whole version begins with."""
+    """The opening of a version whose pieces are hashed."""
     num_bytes = len(version.content)
     return Opening(num_bytes, version.piece_bytes, version.head, version.hashes)
 
 
 def sealed(opening: Opening) -> Bytes:
-    """An opening as it travels, behind a hash of it."""
+    """The message that carries an opening: its hash, then the opening."""
     encoded = np.frombuffer(msgspec.json.encode(opening), dtype=np.uint8)
     return np.concatenate([np.frombuffer(_HASH.pack(hash_of(encoded)), dtype=np.uint8), encoded])
 
 
 def unsealed(raw: Bytes) -> Opening | None:
-    """The opening; None if what has come is not what was sent."""
+    """The opening that a message carries; None if it does not match its hash."""
     encoded = raw[_HASH.size :]
     if raw[: _HASH.size].tobytes() != _HASH.pack(hash_of(encoded)):
         return None
@@ -66,13 +69,13 @@ def unsealed(raw: Bytes) -> Opening | None:
 
 
 def head_of(state: State) -> bytes:
-    """What names the tensors of a layer."""
+    """The encoded description of a layer's tensors: names, dtypes and shapes."""
     tensors = tuple(Tensor(name, a.dtype.str, a.shape) for name, a in state.items())
     return msgspec.json.encode(tensors)
 
 
 def fill_tensors(version: Version, state: State, fill: Fill) -> None:
-    """Copies a layer's tensors, end to end."""
+    """Copies a layer's tensors into a version, end to end."""
     pairs, offset = [], 0
     for array in state.values():
         flat = array.reshape(-1).view(np.uint8)
@@ -82,12 +85,12 @@ def fill_tensors(version: Version, state: State, fill: Fill) -> None:
 
 
 def state_of(version: Version) -> State:
-    """The tensors of a version, which lie in its memory."""
+    """The tensors of a version, as views of its memory."""
     return unpacked(msgspec.json.decode(version.head, type=tuple[Tensor, ...]), version.tensors)
 
 
 def unpacked(tensors: Iterable[Tensor], memory: Bytes) -> State:
-    """The tensors that lie in memory end to end."""
+    """Views of the tensors that lie in memory end to end."""
     state, offset = {}, 0
     for tensor in tensors:
         array = memory[offset : offset + bytes_of([tensor])]
@@ -98,25 +101,28 @@ def unpacked(tensors: Iterable[Tensor], memory: Bytes) -> State:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """What the tensors take."""
+    """The size of all tensors together."""
     return sum(np.dtype(t.dtype).itemsize * int(np.prod(t.shape, dtype=np.int64)) for t in tensors)
 
 
 def copy_peers(rank: int, copies: Sequence[LayerCopy]) -> set[int]:
-    """Whom a rank sends copies to or gets them from."""
+    """The ranks that a rank sends copies to or receives them from."""
     targets = {target for target, _ in sent_by(rank, copies)}
     return targets | sent_to(rank, copies).keys()
 
 
 def sent_by(rank: int, copies: Sequence[LayerCopy]) -> tuple[tuple[int, int], ...]:
-    """What a rank sends, as (target, layer): first one copy of all its layers, then the next."""
+    """The copies that a rank sends, as (target, layer), in the order in which it sends them.
+
+    It sends the first copy of all its layers, then the second, and so on.
+    """
     own = [(n, copy) for copy in copies if copy.source == rank for n in range(len(copy.targets))]
     own.sort(key=lambda one: (one[0], one[1].layer))
     return tuple((copy.targets[number], copy.layer) for number, copy in own)
 
 
 def sent_to(rank: int, copies: Sequence[LayerCopy]) -> Mapping[int, tuple[int, ...]]:
-    """By source, the layers that a rank keeps, in the order in which they come."""
+    """The layers whose copies a rank receives, by source, in the order in which they come."""
     sources = {copy.source for copy in copies if rank in copy.targets}
     return {
         source: tuple(layer for target, layer in sent_by(source, copies) if target == rank)
@@ -125,20 +131,20 @@ def sent_to(rank: int, copies: Sequence[LayerCopy]) -> Mapping[int, tuple[int, .
 
 
 def opening_tag(label: Label, layer: int) -> Tag:
-    """Of what a layer begins with."""
+    """The tag of a layer's opening."""
     return Tag(Channel.COPY, label.age, layer, 0)
 
 
 def piece_tag(label: Label, layer: int, index: int) -> Tag:
-    """Of a piece."""
+    """The tag of a piece."""
     return Tag(Channel.COPY, label.age, layer, 1 + index)
 
 
 def answer_tag(label: Label, layer: int, index: int) -> Tag:
-    """Of what its receiver says of a piece."""
+    """The tag of the receiver's answer to a piece."""
     return Tag(Channel.COPY_TAKEN, label.age, layer, 1 + index)
 
 
 def opening_answer_tag(label: Label, layer: int) -> Tag:
-    """Of what its receiver says of what a layer begins with."""
+    """The tag of the receiver's answer to a layer's opening."""
     return Tag(Channel.COPY_TAKEN, label.age, layer, 0)
