@@ -144,8 +144,7 @@ class MemoryCheckpointer:
         self._kept: Kept = attach(place, slot, num_slots=num_slots, idle_s=idle_s)
         self._can_be_kept = True
         self._arena = Arena(self._kept.fd)
-        # The arenas of ranks that do not exist any more.
-        self._older = [Arena(fd) for fd in self._kept.further_fds]
+        self._older = [Arena(fd) for fd in self._kept.further_fds]  # Of ranks that are no more.
         drawn = gathered(secrets.token_bytes(24))[0]
         # A random number, since unrelated runs may use the same epochs.
         self._run = int.from_bytes(drawn[16:]) >> 2
