@@ -8,7 +8,7 @@ General layout, from the top down; imports go down only (docs/ARCHITECTURE.md ha
     nodes, simulator                    all other processes of a job; the same, modelled
     models, data, checkpoint, transport layers; samples; copies and saves; links
     ------- the wall: what is above acts, what is below decides and is pure --------------------
-    coordinator, protocol, store        recoveries and changes; what agents decide; records
+    coordinator, protocol, store        recoveries; what agents and workers decide; records
     policies                            answers to a loss, and what they are worth
     placement, planner, restorer        who keeps copies; pipelines; who takes which place
     estimator, schedule, observe, core  times; actions; facts and the ledger; the vocabulary
