@@ -16,7 +16,7 @@ from planaria.core.plan import Plan, Transfer
 
 # The `iteration` of a StartEpoch that begins when the ranks of the epoch before agree to begin it.
 AT_COMMIT: Final = -1
-# The `rank` of a SaveFailed that comes from the publisher: of the manifest, or of a whole save.
+# The `rank` of a SaveFailed that concerns the whole save, such as its manifest.
 BY_PUBLISHER: Final = -1
 
 
@@ -35,10 +35,10 @@ class LayerFile:
 
 
 class MeasuredSpan(msgspec.Struct, frozen=True, array_like=True):
-    """The measured span of one action: seconds since the iteration began.
+    """The measured span of one action; start_s and end_s are seconds since the iteration began.
 
     Attributes:
-        lane: what the action occupied, as the timeline shows it.
+        lane: "compute", or "reduce" for reductions, which run beside the others.
         action: text of the action.
     """
 
@@ -195,10 +195,11 @@ class LayersSaved(Message, frozen=True, kw_only=True):
 
 
 class SaveFailed(Message, frozen=True, kw_only=True):
-    """A rank could not write its layers, or skipped a save.
+    """A rank could not write its layers, or the save of a whole version failed or was skipped.
 
     Attributes:
-        is_skipped: whether the save was not attempted because earlier saves were still under way.
+        rank: rank that failed; BY_PUBLISHER: the failure is that of the whole save.
+        is_skipped: whether the save was not attempted because other saves were still under way.
     """
 
     rank: int
@@ -225,8 +226,7 @@ class CopySpoilt(Message, frozen=True, kw_only=True):
 
 
 class CopiesFailed(Message, frozen=True, kw_only=True):
-    """A rank could not keep, or send, a whole version of the copies in memory; it goes on
-    training."""
+    """A rank could not keep or send a version of the copies in memory; it goes on training."""
 
     rank: int
     epoch: int
@@ -252,8 +252,8 @@ class Raised(msgspec.Struct, frozen=True, kw_only=True):
     end_layer: int = 0
 
     def is_like(self, other: "Raised") -> bool:
-        """Whether both are the same error in overlapping ranges of layers, or both outside of
-        layers."""
+        """Whether both errors have the same type and their ranges of layers overlap or are both
+        empty."""
         both = max(self.first_layer, other.first_layer), min(self.end_layer, other.end_layer)
         is_nowhere = not self.end_layer and not other.end_layer
         return self.error == other.error and (both[0] < both[1] or is_nowhere)
@@ -311,9 +311,10 @@ class PeerUnreachable(Message, frozen=True, kw_only=True):
 
 
 class NoticeTaken(Message, frozen=True, kw_only=True):
-    """A process of a node, of this rank, was told that the node is going to be taken away.
+    """A process of a node was told that the node is going to be taken away.
 
     Attributes:
+        rank: rank of that process, or the node's first rank if it was the agent.
         after_s: seconds from this message until the node is gone.
     """
 
@@ -351,8 +352,7 @@ class DrainRequested(Message, frozen=True, kw_only=True):
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """The first message of a coordinator on a connection; agents refuse a coordinator of an older
-    term."""
+    """The first message of a coordinator on a connection; agents refuse one of an older term."""
 
     term: int
 
@@ -364,8 +364,7 @@ class HeartbeatTaken(Message, frozen=True, kw_only=True):
 
 
 class Acknowledged(Message, frozen=True, kw_only=True):
-    """The iterations before num_committed are on record; nobody will ask for their reports
-    again."""
+    """The iterations before num_committed are on record; their reports are not needed any more."""
 
     num_committed: int
 

@@ -263,8 +263,7 @@ class Plan:
 
     @cached_property
     def all_ranks(self) -> tuple[int, ...]:
-        """The ranks that compute or hold layers silently, ascending: all that take part in a
-        commit."""
+        """The ranks that take part in a commit, ascending: they compute or hold layers silently."""
         return tuple(sorted({*self.layers_by_rank, *self.silent}))
 
     @property
@@ -273,8 +272,7 @@ class Plan:
 
     @cached_property
     def layers_by_rank(self) -> Mapping[int, range]:
-        """The layers that each rank computes, by rank; a rank holds the parameters of these
-        layers."""
+        """The layers that each rank computes, by rank; the rank holds their parameters."""
         empty = {
             node * pipeline.template.devices_per_node + device
             for pipeline in self.pipelines[:1]  # All pipelines have the same number.
@@ -311,8 +309,7 @@ class Plan:
         }
 
     def holders(self, layer: int) -> tuple[int, ...]:
-        """The ranks that hold the layer in order to compute it, ascending; the first is its
-        owner."""
+        """The ranks that hold the layer to compute it, ascending; the first is its owner."""
         return tuple(sorted(r for r, layers in self.layers_by_rank.items() if layer in layers))
 
 
