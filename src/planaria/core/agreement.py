@@ -1,10 +1,10 @@
 """Whether all holders of a layer have the same parameters, told from sums alone.
 
-Every rank hashes a sample of each layer that it holds and cuts the hash into pieces. The ranks add
-up, for each layer, 1, each piece and its square, behind the commit vector. With n holders, n times
-the sum of squares equals the square of the sum where all pieces are equal, and is larger where not
-(Cauchy-Schwarz). So whoever has the sums can tell, with no knowledge of any other rank; two hashes
-that differ look equal once in 2^40.
+Every rank hashes a sample of each layer that it holds and cuts the hash into pieces. For each
+layer, the ranks contribute 1, each piece and its square to sums that travel behind the commit
+vector. With n holders, n times the sum of squares equals the square of the sum if all pieces are
+equal, and is larger if not (Cauchy-Schwarz). So each rank that has the sums can tell, without
+knowing the hashes of any other rank; two hashes that differ look equal once in 2^40.
 
 A piece is below 2^20, so the sums are whole numbers below 2^53, exact in float64 in any order, for
 up to 2^13 holders.
@@ -19,11 +19,15 @@ PIECE_BITS = 20
 NUM_PIECES = 2
 HASH_BITS = PIECE_BITS * NUM_PIECES
 
-_PER_LAYER = 1 + 2 * NUM_PIECES  # The holders; for each piece its sum, and that of its square.
+_PER_LAYER = 1 + 2 * NUM_PIECES  # Number of holders; sum and sum of squares of each piece.
 
 
 def hash_entries(hashes: Mapping[int, int], num_layers: int) -> npt.NDArray[np.float64]:
-    """A rank's addend: the hashes of the layers that it holds, by layer."""
+    """A rank's contribution to the sums: one group of entries per layer.
+
+    Args:
+        hashes: hash of each layer that the rank holds, by layer.
+    """
     entries = np.zeros((num_layers, _PER_LAYER), dtype=np.float64)
     for layer, hashed in hashes.items():
         assert 0 <= hashed < 1 << HASH_BITS, (layer, hashed)

@@ -1,7 +1,7 @@
-"""The nodes that live, what each holds of the model, and what happened to the others.
+"""The live nodes, what each of them holds of the model, and what happened to the others.
 
-A loss may strike while the job recovers from an earlier one, when some nodes hold less than their
-plan says and others more. So what is held is said node by node, and never read from a plan.
+A loss may happen while the job recovers from an earlier one, when some nodes hold less than their
+plan says and others more. So what each node holds is stated here, and never derived from a plan.
 """
 
 from collections.abc import Collection
@@ -19,11 +19,11 @@ class Node:
     """A live node.
 
     Attributes:
-        node: its number, which is never used again.
-        held: by device, the layers whose state is there whole, parameters and optimizer state, and
-            of the age at which the job goes on. Empty where the worker is new.
-        kind: as it has been seen to be.
-        is_trusted: its machine has not failed often of late.
+        node: number of the node, which is never used again.
+        held: layers whose whole state (parameters and optimizer state) each device holds at the age
+            at which the job goes on, by device; empty sets where the worker is new.
+        kind: how the node has been observed to differ from others.
+        is_trusted: whether its machine has not failed often in recent time.
     """
 
     node: int
@@ -37,9 +37,9 @@ class ClusterState:
     """The members of an epoch.
 
     Attributes:
-        epoch: of their membership record; the next plan gets it.
-        nodes: that are to have work, ascending.
-        leaving: that are not, but can still give what they hold.
+        epoch: epoch of their membership record, which the next plan gets.
+        nodes: members that the next plan may give work, ascending.
+        leaving: members that get no work any more, but can still send what they hold.
     """
 
     epoch: int
@@ -53,12 +53,12 @@ class ClusterState:
 
     @property
     def distrusted(self) -> frozenset[int]:
-        """The nodes that should hold nothing alone."""
+        """The nodes that should not be the only holder of any layer."""
         nodes = (*self.nodes, *self.leaving)
         return frozenset(node.node for node in nodes if not node.is_trusted)
 
     def held_by_rank(self) -> dict[int, frozenset[int]]:
-        """For every live rank the layers that it holds."""
+        """The layers that each live rank holds, by rank."""
         return {
             node.node * len(node.held) + device: layers
             for node in (*self.nodes, *self.leaving)
@@ -68,7 +68,7 @@ class ClusterState:
     def lost_layers(self, num_layers: int) -> tuple[int, ...]:
         """The layers of the model that no live rank holds, ascending.
 
-        If there is one, the job cannot go on from what is live: it has to go back to a checkpoint.
+        If there is one, the job cannot go on from live layers and has to go back to a checkpoint.
         """
         held = frozenset[int]().union(*self.held_by_rank().values())
         return tuple(layer for layer in range(num_layers) if layer not in held)
@@ -76,13 +76,14 @@ class ClusterState:
 
 @dataclass(frozen=True, slots=True)
 class SavePoint:
-    """The newest state of the whole model in memory or on disk, or that before the first iteration.
+    """The newest state of the whole model that all ranks can go back to: in memory, on disk, or the
+    start of the job.
 
     Attributes:
-        iteration: the first to run from there.
-        source: the version of the disk tier; "" where only the seed or given weights tell it.
-        redone_samples: if all go back to it.
-        copied: the version of the copies in memory, if it is one.
+        iteration: first iteration to run from there.
+        source: version of the disk tier; "": none, but copies in memory, the seed or given weights.
+        redone_samples: number of samples that are trained again if all go back to this state.
+        copied: version of the copies in memory; None: the state is not one of these.
     """
 
     iteration: int
@@ -93,12 +94,12 @@ class SavePoint:
 
 @dataclass(frozen=True, slots=True)
 class NodesLost:
-    """Nodes are gone, all at once as far as the job can tell.
+    """Nodes were lost, all at the same time as far as the job can tell.
 
     Attributes:
-        nodes: may be empty: the node of a worker that ended lives, and holds less.
-        redone_samples: of the iteration in flight, if its outcome is to redo it; else 0.
-        saved: what all could go back to, None if they must not.
+        nodes: lost nodes; may be empty, if a worker ended whose node lives and now holds less.
+        redone_samples: number of samples of the iteration in flight if it is done again; else 0.
+        saved: state that all can go back to; None: they must not go back, or there is none.
     """
 
     nodes: tuple[int, ...]
@@ -108,8 +109,12 @@ class NodesLost:
 
 @dataclass(frozen=True, slots=True)
 class NodesChanged:
-    """Nodes have come, are about to leave, or have another speed, while training goes on; nothing
-    is done again. If none has, a better plan for those that there are is looked for."""
+    """Nodes have joined, are about to leave or have another speed, while training goes on; no
+    iteration is done again. If all three are empty, a better plan for the same nodes is looked for.
+
+    Attributes:
+        slow: nodes that are slow, or whose speed has changed.
+    """
 
     joined: tuple[int, ...]
     leaving: tuple[int, ...]
@@ -124,7 +129,7 @@ ClusterEvent = NodesLost | NodesChanged
 
 
 def survivors(plan: Plan, lost: Collection[int], *, epoch: int) -> ClusterState:
-    """The nodes of the plan but the lost ones, each with all that the plan gave it."""
+    """The nodes of the plan without the lost ones, each holding all that the plan assigns to it."""
     per_node = plan.pipelines[0].template.devices_per_node
     layers = {rank: frozenset(layers) for rank, layers in plan.layers_by_rank.items()}
     nodes = tuple(

@@ -1,13 +1,13 @@
 """The commit vector: what all ranks agree on at the end of an iteration, and what follows from it.
 
-Whoever holds the vector of an iteration knows that every gradient of it is complete everywhere.
-The ranks sum their parts; each entry is contributed by one rank alone and is +0 elsewhere, so the
-sum is exact and the same everywhere. Beside the gradient norms the parts carry the losses and the
-samples that were used, so that any one holder can tell all about the iteration, also after the
-ranks that computed those are lost. A rank keeps one loss and one digest of them: a vector is told
-and recorded after a loss, and does not grow with the batch.
+A rank that holds the vector of an iteration knows that every gradient of the iteration is complete
+on every rank. The ranks sum their parts. Each entry is contributed by one rank alone and is +0 on
+all others, so the sum is exact and the same everywhere. In addition to the gradient norms the parts
+carry the losses and the sample numbers, so that any one holder can report the iteration, even after
+the ranks that computed them are lost. A rank keeps only the total loss and one digest of the
+samples: a vector is sent and recorded after a loss of nodes, and must not grow with the batch.
 
-Source: DESIGN 4.4 and 4.5.
+See docs/protocol.md, Committing an iteration.
 """
 
 from collections.abc import Sequence
@@ -23,15 +23,15 @@ from planaria.core.samples import sample_digest
 
 
 class Votes(NamedTuple):
-    """What a rank asks for, or knows, at a commit; each is counted.
+    """What a rank asks for, or reports, at a commit; the votes of all ranks are summed.
 
     Attributes:
-        stop: that this iteration be the last.
-        switch: it knows the plan of the next epoch, and waits for the others to.
-        copied: it is through with the newest version of the copies in memory.
-        uncopied: it could not keep, or give, all of that.
-        unsaved: it could not begin the save with which its epoch was to begin.
-        writing: it still writes a save.
+        stop: 1 if it asks that this iteration be the last.
+        switch: 1 if it knows the plan of the next epoch.
+        copied: 1 if it has finished its part of the newest version of the copies in memory.
+        uncopied: 1 if it could not keep or send all of that version.
+        unsaved: 1 if it could not begin the save with which its epoch was to begin.
+        writing: 1 if it is still writing a save.
     """
 
     stop: int
@@ -48,7 +48,7 @@ _DIGEST_BYTES: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class VectorLayout:
-    """Where what stands in the ranks' parts: squared norms, losses, sample numbers, votes."""
+    """The order of entries in the ranks' parts: squared norms, losses, sample numbers, votes."""
 
     num_layers: int
     num_microbatches: int
@@ -70,7 +70,7 @@ class VectorLayout:
 
 
 def vector_layout(job: JobConfig, num_layers: int) -> VectorLayout:
-    """The layout of the parts of a job's commit vectors."""
+    """The layout of the ranks' parts of a job's commit vectors."""
     return VectorLayout(num_layers, job.num_microbatches, job.training.global_batch_size)
 
 
@@ -79,11 +79,12 @@ class CommitVector:
     """What the ranks agree on at a commit.
 
     Attributes:
-        squared_norms: of the reduced gradients, by layer; tied ones in the layer of first use.
-        loss: of the global batch.
-        num_samples: how many samples the first stages consumed.
-        sample_digest: the xxh3_128 of their sorted numbers.
-        votes: of all ranks together.
+        squared_norms: squared norm of the reduced gradients, by layer; a tied parameter counts in
+            the layer of its first use.
+        loss: loss of the global batch.
+        num_samples: number of samples that the first stages consumed.
+        sample_digest: xxh3_128 of the sorted sample numbers.
+        votes: sum of the votes of all ranks.
     """
 
     squared_norms: tuple[float, ...]
@@ -97,33 +98,35 @@ class CommitVector:
         return float(sum(self.squared_norms) ** 0.5)
 
     def is_last(self, iteration: int, training: TrainingConfig) -> bool:
-        """Whether training ends after this iteration; the same for all who hold the vector."""
+        """Whether training ends after this iteration; all holders of the vector find the same."""
         reached = training.target_loss > 0.0 and self.loss <= training.target_loss
         return iteration + 1 >= training.iterations or reached or self.votes.stop > 0
 
     def switches(self, plan: Plan) -> bool:
-        """Whether the next epoch begins after this iteration: all who take part know its plan."""
+        """Whether the next epoch begins after this iteration: all ranks in the commit know its
+        plan."""
         return self.votes.switch == len(plan.all_ranks)
 
     def copied(self, plan: Plan) -> bool:
-        """Whether all ranks are through with the newest version of the copies in memory."""
+        """Whether all ranks have finished the newest version of the copies in memory."""
         return self.votes.copied == len(plan.all_ranks)
 
     @property
     def saves(self) -> bool:
-        """Whether a save that is owed begins after this iteration: all ranks can begin it."""
+        """Whether a save that is due begins after this iteration: no rank is writing another
+        one."""
         return self.votes.unsaved > 0 and not self.votes.writing
 
 
 def commit_vector(total: npt.NDArray[np.float64], layout: VectorLayout) -> CommitVector:
-    """The vector, from the sum of all ranks' parts."""
+    """The vector that the sum of all ranks' parts gives."""
     assert total.shape == (layout.size,)
     numbers = total[layout.samples : -NUM_VOTES]
     samples = numbers.astype(np.int64)
     assert np.array_equal(samples, numbers)
     return CommitVector(
         squared_norms=tuple(total[: layout.num_layers].tolist()),
-        # One after the other, in the order of the microbatches: numpy adds in another order.
+        # Python adds them in the order of the microbatches; numpy would add in another order.
         loss=float(sum(total[layout.losses : layout.samples].tolist())),
         num_samples=layout.num_samples,
         sample_digest=sample_digest(samples),
@@ -132,13 +135,13 @@ def commit_vector(total: npt.NDArray[np.float64], layout: VectorLayout) -> Commi
 
 
 def encode_vector(vector: CommitVector) -> bytes:
-    """The vector as little-endian float64, and the digest behind it."""
+    """The vector as little-endian float64, followed by the digest."""
     entries = (*vector.squared_norms, vector.loss, vector.num_samples, *vector.votes)
     return np.array(entries, dtype="<f8").tobytes() + bytes.fromhex(vector.sample_digest)
 
 
 def decode_vector(data: bytes, layout: VectorLayout) -> CommitVector:
-    """What `encode_vector` encoded."""
+    """The vector that `encode_vector` encoded."""
     num_entries = layout.num_layers + 2 + NUM_VOTES
     assert len(data) == 8 * num_entries + _DIGEST_BYTES
     entries = np.frombuffer(data, dtype="<f8", count=num_entries).tolist()

@@ -1,22 +1,22 @@
-"""Copies of layers: which states they are of, who keeps those in memory, and when they travel."""
+"""Copies of layers: which state they are of, who keeps them in memory, and when they are sent."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 
 class Label(NamedTuple):
-    """Which state of all layers a version of copies is.
+    """The name of one version of the copies: which state of all layers it is.
 
-    An iteration that is done again may give other bits, unless the job is deterministic; so its
-    age alone does not tell a state.
+    The age alone does not name a state, because an iteration that is done again may give other
+    bits, unless the job is deterministic.
 
     Attributes:
-        since: the epoch in which the job had last gone back by then.
-        epoch: in which the version was begun; of a loop of one's own a number that rises with each
-            start, microseconds since 1970 if clocks do not go back.
-        age: of the layers.
-        run: a number drawn by chance for each start of a loop of one's own, whose nodes may keep
-            versions of runs that did not know each other; 0 in a job.
+        since: epoch in which the job had last gone back when the version was begun.
+        epoch: epoch in which the version was begun. In a user's own training loop: a number that
+            rises with each start, microseconds since 1970 if clocks do not go back.
+        age: number of iterations applied to the layers.
+        run: in a user's own training loop, a random number drawn at each start, because its nodes
+            may keep versions of runs that did not know each other; in a job, 0.
     """
 
     since: int
@@ -26,7 +26,8 @@ class Label(NamedTuple):
 
 
 def version_name(iteration: int, epoch: int) -> str:
-    """Of the save, on disk or in an object store, that was made after so many iterations."""
+    """The name of the save, on disk or in an object store, of the state after `iteration`
+    iterations."""
     assert iteration >= 0
     assert epoch >= 0
     return f"{iteration}-{epoch}"
@@ -34,7 +35,8 @@ def version_name(iteration: int, epoch: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LayerCopy:
-    """The copies of a layer that its holders do not keep: who sends it, and to which ranks."""
+    """The copies of one layer on ranks that do not hold it: which rank sends it, and to which
+    ranks."""
 
     layer: int
     source: int
@@ -42,13 +44,13 @@ class LayerCopy:
 
 
 class IdleSpan(NamedTuple):
-    """When copies may go, in an iteration of their source.
+    """A span in an iteration of the source in which copies may be sent.
 
     Attributes:
-        after: so many of the source's own forwards and backwards are done; 0: as soon as the
-            iteration begins.
-        offset_s: from then until the span begins.
-        lasts_s: of the span.
+        after: number of the source's own forwards and backwards after which the span is due; 0: the
+            beginning of the iteration.
+        offset_s: seconds from that moment until the span begins.
+        lasts_s: length of the span in seconds.
     """
 
     after: int
@@ -58,7 +60,14 @@ class IdleSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class IdleSpans:
-    """When the way out of one node, and that into another, are idle, in order of time."""
+    """The spans in which the outgoing link of one node and the incoming link of another are both
+    idle.
+
+    Attributes:
+        source: rank that sends.
+        target: rank that receives.
+        spans: spans in order of time.
+    """
 
     source: int
     target: int
@@ -66,11 +75,12 @@ class IdleSpans:
 
 
 class CopiesDone(NamedTuple):
-    """How far a rank's copies were when it had applied an iteration.
+    """The progress of a rank's copies when it had applied an iteration.
 
     Attributes:
-        age: of the newest version that is known to be complete, -1 if none is.
-        idle_s: of the spans in which copies might go; of these they took idle_used_s.
+        age: age of the newest version that is known to be complete; -1: none is.
+        idle_s: seconds of the spans in which copies might be sent.
+        idle_used_s: seconds of these spans in which copies were sent.
     """
 
     age: int = -1

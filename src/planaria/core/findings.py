@@ -1,6 +1,7 @@
-"""What a job finds out about itself: how often it fails, and how long things take in it.
+"""What a job learns about itself: how often it fails, and how long things take in it.
 
-It is on record with the members of each epoch (records.py), so that a new coordinator knows it.
+These facts are recorded with the members of each epoch (records.py), so that a new coordinator
+knows them.
 """
 
 import msgspec
@@ -10,11 +11,11 @@ class FailureHistory(msgspec.Struct, frozen=True, kw_only=True):
     """How often a job has failed; see coordinator/learning/history.py.
 
     Attributes:
-        since_s: when it first trained, 0 if it has not yet.
-        weight: of its failures when the last one was, older ones count less.
-        last_s: when the last one was.
-        nodes: that they took, weighed like them.
-        struck: those that the last one took.
+        since_s: when the job first trained; 0: it has not yet.
+        weight: weighted number of its failures at last_s; older failures weigh less.
+        last_s: when the last loss was.
+        nodes: weighted number of nodes that these failures took, with the same weights.
+        struck: nodes that the last failure took.
     """
 
     since_s: float = 0.0
@@ -25,27 +26,29 @@ class FailureHistory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Findings(msgspec.Struct, frozen=True, kw_only=True):
-    """How far seconds, and bytes, are from what a job's profile says, as found in the job.
+    """How far seconds and bytes in the job are from what its profile says.
 
     Attributes:
-        layer_factors: by layer, how many times the profile's seconds; empty: as it says. See
+        layer_factors: factor on the profile's seconds, by layer; empty: as the profile says. See
             coordinator/learning/drift.py.
-        more_bytes: by layer, what a device holds of it beside what the profile says; empty: none.
-            See coordinator/learning/memory.py.
-        beside_s: that an iteration takes beside the forwards and backwards of layers.
-        hop_s: processor seconds that a schedule took, for each hop that it was computed from, in
-            the newest epoch. See coordinator/learning/overhead.py.
-        overheads_s: of the newest recoveries, what they took beside schedules and moving layers,
-            the newest last.
-        transfers_s: of the newest recoveries in which layers moved, what that was to take by the
-            profile's links, and what it took.
-        recoveries_s: of the newest recoveries, what they were expected to take from when their loss
-            was noticed, and what they took. See coordinator/learning/foresight.py.
-        pauses_s: of the newest switches, for how long ranks did not train, beside schedules.
-        speeds: of nodes that are slow, as they are seen to be; others have 1. See
+        more_bytes: bytes that a device holds of the layer beyond what the profile says, by layer;
+            empty: none. See coordinator/learning/memory.py.
+        beside_s: seconds that an iteration takes in addition to the forwards and backwards of
+            layers.
+        hop_s: processor seconds that computing a schedule took per hop, in the newest epoch. See
+            coordinator/learning/overhead.py.
+        overheads_s: seconds that the newest recoveries took in addition to schedules and moving
+            layers, the newest last.
+        transfers_s: (predicted, measured) seconds of moving layers in the newest recoveries in
+            which layers moved; the prediction is by the profile's links.
+        recoveries_s: (predicted, measured) seconds of the newest recoveries, counted from when the
+            loss was noticed. See coordinator/learning/foresight.py.
+        pauses_s: seconds in which ranks did not train during the newest switches, without
+            schedules.
+        speeds: observed speed of each slow node, by node; all others have speed 1. See
             coordinator/learning/slowness.py.
-        idle: slow nodes that had no work: how often they were tried again, and since when they
-            have none, 0 if they have some.
+        idle: (number of retries, time since which it has no work) of each slow node that had no
+            work, by node; the time is 0 if the node has work.
     """
 
     layer_factors: tuple[float, ...] = ()

@@ -1,7 +1,7 @@
-"""Spans in which no garbage is collected.
+"""A context in which no garbage is collected.
 
-Plans of thousands of nodes are some hundred thousand objects that live on. Where they are made
-while everybody waits, a collection in between finds nothing and takes longer than all the rest.
+Plans for thousands of nodes are some hundred thousand objects that stay alive. Where such plans are
+made while all ranks wait, a garbage collection finds nothing and takes longer than all the rest.
 """
 
 import gc
@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Garbage is collected after it, not within; what is in cycles stays until then."""
+    """Turns the garbage collector off within the context; cycles are freed after it at the
+    earliest."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

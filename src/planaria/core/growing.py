@@ -1,7 +1,7 @@
-"""What is known of thousands of nodes, without a look at all of them for each that speaks.
+"""Facts about thousands of nodes, kept without a pass over all nodes for each new fact.
 
-`Growing` is a mapping that never changes, from which one with an entry more is made in constant
-time; `has_all` and `is_among` are the questions that are asked of it and of lists of members.
+`Growing` is an immutable mapping from which a mapping with one more entry is made in constant time.
+`has_all` and `is_among` answer the questions that are asked of it and of lists of members.
 """
 
 from bisect import bisect_left
@@ -13,12 +13,12 @@ Value = TypeVar("Value")
 
 
 class Growing(Mapping[Key, Value]):
-    """An immutable mapping for facts that come one by one.
+    """An immutable mapping for facts that arrive one by one.
 
-    The mappings that grow out of one another share one dict, of which each sees as many entries as
-    it has, in the order in which they came. The newest adds to that dict; an older one, or an
-    entry with another value than before, makes a copy. So n facts that come one after the other
-    cost O(n) time, where a dict that is copied for each costs O(n^2).
+    Mappings that are made from one another share one dict. Each of them sees only as many entries
+    as it has, in the order in which they arrived. The newest mapping adds to that dict; an older
+    mapping, or a new value for an existing key, makes a copy. So n facts that arrive one after the
+    other cost O(n) time, where a dict that is copied for each costs O(n^2).
     """
 
     __slots__ = ("_num", "_shared")
@@ -29,7 +29,7 @@ class Growing(Mapping[Key, Value]):
         self._num = len(self._shared)
 
     def plus(self, key: Key, value: Value) -> "Growing[Key, Value]":
-        """This mapping with an entry more, or with another value for the key."""
+        """A mapping that also has this entry, in place of any entry of the same key."""
         entries = self
         if key in self._shared or len(self._shared) > self._num:
             if key in self and self[key] == value:
@@ -62,11 +62,12 @@ class Growing(Mapping[Key, Value]):
 
 
 def has_all(facts: Mapping[int, object], wanted: Collection[int]) -> bool:
-    """Whether all that are wanted have an entry; counted first, for mostly some are missing."""
+    """Whether each wanted number has an entry; sizes are compared first, as mostly some are
+    missing."""
     return len(facts) >= len(wanted) and all(one in facts for one in wanted)
 
 
 def is_among(number: int, ascending: Sequence[int]) -> bool:
-    """Whether it is one of these. O(log n)."""
+    """Whether the number is one of the sorted numbers. O(log n)."""
     index = bisect_left(ascending, number)
     return index < len(ascending) and ascending[index] == number

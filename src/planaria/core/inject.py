@@ -1,23 +1,23 @@
-"""Faults on demand: `KIND[=VALUE]:NODES@ITERATION[.STEP]`, read and written.
+"""Faults on demand: specs `KIND[=VALUE]:NODES@ITERATION[.STEP]`, read and written.
 
     kill:2@5             SIGKILL node 2 when iteration 5 starts
-    kill:2,4@5.reduce    nodes 2 and 4 at once, when the first of them reduces in iteration 5
-    hang=8:1@3           stop node 1 for 8 seconds
-    leader:@4.commit     kill the coordinator; it is no node
-    forkserver:@4        kill the fork server, from which all others are forked; nor is it one
-    kill:0@5.transfer    in the next recovery that begins at or after iteration 5
-    kill:0@~2.5          2.5 seconds after training starts
+    kill:2,4@5.reduce    SIGKILL nodes 2 and 4 when the first of them reduces in iteration 5
+    hang=8:1@3           stop node 1 for 8 seconds when iteration 3 starts
+    leader:@4.commit     kill the coordinator, which is no node
+    forkserver:@4        kill the fork server, from which all others are forked; it is no node
+    kill:0@5.transfer    kill node 0 in the first recovery that begins at or after iteration 5
+    kill:0@~2.5          kill node 0 2.5 seconds after training starts
     flip:2@5             flip a bit of a parameter on node 2 right after the commit of iteration 5
     preempt=5:1@3        tell node 1 that it will be gone after 5 seconds, and kill it then
-    join:2@5             two more nodes come
+    join:2@5             two more nodes join
     slow=2:3@4           from iteration 4 on node 3 takes twice as long; slow=1:3@9 ends that
-    cut=4:2,3@5          the network between nodes 2, 3 and all others is down for 4 seconds
+    cut=4:2,3@5          nodes 2 and 3 have no network to all other nodes for 4 seconds
     store=2:@5           from then on each request to the checkpoint directory takes 2 s longer
-    disk=4:@5            the disk of the coordinator's journal stands still for 4 seconds
+    disk=4:@5            the disk of the coordinator's journal does not answer for 4 seconds
 
-Specs with the same place (and so the same nodes' turn) fire together.
+All specs with the same place take effect together.
 
-Source: DESIGN 7 (SPEC); torchft's failure injection at (rank, step).
+Source: torchft's failure injection at (rank, step).
 """
 
 import math
@@ -27,22 +27,22 @@ from dataclasses import dataclass
 
 from planaria.errors import ConfigError
 
-# Disks, whose requests wait in the processes that make them.
+# Faults of disks: they delay requests in the processes that make them.
 DISKS = ("store", "disk")
-# What stands around the nodes: a fault of one of these names none.
+# Faults around the nodes, whose specs name no nodes.
 AROUND = ("leader", "forkserver", *DISKS)
 KINDS = (
     *("kill", "hang", "stall", "crash", "leader", "flip", "preempt", "join", "slow", "cut"),
     *("forkserver", *DISKS),
 )
-# Of which a VALUE says for how long, and what it is if there is none; 0: for ever.
+# Kinds whose VALUE is a number of seconds, with the default; 0: for ever.
 SECONDS = {"hang": 0.0, "preempt": 30.0, "cut": 0.0, "store": 1.0, "disk": 5.0}
 ITERATION_STEPS = ("start", "forward", "backward", "reduce", "commit", "optimizer")
 RECOVERY_STEPS = ("detect", "decide", "regroup", "transfer", "resume")
 STEPS = (*ITERATION_STEPS, *RECOVERY_STEPS)
-# Steps that the coordinator takes for all; the others each node takes by itself.
+# Steps of the coordinator; all other steps are those of each node.
 COORDINATOR_STEPS = ("detect", "decide")
-# Where a bit is flipped, and nothing else happens: the iteration is applied, but not saved yet.
+# The step of kind flip only: the iteration is applied, but not saved yet.
 AFTER_COMMIT = "applied"
 
 _SPEC = re.compile(
@@ -55,7 +55,11 @@ _FORM = "write KIND[=VALUE]:NODES@ITERATION[.STEP], as in kill:2@5 or kill:2,4@5
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A moment of a job; `at_s` is seconds since training started, -1 where an iteration tells."""
+    """A moment of a job: a step of an iteration, or a time.
+
+    Attributes:
+        at_s: seconds since training started; -1: iteration and step tell the moment.
+    """
 
     iteration: int
     step: str
@@ -68,14 +72,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Injection:
-    """A fault that is to happen.
+    """A fault that is to be injected.
 
     Attributes:
-        nodes: that it strikes; none if what stands around them is struck, or nodes join.
-        value: seconds until a node that hangs goes on, the network is whole again, or a node that
-            was told to leave is killed; how many times as long one that is slow takes; for how long
-            a disk stands still, or each request to the checkpoint directory waits.
-        num_nodes: that join.
+        nodes: nodes that the fault hits; empty for faults around the nodes and for joins.
+        value: meaning by kind. hang, cut, disk: seconds that the fault lasts (0: for ever).
+            preempt: seconds from the notice until the node is killed. slow: factor on the node's
+            seconds. store: seconds that each request to the checkpoint directory takes longer.
+        num_nodes: number of nodes that join; 0 for other kinds.
     """
 
     kind: str
@@ -86,7 +90,7 @@ class Injection:
 
     @property
     def spec(self) -> str:
-        """What says so, as `parse_injection` reads it."""
+        """The SPEC of this injection, as `parse_injection` reads it."""
         place = self.place
         is_usual = self.value == SECONDS.get(self.kind, 0.0)
         value = "" if is_usual else f"={_digits(self.value)}"
@@ -97,15 +101,15 @@ class Injection:
 
 
 def _digits(number: float) -> str:
-    """Without an exponent."""
+    """The number in decimal digits, without an exponent."""
     return f"{number:.9f}".rstrip("0").rstrip(".")
 
 
 def parse_injection(text: str) -> Injection:
-    """What a SPEC says.
+    """The injection that a SPEC describes.
 
     Raises:
-        ConfigError: it is not of the form, or names no such kind or step.
+        ConfigError: the text does not have the form, or names no known kind or step.
     """
     match = _SPEC.fullmatch(text.strip())
     if match is None:
@@ -142,14 +146,17 @@ def parse_injection(text: str) -> Injection:
 
 
 def _join(text: str, nodes: tuple[int, ...], place: Place) -> Injection:
-    """Where others name nodes it says how many."""
+    """The injection of a join, whose SPEC has a number of nodes where others name nodes."""
     if len(nodes) != 1 or nodes == (0,):
         raise ConfigError("--inject", text, "say how many nodes join, as in join:2@5")
     return Injection("join", (), place, num_nodes=nodes[0])
 
 
 def check_injections(injections: Sequence[Injection], *, num_nodes: int) -> None:
-    """Refuses nodes that a job which starts with that many never has.
+    """Refuses injections at nodes that a job never has.
+
+    Args:
+        num_nodes: number of nodes that the job starts with.
 
     Raises:
         ConfigError: a node does not exist.

@@ -1,7 +1,7 @@
 """What a job is: the tables of a job file as frozen records, each key with its default.
 
-`config.py` reads and checks a TOML file into a `JobConfig`; workers get it over the wire. The
-`about` text of each field is what the table of keys in docs/JOB.md prints.
+`job/config.py` reads a TOML file, checks it and makes a `JobConfig`; workers receive it in their
+`NodeSpec`. The table of keys in docs/JOB.md prints the `about` text of each field.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ POLICIES: Final[tuple[PolicyName, ...]] = get_args(PolicyName)
 
 
 def _key(default: Any, about: str) -> Any:
-    """A field with a default and the sentence that documents it."""
+    """A field with a default, and with the sentence that documents it."""
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata={"about": about})
     return field(default=default, metadata={"about": about})
@@ -218,7 +218,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobConfig:
-    """A whole job: model, data and how it trains, survives, saves and is spread."""
+    """A whole job: model, data, training, resilience, checkpoints and cluster."""
 
     name: str = _key("job", "names the job in reports and logs")
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -230,5 +230,5 @@ class JobConfig:
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of the whole job in one iteration."""
+        """Number of microbatches of the whole job in one iteration."""
         return self.training.global_batch_size // self.training.microbatch_size

@@ -1,8 +1,9 @@
 """The messages between workers, agents and the coordinator, each one a frozen msgspec record.
 
-A worker talks to its agent; the agent forwards what its workers say to the coordinator, and
-what the coordinator says to all of its workers. Every message of an epoch carries it, so that
-an older one can be refused. On the wire: JSON with the record's name as its tag.
+A worker talks to its agent. The agent forwards what its workers say to the coordinator, and what
+the coordinator says to all of its workers. Every message that belongs to an epoch carries the
+epoch's number, so that a message of an older epoch can be refused. Messages travel as JSON with the
+record's name as a tag.
 """
 
 from dataclasses import dataclass
@@ -13,19 +14,19 @@ import msgspec
 from planaria.core.copies import CopiesDone, IdleSpans, Label, LayerCopy
 from planaria.core.plan import Plan, Transfer
 
-# The iteration of a StartEpoch that begins when the ranks of the epoch before agree to.
+# The `iteration` of a StartEpoch that begins when the ranks of the epoch before agree to begin it.
 AT_COMMIT: Final = -1
-# The rank of a SaveFailed about the manifest.
+# The `rank` of a SaveFailed that concerns the whole save, such as its manifest.
 BY_PUBLISHER: Final = -1
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
-    """The base of all messages: final subclasses only."""
+    """The base of all messages; subclasses are final."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerFile:
-    """One layer's file in a checkpoint: its name there, its size and the hash of its bytes."""
+    """The file of one layer in a checkpoint: its name there, its size and the hash of its bytes."""
 
     layer: int
     file: str
@@ -34,7 +35,12 @@ class LayerFile:
 
 
 class MeasuredSpan(msgspec.Struct, frozen=True, array_like=True):
-    """A measured span: the action's text, its lane, and its seconds since the iteration began."""
+    """The measured span of one action; start_s and end_s are seconds since the iteration began.
+
+    Attributes:
+        lane: "compute", or "reduce" for reductions, which run beside the others.
+        action: text of the action.
+    """
 
     lane: str
     action: str
@@ -43,10 +49,12 @@ class MeasuredSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NodeArrived(Message, frozen=True, kw_only=True):
-    """An agent has started; `rank` is its first one.
+    """An agent has started.
 
     Attributes:
-        machine: on which it runs. Another node may have run there before, and been lost.
+        rank: first rank of the node.
+        machine: name of the machine that the agent runs on. A node that has been lost may have run
+            there before.
     """
 
     node: int
@@ -66,17 +74,18 @@ class WorkerReady(Message, frozen=True, kw_only=True):
 
 
 class Stopped(Message, frozen=True, kw_only=True):
-    """A rank has left everything of older epochs; what it holds now (DESIGN 4.5 b).
+    """A rank has left all older epochs, and says what it holds now (docs/protocol.md, rule R2).
 
     Attributes:
-        ages: of the layers that are there whole, the number of iterations applied to each.
-        complete: those whose reduced gradients of iteration `age` are complete too, so that the
-            vector of that iteration can be applied.
-        vector: the newest commit vector that the rank holds, of iteration vector_iteration; -1
-            and empty if it has none.
-        hashes: sampled, of the layers' parameters at these ages; empty if none are compared.
-        since: as in StartEpoch, of the newest order that the rank has carried out.
-        copies: of the layers of which the rank keeps copies in memory, the versions that are whole.
+        ages: number of iterations applied to each layer that the rank holds whole, by layer.
+        complete: layers whose reduced gradients of iteration ages[layer] are complete too, so that
+            the vector of that iteration can be applied to them.
+        vector_iteration: iteration of `vector`; -1: the rank has no vector.
+        vector: newest commit vector that the rank holds; empty: none.
+        hashes: hash of a sample of each layer's parameters at these ages, by layer; empty: the job
+            compares none.
+        since: `since` of the newest StartEpoch or SaveLayers that the rank has carried out.
+        copies: versions that the rank keeps whole in memory, by layer.
     """
 
     rank: int
@@ -94,11 +103,11 @@ class EpochReady(Message, frozen=True, kw_only=True):
     """A rank holds its layers of the epoch and its links are up.
 
     Attributes:
-        layers_materialised: by this worker since it started.
-        received_bytes: of state that came from peers for this epoch, as its sockets count them.
-        regroup_s: until its last link stood.
-        scheduled_s: processor seconds that its schedule took.
-        transfer_s: that the layers took after that.
+        layers_materialised: number of layers that this worker has materialised since it started.
+        received_bytes: bytes of state that peers sent for this epoch, counted on the sockets.
+        regroup_s: seconds from when the rank began to enter the epoch until its last link was up.
+        scheduled_s: processor seconds that computing the rank's schedule took.
+        transfer_s: seconds from then until the rank held its layers.
     """
 
     rank: int
@@ -111,22 +120,27 @@ class EpochReady(Message, frozen=True, kw_only=True):
 
 
 class IterationDone(Message, frozen=True, kw_only=True):
-    """A rank has applied an iteration: its age is now iteration + 1.
+    """A rank has applied an iteration; the age of its layers is now iteration + 1.
 
     Attributes:
-        loss: of the global batch, the same on all ranks, as are the samples: they are in the
-            commit vector.
-        seconds: since this rank ended the iteration before.
-        stall_s: of those, spent in copying state for a save, or in waiting for copies in memory.
-        action_s: of those, spent in forwards ("F") and backwards ("B", or "BI" and "BW"); waits and
-            reductions are left out.
-        eager_s: of those, spent in eager forwards of shadowed layers.
-        peak_bytes: most resident memory above that of the worker before it held a layer.
-        tensor_bytes: most bytes of tensors held, of a job that is traced; else 0.
-        ends: this iteration is the last one (the end, target_loss, or a request to stop).
-        switches: it is the last one of this epoch; the rank goes on with the order that it has.
-        received_bytes: of state that came in the iteration, for layers that the rank has silently.
-        copied: what it has meant for copies in memory.
+        loss: loss of the global batch. It is the same on all ranks, as are num_samples and
+            sample_digest, because all of them come from the commit vector.
+        seconds: seconds since this rank ended the iteration before.
+        stall_s: seconds, part of `seconds`, for copying state for a save or waiting for copies in
+            memory.
+        peak_bytes: peak resident memory above the memory of the worker before it held a layer.
+        ends: whether this iteration is the job's last one (all are trained, target_loss is reached,
+            or a rank was asked to stop).
+        tensor_bytes: peak bytes of tensors held if the job is traced; else 0.
+        switches: whether this iteration is the last one of its epoch; the rank then goes on with
+            the order for the next epoch, which it already has.
+        received_bytes: bytes of state that arrived during the iteration for layers that the rank
+            holds silently.
+        copied: progress of the copies in memory during the iteration.
+        action_s: seconds, part of `seconds`, by kind of action: "F" forward, "B" backward, or "BI"
+            and "BW" for the parts of split backwards; waits and reductions are left out.
+        eager_s: seconds, part of `seconds`, for eager forwards of shadowed layers.
+        spans: measured spans of the iteration; empty if the job is not traced.
     """
 
     rank: int
@@ -149,16 +163,16 @@ class IterationDone(Message, frozen=True, kw_only=True):
 
     @property
     def computing_s(self) -> float:
-        """In forwards and backwards together."""
+        """Seconds of all forwards and backwards together, without eager forwards."""
         return sum(self.action_s.values())
 
 
 class Corrupted(Message, frozen=True, kw_only=True):
-    """A rank has left the epoch, for the holders of a layer have different parameters.
+    """A rank has left the epoch because the holders of a layer have different parameters.
 
     Attributes:
-        age: of the parameters.
-        hashes: what this rank has in the layers concerned; empty if it holds none of them.
+        age: number of iterations applied to these parameters.
+        hashes: this rank's hash of each layer concerned, by layer; empty if it holds none of them.
     """
 
     rank: int
@@ -168,8 +182,11 @@ class Corrupted(Message, frozen=True, kw_only=True):
 
 
 class LayersSaved(Message, frozen=True, kw_only=True):
-    """A rank has written these of the layers that it owns, more each time that it says so;
-    iteration counts the committed ones."""
+    """A rank has written these of the layers that it owns; each further message names all so far.
+
+    Attributes:
+        iteration: number of iterations that are committed in the saved state.
+    """
 
     rank: int
     epoch: int
@@ -178,10 +195,11 @@ class LayersSaved(Message, frozen=True, kw_only=True):
 
 
 class SaveFailed(Message, frozen=True, kw_only=True):
-    """A rank could not write its layers, or has not tried to.
+    """A rank could not write its layers, or the save of a whole version failed or was skipped.
 
     Attributes:
-        is_skipped: a save before was still under way.
+        rank: rank that failed; BY_PUBLISHER: the failure is that of the whole save.
+        is_skipped: whether the save was not attempted because other saves were still under way.
     """
 
     rank: int
@@ -192,11 +210,12 @@ class SaveFailed(Message, frozen=True, kw_only=True):
 
 
 class CopySpoilt(Message, frozen=True, kw_only=True):
-    """A rank has left the epoch, for state that it was to read is not what was written.
+    """A rank has left the epoch because it could not read saved state as it was written.
 
     Attributes:
-        source: the version of the disk tier; "" for a copy in memory, which is dropped.
-        is_damaged: otherwise its storage refuses to give it.
+        source: version of the disk tier; "": a copy in memory, which is dropped.
+        is_damaged: whether the state read differs from what was written; otherwise the storage
+            refused to give it.
     """
 
     rank: int
@@ -207,14 +226,14 @@ class CopySpoilt(Message, frozen=True, kw_only=True):
 
 
 class CopiesFailed(Message, frozen=True, kw_only=True):
-    """A rank could not keep, or give, all of a version of the copies in memory; it trains on."""
+    """A rank could not keep or send a version of the copies in memory; it goes on training."""
 
     rank: int
     epoch: int
     reason: str
 
 
-# Whose fault an exception is: the job's own, its node's, or the node's for want of memory.
+# What is to blame for an exception: the job itself, the node, or the node for lack of memory.
 Blame = Literal["job", "node", "memory"]
 
 
@@ -222,9 +241,9 @@ class Raised(msgspec.Struct, frozen=True, kw_only=True):
     """What went wrong in a worker, and where.
 
     Attributes:
-        error: the type of an exception, or the signal or status that the process ended with.
-        message: of the exception, one line.
-        first_layer, end_layer: the layers that the rank was computing; both 0 if it was not.
+        error: type of the exception, or the signal or status that the process ended with.
+        message: message of the exception, on one line.
+        first_layer, end_layer: range of layers that the rank was computing; both 0: none.
     """
 
     error: str
@@ -233,20 +252,23 @@ class Raised(msgspec.Struct, frozen=True, kw_only=True):
     end_layer: int = 0
 
     def is_like(self, other: "Raised") -> bool:
-        """Whether it is the same error at the same layer, however pipelines are cut there."""
+        """Whether both errors have the same type and their ranges of layers overlap or are both
+        empty."""
         both = max(self.first_layer, other.first_layer), min(self.end_layer, other.end_layer)
         is_nowhere = not self.end_layer and not other.end_layer
         return self.error == other.error and (both[0] < both[1] or is_nowhere)
 
 
 class WorkerFailed(Message, frozen=True, kw_only=True):
-    """The code in a worker raised; the worker has left its epoch, and keeps what it holds.
+    """The code in a worker raised; the worker has left its epoch and keeps what it holds.
 
     Attributes:
-        epoch: that it has left, -1 where it raised before it had reported; then it holds nothing,
-            and unless the job is to blame its process ends.
-        mistake: (field, value, remedy) of a ConfigError, the value as JSON.
-        has_diverged: what led to it is suspect: there is nothing to be saved.
+        epoch: epoch that the worker has left; -1: it raised before it had reported. Then it holds
+            nothing, and its process ends unless the job is to blame.
+        mistake: (field, value, remedy) of a ConfigError, the value as JSON; None: another
+            exception.
+        has_diverged: whether training diverged; then the parameters are suspect, and nothing is
+            saved.
     """
 
     node: int
@@ -261,13 +283,13 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
 
 
 class WorkerExited(Message, frozen=True, kw_only=True):
-    """A worker's process is gone, and a new one is forked in its place.
+    """A worker's process has ended, and its agent has forked a new one in its place.
 
     Attributes:
-        status: of its exit, negative for a signal.
-        stalled: the agent killed it, because it made no progress.
-        stack: where its threads stood, if that could be told.
-        layers: first and end of those that it was computing, both 0 if it was not.
+        status: exit status of the process; negative: the signal that ended it.
+        stalled: whether the agent killed the process because it made no progress.
+        stack: stacks of its threads, if they could be read; else "".
+        layers: first and end of the layers that it was computing; both 0: none.
     """
 
     node: int
@@ -289,10 +311,11 @@ class PeerUnreachable(Message, frozen=True, kw_only=True):
 
 
 class NoticeTaken(Message, frozen=True, kw_only=True):
-    """A node is going to be taken away; some process of it, of this rank, was told so.
+    """A process of a node was told that the node is going to be taken away.
 
     Attributes:
-        after_s: it will be gone then, counted from when this is said.
+        rank: rank of that process, or the node's first rank if it was the agent.
+        after_s: seconds from this message until the node is gone.
     """
 
     node: int
@@ -301,7 +324,11 @@ class NoticeTaken(Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """A node lives; `sent_s` is by its own clock and comes back to it."""
+    """A node is alive.
+
+    Attributes:
+        sent_s: time of sending by the node's own clock; the coordinator sends it back.
+    """
 
     node: int
     sent_s: float
@@ -319,36 +346,36 @@ class StopRequested(Message, frozen=True, kw_only=True):
 
 
 class DrainRequested(Message, frozen=True, kw_only=True):
-    """The user asks that the job go on without a node."""
+    """The user asks that the job go on without this node."""
 
     node: int
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """The first word of a coordinator on a connection; one of an older term is not obeyed."""
+    """The first message of a coordinator on a connection; agents refuse one of an older term."""
 
     term: int
 
 
 class HeartbeatTaken(Message, frozen=True, kw_only=True):
-    """A heartbeat has renewed the node's lease."""
+    """A heartbeat has renewed the node's lease; `sent_s` is that of the heartbeat."""
 
     sent_s: float
 
 
 class Acknowledged(Message, frozen=True, kw_only=True):
-    """Iterations before this number are recorded; nobody asks for their reports again."""
+    """The iterations before num_committed are on record; their reports are not needed any more."""
 
     num_committed: int
 
 
 class Abort(Message, frozen=True, kw_only=True):
-    """Leave all that is of an older epoch, finish a step that has begun, then answer `Stopped`.
+    """Leave all older epochs, finish an optimizer step that has begun, then answer `Stopped`.
 
     Attributes:
-        nodes: the members of the epoch, which are on record. Any other node is dead for good.
-        replaced: by rank the process that is not to answer but to end: its code raised, and others
-            hold its layers. A new one answers in its place.
+        nodes: members of the epoch, which are on record. Any other node is out of the job for good.
+        replaced: pid, by rank, of a process that must end instead of answering, because its code
+            raised and others hold its layers. A new process answers in its place.
     """
 
     epoch: int
@@ -357,30 +384,31 @@ class Abort(Message, frozen=True, kw_only=True):
 
 
 class StartEpoch(Message, frozen=True, kw_only=True):
-    """Form the links and hold the layers of a plan, then train from an iteration on.
+    """Connect to the peers and get the layers that a plan assigns, then train from an iteration on.
 
     Attributes:
-        addresses: where each rank's worker listens.
-        iteration: the first to run; all layers have this age then. AT_COMMIT: the one after the
-            commit at which all ranks of the epoch before ask for this one; whoever has no part
-            in that one begins at once.
-        vector: of iteration - 1, to be applied first by whoever has not; empty before the first
-            iteration of a run, or after the job went back to a save. Gradients of any other
+        addresses: host and port at which each rank's worker listens, by rank.
+        iteration: first iteration to run; every layer has this age when it begins. AT_COMMIT: the
+            iteration after the commit at which all ranks of the epoch before have voted for this
+            epoch; a rank that has no part in that epoch begins at once.
+        vector: commit vector of iteration - 1, which a rank applies first if it has not; empty
+            before the first iteration of a run, or after the job went back. Gradients of any other
             iteration are dropped.
-        source: where there is no vector, the version of the disk tier in which all layers are, ""
-            if the seed or given weights tell them.
-        rounds: of transfers of the layers that a rank lacks; those of the silent ones arrive while
-            training goes on.
-        persists: save to disk before the first iteration, or after the first commit at which no
-            rank is writing another save.
-        since: the epoch in which the job last went back, to a save or to copies in memory, -1 if
-            never. What a rank has from before that counts no more, and is dropped.
-        copies: who keeps which in memory, besides what the plan gives to each.
-        copied: the copies in memory from which all go on where there is no vector; None: from a
-            save, or from the start.
-        kept: the newest version of the copies in memory that is there of all layers, and is to be
-            kept until the next one is complete; None: the one that the rank knows, if any.
-        idle: when copies may go, as predicted; none: as ranks find out in iterations without.
+        source: version of the disk tier that holds all layers, for a start without a vector; "":
+            layers are made from the seed or the given weights.
+        rounds: rounds of transfers of the layers that ranks lack. Layers that a rank is to hold
+            silently arrive while training goes on.
+        persists: whether all ranks save to disk before the first iteration, or, if a rank is still
+            writing another save, after the first commit at which none is.
+        since: epoch in which the job last went back, to a save or to copies in memory; -1: never. A
+            rank drops what it holds from before that.
+        copies: copies in memory beyond what the plan assigns: which ranks keep which layers.
+        copied: version of the copies in memory to start from where there is no vector; None: the
+            job starts from a save or from its beginning.
+        kept: newest version of the copies in memory that exists of all layers, to be kept until the
+            next one is complete; None: the version that the rank itself knows, if any.
+        idle: predicted spans in which copies may be sent; empty: ranks first measure them in
+            iterations without copies.
     """
 
     epoch: int
@@ -399,11 +427,12 @@ class StartEpoch(Message, frozen=True, kw_only=True):
 
 
 class SaveLayers(Message, frozen=True, kw_only=True):
-    """Save the layers to disk, and train no more.
+    """Save the layers to disk, and end training.
 
     Attributes:
-        layers: that each rank writes.
-        vector, since, copied: as in StartEpoch.
+        iteration: age of the saved layers.
+        layers: layers that each rank writes, by rank.
+        vector, since, copied: the same as in StartEpoch.
     """
 
     epoch: int
@@ -415,10 +444,10 @@ class SaveLayers(Message, frozen=True, kw_only=True):
 
 
 class Shutdown(Message, frozen=True, kw_only=True):
-    """The job is over; leave."""
+    """The job is over; end the process."""
 
 
-# What workers and their agent say about what is; the coordinator notes it.
+# What workers and their agent report to the coordinator as facts.
 Fact = (
     NodeArrived
     | NoticeTaken

@@ -1,11 +1,12 @@
 """The vocabulary of planning: profiles, stages, templates, pipelines, routes and plans.
 
 A `PipelineTemplate` cuts the model into stages for a number of nodes (Oobleck, section 3.1). A
-`Pipeline` is a template bound to nodes. A `Route` is the path of one microbatch: hops that
-together cover the model exactly once. A plain pipeline is the route along its own stages.
+`Pipeline` is a template bound to nodes. A `Route` is the path of one microbatch: a sequence of hops
+that together cover each layer of the model exactly once. In a plan without detours, each microbatch
+takes the route along the stages of its own pipeline.
 
-Ranks: the rank of device d of node n is n * devices_per_node + d. It is the same in every
-epoch, so a rank means one device for the life of a job.
+Ranks: the rank of device d of node n is n * devices_per_node + d. It is the same in every epoch, so
+a rank names one device for the whole life of a job.
 """
 
 from collections.abc import Mapping
@@ -14,18 +15,18 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Final, NamedTuple
 
-NUM_CHUNKS: Final = 64  # Of a layer's state, which several holders may send.
+NUM_CHUNKS: Final = 64  # A layer's state is cut into so many, so that several holders can send it.
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The cost of one kind of link: latency_s + bytes / bandwidth_bytes_per_s."""
+    """The cost of one kind of link: sending takes latency_s + bytes / bandwidth_bytes_per_s."""
 
     latency_s: float
     bandwidth_bytes_per_s: float
 
     def seconds(self, num_bytes: int) -> float:
-        """The time in which num_bytes arrive, sent over an idle link."""
+        """The time from sending num_bytes over an idle link until all of them have arrived."""
         return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
 
 
@@ -34,15 +35,16 @@ class LayerProfile:
     """What one layer costs for one microbatch.
 
     Attributes:
-        forward_s: seconds by number of devices; its keys are the counts that the layer supports.
-        backward_input_s: seconds of the gradient of the input alone, same keys.
-        backward_weight_s: seconds that the gradient of the weights adds, same keys.
-        parameter_bytes: of the layer's parameters.
-        optimizer_bytes: of their optimizer state.
-        activation_bytes: kept from forward to backward.
-        output_bytes: sent to the next layer.
-        update_s: seconds that an iteration takes for it beside microbatches, as its optimizer step;
-            same keys, or empty if nobody has measured it.
+        forward_s: seconds of the forward, by number of devices; the keys are the device counts that
+            the layer supports.
+        backward_input_s: seconds of the backward for the gradient of the input alone, same keys.
+        backward_weight_s: additional seconds for the gradients of the weights, same keys.
+        parameter_bytes: size of the layer's parameters.
+        optimizer_bytes: size of the optimizer state of these parameters.
+        activation_bytes: size of what the layer keeps from the forward to the backward.
+        output_bytes: size of what the layer sends to the next layer.
+        update_s: seconds that the layer takes once per iteration, such as its optimizer step; same
+            keys, or empty if nobody has measured it.
     """
 
     name: str
@@ -56,13 +58,17 @@ class LayerProfile:
     update_s: Mapping[int, float] = field(default_factory=dict)
 
     def backward_s(self, num_devices: int) -> float:
-        """Seconds of the whole backward: input and weight."""
+        """Seconds of the whole backward: gradients of the input and of the weights."""
         return self.backward_input_s[num_devices] + self.backward_weight_s[num_devices]
 
 
 @dataclass(frozen=True, slots=True)
 class TiedParameters:
-    """One parameter that several layers use (tied embeddings), `layers` in order of first use."""
+    """One parameter that several layers use (tied embeddings).
+
+    Attributes:
+        layers: the layers that use it, in order of first use.
+    """
 
     layers: tuple[int, ...]
     parameter_bytes: int
@@ -70,11 +76,12 @@ class TiedParameters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
-    """A model's layers and the links of the cluster, as measured or as modelled.
+    """The costs of a model's layers and of the cluster's links, measured or modelled.
 
     Attributes:
-        links: by kind: "intra_node", "inter_node", and where measured "device_to_host".
-        device_memory_bytes: what a device may hold; 0 if unlimited.
+        links: costs by kind of link: "intra_node", "inter_node", and where measured
+            "device_to_host".
+        device_memory_bytes: memory that one device may use; 0: unlimited.
     """
 
     model: str
@@ -90,11 +97,12 @@ class ModelProfile:
 
 @dataclass(frozen=True, slots=True, order=True)
 class NodeKind:
-    """What sets a node apart from those that the profile was measured on.
+    """How a node differs from the nodes that the profile was measured on.
 
     Attributes:
-        speed: its devices take 1 / speed times the profile's seconds.
-        device_memory_bytes: what each of them may hold; 0 if as the profile says.
+        speed: relative speed of the node's devices; they take 1 / speed times the profile's
+            seconds.
+        device_memory_bytes: memory that each of its devices may use; 0: as the profile says.
     """
 
     speed: float = 1.0
@@ -115,7 +123,8 @@ class PipelineTemplate:
     """How a pipeline of num_nodes nodes cuts the model (Oobleck, section 3.1).
 
     Attributes:
-        kinds: of its nodes, in order; empty if all are as the profile says.
+        kinds: kind of each node of the pipeline, in order; empty: all nodes are as the profile
+            says.
     """
 
     stages: tuple[Stage, ...]
@@ -131,18 +140,18 @@ class PipelineTemplate:
 
     @property
     def node_kinds(self) -> tuple[NodeKind, ...]:
-        """Of its nodes, in order."""
+        """The kind of each node, in order; never empty."""
         return self.kinds or (NodeKind(),) * self.num_nodes
 
     def stage_kinds(self) -> tuple[NodeKind, ...]:
-        """By stage, that of its node."""
+        """The kind of the node that each stage is on, by stage."""
         devices = accumulate((stage.num_devices for stage in self.stages[:-1]), initial=0)
         return tuple(self.node_kinds[device // self.devices_per_node] for device in devices)
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A template bound to nodes; stages take the nodes' devices in order."""
+    """A template bound to nodes; the stages take the devices of the nodes in order."""
 
     template: PipelineTemplate
     nodes: tuple[int, ...]
@@ -152,11 +161,11 @@ class Pipeline:
         assert len(set(self.nodes)) == len(self.nodes)
 
     def stage_ranks(self, stage_index: int) -> tuple[int, ...]:
-        """The ranks of one stage, the one that its hops name first."""
+        """The ranks of one stage; the first one is the rank that hops through this stage name."""
         return self.ranks_by_stage()[stage_index]
 
     def ranks_by_stage(self) -> tuple[tuple[int, ...], ...]:
-        """As `stage_ranks`, of all stages."""
+        """The ranks of each stage, by stage; see `stage_ranks`."""
         per_node = self.template.devices_per_node
         ranks = [node * per_node + device for node in self.nodes for device in range(per_node)]
         ends = accumulate(stage.num_devices for stage in self.template.stages)
@@ -175,7 +184,7 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Hop:
-    """One visit of a microbatch: `rank` computes layers [first_layer, end_layer)."""
+    """One part of a route: `rank` computes layers [first_layer, end_layer) of the microbatch."""
 
     rank: int
     first_layer: int
@@ -189,9 +198,10 @@ class Ticks(NamedTuple):
     """What a stage takes in the virtual time of a schedule (schedule/routed.py), in any unit.
 
     Attributes:
-        forward: of all its layers.
-        backward_input, backward_weight: the parts of their backward.
-        arrival: of its input, from the rank before; the gradient that goes back takes as long.
+        forward: ticks of the forward of all layers of the stage.
+        backward_input, backward_weight: ticks of the two parts of the backward of all these layers.
+        arrival: ticks until the stage's input has arrived from the rank before; the gradient that
+            goes back takes as long.
     """
 
     forward: int
@@ -205,18 +215,23 @@ class Plan:
     """Who computes what: pipelines, and the route of every microbatch of an iteration.
 
     Attributes:
-        epoch: rises by one with each membership record; older ones are fenced off.
-        routes: one per microbatch of the job, indexed by microbatch.
-        silent: layers that a rank takes part in reducing and steps like their holders, but does
-            not compute: it is about to need them (DESIGN 5, joins).
-        gone: nodes of the pipelines that are no more, ascending. Their places are empty, and
-            routes go around them.
-        in_flight: by rank, how many microbatches it may keep in flight at most, where that is not
-            as many as the schedule would (schedule/routed.py).
-        splits_backward: whether gradients of weights are put off into bubbles.
-        ticks: of the stage of each rank; empty if the stages of a pipeline count as equal.
-        shadows: layers that a rank holds besides, reduces and steps like their holders, to compute
-            them once the node that does is lost; their forwards it computes ahead of that.
+        epoch: number that rises with each membership record; what belongs to an older epoch is
+            refused.
+        routes: one route per microbatch of the job, indexed by microbatch.
+        silent: layers that a rank holds silently, by rank: it takes part in their reductions and
+            steps them as their holders do, but does not compute them, because a later plan will
+            give them to it (docs/protocol.md, Changing members without a loss).
+        gone: nodes of the pipelines that are lost, ascending. Their positions in the pipelines stay
+            empty, and routes go around them.
+        in_flight: upper bound on the microbatches that a rank keeps in flight, by rank; a rank
+            without an entry has the bound of the schedule (schedule/routed.py).
+        splits_backward: whether backwards are split, so that gradients of weights can be computed
+            later, in pipeline bubbles.
+        ticks: virtual time of the stage of each rank, by rank; empty: all stages of a pipeline
+            count as equal.
+        shadows: layers that a rank holds in addition to its own, by rank. It reduces and steps them
+            as their holders do, and computes their forwards ahead of time, so that it can compute
+            them when the node that computes them is lost.
     """
 
     epoch: int
@@ -231,7 +246,7 @@ class Plan:
 
     @cached_property
     def nodes(self) -> tuple[int, ...]:
-        """The nodes that have a place, ascending."""
+        """The nodes of all pipelines without those that are gone, ascending."""
         return tuple(
             sorted(
                 node
@@ -248,7 +263,7 @@ class Plan:
 
     @cached_property
     def all_ranks(self) -> tuple[int, ...]:
-        """The ranks that compute or are silent, ascending: whoever takes part in a commit."""
+        """The ranks that take part in a commit, ascending: they compute or hold layers silently."""
         return tuple(sorted({*self.layers_by_rank, *self.silent}))
 
     @property
@@ -257,10 +272,10 @@ class Plan:
 
     @cached_property
     def layers_by_rank(self) -> Mapping[int, range]:
-        """For every rank that computes the layers whose parameters it holds for that."""
+        """The layers that each rank computes, by rank; the rank holds their parameters."""
         empty = {
             node * pipeline.template.devices_per_node + device
-            for pipeline in self.pipelines[:1]  # All have as many.
+            for pipeline in self.pipelines[:1]  # All pipelines have the same number.
             for node in self.gone
             for device in range(pipeline.template.devices_per_node)
         }
@@ -276,7 +291,7 @@ class Plan:
 
     @cached_property
     def slow_nodes(self) -> Mapping[int, float]:
-        """The speeds of nodes that differ from those that the profile was measured on."""
+        """The speed of each node whose speed is not 1, by node."""
         return {
             node: kind.speed
             for pipeline in self.pipelines
@@ -286,7 +301,7 @@ class Plan:
 
     @cached_property
     def held_by_rank(self) -> Mapping[int, frozenset[int]]:
-        """As `layers_by_rank`, of all ranks, with their shadows and what they have silently."""
+        """All layers that each rank holds, by rank: to compute them, as shadows, or silently."""
         parts = (self.layers_by_rank, self.shadows, self.silent)
         return {
             rank: frozenset(layer for part in parts for layer in part.get(rank, ()))
@@ -300,12 +315,13 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Transfer:
-    """Chunks of the state of one layer, parameters and optimizer state, from rank to rank.
+    """Chunks of the state of one layer (parameters and optimizer state) that one rank sends
+    another.
 
     Attributes:
-        num_bytes: of these chunks, as far as the profile knows.
-        first_chunk, end_chunk: of NUM_CHUNKS of equal size into which the state is cut, its
-            tensors' bytes end to end.
+        num_bytes: size of these chunks as the profile predicts it.
+        first_chunk, end_chunk: range [first_chunk, end_chunk) of chunks. The bytes of all tensors
+            of the state, one after the other, are cut into NUM_CHUNKS chunks of equal size.
     """
 
     layer: int
@@ -318,18 +334,19 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
-    """One way from a plan to the next, with its price.
+    """One possible change from a plan to the next one, with its price.
 
     Attributes:
-        rounds: transfers that run at the same time, round after round.
-        downtime_s: predicted, from the decision to the first forward of the next plan.
-        iteration_s: predicted, of an iteration of the next plan.
-        redone_samples: that the job had already computed and computes again.
-        policy: that proposes it.
-        answer: how the policy would do it, such as "borrow" or "global".
-        then: what the job may change to at commits, while it trains by `after`; its downtime is for
-            how long layers move.
-        goes_back: all ranks drop what they hold, and go on from the newest save on disk.
+        rounds: transfers in rounds, which follow one another; those of one round run at the same
+            time.
+        downtime_s: predicted seconds from the decision to the first forward of the next plan.
+        iteration_s: predicted seconds of an iteration of the next plan.
+        redone_samples: number of samples that the job has already computed and computes again.
+        policy: name of the policy that proposes the transition.
+        answer: name of the method that the policy would use, such as "borrow" or "global".
+        then: transition that the job may make later, at commits, while it trains by `after`; None:
+            no other plan follows. Its downtime_s is the time during which layers move.
+        goes_back: whether all ranks drop what they hold and go on from the newest save.
     """
 
     before: Plan
@@ -345,14 +362,15 @@ class Transition:
 
     def __post_init__(self) -> None:
         assert self.after.epoch > self.before.epoch
-        # The global batch never changes, whoever is left to compute it.
+        # The global batch never changes, however few ranks are left to compute it.
         assert len(self.after.routes) == len(self.before.routes)
 
 
 def plain_plan(epoch: int, pipelines: tuple[Pipeline, ...], microbatches: tuple[int, ...]) -> Plan:
-    """The plan in which pipeline p takes microbatches[p] microbatches, in order, on its own route.
+    """The plan in which pipeline p takes the next microbatches[p] microbatches along its own
+    stages.
 
-    Which microbatch is made of which samples does not depend on this (DESIGN 4.1).
+    Which samples a microbatch consists of does not depend on the plan (docs/protocol.md, rule C1).
     """
     assert len(pipelines) == len(microbatches)
     routes = tuple(
@@ -364,7 +382,7 @@ def plain_plan(epoch: int, pipelines: tuple[Pipeline, ...], microbatches: tuple[
 
 
 def scaled(profile: ModelProfile, time_scale: float) -> ModelProfile:
-    """The profile with all its seconds multiplied: those of its layers, and of bytes on links."""
+    """The profile with all seconds multiplied by time_scale: those of layers and those of links."""
 
     def times(seconds: Mapping[int, float]) -> dict[int, float]:
         return {count: value * time_scale for count, value in seconds.items()}
@@ -387,7 +405,7 @@ def scaled(profile: ModelProfile, time_scale: float) -> ModelProfile:
 
 
 def on_one_device(profile: ModelProfile) -> ModelProfile:
-    """The profile without what its layers cost on several devices."""
+    """The profile with the costs for one device per layer only."""
     layers = tuple(
         replace(
             layer,

@@ -1,4 +1,4 @@
-"""Profiles as JSON, version 1 (DESIGN 7), to and from `ModelProfile`."""
+"""Conversion of `ModelProfile` to and from JSON, version 1."""
 
 import msgspec
 
@@ -9,7 +9,7 @@ VERSION = 1
 
 
 def encode_profile(profile: ModelProfile) -> bytes:
-    """The profile as indented JSON, without what nobody has measured."""
+    """The profile as indented JSON, without values that nobody has measured."""
     fields = msgspec.to_builtins(profile, str_keys=True)
     for layer in fields["layers"]:
         if not layer["update_s"]:

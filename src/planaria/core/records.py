@@ -1,10 +1,9 @@
-"""What the coordinator writes down before it tells anyone, and what it tells its launcher.
+"""What the coordinator records before it tells anyone, and what it tells its launcher.
 
-Records are in the store of coordination, one of each kind an epoch; a coordinator that is
-restarted goes on from them alone. They are compressed: a plan has a route per microbatch. One that
-is still too large for one value of the store is in pieces, and `Pieces` stands for it.
-
-Source: DESIGN 4.5 and 6 (Coordination).
+Records are kept in the coordination store, one of each kind per epoch; a coordinator that is
+restarted goes on from them alone (docs/protocol.md). Records are compressed, because a plan has a
+route per microbatch. A record that is still too large for one value of the store is cut into
+pieces, and a `Pieces` value stands for it.
 """
 
 import zlib
@@ -30,16 +29,16 @@ from planaria.core.plan import Plan
 
 
 class Members(msgspec.Struct, frozen=True, kw_only=True):
-    """Who belongs to an epoch.
+    """The record of the nodes that belong to an epoch.
 
     Attributes:
-        gone: whoever was a member and is not: dead for good.
-        is_planned: the epoch begins at a commit of the one before, or never; no decision is
-            recorded before it has.
-        failures: of machines, how many and when the last one was.
-        history: of failures of the job.
-        findings: of the job's seconds.
+        gone: nodes that were members once and are not any more; they are out of the job for good.
+        is_planned: whether the epoch begins at a commit of the epoch before it, or never begins; it
+            has no decision on record until it has begun.
         spoilt: versions of the disk tier that could not be read.
+        failures: number of failures and time of the last one, by machine.
+        history: how often the job has failed.
+        findings: how far the job's seconds and bytes are from its profile.
     """
 
     epoch: int
@@ -54,13 +53,14 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """Where what the job has trained begins: its start, or the state that all went back to last.
+    """The state that all iterations are built on: the job's start, or what all ranks last went back
+    to.
 
     Attributes:
-        iteration: the first to run from there.
-        source: the version of the disk tier with all layers, "" for the seed or given weights.
-        epoch: in which all went back to it; -1 for the start.
-        copied: the version of the copies in memory that all went back to, if it was one.
+        iteration: first iteration to run from there.
+        source: version of the disk tier that holds all layers; "": the seed or the given weights.
+        epoch: epoch in which all went back to this state; -1: the job's start.
+        copied: version of the copies in memory that all went back to; None: not to copies.
     """
 
     iteration: int = 0
@@ -70,17 +70,20 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Where all go on: COMMIT of iteration - 1, which is REDO of iteration, or back at a save.
+    """Where all ranks go on: COMMIT of iteration - 1, which is also REDO of iteration, or going
+    back.
 
-    The ranks do the same in the first two: whoever has not applied iteration - 1 does so, by its
-    vector, and gradients of later iterations are dropped. Back at a save, all drop what they have.
+    For the ranks COMMIT and REDO are the same: each rank that has not applied iteration - 1 applies
+    it by its vector, and drops the gradients of later iterations. If the job goes back, all ranks
+    drop what they hold.
 
     Attributes:
-        iteration: the next to run.
-        vector: of iteration - 1; empty where the iteration is the origin's.
-        is_redo: every member had applied iteration - 1, so what they had begun is lost.
-        origin: on which the iterations before are built. It is of this epoch if all go back in it;
-            later outcomes inherit it.
+        iteration: next iteration to run.
+        vector: commit vector of iteration - 1; empty if `iteration` is the origin's.
+        is_redo: whether every member had applied iteration - 1, so that what they had computed of
+            the next iteration is lost.
+        origin: state that the iterations before this one are built on. It has this epoch if all go
+            back in it; later outcomes inherit it.
     """
 
     epoch: int
@@ -91,13 +94,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What the members of an epoch do; addresses are filled in when it is told.
+    """What the members of an epoch do; addresses are filled in when the members are told.
 
     Attributes:
-        predicted_s: of an iteration.
-        ending: of the job once the layers are saved; "" if it goes on.
-        reason: for that ending.
-        failure: that ends the job, if it is one.
+        predicted_s: predicted seconds of an iteration.
+        ending: how the job ends once the layers are saved; "": it goes on.
+        reason: why the job ends so; "" if it goes on.
+        failure: failure that ends the job; None: none does.
     """
 
     order: StartEpoch | SaveLayers
@@ -108,10 +111,15 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the job has come; `ends` if the last of these iterations was the job's last.
+    """How far the job has come.
 
-    `stop_reason` says why it had to stop before its end, "" if it had not. `since` is the epoch in
-    which the job last went back to a save, as in StartEpoch. `findings` are those in `epoch`.
+    Attributes:
+        num_committed: number of committed iterations.
+        ends: whether the last one of these iterations was the job's last.
+        stop_reason: why the job had to stop before its end; "": it had not.
+        since: epoch in which the job last went back; -1: never, as in StartEpoch.
+        epoch: epoch that the findings are of.
+        findings: how far seconds and bytes are from the profile.
     """
 
     num_committed: int
@@ -127,44 +135,46 @@ _Record = TypeVar("_Record", Members, Outcome, Decision, Progress)
 
 
 def encode_record(record: Record) -> bytes:
-    """The record as the store keeps it."""
+    """The record in the form in which the store keeps it."""
     return zlib.compress(msgspec.json.encode(record), level=1)
 
 
 def decode_record(data: bytes, kind: type[_Record]) -> _Record:
-    """What `encode_record` encoded."""
+    """The record that `encode_record` encoded."""
     return msgspec.json.decode(zlib.decompress(data), type=kind)
 
 
 class Pieces(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands for a record that is in `num` pieces, which a leader of this term has written."""
+    """The value that stands for a record which a leader of this term has written in `num`
+    pieces."""
 
     term: int
     num: int
 
 
 def encode_pieces(pieces: Pieces) -> bytes:
-    """What stands for a record, as the store keeps it."""
+    """The value that stands for a record, in the form in which the store keeps it."""
     return msgspec.json.encode(pieces)
 
 
 def decode_pieces(data: bytes) -> Pieces | None:
-    """What `encode_pieces` encoded; None if it is a record itself, which is compressed."""
+    """What `encode_pieces` encoded; None if the data is a record itself, which is compressed."""
     return msgspec.json.decode(data, type=Pieces) if data.startswith(b"{") else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """An answer that was proposed.
+    """A transition that a policy proposed, with its prices.
 
     Attributes:
-        iteration_s, downtime_s: predicted, as of a `Transition`.
-        moving_s: for how long layers move besides while training goes on.
-        pause_s: of all switches to the plan that follows an answer to a loss.
-        then_s: of an iteration by that plan; 0 if none follows.
-        samples_at_risk: that the next failure makes the job train again, on average, because a last
-            copy of some layer is lost with it.
-        score: in samples a second; the highest is taken.
+        iteration_s: predicted seconds of an iteration, as in `Transition`.
+        downtime_s: predicted seconds of downtime, as in `Transition`.
+        moving_s: predicted seconds during which layers move while training goes on.
+        pause_s: predicted seconds of all switches to the plan that follows an answer to a loss.
+        then_s: predicted seconds of an iteration by that plan; 0: no plan follows.
+        samples_at_risk: average number of samples that the next failure makes the job train again,
+            because the last copy of some layer is lost with it.
+        score: expected samples per second; the candidate with the highest score is taken.
     """
 
     policy: str
@@ -179,12 +189,15 @@ class Candidate:
 
 
 class Recovering(Message, frozen=True, kw_only=True):
-    """Nodes or workers were lost, and the others are about to answer.
+    """Nodes or workers were lost, and the coordinator asks the others to leave the epoch and
+    answer.
 
     Attributes:
-        lost_s: when the coordinator noticed it.
-        is_forking: all wait for a worker that is forked anew; `Forked` tells when it is there.
-        raised: what raised in a worker, if that was it.
+        nodes: nodes that were lost, or whose workers were.
+        lost_s: when the coordinator noticed the loss.
+        is_forking: whether all wait for a worker that is being forked; `Forked` follows once it has
+            reported.
+        raised: what raised in a worker, if that is the loss.
     """
 
     epoch: int
@@ -198,16 +211,16 @@ class Recovering(Message, frozen=True, kw_only=True):
 
 
 class Forked(Message, frozen=True, kw_only=True):
-    """Every worker that was forked anew has reported."""
+    """Every newly forked worker has reported."""
 
     now_s: float
 
 
 class AwaitingMachine(Message, frozen=True, kw_only=True):
-    """Too few nodes are left to go on, so all wait for a machine that is asked for.
+    """Too few nodes are left to go on, so all wait for a machine that was asked for.
 
     Attributes:
-        text: what is waited for, and how long at most.
+        text: what is waited for, and for how long at most.
     """
 
     text: str
@@ -215,10 +228,10 @@ class AwaitingMachine(Message, frozen=True, kw_only=True):
 
 
 class AwaitingSaves(Message, frozen=True, kw_only=True):
-    """What is saved decides how the job goes on, and the disk has yet to say.
+    """The saves decide how the job goes on, and the disk has not answered yet which there are.
 
     Attributes:
-        text: what is waited for, and how long at most.
+        text: what is waited for, and for how long at most.
     """
 
     text: str
@@ -226,18 +239,22 @@ class AwaitingSaves(Message, frozen=True, kw_only=True):
 
 
 class Decided(Message, frozen=True, kw_only=True):
-    """How the job goes on; `plan` may leave nodes out only if there is no work for them.
+    """How the job goes on after a loss; nodes that `plan` leaves out have no work.
 
     Attributes:
-        predicted_transfer_s: of the downtime, what moving layers is to take.
-        noticed_s: when the loss was, since when the recovery lasts.
-        predicted_recovery_s: until every rank goes on; at least predicted_recovery_s_min, at most
-            predicted_recovery_s_max.
-        joined: nodes that had waited to be members.
-        source: the version of the disk tier that all go back to; "" if live layers serve, or none
-            was saved.
-        copied: of the iteration whose copies in memory all go back to, -1 for none.
-        time_to_failure_s: mean time to the next failure, as the candidates are weighed by it.
+        predicted_s: predicted seconds of an iteration.
+        predicted_transfer_s: predicted seconds of the downtime in which layers move.
+        detected_s: when all members had answered.
+        noticed_s: when the coordinator noticed the loss; the recovery is counted from then.
+        predicted_recovery_s: predicted seconds until every rank goes on, between
+            predicted_recovery_s_min and predicted_recovery_s_max.
+        joined: nodes that had waited to join and are members now.
+        source: version of the disk tier that all go back to; "": all go on from live layers, from
+            copies in memory or from the job's start.
+        copied: age of the copies in memory that all go back to; -1: not to copies.
+        time_to_failure_s: mean time to the next failure that the candidates are weighed with.
+        degraded: warning if from now on fewer failures are tolerated than the job asks for; else
+            "".
     """
 
     epoch: int
@@ -264,10 +281,13 @@ class Decided(Message, frozen=True, kw_only=True):
 
 
 class Running(Message, frozen=True, kw_only=True):
-    """Every rank holds its layers and its links are up: training runs, since `now_s`.
+    """Every rank holds its layers and its links are up, so training runs since `now_s`.
 
     Attributes:
-        members: of the epoch, also those that have no layer.
+        members: members of the epoch, including those without a layer.
+        materialised: number of layers that a worker has materialised since it started, by rank.
+        received_bytes: sum of the ranks' received_bytes; see EpochReady.
+        regroup_s, transfer_s: largest value of any rank; see EpochReady.
     """
 
     epoch: int
@@ -282,14 +302,15 @@ class Running(Message, frozen=True, kw_only=True):
 
 
 class Changed(Message, frozen=True, kw_only=True):
-    """Nodes have come or left, or have other work, while training went on.
+    """Nodes have joined, left or changed their work while training went on.
 
     Attributes:
-        kinds: of each node concerned: join, preempt, drain, slow, fast or reform.
-        candidates, time_to_failure_s: as in Decided.
+        kinds: kind of change by node: join, preempt, drain, slow, fast or reform.
+        candidates, time_to_failure_s, degraded: the same as in Decided.
+        predicted_s: predicted seconds of an iteration.
         asked_s: when the change was begun.
-        pause_s: for how long ranks did not train, all switches together.
-        reason: in words, where the kinds do not tell it.
+        pause_s: seconds in which ranks did not train, all switches together.
+        reason: what the kinds do not say, in words; "" if they say all.
     """
 
     epoch: int
@@ -312,13 +333,13 @@ class Changed(Message, frozen=True, kw_only=True):
 
 
 class ProfileCorrected(Message, frozen=True, kw_only=True):
-    """The profile is corrected: layers take other seconds than were predicted so far.
+    """The profile is corrected, because layers take other seconds than it predicted so far.
 
     Attributes:
-        iteration: the first that is predicted by them.
-        layer_factors: how many times the profile's seconds each layer takes.
-        predicted_s: of an iteration of the plan in use.
-        warning: in words, where they are far from the profile and were not before; else empty.
+        iteration: first iteration that is predicted with these factors.
+        layer_factors: factor on the profile's seconds, by layer.
+        predicted_s: predicted seconds of an iteration of the current plan.
+        warning: text if the factors are now far from the profile and were not before; else "".
     """
 
     epoch: int
@@ -329,9 +350,12 @@ class ProfileCorrected(Message, frozen=True, kw_only=True):
 
 
 class Committed(Message, frozen=True, kw_only=True):
-    """Every member has applied the iteration; `reports` are those of the ranks that could.
+    """Every member has applied the iteration.
 
-    After the job went back to a save, in epoch `since`, iterations are committed once more.
+    After the job went back, in epoch `since`, the iterations from there on are committed once more.
+
+    Attributes:
+        reports: reports of the ranks that could still send one.
     """
 
     iteration: int
@@ -353,7 +377,7 @@ class Saved(Message, frozen=True, kw_only=True):
 
 
 class Unsaved(Message, frozen=True, kw_only=True):
-    """A save failed, and what there was of it is removed."""
+    """A save failed, and its partial files are removed."""
 
     iteration: int
     epoch: int
@@ -364,9 +388,9 @@ class Warned(Message, frozen=True, kw_only=True):
     """Something went wrong that does not stop the job.
 
     Attributes:
-        undrained: nodes that stay.
-        untold: an iteration that is committed though nobody can report it, -1 for none.
-        gone: nodes that waited to be members.
+        undrained: nodes that were to be drained and stay.
+        untold: iteration that is committed although nobody can report it; -1: none.
+        gone: nodes that had waited to join and are gone.
     """
 
     text: str
@@ -386,43 +410,43 @@ class Ended(Message, frozen=True, kw_only=True):
 
 
 class AgentEnded(Message, frozen=True, kw_only=True):
-    """The launcher's word that the process of a node is gone."""
+    """The launcher reports that the process of a node has ended."""
 
     node: int
     reason: str
 
 
 class Leading(Message, frozen=True, kw_only=True):
-    """A coordinator has read its records and serves agents."""
+    """A coordinator has read its records and now serves agents."""
 
     term: int
     now_s: float
 
 
 class Recorded(Message, frozen=True, kw_only=True):
-    """What has just gone on record, of which nobody else was told yet; see `Rescue`."""
+    """What has just been put on record, before anybody else is told; see `Rescue`."""
 
     members: Members | None = None
     outcome: Outcome | None = None
 
 
 class Unrecorded(Message, frozen=True, kw_only=True):
-    """What a coordinator decides from now on is not on record any more, or it has ended for that:
-    no coordinator may go on from the records."""
+    """The coordinator cannot record its decisions any more, or has ended because of that; no
+    coordinator may go on from the records."""
 
     reason: str
 
 
 class Rescue(msgspec.Struct, frozen=True, kw_only=True):
-    """What the launcher knows of a job whose coordinator cannot go on from its records: one that
-    only has saved what is live does, and ends the job.
+    """What the launcher knows of a job whose coordinator cannot go on from its records. A
+    coordinator that is started with this only saves the live layers and ends the job.
 
     Attributes:
-        reason: of the end.
-        term: of that coordinator.
-        members: that are left, with an epoch of their own.
-        outcome: the newest that was on record.
-        progress: as far as the launcher was told; None: nothing is committed.
+        reason: why the job ends.
+        term: term of that new coordinator.
+        members: members that are left, with an epoch of their own.
+        outcome: newest outcome that was on record; None: there was none.
+        progress: progress that the launcher was last told of; None: nothing is committed.
     """
 
     reason: str
@@ -433,11 +457,11 @@ class Rescue(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Beat(Message, frozen=True, kw_only=True):
-    """The coordinator runs; it says so TICKS_PER_LEASE times a lease."""
+    """The coordinator is alive; it says so TICKS_PER_LEASE times per lease."""
 
 
 class Starting(Message, frozen=True, kw_only=True):
-    """Every worker has reported; they are told to take their layers and connect."""
+    """Every worker has reported; the workers are told to get their layers and to connect."""
 
     epoch: int
     num_nodes: int

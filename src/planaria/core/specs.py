@@ -1,6 +1,7 @@
 """What the processes of a job are told when they start.
 
-Payloads of the fork server: they travel in memory, never in argv, for they hold the job's token.
+These payloads of the fork server travel in memory, never in argv, because they hold the job's
+token.
 """
 
 from typing import Any
@@ -16,17 +17,20 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What an agent, and each of its workers, is told when it is forked.
 
     Attributes:
-        worker: the worker's main function, "module:function".
-        cache_directory: where tokens and profiles are kept between jobs.
-        profile: of the model's layers, and of the links between nodes.
-        machine: on which the node is; a node that takes the place of a lost one may be on its.
+        coordinator: host and port of the coordinator.
+        worker: main function of workers, "module:function".
+        cache_directory: directory in which tokens and profiles are kept between jobs.
+        machine: name of the machine that the node runs on; a node that takes the place of a lost
+            one may run on the same machine.
+        profile: costs of the model's layers and of the links between nodes.
         trace: whether workers report the spans of every iteration.
-        places: at which faults are to be injected on this node, and where the launcher listens
-            for whoever gets there.
-        heeds: whether workers keep a line to the launcher, for faults that no step brings about.
-        device: given to a worker by its agent, like what follows.
-        clocks_fd: of the clocks that pace the node's links, -1 where they are not paced.
-        copies_fd: of the memory for copies of layers, -1 where there are none.
+        places: places at which faults are to be injected on this node.
+        injector: host and port at which the launcher listens for processes that reach such a place.
+        heeds: whether workers keep a connection to the launcher, for faults that no step triggers.
+        device: number of the worker's device; the agent fills in this and the following for each
+            worker.
+        clocks_fd: descriptor of the clocks that pace the node's links; -1: the links are not paced.
+        copies_fd: descriptor of the memory for copies of layers; -1: the node keeps no copies.
     """
 
     job: JobConfig
@@ -47,16 +51,16 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rank(self) -> int:
-        """The rank of the worker that this spec is given to."""
+        """The rank of the worker with this spec."""
         return self.node * self.job.cluster.devices_per_node + self.device
 
 
 class PrepareRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process that looks at a job before it starts is told.
+    """What the process that examines a job before it starts is told.
 
     Attributes:
-        profile: given by the user; measured where it is None.
-        processors: that all ranks share; 0: each has its own.
+        profile: profile given by the user; None: the process measures one.
+        processors: number of processors that all ranks share; 0: each rank has its own.
     """
 
     job: JobConfig
@@ -66,13 +70,15 @@ class PrepareRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
-    """What it found.
+    """What the process that examines a job found.
 
     Attributes:
-        parameters: for each layer its parameters' names, without later uses of tied ones.
-        config: of the model, as other tools read it from config.json; empty if it has none.
-        mistake: (field, value, remedy) of a ConfigError; the rest is empty then.
-        traceback: of what the user's code raised; the rest is empty then.
+        parameters: names of the parameters of each layer, by layer; later uses of tied ones are
+            left out.
+        config: configuration of the model, as other tools read it from config.json; empty: it has
+            none.
+        mistake: (field, value, remedy) of a ConfigError; all else is then empty.
+        traceback: traceback of what the user's code raised; all else is then empty.
     """
 
     profile: ModelProfile | None = None
