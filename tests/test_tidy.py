@@ -78,6 +78,13 @@ ALONE = {
     "planaria.schedule.warm": "named to the fork server, which imports it",
     "planaria.nodes.head.observer": "a protocol, which others implement without importing it",
 }
+PREPOSITIONS = {
+    *("about", "above", "after", "against", "along", "among", "around", "as", "at", "before"),
+    *("behind", "below", "beneath", "beside", "besides", "between", "beyond", "by", "despite"),
+    *("during", "for", "from", "in", "inside", "into", "near", "of", "on", "onto", "outside"),
+    *("over", "per", "since", "than", "through", "to", "toward", "towards", "under", "until"),
+    *("upon", "via", "with", "within", "without"),
+}
 MARKERS = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|X" + r"XX)\b")
 MACHINE_PATH = re.compile(r"(?<![\w.<>])/(home|root|work)/")
 
@@ -224,9 +231,41 @@ def docstrings(file: File) -> Iterator[Problem]:
         yield 1, "no module docstring; say in a sentence what it is"
 
 
+def sentences(file: File) -> Iterator[Problem]:
+    """No docstring, and no entry of Args or Attributes, begins with a preposition."""
+    if not file.module:
+        return
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                line = 1 if isinstance(node, ast.Module) else node.lineno
+                yield from ((line, problem) for problem in _fragments(text))
+
+
+def _fragments(docstring: str) -> Iterator[str]:
+    if _first_word(docstring) in PREPOSITIONS:
+        yield f'"{docstring.splitlines()[0]}" begins with a preposition; name the thing'
+    section = ""
+    for line in docstring.splitlines():
+        if re.fullmatch(r"[A-Z]\w+:", line):
+            section = line
+        elif line and not line.startswith(" "):
+            section = ""
+        entry = re.fullmatch(r" {4}([\w*, ]+): (.*)", line)
+        is_listed = section in {"Args:", "Attributes:"}
+        if entry and is_listed and _first_word(entry[2]) in PREPOSITIONS:
+            yield f'"{line.strip()}" begins with a preposition; say what it is'
+
+
+def _first_word(text: str) -> str:
+    word = re.match(r"\w+", text.lstrip('("'))
+    return word[0].lower() if word else ""
+
+
 RULES: tuple[Rule, ...] = (
     *(layers, torch_is_apart, purity, sizes),
-    *(speech, handlers, leftovers, packages, docstrings),
+    *(speech, handlers, leftovers, packages, docstrings, sentences),
 )
 
 
@@ -374,6 +413,13 @@ BAD: tuple[tuple[Rule, str, str, int], ...] = (
     (leftovers, "", "x = '/" + "home/me/data'\n", 1),
     (packages, "planaria.core", "from planaria.core.plan import Plan\n", 1),
     (docstrings, "planaria.core.plan", "x = 1\n", 1),
+    (sentences, "planaria.core.plan", '"""Of whole nodes, so many."""\n', 1),
+    (
+        sentences,
+        "planaria.core.plan",
+        'def f(x):\n    """F.\n\n    Args:\n        x: of it.\n    """\n',
+        1,
+    ),
 )
 
 GOOD: tuple[tuple[Rule, str, str], ...] = (
@@ -394,6 +440,7 @@ GOOD: tuple[tuple[Rule, str, str], ...] = (
     (leftovers, "", "url = 'https://example.com/home/page'\n"),
     (packages, "planaria", "from planaria.job.job import Job\n"),
     (docstrings, "planaria.core", ""),
+    (sentences, "planaria.core.plan", '"""Plans.\n\nArgs:\n    x: index of it.\n"""\n'),
 )
 
 

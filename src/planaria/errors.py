@@ -135,7 +135,7 @@ class DeadlockError(ScheduleError):
     """When a schedule cannot finish.
 
     Attributes:
-        waiting: for each rank that is stuck, the text of the action that it waits in.
+        waiting: text of the action that a rank waits in, for each rank that is stuck.
     """
 
     def __init__(self, message: str, waiting: dict[int, str]) -> None:
@@ -193,7 +193,7 @@ class CorruptedError(PlanariaError):
     """When holders of a layer turn out to have different parameters.
 
     Attributes:
-        age: of the parameters, the iterations applied to them.
+        age: number of iterations applied to the parameters.
         hashes: what this rank has in the layers concerned, by layer.
     """
 
@@ -213,8 +213,8 @@ class ConflictError(StoreError):
     """When a guard of a write does not hold; nothing was written.
 
     Attributes:
-        key: of the first guard that does not hold.
-        actual_revision: of that key, 0 where there is none.
+        key: key of the first guard that does not hold.
+        actual_revision: revision of that key, 0 where there is no such key.
     """
 
     def __init__(self, key: str, revision: int, actual_revision: int) -> None:

@@ -1,4 +1,4 @@
-"""Copies taken under one plan give the same states under any other (DESIGN 6, checkpoints)."""
+"""Copies taken under one plan give the same states under any other."""
 
 import os
 from collections.abc import Iterator, Mapping

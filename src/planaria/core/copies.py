@@ -15,8 +15,8 @@ class Label(NamedTuple):
         epoch: epoch in which the version was begun. In a user's own training loop: a number that
             rises with each start, microseconds since 1970 if clocks do not go back.
         age: number of iterations applied to the layers.
-        run: in a user's own training loop, a random number drawn at each start, because its nodes
-            may keep versions of runs that did not know each other; in a job, 0.
+        run: 0 in a job. In a user's own training loop a random number drawn at each start, because
+            its nodes may keep versions of runs that did not know each other.
     """
 
     since: int

@@ -84,7 +84,7 @@ class Stopped(Message, frozen=True, kw_only=True):
         vector: newest commit vector that the rank holds; empty: none.
         hashes: hash of a sample of each layer's parameters at these ages, by layer; empty: the job
             compares none.
-        since: `since` of the newest StartEpoch or SaveLayers that the rank has carried out.
+        since: the same field of the newest StartEpoch or SaveLayers that the rank has carried out.
         copies: versions that the rank keeps whole in memory, by layer.
     """
 

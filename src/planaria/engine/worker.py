@@ -252,7 +252,7 @@ class Worker:
         return None
 
     def _act_in_epoch(self, action: Action) -> WorkerStep | None:
-        """As `_act`, of what is done while an epoch is served."""
+        """Takes an action while an epoch is served; the next step if it asks for that."""
         match action:
             case Compare():
                 self._running().compare(action.age)

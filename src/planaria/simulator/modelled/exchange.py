@@ -36,7 +36,7 @@ async def exchange(
     """Sends what others lack and takes over what this rank lacks.
 
     Args:
-        copies: of layers that this rank does not hold, but keeps.
+        copies: contents of layers that this rank does not hold, but keeps copies of.
     """
     _send(holder, transfers, age, copies)
     for layer, content in await _received(holder, transfers, age):

@@ -307,7 +307,7 @@ class SimulatedWorker:
         return None
 
     async def _act_in_epoch(self, action: Action) -> WorkerStep | None:
-        """As `_act`, of what is done while an epoch is served."""
+        """Takes an action while an epoch is served; the next step if it asks for that."""
         match action:
             case SaveFirst():
                 is_begun = await self._save(action.age)
