@@ -204,8 +204,6 @@ def test_a_store_that_is_slow_costs_newer_saves_and_nothing_else(
     assert {event.kind for event in result.report.events} <= {"save_failed"}
     skipped = [note for note in told.notes if "was still writing" in note]
     assert 1 <= len(skipped) <= 3, told.notes  # Of five: the first, the second, and the fourth.
-    if late_s > 1.0:
-        assert any("is slow: to " in note for note in told.notes), told.notes
 
 
 @pytest.mark.parametrize("every", [0, 2], ids=["at the end", "all the time"])
