@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, Final
 
 import numpy as np
@@ -155,17 +155,25 @@ class PlannedJob:
     contents: Mapping[tuple[int, int], int]
 
 
-@lru_cache(maxsize=1024)
 def planned_job(scenario: Scenario) -> PlannedJob:
-    """The job of a scenario, planned."""
+    """The job of a scenario, planned, with a new policy: one that was asked before has searched
+    further than others, and a run would depend on those before it."""
+    planned = _planned_job(scenario)
+    rules = planned.rules
+    return replace(planned, rules=replace(rules, policy=_policy_of(rules.job, planned.every)))
+
+
+def _policy_of(job: JobConfig, every: EveryPlan) -> Policy:
+    return aware_policy_of(job, every, Known())
+
+
+@lru_cache(maxsize=1024)
+def _planned_job(scenario: Scenario) -> PlannedJob:
     job = _config(scenario)
     # The plans depend neither on the policy nor on the number of iterations.
     plain = replace(scenario, policy=PLAINEST, failures_per_hour=0.0, iterations=0, drift=1.0)
     every = _every(replace(plain, copies=0, copies_every=0, num_standby=0, grant_s=0.0))
-
-    def policy_of(plans: EveryPlan) -> Policy:
-        return aware_policy_of(job, plans, Known())
-
+    policy_of = partial(_policy_of, job)
     layer_s = tuple(one.forward_s[1] + one.backward_s(1) for one in every.problem.profile.layers)
     rules = Rules(
         job=job,
