@@ -83,7 +83,7 @@ class InfeasibleError(PlanariaError):
     """When no plan satisfies what is asked for.
 
     The planner does not know who asks: a job file, or the options of a command. Whoever does words
-    it with their names, see `worded_for`.
+    it with their names, see job/planning.py.
 
     Attributes:
         limit: what is too small or too large, first of all.
