@@ -1,25 +1,27 @@
-"""The best schedule around lost places, proven by CP-SAT: routes, orders and times in one problem.
+"""Proves the best schedule around lost places with CP-SAT: routes, orders and times in one problem.
 
-A block is a run of layers between stage boundaries of any pipeline. Of every microbatch each block
-is computed once forward, and once backward in two parts, on one holder of it:
+A block is a run of layers between two adjacent stage boundaries of any pipelines. For every
+microbatch one holder of a block computes its forward, and its backward in two parts, once each:
 
-    home        the pipeline that the microbatch begins in; its blocks go to that pipeline's places
-    detour      blocks of empty places go to any holder
-    precedence  a forward waits for that of the block before, the first part of a backward for that
-                of the block behind, and a message between ranks takes its link and its latency
-    ranks       compute one thing at a time, and so does each directed link
-    memory      activations are kept from the begin of a forward to the end of its backward,
-                gradients between layers from the first part of a backward to the second
+    home        The pipeline in which the microbatch begins; its blocks run on that pipeline's
+                places.
+    detour      Blocks of empty places run on any holder.
+    precedence  A forward waits for the forward of the block before, the first part of a backward
+                for that of the block behind. A message between ranks takes time on its link, and
+                its latency.
+    ranks       A rank computes one action at a time; a link direction carries one message at a
+                time.
+    memory      Activations are kept from the begin of a forward to the end of its backward,
+                gradients between layers from the first part of a backward to the second.
+    hops        Consecutive blocks of a microbatch on one rank are one action. A detour covers the
+                whole stage that it visits. The backward of a route's first hop is not split,
+                because its input has no gradient.
 
-    hops        blocks that a microbatch visits on one rank one after the other are one action, and
-                a detour goes as far as the stage that it visits; the backward of a route's first
-                hop is whole, for its input has no gradient
-
-The end of the last backward is what is minimised: reductions and the commit vector are not in it.
-All times are integers.
+The objective is the end of the last backward, without reductions and the commit vector. All times
+are integers.
 
 Source: ReCycle (SOSP '24), whose planner solves such a program for every number of failures; here
-it is what the greedy schedule is held against.
+the greedy schedule is compared with it.
 """
 
 from collections.abc import Mapping
@@ -37,11 +39,11 @@ _NUM_WORKERS: Final = 2
 
 
 class Optimum(NamedTuple):
-    """What the solver found out.
+    """Result of the solver.
 
     Attributes:
-        end: of the best schedule that it found, in units.
-        bound: no schedule ends earlier.
+        end: end of the best schedule found, in units; the given end_max if none was found.
+        bound: lower bound on the end of every schedule, in units.
     """
 
     end: int
@@ -49,7 +51,7 @@ class Optimum(NamedTuple):
 
     @property
     def is_proven(self) -> bool:
-        """Whether the schedule that it found is the best one."""
+        """Whether no schedule ends earlier than the one found."""
         return self.end == self.bound
 
 
@@ -59,9 +61,11 @@ def optimum(
     """The earliest end of all forwards and backwards around the empty places of a plan.
 
     Args:
-        plan: its routes are not looked at; its nodes have one device each.
-        unit_s: all seconds of the problem are multiples of it.
-        end_max: an end, in units, that is known to be possible.
+        plan: plan with one device per node; its routes are ignored.
+        unit_s: seconds of one unit; all times of the problem are multiples of it.
+        end_max: an end, in units, that is known to be feasible.
+        timeout_s: time limit of the solver.
+        seed: random seed of the solver.
     """
     blocks = _Blocks(problem, plan, unit_s)
     model = _Model(blocks, problem.num_microbatches, end_max)
@@ -79,14 +83,19 @@ def optimum(
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """An output, or its gradient, on a link: how long it takes it, and until it has arrived."""
+    """An output, or its gradient, on a link.
+
+    Attributes:
+        takes: units for which it occupies the link.
+        latency: units from then until it has arrived.
+    """
 
     takes: int
     latency: int
 
 
 class _Blocks:
-    """What each block costs on each of its holders, in units and bytes."""
+    """Cost of each block on each of its holders, in units and bytes."""
 
     def __init__(self, problem: Problem, plan: Plan, unit_s: float) -> None:
         assert problem.devices_per_node == 1
@@ -107,7 +116,7 @@ class _Blocks:
             [r for r in self.ranks if held[r].start <= u and v <= held[r].stop]
             for u, v in self.spans
         ]
-        # By block and rank, what its three parts take.
+        # Units of the three parts of each block, by rank.
         self.takes: list[Mapping[int, dict[str, int]]] = [
             {
                 rank: {
@@ -123,7 +132,7 @@ class _Blocks:
             }
             for (u, v), holders in zip(self.spans, self.holders, strict=True)
         ]
-        # By pipeline and block, the place; None where it is empty.
+        # Rank at the place of each block in each pipeline; None: the place is empty.
         self.places = [
             [self._place(pipeline.nodes, u, held) for u, _ in self.spans]
             for pipeline in plan.pipelines
@@ -155,7 +164,7 @@ class _Blocks:
         return next((node for node in nodes if node in held and layer in held[node]), None)
 
     def _free_bytes(self, problem: Problem, plan: Plan) -> dict[int, int]:
-        """By rank, what is left for activations; ranks without a limit are not in it."""
+        """Bytes left for activations, by rank; ranks without a memory limit are left out."""
         free = {}
         for pipeline in plan.pipelines:
             template = pipeline.template
@@ -201,7 +210,7 @@ class _Model:
         return self.model.new_int_var(0, self._end_max, "")
 
     def _microbatch(self, m: int, end: cp_model.IntVar) -> "_Variables":
-        """Its home, the holder of each block, when each part begins, and all that ties these."""
+        """Adds the variables of microbatch m (see `_Variables`) and their constraints."""
         model, blocks = self.model, self._blocks
         homes = [model.new_bool_var(f"{m} home {p}") for p in range(len(blocks.places))]
         for home, places in zip(homes, blocks.places, strict=True):
@@ -235,7 +244,7 @@ class _Model:
     def _parts(
         self, block: int, chosen: Mapping[int, cp_model.IntVar]
     ) -> tuple[dict[str, cp_model.IntVar], dict[str, cp_model.IntVar]]:
-        """When the parts of a block begin and end; on its holder they take their time."""
+        """Variables for begin and end of a block's parts; each part occupies the block's holder."""
         model, takes = self.model, self._blocks.takes[block]
         starts = {part: self._time() for part in (_FORWARD, _INPUT, _WEIGHT)}
         ends = {part: self._time() for part in (_FORWARD, _INPUT, _WEIGHT)}
@@ -250,7 +259,7 @@ class _Model:
         return starts, ends
 
     def _join_hops(self, one: "_Variables") -> None:
-        """Blocks on one rank one after the other are one action; the first hop's backward, too."""
+        """Makes consecutive blocks on one rank one action, and the first hop's backward, too."""
         model, places = self.model, self._blocks.places
         first = one.at[0]
         in_first = [model.new_constant(1)]
@@ -291,7 +300,7 @@ class _Model:
         starts: Mapping[str, cp_model.IntVar],
         ends: Mapping[str, cp_model.IntVar],
     ) -> None:
-        """Activations, and the gradients between layers, while they are kept."""
+        """Adds the memory of activations and of gradients between layers, while they are kept."""
         model, blocks = self.model, self._blocks
         for first, last, num_bytes in (
             (starts[_FORWARD], ends[_WEIGHT], blocks.activation_bytes[block]),
@@ -311,7 +320,7 @@ class _Model:
         start: cp_model.IntVar,
         block: int,
     ) -> None:
-        """What follows on another rank begins when the message is there; on the same, at once."""
+        """Makes a part wait until its input is ready and, on another rank, has arrived."""
         model, message = self.model, self._blocks.messages[block]
         model.add(start >= ready)
         if not message.takes and not message.latency:
@@ -331,7 +340,7 @@ class _Model:
                     self._on_link.setdefault((rank, other), []).append(way)
 
     def _add_shared(self, all_of: "list[_Variables]") -> None:
-        """All holders of a block together do one thing each at most: implied, but hard to see."""
+        """Adds an implied constraint that helps the solver: no more parts at once than holders."""
         for block, holders in enumerate(self._blocks.holders):
             if len(holders) == len(self._blocks.ranks):
                 continue
@@ -347,8 +356,11 @@ class _Model:
             self.model.add_cumulative(intervals, [1] * len(intervals), len(holders))
 
     def _break_symmetries(self, all_of: "list[_Variables]") -> None:
-        """Microbatches are alike: by home, and of one home in the order of their first forwards.
-        So are pipelines of one template without losses: the first gets most."""
+        """Orders what is interchangeable.
+
+        Microbatches are sorted by home and, within a home, by their first forward. Of adjacent
+        pipelines with equal templates and no empty places, the first is home of at least as many.
+        """
         model = self.model
         num_homes = len(self._blocks.places)
         for one, after in pairwise(all_of):
@@ -364,7 +376,14 @@ class _Model:
 
 
 class _Variables(NamedTuple):
-    """Of one microbatch: by pipeline whether it is the home, by block who computes it and when."""
+    """Variables of one microbatch.
+
+    Attributes:
+        homes: whether a pipeline is the home, by pipeline.
+        at: whether a rank computes a block, by block and rank.
+        starts: begin of each part, by block.
+        ends: end of each part, by block.
+    """
 
     homes: list[cp_model.IntVar]
     at: list[dict[int, cp_model.IntVar]]

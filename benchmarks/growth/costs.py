@@ -1,11 +1,11 @@
-"""What a message and a connection cost, measured with the code that a job runs.
+"""Measures the cost of a message and of a link with the code that a job runs.
 
-The coordinator reads and writes on one event loop, so its time per message is CPU time: that of a
-server with CONNECTIONS connections, each message on another one than the message before. A worker
-makes the links of an epoch side by side, so the time per link is CPU time, too: that of its process
-for many, over their number. Their other ends are other machines' in truth, and here one process's,
-which keeps this one waiting. Each figure is the least of several tries: what other processes take
-of the machine is not the protocol's.
+The coordinator reads and writes on one event loop, so its time per message is CPU time: here of a
+server with CONNECTIONS connections, which gets each message on another connection than the one
+before. A worker makes the links of an epoch in parallel, so its time per link is CPU time, too: the
+CPU time of its process for many links, divided by their number. In a real job the other ends of the
+links are on other nodes; here they are in one process, for which this one has to wait. Each figure
+is the minimum of several tries, to leave out the load of other processes.
 """
 
 import asyncio
@@ -29,13 +29,13 @@ TOKEN = b"benchmark"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Seconds.
+    """Costs in seconds.
 
     Attributes:
-        receive_s: of the coordinator, to read and decode a message of a rank.
-        send_s: of the coordinator, to write a short frame that is encoded already.
-        hop_s: of a short message from one process to another, with its wake-up.
-        link_s: CPU time of a worker, for one more link.
+        receive_s: CPU time in which the coordinator reads and decodes a message of a rank.
+        send_s: CPU time in which the coordinator writes a short frame that is already encoded.
+        hop_s: latency of a short message between two processes, including the wake-up.
+        link_s: CPU time of a worker for one more link.
     """
 
     receive_s: float
@@ -45,7 +45,7 @@ class Costs:
 
 
 def measured_costs(message: FromNode) -> Costs:
-    """On this machine, for messages like this one."""
+    """Costs on this machine, for messages as large as the given one."""
     receive_s, send_s = asyncio.run(_loop_costs(frame(message)))
     return Costs(
         receive_s=receive_s,
@@ -60,7 +60,7 @@ def _least(measure: Callable[[], float]) -> float:
 
 
 async def _loop_costs(data: bytes) -> tuple[float, float]:
-    """CPU seconds of a message received, and of one sent, on an event loop like the leader's."""
+    """CPU seconds per message received, and per message sent, on one event loop."""
     num_heard = 0
     has_all = asyncio.Event()
     writers: list[asyncio.StreamWriter] = []
@@ -107,7 +107,7 @@ async def _loop_costs(data: bytes) -> tuple[float, float]:
 
 
 def _round_trip_s() -> float:
-    """A byte to another process and back, the median of many."""
+    """Seconds of a byte to another process and back, median of 100 tries."""
     near, far = multiprocessing.Pipe()
     echo = multiprocessing.get_context("fork").Process(target=_echo, args=(far,))
     echo.start()
@@ -128,12 +128,12 @@ def _echo(end: Connection) -> None:
 
 
 def _links_s() -> float:
-    """How much more a rank computes for many links than for few."""
+    """CPU seconds of a rank for MANY_LINKS links minus those for FEW_LINKS links."""
     return _begun_s(MANY_LINKS) - _begun_s(FEW_LINKS)
 
 
 def _begun_s(num_peers: int) -> float:
-    """CPU time to enter an epoch with so many peers, whose ends are in another process."""
+    """CPU seconds to begin an epoch with num_peers peers, which are in another process."""
     near, far = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=_listen, args=(num_peers, far))
     process.start()
@@ -149,7 +149,7 @@ def _begun_s(num_peers: int) -> float:
 
 
 def _listen(num_peers: int, end: Connection) -> None:
-    """So many ranks that accept, and do nothing else; one listener each."""
+    """Serves num_peers ranks that only accept links, with one listener each."""
     links = [Links(1 + index, token=TOKEN) for index in range(num_peers)]
     end.send({one.rank: one.address for one in links})
     end.recv()

@@ -1,19 +1,18 @@
-"""A recovery of thousands of nodes: real decisions, modelled time.
+"""Simulates a recovery with thousands of nodes: real decisions, modelled time.
 
-The coordinator that runs here is the real one, with its records on the disk; so are the plans, the
-frames, and what a worker works out when it begins an epoch. What there is not are the nodes. Time
-is counted instead of awaited, phase after phase:
+The coordinator is real, with its records on disk; so are the plans, the frames, and what a worker
+computes when it begins an epoch. Only the nodes are missing. Time is added up, phase after phase:
 
-    detect     a connection closes; the coordinator takes that in, records who is left, and tells
-               them. Each answers, and it takes the answers in one after the other.
-    decide     it decides on the last of them, records that, and encodes the plan.
-    regroup    it sends the plan to all, as fast as its link carries that; a worker decodes it
-               (after its agent), works out its own schedule, and makes the links that it has not.
-               The coordinator takes in that each of them is ready.
+    detect     A connection closes. The coordinator handles that, records the members that are left
+               and tells them. Each answers, and it handles the answers one after the other.
+    decide     It decides after the last answer, records the decision, and encodes the plan.
+    regroup    It sends the plan to all, limited by the bandwidth of its link. A worker decodes the
+               plan (after its agent), computes its schedule, and makes the links that it lacks.
+               The coordinator handles a message of each worker that it is ready.
 
-What code does here is timed while it does it; the rest is what costs.py measured, times the number
-of messages or links. A worker that is told to leave first ends the action that it is in, with
-thousands of them the longest that there is.
+The code that runs here is timed. The rest is the cost from costs.py times the number of messages or
+links. A worker that is told to leave first ends its current action; among thousands of workers one
+has just begun the longest action.
 """
 
 import asyncio
@@ -58,7 +57,7 @@ _Order = TypeVar("_Order", bound=Message)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phases:
-    """Seconds of a recovery, but for its transfers."""
+    """Seconds of the phases of a recovery, without transfers."""
 
     detect_s: float
     decide_s: float
@@ -71,7 +70,12 @@ class Phases:
 
 @dataclass(slots=True)
 class _Line:
-    """The connection of an agent that only listens; all of them hear the same."""
+    """Connection of an agent that never answers.
+
+    Attributes:
+        told: messages that the coordinator sent.
+        counts: whether messages are kept; one agent is enough, because all hear the same.
+    """
 
     told: list[ToNode]
     counts: bool
@@ -104,8 +108,13 @@ class _Hands:
 def simulated_recovery(
     rules: Rules, plan: Plan, *, lost: int, action_s: float, costs: Costs
 ) -> Phases:
-    """One node of the plan is lost while it trains; its longest action takes action_s."""
-    gc.freeze()  # As of a coordinator, which is forked from a server that has imported all.
+    """Phases of a recovery from the loss of one node of the plan.
+
+    Args:
+        lost: node that is lost.
+        action_s: seconds of the longest action of a worker.
+    """
+    gc.freeze()  # As in a real coordinator, which is forked from a server with all imports done.
     with tempfile.TemporaryDirectory() as directory:
         return asyncio.run(_Recovery(rules, plan, action_s, costs).run(Path(directory), lost))
 
@@ -127,7 +136,7 @@ class _Recovery:
             return await self._recover(lost)
 
     async def _begin(self) -> None:
-        """The job has done its first iteration."""
+        """Brings the job to the end of its first iteration."""
         plan = self._plan
         await self._leadership.restore(plan, predicted_s=1.0, now_s=time.monotonic())
         for node in plan.nodes:
@@ -157,7 +166,7 @@ class _Recovery:
             for rank in left
         ]
         answering_s = await self._take(answers[:-1]) + num * costs.receive_s
-        # What comes while it still tells others waits for that.
+        # Answers that arrive while it still tells others wait.
         telling_s = encoding_s + num * costs.send_s
         detect_s = (
             costs.hop_s
@@ -177,13 +186,13 @@ class _Recovery:
         return Phases(detect_s=detect_s, decide_s=decide_s, regroup_s=regroup_s)
 
     def _samples(self, after: Plan) -> Sequence[int]:
-        """Ranks whose layers change, for they need the most links, and one of the others."""
+        """Ranks to time: up to four whose layers change, which need most links, and the first."""
         before = self._plan.held_by_rank
         changed = [r for r, layers in after.held_by_rank.items() if before.get(r) != layers]
         return (*changed[:3], *changed[-1:], after.all_ranks[0])
 
     def _begun(self, order: StartEpoch, data: bytes, rank: int) -> tuple[float, int]:
-        """What agent and worker compute when the order comes, and how many links are new."""
+        """Seconds that agent and worker compute when the order arrives, and number of new links."""
         (body,) = FrameDecoder().feed(data)
         heard_s, _ = _timed(lambda: FrameDecoder().feed(data))
         decoding_s, _ = _timed(lambda: order_of(body))
@@ -196,7 +205,7 @@ class _Recovery:
         return seconds, len(peers - known)
 
     async def _take(self, events: Sequence[Event]) -> float:
-        """The seconds in which the coordinator takes events in, and what it then tells itself."""
+        """Seconds in which the coordinator handles events, and those that it queues for itself."""
         begin_s = time.perf_counter()
         for event in events:
             await self._leadership.handle(event, time.monotonic())
@@ -215,7 +224,7 @@ def _timed(call: Callable[[], _Result]) -> tuple[float, _Result]:
 
 
 def _framed(message: _Order) -> tuple[_Order, float, bytes]:
-    """The message as it arrives, the seconds to encode it, and its frame."""
+    """The message after a round trip, the seconds to encode it, and its frame."""
     seconds, data = _timed(lambda: frame(message))
     (body,) = FrameDecoder().feed(data)
     return msgspec.json.decode(body, type=type(message)), seconds, data

@@ -1,12 +1,12 @@
-"""How the phases of a recovery grow with the number of nodes: measured, then simulated.
+"""Shows how the phases of a recovery grow with the number of nodes: measured, then simulated.
 
-Both are of the paced job of examples/, with two microbatches a node and devices of which two hold
-the model. Of the nodes that are measured, two lose one node each in runs of their own; they are all
-processes of this machine and share its cores, so the more they are the less it is their protocol
-that is measured. `simulated` has the same job without its nodes (protocol.py), for the same numbers
-and for more; of these transfers are no part.
+Both use the paced job of examples/, with two microbatches per node and devices of which two hold
+the model. The measured jobs lose one node in each of NUM_RUNS runs. Their nodes are processes that
+share the cores of this machine, so with more nodes these figures show the protocol less and less.
+`simulated` is the same job without its nodes (protocol.py), for the same numbers of nodes and for
+larger ones; it leaves out transfers.
 
-The goal: everything but the transfer takes at most TOTAL_S_MAX with the most nodes.
+The goal: everything but the transfer takes at most TOTAL_S_MAX at the largest number of nodes.
 """
 
 import statistics
@@ -93,7 +93,7 @@ def _job(num_nodes: int, directory: Path) -> JobConfig:
 
 
 def _measured(num_nodes: int, server: ForkServer) -> list[EventRecord]:
-    """The answers to losses, one a run."""
+    """Records of the recoveries, one per run."""
     found = []
     for run in range(NUM_RUNS):
         with tempfile.TemporaryDirectory() as directory:
@@ -119,7 +119,7 @@ def _measured_row(num_nodes: int, events: Sequence[EventRecord]) -> str:
 
 
 def _simulated(num_nodes: int, costs: Costs) -> Phases:
-    """The quickest of several tries: what else the machine does is not the protocol's."""
+    """Phases of the fastest of several tries, to leave out the load of other processes."""
     rules, plan, profile = _planned(num_nodes)
     lost = plan.nodes[len(plan.nodes) // 3]
     action_s = max(
@@ -133,7 +133,7 @@ def _simulated(num_nodes: int, costs: Costs) -> Phases:
 
 
 def _planned(num_nodes: int) -> tuple[Rules, Plan, ModelProfile]:
-    """The rules of the job, with plans for so many nodes and for one less."""
+    """Rules of the job, its plan for num_nodes nodes, and the profile of the model."""
     job = _job(num_nodes, Path())
     profile = given_profile(job)
     assert profile is not None

@@ -1,4 +1,4 @@
-"""One kill of a worker of torchft or torchrun: what the survivors tell becomes a `Recovery`."""
+"""Kills one worker of torchft or torchrun, and measures the recovery from what survivors tell."""
 
 import math
 import os
@@ -25,7 +25,7 @@ _MORE_ITERATIONS = 3  # Iterations after the recovery that show who works.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """One kill, in seconds from just before the SIGKILL; recovery.py says what they mean."""
+    """Times of one recovery, in seconds since just before the SIGKILL; see recovery.py."""
 
     detect_s: float
     downtime_s: float
@@ -36,12 +36,12 @@ class Recovery:
 
     @property
     def is_over(self) -> bool:
-        """Whether the job went on at all."""
+        """Whether the job recovered."""
         return math.isfinite(self.downtime_s)
 
     @property
     def lost_s(self) -> float:
-        """What the failure cost in time."""
+        """Seconds that the failure cost."""
         return max(0.0, self.regained_s - self.iteration_s)
 
 
@@ -58,7 +58,7 @@ NEVER = Recovery(
 def torchft_recovery(
     victim: int, environment: Mapping[str, str], *, step: str, join_timeout_ms: int
 ) -> Recovery:
-    """Six replicas, their lighthouse in this process; one is killed."""
+    """Recovery of torchft: NUM_WORKERS replicas, with their lighthouse in this process."""
     from torchft.coordination import LighthouseServer
 
     lighthouse = LighthouseServer(
@@ -84,7 +84,7 @@ def torchft_recovery(
 
 
 def torchrun_recovery(victim: int, environment: Mapping[str, str], *, step: str) -> Recovery:
-    """Six ranks under torchrun, of which one is killed; torchrun starts all of them again."""
+    """Recovery of torchrun: NUM_WORKERS ranks, all of which torchrun restarts."""
     with tempfile.TemporaryDirectory() as directory, Watched("torchrun", environment) as watched:
         arguments = [
             *("peers.torchrun_agent", "--standalone", "--nnodes=1", "--max-restarts=3"),
@@ -99,7 +99,11 @@ def torchrun_recovery(victim: int, environment: Mapping[str, str], *, step: str)
 
 
 def _recovery(watched: Watched, *, victim: int, step: str, afterwards: Collection[int]) -> Recovery:
-    """Kills the victim at a step of an iteration; `afterwards` are the ranks that then go on."""
+    """Kills the victim at a step of an iteration, and measures the recovery.
+
+    Args:
+        afterwards: ranks that are to train after the kill.
+    """
     events = watched.events
     watched.wait("all in one job", lambda: _are_together(events), timeout_s=START_TIMEOUT_S)
     newest = max(event.iteration for event in events)
@@ -144,7 +148,7 @@ def _recovery(watched: Watched, *, victim: int, step: str, afterwards: Collectio
 
 
 def _redone(events: Sequence[Event], rank: int, killed_s: float) -> int:
-    """How often a rank started an iteration after the kill that it had started before."""
+    """Number of iterations that a rank started before the kill and again after it."""
     starts = [e for e in events if (e.kind, e.rank) == ("start", rank)]
     before = {e.iteration for e in starts if e.at_s < killed_s}
     return sum(e.at_s > killed_s and e.iteration in before for e in starts)
@@ -156,7 +160,7 @@ def _are_together(events: Sequence[Event]) -> bool:
 
 
 def _completed(events: Sequence[Event], ranks: Collection[int]) -> dict[int, float]:
-    """When each iteration was complete on all of these ranks, for the first time."""
+    """Time at which each iteration was first complete on all of these ranks, by iteration."""
     ends: dict[int, dict[int, float]] = {}
     for event in events:
         if event.kind == "end" and event.rank in ranks:
@@ -165,7 +169,7 @@ def _completed(events: Sequence[Event], ranks: Collection[int]) -> dict[int, flo
 
 
 def _iteration_s(events: Sequence[Event]) -> float:
-    """The median between the ends of iterations in which all workers took part."""
+    """Median seconds between the ends of iterations in which all workers took part."""
     full = [e for e in events if e.workers == NUM_WORKERS]
     ends = sorted(_completed(full, range(NUM_WORKERS)).values())
     return statistics.median(b - a for a, b in pairwise(ends))

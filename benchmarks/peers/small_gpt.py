@@ -52,20 +52,20 @@ class Block(nn.Module):
 
 
 def layers() -> list[object]:
-    """The model, as planaria takes it."""
+    """Layers of the model, in the form that planaria takes."""
     head = partial(nn.Linear, WIDTH, VOCABULARY_SIZE)
     return [Embedding, *[Block] * NUM_BLOCKS, head]
 
 
 def model() -> nn.Sequential:
-    """The same model in one piece."""
+    """The same model as one module."""
     torch.manual_seed(0)
     blocks = [Block() for _ in range(NUM_BLOCKS)]
     return nn.Sequential(Embedding(), *blocks, nn.Linear(WIDTH, VOCABULARY_SIZE))
 
 
 def loss(output_BLV: Tensor, targets_BL: Tensor) -> Tensor:
-    """The mean over all tokens."""
+    """Mean cross-entropy over all tokens."""
     return functional.cross_entropy(output_BLV.flatten(0, 1), targets_BL.flatten())
 
 

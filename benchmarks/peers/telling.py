@@ -1,8 +1,8 @@
-"""How a worker tells the benchmark what it does: a line per fact, with the machine's clock.
+"""Lets a worker tell the benchmark what it does: one line per fact, with the machine's clock.
 
     @ start RANK PID ITERATION WORKERS SECONDS
 
-CLOCK_MONOTONIC is one clock for all processes of a machine, so times of several can be compared.
+CLOCK_MONOTONIC is the same for all processes of a machine, so their times can be compared.
 """
 
 import os
@@ -18,9 +18,10 @@ class Event:
     """A fact of one worker.
 
     Attributes:
-        kind: "start" or "backward", which an iteration has reached; "end" when its optimizer step
-            is done; or "notice" when the worker knows that something is wrong.
-        workers: how many take part, as far as the worker knows.
+        kind: "start" or "backward": the iteration has reached it; "end": its optimizer step is
+            done; "notice": the worker knows that something is wrong.
+        workers: number of workers that take part, as far as this worker knows.
+        at_s: time of the fact on CLOCK_MONOTONIC, in seconds.
     """
 
     kind: str
@@ -32,13 +33,13 @@ class Event:
 
 
 def tell(kind: str, *, rank: int, iteration: int, workers: int) -> None:
-    """Writes one line, which others' lines do not interrupt."""
+    """Writes one line in a single call, so that lines of other processes do not interrupt it."""
     line = f"{_MARK}{kind} {rank} {os.getpid()} {iteration} {workers} {time.monotonic():.6f}\n"
     os.write(_EVENTS_FD, line.encode())
 
 
 def read_event(line: str) -> Event | None:
-    """What `tell` wrote, or None if somebody else wrote the line."""
+    """The event in a line that `tell` wrote; None: something else wrote the line."""
     if not line.startswith(_MARK):
         return None
     kind, rank, pid, iteration, workers, at_s = line.removeprefix(_MARK).split()

@@ -1,7 +1,7 @@
-"""Runs a module as `python -m` does, in a process that leaves when the benchmark is gone.
+"""Runs a module as `python -m` does, in a process that ends when the benchmark ends.
 
-Standard input is a pipe whose other end only the benchmark holds, so its end is that of the
-benchmark, however it came. torchrun hands it on to its workers, which PR_SET_PDEATHSIG would miss.
+Standard input is a pipe whose write end only the benchmark holds, so it ends however the benchmark
+ends. Workers inherit it from torchrun; PR_SET_PDEATHSIG would miss them.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""torchrun, which tells when its agent finds that a worker has failed."""
+"""Runs torchrun, and tells the benchmark when its agent finds that a worker has failed."""
 
 import logging
 
@@ -8,7 +8,7 @@ from peers.telling import tell
 
 
 class _Teller(logging.Handler):
-    """Tells of what the agent logs about its workers; it logs nothing while they are well."""
+    """Tells the benchmark of warnings that the agent logs; it logs none while workers are well."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.WARNING:

@@ -13,7 +13,7 @@ from peers.telling import tell
 
 
 def main() -> None:
-    """Trains from the newest checkpoint on until it is killed."""
+    """Trains from the newest checkpoint until it is killed."""
     torch.set_num_threads(1)
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     every = int(os.environ["CHECKPOINT_EVERY"])
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def _store() -> PrefixStore:
-    """The agent's store, under a prefix of this restart's own.
+    """The agent's store, under a prefix that is unique to this restart.
 
     torchrun's store outlives its workers. With the default (env://) the new workers read the gloo
     addresses of the dead ones there, and every restart ends in "Connection refused".

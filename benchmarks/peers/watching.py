@@ -17,14 +17,15 @@ _TAIL_BYTES = 3000
 
 
 class Watched:
-    """The processes of one system, all of which are gone when the block ends.
+    """The processes of one system, all of which have ended when the `with` block ends.
 
-    They have the write end of a pipe as standard output, and the read end of another as standard
-    input: they leave when that ends, and whoever reads the first sees its end when all are gone,
-    also those that were not started from here but by torchrun.
+    Their standard output is the write end of one pipe, their standard input the read end of
+    another. They end when the second pipe is closed. The first pipe reaches its end when all
+    processes have ended, including those that torchrun started.
 
     Args:
-        environment: of all processes.
+        name: name of the system, for messages.
+        environment: environment variables of all processes.
     """
 
     def __init__(self, name: str, environment: Mapping[str, str]) -> None:
@@ -39,7 +40,12 @@ class Watched:
         self._is_at_end = False
 
     def start(self, arguments: Sequence[str], **variables: str) -> None:
-        """Starts one process: a module and its arguments, with more variables."""
+        """Starts one process.
+
+        Args:
+            arguments: module and its arguments.
+            variables: further environment variables.
+        """
         self._processes.append(
             subprocess.Popen(
                 [sys.executable, "-m", "peers.tied", *arguments],
@@ -55,7 +61,7 @@ class Watched:
         """Blocks until a condition on `events` holds.
 
         Raises:
-            TimeoutError: it did not come true; with the end of what the processes logged.
+            TimeoutError: it did not hold in time; the message ends with the processes' last log.
         """
         end_s = time.monotonic() + timeout_s
         while not condition():
@@ -99,9 +105,12 @@ class Watched:
 
 
 def peer_environment(bytecode: Path) -> dict[str, str]:
-    """What all processes of a peer system see, once what they import is compiled in a directory.
+    """Environment of all processes of a peer system; compiles their imports first.
 
-    Somebody's PYTHONDONTWRITEBYTECODE would make a restart compile all of torch again.
+    PYTHONDONTWRITEBYTECODE is removed, because with it a restart would compile all of torch again.
+
+    Args:
+        bytecode: directory for the compiled modules.
     """
     environment = {key: v for key, v in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     environment |= {

@@ -1,4 +1,4 @@
-"""Clusters and what happens to their nodes, drawn from seeds."""
+"""Draws clusters, and the failures and returns of their nodes, from seeds."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,8 +14,8 @@ from planaria.planner.templates import pipeline_templates, smallest_num_nodes
 from study.job import Happening
 
 MODELS: Final = ("gpt2", "gpt3-2.7b", "gpt3-6.7b", "llama2-7b")
-ITERATIONS_MIN: Final = 10  # From one failure to the next, on average; with fewer nobody trains.
-_DRAWS_MAX: Final = 10  # For each case; of 200 two in a hundred are drawn a second time.
+ITERATIONS_MIN: Final = 10  # Mean from failure to failure; with fewer nobody trains.
+_DRAWS_MAX: Final = 10  # Draws per case; of 200 cases 2 % are drawn twice.
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,13 @@ class Case:
     """A cluster and how it fails.
 
     Attributes:
-        each: microbatches for each node.
-        slower: how many times as slow links between nodes are as the profile has them.
-        gap_s: mean time between failures of the job.
-        burst: so many nodes at most fail at once.
-        repair_s: mean time until a node is back.
-        save_every_s: what the iterations from one save to the next take at the start.
-        failures_tolerated: what the job asks for: each layer is to be on one more node than this.
+        each: microbatches per node.
+        slower: divisor of the profile's bandwidth between nodes.
+        gap_s: mean time between failures of the job, in seconds.
+        burst: upper bound on nodes that fail at once.
+        repair_s: mean time until a lost node is back, in seconds.
+        save_every_s: time between saves at the iteration time of the initial plan, in seconds.
+        failures_tolerated: setting of the job; each layer is to be on one more node than this.
     """
 
     model: str
@@ -52,7 +52,7 @@ class Case:
 
 
 class _Cluster(NamedTuple):
-    """What plans depend on, see `Case`."""
+    """The fields of `Case` on which plans depend."""
 
     model: str
     num_nodes: int
@@ -62,7 +62,7 @@ class _Cluster(NamedTuple):
 
 
 def drawn_cases(num_cases: int, *, most_nodes: int) -> tuple[Case, ...]:
-    """So many cases that can be planned, no two of them alike."""
+    """Draws num_cases different cases that can be planned."""
     found: dict[Case, None] = {}
     for seed in range(_DRAWS_MAX * num_cases):
         if len(found) == num_cases:
@@ -90,12 +90,12 @@ def _drawn_case(seed: int, *, most_nodes: int) -> Case:
 
 
 def n0(case: Case) -> int:
-    """The fewest nodes that hold the model."""
+    """Smallest number of nodes that can hold the model."""
     return smallest_num_nodes(_problem(_cluster(case)))
 
 
 def every_of(case: Case) -> EveryPlan:
-    """What the job can be re-formed to."""
+    """All plans to which the job can be re-formed."""
     return _every(_cluster(case))
 
 
@@ -107,12 +107,12 @@ def _every(cluster: _Cluster) -> EveryPlan:
 
 
 def iterations_between_saves(case: Case) -> int:
-    """The same whatever policy answers."""
+    """Iterations from one save to the next, the same for all policies."""
     return max(1, round(case.save_every_s / _iteration_s(case)))
 
 
 def _iteration_s(case: Case) -> float:
-    """Of an iteration at the start, from templates."""
+    """Seconds of an iteration of the initial plan, from its templates."""
     every = every_of(case)
     templates = [pipeline.template for pipeline in every.plans[case.num_nodes].pipelines]
     return every.distribution(templates)[0]
@@ -136,10 +136,10 @@ def _problem(cluster: _Cluster) -> Problem:
 
 
 def happenings(case: Case, seed: int, *, num_failures: int) -> tuple[Happening, ...]:
-    """So many failures, and the returns between them, in order of time; some node always stays.
-    They are the same whatever failures the job tolerates.
+    """Draws failures, and the returns of nodes between them, in order of time.
 
-    While only one is left none fails, and the next failure waits until another is back.
+    They do not depend on the failures that the job tolerates. At least one node is always left:
+    while only one is left no node fails, and the next failure waits until another node is back.
     """
     rng = Random(f"{replace(case, failures_tolerated=1)} {seed}")
     alive = set(range(case.num_nodes))
@@ -154,7 +154,7 @@ def happenings(case: Case, seed: int, *, num_failures: int) -> tuple[Happening, 
             alive.add(node)
         back = [one for one in back if one[0] > now_s]
         count = min(rng.randint(1, case.burst), len(alive) - 1)
-        if not count:  # Somebody comes back some day, so this has an end.
+        if not count:  # Ends, because some node comes back.
             continue
         lost = tuple(sorted(rng.sample(sorted(alive), count)))
         alive -= set(lost)

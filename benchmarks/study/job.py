@@ -1,11 +1,11 @@
-"""A whole job in numbers: what a policy makes of a cluster whose nodes fail and come back.
+"""Models a whole job: how a policy does on a cluster whose nodes fail and come back.
 
-The policies and the choice among their answers are the product's own. Time goes on by what they
-predict: downtime, iterations, and what is done again. A node that is back joins while training goes
-on, and what an adaptive job may change to after a loss it changes to once the layers have moved.
-What is asked again is looked up: nodes are numbered by their places, so the same loss at the same
+The policies, and the choice among their answers, are planaria's own. The clock advances by what
+they predict: downtime, iterations, and redone iterations. A node that is back joins while training
+goes on. If an adaptive job changes its plan after a loss, it does so once the layers have moved.
+Answers are cached: nodes are numbered by their places in the plan, so the same loss at the same
 place of the same plan is the same question. A policy that goes back to a save at every loss finds
-the newest one; the state before the first iteration counts as one.
+the newest save; the state before the first iteration counts as a save.
 
 Not modelled: coordinators that fail, slow or distrusted nodes.
 """
@@ -46,19 +46,19 @@ from planaria.policies.policy import (
 )
 from planaria.policies.unequal import STAY
 
-RESTART_S: Final = 60.0  # Of a job that had ended, for too few nodes were left.
+RESTART_S: Final = 60.0  # Start of a job that had ended because too few nodes were left.
 LEASE_S: Final = 3.0
-REGROUP_S: Final = 0.05  # Of a recovery beside moving layers, and of a switch.
-_ROUNDING: Final = 1e-9  # Of an iteration.
+REGROUP_S: Final = 0.05  # A recovery without its transfers, or a switch.
+_ROUNDING: Final = 1e-9  # Fraction of an iteration.
 
-# What all can go back to. Which save it is, and what is done again, `Job` knows: asked with those,
-# no question would come twice.
+# The save to go back to. `Job` knows which one it is and what is redone; if these were part of the
+# question, no question would come twice.
 _SAVED: Final = SavePoint(iteration=0, source="newest", redone_samples=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """Nodes that are lost, or back, at a time."""
+    """Nodes that are lost, or come back, at one time."""
 
     at_s: float
     nodes: tuple[int, ...]
@@ -66,7 +66,7 @@ class Happening:
 
 
 class Answers:
-    """What a policy proposes, remembered."""
+    """Cache of the transitions that a policy proposes."""
 
     def __init__(self, every: EveryPlan, policy: Policy) -> None:
         self.every = every
@@ -76,8 +76,11 @@ class Answers:
         self._starts: dict[int, Priced | None] = {}
 
     def start(self, num_nodes: int) -> Priced | None:
-        """What a job begins with; None if so few nodes do not hold the model, or too little memory
-        is theirs for the layers that the policy has them keep besides."""
+        """Initial plan of a job on num_nodes nodes, with its iteration time.
+
+        None: they are too few to hold the model, or lack memory for the layers that the policy
+        keeps in addition.
+        """
         if num_nodes not in self._starts:
             self._starts[num_nodes] = self._start(num_nodes)
         return self._starts[num_nodes]
@@ -92,7 +95,7 @@ class Answers:
         return Priced(plan, self.every.distribution(templates)[0])
 
     def load_s(self, plan: Plan) -> float:
-        """For all to load their layers from a save, as morph has it."""
+        """Seconds until all ranks have loaded their layers from a save, as under morph."""
         layer_bytes = self.prices.layer_bytes
         held = plan.held_by_rank.values()
         most = max(sum(layer_bytes[layer] for layer in layers) for layers in held)
@@ -101,11 +104,11 @@ class Answers:
     def to(
         self, plan: Plan, alive: Iterable[int], event: ClusterEvent
     ) -> tuple[tuple[Transition, ...], Mapping[int, int]]:
-        """The transitions, of nodes by their labels, and the node of each label."""
+        """Transitions that answer an event, whose nodes are labels, and the node of each label."""
         labels = _labels(plan, alive)
         asked = _relabelled(plan, labels)
         here = tuple(sorted(labels[node] for node in alive))
-        if isinstance(event, NodesLost):  # Whoever had no place is no loss.
+        if isinstance(event, NodesLost):  # A node outside the plan is no loss.
             lost = tuple(sorted(labels[n] for n in event.nodes if n in labels))
             event = replace(event, nodes=lost)
         else:
@@ -121,14 +124,14 @@ class Answers:
 
 
 def _labels(plan: Plan, alive: Iterable[int]) -> dict[int, int]:
-    """Of the nodes of a plan by their places, of others behind."""
+    """Label of each node: its place in the plan; nodes outside the plan have the labels behind."""
     placed = [node for pipeline in plan.pipelines for node in pipeline.nodes]
     idle = sorted(set(alive).difference(placed))
     return {node: label for label, node in enumerate((*placed, *idle))}
 
 
 def _relabelled(plan: Plan, labels: Mapping[int, int]) -> Plan:
-    """The plan with other numbers for its nodes, of one device each; of epoch 0."""
+    """The plan with renumbered nodes of one device each, and epoch 0."""
     return Plan(
         0,
         tuple(replace(p, nodes=tuple(labels[node] for node in p.nodes)) for p in plan.pipelines),
@@ -146,13 +149,20 @@ def _relabelled(plan: Plan, labels: Mapping[int, int]) -> Plan:
 
 @dataclass(slots=True)
 class Job:
-    """One job until some time.
+    """One job up to some time.
 
     Attributes:
+        answers: transitions that its policy proposes.
+        batch: samples of one iteration.
         between_saves: samples from one save to the next.
-        improves: a plan that was not searched for gives way to a better one at a commit.
-        begins_s: when it trains by its plan; samples count from then on.
-        following: a change that is being made, and when its plan begins.
+        improves: whether a plan that was made quickly is replaced by a better one at a commit.
+        plan: current plan; None: too few nodes are left.
+        iteration_s: seconds of an iteration of the plan.
+        alive: live nodes.
+        begins_s: time at which the next iteration of the plan begins.
+        samples: samples trained so far.
+        history: failures so far.
+        following: start time, plan and iteration time of a change that is being made; None: none.
     """
 
     answers: Answers
@@ -168,7 +178,7 @@ class Job:
     following: tuple[float, Plan, float] | None = None
 
     def go_on(self, until_s: float) -> None:
-        """Trains until then; iterations that have not ended do not count."""
+        """Trains until a time; iterations that have not ended do not count."""
         if self.following is not None and self.following[0] <= until_s:
             at_s, plan, iteration_s = self.following
             self._count(at_s)
@@ -185,11 +195,11 @@ class Job:
 
     @property
     def unsaved(self) -> int:
-        """Samples that the newest save does not have."""
+        """Samples trained since the newest save."""
         return self.samples % self.between_saves
 
     def answer(self, what: Happening) -> None:
-        """Loses nodes, or gets them back."""
+        """Handles nodes that are lost or come back."""
         self.go_on(what.at_s)
         self.following = None
         if what.is_loss:
@@ -210,7 +220,7 @@ class Job:
         if not set(what.nodes).intersection(self.plan.nodes):
             return
         transitions, node_of = self.answers.to(self.plan, sorted(self.alive), event)
-        if not transitions:  # Some layer has no holder: all go back to the save, in place.
+        if not transitions:  # A layer has no holder: all go back to the save.
             self.samples -= self.unsaved
             self._restart(what.at_s, self.answers.prices.regroup_s)
             return
@@ -223,12 +233,12 @@ class Job:
             self.improve()
 
     def improve(self) -> None:
-        """Looks for a better plan at the first commit."""
+        """Changes to a better plan at the first commit, if the job improves plans."""
         if self.improves:
             self._change(NodesChanged((), ()), self.begins_s + self.iteration_s)
 
     def _best_answer(self, transitions: tuple[Transition, ...], now_s: float) -> Transition:
-        """As coordinator/choice.py has it: what is to follow counts if it will."""
+        """Best answer to a loss, chosen as in coordinator/choice.py with the change to follow."""
         outlook = self._outlook(now_s)
         pairs = weighed_answers(
             transitions,
@@ -241,7 +251,11 @@ class Job:
         return next(one for one, as_that in pairs if as_that is best)
 
     def _change(self, event: NodesChanged, now_s: float) -> None:
-        """Layers move while training goes on by the plan as it is; all pauses come first."""
+        """Changes to the best plan, if it pays or gives work to nodes that joined.
+
+        Layers move while training goes on with the current plan. The downtime of the change is
+        counted first.
+        """
         assert self.plan is not None
         transitions, node_of = self.answers.to(self.plan, sorted(self.alive), event)
         if not transitions:
@@ -267,7 +281,7 @@ class Job:
     def _pays(
         self, transitions: tuple[Transition, ...], best: Transition, outlook: Outlook
     ) -> bool:
-        """As coordinator/change.py asks."""
+        """Whether a transition is better than staying, by the rule of coordinator/change.py."""
         stay = next((one for one in transitions if one.answer == STAY), None)
         if stay is None:
             return False
@@ -281,7 +295,7 @@ class Job:
         return best_transition(transitions, global_batch_size=self.batch, outlook=outlook)
 
     def _outlook(self, now_s: float) -> Outlook:
-        """As coordinator/choice.py has it."""
+        """What the job expects of failures, as in coordinator/choice.py."""
         return Outlook(
             failures_per_s=learned_failures_per_s(self.history, now_s),
             unsaved_samples=self.unsaved,
@@ -295,8 +309,11 @@ class Job:
         self.iteration_s = best.iteration_s
 
     def _restart(self, now_s: float, takes_s: float) -> None:
-        """From the newest save with those that are there, if they are enough; it takes so long
-        besides loading."""
+        """Restarts from the newest save with the live nodes, if they are enough.
+
+        Args:
+            takes_s: seconds of the restart without loading layers.
+        """
         found = self.answers.start(len(self.alive))
         self.plan = None
         if found is not None:

@@ -1,11 +1,11 @@
 """The process of a rank: it holds layers, runs iterations, applies their outcome, and saves.
 
-What it does when is decided by protocol/worker_state.py; here its actions are taken, one after the
-other, by the thread that computes (the main one). Other threads: links, one for reductions, one for
-saves, one for control. `PeerLostError`, `AbortedError`, `CorruptedError` and `CheckpointError` end
-an epoch here and nowhere else; then the worker waits for orders, tells what it holds, and goes on
-in the next epoch with the layers that it has. So it does after whatever the job's code raises: what
-it holds is of an age that all know, but for a layer whose optimizer step raised, which is dropped.
+protocol/worker_state.py decides what the worker does and when. The main thread, which computes,
+takes these actions here, one after the other. Other threads serve links, reductions, saves and
+control. `PeerLostError`, `AbortedError`, `CorruptedError` and `CheckpointError` end an epoch here
+and nowhere else. Then the worker waits for orders, tells what it holds, and goes on in the next
+epoch with the layers that it has. It does the same after an exception of the job's code: the age of
+each layer is still known, except that of a layer whose optimizer step raised, which is dropped.
 """
 
 import logging
@@ -105,12 +105,12 @@ from planaria.transport.pulse import Pulse
 
 logger = logging.getLogger(__name__)
 
-_LINK_TIMEOUT_S: Final = 60.0  # For links to be made.
-_LEAVE_S: Final = 1.0  # For a save that is being written when the job has ended.
+_LINK_TIMEOUT_S: Final = 60.0  # Limit for making links.
+_LEAVE_S: Final = 1.0  # Limit for a save that is being written when the job ends.
 
 
 def _unwatched(_: Iterable[Tensor]) -> None:
-    """Nobody asks what is held."""
+    """Ignores tensors that are held, in a job without a trace."""
 
 
 class Worker:
@@ -148,7 +148,7 @@ class Worker:
             cut = cutter(links, devices_per_node=spec.job.cluster.devices_per_node)
             probe.heed(cut=cut, slow={"store": gate.slow})
         self._is_leaving = False
-        # Of the epoch that is served.
+        # State of the epoch that is served.
         self._executor: Executor | None = None
         self._schedule: tuple[Schedule, float] | None = None
         self._regroup_begin_s = 0.0
@@ -158,7 +158,7 @@ class Worker:
         self._stall_s = 0.0
 
     def run(self) -> None:
-        """Serves one epoch after the other until the job shuts down."""
+        """Loads model and data, then obeys orders until the job shuts down."""
         cache, profile = Path(self._spec.cache_directory), self._spec.profile
         timekeeper = self._links.timekeeper
         model = load_model(self._job, cache_directory=cache, profile=profile, timekeeper=timekeeper)
@@ -195,14 +195,14 @@ class Worker:
         )
 
     def _obey(self, order: Order) -> None:
-        """Carries out an order, or tells what the job's code raised meanwhile."""
+        """Carries out an order; reports an exception of the code as a failure."""
         try:
             try:
                 self._carry_out(on_order(self._state, order))
             except EPOCH_ERRORS as error:
                 if self._state.start is None:
                     raise
-                self._pulse.rest()  # Whatever it was in the middle of.
+                self._pulse.rest()  # The action that was interrupted is over.
                 logger.info("rank %s: %s", self._spec.rank, error)
                 self._carry_out(on_epoch_left(self._state, error))
         except (Exception, SystemExit) as error:
@@ -222,11 +222,11 @@ class Worker:
             self._state, actions = step
             step = None
             for action in actions:
-                assert step is None, action  # Only the last one asks for the next step.
+                assert step is None, action  # Only the last action returns a next step.
                 step = self._act(action)
 
     def _act(self, action: Action) -> WorkerStep | None:
-        """Takes an action; the next step if it asks for that."""
+        """Takes an action; returns the next step if the action has one."""
         match action:
             case Leave():
                 self._leave(action)
@@ -252,7 +252,7 @@ class Worker:
         return None
 
     def _act_in_epoch(self, action: Action) -> WorkerStep | None:
-        """Takes an action while an epoch is served; the next step if it asks for that."""
+        """Takes an action of an epoch that is served; returns the same as `_act`."""
         match action:
             case Compare():
                 self._running().compare(action.age)
@@ -315,7 +315,7 @@ class Worker:
             self._links.close()
 
     def _answer(self, epoch: int) -> None:
-        """Tells what this rank holds, now that nothing of it changes any more."""
+        """Tells the coordinator what this rank holds, once the old epoch cannot change it."""
         whole = self._stage.whole()
         self._control.send(
             Stopped(
@@ -343,7 +343,7 @@ class Worker:
         drop_others(self._stage, age=settle.age)
 
     def _write_last(self, order: SaveLayers) -> None:
-        """Saves what this rank is told to, before the job ends."""
+        """Saves the layers that the order names for this rank, before the job ends."""
         layers, age = order.layers.get(self._spec.rank, ()), order.iteration
         try:
             states = self._copying.states(set(layers) - self._stage.layers.keys(), order.copied)
@@ -360,14 +360,14 @@ class Worker:
     # -- an epoch ---------------------------------------------------------------------------------
 
     def _reach(self, place: Reach) -> None:
-        """A place at which a fault may strike; steps of a recovery are such only in one."""
+        """Announces a place at which a fault may strike; steps of a recovery count only in one."""
         if place.step not in RECOVERY_STEPS:
             self._reached(place.step, place.iteration)
-        elif place.recovers_from >= 0:  # The job may have gone back to an iteration before.
+        elif place.recovers_from >= 0:  # The job may have gone back to an earlier iteration.
             self._reached(place.step, max(place.recovers_from, place.iteration))
 
     def _regroup(self, start: StartEpoch) -> None:
-        """Begins to make the links of an epoch, to all whom this rank will exchange bytes with."""
+        """Begins to make the links of an epoch to all peers of this rank in it."""
         plan, rank = start.plan, self._spec.rank
         peers = transfer_peers(start.rounds, rank)
         begin_s = time.thread_time()
@@ -381,8 +381,8 @@ class Worker:
         self._links.enter(start.epoch, addresses=start.addresses, peers=peers)
 
     def _exchange(self, start: StartEpoch) -> int:
-        """The iteration with which the epoch begins, once this rank has its layers."""
-        # State flows over each link as soon as it stands, while others are still being made.
+        """Exchanges layers until this rank has its own; returns the epoch's first iteration."""
+        # State is sent over each link as soon as it is made, while others are still being made.
         start, self._received_bytes = exchanged(
             start, self._links, self._stage, self._read, self._copying, storage=self._storage
         )
@@ -390,7 +390,7 @@ class Worker:
         return start.iteration
 
     def _begin_epoch(self, begin: BeginEpoch) -> None:
-        """Tells that this rank has all that it needs, and prepares to train."""
+        """Reports that this rank has its layers and links, and prepares to train."""
         start = begin.start
         assert self._schedule is not None
         schedule, scheduled_s = self._schedule
@@ -424,7 +424,7 @@ class Worker:
         self._iteration_end_s = self._links.timekeeper.now_s()
 
     def _end_epoch(self, epoch: int) -> None:
-        # Frees its reductions too, whatever ended the epoch.
+        # This also unblocks reductions, whatever ended the epoch.
         self._links.abort("the epoch is over", first_epoch=epoch + 1)
         executor, self._executor = self._executor, None
         if executor is not None:
@@ -434,7 +434,7 @@ class Worker:
     # -- an iteration -----------------------------------------------------------------------------
 
     def _compute(self, iteration: int) -> CommitVector:
-        """The vector of an iteration, whose gradients are complete then."""
+        """Computes an iteration; returns its commit vector once its gradients are complete."""
         self._peak.reset()
         self._copying.started(iteration)
         with self._tensors.watched() if self._spec.trace else nullcontext():
@@ -452,7 +452,7 @@ class Worker:
         return votes(self._state, line, copied=copied, uncopied=uncopied, is_writing=is_writing)
 
     def _apply(self, iteration: int, vector: CommitVector) -> None:
-        """Takes the optimizer step of the layers that are ready for it."""
+        """Takes the optimizer step of each layer with complete gradients of the iteration."""
         scale = clip_scale(self._job.training, vector.gradient_norm)
         rate = learning_rate(self._job.training, iteration)
         for held in self._stage.whole().values():
@@ -463,24 +463,24 @@ class Worker:
                 self._pulse.layers = (0, 0)
 
     def _copy(self, copy: Copy) -> None:
-        """All layers have been applied; their copies may be made."""
+        """Lets copies begin, after all layers have been applied."""
         assert all(held.age == copy.age for held in self._stage.layers.values())
         plan = self._start().plan
         self._copying.applied(copy.vector, plan, age=copy.age, goes_on=copy.goes_on)
         self._stall_s = self._copying.take_stall_s()
 
     def _save(self, age: int) -> bool:
-        """Saves what this rank owns, if it can begin to."""
+        """Begins to save the layers that this rank owns; returns False if the save is skipped."""
         owned = self._owned(self._start().plan)
         return self._saver.save(owned, iteration=age, epoch=self._state.epoch)
 
     def _owned(self, plan: Plan) -> dict[int, HeldLayer]:
-        """The layers that this rank saves."""
+        """Layers that this rank saves: those of which it is the first holder."""
         layers, rank = self._stage.layers, self._spec.rank
         return {n: held for n, held in layers.items() if plan.holders(n)[0] == rank}
 
     def _tell_iteration(self, done: TellIteration) -> None:
-        """Tells what an iteration came to, and what it took."""
+        """Reports the results of an iteration, and its time and memory."""
         executor, vector = self._running(), done.vector
         before_s, self._iteration_end_s = self._iteration_end_s, self._links.timekeeper.now_s()
         received_bytes, self._received_bytes = self._received_bytes, 0

@@ -1,6 +1,6 @@
-"""How modelled layers come to ranks that lack them: before an epoch begins, or while it trains.
+"""Transfers modelled layers to ranks that lack them, before an epoch begins or while it trains.
 
-Source: engine/apply.py, whose order of things it keeps.
+Sends and receives are in the same order as in engine/apply.py.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ _TAKEN = ("taken",)
 
 
 class Holder(Protocol):
-    """A worker, as far as layers come and go."""
+    """The part of a worker that transfers use."""
 
     rank: int
     process: Process
@@ -33,9 +33,10 @@ class Holder(Protocol):
 async def exchange(
     holder: Holder, transfers: Sequence[Transfer], age: int, *, copies: Mapping[int, int]
 ) -> None:
-    """Sends what others lack and takes over what this rank lacks.
+    """Sends the layers that others lack, and receives those that this rank lacks.
 
     Args:
+        age: age of the layers.
         copies: contents of layers that this rank does not hold, but keeps copies of.
     """
     _send(holder, transfers, age, copies)
@@ -47,14 +48,14 @@ async def exchange(
 
 
 async def wait_taken(holder: Holder, transfers: Iterable[Transfer]) -> None:
-    """Waits until whoever gets layers from this rank has them all."""
+    """Waits until all ranks that receive layers from this rank have them."""
     for target in sorted({t.target for t in transfers if t.source == holder.rank}):
         await holder.links.receive(target, _TAKEN)
 
 
 async def prepare(holder: Holder, start: StartEpoch, layout: Layout) -> StartEpoch:
-    """Sends what others are to have silently, and makes room for what this rank is to; the order
-    with its iteration."""
+    """Sends layers to silent members, and adds empty entries for those that this rank will receive;
+    returns the order with its iteration filled in."""
     transfers = [transfer for transfers in start.rounds for transfer in transfers]
     if start.iteration == AT_COMMIT:
         source = min(t.source for t in transfers if t.target == holder.rank)
@@ -69,7 +70,7 @@ async def prepare(holder: Holder, start: StartEpoch, layout: Layout) -> StartEpo
 
 
 async def receive_silently(holder: Holder, start: StartEpoch, iteration: int) -> None:
-    """Waits for the layers that this rank is to have silently."""
+    """Receives this rank's silent layers in the first iteration of the epoch."""
     if not start.plan.silent or iteration > start.iteration:
         return
     transfers = [transfer for transfers in start.rounds for transfer in transfers]
@@ -92,7 +93,7 @@ def _send(
 async def _received(
     holder: Holder, transfers: Iterable[Transfer], age: int
 ) -> list[tuple[int, int]]:
-    """Layers and their contents, all of whose chunks are the same."""
+    """Receives layers; returns number and content of each, after checking that chunks are equal."""
     arrived: dict[int, list[int]] = {}
     for t in transfers:
         if t.target == holder.rank:

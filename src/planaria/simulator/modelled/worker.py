@@ -1,8 +1,8 @@
 """A modelled worker: takes the actions of protocol/worker_state.py without tensors.
 
-A layer's state is a hash of all that was ever applied to it, so two ages, a sample that is lost and
-one that is used twice can be seen in it. What takes time is broken off by an abort or a lost peer,
-but for an optimizer step.
+A layer's state is a hash of everything that was ever applied to it, so that layers of two ages, a
+lost sample and a sample used twice are visible in it. An abort or a lost peer interrupts every
+action that takes time, except an optimizer step.
 """
 
 import math
@@ -84,15 +84,16 @@ from planaria.simulator.modelled.saver import SimulatedSaver, SimulatedSaves
 from planaria.simulator.network import End
 from planaria.simulator.scenario import PlannedJob, content_after
 
-_STEP_S = 0.002  # The optimizer, a layer.
-_LEAVE_S = 1.0  # For a save that is being written when the job has ended.
+_STEP_S = 0.002  # Optimizer step of one layer.
+_LEAVE_S = 1.0  # Limit for a save that is being written when the job ends.
 
 
 class CodeError(Exception):
-    """When the code in a worker raises.
+    """An exception of the code in a worker.
 
     Attributes:
-        layers: that it was computing.
+        blame: whose fault it is.
+        layers: layers that it was computing; empty: none.
     """
 
     def __init__(self, blame: Blame, layers: Sequence[int]) -> None:
@@ -102,7 +103,7 @@ class CodeError(Exception):
 
     @property
     def raised(self) -> Raised:
-        """What is told of it."""
+        """Description for the coordinator."""
         if not self.layers:
             return Raised(error=self.blame)
         first, end = min(self.layers), max(self.layers) + 1
@@ -110,7 +111,7 @@ class CodeError(Exception):
 
 
 class Surroundings(Protocol):
-    """What a worker finds around it, and what watches it."""
+    """Environment of a worker: the job, its saves, the disk, and the checkers."""
 
     job: PlannedJob
     saves: SimulatedSaves
@@ -119,17 +120,17 @@ class Surroundings(Protocol):
         """Writes layers to disk."""
 
     def read(self, source: str, layer: int) -> int:
-        """A layer of a version on disk, or the first one if that is "".
+        """Content of a layer in a version on disk; source "": content before the first iteration.
 
         Raises:
-            SpoiltError: it is not what was saved.
+            SpoiltError: the layer is not what was saved.
         """
 
     def reached(self, place: str, worker: "SimulatedWorker", iteration: int) -> None:
-        """A worker is at a place at which a fault may strike."""
+        """Announces that a worker is at a place at which a fault may strike."""
 
     def crashed(self, node: int, blame: Blame, raised: Raised) -> None:
-        """The code in a worker of a node has raised, or its process has ended."""
+        """Announces that the code in a worker of a node raised, or that its process ended."""
 
 
 class SimulatedWorker:
@@ -137,16 +138,16 @@ class SimulatedWorker:
 
     Args:
         startup_s: seconds until it reports.
-        memory: holds the copies that it keeps.
-        may_write: whether its node is a member, as far as it knows.
-        raises: whose fault it is that its code raises now, at a place, "" if it does not.
+        memory: memory with the copies that it keeps.
+        may_write: callable that says whether the node is a member, as far as it knows.
+        raises: callable that says, for a place, whose fault an exception there is; "": none.
 
     Attributes:
-        pulse: what it is doing.
-        is_leaving: its process ends by itself.
-        held: the layers that it has.
-        state: what it has decided by.
-        line: the connection to its agent.
+        pulse: what the worker is computing.
+        is_leaving: whether its process is ending by itself.
+        held: layers that it holds, by number.
+        state: state of the worker's protocol.
+        line: connection to its agent.
     """
 
     def __init__(
@@ -200,12 +201,12 @@ class SimulatedWorker:
         self._arrived = Line()
         self._orders: deque[Order] = deque()
         self._ordered: Waiting[None] | None = None
-        # Of the epoch that is served.
+        # State of the epoch that is served.
         self._executor: SimulatedExecutor | None = None
         self._iteration_end_s = 0.0
 
     def hear(self, message: ToNode) -> None:
-        """Takes in a message, as the control thread does: an abort frees whoever waits."""
+        """Handles a message like the control thread of a real worker: an abort breaks its links."""
         self._arrived, order = on_message(self._arrived, message)
         if isinstance(message, Abort):
             self.links.abort(first_epoch=message.epoch)
@@ -242,7 +243,7 @@ class SimulatedWorker:
         self.process.kill()
 
     async def _answer_nothing(self) -> None:
-        """Says of every epoch that it holds nothing of it, until the job has ended."""
+        """Answers every abort that it holds nothing, until the job shuts down."""
         while not isinstance(order := await self._next_order(), Shutdown):
             if isinstance(order, Abort):
                 self._say(Stopped(rank=self.rank, epoch=order.epoch, ages={}, complete=()))
@@ -254,7 +255,7 @@ class SimulatedWorker:
         return self._orders.popleft()
 
     async def _obey(self, order: Order) -> None:
-        """Carries out an order, or tells what the job's code raised meanwhile."""
+        """Carries out an order; reports an exception of the code as a failure."""
         try:
             await self.carry_out(on_order(self.state, order))
         except EPOCH_ERRORS as error:
@@ -266,16 +267,16 @@ class SimulatedWorker:
             self._say(self._failure(error, self.state.epoch))
 
     async def carry_out(self, step: WorkerStep | None) -> None:
-        """Takes the actions of a step, and of those that follow from it."""
+        """Takes the actions of a step and of the steps that follow from it."""
         while step is not None:
             self.state, actions = step
             step = None
             for action in actions:
-                assert step is None, action  # Only the last one asks for the next step.
+                assert step is None, action  # Only the last action returns a next step.
                 step = await self._act(action)
 
     async def _act(self, action: Action) -> WorkerStep | None:
-        """Takes an action; the next step if it asks for that."""
+        """Takes an action; returns the next step if the action has one."""
         match action:
             case Leave():
                 if action.waits:
@@ -307,7 +308,7 @@ class SimulatedWorker:
         return None
 
     async def _act_in_epoch(self, action: Action) -> WorkerStep | None:
-        """Takes an action while an epoch is served; the next step if it asks for that."""
+        """Takes an action of an epoch that is served; returns the same as `_act`."""
         match action:
             case SaveFirst():
                 is_begun = await self._save(action.age)
@@ -369,7 +370,7 @@ class SimulatedWorker:
     # -- between epochs ---------------------------------------------------------------------------
 
     def _answer(self, epoch: int) -> None:
-        """Says what this rank holds."""
+        """Tells the coordinator what this rank holds."""
         state = self.state
         self._around.reached("answer", self, state.vector_iteration + 1)
         whole = {layer: held for layer, held in self.held.items() if held.age != NOT_YET}
@@ -400,7 +401,7 @@ class SimulatedWorker:
         self.held = {layer: held for layer, held in self.held.items() if held.age == age}
 
     async def _apply(self, iteration: int) -> None:
-        """Takes the optimizer step of the layers that are ready for it; nothing can stop it."""
+        """Takes the optimizer step of layers with complete gradients; no abort interrupts it."""
         self._around.reached("optimizer", self, iteration)
         for layer, held in sorted(self.held.items()):
             if held.gradients_of == iteration and held.age != NOT_YET:
@@ -411,7 +412,7 @@ class SimulatedWorker:
                     self.step(layer, held, iteration)
 
     def step(self, layer: int, held: HeldLayer, iteration: int) -> None:
-        """The optimizer step of a layer; nothing if it was taken already."""
+        """Takes the optimizer step of a layer, unless it was taken already."""
         del layer
         if held.age == iteration:
             held.content = content_after(held.content, iteration, held.gradient)
@@ -428,7 +429,7 @@ class SimulatedWorker:
         await self.links.begin(start.epoch, addresses=addresses, peers=peers)
 
     async def _exchange(self, start: StartEpoch) -> int:
-        """The iteration with which the epoch begins, once this rank has its layers."""
+        """Exchanges layers until this rank has its own; returns the epoch's first iteration."""
         layout, takes_part = layout_of(start.plan), self.state.takes_part
         transfers = [transfer for transfers in start.rounds for transfer in transfers]
         own = layout.held(self.rank) if takes_part else ()
@@ -466,7 +467,7 @@ class SimulatedWorker:
         self._iteration_end_s = self.process.now_s
 
     def _contents(self, plan: Plan) -> dict[int, int]:
-        """What this rank holds and has copies of, but for what it has silently."""
+        """Content of each layer that this rank holds, without its silent layers."""
         silent = plan.silent.get(self.rank, ())
         return {n: held.content for n, held in self.held.items() if n not in silent}
 
@@ -509,7 +510,7 @@ class SimulatedWorker:
     # -- saves ------------------------------------------------------------------------------------
 
     async def _write_last(self, order: SaveLayers) -> None:
-        """Saves what this rank is told to, before the job ends."""
+        """Saves the layers that the order names for this rank, before the job ends."""
         layers, age = order.layers.get(self.rank, ()), order.iteration
         try:
             states = self._copying.states(set(layers) - self.held.keys(), order.copied)
