@@ -85,6 +85,8 @@ PREPOSITIONS = {
     *("over", "per", "since", "than", "through", "to", "toward", "towards", "under", "until"),
     *("upon", "via", "with", "within", "without"),
 }
+RELATIVES = {"how", "if", "that", "what", "when", "where", "which", "while", "who", "whom", "whose"}
+CITATION = re.compile(r'docs/(\w+)\.md,\s+((?:"[^"]+"(?:\s+and\s+)?)+)')
 MARKERS = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|X" + r"XX)\b")
 MACHINE_PATH = re.compile(r"(?<![\w.<>])/(home|root|work)/")
 
@@ -254,8 +256,8 @@ def _fragments(docstring: str) -> Iterator[str]:
             section = ""
         entry = re.fullmatch(r" {4}([\w*, ]+): (.*)", line)
         is_listed = section in {"Args:", "Attributes:"}
-        if entry and is_listed and _first_word(entry[2]) in PREPOSITIONS:
-            yield f'"{line.strip()}" begins with a preposition; say what it is'
+        if entry and is_listed and _first_word(entry[2]) in PREPOSITIONS | RELATIVES:
+            yield f'"{line.strip()}" begins with "{_first_word(entry[2])}"; name the thing'
 
 
 def _first_word(text: str) -> str:
@@ -361,6 +363,21 @@ def test_both_workers_run_the_same_decisions() -> None:
         for names in called
         for name in ("on_order", "on_settled", "on_exchanged", "on_computed", "on_told", "votes")
     )
+
+
+def test_a_section_that_is_cited_is_there() -> None:
+    """A reader who looks for the reason of a rule finds it under the title that the code names."""
+    missing = []
+    for file in _tree_files():
+        for page, titles in CITATION.findall(file.source):
+            text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+            headings = {line.lstrip("# ") for line in text.splitlines() if line.startswith("#")}
+            cited = (" ".join(title.split()) for title in re.findall(r'"([^"]+)"', titles))
+            missing += [
+                f"{file.path}: {page}.md, {title}" for title in cited if title not in headings
+            ]
+
+    assert missing == []
 
 
 def test_text_files_name_no_machine_path_and_no_unfinished_work() -> None:

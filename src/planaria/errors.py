@@ -36,8 +36,8 @@ class ConfigError(PlanariaError):
     Attributes:
         field: the key or argument at fault, as the user writes it ("training.iterations"); "" where
             no single one is: then the remedy is all that is said.
-        value: what was given.
-        remedy: what would do, a sentence without a full stop.
+        value: the value that was given.
+        remedy: a sentence without a full stop that says which value works.
     """
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
@@ -86,8 +86,8 @@ class InfeasibleError(PlanariaError):
     it with their names, see job/planning.py.
 
     Attributes:
-        limit: what is too small or too large, first of all.
-        value: what it is.
+        limit: the quantity that is too small or too large.
+        value: present value of that quantity.
         why: the reason, in words that name no key and no option.
         ways: the nearest values that would do, each of them alone.
     """
@@ -113,7 +113,7 @@ class TrainingError(PlanariaError):
     Attributes:
         rank: the rank that failed, -1 where no rank was involved.
         traceback: the formatted traceback of the user's error, if any, and what else is known.
-        standing: what the job has left, in words; "" where it had not begun.
+        standing: description of what the job has left; "" where it had not begun.
         blame: "job" where the user's code raised; else "node", or "memory" that did not do.
     """
 
@@ -194,7 +194,7 @@ class CorruptedError(PlanariaError):
 
     Attributes:
         age: number of iterations applied to the parameters.
-        hashes: what this rank has in the layers concerned, by layer.
+        hashes: hashes of this rank's parameters, by layer concerned.
     """
 
     def __init__(self, age: int, hashes: dict[int, int], layers: tuple[int, ...]) -> None:

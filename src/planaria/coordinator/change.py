@@ -19,7 +19,7 @@ expected time to the next failure has doubled.
 The members of a switch's epoch are recorded before anybody is told, its decision once it has begun.
 A loss or a new coordinator ends an unfinished change; afterwards a change is looked for anew.
 
-Source: docs/protocol.md, "Changing members without a loss"; Odyssey, section IV-B, for the layers
+Source: docs/protocol.md, "Joins"; Odyssey, section IV-B, for the layers
 that have to move.
 """
 

@@ -7,7 +7,7 @@ can kill it at every place at which it awaits.
 
 Events are handled one at a time; agents are admitted, and leases renewed, in between.
 
-Source: docs/protocol.md, "The coordinator itself".
+Source: docs/protocol.md, "The coordinator".
 """
 
 from collections.abc import Collection
@@ -86,7 +86,7 @@ class Leadership(Generic[Agent]):
 
     Attributes:
         state: everything that the coordinator knows.
-        ended: how the job ended; None while it goes on.
+        ended: the end of the job; None while it goes on.
     """
 
     def __init__(self, rules: Rules, logbook: Logbook, hands: Hands) -> None:

@@ -13,7 +13,7 @@
 
 Outcome and decision are recorded before anybody is told. An outcome holds in all later epochs.
 
-Source: docs/protocol.md, "Recovering from a loss". The search in tests/coordinator/
+Source: docs/protocol.md, "The outcome". The search in tests/coordinator/
 test_commit_search.py shows that the order of steps 1 and 2 is needed.
 """
 
@@ -87,7 +87,7 @@ def lost(
     """Begins the next epoch without the lost nodes; a change that is under way is dropped.
 
     Args:
-        kind: what happened, in the report's words.
+        kind: name of what happened, as the report has it.
         node: the node concerned if `nodes` is empty; -1: none.
         raised: error of a worker of that node.
     """

@@ -85,7 +85,7 @@ class Loss:
     """The event that made the epoch before this one end.
 
     Attributes:
-        kind: what happened, in the report's words.
+        kind: name of what happened, as the report has it.
         nodes: the nodes that it concerns; they are lost if they are no members any more.
         lost_s: time at which it was noticed.
         joined: candidates that were needed, and so became members at once.
@@ -187,7 +187,7 @@ class JobState:
         holding: ranks that surely hold what the plan gives them, in an epoch not yet decided.
         failure: failure that ends the job as soon as its live layers are saved; None: none.
         failed_s: time of the failure, or of the newest order to leave the epoch.
-        failed_reason: what went wrong, in words.
+        failed_reason: description of what went wrong.
         unreachable_s: time since which a member cannot reach another though both live; 0: all can.
         unreached: ranks that others cannot reach in this epoch, one entry for each complaint.
         broken_links: number of epochs that ended for broken links since the last first-time commit.

@@ -22,7 +22,7 @@ class Node:
         node: number of the node, which is never used again.
         held: layers whose whole state (parameters and optimizer state) each device holds at the age
             at which the job goes on, by device; empty sets where the worker is new.
-        kind: how the node has been observed to differ from others.
+        kind: observed differences of the node from others.
         is_trusted: whether its machine has not failed often in recent time.
     """
 

@@ -11,9 +11,9 @@ class FailureHistory(msgspec.Struct, frozen=True, kw_only=True):
     """How often a job has failed; see coordinator/learning/history.py.
 
     Attributes:
-        since_s: when the job first trained; 0: it has not yet.
+        since_s: time at which the job first trained; 0: it has not yet.
         weight: weighted number of its failures at last_s; older failures weigh less.
-        last_s: when the last loss was.
+        last_s: time of the last loss.
         nodes: weighted number of nodes that these failures took, with the same weights.
         struck: nodes that the last failure took.
     """

@@ -220,7 +220,7 @@ class Plan:
         routes: one route per microbatch of the job, indexed by microbatch.
         silent: layers that a rank holds silently, by rank: it takes part in their reductions and
             steps them as their holders do, but does not compute them, because a later plan will
-            give them to it (docs/protocol.md, Changing members without a loss).
+            give them to it (docs/protocol.md, "Joins").
         gone: nodes of the pipelines that are lost, ascending. Their positions in the pipelines stay
             empty, and routes go around them.
         in_flight: upper bound on the microbatches that a rank keeps in flight, by rank; a rank

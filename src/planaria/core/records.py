@@ -37,8 +37,8 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
             has no decision on record until it has begun.
         spoilt: versions of the disk tier that could not be read.
         failures: number of failures and time of the last one, by machine.
-        history: how often the job has failed.
-        findings: how far the job's seconds and bytes are from its profile.
+        history: failures of the job so far.
+        findings: deviations of the job's seconds and bytes from its profile.
     """
 
     epoch: int
@@ -79,7 +79,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         iteration: next iteration to run.
-        vector: commit vector of iteration - 1; empty if `iteration` is the origin's.
+        vector: commit vector of iteration - 1; empty if `iteration` is the origin's, or if every
+            rank that trained has been replaced by a new process.
         is_redo: whether every member had applied iteration - 1, so that what they had computed of
             the next iteration is lost.
         origin: state that the iterations before this one are built on. It has this epoch if all go
@@ -98,7 +99,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         predicted_s: predicted seconds of an iteration.
-        ending: how the job ends once the layers are saved; "": it goes on.
+        ending: kind of end that follows once the layers are saved; "": the job goes on.
         reason: why the job ends so; "" if it goes on.
         failure: failure that ends the job; None: none does.
     """
@@ -119,7 +120,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         stop_reason: why the job had to stop before its end; "": it had not.
         since: epoch in which the job last went back; -1: never, as in StartEpoch.
         epoch: epoch that the findings are of.
-        findings: how far seconds and bytes are from the profile.
+        findings: deviations of seconds and bytes from the profile.
     """
 
     num_committed: int
@@ -194,10 +195,10 @@ class Recovering(Message, frozen=True, kw_only=True):
 
     Attributes:
         nodes: nodes that were lost, or whose workers were.
-        lost_s: when the coordinator noticed the loss.
+        lost_s: time at which the coordinator noticed the loss.
         is_forking: whether all wait for a worker that is being forked; `Forked` follows once it has
             reported.
-        raised: what raised in a worker, if that is the loss.
+        raised: error of a worker, if that is the loss.
     """
 
     epoch: int
@@ -220,7 +221,7 @@ class AwaitingMachine(Message, frozen=True, kw_only=True):
     """Too few nodes are left to go on, so all wait for a machine that was asked for.
 
     Attributes:
-        text: what is waited for, and for how long at most.
+        text: description of the wait, with its maximum.
     """
 
     text: str
@@ -231,7 +232,7 @@ class AwaitingSaves(Message, frozen=True, kw_only=True):
     """The saves decide how the job goes on, and the disk has not answered yet which there are.
 
     Attributes:
-        text: what is waited for, and for how long at most.
+        text: description of the wait, with its maximum.
     """
 
     text: str
@@ -244,8 +245,8 @@ class Decided(Message, frozen=True, kw_only=True):
     Attributes:
         predicted_s: predicted seconds of an iteration.
         predicted_transfer_s: predicted seconds of the downtime in which layers move.
-        detected_s: when all members had answered.
-        noticed_s: when the coordinator noticed the loss; the recovery is counted from then.
+        detected_s: time at which all members had answered.
+        noticed_s: time at which the coordinator noticed the loss; the recovery counts from it.
         predicted_recovery_s: predicted seconds until every rank goes on, between
             predicted_recovery_s_min and predicted_recovery_s_max.
         joined: nodes that had waited to join and are members now.
@@ -308,9 +309,9 @@ class Changed(Message, frozen=True, kw_only=True):
         kinds: kind of change by node: join, preempt, drain, slow, fast or reform.
         candidates, time_to_failure_s, degraded: the same as in Decided.
         predicted_s: predicted seconds of an iteration.
-        asked_s: when the change was begun.
+        asked_s: time at which the change was begun.
         pause_s: seconds in which ranks did not train, all switches together.
-        reason: what the kinds do not say, in words; "" if they say all.
+        reason: description of what the kinds do not say; "" if they say all.
     """
 
     epoch: int

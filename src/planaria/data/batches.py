@@ -1,7 +1,7 @@
 """The microbatches of one iteration, loaded on the ranks that use them.
 
 The samples of a microbatch depend only on the seed and the iteration, never on the plan
-(docs/protocol.md, "Committing an iteration", C1).
+(docs/protocol.md, "The commit vector", C1).
 """
 
 import numpy as np

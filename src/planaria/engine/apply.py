@@ -10,7 +10,7 @@ used as soon as it is up. A received piece is hashed and written to its place in
 in any order; while nothing has arrived, the modules that will take the layers are built. No layer
 is copied to be sent: senders send from the tensors themselves.
 
-Source: docs/protocol.md, "Recovering from a loss"; Oobleck (SOSP '23), section 5.
+Source: docs/protocol.md, "The outcome"; Oobleck (SOSP '23), section 5.
 """
 
 from collections import Counter, deque

@@ -37,7 +37,7 @@ class Control:
         notice: message to send on SIGTERM, which means that the node will be taken away.
 
     Attributes:
-        line: what the orders that have arrived say, also those that wait for their turn.
+        line: summary of all orders that have arrived, also of those that wait for their turn.
     """
 
     def __init__(

@@ -5,8 +5,8 @@ message, and reductions are handed to one communication thread, which runs this 
 ascending order: a bucket that is ready early waits for the buckets before it, so that no two ranks
 wait for each other. When its own reductions are done, each rank enters the sum of the commit
 vector: squared gradient norms by layer, losses and samples by microbatch, and votes. A rank that
-holds the sum knows that every gradient is complete everywhere (docs/protocol.md, "Committing an
-iteration", C2), and that all holders of a layer computed with the same parameters: sums of
+holds the sum knows that every gradient is complete everywhere (docs/protocol.md, "The commit
+vector", C2), and that all holders of a layer computed with the same parameters: sums of
 parameter hashes travel with the vector (core/agreement.py), and if they show a difference no rank
 gets a vector.
 """

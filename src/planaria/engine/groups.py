@@ -7,7 +7,7 @@ moves 2(k-1)/k of the bucket, as in a ring, in two steps.
 
 `reduce_vector` sums a small vector over all ranks up and down a binary tree.
 
-Source: docs/protocol.md, "Committing an iteration". Differs from Gloo's all-reduce: abortable, and
+Source: docs/protocol.md, "The commit vector". Differs from Gloo's all-reduce: abortable, and
 the order of the sum does not depend on timing or on the chunk size.
 """
 

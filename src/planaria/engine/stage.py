@@ -9,7 +9,7 @@ When a layer's forward begins, the random generator is seeded with (seed, iterat
 layer), also when activation checkpointing runs the forward again. So dropout draws the same
 values whichever rank computes the layer.
 
-Source: docs/protocol.md, "Committing an iteration" (C4) and "Changing members without a loss".
+Source: docs/protocol.md, "The commit vector" (C4) and "Joins".
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

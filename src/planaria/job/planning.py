@@ -392,7 +392,7 @@ def infeasible_mistake(
 
     Args:
         setting: name and value under which the user has given a limit.
-        text: how the user would give a value with which there is a plan.
+        text: wording of a value with which there is a plan, as the user would give it.
     """
     field, value = setting(error.limit, error.value)
     ways = f"; would do: {', '.join(map(text, error.ways))}" if error.ways else ""

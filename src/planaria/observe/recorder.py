@@ -40,10 +40,10 @@ class _Open:
 
     Attributes:
         order: position among all events, in the order in which the recorder heard of them.
-        lost_s: when it happened if that is known, else when it was noticed.
+        lost_s: time at which it happened if that is known, else at which it was noticed.
         is_noticed: the coordinator has noticed the loss.
-        noticed_s: when the coordinator noticed the newest loss that the same plan answers.
-        detected_s, told_s: when all members had answered, and when they were sent the plan; 0
+        noticed_s: time at which the coordinator noticed the newest loss that the same plan answers.
+        detected_s, told_s: times at which all members had answered, and were sent the plan; 0
             before that.
     """
 
@@ -61,10 +61,10 @@ class _Lost:
     """The iteration in flight, whose computation a loss may waste.
 
     Attributes:
-        began_s: when it began; infinite if none is in flight.
-        lost_s: when the first loss in it happened.
+        began_s: time at which it began; infinite if none is in flight.
+        lost_s: time of the first loss in it.
         training_until_s: the time until which the ledger counts it as training.
-        noticed_s, answered_s: when the loss was noticed, and when every member had left the epoch.
+        noticed_s, answered_s: times at which the loss was noticed, and every member had left.
         is_redone: the iteration is computed again.
     """
 

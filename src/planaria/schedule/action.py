@@ -62,7 +62,7 @@ class Action(NamedTuple):
     them, and a frozen dataclass takes over twice as long to make.
 
     Attributes:
-        kind: what the action does.
+        kind: kind of work that the action does.
         microbatch: index into the schedule's routes; -1 for a reduction.
         hop: index into the route of the microbatch; -1 for a reduction.
         bucket: index into the schedule's buckets; -1 for all but a reduction.

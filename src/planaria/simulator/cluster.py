@@ -63,12 +63,12 @@ class SimulatedCluster:
 
     Attributes:
         saves: disk or store of the saves.
-        log: what happened, in order: (seconds, what, details).
+        log: events in order: (seconds, what, details).
         strikes: callbacks of faults that wait for a place, called with each place and its node.
         disk: disk of the coordinator's records.
         agents: agents by node, those of lost nodes included.
         leader: newest process of the coordinator.
-        ended: how the job ended; None before.
+        ended: the end of the job; None before it.
         num_committed: number of iterations that were ever committed.
         files: layers of saves, by (iteration, epoch).
         published: complete saves, in order.
@@ -76,7 +76,7 @@ class SimulatedCluster:
         damaged: sources of complete saves that differ from what was written.
         set_aside: sources of those that are known to be damaged.
         recording: recorder of the launcher's messages.
-        records: what the launcher knows of the coordinators' records.
+        records: the launcher's knowledge of the coordinators' records.
         granted_s: time when each node on a granted machine came.
         leader_rate: rate of the clock of the coordinator and the launcher.
     """

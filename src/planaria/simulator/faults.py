@@ -102,7 +102,7 @@ class Fault:
         lasts_s: duration; infinity: for ever.
         breaks: whether connections break as well.
         follows: whether times and counts start when the fault before it strikes, not with the run.
-        blame: whose fault it is that code raises.
+        blame: party whose fault it is that code raises.
         where: place of a worker at which code raises.
     """
 

@@ -105,7 +105,7 @@ class Process:
 
     Attributes:
         place: node on which it runs; -1: on no node.
-        stopped_s: when it was stopped, by its own clock; -1: it runs.
+        stopped_s: time at which it was stopped, by its own clock; -1: it runs.
     """
 
     def __init__(

@@ -43,8 +43,8 @@ class Conduct:
     """How badly the disk or store of saves behaves, for a while.
 
     Attributes:
-        at_s: when it begins; infinity: never.
-        lasts_s: how long it lasts.
+        at_s: time at which it begins; infinity: never.
+        lasts_s: seconds that it lasts.
         late_s: upper bound on the delay of a request.
         refuses: share of requests that are refused, 0 to 1.
         hangs: share of requests that are not answered before it is over, 0 to 1.

@@ -43,10 +43,10 @@ class Run:
 
     Attributes:
         num_struck: number of faults that struck.
-        ending: how the job ended; "none" if it did not.
+        ending: kind of the job's end; "none" if it did not end.
         violations: the violations that checkers found, in words.
         epochs: the job's last epoch; -1 if it did not end.
-        log: what happened, in order: (seconds, what, details); empty if it was not kept.
+        log: events in order, (seconds, what, details); empty if it was not kept.
     """
 
     seed: int

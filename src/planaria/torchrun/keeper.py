@@ -119,7 +119,7 @@ def attach(directory: Path, slot: int, *, num_slots: int, idle_s: float) -> Kept
         num_slots: number of slots in use on the node now. If there were more before, process
             `slot` gets the arenas of the old slots that are congruent to it modulo num_slots, to
             read them.
-        idle_s: how long the keeper stays when nobody is connected; it replaces what earlier
+        idle_s: seconds that the keeper stays when nobody is connected; it replaces what earlier
             processes asked for; inf: for ever.
 
     Raises:

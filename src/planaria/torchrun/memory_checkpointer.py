@@ -74,7 +74,7 @@ class _Rank(msgspec.Struct, frozen=True):
         node: name of its node, equal for all ranks with the same keeper.
         address: host and port at which it accepts links.
         labels: labels of the versions that it keeps, by shard.
-        begin_us: when it began, in microseconds since 1970.
+        begin_us: time at which it began, in microseconds since 1970.
     """
 
     node: str
@@ -102,7 +102,7 @@ class MemoryCheckpointer:
             `directory` is given.
         directory: directory of the keeper's socket; "": one named by the job, below XDG_RUNTIME_DIR
             or else /tmp.
-        idle_s: how long the keeper keeps copies when no rank is left; the newest run's value
+        idle_s: seconds that the keeper keeps copies when no rank is left; the newest run's value
             counts; inf: for ever.
 
     Raises:

@@ -128,7 +128,7 @@ class Connection:
         target: the rank that this end connects to; -1: this end accepted the connection.
         port: port at which the peer listens; a worker that is forked again has another one.
         peer: the rank at the other end; -1 until the handshake has proved it.
-        deadline_s: when the handshake is given up, by the monotonic clock.
+        deadline_s: time at which the handshake is given up, by the monotonic clock.
         is_used: whether an epoch of this rank has relied on the connection.
         is_severed: whether a cut blocks the connection for now (transport/cuts.py).
         lock: must be held to write to the socket or close it: a descriptor that is closed during

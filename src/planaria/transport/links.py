@@ -164,7 +164,7 @@ class Links:
                 self._peers[peer].is_used = True
             missing = {peer for peer in self._awaited if peer > self.rank}
             self._changed.notify_all()  # Frees threads that still wait in an older epoch.
-        # `displace` waits for the thread that reads, which may wait for the condition.
+        # Without the condition, for `displace` waits for a read that is in progress.
         for connection in standing:
             connection.displace()
         for peer in sorted(missing - self._calling.keys()):
@@ -203,7 +203,8 @@ class Links:
         A message that arrived before the peer was lost or the epoch aborted can still be received.
 
         Raises:
-            PeerLostError: the link broke, or nothing came within timeout_s.
+            PeerLostError: the link broke, nothing came within timeout_s, or the link to another
+                peer broke before that peer had sent anything in this epoch.
             AbortedError: `abort` was called, or another thread began a newer epoch.
         """
         return self.receive_any({peer: tag}, timeout_s=timeout_s)[1]

@@ -42,7 +42,7 @@ class Cut(msgspec.Struct, frozen=True, tag=True):
     """A message of the launcher: the network between these nodes and all others is down.
 
     Attributes:
-        seconds: length of the cut, from the moment the message was written; 0: it never ends.
+        seconds: length of the cut, counted from when the message arrives; 0: it never ends.
     """
 
     nodes: tuple[int, ...]

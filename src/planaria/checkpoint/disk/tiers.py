@@ -87,7 +87,7 @@ class Version:
         is_unreadable: whether its manifest exists and could not be read now: the version may prove
             complete another time.
         num_bytes: size of all its files.
-        modified_s: when the last of them was written, in seconds since 1970.
+        modified_s: time at which the last of them was written, in seconds since 1970.
     """
 
     iteration: int

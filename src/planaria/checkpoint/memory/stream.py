@@ -362,7 +362,7 @@ class _Begun(NamedTuple):
     """A version that begins.
 
     Attributes:
-        begun_s: when it began, by the time of the work of the thread that began it.
+        begun_s: time at which it began, as the thread that began it counts time.
     """
 
     label: Label

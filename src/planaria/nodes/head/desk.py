@@ -45,7 +45,7 @@ class Answer(msgspec.Struct, frozen=True):
 
     Attributes:
         is_done: whether the request was carried out.
-        text: what to show the user: the result, or why it was refused.
+        text: text for the user: the result, or the reason of a refusal.
     """
 
     is_done: bool

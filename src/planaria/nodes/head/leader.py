@@ -13,7 +13,7 @@ save and stop at its next commit. If a coordinator cannot go on from the records
 starts one that only saves (`Rescue`). That one has no plans and no policy, goes on from the newest
 records that the launcher knows, and asks the agents what they hold, as after any loss.
 
-Source: docs/protocol.md, "Recovering from a loss" and "The coordinator itself".
+Source: docs/protocol.md, "The outcome" and "The coordinator".
 """
 
 import asyncio

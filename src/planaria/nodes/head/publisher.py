@@ -164,7 +164,7 @@ class _Request:
     Attributes:
         act: function that carries it out.
         what: description in words, to follow "to" in messages.
-        left: what counts as left if it is not carried out.
+        left: kind of remainder that it is if it is not carried out.
     """
 
     act: Callable[[], None]

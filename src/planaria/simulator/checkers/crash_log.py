@@ -15,8 +15,8 @@ class CrashFact:
     """An error in a worker: its code raised, or its process ended.
 
     Attributes:
-        at_s: when it happened.
-        blame: whose fault it is.
+        at_s: time at which it happened.
+        blame: party whose fault it is.
     """
 
     at_s: float

@@ -186,7 +186,7 @@ class EndChecker:
         """Whether a node had layers that no other member has, with no state to go back to.
 
         Args:
-            at_s: when the node had had an error often.
+            at_s: time at which the node had had an error often.
         """
         per_node = self._scenario.devices_per_node
         plan, others = self._seen.plan, set(self._ended.nodes) - {node}

@@ -43,8 +43,8 @@ class _Wait:
     """A wait of all nodes.
 
     Attributes:
-        category: what they wait for.
-        since_s: when the wait began.
+        category: category of the ledger that the wait belongs to.
+        since_s: time at which the wait began.
         before_s: seconds of the category in the ledger at that time.
     """
 

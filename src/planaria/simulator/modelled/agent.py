@@ -80,12 +80,12 @@ class SimulatedAgent:
     Attributes:
         workers: present workers, by device.
         memories: memories of the copies that ranks keep, by device; they outlive workers.
-        state: what the agent knows.
+        state: knowledge of the agent.
         left: why the agent ended itself; "": it did not.
-        left_s: when it did; -1: it did not.
+        left_s: time at which it did; -1: it did not.
         raising_until_s: end of the time in which the code in its workers raises because of this
             node.
-        raising: (whose fault that is, place of a worker at which it raises).
+        raising: (party at fault, place of a worker at which its code raises).
         mistaken_at: place at which a worker raises once for a mistake in the job's code; "": none.
     """
 

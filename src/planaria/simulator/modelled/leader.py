@@ -102,7 +102,7 @@ class SimulatedLeader:
         is_serving: whether it accepts connections.
         has_adopted: whether its store contains the rescue, if there is one.
         admitted: nodes whose heartbeats it answers.
-        told: when it heard of each save, by source.
+        told: time at which it heard of each save, by source.
         spoilt: sources of saves that it or an earlier coordinator knows to be damaged.
     """
 

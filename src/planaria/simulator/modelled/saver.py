@@ -43,7 +43,7 @@ class SimulatedSaves:
         """Carries out a request of a process.
 
         Args:
-            act: what the request does.
+            act: function that does what the request asks for.
 
         Raises:
             CheckpointError: the store refuses; `act` may have been called all the same.

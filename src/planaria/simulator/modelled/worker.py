@@ -92,7 +92,7 @@ class CodeError(Exception):
     """An exception of the code in a worker.
 
     Attributes:
-        blame: whose fault it is.
+        blame: party whose fault it is.
         layers: layers that it was computing; empty: none.
     """
 
@@ -143,7 +143,7 @@ class SimulatedWorker:
         raises: callable that says, for a place, whose fault an exception there is; "": none.
 
     Attributes:
-        pulse: what the worker is computing.
+        pulse: present work of the worker.
         is_leaving: whether its process is ending by itself.
         held: layers that it holds, by number.
         state: state of the worker's protocol.
