@@ -4,8 +4,8 @@ lease runs out."""
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.coordinator.arrivals import arrival_s
-from planaria.coordinator.standstill import stands_still
+from planaria.coordinator.membership.arrivals import arrival_s
+from planaria.coordinator.membership.standstill import stands_still
 from planaria.protocol.agent_lease import TICKS_PER_LEASE, first_lease
 
 

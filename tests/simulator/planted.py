@@ -7,18 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from planaria.coordinator import (
-    change,
-    choice,
-    leadership,
-    outcomes,
-    recovery,
-    start,
-    step,
-    trust,
-)
+from planaria.coordinator import change, choice, leadership, outcomes, recovery, start, step
 from planaria.coordinator.commands import DecisionRecorded
 from planaria.coordinator.leadership import Leadership
+from planaria.coordinator.membership import trust
 from planaria.coordinator.state import JobState, Rules, Step
 from planaria.core.growing import Growing
 from planaria.core.messages import (

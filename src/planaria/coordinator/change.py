@@ -34,12 +34,17 @@ from planaria.coordinator.commands import Notify, RecordDecision, RecordMembers,
 from planaria.coordinator.learning.drift import iteration_s, policy_of
 from planaria.coordinator.learning.overhead import prices_of, switch_s, with_switch
 from planaria.coordinator.learning.slowness import of_members
+from planaria.coordinator.membership.shortage import (
+    degraded_text,
+    shortage_text,
+    tolerated,
+    undrained,
+)
+from planaria.coordinator.membership.standby import able_candidates, num_taken
+from planaria.coordinator.membership.trust import seen_node
 from planaria.coordinator.placing import copies_of, idle_of
-from planaria.coordinator.shortage import degraded_text, shortage_text, tolerated, undrained
-from planaria.coordinator.standby import able_candidates, num_taken
 from planaria.coordinator.state import JobState, Rules, Step
 from planaria.coordinator.switching import Change, Switch, waves_of, weighed_as
-from planaria.coordinator.trust import seen_node
 from planaria.core.cluster import ClusterState, NodesChanged
 from planaria.core.growing import Growing
 from planaria.core.messages import AT_COMMIT, EpochReady, Shutdown, StartEpoch, StopRequested

@@ -23,9 +23,9 @@ import msgspec
 
 from planaria.coordinator.commands import Command, End, Ending, Notify, SetAside, Tell
 from planaria.coordinator.learning.memory import with_more_room
+from planaria.coordinator.membership.shortage import shortage_text
 from planaria.coordinator.recovery import left_unsaved, lost, replaceable, with_reason
 from planaria.coordinator.saves import newest_save, without_spoilt
-from planaria.coordinator.shortage import shortage_text
 from planaria.coordinator.state import Crash, JobState, Phase, Rules, Step
 from planaria.core.growing import Growing
 from planaria.core.messages import (

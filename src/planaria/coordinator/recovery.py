@@ -38,6 +38,14 @@ from planaria.coordinator.learning.foresight import expected_recovery, with_like
 from planaria.coordinator.learning.history import with_failure
 from planaria.coordinator.learning.overhead import prices_of, regroup_s, with_choice
 from planaria.coordinator.learning.slowness import of_members
+from planaria.coordinator.membership.shortage import (
+    degraded_text,
+    left_text,
+    shortage_text,
+    undrained,
+)
+from planaria.coordinator.membership.standby import is_granted_soon, taken_at_loss, waiting
+from planaria.coordinator.membership.trust import seen_node, with_failures
 from planaria.coordinator.outcomes import (
     Verdict,
     back_point,
@@ -52,10 +60,7 @@ from planaria.coordinator.outcomes import (
 )
 from planaria.coordinator.placing import copies_of, idle_of
 from planaria.coordinator.saves import awaiting_saves, has_late_answer
-from planaria.coordinator.shortage import degraded_text, left_text, shortage_text, undrained
-from planaria.coordinator.standby import is_granted_soon, taken_at_loss, waiting
 from planaria.coordinator.state import JobState, Loss, Phase, Rules, Step
-from planaria.coordinator.trust import seen_node, with_failures
 from planaria.core.cluster import ClusterState, NodesLost
 from planaria.core.commit import decode_vector
 from planaria.core.findings import FailureHistory

@@ -6,8 +6,8 @@ from enum import Enum
 
 from planaria.coordinator.commands import Command
 from planaria.coordinator.learning.learned import Learning
+from planaria.coordinator.membership.waiting import Candidate, Leave
 from planaria.coordinator.switching import Change, Switch
-from planaria.coordinator.waiting import Candidate, Leave
 from planaria.core.commit import VectorLayout
 from planaria.core.findings import FailureHistory
 from planaria.core.growing import Growing, is_among

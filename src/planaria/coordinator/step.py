@@ -26,8 +26,6 @@ from dataclasses import replace
 
 import msgspec
 
-from planaria.coordinator.arrivals import awaited
-from planaria.coordinator.candidates import arrived, candidate_lost, leaves
 from planaria.coordinator.change import begun, continued, entered, entering, switched, told
 from planaria.coordinator.commands import (
     AnswersFound,
@@ -62,6 +60,8 @@ from planaria.coordinator.learning.foresight import with_recovery
 from planaria.coordinator.learning.history import begun_history
 from planaria.coordinator.learning.overhead import with_order, with_start
 from planaria.coordinator.learning.slowness import observed
+from planaria.coordinator.membership.arrivals import awaited
+from planaria.coordinator.membership.candidates import arrived, candidate_lost, leaves
 from planaria.coordinator.outcomes import counting
 from planaria.coordinator.recovery import decided, left_unsaved, lost, refuted
 from planaria.coordinator.saves import (

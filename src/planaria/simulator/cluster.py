@@ -8,8 +8,8 @@ from random import Random
 from typing import Protocol
 
 from planaria.coordinator.commands import Discard, Publish, Published
-from planaria.coordinator.standby import nodes_to_replace
-from planaria.coordinator.standstill import stands_still
+from planaria.coordinator.membership.standby import nodes_to_replace
+from planaria.coordinator.membership.standstill import stands_still
 from planaria.core.messages import Blame, DrainRequested, Raised, StopRequested
 from planaria.core.records import Beat, Committed, Ended, Rescue, ToLauncher
 from planaria.errors import SpoiltError

@@ -14,7 +14,7 @@ from enum import Enum
 from random import Random
 from typing import Final, Protocol
 
-from planaria.coordinator.arrivals import arrival_s
+from planaria.coordinator.membership.arrivals import arrival_s
 from planaria.core.messages import Blame
 from planaria.simulator.cluster import LAUNCHER, SimulatedCluster
 from planaria.simulator.modelled.agent import ANYWHERE as AT_ANY_PLACE

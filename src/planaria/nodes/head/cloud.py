@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from planaria.coordinator.standby import nodes_to_replace
+from planaria.coordinator.membership.standby import nodes_to_replace
 from planaria.core.records import Changed, ToLauncher
 
 

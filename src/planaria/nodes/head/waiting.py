@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 import psutil
 
-from planaria.coordinator.standstill import stands_still
+from planaria.coordinator.membership.standstill import stands_still
 from planaria.core.records import Ended
 from planaria.nodes.forkserver import told
 from planaria.protocol.agent_lease import TICKS_PER_LEASE

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Final
 
 from planaria.coordinator.commands import Notify
+from planaria.coordinator.membership.trust import trusted_first
 from planaria.coordinator.state import JobState, Rules, Step
-from planaria.coordinator.trust import trusted_first
 from planaria.core.records import AwaitingMachine, Changed, Recovering, ToLauncher, Warned
 
 _PATIENCE: Final = 2.0  # Multiple of cluster.grant_s that a machine is waited for.

@@ -8,7 +8,7 @@ from helpers.coordinated import FIRST, NOW_S, Survivors, of_type, small_rules
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import shaped_plan
 from planaria.coordinator.commands import End, Ending, Tick
-from planaria.coordinator.standby import nodes_to_replace, num_taken
+from planaria.coordinator.membership.standby import nodes_to_replace, num_taken
 from planaria.coordinator.state import Phase, Rules
 from planaria.core.messages import NoticeTaken, StopRequested
 from planaria.core.records import AwaitingMachine, Changed, Decided, Recovering, Warned

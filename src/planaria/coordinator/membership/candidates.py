@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Final
 
 from planaria.coordinator.commands import Evict, Notify
+from planaria.coordinator.membership.trust import num_failures
+from planaria.coordinator.membership.waiting import Candidate, Leave
 from planaria.coordinator.state import JobState, Rules, Step
-from planaria.coordinator.trust import num_failures
-from planaria.coordinator.waiting import Candidate, Leave
 from planaria.core.growing import Growing
 from planaria.core.messages import (
     DrainRequested,

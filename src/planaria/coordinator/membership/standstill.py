@@ -10,7 +10,7 @@ next coordinator.
 from math import ceil
 from typing import Final
 
-from planaria.coordinator.arrivals import arrival_s
+from planaria.coordinator.membership.arrivals import arrival_s
 from planaria.protocol.agent_lease import TICKS_PER_LEASE
 
 # Two thirds of a lease: the last heartbeat that the coordinator answered may be a tick older than
