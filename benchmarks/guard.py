@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from planaria.core.job import ResilienceConfig
-from planaria.engine.guard import SAMPLE_BYTES, sampled_hashes
+from planaria.engine.iteration.guard import SAMPLE_BYTES, sampled_hashes
 from planaria.engine.prepare import load_model
 from planaria.engine.stage import Stage
 from planaria.job.job import Job

@@ -45,7 +45,7 @@ from planaria.core.messages import (
 )
 from planaria.core.plan import Plan
 from planaria.core.records import ToLauncher
-from planaria.engine.groups import iteration_peers
+from planaria.engine.iteration.groups import iteration_peers
 from planaria.nodes.head.journal import open_store
 from planaria.schedule.lower import lowered_for
 from planaria.store.logbook import opened_logbook

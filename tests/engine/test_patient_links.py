@@ -22,7 +22,7 @@ from planaria.core.specs import NodeSpec
 from planaria.data.batches import Batches
 from planaria.engine.copying import Copying
 from planaria.engine.entry import exchanged
-from planaria.engine.executor import Executor
+from planaria.engine.iteration.executor import Executor
 from planaria.engine.prepare import load_model
 from planaria.engine.stage import Stage
 from planaria.errors import AbortedError

@@ -149,7 +149,7 @@ def test_tied_parameters_have_sums_of_their_own() -> None:
 
 
 def test_gradients_that_were_left_in_the_second_part_of_a_backward_are_added() -> None:
-    """They come from nobody's backward (engine/split_backward.py)."""
+    """They come from nobody's backward (engine/iteration/split_backward.py)."""
     held = _held()
     left = _gradients(held, 0)
     for parameter, gradient in zip(held.module.parameters(), left, strict=True):

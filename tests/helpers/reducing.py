@@ -12,7 +12,7 @@ import xxhash
 
 from helpers.limited import TIMEOUT_S
 from helpers.ranks import joined, results
-from planaria.engine.groups import reduce_bucket
+from planaria.engine.iteration.groups import reduce_bucket
 from planaria.nodes.forkserver import ForkServer
 from planaria.schedule.action import Bucket
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from helpers.strategies import layer_profile, model_profile
-from planaria.engine.split_backward import input_gradient
+from planaria.engine.iteration.split_backward import input_gradient
 from planaria.models.layers import SplitModel
 from planaria.models.paced import WIDTH, PacedData, paced_model
 from planaria.transport.timekeeping import Timekeeper

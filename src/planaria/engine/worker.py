@@ -43,11 +43,11 @@ from planaria.engine.blame import failure_of
 from planaria.engine.control import Control
 from planaria.engine.copying import Copying
 from planaria.engine.entry import exchanged
-from planaria.engine.executor import Executor
 from planaria.engine.faults import Slowness, cutter, faults_by_kind
-from planaria.engine.groups import iteration_peers
-from planaria.engine.guard import refuse_divergence, sampled_hashes
-from planaria.engine.memory_peaks import Peak, TensorPeak
+from planaria.engine.iteration.executor import Executor
+from planaria.engine.iteration.groups import iteration_peers
+from planaria.engine.iteration.guard import refuse_divergence, sampled_hashes
+from planaria.engine.iteration.memory_peaks import Peak, TensorPeak
 from planaria.engine.optimizer import clip_scale, learning_rate
 from planaria.engine.prepare import load_data, load_model, storage_of
 from planaria.engine.profiler import tied_parameters

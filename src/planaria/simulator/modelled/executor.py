@@ -4,7 +4,7 @@ A rank computes forwards and backwards along the routes, reduces gradients bucke
 sums the commit vector up and down a binary tree. The samples that went into a gradient stand for
 it.
 
-Source: engine/executor.py and groups.py; the steps come in the same order.
+Source: engine/iteration/executor.py and groups.py; the steps come in the same order.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence

@@ -8,7 +8,7 @@ import numpy as np
 import psutil
 import pytest
 
-from planaria.engine.memory_peaks import Peak
+from planaria.engine.iteration.memory_peaks import Peak
 
 NUM_BYTES = 64 << 20  # More than malloc keeps for itself.
 

@@ -10,7 +10,7 @@ from transformers import GPT2Config, LlamaConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from planaria.engine.split_backward import input_gradient
+from planaria.engine.iteration.split_backward import input_gradient
 
 WIDTH = 12
 

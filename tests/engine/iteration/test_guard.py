@@ -9,9 +9,9 @@ from torch import nn
 
 from planaria.core.agreement import HASH_BITS
 from planaria.core.job import ModelConfig, ResilienceConfig, TrainingConfig
-from planaria.engine import guard
 from planaria.engine.faults import flip_bit
-from planaria.engine.guard import sampled_hash, sampled_hashes
+from planaria.engine.iteration import guard
+from planaria.engine.iteration.guard import sampled_hash, sampled_hashes
 from planaria.engine.prepare import split_model
 from planaria.engine.stage import HeldLayer, Stage
 

@@ -27,9 +27,9 @@ from planaria.core.job import ResilienceConfig
 from planaria.core.messages import MeasuredSpan
 from planaria.core.plan import Hop, Plan
 from planaria.data.batches import Batches
-from planaria.engine.groups import reduce_bucket, reduce_vector
-from planaria.engine.guard import sampled_hashes
-from planaria.engine.split_backward import WeightGradients, input_gradient
+from planaria.engine.iteration.groups import reduce_bucket, reduce_vector
+from planaria.engine.iteration.guard import sampled_hashes
+from planaria.engine.iteration.split_backward import WeightGradients, input_gradient
 from planaria.engine.stage import HeldLayer, Stage
 from planaria.errors import CorruptedError
 from planaria.schedule.action import Action, Kind, Schedule

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from helpers.linked import TIMEOUT_S, linked, on_all
-from planaria.engine.groups import reduce_bucket, reduce_vector, tree_peers
+from planaria.engine.iteration.groups import reduce_bucket, reduce_vector, tree_peers
 from planaria.transport.links import Channel, Links
 
 Sums = dict[int, list[Tensor]]

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from planaria.core.job import ModelConfig, TrainingConfig
-from planaria.engine.memory_peaks import TensorPeak
+from planaria.engine.iteration.memory_peaks import TensorPeak
+from planaria.engine.iteration.split_backward import input_gradient
 from planaria.engine.prepare import split_model
-from planaria.engine.split_backward import input_gradient
 from planaria.engine.stage import HeldLayer, Stage
 
 TRAINING = TrainingConfig(optimizer={"name": "SGD"}, deterministic=False)
