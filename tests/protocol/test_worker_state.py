@@ -25,31 +25,7 @@ from planaria.errors import (
     CorruptedError,
     PeerLostError,
 )
-from planaria.protocol.worker_actions import (
-    Action,
-    Answer,
-    Apply,
-    BeginEpoch,
-    CheckVector,
-    Compare,
-    Complain,
-    Compute,
-    Copy,
-    EndEpoch,
-    Exchange,
-    KeepLayers,
-    Leave,
-    Reach,
-    ReceiveSilently,
-    Regroup,
-    Save,
-    SaveFirst,
-    SaveLast,
-    Settle,
-    TellIteration,
-    WaitWritten,
-    WriteLast,
-)
+from planaria.protocol import worker_actions as act
 from planaria.protocol.worker_state import (
     EpochError,
     Line,
@@ -96,32 +72,32 @@ def settled(state: WorkerState, order: Order) -> WorkerStep:
     """What follows once the layers are of the age that the order says."""
     state, actions = on_order(state, order)
     (settle,) = actions
-    assert isinstance(settle, Settle)
+    assert isinstance(settle, act.Settle)
     return on_settled(state, settle)
 
 
 def begun(state: WorkerState, order: StartEpoch) -> WorkerStep:
     """What follows once it has the layers of the epoch."""
     state, actions = settled(state, order)
-    assert isinstance(actions[-1], Exchange)
+    assert isinstance(actions[-1], act.Exchange)
     return on_exchanged(state, actions[-1].start.iteration)
 
 
 def training(state: WorkerState = NEW, order: StartEpoch | None = None) -> WorkerState:
     """It computes the first iteration of the epoch."""
     state, actions = begun(state, order or start())
-    assert isinstance(actions[-1], Compute)
+    assert isinstance(actions[-1], act.Compute)
     return state
 
 
 def told(state: WorkerState, iteration: int, committed: CommitVector) -> WorkerStep:
     """What follows once an iteration is told."""
     state, actions = on_computed(state, iteration, committed)
-    assert isinstance(actions[-1], TellIteration)
+    assert isinstance(actions[-1], act.TellIteration)
     return on_told(state, actions[-1])
 
 
-def kinds(actions: tuple[Action, ...]) -> list[type]:
+def kinds(actions: tuple[act.Action, ...]) -> list[type]:
     return [type(action) for action in actions]
 
 
@@ -167,9 +143,9 @@ def test_a_rank_leaves_if_another_process_takes_its_place() -> None:
     replaced = Abort(epoch=1, nodes=(0, 1), replaced={RANK: PID})
     other = Abort(epoch=1, nodes=(0, 1), replaced={RANK: PID + 1})
 
-    assert on_order(NEW, replaced)[1] == (Leave(waits=False),)
-    assert on_order(NEW, other)[1] == (Answer(1),)
-    assert on_order(NEW, Shutdown())[1] == (Leave(waits=True),)
+    assert on_order(NEW, replaced)[1] == (act.Leave(waits=False),)
+    assert on_order(NEW, other)[1] == (act.Answer(1),)
+    assert on_order(NEW, Shutdown())[1] == (act.Leave(waits=True),)
 
 
 def test_who_trains_joins_the_next_epoch_only_where_all_agreed() -> None:
@@ -180,9 +156,9 @@ def test_who_trains_joins_the_next_epoch_only_where_all_agreed() -> None:
     joined, joining = on_order(switched, planned)
 
     assert on_order(asked, planned)[1] == ()
-    assert actions == (EndEpoch(0),)
+    assert actions == (act.EndEpoch(0),)
     (settle,) = joining
-    assert isinstance(settle, Settle)
+    assert isinstance(settle, act.Settle)
     assert (settle.age, settle.outcome) == (1, (0, vector(switch=2)))
     assert joined.epoch == 1
 
@@ -195,7 +171,7 @@ def test_what_is_older_than_what_all_went_back_to_is_dropped() -> None:
     state = replace(training(), vector=(0, vector()))
     state, (settle,) = on_order(state, start(epoch=2, iteration=0, since=2))
 
-    assert isinstance(settle, Settle)
+    assert isinstance(settle, act.Settle)
     assert settle.drops
     assert (state.since, state.vector) == (2, None)
 
@@ -205,7 +181,7 @@ def test_the_outcome_is_applied_before_the_layers_are_looked_at() -> None:
     order = start(epoch=1, iteration=3, vector=encode_vector(vector()))
     state, (settle,) = on_order(NEW, order)
 
-    assert settle == Settle(order, drops=False, outcome=(2, vector()), age=3)
+    assert settle == act.Settle(order, drops=False, outcome=(2, vector()), age=3)
     assert state.vector_iteration == 2
 
 
@@ -215,7 +191,7 @@ def test_layers_are_saved_once_for_an_end_of_the_job() -> None:
     state = replace(NEW, epoch=1)
     state, actions = settled(state, order)
 
-    assert actions == (WriteLast(order),)
+    assert actions == (act.WriteLast(order),)
     assert on_order(state, order)[1] == ()
 
 
@@ -227,7 +203,7 @@ def test_a_rank_without_part_in_the_plan_waits_for_orders() -> None:
     state, actions = settled(NEW, msgspec.structs.replace(idle, rounds=rounds))
 
     assert settled(NEW, idle)[1] == ()
-    assert kinds(actions) == [Reach, Regroup, Reach, Exchange]
+    assert kinds(actions) == [act.Reach, act.Regroup, act.Reach, act.Exchange]
     assert on_exchanged(state, 0)[1] == ()
 
 
@@ -236,16 +212,16 @@ def test_a_newcomer_hears_the_iteration_from_whoever_sends_layers() -> None:
     plan = replace(PLAN, silent={RANK: (0,)})
     order = start(epoch=1, iteration=AT_COMMIT, plan=plan, since=0)
     state, (settle,) = on_order(NEW, order)
-    assert isinstance(settle, Settle)
+    assert isinstance(settle, act.Settle)
     state, _ = on_settled(state, settle)
     state, actions = on_exchanged(state, 3)
     computed = on_computed(state, 3, vector())[1]
     later = on_computed(state, 4, vector())[1]
 
     assert settle.drops
-    assert actions[-2:] == (Reach("start", 3), Compute(3))
-    assert ReceiveSilently(3) in computed
-    assert ReceiveSilently not in kinds(later)
+    assert actions[-2:] == (act.Reach("start", 3), act.Compute(3))
+    assert act.ReceiveSilently(3) in computed
+    assert act.ReceiveSilently not in kinds(later)
 
 
 # -- an iteration ---------------------------------------------------------------------------------
@@ -255,9 +231,17 @@ def test_an_iteration_is_applied_then_copied_then_told() -> None:
     """Nothing of it is told before the parameters have its age."""
     _, actions = on_computed(training(), 0, vector())
 
-    assert kinds(actions) == [KeepLayers, CheckVector, Reach, Apply, Reach, Copy, TellIteration]
-    assert actions[0] == KeepLayers((2, 3))
-    assert actions[5] == Copy(1, vector(), goes_on=True)
+    assert kinds(actions) == [
+        act.KeepLayers,
+        act.CheckVector,
+        act.Reach,
+        act.Apply,
+        act.Reach,
+        act.Copy,
+        act.TellIteration,
+    ]
+    assert actions[0] == act.KeepLayers((2, 3))
+    assert actions[5] == act.Copy(1, vector(), goes_on=True)
 
 
 @pytest.mark.parametrize("reason", ["iterations", "stop", "target_loss"])
@@ -271,22 +255,22 @@ def test_training_ends_with_a_save_that_is_waited_for(reason: str) -> None:
     _, actions = on_computed(state, iteration, committed)
     _, last = told(state, iteration, committed)
 
-    assert kinds(actions)[-3:] == [Copy, Compare, TellIteration]
-    assert actions[-1] == TellIteration(iteration, committed, ends=True, switches=False)
-    assert last == (SaveLast(iteration + 1), WaitWritten(0), EndEpoch(0))
+    assert kinds(actions)[-3:] == [act.Copy, act.Compare, act.TellIteration]
+    assert actions[-1] == act.TellIteration(iteration, committed, ends=True, switches=False)
+    assert last == (act.SaveLast(iteration + 1), act.WaitWritten(0), act.EndEpoch(0))
 
 
 def test_no_epoch_is_switched_to_when_training_ends() -> None:
     """The order to begin it may have come when the last iteration was computed."""
     _, actions = on_computed(training(order=start(iteration=4)), 4, vector(switch=2))
 
-    assert actions[-1] == TellIteration(4, vector(switch=2), ends=True, switches=False)
+    assert actions[-1] == act.TellIteration(4, vector(switch=2), ends=True, switches=False)
 
 
 def test_a_save_that_could_not_begin_is_made_when_all_ranks_can() -> None:
     """Else some layers of a version would be missing: each rank begins it at the same commit."""
     state, actions = begun(NEW, start(persists=True))
-    assert actions[-2:] == (Compare(0), SaveFirst(0))
+    assert actions[-2:] == (act.Compare(0), act.SaveFirst(0))
     state, _ = on_save_begun(state, False)
     ballot = votes(state, Line(), copied=0, uncopied=0, is_writing=True)
     state, _ = told(state, 0, vector(unsaved=1, writing=1))
@@ -294,14 +278,16 @@ def test_a_save_that_could_not_begin_is_made_when_all_ranks_can() -> None:
     state, _ = told(state, 1, vector(unsaved=1))
 
     assert (ballot.unsaved, ballot.writing) == (1, 1)
-    assert kinds(later)[-3:] == [Compare, Save, TellIteration]
+    assert kinds(later)[-3:] == [act.Compare, act.Save, act.TellIteration]
     assert not state.owes_save
 
 
 def test_saves_are_made_every_so_many_iterations() -> None:
     """Counted from the beginning of the job, so that all ranks make the same ones."""
     state = training(WorkerState(rules=replace(RULES, persist_every=2)))
-    found = [Save in kinds(on_computed(state, iteration, vector())[1]) for iteration in range(5)]
+    found = [
+        act.Save in kinds(on_computed(state, iteration, vector())[1]) for iteration in range(5)
+    ]
 
     assert found == [False, True, False, True, False]
 
@@ -311,7 +297,7 @@ def test_an_epoch_whose_training_is_over_only_waits_for_its_save() -> None:
     state, _ = begun(NEW, start(iteration=5, persists=True))
     _, actions = on_save_begun(state, True)
 
-    assert actions == (WaitWritten(0), EndEpoch(0))
+    assert actions == (act.WaitWritten(0), act.EndEpoch(0))
 
 
 # -- how an epoch ends ----------------------------------------------------------------------------
@@ -329,11 +315,11 @@ def test_an_epoch_whose_training_is_over_only_waits_for_its_save() -> None:
 def test_a_rank_says_why_it_left_unless_it_was_told_to(error: EpochError, expected: str) -> None:
     """Its links go first, or peers would wait for it."""
     state, actions = on_epoch_left(training(), error)
-    said = [type(a.message).__name__ for a in actions if isinstance(a, Complain)]
+    said = [type(a.message).__name__ for a in actions if isinstance(a, act.Complain)]
 
-    assert actions[0] == EndEpoch(0)
+    assert actions[0] == act.EndEpoch(0)
     assert said == ([expected] if expected else [])
-    assert (WaitWritten(0, 7.0) in actions) == (expected == "Corrupted")
+    assert (act.WaitWritten(0, 7.0) in actions) == (expected == "Corrupted")
     assert state.start is None
 
 
@@ -341,9 +327,9 @@ def test_what_was_not_begun_is_not_taken_down() -> None:
     """Peers still get layers from this rank, over the links of the epoch that it cannot begin."""
     state, _ = settled(NEW, start())
 
-    assert EndEpoch not in kinds(on_epoch_left(state, PeerLostError(0, "gone"))[1])
+    assert act.EndEpoch not in kinds(on_epoch_left(state, PeerLostError(0, "gone"))[1])
     assert on_raised(state)[1] == ()
-    assert on_raised(training())[1] == (EndEpoch(0),)
+    assert on_raised(training())[1] == (act.EndEpoch(0),)
 
 
 def test_steps_of_a_recovery_are_known_as_such_until_it_is_over() -> None:
@@ -352,8 +338,8 @@ def test_steps_of_a_recovery_are_known_as_such_until_it_is_over() -> None:
     state, _ = on_order(state, Abort(epoch=1, nodes=(0, 1)))
     state, actions = begun(state, start(epoch=1, iteration=3, vector=encode_vector(vector())))
 
-    assert actions[0] == Reach("resume", 3, recovers_from=3)
-    assert isinstance(actions[1], BeginEpoch)
+    assert actions[0] == act.Reach("resume", 3, recovers_from=3)
+    assert isinstance(actions[1], act.BeginEpoch)
     assert state.recovers_from == -1
 
 

@@ -54,32 +54,7 @@ from planaria.engine.profiler import tied_parameters
 from planaria.engine.saver import Saver
 from planaria.engine.stage import HeldLayer, Stage
 from planaria.errors import CheckpointError
-from planaria.protocol.worker_actions import (
-    RECOVERY_STEPS,
-    Action,
-    Answer,
-    Apply,
-    BeginEpoch,
-    CheckVector,
-    Compare,
-    Complain,
-    Compute,
-    Copy,
-    EndEpoch,
-    Exchange,
-    KeepLayers,
-    Leave,
-    Reach,
-    ReceiveSilently,
-    Regroup,
-    Save,
-    SaveFirst,
-    SaveLast,
-    Settle,
-    TellIteration,
-    WaitWritten,
-    WriteLast,
-)
+from planaria.protocol import worker_actions as act
 from planaria.protocol.worker_state import (
     EPOCH_ERRORS,
     WorkerRules,
@@ -225,47 +200,47 @@ class Worker:
                 assert step is None, action  # Only the last action returns a next step.
                 step = self._act(action)
 
-    def _act(self, action: Action) -> WorkerStep | None:
+    def _act(self, action: act.Action) -> WorkerStep | None:
         """Takes an action; returns the next step if the action has one."""
         match action:
-            case Leave():
+            case act.Leave():
                 self._leave(action)
-            case Answer():
+            case act.Answer():
                 self._answer(action.epoch)
-            case KeepLayers():
+            case act.KeepLayers():
                 self._stage.keep_only(action.layers)
-            case Settle():
+            case act.Settle():
                 self._settle(action)
                 return on_settled(self._state, action)
-            case WriteLast():
+            case act.WriteLast():
                 self._write_last(action.order)
-            case Reach():
+            case act.Reach():
                 self._reach(action)
-            case Regroup():
+            case act.Regroup():
                 self._regroup(action.start)
-            case Exchange():
+            case act.Exchange():
                 return on_exchanged(self._state, self._exchange(action.start))
-            case BeginEpoch():
+            case act.BeginEpoch():
                 self._begin_epoch(action)
             case _:
                 return self._act_in_epoch(action)
         return None
 
-    def _act_in_epoch(self, action: Action) -> WorkerStep | None:
+    def _act_in_epoch(self, action: act.Action) -> WorkerStep | None:
         """Takes an action of an epoch that is served; returns the same as `_act`."""
         match action:
-            case Compare():
+            case act.Compare():
                 self._running().compare(action.age)
-            case SaveFirst():
+            case act.SaveFirst():
                 is_begun = self._save(action.age)
                 self._iteration_end_s = self._links.timekeeper.now_s()
                 return on_save_begun(self._state, is_begun)
-            case Compute():
+            case act.Compute():
                 vector = self._compute(action.iteration)
                 return on_computed(self._state, action.iteration, vector)
-            case CheckVector():
+            case act.CheckVector():
                 refuse_divergence(action.iteration, action.vector, self._job.training)
-            case ReceiveSilently():
+            case act.ReceiveSilently():
                 self._received_bytes = receive_silently(
                     self._links,
                     self._stage,
@@ -273,26 +248,26 @@ class Worker:
                     age=action.iteration,
                     timeout_s=PATIENT_S,
                 )
-            case Apply():
+            case act.Apply():
                 self._apply(action.iteration, action.vector)
-            case Copy():
+            case act.Copy():
                 self._copy(action)
-            case Save():
+            case act.Save():
                 begin_s = time.monotonic()
                 self._save(action.age)
                 self._stall_s += time.monotonic() - begin_s
-            case TellIteration():
+            case act.TellIteration():
                 self._tell_iteration(action)
                 return on_told(self._state, action)
-            case SaveLast():
+            case act.SaveLast():
                 epoch, owned = self._state.epoch, self._owned(self._start().plan)
                 self._saver.save_last(owned, iteration=action.age, epoch=epoch)
-            case WaitWritten():
+            case act.WaitWritten():
                 timeout_s = action.timeout_s or float("inf")
                 self._saver.wait_written(action.epoch, timeout_s=timeout_s)
-            case EndEpoch():
+            case act.EndEpoch():
                 self._end_epoch(action.epoch)
-            case Complain():
+            case act.Complain():
                 self._control.send(action.message)
             case _:
                 raise AssertionError(action)
@@ -308,7 +283,7 @@ class Worker:
 
     # -- between epochs ---------------------------------------------------------------------------
 
-    def _leave(self, leave: Leave) -> None:
+    def _leave(self, leave: act.Leave) -> None:
         self._is_leaving = True
         if leave.waits:
             self._saver.leave(timeout_s=_LEAVE_S)
@@ -331,7 +306,7 @@ class Worker:
             )
         )
 
-    def _settle(self, settle: Settle) -> None:
+    def _settle(self, settle: act.Settle) -> None:
         if isinstance(settle.order, StartEpoch):
             self._regroup_begin_s = self._links.timekeeper.catch_up()
         if settle.drops:
@@ -359,9 +334,9 @@ class Worker:
 
     # -- an epoch ---------------------------------------------------------------------------------
 
-    def _reach(self, place: Reach) -> None:
+    def _reach(self, place: act.Reach) -> None:
         """Announces a place at which a fault may strike; steps of a recovery count only in one."""
-        if place.step not in RECOVERY_STEPS:
+        if place.step not in act.RECOVERY_STEPS:
             self._reached(place.step, place.iteration)
         elif place.recovers_from >= 0:  # The job may have gone back to an earlier iteration.
             self._reached(place.step, max(place.recovers_from, place.iteration))
@@ -389,7 +364,7 @@ class Worker:
         self._links.wait_linked(timeout_s=_LINK_TIMEOUT_S)
         return start.iteration
 
-    def _begin_epoch(self, begin: BeginEpoch) -> None:
+    def _begin_epoch(self, begin: act.BeginEpoch) -> None:
         """Reports that this rank has its layers and links, and prepares to train."""
         start = begin.start
         assert self._schedule is not None
@@ -462,7 +437,7 @@ class Worker:
                 held.apply(iteration, learning_rate=rate, scale=scale)
                 self._pulse.layers = (0, 0)
 
-    def _copy(self, copy: Copy) -> None:
+    def _copy(self, copy: act.Copy) -> None:
         """Lets copies begin, after all layers have been applied."""
         assert all(held.age == copy.age for held in self._stage.layers.values())
         plan = self._start().plan
@@ -479,7 +454,7 @@ class Worker:
         layers, rank = self._stage.layers, self._spec.rank
         return {n: held for n, held in layers.items() if plan.holders(n)[0] == rank}
 
-    def _tell_iteration(self, done: TellIteration) -> None:
+    def _tell_iteration(self, done: act.TellIteration) -> None:
         """Reports the results of an iteration, and its time and memory."""
         executor, vector = self._running(), done.vector
         before_s, self._iteration_end_s = self._iteration_end_s, self._links.timekeeper.now_s()

@@ -51,31 +51,7 @@ from planaria.errors import (
     PeerLostError,
     SpoiltError,
 )
-from planaria.protocol.worker_actions import (
-    Action,
-    Answer,
-    Apply,
-    BeginEpoch,
-    CheckVector,
-    Compare,
-    Complain,
-    Compute,
-    Copy,
-    EndEpoch,
-    Exchange,
-    KeepLayers,
-    Leave,
-    Reach,
-    ReceiveSilently,
-    Regroup,
-    Save,
-    SaveFirst,
-    SaveLast,
-    Settle,
-    TellIteration,
-    WaitWritten,
-    WriteLast,
-)
+from planaria.protocol import worker_actions as act
 
 EpochError = AbortedError | CheckpointError | CorruptedError | PeerLostError
 EPOCH_ERRORS: Final = (AbortedError, CheckpointError, CorruptedError, PeerLostError)
@@ -152,7 +128,7 @@ class WorkerState:
         return encode_vector(self.vector[1]) if self.vector is not None else b""
 
 
-WorkerStep = tuple[WorkerState, tuple[Action, ...]]
+WorkerStep = tuple[WorkerState, tuple[act.Action, ...]]
 
 
 # -- orders ---------------------------------------------------------------------------------------
@@ -163,13 +139,13 @@ def on_order(state: WorkerState, order: Order) -> WorkerStep:
     rank, state = state.rank, _without_epoch(state)
     match order:
         case Shutdown():
-            return state, (Leave(waits=True),)
+            return state, (act.Leave(waits=True),)
         case Abort() if order.replaced.get(rank) == state.rules.pid:
-            return state, (Leave(waits=False),)
+            return state, (act.Leave(waits=False),)
         case Abort() if order.epoch >= state.epoch:
             recovers_from = state.vector_iteration + 1
             state = replace(state, epoch=order.epoch, owes_save=False, recovers_from=recovers_from)
-            return state, (Answer(order.epoch),)
+            return state, (act.Answer(order.epoch),)
         case SaveLayers() if order.epoch == state.epoch > state.saved_epoch:
             return _settle(replace(state, saved_epoch=order.epoch), order)
         case StartEpoch() if _is_for_this(state, order):
@@ -198,23 +174,23 @@ def _settle(state: WorkerState, order: StartEpoch | SaveLayers) -> WorkerStep:
     if order.vector:
         outcome = (order.iteration - 1, decode_vector(order.vector, state.rules.layout))
         state = replace(state, vector=outcome)
-    return state, (Settle(order, drops, outcome, order.iteration),)
+    return state, (act.Settle(order, drops, outcome, order.iteration),)
 
 
-def on_settled(state: WorkerState, settle: Settle) -> WorkerStep:
+def on_settled(state: WorkerState, settle: act.Settle) -> WorkerStep:
     """The step after Settle: the layers have the age at which all ranks go on."""
     if isinstance(settle.order, SaveLayers):
-        return state, (WriteLast(settle.order),)
+        return state, (act.WriteLast(settle.order),)
     start = settle.order
     takes_part = state.rank in start.plan.all_ranks
     state = replace(state, start=start, takes_part=takes_part, switches_at=-1)
     if not takes_part and state.rank not in transfer_sources(start.rounds):
         return state, ()
     return replace(state, linked_epoch=start.epoch), (
-        Reach("regroup", start.iteration, state.recovers_from),
-        Regroup(start),
-        Reach("transfer", start.iteration, state.recovers_from),
-        Exchange(start),
+        act.Reach("regroup", start.iteration, state.recovers_from),
+        act.Regroup(start),
+        act.Reach("transfer", start.iteration, state.recovers_from),
+        act.Exchange(start),
     )
 
 
@@ -228,7 +204,7 @@ def _start_epoch(state: WorkerState, start: StartEpoch) -> WorkerStep:
         return _settle(state, start)
     if state.switches_at < 0:  # It did not train before: others tell it the age.
         state = replace(state, since=start.since)
-        return state, (Settle(start, drops=True, outcome=None, age=AT_COMMIT),)
+        return state, (act.Settle(start, drops=True, outcome=None, age=AT_COMMIT),)
     vector = state.encoded_vector
     return _settle(
         state, msgspec.structs.replace(start, iteration=state.switches_at, vector=vector)
@@ -241,11 +217,11 @@ def on_exchanged(state: WorkerState, iteration: int) -> WorkerStep:
     start = msgspec.structs.replace(start, iteration=iteration)
     if not state.takes_part:
         return state, ()
-    resumes = Reach("resume", iteration, state.recovers_from)
+    resumes = act.Reach("resume", iteration, state.recovers_from)
     state = replace(state, start=start, is_training=True, recovers_from=-1)
-    begins = (resumes, BeginEpoch(start, is_planned=state.is_planned))
+    begins = (resumes, act.BeginEpoch(start, is_planned=state.is_planned))
     if start.persists:
-        return state, (*begins, Compare(iteration), SaveFirst(iteration))
+        return state, (*begins, act.Compare(iteration), act.SaveFirst(iteration))
     state, actions = _train(state, iteration, ends=_is_done(state, iteration))
     return state, (*begins, *actions)
 
@@ -264,9 +240,9 @@ def _is_done(state: WorkerState, iteration: int) -> bool:
 def _train(state: WorkerState, iteration: int, *, ends: bool) -> WorkerStep:
     """The step to the next iteration, or to the end of the epoch if training has ended."""
     if not ends:
-        return state, (Reach("start", iteration), Compute(iteration))
+        return state, (act.Reach("start", iteration), act.Compute(iteration))
     epoch = _served(state).epoch
-    return state, (WaitWritten(epoch), EndEpoch(epoch))
+    return state, (act.WaitWritten(epoch), act.EndEpoch(epoch))
 
 
 def on_computed(state: WorkerState, iteration: int, vector: CommitVector) -> WorkerStep:
@@ -277,24 +253,24 @@ def on_computed(state: WorkerState, iteration: int, vector: CommitVector) -> Wor
     switches = not ends and vector.switches(start.plan)
     age = iteration + 1
     saves = not ends and (vector.saves or _persists(rules, age))
-    actions: list[Action] = [
+    actions: list[act.Action] = [
         # All ranks have their layers, so nobody needs the layers that left this rank's plan.
-        KeepLayers(tuple(start.plan.held_by_rank[state.rank])),
-        CheckVector(iteration, vector),
+        act.KeepLayers(tuple(start.plan.held_by_rank[state.rank])),
+        act.CheckVector(iteration, vector),
     ]
     if start.plan.silent and iteration == start.iteration:
-        actions.append(ReceiveSilently(iteration))
+        actions.append(act.ReceiveSilently(iteration))
     actions += [
-        Reach("optimizer", iteration),
-        Apply(iteration, vector),
-        Reach("applied", iteration),
-        Copy(age, vector, goes_on=not ends and not switches),
+        act.Reach("optimizer", iteration),
+        act.Apply(iteration, vector),
+        act.Reach("applied", iteration),
+        act.Copy(age, vector, goes_on=not ends and not switches),
     ]
     if ends or saves:
-        actions.append(Compare(age))
+        actions.append(act.Compare(age))
     if saves:
-        actions.append(Save(age))
-    return state, (*actions, TellIteration(iteration, vector, ends=ends, switches=switches))
+        actions.append(act.Save(age))
+    return state, (*actions, act.TellIteration(iteration, vector, ends=ends, switches=switches))
 
 
 def _persists(rules: WorkerRules, age: int) -> bool:
@@ -302,15 +278,15 @@ def _persists(rules: WorkerRules, age: int) -> bool:
     return rules.persist_every > 0 and age % rules.persist_every == 0
 
 
-def on_told(state: WorkerState, told: TellIteration) -> WorkerStep:
+def on_told(state: WorkerState, told: act.TellIteration) -> WorkerStep:
     """The step after TellIteration: the iteration is over for this rank."""
     epoch, vector = _served(state).epoch, told.vector
     state = replace(state, owes_save=vector.votes.unsaved > 0 and not vector.saves)
     next_iteration = told.iteration + 1
     if told.switches:
-        return replace(state, switches_at=next_iteration), (EndEpoch(epoch),)
+        return replace(state, switches_at=next_iteration), (act.EndEpoch(epoch),)
     state, actions = _train(state, next_iteration, ends=told.ends)
-    return state, ((SaveLast(next_iteration), *actions) if told.ends else actions)
+    return state, ((act.SaveLast(next_iteration), *actions) if told.ends else actions)
 
 
 def on_epoch_left(state: WorkerState, error: EpochError) -> WorkerStep:
@@ -319,14 +295,14 @@ def on_epoch_left(state: WorkerState, error: EpochError) -> WorkerStep:
     state, actions = on_raised(state)
     if isinstance(error, CorruptedError):
         # The save may be all that remains, if two holders differ and none can be trusted.
-        actions = (*actions, WaitWritten(epoch, state.rules.save_timeout_s))
+        actions = (*actions, act.WaitWritten(epoch, state.rules.save_timeout_s))
     message = _complaint(error, rank=state.rank, epoch=epoch)
-    return state, actions if message is None else (*actions, Complain(message))
+    return state, actions if message is None else (*actions, act.Complain(message))
 
 
 def on_raised(state: WorkerState) -> WorkerStep:
     """The step after any other error, such as one in the job's code: the rank leaves its epoch."""
-    actions = (EndEpoch(state.epoch),) if state.is_training else ()
+    actions = (act.EndEpoch(state.epoch),) if state.is_training else ()
     return _without_epoch(state), actions
 
 

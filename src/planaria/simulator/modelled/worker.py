@@ -31,31 +31,7 @@ from planaria.core.messages import (
 )
 from planaria.core.plan import Plan
 from planaria.errors import CheckpointError
-from planaria.protocol.worker_actions import (
-    Action,
-    Answer,
-    Apply,
-    BeginEpoch,
-    CheckVector,
-    Compare,
-    Complain,
-    Compute,
-    Copy,
-    EndEpoch,
-    Exchange,
-    KeepLayers,
-    Leave,
-    Reach,
-    ReceiveSilently,
-    Regroup,
-    Save,
-    SaveFirst,
-    SaveLast,
-    Settle,
-    TellIteration,
-    WaitWritten,
-    WriteLast,
-)
+from planaria.protocol import worker_actions as act
 from planaria.protocol.worker_state import (
     EPOCH_ERRORS,
     Line,
@@ -275,69 +251,69 @@ class SimulatedWorker:
                 assert step is None, action  # Only the last action returns a next step.
                 step = await self._act(action)
 
-    async def _act(self, action: Action) -> WorkerStep | None:
+    async def _act(self, action: act.Action) -> WorkerStep | None:
         """Takes an action; returns the next step if the action has one."""
         match action:
-            case Leave():
+            case act.Leave():
                 if action.waits:
                     await self._saver.leave(timeout_s=_LEAVE_S)
                     self.is_leaving = True
                 else:
                     self._leave()
-            case Answer():
+            case act.Answer():
                 self._answer(action.epoch)
-            case KeepLayers():
+            case act.KeepLayers():
                 self.held = {n: held for n, held in self.held.items() if n in action.layers}
-            case Settle():
+            case act.Settle():
                 await self._settle(action)
                 return on_settled(self.state, action)
-            case WriteLast():
+            case act.WriteLast():
                 await self._write_last(action.order)
-            case Reach() if action.step not in ("optimizer", "applied"):  # See _apply.
+            case act.Reach() if action.step not in ("optimizer", "applied"):  # See _apply.
                 self._around.reached(action.step, self, action.iteration)
-            case Regroup():
+            case act.Regroup():
                 await self._regroup(action.start)
-            case Exchange():
+            case act.Exchange():
                 return on_exchanged(self.state, await self._exchange(action.start))
-            case BeginEpoch():
+            case act.BeginEpoch():
                 self._begin_epoch(action)
-            case Reach() | CheckVector() | Compare():
+            case act.Reach() | act.CheckVector() | act.Compare():
                 pass
             case _:
                 return await self._act_in_epoch(action)
         return None
 
-    async def _act_in_epoch(self, action: Action) -> WorkerStep | None:
+    async def _act_in_epoch(self, action: act.Action) -> WorkerStep | None:
         """Takes an action of an epoch that is served; returns the same as `_act`."""
         match action:
-            case SaveFirst():
+            case act.SaveFirst():
                 is_begun = await self._save(action.age)
                 self._iteration_end_s = self.process.now_s
                 return on_save_begun(self.state, is_begun)
-            case Compute():
+            case act.Compute():
                 votes = partial(self._votes, action.iteration)
                 vector = await self._running().run(action.iteration, self.held, votes=votes)
                 return on_computed(self.state, action.iteration, vector)
-            case ReceiveSilently():
+            case act.ReceiveSilently():
                 await receive_silently(self, self._start(), action.iteration)
-            case Apply():
+            case act.Apply():
                 await self._apply(action.iteration)
-            case Copy():
+            case act.Copy():
                 self._copy(action)
-            case Save():
+            case act.Save():
                 await self._save(action.age)
-            case TellIteration():
+            case act.TellIteration():
                 self._tell_iteration(action)
                 return on_told(self.state, action)
-            case SaveLast():
+            case act.SaveLast():
                 await self._save_last(self._owned(), action.age, self.state.epoch)
-            case WaitWritten():
+            case act.WaitWritten():
                 timeout_s = action.timeout_s or math.inf
                 await self._saver.wait_written(action.epoch, timeout_s=timeout_s)
-            case EndEpoch():
+            case act.EndEpoch():
                 self.links.abort(first_epoch=action.epoch + 1)
                 self._copying.leave()
-            case Complain():
+            case act.Complain():
                 self._say(action.message)
             case _:
                 raise AssertionError(action)
@@ -387,7 +363,7 @@ class SimulatedWorker:
             )
         )
 
-    async def _settle(self, settle: Settle) -> None:
+    async def _settle(self, settle: act.Settle) -> None:
         if settle.drops:
             self.held = {}
         if settle.outcome is not None:
@@ -449,7 +425,7 @@ class SimulatedWorker:
         assert set(own) <= self.held.keys(), (own, self.held.keys())
         return start.iteration
 
-    def _begin_epoch(self, begin: BeginEpoch) -> None:
+    def _begin_epoch(self, begin: act.BeginEpoch) -> None:
         start = begin.start
         held = len(self.held)
         self._say(EpochReady(rank=self.rank, epoch=start.epoch, layers_materialised=held))
@@ -480,13 +456,13 @@ class SimulatedWorker:
             self.state, self._arrived, copied=copied, uncopied=uncopied, is_writing=is_writing
         )
 
-    def _copy(self, copy: Copy) -> None:
+    def _copy(self, copy: act.Copy) -> None:
         assert all(held.age == copy.age for held in self.held.values())
         plan = self._start().plan
         contents = self._contents(plan)
         self._copying.applied(copy.vector, plan, contents, age=copy.age, goes_on=copy.goes_on)
 
-    def _tell_iteration(self, done: TellIteration) -> None:
+    def _tell_iteration(self, done: act.TellIteration) -> None:
         executor, vector = self._running(), done.vector
         before_s, self._iteration_end_s = self._iteration_end_s, self.process.now_s
         self._say(
