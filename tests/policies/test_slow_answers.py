@@ -149,3 +149,18 @@ def test_where_there_are_too_many_to_plan_for_the_pipelines_are_recut(
     found = proposed(book, plan, survivors(plan, {1: 0.5}), NodesChanged((), (), (1,)))
 
     assert set(found) == {STAY, "simple", RECUT}
+
+
+def test_a_slow_node_is_answered_also_where_no_pipeline_seems_to_fit_any_more() -> None:
+    """Out of memory raises what layers are estimated to need; a coordinator that then planned for
+    unequal nodes raised what the planner refuses, and so did the next one."""
+    book = every(4, n0=1, f=1)
+    plan = plan_of(book, (2, 2))
+    profile = replace(book.problem.profile, device_memory_bytes=1)
+    full = replace(book, problem=replace(book.problem, profile=profile))
+    cluster = survivors(plan, {0: 0.5})
+    event = NodesChanged((), (), slow=(0,))
+
+    found = Unequal(Reinstantiate(full)).propose(plan, cluster, event, prices(full))
+
+    assert STAY in {one.answer for one in found}

@@ -263,8 +263,7 @@ class Worker:
                 epoch, owned = self._state.epoch, self._owned(self._start().plan)
                 self._saver.save_last(owned, iteration=action.age, epoch=epoch)
             case act.WaitWritten():
-                timeout_s = action.timeout_s or float("inf")
-                self._saver.wait_written(action.epoch, timeout_s=timeout_s)
+                self._saver.wait_written(action.epoch, timeout_s=action.timeout_s)
             case act.EndEpoch():
                 self._end_epoch(action.epoch)
             case act.Complain():

@@ -25,6 +25,7 @@ from typing import Final
 
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
 from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Transition
+from planaria.errors import InfeasibleError
 from planaria.planner.layout.unequal import EFFORT_MAX, UnequalPlanner, planning_effort
 from planaria.planner.plans import EveryPlan, pipeline_microbatches, plan_iteration_s
 from planaria.planner.problem import stage_costs
@@ -156,7 +157,10 @@ class Unequal:
         is_alike = all(kind == NodeKind() for kind in kinds.values())
         if is_alike or planning_effort(problem, kinds) > EFFORT_MAX:
             return None
-        planner = UnequalPlanner(problem, kinds)
+        try:
+            planner = UnequalPlanner(problem, kinds)
+        except InfeasibleError:  # They train already, though by what is estimated they could not.
+            return None
         most = planner.most_pipelines(kinds, at_most=problem.failures_tolerated + 1)
         templates = planner.templates(kinds, min_pipelines=most) if most else ()
         if not templates:

@@ -5,6 +5,7 @@ files; the simulator's modelled worker simulates its effect.
 """
 
 from dataclasses import dataclass
+from math import inf
 from typing import Final
 
 from planaria.core.commit import CommitVector
@@ -198,11 +199,11 @@ class WaitWritten:
     """Waits until the save in progress is written.
 
     Attributes:
-        timeout_s: longest wait in seconds; 0: no limit.
+        timeout_s: longest wait in seconds.
     """
 
     epoch: int
-    timeout_s: float = 0.0
+    timeout_s: float = inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ lost sample and a sample used twice are visible in it. An abort or a lost peer i
 action that takes time, except an optimizer step.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -308,8 +307,7 @@ class SimulatedWorker:
             case act.SaveLast():
                 await self._save_last(self._owned(), action.age, self.state.epoch)
             case act.WaitWritten():
-                timeout_s = action.timeout_s or math.inf
-                await self._saver.wait_written(action.epoch, timeout_s=timeout_s)
+                await self._saver.wait_written(action.epoch, timeout_s=action.timeout_s)
             case act.EndEpoch():
                 self.links.abort(first_epoch=action.epoch + 1)
                 self._copying.leave()
