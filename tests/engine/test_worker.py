@@ -243,3 +243,21 @@ def test_a_worker_whose_node_is_to_blame_leaves_once_it_has_told(
     (failed,) = told
     assert isinstance(failed, WorkerFailed)
     assert (failed.blame, failed.epoch) == ("node", -1)
+
+
+@pytest.fixture
+def _no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node's lease has run out, and it gets no other one."""
+    monkeypatch.setattr(Pulse, "wait_member", lambda *_: False)
+
+
+@pytest.mark.usefixtures("_no_lease")
+def test_a_worker_whose_node_has_no_lease_writes_nothing(alone: Served, disk: Disk) -> None:
+    """Its node may have been evicted, and others may write the same save."""
+    disk.may_write.set()
+    alone.line.give(alone.start(ALONE))
+    failed = alone.line.wait_told(SaveFailed)
+
+    assert isinstance(failed[0], SaveFailed)
+    assert "the node's lease has run out" in failed[0].reason
+    assert not alone.line.of(LayersSaved)

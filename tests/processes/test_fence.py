@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from helpers.chaos import FAMILY, chaos_job, struck
+from helpers.chaos import chaos_job, struck
 from helpers.command import wait_for
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.errors import CheckpointError
@@ -62,52 +62,6 @@ class _StopsOnceAlone(Silent):
         if record.iteration > 5 and self.num_after_wake < 0 and len(children) == self._num_left:
             self.num_after_wake = len(children)
             os.kill(os.getpid(), signal.SIGINT)
-
-
-class _Times(Silent):
-    """Notes when the node was lost, and how many of its epoch's files were being written then."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self.lost_s, self.num_partial = 0.0, 0
-
-    def note(self, text: str) -> None:
-        if text.startswith("lost"):
-            self.lost_s = time.time()
-            self.num_partial = len(list(self._directory.glob("*-0/*.partial")))
-
-
-@pytest.mark.long
-def test_a_node_that_hung_while_it_saved_writes_nothing_more(
-    tmp_path: Path, server: ForkServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It stops with a layer on its way to the disk, and goes on when its epoch is long over."""
-    monkeypatch.setattr("planaria.job.job._WORKER", "helpers.slow_writer:main")
-    config = chaos_job(FAMILY, tmp_path / "run", server, iterations=60)
-    config = replace(
-        config,
-        cluster=replace(config.cluster, lease_s=LEASE_S),
-        checkpoint=replace(config.checkpoint, persist_every=1, keep=0),
-    )
-    display = _Times(Path(config.checkpoint.directory))
-    own = fork_server(config, search_path=[TESTS])
-    try:
-        result = struck(config, own, f"hang={3 * LEASE_S}:0@4.start", display=display)
-    finally:
-        own.close()
-
-    assert result.error is None
-    assert display.num_partial  # Of node 0, or of one that has long ended its own.
-    written_s = [
-        path.stat().st_mtime
-        for path in Path(config.checkpoint.directory).glob("*-0/*")
-        if path.is_file()
-    ]
-    # What there was of the save that it broke off has been removed; nothing may come after that.
-    assert (
-        max(written_s, default=0.0) < display.lost_s + LEASE_S
-    )  # It goes on a lease later than that.
-    assert result.report.final.nodes == (1, 2, 3, 4, 5)
 
 
 def test_a_save_under_way_is_not_finished_without_a_lease(tmp_path: Path) -> None:
