@@ -161,6 +161,16 @@ def test_what_was_superseded_is_on_disk_and_no_burden(tmp_path: Path) -> None:
     assert archive.stat().st_size > 2 * len(content)
 
 
+@pytest.mark.parametrize("content", [b"", b"\xffPLJ half of one"])
+def test_a_journal_without_a_whole_record_is_told_to_be_damaged(
+    content: bytes, tmp_path: Path
+) -> None:
+    (tmp_path / "journal").write_bytes(content)
+
+    with pytest.raises(StoreError, match=f"{tmp_path}/journal is damaged at byte 0"):
+        superseded_entries(tmp_path)
+
+
 def test_what_a_crash_leaves_of_a_snapshot_is_ignored(tmp_path: Path) -> None:
     """It is not the journal until it is renamed."""
 

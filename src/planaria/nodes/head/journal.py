@@ -207,16 +207,18 @@ def superseded_entries(directory: Path) -> list[Entry]:
     """All superseded entries of a store that are on its disk, the oldest write first.
 
     Raises:
-        StoreError: the archive or the journal cannot be read.
+        StoreError: the archive or the journal cannot be read, or the journal is damaged.
     """
-    path = directory / "archive"
+    archive, journal = directory / "archive", directory / "journal"
     try:
-        archived = path.read_bytes() if path.exists() else b""
-        bodies, _ = _records((directory / "journal").read_bytes())
+        archived = archive.read_bytes() if archive.exists() else b""
+        bodies, num_bytes = _records(journal.read_bytes())
     except OSError as error:
-        raise _disk_error(path, error) from error
+        raise _disk_error(directory, error) from error
+    if not bodies:
+        raise _damaged_error(journal, num_bytes)
     decoder = msgspec.json.Decoder(tuple[Entry, ...])
-    entries = _superseded(*_decoded(path, bodies))
+    entries = _superseded(*_decoded(journal, bodies))
     for place in _marked(archived):  # A record torn by a crash may have good ones after it.
         if (body := _record_body(archived, place)) is not None:
             entries += decoder.decode(body)
@@ -287,10 +289,7 @@ class _FileJournal:
         content = self._path.read_bytes()
         bodies, self._num_bytes = _records(content)
         if not bodies or _has_record(content, after=self._num_bytes):
-            raise StoreError(
-                f"{self._path} is damaged at byte {self._num_bytes}, which no crash can do; "
-                "restore the file, or move it away to start without it"
-            )
+            raise _damaged_error(self._path, self._num_bytes)
         self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
         if self._num_bytes < len(content):
             logger.warning("%s: cut at byte %d, in a torn write", self._path, self._num_bytes)
@@ -576,6 +575,13 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _damaged_error(path: Path, num_bytes: int) -> StoreError:
+    return StoreError(
+        f"{path} is damaged at byte {num_bytes}, which no crash can do; restore the file, or move "
+        "it away to start without it"
+    )
 
 
 def _disk_error(path: Path, error: OSError) -> StoreError:
