@@ -8,7 +8,9 @@ import threading
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import Mock
 
+import psutil
 import pytest
 
 from helpers.command import TIMEOUT_S, wait_for
@@ -208,6 +210,26 @@ def test_what_is_printed_is_passed_on_if_the_process_between_is_killed() -> None
 
     passed_on.close(timeout_s=TIMEOUT_S)
     assert not any(reader.is_alive() for reader in passed_on._readers)
+
+
+@pytest.mark.parametrize("num_started", [0, 1])
+def test_no_process_stays_where_a_thread_that_passes_on_cannot_be_started(
+    num_started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the machine is short of threads it is tried again and again."""
+    before = set(psutil.Process().children())
+    passed_on = PassedOn(None)
+    refused = passed_on._readers[num_started]
+    error = Mock(side_effect=RuntimeError("can't start new thread"))
+    monkeypatch.setattr(refused, "start", error)
+
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        passed_on.begin()
+
+    assert before.issuperset(psutil.Process().children())  # Zombies are children, too.
+    for reader in passed_on._readers[:num_started]:
+        reader.join(TIMEOUT_S)
+        assert not reader.is_alive()
 
 
 TALKER = """

@@ -185,12 +185,16 @@ class PassedOn:
             except RuntimeError:
                 for source in self._sources[index:]:
                     source.close()
+                self._end_relay()
                 raise
 
     def drop(self) -> None:
         """Releases everything; to be called instead of `begin` if no process will print."""
         for source in self._sources:
             source.close()
+        self._end_relay()
+
+    def _end_relay(self) -> None:
         self._relay.kill()
         self._relay.wait()
 
