@@ -94,6 +94,21 @@ def test_a_version_that_cannot_be_removed_is_named(
         storage.remove("1-0", ["1-0/layer-00000"])
 
 
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_contents_that_are_gone_already_keep_no_other_from_being_removed(
+    scheme: str, tmp_path: Path
+) -> None:
+    """Two coordinators may remove a version at once; some stores refuse to remove what is gone."""
+    storage = storage_of(f"{scheme}{tmp_path}")
+    names = [f"1-0/layer-{layer:05}" for layer in range(40)]
+    for name in names[20:]:
+        storage.create(name, b"")
+
+    storage.remove("1-0", names)
+
+    assert storage.entries("") == {}
+
+
 def test_versions_are_kept_listed_and_removed(place: str) -> None:
     """By another process, which knows the place alone."""
     tier = tier_of(place)

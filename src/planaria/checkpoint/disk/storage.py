@@ -259,11 +259,17 @@ class Objects:
     def remove(self, version: str, names: Sequence[str]) -> None:
         try:
             for some in filter(None, (list(names[:1]), list(names[1:]))):
-                self._obstore.delete(self._store, some)
-        except FileNotFoundError:
-            return
+                self._delete(some)
         except self._errors as error:
             raise CheckpointError(f"cannot remove {self.where(version)}: {_told(error)}") from error
+
+    def _delete(self, names: list[str]) -> None:
+        try:
+            self._obstore.delete(self._store, names)
+        except FileNotFoundError:  # Some stores stop at the first object that does not exist.
+            for name in names:
+                with suppress(FileNotFoundError):
+                    self._obstore.delete(self._store, name)
 
     def _write_error(self, name: str, error: Exception) -> CheckpointError:
         return CheckpointError(
