@@ -111,3 +111,47 @@ def test_a_keeper_without_descriptors_keeps_what_it_has(place: Path) -> None:
     again = attach(place, 0, num_slots=2, idle_s=60.0)
     assert os.pread(again.fd, 4, 128) == b"here"
     again.end()
+
+
+@pytest.mark.parametrize(
+    "request_line",
+    [
+        b"no JSON\n",
+        b"[]\n",
+        b'{"slot": 0}\n',
+        b'{"slot": null, "of": 1, "idle_s": 60.0}\n',
+        b'{"slot": 0, "of": 0, "idle_s": 60.0}\n',
+        b'{"slot": 1, "of": 2, "idle_s": "long"}\n',
+    ],
+)
+def test_a_malformed_request_costs_a_keeper_nothing(request_line: bytes, place: Path) -> None:
+    """Its copies stay, and it closes the descriptors that came with the request."""
+    first = attach(place, 0, num_slots=2, idle_s=60.0)
+    os.pwrite(first.fd, b"here", 128)
+    first.close()
+    (process,) = keepers(place)
+    before = process.num_fds()
+
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(TIMEOUT_S)
+        sock.connect(str(place / "socket"))
+        socket.send_fds(sock, [request_line], [first.fd, first.fd])
+        assert sock.recv(100) == b""
+
+    again = attach(place, 0, num_slots=2, idle_s=60.0)
+    assert os.pread(again.fd, 4, 128) == b"here"
+    again.close()
+    wait_until(lambda: process.num_fds() <= before)
+    assert "a client said nothing of use" in (place / "keeper.log").read_text()
+
+
+def test_a_keeper_that_cannot_be_reached_costs_its_rank_no_socket(place: Path) -> None:
+    """A rank tries again with each version that it saves."""
+    (place / "socket").symlink_to("socket")
+    before = len(os.listdir("/proc/self/fd"))
+
+    with pytest.raises(CheckpointError, match="is of no use for copies") as error:
+        attach(place, 0, num_slots=1, idle_s=60.0)
+
+    # The error keeps the frames, and would keep the socket.
+    assert before == len(os.listdir("/proc/self/fd")), error

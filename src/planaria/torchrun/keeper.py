@@ -21,7 +21,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -196,17 +196,17 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def _connected(directory: Path) -> socket.socket | None:
-    sock = socket.socket(socket.AF_UNIX)
-    try:
-        with _short(directory) as path:
-            sock.connect(path)
-    except (FileNotFoundError, ConnectionRefusedError):
-        sock.close()
-        return None
-    if not _is_trusted(sock):
-        sock.close()
-        what = f"the process that owns copies in {directory} is another user's"
-        raise CheckpointError(f"{what}: name another directory")
+    with ExitStack() as failing:
+        sock = failing.enter_context(socket.socket(socket.AF_UNIX))
+        try:
+            with _short(directory) as path:
+                sock.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return None
+        if not _is_trusted(sock):
+            what = f"the process that owns copies in {directory} is another user's"
+            raise CheckpointError(f"{what}: name another directory")
+        failing.pop_all()
     return sock
 
 
@@ -337,35 +337,55 @@ def _accepted(listener: socket.socket, keeping: _Keeping) -> socket.socket | Non
 def _answered(client: socket.socket, keeping: _Keeping) -> bool:
     """Answers a client; returns False if the connection is to be closed."""
     slots, held = keeping.slots, keeping.held
-    try:
-        line, given, *_ = socket.recv_fds(client, _LINE_BYTES, _FDS_MAX)
-        if not line:
+    with ExitStack() as unused:
+        try:
+            line, given, *_ = socket.recv_fds(client, _LINE_BYTES, _FDS_MAX)
+            unused.callback(_close, given)
+            if not line:
+                return False
+            wish = _wish(line)
+            if wish is None:
+                keeping.is_over = True
+                return False
+            slot, num_slots, idle_s = wish
+            if holder := next((one for one, its in held.items() if its == slot), None):
+                client.sendall(_HELD + str(_peer_of(holder)[0]).encode())
+                return True
+            held[client] = slot
+            keeping.idle_s = idle_s
+            unused.pop_all()
+            for index, fd in enumerate(given):
+                # A client holds its own slot, and reads every num_slots-th one after it.
+                number = slot + index * num_slots
+                _close([slots[number]] if number in slots else [])
+                slots[number] = fd
+            if slot not in slots:
+                slots[slot] = arena_fd()
+            free = sorted(slots.keys() - {*held.values()})
+            further = [slots[n] for n in free if n >= num_slots and n % num_slots == slot]
+            socket.send_fds(
+                client, [_GIVEN + keeping.keeper_id], [slots[slot], *further][:_FDS_MAX]
+            )
+        except (OSError, ValueError) as error:
+            sys.stderr.write(f"a client said nothing of use: {error}\n")
             return False
-        asked = json.loads(line)
-        if asked.get("ends"):
-            keeping.is_over = True
-            return False
-        slot, num_slots = int(asked["slot"]), int(asked["of"])
-        if holder := next((one for one, its in held.items() if its == slot), None):
-            _close(given)
-            client.sendall(_HELD + str(_peer_of(holder)[0]).encode())
-            return True
-        held[client] = slot
-        keeping.idle_s = float(asked["idle_s"])
-        for index, fd in enumerate(given):
-            # A client holds its own slot, and reads every num_slots-th one after it.
-            number = slot + index * num_slots
-            _close([slots[number]] if number in slots else [])
-            slots[number] = fd
-        if slot not in slots:
-            slots[slot] = arena_fd()
-        free = sorted(slots.keys() - {*held.values()})
-        further = [slots[n] for n in free if n >= num_slots and n % num_slots == slot]
-        socket.send_fds(client, [_GIVEN + keeping.keeper_id], [slots[slot], *further][:_FDS_MAX])
-    except (OSError, ValueError, KeyError) as error:
-        sys.stderr.write(f"a client said nothing of use: {error}\n")
-        return False
     return True
+
+
+def _wish(line: bytes) -> tuple[int, int, float] | None:
+    """Slot, number of slots and idle_s of a client that asks for a slot; None: it ends the keeper.
+
+    Raises:
+        ValueError: the line is no request.
+    """
+    match json.loads(line):
+        case {"ends": True}:
+            return None
+        case {"slot": int(slot), "of": int(num_slots), "idle_s": int() | float() as idle_s} if (
+            slot >= 0 and num_slots >= 1
+        ):
+            return slot, num_slots, float(idle_s)
+    raise ValueError(f"{line!r} is no request")
 
 
 def _is_trusted(sock: socket.socket) -> bool:
