@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from helpers.linked import linked
 from planaria.core.plan import Link
+from planaria.torchrun import collectives
 from planaria.torchrun.collectives import BetweenCollectives, Collectives, measured_link
+from planaria.transport.links import Channel, Tag
 
 
 class Work:
@@ -155,6 +157,35 @@ def test_spans_lie_between_the_collectives_of_an_iteration() -> None:
 
     assert [span.after for span in spans] == sorted(span.after for span in spans)
     assert 0 <= spans[0].after <= spans[-1].after <= 3
+
+
+@pytest.mark.usefixtures("watch")
+def test_collectives_that_are_over_at_once_have_numbers_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those under way are noted by threads of torch; the second one comes here within the first."""
+    numbers: list[int] = []
+    second = Thread(target=lambda: dist.all_reduce(torch.ones(1)))
+
+    def tag(channel: Channel, iteration: int, number: int) -> Tag:
+        if not numbers:
+            numbers.append(number)
+            second.start()
+            second.join(timeout=0.2)  # It waits, or has the same number.
+        else:
+            numbers.append(number)
+        return Tag(channel, iteration, number)
+
+    with linked(2) as (links, _):
+        turns = BetweenCollectives(
+            links, link=Link(1e-4, 1e9), far={1}, targets={1}, sources={1}, iterations=2
+        )
+        monkeypatch.setattr(collectives, "Tag", tag)
+        dist.all_reduce(torch.ones(1))
+        second.join()
+        turns.close()
+
+    assert numbers == [0, 1]
 
 
 @pytest.mark.timeout(300)  # The compiler's modules take 10 s to import, two minutes under load.

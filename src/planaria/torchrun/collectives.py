@@ -127,6 +127,7 @@ class BetweenCollectives:
     ) -> None:
         self._links = links
         self._far = min(far)  # Any rank of another node: a collective uses the links to all nodes.
+        self._lock = threading.Lock()  # Guards the two numbers below; any thread notes.
         self._iteration = 0
         self._num_noted = 0
         self._turns = Interleaving(
@@ -162,8 +163,9 @@ class BetweenCollectives:
         """
         if begins:
             self._turns.hold()
-        self._iteration += 1
-        self._num_noted = 0
+        with self._lock:
+            self._iteration += 1
+            self._num_noted = 0
         self._turns.started(self._iteration, must_end=False)
         if not self._turns.all_spans:
             self._turns.rush()
@@ -186,8 +188,9 @@ class BetweenCollectives:
         self._turns.close()
 
     def _note(self, begun_s: float, ended_s: float) -> None:
-        tag = Tag(Channel.SCATTER, self._iteration, self._num_noted)
-        self._num_noted += 1
+        with self._lock:
+            tag = Tag(Channel.SCATTER, self._iteration, self._num_noted)
+            self._num_noted += 1
         for is_out in (True, False):
             self._links.traffic.note(Use(is_out, self._far, tag, begun_s, ended_s))
         self._turns.acted()
