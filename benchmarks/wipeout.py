@@ -36,8 +36,10 @@ MODELS: Final = {
 def main() -> int:
     """Prints a line for each model; returns 1 if the goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--losses", type=int, default=10, help="of each model")
+    parser.add_argument("--losses", type=int, default=10, help="of each model; 1 or more")
     num_losses = parser.parse_args().losses
+    if num_losses < 1:
+        parser.error(f"--losses {num_losses}: ask for 1 or more")
     print(f"{'model':<8} {'losses':>6} {'median':>8} {'worst':>8}  {'redone':>6}  from memory")
     missed = 0
     with closing(fork_server(load_job(EXAMPLE))) as server:
