@@ -113,8 +113,9 @@ class Answers:
             event = replace(event, nodes=lost)
         else:
             event = replace(event, joined=tuple(sorted(labels[n] for n in event.joined)))
-        shadows = tuple(sorted(asked.shadows.items()))
-        key = (asked.pipelines, asked.routes, asked.gone, shadows, here, event)
+        by_rank = (asked.in_flight, asked.ticks, asked.shadows)
+        schedule = (asked.splits_backward, *(tuple(sorted(one.items())) for one in by_rank))
+        key = (asked.pipelines, asked.routes, asked.gone, *schedule, here, event)
         if key not in self._known:
             held = asked.held_by_rank
             nodes = tuple(Node(n, (frozenset(held.get(n, ())),)) for n in here)

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +10,12 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from helpers.losses import every, plan_of
+from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
+from planaria.core.plan import Plan, Ticks, Transition
 from planaria.policies.absorb import Absorb
 from planaria.policies.adaptive import Adaptive
 from planaria.policies.morph import Morph
+from planaria.policies.policy import Prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.unequal import Unequal
 from regret import Result, known_samples, page, result_line, summary, verdicts
@@ -47,6 +50,40 @@ def job() -> Job:
         iteration_s=10.0,
         alive={0, 1, 2, 3},
     )
+
+
+@dataclass
+class Asked:
+    """A policy without an answer, and its questions."""
+
+    questions: list[tuple[Plan, ClusterState, ClusterEvent, Prices]] = field(default_factory=list)
+
+    def propose(
+        self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
+    ) -> tuple[Transition, ...]:
+        self.questions.append((plan, cluster, event, prices))
+        return ()
+
+
+def test_plans_that_differ_in_their_schedule_alone_are_two_questions() -> None:
+    """To stay with them takes another time; the same plan of other nodes is no new question."""
+    book, policy = every(4, n0=1, f=1), Asked()
+    answers = Answers(book, policy)
+    plan = plan_of(book, (2, 2))
+    ticks = Ticks(forward=1, backward_input=1, backward_weight=1, arrival=0)
+    schedules = (
+        plan,
+        replace(plan, splits_backward=True),
+        replace(plan, in_flight={0: 2}),
+        replace(plan, in_flight={0: 3}),
+        replace(plan, ticks={0: ticks}),
+    )
+    for epoch in range(2):
+        for schedule in schedules:
+            asked = replace(schedule, epoch=epoch)
+            answers.to(asked, range(4), NodesChanged((), ()))
+
+    assert list(schedules) == [plan for plan, *_ in policy.questions]
 
 
 def test_whole_iterations_count_and_each_tenth_is_saved(job: Job) -> None:
