@@ -23,7 +23,7 @@ from planaria.job.config import load_job
 from planaria.job.job import Job, Silent, TrainingResult
 from planaria.job.planning import fork_server
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.head.desk import Drain, ask
+from planaria.nodes.head.request_socket import Drain, ask
 from planaria.observe.metrics import EventRecord, IterationRecord
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "gpt2-text.toml"

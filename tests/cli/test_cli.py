@@ -25,7 +25,7 @@ from planaria.core.messages import WorkerFailed
 from planaria.core.records import Ended
 from planaria.job.job import failure_of
 from planaria.job.planning import read_profile
-from planaria.nodes.head.waiting import LEAVING, handlers_restored
+from planaria.nodes.head.process_events import LEAVE_SIGNALS, restore_handlers
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def test_a_terminal_that_is_gone_interrupts_a_command_once(
         os.kill(os.getpid(), signal.SIGHUP)
 
     monkeypatch.setattr(cli, "app", hang_up_twice)
-    with handlers_restored():
+    with restore_handlers():
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         cli.main()
 
@@ -64,7 +64,7 @@ def test_whatever_a_command_is_to_ignore_it_ignores(monkeypatch: pytest.MonkeyPa
         assert [signal.getsignal(number) for number in numbers] == [signal.SIG_IGN] * 2
 
     monkeypatch.setattr(cli, "app", ignore)
-    with handlers_restored():
+    with restore_handlers():
         for number in numbers:
             signal.signal(number, signal.SIG_IGN)
         cli.main()
@@ -86,7 +86,7 @@ class Trained:
         """See `end`."""
 
 
-@pytest.mark.parametrize("number", LEAVING)
+@pytest.mark.parametrize("number", LEAVE_SIGNALS)
 def test_what_follows_training_is_interrupted_by_ctrl_c_alone(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,7 +104,7 @@ def test_what_follows_training_is_interrupted_by_ctrl_c_alone(
     monkeypatch.setattr(cli, "Shown", lambda _: trained)
     monkeypatch.setattr(cli, "write", partial(told, write))
     monkeypatch.setattr(trained, "close", partial(told, trained.close))
-    with handlers_restored():
+    with restore_handlers():
         signal.signal(number, signal.default_int_handler)
         result = command("train", str(job), "--report", "report.json")
         assert signal.getsignal(number) is signal.default_int_handler

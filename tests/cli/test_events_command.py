@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.command import assert_mistake, command, keep_desks_in
+from helpers.command import assert_mistake, command, keep_request_sockets_in
 
 EVENT = {"kind": "lost", "nodes": [3], "iteration": 5, "reason": "its connection closed"}
 LINE = "iteration 5: node 3 was lost (its connection closed)\n"
@@ -56,7 +56,7 @@ def test_of_a_directory_every_report_is_explained() -> None:
 
 def test_without_a_report_a_running_job_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which there is none here."""
-    keep_desks_in(Path("planaria"), monkeypatch)
+    keep_request_sockets_in(Path("planaria"), monkeypatch)
 
     for told in (command("events"), command("drain", "3")):
         assert_mistake(told, "planaria: no job of yours runs here\n")
@@ -66,7 +66,7 @@ def test_without_a_report_a_running_job_is_asked(monkeypatch: pytest.MonkeyPatch
 def test_of_several_jobs_one_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """By an option that was not given, and so is not at fault."""
     directory = Path("planaria")
-    keep_desks_in(directory, monkeypatch)
+    keep_request_sockets_in(directory, monkeypatch)
     directory.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as one, socket.socket(socket.AF_UNIX) as other:
         for number, listening in enumerate((one, other), start=1):

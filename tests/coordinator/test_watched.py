@@ -3,7 +3,7 @@
 from math import inf
 from unittest.mock import patch
 
-from planaria.nodes.agent import Stolen
+from planaria.nodes.agent import CpuSteal
 from planaria.protocol.agent_lease import Watched, is_late, watched
 
 
@@ -36,18 +36,18 @@ def test_what_was_taken_before_an_action_does_not_count() -> None:
 def test_the_processor_that_lost_most_tells() -> None:
     """Between two looks; whoever computes is on one of them."""
     looks = iter([[1.0, 2.0], [1.5, 2.0], [1.5, 4.0], [1.5, 4.0], [1.25, 4.0]])
-    with patch("planaria.nodes.agent._by_processor", lambda: next(looks)):
-        stolen = Stolen(2)
+    with patch("planaria.nodes.agent._steal_by_processor", lambda: next(looks)):
+        steal = CpuSteal(2)
         found = []
         for _ in range(4):
-            stolen.look()
-            found.append((stolen.total_s, stolen.recent_s))
+            steal.measure()
+            found.append((steal.total_s, steal.recent_s))
 
     assert found == [(0.5, 0.5), (2.5, 2.5), (2.5, 2.0), (2.5, 0.0)]
 
 
 def test_this_machine_tells() -> None:
     """Whatever it is that it tells."""
-    stolen = Stolen(1)
-    stolen.look()
-    assert stolen.total_s >= 0.0
+    steal = CpuSteal(1)
+    steal.measure()
+    assert steal.total_s >= 0.0

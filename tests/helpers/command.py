@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from planaria.cli import main as cli
-from planaria.nodes.head import desk
+from planaria.nodes.head import request_socket
 
 MARK = "PLANARIA_TEST_MARK"
 TIMEOUT_S = 60.0  # A bound for a machine that does other things too; nothing should take as long.
@@ -46,9 +46,9 @@ def assert_mistake(result: Result, *parts: str, code: int = 2) -> None:
     assert not Path(CHECKPOINTS).exists()
 
 
-def keep_desks_in(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def keep_request_sockets_in(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs of this process are asked there alone, whatever other jobs of the user run here."""
-    monkeypatch.setattr(desk, "desk_directories", lambda: (directory,))
+    monkeypatch.setattr(request_socket, "socket_directories", lambda: (directory,))
 
 
 def wait_for(condition: Callable[[], bool], *, what: str, timeout_s: float = TIMEOUT_S) -> None:

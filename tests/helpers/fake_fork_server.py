@@ -148,7 +148,7 @@ class FakeForkServer:
         self._tell()
 
     def kill_group(self, pid: int) -> None:
-        """As that of head/waiting.py, of children."""
+        """As that of head/process_events.py, of children."""
         self.kills.append(pid)
         if pid in self._leading:
             line, leading = self._leading.pop(pid)

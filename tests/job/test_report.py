@@ -28,7 +28,7 @@ class Told:
     def __init__(self) -> None:
         self.texts: list[str] = []
 
-    def noticed(self, message: ToLauncher) -> None:
+    def on_message(self, message: ToLauncher) -> None:
         assert isinstance(message, Warned)
         self.texts.append(message.text)
 

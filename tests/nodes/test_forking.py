@@ -41,11 +41,11 @@ class Job:
         self.errors: list[Exception] = []
         self.forker = Forker(
             cast(ForkServer, server),
-            forked=self.agents.__setitem__,
-            exited=lambda pid, status: self.exits.append((pid, status)),
+            on_fork=self.agents.__setitem__,
+            on_exit=lambda pid, status: self.exits.append((pid, status)),
             note=self.notes.append,
             meanwhile=lambda: ", and training goes on meanwhile",
-            failed=self.errors.append,
+            on_error=self.errors.append,
         )
 
     async def wait_agents(self, *nodes: int) -> None:
@@ -186,7 +186,7 @@ def test_a_server_that_never_stays_is_given_up_until_one_is_needed_to_save() -> 
         assert job.server.num_renewals == RENEWALS_MAX
         assert job.forker.failure == f"{LOSS}, as those before it"
         assert await job.forker.wait_ready()
-        job.forker.committed()
+        job.forker.on_commit()
         job.server.renewals.extend([LOSS] * (RENEWALS_MAX - 1))
         job.server.lose(LOSS)
         assert await job.forker.wait_ready()

@@ -19,7 +19,7 @@ import pytest
 from helpers.command import wait_for
 from planaria.errors import InsufficientError
 from planaria.nodes.forkserver import UNKNOWN, ForkServer
-from planaria.nodes.head.waiting import LEAVING
+from planaria.nodes.head.process_events import LEAVE_SIGNALS
 
 # Functions that children of the server run: the server finds this module through its path.
 PATH = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
@@ -116,7 +116,7 @@ def test_what_tells_a_job_to_leave_ends_neither_a_server_nor_what_it_forks(
     pid = small.spawn(f"{THIS}:wait_for_end", bytes(tmp_path / "pid"))
     wait_for((tmp_path / "pid").exists, what="the child runs")
 
-    for number in (signal.SIGINT, *LEAVING):
+    for number in (signal.SIGINT, *LEAVE_SIGNALS):
         os.kill(pid, number)
         os.kill(small.pid, number)
 
@@ -163,7 +163,7 @@ def test_a_child_that_nobody_waited_for_to_the_end_is_ended(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(ForkServer, "_reply", interrupted)
+        patch.setattr(ForkServer, "_wait_reply", interrupted)
         with pytest.raises(KeyboardInterrupt):
             small.spawn(f"{THIS}:wait_for_end", bytes(first))
     pid = small.spawn(f"{THIS}:wait_for_end", bytes(second))

@@ -11,7 +11,7 @@ import msgspec
 
 from helpers.tasks import wait_until
 from planaria.core.inject import Injection, parse_injection
-from planaria.nodes.injector import Injector, node_places
+from planaria.nodes.injector import Injector, Targets, node_places
 from planaria.transport.frames import Role, shake_hands
 from planaria.transport.probe import LISTENING, Probe, Reached
 
@@ -31,12 +31,10 @@ async def _flipped(
 
     injector = Injector(
         injections,
+        Targets(agents={0: 0, 1: 0, 2: 0}, leader=lambda: 0, server=lambda: 0),
         token=TOKEN,
-        agents={0: 0, 1: 0, 2: 0},
-        leader=lambda: 0,
-        server=lambda: 0,
         join=lambda _: None,
-        fired=fired.append,
+        on_fire=fired.append,
     )
     address = await injector.listen()
     loop = asyncio.get_running_loop()
@@ -99,17 +97,15 @@ async def _joined(*, ends: bool) -> tuple[list[int], list[str]]:
 
     injector = Injector(
         [parse_injection("join:2@~0.01")],
+        Targets(agents={}, leader=lambda: 0, server=lambda: 0),
         token=TOKEN,
-        agents={},
-        leader=lambda: 0,
-        server=lambda: 0,
         join=join,
-        fired=lambda _: None,
+        on_fire=lambda _: None,
     )
     await injector.listen()
-    injector.began()
+    injector.on_training_start()
     if ends:
-        injector.ended()
+        injector.on_job_end()
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(came.wait(), timeout=0.1 if ends else 10.0)
     return joined, [injection.kind for injection in injector.close()]
@@ -123,26 +119,24 @@ def test_a_line_that_is_reset_is_forgotten() -> None:
 async def _lines_after_a_reset() -> list[asyncio.StreamWriter]:
     injector = Injector(
         [],
+        Targets(agents={}, leader=lambda: 0, server=lambda: 0),
         token=TOKEN,
-        agents={},
-        leader=lambda: 0,
-        server=lambda: 0,
         join=lambda _: None,
-        fired=lambda _: None,
+        on_fire=lambda _: None,
     )
     reader, writer = await asyncio.open_connection(*await injector.listen())
     await shake_hands(reader, writer, token=TOKEN, role=Role.CONNECT, identity=3)
     writer.write(msgspec.json.encode(Reached(LISTENING, -1)) + b"\n")
-    await wait_until(lambda: bool(injector._lines.get(3)))
+    await wait_until(lambda: bool(injector._connections.get(3)))
 
     # Closed so, a connection is reset.
     sock = writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
 
-    await wait_until(lambda: not injector._lines[3])
+    await wait_until(lambda: not injector._connections[3])
     injector.close()
-    return injector._lines[3]
+    return injector._connections[3]
 
 
 async def _slowed(specs: list[str], calls: list[tuple[int, int]]) -> list[tuple[int, int, float]]:
@@ -151,12 +145,10 @@ async def _slowed(specs: list[str], calls: list[tuple[int, int]]) -> list[tuple[
     slowed: list[tuple[int, int, float]] = []
     injector = Injector(
         injections,
+        Targets(agents={0: 0, 1: 0, 2: 0}, leader=lambda: 0, server=lambda: 0),
         token=TOKEN,
-        agents={0: 0, 1: 0, 2: 0},
-        leader=lambda: 0,
-        server=lambda: 0,
         join=lambda _: None,
-        fired=lambda _: None,
+        on_fire=lambda _: None,
     )
     address = await injector.listen()
     loop = asyncio.get_running_loop()

@@ -14,7 +14,14 @@ import psutil
 import pytest
 
 from helpers.command import TIMEOUT_S, wait_for
-from planaria.nodes.output import Outlet, PassedOn, _chunks, _pass_bytes, _write_note, write_all
+from planaria.nodes.output import (
+    ForwardedOutput,
+    Outlet,
+    _pass_bytes,
+    _pipe_data,
+    _write_note,
+    write_all,
+)
 
 
 class Reader:
@@ -153,7 +160,7 @@ def test_a_pipe_that_does_not_block_gets_all() -> None:
 def test_lines_are_passed_on_whole_and_the_last_one_too() -> None:
     """Letters of several bytes come apart between two reads; a line without end is cut."""
     lines: list[str] = []
-    passed_on = PassedOn(lines.append)
+    passed_on = ForwardedOutput(lines.append)
     write_fd = os.dup(passed_on.stdout_fd)
     passed_on.begin()
     for data in ("one\n\u00e9".encode()[:-1], "\u00e9".encode()[1:] + b"\n", b"x" * 100_000):
@@ -172,7 +179,7 @@ def test_what_has_no_end_of_a_line_is_told_of_when_it_is_dropped() -> None:
     bars_fd, bar_fd = os.pipe()
     fcntl.fcntl(target_fd, fcntl.F_SETPIPE_SZ, 4096)
     outlet = Outlet(partial(_write_note, target_fd), queued_bytes_max=10_000)
-    passing = threading.Thread(target=_pass_bytes, args=(_chunks(bars_fd), outlet, target_fd))
+    passing = threading.Thread(target=_pass_bytes, args=(_pipe_data(bars_fd), outlet, target_fd))
     passing.start()
     for _ in range(1000):
         os.write(bar_fd, b"\r" + b"=" * 999)
@@ -197,7 +204,7 @@ def _all(descriptor: int) -> bytes:
 def test_what_is_printed_is_passed_on_if_the_process_between_is_killed() -> None:
     """Nobody who prints fails with it."""
     lines: list[str] = []
-    passed_on = PassedOn(lines.append)
+    passed_on = ForwardedOutput(lines.append)
     write_fd = os.dup(passed_on.stdout_fd)
     passed_on.begin()
     os.write(write_fd, b"one\n")
@@ -218,7 +225,7 @@ def test_no_process_stays_where_a_thread_that_passes_on_cannot_be_started(
 ) -> None:
     """Where the machine is short of threads it is tried again and again."""
     before = set(psutil.Process().children())
-    passed_on = PassedOn(None)
+    passed_on = ForwardedOutput(None)
     refused = passed_on._readers[num_started]
     error = Mock(side_effect=RuntimeError("can't start new thread"))
     monkeypatch.setattr(refused, "start", error)

@@ -18,10 +18,10 @@ def test_one_that_waits_for_a_cut_to_end_is_let_go_in_silence(
     async def run() -> None:
         relay = Relay()
         with socket.create_server(("127.0.0.1", 0)) as coordinator:
-            place = relay.front(0, coordinator.getsockname()[:2])
+            place = relay.start_listener(0, coordinator.getsockname()[:2])
             relay.cut(0, 0.0)
             _, writer = await asyncio.open_connection(*place)
-            waits = relay._is_whole[0]
+            waits = relay._is_connected[0]
             while not waits._waiters:
                 await asyncio.sleep(0.001)
             relay.close()

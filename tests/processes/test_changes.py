@@ -12,13 +12,13 @@ import psutil
 import pytest
 
 from helpers.chaos import FAMILY, chaos_job, check_report, recoveries, sampled, struck
-from helpers.command import keep_desks_in, wait_for
+from helpers.command import keep_request_sockets_in, wait_for
 from helpers.jobs import digests
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError, InsufficientError
 from planaria.job.job import Job, Silent, TrainingResult
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.head.desk import Drain, TellEvents, ask
+from planaria.nodes.head.request_socket import Drain, TellEvents, ask
 from planaria.observe.metrics import EventRecord, IterationRecord
 
 pytestmark = pytest.mark.faults
@@ -127,7 +127,7 @@ def test_a_user_drains_a_node_and_hears_when_it_has_left(
     server: ForkServer, tmp_path: Path, calm: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also what cannot be: a node that is not there."""
-    keep_desks_in(tmp_path / "desks", monkeypatch)
+    keep_request_sockets_in(tmp_path / "desks", monkeypatch)
     config = replace(job(tmp_path / "run", server, nodes=4), name="drained job")
     answers, told = [], []
 
@@ -169,9 +169,9 @@ class Noting(Silent):
 def test_a_job_that_nobody_can_ask_trains_and_says_so(
     server: ForkServer, tmp_path: Path, calm: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there is no directory for its desk it ended before the first iteration."""
+    """Where there is no directory for its socket it ended before the first iteration."""
     (tmp_path / "file").touch()
-    keep_desks_in(tmp_path / "file", monkeypatch)
+    keep_request_sockets_in(tmp_path / "file", monkeypatch)
     display = Noting()
 
     result = Job(job(tmp_path / "run", server, nodes=4)).run(server=server, display=display)

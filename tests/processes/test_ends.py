@@ -15,7 +15,7 @@ from planaria.checkpoint.disk.tiers import tier_of
 from planaria.errors import InsufficientError, TrainingError
 from planaria.job.job import Job
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.head.waiting import LEAVING
+from planaria.nodes.head.process_events import LEAVE_SIGNALS
 
 pytestmark = pytest.mark.faults
 
@@ -42,7 +42,7 @@ def long(value: object) -> Any:
     return pytest.param(value, marks=pytest.mark.long)
 
 
-TO_ALL = [signal.SIGHUP, *(long(number) for number in LEAVING if number != signal.SIGHUP)]
+TO_ALL = [signal.SIGHUP, *(long(number) for number in LEAVE_SIGNALS if number != signal.SIGHUP)]
 
 
 def shared_memory() -> set[str]:

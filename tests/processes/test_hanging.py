@@ -65,7 +65,7 @@ def test_a_resume_says_that_a_directory_does_not_answer(
     is_over = threading.Event()
     directory = tmp_path / "saves"
     real: Callable[..., object]
-    name = "_locked" if module is claim else "_prove"
+    name = "_locked" if module is claim else "_check_writable"
     real = getattr(module, name)
 
     def late(*arguments: object) -> object:
@@ -118,13 +118,13 @@ def test_the_launcher_does_not_wait_long_for_another_directory_for_the_journal(
     """It hears of no node meanwhile, however long saves may take."""
     monkeypatch.setattr(library, "LOOK_TIMEOUT_S", TIMEOUT_S)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    is_over, prove = threading.Event(), journal_place._prove
+    is_over, prove = threading.Event(), journal_place._check_writable
 
     def late(directory: Path) -> None:
         assert is_over.wait(20.0)
         prove(directory)
 
-    monkeypatch.setattr(journal_place, "_prove", late)
+    monkeypatch.setattr(journal_place, "_check_writable", late)
     job = tiny_job("sequential", tmp_path)
     journal = str(Path(job.checkpoint.directory) / ".journal")
     with ExitStack() as held:

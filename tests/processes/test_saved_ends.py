@@ -32,7 +32,7 @@ from planaria.job.job import Job, Silent, TrainingResult
 from planaria.job.planning import PRELOAD, Planned
 from planaria.nodes.forking import Forker
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.head.waiting import LEAVING
+from planaria.nodes.head.process_events import LEAVE_SIGNALS
 from planaria.observe.metrics import IterationRecord
 
 pytestmark = pytest.mark.faults
@@ -430,17 +430,17 @@ def test_a_report_is_interrupted_by_ctrl_c_alone_which_loses_nothing(
 ) -> None:
     """It was said to be interrupted before training began, and by a repeated SIGTERM, too."""
     config = tiny_job("sequential", tmp_path, iterations=1)
-    before = [signal.getsignal(number) for number in LEAVING]
+    before = [signal.getsignal(number) for number in LEAVE_SIGNALS]
 
     def report_of(*_: object) -> None:
-        assert {signal.getsignal(number) for number in LEAVING} == {signal.SIG_IGN}
+        assert {signal.getsignal(number) for number in LEAVE_SIGNALS} == {signal.SIG_IGN}
         raise KeyboardInterrupt
 
     monkeypatch.setattr(library, "report_of", report_of)
     with pytest.raises(KeyboardInterrupt, match=r"after training had ended; .* of iteration 1, go"):
         Job(config).run(server=own_server)
 
-    assert [signal.getsignal(number) for number in LEAVING] == before
+    assert [signal.getsignal(number) for number in LEAVE_SIGNALS] == before
     assert not (tmp_path / ".job.lock").exists()
 
 

@@ -35,10 +35,10 @@ def watched() -> tuple[Watcher, Recorder, Notes]:
 def test_one_node_is_one_node() -> None:
     """And two are two."""
     watcher, _, notes = watched()
-    watcher.noticed(structs.replace(starting(11.0), num_nodes=1))
-    watcher.noticed(starting(11.0))
-    watcher.fired(parse_injection("join:1@5"), now_s=12.0)
-    watcher.fired(parse_injection("join:2@5"), now_s=12.0)
+    watcher.on_message(structs.replace(starting(11.0), num_nodes=1))
+    watcher.on_message(starting(11.0))
+    watcher.on_fault(parse_injection("join:1@5"), now_s=12.0)
+    watcher.on_fault(parse_injection("join:2@5"), now_s=12.0)
 
     assert notes.texts == [
         "1 node is up, it takes its layers",
@@ -51,10 +51,10 @@ def test_one_node_is_one_node() -> None:
 def test_a_job_is_degraded_once_though_two_coordinators_tell_it() -> None:
     """The second decides again what the first did not live to record."""
     watcher, recorder, notes = watched()
-    watcher.noticed(lost(20.0, 6))
+    watcher.on_message(lost(20.0, 6))
     message = structs.replace(decided(21.0), degraded="one node is left")
-    watcher.noticed(message)
-    watcher.noticed(message)
+    watcher.on_message(message)
+    watcher.on_message(message)
 
     assert notes.texts.count("degraded: one node is left") == 1
     assert [event.kind for event in recorder.events()] == ["lost", "degraded"]
@@ -74,17 +74,17 @@ def test_a_fault_that_never_came_is_told_as_it_was_asked_for() -> None:
 def test_a_recovery_stands_beside_what_was_expected_from_when_it_was_noticed() -> None:
     """What passed before, until the lease of a node that hangs ran out, was in no prediction."""
     watcher, _, notes = watched()
-    watcher.noticed(running(14.0))
-    watcher.noticed(lost(20.0, 6))
+    watcher.on_message(running(14.0))
+    watcher.on_message(lost(20.0, 6))
     message = structs.replace(
         decided(22.21),
         noticed_s=22.2,
         predicted_recovery_s_min=0.06,
         predicted_recovery_s_max=0.14,
     )
-    watcher.noticed(message)
-    watcher.noticed(starting(22.22))
-    watcher.noticed(running(22.3, epoch=4, pid=80, regroup_s=0.01, transfer_s=0.07))
+    watcher.on_message(message)
+    watcher.on_message(starting(22.22))
+    watcher.on_message(running(22.3, epoch=4, pid=80, regroup_s=0.01, transfer_s=0.07))
 
     (text,) = (text for text in notes.texts if "re-formed" in text)
     assert text.startswith("re-formed in 2300 ms: "), text

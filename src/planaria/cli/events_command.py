@@ -11,7 +11,7 @@ from rich.console import Console
 
 from planaria.cli.command_line import exit_codes
 from planaria.errors import ConfigError
-from planaria.nodes.head.desk import TellEvents, ask
+from planaria.nodes.head.request_socket import TellEvents, ask
 from planaria.observe.metrics import EventRecord
 from planaria.show.story import event_lines
 

@@ -52,8 +52,8 @@ from planaria.estimator.drift import Compared
 from planaria.estimator.time import Timeline
 from planaria.job.job import TrainingResult
 from planaria.job.scripts import named_job
-from planaria.nodes.head.desk import Drain, ask
-from planaria.nodes.head.waiting import LEAVING, handlers_restored
+from planaria.nodes.head.process_events import LEAVE_SIGNALS, restore_handlers
+from planaria.nodes.head.request_socket import Drain, ask
 from planaria.nodes.output import Outlet
 from planaria.show.gantt import compared_figure
 from planaria.show.page import Format, is_picture, picture_format
@@ -123,8 +123,8 @@ def _interrupted(number: int, _: object) -> None:
 @contextmanager
 def _only_interrupted() -> Iterator[None]:
     """Ignores all signals to leave except Ctrl-C: finishing takes less time than a new run."""
-    with handlers_restored():
-        for number in LEAVING:
+    with restore_handlers():
+        for number in LEAVE_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         yield
 

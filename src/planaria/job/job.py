@@ -60,9 +60,9 @@ from planaria.job.resources import check_room
 from planaria.nodes.descriptors import raise_open_files
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.journal_place import journal_place, other_journal_place
-from planaria.nodes.head.launcher import Launcher
+from planaria.nodes.head.launcher import Launcher, LaunchSpec
 from planaria.nodes.head.leader_spec import LeaderSpec
-from planaria.nodes.head.waiting import handlers_restored
+from planaria.nodes.head.process_events import restore_handlers
 from planaria.observe.metrics import IterationRecord, Report
 from planaria.observe.recorder import Recorder
 from planaria.planner.plans import EveryPlan
@@ -293,7 +293,7 @@ class Job:
             with _told_if_interrupted(launcher, left):
                 ended = launcher.run()
                 held.close()
-                watcher.ended(launcher.unfired)
+                watcher.ended(launcher.unfired_injections)
                 return _result(planned, ended, tier=left, recorder=recorder, watcher=watcher)
 
     @contextmanager
@@ -427,12 +427,10 @@ def _launcher(
         token=b"",
     )
     return Launcher(
-        spec,
-        leader,
+        LaunchSpec(spec, leader, tuple(injections)),
         server=server,
         observer=watcher,
         tier=tier,
-        injections=injections,
         other_journal=other_journal,
     )
 
@@ -444,7 +442,7 @@ def _told_if_interrupted(launcher: Launcher, tier: Tier) -> Iterator[None]:
     Only Ctrl-C interrupts the work after training, the report of all that is saved, which takes
     minutes for a large model.
     """
-    with handlers_restored():
+    with restore_handlers():
         try:
             yield
         except KeyboardInterrupt as error:

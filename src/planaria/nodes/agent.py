@@ -134,29 +134,29 @@ class _Worker:
         self.ending: asyncio.Task[None] | None = None  # Ends a worker that is stalled.
         self.action = Watched()
         self.writer: asyncio.StreamWriter | None = None
-        self._untold: list[bytes] = []  # Orders that arrived before `connect`.
+        self._waiting_orders: list[bytes] = []  # Orders that arrived before `connect`.
         self.pulse = Pulse()
-        self.sock, theirs = socket.socketpair()
+        self.sock, worker_socket = socket.socketpair()
         agent_pid = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
             # A worker must not outlive an agent that was killed alone.
             die_with_parent(agent_pid)
-            kept = {0, 1, 2, theirs.fileno(), self._lifeline_fd, self.pulse.stack_fd}
-            close_others(kept | {self._spec.clocks_fd, self._spec.copies_fd})
-            _become_worker(self._spec, theirs.detach(), self._lifeline_fd, self.pulse)
-        theirs.close()
+            open_fds = {0, 1, 2, worker_socket.fileno(), self._lifeline_fd, self.pulse.stack_fd}
+            close_others(open_fds | {self._spec.clocks_fd, self._spec.copies_fd})
+            _become_worker(self._spec, worker_socket.detach(), self._lifeline_fd, self.pulse)
+        worker_socket.close()
 
     async def connect(self) -> asyncio.StreamReader:
         """Connects to the worker and sends it the orders since its fork; returns what it says."""
         reader, self.writer = await asyncio.open_connection(sock=self.sock)
-        self.writer.write(b"".join(self._untold))
+        self.writer.write(b"".join(self._waiting_orders))
         return reader
 
     def tell(self, data: bytes) -> None:
         """Sends an order to the worker, which may still be starting."""
         if self.writer is None:
-            self._untold.append(data)
+            self._waiting_orders.append(data)
         else:
             self.writer.write(data)
 
@@ -190,31 +190,33 @@ class _Agent:
         self._to_coordinator: asyncio.StreamWriter | None = None
         self._lease_s = spec.job.cluster.lease_s
         self._lease = first_lease(self._lease_s, time.monotonic())
-        self._stolen = Stolen(TICKS_PER_LEASE)
+        self._cpu_steal = CpuSteal(TICKS_PER_LEASE)
         self._is_shut_down = False
 
     async def run(self) -> None:
         """Forwards messages until the coordinator says `Shutdown`."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._lifeline_fd, _end_group)
-        loop.add_signal_handler(signal.SIGTERM, self._notice)
+        loop.add_signal_handler(signal.SIGTERM, self._on_notice)
         arrived = NodeArrived(
             node=self._spec.node, rank=self._spec.rank, machine=self._spec.machine
         )
-        self._say(arrived)
-        carriers = [asyncio.create_task(self._carry(worker)) for worker in self._workers]
-        ticks = asyncio.create_task(self._tick())
+        self._report(arrived)
+        forwarders = [
+            asyncio.create_task(self._forward_messages(worker)) for worker in self._workers
+        ]
+        ticks = asyncio.create_task(self._run_ticks())
         while not self._is_shut_down:
             try:
                 await self._serve()
             except (ConnectionError, asyncio.IncompleteReadError, AuthenticationError) as error:
                 logger.info("node %s: no coordinator: %s", self._spec.node, error)
             self._to_coordinator = None
-            self._beat()  # The lease may be about to expire.
+            self._send_heartbeat()  # The lease may be about to expire.
             if not self._is_shut_down:
                 await asyncio.sleep(_RECONNECT_S)
         ticks.cancel()
-        await asyncio.gather(*carriers)
+        await asyncio.gather(*forwarders)
 
     # -- the coordinator --------------------------------------------------------------------------
 
@@ -235,38 +237,38 @@ class _Agent:
                 b"".join(frame(fact) for fact in said_again(self._state, time.monotonic()))
             )
             self._to_coordinator = writer
-            self._beat()
+            self._send_heartbeat()
             decoder = FrameDecoder()
             while not self._is_shut_down and (data := await reader.read(_READ_BYTES)):
                 for body in decoder.feed(data):
-                    self._hear(order_of(body))
+                    self._on_message(order_of(body))
         finally:
             writer.close()
 
-    def _hear(self, message: ToNode) -> None:
+    def _on_message(self, message: ToNode) -> None:
         result = heard(self._state, message)
         self._state = result.state
         if result.ends:
-            self._leave(result.ends)
+            self._end_node(result.ends)
         if isinstance(message, HeartbeatTaken):
-            self._hold(renewed(self._lease, message.sent_s))
+            self._set_lease(renewed(self._lease, message.sent_s))
         if result.forwards:
             for worker in self._workers:
                 worker.tell(frame(message))
         if isinstance(message, Shutdown):
             self._is_shut_down = True
 
-    def _say(self, message: Fact) -> None:
+    def _report(self, message: Fact) -> None:
         self._state = said(self._state, message, time.monotonic())
         if self._to_coordinator is not None:
             self._to_coordinator.write(frame(message))
 
-    def _notice(self) -> None:
+    def _on_notice(self) -> None:
         """Reports SIGTERM: the node will be taken away."""
         after_s = self._spec.job.cluster.notice_s
-        self._say(NoticeTaken(node=self._spec.node, rank=self._spec.rank, after_s=after_s))
+        self._report(NoticeTaken(node=self._spec.node, rank=self._spec.rank, after_s=after_s))
 
-    def _leave(self, reason: str) -> None:
+    def _end_node(self, reason: str) -> None:
         """Ends the node, which is not a member any more."""
         with contextlib.suppress(OSError):  # If the launcher was killed, nobody reads stderr.
             sys.stderr.write(f"node {self._spec.node} ends itself: {reason}\n")
@@ -274,27 +276,27 @@ class _Agent:
 
     # -- the lease and the workers' pulses --------------------------------------------------------
 
-    async def _tick(self) -> None:
+    async def _run_ticks(self) -> None:
         while True:
             await asyncio.sleep(self._lease_s / TICKS_PER_LEASE)
             now_s = time.monotonic()
             self._lease = ticked(self._lease, now_s)
-            self._beat()
-            self._stolen.look()
+            self._send_heartbeat()
+            self._cpu_steal.measure()
             if watches_workers(self._lease, now_s):
                 for worker in self._workers:
                     self._check_pulse(worker, now_s)
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         now_s = time.monotonic()
         if self._to_coordinator is None:
-            self._hold(unconnected(self._lease, now_s))
+            self._set_lease(unconnected(self._lease, now_s))
             return
         self._to_coordinator.write(frame(Heartbeat(node=self._spec.node, sent_s=now_s)))
         if is_given_up(self._lease, now_s):
-            self._leave(f"its lease ran out {now_s - self._lease.end_s:.1f} s ago, unanswered")
+            self._end_node(f"its lease ran out {now_s - self._lease.end_s:.1f} s ago, unanswered")
 
-    def _hold(self, lease: AgentLease) -> None:
+    def _set_lease(self, lease: AgentLease) -> None:
         self._lease = lease
         for worker in self._workers:
             worker.pulse.lease_end_s = lease.end_s
@@ -303,17 +305,17 @@ class _Agent:
         """Kills a worker that makes no progress; it is replaced like any worker that ended."""
         if worker.is_stalled:
             return
-        stolen_s, pulse = self._stolen.total_s, worker.pulse
-        worker.action = watched(worker.action, pulse.deadline_s, stolen_s)
-        silent_s = pulse.silent_s(now_s) - self._stolen.recent_s
-        if silent_s > self._lease_s or is_late(worker.action, now_s, stolen_s):
+        steal_s, pulse = self._cpu_steal.total_s, worker.pulse
+        worker.action = watched(worker.action, pulse.deadline_s, steal_s)
+        silent_s = pulse.silent_s(now_s) - self._cpu_steal.recent_s
+        if silent_s > self._lease_s or is_late(worker.action, now_s, steal_s):
             worker.is_stalled = True
             # A separate task, because heartbeats must go on and other workers may be stalled too.
             worker.ending = asyncio.create_task(worker.end_stalled(timeout_s=self._lease_s / 3))
 
     # -- the workers ------------------------------------------------------------------------------
 
-    async def _carry(self, worker: _Worker) -> None:
+    async def _forward_messages(self, worker: _Worker) -> None:
         """Forwards the messages of a worker, and of those that replace it, to the coordinator."""
         while True:
             decoder = FrameDecoder()
@@ -321,7 +323,7 @@ class _Agent:
             with contextlib.suppress(ConnectionError):
                 while data := await reader.read(_READ_BYTES):
                     for body in decoder.feed(data):
-                        self._say(_fact_decoder.decode(body))
+                        self._report(_fact_decoder.decode(body))
             pid, status = worker.pid, await _wait_exit(worker.pid)
             if worker.ending is not None:
                 worker.ending.cancel()  # Another process may get the same pid from now on.
@@ -344,7 +346,7 @@ class _Agent:
             worker.pulse.lease_end_s = self._lease.end_s
             if order := successor_order(self._state, worker.rank, pid):
                 worker.tell(frame(order))
-            self._say(exited)
+            self._report(exited)
 
 
 async def _wait_exit(pid: int) -> int:
@@ -378,13 +380,13 @@ def _become_worker(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse
 # -- CPU steal: processor time that the host of a virtual machine gives to other machines ----------
 
 
-class Stolen:
-    """CPU steal in seconds, measured by repeated calls of `look`.
+class CpuSteal:
+    """CPU steal in seconds, measured by repeated calls of `measure`.
 
-    Each look counts the steal of the processor that lost most since the look before.
+    Each measurement counts the steal of the processor that lost most since the one before.
 
     Args:
-        num_recent: number of the newest looks in `recent_s`.
+        num_recent: number of the newest measurements in `recent_s`.
 
     Attributes:
         total_s: CPU steal since this object was made, in seconds.
@@ -392,22 +394,22 @@ class Stolen:
 
     def __init__(self, num_recent: int) -> None:
         self.total_s = 0.0
-        self._last = _by_processor()
+        self._last = _steal_by_processor()
         self._recent: deque[float] = deque(maxlen=num_recent)
 
-    def look(self) -> None:
-        """Adds the CPU steal since the last look."""
-        now = _by_processor()
-        taken_s = max((b - a for a, b in zip(self._last, now, strict=False)), default=0.0)
+    def measure(self) -> None:
+        """Adds the CPU steal since the last measurement."""
+        now = _steal_by_processor()
+        lost_s = max((b - a for a, b in zip(self._last, now, strict=False)), default=0.0)
         self._last = now
-        self._recent.append(max(0.0, taken_s))
+        self._recent.append(max(0.0, lost_s))
         self.total_s += self._recent[-1]
 
     @property
     def recent_s(self) -> float:
-        """CPU steal in the newest `num_recent` looks, in seconds."""
+        """CPU steal in the newest `num_recent` measurements, in seconds."""
         return sum(self._recent)
 
 
-def _by_processor() -> list[float]:
+def _steal_by_processor() -> list[float]:
     return [times.steal for times in psutil.cpu_times(percpu=True)]

@@ -14,7 +14,7 @@ from typing import Final
 
 from planaria.errors import InsufficientError
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.head.waiting import kill_group
+from planaria.nodes.head.process_events import kill_group
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +33,11 @@ class Forker:
     """Forks the processes of one job.
 
     Args:
-        forked: callback, called with a node and its agent's pid.
-        exited: callback, called with the pid and the exit status of each process that has ended.
+        on_fork: callback, called with a node and its agent's pid.
+        on_exit: callback, called with the pid and the exit status of each process that has ended.
         note: shows the user a text.
         meanwhile: text about the job to show while a server is renewed.
-        failed: callback, called with an unexpected exception here, after which no server is
+        on_error: callback, called with an unexpected exception here, after which no server is
             renewed.
 
     Attributes:
@@ -48,17 +48,17 @@ class Forker:
         self,
         server: ForkServer,
         *,
-        forked: Callable[[int, int], None],
-        exited: Callable[[int, int], None],
+        on_fork: Callable[[int, int], None],
+        on_exit: Callable[[int, int], None],
         note: Callable[[str], None],
         meanwhile: Callable[[], str],
-        failed: Callable[[Exception], None],
+        on_error: Callable[[Exception], None],
     ) -> None:
         self._server = server
-        self._forked, self._exited = forked, exited
-        self._note, self._meanwhile, self._failed = note, meanwhile, failed
+        self._on_fork, self._on_exit = on_fork, on_exit
+        self._note, self._meanwhile, self._on_error = note, meanwhile, on_error
         self._queue: deque[tuple[int, bytes, tuple[int, ...]]] = deque()
-        self._heard = asyncio.Event()
+        self._changed = asyncio.Event()
         self._num_lost = 0  # Servers lost in a row, without a commit in between.
         self._num_waiting = 0  # Callers of wait_ready that wait.
         self._shortage = ""  # The shortage that the user was told of last.
@@ -67,9 +67,9 @@ class Forker:
 
     def begin(self) -> None:
         """Starts to fork what is asked for."""
-        asyncio.get_running_loop().add_reader(self._server.fileno(), self.look)
+        asyncio.get_running_loop().add_reader(self._server.fileno(), self.report_exits)
         self._forking = asyncio.create_task(self._fork())
-        self.look()
+        self.report_exits()
 
     def stop(self) -> None:
         """Stops forking; exits are still reported."""
@@ -82,11 +82,11 @@ class Forker:
         self.stop()
         asyncio.get_running_loop().remove_reader(self._server.fileno())
 
-    def look(self) -> None:
+    def report_exits(self) -> None:
         """Reports the processes that have ended by now."""
         for pid, status in self._server.exits():
-            self._exited(pid, status)
-        self._heard.set()
+            self._on_exit(pid, status)
+        self._changed.set()
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -96,21 +96,21 @@ class Forker:
     def add(self, node: int, payload: bytes, fds: Sequence[int]) -> None:
         """Queues the agent of a node to be forked as soon as possible."""
         self._queue.append((node, payload, tuple(fds)))
-        self._heard.set()
+        self._changed.set()
 
     def drop(self, node: int) -> None:
         """Removes a node from those that wait to be forked."""
-        self._queue = deque(one for one in self._queue if one[0] != node)
+        self._queue = deque(waiting for waiting in self._queue if waiting[0] != node)
 
-    def committed(self) -> None:
+    def on_commit(self) -> None:
         """Must be called after a commit: a server that is ready by then counts as stable."""
         if self._server.is_ready:
             self._num_lost = 0
 
-    def _begin_anew(self) -> None:
+    def _retry(self) -> None:
         if self._forking is not None and not self._forking.done():
             self._num_lost, self.failure = 0, ""
-        self._heard.set()
+        self._changed.set()
 
     async def wait_ready(self) -> bool:
         """Waits for a server that can fork; False if servers were given up.
@@ -118,13 +118,13 @@ class Forker:
         If they were given up before this call, it has them started once more.
         """
         if self.failure:
-            self._begin_anew()
+            self._retry()
         self._num_waiting += 1
         try:
             while not self._server.is_ready:
                 if self.failure:
                     return False
-                await self._news()
+                await self._wait_change()
         finally:
             self._num_waiting -= 1
         return True
@@ -140,10 +140,10 @@ class Forker:
         try:
             async with asyncio.timeout(FORK_TIMEOUT_S):
                 while (pid := self._server.answer(number)) is None:
-                    await self._news()
+                    await self._wait_change()
         except TimeoutError as error:
             self._server.kill()
-            self._heard.set()
+            self._changed.set()
             raise InsufficientError(self._server.loss) from error
         finally:
             self._server.forget(number)
@@ -159,11 +159,11 @@ class Forker:
                 elif self._queue:
                     await self._fork_first()
                 else:
-                    await self._news()
+                    await self._wait_change()
         except Exception as error:
             self.failure = f"the launcher raised {error!r}"
-            self._heard.set()
-            self._failed(error)
+            self._changed.set()
+            self._on_error(error)
 
     async def _renew(self) -> None:
         """Starts another server in place of one that is gone, or gives up."""
@@ -194,11 +194,11 @@ class Forker:
     async def _give_up(self, failure: str) -> None:
         """Starts no server until `wait_ready` is called, for a coordinator that saves."""
         self.failure = failure
-        self._heard.set()
+        self._changed.set()
         if not self._num_waiting:  # A caller that waits tells the user itself.
             self._note(f"{failure}: no node can be started any more")
         while self.failure:
-            await self._news()
+            await self._wait_change()
 
     async def _wait_imports(self) -> None:
         """Waits until the server is ready or gone; kills one that does not get ready in time.
@@ -208,7 +208,7 @@ class Forker:
         try:
             async with asyncio.timeout(IMPORT_TIMEOUT_S):
                 while not (self._server.is_ready or self._server.loss):
-                    await self._news()
+                    await self._wait_change()
         except TimeoutError:
             self._server.kill()
 
@@ -231,12 +231,12 @@ class Forker:
             kill_group(pid)
             return
         self._queue.remove(first)
-        self._forked(node, pid)
+        self._on_fork(node, pid)
 
-    async def _news(self) -> None:
+    async def _wait_change(self) -> None:
         """Waits for an event that may change what is to be done next."""
-        self._heard.clear()
-        await self._heard.wait()
+        self._changed.clear()
+        await self._changed.wait()
 
 
 def _pause_s(num_tries: int) -> float:

@@ -39,16 +39,16 @@ from itertools import count
 from typing import Any, Final, NoReturn
 
 from planaria.errors import InsufficientError
-from planaria.nodes.output import PassedOn, flush_own
+from planaria.nodes.output import ForwardedOutput, flush_own
 
 logger = logging.getLogger(__name__)
 
 UNKNOWN: Final = 256  # The exit status of a process whose parent, the server, is gone.
 
 _PACKET_BYTES_MAX = 1 << 16
-# Signals that tell a process to leave: SIGINT, and LEAVING of head/waiting.py, which imports this
-# module.
-_OF_THE_LAUNCHER: Final = (
+# Signals that tell a process to leave: SIGINT, and LEAVE_SIGNALS of head/process_events.py, which
+# imports this module.
+_LAUNCHER_SIGNALS: Final = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
     *(signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
 )
@@ -63,16 +63,16 @@ _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THR
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _ForkRequest:
     """A child that was asked for.
 
     Attributes:
-        tell_fd: write end of a pipe; the child runs nothing before it has read a byte from it.
+        start_fd: write end of a pipe; the child runs nothing before it has read a byte from it.
         pid: pid of the child; 0: it is not forked yet.
         error: errno of the error because of which there is no child; 0: there was none.
     """
 
-    tell_fd: int
+    start_fd: int
     pid: int = 0
     error: int = 0
 
@@ -98,14 +98,14 @@ class ForkServer:
     ) -> None:
         self._preload = list(preload)
         self._path = [*path, *sys.path]
-        self._output = output
+        self._on_line = output
         self._environment = os.environ | _ONE_THREAD
         self._exits: list[tuple[int, int]] = []
         self._numbers = count()  # Numbers of requests.
-        self._asked: dict[int, _Asked] = {}
+        self._requests: dict[int, _ForkRequest] = {}
         self._children: dict[int, int] = {}  # The children's pidfds, by pid.
-        self._passed: list[PassedOn] = []
-        self._news = select.epoll()
+        self._outputs: list[ForwardedOutput] = []
+        self._epoll = select.epoll()
         self._start()
 
     def _start(self) -> None:
@@ -116,42 +116,44 @@ class ForkServer:
                 theirs_fd, ours_fd = os.pipe()
                 failing.callback(os.close, ours_fd)
                 try:
-                    process, passed = self._processed((theirs.fileno(), theirs_fd))
+                    process, output = self._start_process((theirs.fileno(), theirs_fd))
                 finally:
                     os.close(theirs_fd)
             failing.callback(process.wait, timeout=_END_TIMEOUT_S)
             failing.callback(process.kill)
-            self._news.register(ours, select.EPOLLIN)
+            self._epoll.register(ours, select.EPOLLIN)
             failing.pop_all()
         self._process, self._socket, self._lifeline_fd = process, ours, ours_fd
-        self._passed.append(passed)
+        self._outputs.append(output)
         self._loss, self._is_ready = "", False
         with contextlib.suppress(InsufficientError):  # The next request raises it again.
             self._send({"preload": self._preload, "path": self._path}, ())
 
-    def _processed(self, descriptors: tuple[int, int]) -> tuple[subprocess.Popen[bytes], PassedOn]:
+    def _start_process(
+        self, descriptors: tuple[int, int]
+    ) -> tuple[subprocess.Popen[bytes], ForwardedOutput]:
         """Starts a server process with these descriptors; returns it and what it prints."""
-        passed = PassedOn(self._output)
+        output = ForwardedOutput(self._on_line)
         try:
             process = subprocess.Popen(
                 [sys.executable, "-c", f"from {__name__} import serve; serve{descriptors}"],
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
-                stdout=passed.stdout_fd,
-                stderr=passed.stderr_fd,
+                stdout=output.stdout_fd,
+                stderr=output.stderr_fd,
                 start_new_session=True,
                 env=self._environment,
             )
         except BaseException:
-            passed.drop()
+            output.drop()
             raise
         try:
-            passed.begin()
+            output.begin()
         except BaseException:
             process.kill()
             process.wait(timeout=_END_TIMEOUT_S)
             raise
-        return process, passed
+        return process, output
 
     def renew(self) -> None:
         """Starts a server in place of one that is gone; it imports all modules again.
@@ -182,7 +184,7 @@ class ForkServer:
 
     def fileno(self) -> int:
         """A descriptor that is readable when `exits` has news; it stays the same after `renew`."""
-        return self._news.fileno()
+        return self._epoll.fileno()
 
     def wait_ready(self) -> None:
         """Blocks until the server has imported all modules.
@@ -191,7 +193,7 @@ class ForkServer:
             InsufficientError: the server is gone.
         """
         while not self.is_ready:
-            self._note(self._reply())
+            self._on_reply(self._wait_reply())
 
     def spawn(self, target: str, payload: bytes, fds: Sequence[int] = ()) -> int:
         """Forks a child that calls `target(payload, *fds)`; returns its pid.
@@ -222,50 +224,52 @@ class ForkServer:
         Raises:
             InsufficientError, OSError: see `spawn`.
         """
-        asked = self._asked.get(number)
-        if asked is None:
+        request = self._requests.get(number)
+        if request is None:
             raise InsufficientError(self._loss or "the fork server is gone that was asked")
-        if asked.error:
+        if request.error:
             self.forget(number)
-            raise OSError(asked.error, os.strerror(asked.error))
-        if not asked.pid:
+            raise OSError(request.error, os.strerror(request.error))
+        if not request.pid:
             return None
-        del self._asked[number]
+        del self._requests[number]
         with contextlib.suppress(BrokenPipeError):  # The child was killed already.
-            os.write(asked.tell_fd, b"!")
-        os.close(asked.tell_fd)
-        return asked.pid
+            os.write(request.start_fd, b"!")
+        os.close(request.start_fd)
+        return request.pid
 
     def forget(self, number: int) -> None:
         """Makes the child of a request exit without running anything, unless it was answered."""
-        asked = self._asked.pop(number, None)
-        if asked is None:
+        request = self._requests.pop(number, None)
+        if request is None:
             return
-        os.close(asked.tell_fd)
-        if asked.pid in self._children:
-            os.close(self._children.pop(asked.pid))
+        os.close(request.start_fd)
+        if request.pid in self._children:
+            os.close(self._children.pop(request.pid))
 
     def _ask(self, request: dict[str, object], payload: bytes, fds: Sequence[int]) -> int:
         with contextlib.ExitStack() as held, contextlib.ExitStack() as failing:
             carrier_fd = os.memfd_create("payload")  # A payload may exceed a socket's buffer.
             held.callback(os.close, carrier_fd)
-            known_fd, tell_fd = os.pipe()
-            held.callback(os.close, known_fd)
-            failing.callback(os.close, tell_fd)
+            wait_fd, start_fd = os.pipe()
+            held.callback(os.close, wait_fd)
+            failing.callback(os.close, start_fd)
             with os.fdopen(carrier_fd, "wb", closefd=False) as carrier:
                 carrier.write(payload)
             os.lseek(carrier_fd, 0, os.SEEK_SET)
             number = next(self._numbers)
-            self._send({**request, "number": number}, (carrier_fd, known_fd, *fds))
+            self._send({**request, "number": number}, (carrier_fd, wait_fd, *fds))
             failing.pop_all()
-        self._asked[number] = _Asked(tell_fd)
+        self._requests[number] = _ForkRequest(start_fd)
         return number
 
     def _spawn(self, request: dict[str, object], payload: bytes, fds: Sequence[int]) -> int:
         number = self._ask(request, payload, fds)
         try:
             while (pid := self.answer(number)) is None:
-                self._note(self._reply(timeout_s=_FORK_TIMEOUT_S if self._is_ready else None))
+                self._on_reply(
+                    self._wait_reply(timeout_s=_FORK_TIMEOUT_S if self._is_ready else None)
+                )
             return pid
         finally:
             self.forget(number)
@@ -287,7 +291,7 @@ class ForkServer:
             result = reader.read()
         status = self._wait_exit(pid)
         if not result:
-            raise InsufficientError(f"the process that ran {target} {told(status)}")
+            raise InsufficientError(f"the process that ran {target} {exit_text(status)}")
         return result
 
     def exits(self) -> list[tuple[int, int]]:
@@ -295,13 +299,13 @@ class ForkServer:
 
         A negative status is a signal. Children of a server that is gone have the status `UNKNOWN`.
         """
-        while found := self._news.poll(0):
-            ended = {fd for fd, _ in found}
+        while events := self._epoll.poll(0):
+            ended = {fd for fd, _ in events}
             for pid in [pid for pid, pidfd in self._children.items() if pidfd in ended]:
-                self._note({"exited": pid, "status": UNKNOWN})
+                self._on_reply({"exited": pid, "status": UNKNOWN})
             if self._socket.fileno() in ended:
                 with contextlib.suppress(InsufficientError):
-                    self._note(self._reply(timeout_s=_FORK_TIMEOUT_S))
+                    self._on_reply(self._wait_reply(timeout_s=_FORK_TIMEOUT_S))
         exits, self._exits = self._exits, []
         return exits
 
@@ -309,7 +313,7 @@ class ForkServer:
         """Kills a server that does not answer; it counts as lost from now on."""
         self._process.kill()
         if not self._loss:
-            self._lose("stood still and was killed")
+            self._mark_lost("stood still and was killed")
 
     def close(self) -> None:
         """Kills the server and releases everything; children that were spawned go on."""
@@ -318,16 +322,16 @@ class ForkServer:
             self._process.wait(timeout=_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:  # It may be in a read of a dead disk, which cannot end.
             logger.warning("the fork server is still there after it was killed")
-        for number in tuple(self._asked):
+        for number in tuple(self._requests):
             self.forget(number)
         if not self._loss:
             self._socket.close()
             os.close(self._lifeline_fd)
-        self._news.close()
+        self._epoll.close()
         for pidfd in self._children.values():
             os.close(pidfd)
-        for passed in self._passed:
-            passed.close(timeout_s=_OUTPUT_TIMEOUT_S)
+        for output in self._outputs:
+            output.close(timeout_s=_OUTPUT_TIMEOUT_S)
 
     def _wait_exit(self, pid: int) -> int:
         """The exit status of a child that has ended or is about to."""
@@ -336,80 +340,80 @@ class ForkServer:
                 if exited[0] == pid:
                     self._exits.remove(exited)
                     return exited[1]
-            self._note(self._reply())
+            self._on_reply(self._wait_reply())
 
-    def _note(self, reply: dict[str, int]) -> None:
+    def _on_reply(self, reply: dict[str, int]) -> None:
         if "ready" in reply:
             self._is_ready = True
         elif "number" in reply:
-            self._note_answer(reply["number"], reply)
+            self._on_answer(reply["number"], reply)
         elif reply["exited"] in self._children:
             os.close(self._children.pop(reply["exited"]))
             self._exits.append((reply["exited"], reply["status"]))
 
-    def _note_answer(self, number: int, reply: dict[str, int]) -> None:
-        asked, pidfd = self._asked.get(number), reply.get("pidfd", -1)
-        if asked is None:  # The request was forgotten, so the child runs nothing.
+    def _on_answer(self, number: int, reply: dict[str, int]) -> None:
+        request, pidfd = self._requests.get(number), reply.get("pidfd", -1)
+        if request is None:  # The request was forgotten, so the child runs nothing.
             if pidfd >= 0:
                 os.close(pidfd)
         elif pidfd >= 0:
             self._children[reply["pid"]] = pidfd
-            self._asked[number] = replace(asked, pid=reply["pid"])
+            self._requests[number] = replace(request, pid=reply["pid"])
         else:  # The server could not fork it, or this process had no descriptor for its pidfd.
-            self._asked[number] = replace(asked, error=reply.get("error", errno.EMFILE))
+            self._requests[number] = replace(request, error=reply.get("error", errno.EMFILE))
 
     def _send(self, request: dict[str, object], fds: Sequence[int]) -> None:
         if self._loss:
-            raise self._lost()
+            raise self._loss_error()
         try:
             socket.send_fds(self._socket, [json.dumps(request).encode()], list(fds))
         except (BrokenPipeError, ConnectionResetError) as error:
-            raise self._lost() from error
+            raise self._loss_error() from error
 
-    def _reply(self, *, timeout_s: float | None = None) -> dict[str, int]:
+    def _wait_reply(self, *, timeout_s: float | None = None) -> dict[str, int]:
         """The server's next packet; kills a server that does not send one in time."""
         if self._loss:
-            raise self._lost()
+            raise self._loss_error()
         self._socket.settimeout(timeout_s)
         try:
             data, fds, _, _ = socket.recv_fds(self._socket, _PACKET_BYTES_MAX, 1)
         except TimeoutError:
             self.kill()
-            raise self._lost() from None
+            raise self._loss_error() from None
         except ConnectionResetError:
             data, fds = b"", []
         finally:
             if not self._loss:
                 self._socket.settimeout(None)
         if not data:
-            raise self._lost()
+            raise self._loss_error()
         reply: dict[str, int] = json.loads(data)
         return reply | {"pidfd": fds[0]} if fds else reply
 
-    def _lost(self) -> InsufficientError:
+    def _loss_error(self) -> InsufficientError:
         """The error for requests to a server that is gone; marks the server as lost."""
         if not self._loss:
             try:
-                how = told(self._process.wait(timeout=_END_TIMEOUT_S))
+                how = exit_text(self._process.wait(timeout=_END_TIMEOUT_S))
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 how = "has closed its connection and was killed"
-            self._lose(how)
+            self._mark_lost(how)
         return InsufficientError(f"{self._loss}; it forks no process any more")
 
-    def _lose(self, how: str) -> None:
+    def _mark_lost(self, how: str) -> None:
         self._loss = f"the fork server {how}"
-        self._news.unregister(self._socket)
+        self._epoll.unregister(self._socket)
         self._socket.close()
         os.close(self._lifeline_fd)
-        for number in tuple(self._asked):
+        for number in tuple(self._requests):
             self.forget(number)
         for pidfd in self._children.values():
             with contextlib.suppress(FileExistsError):  # A child of an earlier server.
-                self._news.register(pidfd, select.EPOLLIN)
+                self._epoll.register(pidfd, select.EPOLLIN)
 
 
-def told(status: int) -> str:
+def exit_text(status: int) -> str:
     """An exit status in words; a negative one is a signal."""
     if status == UNKNOWN:
         return "has ended"
@@ -431,7 +435,7 @@ def serve(fd: int, lifeline_fd: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     # A scheduler may send these signals to all processes of a job. Only the launcher handles them;
     # the server and its children ignore them.
-    for number in _OF_THE_LAUNCHER:
+    for number in _LAUNCHER_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     selector = selectors.DefaultSelector()
     selector.register(sock, selectors.EVENT_READ)
@@ -540,13 +544,13 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
-def close_others(kept: set[int]) -> None:
-    """Closes all descriptors that a forked process has inherited, except those in `kept`.
+def close_others(open_fds: set[int]) -> None:
+    """Closes all descriptors that a forked process has inherited, except those in `open_fds`.
 
     An inherited connection that stays open would hide from its other end that the parent is gone.
     """
     for name in os.listdir("/proc/self/fd"):
-        if int(name) not in kept:
+        if int(name) not in open_fds:
             with contextlib.suppress(OSError):
                 os.close(int(name))
 
@@ -566,10 +570,10 @@ def _become(
             # Processes that the user's code starts inherit the handling of SIGTERM, and must end
             # by it: a pool of multiprocessing would wait for them for ever.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        carrier_fd, known_fd, *others = fds
-        if not os.read(known_fd, 1):
+        carrier_fd, wait_fd, *others = fds
+        if not os.read(wait_fd, 1):
             os._exit(0)
-        os.close(known_fd)
+        os.close(wait_fd)
         leave_removed_directory()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -17,6 +17,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import psutil
@@ -45,48 +46,61 @@ def coordinator_places(injections: Sequence[Injection]) -> tuple[Place, ...]:
     return tuple(i.place for i in injections if i.place.step in COORDINATOR_STEPS)
 
 
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The processes that faults act on.
+
+    Attributes:
+        agents: pid of the agent of each live node, by node; changes during the job.
+        leader: returns the coordinator's current pid.
+        server: returns the fork server's current pid.
+    """
+
+    agents: Mapping[int, int]
+    leader: Callable[[], int]
+    server: Callable[[], int]
+
+
 class Injector:
     """Injects each fault when a probe reaches its place or its time has come.
 
     Args:
-        agents: pid of the agent of each live node, by node; changes during the job.
-        leader: returns the coordinator's current pid.
-        server: returns the fork server's current pid.
         join: starts a number of additional nodes.
-        fired: callback, called with each fault right before it is injected.
+        on_fire: callback, called with each fault right before it is injected.
 
     Attributes:
         has_cuts: whether a node may be cut off.
-        is_heeded: whether workers and the coordinator are to keep a connection to the injector.
+        keeps_connections: whether workers and the coordinator are to keep a connection to the
+            injector.
     """
 
     def __init__(
         self,
         injections: Sequence[Injection],
+        targets: Targets,
         *,
         token: bytes,
-        agents: Mapping[int, int],
-        leader: Callable[[], int],
-        server: Callable[[], int],
         join: Callable[[int], None],
-        fired: Callable[[Injection], None],
+        on_fire: Callable[[Injection], None],
     ) -> None:
         self._waiting = list(injections)
         self._has_ended = False
         self._to_flip: set[tuple[int, int]] = set()  # Node and iteration of flips still to do.
         self._slow: list[Injection] = []
         self._token = token
-        self._agents = agents
+        self._agents = targets.agents
         # The process that a fault of this kind kills.
-        self._around = {"leader": leader, "forkserver": server}
+        self._pids = {"leader": targets.leader, "forkserver": targets.server}
         self._join = join
-        self._fired = fired
+        self._on_fire = on_fire
         self._relay = Relay()
-        self._lines: dict[int, list[asyncio.StreamWriter]] = {}
+        self._connections: dict[int, list[asyncio.StreamWriter]] = {}
         # By disk, for processes that connect later: the slowness, and when it ends.
-        self._slowed: dict[str, tuple[Slowed, float]] = {}
+        self._slow_disks: dict[str, tuple[Slowed, float]] = {}
         self.has_cuts = any(injection.kind == "cut" for injection in injections)
-        self.is_heeded = self.has_cuts or any(one.kind in DISKS for one in injections)
+        self.keeps_connections = self.has_cuts or any(
+            injection.kind in DISKS for injection in injections
+        )
 
     async def listen(self) -> tuple[str, int]:
         """Starts to serve probes; returns the address."""
@@ -94,27 +108,27 @@ class Injector:
         host, port = self._server.sockets[0].getsockname()[:2]
         return str(host), int(port)
 
-    def front(self, node: int, coordinator: Address) -> Address:
+    def coordinator_address(self, node: int, coordinator: Address) -> Address:
         """The address at which the agent of a node is to connect to the coordinator."""
-        return self._relay.front(node, coordinator) if self.has_cuts else coordinator
+        return self._relay.start_listener(node, coordinator) if self.has_cuts else coordinator
 
-    def began(self) -> None:
-        """Must be called when training starts: faults at a time are timed from now."""
+    def on_training_start(self) -> None:
+        """Starts the clock of faults at a time; must be called when training starts."""
         loop = asyncio.get_running_loop()
         for place in {injection.place for injection in self._waiting if injection.place.at_s >= 0}:
             loop.call_later(place.at_s, self._fire, place)
 
-    def ended(self) -> None:
-        """Must be called when the job is over: no fault is injected after this."""
+    def on_job_end(self) -> None:
+        """Injects no fault from now on; must be called when the job is over."""
         self._has_ended = True
 
     def close(self) -> tuple[Injection, ...]:
         """Stops serving; returns the faults whose place was never reached."""
-        self.ended()
+        self.on_job_end()
         self._server.close()
         self._relay.close()
-        for line in itertools.chain(*self._lines.values()):
-            line.close()
+        for connection in itertools.chain(*self._connections.values()):
+            connection.close()
         return tuple(self._waiting)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -124,12 +138,12 @@ class Injector:
             )
             reached = msgspec.json.decode(await reader.readuntil(), type=Reached)
             if reached.step == LISTENING:
-                self._lines.setdefault(node, []).append(writer)
-                self._tell_disks(writer)
+                self._connections.setdefault(node, []).append(writer)
+                self._tell_slow_disks(writer)
                 try:
                     await reader.read()  # Returns when the process is gone.
                 finally:
-                    self._lines[node].remove(writer)
+                    self._connections[node].remove(writer)
                 return
             for place in self._places_at(node, reached):
                 self._fire(place)
@@ -171,34 +185,34 @@ class Injector:
         """Injects all faults of one place at once."""
         if self._has_ended:
             return
-        for injection in [i for i in self._waiting if i.place == place]:
+        for injection in [injection for injection in self._waiting if injection.place == place]:
             self._waiting.remove(injection)
-            self._fired(injection)
+            self._on_fire(injection)
             if injection.kind == "slow":
                 self._slow.append(injection)
-            if injection.kind in self._around:
-                _kill(self._around[injection.kind](), signal.SIGKILL)
+            if injection.kind in self._pids:
+                _kill(self._pids[injection.kind](), signal.SIGKILL)
             if injection.kind in DISKS:
-                self._slow_disk(injection.kind, injection.value)
+                self._make_disk_slow(injection.kind, injection.value)
             self._join(injection.num_nodes)
             for node in injection.nodes:
-                self._strike(injection, node)
+                self._inject_into(injection, node)
 
-    def _slow_disk(self, disk: str, seconds: float) -> None:
+    def _make_disk_slow(self, disk: str, seconds: float) -> None:
         """Makes a disk slow in all processes, also in those that start while it is slow."""
         slowed = Slowed(disk, seconds)
         end_s = time.monotonic() + seconds if disk == "disk" else math.inf
-        self._slowed[disk] = slowed, end_s
-        for line in itertools.chain(*self._lines.values()):
-            _tell(line, slowed)
+        self._slow_disks[disk] = slowed, end_s
+        for connection in itertools.chain(*self._connections.values()):
+            _tell(connection, slowed)
 
-    def _tell_disks(self, line: asyncio.StreamWriter) -> None:
-        for slowed, end_s in self._slowed.values():
+    def _tell_slow_disks(self, connection: asyncio.StreamWriter) -> None:
+        for slowed, end_s in self._slow_disks.values():
             left_s = end_s - time.monotonic()
             if left_s > 0.0:
-                _tell(line, Slowed(slowed.disk, min(slowed.seconds, left_s)))
+                _tell(connection, Slowed(slowed.disk, min(slowed.seconds, left_s)))
 
-    def _strike(self, injection: Injection, node: int) -> None:
+    def _inject_into(self, injection: Injection, node: int) -> None:
         pid = self._agents.get(node)
         if pid is None:  # The node is gone already.
             return
@@ -214,18 +228,20 @@ class Injector:
                 self._to_flip.add((node, injection.place.iteration))
             case "cut":
                 self._relay.cut(node, injection.value)
-                for line in self._lines.get(node, ()):
-                    _tell(line, Cut(nodes=injection.nodes, seconds=injection.value))
+                for connection in self._connections.get(node, ()):
+                    _tell(connection, Cut(nodes=injection.nodes, seconds=injection.value))
             case "preempt":
                 _kill(pid, signal.SIGTERM)
-                asyncio.get_running_loop().call_later(injection.value, self._take, node)
+                asyncio.get_running_loop().call_later(
+                    injection.value, self._kill_after_notice, node
+                )
             case "stall" | "crash":
                 number = signal.SIGSTOP if injection.kind == "stall" else signal.SIGKILL
                 with contextlib.suppress(psutil.NoSuchProcess):
                     for worker in psutil.Process(pid).children():
                         _kill(worker.pid, number)
 
-    def _take(self, node: int) -> None:
+    def _kill_after_notice(self, node: int) -> None:
         """Kills a node whose notice has run out, unless it has left."""
         if node in self._agents:
             _kill_group(self._agents[node], signal.SIGKILL)
@@ -238,8 +254,8 @@ def _is_at(place: Place, reached: Reached) -> bool:
     return is_then and place.step == reached.step
 
 
-def _tell(line: asyncio.StreamWriter, told: Told) -> None:
-    line.write(msgspec.json.encode(told) + b"\n")
+def _tell(connection: asyncio.StreamWriter, told: Told) -> None:
+    connection.write(msgspec.json.encode(told) + b"\n")
 
 
 def _kill(pid: int, number: signal.Signals) -> None:

@@ -133,7 +133,7 @@ class Outlet:
             return prints
 
 
-class PassedOn:
+class ForwardedOutput:
     """Passes on what processes print, without ever blocking or failing them.
 
     They do not block while this process is stopped either.
@@ -156,14 +156,16 @@ class PassedOn:
                 undo.callback(sources[-1].close)
             self._relay = _start_relay(sources)
             undo.pop_all()
-        self.stdout_fd, self.stderr_fd = sources[0].print_fd, sources[-1].print_fd
+        self.stdout_fd, self.stderr_fd = sources[0].print_write_fd, sources[-1].print_write_fd
         if output is not None:
             outlet = Outlet(output)
-            self._passing = [(outlet, partial(_pass_lines, self._taken(*sources), outlet, output))]
+            self._passing = [
+                (outlet, partial(_pass_lines, self._relayed_data(*sources), outlet, output))
+            ]
         else:
             targets = (descriptor_of(sys.__stdout__), descriptor_of(sys.__stderr__))
             self._passing = [
-                (outlet, partial(_pass_bytes, self._taken(source), outlet, target))
+                (outlet, partial(_pass_bytes, self._relayed_data(source), outlet, target))
                 for source, target in zip(sources, targets, strict=True)
                 for outlet in (Outlet(partial(_write_note, target)),)
             ]
@@ -178,7 +180,7 @@ class PassedOn:
             RuntimeError: a thread could not be started.
         """
         for source in self._sources:
-            source.close(source.print_fd)
+            source.close(source.print_write_fd)
         for index, reader in enumerate(self._readers):
             try:
                 reader.start()
@@ -213,30 +215,30 @@ class PassedOn:
             if not outlet.close(timeout_s=timeout_s):
                 atexit.register(outlet.close, timeout_s=timeout_s)
 
-    def _taken(self, source: "_Pipes") -> Iterator[bytes]:
+    def _relayed_data(self, source: "_Pipes") -> Iterator[bytes]:
         """Yields what the relay passes on; if the relay was killed, reads its pipe from then on."""
-        yield from _chunks(source.taken_fd)
+        yield from _pipe_data(source.pass_read_fd)
         if self._relay.wait() != 0:
-            yield from _chunks(source.printed_fd)
+            yield from _pipe_data(source.print_read_fd)
         else:
-            os.close(source.printed_fd)
+            os.close(source.print_read_fd)
 
 
 class _Pipes:
     """The pipe into which processes print, and the pipe into which the relay passes that on.
 
     Attributes:
-        printed_fd: read end of the first pipe, for the relay.
-        print_fd: write end of the first pipe, for the processes.
-        taken_fd: read end of the second pipe, for this process.
-        pass_fd: write end of the second pipe, for the relay.
+        print_read_fd: read end of the first pipe, for the relay.
+        print_write_fd: write end of the first pipe, for the processes.
+        pass_read_fd: read end of the second pipe, for this process.
+        pass_write_fd: write end of the second pipe, for the relay.
     """
 
     def __init__(self) -> None:
         self._open: set[int] = set()
-        self.printed_fd, self.print_fd = self._pipe()
+        self.print_read_fd, self.print_write_fd = self._pipe()
         try:
-            self.taken_fd, self.pass_fd = self._pipe()
+            self.pass_read_fd, self.pass_write_fd = self._pipe()
         except OSError:
             self.close()
             raise
@@ -254,7 +256,7 @@ class _Pipes:
 
 
 def _start_relay(sources: Sequence[_Pipes]) -> subprocess.Popen[bytes]:
-    ends = [end for source in sources for end in (source.printed_fd, source.pass_fd)]
+    ends = [end for source in sources for end in (source.print_read_fd, source.pass_write_fd)]
     try:
         return subprocess.Popen(
             # Without site-packages Python starts in 15 ms.
@@ -268,7 +270,7 @@ def _start_relay(sources: Sequence[_Pipes]) -> subprocess.Popen[bytes]:
         )
     finally:
         for source in sources:
-            source.close(source.pass_fd)
+            source.close(source.pass_write_fd)
 
 
 def _relay(*ends: int) -> None:
@@ -284,7 +286,7 @@ def _relay(*ends: int) -> None:
 
 
 def _pass_all(source_fd: int, outlet: Outlet, target_fd: int) -> None:
-    _pass_bytes(_chunks(source_fd), outlet, target_fd)
+    _pass_bytes(_pipe_data(source_fd), outlet, target_fd)
     outlet.close(timeout_s=threading.TIMEOUT_MAX)  # If the launcher is gone, writes fail at once.
     os.close(target_fd)
 
@@ -343,7 +345,7 @@ def _pass_lines(source: Iterator[bytes], outlet: Outlet, output: Callable[[str],
         outlet.post(partial(output, rest.decode(errors="replace")), num_bytes=len(rest))
 
 
-def _chunks(descriptor: int) -> Iterator[bytes]:
+def _pipe_data(descriptor: int) -> Iterator[bytes]:
     """Yields what is written into a pipe until its last writer is gone, then closes it."""
     try:
         while data := os.read(descriptor, _READ_BYTES):

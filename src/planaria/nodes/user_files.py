@@ -23,10 +23,10 @@ def state_directory() -> Path | None:
 
 def plain_name(job: str) -> str:
     """The name of a job as a part of file names; a name that is too long ends with its hash."""
-    kept = "".join(letter if letter.isalnum() else "_" for letter in job)
-    whole = kept.encode()
-    if len(whole) <= NAME_BYTES_MAX:
-        return kept
-    digest = hashlib.sha256(whole).hexdigest()[:_DIGEST_LETTERS]
-    begin = whole[: NAME_BYTES_MAX - 1 - _DIGEST_LETTERS].decode(errors="ignore")
+    letters = "".join(letter if letter.isalnum() else "_" for letter in job)
+    encoded = letters.encode()
+    if len(encoded) <= NAME_BYTES_MAX:
+        return letters
+    digest = hashlib.sha256(encoded).hexdigest()[:_DIGEST_LETTERS]
+    begin = encoded[: NAME_BYTES_MAX - 1 - _DIGEST_LETTERS].decode(errors="ignore")
     return f"{begin}_{digest}"

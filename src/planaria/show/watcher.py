@@ -78,7 +78,7 @@ class Watcher:
         self._committed_s = self._began_s
         self._checkpoint_s: list[float] = []
 
-    def noticed(self, message: ToLauncher) -> None:
+    def on_message(self, message: ToLauncher) -> None:
         """See `Observer` in nodes/head/observer.py."""
         match message:
             case Starting():
@@ -119,7 +119,7 @@ class Watcher:
             case Warned():
                 self._display.note(message.text)
 
-    def fired(self, injection: Injection, *, now_s: float) -> None:
+    def on_fault(self, injection: Injection, *, now_s: float) -> None:
         """See `Observer`."""
         self._recorder.fired(injection, now_s=now_s)
         nodes = ", ".join(str(node) for node in injection.nodes)
@@ -128,18 +128,18 @@ class Watcher:
             target = counted(injection.num_nodes, "node")
         self._display.note(f"injecting {injection.kind}: {target}")
 
-    def restarted(self, *, lost_s: float, now_s: float) -> None:
+    def on_coordinator_restart(self, *, lost_s: float, now_s: float) -> None:
         """See `Observer`."""
         self._recorder.restarted(lost_s=lost_s, now_s=now_s)
         self._display.note(f"the coordinator runs again after {1000 * (now_s - lost_s):.0f} ms")
 
-    def granted(self, node: int, *, stead: int) -> None:
+    def on_grant(self, node: int, *, replaced_node: int) -> None:
         """See `Observer`."""
-        reason = f"another machine is granted in the stead of node {stead}'s: node {node}"
+        reason = f"another machine is granted in the stead of node {replaced_node}'s: node {node}"
         self._recorder.noted("granted", iteration=self._recorder.next_iteration, reason=reason)
         self._display.note(reason)
 
-    def stopping(self) -> None:
+    def on_stop_request(self) -> None:
         """See `Observer`."""
         self._display.note("stopping at the next commit; Ctrl-C again stops at once, unsaved")
 

@@ -367,7 +367,7 @@ def test_a_disk_that_hangs_is_told_of_and_counts_as_one_that_refuses_in_the_end(
 
     async def run() -> None:
         opening = open_store(
-            tmp_path, now_s=lambda: 0.0, timeout_s=0.08, refused=refused, note=notes.append
+            tmp_path, now_s=lambda: 0.0, timeout_s=0.08, on_refusal=refused, note=notes.append
         )
         async with opening as store:
             stack.enter_context(hanging(monkeypatch))

@@ -13,8 +13,8 @@ from helpers.jobs import tiny_job
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError
-from planaria.nodes.head.desk import desk_directories
 from planaria.nodes.head.journal_place import journal_place
+from planaria.nodes.head.request_socket import socket_directories
 
 
 def saving_to(place: str) -> JobConfig:
@@ -161,7 +161,7 @@ def test_without_a_home_the_user_is_asked_for_a_place(
         pytest.fail("there is no place")
 
     assert not list(tmp_path.iterdir())
-    assert all(path.is_absolute() for path in desk_directories())
+    assert all(path.is_absolute() for path in socket_directories())
 
 
 def test_a_relative_state_directory_of_the_environment_is_none(

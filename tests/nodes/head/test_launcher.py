@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from helpers.command import keep_desks_in
+from helpers.command import keep_request_sockets_in
 from helpers.fake_fork_server import LOSS, FakeForkServer, Lead, Line
 from helpers.jobs import leader_spec
 from helpers.tasks import wait_until
@@ -24,9 +24,9 @@ from planaria.core.specs import NodeSpec
 from planaria.nodes import forking
 from planaria.nodes.forking import RENEWALS_MAX
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.head import launcher
-from planaria.nodes.head.launcher import SHORT_TRIES_MAX, Launcher
-from planaria.nodes.head.waiting import LEAVING, handlers_restored
+from planaria.nodes.head import job_processes, launcher
+from planaria.nodes.head.launcher import SHORT_TRIES_MAX, Launcher, LaunchSpec
+from planaria.nodes.head.process_events import LEAVE_SIGNALS, restore_handlers
 
 AGAIN = OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
@@ -47,22 +47,22 @@ class Observer:
         for beginning in [one for one in self.acts if what.startswith(one)]:
             self.acts.pop(beginning)()
 
-    def noticed(self, message: ToLauncher) -> None:
+    def on_message(self, message: ToLauncher) -> None:
         if isinstance(message, Warned):
             self.notes.append(message.text)
             self._told(message.text)
         self._told(type(message).__name__)
 
-    def fired(self, *_: object, **__: object) -> None:
+    def on_fault(self, *_: object, **__: object) -> None:
         self._told("fired")
 
-    def restarted(self, **_: object) -> None:
+    def on_coordinator_restart(self, **_: object) -> None:
         self._told("restarted")
 
-    def granted(self, *_: object, **__: object) -> None:
+    def on_grant(self, *_: object, **__: object) -> None:
         self._told("granted")
 
-    def stopping(self) -> None:
+    def on_stop_request(self) -> None:
         self._told("stopping")
 
     def events_json(self) -> str:
@@ -114,15 +114,14 @@ class Launched:
             job=spec.job, node=0, token=b"", coordinator=("", 0), worker="", cache_directory=""
         )
         self._launcher = Launcher(
-            node,
-            spec,
+            LaunchSpec(node, spec),
             server=cast(ForkServer, self.server),
             observer=self.observer,
             tier=tier_of(spec.job.checkpoint.directory),
         )
 
     def run(self) -> Ended:
-        with handlers_restored():
+        with restore_handlers():
             return self._launcher.run()
 
 
@@ -137,11 +136,12 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
     def kill_group(pid: int) -> None:
         made[-1].server.kill_group(pid)
 
-    for module in (launcher, forking):
+    for module in (launcher, forking, job_processes):
         monkeypatch.setattr(module, "kill_group", kill_group)
+    for module in (launcher, forking):
         monkeypatch.setattr(module, "SHORTAGE_PAUSE_S", 0.001)
     monkeypatch.setattr(forking, "PAUSE_S", 0.001)
-    keep_desks_in(tmp_path / "desk", monkeypatch)
+    keep_request_sockets_in(tmp_path / "desk", monkeypatch)
 
     def launched(lead: Lead) -> Launched:
         made.append(Launched(lead, tmp_path))
@@ -246,7 +246,7 @@ async def stop(line: Line) -> None:
     await line.heard()
 
 
-@pytest.mark.parametrize("number", LEAVING)
+@pytest.mark.parametrize("number", LEAVE_SIGNALS)
 def test_whatever_tells_a_process_to_leave_saves_also_when_it_comes_again(
     number: signal.Signals, launch: Launch
 ) -> None:
@@ -257,7 +257,7 @@ def test_whatever_tells_a_process_to_leave_saves_also_when_it_comes_again(
     job.observer.acts["saving"] = lambda: os.kill(os.getpid(), number)
     job.observer.acts["saved"] = lambda: os.kill(os.getpid(), signal.SIGINT)
 
-    with handlers_restored():
+    with restore_handlers():
         signal.signal(number, signal.SIG_DFL)  # Tests that run under nohup ignore it.
         assert job.run().ending == "stopped"
     assert len(job.lines) == 1

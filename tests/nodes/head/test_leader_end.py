@@ -21,7 +21,7 @@ from planaria.core.records import AgentEnded, Ended, Leading, Progress, ToLaunch
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.leader import _Leader
 from planaria.nodes.head.leader_spec import LeaderSpec
-from planaria.nodes.head.publisher import Left
+from planaria.nodes.head.publisher import Unfinished
 from planaria.store.logbook import opened_logbook
 from planaria.transport.frames import FrameDecoder, Role, frame, handshake, order_of
 
@@ -189,15 +189,15 @@ def test_time_goes_on_while_the_journals_disk_hangs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("left", "error", "expected"),
     [
-        (Left.NOTHING, None, []),
-        (Left.REMOVALS, None, ["planaria checkpoint prune removes it"]),
-        (Left.SAVES, None, ["does not answer"]),
-        (Left.SAVES, RuntimeError("ours"), ["raised RuntimeError('ours')"]),
-        (Left.NOTHING, RuntimeError("ours"), ["raised RuntimeError('ours')"]),
+        (Unfinished.NOTHING, None, []),
+        (Unfinished.REMOVALS, None, ["planaria checkpoint prune removes it"]),
+        (Unfinished.SAVES, None, ["does not answer"]),
+        (Unfinished.SAVES, RuntimeError("ours"), ["raised RuntimeError('ours')"]),
+        (Unfinished.NOTHING, RuntimeError("ours"), ["raised RuntimeError('ours')"]),
     ],
 )
 def test_what_was_left_undone_at_the_end_is_told_as_it_is(
-    tmp_path: Path, left: Left, error: Exception | None, expected: list[str]
+    tmp_path: Path, left: Unfinished, error: Exception | None, expected: list[str]
 ) -> None:
     """Old saves that stay are no fault of a store that answers, nor is a mistake of ours."""
     texts: list[str] = []

@@ -19,7 +19,7 @@ from planaria.coordinator.saves import Kept
 from planaria.core.messages import SaveFailed
 from planaria.core.records import Saved, ToLauncher, Unsaved, Warned
 from planaria.errors import CheckpointError
-from planaria.nodes.head.publisher import Left, Publisher, PublisherThread
+from planaria.nodes.head.publisher import Publisher, PublisherThread, Unfinished
 
 
 class _Told:
@@ -33,7 +33,7 @@ class _Told:
             self.tier,
             fingerprint={"name": "job"},
             keep=keep,
-            say=self.events.append,
+            queue=self.events.append,
             notify=self.notices.append,
         )
 
@@ -216,7 +216,7 @@ class _Threaded(_Told):
             self.publisher,
             where=str(directory),
             notify=self.notices.append,
-            failed=self.errors.put,
+            on_error=self.errors.put,
             now_s=lambda: self.now_s,
         )
 
@@ -226,7 +226,7 @@ class _Threaded(_Told):
         self.thread.publish(Publish(iteration, 0, (file,)))
 
     def wait_done(self) -> None:
-        assert self.thread.finish(timeout_s=20.0, removal_timeout_s=20.0) is Left.NOTHING
+        assert self.thread.finish(timeout_s=20.0, removal_timeout_s=20.0) is Unfinished.NOTHING
 
 
 @pytest.fixture
@@ -265,7 +265,7 @@ def test_a_disk_that_does_not_answer_holds_up_the_end_for_a_while_only(
         threaded.now_s += 4.9
         assert not waiting.done()
         threaded.now_s += 0.2
-        assert waiting.result(20.0) is Left.SAVES
+        assert waiting.result(20.0) is Unfinished.SAVES
 
 
 def test_removals_alone_are_waited_for_less_and_are_no_lost_save(
@@ -281,7 +281,7 @@ def test_removals_alone_are_waited_for_less_and_are_no_lost_save(
         waiting = pool.submit(finished)
         wait_for(lambda: threaded.thread._patience_s is not None, what="it is waited for")
         threaded.now_s += 5.1
-        assert waiting.result(20.0) is Left.REMOVALS
+        assert waiting.result(20.0) is Unfinished.REMOVALS
     threaded.may_remove.set()
 
 
@@ -298,9 +298,9 @@ def test_where_only_a_listing_is_late_nothing_is_left_to_remove(
     monkeypatch.setattr(Tier, "each_version", late)
     threaded.thread.tell_saves(source="")
 
-    assert threaded.thread.finish(timeout_s=5.0, removal_timeout_s=0.0) is Left.NOTHING
+    assert threaded.thread.finish(timeout_s=5.0, removal_timeout_s=0.0) is Unfinished.NOTHING
     threaded.thread.discard(Discard(2, 0, ""))
-    assert threaded.thread.finish(timeout_s=5.0, removal_timeout_s=0.0) is Left.REMOVALS
+    assert threaded.thread.finish(timeout_s=5.0, removal_timeout_s=0.0) is Unfinished.REMOVALS
     may_list.set()
 
 
@@ -312,7 +312,7 @@ def test_a_publisher_that_has_failed_holds_up_no_end(
     threaded.thread.set_aside("1-0")
     assert str(threaded.errors.get(timeout=20.0)) == "ours"
 
-    assert threaded.thread.finish(timeout_s=1e9, removal_timeout_s=1e9) is Left.NOTHING
+    assert threaded.thread.finish(timeout_s=1e9, removal_timeout_s=1e9) is Unfinished.NOTHING
 
 
 def test_a_disk_that_is_slow_after_training_holds_up_the_end_and_that_is_said(

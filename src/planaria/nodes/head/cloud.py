@@ -26,7 +26,7 @@ class CloudOperator(Protocol):
                 else that happens once they have left.
         """
 
-    def heard(self, message: ToLauncher) -> None:
+    def on_coordinator_message(self, message: ToLauncher) -> None:
         """Replaces the nodes that are lost or taken away according to the coordinator's message."""
 
     def close(self) -> None:
@@ -39,7 +39,7 @@ class LocalOperator:
     Args:
         grant_s: seconds from a request until its machine is granted; 0: none is requested.
         give_back: ends all processes of a lost node.
-        granted: starts a node in place of the node given.
+        start_node: starts a node in place of the node given.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class LocalOperator:
         grant_s: float,
         *,
         give_back: Callable[[int], None],
-        granted: Callable[[int], None],
+        start_node: Callable[[int], None],
     ) -> None:
         self._grant_s = grant_s
         self._give_back = give_back
-        self._granted = granted
+        self._start_node = start_node
         self._timers: dict[int, asyncio.TimerHandle] = {}
 
     def replace(self, nodes: Collection[int], *, are_lost: bool) -> None:
@@ -62,9 +62,9 @@ class LocalOperator:
         for node in sorted(set(nodes).difference(self._timers)):
             if are_lost:
                 self._give_back(node)
-            self._timers[node] = loop.call_later(self._grant_s, self._granted, node)
+            self._timers[node] = loop.call_later(self._grant_s, self._start_node, node)
 
-    def heard(self, message: ToLauncher) -> None:
+    def on_coordinator_message(self, message: ToLauncher) -> None:
         """See CloudOperator."""
         self.replace(nodes_to_replace(message), are_lost=not isinstance(message, Changed))
 

@@ -64,7 +64,7 @@ async def _keep_nothing(changes: Sequence[Change], state: StoreState) -> None:
 
 
 # A function that is called when the disk refuses. If it returns, the store goes on in memory only.
-Refused = Callable[[StoreError], Awaitable[None]]
+OnRefusal = Callable[[StoreError], Awaitable[None]]
 
 
 def _wait_for_nothing() -> None:
@@ -72,7 +72,7 @@ def _wait_for_nothing() -> None:
 
 
 async def _give_up(error: StoreError) -> None:
-    """The `Refused` of a store that fails once the disk refuses."""
+    """The `OnRefusal` of a store that fails once the disk refuses."""
     raise error
 
 
@@ -84,7 +84,7 @@ class Flusher:
     Args:
         state: state to go on from, as recovered from the journal.
         make_durable: makes changes durable; by default they end with this process.
-        refused: called when `make_durable` raises a StoreError; by default the store fails then.
+        on_refusal: called when `make_durable` raises a StoreError; by default the store fails then.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class Flusher:
         *,
         state: StoreState = EMPTY,
         make_durable: MakeDurable = _keep_nothing,
-        refused: Refused = _give_up,
+        on_refusal: OnRefusal = _give_up,
     ) -> None:
         self._durable = state
         self._make_durable = make_durable
-        self._refused = refused
+        self._on_refusal = on_refusal
         self._undurable: list[Change] = []
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Condition()
@@ -150,7 +150,7 @@ class Flusher:
                 try:
                     await self._make_durable(changes, state)
                 except StoreError as error:
-                    await self._refused(error)
+                    await self._on_refusal(error)
                     self._make_durable = _keep_nothing
                 self._durable = state
                 async with self._changed:
@@ -173,7 +173,7 @@ async def open_store(
     now_s: Callable[[], float],
     rewrite_bytes: int = REWRITE_BYTES,
     timeout_s: float = TIMEOUT_S,
-    refused: Refused = _give_up,
+    on_refusal: OnRefusal = _give_up,
     note: Callable[[str], None] = logger.warning,
     before_write: Callable[[], None] = _wait_for_nothing,
 ) -> AsyncIterator[EmbeddedStore]:
@@ -183,8 +183,8 @@ async def open_store(
         now_s: clock of leases; each lease of an earlier process expires a whole TTL from now.
         rewrite_bytes: size up to which a journal is never replaced by a snapshot.
         timeout_s: maximum time for the disk to write the changes of one flush.
-        refused: called when the disk refuses later; if it returns, the store goes on in memory. By
-            default it raises, and the store fails.
+        on_refusal: called when the disk refuses later; if it returns, the store goes on in memory.
+            By default it raises, and the store fails.
         note: shows the user a text: that the disk is slow, or that the journal only grows.
         before_write: called before each write in the thread that writes; an injected fault may
             block there.
@@ -192,11 +192,13 @@ async def open_store(
     Raises:
         StoreError: another process has the store open, it is damaged, or the disk refused at once.
     """
-    opened = _FileJournal(
+    opened_journal = _FileJournal(
         directory, rewrite_bytes, timeout_s=timeout_s, note=note, before_write=before_write
     )
-    with contextlib.closing(opened) as journal:
-        flusher = Flusher(state=journal.recover(), make_durable=journal.append, refused=refused)
+    with contextlib.closing(opened_journal) as journal:
+        flusher = Flusher(
+            state=journal.recover(), make_durable=journal.append, on_refusal=on_refusal
+        )
         try:
             yield EmbeddedStore(flusher, now_s=now_s)
         finally:
@@ -211,16 +213,18 @@ def superseded_entries(directory: Path) -> list[Entry]:
     """
     archive, journal = directory / "archive", directory / "journal"
     try:
-        archived = archive.read_bytes() if archive.exists() else b""
+        archive_bytes = archive.read_bytes() if archive.exists() else b""
         bodies, num_bytes = _records(journal.read_bytes())
     except OSError as error:
         raise _disk_error(directory, error) from error
     if not bodies:
         raise _damaged_error(journal, num_bytes)
     decoder = msgspec.json.Decoder(tuple[Entry, ...])
-    entries = _superseded(*_decoded(journal, bodies))
-    for place in _marked(archived):  # A record torn by a crash may have good ones after it.
-        if (body := _record_body(archived, place)) is not None:
+    entries = _newly_superseded(*_decode(journal, bodies))
+    for place in _marker_places(
+        archive_bytes
+    ):  # A record torn by a crash may have good ones after it.
+        if (body := _record_body(archive_bytes, place)) is not None:
             entries += decoder.decode(body)
     by_revision = {entry.revision: entry for entry in entries}
     return [by_revision[revision] for revision in sorted(by_revision)]
@@ -273,7 +277,7 @@ class _FileJournal:
         """
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock_fd = _locked(self._path.with_name("lock"))
+            self._lock_fd = _lock_file(self._path.with_name("lock"))
             self._partial.unlink(missing_ok=True)
             if self._path.exists():
                 self._read()
@@ -298,35 +302,35 @@ class _FileJournal:
         os.fsync(self._fd)
         self._sync_name()
         self._set_rewrite_bytes(len(bodies[0]))
-        state, changes = _decoded(self._path, bodies)
-        self._superseded = _superseded(state, changes)
+        state, changes = _decode(self._path, bodies)
+        self._superseded = _newly_superseded(state, changes)
         self._state = applied(state, changes, now_s=0.0)
 
     async def append(self, changes: Sequence[Change], state: StoreState) -> None:
         """Writes changes durably, see MakeDurable; the disk does not block the event loop."""
-        written = self._writer.result(partial(self._append, changes, state))
-        waited_s = 0.0
+        write = self._writer.result(partial(self._append, changes, state))
+        wait_s = 0.0
         try:
-            while not written.done():
-                if waited_s >= self._timeout_s:
+            while not write.done():
+                if wait_s >= self._timeout_s:
                     self._close_timeout_s = 0.0
                     raise StoreError(
-                        f"{self._path.parent} has not answered for {waited_s:.0f} s; see to the "
+                        f"{self._path.parent} has not answered for {wait_s:.0f} s; see to the "
                         "disk, or name another place with --state"
                     )
-                if waited_s >= 2.0 * self._told_s:  # Later notes need ever longer waits.
-                    self._told_s = waited_s
+                if wait_s >= 2.0 * self._told_s:  # Later notes need ever longer waits.
+                    self._told_s = wait_s
                     self._note(
                         f"{self._path.parent} is slow: to keep a record of the coordinator takes "
-                        f"{waited_s:.0f} s so far, and an answer to a loss would wait for it. See "
+                        f"{wait_s:.0f} s so far, and an answer to a loss would wait for it. See "
                         "to the disk, or name another place with --state"
                     )
-                more_s = min(waited_s or SLOW_S, self._timeout_s - waited_s)
-                await asyncio.wait({written}, timeout=more_s)
-                waited_s += more_s
+                more_s = min(wait_s or SLOW_S, self._timeout_s - wait_s)
+                await asyncio.wait({write}, timeout=more_s)
+                wait_s += more_s
         finally:
-            written.cancel()  # The write goes on, but its result is ignored.
-        if text := written.result():
+            write.cancel()  # The write goes on, but its result is ignored.
+        if text := write.result():
             self._note(text)
 
     def close(self) -> None:
@@ -352,7 +356,7 @@ class _FileJournal:
                     raise StoreError(f"{self._path} is closed")
                 self._num_bytes += _write_synced(self._fd, _record(changes))
                 self._sync_name()
-                self._superseded += _superseded(self._state, changes)
+                self._superseded += _newly_superseded(self._state, changes)
                 self._state = state
                 return self._compact()
         except OSError as error:
@@ -474,7 +478,7 @@ class _Writer:
             act()
 
 
-def _locked(path: Path) -> int:
+def _lock_file(path: Path) -> int:
     """A descriptor of a lock file, locked until it is closed or this process ends.
 
     Raises:
@@ -496,14 +500,14 @@ def _record(content: Sequence[Change] | _Snapshot) -> bytes:
 
 
 def _record_body(content: bytes, start: int) -> bytes | None:
-    """The body of the record that starts at byte `start`; None if no whole record starts there."""
+    """The body of the complete record that starts at byte `start`; None if none starts there."""
     first = start + _HEADER.size
     if first > len(content):
         return None
     marker, num_bytes, digest = _HEADER.unpack_from(content, start)
     body = content[first : first + num_bytes]
-    is_whole = marker == _MARKER and len(body) == num_bytes
-    return body if is_whole and xxhash.xxh3_64_intdigest(body) == digest else None
+    is_complete = marker == _MARKER and len(body) == num_bytes
+    return body if is_complete and xxhash.xxh3_64_intdigest(body) == digest else None
 
 
 def _records(content: bytes) -> tuple[list[bytes], int]:
@@ -515,17 +519,17 @@ def _records(content: bytes) -> tuple[list[bytes], int]:
     return bodies, end
 
 
-def _marked(content: bytes) -> list[int]:
+def _marker_places(content: bytes) -> list[int]:
     """The bytes at which a record may begin, ascending."""
     return [match.start() for match in re.finditer(re.escape(_MARKER), content)]
 
 
 def _has_record(content: bytes, *, after: int) -> bool:
-    places = [place for place in _marked(content) if place > after]
+    places = [place for place in _marker_places(content) if place > after]
     return any(_record_body(content, place) is not None for place in places)
 
 
-def _decoded(path: Path, bodies: Sequence[bytes]) -> tuple[StoreState, list[Change]]:
+def _decode(path: Path, bodies: Sequence[bytes]) -> tuple[StoreState, list[Change]]:
     """The state of the snapshot, and the changes in the records after it.
 
     Raises:
@@ -542,17 +546,17 @@ def _decoded(path: Path, bodies: Sequence[bytes]) -> tuple[StoreState, list[Chan
     return snapshot.state, changes
 
 
-def _superseded(state: StoreState, changes: Sequence[Change]) -> list[Entry]:
+def _newly_superseded(state: StoreState, changes: Sequence[Change]) -> list[Entry]:
     """The entries that are superseded when these changes are applied to the state."""
     if not any(isinstance(change, Superseded) for change in changes):
         return []
-    entries, found = dict(state.entries), []
+    entries, superseded = dict(state.entries), []
     for change in changes:
         if isinstance(change, Entry):
             entries[change.key] = change
         elif isinstance(change, Superseded):
-            found.append(entries[change.key])
-    return found
+            superseded.append(entries[change.key])
+    return superseded
 
 
 def _write_synced(fd: int, content: bytes) -> int:

@@ -24,7 +24,9 @@ from planaria.core.job import JobConfig
 from planaria.errors import ConfigError
 from planaria.nodes.user_files import plain_name, state_directory
 
-_BESIDE: Final = ".journal"  # No save can have this name: saves' names begin alphanumerically.
+_DIRECTORY_NAME: Final = (
+    ".journal"  # No save can have this name: saves' names begin alphanumerically.
+)
 _FILES: Final = ("journal*", "archive", "lock")
 _PROBE: Final = "journal.probe"
 _PROBE_BYTES: Final = 1 << 16  # More than the records of a small job.
@@ -44,16 +46,16 @@ def journal_place(config: JobConfig, state: str, *, note: Callable[[str], None])
         ConfigError: the directory cannot be written to.
     """
     saves = config.checkpoint.directory
-    with ExitStack() as held:
+    with ExitStack() as stack:
         if not state and not is_url(saves):
             try:
-                directory = held.enter_context(_used(Path(saves) / _BESIDE))
+                directory = stack.enter_context(_journal_directory(Path(saves) / _DIRECTORY_NAME))
             except OSError as error:
-                note(f"the coordinator's journal is not kept in {saves}: {_told(error)}")
+                note(f"the coordinator's journal is not kept in {saves}: {_error_text(error)}")
             else:
                 yield str(directory)
                 return
-        yield held.enter_context(other_journal_place(config, state))
+        yield stack.enter_context(other_journal_place(config, state))
 
 
 @contextmanager
@@ -67,11 +69,13 @@ def other_journal_place(config: JobConfig, state: str) -> Iterator[str]:
         ConfigError: the directory cannot be written to.
     """
     parent = _user_state(state)
-    with ExitStack() as held:
+    with ExitStack() as stack:
         try:
-            directory = held.enter_context(_own(parent, config.name))
+            directory = stack.enter_context(_new_directory(parent, config.name))
         except OSError as error:
-            remedy = f"{_told(error)}; name a directory for the coordinator's journal that can be"
+            remedy = (
+                f"{_error_text(error)}; name a directory for the coordinator's journal that can be"
+            )
             raise ConfigError("--state", str(parent), remedy) from error
         yield str(directory)
 
@@ -86,23 +90,23 @@ def _user_state(state: str) -> Path:
 
 
 @contextmanager
-def _own(parent: Path, job: str) -> Iterator[Path]:
+def _new_directory(parent: Path, job: str) -> Iterator[Path]:
     """A new directory, locked while in use; removes unused directories of the same job."""
     name = f"{plain_name(job)}-{plain_name(socket.gethostname())}"
     directory = parent / f"{name}-{secrets.token_hex(4)}"
     parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with ExitStack() as held:
+    with ExitStack() as stack:
         # Without this lock another launcher could remove the directory before it is locked.
-        with _locked(parent):
+        with _directory_lock(parent):
             for other in parent.glob(f"{name}-{'[0-9a-f]' * 8}"):
                 _remove_unused(other)
-            held.enter_context(_used(directory))
-            held.enter_context(_locked(directory))
+            stack.enter_context(_journal_directory(directory))
+            stack.enter_context(_directory_lock(directory))
         yield directory
 
 
 @contextmanager
-def _used(directory: Path) -> Iterator[Path]:
+def _journal_directory(directory: Path) -> Iterator[Path]:
     """The same directory, made and emptied for a journal; removed at the end.
 
     Raises:
@@ -110,13 +114,13 @@ def _used(directory: Path) -> Iterator[Path]:
     """
     try:
         _empty(directory)
-        _prove(directory)
+        _check_writable(directory)
         yield directory
     finally:
         _remove(directory)
 
 
-def _prove(directory: Path) -> None:
+def _check_writable(directory: Path) -> None:
     """Raises an OSError if no file can be written, synced and locked in the directory."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     probe = directory / _PROBE
@@ -144,12 +148,12 @@ def _remove(directory: Path) -> None:
 
 
 def _remove_unused(directory: Path) -> None:
-    with contextlib.suppress(OSError), _locked(directory, fcntl.LOCK_NB):
+    with contextlib.suppress(OSError), _directory_lock(directory, fcntl.LOCK_NB):
         _remove(directory)
 
 
 @contextmanager
-def _locked(directory: Path, options: int = 0) -> Iterator[None]:
+def _directory_lock(directory: Path, options: int = 0) -> Iterator[None]:
     """Holds the lock of a directory; the lock ends with this process at the latest.
 
     Args:
@@ -163,5 +167,5 @@ def _locked(directory: Path, options: int = 0) -> Iterator[None]:
         os.close(fd)
 
 
-def _told(error: OSError) -> str:
+def _error_text(error: OSError) -> str:
     return f"{error.filename or 'it'} cannot be written to ({error.strerror})"

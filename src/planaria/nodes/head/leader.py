@@ -60,7 +60,7 @@ from planaria.errors import AuthenticationError, ConflictError, StoreError
 from planaria.nodes.descriptors import raise_open_files
 from planaria.nodes.head.journal import Flusher, open_store
 from planaria.nodes.head.leader_spec import LeaderSpec, rules_of, saving_rules_of
-from planaria.nodes.head.publisher import Left, Publisher, PublisherThread
+from planaria.nodes.head.publisher import Publisher, PublisherThread, Unfinished
 from planaria.nodes.head.searcher import Searcher
 from planaria.policies.ahead import Known
 from planaria.protocol.agent_lease import TICKS_PER_LEASE
@@ -93,7 +93,7 @@ class _Leader:
         self._rules = saving_rules_of(spec) if spec.rescue else rules_of(spec, known)
         self._searcher: Searcher | None = None
         if self._rules.looks_ahead:
-            self._searcher = Searcher(spec, known, found=self._found)
+            self._searcher = Searcher(spec, known, on_found=self._on_answers_found)
         self._probe = Probe(
             NO_NODE, places=spec.places, address=spec.injector, token=spec.token, faults={}
         )
@@ -102,7 +102,7 @@ class _Leader:
             slow = {"disk": self._disk.shut, "store": self._store_of_saves.slow}
             self._probe.heed(cut=lambda *_: None, slow=slow)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._agents: set[_Agent] = set()
+        self._agents: set[_AgentSocket] = set()
         self._frames = _Frames()
         self._has_progressed = asyncio.Event()
         timeout_s = spec.job.checkpoint.timeout_s
@@ -126,7 +126,7 @@ class _Leader:
             logger.warning("another coordinator has taken over: %s", error)
             return
         except StoreError as error:  # A new coordinator would end in the same way.
-            await self._unrecorded(error)
+            await self._report_unrecorded(error)
             return
         await self._close_agents()
         # Read until the launcher closes: closing with unread data here would discard what the
@@ -142,23 +142,23 @@ class _Leader:
             yield EmbeddedStore(Flusher(), now_s=time.monotonic)
             return
         directory = Path(self._spec.directory)
-        opened = open_store(
+        opened_store = open_store(
             directory,
             now_s=time.monotonic,
             timeout_s=self._spec.job.checkpoint.timeout_s,
-            refused=self._refused,
+            on_refusal=self._on_disk_refusal,
             note=lambda text: self.notify(Warned(text=text)),
             before_write=self._disk.wait_passed,
         )
-        async with opened as store:
+        async with opened_store as store:
             yield store
 
-    async def _refused(self, error: StoreError) -> None:
+    async def _on_disk_refusal(self, error: StoreError) -> None:
         """Tells the launcher that the disk keeps no records any more, then makes the job end."""
-        await self._unrecorded(error)
+        await self._report_unrecorded(error)
         self.queue(MustEnd(_reason(error)))
 
-    async def _unrecorded(self, error: StoreError) -> None:
+    async def _report_unrecorded(self, error: StoreError) -> None:
         self.notify(Unrecorded(reason=_reason(error)))
         with contextlib.suppress(ConnectionError):
             await self._launcher.drain()
@@ -188,8 +188,10 @@ class _Leader:
     async def _lead(self, reader: asyncio.StreamReader, listener_fd: int) -> None:
         """Goes on from the records, and serves agents until the job ends."""
         logbook = await self._opened_logbook()
-        self._leadership = Leadership[_Agent](self._rules, logbook, self)
-        beat = asyncio.create_task(self._beat())  # Early, because the first records may take long.
+        self._leadership = Leadership[_AgentSocket](self._rules, logbook, self)
+        beats = asyncio.create_task(
+            self._send_beats()
+        )  # Early, because the first records may take long.
         await self._leadership.restore(
             self._spec.plan, predicted_s=self._spec.predicted_s, now_s=time.monotonic()
         )
@@ -199,11 +201,11 @@ class _Leader:
         server = await asyncio.start_server(self._accept, sock=listener)
         self.notify(Leading(term=logbook.term, now_s=time.monotonic()))
         tasks = [
-            beat,
+            beats,
             *(
                 asyncio.create_task(job)
                 for job in (
-                    self._hear_launcher(reader),
+                    self._queue_launcher_messages(reader),
                     self._tick(),
                     self._leadership.watch_leases(),
                     self._record_progress(),
@@ -212,16 +214,16 @@ class _Leader:
         ]
         if self._searcher is not None:
             await self._searcher.open()
-            tasks.append(asyncio.create_task(self._searcher.hear()))
+            tasks.append(asyncio.create_task(self._searcher.receive_answers()))
         try:
-            await self._serve((*tasks, self._publisher_error))
+            await self._handle_events((*tasks, self._publisher_error))
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             server.close()
 
-    async def _serve(self, tasks: Sequence[asyncio.Future[None]]) -> None:
+    async def _handle_events(self, tasks: Sequence[asyncio.Future[None]]) -> None:
         """Handles events until the job ends; raises what a task raises."""
         while self._leadership.ended is None:
             event = asyncio.create_task(self._events.get())
@@ -249,18 +251,18 @@ class _Leader:
         Agents are answered meanwhile.
         """
         where = self._rules.job.checkpoint.directory
-        left = await asyncio.to_thread(partial(self._publishing.finish, **self._patience_s))
+        unfinished = await asyncio.to_thread(partial(self._publishing.finish, **self._patience_s))
         text = {
-            Left.NOTHING: "",
-            Left.REMOVALS: (
+            Unfinished.NOTHING: "",
+            Unfinished.REMOVALS: (
                 f"the job does not wait until all that it needs no more is removed from {where}: "
                 "planaria checkpoint prune removes it"
             ),
-            Left.SAVES: (
+            Unfinished.SAVES: (
                 f"{where} does not answer, and the job does not wait for it: "
                 "planaria checkpoint ls tells what is complete there"
             ),
-        }[left]
+        }[unfinished]
         if self._publisher_error.done():
             # A bug here, but the job has ended, and another coordinator would have the same bug.
             error = self._publisher_error.exception()
@@ -281,9 +283,9 @@ class _Leader:
         state = self._leadership.state
         if self._searcher is not None and state.trains:
             factors = state.learning.findings.layer_factors
-            self._searcher.look(state.plan, factors, prices_of(self._rules, state))
+            self._searcher.request(state.plan, factors, prices_of(self._rules, state))
 
-    def _found(self, epoch: int) -> None:
+    def _on_answers_found(self, epoch: int) -> None:
         self.queue(AnswersFound(epoch))
 
     async def _record_progress(self) -> None:
@@ -310,11 +312,11 @@ class _Leader:
             logger.warning("refused a connection: %s", error)
             writer.close()
             return
-        agent = _Agent(writer, self._frames)
+        agent = _AgentSocket(writer, self._frames)
         self._agents.add(agent)
         try:
             if await self._leadership.admit(node, agent):
-                await self._hear_agent(node, reader)
+                await self._take_facts(node, reader)
         except (ConnectionError, StoreError) as error:
             logger.info("node %s: %s", node, error)
         finally:
@@ -322,13 +324,13 @@ class _Leader:
             self._leadership.left(node, agent)
             agent.close()
 
-    async def _hear_agent(self, node: int, reader: asyncio.StreamReader) -> None:
+    async def _take_facts(self, node: int, reader: asyncio.StreamReader) -> None:
         decoder = FrameDecoder()
         while data := await reader.read(_READ_BYTES):
             for body in decoder.feed(data):
                 await self._leadership.take(node, from_node_decoder.decode(body))
 
-    async def _hear_launcher(self, reader: asyncio.StreamReader) -> None:
+    async def _queue_launcher_messages(self, reader: asyncio.StreamReader) -> None:
         decoder = FrameDecoder()
         while data := await reader.read(_READ_BYTES):
             for body in decoder.feed(data):
@@ -339,7 +341,7 @@ class _Leader:
                     self.queue(message)
         os._exit(1)
 
-    async def _beat(self) -> None:
+    async def _send_beats(self) -> None:
         """Tells the launcher again and again that this process runs, even if the disk is slow."""
         while True:
             self.notify(Beat())
@@ -380,14 +382,14 @@ class _Leader:
             gated(tier_of(checkpoint.directory), self._store_of_saves),
             fingerprint=self._spec.fingerprint,
             keep=checkpoint.keep,
-            say=lambda event: _call(loop, lambda: self.queue(event)),
+            queue=lambda event: _call(loop, lambda: self.queue(event)),
             notify=lambda message: _call(loop, lambda: self.notify(message)),
         )
         return PublisherThread(
             publisher,
             where=checkpoint.directory,
             notify=self.notify,
-            failed=lambda error: _call(loop, lambda: self._publisher_error.set_exception(error)),
+            on_error=lambda error: _call(loop, lambda: self._publisher_error.set_exception(error)),
         )
 
     # -- hands ------------------------------------------------------------------------------------
@@ -449,7 +451,7 @@ class _Frames:
         return self._frame
 
 
-class _Agent:
+class _AgentSocket:
     """A connection to an agent."""
 
     def __init__(self, writer: asyncio.StreamWriter, frames: _Frames) -> None:

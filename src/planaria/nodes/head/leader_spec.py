@@ -1,7 +1,6 @@
 """The spec of the coordinator's process, and the rules that are derived from it."""
 
 import os
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, Final
 
@@ -14,7 +13,7 @@ from planaria.core.commit import vector_layout
 from planaria.core.inject import Place
 from planaria.core.job import JobConfig
 from planaria.core.plan import PipelineTemplate, Plan, Transition
-from planaria.core.records import Members, Rescue
+from planaria.core.records import Rescue
 from planaria.planner.plans import EveryPlan, every_plan_of
 from planaria.planner.problem import Problem
 from planaria.policies.ahead import Known
@@ -67,29 +66,12 @@ def every_of(spec: LeaderSpec) -> EveryPlan:
     return every_plan_of(spec.problem, spec.templates, spec.plans)
 
 
-class _NoAnswer:
+class _EmptyPolicy:
     """The policy of a coordinator that only saves: it proposes nothing."""
 
     def propose(self, *_: Any, **__: Any) -> tuple[Transition, ...]:
         """See Policy."""
         return ()
-
-
-def saving_members(members: Members, there: Collection[int]) -> Members:
-    """The members with which a coordinator that only saves begins: those whose agents live.
-
-    Their epoch is one that no node knows yet, because each epoch is recorded before any node is
-    told of it.
-
-    Args:
-        members: the recorded members of the newest epoch.
-        there: nodes whose agents live.
-    """
-    left = tuple(node for node in members.nodes if node in there)
-    gone = {*members.gone, *members.nodes}.difference(left)
-    return Members(
-        epoch=members.epoch + 1, term=members.term + 1, nodes=left, gone=tuple(sorted(gone))
-    )
 
 
 def saving_rules_of(spec: LeaderSpec) -> Rules:
@@ -100,7 +82,7 @@ def saving_rules_of(spec: LeaderSpec) -> Rules:
     num_layers = len(spec.problem.profile.layers)
     return Rules(
         job=spec.job,
-        policy=_NoAnswer(),
+        policy=_EmptyPolicy(),
         prices=profile_prices(spec.problem.profile, regroup_s=REGROUP_S),
         n0=min(spec.templates),
         max_nodes=spec.job.cluster.nodes,  # Nobody joins.

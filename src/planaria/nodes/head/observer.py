@@ -9,10 +9,10 @@ from planaria.core.records import ToLauncher
 class Observer(Protocol):
     """Receives the events of a job, for the live display and the report."""
 
-    def noticed(self, message: ToLauncher) -> None:
+    def on_message(self, message: ToLauncher) -> None:
         """Takes a message of the coordinator; each committed iteration is reported once."""
 
-    def fired(self, injection: Injection, *, now_s: float) -> None:
+    def on_fault(self, injection: Injection, *, now_s: float) -> None:
         """Notes a fault that is about to be injected.
 
         Args:
@@ -20,13 +20,13 @@ class Observer(Protocol):
             now_s: time of the fault, in seconds of the monotonic clock.
         """
 
-    def restarted(self, *, lost_s: float, now_s: float) -> None:
+    def on_coordinator_restart(self, *, lost_s: float, now_s: float) -> None:
         """Notes that the coordinator was lost at `lost_s` and runs again since `now_s`."""
 
-    def granted(self, node: int, *, stead: int) -> None:
-        """Notes that `node` starts on a machine granted in place of that of lost node `stead`."""
+    def on_grant(self, node: int, *, replaced_node: int) -> None:
+        """Notes that `node` starts on a machine granted in place of the replaced node's."""
 
-    def stopping(self) -> None:
+    def on_stop_request(self) -> None:
         """Notes that the user asked to stop."""
 
     def events_json(self) -> str:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _REMOVALS_MAX: Final = 64  # Waiting requests; if there are more, failed saves are left to pruning.
 _LIST_AGAIN_S: Final = 5.0
-_LOOK_S: Final = 0.02
+_POLL_S: Final = 0.02
 
 
 class Publisher:
@@ -35,7 +35,7 @@ class Publisher:
     Args:
         fingerprint: description of the job to write into each checkpoint.
         keep: number of newest checkpoints to keep; 0: all.
-        say: sends an event to the coordinator.
+        queue: sends an event to the coordinator.
         notify: sends a message to the launcher.
     """
 
@@ -45,13 +45,13 @@ class Publisher:
         *,
         fingerprint: Mapping[str, Any],
         keep: int,
-        say: Callable[[Kept | SaveFailed], None],
+        queue: Callable[[Kept | SaveFailed], None],
         notify: Callable[[ToLauncher], None],
     ) -> None:
         self._tier = tier
         self._fingerprint = fingerprint
         self._keep = keep
-        self._say = say
+        self._queue = queue
         self._notify = notify
 
     def tell_saves(self, *, source: str) -> bool:
@@ -63,17 +63,17 @@ class Publisher:
             source: the save from which this run started; "": none. The coordinator knows of it, so
                 it is reported only if it does not exist any more.
         """
-        refusals, is_there = [], not source
+        refusals, has_source = [], not source
         try:
             for version in self._tier.each_version():
-                is_there = is_there or version.name == source
+                has_source = has_source or version.name == source
                 if version.manifest and version.manifest.layers and version.name != source:
-                    self._say(Published(version.iteration, version.epoch))
+                    self._queue(Published(version.iteration, version.epoch))
                 elif version.is_unreadable and version.name != source:
                     refusals.append(version.reason)
-            if not is_there:
-                self._say(Pruned(source))
-            self._say(SavesListed())
+            if not has_source:
+                self._queue(Pruned(source))
+            self._queue(SavesListed())
         except CheckpointError as error:  # No SavesListed is sent: a recovery goes on waiting.
             refusals.append(str(error))
         if refusals:
@@ -101,9 +101,9 @@ class Publisher:
                 iteration=command.iteration,
                 reason=str(error),
             )
-            self._say(failed)
+            self._queue(failed)
             return False
-        self._say(Published(command.iteration, command.epoch))
+        self._queue(Published(command.iteration, command.epoch))
         self._notify(Saved(iteration=command.iteration, epoch=command.epoch))
         return True
 
@@ -115,7 +115,7 @@ class Publisher:
         """
         try:
             for source in self._tier.prune(self._keep, unused=unused):
-                self._say(Pruned(source))
+                self._queue(Pruned(source))
         except CheckpointError as error:
             self._notify(Warned(text=f"old checkpoints stay: {error}"))
 
@@ -149,8 +149,8 @@ class Publisher:
             self._notify(Warned(text=str(error)))
 
 
-class Left(Enum):
-    """Kind of the requests that are left when the job stops waiting, the worst first."""
+class Unfinished(Enum):
+    """Kind of the requests that are not carried out when the job stops waiting, the worst first."""
 
     SAVES = "a save, and what comes behind it"
     REMOVALS = "what no save depends on"
@@ -158,18 +158,18 @@ class Left(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
+class _DiskRequest:
     """A request to the disk.
 
     Attributes:
         act: function that carries it out.
         what: description in words, to follow "to" in messages.
-        left: kind of remainder that it is if it is not carried out.
+        unfinished: kind that it has if it is not carried out.
     """
 
     act: Callable[[], None]
     what: str
-    left: Left = Left.NOTHING
+    unfinished: Unfinished = Unfinished.NOTHING
 
 
 class PublisherThread:
@@ -178,7 +178,7 @@ class PublisherThread:
     Args:
         where: place of the saves, to show in messages.
         notify: sends a message to the launcher.
-        failed: callback, called in the thread with an unexpected exception of the publisher.
+        on_error: callback, called in the thread with an unexpected exception of the publisher.
         now_s: returns the time, in seconds.
     """
 
@@ -188,18 +188,18 @@ class PublisherThread:
         *,
         where: str,
         notify: Callable[[ToLauncher], None],
-        failed: Callable[[Exception], None],
+        on_error: Callable[[Exception], None],
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._publisher = publisher
         self._where = where
         self._notify = notify
-        self._failed = failed
+        self._on_error = on_error
         self._now_s = now_s
-        self._requests: deque[_Request] = deque()  # The first one is under way.
+        self._requests: deque[_DiskRequest] = deque()  # The first one is under way.
         self._changed = threading.Condition()  # Its lock is reentrant, on which `tick` relies.
         self._since_s = 0.0
-        self._told_s = SLOW_S / 2.0
+        self._warned_s = SLOW_S / 2.0
         self._patience_s: tuple[float, float] | None = None  # Timeouts of a save and of removals.
         self._has_failed = False
         self._unlisted: str | None = None
@@ -209,12 +209,12 @@ class PublisherThread:
 
     def tell_saves(self, *, source: str) -> None:
         """See Publisher."""
-        self._ask(lambda: self._list(source), "list older saves")
+        self._add_request(lambda: self._list_saves(source), "list older saves")
 
     def publish(self, command: Publish) -> None:
         """See Publisher; afterwards saves that are too old are removed."""
         what = f"make the save of iteration {command.iteration} complete"
-        self._ask(lambda: self._publish(command), what, left=Left.SAVES)
+        self._add_request(lambda: self._publish(command), what, unfinished=Unfinished.SAVES)
 
     def discard(self, command: Discard) -> None:
         """Reports a failed save, and queues the removal of its files."""
@@ -223,16 +223,24 @@ class PublisherThread:
             self._notify(Unsaved(iteration=iteration, epoch=epoch, reason=command.reason))
         if len(self._requests) < _REMOVALS_MAX:
             what = f"remove the failed save of iteration {iteration}"
-            self._ask(lambda: self._publisher.discard(iteration, epoch), what, left=Left.REMOVALS)
+            self._add_request(
+                lambda: self._publisher.discard(iteration, epoch),
+                what,
+                unfinished=Unfinished.REMOVALS,
+            )
 
     def set_aside(self, source: str) -> None:
         """See Publisher."""
-        self._ask(lambda: self._publisher.set_aside(source), f"set the damaged {source} aside")
+        self._add_request(
+            lambda: self._publisher.set_aside(source), f"set the damaged {source} aside"
+        )
 
     def publish_start(self, epoch: int) -> None:
         """See Publisher."""
         what = "note that the job begins anew"
-        self._ask(lambda: self._publisher.publish_start(epoch), what, left=Left.SAVES)
+        self._add_request(
+            lambda: self._publisher.publish_start(epoch), what, unfinished=Unfinished.SAVES
+        )
 
     def tick(self) -> None:
         """Tells the user if a request takes long, and again when it takes twice as long.
@@ -245,10 +253,10 @@ class PublisherThread:
                     self.tell_saves(source=self._unlisted)
                 return
             what, slow_s = self._requests[0].what, self._now_s() - self._since_s
-            meanwhile = self._meanwhile()
-        if slow_s >= 2.0 * self._told_s:
-            self._told_s = slow_s
-            text = f"{self._where} is slow: to {what} takes {slow_s:.0f} s so far; {meanwhile}"
+            waiting_text = self._waiting_text()
+        if slow_s >= 2.0 * self._warned_s:
+            self._warned_s = slow_s
+            text = f"{self._where} is slow: to {what} takes {slow_s:.0f} s so far; {waiting_text}"
             self._notify(Warned(text=text))
 
     def end_training(self, *, timeout_s: float, removal_timeout_s: float) -> None:
@@ -260,10 +268,10 @@ class PublisherThread:
         """
         with self._changed:
             if self._patience_s is None:
-                self._told_s = SLOW_S / 2.0  # The user waits from now on.
+                self._warned_s = SLOW_S / 2.0  # The user waits from now on.
             self._patience_s = timeout_s, removal_timeout_s
 
-    def finish(self, *, timeout_s: float, removal_timeout_s: float) -> Left:
+    def finish(self, *, timeout_s: float, removal_timeout_s: float) -> Unfinished:
         """Blocks until all requests are carried out, take too long, or fail; returns what is left.
 
         Args:
@@ -274,26 +282,28 @@ class PublisherThread:
         end_s = self._now_s() + removal_timeout_s
         with self._changed:
             while self._requests:
-                left = self._left()
-                deadline_s = self._since_s + timeout_s if left is Left.SAVES else end_s
+                unfinished = self._unfinished_kind()
+                deadline_s = self._since_s + timeout_s if unfinished is Unfinished.SAVES else end_s
                 if self._has_failed or self._now_s() >= deadline_s:
-                    return left
-                self._changed.wait(_LOOK_S)
-        return Left.NOTHING
+                    return unfinished
+                self._changed.wait(_POLL_S)
+        return Unfinished.NOTHING
 
-    def _left(self) -> Left:
-        lefts = {request.left for request in self._requests}
-        return next((left for left in Left if left in lefts), Left.NOTHING)
+    def _unfinished_kind(self) -> Unfinished:
+        kinds = {request.unfinished for request in self._requests}
+        return next(
+            (unfinished for unfinished in Unfinished if unfinished in kinds), Unfinished.NOTHING
+        )
 
-    def _meanwhile(self) -> str:
+    def _waiting_text(self) -> str:
         """Text that says what the job does while a request takes long, and what the user can do."""
         if self._patience_s is None:
             todo = "See to the disk or store, or save less often"
             return f"training goes on, and newer saves wait. {todo}"
-        patience_s = self._patience_s[0 if self._left() is Left.SAVES else 1]
+        patience_s = self._patience_s[0 if self._unfinished_kind() is Unfinished.SAVES else 1]
         return f"the job waits for it, {patience_s:g} s at most. See to the disk or store"
 
-    def _list(self, source: str) -> None:
+    def _list_saves(self, source: str) -> None:
         is_listed = self._publisher.tell_saves(source=source)
         with self._changed:
             self._unlisted = None if is_listed else source
@@ -303,11 +313,13 @@ class PublisherThread:
     def _publish(self, command: Publish) -> None:
         if self._publisher.publish(command):
             prune = partial(self._publisher.prune, command.unused)
-            self._ask(prune, "remove old saves", left=Left.REMOVALS)
+            self._add_request(prune, "remove old saves", unfinished=Unfinished.REMOVALS)
 
-    def _ask(self, act: Callable[[], None], what: str, *, left: Left = Left.NOTHING) -> None:
+    def _add_request(
+        self, act: Callable[[], None], what: str, *, unfinished: Unfinished = Unfinished.NOTHING
+    ) -> None:
         with self._changed:
-            self._requests.append(_Request(act, what, left))
+            self._requests.append(_DiskRequest(act, what, unfinished))
             if len(self._requests) == 1:
                 self._since_s = self._now_s()
             self._changed.notify_all()
@@ -321,7 +333,7 @@ class PublisherThread:
             try:
                 request.act()
             except Exception as error:
-                self._failed(error)
+                self._on_error(error)
                 with self._changed:
                     self._has_failed = True
                     self._changed.notify_all()

@@ -36,7 +36,7 @@ _NICE: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _SearchRequest:
     """Request for answers to losses of nodes of a plan.
 
     Attributes:
@@ -57,69 +57,69 @@ class Searcher:
 
     Args:
         known: collection to which the answers are added.
-        found: callback, called with the epoch of a plan once it is known which plans may be better
-            for the same nodes.
+        on_found: callback, called with the epoch of a plan once it is known which plans may be
+            better for the same nodes.
     """
 
-    def __init__(self, spec: LeaderSpec, known: Known, *, found: Callable[[int], None]) -> None:
+    def __init__(self, spec: LeaderSpec, known: Known, *, on_found: Callable[[int], None]) -> None:
         self._known = known
-        self._found = found
+        self._on_found = on_found
         self._number = 0
-        self._asked: tuple[object, ...] = ()
-        self._wanted: _Wanted | None = None
+        self._requested: tuple[object, ...] = ()
+        self._request: _SearchRequest | None = None
         self._is_alive = True
-        self._socket, theirs = socket.socketpair()
+        self._socket, process_socket = socket.socketpair()
         parent_pid = os.getpid()
         if os.fork() == 0:
-            _become(spec, theirs, parent_pid)
-        theirs.close()
+            _become(spec, process_socket, parent_pid)
+        process_socket.close()
 
     async def open(self) -> None:
-        """Connects to the process; must be called before `look` and `hear`."""
+        """Connects to the process; must be called before `request` and `receive_answers`."""
         self._reader, self._writer = await asyncio.open_connection(sock=self._socket)
 
-    def look(self, plan: Plan, layer_factors: tuple[float, ...], prices: Prices) -> None:
+    def request(self, plan: Plan, layer_factors: tuple[float, ...], prices: Prices) -> None:
         """Requests answers for this plan, unless the newest request was for the same."""
-        asked = plan.epoch, layer_factors
-        if asked == self._asked:
+        requested = plan.epoch, layer_factors
+        if requested == self._requested:
             return
-        self._asked = asked
+        self._requested = requested
         self._known.clear()
         if not self._is_alive:  # Without the process, answers are computed when they are needed.
-            self._found(plan.epoch)
+            self._on_found(plan.epoch)
             return
         self._number += 1
-        self._wanted = _Wanted(self._number, plan, layer_factors, prices)
-        self._writer.write(_framed(self._wanted))
+        self._request = _SearchRequest(self._number, plan, layer_factors, prices)
+        self._writer.write(_framed_bytes(self._request))
 
-    async def hear(self) -> None:
+    async def receive_answers(self) -> None:
         """Receives answers; never returns."""
         try:
             while True:
                 (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-                self._take(*pickle.loads(await self._reader.readexactly(length)))
+                self._on_answers(*pickle.loads(await self._reader.readexactly(length)))
         except (asyncio.IncompleteReadError, ConnectionError):
             logger.warning("the process that looks for answers ahead has ended; on without it")
         self._is_alive = False
-        if self._wanted is not None:
-            self._found(self._wanted.plan.epoch)
+        if self._request is not None:
+            self._on_found(self._request.plan.epoch)
         await asyncio.get_running_loop().create_future()
 
-    def _take(self, number: int, lost: tuple[int, ...], answers: bytes) -> None:
-        wanted = self._wanted
-        if wanted is None or number != wanted.number:
+    def _on_answers(self, number: int, lost: tuple[int, ...], answers: bytes) -> None:
+        request = self._request
+        if request is None or number != request.number:
             return
-        self._known.add(wanted.plan, lost, partial(_unpickled, answers))
+        self._known.add(request.plan, lost, partial(_unpickle, answers))
         if not lost:
-            self._found(wanted.plan.epoch)
+            self._on_found(request.plan.epoch)
 
 
-def _unpickled(answers: bytes) -> tuple[Transition, ...]:
-    found: tuple[Transition, ...] = pickle.loads(answers)
-    return found
+def _unpickle(answers: bytes) -> tuple[Transition, ...]:
+    transitions: tuple[Transition, ...] = pickle.loads(answers)
+    return transitions
 
 
-def _framed(message: object) -> bytes:
+def _framed_bytes(message: object) -> bytes:
     body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return _LENGTH.pack(len(body)) + body
 
@@ -132,7 +132,7 @@ def _become(spec: LeaderSpec, sock: socket.socket, parent_pid: int) -> None:
     try:
         die_with_parent(parent_pid)
         close_others({0, 1, 2, sock.fileno()})
-        _step_back()
+        _lower_priority()
         _serve(spec, sock)
     except EOFError:
         logger.debug("the coordinator's process has ended")
@@ -142,7 +142,7 @@ def _become(spec: LeaderSpec, sock: socket.socket, parent_pid: int) -> None:
         os._exit(1)
 
 
-def _step_back() -> None:
+def _lower_priority() -> None:
     """Lowers the priority of this process, so that the processes that train come first.
 
     If Linux groups tasks by session (autogroup), the nice value of a process counts only within its
@@ -155,35 +155,37 @@ def _step_back() -> None:
 
 
 def _serve(spec: LeaderSpec, sock: socket.socket) -> None:
-    wanted = _received(sock)
+    request = _receive_request(sock)
     while True:
-        newer = _looked_ahead(spec, wanted, sock)
-        wanted = _received(sock) if newer is None else newer
+        newer = _search(spec, request, sock)
+        request = _receive_request(sock) if newer is None else newer
 
 
-def _looked_ahead(spec: LeaderSpec, wanted: _Wanted, sock: socket.socket) -> _Wanted | None:
+def _search(
+    spec: LeaderSpec, request: _SearchRequest, sock: socket.socket
+) -> _SearchRequest | None:
     """Sends answers as they are found; returns a newer request, or None if all were found first."""
-    every = corrected_plans(every_of(spec), wanted.layer_factors)
+    every = corrected_plans(every_of(spec), request.layer_factors)
     searched = searched_by(spec.job, every.problem)
     for foreseen in look_ahead(
         policy_of(spec.job, every, searched),
         searched,
-        wanted.plan,
-        prices=wanted.prices,
+        request.plan,
+        prices=request.prices,
         failures_ahead=spec.job.resilience.failures_ahead,
     ):
         if foreseen is not None:
             answers = pickle.dumps(foreseen.transitions, pickle.HIGHEST_PROTOCOL)
-            sock.sendall(_framed((wanted.number, foreseen.lost, answers)))
+            sock.sendall(_framed_bytes((request.number, foreseen.lost, answers)))
         if select.select([sock], [], [], 0.0)[0]:
-            return _received(sock)
+            return _receive_request(sock)
     return None
 
 
-def _received(sock: socket.socket) -> _Wanted:
+def _receive_request(sock: socket.socket) -> _SearchRequest:
     length_bytes = sock.recv(_LENGTH.size, socket.MSG_WAITALL)
     if not length_bytes:
         raise EOFError
     (length,) = _LENGTH.unpack(length_bytes)
-    wanted: _Wanted = pickle.loads(sock.recv(length, socket.MSG_WAITALL))
-    return wanted
+    request: _SearchRequest = pickle.loads(sock.recv(length, socket.MSG_WAITALL))
+    return request

@@ -14,20 +14,24 @@ import psutil
 
 from planaria.coordinator.membership.standstill import stands_still
 from planaria.core.records import Ended
-from planaria.nodes.forkserver import told
+from planaria.nodes.forkserver import exit_text
 from planaria.protocol.agent_lease import TICKS_PER_LEASE
 
 _READ_BYTES: Final = 1 << 20
 # Signals besides SIGINT (Ctrl-C) that tell a process to leave. Those in the second line come from
 # schedulers (Slurm's --signal), limits and Ctrl-\, and end a process that does not handle them.
-LEAVING: Final = (
+LEAVE_SIGNALS: Final = (
     *(signal.SIGTERM, signal.SIGHUP),
     *(signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
 )
 
 
-async def heard_while_running(
-    reader: asyncio.StreamReader, pid: int, *, lease_s: float, stopped: Callable[[float], None]
+async def coordinator_data(
+    reader: asyncio.StreamReader,
+    pid: int,
+    *,
+    lease_s: float,
+    on_standstill: Callable[[float], None],
 ) -> AsyncIterator[bytes]:
     """Yields what a coordinator says until it is gone.
 
@@ -36,10 +40,10 @@ async def heard_while_running(
 
     Args:
         pid: pid of the coordinator.
-        stopped: callback, called with the time of the last message of a coordinator that stands
-            still; is to kill it.
+        on_standstill: callback, called with the time of the last message of a coordinator that
+            stands still; is to kill it.
     """
-    has_begun, silent_ticks, heard_s = False, 0, time.monotonic()
+    has_begun, silent_ticks, message_s = False, 0, time.monotonic()
     now_computed_s = computed_s(pid)
     while True:
         try:
@@ -49,15 +53,15 @@ async def heard_while_running(
             before_s, now_computed_s = now_computed_s, computed_s(pid)
             silent_ticks = 0 if now_computed_s > before_s else silent_ticks + 1
             if stands_still(silent_ticks, has_begun=has_begun, lease_s=lease_s):
-                stopped(heard_s)
+                on_standstill(message_s)
             continue
         if not data:
             return
-        has_begun, silent_ticks, heard_s = True, 0, time.monotonic()
+        has_begun, silent_ticks, message_s = True, 0, time.monotonic()
         yield data
 
 
-async def is_left_alone(lifeline_fd: int, *, timeout_s: float) -> bool:
+async def wait_last_exit(lifeline_fd: int, *, timeout_s: float) -> bool:
     """Whether the last process that has a read end of the lifeline ends in time.
 
     Args:
@@ -75,51 +79,51 @@ async def is_left_alone(lifeline_fd: int, *, timeout_s: float) -> bool:
     return True
 
 
-async def wait_until(is_so: Callable[[], bool], *, timeout_s: float) -> None:
-    """Waits until something is so, for a bounded time."""
+async def wait_until(is_true: Callable[[], bool], *, timeout_s: float) -> None:
+    """Waits until a condition is true, for a bounded time."""
     deadline_s = time.monotonic() + timeout_s
-    while not is_so() and time.monotonic() < deadline_s:
+    while not is_true() and time.monotonic() < deadline_s:
         await asyncio.sleep(0.002)
 
 
 @contextlib.contextmanager
-def interrupts(
+def handle_signals(
     loop: asyncio.AbstractEventLoop,
-    handler: Callable[[], None],
+    on_interrupt: Callable[[], None],
     *,
-    told_to_leave: Callable[[], None],
+    on_leave_signal: Callable[[], None],
 ) -> Iterator[None]:
-    """Handles SIGINT and the signals in `LEAVING` while the body of the `with` runs.
+    """Handles SIGINT and the signals in `LEAVE_SIGNALS` while the body of the `with` runs.
 
-    It does nothing outside the main thread. After the body, the handled signals of `LEAVING` are
-    ignored, until `handlers_restored` ends: the process is leaving, and the same signal may be sent
-    again, as a shell and the kernel both do when a terminal closes.
+    It does nothing outside the main thread. After the body, the handled signals of `LEAVE_SIGNALS`
+    are ignored, until `restore_handlers` ends: the process is leaving, and the same signal may be
+    sent again, as a shell and the kernel both do when a terminal closes.
 
     Args:
-        handler: callback, called at SIGINT (Ctrl-C).
-        told_to_leave: callback, called at signals in `LEAVING`. Not handled are a signal that this
-            process ignores (SIGHUP under nohup), and a signal other than SIGTERM and SIGHUP for
-            which this process already has a handler.
+        on_interrupt: callback, called at SIGINT (Ctrl-C).
+        on_leave_signal: callback, called at signals in `LEAVE_SIGNALS`. Not handled are a signal
+            that this process ignores (SIGHUP under nohup), and a signal other than SIGTERM and
+            SIGHUP for which this process already has a handler.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    leaving = [number for number in LEAVING if _is_taken(number)]
-    interrupted = signal.getsignal(signal.SIGINT)
-    loop.add_signal_handler(signal.SIGINT, handler)
-    for number in leaving:
-        loop.add_signal_handler(number, told_to_leave)
+    handled = [number for number in LEAVE_SIGNALS if _is_handled_here(number)]
+    sigint_handler = signal.getsignal(signal.SIGINT)
+    loop.add_signal_handler(signal.SIGINT, on_interrupt)
+    for number in handled:
+        loop.add_signal_handler(number, on_leave_signal)
     try:
         yield
     finally:
-        for number in leaving:
+        for number in handled:
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
         loop.remove_signal_handler(signal.SIGINT)
-        signal.signal(signal.SIGINT, interrupted)
+        signal.signal(signal.SIGINT, sigint_handler)
 
 
-def _is_taken(number: signal.Signals) -> bool:
+def _is_handled_here(number: signal.Signals) -> bool:
     handler = signal.getsignal(number)
     if number in (signal.SIGTERM, signal.SIGHUP):
         return handler is not signal.SIG_IGN
@@ -127,14 +131,14 @@ def _is_taken(number: signal.Signals) -> bool:
 
 
 @contextlib.contextmanager
-def handlers_restored() -> Iterator[None]:
-    """Restores the handlers of the signals in `LEAVING` after the body of the `with`."""
+def restore_handlers() -> Iterator[None]:
+    """Restores the handlers of the signals in `LEAVE_SIGNALS` after the body of the `with`."""
     is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in LEAVING if is_main}
+    handlers = {number: signal.getsignal(number) for number in LEAVE_SIGNALS if is_main}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             if handler is not None:  # None: the handler was not set from Python.
                 signal.signal(number, handler)
 
@@ -159,7 +163,7 @@ def kill_group(pid: int) -> None:
             kill(pid, signal.SIGKILL)
 
 
-def explained(ended: Ended, statuses: Collection[int]) -> Ended:
+def with_agent_exits(ended: Ended, statuses: Collection[int]) -> Ended:
     """The end of a job; if no node is left, its reason also says how the agents ended.
 
     Args:
@@ -167,5 +171,7 @@ def explained(ended: Ended, statuses: Collection[int]) -> Ended:
     """
     if ended.nodes or ended.ending != "lost" or not statuses:
         return ended
-    hows = ", ".join(sorted({told(status).removeprefix("was ") for status in statuses}))
-    return msgspec.structs.replace(ended, reason=f"{ended.reason}: their agents ended: {hows}")
+    exit_texts = ", ".join(sorted({exit_text(status).removeprefix("was ") for status in statuses}))
+    return msgspec.structs.replace(
+        ended, reason=f"{ended.reason}: their agents ended: {exit_texts}"
+    )

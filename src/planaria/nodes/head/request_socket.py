@@ -40,7 +40,7 @@ class TellEvents(msgspec.Struct, frozen=True, tag=True):
 Request = Drain | TellEvents
 
 
-class Answer(msgspec.Struct, frozen=True):
+class RequestReply(msgspec.Struct, frozen=True):
     """The outcome of a request.
 
     Attributes:
@@ -56,68 +56,68 @@ class Drains:
     """The requests of users that nodes leave, and the answers that are still to be given.
 
     Args:
-        say: sends a request to the coordinator.
+        send: sends a request to the coordinator.
         nodes: the live nodes; changes during the job.
     """
 
-    def __init__(self, say: Callable[[DrainRequested], None], nodes: Collection[int]) -> None:
-        self._say = say
+    def __init__(self, send: Callable[[DrainRequested], None], nodes: Collection[int]) -> None:
+        self._send = send
         self._nodes = nodes
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._replies: dict[int, asyncio.Future[RequestReply]] = {}
 
-    async def answer(self, request: Drain) -> Answer:
+    async def answer(self, request: Drain) -> RequestReply:
         """The answer to a request, once its outcome is known."""
         node = request.node
         if node not in self._nodes:
-            there = ", ".join(str(one) for one in sorted(self._nodes))
-            return Answer(is_done=False, text=f"there is no node {node}; there are {there}")
-        if node not in self._waiting:
-            self._waiting[node] = asyncio.get_running_loop().create_future()
-            self._say(DrainRequested(node=node))
-        return await asyncio.shield(self._waiting[node])
+            numbers = ", ".join(str(live_node) for live_node in sorted(self._nodes))
+            return RequestReply(is_done=False, text=f"there is no node {node}; there are {numbers}")
+        if node not in self._replies:
+            self._replies[node] = asyncio.get_running_loop().create_future()
+            self._send(DrainRequested(node=node))
+        return await asyncio.shield(self._replies[node])
 
     def repeat(self) -> None:
         """Sends a new coordinator the requests that are not answered yet."""
-        for node in self._waiting:
-            self._say(DrainRequested(node=node))
+        for node in self._replies:
+            self._send(DrainRequested(node=node))
 
-    def left(self, node: int) -> None:
+    def on_node_left(self, node: int) -> None:
         """Answers the requests for a node that is gone."""
-        self._settle(node, Answer(is_done=True, text=f"node {node} has left"))
+        self._reply(node, RequestReply(is_done=True, text=f"node {node} has left"))
 
-    def refused(self, nodes: Collection[int], why: str) -> None:
+    def on_refusal(self, nodes: Collection[int], why: str) -> None:
         """Answers the requests for nodes that the job cannot do without.
 
         Args:
             why: text of the answer.
         """
         for node in nodes:
-            self._settle(node, Answer(is_done=False, text=why))
+            self._reply(node, RequestReply(is_done=False, text=why))
 
-    def _settle(self, node: int, answer: Answer) -> None:
-        waiting = self._waiting.pop(node, None)
+    def _reply(self, node: int, reply: RequestReply) -> None:
+        waiting = self._replies.pop(node, None)
         if waiting is not None:
-            waiting.set_result(answer)
+            waiting.set_result(reply)
 
 
-def answering(
+def reply_function(
     drains: Drains, events_json: Callable[[], str]
-) -> Callable[[Request], Awaitable[Answer]]:
+) -> Callable[[Request], Awaitable[RequestReply]]:
     """The function that answers any request."""
 
-    async def answer(request: Request) -> Answer:
+    async def answer(request: Request) -> RequestReply:
         match request:
             case Drain():
                 return await drains.answer(request)
             case TellEvents():
-                return Answer(is_done=True, text=events_json())
+                return RequestReply(is_done=True, text=events_json())
 
     return answer
 
 
 @contextlib.asynccontextmanager
-async def open_desk(
-    job: str, answer: Callable[[Request], Awaitable[Answer]], *, note: Callable[[str], None]
+async def serve_requests(
+    job: str, answer: Callable[[Request], Awaitable[RequestReply]], *, note: Callable[[str], None]
 ) -> AsyncIterator[None]:
     """Serves requests while the body of the `with` runs.
 
@@ -133,12 +133,12 @@ async def open_desk(
             await writer.drain()
         writer.close()
 
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         try:
             # Even with "/proc/self/fd/N/" before it, the name fits into a socket path (107 bytes).
-            listener = _listener(f"{plain_name(job)}-{os.getpid()}.sock", held)
+            listener = _listener(f"{plain_name(job)}-{os.getpid()}.sock", stack)
             server = await asyncio.start_unix_server(serve, sock=listener, limit=_REQUEST_BYTES_MAX)
-            held.callback(server.close)
+            stack.callback(server.close)
         except OSError as error:
             note(
                 f"planaria drain and planaria events cannot reach this job, which trains on: "
@@ -147,14 +147,14 @@ async def open_desk(
         yield
 
 
-def _listener(name: str, held: contextlib.ExitStack) -> socket.socket:
-    """A socket of that name in the first directory that can be used; `held` removes it.
+def _listener(name: str, stack: contextlib.ExitStack) -> socket.socket:
+    """A socket of that name in the first directory that can be used; `stack` removes it.
 
     Raises:
         OSError: no directory can be used.
     """
     reasons = []
-    directories = desk_directories()
+    directories = socket_directories()
     for path in directories:
         try:
             # In the user's home, which comes last, parent directories may be missing too.
@@ -167,14 +167,14 @@ def _listener(name: str, held: contextlib.ExitStack) -> socket.socket:
                 _unlink(name, descriptor)
                 listener.bind(_path(descriptor, name))
                 opened.callback(_unlink, name, descriptor)
-                held.enter_context(opened.pop_all())
+                stack.enter_context(opened.pop_all())
                 return listener
         except (OSError, ValueError) as error:  # ValueError: the locale cannot encode a name.
             reasons.append(f"{path}: {getattr(error, 'strerror', None) or error}")
     raise OSError(f"no directory will do for its socket ({'; '.join(reasons)})")
 
 
-def ask(request: Request, *, job: str, timeout_s: float) -> Answer:
+def ask(request: Request, *, job: str, timeout_s: float) -> RequestReply:
     """Sends a request to a running job; returns its answer.
 
     Args:
@@ -184,18 +184,18 @@ def ask(request: Request, *, job: str, timeout_s: float) -> Answer:
         ConfigError: no such job runs here, several do, or the job does not answer in time.
     """
     option = "--job" if job else ""
-    with contextlib.ExitStack() as held:
-        running, refused = _running(job, held)
+    with contextlib.ExitStack() as stack:
+        running, refusals = _running(job, stack)
         if not running:
             here = (
                 "no such job of yours runs on this machine" if job else "no job of yours runs here"
             )
-            raise ConfigError(option, job, here + "".join(f"; {text}" for text in refused))
+            raise ConfigError(option, job, here + "".join(f"; {text}" for text in refusals))
         if len(running) > 1:
             names = ", ".join(sorted({_job_of(name) for _, name in running}))
             remedy = f"{len(running)} jobs run here: say with --job which of {names}"
             raise ConfigError(option, job, remedy)
-        sock = held.enter_context(_connected(*running[0], timeout_s))
+        sock = stack.enter_context(_connection(*running[0], timeout_s))
         try:
             sock.sendall(msgspec.json.encode(request) + b"\n")
             data = sock.makefile("rb").readline()
@@ -203,35 +203,35 @@ def ask(request: Request, *, job: str, timeout_s: float) -> Answer:
             remedy = f"the job has not answered for {timeout_s:.0f} s"
             raise ConfigError(option, job, remedy) from error
     if not data:
-        return Answer(is_done=False, text="the job has ended")
-    return msgspec.json.decode(data, type=Answer)
+        return RequestReply(is_done=False, text="the job has ended")
+    return msgspec.json.decode(data, type=RequestReply)
 
 
-def _running(job: str, held: contextlib.ExitStack) -> tuple[list[tuple[int, str]], list[str]]:
+def _running(job: str, stack: contextlib.ExitStack) -> tuple[list[tuple[int, str]], list[str]]:
     """The sockets of running jobs, and why some directories were not searched.
 
     A socket is given as the descriptor of its directory and its name.
     """
-    running, refused, known = [], [], set()
-    for path in desk_directories():
+    running, refusals, searched = [], [], set()
+    for path in socket_directories():
         try:
-            descriptor = held.enter_context(_own_directory(path))
+            descriptor = stack.enter_context(_own_directory(path))
         except PermissionError as error:
-            refused.append(f"{path} is not looked into: {error.strerror}")
+            refusals.append(f"{path} is not looked into: {error.strerror}")
             continue
         except OSError:
             continue
-        found = os.fstat(descriptor)
-        if (found.st_dev, found.st_ino) in known:
+        status = os.fstat(descriptor)
+        if (status.st_dev, status.st_ino) in searched:
             continue
-        known.add((found.st_dev, found.st_ino))
+        searched.add((status.st_dev, status.st_ino))
         names = (name for name in sorted(os.listdir(descriptor)) if name.endswith(".sock"))
         running += [
             (descriptor, name)
             for name in names
             if (not job or _job_of(name) == plain_name(job)) and _is_served(descriptor, name)
         ]
-    return running, refused
+    return running, refusals
 
 
 def _job_of(name: str) -> str:
@@ -242,7 +242,7 @@ def _job_of(name: str) -> str:
 def _is_served(directory: int, name: str) -> bool:
     """Whether a launcher listens on a socket; removes one that a killed launcher has left."""
     try:
-        _connected(directory, name, 1.0).close()
+        _connection(directory, name, 1.0).close()
     except ConnectionRefusedError:
         _unlink(name, directory)
         return False
@@ -251,7 +251,7 @@ def _is_served(directory: int, name: str) -> bool:
     return True
 
 
-def _connected(directory: int, name: str, timeout_s: float) -> socket.socket:
+def _connection(directory: int, name: str, timeout_s: float) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX)
     sock.settimeout(timeout_s)
     try:
@@ -272,7 +272,7 @@ def _unlink(name: str, directory: int) -> None:
         os.unlink(name, dir_fd=directory)
 
 
-def desk_directories() -> tuple[Path, ...]:
+def socket_directories() -> tuple[Path, ...]:
     """The directories in which the sockets may be, the preferred one first."""
     uid, environment = os.getuid(), os.environ
     runtime = (environment.get("XDG_RUNTIME_DIR", ""), f"/run/user/{uid}")
@@ -297,10 +297,10 @@ def _own_directory(path: Path) -> Iterator[int]:
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        found = os.fstat(descriptor)
-        if found.st_uid != os.getuid():
+        status = os.fstat(descriptor)
+        if status.st_uid != os.getuid():
             raise PermissionError(errno.EPERM, "it belongs to somebody else")
-        if stat.S_IMODE(found.st_mode) & 0o022:
+        if stat.S_IMODE(status.st_mode) & 0o022:
             raise PermissionError(errno.EPERM, "others can write to it")
         yield descriptor
     finally:

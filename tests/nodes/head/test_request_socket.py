@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 
 from planaria.errors import ConfigError
-from planaria.nodes.head import desk
-from planaria.nodes.head.desk import Answer, Request, TellEvents, ask, open_desk
+from planaria.nodes.head import request_socket
+from planaria.nodes.head.request_socket import (
+    Request,
+    RequestReply,
+    TellEvents,
+    ask,
+    serve_requests,
+)
 from planaria.torchrun.memory_checkpointer import runtime_directory
 
 SOMEBODY = 12345
@@ -26,12 +32,12 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(path))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "more" / "state"))
-    everywhere = desk.desk_directories
+    everywhere = request_socket.socket_directories
 
     def inside() -> tuple[Path, ...]:
         return tuple(path for path in everywhere() if tmp_path in path.parents)
 
-    monkeypatch.setattr(desk, "desk_directories", inside)
+    monkeypatch.setattr(request_socket, "socket_directories", inside)
     return path
 
 
@@ -40,15 +46,15 @@ def asked(job: str = "job", *, by: str = "", prepare: Callable[[], object] = boo
 
     Args:
         by: the name that is asked for.
-        prepare: runs between the desk's opening and the question.
+        prepare: runs between the socket's opening and the question.
     """
     notes: list[str] = []
 
-    async def answer(_: Request) -> Answer:
-        return Answer(is_done=True, text=f"heard by {job!a}")
+    async def answer(_: Request) -> RequestReply:
+        return RequestReply(is_done=True, text=f"heard by {job!a}")
 
     async def run() -> str:
-        async with open_desk(job, answer, note=notes.append):
+        async with serve_requests(job, answer, note=notes.append):
             prepare()
             if notes:
                 return notes[0]

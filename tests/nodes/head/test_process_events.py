@@ -15,14 +15,14 @@ from msgspec import structs
 
 from helpers.tasks import TIMEOUT_S
 from planaria.core.records import Ended
-from planaria.nodes.head.waiting import (
-    LEAVING,
+from planaria.nodes.head.process_events import (
+    LEAVE_SIGNALS,
     computed_s,
-    explained,
-    handlers_restored,
-    heard_while_running,
-    interrupts,
+    coordinator_data,
+    handle_signals,
     kill_group,
+    restore_handlers,
+    with_agent_exits,
 )
 
 Handler = Callable[[int, Any], object] | int | None
@@ -51,7 +51,7 @@ def listened(
         speaking = asyncio.create_task(speak(theirs))
         heard = [
             data
-            async for data in heard_while_running(reader, pid, lease_s=LEASE_S, stopped=stopped)
+            async for data in coordinator_data(reader, pid, lease_s=LEASE_S, on_standstill=stopped)
         ]
         await speaking
         writer.close()
@@ -133,19 +133,19 @@ def told_to_leave(number: signal.Signals, *, times: int, before: Handler) -> tup
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
-        with interrupts(loop, lambda: None, told_to_leave=lambda: told.append(None)):
+        with handle_signals(loop, lambda: None, on_leave_signal=lambda: told.append(None)):
             for _ in range(times):
                 os.kill(os.getpid(), number)
                 for _ in range(10):  # The handler has its turn in one of the next.
                     await asyncio.sleep(0)
 
-    with handlers_restored():
+    with restore_handlers():
         signal.signal(number, before)
         asyncio.run(run())
         return len(told), signal.getsignal(number)
 
 
-@pytest.mark.parametrize("number", LEAVING)
+@pytest.mark.parametrize("number", LEAVE_SIGNALS)
 def test_what_tells_a_process_to_leave_is_told_and_interrupts_nothing_after_it(
     number: signal.Signals,
 ) -> None:
@@ -159,7 +159,7 @@ def test_what_tells_a_process_to_leave_is_told_and_interrupts_nothing_after_it(
 
 def test_a_signal_that_is_ignored_is_left_at_that() -> None:
     """Who ignores SIGHUP, as nohup does, wants the job to go on."""
-    for number in LEAVING:
+    for number in LEAVE_SIGNALS:
         assert told_to_leave(number, times=1, before=signal.SIG_IGN) == (0, signal.SIG_IGN)
 
 
@@ -187,7 +187,7 @@ def test_a_job_without_any_node_left_says_how_they_ended_by_themselves() -> None
     """Those that planaria had to kill had not."""
     lost = Ended(ending="lost", reason="no node is left", failure=None, nodes=(), epoch=3)
 
-    reason = explained(lost, {-9, 1}).reason
+    reason = with_agent_exits(lost, {-9, 1}).reason
     assert reason == "no node is left: their agents ended: killed by signal 9, left with status 1"
-    assert explained(lost, ()) == lost
-    assert explained(structs.replace(lost, nodes=(2,)), {-9}).reason == lost.reason
+    assert with_agent_exits(lost, ()) == lost
+    assert with_agent_exits(structs.replace(lost, nodes=(2,)), {-9}).reason == lost.reason

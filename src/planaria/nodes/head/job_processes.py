@@ -1,0 +1,105 @@
+"""The agents and coordinators that a launcher has had forked: which live, and how others ended."""
+
+from collections.abc import Collection
+from itertools import count
+
+from planaria.core.records import AgentEnded
+from planaria.nodes.forkserver import UNKNOWN, exit_text
+from planaria.nodes.head.process_events import kill_group
+
+
+class JobProcesses:
+    """The agents and coordinators of one job.
+
+    Attributes:
+        live_agents: pids of the agents that have not ended, by node.
+    """
+
+    def __init__(self) -> None:
+        self.live_agents: dict[int, int] = {}
+        self._agents: dict[int, int] = {}  # The pids of all agents, by node.
+        self._coordinators: set[int] = set()
+        self._machines: dict[int, str] = {}
+        self._exits: dict[int, int] = {}  # The exit statuses of ended processes, by pid.
+        self._killed: set[int] = set()
+
+    @property
+    def next_node(self) -> int:
+        """The lowest number that no node has had."""
+        return max(self._machines) + 1
+
+    def assign_machine(self, node: int, *, starting: Collection[int], is_new: bool) -> str:
+        """Notes and returns the name of the machine on which a node starts.
+
+        Args:
+            starting: nodes that have a machine but no agent yet.
+            is_new: whether the machine is one that no node has had; else it is any that has neither
+                a live nor a starting node.
+        """
+        others = self._machines if is_new else {*self.live_agents, *starting}
+        used = {self._machines[other] for other in others}
+        names = map("machine-{}".format, count())
+        self._machines[node] = next(name for name in names if name not in used)
+        return self._machines[node]
+
+    def add_agent(self, node: int, pid: int) -> None:
+        """Notes the agent of a node, which may have ended already."""
+        self._agents[node] = pid
+        if pid not in self._exits:
+            self.live_agents[node] = pid
+
+    def add_coordinator(self, pid: int) -> None:
+        """Notes a coordinator."""
+        self._coordinators.add(pid)
+
+    def add_exit(self, pid: int, status: int) -> tuple[int, ...]:
+        """Notes that a process has ended; returns the node whose agent it was, if any."""
+        self._exits[pid] = status
+        nodes = tuple(node for node, agent in self._agents.items() if agent == pid)
+        for node in nodes:
+            self.live_agents.pop(node, None)
+        return nodes
+
+    def has_ended(self, node: int) -> bool:
+        """Whether the agent of a node has ended."""
+        return self._agents.get(node) in self._exits
+
+    def agent_end(self, node: int) -> AgentEnded:
+        """The message that the agent of a node has ended."""
+        return AgentEnded(
+            node=node, reason=f"its agent {exit_text(self._exits[self._agents[node]])}"
+        )
+
+    def agent_ends(self) -> tuple[AgentEnded, ...]:
+        """The messages that agents have ended, of all that have."""
+        return tuple(self.agent_end(node) for node in self._agents if self.has_ended(node))
+
+    def agent_statuses(self) -> set[int]:
+        """The known exit statuses of the agents that the launcher has not killed."""
+        ended = self._exits.keys() & set(self._agents.values())
+        return {self._exits[pid] for pid in ended - self._killed} - {UNKNOWN}
+
+    def have_ended(self) -> bool:
+        """Whether all agents and coordinators have ended."""
+        return {*self._agents.values(), *self._coordinators} <= set(self._exits)
+
+    def kill(self, pid: int) -> None:
+        """Kills an agent or a coordinator with its process group, unless it has ended."""
+        if pid not in self._exits:
+            self._killed.add(pid)
+            kill_group(pid)
+
+    def kill_node(self, node: int) -> None:
+        """Kills all processes of a node, if its agent was forked and has not ended."""
+        if node in self._agents:
+            self.kill(self._agents[node])
+
+    def kill_other_nodes(self, members: Collection[int]) -> None:
+        """Kills the nodes that are no members; an evicted node may hang for ever."""
+        for node in self._agents.keys() - set(members):
+            self.kill_node(node)
+
+    def kill_all(self) -> None:
+        """Kills all agents and coordinators that have not ended."""
+        for pid in {*self._agents.values(), *self._coordinators}:
+            self.kill(pid)
