@@ -49,6 +49,19 @@ def test_without_versions_there_is_nothing_to_tell() -> None:
     assert copied.table(0.0) == {"idle_used_s": 0.0, "idle_left_s": 0.0}
 
 
+def test_the_version_to_which_a_job_went_back_took_no_downtime() -> None:
+    """It was complete before the loss, which is told with the first commit after it alone."""
+    copied = Copied()
+    for iteration in range(5):
+        copied.committed(iteration, [done(iteration, 0, -1)], float(iteration))
+    for iteration, age in ((4, 4), (5, 5), (6, 6)):
+        copied.committed(iteration, [done(iteration, 0, age)], 100.0 + iteration)
+
+    table = copied.table(0.0)
+    assert table["checkpoint_s"] == pytest.approx(1.0)
+    assert table["every"] == 1.0
+
+
 def test_idle_time_is_told_by_iteration_and_rank() -> None:
     """Of those who send copies; what took longer than the spans leaves nothing."""
     copied = Copied()

@@ -96,6 +96,9 @@ class Copied:
 
     def committed(self, iteration: int, reports: Iterable[IterationDone], now_s: float) -> None:
         """Adds what the ranks report about copies with a committed iteration."""
+        if iteration + 1 in self._committed_s:
+            # The job went back, to a version that was complete before the loss.
+            self._committed_s.clear()
         self._committed_s[iteration + 1] = now_s
         reports = list(reports)
         for done in (report.copied for report in reports):
