@@ -30,7 +30,8 @@ from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_templates
 from planaria.policies.ahead import Ahead, Known, look_ahead
 from planaria.policies.named import hurried_policy_of, policy_of, searched_by
-from planaria.policies.policy import Outlook, best_transition, profile_prices
+from planaria.policies.policy import profile_prices
+from planaria.policies.value import Outlook, best_transition
 
 MEMORY_BYTES: Final = 64 * 10**9
 MICROBATCHES_A_PIPELINE: Final = 8

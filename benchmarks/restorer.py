@@ -45,7 +45,8 @@ from planaria.nodes.forkserver import ForkServer
 from planaria.planner.plans import EveryPlan, bind, every_plan
 from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_template
-from planaria.policies.policy import downtime_s, profile_prices
+from planaria.policies.building import downtime_s
+from planaria.policies.policy import profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.restorer.strategies import LEAST_BYTES, NAIVE, Restoring
 from planaria.schedule.buckets import ReductionOrder, buckets_of

@@ -14,7 +14,8 @@ from planaria.core.plan import Plan, Transition, plain_plan
 from planaria.planner.plans import EveryPlan, best_plan, every_plan
 from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_templates
-from planaria.policies.policy import Prices, moving, profile_prices
+from planaria.policies.building import transition_between
+from planaria.policies.policy import Prices, profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.profiles.shipped import shipped_profiles
 from planaria.restorer.strategies import LEAST_BYTES
@@ -35,7 +36,7 @@ class DropPipelines:
         if not whole:
             return ()
         iteration_s, microbatches = self.every.distribution([p.template for p in whole])
-        found = moving(
+        found = transition_between(
             plan,
             plain_plan(cluster.epoch, whole, microbatches),
             cluster,

@@ -36,15 +36,9 @@ from planaria.planner.plans import EveryPlan
 from planaria.planner.reroute.reroutes import Priced, priced
 from planaria.planner.reroute.shadows import shadowed
 from planaria.policies.absorb import Absorb
-from planaria.policies.policy import (
-    Outlook,
-    Policy,
-    Prices,
-    best_transition,
-    expected_samples_per_s,
-    profile_prices,
-)
+from planaria.policies.policy import Policy, Prices, profile_prices
 from planaria.policies.unequal import STAY
+from planaria.policies.value import Outlook, best_transition, expected_samples_per_s
 
 RESTART_S: Final = 60.0  # Start of a job that had ended because too few nodes were left.
 LEASE_S: Final = 3.0

@@ -8,7 +8,8 @@ from helpers.jobs import shaped_plan
 from helpers.losses import even_template
 from planaria.coordinator.switching import followed_as, waves_of, weighed_as
 from planaria.core.plan import Link, Pipeline, Transfer, Transition, plain_plan
-from planaria.policies.policy import Outlook, Prices, expected_samples_per_s
+from planaria.policies.policy import Prices
+from planaria.policies.value import Outlook, expected_samples_per_s
 
 PLAN = shaped_plan((1, 1), 6)
 PRICES = Prices(links={"inter_node": Link(0.0, 100.0)}, layer_bytes=(100, 400, 100), regroup_s=9.0)

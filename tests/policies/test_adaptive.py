@@ -14,10 +14,11 @@ from planaria.core.plan import Plan, Transition
 from planaria.planner.plans import EveryPlan
 from planaria.planner.reroute.reroutes import num_without_work
 from planaria.policies.adaptive import Adaptive
-from planaria.policies.policy import Outlook, Policy, Prices, best_transition
+from planaria.policies.policy import Policy, Prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.reroute import Reroute
 from planaria.policies.unequal import Unequal
+from planaria.policies.value import Outlook, best_transition
 
 
 def policies(book: EveryPlan) -> tuple[Policy, Policy]:

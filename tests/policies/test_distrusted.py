@@ -10,7 +10,7 @@ from planaria.core.plan import NodeKind, Plan, Transition
 from planaria.planner.layout.instantiate import instantiations
 from planaria.planner.plans import EveryPlan
 from planaria.policies.adaptive import Adaptive
-from planaria.policies.policy import num_exposed
+from planaria.policies.building import num_exposed
 from planaria.policies.reinstantiate import GLOBAL, TRUSTED, Reinstantiate
 from planaria.policies.reroute import Reroute
 from planaria.policies.unequal import RECUT, STAY, UNEQUAL, Unequal

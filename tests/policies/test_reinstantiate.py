@@ -24,8 +24,8 @@ from planaria.core.cluster import ClusterState, Node, NodesLost, survivors
 from planaria.core.plan import Plan, Transition
 from planaria.planner.layout.instantiate import instantiations
 from planaria.planner.plans import EveryPlan
-from planaria.policies.policy import Outlook, best_transition
 from planaria.policies.reinstantiate import Reinstantiate
+from planaria.policies.value import Outlook, best_transition
 
 
 def proposed(

@@ -25,10 +25,11 @@ from planaria.planner.reroute import reroutes
 from planaria.planner.reroute.reroutes import num_without_work
 from planaria.policies import reroute
 from planaria.policies.adaptive import Adaptive
-from planaria.policies.policy import Outlook, best_transition, profile_prices
+from planaria.policies.policy import profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.reroute import NORMALISED, REROUTE, Reroute
 from planaria.policies.unequal import STAY, Unequal
+from planaria.policies.value import Outlook, best_transition
 
 
 def policy(book: EveryPlan) -> Reroute:

@@ -25,7 +25,7 @@ from planaria.core.records import Decision, Members, Outcome, encode_record
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import Priced
 from planaria.policies import reroute
-from planaria.policies.policy import best_transition
+from planaria.policies.value import best_transition
 from planaria.protocol import agent_state
 from planaria.protocol.agent_state import AgentState
 from planaria.schedule import buckets

@@ -15,13 +15,13 @@ from planaria.coordinator.state import JobState, Rules
 from planaria.coordinator.switching import followed_as
 from planaria.core.plan import Plan, Transition
 from planaria.core.records import Candidate
-from planaria.policies.policy import (
+from planaria.policies.building import scheduling_s
+from planaria.policies.policy import Prices
+from planaria.policies.value import (
     Outlook,
-    Prices,
     best_transition,
     expected_samples_per_s,
     samples_at_risk,
-    scheduling_s,
 )
 
 GAIN_MIN: Final = 0.03  # Predictions come true within 3% (benchmarks/prediction.py).

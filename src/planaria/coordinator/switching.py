@@ -11,7 +11,8 @@ from planaria.core.growing import Growing
 from planaria.core.messages import EpochReady
 from planaria.core.plan import Plan, Transfer, Transition
 from planaria.core.records import Candidate
-from planaria.policies.policy import Prices, bytes_by_link, transfer_s
+from planaria.policies.building import bytes_by_link, transfer_s
+from planaria.policies.policy import Prices
 from planaria.policies.unequal import STAY
 
 

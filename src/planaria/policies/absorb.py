@@ -24,7 +24,8 @@ from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, Transiti
 from planaria.planner.plans import EveryPlan
 from planaria.planner.reroute.reroutes import Priced, priced, simulated_s
 from planaria.planner.reroute.shadows import shadowed
-from planaria.policies.policy import Policy, Prices, downtime_s, least_exposed, num_exposed
+from planaria.policies.building import downtime_s, least_exposed, num_exposed
+from planaria.policies.policy import Policy, Prices
 from planaria.policies.unequal import STAY
 from planaria.restorer.sources import transfer_rounds
 from planaria.restorer.strategies import LEAST_BYTES, Restoring

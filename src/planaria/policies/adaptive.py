@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesLost
 from planaria.core.plan import Plan, Transition
 from planaria.planner.reroute.reroutes import num_without_work
-from planaria.policies.policy import Policy, Prices, least_exposed
+from planaria.policies.building import least_exposed
+from planaria.policies.policy import Policy, Prices
 from planaria.policies.unequal import STAY
 
 

@@ -28,7 +28,8 @@ from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged, Node
 from planaria.core.garbage import no_collection
 from planaria.core.plan import Hop, Pipeline, PipelineTemplate, Plan, Route, Transition
 from planaria.planner.layout.search import Searched
-from planaria.policies.policy import Policy, Prices, downtime_s
+from planaria.policies.building import downtime_s
+from planaria.policies.policy import Policy, Prices
 from planaria.policies.repartition import is_usual, templates_of
 from planaria.policies.unequal import STAY
 

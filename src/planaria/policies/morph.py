@@ -28,7 +28,8 @@ from planaria.core.cluster import ClusterEvent, ClusterState, Node, NodesLost
 from planaria.core.plan import PipelineTemplate, Plan, Transition, plain_plan
 from planaria.planner.plans import EveryPlan
 from planaria.planner.reroute.reroutes import Priced
-from planaria.policies.policy import Prices, moving
+from planaria.policies.building import transition_between
+from planaria.policies.policy import Prices
 from planaria.policies.reinstantiate import openings_of
 from planaria.policies.unequal import of_kinds, staying
 from planaria.restorer.strategies import LEAST_BYTES, Restoring
@@ -135,7 +136,7 @@ class Morph:
     ) -> Transition:
         """The transition in which layers come from live holders, or from copies in memory if all
         nodes have gone back to these."""
-        return moving(
+        return transition_between(
             plan,
             grid.plan,
             cluster,

@@ -36,7 +36,8 @@ from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Transition, plain_plan
 from planaria.planner.layout.instantiate import instantiations
 from planaria.planner.plans import EveryPlan
-from planaria.policies.policy import Prices, least_exposed, moving, num_exposed
+from planaria.policies.building import least_exposed, num_exposed, transition_between
+from planaria.policies.policy import Prices
 from planaria.restorer.assignment import Opening
 from planaria.restorer.cover import trusted_layers
 from planaria.restorer.strategies import LEAST_BYTES, Restoring
@@ -127,7 +128,7 @@ class Reinstantiate:
         """The transition from a plan to these pipelines, with microbatches distributed anew."""
         iteration_s, microbatches = self.every.distribution([p.template for p in pipelines])
         after = plain_plan(cluster.epoch, pipelines, microbatches)
-        return moving(
+        return transition_between(
             plan,
             after,
             cluster,

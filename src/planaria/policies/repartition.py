@@ -25,7 +25,8 @@ from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Trans
 from planaria.planner.layout.search import Layout, Searched
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import with_split_backwards
-from planaria.policies.policy import Policy, Prices, least_exposed, moving, num_exposed
+from planaria.policies.building import least_exposed, num_exposed, transition_between
+from planaria.policies.policy import Policy, Prices
 from planaria.policies.reinstantiate import openings_of
 from planaria.policies.unequal import STAY
 from planaria.restorer.strategies import LEAST_BYTES, Restoring
@@ -101,7 +102,7 @@ class Repartition:
         after = plain_plan(cluster.epoch, pipelines, _dealt(layout, pipelines))
         if layout.splits_backward:
             after = with_split_backwards(self.problem, after)
-        return moving(
+        return transition_between(
             plan,
             after,
             cluster,

@@ -32,7 +32,8 @@ from planaria.planner.reroute.reroutes import (
     rerouted,
     simulated_s,
 )
-from planaria.policies.policy import Policy, Prices, least_exposed, moving, num_exposed
+from planaria.policies.building import least_exposed, num_exposed, transition_between
+from planaria.policies.policy import Policy, Prices
 from planaria.policies.unequal import of_kinds
 from planaria.restorer.strategies import LEAST_BYTES, Restoring
 
@@ -156,7 +157,7 @@ class Reroute:
         event: ClusterEvent,
         prices: Prices,
     ) -> Transition:
-        return moving(
+        return transition_between(
             plan,
             found.plan,
             cluster,

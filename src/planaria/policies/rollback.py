@@ -20,7 +20,8 @@ from typing import Final
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesLost
 from planaria.core.plan import Plan, Transition, plain_plan
 from planaria.planner.plans import EveryPlan
-from planaria.policies.policy import Policy, Prices, least_exposed, moving, num_exposed
+from planaria.policies.building import least_exposed, num_exposed, transition_between
+from planaria.policies.policy import Policy, Prices
 from planaria.policies.reinstantiate import openings_of
 from planaria.policies.unequal import of_kinds
 from planaria.restorer.strategies import LEAST_BYTES, Restoring
@@ -83,7 +84,7 @@ class Rollback:
         kinds = {node.node: node.kind for node in chosen}
         pipelines = of_kinds(Plan(cluster.epoch, bound, ()), kinds).pipelines
         iteration_s, microbatches = self.every.distribution([p.template for p in pipelines])
-        found = moving(
+        found = transition_between(
             plan,
             plain_plan(cluster.epoch, pipelines, microbatches),
             cluster,

@@ -31,7 +31,8 @@ from planaria.planner.plans import EveryPlan, pipeline_microbatches, plan_iterat
 from planaria.planner.problem import stage_costs
 from planaria.planner.reroute.reroutes import simulated_s
 from planaria.planner.templates import fastest_templates
-from planaria.policies.policy import Prices, least_exposed
+from planaria.policies.building import least_exposed
+from planaria.policies.policy import Prices
 from planaria.policies.reinstantiate import POLICY, Reinstantiate, openings_of
 from planaria.restorer.assignment import Opening, assigned
 from planaria.restorer.cover import trusted_layers

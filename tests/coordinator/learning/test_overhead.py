@@ -26,7 +26,7 @@ from planaria.core.findings import Findings
 from planaria.core.growing import Growing
 from planaria.core.messages import EpochReady
 from planaria.core.plan import Link, Transition
-from planaria.policies.policy import scheduling_s
+from planaria.policies.building import scheduling_s
 
 LINKS = {kind: Link(0.001, 1e9) for kind in ("intra_node", "inter_node")}
 RULES = small_rules()  # Its regroup_s is 0.1.

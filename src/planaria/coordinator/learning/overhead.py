@@ -4,7 +4,7 @@ From the time at which all are told an answer until every rank can go on, a reco
 
     overhead_s + schedules_s + factor * transfer_s
 
-`transfer_s` is the time of the bytes on the busiest link, by the profile (policies/policy.py). It
+`transfer_s` is the time of the bytes on the busiest link, by the profile (policies/building.py). It
 takes longer in truth, because modules are built for the layers, bytes are hashed, and links are
 shared. The factor is learned from the newest recoveries in which layers moved:
 
@@ -39,7 +39,8 @@ import msgspec
 from planaria.coordinator.state import JobState, Rules
 from planaria.core.messages import EpochReady
 from planaria.core.plan import Link, Plan, Transition
-from planaria.policies.policy import Prices, scheduling_s
+from planaria.policies.building import scheduling_s
+from planaria.policies.policy import Prices
 
 NUM_NEWEST: Final = 5
 PRIOR_TRANSFER_S: Final = 0.02

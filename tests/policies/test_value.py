@@ -1,4 +1,4 @@
-"""What an answer costs, and which one is the best."""
+"""What an answer is worth, and which one is the best."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -7,33 +7,21 @@ from math import inf
 import numpy as np
 import pytest
 
-from helpers.strategies import MEBIBYTE, layer_profile, model_profile
 from planaria.core.plan import (
-    Link,
     Pipeline,
     PipelineTemplate,
     Plan,
     Stage,
-    Transfer,
     Transition,
     plain_plan,
 )
-from planaria.policies.policy import (
+from planaria.policies.value import (
     Outlook,
-    Prices,
     best_transition,
-    downtime_s,
     expected_samples_per_s,
-    expected_unsaved,
-    profile_prices,
+    mean_unsaved,
     samples_at_risk,
     share_at_risk,
-)
-
-PRICES = Prices(
-    links={"intra_node": Link(0.0, 1000.0), "inter_node": Link(0.5, 100.0)},
-    layer_bytes=(100, 200),
-    regroup_s=3.0,
 )
 
 
@@ -51,29 +39,6 @@ def transition(
         policy="any",
         answer=answer,
     )
-
-
-def test_downtime_is_regrouping_and_what_the_busiest_link_needs() -> None:
-    """Ranks 0 and 1 share a node of two devices: their link is the fast one."""
-    within = Transfer(1, 0, 1, 200)  # 0.2 s in a node, 2.5 s between nodes.
-    transfers = (Transfer(0, 0, 2, 100), Transfer(1, 2, 4, 200), within)
-
-    assert downtime_s(transfers, PRICES, devices_per_node=2) == pytest.approx(3.0 + 2.5)
-    # Node 0 sends 300 bytes, and so does node 2 receive and send.
-    assert downtime_s(transfers, PRICES, devices_per_node=1) == pytest.approx(3.0 + 3.5)
-    assert downtime_s((within,), PRICES, devices_per_node=2) == pytest.approx(3.0 + 0.2)
-    assert downtime_s((), PRICES, devices_per_node=1) == 3.0
-
-
-def test_prices_count_parameters_and_optimizer_state() -> None:
-    """A layer without its optimizer state could not go on with the same bits."""
-    layers = (layer_profile("a", 0.1), layer_profile("b", 0.1, parameter_bytes=MEBIBYTE))
-    profile = model_profile(layers)
-
-    prices = profile_prices(profile, regroup_s=0.25)
-
-    assert prices.layer_bytes == (12 * MEBIBYTE, 3 * MEBIBYTE)
-    assert (prices.links, prices.regroup_s) == (profile.links, 0.25)
 
 
 RARE = Outlook(failures_per_s=1.0 / 60.0)
@@ -331,5 +296,5 @@ def test_what_is_not_saved_by_the_next_failure_is_the_mean_of_many(
     ages = min(unsaved, 7.0) + times
     expected = np.mean(ages % 7.0) if to_failure else min(unsaved, 7.0)
 
-    assert expected_unsaved(unsaved, to_failure, 7.0) == pytest.approx(expected, abs=0.02)
-    assert expected_unsaved(unsaved, to_failure, inf) == unsaved + to_failure
+    assert mean_unsaved(unsaved, to_failure, 7.0) == pytest.approx(expected, abs=0.02)
+    assert mean_unsaved(unsaved, to_failure, inf) == unsaved + to_failure

@@ -1,0 +1,107 @@
+"""Makes the transitions that policies propose: what moves, how long that takes, and which layers
+distrusted nodes alone would hold.
+
+The downtime of a transition follows from the bytes that move; its iteration is the policy's
+estimate.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from planaria.core.cluster import ClusterState
+from planaria.core.plan import Plan, Transfer, Transition
+from planaria.policies.policy import Prices
+from planaria.restorer.cover import trusted_layers
+from planaria.restorer.sources import transfer_rounds
+from planaria.restorer.strategies import Restoring
+from planaria.schedule.lower import num_met
+
+_FIXED_HOPS: Final = 64  # The fixed cost of a schedule, as a number of hops; measured.
+
+
+def transition_between(
+    plan: Plan,
+    after: Plan,
+    cluster: ClusterState,
+    prices: Prices,
+    restoring: Restoring,
+    *,
+    iteration_s: float,
+    redone_samples: int,
+    policy: str,
+    answer: str,
+) -> Transition:
+    """The transition from `plan` to `after` in which ranks get layers from their holders."""
+    transfers = restoring.sources(after, cluster, layer_bytes=prices.layer_bytes)
+    per_node = after.pipelines[0].template.devices_per_node
+    return Transition(
+        before=plan,
+        after=after,
+        rounds=transfer_rounds(transfers),
+        downtime_s=downtime_s(transfers, prices, devices_per_node=per_node),
+        iteration_s=iteration_s,
+        redone_samples=redone_samples,
+        policy=policy,
+        answer=answer,
+    )
+
+
+def scheduling_s(plan: Plan, hop_s: float) -> float:
+    """Seconds to compute the schedules of a plan, before any rank trains in its epoch."""
+    return hop_s * (_FIXED_HOPS + num_met(plan)) if hop_s else 0.0
+
+
+def downtime_s(transfers: Iterable[Transfer], prices: Prices, *, devices_per_node: int) -> float:
+    """Seconds to regroup, without computing schedules, and then to run the transfers."""
+    return prices.regroup_s + transfer_s(transfers, prices, devices_per_node=devices_per_node)
+
+
+def transfer_s(transfers: Iterable[Transfer], prices: Prices, *, devices_per_node: int) -> float:
+    """Seconds for which simultaneous transfers keep the busiest link direction busy."""
+    bytes_on = bytes_by_link(transfers, devices_per_node=devices_per_node)
+    return max((prices.links[link[0]].seconds(n) for link, n in bytes_on.items()), default=0.0)
+
+
+def bytes_by_link(
+    transfers: Iterable[Transfer], *, devices_per_node: int
+) -> Counter[tuple[str, str, int]]:
+    """The bytes on each link direction, keyed by link kind, direction and end.
+
+    The end of an "inter_node" link is a node: it counts what that node sends to other nodes, or
+    receives. The end of an "intra_node" link is a rank: it counts what that rank sends within its
+    node, or receives.
+    """
+    bytes_on: Counter[tuple[str, str, int]] = Counter()
+    for transfer in transfers:
+        source, target = transfer.source // devices_per_node, transfer.target // devices_per_node
+        if source != target:
+            bytes_on["inter_node", "from", source] += transfer.num_bytes
+            bytes_on["inter_node", "to", target] += transfer.num_bytes
+        else:
+            bytes_on["intra_node", "from", transfer.source] += transfer.num_bytes
+            bytes_on["intra_node", "to", transfer.target] += transfer.num_bytes
+    return bytes_on
+
+
+def num_exposed(plan: Plan, cluster: ClusterState) -> int:
+    """The number of layers that only distrusted nodes would hold."""
+    distrusted = cluster.distrusted
+    if not distrusted:
+        return 0
+    # Nodes that are gone are not in the cluster, but still have places in pipelines.
+    untrusted = distrusted.union(plan.gone)
+    return plan.num_layers - len(trusted_layers(plan.pipelines, untrusted))
+
+
+def least_exposed(
+    transitions: Sequence[Transition], cluster: ClusterState
+) -> tuple[Transition, ...]:
+    """The transitions that leave the fewest layers to distrusted nodes alone."""
+    exposed = [num_exposed(transition.after, cluster) for transition in transitions]
+    fewest = min(exposed, default=0)
+    return tuple(
+        transition
+        for transition, number in zip(transitions, exposed, strict=True)
+        if number == fewest
+    )
