@@ -32,22 +32,22 @@ _MINUTES_MAX: Final = 60.0 * 24 * 30
 @exit_codes()
 def chaos(
     job: JobFile,
-    minutes: Annotated[float, typer.Option(help="Begin runs for so long.")] = 10.0,
-    seed: Annotated[int, typer.Option(help="Which faults are drawn follows from it.")] = 0,
+    minutes: Annotated[float, typer.Option(help="Begin new runs for this many minutes.")] = 10.0,
+    seed: Annotated[int, typer.Option(help="Seed from which the faults are drawn.")] = 0,
     report: Annotated[
-        Path | None, typer.Option(help="Write the score and every run to a JSON file.")
+        Path | None, typer.Option(help="Write the score and every run to this JSON file.")
     ] = None,
     settings: Settings = None,
 ) -> None:
     """Runs a job again and again under many faults; every run has to end with the same bits.
 
-    Nodes are killed, stopped, cut off, preempted and joined, workers crash, bits flip, and disks
-    hang. Several faults may strike at once, also during recoveries. Some runs have no usable
-    temporary directory, or print where nobody reads. First the job trains without faults. If that
-    would take longer than about three seconds, all runs train fewer iterations than the job file
-    says, but at least six. Saves go to a temporary directory. A run that had to end early is
-    resumed. If a run is wrong, all that is known of it is written to chaos-SEED-RUN.json, beside
-    the report.
+    Nodes are killed, stopped, cut off and preempted, other nodes join, workers crash, bits flip,
+    and disks hang. Several faults may strike at once, and also during recoveries. Some runs have no
+    usable temporary directory, or print where nobody reads. First the job trains without faults. If
+    that would take longer than about three seconds, all runs train fewer iterations than the job
+    file says, but at least six. Saves go to a temporary directory. A run that had to end early is
+    resumed. If a run does not end as it must, the command writes all that is known of it to
+    chaos-SEED-RUN.json, beside the report.
     """
     if not 0 < minutes <= _MINUTES_MAX:
         raise ConfigError("--minutes", minutes, f"must be above 0 and at most {_MINUTES_MAX:.0f}")

@@ -18,21 +18,26 @@ from planaria.errors import CheckpointError, ConfigError
 from planaria.show.words import bytes_text, counted
 
 Place = Annotated[
-    str, typer.Argument(metavar="[DIRECTORY]", help="Where the job saves: checkpoint.directory.")
+    str,
+    typer.Argument(
+        metavar="[DIRECTORY]", help="Directory of the saves: checkpoint.directory of the job."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 WhichVersion = Annotated[
-    str, typer.Option("--version", metavar="ITERATION-EPOCH", help="This one only, not all.")
+    str, typer.Option("--version", metavar="ITERATION-EPOCH", help="Look at this version only.")
 ]
 _HERE: Final = "checkpoints"
 
-checkpoint = typer.Typer(no_args_is_help=True, help="Looks after what jobs have saved to disk.")
+checkpoint = typer.Typer(
+    no_args_is_help=True, help="Lists, verifies, removes and exports the saves of jobs."
+)
 
 
 @checkpoint.command()
 @exit_codes()
 def ls(directory: Place = _HERE, as_json: AsJson = False) -> None:
-    """Lists versions, the newest first, and the reason why a version is not complete."""
+    """Lists all versions, the newest first; for an incomplete version it says why."""
     versions = _versions(directory)
     if as_json:
         told = [_facts(version) for version in versions]
@@ -56,10 +61,10 @@ def verify(
     version: WhichVersion = "",
     as_json: AsJson = False,
 ) -> None:
-    """Reads every byte of complete versions and compares the hashes with those of the save.
+    """Reads every byte of the complete versions and compares hashes with those of the save.
 
-    Incomplete versions are listed with the reason. The exit code is 1 if a version that was once
-    complete is damaged, or if no version is complete.
+    For an incomplete version it says why. The exit code is 1 if a version that was once complete is
+    damaged, or if no version is complete.
     """
     found = [one for one in _versions(directory) if version in ("", one.name)]
     if not found:
@@ -87,7 +92,9 @@ def verify(
 @exit_codes()
 def prune(
     directory: Place = _HERE,
-    keep: Annotated[int, typer.Option(min=1, help="Newest complete versions that stay.")] = 2,
+    keep: Annotated[
+        int, typer.Option(min=1, help="Number of newest complete versions that stay.")
+    ] = 2,
 ) -> None:
     """Removes old versions, and incomplete versions that are older than a complete one."""
     _versions(directory)
@@ -109,12 +116,12 @@ def prune(
 @checkpoint.command()
 @exit_codes()
 def save(
-    name: Annotated[str, typer.Option(help="What the newest version is to be kept as.")],
+    name: Annotated[str, typer.Option(help="Name under which the newest version is kept.")],
     directory: Place = _HERE,
 ) -> None:
     """Keeps the newest complete version under a name; planaria never removes it.
 
-    It gets a directory of its own, from which a job can go on as from any other directory:
+    The version gets its own directory, DIRECTORY/NAME. A job goes on from it with
     --set checkpoint.directory=DIRECTORY/NAME --resume.
     """
     _versions(directory)
@@ -125,11 +132,11 @@ def save(
 @exit_codes()
 def export(
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIRECTORY", help="Where it is written.")
+        Path, typer.Option("--output", "-o", metavar="DIRECTORY", help="New directory to write to.")
     ],
     directory: Place = _HERE,
     version: Annotated[
-        str, typer.Option(metavar="ITERATION-EPOCH", help="This one, not the newest.")
+        str, typer.Option(metavar="ITERATION-EPOCH", help="Export this version, not the newest.")
     ] = "",
 ) -> None:
     """Writes the parameters of a version as safetensors, with config.json if the model has one.

@@ -21,11 +21,16 @@ _STDERR_FD: Final = 2
 OUTPUT_TIMEOUT_S: Final = 10.0  # Time that a command waits at its end for a reader of its output.
 
 JobFile = Annotated[
-    Path, typer.Argument(metavar="JOB.toml|SCRIPT.py", help="The job, as a file or a script.")
+    Path,
+    typer.Argument(
+        metavar="JOB.toml|SCRIPT.py", help="The job: a job file, or a script that defines `job`."
+    ),
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Override a key of the job file."),
+    typer.Option(
+        "--set", metavar="TABLE.KEY=VALUE", help="Override a key of the job file; repeatable."
+    ),
 ]
 
 

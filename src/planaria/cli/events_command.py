@@ -24,17 +24,17 @@ def events(
         Path | None,
         typer.Argument(
             metavar="[REPORT.json|DIRECTORY]",
-            help="A report of `planaria train`, or a directory of some; a job that runs here if "
-            "there is none.",
+            help="A report of `planaria train`, or a directory with reports. Default: the job that "
+            "runs on this machine.",
         ),
     ] = None,
     job: Annotated[
-        str, typer.Option(metavar="NAME", help="The job's name, if several run here.")
+        str, typer.Option(metavar="NAME", help="Name of the job, if several jobs run here.")
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Explains each event of a job: possible answers with their prices, which one was chosen and
-    why, and how long it took compared with the prediction."""
+    """Explains each event of a job: the possible answers with their prices, which answer was
+    chosen and why, and how long it took compared with the prediction."""
     if report is None:
         found = {Path(): _running(job)}
     else:

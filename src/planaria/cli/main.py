@@ -140,7 +140,7 @@ def _commands(
     _version: Annotated[
         bool,
         typer.Option(
-            "--version", help="Print the version.", callback=_print_version, is_eager=True
+            "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
         ),
     ] = False,
 ) -> None:
@@ -151,8 +151,21 @@ State = Annotated[
     str,
     typer.Option(
         metavar="DIR",
-        help="Where the coordinator keeps its journal. Default: beside the checkpoints, or in "
-        "the user's state directory if these are in an object store.",
+        help="Directory for the coordinator's journal. Default: beside the saves, or in the user's "
+        "state directory if the saves are in an object store.",
+    ),
+]
+TimelineFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write predicted and measured timelines to this file: a picture if its name ends "
+        "in .svg, .png or .pdf, else a Chrome trace."
+    ),
+]
+Faults = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SPEC", help="Inject a fault: KIND[=VALUE]:NODES@ITERATION[.STEP]; repeatable."
     ),
 ]
 
@@ -161,21 +174,14 @@ State = Annotated[
 @exit_codes()
 def train(
     job: JobFile,
-    nodes: Annotated[int | None, typer.Option(help="Nodes to train on.")] = None,
-    devices_per_node: Annotated[int | None, typer.Option(help="Devices in each node.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write the report to a JSON file.")] = None,
-    timeline: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write predicted beside measured spans: a Chrome trace, or a picture if the file "
-            "ends in .svg, .png or .pdf."
-        ),
+    nodes: Annotated[int | None, typer.Option(help="Number of nodes to start with.")] = None,
+    devices_per_node: Annotated[
+        int | None, typer.Option(help="Number of devices in each node.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint.")] = False,
-    inject: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SPEC", help="A fault: KIND[=VALUE]:NODES@ITERATION[.STEP]."),
-    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the report to this JSON file.")] = None,
+    timeline: TimelineFile = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest save.")] = False,
+    inject: Faults = None,
     state: State = "",
     settings: Settings = None,
 ) -> None:
@@ -225,7 +231,7 @@ def train(
 @exit_codes()
 def profile(
     job: JobFile,
-    output: Annotated[Path, typer.Option("-o", "--output", help="The profile to write.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Write the profile to this file.")],
     settings: Settings = None,
 ) -> None:
     """Measures a job's layers and links on this machine."""
@@ -238,17 +244,18 @@ def profile(
 @app.command()
 @exit_codes()
 def drain(
-    node: Annotated[int, typer.Argument(help="The node that is to leave.")],
+    node: Annotated[int, typer.Argument(help="Number of the node that is to leave.")],
     job: Annotated[
-        str, typer.Option(metavar="NAME", help="The job's name, if several run here.")
+        str, typer.Option(metavar="NAME", help="Name of the job, if several jobs run here.")
     ] = "",
     timeout_s: Annotated[
-        float, typer.Option("--timeout", help="Seconds to wait for the node to have left.")
+        float,
+        typer.Option("--timeout", help="Wait at most this many seconds for the node to leave."),
     ] = 600.0,
 ) -> None:
-    """Removes a node from a running job.
+    """Removes a node from a running job; returns when the node has left.
 
-    No iteration is done again, and a standby node, if there is one, takes its place.
+    No iteration is done again. If a standby node waits, it takes the place of the node.
     """
     answer = ask(Drain(node), job=job, timeout_s=timeout_s)
     if not answer.is_done:

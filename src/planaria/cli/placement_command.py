@@ -51,46 +51,64 @@ _PAPERS: Final[Mapping[Strategy, PaperStrategy]] = {
 }
 
 
+ChosenStrategy = Annotated[
+    Strategy,
+    typer.Option(
+        help="How copies are placed: as Gemini does, or (optimised) with the least risk under "
+        "the failures that the options below describe."
+    ),
+]
+Domains = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NODES", help="Nodes that may fail together, such as 0-3; repeatable."),
+]
+Probabilities = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NODES=P", help="The same for some nodes, such as 0-3,7=0.1; repeatable."),
+]
+StatesKept = Annotated[
+    int | None,
+    typer.Option(
+        help="Number of states that a node can keep; its own state counts. Default: as many as "
+        "copies."
+    ),
+]
+StatesReceived = Annotated[
+    int | None,
+    typer.Option(
+        help="Number of states that a node can receive for each checkpoint. Default: all that "
+        "it can keep."
+    ),
+]
+PlotFile = Annotated[
+    Path | None,
+    typer.Option(help="Draw which node keeps what to this file: .svg, .png or .pdf."),
+]
+
+
 @exit_codes()
 def placement(
-    nodes: Annotated[int, typer.Option(help="Nodes of the job.")],
-    copies: Annotated[int, typer.Option(help="Copies of each node's state, its own included.")],
+    nodes: Annotated[int, typer.Option(help="Number of nodes of the job.")],
+    copies: Annotated[
+        int, typer.Option(help="Number of copies of each node's state; the node's own copy counts.")
+    ],
     lost: Annotated[
         int | None,
-        typer.Option(help="Nodes that are lost at once; as many as copies if not given."),
+        typer.Option(help="Number of nodes that are lost at once. Default: as many as copies."),
     ] = None,
-    strategy: Annotated[
-        Strategy,
-        typer.Option(help="As Gemini places them, or by least risk under what is told below."),
-    ] = Strategy.MIXED,
-    domain: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NODES", help="Nodes that may fail together, as in 0-3; repeatable."),
-    ] = None,
+    strategy: ChosenStrategy = Strategy.MIXED,
+    domain: Domains = None,
     node_failure: Annotated[
-        float, typer.Option(metavar="P", help="Probability of a node to fail by itself.")
+        float, typer.Option(metavar="P", help="Probability that a node fails by itself.")
     ] = NODE_FAILURE,
-    probability: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NODES=P", help="The same of some nodes, as in 0-3,7=0.1; repeatable."
-        ),
-    ] = None,
+    probability: Probabilities = None,
     domain_failure: Annotated[
-        float, typer.Option(metavar="P", help="Probability of a domain to fail with its nodes.")
+        float, typer.Option(metavar="P", help="Probability that a domain fails with all its nodes.")
     ] = DOMAIN_FAILURE,
-    memory: Annotated[
-        int | None,
-        typer.Option(help="States that a node can keep, its own included; as many as copies."),
-    ] = None,
-    receive: Annotated[
-        int | None,
-        typer.Option(help="States that a node can receive for each checkpoint; all it can keep."),
-    ] = None,
+    memory: StatesKept = None,
+    receive: StatesReceived = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw who keeps what to a file: .svg, .png or .pdf.")
-    ] = None,
+    plot: PlotFile = None,
 ) -> None:
     """Places copies of each node's state on other nodes, and says how likely all state survives."""
     picture = None if plot is None else picture_format("--plot", plot.name)

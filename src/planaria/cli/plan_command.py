@@ -57,45 +57,67 @@ class Objective(StrEnum):
     PAPER = "paper"
 
 
+Microbatches = Annotated[
+    int | None,
+    typer.Option(
+        help="Number of microbatches of the job in an iteration. Default: 4 x all devices."
+    ),
+]
+ChosenObjective = Annotated[
+    Objective,
+    typer.Option(
+        help="What a plan minimises: the simulated time (exact), or Oobleck's T1 + T2 + T3 (paper)."
+    ),
+]
+NodeSpeeds = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NODES=FACTOR", help="Nodes of another speed, such as 0-3,7=0.5; repeatable."
+    ),
+]
+NodeMemories = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NODES=BYTES",
+        help="Nodes whose devices have another memory, such as 0-3=40e9; repeatable.",
+    ),
+]
+Copies = Annotated[
+    int,
+    typer.Option(help="Also say what this many copies of each layer in memory take; 0: nothing."),
+]
+PlotFile = Annotated[
+    Path | None,
+    typer.Option(help="Draw the stages and the timeline to this file: .svg, .png or .pdf."),
+]
+
+
 @exit_codes()
 def plan(
     profile: Annotated[
         Path,
         typer.Argument(
             metavar="PROFILE.json|NAME",
-            help=f"A profile, or the name of one that is shipped: {', '.join(NAMES)}.",
+            help=f"A profile, or the name of a shipped one: {', '.join(NAMES)}.",
         ),
     ],
-    nodes: Annotated[int, typer.Option(help="Nodes to plan for.")],
-    max_nodes: Annotated[int, typer.Option(help="Nodes that there may be after joins.")] = 0,
-    devices_per_node: Annotated[int, typer.Option(help="Devices in each node.")] = 1,
-    failures: Annotated[int, typer.Option("-f", help="Failures to tolerate at once.")] = 1,
-    microbatches: Annotated[
-        int | None,
-        typer.Option(help="Microbatches of the job in an iteration; 4 x devices if not given."),
-    ] = None,
-    objective: Annotated[
-        Objective,
-        typer.Option(help="Plan by simulated time, or as Oobleck does by T1 + T2 + T3."),
-    ] = Objective.EXACT,
-    node_speed: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NODES=FACTOR", help="Nodes of another speed, as in 0-3,7=0.5."),
-    ] = None,
-    node_memory: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NODES=BYTES", help="Nodes whose devices have another memory."),
-    ] = None,
-    copies: Annotated[
-        int, typer.Option(help="Also tell what so many copies of each layer in memory take.")
+    nodes: Annotated[int, typer.Option(help="Number of nodes to plan for.")],
+    max_nodes: Annotated[
+        int, typer.Option(help="Largest number of nodes, once more have joined.")
     ] = 0,
+    devices_per_node: Annotated[int, typer.Option(help="Number of devices in each node.")] = 1,
+    failures: Annotated[
+        int, typer.Option("-f", help="Number of nodes that may be lost at once.")
+    ] = 1,
+    microbatches: Microbatches = None,
+    objective: ChosenObjective = Objective.EXACT,
+    node_speed: NodeSpeeds = None,
+    node_memory: NodeMemories = None,
+    copies: Copies = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Draw stages and timeline to a file: .svg, .png or .pdf."),
-    ] = None,
+    plot: PlotFile = None,
 ) -> None:
-    """Plans pipelines for a profile: templates, pipelines of each, and the work of each node."""
+    """Plans pipelines for a profile: their templates, how many of each, and each node's work."""
     picture = None if plot is None else picture_format("--plot", plot.name)
     check_writable("--plot", plot)
     for option, value in (("--nodes", nodes), ("--devices-per-node", devices_per_node)):

@@ -24,110 +24,157 @@ def _key(default: Any, about: str) -> Any:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     kind: Literal["hf", "python", "paced"] = _key(
-        "hf", "hf: a Hugging Face architecture; python: your own layers; paced: layers that sleep"
+        "hf",
+        "hf: a Hugging Face architecture; python: your own layers; paced: layers that only sleep, "
+        "for as long as a profile says",
     )
     config: Mapping[str, Any] = _key(
-        {}, "hf: the model's configuration, model_type = ... and any key of that configuration"
+        {},
+        "hf: the model's configuration: model_type = ..., and any key of that architecture's "
+        "configuration",
     )
     path: str = _key(
-        "", "hf: a directory with config.json; its *.safetensors, if any, are the first weights"
+        "",
+        "hf: a directory with config.json; training starts from the weights in its *.safetensors, "
+        "if it has any",
     )
     target: str = _key(
-        "", "python: module:function that returns the layers (Sequential or list of modules)"
+        "",
+        "python: module:function; the function returns the layers (a Sequential or a list of "
+        "modules)",
     )
     profile: str = _key(
         "",
-        "a profile (planaria profile -o FILE), or the name of a shipped one, to plan with instead "
-        "of measuring; paced: required",
+        "a profile (planaria profile -o FILE writes one), or the name of a shipped one; the job "
+        "then plans with it and does not measure the layers; paced: required",
     )
-    time_scale: float = _key(1.0, "paced: factor on the profile's seconds, those of its links too")
+    time_scale: float = _key(
+        1.0, "paced: all seconds of the profile are multiplied by this, those of its links too"
+    )
     jitter: float = _key(
-        0.03, "paced: coefficient of variation of each layer's seconds; 0: as the profile says"
+        0.03,
+        "paced: how much each layer's seconds vary, as a coefficient of variation; 0: they do not "
+        "vary",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
     kind: Literal["text", "hf", "python"] = _key(
-        "text", "text: a text file; hf: a saved dataset directory; python: your own dataset"
+        "text", "text: a text file; hf: a directory saved by datasets; python: your own dataset"
     )
-    path: str = _key("", "text: the file, empty for the Python library's own prose; hf: directory")
-    target: str = _key("", "python: module:function that returns an indexable dataset")
-    sequence_length: int = _key(128, "tokens in a sample")
+    path: str = _key(
+        "",
+        "text: the file; empty: the text in the modules of Python's own library; hf: the directory",
+    )
+    target: str = _key(
+        "", "python: module:function; the function returns a dataset with a length and an index"
+    )
+    sequence_length: int = _key(128, "number of tokens in a sample")
     tokenizer: Literal["bytes", "bpe"] = _key(
-        "bytes", "bytes: one token a byte; bpe: a byte-pair encoding trained on the text itself"
+        "bytes",
+        "bytes: each byte is a token; bpe: a byte-pair encoding, which is trained on the text "
+        "itself",
     )
-    vocabulary_size: int = _key(1024, "bpe: tokens to learn")
+    vocabulary_size: int = _key(1024, "bpe: number of tokens that the tokenizer learns")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
-    iterations: int = _key(100, "optimizer steps to train")
-    target_loss: float = _key(0.0, "stop after the first iteration with a loss this low; 0: never")
-    global_batch_size: int = _key(32, "samples in an iteration; never changed by a failure")
-    microbatch_size: int = _key(4, "samples in a microbatch; divides global_batch_size")
-    optimizer: Mapping[str, Any] = _key(
-        {"name": "AdamW"}, "a class of torch.optim by name, and its arguments"
+    iterations: int = _key(100, "number of optimizer steps")
+    target_loss: float = _key(
+        0.0,
+        "training stops after the first iteration whose loss is this low; 0: it does not stop "
+        "early",
     )
-    learning_rate: float = _key(3e-4, "the highest of the schedule")
+    global_batch_size: int = _key(
+        32, "number of samples in an iteration; a failure never changes it"
+    )
+    microbatch_size: int = _key(
+        4, "number of samples in a microbatch; it must divide global_batch_size"
+    )
+    optimizer: Mapping[str, Any] = _key(
+        {"name": "AdamW"}, "the name of a class in torch.optim, and its arguments"
+    )
+    learning_rate: float = _key(3e-4, "the highest learning rate of the schedule")
     schedule: Mapping[str, Any] = _key(
         {"name": "constant"},
-        "constant, linear or cosine; warmup_iterations = 0, final_fraction = 0.0",
+        "how the learning rate changes: constant, linear or cosine; with warmup_iterations = 0 "
+        "and final_fraction = 0.0",
     )
-    gradient_clip: float = _key(0.0, "largest global gradient norm; 0: no clipping")
+    gradient_clip: float = _key(
+        0.0,
+        "largest norm of the global gradient; a longer gradient is scaled down to it; 0: no limit",
+    )
     dtype: Literal["float32", "bfloat16"] = _key(
-        "float32", "of parameters in forward and backward; bfloat16 keeps float32 masters"
+        "float32",
+        "type of the parameters in forward and backward; bfloat16: the optimizer keeps float32 "
+        "copies of them",
     )
     activation_checkpointing: bool = _key(
-        False, "recompute each block's activations in the backward"
+        False,
+        "the backward computes each block's activations again; the forward does not keep them",
     )
-    seed: int = _key(0, "of parameters, order of samples and dropout")
-    deterministic: bool = _key(True, "the same bits on any number of nodes (float64 gradient sums)")
+    seed: int = _key(0, "decides the first parameters, the order of samples and dropout")
+    deterministic: bool = _key(
+        True, "the job gives the same bits on any number of nodes; it sums gradients in float64"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResilienceConfig:
     failures_tolerated: int = _key(
-        1, "f: any f nodes may be lost at once; f + 1 pipelines at least"
+        1,
+        "f: the job survives the loss of any f nodes at once, so it needs at least f + 1 pipelines",
     )
     policy: PolicyName = _key(  # noqa: RUF009 (an alias of a Literal)
         "adaptive",
-        "who answers a loss; reinstantiate: pipelines made anew (Oobleck); reroute: microbatches "
-        "go around lost nodes (ReCycle); repartition: pipelines of any depth, searched for the "
-        "nodes that are left (Odyssey); morph: the best grid of equal pipelines, from the newest "
-        "save (Varuna); absorb: a neighbour computes a lost node's layers, which it keeps in step, "
-        "in about twice the memory (Bamboo); rollback: standby nodes take the places of lost ones, "
-        "if there are any (Gemini); adaptive: whichever is expected to train the most "
-        "samples before the next failure",
+        "what answers a loss; reinstantiate: new pipelines from templates (Oobleck); reroute: "
+        "microbatches go around lost nodes (ReCycle); repartition: a search finds pipelines of "
+        "any depth for the nodes that are left (Odyssey); morph: the best grid of equal "
+        "pipelines, from the newest save (Varuna); absorb: a neighbour keeps a lost node's layers "
+        "in step and computes them, which takes about twice the memory (Bamboo); rollback: "
+        "standby nodes take the places of lost nodes, if there are any (Gemini); adaptive: the "
+        "answer that is expected to train the most samples before the next failure",
     )
     failure_rate: float = _key(
-        0.0, "failures of the whole job in an hour, to choose answers by; 0: learned from its own"
+        0.0,
+        "expected failures of the whole job in an hour; answers are chosen by it; 0: the job "
+        "counts its own failures and estimates it",
     )
     dp_range: int = _key(
-        2, "repartition: pipelines more or fewer than there are that are searched, at most"
+        2, "repartition: the search tries up to this many pipelines more or fewer than there are"
     )
     pp_range: int = _key(
-        2, "repartition: nodes of a pipeline more or fewer than an even share, at most"
+        2,
+        "repartition: the search tries pipelines with up to this many nodes more or fewer than an "
+        "even share",
     )
     failures_ahead: int = _key(
-        2, "losses at once that answers are searched for before they come; 0: none"
+        2,
+        "answers are searched ahead for the loss of up to this many nodes at once; 0: no search "
+        "ahead",
     )
     assignment: Literal["least_bytes", "naive"] = _key(
         "least_bytes",
-        "who takes which place after a loss; least_bytes: such that the fewest bytes move, sent by "
-        "all who hold them; naive: in order, each layer from its first holder, to compare with",
+        "which node takes which place after a loss; least_bytes: the fewest bytes move, and all "
+        "holders of a layer send parts of it; naive: nodes keep their order and the first holder "
+        "sends the whole layer (for comparison)",
     )
     reductions: Literal["coloured", "uncoloured"] = _key(
         "coloured",
         "order in which gradients are summed; coloured: in the fewest rounds; uncoloured: layer "
-        "after layer, to compare with; the same bits",
+        "after layer (for comparison); both give the same bits",
     )
     when_below: Literal["continue", "stop"] = _key(
         "continue",
-        "with fewer than (f + 1) * n0 nodes left go on with what fits, or save and stop (exit 3)",
+        "what the job does with fewer than (f + 1) * n0 nodes; continue: it trains on with "
+        "pipelines that fit; stop: it saves and ends with exit code 3",
     )
     corruption_guard: bool = _key(
-        True, "compare parameters among the holders of a layer; false: nodes of different CPU types"
+        True,
+        "the holders of a layer compare its parameters; set it to false if nodes have CPUs of "
+        "different types",
     )
 
 
@@ -135,84 +182,102 @@ class ResilienceConfig:
 class CheckpointConfig:
     directory: str = _key(
         "checkpoints",
-        "where saves are written: a directory, or the URL of an object store (s3://, gs://, az://)",
+        "where the job writes saves: a directory, or the URL of an object store (s3://, gs://, "
+        "az://)",
     )
-    persist_every: int = _key(0, "iterations between saves; 0: at the end and on Ctrl-C")
-    keep: int = _key(2, "newest saves kept; 0: all")
+    persist_every: int = _key(
+        0,
+        "number of iterations from one save to the next; 0: the job saves only at its end and on "
+        "Ctrl-C",
+    )
+    keep: int = _key(2, "how many of the newest saves stay; 0: all")
     timeout_s: float = _key(
         600.0,
-        "where nothing is written for so long, nobody waits for a save any more: the job ends "
-        "without its last one, or goes back to an older one; so long, too, each thing that is read "
-        "of saves is waited for",
+        "how long the job waits for a save in which nothing more is written, and for each read of "
+        "a save; then it ends without its last save, or goes back to an older one",
     )
     copies: int = _key(
         0,
-        "copies of each layer in the memory of nodes, its holder's own included, or as many as "
-        "there are nodes; 0: none",
+        "number of copies of each layer in the memory of nodes; its holder's own copy counts; at "
+        "most one for each node; 0: none",
     )
     every: int | Literal["auto"] = _key(
         "auto",
-        "iterations between versions of these copies, for which a commit waits; auto: as often as "
-        "they come through, and nothing waits",
+        "number of iterations from one version of these copies to the next; a commit waits until "
+        "the version is complete; auto: as often as the network allows, and no commit waits",
     )
     strategy: Literal["mixed", "group", "ring", "optimised"] = _key(
         "mixed",
-        "which nodes keep copies of whose layers; mixed: in groups of as many nodes as copies, and "
-        "a ring of what is left; group: mixed where groups do not come out even; ring; optimised: "
-        "mixed, or what loses layers less often without any node that keeps more",
+        "which nodes keep copies of whose layers; mixed: groups of as many nodes as there are "
+        "copies, and a ring of the nodes that are left over; group: as mixed, where the nodes do "
+        "not divide into such groups; ring: one ring of all nodes; optimised: as mixed, or a "
+        "placement that loses layers less often and in which no node keeps more",
     )
     failure_domains: tuple[tuple[int, ...], ...] = _key(
-        (), "nodes that may fail together, by number, as [[0, 1], [2, 3]]; copies go elsewhere"
+        (),
+        "nodes that may fail together, by number, such as [[0, 1], [2, 3]]; their copies are kept "
+        "outside their domain",
     )
     buffer_bytes: int = _key(
-        8 << 20, "of copies on their way to a node that keeps them, from each node"
+        8 << 20, "bytes of the buffers in which each rank sends copies to each node that keeps them"
     )
-    num_buffers: int = _key(4, "into which these are cut")
+    num_buffers: int = _key(4, "number of equal buffers that buffer_bytes is divided into")
     mode: Literal["interleaved", "unpipelined", "naive", "blocking"] = _key(
         "interleaved",
-        "when copies go: while the network is idle; so, with a single buffer; at once, a layer "
-        "at a time; at once, while training waits",
+        "when copies are sent; interleaved: while the network is idle; unpipelined: the same with "
+        "a single buffer; naive: at once, a layer at a time; blocking: at once, and training "
+        "waits",
     )
     path: Literal["host", "device"] = _key(
         "host",
-        "where copies arrive: in their host's memory, or in buffers of a device, from which they "
-        "are copied there (paced jobs only)",
+        "where copies arrive; host: in the memory of the receiving machine; device: in buffers of "
+        "a device, from which they are then copied to that memory (paced jobs only)",
     )
     gamma: float | Literal["auto"] = _key(
-        "auto", "share of an idle span that copies use; auto: by how much spans differ"
+        "auto",
+        "share of each idle span of the network that copies may use; auto: chosen by how much the "
+        "spans vary",
     )
     profile_iterations: int = _key(
         20,
-        "iterations in which the network is watched, at the start of a job, before the first copy, "
-        "and again and again; 0: as predicted at first",
+        "number of iterations in which the job watches the network before the first copy; it "
+        "watches again from time to time; 0: it begins with predicted idle spans",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    nodes: int = _key(2, "nodes to start with")
+    nodes: int = _key(2, "number of nodes that the job starts with")
     max_nodes: int = _key(
-        0, "nodes that there may be once some have joined, to plan for; 0: as many as nodes"
+        0,
+        "largest number of nodes at work, once more have joined; the job makes plans for so many; "
+        "0: the same as nodes",
     )
     standby: int = _key(
         0,
-        "nodes to start besides, which wait to take the places of lost ones; of those that come "
-        "later as many wait, once there are as many at work as nodes says",
+        "number of further nodes that are started and wait to take the places of lost nodes; when "
+        "a node joins later and as many as nodes says are at work, it waits, too, until this many "
+        "wait",
     )
     grant_s: float = _key(
         0.0,
-        "seconds in which another machine is granted for one that is lost; where too few nodes are "
-        "left to go on, the job waits twice as long for it and 10 s more; 0: none is asked for",
+        "seconds until another machine is granted for a lost one; if too few nodes are left to go "
+        "on, the job waits twice as long and 10 s more for it; 0: the job asks for no machine",
     )
-    devices_per_node: int = _key(1, "devices in each node")
+    devices_per_node: int = _key(1, "number of devices in each node")
     device_memory_bytes: int = _key(
-        0, "what a device may hold; 0: as the profile says, and no limit where none is given"
+        0,
+        "bytes that a device may hold; 0: the bytes that the profile says; no limit if it says "
+        "none",
     )
-    lease_s: float = _key(3.0, "a node that is not heard of for so long is lost")
-    notice_s: float = _key(30.0, "SIGTERM on a node means that it is gone after so long")
+    lease_s: float = _key(
+        3.0, "a node counts as lost when nothing has come from it for this many seconds"
+    )
+    notice_s: float = _key(30.0, "seconds from a SIGTERM on a node until the node is gone")
     rejoin_delay_s: float = _key(
         10.0,
-        "a machine whose nodes failed twice is taken back so long after that, doubled each time",
+        "seconds until a machine is taken back whose nodes failed twice; each further failure "
+        "doubles it",
     )
 
 
@@ -220,7 +285,7 @@ class ClusterConfig:
 class JobConfig:
     """A whole job: model, data, training, resilience, checkpoints and cluster."""
 
-    name: str = _key("job", "names the job in reports and logs")
+    name: str = _key("job", "the job's name in reports and logs")
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
