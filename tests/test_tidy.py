@@ -446,7 +446,7 @@ GOOD: tuple[tuple[Rule, str, str], ...] = (
     (layers, "", "import planaria.cli.main\n"),
     (torch_is_apart, "planaria.engine.stage", "import torch\n"),
     (torch_is_apart, "planaria.nodes.agent", "import torchless\n"),
-    (purity, "planaria.estimator.memory", "from planaria.estimator.time import timeline\n"),
+    (purity, "planaria.estimator.peak_memory", "from planaria.estimator.time import timeline\n"),
     (purity, "planaria.core.samples", "import numpy as np\nx = np.random.default_rng(3)\n"),
     (purity, "planaria.core.samples", "import random\nx = random.Random(3).random()\n"),
     (purity, "planaria.nodes.agent", "import os, time\nx = open('x')\n"),

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from planaria.core.plan import LayerProfile, Link, ModelProfile, PipelineTemplate, Stage
 from planaria.estimator.makespan import makespans_of_each, stage_seconds, stage_table
-from planaria.estimator.memory import peak_bytes
+from planaria.estimator.peak_memory import peak_bytes
 from planaria.planner.problem import Problem, Shape
 
 MICROBATCHES = (2, 3, 4, 6, 8, 16, 32, 64, 128, 256, 512)

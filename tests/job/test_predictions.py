@@ -7,7 +7,7 @@ import pytest
 from helpers.jobs import template
 from helpers.strategies import layer_profile, model_profile
 from planaria.core.plan import ModelProfile
-from planaria.estimator.memory import peak_bytes
+from planaria.estimator.peak_memory import peak_bytes
 from planaria.job.predictions import predicted_peak_bytes, prediction
 from planaria.planner.plans import bind
 from planaria.planner.problem import Problem

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 
 from helpers.strategies import MEBIBYTE, equal_problem, layer_profile, model_profile, problems
 from planaria.core.plan import PipelineTemplate, Stage
-from planaria.estimator.memory import peak_bytes, stage_bytes
+from planaria.estimator.peak_memory import peak_bytes, stage_bytes
 from planaria.planner.problem import Problem
 
 

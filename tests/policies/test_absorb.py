@@ -8,7 +8,7 @@ from helpers.losses import NUM_LAYERS, every, plan_of, prices
 from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost
 from planaria.core.plan import Plan, Transition
 from planaria.errors import InfeasibleError
-from planaria.estimator.memory import bytes_by_rank
+from planaria.estimator.peak_memory import bytes_by_rank
 from planaria.planner.plans import EveryPlan
 from planaria.planner.reroute.reroutes import simulated_s
 from planaria.planner.reroute.shadows import shadowed, shadowed_start

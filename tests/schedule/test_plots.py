@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from planaria.estimator.drift import Compared, PeakBytes
+from planaria.estimator.correction import Comparison, PeakBytes
 from planaria.estimator.time import Span, Timeline
 from planaria.observe.metrics import EventRecord
 from planaria.schedule.action import parse_action
@@ -18,7 +18,7 @@ PREDICTED = Timeline(
     2.0,
 )
 MEASURED = Timeline((Span(0, "compute", parse_action("0F0"), 0.25, 1.0),), 3.0)
-COMPARED = Compared(0, PREDICTED, MEASURED)
+COMPARED = Comparison(0, PREDICTED, MEASURED)
 
 
 def events(trace: dict[str, Any], phase: str) -> list[dict[str, Any]]:
@@ -47,7 +47,7 @@ def test_a_trace_names_a_process_per_node_and_a_thread_per_lane() -> None:
 
 def test_spans_are_microseconds_and_named_by_their_action() -> None:
     """As the format wants it, and plain enough for json."""
-    trace = json.loads(json.dumps(chrome_trace([Compared(0, PREDICTED, Timeline((), 0.0))])))
+    trace = json.loads(json.dumps(chrome_trace([Comparison(0, PREDICTED, Timeline((), 0.0))])))
 
     assert [(event["name"], event["ts"], event["dur"]) for event in events(trace, "X")] == [
         ("0F0", 0.0, 5e5),
@@ -61,7 +61,7 @@ def test_each_measured_iteration_has_the_prediction_at_its_start() -> None:
     fast = Timeline(MEASURED.spans, 1.0)
 
     trace = chrome_trace(
-        [Compared(i, PREDICTED, one) for i, one in enumerate((MEASURED, fast, MEASURED))]
+        [Comparison(i, PREDICTED, one) for i, one in enumerate((MEASURED, fast, MEASURED))]
     )
 
     starts = {True: [], False: []}  # type: dict[bool, list[float]]
@@ -75,7 +75,7 @@ def test_each_measured_iteration_has_the_prediction_at_its_start() -> None:
 def test_peak_memory_is_a_counter_of_each_rank_in_both_groups() -> None:
     """From the start of its iteration on; ranks of a node have counters of different names."""
     peaks = (PeakBytes(2, 100, 110), PeakBytes(3, 200, 190))
-    iterations = [COMPARED, Compared(1, PREDICTED, MEASURED, peaks)]
+    iterations = [COMPARED, Comparison(1, PREDICTED, MEASURED, peaks)]
 
     trace = chrome_trace(iterations, devices_per_node=2)
 
@@ -103,7 +103,7 @@ def test_a_transition_stands_before_the_iteration_after_it_in_both_its_forms() -
         predicted_downtime_s=3.0,
         predicted_transfer_s=0.75,
     )
-    after = Compared(1, PREDICTED, MEASURED)
+    after = Comparison(1, PREDICTED, MEASURED)
 
     found = events(chrome_trace([COMPARED, after], [lost]), "X")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from planaria.estimator.drift import Compared, PeakBytes
+from planaria.estimator.correction import Comparison, PeakBytes
 from planaria.estimator.time import Span, Timeline
 from planaria.observe.metrics import (
     ActionRecord,
@@ -217,7 +217,7 @@ def timeline(scale: float, *, num_ranks: int = 2) -> Timeline:
     return Timeline(spans, 1.5 * scale)
 
 
-def picture(iterations: list[Compared], *events: EventRecord) -> str:
+def picture(iterations: list[Comparison], *events: EventRecord) -> str:
     return compared_figure("a job", iterations, events, picture="svg").decode()
 
 
@@ -226,7 +226,9 @@ def test_a_picture_has_the_median_iteration_of_each_prediction_and_the_transitio
     first, second = timeline(1.0), timeline(2.0)
     measured = [timeline(scale) for scale in (9.0, 1.1, 1.2, 1.3, 2.2)]
     predicted = [first, first, first, first, second]
-    compared = [Compared(i, *both) for i, both in enumerate(zip(predicted, measured, strict=True))]
+    compared = [
+        Comparison(i, *both) for i, both in enumerate(zip(predicted, measured, strict=True))
+    ]
 
     drawn = picture(compared, LOST, replace(LOST, answer=""))
 
@@ -247,7 +249,7 @@ def test_a_legend_names_what_is_drawn() -> None:
         tuple(span for span in timeline(1.0).spans if "W" not in str(span.action)), 1.5
     )
 
-    assert "gradients" not in picture([Compared(1, whole, whole)])
+    assert "gradients" not in picture([Comparison(1, whole, whole)])
     detecting = picture([], LOST).split('style="fill: #9aa5b1"')[0].rsplit("<path", 1)[1]
     assert detecting.count("M ") == 2  # In the legend, and in the lane of what was measured.
 
@@ -255,7 +257,9 @@ def test_a_legend_names_what_is_drawn() -> None:
 def test_what_a_picture_has_no_room_for_is_said() -> None:
     """Predictions by the dozen, and more ranks than can be told apart."""
     many = [
-        Compared(i, timeline(1.0, num_ranks=RANKS_MAX + 3), timeline(1.0, num_ranks=RANKS_MAX + 3))
+        Comparison(
+            i, timeline(1.0, num_ranks=RANKS_MAX + 3), timeline(1.0, num_ranks=RANKS_MAX + 3)
+        )
         for i in range(ITERATIONS_MAX + 2)
     ]
 
@@ -268,10 +272,10 @@ def test_what_a_picture_has_no_room_for_is_said() -> None:
 
 def test_a_picture_has_the_peaks_of_the_newest_iteration_that_it_shows() -> None:
     """Bars and words; where none was counted there is no heading either."""
-    first = Compared(0, timeline(1.0), timeline(1.0), (PeakBytes(0, 1 << 20, 1 << 21),))
+    first = Comparison(0, timeline(1.0), timeline(1.0), (PeakBytes(0, 1 << 20, 1 << 21),))
     peaks = (PeakBytes(0, 1 << 20, 3 << 19), PeakBytes(3, 1 << 30, 1 << 29))
 
-    drawn = picture([first, Compared(1, timeline(1.0), timeline(1.0), peaks)])
+    drawn = picture([first, Comparison(1, timeline(1.0), timeline(1.0), peaks)])
 
     assert drawn.count("Peak memory") == 1
     assert "1.0 MiB predicted, 1.5 MiB measured (+50.0%)" in drawn

@@ -48,7 +48,7 @@ from planaria.cli.shown import Shown
 from planaria.core.inject import check_injections, parse_injection
 from planaria.core.profile_json import encode_profile
 from planaria.errors import ConfigError
-from planaria.estimator.drift import Compared
+from planaria.estimator.correction import Comparison
 from planaria.estimator.time import Timeline
 from planaria.job.job import TrainingResult
 from planaria.job.scripts import named_job
@@ -269,7 +269,7 @@ def _timeline(result: TrainingResult, picture: Format | None) -> bytes:
         title = f"{result.planned.config.name}: predicted beside measured"
         return compared_figure(title, result.compared, result.report.events, picture=picture)
     trace = chrome_trace(
-        result.compared or (Compared(0, result.planned.predicted, Timeline((), 0.0)),),
+        result.compared or (Comparison(0, result.planned.predicted, Timeline((), 0.0)),),
         result.report.events,
         devices_per_node=result.planned.problem.devices_per_node,
     )

@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from planaria.estimator.makespan import Run, Seconds, StageSeconds, StageTable, stage_table
+from planaria.estimator.makespan import Seconds, StageSeconds, StageTable, TickRun, stage_table
 
 # How much a state may differ from the repeated one, as a share of the constant. The relative error
 # of the makespan is at most that, far below the precision of any profile.
@@ -53,7 +53,7 @@ class StageEnds:
 
     def of(self, num_microbatches: int) -> Seconds:
         """End of each stage, shape [S]."""
-        row, periods = self._row(np.array([num_microbatches]))
+        row, periods = self._rows_and_periods(np.array([num_microbatches]))
         ends_s: Seconds = self.ends_s[row[0]] + periods[0] * self.period_s
         return ends_s
 
@@ -67,12 +67,14 @@ class StageEnds:
             Array of shape [num_microbatches]; entry n - 1 is for n microbatches; entries never
             decrease.
         """
-        rows, periods = self._row(np.arange(1, num_microbatches + 1))
+        rows, periods = self._rows_and_periods(np.arange(1, num_microbatches + 1))
         latest_s = (self.ends_s + np.array(after_s)).max(axis=1)[rows] + periods * self.period_s
         never_fall_s: Seconds = np.maximum.accumulate(latest_s)  # Rounding aside.
         return never_fall_s
 
-    def _row(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _rows_and_periods(
+        self, numbers: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The row that each number of microbatches repeats, and how many periods to add."""
         beyond = np.maximum(numbers - len(self.ends_s), 0)
         assert self.period or not beyond.any()
@@ -82,41 +84,43 @@ class StageEnds:
 
 def stage_ends(pipelines: Sequence[StageSeconds], num_microbatches: int) -> list[StageEnds]:
     """The stage ends of each pipeline, for up to num_microbatches microbatches."""
-    found: dict[int, StageEnds] = {}
+    found_ends: dict[int, StageEnds] = {}
     factor = _FIRST_CHECK
-    while len(found) < len(pipelines):
+    while len(found_ends) < len(pipelines):
         # A run pads its pipelines to the deepest one, so pipelines of similar depth share a run.
-        left = [index for index in range(len(pipelines)) if index not in found]
-        by_depth = sorted(left, key=lambda i: len(pipelines[i].forward_s))
+        missing = [index for index in range(len(pipelines)) if index not in found_ends]
+        by_depth = sorted(missing, key=lambda i: len(pipelines[i].forward_s))
         while by_depth:
             depth = len(pipelines[by_depth[-1]].forward_s)
             num_ticks = 2 * min(num_microbatches, factor * depth) + depth
-            most = max(1, _CHUNK_BYTES // (3 * 8 * num_ticks * depth))
-            together, by_depth = by_depth[-most:], by_depth[:-most]
+            max_together = max(1, _CHUNK_BYTES // (3 * 8 * num_ticks * depth))
+            together, by_depth = by_depth[-max_together:], by_depth[:-max_together]
             table = stage_table([pipelines[i] for i in together])
             ends = _ends(table, num_microbatches, num_run=factor * depth)
-            for index, of_one in zip(together, ends, strict=True):
-                if of_one is not None:
+            for index, pipeline_ends in zip(together, ends, strict=True):
+                if pipeline_ends is not None:
                     num_stages = len(pipelines[index].forward_s)
-                    own_s = np.ascontiguousarray(of_one.ends_s[:, -num_stages:])
-                    found[index] = StageEnds(own_s, of_one.period, of_one.period_s)
+                    own_s = np.ascontiguousarray(pipeline_ends.ends_s[:, -num_stages:])
+                    found_ends[index] = StageEnds(
+                        own_s, pipeline_ends.period, pipeline_ends.period_s
+                    )
         factor *= _RUN_GROWTH
-    return [found[index] for index in range(len(pipelines))]
+    return [found_ends[index] for index in range(len(pipelines))]
 
 
 def _ends(table: StageTable, num_microbatches: int, *, num_run: int) -> list[StageEnds | None]:
     """The stage ends of the pipelines of a table, padded in front; None: num_run was too short."""
-    states, periods, periods_s = _states(table, num_microbatches, num_run)
+    states, periods, periods_s = _states_of_run(table, num_microbatches, num_run)
     columns = np.flatnonzero((periods > 0) | (num_run >= num_microbatches))
     states = states[..., columns]
     backward_s, transfer_s, latency_s = (
-        one_s[:, None, columns] for one_s in (table.backward_s, table.transfer_s, table.latency_s)
+        rows_s[:, None, columns] for rows_s in (table.backward_s, table.transfer_s, table.latency_s)
     )
     num_stages = len(table.forward_s)
-    most = min(num_microbatches, (len(states) - num_stages) // 2)
+    max_microbatches = min(num_microbatches, (len(states) - num_stages) // 2)
     stage = np.arange(num_stages)[:, None]
     in_flight = num_stages - stage
-    number = np.arange(1, most + 1)[None, :]
+    number = np.arange(1, max_microbatches + 1)[None, :]
     has_backward = number >= in_flight
     last_backward = 2 * num_stages - 1 - stage + 2 * (number - in_flight)
     last_forward = stage + 2 * (number - 1)
@@ -126,25 +130,25 @@ def _ends(table: StageTable, num_microbatches: int, *, num_run: int) -> list[Sta
     for wave in range(1, num_stages):
         upper, lower = slice(0, num_stages - wave), slice(1, num_stages - wave + 1)
         runs = (wave >= in_flight - number)[upper, :, None]
-        _act(end_s[upper], up_s[lower] + latency_s[lower], backward_s[upper], runs)
-        _act(up_s[upper], end_s[upper], transfer_s[upper], runs)
-    found: list[StageEnds | None] = [None] * len(periods)
+        _add_action(end_s[upper], up_s[lower] + latency_s[lower], backward_s[upper], runs)
+        _add_action(up_s[upper], end_s[upper], transfer_s[upper], runs)
+    ends: list[StageEnds | None] = [None] * len(periods)
     for index, column in enumerate(columns.tolist()):
         period = int(periods[column])
-        found[column] = StageEnds(end_s[:, :, index].T, period, float(periods_s[column]))
-    return found
+        ends[column] = StageEnds(end_s[:, :, index].T, period, float(periods_s[column]))
+    return ends
 
 
-def _states(
+def _states_of_run(
     table: StageTable, num_microbatches: int, num_run: int
 ) -> tuple[Seconds, NDArray[np.int64], Seconds]:
     """The states of a run that lasts until all pipelines repeat, or num_run microbatches.
 
     Returns:
-        The state after each tick, shape [ticks, 3, S + 1, C], see `Run`; the period of each
+        The state after each tick, shape [ticks, 3, S + 1, C], see `TickRun`; the period of each
         pipeline in microbatches, 0 if it does not repeat; and this period in seconds.
     """
-    run = Run(table)
+    run = TickRun(table)
     num_stages, num_pipelines = table.forward_s.shape
     states: list[Seconds] = []
     end = 2 * min(num_microbatches, num_run) + num_stages
@@ -152,36 +156,38 @@ def _states(
     periods = np.zeros(num_pipelines, dtype=np.int64)
     periods_s = np.zeros(num_pipelines)
     while len(states) < end:
-        run.forward(len(states), _ENDLESS)
-        run.backward(len(states), _ENDLESS)
+        run.run_forwards(len(states), _ENDLESS)
+        run.run_backwards(len(states), _ENDLESS)
         states.append(run.state_s.copy())
         if len(states) == check + 1 < end:
-            periods, periods_s = _repeats(states)
+            periods, periods_s = _periods(states)
             if periods.all():
                 end = check + num_stages
             check = 2 * int(_CHECK_GROWTH * check / 2)
     return np.stack(states), periods, periods_s
 
 
-def _repeats(states: list[Seconds]) -> tuple[NDArray[np.int64], Seconds]:
+def _periods(states: list[Seconds]) -> tuple[NDArray[np.int64], Seconds]:
     """The period of each pipeline at the last state, in microbatches (0: none) and in seconds."""
     num_stages, num_pipelines = states[-1].shape[1] - 1, states[-1].shape[2]
     periods = np.zeros(num_pipelines, dtype=np.int64)
     periods_s = np.zeros(num_pipelines)
     for period in range(1, num_stages + 1):
-        all_s = states[-1] - states[-1 - 2 * period]
+        changes_s = states[-1] - states[-1 - 2 * period]
         # Leave out what never changes: there is no stage S, and no link above the first stage.
-        later_s = np.concatenate((all_s[0, :-1], all_s[1, :-1], all_s[2, 1:]))
-        most_s = later_s.max(axis=0)
-        is_new = (most_s - later_s.min(axis=0) <= _TOLERANCE * most_s) & (periods == 0)
+        later_s = np.concatenate((changes_s[0, :-1], changes_s[1, :-1], changes_s[2, 1:]))
+        largest_s = later_s.max(axis=0)
+        is_new = (largest_s - later_s.min(axis=0) <= _TOLERANCE * largest_s) & (periods == 0)
         periods[is_new] = period
-        periods_s[is_new] = most_s[is_new]
+        periods_s[is_new] = largest_s[is_new]
         if periods.all():
             break
     return periods, periods_s
 
 
-def _act(end_s: Seconds, ready_s: Seconds, lasts_s: Seconds, runs: NDArray[np.bool_]) -> None:
+def _add_action(
+    end_s: Seconds, ready_s: Seconds, durations_s: Seconds, runs: NDArray[np.bool_]
+) -> None:
     """Advances end_s to the end of an action that starts once its stage and its input are ready."""
     np.maximum(end_s, ready_s, out=end_s, where=runs)
-    np.add(end_s, lasts_s, out=end_s, where=runs)
+    np.add(end_s, durations_s, out=end_s, where=runs)

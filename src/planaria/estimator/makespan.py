@@ -55,15 +55,15 @@ def stage_seconds(profile: ModelProfile, template: PipelineTemplate) -> StageSec
     """The times of one microbatch on the template's stages, and on the links between them."""
     stages, links = template.stages, _links(profile, template)
     speeds = [kind.speed for kind in template.stage_kinds()]
-    held = [profile.layers[stage.first_layer : stage.end_layer] for stage in stages]
+    layers_by_stage = [profile.layers[stage.first_layer : stage.end_layer] for stage in stages]
     return StageSeconds(
         forward_s=tuple(
             sum(layer.forward_s[stage.num_devices] for layer in layers) / speed
-            for stage, layers, speed in zip(stages, held, speeds, strict=True)
+            for stage, layers, speed in zip(stages, layers_by_stage, speeds, strict=True)
         ),
         backward_s=tuple(
             sum(layer.backward_s(stage.num_devices) for layer in layers) / speed
-            for stage, layers, speed in zip(stages, held, speeds, strict=True)
+            for stage, layers, speed in zip(stages, layers_by_stage, speeds, strict=True)
         ),
         transfer_s=tuple(
             profile.layers[stage.end_layer - 1].output_bytes / link.bandwidth_bytes_per_s
@@ -88,12 +88,12 @@ class ActionEnds:
 
 def action_ends(seconds: StageSeconds, num_microbatches: int) -> ActionEnds:
     """The end of every action of an iteration, see `makespan_s`; takes O(S * N_b) time."""
-    run = Run(stage_table([seconds]))
+    run = TickRun(stage_table([seconds]))
     num_ticks = 2 * (num_microbatches + run.num_stages - 1)
     ends_s = np.empty((num_ticks, run.num_stages))
     for tick in range(num_ticks):
-        run.forward(tick, num_microbatches)
-        run.backward(tick, num_microbatches)
+        run.run_forwards(tick, num_microbatches)
+        run.run_backwards(tick, num_microbatches)
         ends_s[tick] = run.end_s[:, 0]
     stage = np.arange(run.num_stages)[:, None]
     forward_tick = stage + 2 * np.arange(num_microbatches)[None, :]
@@ -141,22 +141,22 @@ def stage_table(pipelines: Sequence[StageSeconds]) -> StageTable:
 
 def makespans_of_each(table: StageTable, num_microbatches: int) -> Seconds:
     """The makespan of each pipeline of a table; shape [C]."""
-    first: Seconds = ends_of_each(table, num_microbatches)[0]
-    return first
+    makespans_s: Seconds = ends_of_each(table, num_microbatches)[0]
+    return makespans_s
 
 
 def ends_of_each(table: StageTable, num_microbatches: int) -> Seconds:
     """The end of the last backward on each stage of each pipeline of a table; shape [S, C]."""
     assert num_microbatches >= 1
-    run = Run(table)
+    run = TickRun(table)
     for tick in range(2 * (num_microbatches + run.num_stages - 1)):
-        run.forward(tick, num_microbatches)
-        run.backward(tick, num_microbatches)
+        run.run_forwards(tick, num_microbatches)
+        run.run_backwards(tick, num_microbatches)
     ends_s: Seconds = run.end_s
     return ends_s
 
 
-class Run:
+class TickRun:
     """A run of 1F1B tick by tick, for all pipelines of a table at once.
 
     Attributes:
@@ -177,47 +177,56 @@ class Run:
         self._down: dict[tuple[int, int], tuple[Seconds, ...]] = {}
         self._up: dict[tuple[int, int], tuple[Seconds, ...]] = {}
 
-    def forward(self, tick: int, num_microbatches: int) -> None:
+    def run_forwards(self, tick: int, num_microbatches: int) -> None:
         """Runs the forwards of a tick, on every second stage, and sends the outputs down."""
         first = max(tick % 2, tick - 2 * (num_microbatches - 1))
         end = min(self.num_stages, tick + 1)
         if (first, end) not in self._down:
             stages, below = slice(first, end, 2), slice(first + 1, end + 1, 2)
-            lasts_s = self.table.forward_s[stages]
-            self._down[first, end] = self._acting(stages, lasts_s, self.down_s, stages, below)
-        _step(*self._down[first, end])
+            durations_s = self.table.forward_s[stages]
+            self._down[first, end] = self._step_arguments(
+                stages, durations_s, self.down_s, stages, below
+            )
+        _run_step(*self._down[first, end])
 
-    def backward(self, tick: int, num_microbatches: int) -> None:
+    def run_backwards(self, tick: int, num_microbatches: int) -> None:
         """Runs the backwards of a tick, on the other stages, and sends the gradients up."""
         num_stages = self.num_stages
         first = max(1 - tick % 2, 2 * num_stages - 1 - tick)
         end = min(num_stages, 2 * (num_microbatches + num_stages - 1) - tick)
         if (first, end) not in self._up:
             stages, below = slice(first, end, 2), slice(first + 1, end + 1, 2)
-            lasts_s = self.table.backward_s[stages]
-            self._up[first, end] = self._acting(stages, lasts_s, self.up_s, below, stages)
-        _step(*self._up[first, end])
+            durations_s = self.table.backward_s[stages]
+            self._up[first, end] = self._step_arguments(
+                stages, durations_s, self.up_s, below, stages
+            )
+        _run_step(*self._up[first, end])
 
-    def _acting(
-        self, stages: slice, lasts_s: Seconds, links_s: Seconds, into: slice, onward: slice
+    def _step_arguments(
+        self,
+        stages: slice,
+        durations_s: Seconds,
+        links_s: Seconds,
+        links_in: slice,
+        links_out: slice,
     ) -> tuple[Seconds, ...]:
-        """The arguments of `_step` for these stages and the links into and out of them."""
+        """The arguments of `_run_step` for these stages and the links into and out of them."""
         return (
             self.end_s[stages],
-            links_s[into],
-            self.table.latency_s[into],
-            lasts_s,
-            links_s[onward],
-            self.table.transfer_s[onward],
+            links_s[links_in],
+            self.table.latency_s[links_in],
+            durations_s,
+            links_s[links_out],
+            self.table.transfer_s[links_out],
             np.empty_like(self.end_s[stages]),
         )
 
 
-def _step(
+def _run_step(
     end_s: Seconds,
     sent_s: Seconds,
     latency_s: Seconds,
-    lasts_s: Seconds,
+    durations_s: Seconds,
     link_s: Seconds,
     transfer_s: Seconds,
     arrival_s: Seconds,
@@ -232,7 +241,7 @@ def _step(
     """
     np.add(sent_s, latency_s, out=arrival_s)
     np.maximum(end_s, arrival_s, out=end_s)
-    np.add(end_s, lasts_s, out=end_s)
+    np.add(end_s, durations_s, out=end_s)
     np.maximum(link_s, end_s, out=link_s)
     np.add(link_s, transfer_s, out=link_s)
 

@@ -72,12 +72,12 @@ def reduction_starts_s(
         handed_over_s: time at which the last rank of each bucket has its gradients.
         reduce_s: time that the reduction of each bucket lasts.
     """
-    lanes_s: dict[int, float] = {}
+    free_s: dict[int, float] = {}
     starts_s = []
-    for bucket, there_s, lasts_s in zip(buckets, handed_over_s, reduce_s, strict=True):
-        start_s = max(there_s, *(lanes_s.get(rank, 0.0) for rank in bucket.ranks))
+    for bucket, ready_s, duration_s in zip(buckets, handed_over_s, reduce_s, strict=True):
+        start_s = max(ready_s, *(free_s.get(rank, 0.0) for rank in bucket.ranks))
         starts_s.append(start_s)
-        lanes_s.update(dict.fromkeys(bucket.ranks, start_s + lasts_s))
+        free_s.update(dict.fromkeys(bucket.ranks, start_s + duration_s))
     return starts_s
 
 
@@ -108,14 +108,14 @@ def equal_reduce_s(
         for index, stage in enumerate(template.stages)
     ]
     for tied in profile.tied:
-        holding = [
+        holders = [
             index
             for index, stage in enumerate(template.stages)
             if any(stage.first_layer <= layer < stage.end_layer for layer in tied.layers)
         ]
-        lasts_s = sum_s(holding, tied.parameter_bytes)
-        for index in holding:
-            seconds[index] += lasts_s
+        duration_s = sum_s(holders, tied.parameter_bytes)
+        for index in holders:
+            seconds[index] += duration_s
     return tuple(seconds)
 
 

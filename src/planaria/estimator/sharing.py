@@ -43,7 +43,7 @@ from planaria.schedule.lower import execution_order
 RANK_THREADS: Final = 2
 
 
-class Way(NamedTuple):
+class LinkUse(NamedTuple):
     """A link direction between two hops, and the time of their message on it.
 
     Attributes:
@@ -65,13 +65,13 @@ class Costs:
     one entry per bucket.
 
     Attributes:
-        lasts_s: time of each action with a processor for itself, and of each transfer.
+        durations_s: time of each action with a processor for itself, and of each transfer.
         ways: link direction and times of each message.
-        speeds: speed of each rank's node; the times in `lasts_s` already contain it.
+        speeds: speed of each rank's node; the times in `durations_s` already contain it.
     """
 
-    lasts_s: Mapping[Kind, Sequence[float]]
-    ways: Mapping[Kind, Sequence[Way]]
+    durations_s: Mapping[Kind, Sequence[float]]
+    link_uses: Mapping[Kind, Sequence[LinkUse]]
     speeds: Mapping[int, float]
 
 
@@ -79,7 +79,7 @@ class Times(NamedTuple):
     """Start and duration of each action, by kind as in `Costs`, and the end of the last one."""
 
     starts_s: Mapping[Kind, Sequence[float]]
-    lasts_s: Mapping[Kind, Sequence[float]]
+    durations_s: Mapping[Kind, Sequence[float]]
     end_s: float
 
 
@@ -96,12 +96,12 @@ def shared_times(schedule: Schedule, costs: Costs, *, processors: int) -> Times:
 
 def last_end_s(works_s: Iterable[float], *, processors: int) -> float:
     """The end of the last of these jobs, which begin together at 0 and share the processors."""
-    ends_s, before_s = 0.0, 0.0
+    end_s, before_s = 0.0, 0.0
     ascending = sorted(works_s)
     for index, work_s in enumerate(ascending):
-        ends_s += (work_s - before_s) / _rate(processors, len(ascending) - index)
+        end_s += (work_s - before_s) / _rate(processors, len(ascending) - index)
         before_s = work_s
-    return ends_s
+    return end_s
 
 
 def _rate(processors: int, num_busy: int) -> float:
@@ -168,25 +168,25 @@ class _SharedRun:
         self._costs = costs
         self._slots = slots_of(schedule.routes)
         self._processors = _Processors(processors)
-        self._starts_s = {kind: [0.0] * len(lasts) for kind, lasts in costs.lasts_s.items()}
-        self._lasts_s = {kind: list(lasts) for kind, lasts in costs.lasts_s.items()}
+        self._starts_s = {kind: [0.0] * len(each_s) for kind, each_s in costs.durations_s.items()}
+        self._durations_s = {kind: list(each_s) for kind, each_s in costs.durations_s.items()}
         self._next = dict.fromkeys(schedule.actions, 0)  # Next action, by rank.
         self._links_s: defaultdict[int, float] = defaultdict(float)
         self._arrivals_s: dict[tuple[Kind, int], float] = {}  # By (receive, slot).
         self._waiting: dict[tuple[Kind, int], int] = {}
         self._wakes: list[tuple[float, int]] = []  # (when it goes on, rank)
         # Number of ranks that have not handed over each bucket; and by rank its next buckets.
-        actions = (one for of_rank in schedule.actions.values() for one in of_rank)
-        self._missing = Counter(one.bucket for one in actions if one.kind is REDUCE)
-        self._lanes: defaultdict[int, deque[int]] = defaultdict(deque)
+        actions = (action for of_rank in schedule.actions.values() for action in of_rank)
+        self._num_missing = Counter(action.bucket for action in actions if action.kind is REDUCE)
+        self._pending_buckets: defaultdict[int, deque[int]] = defaultdict(deque)
         for index, bucket in enumerate(schedule.buckets):
             for rank in bucket.ranks:
-                self._lanes[rank].append(index)
+                self._pending_buckets[rank].append(index)
 
     def times(self) -> Times:
         """Runs the schedule to its end."""
         for rank in self._schedule.actions:
-            self._go_on(rank)
+            self._resume(rank)
         while True:
             wake_s = self._wakes[0][0] if self._wakes else inf
             end_s = self._processors.next_end_s()
@@ -194,48 +194,53 @@ class _SharedRun:
                 break
             if wake_s <= end_s:
                 self._processors.advance(wake_s)
-                self._go_on(heappop(self._wakes)[1])
+                self._resume(heappop(self._wakes)[1])
             else:
                 self._end(self._processors.end_next())
-        assert all(len(self._schedule.actions[rank]) == at for rank, at in self._next.items())
-        return Times(self._starts_s, self._lasts_s, self._processors.now_s)
+        assert all(
+            len(self._schedule.actions[rank]) == next_index
+            for rank, next_index in self._next.items()
+        )
+        return Times(self._starts_s, self._durations_s, self._processors.now_s)
 
     def _end(self, job: _Job) -> None:
         now_s = self._processors.now_s
-        lasts_s = now_s - self._starts_s[job.kind][job.slot]
+        duration_s = now_s - self._starts_s[job.kind][job.slot]
         if job.kind is not REDUCE:
-            slowed_s = lasts_s / self._share_busy(job.rank)
-            self._lasts_s[job.kind][job.slot] = slowed_s
-            if slowed_s > lasts_s:
-                heappush(self._wakes, (now_s - lasts_s + slowed_s, job.rank))
+            slowed_s = duration_s / self._share_busy(job.rank)
+            self._durations_s[job.kind][job.slot] = slowed_s
+            if slowed_s > duration_s:
+                heappush(self._wakes, (now_s - duration_s + slowed_s, job.rank))
             else:
-                self._go_on(job.rank)
+                self._resume(job.rank)
             return
-        self._lasts_s[REDUCE][job.slot] = lasts_s
+        self._durations_s[REDUCE][job.slot] = duration_s
         ranks = self._schedule.buckets[job.slot].ranks
         for rank in ranks:
-            self._lanes[rank].popleft()
-        for bucket in sorted({self._lanes[rank][0] for rank in ranks if self._lanes[rank]}):
+            self._pending_buckets[rank].popleft()
+        for bucket in sorted(
+            {self._pending_buckets[rank][0] for rank in ranks if self._pending_buckets[rank]}
+        ):
             self._reduce(bucket)
 
     def _share_busy(self, rank: int) -> float:
         """The part of an action's time in which it uses a processor; below 1 on a slow node."""
         return min(1.0, self._costs.speeds[rank])
 
-    def _go_on(self, rank: int) -> None:
+    def _resume(self, rank: int) -> None:
         """Takes the next actions of a rank, until one of them takes time or has to wait."""
         actions, now_s = self._schedule.actions[rank], self._processors.now_s
         while self._next[rank] < len(actions):
             kind, microbatch, hop, bucket = actions[self._next[rank]]
             slot = bucket if kind is REDUCE else self._slots[microbatch] + hop
             if kind in (RECEIVE_FORWARD, RECEIVE_BACKWARD):
-                if not self._has_come(rank, kind, slot):
+                if not self._has_arrived(rank, kind, slot):
                     return
                 self._next[rank] += 1
                 continue
             self._next[rank] += 1
             if kind is REDUCE:
-                self._missing[bucket] -= 1
+                self._num_missing[bucket] -= 1
                 self._reduce(bucket)
             elif kind is SEND_FORWARD:
                 self._send(kind, slot, (RECEIVE_FORWARD, slot + 1))
@@ -243,11 +248,11 @@ class _SharedRun:
                 self._send(kind, slot, (RECEIVE_BACKWARD, slot - 1))
             else:
                 self._starts_s[kind][slot] = now_s
-                work_s = self._costs.lasts_s[kind][slot] * self._share_busy(rank)
+                work_s = self._costs.durations_s[kind][slot] * self._share_busy(rank)
                 self._processors.begin(_Job(rank, kind, slot, num_threads=1), work_s)
                 return
 
-    def _has_come(self, rank: int, kind: Kind, slot: int) -> bool:
+    def _has_arrived(self, rank: int, kind: Kind, slot: int) -> bool:
         """Whether a message has arrived; if not, the rank is woken when it arrives."""
         arrival_s = self._arrivals_s.get((kind, slot))
         if arrival_s is None:
@@ -259,20 +264,20 @@ class _SharedRun:
         return True
 
     def _send(self, kind: Kind, slot: int, receive: tuple[Kind, int]) -> None:
-        way = self._costs.ways[kind][slot]
-        start_s = max(self._processors.now_s, self._links_s[way.link])
+        use = self._costs.link_uses[kind][slot]
+        start_s = max(self._processors.now_s, self._links_s[use.link])
         self._starts_s[kind][slot] = start_s
-        self._links_s[way.link] = end_s = start_s + way.transfer_s
-        self._arrivals_s[receive] = end_s + way.latency_s
+        self._links_s[use.link] = end_s = start_s + use.transfer_s
+        self._arrivals_s[receive] = end_s + use.latency_s
         if receive in self._waiting:
-            heappush(self._wakes, (end_s + way.latency_s, self._waiting.pop(receive)))
+            heappush(self._wakes, (end_s + use.latency_s, self._waiting.pop(receive)))
 
     def _reduce(self, bucket: int) -> None:
         """Begins a reduction if all its ranks are ready and have finished the buckets before."""
         ranks = self._schedule.buckets[bucket].ranks
-        is_first = all(self._lanes[rank][0] == bucket for rank in ranks)
-        if self._missing[bucket] or not is_first:
+        is_first = all(self._pending_buckets[rank][0] == bucket for rank in ranks)
+        if self._num_missing[bucket] or not is_first:
             return
         self._starts_s[REDUCE][bucket] = self._processors.now_s
         job = _Job(-1, REDUCE, bucket, num_threads=RANK_THREADS * len(ranks))
-        self._processors.begin(job, self._costs.lasts_s[REDUCE][bucket])
+        self._processors.begin(job, self._costs.durations_s[REDUCE][bucket])

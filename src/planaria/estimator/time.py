@@ -25,7 +25,7 @@ from typing import Final, NamedTuple, overload
 
 from planaria.core.plan import Hop, Link, ModelProfile, Plan, Route
 from planaria.estimator.reductions import Reductions, reduction_starts_s
-from planaria.estimator.sharing import Costs, Times, Way, last_end_s, shared_times
+from planaria.estimator.sharing import Costs, LinkUse, Times, last_end_s, shared_times
 from planaria.schedule.action import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -129,87 +129,89 @@ def predicted_timeline(
     cluster = _Cluster(profile, plan)
     reductions = Reductions(profile, plan, bytes_factor=reduce_bytes_factor)
     reduce_s = [reductions.seconds(bucket) for bucket in schedule.buckets]
-    visits = [visit for route in schedule.routes for visit in cluster.visits(route)]
-    costs = _costs(schedule, cluster, visits, reduce_s)
-    shares = 0 < processors < len(schedule.actions)
-    if shares:
-        run = shared_times(schedule, costs, processors=processors)
+    hop_times = [times for route in schedule.routes for times in cluster.hop_times(route)]
+    costs = _costs(schedule, cluster, hop_times, reduce_s)
+    has_shared_processors = 0 < processors < len(schedule.actions)
+    if has_shared_processors:
+        times = shared_times(schedule, costs, processors=processors)
     else:
-        run = _run(schedule, costs, visits, cluster.num_links)
-    end_s = run.end_s + reductions.commit_s()
+        times = _unshared_times(schedule, costs, hop_times, cluster.num_links)
+    end_s = times.end_s + reductions.commit_s()
     if processors:
-        rank_s = RANK_S if shares else 0.0
+        rank_s = RANK_S if has_shared_processors else 0.0
         works_s = [rank_s + update_s for update_s in cluster.updates_s(plan)]
         end_s += last_end_s(works_s, processors=processors)
-    return Timeline(_LazySpans(lambda: _spans(schedule, run)), end_s)
+    return Timeline(_LazySpans(lambda: _spans(schedule, times)), end_s)
 
 
 def _costs(
     schedule: Schedule,
     cluster: "_Cluster",
-    visits: Sequence["_Visit"],
+    hop_times: Sequence["_HopTimes"],
     reduce_s: Sequence[float],
 ) -> Costs:
-    lasts_s = {
-        FORWARD: [visit.forward_s for visit in visits],
-        BACKWARD: [visit.backward_s for visit in visits],
-        BACKWARD_INPUT: [visit.input_s for visit in visits],
-        BACKWARD_WEIGHT: [visit.backward_s - visit.input_s for visit in visits],
-        SEND_FORWARD: [visit.onward.transfer_s for visit in visits],
-        SEND_BACKWARD: [visit.back.transfer_s for visit in visits],
+    durations_s = {
+        FORWARD: [times.forward_s for times in hop_times],
+        BACKWARD: [times.backward_s for times in hop_times],
+        BACKWARD_INPUT: [times.input_s for times in hop_times],
+        BACKWARD_WEIGHT: [times.backward_s - times.input_s for times in hop_times],
+        SEND_FORWARD: [times.onward.transfer_s for times in hop_times],
+        SEND_BACKWARD: [times.back.transfer_s for times in hop_times],
         SHADOW: [s for route in schedule.routes for s in cluster.shadows_s(route)],
         REDUCE: reduce_s,
     }
-    ways = {
-        SEND_FORWARD: [visit.onward for visit in visits],
-        SEND_BACKWARD: [visit.back for visit in visits],
+    link_uses = {
+        SEND_FORWARD: [times.onward for times in hop_times],
+        SEND_BACKWARD: [times.back for times in hop_times],
     }
-    return Costs(lasts_s=lasts_s, ways=ways, speeds=cluster.speeds)
+    return Costs(durations_s=durations_s, link_uses=link_uses, speeds=cluster.speeds)
 
 
-def _run(schedule: Schedule, costs: Costs, visits: Sequence["_Visit"], num_links: int) -> Times:
+def _unshared_times(
+    schedule: Schedule, costs: Costs, hop_times: Sequence["_HopTimes"], num_links: int
+) -> Times:
     """The times of a schedule without shared processors, up to the commit vector."""
-    slots, lasts_s = slots_of(schedule.routes), costs.lasts_s
-    reduce_s = lasts_s[REDUCE]
-    starts_s = {kind: [0.0] * len(lasts) for kind, lasts in lasts_s.items()}
+    slots, durations_s = slots_of(schedule.routes), costs.durations_s
+    reduce_s = durations_s[REDUCE]
+    starts_s = {kind: [0.0] * len(each_s) for kind, each_s in durations_s.items()}
     handed_over_s = [0.0] * len(schedule.buckets)
     clocks_s = dict.fromkeys(schedule.actions, 0.0)
     links_s = [0.0] * num_links
-    forward_arrivals_s = [0.0] * (len(visits) + 1)
-    backward_arrivals_s = [0.0] * (len(visits) + 1)
-    forward_starts_s, forward_lasts_s = starts_s[FORWARD], lasts_s[FORWARD]
-    backward_starts_s, backward_lasts_s = starts_s[BACKWARD], lasts_s[BACKWARD]
+    forward_arrivals_s = [0.0] * (len(hop_times) + 1)
+    backward_arrivals_s = [0.0] * (len(hop_times) + 1)
+    forward_starts_s, forward_durations_s = starts_s[FORWARD], durations_s[FORWARD]
+    backward_starts_s, backward_durations_s = starts_s[BACKWARD], durations_s[BACKWARD]
     for rank, (kind, microbatch, hop, bucket) in execution_order(schedule):
         slot = slots[microbatch] + hop
         if kind is FORWARD:
             forward_starts_s[slot] = now_s = clocks_s[rank]
-            clocks_s[rank] = now_s + forward_lasts_s[slot]
+            clocks_s[rank] = now_s + forward_durations_s[slot]
         elif kind is BACKWARD:
             backward_starts_s[slot] = now_s = clocks_s[rank]
-            clocks_s[rank] = now_s + backward_lasts_s[slot]
+            clocks_s[rank] = now_s + backward_durations_s[slot]
         elif kind is RECEIVE_FORWARD:
             clocks_s[rank] = max(clocks_s[rank], forward_arrivals_s[slot])
         elif kind is RECEIVE_BACKWARD:
             clocks_s[rank] = max(clocks_s[rank], backward_arrivals_s[slot])
         elif kind is BACKWARD_INPUT or kind is BACKWARD_WEIGHT or kind is SHADOW:
             starts_s[kind][slot] = now_s = clocks_s[rank]
-            clocks_s[rank] = now_s + lasts_s[kind][slot]
+            clocks_s[rank] = now_s + durations_s[kind][slot]
         elif kind is REDUCE:
             handed_over_s[bucket] = max(handed_over_s[bucket], clocks_s[rank])
         else:
-            way = visits[slot].onward if kind is SEND_FORWARD else visits[slot].back
-            starts_s[kind][slot] = start_s = max(clocks_s[rank], links_s[way.link])
-            links_s[way.link] = end_s = start_s + way.transfer_s
+            use = hop_times[slot].onward if kind is SEND_FORWARD else hop_times[slot].back
+            starts_s[kind][slot] = start_s = max(clocks_s[rank], links_s[use.link])
+            links_s[use.link] = end_s = start_s + use.transfer_s
             if kind is SEND_FORWARD:
-                forward_arrivals_s[slot + 1] = end_s + way.latency_s
+                forward_arrivals_s[slot + 1] = end_s + use.latency_s
             else:
-                backward_arrivals_s[slot - 1] = end_s + way.latency_s
+                backward_arrivals_s[slot - 1] = end_s + use.latency_s
     starts_s[REDUCE] = reduction_starts_s(schedule.buckets, handed_over_s, reduce_s)
     ends_s = map(sum, zip(starts_s[REDUCE], reduce_s, strict=True))
-    return Times(starts_s, lasts_s, max((*clocks_s.values(), *ends_s)))
+    return Times(starts_s, durations_s, max((*clocks_s.values(), *ends_s)))
 
 
-def _spans(schedule: Schedule, run: Times) -> Iterator[Span]:
+def _spans(schedule: Schedule, times: Times) -> Iterator[Span]:
     slots = slots_of(schedule.routes)
     for rank in sorted(schedule.actions):
         for action in schedule.actions[rank]:
@@ -217,8 +219,8 @@ def _spans(schedule: Schedule, run: Times) -> Iterator[Span]:
             lane = LANES.get(kind)
             if lane:
                 index = bucket if kind is REDUCE else slots[microbatch] + hop
-                start_s = run.starts_s[kind][index]
-                yield Span(rank, lane, action, start_s, start_s + run.lasts_s[kind][index])
+                start_s = times.starts_s[kind][index]
+                yield Span(rank, lane, action, start_s, start_s + times.durations_s[kind][index])
 
 
 class _LazySpans(Sequence[Span]):
@@ -232,47 +234,47 @@ class _LazySpans(Sequence[Span]):
         self._make = make
         self._spans: tuple[Span, ...] = ()
 
-    def _made(self) -> tuple[Span, ...]:
+    def _build(self) -> tuple[Span, ...]:
         self._spans = self._spans or tuple(self._make())
         return self._spans
 
     def __len__(self) -> int:
-        return len(self._made())
+        return len(self._build())
 
     def __iter__(self) -> Iterator[Span]:
-        return iter(self._made())
+        return iter(self._build())
 
     @overload
     def __getitem__(self, index: int) -> Span: ...
     @overload
     def __getitem__(self, index: slice) -> Sequence[Span]: ...
     def __getitem__(self, index: int | slice) -> Span | Sequence[Span]:
-        return self._made()[index]
+        return self._build()[index]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and self._made() == tuple(other)
+        return isinstance(other, Sequence) and self._build() == tuple(other)
 
     def __hash__(self) -> int:
-        return hash(self._made())
+        return hash(self._build())
 
 
-class _Visit(NamedTuple):
+class _HopTimes(NamedTuple):
     """Times of one hop of a microbatch, on its rank and on its links.
 
     Attributes:
         input_s: the part of backward_s for the gradient of the input.
-        onward: link direction and times of the output; `_NO_WAY` at the last hop.
-        back: link direction and times of the gradient; `_NO_WAY` at the first hop.
+        onward: link direction and times of the output; `_NO_LINK_USE` at the last hop.
+        back: link direction and times of the gradient; `_NO_LINK_USE` at the first hop.
     """
 
     forward_s: float
     backward_s: float
     input_s: float
-    onward: Way
-    back: Way
+    onward: LinkUse
+    back: LinkUse
 
 
-_NO_WAY = Way(-1, 0.0, 0.0)
+_NO_LINK_USE = LinkUse(-1, 0.0, 0.0)
 
 
 class _Cluster:
@@ -290,7 +292,7 @@ class _Cluster:
             )
             for rank in pipeline.stage_ranks(index)
         }
-        self._visits: dict[Route, tuple[_Visit, ...]] = {}
+        self._hop_times: dict[Route, tuple[_HopTimes, ...]] = {}
         self._shadows_s: dict[Route, tuple[float, ...]] = {}
         self._links: dict[tuple[int, int], int] = {}
 
@@ -304,14 +306,16 @@ class _Cluster:
         """Number of link directions that the routes asked about so far use."""
         return len(self._links)
 
-    def visits(self, route: Route) -> tuple[_Visit, ...]:
+    def hop_times(self, route: Route) -> tuple[_HopTimes, ...]:
         """The times of the hops of a route."""
-        if route not in self._visits:
-            onward = [self._way(hop, after, hop) for hop, after in pairwise(route)]
-            back = [self._way(hop, before, before) for before, hop in pairwise(route)]
-            ways = zip(route, [*onward, _NO_WAY], [_NO_WAY, *back], strict=True)
-            self._visits[route] = tuple(_Visit(*self._compute_s(hop), *both) for hop, *both in ways)
-        return self._visits[route]
+        if route not in self._hop_times:
+            onward = [self._link_use(hop, after, hop) for hop, after in pairwise(route)]
+            back = [self._link_use(hop, before, before) for before, hop in pairwise(route)]
+            uses_by_hop = zip(route, [*onward, _NO_LINK_USE], [_NO_LINK_USE, *back], strict=True)
+            self._hop_times[route] = tuple(
+                _HopTimes(*self._compute_s(hop), *uses) for hop, *uses in uses_by_hop
+            )
+        return self._hop_times[route]
 
     def shadows_s(self, route: Route) -> tuple[float, ...]:
         """Time of each hop's forward on the rank of the hop before it; 0 for the first hop."""
@@ -325,12 +329,12 @@ class _Cluster:
 
         Gradients are prepared for the step, and for the next iteration.
         """
-        found = []
-        for rank, held in plan.layers_by_rank.items():
+        updates_s = []
+        for rank, layer_indices in plan.layers_by_rank.items():
             count, _ = self._stages[rank]
-            layers = [self._profile.layers[layer] for layer in held]
-            found.append(sum(layer.update_s.get(count, 0.0) for layer in layers))
-        return found
+            layers = [self._profile.layers[layer] for layer in layer_indices]
+            updates_s.append(sum(layer.update_s.get(count, 0.0) for layer in layers))
+        return updates_s
 
     def _compute_s(self, hop: Hop) -> tuple[float, float, float]:
         """Seconds of a hop: (forward, backward, the backward's part for the input's gradient)."""
@@ -340,13 +344,13 @@ class _Cluster:
         backward_s = sum(layer.backward_s(count) for layer in layers) / speed
         return forward_s, backward_s, sum(layer.backward_input_s[count] for layer in layers) / speed
 
-    def _way(self, source: Hop, target: Hop, upstream: Hop) -> Way:
+    def _link_use(self, source: Hop, target: Hop, upstream: Hop) -> LinkUse:
         """The link direction and times from source to target for upstream's output or gradient."""
         ranks = (source.rank, target.rank)
         link = self._link(ranks)
         num_bytes = self._profile.layers[upstream.end_layer - 1].output_bytes
         transfer_s = num_bytes / link.bandwidth_bytes_per_s
-        return Way(self._links.setdefault(ranks, len(self._links)), transfer_s, link.latency_s)
+        return LinkUse(self._links.setdefault(ranks, len(self._links)), transfer_s, link.latency_s)
 
     def _link(self, ranks: Collection[int]) -> Link:
         nodes = {rank // self._devices_per_node for rank in ranks}

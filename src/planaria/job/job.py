@@ -38,7 +38,7 @@ from planaria.errors import (
     PlanariaError,
     TrainingError,
 )
-from planaria.estimator.drift import Compared
+from planaria.estimator.correction import Comparison
 from planaria.estimator.time import Timeline
 from planaria.job.checks import check_job, unknown_in_domains
 from planaria.job.config import load_job
@@ -120,7 +120,7 @@ class TrainingResult:
 
     report: Report
     planned: Planned
-    compared: tuple[Compared, ...]
+    compared: tuple[Comparison, ...]
     stopped: bool
     error: PlanariaError | None
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from planaria.core.plan import Plan
-from planaria.estimator.drift import corrected_profile
-from planaria.estimator.memory import bytes_by_rank, kept_bytes
+from planaria.estimator.correction import corrected_profile
+from planaria.estimator.peak_memory import bytes_by_rank, kept_bytes
 from planaria.estimator.time import Timeline, predicted_timeline
 from planaria.planner.problem import Problem
 from planaria.schedule.lower import lowered

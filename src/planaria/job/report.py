@@ -18,7 +18,7 @@ from planaria.checkpoint.disk.tiers import Manifest, Tier
 from planaria.core.messages import MeasuredSpan
 from planaria.core.records import Ended, Warned
 from planaria.errors import CheckpointError
-from planaria.estimator.drift import Compared, PeakBytes
+from planaria.estimator.correction import Comparison, PeakBytes
 from planaria.estimator.time import Span, Timeline
 from planaria.job.planning import Planned
 from planaria.job.predictions import Prediction, prediction
@@ -130,7 +130,7 @@ def _memory(problem: Problem, epoch: int, measured: EpochMeasured) -> Iterator[M
             )
 
 
-def compared_iterations(planned: Planned, recorder: Recorder) -> Iterator[Compared]:
+def compared_iterations(planned: Planned, recorder: Recorder) -> Iterator[Comparison]:
     """The traced iterations with their predictions; each rank's clock starts with the iteration."""
     made: dict[tuple[int, tuple[float, ...]], Prediction] = {}
     told = zip(recorder.iterations, recorder.spans, recorder.tensor_bytes, strict=True)
@@ -142,7 +142,7 @@ def compared_iterations(planned: Planned, recorder: Recorder) -> Iterator[Compar
         key = (record.epoch, factors)
         if key not in made:
             made[key] = prediction(planned.problem, of_epoch.plan, layer_factors=factors)
-        yield Compared(
+        yield Comparison(
             record.iteration,
             made[key].timeline,
             _measured_timeline(by_rank, record.seconds),

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from planaria.core.plan import LayerProfile, ModelProfile, NodeKind
 from planaria.errors import InfeasibleError, Limit, Way
-from planaria.estimator.memory import stage_bytes
+from planaria.estimator.peak_memory import stage_bytes
 from planaria.schedule.buckets import ReductionOrder
 
 Seconds = NDArray[np.float64]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.plan import Plan, Transition
-from planaria.estimator.memory import peak_bytes
+from planaria.estimator.peak_memory import peak_bytes
 from planaria.planner.plans import EveryPlan, pipeline_microbatches
 from planaria.planner.problem import Problem
 from planaria.policies.policy import Policy, Prices

@@ -32,7 +32,7 @@ Source: Korthikanti et al., Reducing Activation Recomputation in Large Transform
 '23), section 4: activations; Shoeybi et al., Megatron-LM (2019), section 3: where tensor
 parallelism sums; Dao, FlashAttention-2 (2023), section 4.1: five products for two.
 Differs: the first paper's term 5 a s / h is left out with the scores. Each device is taken to keep
-all activations of a layer, also where several devices share it, as in estimator/memory.py.
+all activations of a layer, also where several devices share it, as in estimator/peak_memory.py.
 """
 
 from collections.abc import Sequence

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Final
 
-from planaria.estimator.drift import Compared
+from planaria.estimator.correction import Comparison
 from planaria.estimator.time import Timeline
 from planaria.observe.metrics import EventRecord
 from planaria.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
@@ -61,7 +61,7 @@ _PHASES_LEGEND: Final = (
 
 def compared_figure(
     title: str,
-    iterations: Sequence[Compared],
+    iterations: Sequence[Comparison],
     events: Sequence[EventRecord] = (),
     *,
     picture: Format,
@@ -90,7 +90,7 @@ def compared_figure(
     return page.encoded(top, picture)
 
 
-def _median_iterations(iterations: Sequence[Compared]) -> Iterator[Compared]:
+def _median_iterations(iterations: Sequence[Comparison]) -> Iterator[Comparison]:
     """The iteration of median length of each run of iterations with the same prediction.
 
     The first iteration of a run does one-time setup, so it counts only if it is the only one.
@@ -101,7 +101,7 @@ def _median_iterations(iterations: Sequence[Compared]) -> Iterator[Compared]:
         yield by_length[len(by_length) // 2]
 
 
-def _draw_iteration(page: Page, one: Compared, *, top: float) -> float:
+def _draw_iteration(page: Page, one: Comparison, *, top: float) -> float:
     """Draws the lanes of an iteration; returns the y at which they end."""
     predicted, measured = one.predicted, one.measured
     note = (
@@ -170,7 +170,7 @@ def _draw_box(
         page.box(colour, Rectangle(left + seam, top, right - left - 2 * seam, height))
 
 
-def _draw_peaks(page: Page, one: Compared, *, top: float) -> float:
+def _draw_peaks(page: Page, one: Comparison, *, top: float) -> float:
     """Draws two bars of peak memory for each rank; returns the y at which they end."""
     note = f"tensors of each rank in iteration {one.iteration}, predicted and below it measured"
     draw_heading(page, top, heading="Peak memory", note=note, legend=((MEMORY_COLOUR, "bytes"),))

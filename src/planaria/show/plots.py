@@ -12,7 +12,7 @@ Source: the torch.profiler and torch.distributed.pipelining traces, which use th
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from planaria.estimator.drift import Compared, PeakBytes
+from planaria.estimator.correction import Comparison, PeakBytes
 from planaria.estimator.time import Timeline
 from planaria.observe.metrics import EventRecord
 
@@ -21,7 +21,7 @@ _GROUPS: Final = ("predicted", "measured")
 
 
 def chrome_trace(
-    iterations: Sequence[Compared],
+    iterations: Sequence[Comparison],
     transitions: Iterable[EventRecord] = (),
     *,
     devices_per_node: int = 1,

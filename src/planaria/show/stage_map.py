@@ -12,7 +12,7 @@ from math import floor, log10
 from typing import Final, NamedTuple
 
 from planaria.core.plan import PipelineTemplate, Stage
-from planaria.estimator.memory import peak_bytes
+from planaria.estimator.peak_memory import peak_bytes
 from planaria.planner.problem import Problem
 from planaria.show.alike import Alike
 from planaria.show.page import (

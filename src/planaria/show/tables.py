@@ -23,7 +23,7 @@ from rich.text import Text
 
 from planaria.core.plan import PipelineTemplate, Plan, Stage
 from planaria.estimator.makespan import makespan_s, stage_seconds
-from planaria.estimator.memory import peak_bytes
+from planaria.estimator.peak_memory import peak_bytes
 from planaria.planner.layout.instantiate import first_gap
 from planaria.planner.plans import (
     EveryPlan,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from helpers.strategies import MEBIBYTE, layer_profile, model_profile
 from planaria.core.plan import PipelineTemplate, Stage, on_one_device, plain_plan
-from planaria.estimator.memory import bytes_by_rank, peak_bytes
+from planaria.estimator.peak_memory import bytes_by_rank, peak_bytes
 from planaria.planner.layout.depths import Ranges, by_share
 from planaria.planner.layout.search import Layout, Searched, layouts
 from planaria.planner.problem import Problem

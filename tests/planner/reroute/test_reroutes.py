@@ -23,7 +23,7 @@ from helpers.lost_places import (
 from helpers.plan_examples import pipeline, plain_plans, random_plan
 from helpers.strategies import MEBIBYTE, layer_profile, model_profile
 from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Stage, plain_plan
-from planaria.estimator.memory import bytes_by_rank, kept_bytes, peak_bytes
+from planaria.estimator.peak_memory import bytes_by_rank, kept_bytes, peak_bytes
 from planaria.planner.plans import bind, pipeline_microbatches
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import TRIES_HOPS_MAX, even_s, rerouted, simulated_s

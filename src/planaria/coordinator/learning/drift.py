@@ -4,7 +4,8 @@ The seconds of a rank deviate from the profile by two factors. The factor of its
 comparing holders of the same layers (slowness.py). The factor of its layers is what remains for all
 their holders alike, and is found here. A rank's ratio is the seconds that it computed, corrected by
 its node's factor, divided by the seconds now predicted for its layers. If the medians of WINDOW
-iterations are off by DRIFT_MIN, the factors of layers are multiplied by them (estimator/drift.py).
+iterations are off by DRIFT_MIN, the factors of layers are multiplied by them
+(estimator/correction.py).
 From then on policies propose and price by the corrected profile. This changes predicted iterations,
 and so the microbatches of each pipeline. The stages of templates stay as they were cut at the
 start. The results of training do not depend on any of this.
@@ -44,7 +45,7 @@ from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.findings import Findings
 from planaria.core.plan import NodeKind, Plan, Transition
 from planaria.core.records import ProfileCorrected
-from planaria.estimator.drift import corrected_profile, layer_ratios
+from planaria.estimator.correction import corrected_profile, layer_ratios
 from planaria.planner.plans import EveryPlan, every_plan_of
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import Expected, expected

@@ -28,7 +28,7 @@ import msgspec
 from planaria.coordinator.learning.overhead import NUM_NEWEST
 from planaria.coordinator.state import JobState, Rules
 from planaria.core.plan import ModelProfile
-from planaria.estimator.drift import corrected_profile
+from planaria.estimator.correction import corrected_profile
 
 # These were measured on six emulated nodes of two cores, as benchmarks/laptop.py does; see
 # docs/LOG.md. Triples are (minimum, likely, maximum).

@@ -19,7 +19,7 @@ from planaria.coordinator.state import JobState, Rules
 from planaria.core.findings import Findings
 from planaria.core.plan import Plan
 from planaria.errors import InfeasibleError
-from planaria.estimator.drift import with_more_bytes
+from planaria.estimator.correction import with_more_bytes
 from planaria.planner.plans import EveryPlan, every_plan
 from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_templates

@@ -27,7 +27,7 @@ from math import inf
 from typing import Final, NamedTuple
 
 from planaria.core.plan import Plan, Route, Ticks
-from planaria.estimator.memory import bytes_by_rank, kept_bytes
+from planaria.estimator.peak_memory import bytes_by_rank, kept_bytes
 from planaria.estimator.time import predicted_timeline
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.detours import Detours

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from planaria.core.plan import Pipeline, Plan
 from planaria.errors import InfeasibleError, Limit, Way
-from planaria.estimator.memory import bytes_by_rank
+from planaria.estimator.peak_memory import bytes_by_rank
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import Priced, priced
 

@@ -81,7 +81,7 @@ def bytes_by_rank(
     profile: ModelProfile, plan: Plan, *, gradient_copies: int
 ) -> dict[int, RankBytes]:
     """Bytes of each device of a stage, by the stage's first rank; without nodes in `plan.gone`."""
-    found = {}
+    by_rank = {}
     at_work = plan.layers_by_rank
     for pipeline in plan.pipelines:
         stages = zip(pipeline.template.stages, pipeline.ranks_by_stage(), strict=True)
@@ -89,13 +89,13 @@ def bytes_by_rank(
             if rank in at_work:
                 layers = profile.layers[stage.first_layer : stage.end_layer]
                 shadows = [profile.layers[layer] for layer in plan.shadows.get(rank, ())]
-                held = (*layers, *shadows)
-                state_bytes = _state_bytes(held, stage.num_devices, gradient_copies)
+                held_layers = (*layers, *shadows)
+                state_bytes = _state_bytes(held_layers, stage.num_devices, gradient_copies)
                 kept_bytes = sum(layer.activation_bytes for layer in layers)
                 if plan.splits_backward:
                     kept_bytes += sum(layer.output_bytes for layer in layers)
-                found[rank] = RankBytes(state_bytes, kept_bytes)
-    return found
+                by_rank[rank] = RankBytes(state_bytes, kept_bytes)
+    return by_rank
 
 
 def kept_bytes(profile: ModelProfile, schedule: Schedule, rank: int) -> int:

@@ -1,4 +1,4 @@
-"""The drift of measured times from predicted ones, and the profile corrected for it.
+"""Factors of measured times over predicted ones, and the profile corrected by them.
 
 A rank reports one sum for its forwards and one for its backwards. So times are known per stage, and
 all layers of a stage are assumed to be off by the same factor. Layers of one stage become
@@ -26,7 +26,7 @@ class PeakBytes(NamedTuple):
     measured: int
 
 
-class Compared(NamedTuple):
+class Comparison(NamedTuple):
     """An iteration as predicted when it began, and as measured; `peaks` are sorted by rank."""
 
     iteration: int
@@ -39,7 +39,7 @@ def corrected_profile(profile: ModelProfile, layer_factors: Sequence[float]) -> 
     """The profile with the times of each layer multiplied by its factor; no factors: unchanged."""
     if not layer_factors:
         return profile
-    layers = tuple(map(_times, profile.layers, layer_factors))
+    layers = tuple(map(_scaled_layer, profile.layers, layer_factors))
     assert len(layers) == len(profile.layers)
     return replace(profile, layers=layers)
 
@@ -47,21 +47,21 @@ def corrected_profile(profile: ModelProfile, layer_factors: Sequence[float]) -> 
 def with_more_bytes(profile: ModelProfile, more_bytes: Sequence[int]) -> ModelProfile:
     """The profile with more bytes per layer, held all the time (as if for the optimizer)."""
     layers = tuple(
-        replace(layer, optimizer_bytes=layer.optimizer_bytes + more)
-        for layer, more in zip(profile.layers, more_bytes, strict=True)
+        replace(layer, optimizer_bytes=layer.optimizer_bytes + extra)
+        for layer, extra in zip(profile.layers, more_bytes, strict=True)
     )
     return replace(profile, layers=layers)
 
 
-def _times(layer: LayerProfile, factor: float) -> LayerProfile:
-    def times(seconds: Mapping[int, float]) -> dict[int, float]:
+def _scaled_layer(layer: LayerProfile, factor: float) -> LayerProfile:
+    def scaled(seconds: Mapping[int, float]) -> dict[int, float]:
         return {count: value * factor for count, value in seconds.items()}
 
     return replace(
         layer,
-        forward_s=times(layer.forward_s),
-        backward_input_s=times(layer.backward_input_s),
-        backward_weight_s=times(layer.backward_weight_s),
+        forward_s=scaled(layer.forward_s),
+        backward_input_s=scaled(layer.backward_input_s),
+        backward_weight_s=scaled(layer.backward_weight_s),
     )
 
 
@@ -74,9 +74,12 @@ def layer_ratios(
         ratios: ratio of measured to predicted time, by rank.
         excluded: ranks that are ignored for layers that others hold, because their node is slow.
     """
-    found: defaultdict[int, list[float]] = defaultdict(list)
-    others: defaultdict[int, list[float]] = defaultdict(list)
+    trusted_ratios: defaultdict[int, list[float]] = defaultdict(list)
+    excluded_ratios: defaultdict[int, list[float]] = defaultdict(list)
     for rank, ratio in ratios.items():
         for layer in plan.layers_by_rank[rank]:
-            (others if rank in excluded else found)[layer].append(ratio)
-    return {layer: median(found.get(layer) or others[layer]) for layer in {*found, *others}}
+            (excluded_ratios if rank in excluded else trusted_ratios)[layer].append(ratio)
+    return {
+        layer: median(trusted_ratios.get(layer) or excluded_ratios[layer])
+        for layer in {*trusted_ratios, *excluded_ratios}
+    }
