@@ -29,7 +29,7 @@ import msgspec
 from growth.costs import Costs
 from planaria.coordinator.commands import Discard, Publish, SetAside
 from planaria.coordinator.leadership import Leadership
-from planaria.coordinator.state import Rules
+from planaria.coordinator.rules import Rules
 from planaria.coordinator.step import Event
 from planaria.core.messages import (
     Abort,
@@ -145,7 +145,7 @@ class _Recovery:
         await self._take([_worker(node) for node in plan.nodes])
         await self._take([_ready(rank, 0) for rank in plan.all_ranks])
         await self._take([_done(rank) for rank in plan.all_ranks])
-        assert self._leadership.state.next_iteration == 1
+        assert self._leadership.state.commits.next_iteration == 1
 
     async def _recover(self, lost: int) -> Phases:
         costs, plan = self._costs, self._plan

@@ -36,8 +36,9 @@ from planaria.coordinator.commands import (
     RecordDecision,
     Tell,
 )
+from planaria.coordinator.rules import Rules
 from planaria.coordinator.start import first_step
-from planaria.coordinator.state import JobState, Phase, Rules
+from planaria.coordinator.state import JobState, Phase
 from planaria.coordinator.step import Event
 from planaria.core.cluster import NodesLost, SavePoint
 from planaria.core.copies import Label
@@ -156,7 +157,7 @@ def test_all_go_back_to_the_newest_state_that_there_is(
     rules = rules_with()
     state = training_halves(rules)
     if published >= 0:
-        state = replace(state, versions=((published, 0),))
+        state = replace(state, saves=replace(state.saves, versions=((published, 0),)))
     labels = dict.fromkeys(range(NUM_LAYERS), (OLDER,)) if copied else {}
     events: list[Event] = [gone(0), gone(2), MembersRecorded(2)]
     events += [answers(1, 2, labels), answers(3, 2, {})]
@@ -164,7 +165,7 @@ def test_all_go_back_to_the_newest_state_that_there_is(
 
     age = OLDER.age if copied else max(published, FIRST)
     wanted = Origin(iteration=age, source=source, epoch=2, copied=OLDER if copied else None)
-    assert state.origin == wanted
+    assert state.commits.origin == wanted
     (notice,) = of_type(commands, Decided)
     assert (notice.source, notice.copied) == (source, OLDER.age if copied else -1)
     assert notice.redone_samples >= (NEXT - age) * rules.job.training.global_batch_size
@@ -201,7 +202,7 @@ def test_too_few_nodes_save_the_copies_before_the_job_ends() -> None:
         rank: set(layers) for rank, layers in copies.items()
     }
     assert decision.ending == Ending.LOST.value
-    assert state.origin.copied == NEWEST
+    assert state.commits.origin.copied == NEWEST
 
 
 def test_a_spoilt_copy_is_answered_by_all_anew() -> None:
@@ -268,8 +269,8 @@ def test_the_first_order_tells_who_keeps_what() -> None:
     for copies, targets in ((0, set()), (1, {0}), (2, {1})):
         rules = rules_with(copies)
         state, _ = first_step(rules, HALVES, term=0, predicted_s=1.0)
-        assert state.decision is not None
-        order = state.decision.order
+        assert state.facts.decision is not None
+        order = state.facts.decision.order
         assert isinstance(order, StartEpoch)
         assert {len(copy.targets) for copy in order.copies} == targets
 
@@ -303,7 +304,7 @@ def test_copies_newer_than_all_that_was_reported_are_gone_forward_to() -> None:
     (committed,) = of_type(commands, Committed)
     assert (committed.iteration, committed.loss) == (NEXT, float(NEXT))
     assert not of_type(commands, Warned)
-    assert state.next_iteration == NEXT + 1
+    assert state.commits.next_iteration == NEXT + 1
 
 
 def test_what_all_went_back_to_is_told_to_policies_as_long_as_it_is_there() -> None:

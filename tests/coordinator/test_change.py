@@ -18,7 +18,8 @@ from helpers.fake_cluster import FakeCluster
 from helpers.jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.commands import Evict, RecordMembers, Tell, Tick
 from planaria.coordinator.membership.candidates import rejoin_delay_s
-from planaria.coordinator.state import Phase, Rules
+from planaria.coordinator.rules import Rules
+from planaria.coordinator.state import Phase
 from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.messages import (
     AT_COMMIT,
@@ -109,14 +110,14 @@ def test_a_node_joins_silently_and_then_at_a_commit() -> None:
 def test_layers_come_in_waves_that_a_link_carries_in_an_iteration() -> None:
     """Seventeen bytes in the seven seconds that one takes now: two layers of eight."""
     cluster = training(rules(bandwidth_bytes_per_s=2.5))
-    assert cluster.state.decision is not None
-    as_it_is = Decision(order=cluster.state.decision.order, predicted_s=7.0)
-    cluster.state = replace(cluster.state, decision=as_it_is)
+    assert cluster.state.facts.decision is not None
+    as_it_is = Decision(order=cluster.state.facts.decision.order, predicted_s=7.0)
+    cluster.state = replace(cluster.state, facts=replace(cluster.state.facts, decision=as_it_is))
     cluster.join(2)
     for iteration in range(FIRST + 1, END - 1):
         cluster.train(iteration)
-        assert cluster.state.decision
-        assert cluster.state.decision.predicted_s == 7.0  # Of the plan that they train by.
+        assert cluster.state.facts.decision
+        assert cluster.state.facts.decision.predicted_s == 7.0  # Of the plan that they train by.
 
     silent = [len(order.plan.silent.get(2, ())) for order in joins(cluster)]
     assert silent[:2] == [2, 4]
@@ -195,7 +196,7 @@ def test_a_node_that_cannot_be_spared_is_not_drained_but_saved_before_it_is_take
     cluster.hear(NoticeTaken(node=1, rank=1, after_s=30.0))
 
     assert any(isinstance(c, Tell) and c.message == StopRequested() for c in cluster.commands)
-    assert "fewer than n0 = 2" in cluster.state.stop_reason
+    assert "fewer than n0 = 2" in cluster.state.stop.shortage
 
 
 def test_a_node_is_not_drained_where_another_that_is_taken_away_leaves_too_few() -> None:
@@ -206,7 +207,7 @@ def test_a_node_is_not_drained_where_another_that_is_taken_away_leaves_too_few()
     for iteration in range(FIRST + 1, END - 1):
         cluster.train(iteration)
 
-    assert not cluster.state.stop_requested
+    assert not cluster.state.stop.is_requested
     assert cluster.state.nodes == (0, 2)
     (warning,) = [one for one in of_type(cluster.commands, Warned) if one.undrained]
     assert warning.undrained == (2,)
@@ -219,7 +220,7 @@ def test_a_drain_ends_no_job_that_can_go_on_without_it(number: int) -> None:
     cluster = training(stopping_below(rules()), shaped_plan((1,) * number, 6))
     cluster.hear(DrainRequested(node=2))
     cluster.lose(0)
-    for iteration in range(cluster.state.next_iteration, END - 1):
+    for iteration in range(cluster.state.commits.next_iteration, END - 1):
         cluster.train(iteration)
 
     assert cluster.state.phase is Phase.TRAINING
@@ -244,7 +245,7 @@ def test_a_loss_while_a_node_joins_leads_to_the_survivors(number: int, later: in
     assert set(cluster.state.nodes) == left
     assert cluster.state.change is None
     assert set(cluster.state.plan.nodes) == left
-    for iteration in range(cluster.state.next_iteration, END):
+    for iteration in range(cluster.state.commits.next_iteration, END):
         cluster.train(iteration)
     assert committed(cluster) == list(range(FIRST, END))
 
@@ -263,7 +264,7 @@ def test_a_new_coordinator_finds_its_way_at_any_moment_of_a_change() -> None:
         moment.restart()
         assert moment.state.phase in (Phase.TRAINING, Phase.STARTING), moment.last_command
         assert set(moment.state.nodes) >= {0, 1}
-        assert moment.state.gone == ()
+        assert moment.state.membership.gone == ()
 
 
 def test_a_node_that_was_a_member_is_no_candidate() -> None:
@@ -272,7 +273,7 @@ def test_a_node_that_was_a_member_is_no_candidate() -> None:
     cluster.lose(2)
     cluster.hear(NodeArrived(node=2, rank=2, machine="m"), worker(2))
 
-    assert cluster.state.candidates == {}
+    assert cluster.state.membership.candidates == {}
     assert cluster.state.nodes == (0, 1)
 
 
@@ -315,7 +316,7 @@ def test_a_machine_that_fails_often_is_taken_back_later_each_time() -> None:
         cluster.hear(gone(node))
     cluster.join_on(4, "flaky")
 
-    assert cluster.state.candidates[4].not_before_s == NOW_S + 10.0
+    assert cluster.state.membership.candidates[4].not_before_s == NOW_S + 10.0
     assert cluster.state.change is None
 
 
@@ -330,7 +331,7 @@ def test_a_new_coordinator_knows_which_machines_failed_before_a_change() -> None
     assert cluster.state.nodes == (0, 1, 3)
     cluster.restart()
 
-    assert cluster.state.failures == {"flaky": (1, NOW_S)}
+    assert cluster.state.membership.failures == {"flaky": (1, NOW_S)}
 
 
 def test_a_stop_goes_before_a_change() -> None:

@@ -29,7 +29,7 @@ from planaria.coordinator.learning.history import (
     learned_nodes_per_failure,
     with_failure,
 )
-from planaria.coordinator.state import Rules
+from planaria.coordinator.rules import Rules
 from planaria.core.cluster import NodesLost, survivors
 from planaria.core.findings import FailureHistory
 from planaria.core.messages import CopySpoilt, PeerUnreachable
@@ -128,15 +128,16 @@ def test_a_failure_takes_each_of_its_nodes_once() -> None:
     crashing = trained(small_rules())
     for status in (-9, -11, -9):
         crashing.crash(1, status=status)
-    assert crashing.state.history.nodes == 1.0
+    assert crashing.state.membership.history.nodes == 1.0
 
     going = trained(small_rules())
     going.crash(1)
     going.lose(1)
-    assert going.state.history.nodes == 1.0
+    assert going.state.membership.history.nodes == 1.0
     going.restart()
     going.lose(3)
-    assert (going.state.history.nodes, going.state.history.weight) == (2.0, 1.0)
+    history = going.state.membership.history
+    assert (history.nodes, history.weight) == (2.0, 1.0)
 
 
 def test_where_nobody_is_lost_a_failure_takes_no_node() -> None:
@@ -148,7 +149,8 @@ def test_where_nobody_is_lost_a_failure_takes_no_node() -> None:
 
     for cluster in (cut, spoilt):
         assert cluster.state.epoch == 1
-        assert (cluster.state.history.nodes, cluster.state.history.weight) == (0.0, 1.0)
+        history = cluster.state.membership.history
+        assert (history.nodes, history.weight) == (0.0, 1.0)
 
 
 def test_the_job_file_overrides_what_is_learned() -> None:
@@ -165,14 +167,14 @@ def test_a_new_coordinator_knows_what_the_one_before_it_learned() -> None:
     """It stands in the newest record of members, also in one that a change has made."""
     cluster = trained(small_rules())
     cluster.lose(3)
-    before = cluster.state.history
+    before = cluster.state.membership.history
     assert before == FailureHistory(since_s=NOW_S, weight=1.0, last_s=NOW_S, nodes=1.0, struck=(3,))
     cluster.join(4)
-    cluster.train(cluster.state.next_iteration)
+    cluster.train(cluster.state.commits.next_iteration)
 
     cluster.restart()
 
-    assert cluster.state.history == before
+    assert cluster.state.membership.history == before
 
 
 def test_a_new_coordinator_knows_for_how_long_the_job_was_spared() -> None:
@@ -181,7 +183,7 @@ def test_a_new_coordinator_knows_for_how_long_the_job_was_spared() -> None:
     cluster.progress = Progress(num_committed=FIRST + 3, ends=False)
     cluster.restart()
 
-    assert cluster.state.history == FailureHistory(since_s=NOW_S - 3.0)
+    assert cluster.state.membership.history == FailureHistory(since_s=NOW_S - 3.0)
 
 
 def test_a_coordinator_that_is_lost_is_no_failure_of_nodes() -> None:
@@ -189,7 +191,7 @@ def test_a_coordinator_that_is_lost_is_no_failure_of_nodes() -> None:
     cluster = trained(small_rules())
     cluster.restart()
 
-    assert cluster.state.history.weight == 0.0
+    assert cluster.state.membership.history.weight == 0.0
 
 
 def test_what_is_not_saved_is_what_was_trained_since_the_newest_save() -> None:
@@ -201,7 +203,8 @@ def test_what_is_not_saved_is_what_was_trained_since_the_newest_save() -> None:
     checkpoint = replace(rules.job.checkpoint, persist_every=5)
     saving = replace(rules, job=replace(rules.job, checkpoint=checkpoint))
     often = outlook(saving, state, NOW_S)
-    published = outlook(rules, replace(state, versions=((FIRST + 1, 0),)), NOW_S)
+    later = replace(state, saves=replace(state.saves, versions=((FIRST + 1, 0),)))
+    published = outlook(rules, later, NOW_S)
 
     assert never.failures_per_s == pytest.approx(0.01)
     assert (never.unsaved_samples, never.between_saves) == (NUM_MICROBATCHES, inf)
@@ -270,6 +273,7 @@ def test_a_save_may_be_published_before_its_iteration_counts() -> None:
     rules = small_rules(failure_rate=36000.0)
     state = trained(rules).state
 
-    ahead = outlook(rules, replace(state, versions=((state.next_iteration + 1, 0),)), NOW_S)
+    saves = replace(state.saves, versions=((state.commits.next_iteration + 1, 0),))
+    ahead = outlook(rules, replace(state, saves=saves), NOW_S)
 
     assert ahead.unsaved_samples == 0.0

@@ -57,8 +57,8 @@ def key(value: object) -> object:
         case Mapping():
             return tuple(sorted((k, key(v)) for k, v in value.items()))
         case JobState():
-            facts = (value.answers, value.outcome, value.decision)
-            present = (tuple(sorted(value.workers)), tuple(sorted(value.ready)))
+            facts = (value.facts.answers, value.commits.outcome, value.facts.decision)
+            present = (tuple(sorted(value.workers)), tuple(sorted(value.facts.ready)))
             return (value.epoch, value.nodes, value.phase.value, *map(key, facts), *present)
         case AgentState():
             return (value.epoch, key(tuple(value.facts.values())))

@@ -178,7 +178,7 @@ def test_each_thing_happens_once_and_in_order(seed: int) -> None:
     files = tuple(file(layer) for layer in range(NUM_LAYERS))
     assert all(c.files == files for c in published)
     assert state.phase is Phase.ENDED
-    assert (state.reports, state.saves) == ({}, {})
+    assert (state.commits.reports, state.saves.files) == ({}, {})
 
 
 EVENTS: tuple[Event, ...] = (
@@ -343,7 +343,7 @@ def test_training_goes_on_after_a_save_that_failed() -> None:
     state, commands = after(training(), events)
 
     assert commands == [Discard(save, EPOCH, "disk full")]
-    assert state.saves == {}
+    assert state.saves.files == {}
     _, commands = after(state, all_saved(FIRST + 4))
     assert [type(command) for command in commands] == [Publish]
 

@@ -146,7 +146,7 @@ def test_the_odd_one_of_three_is_evicted_and_the_iteration_is_done_again(odd: in
     assert f"layer 3 on node {odd}" in notice.reason
     (start,) = of_type(commands, StartEpoch)
     assert (start.iteration, start.vector) == (FIRST, b"")
-    assert state.corrupted == {}
+    assert state.facts.corrupted == {}
 
 
 def test_two_odd_ones_in_different_layers_are_evicted_at_once() -> None:
@@ -177,7 +177,7 @@ def test_what_comes_late_of_an_older_epoch_changes_nothing() -> None:
     state, commands = after([gone(1), *all_report({2: BAD})])
 
     assert (state.phase, state.epoch) == (Phase.RECORDING, 1)
-    assert not state.corrupted
+    assert not state.facts.corrupted
     assert of_type(commands, Evict) == [Evict((1,))]
 
 
@@ -269,5 +269,5 @@ def test_a_save_after_an_iteration_that_is_not_told_yet_counts_it() -> None:
     events: list[Event] = [*reports, MembersRecorded(1), *held, DecisionRecorded(1)]
     state, commands = after(events)
 
-    assert state.next_iteration == FIRST + 1
+    assert state.commits.next_iteration == FIRST + 1
     assert [c.iteration for c in of_type(commands, Committed)] == [FIRST]

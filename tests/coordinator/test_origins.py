@@ -37,9 +37,10 @@ from planaria.coordinator.commands import (
     RecordMembers,
     SetAside,
 )
+from planaria.coordinator.rules import Rules
 from planaria.coordinator.saves import kept, newest_save, without_spoilt
 from planaria.coordinator.start import first_step, restored_step
-from planaria.coordinator.state import JobState, Phase, Rules
+from planaria.coordinator.state import JobState, Phase
 from planaria.coordinator.step import Event
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesLost
 from planaria.core.messages import Abort, CopySpoilt, StartEpoch, Stopped
@@ -80,7 +81,7 @@ def training(rules: Rules, *, is_saved: bool = True) -> JobState:
     if is_saved:
         events.append(Published(FIRST + 1, 0))
     state, _ = after(state, events, rules)
-    assert (state.phase, state.next_iteration) == (Phase.TRAINING, LAST)
+    assert (state.phase, state.commits.next_iteration) == (Phase.TRAINING, LAST)
     return state
 
 
@@ -107,20 +108,20 @@ def test_all_go_back_to_the_newest_save() -> None:
 
     (record,) = of_type(commands, RecordDecision)
     order = record.decision.order
-    assert record.outcome.origin == state.origin == SAVED
+    assert record.outcome.origin == state.commits.origin == SAVED
     assert (record.outcome.iteration, record.outcome.vector) == (SAVED.iteration, b"")
     assert isinstance(order, StartEpoch)
     assert (order.iteration, order.vector) == (SAVED.iteration, b"")
     assert (order.source, order.since) == (SAVED.source, 1)
     (decided,) = of_type(commands, Decided)
-    assert decided.iteration == state.next_iteration == SAVED.iteration
+    assert decided.iteration == state.commits.next_iteration == SAVED.iteration
     assert decided.redone_samples == 3 * NUM_MICROBATCHES  # Two committed ones, one in flight.
 
 
 def test_without_a_save_all_go_back_to_the_start_of_the_run() -> None:
     _, state, _ = back(GoesBack(), is_saved=False)
 
-    assert state.origin == Origin(iteration=FIRST, source=SOURCE, epoch=1)
+    assert state.commits.origin == Origin(iteration=FIRST, source=SOURCE, epoch=1)
 
 
 def test_what_ranks_have_from_before_counts_no_more() -> None:
@@ -175,7 +176,7 @@ def test_iterations_are_committed_again_by_reports_of_now_only() -> None:
     assert not of_type(old, Committed)
     (committed,) = of_type(new, Committed)
     assert (committed.iteration, committed.since) == (again, 1)
-    assert state.next_iteration == again + 1
+    assert state.commits.next_iteration == again + 1
 
 
 def test_a_save_that_is_being_published_is_waited_for() -> None:
@@ -188,7 +189,7 @@ def test_a_save_that_is_being_published_is_waited_for() -> None:
     assert state.phase is Phase.STOPPING
     state, _ = after(state, [Published(LAST, 0)], rules)
 
-    assert state.origin == Origin(iteration=LAST, source=f"{LAST}-0", epoch=1)
+    assert state.commits.origin == Origin(iteration=LAST, source=f"{LAST}-0", epoch=1)
 
 
 def test_a_new_coordinator_knows_that_all_went_back() -> None:
@@ -210,7 +211,7 @@ def test_a_new_coordinator_knows_that_all_went_back() -> None:
         now_s=NOW_S,
     )
     assert of_type(told, Abort)
-    assert state.next_iteration == SAVED.iteration
+    assert state.commits.next_iteration == SAVED.iteration
     newer = Published(LAST, 0)  # Had it been there, the first would have gone back to it.
     state, commands = after(state, [newer, *answers(1, range(5))], rules)
 
@@ -227,7 +228,7 @@ def test_a_layer_without_a_live_holder_sends_all_back(times: int) -> None:
     state, commands = after(training(rules), events, rules)
 
     assert not of_type(commands, End)
-    assert state.origin == SAVED
+    assert state.commits.origin == SAVED
 
 
 def unread(source: str, *, older: tuple[int, ...] = ()) -> tuple[JobState, list[Command]]:
@@ -250,9 +251,9 @@ def test_a_save_that_cannot_be_read_is_set_aside_and_an_older_one_used() -> None
     state, commands = unread(SOURCE, older=(FIRST - 2, FIRST - 1))
 
     assert SetAside(SOURCE) in commands
-    assert state.origin == Origin(iteration=FIRST - 1, source=f"{FIRST - 1}-0", epoch=1)
+    assert state.commits.origin == Origin(iteration=FIRST - 1, source=f"{FIRST - 1}-0", epoch=1)
     (record,) = of_type(commands, RecordDecision)
-    assert record.decision.order.iteration == state.next_iteration == FIRST - 1
+    assert record.decision.order.iteration == state.commits.next_iteration == FIRST - 1
 
 
 def test_nobody_makes_a_model_anew_where_no_save_can_be_read() -> None:
@@ -287,7 +288,7 @@ def test_a_new_coordinator_knows_which_saves_could_not_be_read() -> None:
         PLAN,
         term=1,
         members=members.members,
-        outcome=state.outcome,
+        outcome=state.commits.outcome,
         decision=None,
         progress=Progress(num_committed=LAST, ends=False),
         predicted_s=1.0,
@@ -319,12 +320,12 @@ def test_all_that_went_back_to_a_damaged_save_go_back_once_more() -> None:
     rules = replace(small_rules(policy=GoesBack(times=2)), source="")
     events: list[Event] = [gone(5), MembersRecorded(1), *answers(1, range(5)), DecisionRecorded(1)]
     state, _ = after(training(rules), events, rules)
-    assert state.origin == SAVED
+    assert state.commits.origin == SAVED
     events = [CopySpoilt(rank=2, epoch=1, reason="a bit is wrong", source=SAVED.source)]
     events += [MembersRecorded(2), *(stopped(rank, 2, layers=()) for rank in range(5))]
     state, commands = after(state, events, rules)
 
-    assert state.origin == Origin(iteration=FIRST, source="", epoch=2)
+    assert state.commits.origin == Origin(iteration=FIRST, source="", epoch=2)
     (record,) = of_type(commands, RecordDecision)
     assert isinstance(record.decision.order, StartEpoch)
     assert (record.decision.order.source, record.decision.order.iteration) == ("", FIRST)

@@ -40,7 +40,8 @@ from planaria.coordinator.commands import (
     RecordDecision,
     Tick,
 )
-from planaria.coordinator.state import Phase, Rules
+from planaria.coordinator.rules import Rules
+from planaria.coordinator.state import Phase
 from planaria.coordinator.step import Event, step
 from planaria.core.growing import Growing
 from planaria.core.messages import PeerUnreachable, SaveLayers, StartEpoch, Stopped
@@ -175,7 +176,8 @@ def test_a_job_whose_workers_are_all_new_does_not_begin_again(source: str) -> No
 def test_a_job_whose_last_save_is_on_disk_needs_no_workers_any_more() -> None:
     """All of them crashed between the last save and its manifest."""
     rules = small_rules()
-    state = replace(training_halves(rules), next_iteration=END, ends=True)
+    state = training_halves(rules)
+    state = replace(state, commits=replace(state.commits, next_iteration=END, ends=True))
     answers = [stopped(rank, 1) for rank in (0, 1, 2)]
     events: list[Event] = [gone(3), Published(END, 0), MembersRecorded(1), *answers]
 
@@ -230,7 +232,7 @@ def test_iterations_of_the_epoch_before_are_told_once_the_next_begins() -> None:
     (committed,) = of_type(commands, Committed)
     assert (committed.iteration, committed.loss, committed.ends) == (NEXT, float(NEXT), False)
     assert [report.rank for report in committed.reports] == [3]
-    assert state.next_iteration == NEXT + 1
+    assert state.commits.next_iteration == NEXT + 1
     late: list[Event] = [done(rank, NEXT, epoch=0) for rank in (0, 1, 2)]
     _, more = after(state, [*late, *(ready(rank, 1) for rank in (0, 1, 2))], rules)
     assert not of_type(more, Committed)
@@ -277,7 +279,7 @@ def test_an_iteration_of_which_nobody_can_tell_is_warned_of() -> None:
     (warned,) = of_type(commands, Warned)
     assert f"iteration {NEXT} is committed" in warned.text
     assert [c.iteration for c in of_type(commands, Committed)] == [NEXT + 1]
-    assert state.next_iteration == NEXT + 2
+    assert state.commits.next_iteration == NEXT + 2
 
 
 def last_answers(stop_votes: int) -> list[Stopped]:

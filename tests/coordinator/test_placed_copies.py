@@ -10,7 +10,7 @@ import pytest
 from helpers.coordinated import small_rules
 from helpers.jobs import shaped_plan
 from planaria.coordinator.placing import copies_of, version_iterations
-from planaria.coordinator.state import Rules
+from planaria.coordinator.rules import Rules
 from planaria.core.job import CheckpointConfig
 from planaria.core.plan import Link, Plan, on_one_device
 from planaria.job.planning import read_profile

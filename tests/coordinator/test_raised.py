@@ -38,8 +38,9 @@ from planaria.coordinator.commands import (
     RecordMembers,
 )
 from planaria.coordinator.crashes import _why_needed
+from planaria.coordinator.rules import Rules
 from planaria.coordinator.start import first_step
-from planaria.coordinator.state import Crash, JobState, Phase, Rules
+from planaria.coordinator.state import Crash, JobState, Phase
 from planaria.coordinator.step import Event, step
 from planaria.core.messages import Abort, Raised, StopRequested, WorkerExited, WorkerFailed
 from planaria.core.plan import Pipeline, plain_plan
@@ -58,7 +59,7 @@ def test_what_is_no_mistake_of_the_jobs_is_recovered_from() -> None:
     assert "rank 1 on node 1 raised OSError in layers 5 to 9: [Errno 5] data" in notice.reason
     for iteration in range(NEXT, END):
         cluster.train(iteration)
-    assert cluster.state.next_iteration == END
+    assert cluster.state.commits.next_iteration == END
 
 
 def test_a_worker_that_raised_is_replaced_if_others_hold_its_layers() -> None:
@@ -98,7 +99,7 @@ def test_two_holders_that_raise_at_once_both_keep_what_they_hold() -> None:
     (order,) = of_type(cluster.commands, Abort)
     assert order.replaced == {}
     assert cluster.state.phase is Phase.TRAINING
-    assert cluster.state.next_iteration == NEXT
+    assert cluster.state.commits.next_iteration == NEXT
 
 
 def test_a_worker_whose_peer_was_just_forked_is_not_replaced() -> None:
@@ -127,7 +128,7 @@ def test_three_times_on_one_node_evict_it_and_the_job_goes_on() -> None:
     assert "raised OSError in layers 5 to 9: [Errno 5] data, the 3rd time" in notice.reason
     for iteration in range(NEXT, END):
         cluster.train(iteration)
-    assert cluster.state.next_iteration == END
+    assert cluster.state.commits.next_iteration == END
 
 
 @pytest.mark.parametrize("status", [-7, -11, -9, 1])
@@ -159,7 +160,7 @@ def test_iterations_that_are_done_again_forgive_nothing() -> None:
     cluster = trained(SINGLE, small_rules(failures_tolerated=0))
     for _ in range(2):
         cluster.crash(1, status=-7)
-        assert cluster.state.next_iteration == FIRST
+        assert cluster.state.commits.next_iteration == FIRST
         for iteration in range(FIRST, NEXT):
             cluster.train(iteration)
     cluster.crash(1, status=-7)
@@ -186,16 +187,16 @@ def test_workers_of_a_node_that_end_at_once_are_one_misfortune() -> None:
     killed = [WorkerExited(node=0, rank=rank, pid=50 + rank, status=-9) for rank in range(3)]
     state, commands = after(state, killed, rules)
 
-    assert [crash.rank for crash in state.crashes] == [0, 1, 2]
+    assert [crash.rank for crash in state.troubles.crashes] == [0, 1, 2]
     assert not of_type(commands, Evict)
-    assert state.failure is None
+    assert state.stop.failure is None
 
 
 def test_a_rank_that_crashes_once_is_not_said_to_have_crashed_three_times() -> None:
     """Another rank of its node has; the third time all were leaving the epoch already."""
     rules, state = of_four_ranks()
     thrice = tuple(Crash(0, 0, 50, epoch, Raised(error="SIGKILL")) for epoch in range(3))
-    state = replace(state, crashes=thrice)
+    state = replace(state, troubles=replace(state.troubles, crashes=thrice))
     killed = WorkerExited(node=0, rank=1, pid=51, status=-9)
     _, commands = step(rules, state, killed, NOW_S)
 
@@ -212,7 +213,7 @@ def test_what_is_told_again_counts_once() -> None:
         for word in (event, ended):
             cluster.state, _ = step(cluster.rules, cluster.state, word, NOW_S)
 
-    assert [crash.rank for crash in cluster.state.crashes] == [1, 3]
+    assert [crash.rank for crash in cluster.state.troubles.crashes] == [1, 3]
     assert not of_type(cluster.commands, Evict)
 
 
@@ -225,7 +226,7 @@ def test_a_worker_that_raises_once_more_before_it_makes_way_has_one_successor() 
     state, _ = after(state, events, cluster.rules)
 
     assert state.workers[1].pid == 77
-    assert state.replaced[1] == 51
+    assert state.troubles.replaced[1] == 51
 
 
 def test_the_successor_of_a_worker_whose_end_fails_the_job_is_told_to_answer() -> None:
@@ -241,7 +242,7 @@ def test_the_successor_of_a_worker_whose_end_fails_the_job_is_told_to_answer() -
     assert cluster.state.phase is Phase.STOPPING
     cluster.state, commands = step(cluster.rules, cluster.state, exited(1, pid=pid + 1), NOW_S)
 
-    assert cluster.state.failure is not None
+    assert cluster.state.stop.failure is not None
     assert [one.members.epoch for one in of_type(commands, RecordMembers)] == [epoch + 1]
 
 

@@ -72,7 +72,7 @@ def trained(cluster: FakeCluster, num_iterations: int = 2) -> FakeCluster:
     for iteration in range(FIRST, FIRST + num_iterations):
         cluster.train(iteration)
     assert cluster.state.phase is Phase.TRAINING
-    assert cluster.state.next_iteration == FIRST + num_iterations
+    assert cluster.state.commits.next_iteration == FIRST + num_iterations
     return cluster
 
 
@@ -123,10 +123,10 @@ def test_a_loss_in_every_phase_leads_to_the_next_epoch(phase: str, kind: str) ->
     notice = notify.message
     assert isinstance(notice, Recovering)
     assert (notice.kind, notice.nodes, notice.epoch) == (kind, (2,), state.epoch)
-    assert (notice.iteration, notice.lost_s) == (before.next_iteration, NOW_S)
-    gone_so_far = tuple(sorted({*before.gone, *evicted}))
+    assert (notice.iteration, notice.lost_s) == (before.commits.next_iteration, NOW_S)
+    gone_so_far = tuple(sorted({*before.membership.gone, *evicted}))
     assert evict == ([Evict(evicted)] if evicted else [])
-    struck = tuple(sorted({*before.history.struck, 2}))
+    struck = tuple(sorted({*before.membership.history.struck, 2}))
     history = FailureHistory(
         since_s=NOW_S, weight=1.0, last_s=NOW_S, nodes=len(struck), struck=struck
     )
@@ -268,7 +268,7 @@ def test_a_job_that_cannot_go_on_saves_what_is_whole_then_ends(case: str) -> Non
     assert isinstance(end, End)
     assert end.ending is Ending.LOST
     assert reason in end.reason
-    assert cluster.state.published == FIRST + 2
+    assert cluster.state.saves.published == FIRST + 2
 
 
 def test_the_holders_share_the_last_save() -> None:

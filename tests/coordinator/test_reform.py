@@ -67,7 +67,7 @@ def lost_one(
 
 def train(cluster: FakeCluster, number: int) -> None:
     for _ in range(number):
-        cluster.train(cluster.state.next_iteration)
+        cluster.train(cluster.state.commits.next_iteration)
 
 
 def look(cluster: FakeCluster, number: int) -> None:
@@ -96,7 +96,7 @@ def test_a_loss_is_rerouted_at_once_and_pipelines_are_made_anew_while_training_g
     assert not cluster.state.plan.gone
     assert cluster.state.plan.nodes == cluster.state.nodes == (0, 2, 3, 4, 5)
     iterations = [notice.iteration for notice in of_type(cluster.commands, Committed)]
-    assert iterations == list(range(FIRST, cluster.state.next_iteration))
+    assert iterations == list(range(FIRST, cluster.state.commits.next_iteration))
     assert len(of_type(cluster.commands, Recovering)) == 1
     assert cluster.state.change is None
     number = len(of_type(cluster.commands, StartEpoch))
@@ -108,15 +108,15 @@ def test_a_loss_is_rerouted_at_once_and_pipelines_are_made_anew_while_training_g
 def test_a_change_takes_as_many_iterations_as_it_is_priced_at(bytes_per_s: float) -> None:
     """Three waves, or two; messages take no time."""
     cluster = lost_one(bytes_per_s=bytes_per_s)
-    began = cluster.state.next_iteration
-    while not of_type(cluster.commands, Changed) and cluster.state.next_iteration < END:
+    began = cluster.state.commits.next_iteration
+    while not of_type(cluster.commands, Changed) and cluster.state.commits.next_iteration < END:
         train(cluster, 1)
 
     (changed,) = of_type(cluster.commands, Changed)
     (taken,) = (one for one in changed.candidates if one.answer == changed.answer)
     (stay,) = (one for one in changed.candidates if one.answer == "stay")
     assert taken.moving_s == pytest.approx(
-        (cluster.state.next_iteration - began) * stay.iteration_s
+        (cluster.state.commits.next_iteration - began) * stay.iteration_s
     )
 
 
@@ -125,7 +125,7 @@ def test_a_change_is_told_with_the_failures_that_it_was_weighed_by() -> None:
     cluster = lost_one(failure_rate=0.0)
     expected_s = time_to_failure_s(cluster.rules, cluster.state, NOW_S)
     for number in range(40):
-        cluster.train_at(cluster.state.next_iteration, NOW_S + 3.0 * number)
+        cluster.train_at(cluster.state.commits.next_iteration, NOW_S + 3.0 * number)
 
     (changed,) = of_type(cluster.commands, Changed)
     assert (changed.asked_s, changed.time_to_failure_s) == (NOW_S, expected_s)
@@ -147,8 +147,8 @@ def test_what_was_not_worth_it_is_begun_when_failures_have_become_rare() -> None
     cluster = lost_one(failure_rate=0.0, bytes_per_s=60.0, iterations=10_000)
     asked = set()
     for later_s in range(0, 7200, 60):
-        cluster.train_at(cluster.state.next_iteration, NOW_S + later_s)
-        asked.add(cluster.state.asked)
+        cluster.train_at(cluster.state.commits.next_iteration, NOW_S + later_s)
+        asked.add(cluster.state.search.last_situation)
         if later_s == 60:
             assert not of_type(cluster.commands, Changed)
 
@@ -213,7 +213,7 @@ def test_a_loss_in_the_middle_is_answered_like_any_other(node: int, later: int) 
     assert cluster.state.nodes == tuple(sorted({0, 2, 3, 4, 5} - {node}))
     assert set(cluster.state.plan.nodes) == set(cluster.state.nodes)
     iterations = [notice.iteration for notice in of_type(cluster.commands, Committed)]
-    assert iterations == list(range(FIRST, cluster.state.next_iteration))
+    assert iterations == list(range(FIRST, cluster.state.commits.next_iteration))
 
 
 @pytest.mark.parametrize("looks_ahead", [False, True])

@@ -84,7 +84,7 @@ def test_a_coordinator_may_be_killed_after_each_of_its_steps(story: str) -> None
         assert state.phase is Phase.TRAINING, where
         alive = {node for node, one in moment.nodes.items() if one.is_alive}
         assert set(state.nodes) == alive, where
-        assert {moment.nodes[node].age for node in alive} == {state.next_iteration}, where
+        assert {moment.nodes[node].age for node in alive} == {state.commits.next_iteration}, where
         assert not of_type(moment.commands, End), where
 
 
@@ -128,7 +128,7 @@ def test_what_is_on_record_as_committed_is_not_told_again() -> None:
 
     told = [c.iteration for c in of_type(cluster.commands[before:], Committed)]
     assert told == [FIRST + 1]
-    assert cluster.state.next_iteration == FIRST + 2
+    assert cluster.state.commits.next_iteration == FIRST + 2
 
 
 def test_what_was_reported_while_nobody_led_is_committed() -> None:
@@ -138,7 +138,7 @@ def test_what_was_reported_while_nobody_led_is_committed() -> None:
         node.trains(FIRST + 2)
     cluster.restart()
 
-    assert cluster.state.next_iteration == FIRST + 3
+    assert cluster.state.commits.next_iteration == FIRST + 3
 
 
 def test_what_was_reported_before_a_loss_is_told_once_somebody_leads_again() -> None:

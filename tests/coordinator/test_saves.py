@@ -86,7 +86,7 @@ def test_whoever_has_to_go_back_waits_for_the_disk_for_a_while(is_listing: bool)
     """The save that is being made complete, or listed, may be the one to go back to."""
     state = publishing()
     if is_listing:
-        state = replace(state, is_listing=True, publishing=frozenset())
+        state = replace(state, saves=replace(state.saves, is_listing=True, publishing=frozenset()))
     state, commands = after(state, lost((0, 2)), RULES)
     assert state.phase is Phase.STOPPING
     assert not of_type(commands, RecordDecision)
@@ -97,8 +97,8 @@ def test_whoever_has_to_go_back_waits_for_the_disk_for_a_while(is_listing: bool)
     assert unanswered == state
     unanswered, _ = step(RULES, state, Tick(), NOW_S + TIMEOUT_S)
 
-    assert answered.origin == Origin(iteration=NEXT, source=f"{NEXT}-0", epoch=2)
-    assert unanswered.origin == Origin(iteration=FIRST, source=SOURCE, epoch=2)
+    assert answered.commits.origin == Origin(iteration=NEXT, source=f"{NEXT}-0", epoch=2)
+    assert unanswered.commits.origin == Origin(iteration=FIRST, source=SOURCE, epoch=2)
 
 
 @pytest.mark.parametrize("is_published", [False, True])
@@ -184,7 +184,7 @@ def test_that_saves_are_skipped_is_told_less_and_less_often() -> None:
 
     assert [one.iteration - NEXT for one in told] == [1, 2, 4, 8, 16, 32, 64]
     assert "64 saves were skipped so far; the next word of it is at 128" in told[-1].reason
-    assert len(state.unsaved) < 100
+    assert len(state.saves.unsaved) < 100
 
 
 def test_what_others_wrote_of_a_skipped_save_is_removed() -> None:
@@ -193,7 +193,7 @@ def test_what_others_wrote_of_a_skipped_save_is_removed() -> None:
     state, commands = after(training_halves(RULES), events, RULES)
 
     assert of_type(commands, Discard) == [Discard(NEXT, 0, "")]
-    assert not state.saves
+    assert not state.saves.files
 
 
 def test_a_save_that_cannot_be_complete_lets_the_next_one_have_its_turn() -> None:
@@ -208,7 +208,8 @@ def test_a_save_that_cannot_be_complete_lets_the_next_one_have_its_turn() -> Non
 
 def test_versions_that_could_not_be_read_are_none_of_those_that_are_kept() -> None:
     """Whoever removes old ones is told."""
-    state = replace(training_halves(RULES), spoilt=frozenset({"9-0"}))
+    state = training_halves(RULES)
+    state = replace(state, saves=replace(state.saves, spoilt=frozenset({"9-0"})))
     _, commands = after(state, whole(NEXT), RULES)
 
     (publish,) = of_type(commands, Publish)
@@ -226,7 +227,7 @@ def test_an_agent_forgets_no_save_for_those_that_were_skipped() -> None:
 def test_holders_that_differ_in_the_first_epoch_wait_for_a_save() -> None:
     """That save may be all that is left; nothing was lost before."""
     state = publishing()
-    assert state.loss is None
+    assert state.facts.loss is None
     for rank in HALVES.ranks:
         hashes = {3: 7 + (rank == 0)} if rank % 2 == 0 else {}
         event = Corrupted(rank=rank, epoch=0, age=NEXT, hashes=hashes)
@@ -250,11 +251,11 @@ def test_saves_of_before_are_dropped_where_all_go_back() -> None:
     """What is trained anew is another history, and what they go back to is older than these."""
     events: list[Event] = [*whole(NEXT), *whole(NEXT + 1), *lost((0, 2))]
     state, _ = after(training_halves(RULES), events, RULES)
-    assert list(state.saves) == [(NEXT + 1, 0)]
+    assert list(state.saves.files) == [(NEXT + 1, 0)]
     state, _ = step(RULES, state, Tick(), NOW_S + TIMEOUT_S)
 
-    assert state.origin.epoch == 2
-    assert not state.saves
+    assert state.commits.origin.epoch == 2
+    assert not state.saves.files
 
 
 def test_a_save_of_before_a_loss_that_cannot_be_published_is_told_and_removed() -> None:
@@ -273,4 +274,4 @@ def test_few_saves_of_before_a_loss_wait() -> None:
     state, commands = after(state, late, RULES)
 
     assert of_type(commands, Discard) == [Discard(NEXT + 1, 0, "")]
-    assert [iteration for iteration, _ in state.saves] == [NEXT + n for n in range(2, 6)]
+    assert [iteration for iteration, _ in state.saves.files] == [NEXT + n for n in range(2, 6)]

@@ -79,7 +79,7 @@ def train(
             hops = [hop for route in state.plan.routes for hop in route if hop.rank == rank]
             work_s = sum(sum(layer_s[hop.first_layer : hop.end_layer]) for hop in hops)
             cluster.nodes[rank].computing_s = slowness.get(rank, 1.0) * work_s
-        cluster.train_at(state.next_iteration, now_s)
+        cluster.train_at(state.commits.next_iteration, now_s)
 
 
 def layers_of(cluster: FakeCluster, node: int) -> int:
@@ -112,7 +112,7 @@ def test_a_slow_node_gets_less_work_and_all_of_it_back() -> None:
     assert (fast.kinds, fast.reason) == ({1: "fast"}, "")
     assert layers_of(cluster, 1) == before
     assert cluster.state.speeds == cluster.state.plan.slow_nodes == {}
-    assert committed(cluster) == list(range(FIRST, cluster.state.next_iteration))
+    assert committed(cluster) == list(range(FIRST, cluster.state.commits.next_iteration))
     assert of_type(cluster.commands, Recovering) == []
     number = len(cluster.commands)
     train(cluster, 20, slowness={})
@@ -156,7 +156,7 @@ def test_a_loss_at_any_moment_leaves_a_plan_for_the_speeds(node: int, later: int
     left = {0, 1, 2, 3, 4} - {node}
     assert set(cluster.state.plan.nodes) == left
     assert cluster.state.plan.slow_nodes == ({1: 0.5} if node != 1 else {})
-    assert committed(cluster) == list(range(FIRST, cluster.state.next_iteration))
+    assert committed(cluster) == list(range(FIRST, cluster.state.commits.next_iteration))
 
 
 @pytest.mark.parametrize("word", ["lost", "drained", "drained, and told by the next"])

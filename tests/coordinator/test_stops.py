@@ -6,7 +6,8 @@ from helpers.coordinated import END, FIRST, Survivors, of_type, saved, small_rul
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.commands import End, Ending, MustEnd
-from planaria.coordinator.state import Phase, Rules
+from planaria.coordinator.rules import Rules
+from planaria.coordinator.state import Phase
 from planaria.core.messages import NoticeTaken, SaveLayers, StopRequested
 from planaria.core.records import Committed, Decision, Progress
 
@@ -30,14 +31,14 @@ def test_no_job_stops_for_want_of_nodes_that_have_come() -> None:
     came and that one was lost: there are enough, and the job goes on to its end."""
     cluster = training(rules())
     cluster.hear(NoticeTaken(node=1, rank=1, after_s=30.0))
-    assert cluster.state.stop_reason
+    assert cluster.state.stop.shortage
     cluster.join(2)
     cluster.lose(1)
     for iteration in range(FIRST + 1, END):
         cluster.train(iteration)
 
     assert cluster.state.nodes == (0, 2)
-    assert not cluster.state.stop_reason
+    assert not cluster.state.stop.shortage
     assert [one.iteration for one in of_type(cluster.commands, Committed) if one.ends] == [END - 1]
 
 
@@ -46,8 +47,8 @@ def test_the_users_own_stop_stays_where_too_few_nodes_would_have_made_one() -> N
     cluster.hear(NoticeTaken(node=1, rank=1, after_s=30.0), StopRequested())
     cluster.join(2)
     cluster.lose(1)
-    assert cluster.state.stop_requested
-    number = cluster.state.next_iteration
+    assert cluster.state.stop.is_requested
+    number = cluster.state.commits.next_iteration
     cluster.train(number)
     cluster.hear(*(saved(n, number + 1, epoch=1, layers=range(NUM_LAYERS)) for n in (0, 2)))
 
@@ -71,11 +72,11 @@ def test_a_new_coordinator_asks_again_for_the_stop_that_a_notice_made() -> None:
     """What it tells ranks to begin takes back that they were asked for one."""
     cluster = training(rules())
     cluster.hear(NoticeTaken(node=1, rank=1, after_s=30.0))
-    reason = cluster.state.stop_reason
+    reason = cluster.state.stop.shortage
     cluster.progress = Progress(num_committed=FIRST + 1, ends=False, stop_reason=reason)
     cluster.restart()
 
-    assert cluster.state.stop_requested
+    assert cluster.state.stop.is_requested
     assert all(cluster.nodes[node].stops for node in (0, 1))
 
 
@@ -83,7 +84,7 @@ def test_a_new_coordinator_knows_that_a_notice_made_the_job_stop() -> None:
     """It awaits the last save, and does not call that the job's end: the exit code says so."""
     cluster = training(rules())
     cluster.hear(NoticeTaken(node=1, rank=1, after_s=30.0))
-    reason = cluster.state.stop_reason
+    reason = cluster.state.stop.shortage
     number = FIRST + 2
     cluster.progress = Progress(num_committed=number, ends=True, stop_reason=reason)
     cluster.restart()

@@ -18,8 +18,9 @@ from planaria.coordinator.commands import (
     RecordMembers,
     Tell,
 )
+from planaria.coordinator.rules import Rules
 from planaria.coordinator.start import first_step, restored_step
-from planaria.coordinator.state import JobState, Phase, Rules
+from planaria.coordinator.state import JobState, Phase
 from planaria.coordinator.step import Event, step
 from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.commit import CommitVector, Votes, encode_vector, vector_layout
@@ -304,7 +305,7 @@ def handle(
     assert world.state is not None
     before = world.state
     if not protocol.keeps_outcomes and before.phase is Phase.STOPPING:
-        before = replace(before, outcome=None)
+        before = replace(before, commits=replace(before.commits, outcome=None))
     state, commands = step(RULES, before, event, 0.0)  # type: ignore[arg-type]
     actions = [action for command in commands for action in split(command, state)]
     return world._replace(state=state, pending=tuple(actions))

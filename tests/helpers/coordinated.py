@@ -6,8 +6,9 @@ from typing import Any, TypeVar
 
 from helpers.jobs import NUM_LAYERS, shaped_plan, template
 from planaria.coordinator.commands import Command, DecisionRecorded, Notify, Tell
+from planaria.coordinator.rules import Rules
 from planaria.coordinator.start import first_step
-from planaria.coordinator.state import JobState, Phase, Rules
+from planaria.coordinator.state import JobState, Phase
 from planaria.coordinator.step import Event, step
 from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.commit import CommitVector, Votes, encode_vector, vector_layout
@@ -232,5 +233,5 @@ def training_halves(rules: Rules) -> JobState:
     events += [ready(rank, 0) for rank in HALVES.ranks]
     events += [done(rank, i, epoch=0) for i in range(FIRST, NEXT) for rank in HALVES.ranks]
     state, _ = after(state, events, rules)
-    assert (state.phase, state.next_iteration) == (Phase.TRAINING, NEXT)
+    assert (state.phase, state.commits.next_iteration) == (Phase.TRAINING, NEXT)
     return state

@@ -1,9 +1,9 @@
 """A fake cluster for tests of the coordinator: nodes that answer at once, and its records."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -32,8 +32,9 @@ from planaria.coordinator.commands import (
     RecordMembers,
     Tell,
 )
+from planaria.coordinator.rules import Rules
 from planaria.coordinator.start import first_step, restored_step
-from planaria.coordinator.state import JobState, Rules
+from planaria.coordinator.state import JobState
 from planaria.coordinator.step import Event, step
 from planaria.core.messages import (
     AT_COMMIT,
@@ -187,6 +188,11 @@ class FakeCluster:
             self.state, commands = step(self.rules, self.state, event, now_s)
             self._carry_out(commands)
 
+    def set_failures(self, failures: Mapping[str, tuple[int, float]]) -> None:
+        """The coordinator knows that machines failed so often, and when they did last."""
+        membership = replace(self.state.membership, failures=failures)
+        self.state = replace(self.state, membership=membership)
+
     def train(self, iteration: int) -> None:
         """Every rank of the plan applies an iteration."""
         self.train_at(iteration, NOW_S)
@@ -268,13 +274,13 @@ class FakeCluster:
     def _connect_all(self) -> None:
         """Every member says all that nobody has acknowledged, then hears the newest order."""
         for number, node in list(self.nodes.items()):
-            if number not in self.state.gone:
+            if number not in self.state.membership.gone:
                 self._connected.add(number)
                 self.hear(*said_again(node.agent, NOW_S))
                 told = self._order
                 if told is not None and number in (told.nodes or self.state.nodes):
                     self.hear(*node.take(told.message))
-                if self.state.stop_requested:
+                if self.state.stop.is_requested:
                     self.hear(*node.take(StopRequested()))
 
     def _carry_out(self, commands: Iterable[Command]) -> None:

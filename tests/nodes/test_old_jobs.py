@@ -28,7 +28,8 @@ from helpers.coordinated import (
 from helpers.jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.commands import MembersRecorded, Saving
 from planaria.coordinator.leadership import Leadership
-from planaria.coordinator.state import Phase, Rules
+from planaria.coordinator.rules import Rules
+from planaria.coordinator.state import Phase
 from planaria.coordinator.step import Event
 from planaria.core.commit import Votes, commit_vector, decode_vector, encode_vector, vector_layout
 from planaria.core.messages import StartEpoch, ToNode
@@ -130,7 +131,7 @@ def test_a_job_of_ten_thousand_nodes_is_recorded_and_restarted(tmp_path: Path) -
             assert sum(len(entry.value) for entry in entries) > VALUE_BYTES_MAX
         leadership = await restarted(tmp_path, rules, HALVES)
         assert leadership.state.plan == plan
-        assert leadership.state.decision == decision
+        assert leadership.state.facts.decision == decision
         assert leadership.state.phase is Phase.JOINING
 
     rules = small_rules(max_nodes=10_000)
@@ -165,9 +166,9 @@ def test_a_job_with_a_batch_of_a_million_survives_a_loss_and_a_restart(tmp_path:
             for event in events:
                 await leadership.handle(event, NOW_S)
         state = (await restarted(tmp_path, rules, HALVES)).state
-        assert state.outcome is not None
-        assert (state.epoch, state.outcome.iteration) == (1, NEXT + 1)
-        assert decode_vector(state.outcome.vector, rules.layout) == summed
+        assert state.commits.outcome is not None
+        assert (state.epoch, state.commits.outcome.iteration) == (1, NEXT + 1)
+        assert decode_vector(state.commits.outcome.vector, rules.layout) == summed
         assert summed.loss == sum(losses)
 
     asyncio.run(run())

@@ -11,7 +11,8 @@ from planaria.coordinator import change, choice, leadership, outcomes, recovery,
 from planaria.coordinator.commands import DecisionRecorded
 from planaria.coordinator.leadership import Leadership
 from planaria.coordinator.membership import trust
-from planaria.coordinator.state import JobState, Rules, Step
+from planaria.coordinator.rules import Rules
+from planaria.coordinator.state import JobState, Step
 from planaria.core.growing import Growing
 from planaria.core.messages import (
     Abort,
@@ -75,7 +76,7 @@ def outcomes_do_not_outlive_their_epoch(patch: pytest.MonkeyPatch) -> None:
     real = outcomes.outcome_of
 
     def outcome(state: JobState) -> Outcome:
-        return real(replace(state, outcome=None))
+        return real(replace(state, commits=replace(state.commits, outcome=None)))
 
     patch.setattr(recovery, "outcome_of", outcome)
 
@@ -181,11 +182,12 @@ def one_report_commits(patch: pytest.MonkeyPatch) -> None:
     real = step._committed
 
     def committed(rules: Rules, state: JobState, now_s: float) -> Step:
-        reports = state.reports_of(state.next_iteration)
+        reports = state.commits.reports_of(state.commits.next_iteration)
         if reports:
             one = reports[min(reports)]
             everyone = Growing(dict.fromkeys(state.plan.all_ranks, one))
-            state = replace(state, reports={**state.reports, state.next_iteration: everyone})
+            reported = {**state.commits.reports, state.commits.next_iteration: everyone}
+            state = replace(state, commits=replace(state.commits, reports=reported))
         return real(rules, state, now_s)
 
     patch.setattr(step, "_committed", committed)
@@ -253,7 +255,8 @@ def jobs_begin_again(patch: pytest.MonkeyPatch) -> None:
     real = outcomes.outcome_of
 
     def outcome(state: JobState) -> Outcome:
-        return real(replace(state, next_iteration=state.origin.iteration))
+        commits = replace(state.commits, next_iteration=state.commits.origin.iteration)
+        return real(replace(state, commits=commits))
 
     patch.setattr(recovery, "outcome_of", outcome)
 

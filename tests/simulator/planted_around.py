@@ -11,7 +11,8 @@ from planaria.coordinator import crashes, recovery
 from planaria.coordinator import step as coordinator
 from planaria.coordinator.commands import Ending, MustEnd
 from planaria.coordinator.crashes import _ended_unsaved
-from planaria.coordinator.state import JobState, Rules, Step
+from planaria.coordinator.rules import Rules
+from planaria.coordinator.state import JobState, Step
 from planaria.core.messages import WorkerFailed
 from planaria.core.records import Rescue
 from planaria.observe.ledger import Category
@@ -32,7 +33,7 @@ def failed_jobs_save_nothing(patch: pytest.MonkeyPatch) -> None:
         state: JobState, rules: Rules, failure: WorkerFailed, *, reason: str, now_s: float
     ) -> Step:
         del rules, now_s
-        return _ended_unsaved(replace(state, failure=failure), reason)
+        return _ended_unsaved(replace(state, stop=replace(state.stop, failure=failure)), reason)
 
     patch.setattr(crashes, "_failing", failing)
 

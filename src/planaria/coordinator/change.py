@@ -43,7 +43,8 @@ from planaria.coordinator.membership.shortage import (
 from planaria.coordinator.membership.standby import able_candidates, num_taken
 from planaria.coordinator.membership.trust import seen_node
 from planaria.coordinator.placing import copies_of, idle_of
-from planaria.coordinator.state import JobState, Rules, Step
+from planaria.coordinator.rules import Rules
+from planaria.coordinator.state import JobState, Step
 from planaria.coordinator.switching import Change, Switch, waves_of, weighed_as
 from planaria.core.cluster import ClusterState, NodesChanged
 from planaria.core.growing import Growing
@@ -63,18 +64,19 @@ _STAYING: Final = (JOIN, SLOW, FAST, REFORM)  # Kinds of nodes that are members 
 
 def begun(rules: Rules, state: JobState, now_s: float) -> Step:
     """Begins the best change for joining, leaving and slow nodes, or to a better plan, if any."""
-    if state.change is not None or state.ends or state.stop_requested:
+    if state.change is not None or state.commits.ends or state.stop.is_requested:
         return state, ()
-    known, speeds = state.plan.slow_nodes, state.speeds
+    known, speeds, members = state.plan.slow_nodes, state.speeds, state.membership
     hurried = _hurried(rules, state)
-    if not (state.leaving or state.candidates or known or speeds or state.idle or hurried):
+    if not (members.leaving or members.candidates or known or speeds or state.idle or hurried):
         return state, ()  # The usual case, decided fast because it follows nearly every report.
-    leaving = tuple(sorted(set(state.leaving).intersection(state.nodes)))
+    leaving = tuple(sorted(set(members.leaving).intersection(state.nodes)))
     joining = _joining(rules, state, len(state.nodes) - len(leaving), now_s)
     tried, slowness = _tried(state), tuple(speeds.values())
     often = frexp(time_to_failure_s(rules, state, now_s))[1]
     asked = (state.nodes, joining, leaving, tuple(speeds), slowness, tried, (often,))
-    if not (joining or leaving or known or speeds or tried or hurried) or asked == state.asked:
+    last = state.search.last_situation
+    if not (joining or leaving or known or speeds or tried or hurried) or asked == last:
         return state, ()
     staying = tuple(node for node in state.nodes if node not in leaving)
     num_left = len(staying) + len(joining)
@@ -82,8 +84,8 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
         return state, ()
     if leaving and (short := shortage_text(rules, num_left)):
         return _too_few(rules, state, num_left, short)
-    is_told = asked[:-1] == state.asked[:-1]
-    state = replace(state, asked=asked)
+    is_told = asked[:-1] == last[:-1]
+    state = replace(state, search=replace(state.search, last_situation=asked))
     news = {n for n in staying if known.get(n, 1.0) != speeds.get(n, 1.0)}.union(tried)
     slow = tuple(sorted(news.difference(leaving)))
     if not (slow or joining or leaving):  # A better plan is looked for, with slow nodes as known.
@@ -141,9 +143,9 @@ def _hurried(rules: Rules, state: JobState) -> str:
     Empty if none may.
     """
     policy = rules.job.resilience.policy
-    if state.is_settled or policy not in _IMPROVING:
+    if state.search.is_plan_searched or policy not in _IMPROVING:
         return ""
-    if rules.looks_ahead and state.sought != state.epoch:
+    if rules.looks_ahead and state.search.searched_epoch != state.epoch:
         return ""
     if state.plan.gone and policy == "adaptive":
         return f"microbatches went around node {', '.join(map(str, state.plan.gone))}"
@@ -157,7 +159,7 @@ def _kinds(state: JobState, event: NodesChanged, transition: Transition) -> dict
     """
     kinds = {node: SLOW if node in state.speeds else FAST for node in event.slow}
     kinds |= {node: JOIN for node in event.joined if node in transition.after.nodes}
-    kinds |= {node: state.leaving[node].kind for node in event.leaving}
+    kinds |= {node: state.membership.leaving[node].kind for node in event.leaving}
     return kinds or dict.fromkeys(_reformed(transition), REFORM)
 
 
@@ -194,9 +196,9 @@ def _is_help_coming(rules: Rules, state: JobState, num_left: int, now_s: float) 
         return False
     is_coming = any(
         waits.not_before_s <= now_s and not state.has_workers(node)
-        for node, waits in state.candidates.items()
+        for node, waits in state.membership.candidates.items()
     )
-    return is_coming and all(now_s < leave.until_s for leave in state.leaving.values())
+    return is_coming and all(now_s < leave.until_s for leave in state.membership.leaving.values())
 
 
 def _too_few(rules: Rules, state: JobState, num_left: int, shortage: str) -> Step:
@@ -207,7 +209,7 @@ def _too_few(rules: Rules, state: JobState, num_left: int, shortage: str) -> Ste
     kept, refused = undrained(rules, state, num_left)
     if refused:
         return kept, refused
-    stopping = replace(state, stop_requested=True, stop_reason=shortage)
+    stopping = replace(state, stop=replace(state.stop, is_requested=True, shortage=shortage))
     return stopping, (Tell(StopRequested()),)
 
 
@@ -261,17 +263,17 @@ def _with_switch(state: JobState) -> Step:
         nodes = tuple(n for n in there if change.kinds.get(n, JOIN) in _STAYING)
     rounds = (tuple(wave),) if wave else ()
     switch = Switch(epoch=epoch, nodes=nodes, plan=plan, rounds=rounds)
-    gone = tuple(sorted({*state.gone, *set(state.nodes).difference(nodes)}))
+    gone = tuple(sorted({*state.membership.gone, *set(state.nodes).difference(nodes)}))
     members = Members(
         epoch=epoch,
         term=state.term,
         nodes=nodes,
         gone=gone,
         is_planned=True,
-        failures=dict(state.failures),
-        history=state.history,
+        failures=dict(state.membership.failures),
+        history=state.membership.history,
         findings=state.learning.findings,
-        spoilt=tuple(sorted(state.spoilt)),
+        spoilt=tuple(sorted(state.saves.spoilt)),
     )
     return replace(state, change=replace(change, switch=switch)), (RecordMembers(members),)
 
@@ -295,7 +297,7 @@ def _order(rules: Rules, state: JobState, switch: Switch, iteration: int) -> Sta
         addresses={rank: (worker.host, worker.port) for rank, worker in state.workers.items()},
         iteration=iteration,
         rounds=switch.rounds,
-        since=state.origin.epoch,
+        since=state.commits.origin.epoch,
         copies=copies,
         idle=idle_of(rules, switch.plan, copies),
     )
@@ -315,27 +317,32 @@ def switched(rules: Rules, state: JobState) -> Step:
     change, switch = state.change, state.switch
     assert change is not None
     assert switch is not None
-    number = state.next_iteration
-    outcome = Outcome(epoch=switch.epoch, iteration=number, is_redo=False, origin=state.origin)
+    number, origin = state.commits.next_iteration, state.commits.origin
+    outcome = Outcome(epoch=switch.epoch, iteration=number, is_redo=False, origin=origin)
     # A switch with a wave keeps the old plan.
     predicted_s = iteration_s(state) if switch.rounds else change.transition.iteration_s
     decision = Decision(order=_order(rules, state, switch, number), predicted_s=predicted_s)
     left = tuple(node for node in state.nodes if node not in switch.nodes)
+    members = state.membership
+    members = replace(
+        members,
+        gone=tuple(sorted({*members.gone, *left})),
+        candidates={n: waits for n, waits in members.candidates.items() if n not in switch.nodes},
+        leaving={node: leave for node, leave in members.leaving.items() if node in switch.nodes},
+    )
     state = replace(
         state,
         epoch=switch.epoch,
         nodes=switch.nodes,
         plan=switch.plan,
-        ready=switch.ready,
-        is_entered=False,
-        outcome=outcome,
-        decision=decision,
-        learning=replace(state.learning, plan_s=0.0),
-        change=replace(change, switch=None, trained=state.plan.all_ranks),
-        gone=tuple(sorted({*state.gone, *left})),
-        candidates={n: c for n, c in state.candidates.items() if n not in switch.nodes},
-        leaving={node: kind for node, kind in state.leaving.items() if node in switch.nodes},
         workers=Growing({r: w for r, w in state.workers.items() if w.node not in left}),
+        change=replace(change, switch=None, trained=state.plan.all_ranks),
+        commits=replace(state.commits, outcome=outcome),
+        membership=members,
+        facts=replace(
+            state.facts, ready=switch.ready, is_entered=False, decision=decision, ratios={}
+        ),
+        learning=replace(state.learning, plan_s=0.0),
     )
     record = RecordDecision(outcome, decision)
     return of_members(state), (record, *((Tell(Shutdown(), left),) if left else ()))
@@ -347,7 +354,7 @@ def entered(rules: Rules, state: JobState, now_s: float) -> Step:
     if change is None or change.switch is not None:
         return state, ()
     # Ranks that did not train before the switch were not paused by it.
-    paused = [event for rank, event in state.ready.items() if rank in change.trained]
+    paused = [event for rank, event in state.facts.ready.items() if rank in change.trained]
     pause_s = max((event.regroup_s + event.transfer_s for event in paused), default=0.0)
     state = with_switch(rules, state, pause_s)
     change = replace(change, pause_s=change.pause_s + pause_s)
@@ -358,7 +365,7 @@ def entered(rules: Rules, state: JobState, now_s: float) -> Step:
     notice = Changed(
         epoch=state.epoch,
         kinds=dict(change.kinds),
-        iteration=state.next_iteration,
+        iteration=state.commits.next_iteration,
         policy=transition.policy,
         answer=transition.answer,
         candidates=change.candidates,
@@ -376,18 +383,27 @@ def entered(rules: Rules, state: JobState, now_s: float) -> Step:
     )
     f = rules.job.resilience.failures_tolerated
     kinds = set(change.kinds.values())
-    is_settled = kinds <= {REFORM} or (state.is_settled and kinds <= {SLOW, FAST})
-    is_degraded = bool(degraded) or (state.is_degraded and tolerated(rules, state, state.plan) < f)
-    state = replace(state, change=None, is_settled=is_settled, is_degraded=is_degraded)
+    is_settled = kinds <= {REFORM} or (state.search.is_plan_searched and kinds <= {SLOW, FAST})
+    is_degraded = bool(degraded) or (
+        state.membership.is_degraded and tolerated(rules, state, state.plan) < f
+    )
+    state = replace(
+        state,
+        change=None,
+        search=replace(state.search, is_plan_searched=is_settled),
+        membership=replace(state.membership, is_degraded=is_degraded),
+    )
     return state, (Notify(notice),)
 
 
 def continued(state: JobState) -> Step:
     """Orders the next switch once the silent ranks have taken a step with their new layers."""
     change = state.change
-    if change is None or change.switch is not None or not state.is_entered:
+    if change is None or change.switch is not None or not state.facts.is_entered:
         return state, ()
-    assert state.outcome is not None
-    if state.next_iteration <= state.outcome.iteration or state.stop_requested or state.ends:
+    commits = state.commits
+    assert commits.outcome is not None
+    is_first = commits.next_iteration <= commits.outcome.iteration
+    if is_first or state.stop.is_requested or commits.ends:
         return state, ()
     return _with_switch(state)

@@ -11,7 +11,8 @@ from typing import Final
 
 from planaria.coordinator.learning.history import learned_failures_per_s, learned_nodes_per_failure
 from planaria.coordinator.learning.overhead import prices_of, switch_s
-from planaria.coordinator.state import JobState, Rules
+from planaria.coordinator.rules import Rules
+from planaria.coordinator.state import JobState
 from planaria.coordinator.switching import followed_as
 from planaria.core.plan import Plan, Transition
 from planaria.core.records import Candidate
@@ -132,7 +133,7 @@ def time_to_failure_s(rules: Rules, state: JobState, now_s: float) -> float:
     per_hour = rules.job.resilience.failure_rate
     if per_hour:
         return _S_PER_HOUR / per_hour
-    return 1.0 / learned_failures_per_s(state.history, now_s)
+    return 1.0 / learned_failures_per_s(state.membership.history, now_s)
 
 
 def outlook(rules: Rules, state: JobState, now_s: float) -> Outlook:
@@ -142,15 +143,15 @@ def outlook(rules: Rules, state: JobState, now_s: float) -> Outlook:
     memory a failure costs at most `_BACK_MAX` versions of them: copies are assumed to survive.
     """
     training, job = rules.job.training, rules.job.checkpoint
-    saved = max(rules.first_iteration, state.published)
+    saved = max(rules.first_iteration, state.saves.published)
     back_max = _BACK_MAX * rules.version_iterations if job.copies > 1 else inf
     return Outlook(
         failures_per_s=1.0 / time_to_failure_s(rules, state, now_s),
         # A save may be published before the last report of its iteration is in.
-        unsaved_samples=max(0, state.next_iteration - saved) * training.global_batch_size,
+        unsaved_samples=max(0, state.commits.next_iteration - saved) * training.global_batch_size,
         between_saves=(job.persist_every or inf) * training.global_batch_size,
         lost_max=back_max * training.global_batch_size,
-        remaining_samples=max(1, training.iterations - state.next_iteration)
+        remaining_samples=max(1, training.iterations - state.commits.next_iteration)
         * training.global_batch_size,
-        nodes_per_failure=learned_nodes_per_failure(state.history, now_s),
+        nodes_per_failure=learned_nodes_per_failure(state.membership.history, now_s),
     )

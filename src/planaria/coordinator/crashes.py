@@ -25,8 +25,9 @@ from planaria.coordinator.commands import Command, End, Ending, Notify, SetAside
 from planaria.coordinator.learning.memory import with_more_room
 from planaria.coordinator.membership.shortage import shortage_text
 from planaria.coordinator.recovery import left_unsaved, lost, replaceable, with_reason
+from planaria.coordinator.rules import Rules
 from planaria.coordinator.saves import newest_save, without_spoilt
-from planaria.coordinator.state import Crash, JobState, Phase, Rules, Step
+from planaria.coordinator.state import Crash, JobState, Phase, Step
 from planaria.core.growing import Growing
 from planaria.core.messages import (
     Abort,
@@ -56,12 +57,12 @@ def link_broken(rules: Rules, state: JobState, now_s: float) -> Step:
     The next epoch has the same nodes at first; after BROKEN_LINKS_MAX such epochs it leaves out the
     node of the rank with the most complaints.
     """
-    broken_links = state.broken_links + 1
-    state = replace(state, broken_links=broken_links)
+    broken_links = state.troubles.broken_links + 1
+    state = replace(state, troubles=replace(state.troubles, broken_links=broken_links))
     if broken_links < BROKEN_LINKS_MAX:
         reason = "a link broke between live nodes"
         return lost(rules, state, "lost", (), reason=reason, now_s=now_s)
-    counts = Counter(state.unreached)
+    counts = Counter(state.facts.unreached)
     rank = max(counts, key=lambda rank: (counts[rank], rank))
     node = rank // (len(state.ranks) // len(state.nodes))
     reason = f"others cannot reach its rank {rank}, {broken_links} times in a row"
@@ -89,15 +90,20 @@ def stopping(state: JobState, now_s: float) -> Step:
     """
     new = replaceable(state)
     # A worker that was to end before may still be ending, and its successor still be missing.
-    replaced = {rank: pid for rank, pid in state.replaced.items() if state.has_rank(rank)} | new
+    before = state.troubles
+    replaced = {rank: pid for rank, pid in before.replaced.items() if state.has_rank(rank)} | new
     order = Abort(epoch=state.epoch, nodes=state.nodes, replaced=replaced)
     state = replace(
         state,
         phase=Phase.STOPPING,
         workers=Growing({r: w for r, w in state.workers.items() if r not in new}),
-        raised={rank: pid for rank, pid in state.raised.items() if rank not in new},
-        replaced=replaced,
-        failed_s=now_s,  # Read only if the job has failed: its timeout starts with this order.
+        troubles=replace(
+            before,
+            raised={rank: pid for rank, pid in before.raised.items() if rank not in new},
+            replaced=replaced,
+        ),
+        # Read only if the job has failed: its timeout starts with this order.
+        stop=replace(state.stop, failed_s=now_s),
     )
     return state, (Tell(order),)
 
@@ -109,28 +115,30 @@ def worker_failed(rules: Rules, state: JobState, event: WorkerFailed, now_s: flo
     is_new = event.epoch < 0
     is_over = not is_new and event.epoch not in state.epochs and state.phase not in _LEAVING
     if event.blame == "job":
-        if state.failure is not None and (is_over or crash.key == _key(state.failure)):
+        if state.stop.failure is not None and (is_over or crash.key == _key(state.stop.failure)):
             return state, ()
         return _failing(state, rules, event, reason="the code in a worker raised", now_s=now_s)
-    is_replaced = state.replaced.get(event.rank) == event.pid  # The worker raised while ending.
+    troubles = state.troubles
+    is_replaced = troubles.replaced.get(event.rank) == event.pid  # The worker raised while ending.
     if is_over or is_replaced or _is_known(state, crash):
         return state, ()
     if is_new:  # The worker holds nothing, and ends by itself.
         workers = {rank: worker for rank, worker in state.workers.items() if rank != event.rank}
-        replaced = {**state.replaced, event.rank: event.pid}
-        state = replace(state, workers=Growing(workers), replaced=replaced)
+        state = replace(state, workers=Growing(workers))
+        troubles = replace(troubles, replaced={**troubles.replaced, event.rank: event.pid})
     else:
-        state = replace(state, raised={**state.raised, event.rank: event.pid})
+        troubles = replace(troubles, raised={**troubles.raised, event.rank: event.pid})
+    state = replace(state, troubles=troubles)
     if not is_new and event.epoch < state.epoch and state.phase in _LEAVING:
         # All ranks are leaving that epoch already.
-        return replace(state, crashes=(*state.crashes, crash)), ()
+        return _with_crash(state, crash), ()
     return _crashed(rules, state, crash, _text(event.rank, event.node, raised), event, now_s)
 
 
 def is_awaited(state: JobState, event: WorkerReady) -> bool:
     """Whether a worker belongs to a member or candidate, and is not being replaced."""
-    is_known = state.is_member(event.node) or event.node in state.candidates
-    return is_known and state.replaced.get(event.rank) != event.pid
+    is_known = state.is_member(event.node) or event.node in state.membership.candidates
+    return is_known and state.troubles.replaced.get(event.rank) != event.pid
 
 
 def with_estimate(
@@ -152,11 +160,9 @@ def with_estimate(
         event = msgspec.structs.replace(event, raised=raised)
     if roomier is None:
         return state, event
-    return replace(roomier, crashes=_others(state.crashes, raised)), event
-
-
-def _others(crashes: tuple[Crash, ...], raised: Raised) -> tuple[Crash, ...]:
-    return tuple(one for one in crashes if one.raised.error != raised.error)
+    others = (crash for crash in state.troubles.crashes if crash.raised.error != raised.error)
+    troubles = replace(roomier.troubles, crashes=tuple(others))
+    return replace(roomier, troubles=troubles), event
 
 
 def worker_exited(rules: Rules, state: JobState, event: WorkerExited, now_s: float) -> Step:
@@ -165,7 +171,7 @@ def worker_exited(rules: Rules, state: JobState, event: WorkerExited, now_s: flo
     worker = state.workers.get(rank)
     if worker is not None and worker.pid != event.pid:  # Its successor has reported already.
         return state, ()
-    if state.replaced.get(rank) == event.pid:
+    if state.troubles.replaced.get(rank) == event.pid:
         return state, ()
     first_layer, end_layer = event.layers
     error = "stall" if event.stalled else _error(event.status)
@@ -173,12 +179,16 @@ def worker_exited(rules: Rules, state: JobState, event: WorkerExited, now_s: flo
     crash = Crash(event.node, rank, event.pid, -1, raised)
     if _is_known(state, crash):
         return state, ()
+    troubles, facts = state.troubles, state.facts
     state = replace(
         state,
         workers=Growing({r: worker for r, worker in state.workers.items() if r != rank}),
-        raised={r: pid for r, pid in state.raised.items() if r != rank},
-        holding=state.holding - {rank},
-        ready=Growing({r: ready for r, ready in state.ready.items() if r != rank}),
+        troubles=replace(troubles, raised={r: p for r, p in troubles.raised.items() if r != rank}),
+        facts=replace(
+            facts,
+            holding=facts.holding - {rank},
+            ready=Growing({r: ready for r, ready in facts.ready.items() if r != rank}),
+        ),
     )
     text = f"the worker of rank {rank} on node {event.node} {_told(event.status)}{_where(raised)}"
     failure = WorkerFailed(
@@ -198,9 +208,11 @@ def _crashed(
     rules: Rules, state: JobState, crash: Crash, text: str, failure: WorkerFailed, now_s: float
 ) -> Step:
     """Begins the next epoch, with or without the node, or ends the job."""
-    state = replace(state, crashes=(*state.crashes, crash))
+    state = replace(
+        state, troubles=replace(state.troubles, crashes=(*state.troubles.crashes, crash))
+    )
     node, raised = crash.node, crash.raised
-    alike = [one for one in state.crashes if one.raised.error == raised.error]
+    alike = [one for one in state.troubles.crashes if one.raised.error == raised.error]
     # Counted by rank, because a fault that ends all workers of a node at once is one fault.
     counts = Counter(one.rank for one in alike)
     often = {one.node for one in alike if counts[one.rank] >= CRASHES_MAX}
@@ -219,7 +231,7 @@ def _crashed(
         nodes = ", ".join(map(str, sorted(others)))
         reason = f"{times}; so did node {nodes}, so it is not the fault of a node"
         return _failing(state, rules, with_reason(failure, reason), reason=reason, now_s=now_s)
-    if is_often and not state.failure:
+    if is_often and not state.stop.failure:
         if why := _why_needed(rules, state, node):
             reason = f"{times}; {why}"
             return _failing(state, rules, with_reason(failure, reason), reason=reason, now_s=now_s)
@@ -230,11 +242,16 @@ def _crashed(
     return lost(rules, state, kind, (), reason=text, now_s=now_s, node=node, raised=raised)
 
 
+def _with_crash(state: JobState, crash: Crash) -> JobState:
+    crashes = (*state.troubles.crashes, crash)
+    return replace(state, troubles=replace(state.troubles, crashes=crashes))
+
+
 def _why_needed(rules: Rules, state: JobState, node: int) -> str:
     """The reason why the job cannot go on without a node; empty if it can."""
-    joining = [n for n in state.candidates if state.has_workers(n)]
-    others = [n for n in (*state.all_nodes, *joining) if n not in (node, *state.leaving)]
-    is_asked_for = rules.job.cluster.grant_s > 0.0 and not state.stop_requested
+    joining = [n for n in state.membership.candidates if state.has_workers(n)]
+    others = [n for n in (*state.all_nodes, *joining) if n not in (node, *state.membership.leaving)]
+    is_asked_for = rules.job.cluster.grant_s > 0.0 and not state.stop.is_requested
     if not is_asked_for and (shortage := shortage_text(rules, len(others))):
         return f"without that node {shortage}"
     # Nodes that were lost since the plan was made no longer hold layers.
@@ -257,7 +274,7 @@ def _key(failure: WorkerFailed) -> tuple[int, int, int]:
 
 
 def _is_known(state: JobState, crash: Crash) -> bool:
-    return any(one.key == crash.key for one in state.crashes)
+    return any(one.key == crash.key for one in state.troubles.crashes)
 
 
 def _node(state: JobState, rank: int) -> int:
@@ -271,15 +288,20 @@ def _failing(
     state: JobState, rules: Rules, failure: WorkerFailed, *, reason: str, now_s: float
 ) -> Step:
     """Ends the job because of the failure, once the live layers are saved."""
-    if state.failure is not None and state.phase not in _LEAVING:
+    if state.stop.failure is not None and state.phase not in _LEAVING:
         return _ended_unsaved(state, reason)
     if failure.has_diverged:  # The state that led to it is suspect, so it is not saved.
         return ended(state, End(Ending.FAILED, reason, failure))
-    is_untrained = state.next_iteration == state.origin.iteration and not state.origin.copied
-    if is_untrained and not any(state.reports.values()):
-        return ended(state, End(Ending.FAILED, reason, state.failure or failure))
-    if state.failure is None:
-        state = replace(state, failure=failure, failed_s=now_s, failed_reason=reason)
+    is_untrained = (
+        state.commits.next_iteration == state.commits.origin.iteration
+        and not state.commits.origin.copied
+    )
+    if is_untrained and not any(state.commits.reports.values()):
+        return ended(state, End(Ending.FAILED, reason, state.stop.failure or failure))
+    if state.stop.failure is None:
+        state = replace(
+            state, stop=replace(state.stop, failure=failure, failed_s=now_s, failed_reason=reason)
+        )
     still_answers = failure.epoch >= 0 or failure.blame == "job"
     if state.phase in _LEAVING and still_answers:
         return state, ()
@@ -293,13 +315,13 @@ def _failing(
 
 def is_unsavable(state: JobState, now_s: float) -> bool:
     """Whether the job has failed, and ranks or the disk take too long for its last save."""
-    is_late = state.failure is not None and now_s - state.failed_s > FAILING_S_MAX
+    is_late = state.stop.failure is not None and now_s - state.stop.failed_s > FAILING_S_MAX
     return is_late and state.phase in (Phase.STOPPING, Phase.JOINING)
 
 
 def writers(state: JobState) -> tuple[int, ...]:
     """The ranks that are to save the live layers before the job ends."""
-    order = state.decision.order if state.decision else None
+    order = state.facts.decision.order if state.facts.decision else None
     return tuple(order.layers) if isinstance(order, SaveLayers) else ()
 
 
@@ -308,17 +330,17 @@ def unsavable(state: JobState) -> Step:
     if state.phase is Phase.JOINING:
         silent = [rank for rank in writers(state) if rank not in state.workers]
     else:
-        silent = [rank for rank in state.ranks if rank not in state.answers]
+        silent = [rank for rank in state.ranks if rank not in state.facts.answers]
     if silent:
         return _ended_unsaved(state, f"ranks {silent} do not answer")
     return _ended_unsaved(state, f"the disk of saves did not answer for {FAILING_S_MAX:g} s")
 
 
 def _ended_unsaved(state: JobState, why: str) -> Step:
-    assert state.failure is not None
+    assert state.stop.failure is not None
     unsaved = f"what is live was not saved: {why}"
-    reason = f"{state.failed_reason}; {unsaved}"
-    return ended(state, End(Ending.FAILED, reason, left_unsaved(state.failure, unsaved)))
+    reason = f"{state.stop.failed_reason}; {unsaved}"
+    return ended(state, End(Ending.FAILED, reason, left_unsaved(state.stop.failure, unsaved)))
 
 
 def ended(state: JobState, end: End) -> Step:

@@ -30,8 +30,9 @@ from planaria.coordinator.commands import (
     SetAside,
     Tell,
 )
+from planaria.coordinator.rules import Rules
 from planaria.coordinator.start import first_step, restored_step
-from planaria.coordinator.state import JobState, Phase, Rules
+from planaria.coordinator.state import JobState, Phase
 from planaria.coordinator.step import Event, step
 from planaria.core.messages import (
     Abort,
@@ -129,7 +130,7 @@ class Leadership(Generic[Agent]):
                 predicted_s=predicted_s,
                 now_s=now_s,
             )
-        self.state = replace(self.state, is_listing=True)
+        self.state = replace(self.state, saves=replace(self.state.saves, is_listing=True))
         await self._carry_out(commands)
         self._is_restored = found is not None
 
@@ -152,8 +153,8 @@ class Leadership(Generic[Agent]):
         assert self._progress is not None
         progress, self._progress = self._progress, None
         await self._logbook.record_progress(progress)
-        if progress.since != self.state.origin.epoch:  # The job has gone back since this commit.
-            return
+        if progress.since != self.state.commits.origin.epoch:
+            return  # The job has gone back since this commit.
         self._tell(Acknowledged(num_committed=progress.num_committed), self._lines.keys())
 
     # -- agents -----------------------------------------------------------------------------------
@@ -164,15 +165,16 @@ class Leadership(Generic[Agent]):
         An agent whose node is out for good is told so, and False is returned.
         """
         line.tell(Welcome(term=self.term))
-        if node not in self.state.gone:
+        if node not in self.state.membership.gone:
             await self._logbook.grant((node,))
-        if node in self.state.gone:  # Its older connection may have closed while the lease began.
+        # Its older connection may have closed while the lease began.
+        if node in self.state.membership.gone:
             await self._logbook.revoke(node)
             line.tell(Abort(epoch=self.state.epoch, nodes=self.state.nodes))
             return False
         if self._order is not None and node in (self._order.nodes or self.state.nodes):
             line.tell(self._order.message)
-        if self.state.stop_requested:  # Last, because an order to begin an epoch revokes a stop.
+        if self.state.stop.is_requested:  # Last, because an order to begin an epoch revokes a stop.
             line.tell(StopRequested())
         self._lines[node] = line
         return True
@@ -216,7 +218,7 @@ class Leadership(Generic[Agent]):
                     await self._evict(nodes)
                 case RecordMembers(members):
                     if self.state.phase is Phase.RECORDING:
-                        self._lost_at = self.state.next_iteration
+                        self._lost_at = self.state.commits.next_iteration
                         self._reached("detect")
                     await self._logbook.record_members(members)
                     self._hands.notify(Recorded(members=members))
@@ -238,7 +240,7 @@ class Leadership(Generic[Agent]):
                     self.ended = _ended(self.state, command)
 
     def _reached(self, place: str) -> None:
-        if self.state.loss is not None:
+        if self.state.facts.loss is not None:
             self._hands.reached(place, self._lost_at)
 
     def _tell(self, message: ToNode, nodes: Collection[int]) -> None:
@@ -260,7 +262,7 @@ def progress_of(state: JobState, committed: Committed) -> Progress:
     return Progress(
         num_committed=committed.iteration + 1,
         ends=committed.ends,
-        stop_reason=state.stop_reason,
+        stop_reason=state.stop.shortage,
         since=committed.since,
         epoch=state.epoch,
         findings=state.learning.findings,

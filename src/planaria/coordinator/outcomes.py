@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
+from planaria.coordinator.rules import Rules
 from planaria.coordinator.saves import newest_save
-from planaria.coordinator.state import JobState, Rules
+from planaria.coordinator.state import JobState
 from planaria.core.cluster import SavePoint
 from planaria.core.copies import Label
 from planaria.core.messages import Corrupted, Stopped
@@ -24,42 +25,44 @@ from planaria.core.records import Origin, Outcome
 
 def counting(state: JobState, answer: Stopped) -> Stopped:
     """The answer, without layers that the rank has from before the job went back to its origin."""
-    if answer.since == state.origin.epoch:
+    if answer.since == state.commits.origin.epoch:
         return answer
     return Stopped(rank=answer.rank, epoch=answer.epoch, ages={}, complete=(), copies=answer.copies)
 
 
 def outcome_of(state: JobState) -> Outcome:
     """The outcome by the newest vector that a member holds or that is on record."""
-    assert state.answers
-    newest = max(state.answers.values(), key=lambda answer: answer.vector_iteration)
+    assert state.facts.answers
+    newest = max(state.facts.answers.values(), key=lambda answer: answer.vector_iteration)
     iteration, vector = newest.vector_iteration + 1, newest.vector
     if not vector:
-        iteration = state.origin.iteration
-    recorded = state.outcome
+        iteration = state.commits.origin.iteration
+    recorded = state.commits.outcome
     if recorded is not None and recorded.iteration > iteration:
         iteration, vector = recorded.iteration, recorded.vector
-    if iteration < state.next_iteration:  # All ranks that trained are new workers without layers.
-        iteration, vector = state.next_iteration, b""
-    ages = {age for answer in state.answers.values() for age in answer.ages.values()}
+    # If it is older, all ranks that trained are new workers without layers.
+    if iteration < state.commits.next_iteration:
+        iteration, vector = state.commits.next_iteration, b""
+    ages = {age for answer in state.facts.answers.values() for age in answer.ages.values()}
     is_redo = iteration - 1 not in ages
     return Outcome(
         epoch=state.epoch,
         iteration=iteration,
         vector=vector,
         is_redo=is_redo,
-        origin=state.origin,
+        origin=state.commits.origin,
     )
 
 
 def held_layers(rules: Rules, state: JobState, outcome: Outcome) -> dict[int, frozenset[int]]:
     """The layers that each rank has, or will have, at the age at which all go on."""
-    origin, is_begun = state.origin, outcome.iteration > state.origin.iteration
-    if not is_begun and not origin.copied and origin.source not in state.spoilt:
+    origin = state.commits.origin
+    is_begun = outcome.iteration > origin.iteration
+    if not is_begun and not origin.copied and origin.source not in state.saves.spoilt:
         # Nothing has been trained since the origin, so a rank that needs a layer initialises it or
         # loads it, as at the start.
         return dict.fromkeys(state.ranks, frozenset(range(rules.num_layers)))
-    told = {rank: state.answers[rank] for rank in state.ranks}
+    told = {rank: state.facts.answers[rank] for rank in state.ranks}
     if is_begun:
         return {rank: _live(answer, outcome.iteration) for rank, answer in told.items()}
     # If all go back in this very epoch, they drop their live layers.
@@ -91,9 +94,9 @@ def newest_copies(rules: Rules, state: JobState, *, most: float = inf) -> Label 
     Args:
         most: highest age that counts.
     """
-    origin = state.origin
+    origin = state.commits.origin
     there: dict[Label, set[int]] = {}
-    for answer in state.answers.values():
+    for answer in state.facts.answers.values():
         for layer, labels in answer.copies.items():
             for label in labels:
                 if label.since == origin.epoch or label == origin.copied:
@@ -128,14 +131,14 @@ def save_point(rules: Rules, state: JobState, outcome: Outcome, redone: int) -> 
 
     None if there is no such state, or if it is on record that all go on in this epoch.
     """
-    origin = state.origin
+    origin = state.commits.origin
     iteration, source, copied = origin.iteration, origin.source, origin.copied
     saved, is_begun = newest_save(rules, state), outcome.iteration > iteration
     if is_begun and _is_recorded(state):
         return None
     # The copies that the job went back to may be lost by now.
     is_left = copied is None or (not is_begun and newest_copies(rules, state) is not None)
-    is_gone = source in state.spoilt or not is_left
+    is_gone = source in state.saves.spoilt or not is_left
     if saved is None and is_gone:
         return None
     if saved is not None and (is_gone or (is_begun and saved[0] > iteration)):
@@ -147,7 +150,7 @@ def save_point(rules: Rules, state: JobState, outcome: Outcome, redone: int) -> 
 
 def is_elsewhere(state: JobState, outcome: Outcome, saved: SavePoint) -> bool:
     """Whether going back to the save point changes the state that all have now."""
-    origin = state.origin
+    origin = state.commits.origin
     there = (saved.iteration, saved.source, saved.copied)
     return outcome.iteration > origin.iteration or there != (
         origin.iteration,
@@ -158,7 +161,8 @@ def is_elsewhere(state: JobState, outcome: Outcome, saved: SavePoint) -> bool:
 
 def _is_recorded(state: JobState) -> bool:
     """Whether the outcome of this epoch is on record."""
-    return state.outcome is not None and state.outcome.epoch == state.epoch
+    outcome = state.commits.outcome
+    return outcome is not None and outcome.epoch == state.epoch
 
 
 def gone_back(state: JobState, saved: SavePoint) -> tuple[JobState, Outcome]:
@@ -166,14 +170,17 @@ def gone_back(state: JobState, saved: SavePoint) -> tuple[JobState, Outcome]:
     origin = Origin(
         iteration=saved.iteration, source=saved.source, epoch=state.epoch, copied=saved.copied
     )
-    reports = {i: told for i, told in state.reports.items() if i < origin.iteration}
+    reports = {i: told for i, told in state.commits.reports.items() if i < origin.iteration}
     state = replace(
         state,
-        origin=origin,
-        reports=reports,
-        saves={},
-        next_iteration=min(state.next_iteration, origin.iteration),
-        ends=False,
+        commits=replace(
+            state.commits,
+            origin=origin,
+            reports=reports,
+            next_iteration=min(state.commits.next_iteration, origin.iteration),
+            ends=False,
+        ),
+        saves=replace(state.saves, files={}),
     )
     return state, Outcome(epoch=state.epoch, iteration=origin.iteration, origin=origin)
 

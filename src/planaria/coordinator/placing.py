@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Final
 
-from planaria.coordinator.state import Rules
+from planaria.coordinator.rules import Rules
 from planaria.core.copies import IdleSpans, LayerCopy
 from planaria.core.plan import Plan
 from planaria.placement.copies import layer_copies

@@ -59,8 +59,9 @@ from planaria.coordinator.outcomes import (
     votes,
 )
 from planaria.coordinator.placing import copies_of, idle_of
+from planaria.coordinator.rules import Rules
 from planaria.coordinator.saves import awaiting_saves, has_late_answer
-from planaria.coordinator.state import JobState, Loss, Phase, Rules, Step
+from planaria.coordinator.state import EpochFacts, JobState, Loss, Phase, PlanSearch, Step
 from planaria.core.cluster import ClusterState, NodesLost
 from planaria.core.commit import decode_vector
 from planaria.core.findings import FailureHistory
@@ -100,36 +101,33 @@ def lost(
     state = with_failures(state, nodes, now_s)
     history = _history(rules, state, kind, concerned, now_s=now_s)
     alive = tuple(member for member in state.all_nodes if member not in nodes)
-    num_left = sum(member not in state.leaving for member in alive)
+    members = state.membership
+    num_left = sum(member not in members.leaving for member in alive)
     joined = taken_at_loss(rules, state, num_left, now_s)
     left = tuple(sorted({*alive, *joined}))
-    if state.loss is not None and state.phase in (Phase.RECORDING, Phase.STOPPING):
-        joined += tuple(node for node in state.loss.joined if node in left)
+    if state.facts.loss is not None and state.phase in (Phase.RECORDING, Phase.STOPPING):
+        joined += tuple(node for node in state.facts.loss.joined if node in left)
     epoch = max(state.epochs) + 1
     loss = Loss(kind, concerned, reason, now_s, joined)
+    members = replace(
+        members,
+        gone=tuple(sorted({*members.gone, *nodes})),
+        candidates={n: waits for n, waits in members.candidates.items() if n not in left},
+        history=history,
+    )
+    # A save with all layers on disk lacks only its manifest; the job may go back to it.
+    files = {k: f for k, f in state.saves.files.items() if len(f) == state.plan.num_layers}
     state = replace(
         state,
         epoch=epoch,
         nodes=left,
-        gone=tuple(sorted({*state.gone, *nodes})),
-        candidates={n: waits for n, waits in state.candidates.items() if n not in left},
-        change=None,
-        asked=(),
-        is_settled=False,
-        saves_since=epoch,
         phase=Phase.RECORDING,
         workers=Growing({r: w for r, w in state.workers.items() if w.node not in nodes}),
-        answers=Growing(),
-        holding=_holding(state),
-        ready=Growing(),
-        corrupted=Growing(),
-        decision=None,
-        # A save with all layers on disk lacks only its manifest; the job may go back to it.
-        saves={k: f for k, f in state.saves.items() if len(f) == state.plan.num_layers},
-        loss=loss,
-        history=history,
-        unreachable_s=0.0,
-        unreached=(),
+        change=None,
+        membership=members,
+        facts=EpochFacts(loss=loss, holding=_holding(state)),
+        saves=replace(state.saves, files=files, since_epoch=epoch),
+        search=PlanSearch(),
     )
     state = of_members(state)
     notice = _notice(state, raised)
@@ -142,13 +140,13 @@ def lost(
 
 def _notice(state: JobState, raised: Raised | None) -> Recovering:
     """The launcher's notice of the loss that this epoch recovers from."""
-    loss = state.loss
+    loss = state.facts.loss
     assert loss is not None
     return Recovering(
         epoch=state.epoch,
         kind=loss.kind,
         nodes=loss.nodes,
-        iteration=state.next_iteration,
+        iteration=state.commits.next_iteration,
         reason=loss.reason,
         lost_s=loss.lost_s,
         is_forking=state.is_forking or bool(replaceable(state)),
@@ -161,14 +159,15 @@ def replaceable(state: JobState) -> dict[int, int]:
 
     Empty in a job that has failed: it replaces no worker.
     """
-    if state.failure is not None:
+    if state.stop.failure is not None:
         return {}
     held = state.plan.layers_by_rank
-    sound = [r for r in held if r in state.holding and r not in state.raised and state.has_rank(r)]
+    holding, raised = state.facts.holding, state.troubles.raised
+    sound = [r for r in held if r in holding and r not in raised and state.has_rank(r)]
     covered = {layer for rank in sound for layer in held[rank]}
     return {
         rank: pid
-        for rank, pid in state.raised.items()
+        for rank, pid in raised.items()
         if state.has_rank(rank) and covered.issuperset(held.get(rank, ()))
     }
 
@@ -176,9 +175,9 @@ def replaceable(state: JobState) -> dict[int, int]:
 def _holding(state: JobState) -> frozenset[int]:
     """The ranks that surely hold all layers that the plan of the ending epoch gives them."""
     if state.phase in (Phase.RECORDING, Phase.STOPPING):
-        return state.holding
+        return state.facts.holding
     is_sure = state.phase in (Phase.STARTING, Phase.TRAINING, Phase.SAVING)
-    return frozenset(state.ready) if is_sure and state.change is None else frozenset()
+    return frozenset(state.facts.ready) if is_sure and state.change is None else frozenset()
 
 
 def _history(
@@ -186,10 +185,10 @@ def _history(
 ) -> FailureHistory:
     """The failure history with this loss added, if the loss is a failure of the job's nodes."""
     if kind in ("leader", GRANTED):
-        return state.history
+        return state.membership.history
     struck = () if kind == "copy" else concerned  # A spoilt copy leaves the live layers intact.
     lease_s = rules.job.cluster.lease_s
-    return with_failure(state.history, now_s, nodes=struck, lease_s=lease_s)
+    return with_failure(state.membership.history, now_s, nodes=struck, lease_s=lease_s)
 
 
 def _members(state: JobState) -> Members:
@@ -197,22 +196,23 @@ def _members(state: JobState) -> Members:
         epoch=state.epoch,
         term=state.term,
         nodes=state.nodes,
-        gone=state.gone,
-        failures=dict(state.failures),
-        history=state.history,
+        gone=state.membership.gone,
+        failures=dict(state.membership.failures),
+        history=state.membership.history,
         findings=state.learning.findings,
-        spoilt=tuple(sorted(state.spoilt)),
+        spoilt=tuple(sorted(state.saves.spoilt)),
     )
 
 
 def decided(rules: Rules, state: JobState, now_s: float) -> Step:
     """Decides where all go on, and how, once every member has answered."""
-    if state.loss is not None and state.loss.awaits_saves and has_late_answer(rules, state, now_s):
+    loss = state.facts.loss
+    if loss is not None and loss.awaits_saves and has_late_answer(rules, state, now_s):
         return state, ()
-    judged = verdict(votes(state.answers.values()), devices_per_node=state.devices_per_node)
+    judged = verdict(votes(state.facts.answers.values()), devices_per_node=state.devices_per_node)
     if judged.layer >= 0:
         return _without_odd(rules, state, judged, now_s)
-    num_staying = sum(node not in state.leaving for node in state.nodes)
+    num_staying = sum(node not in state.membership.leaving for node in state.nodes)
     state, refused = undrained(rules, state, num_staying)
     state, commands = _gone_on(rules, state, now_s)
     return state, (*refused, *commands)
@@ -224,19 +224,19 @@ def _gone_on(rules: Rules, state: JobState, now_s: float) -> Step:
     held = held_layers(rules, state, outcome)
     cluster = _cluster(rules, state, held, now_s)
     num_nodes = len(cluster.nodes)
-    ends = state.ends
+    ends = state.commits.ends
     if outcome.vector:
         vector = decode_vector(outcome.vector, rules.layout)
         ends = vector.is_last(outcome.iteration - 1, rules.job.training)
     answered, missing = state, cluster.lost_layers(rules.num_layers)
-    is_saved = ends and state.published >= outcome.iteration
+    is_saved = ends and state.saves.published >= outcome.iteration
     point = back_point(rules, state, outcome) if missing and not is_saved else None
     if missing and not is_saved and not (point and point.copied):
         # A job that ends need not go back to a save: that save is on disk anyway.
-        if state.failure is not None:
+        if state.stop.failure is not None:
             return _end(state, _unsaved_text(missing[0]))
-        if state.must_end:
-            return _end(state, f"{state.must_end}; {_unsaved_text(missing[0])}")
+        if state.stop.must_end:
+            return _end(state, f"{state.stop.must_end}; {_unsaved_text(missing[0])}")
     if (missing or ends) and has_late_answer(rules, state, now_s):
         return awaiting_saves(rules, state, now_s)
     redone = rules.job.training.global_batch_size if outcome.is_redo else 0
@@ -244,19 +244,19 @@ def _gone_on(rules: Rules, state: JobState, now_s: float) -> Step:
         state, outcome = gone_back(state, point)
         held, redone = held_layers(rules, state, outcome), point.redone_samples
         cluster, missing, ends = _cluster(rules, state, held, now_s), (), False
-    reports = {i: r for i, r in state.reports.items() if i < outcome.iteration}
-    state = replace(state, reports=reports)
-    if state.failure is not None:
+    reports = {i: r for i, r in state.commits.reports.items() if i < outcome.iteration}
+    state = replace(state, commits=replace(state.commits, reports=reports))
+    if state.stop.failure is not None:
         if missing:  # The job was to go on from copies, and they are gone too.
             return _end(state, _unsaved_text(missing[0]))
-        reason = state.failed_reason
+        reason = state.stop.failed_reason
         return _save(state, outcome, held, ending=Ending.FAILED.value, reason=reason)
     if ends and (is_saved or not missing):
         return _save(state, outcome, held, ending="", reason="")
-    if state.stop_reason and not state.must_end:  # Nodes may have joined since the stop.
-        state = replace(state, stop_requested=False, stop_reason="")
-        answered = replace(answered, stop_requested=False, stop_reason="")
-    reason = state.must_end or shortage_text(rules, num_nodes)
+    if state.stop.shortage and not state.stop.must_end:  # Nodes may have joined since the stop.
+        state = replace(state, stop=replace(state.stop, is_requested=False, shortage=""))
+        answered = replace(answered, stop=replace(answered.stop, is_requested=False, shortage=""))
+    reason = state.stop.must_end or shortage_text(rules, num_nodes)
     if not reason:
         event = _event(rules, state, outcome, redone)
         proposed = policy_of(rules, state).propose(
@@ -278,14 +278,14 @@ def _gone_on(rules: Rules, state: JobState, now_s: float) -> Step:
 
 def _event(rules: Rules, state: JobState, outcome: Outcome, redone: int) -> NodesLost:
     """The loss, as policies are told of it."""
-    assert state.loss is not None
-    nodes = tuple(node for node in state.loss.nodes if node not in state.nodes)
+    assert state.facts.loss is not None
+    nodes = tuple(node for node in state.facts.loss.nodes if node not in state.nodes)
     return NodesLost(nodes, redone, save_point(rules, state, outcome, redone))
 
 
 def refuted(rules: Rules, state: JobState, now_s: float) -> Step:
     """Begins an epoch without the odd nodes; every rank left this one because hashes differ."""
-    judged = verdict(votes(state.corrupted.values()), devices_per_node=state.devices_per_node)
+    judged = verdict(votes(state.facts.corrupted.values()), devices_per_node=state.devices_per_node)
     if judged.layer < 0:
         reason = "the sums of the holders' hashes are wrong, though the hashes agree"
         return _end(state, f"{reason}: nothing of this is saved")
@@ -319,10 +319,10 @@ def _cluster(
     Leaving nodes only give away what they hold, unless fewer than n0 nodes would stay.
     """
     nodes = [seen_node(state, node, held, now_s) for node in state.nodes]
-    staying = tuple(node for node in nodes if node.node not in state.leaving)
+    staying = tuple(node for node in nodes if node.node not in state.membership.leaving)
     if len(staying) < rules.n0:
         return ClusterState(state.epoch, tuple(nodes))
-    leaving = tuple(node for node in nodes if node.node in state.leaving)
+    leaving = tuple(node for node in nodes if node.node in state.membership.leaving)
     return ClusterState(state.epoch, staying, leaving)
 
 
@@ -335,7 +335,7 @@ def _resume(
     now_s: float,
 ) -> Step:
     """Takes the best of the transitions, and records it."""
-    loss = state.loss
+    loss = state.facts.loss
     assert loss is not None
     best, candidates = candidates_of(rules, state, transitions, loss.lost_s)
     assert best is not None
@@ -359,7 +359,7 @@ def _resume(
         transfer_bytes=sum(t.num_bytes for transfers in best.rounds for t in transfers),
         redone_samples=best.redone_samples,
         joined=loss.joined,
-        source=order.source if state.origin.epoch == state.epoch else "",
+        source=order.source if state.commits.origin.epoch == state.epoch else "",
         copied=order.copied.age if order.copied else -1,
         detected_s=now_s,
         noticed_s=loss.lost_s,
@@ -370,21 +370,20 @@ def _resume(
         degraded=degraded,
     )
     decision = Decision(order=order, predicted_s=best.iteration_s)
+    state = with_likely(with_choice(rules, state, best, now_s), recovery.likely_s)
+    is_degraded = state.membership.is_degraded or bool(degraded)
     state = replace(
-        with_likely(with_choice(rules, state, best, now_s), recovery.likely_s),
-        phase=Phase.DECIDING,
-        plan=best.after,
-        outcome=outcome,
-        decision=decision,
-        is_degraded=state.is_degraded or bool(degraded),
+        state, plan=best.after, membership=replace(state.membership, is_degraded=is_degraded)
     )
-    return state, (Notify(notice), RecordDecision(outcome, decision))
+    state, commands = _record(state, outcome, decision)
+    return state, (Notify(notice), *commands)
 
 
 def _order(
     rules: Rules, state: JobState, outcome: Outcome, best: Transition, *, persists: bool
 ) -> StartEpoch:
-    origin, is_begun = state.origin, outcome.iteration > state.origin.iteration
+    origin = state.commits.origin
+    is_begun = outcome.iteration > origin.iteration
     copies = copies_of(rules, best.after)
     return StartEpoch(
         epoch=state.epoch,
@@ -413,11 +412,12 @@ def _save(
     reason: str,
 ) -> Step:
     """Has each layer saved by one of its holders before the job ends."""
-    origin, is_begun = state.origin, outcome.iteration > state.origin.iteration
+    origin = state.commits.origin
+    is_begun = outcome.iteration > origin.iteration
     if not is_begun and not origin.copied:  # Nothing was trained since the save or the seed.
-        failed_or_lost = Ending.FAILED if state.failure else Ending.LOST
-        return _ended(state, End(failed_or_lost, reason, state.failure))
-    if state.published >= outcome.iteration:
+        failed_or_lost = Ending.FAILED if state.stop.failure else Ending.LOST
+        return _ended(state, End(failed_or_lost, reason, state.stop.failure))
+    if state.saves.published >= outcome.iteration:
         layers: dict[int, tuple[int, ...]] = {}
     else:
         layers = _writers(held)
@@ -429,8 +429,18 @@ def _save(
         since=origin.epoch,
         copied=None if is_begun else origin.copied,
     )
-    decision = Decision(order=order, ending=ending, reason=reason, failure=state.failure)
-    state = replace(state, phase=Phase.DECIDING, outcome=outcome, decision=decision)
+    decision = Decision(order=order, ending=ending, reason=reason, failure=state.stop.failure)
+    return _record(state, outcome, decision)
+
+
+def _record(state: JobState, outcome: Outcome, decision: Decision) -> Step:
+    """Records where all go on, and how."""
+    state = replace(
+        state,
+        phase=Phase.DECIDING,
+        commits=replace(state.commits, outcome=outcome),
+        facts=replace(state.facts, decision=decision),
+    )
     return state, (RecordDecision(outcome, decision),)
 
 
@@ -449,13 +459,13 @@ def _unsaved_text(layer: int) -> str:
 
 def _after_crash(state: JobState) -> str:
     """The reason of a loss that took a layer though its nodes live; empty for other losses."""
-    assert state.loss is not None
-    return f": {state.loss.reason}" if state.loss.kind in ("crash", "copy") else ""
+    assert state.facts.loss is not None
+    return f": {state.facts.loss.reason}" if state.facts.loss.kind in ("crash", "copy") else ""
 
 
 def _end(state: JobState, reason: str) -> Step:
     """Ends the job without a save of the live layers."""
-    failure = left_unsaved(state.failure, reason) if state.failure else None
+    failure = left_unsaved(state.stop.failure, reason) if state.stop.failure else None
     return _ended(state, End(Ending.FAILED if failure else Ending.LOST, reason, failure))
 
 

@@ -17,7 +17,8 @@ from planaria.coordinator.commands import (
     Published,
     SavesListed,
 )
-from planaria.coordinator.state import JobState, Loss, Rules, Step
+from planaria.coordinator.rules import Rules
+from planaria.coordinator.state import JobState, Loss, Step
 from planaria.core.copies import version_name
 from planaria.core.messages import BY_PUBLISHER, LayersSaved, SaveFailed
 from planaria.core.records import AwaitingSaves, Unsaved, Warned
@@ -28,16 +29,33 @@ _WAITING_MAX: Final = 4  # Number of saves that lack only their manifests.
 _FAILED_MAX: Final = 64  # Number of failed saves that are remembered; ranks are not so far apart.
 
 
-def layers_saved(state: JobState, event: LayersSaved) -> Step:
+def on_saving(
+    rules: Rules, state: JobState, event: LayersSaved | Kept | SaveFailed, now_s: float
+) -> Step:
+    """Notes how a save goes on, and publishes the next one that has all its layers."""
+    if isinstance(event, LayersSaved | Published):
+        state = replace(state, saves=replace(state.saves, wrote_s=now_s))
+    match event:
+        case LayersSaved():
+            return _layers_saved(state, event)
+        case SaveFailed():
+            return _save_failed(state, event)
+        case Published() | Pruned() | SavesListed():
+            return publish_next(kept(rules, state, event))
+
+
+def _layers_saved(state: JobState, event: LayersSaved) -> Step:
     """Notes layers that are on disk, and publishes the save if it has all its layers."""
     key = (event.iteration, event.epoch)
-    is_settled = event.iteration <= state.published or key in state.unsaved
-    is_settled = is_settled or key in state.publishing
-    if event.epoch < state.saves_since or is_settled:
+    saves = state.saves
+    is_settled = event.iteration <= saves.published or key in saves.unsaved
+    is_settled = is_settled or key in saves.publishing
+    if event.epoch < saves.since_epoch or is_settled:
         return state, ()
-    files = {**state.saves.get(key, {}), **{file.layer: file for file in event.files}}
+    files = {**saves.files.get(key, {}), **{file.layer: file for file in event.files}}
     assert all(0 <= layer < state.plan.num_layers for layer in files), event
-    return publish_next(replace(state, saves={**state.saves, key: files}))
+    saves = replace(saves, files={**saves.files, key: files})
+    return publish_next(replace(state, saves=saves))
 
 
 def publish_next(state: JobState) -> Step:
@@ -46,7 +64,8 @@ def publish_next(state: JobState) -> Step:
     Older saves without all layers are dropped as useless. If more than `_WAITING_MAX` saves wait,
     the oldest of them are skipped.
     """
-    whole = sorted(k for k, files in state.saves.items() if len(files) == state.plan.num_layers)
+    num_layers = state.plan.num_layers
+    whole = sorted(k for k, files in state.saves.files.items() if len(files) == num_layers)
     commands: list[Command] = []
     for older in whole[:-_WAITING_MAX]:
         reason = f"{_WAITING_MAX} newer ones wait to be made complete by the coordinator, too"
@@ -55,28 +74,29 @@ def publish_next(state: JobState) -> Step:
         )
         state, more = _failed(state, skipped)
         commands += more
-    if state.publishing or not whole:
+    saves = state.saves
+    if saves.publishing or not whole:
         return state, tuple(commands)
     key = whole[-_WAITING_MAX:][0]
-    files = state.saves[key]
-    newer = {k: v for k, v in state.saves.items() if k > key}
-    publish = Publish(*key, tuple(files[layer] for layer in sorted(files)), unused=state.spoilt)
-    state = replace(state, saves=newer, publishing=state.publishing | {key})
-    return state, (*commands, publish)
+    files = saves.files[key]
+    newer = {k: v for k, v in saves.files.items() if k > key}
+    publish = Publish(*key, tuple(files[layer] for layer in sorted(files)), unused=saves.spoilt)
+    saves = replace(saves, files=newer, publishing=saves.publishing | {key})
+    return replace(state, saves=saves), (*commands, publish)
 
 
 def kept(rules: Rules, state: JobState, event: Kept) -> JobState:
     """Notes that a save exists, from before this coordinator or since, or exists no more."""
     if isinstance(event, SavesListed):
-        return replace(state, is_listing=False)
+        return replace(state, saves=replace(state.saves, is_listing=False))
     if isinstance(event, Pruned):
         return _pruned(rules, state, event)
     key = (event.iteration, event.epoch)
     state = _answered(state, key)
-    if event.source in state.spoilt:
+    if event.source in state.saves.spoilt:
         return state
-    versions = {*state.versions, key}
-    return replace(state, versions=tuple(sorted(versions, reverse=True)))
+    versions = tuple(sorted({*state.saves.versions, key}, reverse=True))
+    return replace(state, saves=replace(state.saves, versions=versions))
 
 
 def _pruned(rules: Rules, state: JobState, event: Pruned) -> JobState:
@@ -84,16 +104,18 @@ def _pruned(rules: Rules, state: JobState, event: Pruned) -> JobState:
 
     If the run or the origin began with that version, it counts as spoilt.
     """
-    versions = tuple(one for one in state.versions if version_name(*one) != event.source)
-    is_origin = event.source in (rules.source, state.origin.source)
-    spoilt = state.spoilt | {event.source} if is_origin else state.spoilt
-    return replace(state, versions=versions, spoilt=spoilt)
+    versions = tuple(one for one in state.saves.versions if version_name(*one) != event.source)
+    is_origin = event.source in (rules.source, state.commits.origin.source)
+    spoilt = state.saves.spoilt | {event.source} if is_origin else state.saves.spoilt
+    return replace(state, saves=replace(state.saves, versions=versions, spoilt=spoilt))
 
 
 def without_spoilt(state: JobState, source: str) -> JobState:
     """The state in which nobody goes back to a version that is not what was saved."""
-    versions = tuple(one for one in state.versions if version_name(*one) != source)
-    return replace(state, versions=versions, spoilt=state.spoilt | {source})
+    saves = state.saves
+    versions = tuple(key for key in saves.versions if version_name(*key) != source)
+    saves = replace(saves, versions=versions, spoilt=saves.spoilt | {source})
+    return replace(state, saves=saves)
 
 
 def newest_save(rules: Rules, state: JobState) -> tuple[int, str] | None:
@@ -102,13 +124,13 @@ def newest_save(rules: Rules, state: JobState) -> tuple[int, str] | None:
     It is (0, "") for the job's start if there is no save yet; None if this run began with a save
     and no save is sound.
     """
-    is_spoilt = rules.source in state.spoilt
-    if state.versions and (is_spoilt or state.published > rules.first_iteration):
-        return state.published, version_name(*state.versions[0])
+    saves, is_spoilt = state.saves, rules.source in state.saves.spoilt
+    if saves.versions and (is_spoilt or saves.published > rules.first_iteration):
+        return saves.published, version_name(*saves.versions[0])
     return None if is_spoilt else (rules.first_iteration, rules.source)
 
 
-def save_failed(state: JobState, event: SaveFailed) -> Step:
+def _save_failed(state: JobState, event: SaveFailed) -> Step:
     """Discards a save that cannot become complete, and publishes the next one."""
     state, commands = _failed(state, event)
     state, publishes = publish_next(state)
@@ -118,19 +140,22 @@ def save_failed(state: JobState, event: SaveFailed) -> Step:
 def _failed(state: JobState, event: SaveFailed) -> Step:
     iteration, reason = event.iteration, event.reason
     key = (iteration, event.epoch)
-    is_whole = key in state.publishing or len(state.saves.get(key, ())) == state.plan.num_layers
-    is_there = key in state.saves or event.rank == BY_PUBLISHER
+    files = state.saves.files
+    is_whole = key in state.saves.publishing or len(files.get(key, ())) == state.plan.num_layers
+    is_there = key in files or event.rank == BY_PUBLISHER
     if event.rank == BY_PUBLISHER:
         state = _answered(state, key)
-    is_awaited = is_whole or state.saves_since <= event.epoch <= state.epoch
-    if not is_awaited or iteration <= state.published or key in state.unsaved:
+    saves = state.saves
+    is_awaited = is_whole or saves.since_epoch <= event.epoch <= state.epoch
+    if not is_awaited or iteration <= saves.published or key in saves.unsaved:
         return state, ()
-    failed = {key: reason, **state.unsaved}
-    rest = {k: v for k, v in state.saves.items() if k != key}
-    state = replace(state, saves=rest, unsaved=dict(list(failed.items())[:_FAILED_MAX]))
+    failed = {key: reason, **saves.unsaved}
+    rest = {k: v for k, v in files.items() if k != key}
+    saves = replace(saves, files=rest, unsaved=dict(list(failed.items())[:_FAILED_MAX]))
+    state = replace(state, saves=saves)
     if not event.is_skipped:
         return state, (Discard(*key, reason),)
-    state = replace(state, num_skipped=state.num_skipped + 1)
+    state = replace(state, saves=replace(state.saves, num_skipped=state.saves.num_skipped + 1))
     # Other ranks may have written a part of it.
     discards: tuple[Command, ...] = (Discard(*key, ""),) if is_there else ()
     return state, (*_skipped(state, event), *discards)
@@ -138,7 +163,7 @@ def _failed(state: JobState, event: SaveFailed) -> Step:
 
 def _skipped(state: JobState, event: SaveFailed) -> tuple[Notify, ...]:
     """The notice of a skipped save; only of the first, second, fourth, eighth ... one."""
-    number = state.num_skipped
+    number = state.saves.num_skipped
     if number & (number - 1):
         return ()
     reason = f"{event.reason}; see to checkpoint.directory, or save less often"
@@ -152,15 +177,15 @@ def _skipped(state: JobState, event: SaveFailed) -> tuple[Notify, ...]:
 
 def has_late_answer(rules: Rules, state: JobState, now_s: float) -> bool:
     """Whether the disk may still tell a recovery of saves that it does not know of yet."""
-    since_s = max(state.wrote_s, state.loss.lost_s if state.loss else 0.0)
+    since_s = max(state.saves.wrote_s, state.facts.loss.lost_s if state.facts.loss else 0.0)
     is_late = now_s >= since_s + rules.job.checkpoint.timeout_s
-    return not is_late and (state.is_listing or bool(state.publishing))
+    return not is_late and (state.saves.is_listing or bool(state.saves.publishing))
 
 
 def awaiting_saves(rules: Rules, state: JobState, now_s: float) -> Step:
     """Has the recovery wait until the disk has answered; the launcher is told once."""
     # In its first epoch a job has lost nothing yet, but holders of a layer may differ even then.
-    loss = state.loss or Loss("lost", (), "holders of a layer differ", now_s)
+    loss = state.facts.loss or Loss("lost", (), "holders of a layer differ", now_s)
     checkpoint = rules.job.checkpoint
     if loss.awaits_saves:
         return state, ()
@@ -169,31 +194,32 @@ def awaiting_saves(rules: Rules, state: JobState, now_s: float) -> Step:
         f"answered yet: it is waited for, {checkpoint.timeout_s:g} s at most (checkpoint.timeout_s)"
     )
     notice = Notify(AwaitingSaves(text=text, now_s=now_s))
-    return replace(state, loss=replace(loss, awaits_saves=True)), (notice,)
+    facts = replace(state.facts, loss=replace(loss, awaits_saves=True))
+    return replace(state, facts=facts), (notice,)
 
 
 def last_save_awaited(rules: Rules, state: JobState, now_s: float) -> Step:
     """Waits for the last save as long as the disk writes; gives it up after the timeout."""
-    checkpoint, silent_s = rules.job.checkpoint, now_s - state.wrote_s
+    checkpoint, silent_s = rules.job.checkpoint, now_s - state.saves.wrote_s
     where, timeout_s = checkpoint.directory, checkpoint.timeout_s
     if silent_s >= timeout_s:
+        number = state.commits.next_iteration
         reason = (
             f"nothing was written to {where} for {silent_s:.0f} s (checkpoint.timeout_s = "
             f"{timeout_s:g})"
         )
-        failed = SaveFailed(
-            rank=BY_PUBLISHER, epoch=state.epoch, iteration=state.next_iteration, reason=reason
-        )
+        failed = SaveFailed(rank=BY_PUBLISHER, epoch=state.epoch, iteration=number, reason=reason)
         return _failed(state, failed)
-    if silent_s < SLOW_S or state.is_slow_told:
+    if silent_s < SLOW_S or state.saves.is_slow_told:
         return state, ()
     text = (
         f"the last save is slow: nothing was written to {where} for {silent_s:.0f} s; after "
         f"{timeout_s:g} s the job ends without it (checkpoint.timeout_s)"
     )
-    return replace(state, is_slow_told=True), (Notify(Warned(text=text)),)
+    state = replace(state, saves=replace(state.saves, is_slow_told=True))
+    return state, (Notify(Warned(text=text)),)
 
 
 def _answered(state: JobState, key: tuple[int, int]) -> JobState:
     """The state in which that save is no longer being published."""
-    return replace(state, publishing=state.publishing - {key})
+    return replace(state, saves=replace(state.saves, publishing=state.saves.publishing - {key}))

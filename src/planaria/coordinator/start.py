@@ -9,7 +9,18 @@ from planaria.coordinator.learning.memory import fitted_rules
 from planaria.coordinator.learning.slowness import of_members
 from planaria.coordinator.placing import SCHEDULED, copies_of, idle_of
 from planaria.coordinator.recovery import lost
-from planaria.coordinator.state import JobState, Loss, Phase, Rules, Step
+from planaria.coordinator.rules import Rules
+from planaria.coordinator.state import (
+    Commits,
+    EpochFacts,
+    JobState,
+    Loss,
+    Membership,
+    Phase,
+    Saves,
+    Step,
+    Stop,
+)
 from planaria.coordinator.step import advanced
 from planaria.core.findings import FailureHistory, Findings
 from planaria.core.messages import Abort, StartEpoch
@@ -19,29 +30,29 @@ from planaria.core.records import Decision, Members, Origin, Outcome, Progress, 
 
 def first_step(rules: Rules, plan: Plan, *, term: int, predicted_s: float) -> Step:
     """The first state of a job; the commands record its first members and decision."""
-    state = JobState(
-        term=term,
-        epoch=plan.epoch,
-        nodes=plan.nodes,
-        plan=plan,
-        next_iteration=rules.first_iteration,
-        saves_since=plan.epoch,
-        phase=Phase.DECIDING,
-        origin=_start(rules),
-    )
-    outcome = Outcome(epoch=plan.epoch, iteration=rules.first_iteration, origin=state.origin)
+    first, origin = rules.first_iteration, _start(rules)
+    outcome = Outcome(epoch=plan.epoch, iteration=first, origin=origin)
     copies = copies_of(rules, plan)
     start = StartEpoch(
         epoch=plan.epoch,
         plan=plan,
         addresses={},
-        iteration=rules.first_iteration,
+        iteration=first,
         source=rules.source,
         copies=copies,
         idle=() if rules.job.checkpoint.profile_iterations else idle_of(rules, plan, copies),
     )
     decision = Decision(order=start, predicted_s=predicted_s)
-    state = replace(state, outcome=outcome, decision=decision)
+    state = JobState(
+        term=term,
+        epoch=plan.epoch,
+        nodes=plan.nodes,
+        plan=plan,
+        phase=Phase.DECIDING,
+        commits=Commits(next_iteration=first, outcome=outcome, origin=origin),
+        facts=EpochFacts(decision=decision),
+        saves=Saves(since_epoch=plan.epoch),
+    )
     members = Members(epoch=plan.epoch, term=term, nodes=plan.nodes)
     recorded = (RecordMembers(members), RecordDecision(outcome, decision))
     return state, (*recorded, *_unprotected(rules, start))
@@ -75,40 +86,40 @@ def restored_step(
         plan: plan of the newest decision to start an epoch, or the job's first plan.
         predicted_s: predicted duration of an iteration with the job's first plan.
     """
-    findings, origin = _findings(members, progress), outcome.origin if outcome else _start(rules)
+    findings = _findings(members, progress)
     rules = (fitted := fitted_rules(rules, findings, len(members.nodes))) or rules
     state = JobState(
         term=term,
         epoch=members.epoch,
         nodes=members.nodes,
-        gone=members.gone,
-        failures=members.failures,
-        spoilt=frozenset(members.spoilt),
-        history=_history(rules, members, progress, predicted_s=predicted_s, now_s=now_s),
-        learning=restored_learning(rules, findings, plan),
-        fitted=fitted,
         plan=plan,
-        saves_since=members.epoch,
-        next_iteration=_num_committed(rules, origin, progress),
-        furthest=progress.num_committed if progress else 0,
-        ends=progress is not None and progress.ends and progress.since == origin.epoch,
-        stop_requested=bool(progress and progress.stop_reason),
-        stop_reason=progress.stop_reason if progress else "",
-        outcome=outcome,
-        origin=origin,
-        is_degraded=len(plan.nodes) < (rules.job.resilience.failures_tolerated + 1) * rules.n0,
-        loss=Loss("lost", (), "the coordinator before this one knew", now_s),
-        is_settled=False,
+        commits=_commits(rules, outcome, progress),
+        membership=Membership(
+            gone=members.gone,
+            failures=members.failures,
+            history=_history(rules, members, progress, predicted_s=predicted_s, now_s=now_s),
+            is_degraded=len(plan.nodes) < (rules.job.resilience.failures_tolerated + 1) * rules.n0,
+        ),
+        facts=EpochFacts(loss=Loss("lost", (), "the coordinator before this one knew", now_s)),
+        saves=Saves(spoilt=frozenset(members.spoilt), since_epoch=members.epoch),
+        stop=Stop(
+            is_requested=bool(progress and progress.stop_reason),
+            shortage=progress.stop_reason if progress else "",
+        ),
+        learning=replace(restored_learning(rules, findings, plan), fitted=fitted),
     )
     state = of_members(state)  # The record of a switch still has findings on nodes that have left.
     if decision is None and plan.epoch == members.epoch:
         # The coordinator before this one was killed while it recorded how the job begins.
         first, (_, record, *_) = first_step(rules, plan, term=term, predicted_s=predicted_s)
-        return replace(first, next_iteration=state.next_iteration), (record,)
+        commits = replace(first.commits, next_iteration=state.commits.next_iteration)
+        return replace(first, commits=commits), (record,)
     is_begun = decision is not None and decision.order.epoch == members.epoch
     if decision is not None and is_begun and not _is_midway(decision):
-        state = replace(state, failure=decision.failure, failed_s=now_s, decision=decision)
-        state = replace(state, failed_reason=decision.reason, phase=Phase.JOINING)
+        failure, reason = decision.failure, decision.reason
+        stop = replace(state.stop, failure=failure, failed_s=now_s, failed_reason=reason)
+        facts = replace(state.facts, decision=decision)
+        state = replace(state, phase=Phase.JOINING, stop=stop, facts=facts)
         return advanced(rules, state, now_s)
     if members.is_planned:
         # Nobody knows which ranks have begun this epoch, or what was to follow it. If all did not
@@ -147,6 +158,17 @@ def _findings(members: Members, progress: Progress | None) -> Findings:
 
 def _start(rules: Rules) -> Origin:
     return Origin(iteration=rules.first_iteration, source=rules.source)
+
+
+def _commits(rules: Rules, outcome: Outcome | None, progress: Progress | None) -> Commits:
+    origin = outcome.origin if outcome else _start(rules)
+    return Commits(
+        next_iteration=_num_committed(rules, origin, progress),
+        outcome=outcome,
+        origin=origin,
+        ends=progress is not None and progress.ends and progress.since == origin.epoch,
+        furthest=progress.num_committed if progress else 0,
+    )
 
 
 def _num_committed(rules: Rules, origin: Origin, progress: Progress | None) -> int:

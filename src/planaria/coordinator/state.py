@@ -1,6 +1,6 @@
-"""What the coordinator knows: the rules of a run, and the state of its job."""
+"""What the coordinator knows of its job."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -8,10 +8,8 @@ from planaria.coordinator.commands import Command
 from planaria.coordinator.learning.learned import Learning
 from planaria.coordinator.membership.waiting import Candidate, Leave
 from planaria.coordinator.switching import Change, Switch
-from planaria.core.commit import VectorLayout
 from planaria.core.findings import FailureHistory
 from planaria.core.growing import Growing, is_among
-from planaria.core.job import JobConfig
 from planaria.core.messages import (
     Corrupted,
     EpochReady,
@@ -24,8 +22,6 @@ from planaria.core.messages import (
 )
 from planaria.core.plan import NodeKind, Plan
 from planaria.core.records import Decision, Origin, Outcome
-from planaria.planner.plans import EveryPlan
-from planaria.policies.policy import Policy, Prices
 
 
 class Phase(Enum):
@@ -39,45 +35,6 @@ class Phase(Enum):
     TRAINING = "iterations"
     SAVING = "the last save"
     ENDED = "nothing"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rules:
-    """The settings of a run, which do not change.
-
-    Attributes:
-        policy: policy that proposes answers to losses.
-        prices: prices of a recovery by the profile, before the job has measured any.
-        n0: number of nodes of the smallest pipeline.
-        max_nodes: largest number of nodes that there are plans for.
-        layer_s: seconds of forward and backward of each layer for one microbatch, by the profile;
-            empty: slow nodes are not looked for.
-        looks_ahead: whether answers to losses, and plans better than one chosen in a hurry, are
-            searched ahead of need. If not, better plans are looked for at each commit.
-        every: plans that the job can be re-formed to; None: its profile is not corrected.
-        policy_of: function from such plans, which may have a corrected profile, to their policy.
-        version_iterations: predicted number of iterations from one version of the copies in memory
-            to the next.
-        first_iteration: iteration at which this run starts.
-        source: version of the disk tier that this run starts from; "": it starts from the seed.
-        processors: number of processors that all ranks share; 0: each rank has its own.
-    """
-
-    job: JobConfig
-    policy: Policy
-    prices: Prices
-    n0: int
-    max_nodes: int
-    num_layers: int
-    layout: VectorLayout
-    first_iteration: int
-    source: str = ""
-    layer_s: tuple[float, ...] = ()
-    looks_ahead: bool = False
-    every: EveryPlan | None = None
-    policy_of: Callable[[EveryPlan], Policy] | None = None
-    version_iterations: int = 1
-    processors: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,39 +81,10 @@ class Crash:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobState:
-    """Everything that the coordinator knows.
+class Membership:
+    """The nodes that are or want to be members, and how often they failed.
 
     Attributes:
-        term: number of this coordinator; the store refuses writes of older terms.
-        epoch: number of the newest membership, recorded or not.
-        nodes: members of this epoch, ascending.
-        plan: the newest plan.
-        workers: newest worker of each rank.
-        answers: answers to this epoch's order to stop, by rank.
-        outcome: newest outcome, of this epoch or an older one; in the phase DECIDING, the one that
-            is being recorded.
-        decision: decision of this epoch; None: there is none yet.
-        ready: ranks that have begun this epoch, with their reports.
-        corrupted: ranks that left this epoch because holders of a layer differ, with their reports.
-        next_iteration: first iteration that is not committed.
-        reports: reports of iterations not yet committed, by iteration, then by rank.
-        saves: files so far of saves not yet published, by (iteration, epoch), then by layer.
-        versions: (iteration, epoch) of published saves, the newest first, without the one that this
-            run began with.
-        spoilt: versions of the disk tier that turned out not to be what was saved.
-        publishing: (iteration, epoch) of saves whose manifests are being written.
-        is_listing: whether it is still unknown which saves existed when this coordinator began.
-        num_skipped: number of saves that were skipped because earlier ones were under way.
-        wrote_s: time at which a part of a save was last written, or the wait for the last save
-            began.
-        is_slow_told: whether the launcher was told that the last save is slow.
-        origin: state on which the iterations that count are built.
-        unsaved: reasons why saves of this run failed, by (iteration, epoch), the newest first.
-        ends: whether the newest committed iteration is the job's last.
-        stop_requested: whether the job is to stop at its next commit.
-        loss: event that this epoch recovers from; None in the first epoch.
-        is_degraded: whether the launcher knows that fewer than f failures are tolerated.
         gone: nodes that are out for good: former members, and candidates that were dropped.
         machines: machine of each node.
         missing_ticks: number of this coordinator's ticks in which members had not arrived.
@@ -164,62 +92,9 @@ class JobState:
         history: statistics of the job's failures.
         candidates: nodes that have arrived and are not members.
         leaving: nodes that are to leave in peace.
-        change: change of members or plan that is under way; None: none.
-        asked: situation in which a change was last looked for: members, joining and leaving nodes,
-            slow nodes and their speeds, nodes to be tried, and the binary exponent of the mean time
-            to a failure.
-        is_settled: whether the plan was searched for at leisure, not in a hurry after a loss.
-        sought: newest epoch for whose nodes better plans have been searched; -1: none.
-        ratios: slowness of each node in its newest iterations of this epoch; see slowness.py.
-        learning: measured deviations from the profile, and which nodes are slow.
-        fitted: rules with raised memory estimates, see memory.py; None: no estimate was raised.
-        is_entered: whether every rank of this epoch has begun it, and the launcher knows.
-        saves_since: oldest epoch whose new saves count; saves that had all layers before it count
-            too.
-        stop_reason: why nodes are too few, if that is why the job stops; "" if it is not.
-        must_end: why the job has to end, saved, at its next commit or loss; "": it need not.
-        furthest: number of iterations that were ever committed, even if the job has gone back
-            since.
-        crashes: crashes of workers since the last first-time commit of an iteration.
-        raised: process id, by rank, of workers that raised since the last commit and were not
-            replaced.
-        replaced: process id, by rank, of the newest worker that ends because another replaces it.
-        holding: ranks that surely hold what the plan gives them, in an epoch not yet decided.
-        failure: failure that ends the job as soon as its live layers are saved; None: none.
-        failed_s: time of the failure, or of the newest order to leave the epoch.
-        failed_reason: description of what went wrong.
-        unreachable_s: time since which a member cannot reach another though both live; 0: all can.
-        unreached: ranks that others cannot reach in this epoch, one entry for each complaint.
-        broken_links: number of epochs that ended for broken links since the last first-time commit.
+        is_degraded: whether the launcher knows that fewer than f failures are tolerated.
     """
 
-    term: int
-    epoch: int
-    nodes: tuple[int, ...]
-    plan: Plan
-    next_iteration: int
-    phase: Phase = Phase.RECORDING
-    workers: Growing[int, WorkerReady] = field(default_factory=Growing)
-    answers: Growing[int, Stopped] = field(default_factory=Growing)
-    outcome: Outcome | None = None
-    decision: Decision | None = None
-    ready: Growing[int, EpochReady] = field(default_factory=Growing)
-    corrupted: Growing[int, Corrupted] = field(default_factory=Growing)
-    reports: Mapping[int, Growing[int, IterationDone]] = field(default_factory=dict)
-    saves: Mapping[tuple[int, int], Mapping[int, LayerFile]] = field(default_factory=dict)
-    versions: tuple[tuple[int, int], ...] = ()
-    spoilt: frozenset[str] = frozenset()
-    publishing: frozenset[tuple[int, int]] = frozenset()
-    is_listing: bool = False
-    num_skipped: int = 0
-    wrote_s: float = 0.0
-    is_slow_told: bool = False
-    origin: Origin = field(default_factory=Origin)
-    unsaved: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    ends: bool = False
-    stop_requested: bool = False
-    loss: Loss | None = None
-    is_degraded: bool = False
     gone: tuple[int, ...] = ()
     machines: Growing[int, str] = field(default_factory=Growing)
     missing_ticks: int = 0
@@ -227,33 +102,187 @@ class JobState:
     history: FailureHistory = field(default_factory=FailureHistory)
     candidates: Mapping[int, Candidate] = field(default_factory=dict)
     leaving: Mapping[int, Leave] = field(default_factory=dict)
-    change: Change | None = None
-    asked: tuple[tuple[float, ...], ...] = ()
-    is_settled: bool = False
-    sought: int = -1
-    ratios: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
-    learning: Learning = field(default_factory=Learning)
-    fitted: Rules | None = None
-    is_entered: bool = False
-    saves_since: int = 0
-    stop_reason: str = ""
-    must_end: str = ""
-    furthest: int = 0
-    crashes: tuple[Crash, ...] = ()
-    raised: Mapping[int, int] = field(default_factory=dict)
-    replaced: Mapping[int, int] = field(default_factory=dict)
+    is_degraded: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochFacts:
+    """What is known of this epoch; a loss begins another epoch with a new record.
+
+    Attributes:
+        loss: event that this epoch, or one that it was switched from, recovers from; None in the
+            first epoch.
+        holding: ranks that surely hold what the plan gives them, in an epoch not yet decided.
+        answers: answers to this epoch's order to stop, by rank.
+        decision: decision of this epoch; None: there is none yet.
+        ready: ranks that have begun this epoch, with their reports.
+        is_entered: whether every rank of this epoch has begun it, and the launcher knows.
+        corrupted: ranks that left this epoch because holders of a layer differ, with their reports.
+        unreachable_s: time since which a member cannot reach another though both live; 0: all can.
+        unreached: ranks that others cannot reach in this epoch, one entry for each complaint.
+        ratios: slowness of each node in its newest iterations of this epoch; see slowness.py.
+    """
+
+    loss: Loss | None = None
     holding: frozenset[int] = frozenset()
-    failure: WorkerFailed | None = None
-    failed_s: float = 0.0
-    failed_reason: str = ""
+    answers: Growing[int, Stopped] = field(default_factory=Growing)
+    decision: Decision | None = None
+    ready: Growing[int, EpochReady] = field(default_factory=Growing)
+    is_entered: bool = False
+    corrupted: Growing[int, Corrupted] = field(default_factory=Growing)
     unreachable_s: float = 0.0
     unreached: tuple[int, ...] = ()
-    broken_links: int = 0
+    ratios: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commits:
+    """Which iterations are committed, and what they are built on.
+
+    Attributes:
+        next_iteration: first iteration that is not committed.
+        reports: reports of iterations not yet committed, by iteration, then by rank.
+        outcome: newest outcome, of this epoch or an older one; in the phase DECIDING, the one that
+            is being recorded.
+        origin: state on which the iterations that count are built.
+        ends: whether the newest committed iteration is the job's last.
+        furthest: number of iterations that were ever committed, even if the job has gone back
+            since.
+    """
+
+    next_iteration: int
+    reports: Mapping[int, Growing[int, IterationDone]] = field(default_factory=dict)
+    outcome: Outcome | None = None
+    origin: Origin = field(default_factory=Origin)
+    ends: bool = False
+    furthest: int = 0
+
+    def reports_of(self, iteration: int) -> Growing[int, IterationDone]:
+        """The reports of an uncommitted iteration, by rank."""
+        return self.reports.get(iteration, Growing())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saves:
+    """The saves on disk, each named by (iteration, epoch).
+
+    Attributes:
+        files: files so far of saves not yet published, by save, then by layer.
+        versions: published saves, the newest first, without the one that this run began with.
+        spoilt: versions of the disk tier that turned out not to be what was saved.
+        publishing: saves whose manifests are being written.
+        unsaved: reasons why saves of this run failed, by save, the newest first.
+        is_listing: whether it is still unknown which saves existed when this coordinator began.
+        num_skipped: number of saves that were skipped because earlier ones were under way.
+        wrote_s: time at which a part of a save was last written, or the wait for the last save
+            began.
+        is_slow_told: whether the launcher was told that the last save is slow.
+        since_epoch: oldest epoch whose new saves count; saves that had all layers before it count
+            too.
+    """
+
+    files: Mapping[tuple[int, int], Mapping[int, LayerFile]] = field(default_factory=dict)
+    versions: tuple[tuple[int, int], ...] = ()
+    spoilt: frozenset[str] = frozenset()
+    publishing: frozenset[tuple[int, int]] = frozenset()
+    unsaved: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    is_listing: bool = False
+    num_skipped: int = 0
+    wrote_s: float = 0.0
+    is_slow_told: bool = False
+    since_epoch: int = 0
 
     @property
     def published(self) -> int:
         """The number of iterations in the newest published save; -1: there is none."""
         return self.versions[0][0] if self.versions else -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Troubles:
+    """Failures of workers and links while their nodes live; see crashes.py.
+
+    Attributes:
+        crashes: crashes of workers since the last first-time commit of an iteration.
+        raised: process id, by rank, of workers that raised since the last commit and were not
+            replaced.
+        replaced: process id, by rank, of the newest worker that ends because another replaces it.
+        broken_links: number of epochs that ended for broken links since the last first-time commit.
+    """
+
+    crashes: tuple[Crash, ...] = ()
+    raised: Mapping[int, int] = field(default_factory=dict)
+    replaced: Mapping[int, int] = field(default_factory=dict)
+    broken_links: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """Why the job is to end before its last iteration; by default it is not.
+
+    Attributes:
+        is_requested: whether the job is to stop at its next commit.
+        shortage: why nodes are too few, if that is why the job stops; "" if it is not.
+        must_end: why the job has to end, saved, at its next commit or loss; "": it need not.
+        failure: failure that ends the job as soon as its live layers are saved; None: none.
+        failed_s: time of the failure, or of the newest order to leave the epoch.
+        failed_reason: description of what went wrong.
+    """
+
+    is_requested: bool = False
+    shortage: str = ""
+    must_end: str = ""
+    failure: WorkerFailed | None = None
+    failed_s: float = 0.0
+    failed_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSearch:
+    """Which better plans were looked for; a loss, which makes a new plan, begins a new record.
+
+    Attributes:
+        last_situation: situation in which a change was last looked for: members, joining and
+            leaving nodes, slow nodes and their speeds, nodes to be tried, and the binary exponent
+            of the mean time to a failure.
+        is_plan_searched: whether the plan was searched for at leisure, not in a hurry after a loss.
+        searched_epoch: newest epoch for whose nodes better plans have been searched; -1: none.
+    """
+
+    last_situation: tuple[tuple[float, ...], ...] = ()
+    is_plan_searched: bool = False
+    searched_epoch: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobState:
+    """Everything that the coordinator knows: one record for what changes together.
+
+    Attributes:
+        term: number of this coordinator; the store refuses writes of older terms.
+        epoch: number of the newest membership, recorded or not.
+        nodes: members of this epoch, ascending.
+        plan: the newest plan.
+        workers: newest worker of each rank.
+        change: change of members or plan that is under way; None: none.
+        learning: measured deviations from the profile, and which nodes are slow.
+    """
+
+    term: int
+    epoch: int
+    nodes: tuple[int, ...]
+    plan: Plan
+    commits: Commits
+    phase: Phase = Phase.RECORDING
+    workers: Growing[int, WorkerReady] = field(default_factory=Growing)
+    change: Change | None = None
+    membership: Membership = field(default_factory=Membership)
+    facts: EpochFacts = field(default_factory=EpochFacts)
+    saves: Saves = field(default_factory=Saves)
+    troubles: Troubles = field(default_factory=Troubles)
+    stop: Stop = field(default_factory=Stop)
+    search: PlanSearch = field(default_factory=PlanSearch)
+    learning: Learning = field(default_factory=Learning)
 
     @property
     def speeds(self) -> Mapping[int, float]:
@@ -273,13 +302,13 @@ class JobState:
     @property
     def trains(self) -> bool:
         """Whether the job trains by its plan, and nothing else is under way."""
-        is_busy = self.change is not None or self.ends or self.stop_requested
-        return self.phase is Phase.TRAINING and self.is_entered and not is_busy
+        is_busy = self.change is not None or self.commits.ends or self.stop.is_requested
+        return self.phase is Phase.TRAINING and self.facts.is_entered and not is_busy
 
     @property
     def is_forking(self) -> bool:
         """Whether a member's worker crashed and the one forked in its place has yet to report."""
-        crashed = {crash.node for crash in self.crashes}.intersection(self.nodes)
+        crashed = {crash.node for crash in self.troubles.crashes}.intersection(self.nodes)
         return any(rank not in self.workers for rank in self.ranks_of(crashed))
 
     @property
@@ -309,10 +338,6 @@ class JobState:
     def has_workers(self, node: int) -> bool:
         """Whether every rank of the node has a worker."""
         return all(rank in self.workers for rank in self.ranks_of((node,)))
-
-    def reports_of(self, iteration: int) -> Growing[int, IterationDone]:
-        """The reports of an uncommitted iteration, by rank."""
-        return self.reports.get(iteration, Growing())
 
     def is_told_by_all(self, facts: Mapping[int, object]) -> bool:
         """Whether every rank of the members has an entry; see `has_all`."""

@@ -64,15 +64,13 @@ from planaria.coordinator.membership.arrivals import awaited
 from planaria.coordinator.membership.candidates import arrived, candidate_lost, leaves
 from planaria.coordinator.outcomes import counting
 from planaria.coordinator.recovery import decided, left_unsaved, lost, refuted
+from planaria.coordinator.rules import Rules
 from planaria.coordinator.saves import (
     Kept,
-    kept,
     last_save_awaited,
-    layers_saved,
-    publish_next,
-    save_failed,
+    on_saving,
 )
-from planaria.coordinator.state import JobState, Phase, Rules, Step
+from planaria.coordinator.state import JobState, Phase, Step
 from planaria.core.commit import decode_vector
 from planaria.core.growing import has_all
 from planaria.core.messages import (
@@ -116,7 +114,7 @@ def step(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
         return state, ()
     if isinstance(event, WorkerFailed) and event.blame == "memory":
         state, event = with_estimate(rules, state, event)
-    rules = state.fitted or rules
+    rules = state.learning.fitted or rules
     state, noted = _noted(rules, state, event, now_s)
     state, commands = advanced(rules, state, now_s)
     return state, (*noted, *commands)
@@ -124,6 +122,7 @@ def step(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
 
 def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
     """The state that knows one more fact, and the commands that follow from the fact alone."""
+    facts, stop = state.facts, state.stop
     match event:
         case NodeArrived():
             return arrived(rules, state, event, now_s)
@@ -132,33 +131,30 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
         case WorkerReady() if is_awaited(state, event):
             return _reported(state, event, now_s)
         case Stopped() if event.epoch == state.epoch and state.has_rank(event.rank):
-            answer = counting(state, event)
-            return replace(state, answers=state.answers.plus(event.rank, answer)), ()
+            facts = replace(facts, answers=facts.answers.plus(event.rank, counting(state, event)))
+            return replace(state, facts=facts), ()
         case EpochReady() if event.epoch == state.epoch:
-            return replace(state, ready=state.ready.plus(event.rank, event)), ()
+            facts = replace(facts, ready=facts.ready.plus(event.rank, event))
+            return replace(state, facts=facts), ()
         case EpochReady() if event.epoch in state.epochs:
             return entering(state, event), ()
         case IterationDone() if _is_open(state, event):
-            reports = state.reports_of(event.iteration).plus(event.rank, event)
-            return replace(state, reports={**state.reports, event.iteration: reports}), ()
+            return _with_report(state, event), ()
         case Corrupted() if event.epoch in state.epochs:
-            return replace(state, corrupted=state.corrupted.plus(event.rank, event)), ()
+            facts = replace(facts, corrupted=facts.corrupted.plus(event.rank, event))
+            return replace(state, facts=facts), ()
         case CopySpoilt() if event.epoch in state.epochs:
             return copy_spoilt(rules, state, event, now_s)
         case CopiesFailed() if event.epoch in state.epochs:
             return state, (Notify(Warned(text=f"copies are not complete: {event.reason}")),)
-        case LayersSaved():
-            return layers_saved(replace(state, wrote_s=now_s), event)
-        case Published():
-            return publish_next(kept(rules, replace(state, wrote_s=now_s), event))
-        case Pruned() | SavesListed():
-            return publish_next(kept(rules, state, event))
-        case SaveFailed():
-            return save_failed(state, event)
-        case StopRequested() if state.stop_reason or not state.stop_requested:
-            return replace(state, stop_requested=True, stop_reason=""), (Tell(event),)
-        case MustEnd(reason) if not state.must_end:
-            return replace(state, must_end=reason, stop_requested=True), (Tell(StopRequested()),)
+        case LayersSaved() | Published() | Pruned() | SavesListed() | SaveFailed():
+            return on_saving(rules, state, event, now_s)
+        case StopRequested() if stop.shortage or not stop.is_requested:
+            stop = replace(stop, is_requested=True, shortage="")
+            return replace(state, stop=stop), (Tell(event),)
+        case MustEnd(reason) if not stop.must_end:
+            stop = replace(stop, is_requested=True, must_end=reason)
+            return replace(state, stop=stop), (Tell(StopRequested()),)
         case WorkerFailed() | WorkerExited() if event.node in _only_candidates(state):
             return candidate_lost(state, event)
         case WorkerFailed() if state.is_member(event.node):
@@ -167,7 +163,7 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
             return worker_exited(rules, state, event, now_s)
         case NodeLost() if state.is_member(event.node):
             return lost(rules, state, "lost", (event.node,), reason=event.reason, now_s=now_s)
-        case NodeLost() if event.node in state.candidates:
+        case NodeLost() if event.node in state.membership.candidates:
             return candidate_lost(state, event)
         case PeerUnreachable() if event.epoch in state.epochs:
             return _unreached(state, event, now_s), ()
@@ -178,7 +174,8 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
         case DecisionRecorded(epoch) if epoch == state.epoch and state.phase is Phase.DECIDING:
             return replace(state, phase=Phase.JOINING), ()
         case AnswersFound(epoch) if epoch == state.epoch:
-            return replace(state, sought=epoch, asked=()), ()
+            search = replace(state.search, searched_epoch=epoch, last_situation=())
+            return replace(state, search=search), ()
         case Tick():
             return _ticked(rules, state, now_s)
     return state, ()
@@ -193,8 +190,10 @@ def _reported(state: JobState, event: WorkerReady, now_s: float) -> Step:
 
 
 def _unreached(state: JobState, event: PeerUnreachable, now_s: float) -> JobState:
-    since_s = state.unreachable_s or now_s
-    return replace(state, unreachable_s=since_s, unreached=(*state.unreached, event.peer))
+    facts = state.facts
+    since_s = facts.unreachable_s or now_s
+    facts = replace(facts, unreachable_s=since_s, unreached=(*facts.unreached, event.peer))
+    return replace(state, facts=facts)
 
 
 def _ticked(rules: Rules, state: JobState, now_s: float) -> Step:
@@ -209,7 +208,7 @@ def _is_cut(rules: Rules, state: JobState, now_s: float) -> bool:
 
     A node that cannot be reached is usually lost, and then its lease runs out before that.
     """
-    since_s = state.unreachable_s
+    since_s = state.facts.unreachable_s
     return since_s > 0.0 and now_s - since_s > rules.job.cluster.lease_s
 
 
@@ -227,14 +226,19 @@ def advanced(rules: Rules, state: JobState, now_s: float) -> Step:
 def _advanced(rules: Rules, state: JobState, now_s: float) -> Step:
     """The state advanced by at most one phase."""
     match state.phase:
-        case Phase.STOPPING if state.is_told_by_all(state.answers):
+        case Phase.STOPPING if state.is_told_by_all(state.facts.answers):
             return decided(rules, state, now_s)
         case Phase.JOINING:
             return _joined(rules, state, now_s)
-        case Phase.STARTING if has_all(state.ready, state.plan.all_ranks):
-            history = begun_history(state.history, now_s)
+        case Phase.STARTING if has_all(state.facts.ready, state.plan.all_ranks):
+            history = begun_history(state.membership.history, now_s)
             state = with_recovery(with_start(rules, state, now_s), now_s)
-            state = replace(state, phase=Phase.TRAINING, history=history, is_entered=True)
+            state = replace(
+                state,
+                phase=Phase.TRAINING,
+                membership=replace(state.membership, history=history),
+                facts=replace(state.facts, is_entered=True),
+            )
             return state, (_running(state, now_s),)
         case Phase.TRAINING if _is_refuted(state):
             return refuted(rules, state, now_s)
@@ -247,16 +251,16 @@ def _advanced(rules: Rules, state: JobState, now_s: float) -> Step:
 
 def _is_refuted(state: JobState) -> bool:
     """Whether every rank has left this epoch because holders of a layer have different hashes."""
-    told = {r: fact for r, fact in state.corrupted.items() if fact.epoch == state.epoch}
+    told = {r: fact for r, fact in state.facts.corrupted.items() if fact.epoch == state.epoch}
     return has_all(told, state.plan.all_ranks)
 
 
 def _joined(rules: Rules, state: JobState, now_s: float) -> Step:
     """Tells the order of this epoch once every worker that it needs has reported."""
-    assert state.decision is not None
-    order = state.decision.order
+    assert state.facts.decision is not None
+    order = state.facts.decision.order
     # In a job that has failed, some workers may never report: their code raises before that.
-    awaited = writers(state) if state.decision.failure is not None else state.ranks
+    awaited = writers(state) if state.facts.decision.failure is not None else state.ranks
     if not has_all(state.workers, awaited):
         return state, ()
     state, settled = _settled(rules, state, now_s)
@@ -265,7 +269,7 @@ def _joined(rules: Rules, state: JobState, now_s: float) -> Step:
     addresses = {rank: (w.host, w.port) for rank, w in state.workers.items()}
     order = _with_addresses(order, addresses)
     # A rank forgets a requested stop when it begins an epoch.
-    stop = (Tell(StopRequested()),) if state.stop_requested else ()
+    stop = (Tell(StopRequested()),) if state.stop.is_requested else ()
     starting = Notify(Starting(epoch=state.epoch, num_nodes=len(state.nodes), now_s=now_s))
     state = with_order(replace(state, phase=Phase.STARTING), now_s)
     return state, (*settled, starting, Tell(order), *stop)
@@ -276,15 +280,16 @@ def _with_addresses(order: StartEpoch, addresses: dict[int, tuple[str, int]]) ->
 
 
 def _running(state: JobState, now_s: float) -> Notify:
+    ready = state.facts.ready
     running = Running(
         epoch=state.epoch,
         plan=state.plan,
         members=state.nodes,
         workers={rank: state.workers[rank] for rank in state.plan.all_ranks},
-        materialised={rank: event.layers_materialised for rank, event in state.ready.items()},
-        received_bytes=sum(event.received_bytes for event in state.ready.values()),
-        regroup_s=max(event.regroup_s for event in state.ready.values()),
-        transfer_s=max(event.transfer_s for event in state.ready.values()),
+        materialised={rank: event.layers_materialised for rank, event in ready.items()},
+        received_bytes=sum(event.received_bytes for event in ready.values()),
+        regroup_s=max(event.regroup_s for event in ready.values()),
+        transfer_s=max(event.transfer_s for event in ready.values()),
         now_s=now_s,
     )
     return Notify(running)
@@ -303,10 +308,11 @@ def _trained(rules: Rules, state: JobState, now_s: float) -> Step:
 
 def _entered(rules: Rules, state: JobState, now_s: float) -> Step:
     """Notes that, after a switch, every rank has begun the new epoch."""
-    if state.is_entered or not has_all(state.ready, state.plan.all_ranks):
+    if state.facts.is_entered or not has_all(state.facts.ready, state.plan.all_ranks):
         return state, ()
     notice = _running(state, now_s)
-    state, commands = entered(rules, replace(state, is_entered=True), now_s)
+    state = replace(state, facts=replace(state.facts, is_entered=True))
+    state, commands = entered(rules, state, now_s)
     return state, (notice, *commands)
 
 
@@ -317,14 +323,21 @@ def _continued(_rules: Rules, state: JobState, _now_s: float) -> Step:
 # -- iterations -----------------------------------------------------------------------------------
 
 
+def _with_report(state: JobState, event: IterationDone) -> JobState:
+    commits = state.commits
+    reports = commits.reports_of(event.iteration).plus(event.rank, event)
+    commits = replace(commits, reports={**commits.reports, event.iteration: reports})
+    return replace(state, commits=commits)
+
+
 def _is_open(state: JobState, event: IterationDone) -> bool:
     """Whether a report counts: it is from this epoch, or about an iteration before its outcome."""
-    if event.iteration < state.next_iteration or event.epoch < state.origin.epoch:
+    if event.iteration < state.commits.next_iteration or event.epoch < state.commits.origin.epoch:
         return False
     if state.phase in (Phase.RECORDING, Phase.STOPPING):  # The outcome is not known yet.
         return True
-    assert state.outcome is not None
-    if event.iteration < state.outcome.iteration:
+    assert state.commits.outcome is not None
+    if event.iteration < state.commits.outcome.iteration:
         return True
     plans = (state.plan, state.switch.plan) if state.switch else (state.plan,)
     return any(event.epoch == p.epoch and event.rank in p.held_by_rank for p in plans)
@@ -332,13 +345,14 @@ def _is_open(state: JobState, event: IterationDone) -> bool:
 
 def _settled(rules: Rules, state: JobState, now_s: float) -> Step:
     """Commits the iterations before the outcome's, which every member applies before it begins."""
-    assert state.outcome is not None
+    outcome = state.commits.outcome
+    assert outcome is not None
     commands: list[Command] = []
-    while state.next_iteration < state.outcome.iteration:
-        iteration = state.next_iteration
-        reports = state.reports_of(iteration)
-        if iteration == state.outcome.iteration - 1 and state.outcome.vector:
-            vector = decode_vector(state.outcome.vector, rules.layout)
+    while state.commits.next_iteration < outcome.iteration:
+        iteration = state.commits.next_iteration
+        reports = state.commits.reports_of(iteration)
+        if iteration == outcome.iteration - 1 and outcome.vector:
+            vector = decode_vector(outcome.vector, rules.layout)
             ends = vector.is_last(iteration, rules.job.training)
             values = (vector.loss, vector.num_samples, vector.sample_digest)
         elif reports:
@@ -357,8 +371,8 @@ def _settled(rules: Rules, state: JobState, now_s: float) -> Step:
 def _committed(rules: Rules, state: JobState, now_s: float) -> Step:
     """Commits each iteration that every rank has reported, in order."""
     commands: list[Command] = []
-    while not state.ends:
-        reports = state.reports_of(state.next_iteration)
+    while not state.commits.ends:
+        reports = state.commits.reports_of(state.commits.next_iteration)
         if not has_all(reports, state.plan.all_ranks):
             return state, tuple(commands)
         first = reports[min(reports)]
@@ -368,7 +382,7 @@ def _committed(rules: Rules, state: JobState, now_s: float) -> Step:
         state, more = corrected(rules, observed(rules, state, now_s), before=state)
         commands += more
         state = _after_commit(state, ends=first.ends)
-        if first.switches and not state.ends:
+        if first.switches and not state.commits.ends:
             state, more = switched(rules, state)
             commands += more
             state, more = _entered(rules, state, now_s)
@@ -386,7 +400,7 @@ def _commit_notice(
 ) -> Committed:
     loss, num_samples, digest = values
     return Committed(
-        iteration=state.next_iteration,
+        iteration=state.commits.next_iteration,
         epoch=state.epoch,
         loss=loss,
         num_samples=num_samples,
@@ -394,58 +408,66 @@ def _commit_notice(
         ends=ends,
         reports=tuple(reports[rank] for rank in sorted(reports)),
         now_s=now_s,
-        since=state.origin.epoch,
+        since=state.commits.origin.epoch,
     )
 
 
 def _after_commit(state: JobState, *, ends: bool) -> JobState:
+    commits, troubles = state.commits, replace(state.troubles, raised={})
     if state.change is not None:
-        came = sum(r.received_bytes for r in state.reports_of(state.next_iteration).values())
+        reports = commits.reports_of(commits.next_iteration)
+        came = sum(report.received_bytes for report in reports.values())
         change = replace(state.change, received_bytes=state.change.received_bytes + came)
         state = replace(state, change=change)
-    reports = {i: r for i, r in state.reports.items() if i > state.next_iteration}
-    number = state.next_iteration + 1
-    state = replace(state, reports=reports, next_iteration=number, ends=ends, raised={})
+    number = commits.next_iteration + 1
     # An iteration that is done again forgives no crash: the one that crashed may follow it.
-    if number <= state.furthest:
-        return state
-    return replace(state, furthest=number, crashes=(), broken_links=0)
+    if number > commits.furthest:
+        troubles = replace(troubles, crashes=(), broken_links=0)
+    commits = replace(
+        commits,
+        next_iteration=number,
+        reports={i: reports for i, reports in commits.reports.items() if i >= number},
+        ends=ends,
+        furthest=max(number, commits.furthest),
+    )
+    return replace(state, commits=commits, troubles=troubles)
 
 
 # -- losses and ends ------------------------------------------------------------------------------
 
 
 def _awaiting_save(state: JobState, now_s: float) -> JobState:
-    return replace(state, phase=Phase.SAVING, wrote_s=now_s, is_slow_told=False)
+    saves = replace(state.saves, wrote_s=now_s, is_slow_told=False)
+    return replace(state, phase=Phase.SAVING, saves=saves)
 
 
 def _saved(rules: Rules, state: JobState, now_s: float) -> Step:
     """Ends the job if the last save is complete, or cannot be completed."""
-    assert state.decision is not None
-    number = state.next_iteration
-    order, decision = state.decision.order, state.decision
-    unsaved = state.unsaved.get((number, state.epoch))
+    decision, number, stop = state.facts.decision, state.commits.next_iteration, state.stop
+    assert decision is not None
+    order = decision.order
+    unsaved = state.saves.unsaved.get((number, state.epoch))
     if decision.ending and unsaved is not None:
         why, failure = f"what is live was not saved: {unsaved}", decision.failure
         failure = left_unsaved(failure, why) if failure else None
         return ended(state, End(Ending(decision.ending), f"{decision.reason}; {why}", failure))
-    if unsaved is not None and state.must_end:
-        reason = f"{state.must_end}; what is live was not saved: {unsaved}"
+    if unsaved is not None and stop.must_end:
+        reason = f"{stop.must_end}; what is live was not saved: {unsaved}"
         return ended(state, End(Ending.LOST, reason))
     if unsaved is not None:
         return ended(state, End(Ending.UNSAVED, unsaved))
     has_nothing_to_save = isinstance(order, SaveLayers) and not order.layers
-    if state.published < number and not has_nothing_to_save:
+    if state.saves.published < number and not has_nothing_to_save:
         return last_save_awaited(rules, state, now_s)
     if decision.ending:
         return ended(state, End(Ending(decision.ending), decision.reason, decision.failure))
-    is_cut_short = state.stop_requested and number < rules.job.training.iterations
-    if state.must_end and is_cut_short:
-        return ended(state, End(Ending.LOST, state.must_end))
-    if state.stop_reason:
-        return ended(state, End(Ending.LOST, state.stop_reason))
+    is_cut_short = stop.is_requested and number < rules.job.training.iterations
+    if stop.must_end and is_cut_short:
+        return ended(state, End(Ending.LOST, stop.must_end))
+    if stop.shortage:
+        return ended(state, End(Ending.LOST, stop.shortage))
     return ended(state, End(Ending.STOPPED if is_cut_short else Ending.FINISHED))
 
 
 def _only_candidates(state: JobState) -> set[int]:
-    return {node for node in state.candidates if not state.is_member(node)}
+    return {node for node in state.membership.candidates if not state.is_member(node)}

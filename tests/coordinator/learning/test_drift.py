@@ -79,10 +79,10 @@ def training(sizes: tuple[int, ...] = (2, 2), *, every: EveryPlan = EVERY) -> Fa
     templates = [every.templates[size] for size in sizes]
     cluster = FakeCluster(made, bind(every.problem, templates, range(sum(sizes)), epoch=0))
     cluster.begin()
-    assert cluster.state.decision is not None
+    assert cluster.state.facts.decision is not None
     predicted_s = expected(every.problem, cluster.plan).iteration_s
-    decision = msgspec.structs.replace(cluster.state.decision, predicted_s=predicted_s)
-    cluster.state = replace(cluster.state, decision=decision)
+    decision = msgspec.structs.replace(cluster.state.facts.decision, predicted_s=predicted_s)
+    cluster.state = replace(cluster.state, facts=replace(cluster.state.facts, decision=decision))
     return cluster
 
 
@@ -107,7 +107,7 @@ def train(
             ]
             work_s = scale * LAYER_S * sum(true.get(layer, 1.0) for layer in layers)
             cluster.nodes[rank].computing_s = (slow or {}).get(rank, 1.0) * work_s
-        cluster.train_at(state.next_iteration, NOW_S)
+        cluster.train_at(state.commits.next_iteration, NOW_S)
 
 
 def factors(cluster: FakeCluster) -> tuple[float, ...]:
@@ -128,7 +128,7 @@ def test_layers_that_take_longer_are_found_and_the_iteration_is_predicted_anew()
     assert factors(cluster) == pytest.approx((1.5,) * NUM_LAYERS)
     assert notice.layer_factors == factors(cluster)
     assert notice.predicted_s == pytest.approx(1.5 * predicted_s, rel=1e-2)
-    assert notice.iteration == cluster.state.next_iteration
+    assert notice.iteration == cluster.state.commits.next_iteration
     assert "layers take 1.50 times as long as the profile says" in notice.warning
     train(cluster, 3 * WINDOW, true=dict.fromkeys(range(NUM_LAYERS), 1.5))
     assert len(of_type(cluster.commands, ProfileCorrected)) == 1
@@ -242,7 +242,7 @@ def test_what_there_is_beside_layers_is_predicted_once_it_was_measured() -> None
     """Optimizer and sums take 0.2 s, while the layers' seconds vary by more than that; and later
     all candidates have them."""
     cluster = training()
-    predicted_s = cluster.state.decision.predicted_s if cluster.state.decision else 0.0
+    predicted_s = cluster.state.facts.decision.predicted_s if cluster.state.facts.decision else 0.0
     for ratio in (1.0, 1.3, 0.8, 1.04, 0.9, 1.2, 1.0, 1.02):
         for node in cluster.nodes.values():
             node.seconds = ratio * predicted_s + 0.2
@@ -337,9 +337,9 @@ def test_an_epoch_is_predicted_by_its_own_plan_before_its_first_commit() -> None
 def test_a_little_beside_layers_is_not_followed() -> None:
     """Every notice would be a new prediction of each iteration."""
     cluster = training()
-    assert cluster.state.decision is not None
+    assert cluster.state.facts.decision is not None
     for node in cluster.nodes.values():
-        node.seconds = (1.0 + 0.8 * BESIDE_MIN) * cluster.state.decision.predicted_s
+        node.seconds = (1.0 + 0.8 * BESIDE_MIN) * cluster.state.facts.decision.predicted_s
     train(cluster, 3 * WINDOW, true={})
 
     assert not of_type(cluster.commands, ProfileCorrected)
@@ -360,7 +360,7 @@ def train_sharing(cluster: FakeCluster, number: int, *, times: float) -> None:
     for _ in range(number):
         for rank, seconds in computing_s.items():
             cluster.nodes[rank].computing_s = times * seconds
-        cluster.train_at(cluster.state.next_iteration, NOW_S)
+        cluster.train_at(cluster.state.commits.next_iteration, NOW_S)
 
 
 def test_ranks_that_share_processors_as_predicted_correct_no_layer() -> None:

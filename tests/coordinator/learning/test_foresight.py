@@ -64,7 +64,7 @@ def test_what_recoveries_took_widens_the_range_of_the_next() -> None:
     state = cluster.state
     for number, took in enumerate((0.1, 10.0, *(1.0,) * NUM_NEWEST)):
         state = with_likely(state, before.likely_s)
-        state = replace(state, loss=Loss("lost", (1,), "closed", NOW_S))
+        state = replace(state, facts=replace(state.facts, loss=Loss("lost", (1,), "closed", NOW_S)))
         state = with_recovery(state, NOW_S + took * before.likely_s)
         if number == 1:
             least_s, likely_s, most_s = expected_recovery(cluster.rules, state, PRICE_S)
@@ -79,7 +79,9 @@ def test_what_recoveries_took_widens_the_range_of_the_next() -> None:
 def test_a_recovery_that_another_coordinator_foresaw_teaches_nothing() -> None:
     """Nobody knows what it was expected to take."""
     cluster = training()
-    state = replace(cluster.state, loss=Loss("lost", (1,), "closed", NOW_S))
+    state = replace(
+        cluster.state, facts=replace(cluster.state.facts, loss=Loss("lost", (1,), "closed", NOW_S))
+    )
 
     assert with_recovery(state, NOW_S + 1.0) == state
 

@@ -73,9 +73,9 @@ def test_a_stage_that_ran_out_of_memory_gets_fewer_layers() -> None:
     assert state.phase is Phase.TRAINING
     assert len(state.plan.pipelines) == 2
     assert all(not set(range(5, 10)) <= set(s) for s in state.plan.layers_by_rank.values())
-    assert state.fitted is not None
-    assert state.fitted.every is not None
-    assert has_room(state.fitted.every.problem, state.plan)
+    assert state.learning.fitted is not None
+    assert state.learning.fitted.every is not None
+    assert has_room(state.learning.fitted.every.problem, state.plan)
     (notice,) = of_type(cluster.commands, Recovering)
     assert "was estimated to hold" in notice.reason
     assert "is planned smaller from now on" in notice.reason
@@ -90,19 +90,19 @@ def test_a_loss_later_is_answered_with_what_fits() -> None:
     cluster.lose(0)
 
     state = cluster.state
-    assert state.fitted is not None
-    assert state.fitted.every is not None
-    assert has_room(state.fitted.every.problem, state.plan)
+    assert state.learning.fitted is not None
+    assert state.learning.fitted.every is not None
+    assert has_room(state.learning.fitted.every.problem, state.plan)
 
 
 def test_a_new_coordinator_knows_what_was_learned() -> None:
     """It is on record with the members."""
     cluster = training(num_layers_max=7)
     cluster.fail(1, NO_MEMORY, blame="memory")
-    before = cluster.state.fitted
+    before = cluster.state.learning.fitted
     cluster.restart()
 
-    after = cluster.state.fitted
+    after = cluster.state.learning.fitted
     assert before is not None
     assert after is not None
     assert before.every is not None
@@ -116,7 +116,7 @@ def test_where_no_plan_fits_the_node_is_tried_again_and_then_evicted() -> None:
     for _ in range(3):
         cluster.fail(1, NO_MEMORY, blame="memory")
 
-    assert cluster.state.fitted is None
+    assert cluster.state.learning.fitted is None
     assert of_type(cluster.commands, Evict) == [Evict((1,))]
     assert "no plan fits" in of_type(cluster.commands, Recovering)[-1].reason
 

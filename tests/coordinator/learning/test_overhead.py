@@ -21,7 +21,7 @@ from planaria.coordinator.learning.overhead import (
     with_start,
     with_switch,
 )
-from planaria.coordinator.state import JobState, Loss
+from planaria.coordinator.state import Commits, JobState, Loss
 from planaria.core.findings import Findings
 from planaria.core.growing import Growing
 from planaria.core.messages import EpochReady
@@ -36,9 +36,15 @@ PLAN = shaped_plan((2,), 6)
 
 def state_with(findings: Findings) -> JobState:
     """A job that has lost a node, and knows this."""
-    state = JobState(term=0, epoch=1, nodes=PLAN.nodes, plan=PLAN, next_iteration=0)
+    state = JobState(
+        term=0, epoch=1, nodes=PLAN.nodes, plan=PLAN, commits=Commits(next_iteration=0)
+    )
     loss = Loss("lost", (2,), "closed", NOW_S)
-    return replace(state, loss=loss, learning=replace(state.learning, findings=findings))
+    return replace(
+        state,
+        facts=replace(state.facts, loss=loss),
+        learning=replace(state.learning, findings=findings),
+    )
 
 
 def recovered(
@@ -52,7 +58,7 @@ def recovered(
     price_s = prices.regroup_s + transfer_s * factor
     took_s = transfer_s if took_s is None else took_s
     ready = EpochReady(rank=0, epoch=1, layers_materialised=1, transfer_s=took_s)
-    state = replace(state, ready=Growing({0: ready}))
+    state = replace(state, facts=replace(state.facts, ready=Growing({0: ready})))
     chosen = Transition(
         before=PLAN,
         after=replace(PLAN, epoch=1),
@@ -114,7 +120,9 @@ def test_who_waits_for_the_links_of_others_does_not_transfer() -> None:
     early = EpochReady(rank=0, epoch=1, layers_materialised=1, regroup_s=0.1, transfer_s=1.5)
     late = EpochReady(rank=1, epoch=1, layers_materialised=1, regroup_s=1.1, transfer_s=0.0)
     learning = replace(state.learning, told_s=NOW_S, transfer_s=0.25)
-    state = replace(state, ready=Growing({0: early, 1: late}), learning=learning)
+    state = replace(
+        state, facts=replace(state.facts, ready=Growing({0: early, 1: late})), learning=learning
+    )
 
     findings = with_start(RULES, state, NOW_S + 2.0).learning.findings
 
@@ -143,9 +151,11 @@ def test_a_start_tells_what_schedules_took_and_a_restart_in_the_middle_no_overhe
         EpochReady(rank=0, epoch=0, layers_materialised=1, scheduled_s=0.1),
         EpochReady(rank=1, epoch=0, layers_materialised=1, scheduled_s=0.2),
     )
-    state = replace(state_with(Findings()), ready=Growing(dict(enumerate(ready))))
+    state = state_with(Findings())
+    state = replace(state, facts=replace(state.facts, ready=Growing(dict(enumerate(ready)))))
 
-    started = with_start(RULES, replace(state, loss=None), NOW_S).learning.findings
+    first = replace(state, facts=replace(state.facts, loss=None))
+    started = with_start(RULES, first, NOW_S).learning.findings
     restarted = with_start(RULES, with_order(state, NOW_S), NOW_S).learning.findings
 
     assert started.hop_s == pytest.approx(0.15 / scheduling_s(PLAN, 1.0))
@@ -159,7 +169,7 @@ def test_switches_are_measured_for_themselves() -> None:
     assert switch_s(RULES, state_with(Findings()), PLAN) == RULES.prices.regroup_s
     assert switch_s(RULES, state, PLAN) == FIRST_SWITCH * scheduling_s(PLAN, 0.001)
     quick = EpochReady(rank=0, epoch=1, layers_materialised=1)
-    state = replace(state, ready=Growing({0: quick}))
+    state = replace(state, facts=replace(state.facts, ready=Growing({0: quick})))
     for pause_s in (0.01, 0.02, 0.9):
         state = with_switch(RULES, state, pause_s)
 
@@ -176,10 +186,12 @@ def test_schedules_are_priced_by_what_they_are_computed_from(processors: int) ->
     ready = Growing(
         {r: EpochReady(rank=r, epoch=1, layers_materialised=1, scheduled_s=0.01) for r in range(8)}
     )
-    state = replace(state_with(Findings()), plan=small, nodes=small.nodes, ready=ready)
+    state = state_with(Findings())
+    facts = replace(state.facts, ready=ready)
+    state = replace(state, plan=small, nodes=small.nodes, facts=facts)
     sharing = 4.0 if processors else 1.0
     more = scheduling_s(large, 1.0) / scheduling_s(small, 1.0)
-    started = with_start(rules, replace(state, loss=None), NOW_S)
+    started = with_start(rules, replace(state, facts=replace(state.facts, loss=None)), NOW_S)
     paused = with_switch(rules, state, 0.01 * sharing + 0.5)
     told = replace(state, learning=replace(state.learning, told_s=NOW_S))
     recovered = with_start(rules, told, NOW_S + FIRST_RECOVERY * 0.01 * sharing + 0.25)

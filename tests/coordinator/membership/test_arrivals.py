@@ -51,7 +51,7 @@ def test_the_job_begins_without_nodes_that_never_come(missing: tuple[int, ...]) 
     assert cluster.state.nodes == tuple(node for node in PLAN.nodes if node not in missing)
     assert cluster.state.phase is Phase.TRAINING
     cluster.train(FIRST)
-    assert cluster.state.next_iteration == FIRST + 1
+    assert cluster.state.commits.next_iteration == FIRST + 1
 
 
 def test_the_job_ends_where_too_few_nodes_come() -> None:

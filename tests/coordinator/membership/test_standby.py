@@ -9,7 +9,8 @@ from helpers.fake_cluster import FakeCluster
 from helpers.jobs import shaped_plan
 from planaria.coordinator.commands import End, Ending, Tick
 from planaria.coordinator.membership.standby import nodes_to_replace, num_taken
-from planaria.coordinator.state import Phase, Rules
+from planaria.coordinator.rules import Rules
+from planaria.coordinator.state import Phase
 from planaria.core.messages import NoticeTaken, StopRequested
 from planaria.core.records import AwaitingMachine, Changed, Decided, Recovering, Warned
 
@@ -66,7 +67,7 @@ def test_a_standby_node_waits_until_one_is_lost() -> None:
     assert cluster.state.nodes == (0, 2)
     (decided,) = of_type(cluster.commands, Decided)
     assert decided.joined == (2,)
-    assert cluster.state.candidates == {}
+    assert cluster.state.membership.candidates == {}
 
 
 def test_no_more_are_taken_than_are_lost() -> None:
@@ -74,19 +75,19 @@ def test_no_more_are_taken_than_are_lost() -> None:
     cluster.lose(0)
 
     assert cluster.state.nodes == (1, 2)
-    assert list(cluster.state.candidates) == [3]
+    assert list(cluster.state.membership.candidates) == [3]
 
 
 def test_a_machine_that_failed_often_is_no_standby_until_it_is_taken_back() -> None:
     """But where f failures would not be tolerated any more anyone is taken."""
     cluster = training(rules(standby=1, f=0))
-    cluster.state = replace(cluster.state, failures={"flaky": (3, NOW_S)})
+    cluster.set_failures({"flaky": (3, NOW_S)})
     cluster.join_on(2, "flaky")
     cluster.lose(1)
     assert cluster.state.nodes == (0,)
 
     cluster = training(rules(standby=1, f=1))
-    cluster.state = replace(cluster.state, failures={"flaky": (3, NOW_S)})
+    cluster.set_failures({"flaky": (3, NOW_S)})
     cluster.join_on(2, "flaky")
     cluster.lose(1)
     assert cluster.state.nodes == (0, 2)
@@ -97,7 +98,7 @@ def test_a_standby_node_that_is_lost_is_no_loss() -> None:
     cluster.lose(2)
 
     assert of_type(cluster.commands, Recovering) == []
-    assert cluster.state.candidates == {}
+    assert cluster.state.membership.candidates == {}
 
 
 def test_with_too_few_left_a_machine_is_waited_for() -> None:
@@ -112,16 +113,16 @@ def test_with_too_few_left_a_machine_is_waited_for() -> None:
         "asked for, 130 s at most"
     )
     assert cluster.state.phase is Phase.STOPPING
-    history = cluster.state.history
+    history = cluster.state.membership.history
     cluster.join(2)
 
     assert cluster.state.nodes == (0, 2)
     assert is_training(cluster)
-    assert cluster.state.history == history
+    assert cluster.state.membership.history == history
     (decided,) = of_type(cluster.commands, Decided)
     assert decided.joined == (2,)
     cluster.train(FIRST + 1)
-    assert cluster.state.next_iteration == FIRST + 2
+    assert cluster.state.commits.next_iteration == FIRST + 2
 
 
 def test_a_machine_is_not_waited_for_forever() -> None:

@@ -11,7 +11,8 @@ from helpers.jobs import NUM_LAYERS, shaped_plan, template
 from helpers.strategies import layer_profile, model_profile
 from planaria.coordinator.commands import Tick
 from planaria.coordinator.membership.trust import FORGIVEN_S, is_trusted, num_failures
-from planaria.coordinator.state import Phase, Rules
+from planaria.coordinator.rules import Rules
+from planaria.coordinator.state import Phase
 from planaria.core.messages import NodeArrived
 from planaria.core.plan import Link, Plan
 from planaria.planner.plans import every_plan
@@ -86,7 +87,7 @@ def test_a_node_that_joins_is_placed_such_that_distrusted_ones_hold_no_layer_alo
     """The plan for five nodes; if they were trusted, nodes 1 and 3 would stay where they are."""
     cluster = training(rules())
     failures = dict.fromkeys(FLAKY.values(), (count, NOW_S))
-    cluster.state = replace(cluster.state, failures=failures)
+    cluster.set_failures(failures)
     cluster.join(4)
 
     assert cluster.state.change is not None
@@ -110,7 +111,7 @@ def test_a_new_coordinator_distrusts_the_same_machines() -> None:
 def test_of_nodes_that_wait_those_that_failed_least_replace_a_lost_one() -> None:
     """Node 4 came first, but its machine failed before."""
     cluster = training(rules(max_nodes=4))
-    cluster.state = replace(cluster.state, failures={"bad": (2, NOW_S), "worse": (3, NOW_S)})
+    cluster.set_failures({"bad": (2, NOW_S), "worse": (3, NOW_S)})
     for node, machine in ((4, "worse"), (5, "bad"), (6, "good"), (7, "better")):
         cluster.join_on(node, machine)
     cluster.lose(0)
@@ -123,7 +124,7 @@ def test_of_nodes_that_wait_those_that_failed_least_replace_a_lost_one() -> None
 def test_of_nodes_that_wait_those_that_failed_least_join_first() -> None:
     """Three come while a node is joining, and then there is room for one."""
     cluster = training(rules(max_nodes=6))
-    cluster.state = replace(cluster.state, failures={"bad": (1, NOW_S)})
+    cluster.set_failures({"bad": (1, NOW_S)})
     cluster.join(4)
     assert cluster.state.change is not None
     cluster.join_on(5, "bad")
@@ -138,7 +139,7 @@ def test_of_nodes_that_wait_those_that_failed_least_join_first() -> None:
 def test_a_machine_that_has_not_failed_for_an_hour_is_trusted_again() -> None:
     """What it did before then does not count with a failure after it, either."""
     cluster = training(rules())
-    cluster.state = replace(cluster.state, failures={"a": (2, NOW_S)})
+    cluster.set_failures({"a": (2, NOW_S)})
     later_s = NOW_S + FORGIVEN_S
 
     assert not is_trusted(cluster.state, 1, later_s)

@@ -40,7 +40,8 @@ from planaria.coordinator.learning.slowness import (
     WINDOW,
     work_s_by_rank,
 )
-from planaria.coordinator.state import JobState, Rules, Step
+from planaria.coordinator.rules import Rules
+from planaria.coordinator.state import JobState, Step
 from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.findings import Findings
 from planaria.core.plan import NodeKind, Plan, Transition
@@ -150,14 +151,14 @@ def corrected(rules: Rules, state: JobState, *, before: JobState) -> Step:
     Args:
         before: state before the speeds of nodes were updated by these reports.
     """
-    outcome, learning = state.outcome, state.learning
+    outcome, learning = state.commits.outcome, state.learning
     assert outcome is not None
     if rules.every is None or not rules.layer_s:
         return state, ()
     # As in slowness.py, the first iteration of an epoch does not count: its caches are cold. After
     # a speed has changed, measuring starts over: older ratios contain the change, and would count
     # it twice.
-    if state.next_iteration <= outcome.iteration or state.speeds != before.speeds:
+    if state.commits.next_iteration <= outcome.iteration or state.speeds != before.speeds:
         return replace(state, learning=_anew(rules, state)), ()
     found = _ratios(rules, state)
     ratios = {rank: (*learning.ratios.get(rank, ()), r)[-WINDOW:] for rank, r in found.items()}
@@ -193,13 +194,14 @@ def iteration_s(state: JobState) -> float:
 
 def _plan_s(state: JobState) -> float:
     """The predicted seconds of an iteration, without `beside_s`."""
-    assert state.decision is not None
-    return state.learning.plan_s or state.decision.predicted_s - state.learning.findings.beside_s
+    decision, learning = state.facts.decision, state.learning
+    assert decision is not None
+    return learning.plan_s or decision.predicted_s - learning.findings.beside_s
 
 
 def _rest_s(state: JobState, ratios: Mapping[int, float]) -> float:
     """The seconds of this iteration that no forward or backward explains."""
-    reports = state.reports_of(state.next_iteration)
+    reports = state.commits.reports_of(state.commits.next_iteration)
     seconds = median(reports[rank].seconds - reports[rank].stall_s for rank in ratios)
     return seconds - _plan_s(state) * median(ratios.values())
 
@@ -209,7 +211,7 @@ def _ratios(rules: Rules, state: JobState) -> dict[int, float]:
     factors = state.learning.findings.layer_factors or (1.0,) * rules.num_layers
     layer_s = [s * factor for s, factor in zip(rules.layer_s, factors, strict=True)]
     work_s = {rank: s for rank, s in work_s_by_rank(state.plan, layer_s).items() if s > 0.0}
-    reports = state.reports_of(state.next_iteration)
+    reports = state.commits.reports_of(state.commits.next_iteration)
     seconds = {rank: reports[rank].computing_s for rank in work_s if rank in reports}
     if not seconds or median_low(seconds.values()) < COMPUTING_S_MIN:
         return {}
@@ -226,7 +228,7 @@ def _ratios(rules: Rules, state: JobState) -> dict[int, float]:
 def _seeming_slow(state: JobState) -> set[int]:
     """The ranks of nodes that may soon be found slow, or fast again."""
     unclear = []
-    for node, window in state.ratios.items():
+    for node, window in state.facts.ratios.items():
         speed = state.speeds.get(node, 1.0)
         ratio = median(window) * speed
         if ratio > BACK_FACTOR or (speed < 1.0 and ratio < 1.0 / BACK_FACTOR):
@@ -258,7 +260,7 @@ def _with_findings(
     is_new = any(not _is_far(before[layer]) for layer in far)
     notice = ProfileCorrected(
         epoch=state.epoch,
-        iteration=state.next_iteration + 1,
+        iteration=state.commits.next_iteration + 1,
         layer_factors=factors,
         predicted_s=learning.plan_s + beside_s,
         warning=_warning(factors) if is_new else "",

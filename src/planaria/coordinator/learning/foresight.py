@@ -26,7 +26,8 @@ from typing import Final, NamedTuple
 import msgspec
 
 from planaria.coordinator.learning.overhead import NUM_NEWEST
-from planaria.coordinator.state import JobState, Rules
+from planaria.coordinator.rules import Rules
+from planaria.coordinator.state import JobState
 from planaria.core.plan import ModelProfile
 from planaria.estimator.correction import corrected_profile
 
@@ -82,9 +83,9 @@ def with_recovery(state: JobState, now_s: float) -> JobState:
     Unchanged if this coordinator did not predict that recovery.
     """
     learning = state.learning
-    if state.loss is None or not learning.recovery_s:
+    if state.facts.loss is None or not learning.recovery_s:
         return state
-    took = (learning.recovery_s, now_s - state.loss.lost_s)
+    took = (learning.recovery_s, now_s - state.facts.loss.lost_s)
     newest = (*learning.findings.recoveries_s, took)[-NUM_NEWEST:]
     findings = msgspec.structs.replace(learning.findings, recoveries_s=newest)
     return replace(state, learning=replace(learning, findings=findings, recovery_s=0.0))

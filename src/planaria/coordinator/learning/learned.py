@@ -7,6 +7,7 @@ repeat measurements that were not finished.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from planaria.coordinator.rules import Rules
 from planaria.core.findings import Findings
 from planaria.policies.policy import Policy
 
@@ -17,6 +18,7 @@ class Learning:
 
     Attributes:
         findings: findings so far; recorded with the newest members and with each commit.
+        fitted: rules with raised memory estimates, see memory.py; None: no estimate was raised.
         policy: policy that proposes and prices by these findings; None: they change no price yet.
         ratios: measured over predicted seconds of computing in the newest iterations of this epoch,
             by rank; see drift.py.
@@ -33,6 +35,7 @@ class Learning:
     """
 
     findings: Findings = field(default_factory=Findings)
+    fitted: Rules | None = None
     policy: Policy | None = None
     ratios: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     rests: tuple[float, ...] = ()

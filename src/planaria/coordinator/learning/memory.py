@@ -15,7 +15,8 @@ from dataclasses import replace
 import msgspec
 
 from planaria.coordinator.learning.drift import restored_learning
-from planaria.coordinator.state import JobState, Rules
+from planaria.coordinator.rules import Rules
+from planaria.coordinator.state import JobState
 from planaria.core.findings import Findings
 from planaria.core.plan import Plan
 from planaria.errors import InfeasibleError
@@ -78,9 +79,8 @@ def with_more_room(rules: Rules, state: JobState, rank: int) -> tuple[JobState |
         why = "more than that, no plan fits; give it more nodes, or devices with more memory"
         return None, f"{estimate}; if it needs {why}"
     policy = restored_learning(fitted, findings, state.plan).policy
-    learning = replace(state.learning, findings=findings, policy=policy)
-    roomier = replace(state, learning=learning, fitted=fitted)
-    return roomier, f"{estimate}, and is planned smaller from now on"
+    learning = replace(state.learning, findings=findings, policy=policy, fitted=fitted)
+    return replace(state, learning=learning), f"{estimate}, and is planned smaller from now on"
 
 
 def _stage(rules: Rules, plan: Plan, rank: int) -> tuple[range, int, int, int] | None:

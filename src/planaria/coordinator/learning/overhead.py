@@ -36,7 +36,8 @@ from typing import Final
 
 import msgspec
 
-from planaria.coordinator.state import JobState, Rules
+from planaria.coordinator.rules import Rules
+from planaria.coordinator.state import JobState
 from planaria.core.messages import EpochReady
 from planaria.core.plan import Link, Plan, Transition
 from planaria.policies.building import scheduling_s
@@ -120,9 +121,9 @@ def with_start(rules: Rules, state: JobState, now_s: float) -> JobState:
     state, schedules_s = _with_schedules(rules, state)
     learning, findings = state.learning, state.learning.findings
     # A coordinator that began in the middle of a recovery has no told_s.
-    if state.loss is not None and learning.told_s:
+    if state.facts.loss is not None and learning.told_s:
         overhead_s = now_s - learning.told_s - schedules_s * _at_first(state)
-        took_s = _transferred_s(state.ready.values())
+        took_s = _transferred_s(state.facts.ready.values())
         if learning.transfer_s > 0.0 and took_s > 0.0:
             overhead_s -= took_s
             moved = (*findings.transfers_s, (learning.transfer_s, took_s))[-NUM_NEWEST:]
@@ -134,7 +135,7 @@ def with_start(rules: Rules, state: JobState, now_s: float) -> JobState:
 
 def _with_schedules(rules: Rules, state: JobState) -> tuple[JobState, float]:
     """The state with the measured cost of a hop, and the seconds of this epoch's schedules."""
-    took_s = median(event.scheduled_s for event in state.ready.values())
+    took_s = median(event.scheduled_s for event in state.facts.ready.values())
     hop_s = took_s / scheduling_s(state.plan, 1.0)
     findings = msgspec.structs.replace(state.learning.findings, hop_s=hop_s)
     state = replace(state, learning=replace(state.learning, findings=findings))

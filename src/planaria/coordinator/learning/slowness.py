@@ -31,7 +31,8 @@ from typing import Final
 
 import msgspec
 
-from planaria.coordinator.state import JobState, Rules
+from planaria.coordinator.rules import Rules
+from planaria.coordinator.state import JobState
 from planaria.core.plan import Plan
 
 WINDOW: Final = 5
@@ -45,23 +46,25 @@ _STEPS: Final = 16  # Number of steps from one speed to half of it.
 
 def observed(rules: Rules, state: JobState, now_s: float) -> JobState:
     """The state with the speeds that follow from the reports of the iteration to be committed."""
-    outcome = state.outcome
+    commits, outcome = state.commits, state.commits.outcome
     assert outcome is not None
     if not rules.layer_s:
         return state
     state = _retried(state, now_s)
-    if state.next_iteration <= outcome.iteration:
-        return replace(state, ratios={})
-    reports = state.reports_of(state.next_iteration)
+    if commits.next_iteration <= outcome.iteration:
+        return state
+    reports = commits.reports_of(commits.next_iteration)
     computing_s = {rank: report.computing_s for rank, report in reports.items()}
     found = slowness_by_node(state.plan, computing_s, layer_s=rules.layer_s, speeds=state.speeds)
-    ratios = {node: (*state.ratios.get(node, ()), ratio)[-WINDOW:] for node, ratio in found.items()}
+    before = state.facts.ratios
+    ratios = {node: (*before.get(node, ()), ratio)[-WINDOW:] for node, ratio in found.items()}
     speeds = dict(state.speeds)
     for node, window in ratios.items():
         slowness = believed_slowness(1.0 / speeds.pop(node, 1.0), window)
         if slowness > 1.0:
             speeds[node] = 1.0 / slowness
-    return _with(replace(state, ratios=ratios), speeds, dict(state.idle))
+    state = replace(state, facts=replace(state.facts, ratios=ratios))
+    return _with(state, speeds, dict(state.idle))
 
 
 def _retried(state: JobState, now_s: float) -> JobState:

@@ -9,7 +9,8 @@ from math import ceil
 from typing import Final
 
 from planaria.coordinator.recovery import lost
-from planaria.coordinator.state import JobState, Rules, Step
+from planaria.coordinator.rules import Rules
+from planaria.coordinator.state import JobState, Step
 from planaria.protocol.agent_lease import TICKS_PER_LEASE
 
 # A node arrives within a second, or within ten on a machine that many nodes share. Patience costs
@@ -28,14 +29,15 @@ def awaited(rules: Rules, state: JobState, now_s: float) -> Step:
 
     Ticks are counted instead of seconds because nobody can reach a coordinator that stands still.
     """
-    come = {*state.machines, *(worker.node for worker in state.workers.values())}
+    come = {*state.membership.machines, *(worker.node for worker in state.workers.values())}
     missing = tuple(node for node in state.nodes if node not in come)
     if not missing:
         return state, ()
     lease_s = rules.job.cluster.lease_s
     limit_s = arrival_s(lease_s)
-    state = replace(state, missing_ticks=state.missing_ticks + 1)
-    if state.missing_ticks < ceil(limit_s * TICKS_PER_LEASE / lease_s):
+    missing_ticks = state.membership.missing_ticks + 1
+    state = replace(state, membership=replace(state.membership, missing_ticks=missing_ticks))
+    if missing_ticks < ceil(limit_s * TICKS_PER_LEASE / lease_s):
         return state, ()
     reason = (
         f"no agent of it has reached the coordinator in {limit_s:.0f} s; look whether its process "

@@ -12,7 +12,8 @@ from typing import Final
 from planaria.coordinator.commands import Evict, Notify
 from planaria.coordinator.membership.trust import num_failures
 from planaria.coordinator.membership.waiting import Candidate, Leave
-from planaria.coordinator.state import JobState, Rules, Step
+from planaria.coordinator.rules import Rules
+from planaria.coordinator.state import JobState, Step
 from planaria.core.growing import Growing
 from planaria.core.messages import (
     DrainRequested,
@@ -32,17 +33,19 @@ _KEPT_SHARE: Final = 0.5
 
 def arrived(rules: Rules, state: JobState, event: NodeArrived, now_s: float) -> Step:
     """Notes a node that has arrived; unless it is a member it becomes a candidate."""
-    node = event.node
-    if node in state.gone or node in state.candidates:
+    node, members = event.node, state.membership
+    if node in members.gone or node in members.candidates:
         return state, ()
-    state = replace(state, machines=state.machines.plus(node, event.machine))
+    members = replace(members, machines=members.machines.plus(node, event.machine))
+    state = replace(state, membership=members)
     if state.is_member(node):
         return state, ()
     count = num_failures(state, node, now_s)
-    _, last_s = state.failures.get(event.machine, (0, now_s))
+    _, last_s = members.failures.get(event.machine, (0, now_s))
     delay_s = rejoin_delay_s(count, rules.job.cluster.rejoin_delay_s)
     candidate = Candidate(event.machine, last_s + delay_s if count else now_s)
-    return replace(state, candidates={**state.candidates, node: candidate}), ()
+    members = replace(members, candidates={**members.candidates, node: candidate})
+    return replace(state, membership=members), ()
 
 
 def rejoin_delay_s(num_failures: int, first_s: float) -> float:
@@ -69,26 +72,32 @@ def candidate_lost(state: JobState, event: NodeLost | WorkerFailed | WorkerExite
             reason = f"its worker raised:\n{event.traceback.rstrip()}"
         case NodeLost():
             reason = event.reason
-    candidates = {n: candidate for n, candidate in state.candidates.items() if n != node}
-    gone = tuple(sorted({*state.gone, node}))
     warning = Notify(Warned(text=f"node {node} cannot join: {reason}", gone=(node,)))
-    return replace(state, candidates=candidates, gone=gone), (Evict((node,)), warning)
+    return _without_candidate(state, node), (Evict((node,)), warning)
+
+
+def _without_candidate(state: JobState, node: int) -> JobState:
+    members = state.membership
+    candidates = {n: candidate for n, candidate in members.candidates.items() if n != node}
+    members = replace(members, candidates=candidates, gone=tuple(sorted({*members.gone, node})))
+    return replace(state, membership=members)
 
 
 def leaves(
     rules: Rules, state: JobState, event: NoticeTaken | DrainRequested, now_s: float
 ) -> Step:
     """Notes that a node is to leave in peace; a candidate leaves at once."""
-    node, leave = event.node, Leave("drain", now_s + rules.job.cluster.notice_s)
+    node, members = event.node, state.membership
+    leave = Leave("drain", now_s + rules.job.cluster.notice_s)
     if isinstance(event, NoticeTaken):
         leave = Leave("preempt", now_s + event.after_s * _KEPT_SHARE)
-    if node in state.leaving and leave.kind in ("drain", state.leaving[node].kind):
+    if node in members.leaving and leave.kind in ("drain", members.leaving[node].kind):
         return state, ()  # The same request came before.
     if state.is_member(node):
-        return replace(state, leaving={**state.leaving, node: leave}), ()
-    if node in state.candidates:
-        candidates = {n: candidate for n, candidate in state.candidates.items() if n != node}
-        return replace(state, candidates=candidates, gone=(*state.gone, node)), (Evict((node,)),)
-    if leave.kind == "drain" and node not in state.gone:
+        members = replace(members, leaving={**members.leaving, node: leave})
+        return replace(state, membership=members), ()
+    if node in members.candidates:
+        return _without_candidate(state, node), (Evict((node,)),)
+    if leave.kind == "drain" and node not in members.gone:
         return state, (Notify(Warned(text=f"there is no node {node} to drain")),)
     return state, ()

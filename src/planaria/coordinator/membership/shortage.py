@@ -4,7 +4,8 @@ from collections import Counter
 from dataclasses import replace
 
 from planaria.coordinator.commands import Notify
-from planaria.coordinator.state import JobState, Rules, Step
+from planaria.coordinator.rules import Rules
+from planaria.coordinator.state import JobState, Step
 from planaria.core.plan import Plan
 from planaria.core.records import Warned
 
@@ -35,19 +36,21 @@ def undrained(rules: Rules, state: JobState, num_left: int) -> Step:
     if not (drained and shortage):
         return state, ()
     text = f"node {', '.join(map(str, drained))} cannot be drained: {shortage}"
-    leaving = {node: leave for node, leave in state.leaving.items() if node not in drained}
-    return replace(state, leaving=leaving), (Notify(Warned(text=text, undrained=drained)),)
+    members = state.membership
+    leaving = {node: leave for node, leave in members.leaving.items() if node not in drained}
+    state = replace(state, membership=replace(members, leaving=leaving))
+    return state, (Notify(Warned(text=text, undrained=drained)),)
 
 
 def _is_drained(state: JobState, node: int) -> bool:
-    return node in state.leaving and state.leaving[node].kind == "drain"
+    return node in state.membership.leaving and state.membership.leaving[node].kind == "drain"
 
 
 def degraded_text(rules: Rules, state: JobState, plan: Plan) -> str:
     """The warning that f failures are no longer tolerated; empty if they are, or if told before."""
     f, num_nodes = rules.job.resilience.failures_tolerated, len(state.nodes)
     left = tolerated(rules, state, plan)
-    if left >= f or state.is_degraded:
+    if left >= f or state.membership.is_degraded:
         return ""
     wanted = (f + 1) * rules.n0
     why = (

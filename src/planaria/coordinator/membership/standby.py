@@ -13,7 +13,8 @@ from typing import Final
 
 from planaria.coordinator.commands import Notify
 from planaria.coordinator.membership.trust import trusted_first
-from planaria.coordinator.state import JobState, Rules, Step
+from planaria.coordinator.rules import Rules
+from planaria.coordinator.state import JobState, Step
 from planaria.core.records import AwaitingMachine, Changed, Recovering, ToLauncher, Warned
 
 _PATIENCE: Final = 2.0  # Multiple of cluster.grant_s that a machine is waited for.
@@ -24,7 +25,7 @@ def able_candidates(state: JobState, now_s: float) -> list[int]:
     """The candidates that can become members now: fewest failures first, then by arrival."""
     able = [
         node
-        for node, candidate in state.candidates.items()
+        for node, candidate in state.membership.candidates.items()
         if candidate.not_before_s <= now_s and state.has_workers(node)
     ]
     return trusted_first(state, able, now_s)
@@ -44,7 +45,7 @@ def taken_at_loss(rules: Rules, state: JobState, num_left: int, now_s: float) ->
     that are to be taken back later. Then standby nodes take the places of lost ones.
     """
     needed = (rules.job.resilience.failures_tolerated + 1) * rules.n0 - num_left
-    anyone = trusted_first(state, filter(state.has_workers, state.candidates), now_s)
+    anyone = trusted_first(state, filter(state.has_workers, state.membership.candidates), now_s)
     taken = anyone[: max(0, needed)]
     if rules.job.cluster.standby:
         able = [node for node in able_candidates(state, now_s) if node not in taken]
@@ -54,8 +55,8 @@ def taken_at_loss(rules: Rules, state: JobState, num_left: int, now_s: float) ->
 
 def is_granted_soon(rules: Rules, state: JobState, now_s: float) -> bool:
     """Whether a machine that replaces a lost one may still be granted in time."""
-    grant_s, loss = rules.job.cluster.grant_s, state.loss
-    if not grant_s or loss is None or state.stop_requested:
+    grant_s, loss = rules.job.cluster.grant_s, state.facts.loss
+    if not grant_s or loss is None or state.stop.is_requested:
         return False
     return now_s < loss.lost_s + _longest_s(rules)
 
@@ -67,13 +68,14 @@ def _longest_s(rules: Rules) -> float:
 
 def waiting(rules: Rules, state: JobState, shortage: str, now_s: float) -> Step:
     """All members wait for a machine; the launcher is told once."""
-    loss = state.loss
+    loss = state.facts.loss
     assert loss is not None
     if loss.is_waiting:
         return state, ()
     text = f"{shortage}: waiting for a machine that is asked for, {_longest_s(rules):.0f} s at most"
     notice = AwaitingMachine(text=text, now_s=now_s)
-    return replace(state, loss=replace(loss, is_waiting=True)), (Notify(notice),)
+    facts = replace(state.facts, loss=replace(loss, is_waiting=True))
+    return replace(state, facts=facts), (Notify(notice),)
 
 
 def nodes_to_replace(message: ToLauncher) -> tuple[int, ...]:

@@ -18,7 +18,8 @@ DISTRUSTED_MIN: Final = 2  # Number of failures. A first failure may strike any 
 
 def num_failures(state: JobState, node: int, now_s: float) -> int:
     """The number of failures of the node's machine; 0 if they are forgiven."""
-    count, last_s = state.failures.get(state.machines.get(node, ""), (0, 0.0))
+    members = state.membership
+    count, last_s = members.failures.get(members.machines.get(node, ""), (0, 0.0))
     return 0 if now_s - last_s > FORGIVEN_S else count
 
 
@@ -45,8 +46,9 @@ def trusted_first(state: JobState, nodes: Iterable[int], now_s: float) -> list[i
 def with_failures(state: JobState, nodes: Iterable[int], now_s: float) -> JobState:
     """The state in which the machines of these nodes have failed once more, now."""
     for node in nodes:
-        machine = state.machines.get(node)
+        machine = state.membership.machines.get(node)
         if machine is not None:
             count = num_failures(state, node, now_s) + 1
-            state = replace(state, failures={**state.failures, machine: (count, now_s)})
+            failures = {**state.membership.failures, machine: (count, now_s)}
+            state = replace(state, membership=replace(state.membership, failures=failures))
     return state

@@ -26,7 +26,7 @@ import numpy as np
 
 from planaria.coordinator.change import REFORM
 from planaria.coordinator.membership.trust import DISTRUSTED_MIN
-from planaria.coordinator.state import Rules
+from planaria.coordinator.rules import Rules
 from planaria.core.messages import StartEpoch
 from planaria.core.plan import Plan
 from planaria.core.records import (

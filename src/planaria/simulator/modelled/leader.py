@@ -19,7 +19,7 @@ from planaria.coordinator.commands import (
     Tick,
 )
 from planaria.coordinator.leadership import Leadership, may_expire
-from planaria.coordinator.state import Rules
+from planaria.coordinator.rules import Rules
 from planaria.coordinator.step import Event
 from planaria.core.messages import BY_PUBLISHER, NodeLost, SaveFailed, Shutdown, ToNode
 from planaria.core.records import (
@@ -182,7 +182,7 @@ class SimulatedLeader:
         await self.leadership.restore(
             job.plan, predicted_s=job.predicted_s, now_s=self.process.now_s
         )
-        self.spoilt |= self.leadership.state.spoilt
+        self.spoilt |= self.leadership.state.saves.spoilt
         self._is_restored = True
         self.process.spawn(self._serve_saves())
         await self.leadership.begin_leases()
@@ -258,7 +258,7 @@ class SimulatedLeader:
     def fitted(self) -> Rules | None:
         """The rules with raised memory estimates; None: none were raised, or the records have not
         been read yet."""
-        return self.leadership.state.fitted if self._is_restored else None
+        return self.leadership.state.learning.fitted if self._is_restored else None
 
     @property
     def is_writing(self) -> bool:

@@ -1,0 +1,48 @@
+"""The rules of a run: its settings, which do not change while a coordinator lives."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from planaria.core.commit import VectorLayout
+from planaria.core.job import JobConfig
+from planaria.planner.plans import EveryPlan
+from planaria.policies.policy import Policy, Prices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rules:
+    """The settings of a run, which do not change.
+
+    Attributes:
+        policy: policy that proposes answers to losses.
+        prices: prices of a recovery by the profile, before the job has measured any.
+        n0: number of nodes of the smallest pipeline.
+        max_nodes: largest number of nodes that there are plans for.
+        layer_s: seconds of forward and backward of each layer for one microbatch, by the profile;
+            empty: slow nodes are not looked for.
+        looks_ahead: whether answers to losses, and plans better than one chosen in a hurry, are
+            searched ahead of need. If not, better plans are looked for at each commit.
+        every: plans that the job can be re-formed to; None: its profile is not corrected.
+        policy_of: function from such plans, which may have a corrected profile, to their policy.
+        version_iterations: predicted number of iterations from one version of the copies in memory
+            to the next.
+        first_iteration: iteration at which this run starts.
+        source: version of the disk tier that this run starts from; "": it starts from the seed.
+        processors: number of processors that all ranks share; 0: each rank has its own.
+    """
+
+    job: JobConfig
+    policy: Policy
+    prices: Prices
+    n0: int
+    max_nodes: int
+    num_layers: int
+    layout: VectorLayout
+    first_iteration: int
+    source: str = ""
+    layer_s: tuple[float, ...] = ()
+    looks_ahead: bool = False
+    every: EveryPlan | None = None
+    policy_of: Callable[[EveryPlan], Policy] | None = None
+    version_iterations: int = 1
+    processors: int = 0
