@@ -48,7 +48,7 @@ from planaria.core.records import ToLauncher
 from planaria.engine.iteration.groups import iteration_peers
 from planaria.nodes.head.journal import open_store
 from planaria.schedule.lower import lowered_for
-from planaria.store.logbook import opened_logbook
+from planaria.store.logbook import open_logbook
 from planaria.transport.frames import FrameDecoder, frame, order_of
 
 _Result = TypeVar("_Result")
@@ -130,7 +130,7 @@ class _Recovery:
 
     async def run(self, directory: Path, lost: int) -> Phases:
         async with open_store(directory, now_s=time.monotonic) as store:
-            logbook = await opened_logbook(store, "growth", lease_s=3600.0)
+            logbook = await open_logbook(store, "growth", lease_s=3600.0)
             self._leadership = Leadership[_Line](self._rules, logbook, self._hands)
             await self._begin()
             return await self._recover(lost)

@@ -28,7 +28,7 @@ from planaria.core.records import Progress, ToLauncher
 from planaria.errors import ConflictError
 from planaria.nodes.head.journal import Flusher
 from planaria.store.embedded import EmbeddedStore
-from planaria.store.logbook import opened_logbook
+from planaria.store.logbook import open_logbook
 from planaria.store.store import Change, StoreState
 
 NODE = 3
@@ -91,7 +91,7 @@ def test_of_two_that_become_leaders_at_once_the_second_is_one_and_the_first_writ
     async def run(store: EmbeddedStore, gate: asyncio.Event) -> None:
         gate.clear()
         opened = [
-            asyncio.create_task(opened_logbook(store, "job", lease_s=LEASE_S)) for _ in range(2)
+            asyncio.create_task(open_logbook(store, "job", lease_s=LEASE_S)) for _ in range(2)
         ]
         await settle()
         gate.set()
@@ -111,7 +111,7 @@ def test_a_node_that_is_lost_while_it_is_admitted_is_told_so() -> None:
     """
 
     async def run(store: EmbeddedStore, gate: asyncio.Event) -> None:
-        logbook = await opened_logbook(store, "job", lease_s=LEASE_S)
+        logbook = await open_logbook(store, "job", lease_s=LEASE_S)
         leadership = Leadership[FakeLine](small_rules(), logbook, FakeHands())
         await leadership.restore(shaped_plan((2, 2), 6), predicted_s=1.0, now_s=NOW_S)
         old, new = FakeLine(), FakeLine()
@@ -142,7 +142,7 @@ def test_a_recovery_is_that_of_the_newest_iteration_that_anyone_answers_from() -
 
     async def run(store: EmbeddedStore, _gate: asyncio.Event) -> None:
         rules, hands = small_rules(), FakeHands()
-        logbook = await opened_logbook(store, "job", lease_s=LEASE_S)
+        logbook = await open_logbook(store, "job", lease_s=LEASE_S)
         leadership = Leadership[FakeLine](rules, logbook, hands)
         await leadership.restore(HALVES, predicted_s=1.0, now_s=NOW_S)
         leadership.state = training_halves(rules)

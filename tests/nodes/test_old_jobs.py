@@ -44,7 +44,7 @@ from planaria.core.records import (
     encode_record,
 )
 from planaria.nodes.head.journal import open_store, superseded_entries
-from planaria.store.logbook import PIECE_BYTES, Logbook, opened_logbook
+from planaria.store.logbook import PIECE_BYTES, Logbook, open_logbook
 from planaria.store.store import VALUE_BYTES_MAX
 
 RESTART_S = 2.0
@@ -88,7 +88,7 @@ def _no_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
 async def restarted(directory: Path, rules: Rules, plan: Plan) -> Leadership[FakeLine]:
     """A coordinator that has read its records, and could serve agents."""
     async with open_store(directory, now_s=time.monotonic) as store:
-        logbook = await opened_logbook(store, rules.job.name, lease_s=LEASE_S)
+        logbook = await open_logbook(store, rules.job.name, lease_s=LEASE_S)
         leadership = Leadership[FakeLine](rules, logbook, FakeHands())
         await leadership.restore(plan, predicted_s=1.0, now_s=NOW_S)
         await leadership.begin_leases()
@@ -124,7 +124,7 @@ def test_a_job_of_ten_thousand_nodes_is_recorded_and_restarted(tmp_path: Path) -
 
     async def run() -> None:
         async with open_store(tmp_path, now_s=time.monotonic) as store:
-            logbook = await opened_logbook(store, rules.job.name, lease_s=LEASE_S)
+            logbook = await open_logbook(store, rules.job.name, lease_s=LEASE_S)
             await record(logbook, decision, plan.nodes)
             entries = (await store.range("")).entries
             assert max(len(entry.value) for entry in entries) == PIECE_BYTES
@@ -158,7 +158,7 @@ def test_a_job_with_a_batch_of_a_million_survives_a_loss_and_a_restart(tmp_path:
 
     async def run() -> None:
         async with open_store(tmp_path, now_s=time.monotonic) as store:
-            logbook = await opened_logbook(store, job.name, lease_s=LEASE_S)
+            logbook = await open_logbook(store, job.name, lease_s=LEASE_S)
             leadership = Leadership[FakeLine](rules, logbook, FakeHands())
             await leadership.restore(HALVES, predicted_s=1.0, now_s=NOW_S)
             leadership.state = training_halves(rules)
@@ -192,7 +192,7 @@ def test_a_restart_takes_as_long_on_the_last_day_of_a_job_as_on_the_first(
 
     async def recorded() -> None:
         async with open_store(tmp_path, now_s=time.monotonic) as store:
-            logbook = await opened_logbook(store, rules.job.name, lease_s=LEASE_S)
+            logbook = await open_logbook(store, rules.job.name, lease_s=LEASE_S)
             await logbook.grant(nodes)
             for epoch in range(num_epochs - 1):
                 order = StartEpoch(epoch=epoch, plan=HALVES, addresses={}, iteration=epoch)

@@ -15,7 +15,7 @@ from planaria.core.records import Decision, Members, Outcome, Progress
 from planaria.errors import StoreError
 from planaria.nodes.head.journal import Flusher
 from planaria.store.embedded import EmbeddedStore
-from planaria.store.logbook import Logbook, opened_logbook
+from planaria.store.logbook import Logbook, open_logbook
 from planaria.store.store import HISTORY_MAX, Change, Entry, StoreState
 
 LEASE_S = 3.0
@@ -39,7 +39,7 @@ def save_of(epoch: int) -> Decision:
 
 
 async def opened(store: EmbeddedStore, *, piece_bytes: int = PIECE_BYTES) -> Logbook:
-    return await opened_logbook(store, "job", lease_s=LEASE_S, piece_bytes=piece_bytes)
+    return await open_logbook(store, "job", lease_s=LEASE_S, piece_bytes=piece_bytes)
 
 
 async def record(logbook: Logbook, decision: Decision) -> None:
@@ -290,6 +290,6 @@ def test_a_node_that_gets_another_lease_loses_the_one_before() -> None:
         entries = (await store.range("/planaria/job/node/")).entries
 
         assert [entry.lease for entry in entries] == [1, 4, 6]
-        assert sorted(store._decided.leases) == [1, 4, 6]
+        assert sorted(store._decided_state.leases) == [1, 4, 6]
 
     stored(run)

@@ -29,10 +29,10 @@ from planaria.store.store import (
     Store,
     StoreState,
     Superseded,
-    applied,
     events_since,
-    reopened,
+    state_after,
     step,
+    with_full_leases,
 )
 
 TIMEOUT_S = 20.0
@@ -173,7 +173,7 @@ def test_keys_go_with_their_lease_in_one_step_and_others_stay() -> None:
 
     assert changes[1:] == (Gone("a", 5), Gone("c", 6))
     assert revision == 6
-    assert set(applied(state, changes, now_s=3.0).entries) == {"b", "d"}
+    assert set(state_after(state, changes, now_s=3.0).entries) == {"b", "d"}
 
 
 def test_a_lease_kept_alive_has_its_whole_time_again() -> None:
@@ -234,7 +234,7 @@ def test_leases_have_their_whole_time_after_a_restart() -> None:
     """On a clock that began anew, and however long the store was down."""
     state = after(Grant(3.0), Put("a", b"", lease=1), now_s=5000.0)
 
-    state = reopened(state, now_s=10.0)
+    state = with_full_leases(state, now_s=10.0)
 
     assert "a" in after(Expire(), state=state, now_s=12.9).entries
     assert "a" not in after(Expire(), state=state, now_s=13.0).entries

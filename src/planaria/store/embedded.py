@@ -21,16 +21,16 @@ from planaria.store.store import (
     GrantEach,
     Guard,
     KeepAlive,
+    KeyRange,
     Operation,
     Put,
-    Range,
     Revoke,
     StoreState,
     entries_under,
     events_since,
-    kept_alive,
-    reopened,
     step,
+    with_full_leases,
+    with_renewed_leases,
 )
 
 
@@ -72,19 +72,19 @@ class EmbeddedStore:
 
     def recover(self) -> None:
         """Goes back to the durable state; decisions that are not durable are lost."""
-        self._decided = self._keeper.durable
-        self._untold: set[int] = set()  # New leases that no holder knows yet.
+        self._decided_state = self._keeper.durable
+        self._unreturned_leases: set[int] = set()  # New leases that no holder knows yet.
 
     def set_clock(self, now_s: Callable[[], float]) -> None:
         """Replaces the clock of the leases, and makes each lease due a full TTL from now."""
         self._now_s = now_s
-        self._decided = reopened(self._decided, now_s=now_s())
+        self._decided_state = with_full_leases(self._decided_state, now_s=now_s())
 
     async def get(self, key: str) -> Entry | None:
         """See Store."""
         return self._keeper.durable.entries.get(key)
 
-    async def range(self, prefix: str) -> Range:
+    async def range(self, prefix: str) -> KeyRange:
         """See Store."""
         return entries_under(self._keeper.durable, prefix)
 
@@ -112,7 +112,7 @@ class EmbeddedStore:
 
     async def keep_alive(self, lease: int) -> None:
         """See Store. Never waits, so that a slow disk does not make a live holder give up."""
-        self._decided, _, _ = step(self._decided, KeepAlive(lease), self._now_s())
+        self._decided_state, _, _ = step(self._decided_state, KeepAlive(lease), self._now_s())
 
     async def revoke(self, lease: int) -> None:
         """See Store."""
@@ -133,40 +133,42 @@ class EmbeddedStore:
         Call it after the messages that have arrived were handled: a keep-alive that arrived while
         this process was stalled is then in time.
         """
-        self._renew(self._untold)
+        self._renew(self._unreturned_leases)
         await self._do(Expire())
 
     @property
     def next_deadline_s(self) -> float:
         """Time at which the next lease is due, by the store's clock; infinity without leases."""
-        return min(self._decided.deadlines.values(), default=math.inf)
+        return min(self._decided_state.deadlines.values(), default=math.inf)
 
     async def _grant(self, operation: Grant | GrantEach, num: int) -> Sequence[int]:
         """New leases. Their TTL counts from the moment they are returned: the disk may be slow."""
-        end = self._decided.newest_lease + 1 + num
+        end = self._decided_state.newest_lease + 1 + num
         leases = range(end - num, end)
-        untold = self._untold
-        untold.update(leases)
+        unreturned_leases = self._unreturned_leases
+        unreturned_leases.update(leases)
         try:
             newest = await self._do(operation)
             assert newest == end - 1
             self._renew(leases)
         finally:
-            untold.difference_update(leases)
+            unreturned_leases.difference_update(leases)
         return leases
 
     def _renew(self, leases: Collection[int]) -> None:
         if leases:
-            self._decided = kept_alive(self._decided, leases, now_s=self._now_s())
+            self._decided_state = with_renewed_leases(
+                self._decided_state, leases, now_s=self._now_s()
+            )
 
     async def _do(self, operation: Operation) -> int:
         try:
-            decided, result, changes = step(self._decided, operation, self._now_s())
+            decided_state, result, changes = step(self._decided_state, operation, self._now_s())
         except (ConflictError, LeaseLostError):
             # The change that caused the refusal may not be durable yet: a crash could undo it.
-            await self._keeper.wait_durable(self._decided.num_changes)
+            await self._keeper.wait_durable(self._decided_state.num_changes)
             raise
         self._keeper.keep(changes)
-        self._decided = decided
-        await self._keeper.wait_durable(decided.num_changes)
+        self._decided_state = decided_state
+        await self._keeper.wait_durable(decided_state.num_changes)
         return result

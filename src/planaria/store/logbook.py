@@ -40,7 +40,7 @@ _Kind = TypeVar("_Kind", Members, Outcome, Decision)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class Records:
     """The newest record of each kind, as a new coordinator finds them.
 
     Attributes:
@@ -54,7 +54,7 @@ class Found:
     plan: Plan | None
 
 
-async def opened_logbook(
+async def open_logbook(
     store: Store, job: str, *, lease_s: float, first_term: int = 0, piece_bytes: int = PIECE_BYTES
 ) -> "Logbook":
     """The logbook of a job, for a new leader; the leader before it cannot write any more.
@@ -94,14 +94,14 @@ class Logbook:
         self._piece_bytes = piece_bytes
         self._leases: dict[int, int] = {}
         # Keys of existing records and of their pieces, by kind and epoch.
-        self._there: dict[str, dict[int, list[str]]] = {_MEMBERS: {}, _OUTCOME: {}, _PLAN: {}}
+        self._record_keys: dict[str, dict[int, list[str]]] = {_MEMBERS: {}, _OUTCOME: {}, _PLAN: {}}
         self._started = -1  # Epoch of the newest decision to start one.
 
     # -- records ----------------------------------------------------------------------------------
 
-    async def read(self) -> Found | None:
+    async def read(self) -> Records | None:
         """The newest records; None if the job has not begun."""
-        await self._note_pieces()
+        await self._read_piece_keys()
         members = await self._entries(_MEMBERS)
         outcomes = await self._entries(_OUTCOME)
         decisions = await self._entries(_PLAN)
@@ -110,7 +110,7 @@ class Logbook:
         progress = await self._store.get(self._keys.commit)
         decision = await self._record(decisions[-1], Decision) if decisions else None
         start = await self._newest_start(decisions, decision)
-        return Found(
+        return Records(
             members=await self._record(members[-1], Members),
             outcome=await self._record(outcomes[-1], Outcome) if outcomes else None,
             decision=decision,
@@ -139,7 +139,7 @@ class Logbook:
             await self._put(_OUTCOME, epoch, encode_record(outcome))
         is_start = isinstance(decision.order, StartEpoch)
         await self._put(
-            _PLAN, epoch, encode_record(decision), spared=-1 if is_start else self._started
+            _PLAN, epoch, encode_record(decision), kept_epoch=-1 if is_start else self._started
         )
         if is_start:
             self._started = epoch
@@ -149,13 +149,15 @@ class Logbook:
         data = encode_record(progress)
         await self._store.put(self._keys.commit, data, guards=(self._fence,))
 
-    async def _put(self, kind: str, epoch: int, data: bytes, *, spared: int = -1) -> None:
-        """Writes a record once; it supersedes those of its kind but that of epoch `spared`."""
-        there = self._there[kind]
+    async def _put(self, kind: str, epoch: int, data: bytes, *, kept_epoch: int = -1) -> None:
+        """Writes a record once; it supersedes those of its kind but that of epoch `kept_epoch`."""
+        existing = self._record_keys[kind]
         key = f"{self._keys.prefix}{kind}/{epoch}"
-        kept = {spared: there[spared]} if spared in there else {}
-        old = [name for other, names in there.items() if other not in kept for name in names]
-        pieces = self._cut(data)
+        kept = {kept_epoch: existing[kept_epoch]} if kept_epoch in existing else {}
+        old_keys = [
+            name for other, names in existing.items() if other not in kept for name in names
+        ]
+        pieces = self._pieces_of(data)
         names = [
             self._keys.piece(kind, epoch, term=self.term, index=index)
             for index in range(len(pieces))
@@ -165,22 +167,24 @@ class Logbook:
         if pieces:
             data = encode_pieces(Pieces(term=self.term, num=len(pieces)))
         guards = (self._fence, Guard(key, ABSENT))
-        await self._store.put(key, data, guards=guards, supersedes=[n for n in old if n != key])
-        self._there[kind] = {**kept, epoch: [key, *names]}
+        await self._store.put(
+            key, data, guards=guards, supersedes=[n for n in old_keys if n != key]
+        )
+        self._record_keys[kind] = {**kept, epoch: [key, *names]}
 
-    def _cut(self, data: bytes) -> list[bytes]:
+    def _pieces_of(self, data: bytes) -> list[bytes]:
         """The pieces of a record; empty if it fits into one value."""
         size = self._piece_bytes
         if len(data) <= size:
             return []
         return [data[first : first + size] for first in range(0, len(data), size)]
 
-    async def _note_pieces(self) -> None:
+    async def _read_piece_keys(self) -> None:
         """Notes all pieces, also those of records that a killed leader left unfinished."""
         prefix = self._keys.prefix + "piece/"
         for entry in (await self._store.range(prefix)).entries:
             kind, epoch, *_ = entry.key.removeprefix(prefix).split("-")
-            self._there[kind].setdefault(int(epoch), []).append(entry.key)
+            self._record_keys[kind].setdefault(int(epoch), []).append(entry.key)
 
     async def _entries(self, kind: str) -> Sequence[Entry]:
         """The entries of the records of one kind, oldest first; notes their keys."""
@@ -188,7 +192,7 @@ class Logbook:
         entries = (await self._store.range(prefix)).entries
         for entry in entries:
             epoch = int(entry.key.removeprefix(prefix))
-            self._there[kind].setdefault(epoch, []).append(entry.key)
+            self._record_keys[kind].setdefault(epoch, []).append(entry.key)
         return entries
 
     async def _newest_start(
@@ -245,19 +249,19 @@ class Logbook:
         keys are gone count as ended. A lease that ended and was granted again in between is missed.
         """
         prefix = self._keys.prefix + "node/"
-        there: set[int] = set()
+        nodes: set[int] = set()
         while True:
             entries, revision = await self._store.range(prefix)
-            before, there = there, {int(entry.key.removeprefix(prefix)) for entry in entries}
-            for node in sorted(before - there):
+            before, nodes = nodes, {int(entry.key.removeprefix(prefix)) for entry in entries}
+            for node in sorted(before - nodes):
                 yield node
             try:
                 async for event in self._store.watch(prefix, first_revision=revision + 1):
                     node = int(event.key.removeprefix(prefix))
                     if isinstance(event, Gone):
-                        there.discard(node)
+                        nodes.discard(node)
                         yield node
                     else:
-                        there.add(node)
+                        nodes.add(node)
             except CompactedError:
                 continue

@@ -3,8 +3,8 @@
 `Store` is the interface for the coordinator and its callers. The embedded store is a function,
 `step`, from (state, operation, now) to (state, result, changes). It uses no clock, thread or file,
 so a simulator can run it under a virtual clock. A change is a fact, not a request: applying all
-changes in order (`applied`) gives the state, so a journal of them (nodes/head/journal.py) is the
-whole store.
+changes in order (`state_after`) gives the state, so a journal of them (nodes/head/journal.py) is
+the whole store.
 
     put        writes a value at a key if every guard holds: both compare-and-set and fencing
     lease      a key bound to a lease is deleted if its holder is silent for the lease's TTL
@@ -88,7 +88,7 @@ Event = Entry | Gone | Superseded
 Change = Event | LeaseGranted | LeaseEnded
 
 
-class Range(NamedTuple):
+class KeyRange(NamedTuple):
     """Entries under a prefix, oldest write first; watch from `revision` + 1 for later changes."""
 
     entries: tuple[Entry, ...]
@@ -106,7 +106,7 @@ class Store(Protocol):
     async def get(self, key: str) -> Entry | None:
         """The entry of a key."""
 
-    async def range(self, prefix: str) -> Range:
+    async def range(self, prefix: str) -> KeyRange:
         """All entries whose keys begin with the prefix, in one consistent state."""
 
     async def put(
@@ -280,7 +280,7 @@ class StoreState:
 EMPTY: Final = StoreState()
 
 
-class Step(NamedTuple):
+class StoreStep(NamedTuple):
     """Effect of an operation; make all `changes` durable at once before you tell anyone."""
 
     state: StoreState
@@ -288,7 +288,7 @@ class Step(NamedTuple):
     changes: tuple[Change, ...]
 
 
-def step(state: StoreState, operation: Operation, now_s: float) -> Step:
+def step(state: StoreState, operation: Operation, now_s: float) -> StoreStep:
     """The state after an operation, the result of the operation, and its changes.
 
     Takes O(keys + HISTORY_MAX) time, because states are never altered in place.
@@ -300,28 +300,28 @@ def step(state: StoreState, operation: Operation, now_s: float) -> Step:
     changes: tuple[Change, ...] = ()
     match operation:
         case Put():
-            changes = _written(state, operation)
+            changes = _put_changes(state, operation)
         case Grant(ttl_s):
             assert ttl_s > 0
             changes = (LeaseGranted(state.newest_lease + 1, ttl_s),)
         case GrantEach():
-            changes = _granted(state, operation)
+            changes = _grant_each_changes(state, operation)
         case KeepAlive(lease):
-            # Deadlines need not be durable: see `reopened`.
+            # Deadlines need not be durable: see `with_full_leases`.
             _ttl_s(state, lease)
-            return Step(kept_alive(state, (lease,), now_s=now_s), state.revision, ())
+            return StoreStep(with_renewed_leases(state, (lease,), now_s=now_s), state.revision, ())
         case Revoke(lease):
-            changes = _ended(state, {lease} & set(state.leases))
+            changes = _end_changes(state, {lease} & set(state.leases))
         case Expire():
-            due = {lease for lease, due_s in state.deadlines.items() if due_s <= now_s}
-            changes = _ended(state, due)
-    state = applied(state, changes, now_s=now_s)
+            due_leases = {lease for lease, due_s in state.deadlines.items() if due_s <= now_s}
+            changes = _end_changes(state, due_leases)
+    state = state_after(state, changes, now_s=now_s)
     is_grant = isinstance(operation, Grant | GrantEach)
     result = state.newest_lease if is_grant else state.revision
-    return Step(state, result, changes)
+    return StoreStep(state, result, changes)
 
 
-def applied(state: StoreState, changes: Sequence[Change], *, now_s: float) -> StoreState:
+def state_after(state: StoreState, changes: Sequence[Change], *, now_s: float) -> StoreState:
     """The state after more changes; leases granted by them are due a full TTL from now_s."""
     revision, newest_lease = state.revision, state.newest_lease
     entries, leases = dict(state.entries), dict(state.leases)
@@ -362,27 +362,27 @@ def applied(state: StoreState, changes: Sequence[Change], *, now_s: float) -> St
     )
 
 
-def kept_alive(state: StoreState, leases: Collection[int], *, now_s: float) -> StoreState:
+def with_renewed_leases(state: StoreState, leases: Collection[int], *, now_s: float) -> StoreState:
     """The state with those of these leases that exist due a full TTL from now_s."""
     ttls = {lease: state.leases[lease] for lease in leases if lease in state.leases}
-    due = {lease: now_s + ttl_s for lease, ttl_s in ttls.items()}
-    return replace(state, deadlines={**state.deadlines, **due})
+    deadlines = {lease: now_s + ttl_s for lease, ttl_s in ttls.items()}
+    return replace(state, deadlines={**state.deadlines, **deadlines})
 
 
-def reopened(state: StoreState, *, now_s: float) -> StoreState:
+def with_full_leases(state: StoreState, *, now_s: float) -> StoreState:
     """The state with every lease due a full TTL from now_s.
 
     While the store was down it could not hear lease holders, and its clock may be another one now:
     if that time counted, live nodes would be declared dead. A node that did die meanwhile is
     noticed up to a TTL late.
     """
-    return kept_alive(state, state.leases, now_s=now_s)
+    return with_renewed_leases(state, state.leases, now_s=now_s)
 
 
-def entries_under(state: StoreState, prefix: str) -> Range:
+def entries_under(state: StoreState, prefix: str) -> KeyRange:
     """See Store.range."""
-    found = [entry for key, entry in state.entries.items() if key.startswith(prefix)]
-    return Range(tuple(sorted(found, key=lambda entry: entry.revision)), state.revision)
+    entries = [entry for key, entry in state.entries.items() if key.startswith(prefix)]
+    return KeyRange(tuple(sorted(entries, key=lambda entry: entry.revision)), state.revision)
 
 
 def events_since(state: StoreState, prefix: str, *, first_revision: int) -> tuple[Event, ...]:
@@ -392,14 +392,14 @@ def events_since(state: StoreState, prefix: str, *, first_revision: int) -> tupl
         CompactedError: the first of them may not be kept any more.
     """
     assert first_revision > ABSENT
-    first_kept = state.revision - len(state.history) + 1
-    if first_revision < first_kept:
-        raise CompactedError(first_revision, first_kept)
-    events = state.history[first_revision - first_kept :]
+    oldest_revision = state.revision - len(state.history) + 1
+    if first_revision < oldest_revision:
+        raise CompactedError(first_revision, oldest_revision)
+    events = state.history[first_revision - oldest_revision :]
     return tuple(event for event in events if event.key.startswith(prefix))
 
 
-def _written(state: StoreState, put: Put) -> tuple[Change, ...]:
+def _put_changes(state: StoreState, put: Put) -> tuple[Change, ...]:
     """The changes of a Put: the new value, and the deletion of the keys that it supersedes."""
     assert put.key
     assert put.key not in put.supersedes
@@ -408,14 +408,14 @@ def _written(state: StoreState, put: Put) -> tuple[Change, ...]:
     if put.lease != NO_LEASE:
         _ttl_s(state, put.lease)
     revision = state.revision + 1
-    old = [key for key in dict.fromkeys(put.supersedes) if key in state.entries]
+    superseded_keys = [key for key in dict.fromkeys(put.supersedes) if key in state.entries]
     return (
         Entry(put.key, put.value, revision, put.lease),
-        *(Superseded(key, revision + index) for index, key in enumerate(old, 1)),
+        *(Superseded(key, revision + index) for index, key in enumerate(superseded_keys, 1)),
     )
 
 
-def _granted(state: StoreState, grant: GrantEach) -> tuple[Change, ...]:
+def _grant_each_changes(state: StoreState, grant: GrantEach) -> tuple[Change, ...]:
     """The changes of a GrantEach: new leases, their keys, and the end of the old leases."""
     assert grant.ttl_s > 0
     _check(state, grant.guards)
@@ -424,8 +424,11 @@ def _granted(state: StoreState, grant: GrantEach) -> tuple[Change, ...]:
     first = state.newest_lease + 1
     changes: list[Change] = [LeaseGranted(first + n, grant.ttl_s) for n in range(len(keys))]
     changes += [Entry(key, b"", state.revision + 1 + n, first + n) for n, key in enumerate(keys)]
-    bound = {state.entries[key].lease for key in keys if key in state.entries}
-    return (*changes, *_ended(applied(state, changes, now_s=0.0), bound & set(state.leases)))
+    old_leases = {state.entries[key].lease for key in keys if key in state.entries}
+    return (
+        *changes,
+        *_end_changes(state_after(state, changes, now_s=0.0), old_leases & set(state.leases)),
+    )
 
 
 def _check(state: StoreState, guards: Sequence[Guard]) -> None:
@@ -447,7 +450,7 @@ def _ttl_s(state: StoreState, lease: int) -> float:
     return state.leases[lease]
 
 
-def _ended(state: StoreState, leases: Collection[int]) -> tuple[Change, ...]:
+def _end_changes(state: StoreState, leases: Collection[int]) -> tuple[Change, ...]:
     """The changes that end leases and delete their keys, oldest key first."""
     keys = [entry.key for entry in entries_under(state, "").entries if entry.lease in leases]
     gone = [Gone(key, state.revision + 1 + index) for index, key in enumerate(keys)]

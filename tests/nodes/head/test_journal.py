@@ -16,16 +16,16 @@ from helpers.tasks import TIMEOUT_S, settle, taken, wait_until
 from planaria.errors import StoreError
 from planaria.nodes.head.journal import open_store, superseded_entries
 from planaria.store.embedded import EmbeddedStore
-from planaria.store.store import Guard, Range
+from planaria.store.store import Guard, KeyRange
 
 
-async def contents(directory: Path) -> Range:
+async def contents(directory: Path) -> KeyRange:
     """What a process that starts on this directory finds."""
     async with open_store(directory, now_s=lambda: 0.0) as store:
         return await store.range("")
 
 
-async def fill(store: EmbeddedStore, journal: Path) -> list[tuple[int, Range]]:
+async def fill(store: EmbeddedStore, journal: Path) -> list[tuple[int, KeyRange]]:
     """Every kind of change; for each, the size of the journal and what the store holds then."""
     found = [(journal.stat().st_size, await store.range(""))]
     lease = 0

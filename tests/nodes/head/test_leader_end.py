@@ -22,7 +22,7 @@ from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.leader import _Leader
 from planaria.nodes.head.leader_spec import LeaderSpec
 from planaria.nodes.head.publisher import Unfinished
-from planaria.store.logbook import opened_logbook
+from planaria.store.logbook import open_logbook
 from planaria.transport.frames import FrameDecoder, Role, frame, handshake, order_of
 
 TOKEN = b"the job's token"
@@ -147,7 +147,7 @@ def test_a_coordinator_that_another_has_succeeded_only_leaves(tmp_path: Path) ->
             )
             await asyncio.to_thread(wait_told, ours, Leading, kinds)
             lease_s = spec.job.cluster.lease_s
-            await opened_logbook(leader._store, spec.job.name, lease_s=lease_s)
+            await open_logbook(leader._store, spec.job.name, lease_s=lease_s)
             leader._leadership._progress = Progress(num_committed=1, ends=False)
             leader._has_progressed.set()
             await asyncio.wait_for(leading, TIMEOUT_S)

@@ -14,15 +14,15 @@ import pytest
 from helpers import store_writer
 from planaria.errors import StoreError
 from planaria.nodes.head.journal import open_store
-from planaria.store.store import Range
+from planaria.store.store import KeyRange
 
 TIMEOUT_S = 20.0
 
 
-def found(directory: Path) -> Range:
+def found(directory: Path) -> KeyRange:
     """What a process that starts on this directory finds."""
 
-    async def run() -> Range:
+    async def run() -> KeyRange:
         async with open_store(directory, now_s=lambda: 0.0) as store:
             return await store.range("")
 

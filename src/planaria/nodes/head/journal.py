@@ -41,7 +41,7 @@ import xxhash
 from planaria.coordinator.saves import SLOW_S
 from planaria.errors import StoreError
 from planaria.store.embedded import EmbeddedStore
-from planaria.store.store import EMPTY, Change, Entry, StoreState, Superseded, applied
+from planaria.store.store import EMPTY, Change, Entry, StoreState, Superseded, state_after
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class Flusher:
         try:
             while self._undurable:
                 changes, self._undurable = self._undurable, []
-                state = applied(self._durable, changes, now_s=0.0)
+                state = state_after(self._durable, changes, now_s=0.0)
                 try:
                     await self._make_durable(changes, state)
                 except StoreError as error:
@@ -304,7 +304,7 @@ class _FileJournal:
         self._set_rewrite_bytes(len(bodies[0]))
         state, changes = _decode(self._path, bodies)
         self._superseded = _newly_superseded(state, changes)
-        self._state = applied(state, changes, now_s=0.0)
+        self._state = state_after(state, changes, now_s=0.0)
 
     async def append(self, changes: Sequence[Change], state: StoreState) -> None:
         """Writes changes durably, see MakeDurable; the disk does not block the event loop."""

@@ -65,7 +65,7 @@ from planaria.nodes.head.searcher import Searcher
 from planaria.policies.ahead import Known
 from planaria.protocol.agent_lease import TICKS_PER_LEASE
 from planaria.store.embedded import EmbeddedStore
-from planaria.store.logbook import Logbook, opened_logbook
+from planaria.store.logbook import Logbook, open_logbook
 from planaria.transport.frames import FrameDecoder, Role, frame, from_node_decoder, shake_hands
 from planaria.transport.probe import NO_NODE, Probe
 
@@ -171,16 +171,14 @@ class _Leader:
         """
         job, lease_s, rescue = self._spec.job, self._rules.job.cluster.lease_s, self._spec.rescue
         if rescue is None:
-            logbook = await opened_logbook(self._store, job.name, lease_s=lease_s)
+            logbook = await open_logbook(self._store, job.name, lease_s=lease_s)
             if logbook.term <= self._spec.led_term:
                 raise StoreError(
                     f"what was recorded is not in {self._spec.directory} any more: somebody has "
                     "removed the journal; name a place with --state that nobody cleans"
                 )
             return logbook
-        logbook = await opened_logbook(
-            self._store, job.name, lease_s=lease_s, first_term=rescue.term
-        )
+        logbook = await open_logbook(self._store, job.name, lease_s=lease_s, first_term=rescue.term)
         await logbook.adopt(rescue.members, rescue.outcome, rescue.progress)
         self.queue(MustEnd(rescue.reason))
         return logbook

@@ -39,7 +39,7 @@ from planaria.simulator.modelled.saver import SimulatedSaves
 from planaria.simulator.modelled.store import SimulatedDisk
 from planaria.simulator.network import End
 from planaria.simulator.scenario import LEASE_S, TIMEOUT_S, PlannedJob
-from planaria.store.logbook import Logbook, opened_logbook
+from planaria.store.logbook import Logbook, open_logbook
 
 Item = TypeVar("Item")
 
@@ -160,7 +160,7 @@ class SimulatedLeader:
     async def _opened_logbook(self) -> Logbook:
         """The logbook with the records that this coordinator goes on from."""
         name, rescue = self._launcher.job.rules.job.name, self._rescue
-        logbook = await opened_logbook(
+        logbook = await open_logbook(
             self._store,
             name,
             lease_s=LEASE_S,

@@ -14,7 +14,7 @@ from typing import Final
 from planaria.errors import StoreError
 from planaria.simulator.loop import Loop, Process, Waiting
 from planaria.store.embedded import EmbeddedStore
-from planaria.store.store import EMPTY, Change, Entry, Event, Gone, StoreState, applied
+from planaria.store.store import EMPTY, Change, Entry, Event, Gone, StoreState, state_after
 
 _FULL: Final = "the disk is full"
 
@@ -193,7 +193,7 @@ class SimulatedDisk:
             waiting.resolve(None)
 
     def _write(self, changes: Sequence[Change]) -> None:
-        self._durable = applied(self._durable, changes, now_s=0.0)
+        self._durable = state_after(self._durable, changes, now_s=0.0)
         for change in changes:
             if isinstance(change, Entry | Gone):
                 self._written(change)
