@@ -50,9 +50,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from planaria.checkpoint.memory.arena import Arena, arena_fd
-from planaria.checkpoint.memory.retrieval import give, take
-from planaria.checkpoint.memory.stream import Copier
-from planaria.checkpoint.memory.turns import AtOnce, Buffers, nothing_to_unload
+from planaria.checkpoint.memory.filling import HostCopy, fill_alone, no_device
+from planaria.checkpoint.memory.retrieval import receive_copy, send_copy
+from planaria.checkpoint.memory.stream import Copier, CopyPlan
+from planaria.checkpoint.memory.turns import AtOnce, Buffers, FlowControl
 from planaria.core.copies import Label, LayerCopy
 from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
 from planaria.transport.links import Channel, Links, Tag
@@ -255,17 +256,12 @@ def _streamed(_directory: str, rounds: int) -> Times:
     copier = Copier(
         links,
         arena,
-        own=(0,) if rank == 0 else (),
-        copies=copies,
-        since=1,
-        epoch=0,
-        kept=None,
-        buffers=_BUFFERS,
-        turns=AtOnce(),
-        virtual_bytes=lambda _: 0,
-        unload=nothing_to_unload,
-        failed=print,
-        timeout_s=TIMEOUT_S,
+        CopyPlan(
+            own=(0,) if rank == 0 else (), copies=copies, since=1, epoch=0, complete_label=None
+        ),
+        host_copy=HostCopy(fill_alone, lambda _: 0, no_device),
+        flow=FlowControl(_BUFFERS, AtOnce(), TIMEOUT_S),
+        on_failure=print,
     )
 
     def stream(number: int) -> float:
@@ -284,10 +280,10 @@ def _streamed(_directory: str, rounds: int) -> Times:
         dist.barrier()
         begun_s = time.perf_counter()
         if rank:
-            give(links, 0, version)
+            send_copy(links, 0, version)
             links.receive(0, Tag(Channel.AGE, number, 0), timeout_s=TIMEOUT_S)
         else:
-            state = take(links, 1, 0, label, timeout_s=TIMEOUT_S, memory=room)
+            state = receive_copy(links, 1, 0, label, timeout_s=TIMEOUT_S, memory=room)
             links.send(1, Tag(Channel.AGE, number, 0))
             assert state["state"].nbytes == NUM_BYTES
         return time.perf_counter() - begun_s

@@ -145,7 +145,7 @@ def test_spans_lie_between_the_collectives_of_an_iteration() -> None:
                 if turns[0].spans:
                     break
                 for one in turns:
-                    one.started(begins=True)
+                    one.on_iteration_begin(begins=True)
                 if not iteration:
                     turns[0].wait(1, 1 << 20)  # Returns at once.
                 for _ in range(3):

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from planaria.checkpoint.memory.wire import Tensor, bytes_of, unpacked
+from planaria.checkpoint.memory.wire import Tensor, bytes_of, tensor_views
 from planaria.core.plan import NUM_CHUNKS, Transfer
 from planaria.engine.stage import HeldLayer, Stage, State
 from planaria.errors import PeerLostError
@@ -265,7 +265,7 @@ class _Arriving:
             del self.wanted[source]
         for layer in [layer for layer, left in self._num_chunks.items() if not left]:
             del self._num_chunks[layer]
-            yield layer, unpacked(self._tensors.pop(layer), self._memory.pop(layer))
+            yield layer, tensor_views(self._tensors.pop(layer), self._memory.pop(layer))
 
     def _read(self, transfers: Sequence[Transfer]) -> Generator[Tag, Bytes, None]:
         """Yields the tag of each message of one source, in order, and is sent its payload."""

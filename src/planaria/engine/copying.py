@@ -14,10 +14,11 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from planaria.checkpoint.memory.arena import Arena
-from planaria.checkpoint.memory.interleaving import Interleaving
-from planaria.checkpoint.memory.stream import Copier
-from planaria.checkpoint.memory.turns import AtOnce, Buffers
-from planaria.checkpoint.memory.wire import State, sent_by, sent_to, state_of
+from planaria.checkpoint.memory.filling import HostCopy, fill_alone
+from planaria.checkpoint.memory.interleaving import CopyPeers, Interleaving
+from planaria.checkpoint.memory.stream import Copier, CopyPlan
+from planaria.checkpoint.memory.turns import AtOnce, Buffers, FlowControl
+from planaria.checkpoint.memory.wire import State, incoming_layers, outgoing_copies, state_of
 from planaria.core.commit import CommitVector
 from planaria.core.copies import CopiesDone, Label
 from planaria.core.messages import CopiesFailed, Message, StartEpoch
@@ -41,14 +42,14 @@ class Copying:
     ) -> None:
         self._spec = spec
         self._job = spec.job.checkpoint
-        self._to_host: Link | None = None
+        self._device_to_host: Link | None = None
         if spec.job.model.kind == "paced" and spec.profile is not None:
-            self._to_host = spec.profile.links.get("device_to_host")
+            self._device_to_host = spec.profile.links.get("device_to_host")
         self._links = links
         self._send = send
         self._timeout_s = timeout_s
         self._arena = Arena(spec.copies_fd) if spec.copies_fd >= 0 else None
-        self._kept: Label | None = None  # The newest version known to be complete.
+        self._complete_label: Label | None = None  # The newest version known to be complete.
         self._copier: Copier | None = None
         self._turns: Interleaving | None = None
         self._first_age = 0  # The age of the epoch's first version.
@@ -88,7 +89,7 @@ class Copying:
             return
         plan, rank, epoch = start.plan, self._spec.rank, start.epoch
         if not is_planned:
-            self._kept = start.kept
+            self._complete_label = start.kept
         own = set(plan.held_by_rank[rank]).difference(plan.silent.get(rank, ()))
         self._stage = stage
         self._turns = self._interleaving(start)
@@ -97,35 +98,38 @@ class Copying:
         self._copier = Copier(
             self._links,
             self._arena,
-            own=sorted(own),
-            copies=start.copies,
-            since=start.since,
-            epoch=epoch,
-            kept=self._kept,
-            buffers=self._buffers(),
-            turns=self._turns or AtOnce(),
-            unload=self._unload,
-            virtual_bytes=stage.model.virtual_state_bytes,
-            failed=lambda reason: self._send(CopiesFailed(rank=rank, epoch=epoch, reason=reason)),
-            timeout_s=self._timeout_s,
+            CopyPlan(
+                own=tuple(sorted(own)),
+                copies=start.copies,
+                since=start.since,
+                epoch=epoch,
+                complete_label=self._complete_label,
+            ),
+            host_copy=HostCopy(
+                fill_alone, stage.model.virtual_state_bytes, self._sleep_device_to_host
+            ),
+            flow=FlowControl(self._buffers(), self._turns or AtOnce(), self._timeout_s),
+            on_failure=lambda reason: self._send(
+                CopiesFailed(rank=rank, epoch=epoch, reason=reason)
+            ),
         )
-        if self._kept is None and not self._arena.num_bytes:  # The job begins.
+        if self._complete_label is None and not self._arena.num_bytes:  # The job begins.
             with suppress(CheckpointError):  # The first version will report it.
-                self._arena.reserve(self._sizes(start, own))
+                self._arena.reserve(self._layer_bytes(start, own))
         if not unprotected:
             self._begin(start.iteration)
 
-    def _sizes(self, start: StartEpoch, own: Collection[int]) -> dict[int, int]:
+    def _layer_bytes(self, start: StartEpoch, own: Collection[int]) -> dict[int, int]:
         """Bytes of each layer that this rank keeps, as far as it can know them, by layer."""
         held = self._stage.layers
-        found = {n: sum(view.nbytes for view in held[n].state_views().values()) for n in own}
+        num_bytes = {n: sum(view.nbytes for view in held[n].state_views().values()) for n in own}
         profile = self._spec.profile
         if profile is not None and self._spec.job.model.kind != "paced":
-            for layers in sent_to(self._spec.rank, start.copies).values():
-                told = [profile.layers[n] for n in layers]
-                sizes = [layer.parameter_bytes + layer.optimizer_bytes for layer in told]
-                found |= dict(zip(layers, sizes, strict=True))
-        return found
+            for layers in incoming_layers(self._spec.rank, start.copies).values():
+                for index in layers:
+                    layer = profile.layers[index]
+                    num_bytes[index] = layer.parameter_bytes + layer.optimizer_bytes
+        return num_bytes
 
     def _buffers(self) -> Buffers | None:
         job = self._job
@@ -141,33 +145,35 @@ class Copying:
             return None
         return Interleaving(
             self._links,
+            CopyPeers(
+                targets={target for target, _ in outgoing_copies(rank, start.copies)},
+                sources=incoming_layers(rank, start.copies).keys(),
+                is_far=lambda peer: peer // per_node != rank // per_node,
+            ),
             link=profile.links["inter_node"],
             idle={entry.target: entry.spans for entry in start.idle if entry.source == rank},
             gamma=None if job.gamma == "auto" else job.gamma,
-            iterations=job.profile_iterations - 1,
-            targets={target for target, _ in sent_by(rank, start.copies)},
-            sources=sent_to(rank, start.copies).keys(),
-            is_far=lambda peer: peer // per_node != rank // per_node,
+            num_iterations=job.profile_iterations - 1,
         )
 
-    def _unload(self, num_bytes: int, *, is_own: bool) -> None:
+    def _sleep_device_to_host(self, num_bytes: int, *, is_own: bool) -> None:
         """Sleeps as long as a paced job's device would take to move the bytes to its host.
 
         Copies from other ranks arrive at the host directly, unless `checkpoint.path` is "device".
         """
-        if self._to_host is not None and (is_own or self._job.path == "device"):
-            self._links.timekeeper.sleep(self._to_host.seconds(num_bytes))
+        if self._device_to_host is not None and (is_own or self._job.path == "device"):
+            self._links.timekeeper.sleep(self._device_to_host.seconds(num_bytes))
 
-    def started(self, iteration: int) -> None:
+    def on_iteration_begin(self, iteration: int) -> None:
         """Must be called when an iteration begins."""
         if self._turns is not None:
             must_end = self._job.every != "auto" and (iteration + 1) % self._job.every == 0
-            self._turns.started(iteration, must_end=must_end)
+            self._turns.on_iteration_begin(iteration, must_end=must_end)
 
-    def acted(self) -> None:
+    def on_action_done(self) -> None:
         """Must be called after each forward and backward."""
         if self._turns is not None:
-            self._turns.acted()
+            self._turns.on_action_done()
 
     def votes(self, iteration: int) -> tuple[int, int]:
         """This rank's votes for the commit of an iteration, each 0 or 1.
@@ -192,7 +198,7 @@ class Copying:
     def take_done(self) -> CopiesDone:
         """The state of the copies after an iteration was applied."""
         idle_s, used_s = self._turns.take_idle_s() if self._turns else (0.0, 0.0)
-        age = self._kept.age if self._kept else -1
+        age = self._complete_label.age if self._complete_label else -1
         return CopiesDone(age=age, idle_s=idle_s, idle_used_s=used_s)
 
     def take_stall_s(self) -> float:
@@ -200,7 +206,9 @@ class Copying:
         stall_s, self._stall_s = self._stall_s, 0.0
         return stall_s
 
-    def applied(self, vector: CommitVector, plan: Plan, *, age: int, goes_on: bool) -> None:
+    def on_iteration_applied(
+        self, vector: CommitVector, plan: Plan, *, age: int, goes_on: bool
+    ) -> None:
         """Completes the version if all ranks have voted so, and begins the next one if it is due.
 
         Args:
@@ -216,7 +224,7 @@ class Copying:
                 return
             if not vector.votes.uncopied:
                 self._copier.complete()
-                self._kept = self._copier.kept
+                self._complete_label = self._copier.complete_label
         if goes_on and (self._job.every == "auto" or age % self._job.every == 0):
             self._begin(age)
 

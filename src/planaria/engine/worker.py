@@ -391,7 +391,7 @@ class Worker:
             resilience=self._job.resilience,
             reached=self._reached,
             worked=self._slowness.worked,
-            acted=self._copying.acted,
+            acted=self._copying.on_action_done,
             holds=self._tensors.note if self._spec.trace else _unwatched,
         )
         self._copying.enter(start, self._stage, is_planned=begin.is_planned)
@@ -410,7 +410,7 @@ class Worker:
     def _compute(self, iteration: int) -> CommitVector:
         """Computes an iteration; returns its commit vector once its gradients are complete."""
         self._peak.reset()
-        self._copying.started(iteration)
+        self._copying.on_iteration_begin(iteration)
         with self._tensors.watched() if self._spec.trace else nullcontext():
             vector, self._spans = self._running().run(
                 iteration,
@@ -440,7 +440,7 @@ class Worker:
         """Lets copies begin, after all layers have been applied."""
         assert all(held.age == copy.age for held in self._stage.layers.values())
         plan = self._start().plan
-        self._copying.applied(copy.vector, plan, age=copy.age, goes_on=copy.goes_on)
+        self._copying.on_iteration_applied(copy.vector, plan, age=copy.age, goes_on=copy.goes_on)
         self._stall_s = self._copying.take_stall_s()
 
     def _save(self, age: int) -> bool:

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from planaria.checkpoint.memory.interleaving import Interleaving
-from planaria.checkpoint.memory.wire import sent_by, sent_to
+from planaria.checkpoint.memory.interleaving import CopyPeers, Interleaving
+from planaria.checkpoint.memory.wire import incoming_layers, outgoing_copies
 from planaria.core.copies import IdleSpan, LayerCopy
 from planaria.core.plan import Link
 from planaria.torchrun.gathering import backend_of
@@ -132,13 +132,11 @@ class BetweenCollectives:
         self._num_noted = 0
         self._turns = Interleaving(
             links,
+            CopyPeers(targets, sources, is_far=lambda peer: peer in far),
             link=link,
             idle={},
             gamma=None,
-            iterations=iterations,
-            targets=targets,
-            sources=sources,
-            is_far=lambda peer: peer in far,
+            num_iterations=iterations,
         )
         self._collectives = Collectives(self._note)
 
@@ -155,7 +153,7 @@ class BetweenCollectives:
         """
         return self._turns.all_spans
 
-    def started(self, *, begins: bool) -> None:
+    def on_iteration_begin(self, *, begins: bool) -> None:
         """Notes that an iteration begins.
 
         Args:
@@ -166,7 +164,7 @@ class BetweenCollectives:
         with self._lock:
             self._iteration += 1
             self._num_noted = 0
-        self._turns.started(self._iteration, must_end=False)
+        self._turns.on_iteration_begin(self._iteration, must_end=False)
         if not self._turns.all_spans:
             self._turns.rush()
 
@@ -193,7 +191,7 @@ class BetweenCollectives:
             self._num_noted += 1
         for is_out in (True, False):
             self._links.traffic.note(Use(is_out, self._far, tag, begun_s, ended_s))
-        self._turns.acted()
+        self._turns.on_action_done()
 
 
 def between_collectives(
@@ -214,8 +212,8 @@ def between_collectives(
         device_type: torch's name of the devices whose tensors the loop's collectives take.
     """
     far = {rank for rank, node in enumerate(nodes) if node != nodes[links.rank]}
-    targets = {target for target, _ in sent_by(links.rank, copies)}
-    sources = sent_to(links.rank, copies).keys()
+    targets = {target for target, _ in outgoing_copies(links.rank, copies)}
+    sources = incoming_layers(links.rank, copies).keys()
     # The host does not learn when the collectives of other backends are over.
     is_timed = backend_of(device_type) == "gloo"
     if not iterations or not targets or not is_timed:

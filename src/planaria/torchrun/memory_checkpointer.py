@@ -44,10 +44,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from planaria.checkpoint.memory.arena import Arena
-from planaria.checkpoint.memory.filling import Filler
+from planaria.checkpoint.memory.filling import Filler, HostCopy, no_device
 from planaria.checkpoint.memory.room import available_bytes
-from planaria.checkpoint.memory.stream import Copier
-from planaria.checkpoint.memory.turns import AtOnce, Buffers, nothing_to_unload
+from planaria.checkpoint.memory.stream import Copier, CopyPlan
+from planaria.checkpoint.memory.turns import AtOnce, Buffers, FlowControl
 from planaria.checkpoint.memory.wire import State
 from planaria.core.copies import IdleSpan, Label, LayerCopy
 from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
@@ -248,7 +248,7 @@ class MemoryCheckpointer:
         with self._unwatched():
             begins = self._begin(iteration)
         if self._turns is not None:
-            self._turns.started(begins=begins)
+            self._turns.on_iteration_begin(begins=begins)
         return begins
 
     def _unwatched(self) -> AbstractContextManager[None]:
@@ -286,7 +286,7 @@ class MemoryCheckpointer:
         if are_free and are_whole:
             copier.complete()
             for arena in self._older:
-                arena.keep((), layers=())
+                arena.keep_only((), layers=())
             self._older = []
         return are_free and are_owned
 
@@ -326,19 +326,17 @@ class MemoryCheckpointer:
         self._copier = Copier(
             self._links,
             self._arena,
-            own=own,
-            copies=self._sent,
-            since=self._num_shards,
-            epoch=self._epoch,
-            run=self._run,
-            kept=self._found,
-            buffers=self._buffers,
-            turns=self._turns or AtOnce(),
-            virtual_bytes=_real,
-            fill=self._filler,
-            unload=nothing_to_unload,
-            failed=self._failed,
-            timeout_s=PATIENT_S,
+            CopyPlan(
+                own=own,
+                copies=self._sent,
+                since=self._num_shards,
+                epoch=self._epoch,
+                run=self._run,
+                complete_label=self._found,
+            ),
+            host_copy=HostCopy(self._filler, _real, no_device),
+            flow=FlowControl(self._buffers, self._turns or AtOnce(), PATIENT_S),
+            on_failure=self._failed,
         )
         return self._copier
 

@@ -14,7 +14,7 @@ import msgspec
 from torch import Tensor
 
 from planaria.checkpoint.memory.arena import Arena
-from planaria.checkpoint.memory.retrieval import give, take
+from planaria.checkpoint.memory.retrieval import receive_copy, send_copy
 from planaria.checkpoint.memory.version import Version
 from planaria.checkpoint.memory.wire import State, state_of
 from planaria.core.copies import Label
@@ -188,10 +188,10 @@ class Restores:
             for shard in wish.wants:
                 source = holders[shard][target % len(holders[shard])]
                 if source == self._rank:
-                    give(self._links, target, kept[shard])
+                    send_copy(self._links, target, kept[shard])
         for shard in told[self._rank].wants:
             source = holders[shard][self._rank % len(holders[shard])]
-            received[shard] = take(self._links, source, shard, label, timeout_s=PATIENT_S)
+            received[shard] = receive_copy(self._links, source, shard, label, timeout_s=PATIENT_S)
         return received
 
 

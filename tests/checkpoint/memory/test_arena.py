@@ -29,7 +29,7 @@ def written(arena: Arena, layer: int, label: Label, *, num_bytes: int = 10_000) 
     content = np.random.default_rng(layer).integers(0, 256, num_bytes, dtype=np.uint8)
     version = arena.begin(layer, label, head=HEAD, num_bytes=num_bytes, piece_bytes=4096)
     version.tensors[:] = content[len(HEAD) :]
-    version.seal()
+    version.hash_pieces()
     arena.finish(version)
     return version
 
@@ -74,7 +74,7 @@ def test_what_is_dropped_makes_room_for_the_next_version(fd: int) -> None:
     sizes = set()
     for age in range(6):
         written(arena, 0, Label(-1, 0, age))
-        arena.keep({Label(-1, 0, age)}, layers=(0,))
+        arena.keep_only({Label(-1, 0, age)}, layers=(0,))
         sizes.add((arena.num_bytes, os.fstat(fd).st_size) if age > 1 else (0, 0))
 
     assert len(sizes - {(0, 0)}) == 1
@@ -110,7 +110,7 @@ def test_memory_of_layers_that_are_kept_no_more_is_given_back(fd: int) -> None:
     pages = os.fstat(fd).st_blocks
     content = arena.read(1, OLD).tensors.copy()
 
-    arena.keep({NEW}, layers=(1,))
+    arena.keep_only({NEW}, layers=(1,))
     assert os.fstat(fd).st_blocks < 0.6 * pages
     written(arena, 1, NEW, num_bytes=4_000_000)
 
@@ -147,9 +147,9 @@ def test_versions_that_are_the_same_share_memory_until_the_last_is_dropped(fd: i
 
     assert arena.num_bytes == taken
     assert Arena(fd).versions() == {0: (OLD, NEW)}
-    arena.keep({NEW}, layers=())
+    arena.keep_only({NEW}, layers=())
     assert (arena.read(0, NEW).content == content).all()
-    arena.keep((), layers=())
+    arena.keep_only((), layers=())
     assert arena.num_bytes == 0
 
 
@@ -159,7 +159,7 @@ def test_memory_of_another_size_is_given_back(fd: int) -> None:
     for number in range(1, 12):
         label = Label(-1, 0, number)
         version = written(arena, 0, label, num_bytes=100_000 * number)
-        arena.keep({label}, layers={0})
+        arena.keep_only({label}, layers={0})
 
     assert arena.num_bytes < 2.5 * len(version.content)
     num_blocks = os.fstat(fd).st_blocks
@@ -170,11 +170,11 @@ def test_versions_are_alike_only_if_all_their_bytes_are(fd: int) -> None:
     arena = Arena(fd)
     version = written(arena, 0, OLD)
     other = written(arena, 0, NEW)
-    assert version.is_like(other)
+    assert version.has_same_pieces(other)
     other.content[-1] ^= 1
-    other.seal()
+    other.hash_pieces()
 
-    assert not version.is_like(other)
+    assert not version.has_same_pieces(other)
 
 
 @pytest.mark.parametrize("position", [0, 5_000, 9_999])
@@ -192,11 +192,11 @@ def test_a_flipped_bit_of_a_hash_is_found(fd: int) -> None:
     """The hashes are hashed, too."""
     arena = Arena(fd)
     version = written(arena, 0, OLD)
-    version.seal()
-    version.take(1, version.piece(2)[:100].copy(), 0)
+    version.hash_pieces()
+    version.store_piece(1, version.piece(2)[:100].copy(), 0)
     arena.read(0, OLD)
     version.piece(1)[:] = 1
-    version.seal()
+    version.hash_pieces()
 
     with pytest.raises(CheckpointError, match="not what was written"):
         arena.read(0, OLD)
@@ -209,9 +209,9 @@ def test_a_piece_is_taken_only_as_it_was_sent(fd: int) -> None:
     piece = np.full(4096, 9, dtype=np.uint8)
     value = hash_of(piece)
 
-    assert not version.take(0, piece, value ^ 1)
-    assert not version.take(2, piece, value)
-    assert version.take(1, piece, value)
+    assert not version.store_piece(0, piece, value ^ 1)
+    assert not version.store_piece(2, piece, value)
+    assert version.store_piece(1, piece, value)
     assert (version.piece(1) == 9).all()
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from helpers.linked import TIMEOUT_S, wait_until
-from planaria.checkpoint.memory.interleaving import Interleaving, _Network
+from planaria.checkpoint.memory.interleaving import CopyPeers, Interleaving, _AverageIteration
 from planaria.core.copies import IdleSpan
 from planaria.core.plan import Link
 from planaria.errors import AbortedError
@@ -79,13 +79,11 @@ def interleaving(
 ) -> Interleaving:
     return Interleaving(
         wires,  # type: ignore[arg-type]
+        CopyPeers([1], [2], is_far=lambda peer: peer != wires.rank),
         link=LINK,
         idle={1: spans} if spans else {},
         gamma=gamma,
-        iterations=iterations,
-        targets=[1],
-        sources=[2],
-        is_far=lambda peer: peer != wires.rank,
+        num_iterations=iterations,
     )
 
 
@@ -109,14 +107,14 @@ def begin(
     turns: Interleaving, wires: Wires, *, iteration: int = 0, must_end: bool = False
 ) -> float:
     """Begins an iteration; when that was."""
-    turns.started(iteration, must_end=must_end)
+    turns.on_iteration_begin(iteration, must_end=must_end)
     return wires.timekeeper.now_s()
 
 
 def act(turns: Interleaving, wires: Wires, moment_s: float) -> None:
     """A forward or backward is done then."""
     wires.timekeeper.reach(moment_s)
-    turns.acted()
+    turns.on_action_done()
 
 
 def test_chunks_fill_one_span_after_the_other(
@@ -212,7 +210,7 @@ def test_only_a_share_of_a_span_is_used(wires: Wires) -> None:
 
     assert chunks[0].result(TIMEOUT_S)
     assert not chunks[1].done()
-    turns.acted()
+    turns.on_action_done()
     assert chunks[1].result(TIMEOUT_S)
     sender.close()
 
@@ -229,7 +227,7 @@ def test_spans_are_found_anew_from_what_is_measured(wires: Wires) -> None:
             first_s += start_s + 0.02 * (iteration % 2)
             wires.traffic.note(Use(is_out, peer, tag, first_s, first_s + 0.1))
         wires.timekeeper.reach(start_s + 0.25)
-        turns.acted()
+        turns.on_action_done()
         wires.timekeeper.reach(start_s + 1.0)
 
     ((source, tag, content),) = wires.told
@@ -285,7 +283,7 @@ def test_chunks_go_when_nothing_is_done_for_some_iterations(
         assert sender.chunk().result(TIMEOUT_S) >= 0.0
     late = sender.chunk()
     assert not late.done()
-    turns._own = _Network(out=(), into=(), ends_s=(), iteration_s=0.01, jitter_s=0.0)
-    turns.acted()
+    turns._average = _AverageIteration(out=(), into=(), ends_s=(), iteration_s=0.01, jitter_s=0.0)
+    turns.on_action_done()
 
     assert late.result(TIMEOUT_S) >= 0.0

@@ -9,7 +9,7 @@ import pytest
 from helpers.linked import TIMEOUT_S, linked
 from planaria.checkpoint.memory.arena import Arena, arena_fd
 from planaria.checkpoint.memory.filling import fill_alone
-from planaria.checkpoint.memory.retrieval import give, take
+from planaria.checkpoint.memory.retrieval import receive_copy, send_copy
 from planaria.checkpoint.memory.version import Bytes, Version
 from planaria.checkpoint.memory.wire import fill_tensors, head_of
 from planaria.core.copies import Label
@@ -29,7 +29,7 @@ def version() -> Iterator[Version]:
     size = len(head) + sum(array.nbytes for array in STATE.values())
     made = Arena(fd).begin(0, LABEL, head=head, num_bytes=size, piece_bytes=size // 3)
     fill_tensors(made, STATE, fill_alone)
-    made.seal()
+    made.hash_pieces()
     yield made
     os.close(fd)
 
@@ -38,8 +38,8 @@ def test_a_copy_comes_as_it_was_made(version: Version) -> None:
     """In pieces, to new memory or to what there is."""
     room = np.zeros(1 << 20, dtype=np.uint8)
     with linked(2) as (source, target):
-        give(source, 1, version)
-        found = take(target, 0, 0, LABEL, timeout_s=TIMEOUT_S, memory=room)
+        send_copy(source, 1, version)
+        found = receive_copy(target, 0, 0, LABEL, timeout_s=TIMEOUT_S, memory=room)
 
         assert list(found) == list(STATE)
         for name, array in STATE.items():
@@ -62,6 +62,6 @@ def test_a_copy_that_comes_otherwise_is_refused(
 
     monkeypatch.setattr(Links, "send", sent)
     with linked(2) as (source, target):
-        give(source, 1, version)
+        send_copy(source, 1, version)
         with pytest.raises(CheckpointError):
-            take(target, 0, 0, LABEL, timeout_s=TIMEOUT_S)
+            receive_copy(target, 0, 0, LABEL, timeout_s=TIMEOUT_S)

@@ -11,8 +11,9 @@ import pytest
 
 from helpers.linked import TIMEOUT_S, is_blocked, linked, wait_until
 from planaria.checkpoint.memory.arena import Arena, arena_fd
-from planaria.checkpoint.memory.stream import TRIES, Copier
-from planaria.checkpoint.memory.turns import AtOnce, Buffers, nothing_to_unload
+from planaria.checkpoint.memory.filling import HostCopy, fill_alone, no_device
+from planaria.checkpoint.memory.stream import TRIES, Copier, CopyPlan
+from planaria.checkpoint.memory.turns import AtOnce, Buffers, FlowControl
 from planaria.checkpoint.memory.version import Bytes, Version
 from planaria.checkpoint.memory.wire import State, copy_peers, state_of
 from planaria.core.copies import Label, LayerCopy
@@ -71,17 +72,12 @@ def copying(
             copier = Copier(
                 links,
                 arena,
-                own=OWN[links.rank],
-                copies=copies,
-                since=-1,
-                epoch=0,
-                kept=None,
-                buffers=buffers,
-                turns=AtOnce(),
-                virtual_bytes=lambda _: 0,
-                unload=nothing_to_unload,
-                failed=failures.append,
-                timeout_s=TIMEOUT_S,
+                CopyPlan(
+                    own=OWN[links.rank], copies=copies, since=-1, epoch=0, complete_label=None
+                ),
+                host_copy=HostCopy(fill_alone, lambda _: 0, no_device),
+                flow=FlowControl(buffers, AtOnce(), TIMEOUT_S),
+                on_failure=failures.append,
             )
             stack.callback(copier.close)
             stack.callback(links.abort, "the test is over", first_epoch=1)
@@ -207,7 +203,7 @@ def test_the_own_copy_of_a_layer_that_has_not_changed_is_the_new_one() -> None:
                 version.content[-1] ^= 1
 
         assert version is not None
-        assert version.is_right()
+        assert version.is_intact()
 
 
 def test_a_layer_may_change_once_it_is_copied() -> None:
@@ -249,17 +245,17 @@ def test_a_piece_that_is_not_what_was_sent_is_asked_for_again(
 ) -> None:
     """The first try of every third one."""
     tried: set[tuple[int, int, int]] = set()
-    take = Version.take
+    store_piece = Version.store_piece
 
-    def taken(version: Version, index: int, piece: np.ndarray, value: int) -> bool:
+    def store_damaged_piece(version: Version, index: int, piece: np.ndarray, value: int) -> bool:
         key = (id(version), version.layer, index)
         if index % 3 == 0 and key not in tried:
             tried.add(key)
             piece = piece.copy()
             piece[len(piece) // 2] ^= 4
-        return take(version, index, piece, value)
+        return store_piece(version, index, piece, value)
 
-    monkeypatch.setattr(Version, "take", taken)
+    monkeypatch.setattr(Version, "store_piece", store_damaged_piece)
     with copying(buffers=Buffers(40_000, 4)) as ranks:
         for rank in ranks:
             rank.begin(2)
@@ -304,8 +300,8 @@ def test_what_a_layer_begins_with_is_asked_for_again_too(
 
 def test_a_link_that_spoils_everything_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """After some tries, as a lost one is."""
-    take = Mock(return_value=False)
-    monkeypatch.setattr(Version, "take", take)
+    store_piece = Mock(return_value=False)
+    monkeypatch.setattr(Version, "store_piece", store_piece)
     copies = (LayerCopy(2, 1, (0,)),)
     with copying(copies) as ranks:
         for rank in ranks:
@@ -313,7 +309,7 @@ def test_a_link_that_spoils_everything_is_given_up(monkeypatch: pytest.MonkeyPat
         with pytest.raises(PeerLostError, match=f"layer 2 .* {TRIES} times"):
             ranks[1].copier.wait_ended()
 
-        assert take.call_count == TRIES
+        assert store_piece.call_count == TRIES
         assert 2 not in ranks[0].arena.versions()
 
 

@@ -27,7 +27,13 @@ from typing import Final
 import numpy as np
 
 from planaria.checkpoint.memory.room import available_bytes
-from planaria.checkpoint.memory.version import HASH_BYTES, Entry, Version, num_pieces, padded
+from planaria.checkpoint.memory.version import (
+    HASH_BYTES,
+    TableEntry,
+    Version,
+    num_pieces,
+    padded_size,
+)
 from planaria.core.copies import Label
 from planaria.errors import CheckpointError
 
@@ -63,13 +69,13 @@ class Arena:
         self._lock = threading.Lock()  # Guards all that follows.
         self._table = mmap.mmap(fd, _TABLE_BYTES)
         self._end = os.fstat(fd).st_size
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, TableEntry] = {}
         self._maps: dict[int, mmap.mmap] = {}  # By the offset of an extent.
         # Free extents (offset, capacity) by layer, for later versions of that layer.
         self._spare: dict[int, list[tuple[int, int]]] = {}
         states = np.frombuffer(self._table, dtype=np.uint64)[:: _ENTRY_BYTES // _STATE.size]
         for index in np.flatnonzero(states == _WHOLE).tolist():
-            self._entries[index] = self._read(index)
+            self._entries[index] = self._read_entry(index)
         states[states == _WRITING] = _FREE
         self._punch_gaps()
 
@@ -107,10 +113,12 @@ class Arena:
         with self._lock:
             self._drop_all(layer, label)
             hashes = num_pieces(num_bytes, piece_bytes) * HASH_BYTES
-            needed = padded(padded(num_bytes, HASH_BYTES) + hashes, mmap.ALLOCATIONGRANULARITY)
+            needed = padded_size(
+                padded_size(num_bytes, HASH_BYTES) + hashes, mmap.ALLOCATIONGRANULARITY
+            )
             index = self._free_index()
             offset, capacity = self._extent(layer, needed)
-            entry = Entry(
+            entry = TableEntry(
                 state=_WRITING,
                 layer=layer,
                 label=label,
@@ -120,8 +128,8 @@ class Arena:
                 head_bytes=len(head),
                 piece_bytes=piece_bytes,
             )
-            self._write(index, entry)
-            version = Version(self._mapped(entry), entry)
+            self._write_entry(index, entry)
+            version = Version(self._memory_of(entry), entry)
         version.content[: len(head)] = np.frombuffer(head, dtype=np.uint8)
         return version
 
@@ -138,9 +146,9 @@ class Arena:
         """
         with self._lock:
             for layer, num_bytes in sizes.items():
-                capacity = padded(num_bytes + num_bytes // _SPARE, mmap.ALLOCATIONGRANULARITY)
+                capacity = padded_size(num_bytes + num_bytes // _SPARE, mmap.ALLOCATIONGRANULARITY)
                 for _ in range(2):
-                    extent = self._allocated(layer, capacity)
+                    extent = self._new_extent(layer, capacity)
                     self._map(*extent)
                     self._spare.setdefault(layer, []).append(extent)
 
@@ -149,14 +157,14 @@ class Arena:
         with self._lock:
             whole = replace(version.entry, state=_WHOLE, digest=version.digest())
             index = next(i for i, entry in self._entries.items() if entry == version.entry)
-            self._write(index, whole)
+            self._write_entry(index, whole)
             version.entry = whole
 
     def peek(self, layer: int, label: Label) -> Version | None:
         """A whole version, without a check of its bytes; None if there is none."""
         with self._lock:
             entry = self._whole(layer, label)
-            return Version(self._mapped(entry), entry) if entry else None
+            return Version(self._memory_of(entry), entry) if entry else None
 
     def share(self, layer: int, label: Label, *, like: Label) -> bool:
         """Makes a version out of an older one of a layer that has not changed; both share memory.
@@ -170,12 +178,12 @@ class Arena:
             False if the older version does not exist, or its bytes are not those that were written.
         """
         older = self.peek(layer, like)
-        if older is None or not older.is_right():
+        if older is None or not older.is_intact():
             return False
         with self._lock:
             entry = older.entry
             self._drop_all(layer, label)
-            self._write(self._free_index(), replace(entry, label=label))
+            self._write_entry(self._free_index(), replace(entry, label=label))
             return True
 
     def read(self, layer: int, label: Label) -> Version:
@@ -189,7 +197,7 @@ class Arena:
         version = self.peek(layer, label)
         if version is None:
             raise CheckpointError(f"{what} is not there any more")
-        if not version.is_right():
+        if not version.is_intact():
             self.drop(version)
             raise CheckpointError(f"{what} is not what was written there")
         return version
@@ -199,7 +207,7 @@ class Arena:
         with self._lock:
             self._drop_all(version.layer, version.label)
 
-    def keep(self, labels: Collection[Label], *, layers: Collection[int]) -> None:
+    def keep_only(self, labels: Collection[Label], *, layers: Collection[int]) -> None:
         """Drops all versions except those of these labels.
 
         Free memory goes back to the kernel, except that of `layers`: their next versions use it.
@@ -212,7 +220,7 @@ class Arena:
 
     # -- with the lock held -----------------------------------------------------------------------
 
-    def _whole(self, layer: int, label: Label) -> Entry | None:
+    def _whole(self, layer: int, label: Label) -> TableEntry | None:
         wanted = (_WHOLE, layer, label)
         entries = self._entries.values()
         return next((e for e in entries if (e.state, e.layer, e.label) == wanted), None)
@@ -231,9 +239,9 @@ class Arena:
                 spare.remove(extent)
                 return extent
         self._punch_spare_of(layer)  # The layer's size has changed: its free extents do not fit.
-        return self._allocated(layer, needed)
+        return self._new_extent(layer, needed)
 
-    def _allocated(self, layer: int, needed: int) -> tuple[int, int]:
+    def _new_extent(self, layer: int, needed: int) -> tuple[int, int]:
         """A new extent (offset, capacity) at the end of the file."""
         # The kernel would give memory until it has to kill a process for lack of it.
         if (available := available_bytes()) < needed:
@@ -250,7 +258,7 @@ class Arena:
         self._end += needed
         return offset, needed
 
-    def _mapped(self, entry: Entry) -> mmap.mmap:
+    def _memory_of(self, entry: TableEntry) -> mmap.mmap:
         return self._map(entry.offset, entry.capacity)
 
     def _map(self, offset: int, capacity: int) -> mmap.mmap:
@@ -295,12 +303,12 @@ class Arena:
         if num_bytes:
             mmap.mmap(self._fd, num_bytes, offset=offset).madvise(mmap.MADV_REMOVE)
 
-    def _read(self, index: int) -> Entry:
+    def _read_entry(self, index: int) -> TableEntry:
         fields = _ENTRY.unpack_from(self._table, index * _ENTRY_BYTES)
         state, layer, since, epoch, age, *rest, run = fields
-        return Entry(state, layer, Label(since, epoch, age, run), *rest)
+        return TableEntry(state, layer, Label(since, epoch, age, run), *rest)
 
-    def _write(self, index: int, entry: Entry) -> None:
+    def _write_entry(self, index: int, entry: TableEntry) -> None:
         self._entries[index] = entry
         at = index * _ENTRY_BYTES
         fields = (entry.offset, entry.capacity, entry.num_bytes, entry.head_bytes)

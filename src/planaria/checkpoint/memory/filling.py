@@ -1,7 +1,11 @@
-"""Copies bytes within a node's memory, by as many threads as the memory's speed can use."""
+"""Copies a layer's bytes to its host's memory, and within that memory.
 
-from collections.abc import Sequence
+Within memory, as many threads copy as the memory's speed can use.
+"""
+
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy as np
@@ -60,3 +64,36 @@ class Filler:
     def close(self) -> None:
         """Ends the other threads."""
         self._pool.shutdown()
+
+
+class DeviceToHost(Protocol):
+    """Takes the time in which bytes are copied from a device to its host's memory."""
+
+    def __call__(self, num_bytes: int, *, is_own: bool) -> None:
+        """Blocks for the time that so many bytes take.
+
+        Args:
+            is_own: whether they are of this rank's own layers, or came from another rank.
+        """
+
+
+def no_device(num_bytes: int, *, is_own: bool) -> None:
+    """Takes no time, for bytes that are in their host's memory already."""
+    del num_bytes, is_own
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """How the bytes of a layer get into an arena, and how long that takes.
+
+    Attributes:
+        fill: copies the bytes of this rank's own layers.
+        virtual_bytes: returns the bytes that a layer's state stands for on paced links; 0: its real
+            size.
+        device_to_host: takes the time in which the virtual bytes would be copied from a device to
+            its host's memory.
+    """
+
+    fill: Fill
+    virtual_bytes: Callable[[int], int]
+    device_to_host: DeviceToHost

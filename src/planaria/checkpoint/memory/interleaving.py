@@ -23,6 +23,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Final
 
@@ -48,6 +49,21 @@ _GAMMAS: Final = (0.5, 0.95)  # Lower and upper bound on a measured gamma.
 _Key = tuple[bool, int, Channel, int, int]
 
 
+@dataclass(frozen=True, slots=True)
+class CopyPeers:
+    """The ranks that a rank sends copies to or receives them from, in one epoch.
+
+    Attributes:
+        targets: ranks that this rank sends copies to.
+        sources: ranks that send copies to this rank.
+        is_far: whether a peer is on another node.
+    """
+
+    targets: Collection[int]
+    sources: Collection[int]
+    is_far: Callable[[int], bool]
+
+
 class Interleaving:
     """The moments at which a rank's chunks may be sent, in one epoch.
 
@@ -55,37 +71,32 @@ class Interleaving:
         link: latency and bandwidth between nodes.
         idle: predicted idle spans by target; empty: no chunk is sent before spans are measured.
         gamma: share of a span that is used; None: it is measured.
-        iterations: number of iterations over which measurements are averaged.
-        targets: ranks that this rank sends copies to.
-        sources: ranks that send copies to this rank.
-        is_far: whether a peer is on another node.
+        num_iterations: number of iterations over which measurements are averaged.
     """
 
     def __init__(
         self,
         links: Links,
+        peers: CopyPeers,
         *,
         link: Link,
         idle: Mapping[int, Sequence[IdleSpan]],
         gamma: float | None,
-        iterations: int,
-        targets: Collection[int],
-        sources: Collection[int],
-        is_far: Callable[[int], bool],
+        num_iterations: int,
     ) -> None:
         self._links = links
         self._link = link
         self._spans = dict(idle)
         self._given_gamma = gamma
         self.gamma = gamma or PREDICTED_GAMMA
-        self._targets = sorted(targets)
-        self._sources = sorted(sources)
-        self._measured = _Measured(iterations)
+        self._targets = sorted(peers.targets)
+        self._sources = sorted(peers.sources)
+        self._measurement = _Measurement(num_iterations)
         self._round = 0  # The number of finished measurements.
-        self._early: list[Use] = []  # Messages that came before their iteration began here.
-        self._own: _Network | None = None
+        self._early_uses: list[Use] = []  # Messages that came before their iteration began here.
+        self._average: _AverageIteration | None = None
         # The busy intervals of targets' directions in, in the newest measurement.
-        self._into: dict[int, tuple[Interval, ...]] = {}
+        self._busy_into: dict[int, tuple[Interval, ...]] = {}
         self._changed = threading.Condition()  # Guards all that follows.
         # The iteration's start, then the ends of its forwards and backwards.
         self._done_s: list[float] = []
@@ -96,26 +107,26 @@ class Interleaving:
         self._is_held = False
         self._is_rushed = False
         self._is_closed = False
-        links.traffic.listen(bytes_per_s=link.bandwidth_bytes_per_s, is_far=is_far)
+        links.traffic.listen(bytes_per_s=link.bandwidth_bytes_per_s, is_far=peers.is_far)
         links.traffic.take()
 
     # -- what the compute thread calls ------------------------------------------------------------
 
-    def started(self, iteration: int, *, must_end: bool) -> None:
+    def on_iteration_begin(self, iteration: int, *, must_end: bool) -> None:
         """Notes that an iteration begins.
 
         Args:
             must_end: whether all chunks of the version have to be sent in this iteration.
         """
         now_s = self._links.timekeeper.now_s()
-        uses = [*self._early, *self._links.traffic.take()]
-        self._early = [use for use in uses if use.tag.iteration >= iteration]
+        uses = [*self._early_uses, *self._links.traffic.take()]
+        self._early_uses = [use for use in uses if use.tag.iteration >= iteration]
         own = [use for use in uses if use.tag.iteration == iteration - 1]
         with self._changed:
             done_s = tuple(self._done_s)
-        if done_s and self._measured.add(own, done_s, end_s=now_s):
-            self._measured_enough()
-        self._hear()
+        if done_s and self._measurement.add(own, done_s, end_s=now_s):
+            self._evaluate_measurement()
+        self._update_spans()
         with self._changed:
             self._done_s = [now_s]
             self._has_sent, self._must_end, self._is_held = False, must_end, False
@@ -131,7 +142,7 @@ class Interleaving:
             idle_s = sum(span.lasts_s for spans in self._spans.values() for span in spans)
             return idle_s / max(1, len(self._spans)), used_s
 
-    def acted(self) -> None:
+    def on_action_done(self) -> None:
         """Notes that a forward or backward is done."""
         with self._changed:
             self._done_s.append(self._links.timekeeper.now_s())
@@ -202,7 +213,7 @@ class Interleaving:
     @property
     def _patience_s(self) -> float | None:
         """Seconds without a forward or backward after which none is expected; None: unknown."""
-        return _PATIENCE * self._own.iteration_s if self._own else None
+        return _PATIENCE * self._average.iteration_s if self._average else None
 
     def _moment_s(self, target: int, now_s: float, lasts_s: float) -> float | None:
         """The moment at which a chunk may be sent; None: it depends on events still to come."""
@@ -226,32 +237,34 @@ class Interleaving:
 
     # -- what is measured -------------------------------------------------------------------------
 
-    def _measured_enough(self) -> None:
+    def _evaluate_measurement(self) -> None:
         """Evaluates a finished measurement, and tells `sources` when the direction in is busy."""
-        self._own = self._measured.network()
-        into = np.frombuffer(msgspec.json.encode(self._own.into), dtype=np.uint8)
+        self._average = self._measurement.average()
+        into = np.frombuffer(msgspec.json.encode(self._average.into), dtype=np.uint8)
         for source in self._sources:
             self._links.send(source, _use_tag(self._round), into)
         self._round += 1
-        self._into = {}
+        self._busy_into = {}
 
-    def _hear(self) -> None:
+    def _update_spans(self) -> None:
         """Reads the targets' busy intervals that have come, and recomputes the spans to them."""
-        if self._own is None:
+        if self._average is None:
             return
         tag = _use_tag(self._round - 1)
         for target in self._targets:
-            if target not in self._into and self._links.has_any({target: tag}):
-                told = self._links.receive(target, tag, timeout_s=1.0)
-                self._into[target] = msgspec.json.decode(told.tobytes(), type=tuple[Interval, ...])
-                busy = [*self._own.out, *self._into[target]]
-                idle = idle_spans(busy, end_s=self._own.iteration_s)
+            if target not in self._busy_into and self._links.has_any({target: tag}):
+                message = self._links.receive(target, tag, timeout_s=1.0)
+                self._busy_into[target] = msgspec.json.decode(
+                    message.tobytes(), type=tuple[Interval, ...]
+                )
+                busy = [*self._average.out, *self._busy_into[target]]
+                idle = idle_spans(busy, end_s=self._average.iteration_s)
                 with self._changed:
-                    self._spans[target] = anchored(idle, self._own.ends_s)
-                    self.gamma = self._given_gamma or self._own.gamma(idle)
+                    self._spans[target] = anchored(idle, self._average.ends_s)
+                    self.gamma = self._given_gamma or self._average.gamma(idle)
 
 
-class _Network(msgspec.Struct, frozen=True):
+class _AverageIteration(msgspec.Struct, frozen=True):
     """A rank's average iteration, in seconds from its begin.
 
     Attributes:
@@ -271,16 +284,16 @@ class _Network(msgspec.Struct, frozen=True):
         """The share of the idle spans that is idle in spite of jitter, within fixed bounds."""
         idle_s = sum(end_s - start_s for start_s, end_s in idle)
         share = 1.0 - 2.0 * self.jitter_s * len(idle) / idle_s if idle_s else 0.0
-        least, most = _GAMMAS
-        return min(max(share, least), most)
+        gamma_min, gamma_max = _GAMMAS
+        return min(max(share, gamma_min), gamma_max)
 
 
-class _Measured:
+class _Measurement:
     """The measurements of iterations, without the first one of an epoch, whose caches are cold."""
 
-    def __init__(self, iterations: int) -> None:
-        self._iterations = max(1, iterations)
-        self._num_seen = -1
+    def __init__(self, num_iterations: int) -> None:
+        self._num_iterations = max(1, num_iterations)
+        self._num_added = -1
         self._forget()
 
     def add(self, uses: Sequence[Use], done_s: Sequence[float], *, end_s: float) -> bool:
@@ -291,8 +304,8 @@ class _Measured:
             done_s: start of the iteration, then the ends of its forwards and backwards.
             end_s: end of the iteration.
         """
-        self._num_seen += 1
-        if self._num_seen == 0:
+        self._num_added += 1
+        if self._num_added == 0:
             return False
         if self._ends_s and len(self._ends_s[0]) != len(done_s) - 1:
             self._forget()  # The schedule has changed, so older iterations have other actions.
@@ -302,16 +315,16 @@ class _Measured:
             self._uses[key].append((start_s - begin_s, until_s - begin_s))
         self._ends_s.append([moment_s - begin_s for moment_s in done_s[1:]])
         self._iterations_s.append(end_s - begin_s)
-        return len(self._ends_s) == self._iterations
+        return len(self._ends_s) == self._num_iterations
 
-    def network(self) -> _Network:
+    def average(self) -> _AverageIteration:
         """The means over the iterations, which are forgotten then."""
         means = {
-            key: (fmean(start_s for start_s, _ in seen), fmean(end_s for _, end_s in seen))
-            for key, seen in self._uses.items()
+            key: (fmean(start_s for start_s, _ in times), fmean(end_s for _, end_s in times))
+            for key, times in self._uses.items()
         }
-        jitters_s = [pstdev(start_s for start_s, _ in seen) for seen in self._uses.values()]
-        network = _Network(
+        jitters_s = [pstdev(start_s for start_s, _ in times) for times in self._uses.values()]
+        average = _AverageIteration(
             out=tuple(sorted(span for key, span in means.items() if key[0])),
             into=tuple(sorted(span for key, span in means.items() if not key[0])),
             ends_s=tuple(map(fmean, zip(*self._ends_s, strict=True))),
@@ -319,7 +332,7 @@ class _Measured:
             jitter_s=fmean(jitters_s) if jitters_s else 0.0,
         )
         self._forget()
-        return network
+        return average
 
     def _forget(self) -> None:
         self._uses: defaultdict[_Key, list[Interval]] = defaultdict(list)

@@ -10,7 +10,14 @@ import msgspec
 import numpy as np
 
 from planaria.checkpoint.memory.version import Bytes, Version, hash_of
-from planaria.checkpoint.memory.wire import State, Tensor, opening_of, sealed, unpacked, unsealed
+from planaria.checkpoint.memory.wire import (
+    State,
+    Tensor,
+    checked_opening,
+    opening_message,
+    opening_of,
+    tensor_views,
+)
 from planaria.core.copies import Label
 from planaria.errors import CheckpointError
 from planaria.transport.links import Channel, Links, Tag
@@ -18,19 +25,21 @@ from planaria.transport.links import Channel, Links, Tag
 _OPENING: Final = 0
 
 
-def give(links: Links, target: int, version: Version) -> None:
+def send_copy(links: Links, target: int, version: Version) -> None:
     """Sends a copy, which must not change until the target has it; never blocks.
 
     Raises:
         PeerLostError: no link to the target is up or being made.
     """
-    links.send(target, _tag(version.layer, version.label, _OPENING), sealed(opening_of(version)))
+    links.send(
+        target, _tag(version.layer, version.label, _OPENING), opening_message(opening_of(version))
+    )
     for index in range(version.num_pieces):
         tag = _tag(version.layer, version.label, 1 + index)
         links.send(target, tag, version.piece(index))
 
 
-def take(
+def receive_copy(
     links: Links,
     source: int,
     layer: int,
@@ -39,7 +48,7 @@ def take(
     timeout_s: float,
     memory: Bytes | None = None,
 ) -> State:
-    """Receives the copy that the source sends by `give`.
+    """Receives the copy that the source sends by `send_copy`.
 
     Args:
         timeout_s: longest wait for each message.
@@ -54,7 +63,7 @@ def take(
         PeerLostError, AbortedError: the source was lost, or the epoch is over.
     """
     raw = links.receive(source, _tag(layer, label, _OPENING), timeout_s=timeout_s)
-    opening = unsealed(raw)
+    opening = checked_opening(raw)
     if opening is None:
         raise CheckpointError(f"what a copy of layer {layer} begins with is not what was sent")
     if memory is None:
@@ -66,14 +75,14 @@ def take(
     ]
     for index, piece in enumerate(pieces):
         links.place(source, _tag(layer, label, 1 + index), piece)
-    for index, (piece, wanted) in enumerate(zip(pieces, opening.hashes, strict=True)):
-        found = links.receive(source, _tag(layer, label, 1 + index), timeout_s=timeout_s)
-        if len(found) != len(piece) or hash_of(found) != wanted:
+    for index, (piece, expected_hash) in enumerate(zip(pieces, opening.hashes, strict=True)):
+        received = links.receive(source, _tag(layer, label, 1 + index), timeout_s=timeout_s)
+        if len(received) != len(piece) or hash_of(received) != expected_hash:
             raise CheckpointError(f"layer {layer} did not arrive as rank {source} keeps it")
-        if found is not piece:  # The piece came before its memory was offered.
-            piece[:] = found
+        if received is not piece:  # The piece came before its memory was offered.
+            piece[:] = received
     tensors = msgspec.json.decode(opening.head, type=tuple[Tensor, ...])
-    return unpacked(tensors, memory[len(opening.head) :])
+    return tensor_views(tensors, memory[len(opening.head) :])
 
 
 def _tag(layer: int, label: Label, number: int) -> Tag:

@@ -31,9 +31,9 @@ from queue import SimpleQueue
 from typing import Final, NamedTuple
 
 from planaria.checkpoint.memory.arena import Arena
-from planaria.checkpoint.memory.arrivals import Arrivals
-from planaria.checkpoint.memory.filling import Fill, fill_alone
-from planaria.checkpoint.memory.turns import Buffers, Turns, Unload
+from planaria.checkpoint.memory.filling import HostCopy
+from planaria.checkpoint.memory.receiver import CopyReceiver
+from planaria.checkpoint.memory.turns import FlowControl
 from planaria.checkpoint.memory.version import Version
 from planaria.checkpoint.memory.wire import (
     GOOD,
@@ -42,13 +42,13 @@ from planaria.checkpoint.memory.wire import (
     answer_tag,
     fill_tensors,
     head_of,
+    incoming_layers,
     opening_answer_tag,
+    opening_message,
     opening_of,
     opening_tag,
+    outgoing_copies,
     piece_tag,
-    sealed,
-    sent_by,
-    sent_to,
 )
 from planaria.core.copies import Label, LayerCopy
 from planaria.errors import AbortedError, CheckpointError, PeerLostError
@@ -57,74 +57,79 @@ from planaria.transport.links import Links, Tag
 logger = logging.getLogger(__name__)
 
 TRIES: Final = 3  # The number of times that a message is sent before its peer counts as lost.
-_WHOLE: Final = 1 << 62  # More than any layer has.
+_UNBOUNDED: Final = 1 << 62  # More than any layer has.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyPlan:
+    """The layers that a rank copies in one epoch, where their copies go, and how they are labelled.
+
+    Attributes:
+        own: layers that this rank holds, and copies into its own node's memory; ascending.
+        copies: copies of all layers that copy holders keep.
+        since, epoch, run: the fields of the labels of this epoch's versions.
+        complete_label: label of the newest version that was complete when the epoch began; None:
+            there is none.
+    """
+
+    own: tuple[int, ...]
+    copies: Sequence[LayerCopy]
+    since: int
+    epoch: int
+    run: int = 0
+    complete_label: Label | None
+
+    def label(self, age: int) -> Label:
+        """The label of the version of this age."""
+        return Label(self.since, self.epoch, age, self.run)
 
 
 class Copier:
     """A rank's part in the copies of one epoch; it has two threads until `close`.
 
     Args:
-        own: layers that this rank holds, and copies into its own node's memory.
-        copies: copies of all layers that copy holders keep.
-        since, epoch, run: the fields of the labels of this epoch's versions.
-        kept: label of the newest version that was complete when the epoch began; None: there is
+        host_copy: brings layers into the arena.
+        flow: size and number of the pieces that are on their way, and when each may be sent.
+        on_failure: takes the reason, the first time that a version cannot be complete.
+
+    Attributes:
+        own: layers that this rank holds.
+        complete_label: label of the newest version that is complete on all ranks; None: there is
             none.
-        buffers: buffers of each receiver for this rank; None: neither the size nor the number of
-            unacknowledged pieces is bounded.
-        turns: decides the size of pieces, and when each may be sent.
-        virtual_bytes: returns the bytes that a layer's state stands for on paced links; 0: its real
-            size.
-        fill: copies the bytes of this rank's own layers.
-        unload: takes the time in which the virtual bytes would be copied from a device to its
-            host's memory.
-        failed: takes the reason, the first time that a version cannot be complete.
-        timeout_s: longest wait for each message.
     """
 
     def __init__(
         self,
         links: Links,
         arena: Arena,
+        plan: CopyPlan,
         *,
-        own: Sequence[int],
-        copies: Sequence[LayerCopy],
-        since: int,
-        epoch: int,
-        run: int = 0,
-        kept: Label | None,
-        buffers: Buffers | None,
-        turns: Turns,
-        virtual_bytes: Callable[[int], int],
-        fill: Fill = fill_alone,
-        unload: Unload,
-        failed: Callable[[str], None],
-        timeout_s: float,
+        host_copy: HostCopy,
+        flow: FlowControl,
+        on_failure: Callable[[str], None],
     ) -> None:
-        self.kept = kept
+        self.own = plan.own
+        self.complete_label = plan.complete_label
         self._links = links
         self._arena = arena
-        self.own = tuple(sorted(own))
-        self._since = since
-        self._epoch = epoch
-        self._run = run
-        self._most_bytes = buffers.piece_bytes if buffers else _WHOLE
-        self._window = buffers.count if buffers else _WHOLE
-        self._turns = turns
-        self._virtual_bytes = virtual_bytes
-        self._copies = OwnCopies(arena, virtual_bytes=virtual_bytes, fill=fill, unload=unload)
-        self._tell_failed = failed
-        self._timeout_s = timeout_s
-        self._sends = sent_by(links.rank, copies)
-        self._arrivals = Arrivals(
+        self._plan = plan
+        self._piece_bytes_max = flow.buffers.piece_bytes if flow.buffers else _UNBOUNDED
+        self._num_unacknowledged_max = flow.buffers.count if flow.buffers else _UNBOUNDED
+        self._turns = flow.turns
+        self._virtual_bytes = host_copy.virtual_bytes
+        self._own_copies = OwnCopies(arena, host_copy)
+        self._on_failure = on_failure
+        self._timeout_s = flow.timeout_s
+        self._sends = outgoing_copies(links.rank, plan.copies)
+        self._receiver = CopyReceiver(
             links,
             arena,
-            sent_to(links.rank, copies),
-            virtual_bytes=virtual_bytes,
-            unload=unload,
-            failed=self._fail,
-            timeout_s=timeout_s,
+            incoming_layers(links.rank, plan.copies),
+            host_copy=host_copy,
+            on_failure=self._fail,
+            timeout_s=flow.timeout_s,
         )
-        self._all_kept = {*own, *self._arrivals.layers}
+        self._all_layers = {*plan.own, *self._receiver.layers}
         self._changed = threading.Condition()  # Guards all that follows.
         self._label: Label | None = None
         self._uncopied: set[int] = set()
@@ -132,12 +137,12 @@ class Copier:
         self._ended_s = 0.0
         self._num_running = 0
         self._has_failed = False
-        self._is_told = False
+        self._is_failure_reported = False
         self._error: Exception | None = None
-        self._queues: list[SimpleQueue[_Begun | None]] = []
+        self._queues: list[SimpleQueue[_VersionStart | None]] = []
         self._threads: list[threading.Thread] = []
-        self._start("copy", self._give)
-        self._start("keep", self._keep)
+        self._start("copy", self._copy_and_send)
+        self._start("keep", self._receive)
 
     # -- what the compute thread calls ------------------------------------------------------------
 
@@ -149,17 +154,18 @@ class Copier:
             states: views of the rank's own layers, by layer. A layer must not change before
                 `wait_copied` has returned for it.
         """
-        label = Label(self._since, self._epoch, age, self._run)
+        label = self._plan.label(age)
         with self._changed:
             assert not self._num_running
             self._label = label
             self._uncopied = set(self.own)
             self._has_failed = False
             self._num_running = len(self._threads)
-        self._arena.keep({self.kept, label} if self.kept else {label}, layers=self._all_kept)
-        begun = _Begun(label, states, self._links.timekeeper.now_s())
+        labels = {self.complete_label, label} if self.complete_label else {label}
+        self._arena.keep_only(labels, layers=self._all_layers)
+        start = _VersionStart(label, states, self._links.timekeeper.now_s())
         for queue in self._queues:
-            queue.put(begun)
+            queue.put(start)
 
     def wait_copied(self, layer: int) -> None:
         """Blocks until the layer is copied, so that it may change.
@@ -202,7 +208,7 @@ class Copier:
     def complete(self) -> None:
         """Notes that the version is complete: all ranks have ended it, and none has failed."""
         assert self._label is not None
-        self.kept = self._label
+        self.complete_label = self._label
 
     def close(self) -> None:
         """Ends the threads; the version must have ended, or its waits have been aborted."""
@@ -214,7 +220,7 @@ class Copier:
     # -- threads ----------------------------------------------------------------------------------
 
     def _start(self, name: str, function: Callable[[Label, Mapping[int, State]], None]) -> None:
-        queue: SimpleQueue[_Begun | None] = SimpleQueue()
+        queue: SimpleQueue[_VersionStart | None] = SimpleQueue()
         thread = threading.Thread(
             target=self._serve, args=(queue, function), name=name, daemon=True
         )
@@ -228,11 +234,11 @@ class Copier:
 
     def _serve(
         self,
-        queue: SimpleQueue["_Begun | None"],
+        queue: SimpleQueue["_VersionStart | None"],
         function: Callable[[Label, Mapping[int, State]], None],
     ) -> None:
         while (version := queue.get()) is not None:
-            self._links.timekeeper.reach(version.begun_s)
+            self._links.timekeeper.reach(version.start_s)
             try:
                 function(version.label, version.states)
             except Exception as error:
@@ -249,23 +255,26 @@ class Copier:
 
     def _fail(self, reason: str) -> None:
         with self._changed:
-            is_told, self._has_failed, self._is_told = self._is_told, True, True
-        if not is_told:
-            self._tell_failed(reason)
+            is_reported, self._has_failed = self._is_failure_reported, True
+            self._is_failure_reported = True
+        if not is_reported:
+            self._on_failure(reason)
 
-    def _keep(self, label: Label, _: Mapping[int, State]) -> None:
+    def _receive(self, label: Label, _: Mapping[int, State]) -> None:
         """Receives the copies of a version that this rank keeps for others."""
-        self._arrivals.keep(label, self.kept)
+        self._receiver.receive(label, self.complete_label)
 
     # -- sending ----------------------------------------------------------------------------------
 
-    def _give(self, label: Label, states: Mapping[int, State]) -> None:
+    def _copy_and_send(self, label: Label, states: Mapping[int, State]) -> None:
         """Copies this rank's layers, then sends the copies that other ranks keep."""
         versions: dict[int, Version | None] = {}
-        piece_bytes = self._turns.chunk_bytes(self._most_bytes)
+        piece_bytes = self._turns.chunk_bytes(self._piece_bytes_max)
         for layer in self.own:
             try:
-                versions[layer] = self._copies.made(layer, label, states[layer], piece_bytes)
+                versions[layer] = self._own_copies.copy_layer(
+                    layer, label, states[layer], piece_bytes
+                )
             except CheckpointError as error:
                 versions[layer] = None
                 self._fail(str(error))
@@ -274,15 +283,21 @@ class Copier:
                 self._uncopied.discard(layer)
                 self._changed.notify_all()
         # From here on the layers may change.
-        kept = self.kept if self.kept and self.kept.epoch == self._epoch else None
-        same = {n for n, one in versions.items() if one and self._copies.is_same(one, kept)}
-        unanswered: dict[int, deque[_Sent]] = {target: deque() for target, _ in self._sends}
+        older = self.complete_label
+        if older is not None and older.epoch != self._plan.epoch:
+            older = None
+        unchanged = {
+            layer
+            for layer, version in versions.items()
+            if version and self._own_copies.finish_and_compare(version, older)
+        }
+        unanswered: dict[int, deque[_Unanswered]] = {target: deque() for target, _ in self._sends}
         for target, layer in self._sends:
-            if layer not in same or not self._has_same(target, layer, label):
+            if layer not in unchanged or not self._offer_unchanged(target, layer, label):
                 self._send(target, layer, label, versions[layer], unanswered[target])
-        for target, sent in unanswered.items():
-            while sent:
-                self._take_answer(target, sent)
+        for target, messages in unanswered.items():
+            while messages:
+                self._take_answer(target, messages)
 
     def _send(
         self,
@@ -290,28 +305,28 @@ class Copier:
         layer: int,
         label: Label,
         version: Version | None,
-        unanswered: "deque[_Sent]",
+        unanswered: "deque[_Unanswered]",
     ) -> None:
         """Sends a layer; each piece waits until the receiver has a buffer for it."""
         opening = opening_of(version) if version else Opening()
-        say = partial(self._send_opening, target, layer, label, opening)
-        say()
-        unanswered.append(_Sent(opening_answer_tag(label, layer), say, is_piece=False))
+        send = partial(self._send_opening, target, layer, label, opening)
+        send()
+        unanswered.append(_Unanswered(opening_answer_tag(label, layer), send, is_piece=False))
         for index in range(version.num_pieces if version else 0):
-            while sum(one.is_piece for one in unanswered) >= self._window:
+            while sum(message.is_piece for message in unanswered) >= self._num_unacknowledged_max:
                 self._take_answer(target, unanswered)
             assert version is not None
-            say = partial(self._send_piece, target, version, index)
-            say()
-            unanswered.append(_Sent(answer_tag(label, layer, index), say))
+            send = partial(self._send_piece, target, version, index)
+            send()
+            unanswered.append(_Unanswered(answer_tag(label, layer, index), send))
 
-    def _has_same(self, target: int, layer: int, label: Label) -> bool:
+    def _offer_unchanged(self, target: int, layer: int, label: Label) -> bool:
         """Tells a receiver that a layer has not changed; returns whether it still has its copy."""
         self._send_opening(target, layer, label, Opening(is_same=True))
-        return self._is_good(target, opening_answer_tag(label, layer))
+        return self._receive_answer(target, opening_answer_tag(label, layer))
 
     def _send_opening(self, target: int, layer: int, label: Label, opening: Opening) -> None:
-        self._links.send(target, opening_tag(label, layer), sealed(opening))
+        self._links.send(target, opening_tag(label, layer), opening_message(opening))
 
     def _send_piece(self, target: int, version: Version, index: int) -> None:
         content = version.piece(index)
@@ -320,54 +335,55 @@ class Copier:
         self._turns.wait(target, stands_for or len(content))
         self._links.send(target, tag, content, virtual_bytes=stands_for)
 
-    def _take_answer(self, target: int, unanswered: "deque[_Sent]") -> None:
+    def _take_answer(self, target: int, unanswered: "deque[_Unanswered]") -> None:
         """Waits for the receiver's answer to the oldest message; sends it again if it was damaged.
 
         Raises:
             PeerLostError: the message was damaged each of the times that it was sent.
         """
-        sent = unanswered[0]
-        if self._is_good(target, sent.answer):
+        message = unanswered[0]
+        if self._receive_answer(target, message.answer):
             unanswered.popleft()
-        elif sent.tries < TRIES:
-            sent.tries += 1
-            sent.say()
+        elif message.tries < TRIES:
+            message.tries += 1
+            message.send()
         else:
-            what = f"a copy of layer {sent.answer.a}"
+            what = f"a copy of layer {message.answer.a}"
             raise PeerLostError(target, f"{what} did not arrive as it was sent, {TRIES} times")
 
-    def _is_good(self, target: int, answer: Tag) -> bool:
+    def _receive_answer(self, target: int, answer: Tag) -> bool:
+        """Waits for a receiver's answer; returns whether the message was good."""
         raw = self._links.receive(target, answer, timeout_s=self._timeout_s)
         return bool(raw[0] == GOOD[0])
 
 
 @dataclass(slots=True)
-class _Sent:
+class _Unanswered:
     """A message that is not answered yet.
 
     Attributes:
         answer: tag of the answer.
-        say: sends the message once more.
+        send: sends the message once more.
         is_piece: whether it fills one of the receiver's buffers.
         tries: number of times that it was sent.
     """
 
     answer: Tag
-    say: Callable[[], None]
+    send: Callable[[], None]
     is_piece: bool = True
     tries: int = 1
 
 
-class _Begun(NamedTuple):
+class _VersionStart(NamedTuple):
     """A version that begins.
 
     Attributes:
-        begun_s: time at which it began, as the thread that began it counts time.
+        start_s: time at which it begins, as the thread that begins it counts time.
     """
 
     label: Label
     states: Mapping[int, State]
-    begun_s: float
+    start_s: float
 
 
 # -- a rank's copies of its own layers, in its own node's memory -----------------------------------
@@ -376,21 +392,12 @@ class _Begun(NamedTuple):
 class OwnCopies:
     """Makes a rank's copies of its own layers; `Copier` explains the arguments."""
 
-    def __init__(
-        self,
-        arena: Arena,
-        *,
-        virtual_bytes: Callable[[int], int],
-        fill: Fill,
-        unload: Unload,
-    ) -> None:
+    def __init__(self, arena: Arena, host_copy: HostCopy) -> None:
         self._arena = arena
-        self._virtual_bytes = virtual_bytes
-        self._fill = fill
-        self._unload = unload
+        self._host_copy = host_copy
 
-    def made(self, layer: int, label: Label, state: State, piece_bytes: int) -> Version:
-        """A copy of a layer as it is now, without its hashes.
+    def copy_layer(self, layer: int, label: Label, state: State, piece_bytes: int) -> Version:
+        """Copies a layer as it is now; returns the copy, without its hashes.
 
         Args:
             piece_bytes: upper bound on the size of a piece, in the bytes that it stands for.
@@ -400,28 +407,29 @@ class OwnCopies:
         """
         head = head_of(state)
         num_bytes = len(head) + sum(array.nbytes for array in state.values())
-        stands_for = self._virtual_bytes(layer) or num_bytes
+        virtual_bytes = self._host_copy.virtual_bytes(layer)
+        stands_for = virtual_bytes or num_bytes
         num_pieces = -(-stands_for // piece_bytes)
         version = self._arena.begin(
             layer, label, head=head, num_bytes=num_bytes, piece_bytes=-(-num_bytes // num_pieces)
         )
-        self._unload(self._virtual_bytes(layer), is_own=True)
-        fill_tensors(version, state, self._fill)
+        self._host_copy.device_to_host(virtual_bytes, is_own=True)
+        fill_tensors(version, state, self._host_copy.fill)
         return version
 
-    def is_same(self, version: Version, kept: Label | None) -> bool:
+    def finish_and_compare(self, version: Version, older_label: Label | None) -> bool:
         """Hashes a copy, which is whole then, and compares it with the version of another label.
 
         The comparison uses the hashes that the other version got when it was made, so corruption of
         its bytes since then has no influence. The new copy keeps its own memory.
 
         Args:
-            kept: label to compare with; None: the copy counts as changed.
+            older_label: label to compare with; None: the copy counts as changed.
 
         Returns:
             Whether both versions have the same pieces.
         """
-        version.seal()
+        version.hash_pieces()
         self._arena.finish(version)
-        older = self._arena.peek(version.layer, kept) if kept else None
-        return older is not None and older.is_like(version)
+        older = self._arena.peek(version.layer, older_label) if older_label else None
+        return older is not None and older.has_same_pieces(version)

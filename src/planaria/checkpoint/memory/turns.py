@@ -51,17 +51,17 @@ class AtOnce:
         """Returns at once."""
 
 
-class Unload(Protocol):
-    """Takes the time in which bytes are copied from a device to its host's memory."""
+@dataclass(frozen=True, slots=True)
+class FlowControl:
+    """How fast a rank sends copies, and for how long it waits for its peers' messages.
 
-    def __call__(self, num_bytes: int, *, is_own: bool) -> None:
-        """Blocks for the time that so many bytes take.
+    Attributes:
+        buffers: buffers of each receiver for this rank; None: neither the size nor the number of
+            unacknowledged pieces is bounded.
+        turns: decides the size of pieces, and when each may be sent.
+        timeout_s: longest wait for each message.
+    """
 
-        Args:
-            is_own: whether they are of this rank's own layers, or came from another rank.
-        """
-
-
-def nothing_to_unload(num_bytes: int, *, is_own: bool) -> None:
-    """Takes no time, for bytes that are in their host's memory already."""
-    del num_bytes, is_own
+    buffers: Buffers | None
+    turns: Turns
+    timeout_s: float

@@ -16,7 +16,7 @@ HASH_BYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TableEntry:
     """A version's entry in the table of an arena.
 
     Attributes:
@@ -48,7 +48,7 @@ class Version:
         num_pieces: number of pieces, each of which has a hash.
     """
 
-    def __init__(self, memory: mmap.mmap, entry: Entry) -> None:
+    def __init__(self, memory: mmap.mmap, entry: TableEntry) -> None:
         self.layer = entry.layer
         self.label = entry.label
         self.num_pieces = num_pieces(entry.num_bytes, entry.piece_bytes)
@@ -58,7 +58,7 @@ class Version:
             memory,
             dtype=np.uint64,
             count=self.num_pieces,
-            offset=padded(entry.num_bytes, HASH_BYTES),
+            offset=padded_size(entry.num_bytes, HASH_BYTES),
         )
 
     @property
@@ -81,12 +81,12 @@ class Version:
         begin = index * self.entry.piece_bytes
         return self.content[begin : begin + self.entry.piece_bytes]
 
-    def seal(self) -> None:
+    def hash_pieces(self) -> None:
         """Hashes all pieces, whose bytes must be written, and stores the hashes."""
         for index in range(self.num_pieces):
             self._hashes[index] = hash_of(self.piece(index))
 
-    def take(self, index: int, piece: Bytes, value: int) -> bool:
+    def store_piece(self, index: int, piece: Bytes, value: int) -> bool:
         """Stores a piece that has come, and its hash.
 
         Args:
@@ -106,14 +106,14 @@ class Version:
 
     @property
     def hashes(self) -> tuple[int, ...]:
-        """The hashes of all pieces, which `seal` or `take` have stored."""
+        """The hashes of all pieces, which `hash_pieces` or `store_piece` have stored."""
         return tuple(self._hashes.tolist())
 
     def digest(self) -> bytes:
         """The hash of the hashes of all pieces."""
         return xxhash.xxh3_128_digest(self._hashes.tobytes())
 
-    def is_like(self, other: "Version") -> bool:
+    def has_same_pieces(self, other: "Version") -> bool:
         """Whether it has the same pieces as another version, by their hashes."""
         mine, theirs = self.entry, other.entry
         same = (mine.num_bytes, mine.head_bytes, mine.piece_bytes)
@@ -121,7 +121,7 @@ class Version:
             mine.digest == other.digest()
         )
 
-    def is_right(self) -> bool:
+    def is_intact(self) -> bool:
         """Whether all bytes are those that were written; hashes all pieces again to tell."""
         wanted = self._hashes.tolist()
         found = (hash_of(self.piece(index)) for index in range(self.num_pieces))
@@ -139,5 +139,5 @@ def num_pieces(num_bytes: int, piece_bytes: int) -> int:
     return -(-num_bytes // piece_bytes)
 
 
-def padded(num_bytes: int, multiple: int) -> int:
+def padded_size(num_bytes: int, multiple: int) -> int:
     return -(-num_bytes // multiple) * multiple

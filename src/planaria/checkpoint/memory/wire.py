@@ -54,13 +54,13 @@ def opening_of(version: Version) -> Opening:
     return Opening(num_bytes, version.piece_bytes, version.head, version.hashes)
 
 
-def sealed(opening: Opening) -> Bytes:
+def opening_message(opening: Opening) -> Bytes:
     """The message that carries an opening: its hash, then the opening."""
     encoded = np.frombuffer(msgspec.json.encode(opening), dtype=np.uint8)
     return np.concatenate([np.frombuffer(_HASH.pack(hash_of(encoded)), dtype=np.uint8), encoded])
 
 
-def unsealed(raw: Bytes) -> Opening | None:
+def checked_opening(raw: Bytes) -> Opening | None:
     """The opening that a message carries; None if it does not match its hash."""
     encoded = raw[_HASH.size :]
     if raw[: _HASH.size].tobytes() != _HASH.pack(hash_of(encoded)):
@@ -86,10 +86,10 @@ def fill_tensors(version: Version, state: State, fill: Fill) -> None:
 
 def state_of(version: Version) -> State:
     """The tensors of a version, as views of its memory."""
-    return unpacked(msgspec.json.decode(version.head, type=tuple[Tensor, ...]), version.tensors)
+    return tensor_views(msgspec.json.decode(version.head, type=tuple[Tensor, ...]), version.tensors)
 
 
-def unpacked(tensors: Iterable[Tensor], memory: Bytes) -> State:
+def tensor_views(tensors: Iterable[Tensor], memory: Bytes) -> State:
     """Views of the tensors that lie in memory end to end."""
     state, offset = {}, 0
     for tensor in tensors:
@@ -107,25 +107,25 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 def copy_peers(rank: int, copies: Sequence[LayerCopy]) -> set[int]:
     """The ranks that a rank sends copies to or receives them from."""
-    targets = {target for target, _ in sent_by(rank, copies)}
-    return targets | sent_to(rank, copies).keys()
+    targets = {target for target, _ in outgoing_copies(rank, copies)}
+    return targets | incoming_layers(rank, copies).keys()
 
 
-def sent_by(rank: int, copies: Sequence[LayerCopy]) -> tuple[tuple[int, int], ...]:
+def outgoing_copies(rank: int, copies: Sequence[LayerCopy]) -> tuple[tuple[int, int], ...]:
     """The copies that a rank sends, as (target, layer), in the order in which it sends them.
 
     It sends the first copy of all its layers, then the second, and so on.
     """
     own = [(n, copy) for copy in copies if copy.source == rank for n in range(len(copy.targets))]
-    own.sort(key=lambda one: (one[0], one[1].layer))
+    own.sort(key=lambda entry: (entry[0], entry[1].layer))
     return tuple((copy.targets[number], copy.layer) for number, copy in own)
 
 
-def sent_to(rank: int, copies: Sequence[LayerCopy]) -> Mapping[int, tuple[int, ...]]:
+def incoming_layers(rank: int, copies: Sequence[LayerCopy]) -> Mapping[int, tuple[int, ...]]:
     """The layers whose copies a rank receives, by source, in the order in which they come."""
     sources = {copy.source for copy in copies if rank in copy.targets}
     return {
-        source: tuple(layer for target, layer in sent_by(source, copies) if target == rank)
+        source: tuple(layer for target, layer in outgoing_copies(source, copies) if target == rank)
         for source in sorted(sources)
     }
 

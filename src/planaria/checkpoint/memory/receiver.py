@@ -8,17 +8,17 @@ import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 
 from planaria.checkpoint.memory.arena import Arena
-from planaria.checkpoint.memory.turns import Unload
+from planaria.checkpoint.memory.filling import HostCopy
 from planaria.checkpoint.memory.version import Bytes, Version
 from planaria.checkpoint.memory.wire import (
     BAD,
     GOOD,
     Opening,
     answer_tag,
+    checked_opening,
     opening_answer_tag,
     opening_tag,
     piece_tag,
-    unsealed,
 )
 from planaria.core.copies import Label
 from planaria.errors import CheckpointError
@@ -27,51 +27,50 @@ from planaria.transport.links import Links, Tag
 logger = logging.getLogger(__name__)
 
 
-class Arrivals:
+class CopyReceiver:
     """A rank's receiving part in the copies of one epoch; `Copier` in stream.py explains the rest.
 
     Args:
-        receives: layers that each source sends, in the order in which it sends them, by source.
+        layers_by_source: layers that each source sends, in the order in which it sends them.
     """
 
     def __init__(
         self,
         links: Links,
         arena: Arena,
-        receives: Mapping[int, Sequence[int]],
+        layers_by_source: Mapping[int, Sequence[int]],
         *,
-        virtual_bytes: Callable[[int], int],
-        unload: Unload,
-        failed: Callable[[str], None],
+        host_copy: HostCopy,
+        on_failure: Callable[[str], None],
         timeout_s: float,
     ) -> None:
         self._links = links
         self._arena = arena
-        self._receives = receives
-        self._virtual_bytes = virtual_bytes
-        self._unload = unload
-        self._failed = failed
+        self._layers_by_source = layers_by_source
+        self._host_copy = host_copy
+        self._on_failure = on_failure
         self._timeout_s = timeout_s
-        self._kept: Label | None = None
+        self._complete_label: Label | None = None
 
     @property
     def layers(self) -> set[int]:
         """The layers of other ranks of which this rank keeps copies."""
-        return {layer for layers in self._receives.values() for layer in layers}
+        return {layer for layers in self._layers_by_source.values() for layer in layers}
 
-    def keep(self, label: Label, kept: Label | None) -> None:
+    def receive(self, label: Label, complete_label: Label | None) -> None:
         """Receives all copies of a version; blocks until they have arrived or failed for memory.
 
         Args:
-            kept: label of the newest version that is complete on all ranks; None: there is none.
+            complete_label: label of the newest version that is complete on all ranks; None: there
+                is none.
 
         Raises:
             AbortedError, PeerLostError: the copying ended early.
         """
-        self._kept = kept
+        self._complete_label = complete_label
         steps = {
-            source: self._kept_from(source, label, layers)
-            for source, layers in self._receives.items()
+            source: self._receive_from(source, label, layers)
+            for source, layers in self._layers_by_source.items()
         }
         wanted = {source: next(step) for source, step in steps.items()}
         while wanted:
@@ -81,7 +80,7 @@ class Arrivals:
             except StopIteration:
                 del wanted[source]
 
-    def _kept_from(
+    def _receive_from(
         self, source: int, label: Label, layers: Sequence[int]
     ) -> Generator[Tag, Bytes, None]:
         """Yields the tags of the messages of one source in order, and is sent their payloads."""
@@ -91,16 +90,17 @@ class Arrivals:
                 continue
             version = None
             if opening.num_bytes:
-                version = self._opened(layer, label, opening)
+                version = self._new_version(layer, label, opening)
             for index in range(len(opening.hashes)):
                 self._place(source, version, index)
             for index, value in enumerate(opening.hashes):
                 is_good = False
                 while not is_good:
                     message = yield piece_tag(label, layer, index)
-                    stands_for = self._virtual_bytes(layer) * len(message) // opening.num_bytes
-                    self._unload(stands_for, is_own=False)
-                    is_good = version is None or version.take(index, message, value)
+                    virtual_bytes = self._host_copy.virtual_bytes(layer)
+                    stands_for = virtual_bytes * len(message) // opening.num_bytes
+                    self._host_copy.device_to_host(stands_for, is_own=False)
+                    is_good = version is None or version.store_piece(index, message, value)
                     answer = GOOD if is_good else BAD
                     if not is_good:
                         self._place(source, version, index)
@@ -115,13 +115,13 @@ class Arrivals:
         """Receives a layer's opening, and asks for it again until it is good.
 
         Returns None if the layer has not changed, and this rank has shared its older copy. Yields
-        tags and is sent payloads, as `_kept_from`.
+        tags and is sent payloads, as `_receive_from`.
         """
         while True:
-            opening = unsealed((yield opening_tag(label, layer)))
+            opening = checked_opening((yield opening_tag(label, layer)))
             is_same, is_there = opening is not None and opening.is_same, False
-            if is_same and self._kept:
-                is_there = self._arena.share(layer, label, like=self._kept)
+            if is_same and self._complete_label:
+                is_there = self._arena.share(layer, label, like=self._complete_label)
             is_good = is_there or not (opening is None or is_same)
             answer = GOOD if is_good else BAD
             self._links.send(source, opening_answer_tag(label, layer), answer)
@@ -134,7 +134,7 @@ class Arrivals:
             tag = piece_tag(version.label, version.layer, index)
             self._links.place(source, tag, version.piece(index))
 
-    def _opened(self, layer: int, label: Label, opening: Opening) -> Version | None:
+    def _new_version(self, layer: int, label: Label, opening: Opening) -> Version | None:
         """A new version for a layer that comes; None if memory is lacking, so it is not kept."""
         try:
             return self._arena.begin(
@@ -145,5 +145,5 @@ class Arrivals:
                 piece_bytes=opening.piece_bytes,
             )
         except CheckpointError as error:
-            self._failed(str(error))
+            self._on_failure(str(error))
             return None
