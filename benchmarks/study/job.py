@@ -37,7 +37,6 @@ from planaria.planner.reroute.reroutes import Priced, priced
 from planaria.planner.reroute.shadows import shadowed
 from planaria.policies.absorb import Absorb
 from planaria.policies.policy import Policy, Prices, profile_prices
-from planaria.policies.unequal import STAY
 from planaria.policies.value import Outlook, best_transition, expected_samples_per_s
 
 RESTART_S: Final = 60.0  # Start of a job that had ended because too few nodes were left.
@@ -277,7 +276,7 @@ class Job:
         self, transitions: tuple[Transition, ...], best: Transition, outlook: Outlook
     ) -> bool:
         """Whether a transition is better than staying, by the rule of coordinator/change.py."""
-        stay = next((one for one in transitions if one.answer == STAY), None)
+        stay = next((one for one in transitions if one.keeps_plan), None)
         if stay is None:
             return False
         scores = [

@@ -21,7 +21,7 @@ from planaria.policies.adaptive import Adaptive
 from planaria.policies.policy import Prices, profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.reroute import Reroute
-from planaria.policies.unequal import STAY, Unequal
+from planaria.policies.unequal import Unequal
 
 pytestmark = pytest.mark.faults
 
@@ -292,10 +292,11 @@ class Splitting:
         found = self.policy.propose(plan, cluster, event, prices)
         if plan.splits_backward or not isinstance(event, NodesChanged):
             return found
-        stay = next(transition for transition in found if transition.answer == STAY)
+        stay = next(transition for transition in found if transition.keeps_plan)
         split = replace(plan, epoch=cluster.epoch, splits_backward=True)
         half_s = stay.iteration_s / 2
-        return stay, replace(stay, after=split, iteration_s=half_s, answer="split")
+        better = replace(stay, after=split, iteration_s=half_s, answer="split", keeps_plan=False)
+        return stay, better
 
 
 def test_a_better_plan_that_moves_no_layer_is_told() -> None:

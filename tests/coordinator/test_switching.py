@@ -22,8 +22,9 @@ STAY = Transition(
     redone_samples=0,
     policy="any",
     answer="stay",
+    keeps_plan=True,
 )
-SWITCH = replace(STAY, answer="change", iteration_s=1.0)
+SWITCH = replace(STAY, answer="change", iteration_s=1.0, keeps_plan=False)
 CHANGE = replace(SWITCH, rounds=((Transfer(0, 0, 1, 100),), (Transfer(1, 0, 1, 400),)))
 
 
@@ -86,7 +87,7 @@ def test_waves_pause_for_the_plan_as_it_is_and_the_last_switch_for_the_new_one()
 
 def test_what_follows_an_answer_is_weighed_as_that_change_will_be() -> None:
     """As above: two waves of two seconds, a pause for each switch and for what they lack."""
-    quick = replace(STAY, answer="quick", downtime_s=0.5, then=CHANGE)
+    quick = replace(STAY, answer="quick", downtime_s=0.5, then=CHANGE, keeps_plan=False)
     (followed, alone) = followed_as(
         (quick, replace(quick, then=None)), prices=PRICES, switch_s=lambda _plan: 0.25
     )

@@ -13,7 +13,7 @@ from planaria.policies.adaptive import Adaptive
 from planaria.policies.building import num_exposed
 from planaria.policies.reinstantiate import GLOBAL, TRUSTED, Reinstantiate
 from planaria.policies.reroute import Reroute
-from planaria.policies.unequal import RECUT, STAY, UNEQUAL, Unequal
+from planaria.policies.unequal import RECUT, UNEQUAL, Unequal
 from planaria.restorer.strategies import NAIVE
 
 SEED = 20_270_310
@@ -109,7 +109,7 @@ def test_slow_nodes_change_nothing_of_that() -> None:
         found = Unequal(Reinstantiate(book)).propose(plan, cluster, event, prices(book))
 
         for transition in found:
-            if transition.answer == STAY or not could_be_covered(book, cluster):
+            if transition.keeps_plan or not could_be_covered(book, cluster):
                 continue
             where = f"seed {SEED}, job {index}, {transition.answer}"
             assert exposed(transition, cluster) == 0, where

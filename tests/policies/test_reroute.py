@@ -28,7 +28,7 @@ from planaria.policies.adaptive import Adaptive
 from planaria.policies.policy import profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.reroute import NORMALISED, REROUTE, Reroute
-from planaria.policies.unequal import STAY, Unequal
+from planaria.policies.unequal import Unequal
 from planaria.policies.value import Outlook, best_transition
 
 
@@ -317,7 +317,7 @@ def test_a_plan_with_an_empty_pipeline_is_priced_alike_when_it_is_looked_at_agai
         around.after, cluster, NodesChanged((), ()), prices(book)
     )
 
-    (stay,) = (transition for transition in found if transition.answer == STAY)
+    (stay,) = (transition for transition in found if transition.keeps_plan)
     assert stay.after.gone == (1,)
     assert stay.iteration_s == around.iteration_s
 

@@ -51,14 +51,13 @@ from planaria.core.growing import Growing
 from planaria.core.messages import AT_COMMIT, EpochReady, Shutdown, StartEpoch, StopRequested
 from planaria.core.plan import Transition
 from planaria.core.records import Candidate, Changed, Decision, Members, Outcome, Warned
+from planaria.policies.traits import TRAITS
 from planaria.policies.unequal import STAY
 
 JOIN: Final = "join"
 SLOW: Final = "slow"
 FAST: Final = "fast"  # A slow node that is seen to be fast again, or that is tried again.
 REFORM: Final = "reform"
-# Policies whose answer to a loss may be replaced by a better plan at a later commit.
-_IMPROVING: Final = ("adaptive", "repartition")
 _STAYING: Final = (JOIN, SLOW, FAST, REFORM)  # Kinds of nodes that are members after the change.
 
 
@@ -142,12 +141,12 @@ def _hurried(rules: Rules, state: JobState) -> str:
 
     Empty if none may.
     """
-    policy = rules.job.resilience.policy
-    if state.search.is_plan_searched or policy not in _IMPROVING:
+    traits = TRAITS[rules.job.resilience.policy]
+    if state.search.is_plan_searched or not traits.can_improve:
         return ""
     if rules.looks_ahead and state.search.searched_epoch != state.epoch:
         return ""
-    if state.plan.gone and policy == "adaptive":
+    if state.plan.gone and traits.is_choice:
         return f"microbatches went around node {', '.join(map(str, state.plan.gone))}"
     return "the plan was the best at hand" if rules.looks_ahead else ""
 

@@ -139,12 +139,13 @@ def weighed_as(
         redone_samples=0,
         answer=STAY,
         then=None,
+        keeps_plan=True,
     )
-    as_it_is = next((change for change in changes if change.answer == STAY), as_it_is)
+    as_it_is = next((change for change in changes if change.keeps_plan), as_it_is)
     as_it_is = replace(as_it_is, downtime_s=0.0)
     return tuple(
         as_it_is
-        if change.answer == STAY
+        if change.keeps_plan
         else _followed(as_it_is, change, leaving=leaving, prices=prices, switch_s=switch_s)
         for change in changes
     )

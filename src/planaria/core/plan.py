@@ -347,6 +347,8 @@ class Transition:
         then: transition that the job may make later, at commits, while it trains by `after`; None:
             no other plan follows. Its downtime_s is the time during which layers move.
         goes_back: whether all ranks drop what they hold and go on from the newest save.
+        keeps_plan: whether all ranks keep their work, so that nothing moves; other transitions are
+            compared with this one.
     """
 
     before: Plan
@@ -359,6 +361,7 @@ class Transition:
     answer: str
     then: "Transition | None" = None
     goes_back: bool = False
+    keeps_plan: bool = False
 
     def __post_init__(self) -> None:
         assert self.after.epoch > self.before.epoch

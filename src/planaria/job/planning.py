@@ -38,6 +38,7 @@ from planaria.planner.plans import EveryPlan, best_plan, every_plan
 from planaria.planner.problem import Problem, batch_error
 from planaria.planner.reroute.shadows import shadowed_start
 from planaria.planner.templates import pipeline_templates, smallest_num_nodes
+from planaria.policies.traits import TRAITS
 from planaria.profiles.shipped import NOT_FOUND, profile_path
 from planaria.schedule.buckets import ReductionOrder
 
@@ -340,7 +341,7 @@ def plan_job(
             plan = best_plan(smaller, range(num_nodes), templates, epoch=epoch)
         every = every_plan(problem, max_nodes, templates) if every is None else every
         plan = replace(plan, epoch=epoch)
-        if config.resilience.policy == "absorb":
+        if TRAITS[config.resilience.policy].has_shadows:
             plan = shadowed_start(problem, plan).plan
     assert len(plan.routes) == config.num_microbatches
     predicted = prediction(problem, plan)

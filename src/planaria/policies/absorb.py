@@ -26,7 +26,6 @@ from planaria.planner.reroute.reroutes import Priced, priced, simulated_s
 from planaria.planner.reroute.shadows import shadowed
 from planaria.policies.building import downtime_s, least_exposed, num_exposed
 from planaria.policies.policy import Policy, Prices
-from planaria.policies.unequal import STAY
 from planaria.restorer.sources import transfer_rounds
 from planaria.restorer.strategies import LEAST_BYTES, Restoring
 
@@ -65,7 +64,7 @@ class Absorb:
                 return absorbing
         others = tuple(
             replace(one, iteration_s=simulated_s(self.every.problem, one.after))
-            if one.answer == STAY
+            if one.keeps_plan
             else self._protected(one, cluster, prices)
             for one in self.otherwise.propose(plan, cluster, event, prices)
         )

@@ -16,7 +16,6 @@ from planaria.core.plan import Plan, Transition
 from planaria.planner.reroute.reroutes import num_without_work
 from planaria.policies.building import least_exposed
 from planaria.policies.policy import Policy, Prices
-from planaria.policies.unequal import STAY
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +50,8 @@ class Adaptive:
             for transition in found if number == most else ():
                 if all(transition.after != other.after for other in distinct):
                     distinct.append(transition)
-        stay = tuple(transition for transition in distinct if transition.answer == STAY)
-        others = [transition for transition in distinct if transition.answer != STAY]
+        stay = tuple(transition for transition in distinct if transition.keeps_plan)
+        others = [transition for transition in distinct if not transition.keeps_plan]
         found = least_exposed(others, cluster)
         return (*stay, *found, *(_followed(found) if isinstance(event, NodesLost) else ()))
 

@@ -31,7 +31,6 @@ from planaria.planner.layout.search import Searched
 from planaria.policies.building import downtime_s
 from planaria.policies.policy import Policy, Prices
 from planaria.policies.repartition import is_usual, templates_of
-from planaria.policies.unequal import STAY
 
 SEARCH_STEPS_MAX: Final = 4000  # Steps for one number of nodes; at 32 nodes they take 0.7 s.
 LOSSES_MAX: Final = 256  # Sorts of losses that are answered for one number of lost nodes.
@@ -298,7 +297,7 @@ class _Renaming:
                 )
                 for transfers in one.rounds
             ),
-            downtime_s=0.0 if one.answer == STAY else priced_s,
+            downtime_s=0.0 if one.keeps_plan else priced_s,
             redone_samples=redone_samples,
             then=then,
         )

@@ -17,6 +17,7 @@ from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.repartition import Repartition
 from planaria.policies.reroute import Reroute
 from planaria.policies.rollback import Rollback
+from planaria.policies.traits import TRAITS
 from planaria.policies.unequal import Unequal
 from planaria.restorer.strategies import LEAST_BYTES, NAIVE
 
@@ -78,12 +79,11 @@ def aware_policy_of(job: JobConfig, every: EveryPlan, known: Known) -> Policy:
     named = policy_of(job, every)
     if not looks_ahead(job):
         return named
-    is_choice = job.resilience.policy == "adaptive"
+    is_choice = TRAITS[job.resilience.policy].is_choice
     return Ahead(named, known, hurried_policy_of(job, every) if is_choice else named)
 
 
 def looks_ahead(job: JobConfig) -> bool:
     """Whether the job is to search for answers to losses before they happen."""
     resilience = job.resilience
-    is_search = resilience.policy in ("adaptive", "repartition", "reroute")
-    return resilience.failures_ahead > 0 and is_search
+    return resilience.failures_ahead > 0 and TRAITS[resilience.policy].can_look_ahead

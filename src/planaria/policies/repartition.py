@@ -28,7 +28,6 @@ from planaria.planner.reroute.reroutes import with_split_backwards
 from planaria.policies.building import least_exposed, num_exposed, transition_between
 from planaria.policies.policy import Policy, Prices
 from planaria.policies.reinstantiate import openings_of
-from planaria.policies.unequal import STAY
 from planaria.restorer.strategies import LEAST_BYTES, Restoring
 
 POLICY: Final = "repartition"
@@ -77,10 +76,10 @@ class Repartition:
         if not found or is_for_better or all(num_exposed(one.after, cluster) for one in found):
             others = self.otherwise.propose(plan, cluster, event, prices)
             if found and is_for_better:
-                others = tuple(one for one in others if one.answer == STAY)
+                others = tuple(one for one in others if one.keeps_plan)
             found = (*others, *found)
-        stay = tuple(one for one in found if one.answer == STAY)
-        return (*stay, *least_exposed([one for one in found if one.answer != STAY], cluster))
+        stay = tuple(one for one in found if one.keeps_plan)
+        return (*stay, *least_exposed([one for one in found if not one.keeps_plan], cluster))
 
     def _transition(
         self,

@@ -206,6 +206,7 @@ def staying(every: EveryPlan, plan: Plan, cluster: ClusterState, kinds: Kinds) -
         redone_samples=0,
         policy=POLICY,
         answer=STAY,
+        keeps_plan=True,
     )
 
 

@@ -28,6 +28,7 @@ from planaria.policies.ahead import Known
 from planaria.policies.named import aware_policy_of
 from planaria.policies.policy import Policy, profile_prices
 from planaria.policies.roomy import stage_peaks
+from planaria.policies.traits import TRAITS
 
 PLAINEST: Final[PolicyName] = "reinstantiate"  # Its answers do not depend on predictions.
 LAYER_S = 0.01  # Time of the forward of a layer for a microbatch; its backward takes twice that.
@@ -190,7 +191,7 @@ def _planned_job(scenario: Scenario) -> PlannedJob:
         first_iteration=0,
     )
     plan = every.plans[scenario.num_nodes]
-    if scenario.policy == "absorb" and scenario.devices_per_node == 1:
+    if TRAITS[scenario.policy].has_shadows and scenario.devices_per_node == 1:
         plan = shadowed(plan)
     counts = [plan.routes.count(pipeline.route()) for pipeline in plan.pipelines]
     samples = {iteration: _samples(job, iteration) for iteration in range(scenario.iterations)}

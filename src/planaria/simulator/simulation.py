@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from planaria.core.job import POLICIES, PolicyName
+from planaria.policies.traits import TRAITS
 from planaria.simulator.checkers.checkers import PATIENCE_S, Checkers
 from planaria.simulator.cluster import LAUNCHER, SimulatedCluster
 from planaria.simulator.faults import (
@@ -150,7 +151,8 @@ def _learning(scenario: Scenario, rng: Random) -> Scenario:
         learns=True,
         drift=rng.choice((1.0, 1.5, 2.0)),
         processors=rng.choice((0, 0, 2, 4)),
-        room=0.0 if scenario.policy == "absorb" else room,  # Shadow layers need more memory.
+        # Shadow layers need more memory.
+        room=0.0 if TRAITS[scenario.policy].has_shadows else room,
         iterations=scenario.iterations + _ITERATIONS_MORE,
     )
 

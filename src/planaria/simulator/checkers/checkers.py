@@ -50,6 +50,7 @@ from planaria.core.records import (
 from planaria.core.samples import sample_digest
 from planaria.errors import DeadlockError
 from planaria.policies.roomy import has_room
+from planaria.policies.traits import TRAITS
 from planaria.schedule.lower import lowered
 from planaria.simulator.checkers.back_checker import newest_copied, newest_told
 from planaria.simulator.checkers.crash_log import CrashFact, CrashLog
@@ -102,7 +103,7 @@ class Checkers:
         self._outcome = -1
         self._origin = Origin()
         # The grid of this policy may leave nodes without work, and ignores trust.
-        self._morphs = cluster.job.scenario.policy == "morph"
+        self._policy = TRAITS[cluster.job.scenario.policy]
         self._num_committed = 0
         self._ranks: tuple[int, ...] = ()
         self._plans: tuple[Plan, ...] = ()  # The newest two without silent members.
@@ -267,7 +268,8 @@ class Checkers:
         saved = newest_told(self._cluster)
         copied = newest_copied(self._cluster, self._members, self._origin)
         self._cluster.happened("goes back", origin.iteration)
-        wanted = saved if self._morphs and not origin.copied else max(saved, copied)
+        is_saved = self._policy.goes_back and not origin.copied
+        wanted = saved if is_saved else max(saved, copied)
         # A worker whose code raises at its start reports no copies.
         is_older = bool(self._crashes.mistakes()) and saved <= origin.iteration < wanted
         if origin.iteration != wanted and not is_older:
@@ -289,11 +291,12 @@ class Checkers:
         rules = self._fitted_rules()
         plans = self._plans_of(rules)
         most = len(plans[min(staying, max(plans))].nodes) if staying >= rules.n0 else 0
-        is_short = len(plan.nodes) < most and not plan.silent and not self._morphs
+        goes_back = self._policy.goes_back
+        is_short = len(plan.nodes) < most and not plan.silent and not goes_back
         if is_short or not set(plan.nodes) <= set(self._members):
             self._fail(f"of {self._members} only {plan.nodes} work")
-        moves = job.scenario.policy == "adaptive" or not plan.gone
-        if moves and not plan.silent and not self._morphs:  # Otherwise it keeps older pipelines.
+        moves = self._policy.is_choice or not plan.gone
+        if moves and not plan.silent and not goes_back:  # Otherwise it keeps older pipelines.
             self._check_trust(plan, staying)
         # With more nodes than there are plans for, nodes with too little memory may be used.
         is_foreseen = rules.n0 <= staying and len(self._members) in plans
