@@ -13,7 +13,7 @@ from helpers.tasks import wait_until
 from planaria.core.inject import Injection, parse_injection
 from planaria.nodes.injector import Injector, Targets, node_places
 from planaria.transport.frames import Role, shake_hands
-from planaria.transport.probe import LISTENING, Probe, Reached
+from planaria.transport.probe import LISTENING, Probe, StepReached
 
 TOKEN = b"the job's token"
 
@@ -47,7 +47,7 @@ async def _flipped(
                 token=TOKEN,
                 faults={"flip": partial(note, node)},
             )
-            await loop.run_in_executor(pool, probe.reached, step, iteration)
+            await loop.run_in_executor(pool, probe.report_step, step, iteration)
     injector.close()
     return flipped, len(fired)
 
@@ -126,7 +126,7 @@ async def _lines_after_a_reset() -> list[asyncio.StreamWriter]:
     )
     reader, writer = await asyncio.open_connection(*await injector.listen())
     await shake_hands(reader, writer, token=TOKEN, role=Role.CONNECT, identity=3)
-    writer.write(msgspec.json.encode(Reached(LISTENING, -1)) + b"\n")
+    writer.write(msgspec.json.encode(StepReached(LISTENING, -1)) + b"\n")
     await wait_until(lambda: bool(injector._connections.get(3)))
 
     # Closed so, a connection is reset.
@@ -165,6 +165,6 @@ async def _slowed(specs: list[str], calls: list[tuple[int, int]]) -> list[tuple[
                 token=TOKEN,
                 faults={"slow": note},
             )
-            await loop.run_in_executor(pool, probe.reached, "start", iteration)
+            await loop.run_in_executor(pool, probe.report_step, "start", iteration)
     injector.close()
     return slowed

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.transport.lanes import SLICE_S, Begun, Clock, Lane, shared_clocks
+from planaria.transport.lanes import SLICE_S, Clock, Lane, Slice, shared_clocks
 
 FAR_S = 1e9
 
@@ -33,11 +33,11 @@ class FreeAt:
         return start_s
 
 
-def begun(lane: Lane[str, str], until_s: float = FAR_S) -> list[Begun[str, str]]:
-    return list(lane.begun(until_s))
+def due_slices(lane: Lane[str, str], until_s: float = FAR_S) -> list[Slice[str, str]]:
+    return list(lane.due_slices(until_s))
 
 
-def ends_s(slices: Sequence[Begun[str, str]]) -> dict[str, float]:
+def ends_s(slices: Sequence[Slice[str, str]]) -> dict[str, float]:
     """When each message is over."""
     return {one.content: one.start_s + one.lasts_s for one in slices if one.content is not None}
 
@@ -118,7 +118,7 @@ def test_a_message_alone_lasts_as_long_as_its_bytes(ready_s: float, lasts_s: flo
     """In slices one after the other; its content goes with the last one."""
     lane: Lane[str, str] = Lane(FreeAt().reserve)
     lane.put("a", "message", ready_s=ready_s, lasts_s=lasts_s)
-    slices = begun(lane)
+    slices = due_slices(lane)
 
     assert ends_s(slices) == {"message": pytest.approx(ready_s + lasts_s)}
     assert [one.content for one in slices[:-1]] == [None] * (len(slices) - 1)
@@ -134,7 +134,7 @@ def test_flows_take_turns_and_keep_their_order() -> None:
     lane.put("b", "as long", ready_s=0.0, lasts_s=100 * SLICE_S)
     lane.put("c", "short", ready_s=0.0, lasts_s=SLICE_S)
     lane.put("c", "behind", ready_s=0.0, lasts_s=SLICE_S)
-    found = ends_s(begun(lane))
+    found = ends_s(due_slices(lane))
 
     assert found["short"] == pytest.approx(3 * SLICE_S)
     assert found["behind"] == pytest.approx(6 * SLICE_S)
@@ -150,11 +150,11 @@ def test_two_ranks_of_a_node_share_its_way(num_slices: int, num_others: int) -> 
     lanes: list[Lane[str, str]] = [Lane(clock.reserve), Lane(clock.reserve)]
     for lane, count in zip(lanes, (num_slices, num_others), strict=True):
         lane.put("a", "message", ready_s=0.0, lasts_s=count * SLICE_S)
-    found: list[list[Begun[str, str]]] = [[], []]
+    found: list[list[Slice[str, str]]] = [[], []]
     now_s = 0.0
     while any(lane.next_s < FAR_S for lane in lanes) or now_s == 0.0:
         for lane, slices in zip(lanes, found, strict=True):
-            slices += begun(lane, now_s)
+            slices += due_slices(lane, now_s)
         now_s += SLICE_S / 4
 
     ends = [ends_s(slices)["message"] for slices in found]
@@ -168,7 +168,7 @@ def test_nothing_is_reserved_before_the_slice_ahead_of_it_begins() -> None:
     lane: Lane[str, str] = Lane(clock.reserve)
     lane.put("a", "long", ready_s=0.0, lasts_s=1000 * SLICE_S)
 
-    assert len(begun(lane, 0.0)) == 1
+    assert len(due_slices(lane, 0.0)) == 1
     assert clock.free_s == pytest.approx(2 * SLICE_S)
     assert lane.next_s == pytest.approx(SLICE_S)
 
@@ -178,11 +178,11 @@ def test_what_is_dropped_takes_no_more_time() -> None:
     lane: Lane[str, str] = Lane(FreeAt().reserve)
     for flow, content in (("a", "1"), ("a", "2"), ("b", "3")):
         lane.put(flow, content, ready_s=0.0, lasts_s=10 * SLICE_S)
-    first = begun(lane, 0.0)
+    first = due_slices(lane, 0.0)
 
     assert lane.drop("a") == ["1", "2"]
     assert lane.drop("a") == []
     assert [one.flow for one in first] == ["a"]
-    found = begun(lane)
+    found = due_slices(lane)
     assert {one.flow for one in found} == {"b"}
     assert ends_s(found)["3"] <= 12 * SLICE_S + 1e-9

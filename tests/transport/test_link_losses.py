@@ -385,7 +385,7 @@ def test_a_rank_without_descriptors_serves_its_links_and_accepts_again_when_it_h
         with no_descriptors():
             again.connect(right.address)
             wait_until(lambda: len(tried_s) > num_tried)
-            wait_until(lambda: not server._is_heard)
+            wait_until(lambda: not server._is_listening)
 
         assert is_accepted
         told = [record.message for record in caplog.records]
@@ -431,7 +431,7 @@ def test_a_mistake_in_the_serving_thread_reaches_who_waits(
 
     with linked(2) as (left, right):
         thread, errors = blocked_receive(left, 1)
-        handlers = replace(left._server._handlers, deliver=mistake)
+        handlers = replace(left._server._handlers, on_message=mistake)
         monkeypatch.setattr(left._server, "_handlers", handlers)
         right.send(0, tag(0), payload(1))
         thread.join(TIMEOUT_S)

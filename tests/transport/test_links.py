@@ -308,7 +308,7 @@ def _aborted_begin(links: Links, epoch: int, places: dict[int, Address]) -> None
     with in_threads(
         lambda: links.begin(epoch, addresses=places, peers=places.keys(), timeout_s=TIMEOUT_S)
     ) as (begun,):
-        wait_until(lambda: links._calling.keys() == places.keys())
+        wait_until(lambda: links._connecting.keys() == places.keys())
         wait_until(lambda: links.epoch == epoch)
         links.abort("again", first_epoch=links.epoch + 1)
         with pytest.raises(AbortedError):

@@ -14,7 +14,7 @@ def test_a_message_arrives_in_the_memory_that_is_given_for_it() -> None:
     content = np.random.default_rng(1).integers(0, 256, NUM_BYTES, dtype=np.uint8)
     memory = np.zeros(NUM_BYTES, dtype=np.uint8)
     with linked(2) as (left, right):
-        right.place(0, tag(1), memory)
+        right.offer_memory(0, tag(1), memory)
         for index in range(3):
             left.send(1, tag(index), content)
         found = [right.receive(0, tag(index), timeout_s=TIMEOUT_S) for index in range(3)]
@@ -29,7 +29,7 @@ def test_a_message_arrives_in_the_memory_that_is_given_for_it() -> None:
 def test_a_message_of_another_size_lies_elsewhere(num_bytes: int) -> None:
     memory = np.zeros(num_bytes, dtype=np.uint8)
     with linked(2) as (left, right):
-        right.place(0, tag(0), memory)
+        right.offer_memory(0, tag(0), memory)
         left.send(1, tag(0), np.ones(100, dtype=np.uint8))
         found = right.receive(0, tag(0), timeout_s=TIMEOUT_S)
 
@@ -42,7 +42,7 @@ def test_one_that_has_arrived_before_lies_elsewhere() -> None:
     with linked(2) as (left, right):
         left.send(1, tag(0), np.ones(100, dtype=np.uint8))
         wait_until(lambda: right.has_any({0: tag(0)}))
-        right.place(0, tag(0), memory)
+        right.offer_memory(0, tag(0), memory)
 
         assert right.receive(0, tag(0), timeout_s=TIMEOUT_S).sum() == 100
         assert not memory.any()
@@ -54,7 +54,7 @@ def test_memory_is_free_once_its_message_is_taken_wherever_that_lay() -> None:
     with linked(2) as (left, right):
         left.send(1, tag(0), np.ones(100, dtype=np.uint8))
         wait_until(lambda: right.has_any({0: tag(0)}))
-        right.place(0, tag(0), memory)
+        right.offer_memory(0, tag(0), memory)
         right.receive(0, tag(0), timeout_s=TIMEOUT_S)
         left.send(1, tag(0), np.ones(100, dtype=np.uint8))
 
@@ -66,7 +66,7 @@ def test_nothing_comes_by_a_link_that_is_retired_in_a_newer_epoch() -> None:
     """Its peer is no member any more, and still sends."""
     memory = np.zeros(NUM_BYTES, dtype=np.uint8)
     with linked(2) as (left, right):
-        right.place(0, tag(0), memory)
+        right.offer_memory(0, tag(0), memory)
         left.send(1, tag(0), np.ones(NUM_BYTES, dtype=np.uint8))
         wait_until(lambda: bool(memory[0]))
         right.enter(1, addresses={}, peers=())
@@ -81,8 +81,8 @@ def test_what_is_still_to_arrive_in_a_newer_epoch_gets_nowhere() -> None:
     memory = np.zeros(100, dtype=np.uint8)
     with linked(2) as ranks:
         left, right = ranks
-        right.place(0, tag(0), memory)
-        right.place(0, tag(1), memory)
+        right.offer_memory(0, tag(0), memory)
+        right.offer_memory(0, tag(1), memory)
         raw = left._peers[1].sock
         raw.send(header(0, tag(0), 100) + bytes([1] * 60))
         wait_until(lambda: bool(memory[:60].all()))

@@ -61,12 +61,12 @@ def test_a_worker_that_never_begins_is_silent_in_the_end(pulse: Pulse) -> None:
 
 def test_an_action_is_late_after_its_limit_unless_it_waits_for_others(pulse: Pulse) -> None:
     """A worker that waits for a slow peer must not be killed for it."""
-    pulse.act(10.0)
+    pulse.begin_action(10.0)
     now_s = time.monotonic()
 
     assert pulse.deadline_s > now_s
     assert pulse.deadline_s < now_s + 10.1
-    pulse.wait()
+    pulse.begin_wait()
     assert pulse.deadline_s > now_s + 10.1
 
 
@@ -98,7 +98,7 @@ def test_each_field_is_its_own(pulse: Pulse) -> None:
     """Agent and worker write at the same time."""
     pulse.lease_end_s = 1.0
     pulse.beat()
-    pulse.act(1e6)
+    pulse.begin_action(1e6)
 
     assert pulse.lease_end_s == 1.0
     assert pulse.silent_s(time.monotonic()) < 60.0
@@ -112,7 +112,7 @@ def test_the_agent_sees_what_its_worker_does_and_the_other_way_round(pulse: Puls
     def work() -> None:
         assert pulse.lease_end_s == 12.5
         pulse.beat()
-        pulse.act(0.0)
+        pulse.begin_action(0.0)
 
     in_child(work)
 
@@ -124,7 +124,7 @@ def test_two_workers_have_two_pulses(pulse: Pulse) -> None:
     """A node may have several devices."""
     other = Pulse()
     other.beat()
-    other.act(0.0)
+    other.begin_action(0.0)
     other.lease_end_s = 0.0
     later_s = time.monotonic() + 1.0
 

@@ -118,10 +118,10 @@ class Worker:
             token=spec.token,
             faults=faults_by_kind(self._slowness, lambda: self._stage, rank=spec.rank),
         )
-        self._reached = probe.reached
+        self._reached = probe.report_step
         if spec.heeds:
             cut = cutter(links, devices_per_node=spec.job.cluster.devices_per_node)
-            probe.heed(cut=cut, slow={"store": gate.slow})
+            probe.listen(cut=cut, slow={"store": gate.slow})
         self._is_leaving = False
         # State of the epoch that is served.
         self._executor: Executor | None = None
@@ -177,7 +177,7 @@ class Worker:
             except EPOCH_ERRORS as error:
                 if self._state.start is None:
                     raise
-                self._pulse.rest()  # The action that was interrupted is over.
+                self._pulse.become_idle()  # The action that was interrupted is over.
                 logger.info("rank %s: %s", self._spec.rank, error)
                 self._carry_out(on_epoch_left(self._state, error))
         except (Exception, SystemExit) as error:
@@ -189,7 +189,7 @@ class Worker:
                 epoch=self._state.epoch,
                 layers=self._pulse.layers,
             )
-            self._pulse.rest()
+            self._pulse.become_idle()
             self._control.send(failure)
 
     def _carry_out(self, step: WorkerStep | None) -> None:

@@ -26,7 +26,7 @@ from planaria.core.inject import AFTER_COMMIT, COORDINATOR_STEPS, DISKS, Injecti
 from planaria.errors import AuthenticationError
 from planaria.nodes.relay import Address, Relay
 from planaria.transport.frames import Role, shake_hands
-from planaria.transport.probe import LISTENING, NO_NODE, Cut, Reached, Slowed, Told
+from planaria.transport.probe import LISTENING, NO_NODE, Cut, LauncherMessage, Slowed, StepReached
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class Injector:
             node = await shake_hands(
                 reader, writer, token=self._token, role=Role.ACCEPT, identity=NO_NODE
             )
-            reached = msgspec.json.decode(await reader.readuntil(), type=Reached)
+            reached = msgspec.json.decode(await reader.readuntil(), type=StepReached)
             if reached.step == LISTENING:
                 self._connections.setdefault(node, []).append(writer)
                 self._tell_slow_disks(writer)
@@ -156,7 +156,7 @@ class Injector:
         finally:
             writer.close()
 
-    def _own_fault(self, node: int, reached: Reached) -> bytes:
+    def _own_fault(self, node: int, reached: StepReached) -> bytes:
         """The fault that the calling worker is to inject into itself; b"": none.
 
         All workers of a slow node are told so; only the first worker that calls flips a bit.
@@ -170,7 +170,7 @@ class Injector:
         self._to_flip.remove(flip)
         return b"flip"
 
-    def _places_at(self, node: int, reached: Reached) -> list[Place]:
+    def _places_at(self, node: int, reached: StepReached) -> list[Place]:
         """The places of waiting faults that are reached by this call of a node."""
         places = []
         for injection in self._waiting:
@@ -247,15 +247,15 @@ class Injector:
             _kill_group(self._agents[node], signal.SIGKILL)
 
 
-def _is_at(place: Place, reached: Reached) -> bool:
+def _is_at(place: Place, reached: StepReached) -> bool:
     is_then = place.iteration == reached.iteration
     if place.is_in_recovery:
         is_then = place.iteration <= reached.iteration
     return is_then and place.step == reached.step
 
 
-def _tell(connection: asyncio.StreamWriter, told: Told) -> None:
-    connection.write(msgspec.json.encode(told) + b"\n")
+def _tell(connection: asyncio.StreamWriter, message: LauncherMessage) -> None:
+    connection.write(msgspec.json.encode(message) + b"\n")
 
 
 def _kill(pid: int, number: signal.Signals) -> None:

@@ -1,8 +1,8 @@
 """One socket of a rank's links: the queue of unsent bytes, and the message that is being read.
 
 A connection begins with the handshake of `frames.py`. After it, a message is a header (epoch,
-tag, length) and raw bytes. Any thread may call `append` and `displace`; only the thread that serves
-the links calls the other methods.
+tag, length) and raw bytes. Any thread may call `append` and `withdraw_memory`; only the thread that
+serves the links calls the other methods.
 """
 
 import errno
@@ -69,7 +69,7 @@ class Tag(NamedTuple):
     b: int = 0
 
 
-class Received(NamedTuple):
+class IncomingMessage(NamedTuple):
     """A message that has arrived completely."""
 
     epoch: int
@@ -89,11 +89,11 @@ def connecting_socket(peer: int, address: Address) -> socket.socket:
         PeerLostError: the address does not resolve, or the connection failed at once.
     """
     try:
-        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, place = found[0]
+        endpoints = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, endpoint = endpoints[0]
         sock = socket.socket(family, kind, protocol)
         sock.setblocking(False)
-        status = sock.connect_ex(place)
+        status = sock.connect_ex(endpoint)
         if status not in (0, errno.EINPROGRESS):
             sock.close()
             raise OSError(status, os.strerror(status))
@@ -103,7 +103,7 @@ def connecting_socket(peer: int, address: Address) -> socket.socket:
 
 
 # (peer, epoch, tag, bytes of payload) to the memory that the message is to fill; None: any memory.
-Place = Callable[[int, int, Tag, int], npt.NDArray[np.uint8] | None]
+MemoryFor = Callable[[int, int, Tag, int], npt.NDArray[np.uint8] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +113,12 @@ class OwnEnd:
     Attributes:
         token: the job's secret, which the handshake proves.
         identity: the rank, and the port at which it listens.
-        place: returns the memory for a message that begins to arrive; None: any memory will do.
+        memory_for: returns the memory for a message that begins to arrive; None: any will do.
     """
 
     token: bytes
     identity: tuple[int, int]
-    place: Place
+    memory_for: MemoryFor
 
 
 class Connection:
@@ -159,9 +159,9 @@ class Connection:
             Role.ACCEPT if target < 0 else Role.CONNECT,
             identity=own_port << _RANK_BITS | own_rank,
         )
-        self._place = own.place
+        self._memory_for = own.memory_for
         self._reading = threading.Lock()  # Guards what follows.
-        self._is_placed = False
+        self._has_offered_memory = False
         self._payload: npt.NDArray[np.uint8] | None = None
         self._head = bytearray()
         self._view = memoryview(self._head)
@@ -210,7 +210,7 @@ class Connection:
             self.sock.close()
             self._unsent.clear()
 
-    def read(self) -> Iterator[Received | None]:
+    def read(self) -> Iterator[IncomingMessage | None]:
         """Yields the messages that have arrived completely, and None when the handshake ends.
 
         Raises:
@@ -228,20 +228,20 @@ class Connection:
                     raise ConnectionError("closed by peer")
                 num_read += count
                 self._view = self._view[count:]
-                found = tuple(self._steps())
-            yield from found
+                messages = tuple(self._completed_messages())
+            yield from messages
 
-    def displace(self) -> None:
-        """Stops writing to the memory that was placed for the message that is arriving.
+    def withdraw_memory(self) -> None:
+        """Stops writing to the memory that was offered for the message that is arriving.
 
         The rest of the message goes elsewhere, so the message is incomplete.
         """
         with self._reading:
-            if self._is_placed:
-                self._is_placed = False
+            if self._has_offered_memory:
+                self._has_offered_memory = False
                 self._view = memoryview(bytearray(len(self._view)))
 
-    def _steps(self) -> Iterator[Received | None]:
+    def _completed_messages(self) -> Iterator[IncomingMessage | None]:
         """Yields what the bytes just read complete, as `read` does."""
         while not self._view:
             if self.peer < 0:
@@ -257,7 +257,7 @@ class Connection:
         self._payload = None
         self._view = memoryview(self._head)
 
-    def _step_message(self) -> Iterator[Received]:
+    def _step_message(self) -> Iterator[IncomingMessage]:
         """Handles a complete header, or yields the message once its payload is complete."""
         epoch, channel, iteration, a, b, num_bytes = _HEADER.unpack(self._head)
         if channel not in _CHANNELS or num_bytes > _MESSAGE_BYTES_MAX:
@@ -265,14 +265,14 @@ class Connection:
             raise AuthenticationError(reason)
         if self._payload is None:
             tag = Tag(Channel(channel), iteration, a, b)
-            placed = self._place(self.peer, epoch, tag, num_bytes)
-            self._is_placed = placed is not None
-            self._payload = np.empty(num_bytes, dtype=np.uint8) if placed is None else placed
+            memory = self._memory_for(self.peer, epoch, tag, num_bytes)
+            self._has_offered_memory = memory is not None
+            self._payload = np.empty(num_bytes, dtype=np.uint8) if memory is None else memory
             self._view = self._payload.data
             return
-        payload, self._is_placed = self._payload, False
+        payload, self._has_offered_memory = self._payload, False
         self._expect(_HEADER.size)
-        yield Received(epoch, Tag(Channel(channel), iteration, a, b), payload)
+        yield IncomingMessage(epoch, Tag(Channel(channel), iteration, a, b), payload)
 
     def _step_handshake(self) -> None:
         try:

@@ -71,7 +71,7 @@ class Cuts:
         for connection in list(self.severed):
             rank = max(connection.peer, connection.target)
             if not any(is_beyond(rank) for is_beyond in cuts):
-                self._take_up(connection)
+                self._resume(connection)
         self.is_deaf = bool(cuts)
 
     def forget(self, connection: Connection) -> None:
@@ -87,7 +87,7 @@ class Cuts:
         self._selector.unregister(connection.sock)
         self.severed.add(connection)
 
-    def _take_up(self, connection: Connection) -> None:
+    def _resume(self, connection: Connection) -> None:
         with connection.lock:
             connection.is_severed = False
         self._selector.register(connection.sock, READ_AND_WRITE, connection)

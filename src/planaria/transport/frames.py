@@ -79,7 +79,7 @@ class FrameDecoder:
             if len(self._buffer) < _LENGTH.size + length:
                 break
             body = bytes(self._buffer[_LENGTH.size : _LENGTH.size + length])
-            bodies.append(_inflated(body) if is_deflated else body)
+            bodies.append(_inflated_body(body) if is_deflated else body)
             del self._buffer[: _LENGTH.size + length]
         return bodies
 
@@ -94,7 +94,7 @@ def order_of(body: bytes) -> ToNode:
         return _order_decoder.decode(body)
 
 
-def _inflated(deflated: bytes) -> bytes:
+def _inflated_body(deflated: bytes) -> bytes:
     """The body of a deflated frame.
 
     Raises:

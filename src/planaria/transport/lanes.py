@@ -62,7 +62,7 @@ class Clock:
         return start_s
 
 
-class Begun(NamedTuple, Generic[Flow, Content]):
+class Slice(NamedTuple, Generic[Flow, Content]):
     """A slice of a message, and the time for which it has the link direction.
 
     Attributes:
@@ -89,7 +89,7 @@ class Lane(Generic[Flow, Content]):
     def __init__(self, reserve: Reserve) -> None:
         self._reserve = reserve
         self._flows: OrderedDict[Flow, deque[_Waiting[Content]]] = OrderedDict()
-        self._next: Begun[Flow, Content] | None = None
+        self._next: Slice[Flow, Content] | None = None
 
     @property
     def next_s(self) -> float:
@@ -106,17 +106,17 @@ class Lane(Generic[Flow, Content]):
         waiting = _Waiting(content, ready_s, lasts_s / num_slices, num_slices)
         self._flows.setdefault(flow, deque()).append(waiting)
 
-    def begun(self, now_s: float) -> Iterator[Begun[Flow, Content]]:
+    def due_slices(self, now_s: float) -> Iterator[Slice[Flow, Content]]:
         """Yields the slices that begin by now, and reserves the time of the one after them.
 
         No later slice is reserved, so that other processes get their turns on the direction.
         """
         while self._next is not None or self._flows:
-            self._next = self._next or self._reserved()
+            self._next = self._next or self._reserve_next()
             if self._next.start_s > now_s:
                 return
-            begun, self._next = self._next, None
-            yield begun
+            due, self._next = self._next, None
+            yield due
 
     def drop(self, flow: Flow) -> list[Content]:
         """Removes a flow; returns its messages whose last slice had not begun."""
@@ -131,7 +131,7 @@ class Lane(Generic[Flow, Content]):
         flows = dict.fromkeys([self._next.flow] if self._next else []) | dict.fromkeys(self._flows)
         return [(flow, content) for flow in flows for content in self.drop(flow)]
 
-    def _reserved(self) -> Begun[Flow, Content]:
+    def _reserve_next(self) -> Slice[Flow, Content]:
         """The next slice of the flow whose turn it is, with its reserved time."""
         flow, queue = self._flows.popitem(last=False)
         first = queue[0]
@@ -141,4 +141,4 @@ class Lane(Generic[Flow, Content]):
             queue.popleft()
         if queue:
             self._flows[flow] = queue
-        return Begun(flow, None if first.num_slices else first.content, start_s, first.slice_s)
+        return Slice(flow, None if first.num_slices else first.content, start_s, first.slice_s)

@@ -32,12 +32,12 @@ from planaria.transport.connection import (
     Address,
     Channel,
     Connection,
+    IncomingMessage,
     OwnEnd,
-    Received,
     Tag,
     connecting_socket,
 )
-from planaria.transport.pacing import Ends, Leaving, Pacer, Pacing, Unpaced
+from planaria.transport.pacing import LinkCallbacks, OutgoingMessage, Pacer, Pacing, Unpaced
 from planaria.transport.serving import Handlers, Server
 from planaria.transport.traffic import Traffic
 
@@ -52,7 +52,8 @@ Buffer = npt.NDArray[Any]
 PATIENT_S: Final = threading.TIMEOUT_MAX
 
 _NEVER = 1 << 62  # An epoch that no job reaches.
-_TELLS_S: Final = 600.0  # A wait is logged after this time, and whenever its length has doubled.
+# A wait is logged after this time, and whenever its length has doubled.
+_LOG_AFTER_S: Final = 600.0
 
 
 class Links:
@@ -87,31 +88,39 @@ class Links:
         lock = threading.RLock()
         self._changed = threading.Condition(lock)  # Guards all that follows.
         self._inbox = Inbox()
-        self._own = OwnEnd(token, (rank, self.address[1]), self._inbox.placed)
+        self._own = OwnEnd(token, (rank, self.address[1]), self._inbox.memory_for)
         self._peers: dict[int, Connection] = {}
-        self._calling: dict[int, Connection] = {}
+        self._connecting: dict[int, Connection] = {}
         self._lost: dict[int, str] = {}
         self._ports: dict[int, int] = {}  # The listening ports of the epoch's peers.
         self._awaited: set[int] = set()  # Peers of the epoch to which no link is up.
-        self._heard: set[int] = set()  # Peers that have sent something in this epoch.
-        self._early: dict[int, list[list[memoryview]]] = {}  # Messages whose link is not up yet.
+        self._senders: set[int] = set()  # Peers that have sent something in this epoch.
+        # Messages to peers whose link is not up yet.
+        self._queued_messages: dict[int, list[list[memoryview]]] = {}
         self._first_epoch = 0
         self._abort_reason = ""
         self._failure: Exception | None = None
         self.traffic = Traffic()
-        flow = Ends(lock, self._way, self._transmit, self._put, self._fail, self.traffic)
-        self._flow = Pacer(rank, pacing, flow) if pacing else Unpaced(flow)
-        self.timekeeper = self._flow.timekeeper
+        callbacks = LinkCallbacks(
+            lock,
+            self._checked_link,
+            self._transmit,
+            self._deliver,
+            self._on_thread_failure,
+            self.traffic,
+        )
+        self._pacer = Pacer(rank, pacing, callbacks) if pacing else Unpaced(callbacks)
+        self.timekeeper = self._pacer.timekeeper
         self._server = Server(
             rank,
             self._listener,
             Handlers(
-                accept=lambda s: self._server.add(Connection(s, self._own, target=-1, port=0)),
-                welcome=self._welcome,
-                deliver=self._flow.receive,
-                lose=self._lose,
-                fail=self._fail,
-                end=self._end,
+                on_accept=lambda s: self._server.add(Connection(s, self._own, target=-1, port=0)),
+                on_link_up=self._on_link_up,
+                on_message=self._pacer.receive,
+                on_lost=self._on_link_lost,
+                on_failure=self._on_thread_failure,
+                on_end=self._on_thread_end,
             ),
         )
         self.cuts = self._server.cuts
@@ -150,12 +159,12 @@ class Links:
         assert epoch >= self.epoch, (epoch, self.epoch)
         with self._changed:
             self._check_epoch(epoch)
-            standing = tuple(self._peers.values())
+            old_connections = tuple(self._peers.values())
             self.epoch = epoch
             self.linked_s = 0.0
             self._lost.clear()
-            self._early.clear()
-            self._heard = self._inbox.begin(epoch)
+            self._queued_messages.clear()
+            self._senders = self._inbox.begin_epoch(epoch)
             self._retire({rank: address[1] for rank, address in addresses.items()})
             self._ports = {peer: addresses[peer][1] for peer in peers}
             self._awaited = set()
@@ -164,11 +173,11 @@ class Links:
                 self._peers[peer].is_used = True
             missing = {peer for peer in self._awaited if peer > self.rank}
             self._changed.notify_all()  # Frees threads that still wait in an older epoch.
-        # Without the condition, for `displace` waits for a read that is in progress.
-        for connection in standing:
-            connection.displace()
-        for peer in sorted(missing - self._calling.keys()):
-            self._call(peer, addresses[peer])
+        # The condition is not held, for `withdraw_memory` waits for a read that is in progress.
+        for connection in old_connections:
+            connection.withdraw_memory()
+        for peer in sorted(missing - self._connecting.keys()):
+            self._connect(peer, addresses[peer])
 
     def wait_linked(self, *, timeout_s: float) -> None:
         """Blocks until the links to all peers of the epoch are up.
@@ -194,7 +203,7 @@ class Links:
         """
         views = [array.reshape(-1).view(np.uint8).data for array in buffers if array.size]
         num_bytes = sum(len(view) for view in views)
-        self._flow.send(peer, Leaving(self.epoch, tag, views, virtual_bytes or num_bytes))
+        self._pacer.send(peer, OutgoingMessage(self.epoch, tag, views, virtual_bytes or num_bytes))
         self.sent_bytes[tag.channel] += num_bytes
 
     def receive(self, peer: int, tag: Tag, *, timeout_s: float) -> npt.NDArray[np.uint8]:
@@ -223,11 +232,12 @@ class Links:
         with self._changed:
             epoch = self.epoch
             self._wait(lambda: self.has_any(wanted), epoch=epoch, peers=wanted, timeout_s=timeout_s)
-            found = self._inbox.first(wanted, epoch)
-            assert found is not None
-            payload, due_s = self._inbox.take(found[0], epoch, found[1])
+            arrived = self._inbox.first(wanted, epoch)
+            assert arrived is not None
+            peer, tag = arrived
+            payload, due_s = self._inbox.take(peer, epoch, tag)
             self.timekeeper.reach(due_s)
-            return found[0], payload
+            return peer, payload
 
     def has_any(self, wanted: Mapping[int, Tag]) -> bool:
         """Whether one of these messages has arrived and was not taken.
@@ -237,13 +247,13 @@ class Links:
         """
         return self._inbox.first(wanted, self.epoch) is not None
 
-    def place(self, peer: int, tag: Tag, memory: npt.NDArray[np.uint8]) -> None:
+    def offer_memory(self, peer: int, tag: Tag, memory: npt.NDArray[np.uint8]) -> None:
         """Has a message of this epoch arrive in the given memory.
 
         That happens if the message has not begun to arrive, and has as many bytes as the memory.
         Nothing is written to the memory once a newer epoch has begun.
         """
-        self._inbox.place(peer, self.epoch, tag, memory)
+        self._inbox.offer_memory(peer, self.epoch, tag, memory)
 
     def abort(self, reason: str, *, first_epoch: int) -> None:
         """Ends all epochs before `first_epoch`: their blocked operations raise an AbortedError."""
@@ -261,7 +271,7 @@ class Links:
     def close(self) -> None:
         """Writes what the kernel takes now, then closes every socket. Idempotent."""
         self.abort("links closed", first_epoch=_NEVER)
-        self._flow.close()
+        self._pacer.close()
         self._server.close()
 
     # -- helpers ------------------------------------------------------------------------------
@@ -275,9 +285,9 @@ class Links:
         connection = self._link(peer)
         if connection is None:
             with self._changed:
-                connection = self._way(peer)
+                connection = self._checked_link(peer)
                 if connection is None:
-                    self._early.setdefault(peer, []).append(message)
+                    self._queued_messages.setdefault(peer, []).append(message)
                     return
         is_done = True
         with connection.lock, suppress(OSError):  # The serving thread sees and reports it, too.
@@ -285,7 +295,7 @@ class Links:
         if not is_done:
             self._server.write(connection)
 
-    def _way(self, peer: int) -> Connection | None:
+    def _checked_link(self, peer: int) -> Connection | None:
         """The link to the peer; None if it is being made.
 
         Raises:
@@ -318,12 +328,12 @@ class Links:
 
         Accepted links that no epoch has used yet are kept: they may belong to a later epoch.
         """
-        for links in (self._peers, self._calling):
+        for links in (self._peers, self._connecting):
             for rank, connection in list(links.items()):
                 is_old = connection.is_used or connection.target >= 0
                 if is_old and ports.get(rank) != connection.port:
                     del links[rank]
-                    self._flow.forget(rank)
+                    self._pacer.forget(rank)
                     self._server.retire(connection)
 
     def _wait(
@@ -337,16 +347,16 @@ class Links:
             peers: ranks that are waited for.
         """
 
-        def lost() -> list[int]:
-            unheard = self._ports.keys() - self._heard
-            return [peer for peer in self._lost if peer in peers or peer in unheard]
+        def lost_peers() -> list[int]:
+            silent = self._ports.keys() - self._senders
+            return [peer for peer in self._lost if peer in peers or peer in silent]
 
         def is_over() -> bool:
             has_ended = bool(self._failure) or epoch < max(self._first_epoch, self.epoch)
-            return condition() or has_ended or bool(self._lost and lost())
+            return condition() or has_ended or bool(self._lost and lost_peers())
 
         begin_s = time.monotonic()
-        waits_s = min(timeout_s, _TELLS_S)
+        waits_s = min(timeout_s, _LOG_AFTER_S)
         while not self._changed.wait_for(is_over, timeout=begin_s + waits_s - time.monotonic()):
             if waits_s >= timeout_s:
                 break
@@ -358,7 +368,7 @@ class Links:
             return
         self._check_alive()
         self._check_epoch(epoch)
-        for peer in lost():
+        for peer in lost_peers():
             raise PeerLostError(peer, self._lost[peer])
         silent = set(peers) - self._peers.keys() or peers
         raise PeerLostError(min(silent), f"nothing came for {timeout_s:.1f} s")
@@ -367,37 +377,38 @@ class Links:
         """Raises an AbortedError if the epoch is over. The condition must be held."""
         if epoch >= max(self._first_epoch, self.epoch):
             return
-        begun = f"epoch {self.epoch} has begun"
-        reason = self._abort_reason if epoch < self._first_epoch else begun
+        reason = f"epoch {self.epoch} has begun"
+        if epoch < self._first_epoch:
+            reason = self._abort_reason
         raise AbortedError(f"rank {self.rank}, epoch {epoch}: {reason}")
 
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise AssertionError("the links' thread died") from self._failure
 
-    def _call(self, peer: int, address: Address) -> None:
+    def _connect(self, peer: int, address: Address) -> None:
         sock = connecting_socket(peer, address)
         with self._changed:
             connection = Connection(sock, self._own, target=peer, port=address[1])
-            self._calling[peer] = connection
+            self._connecting[peer] = connection
             self._server.add(connection)
 
     # -- what the thread that serves the links calls --------------------------------------------
 
-    def _welcome(self, connection: Connection) -> None:
+    def _on_link_up(self, connection: Connection) -> None:
         """Makes the connection the link to its peer, and sends the messages that wait for it."""
         peer = connection.peer
         with self._changed:
-            self._calling.pop(peer, None)
+            self._connecting.pop(peer, None)
             older = self._peers.get(peer)
             with connection.lock:  # Later messages wait for the lock, so they come after these.
                 self._peers[peer] = connection
                 if self._ports.get(peer) == connection.port:
                     connection.is_used = True
-                    for message in self._early.pop(peer, ()):
+                    for message in self._queued_messages.pop(peer, ()):
                         connection.append(message)
             if older is not None:
-                older.displace()
+                older.withdraw_memory()
                 # The peer's worker was forked again.
                 self._server.retire(older)
                 if older.is_used:  # The epoch relied on the old worker.
@@ -406,7 +417,7 @@ class Links:
             if peer in self._lost or not self._awaited:
                 self._changed.notify_all()
 
-    def _put(self, connection: Connection, message: Received, due_s: float) -> None:
+    def _deliver(self, connection: Connection, message: IncomingMessage, due_s: float) -> None:
         """Puts a message that has arrived into the inbox, unless its epoch or its link is over."""
         self.received_bytes[message.tag.channel] += len(message.payload)
         if message.tag.channel is Channel.STATE:
@@ -415,32 +426,32 @@ class Links:
             is_current = self._peers.get(connection.peer) is connection
             if message.epoch >= self.epoch and is_current:
                 if message.epoch == self.epoch:
-                    self._heard.add(connection.peer)
-                self._inbox.put(connection.peer, message, due_s)
+                    self._senders.add(connection.peer)
+                self._inbox.add(connection.peer, message, due_s)
                 self._changed.notify_all()
 
-    def _lose(self, connection: Connection, reason: str) -> None:
+    def _on_link_lost(self, connection: Connection, reason: str) -> None:
         with self._changed:
-            self._flow.end(connection)
-            for links in (self._peers, self._calling):
+            self._pacer.deliver_arrived(connection)
+            for links in (self._peers, self._connecting):
                 for rank in [r for r, link in links.items() if link is connection]:
                     del links[rank]
                     self._lost[rank] = reason
-                    self._flow.forget(rank)
+                    self._pacer.forget(rank)
                     self._note_links([rank])
             self._changed.notify_all()
 
-    def _fail(self, error: Exception) -> None:
+    def _on_thread_failure(self, error: Exception) -> None:
         with self._changed:
             self._failure = error
             self._peers.clear()  # So that `send` raises, too.
             self._changed.notify_all()
 
-    def _end(self) -> None:
+    def _on_thread_end(self) -> None:
         with self._changed:
             self._lost.update(dict.fromkeys((*self._peers, *self._ports), "links closed"))
             self._peers.clear()
-            self._early.clear()
+            self._queued_messages.clear()
 
 
 # -- messages that have arrived for a rank and were not taken, and memory for those to come --------
@@ -459,26 +470,28 @@ class Inbox:
         # With the moment at which each was due; 0.0: links are not paced.
         self._messages: dict[tuple[int, int, Tag], tuple[Payload, float]] = {}
         self._lock = threading.Lock()
-        self._places: dict[tuple[int, int, Tag], Payload] = {}
+        self._offered_memory: dict[tuple[int, int, Tag], Payload] = {}
 
     def __len__(self) -> int:
         return len(self._messages)
 
-    def begin(self, epoch: int) -> set[int]:
+    def begin_epoch(self, epoch: int) -> set[int]:
         """Drops messages of older epochs; returns the peers that have sent some of this epoch."""
-        self._messages = {key: one for key, one in self._messages.items() if key[1] >= epoch}
+        self._messages = {key: m for key, m in self._messages.items() if key[1] >= epoch}
         with self._lock:
-            self._places.clear()
-        return {peer for peer, of, _ in self._messages if of == epoch}
+            self._offered_memory.clear()
+        return {peer for peer, message_epoch, _ in self._messages if message_epoch == epoch}
 
-    def put(self, peer: int, message: Received, due_s: float) -> None:
+    def add(self, peer: int, message: IncomingMessage, due_s: float) -> None:
         """Adds a message that has arrived."""
         self._messages[peer, message.epoch, message.tag] = message.payload, due_s
 
     def first(self, wanted: Mapping[int, Tag], epoch: int) -> tuple[int, Tag] | None:
         """The first of the wanted messages (tag by peer) that has arrived; None if none has."""
-        here = (want for want in wanted.items() if (want[0], epoch, want[1]) in self._messages)
-        return next(here, None)
+        arrived = (
+            (peer, tag) for peer, tag in wanted.items() if (peer, epoch, tag) in self._messages
+        )
+        return next(arrived, None)
 
     def take(self, peer: int, epoch: int, tag: Tag) -> tuple[Payload, float]:
         """Takes a message that has arrived, with the moment at which it was due.
@@ -486,16 +499,16 @@ class Inbox:
         Memory that was offered for the message and not used is free again.
         """
         with self._lock:
-            self._places.pop((peer, epoch, tag), None)
+            self._offered_memory.pop((peer, epoch, tag), None)
         return self._messages.pop((peer, epoch, tag))
 
-    def place(self, peer: int, epoch: int, tag: Tag, memory: Payload) -> None:
+    def offer_memory(self, peer: int, epoch: int, tag: Tag, memory: Payload) -> None:
         """Offers memory for a message that may be about to arrive."""
         with self._lock:
-            self._places[peer, epoch, tag] = memory
+            self._offered_memory[peer, epoch, tag] = memory
 
-    def placed(self, peer: int, epoch: int, tag: Tag, num_bytes: int) -> Payload | None:
+    def memory_for(self, peer: int, epoch: int, tag: Tag, num_bytes: int) -> Payload | None:
         """The memory offered for a message that begins to arrive; None: none of its size."""
         with self._lock:
-            memory = self._places.pop((peer, epoch, tag), None)
+            memory = self._offered_memory.pop((peer, epoch, tag), None)
         return memory if memory is not None and len(memory) == num_bytes else None

@@ -32,7 +32,7 @@ from typing import Final, NamedTuple
 
 from planaria.core.plan import Link
 from planaria.errors import PeerLostError
-from planaria.transport.connection import Channel, Connection, Received, Tag, header
+from planaria.transport.connection import Channel, Connection, IncomingMessage, Tag, header
 from planaria.transport.lanes import Clock, Lane, shared_clocks
 from planaria.transport.timekeeping import Timekeeper
 from planaria.transport.traffic import Traffic, Use
@@ -67,7 +67,7 @@ def node_clocks(devices_per_node: int) -> int:
     return shared_clocks(2 * (1 + devices_per_node))
 
 
-class Leaving(NamedTuple):
+class OutgoingMessage(NamedTuple):
     """A message that is to be sent.
 
     Attributes:
@@ -90,7 +90,7 @@ class Leaving(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class LinkCallbacks:
     """The parts of a rank's links that a `Pacer` calls.
 
     Attributes:
@@ -105,7 +105,7 @@ class Ends:
     lock: "threading.RLock"
     check: Callable[[int], object]
     transmit: Callable[[int, list[memoryview]], None]
-    deliver: Callable[[Connection, Received, float], None]
+    deliver: Callable[[Connection, IncomingMessage, float], None]
     fail: Callable[[Exception], None]
     traffic: Traffic
 
@@ -113,25 +113,25 @@ class Ends:
 class Unpaced:
     """Sends and delivers messages without delay, under the interface of `Pacer`."""
 
-    def __init__(self, ends: Ends) -> None:
-        self._ends = ends
+    def __init__(self, callbacks: LinkCallbacks) -> None:
+        self._callbacks = callbacks
         self.timekeeper = Timekeeper()
 
-    def send(self, peer: int, leaving: Leaving) -> None:
+    def send(self, peer: int, message: OutgoingMessage) -> None:
         """Sends a message at once."""
-        start_s, traffic = time.monotonic(), self._ends.traffic
-        end_s = start_s + traffic.seconds(leaving.num_bytes)
-        traffic.note(Use(True, peer, leaving.tag, start_s, end_s))
-        self._ends.transmit(peer, [leaving.header(leaving.num_bytes), *leaving.views])
+        start_s, traffic = time.monotonic(), self._callbacks.traffic
+        end_s = start_s + traffic.seconds(message.num_bytes)
+        traffic.note(Use(True, peer, message.tag, start_s, end_s))
+        self._callbacks.transmit(peer, [message.header(message.num_bytes), *message.views])
 
-    def receive(self, connection: Connection, message: Received) -> None:
+    def receive(self, connection: Connection, message: IncomingMessage) -> None:
         """Delivers a message that has come."""
-        end_s, traffic = time.monotonic(), self._ends.traffic
+        end_s, traffic = time.monotonic(), self._callbacks.traffic
         start_s = end_s - traffic.seconds(len(message.payload))
         traffic.note(Use(False, connection.peer, message.tag, start_s, end_s))
-        self._ends.deliver(connection, message, 0.0)
+        self._callbacks.deliver(connection, message, 0.0)
 
-    def end(self, connection: Connection) -> None:
+    def deliver_arrived(self, connection: Connection) -> None:
         """Does nothing: no message of a connection waits."""
 
     def forget(self, peer: int) -> None:
@@ -148,75 +148,83 @@ class Pacer:
         timekeeper: time of the work of the threads that send and receive.
     """
 
-    def __init__(self, rank: int, pacing: Pacing, ends: Ends) -> None:
+    def __init__(self, rank: int, pacing: Pacing, callbacks: LinkCallbacks) -> None:
         self.timekeeper = Timekeeper(pacing.late_s_max)
         self._pacing = pacing
         self._node, device = divmod(rank, pacing.devices_per_node)
-        self._ends = ends
+        self._callbacks = callbacks
         # The first clocks of two directions (out, in): between nodes, and within this node.
         indices = (0, 2 * (1 + device))
         clocks = [(Clock(pacing.clocks_fd, i), Clock(pacing.clocks_fd, i + 1)) for i in indices]
         self._links = (pacing.inter_node, pacing.intra_node)
-        self._out: list[Lane[int, Leaving]] = [Lane(out.reserve) for out, _ in clocks]
-        self._into: list[Lane[Connection, Received]] = [Lane(into.reserve) for _, into in clocks]
-        self._arriving: list[tuple[float, int, Connection, Received]] = []  # A heap by moment due.
+        self._lanes_out: list[Lane[int, OutgoingMessage]] = [Lane(out.reserve) for out, _ in clocks]
+        self._lanes_in: list[Lane[Connection, IncomingMessage]] = [
+            Lane(into.reserve) for _, into in clocks
+        ]
+        self._arriving: list[
+            tuple[float, int, Connection, IncomingMessage]
+        ] = []  # A heap by moment due.
         # By flow, the seconds that the slices of its unfinished message have taken so far.
-        self._taken_s: defaultdict[int | Connection, float] = defaultdict(float)
+        self._sliced_s: defaultdict[int | Connection, float] = defaultdict(float)
         self._order = count()
-        self._changed = threading.Condition(ends.lock)
+        self._changed = threading.Condition(callbacks.lock)
         self._wakes_s = -math.inf
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="pacing", daemon=True)
         self._thread.start()
 
-    def send(self, peer: int, leaving: Leaving) -> None:
+    def send(self, peer: int, message: OutgoingMessage) -> None:
         """Queues a message, whose slices are sent as their times come; never blocks.
 
         Raises:
             PeerLostError: no link to the peer is up or being made.
         """
-        self._ends.check(peer)
+        self._callbacks.check(peer)
         kind = self._kind(peer)
-        lasts_s = leaving.virtual_bytes / self._links[kind].bandwidth_bytes_per_s
+        lasts_s = message.virtual_bytes / self._links[kind].bandwidth_bytes_per_s
         with self._changed:
-            self._out[kind].put(peer, leaving, ready_s=self.timekeeper.now_s(), lasts_s=lasts_s)
+            self._lanes_out[kind].put(
+                peer, message, ready_s=self.timekeeper.now_s(), lasts_s=lasts_s
+            )
             self._advance()
 
-    def receive(self, connection: Connection, message: Received) -> None:
+    def receive(self, connection: Connection, message: IncomingMessage) -> None:
         """Queues a slice that has come over a connection; it begins with a stamp."""
         start_s, lasts_s = _STAMP.unpack_from(message.payload.data)
-        is_whole = message.tag.channel is not Channel.PACE
-        content = message._replace(payload=message.payload[_STAMP.size :]) if is_whole else None
+        is_last_slice = message.tag.channel is not Channel.PACE
+        content = (
+            message._replace(payload=message.payload[_STAMP.size :]) if is_last_slice else None
+        )
         with self._changed:
-            lane = self._into[self._kind(connection.peer)]
+            lane = self._lanes_in[self._kind(connection.peer)]
             lane.put(connection, content, ready_s=start_s, lasts_s=lasts_s)
             self._advance()
 
-    def end(self, connection: Connection) -> None:
+    def deliver_arrived(self, connection: Connection) -> None:
         """Delivers at once all messages that came completely over a connection that is over."""
         with self._changed:
-            self._taken_s.pop(connection, None)
-            waiting = [message for lane in self._into for message in lane.drop(connection)]
+            self._sliced_s.pop(connection, None)
+            waiting = [message for lane in self._lanes_in for message in lane.drop(connection)]
             own = sorted(entry for entry in self._arriving if entry[2] is connection)
             self._arriving = [entry for entry in self._arriving if entry[2] is not connection]
             heapq.heapify(self._arriving)
             for message in [*(entry[3] for entry in own), *waiting]:
-                self._ends.deliver(connection, message, 0.0)
+                self._callbacks.deliver(connection, message, 0.0)
 
     def forget(self, peer: int) -> None:
         """Drops the messages that still wait to be sent to a peer."""
         with self._changed:
-            self._taken_s.pop(peer, None)
-            for lane in self._out:
+            self._sliced_s.pop(peer, None)
+            for lane in self._lanes_out:
                 lane.drop(peer)
 
     def close(self) -> None:
         """Ends the thread; messages that still wait to be sent are sent at once."""
         with self._changed:
             self._is_closed = True
-            for lane in self._out:
-                for peer, leaving in lane.drop_all():
-                    self._write(peer, leaving, start_s=time.monotonic(), lasts_s=0.0)
+            for lane in self._lanes_out:
+                for peer, message in lane.drop_all():
+                    self._write(peer, message, start_s=time.monotonic(), lasts_s=0.0)
             self._changed.notify()
         self._thread.join(timeout=_CLOSE_TIMEOUT_S)
 
@@ -234,33 +242,33 @@ class Pacer:
         except Exception as error:
             # A bug of planaria. Unless a thread that waits raises it, all ranks wait in vain.
             logger.exception("the thread that paces the links died")
-            self._ends.fail(error)
+            self._callbacks.fail(error)
 
     def _next_s(self) -> float:
-        out_s = min(lane.next_s for lane in self._out)
-        into_s = min(lane.next_s for lane in self._into)
+        out_s = min(lane.next_s for lane in self._lanes_out)
+        into_s = min(lane.next_s for lane in self._lanes_in)
         return min(out_s, into_s, self._arriving[0][0] if self._arriving else math.inf)
 
     def _advance(self) -> None:
         """Sends the slices and delivers the messages that are due; has the thread do the next."""
         now_s = time.monotonic()
-        for out in self._out:
-            for peer, leaving, start_s, lasts_s in out.begun(now_s):
+        for out in self._lanes_out:
+            for peer, leaving, start_s, lasts_s in out.due_slices(now_s):
                 self._write(peer, leaving, start_s=start_s, lasts_s=lasts_s)
-                self._taken_s[peer] += lasts_s
+                self._sliced_s[peer] += lasts_s
                 if leaving is not None:
                     self._note(True, peer, peer, leaving.tag, end_s=start_s + lasts_s)
-        for link, into in zip(self._links, self._into, strict=True):
-            for connection, message, start_s, lasts_s in into.begun(now_s):
-                self._taken_s[connection] += lasts_s
-                if message is not None:
+        for link, into in zip(self._links, self._lanes_in, strict=True):
+            for connection, arrived, start_s, lasts_s in into.due_slices(now_s):
+                self._sliced_s[connection] += lasts_s
+                if arrived is not None:
                     peer, end_s = connection.peer, start_s + lasts_s
-                    self._note(False, connection, peer, message.tag, end_s=end_s)
+                    self._note(False, connection, peer, arrived.tag, end_s=end_s)
                     due_s = end_s + link.latency_s
-                    heapq.heappush(self._arriving, (due_s, next(self._order), connection, message))
+                    heapq.heappush(self._arriving, (due_s, next(self._order), connection, arrived))
         while self._arriving and self._arriving[0][0] <= now_s:
-            due_s, _, connection, message = heapq.heappop(self._arriving)
-            self._ends.deliver(connection, message, due_s)
+            due_s, _, connection, arrived = heapq.heappop(self._arriving)
+            self._callbacks.deliver(connection, arrived, due_s)
         if self._next_s() < self._wakes_s:
             self._changed.notify()
 
@@ -268,13 +276,15 @@ class Pacer:
         self, is_out: bool, flow: int | Connection, peer: int, tag: Tag, *, end_s: float
     ) -> None:
         """Records a message of training whose last slice ends at `end_s`."""
-        start_s = end_s - self._taken_s.pop(flow, 0.0)
-        self._ends.traffic.note(Use(is_out, peer, tag, start_s, end_s))
+        start_s = end_s - self._sliced_s.pop(flow, 0.0)
+        self._callbacks.traffic.note(Use(is_out, peer, tag, start_s, end_s))
 
-    def _write(self, peer: int, leaving: Leaving | None, *, start_s: float, lasts_s: float) -> None:
+    def _write(
+        self, peer: int, message: OutgoingMessage | None, *, start_s: float, lasts_s: float
+    ) -> None:
         stamp = memoryview(_STAMP.pack(start_s, lasts_s))
-        message = [memoryview(_SLICE_HEADER), stamp]
-        if leaving is not None:
-            message = [leaving.header(_STAMP.size + leaving.num_bytes), stamp, *leaving.views]
+        views = [memoryview(_SLICE_HEADER), stamp]
+        if message is not None:
+            views = [message.header(_STAMP.size + message.num_bytes), stamp, *message.views]
         with contextlib.suppress(PeerLostError):  # `send` has checked; the peer was lost since.
-            self._ends.transmit(peer, message)
+            self._callbacks.transmit(peer, views)

@@ -7,7 +7,7 @@ is a line with the faults that only the process can inject into itself, each KIN
 each kind the probe was given a function that does so.
 
 A process that is to be cut off from others, or whose disk is to be slow, learns of it at any time:
-it keeps a connection to the launcher open, over which it is told (`heed`).
+it keeps a connection to the launcher open, over which it is told (`listen`).
 """
 
 import contextlib
@@ -31,7 +31,7 @@ NO_NODE = 1 << 40  # The identity of the coordinator when it calls.
 LISTENING = "listening"  # The step that a process reports to be told of cuts and slow disks.
 
 
-class Reached(msgspec.Struct, frozen=True):
+class StepReached(msgspec.Struct, frozen=True):
     """A probe's report to the launcher: the step that its process has reached."""
 
     step: str
@@ -61,8 +61,8 @@ class Slowed(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
-Told = Cut | Slowed
-_told_decoder: msgspec.json.Decoder[Told] = msgspec.json.Decoder(Told)
+LauncherMessage = Cut | Slowed
+_launcher_decoder: msgspec.json.Decoder[LauncherMessage] = msgspec.json.Decoder(LauncherMessage)
 
 
 class Probe:
@@ -92,15 +92,15 @@ class Probe:
         self._address = address
         self._token = token
 
-    def reached(self, step: str, iteration: int) -> None:
+    def report_step(self, step: str, iteration: int) -> None:
         """Reports that a step begins; returns when all faults for that step have been injected."""
         if not any(_is_at(place, step, iteration) for place in self._places):
             return
-        for fault in self._answer(Reached(step, iteration)):
+        for fault in self._call_launcher(StepReached(step, iteration)):
             kind, _, value = fault.partition("=")
             self._faults[kind](iteration, float(value or 0.0))
 
-    def heed(
+    def listen(
         self, *, cut: Callable[[Cut, float], None], slow: Mapping[str, Callable[[float], None]]
     ) -> None:
         """Starts a thread that passes on what the launcher tells this process.
@@ -109,31 +109,31 @@ class Probe:
             cut: takes a cut and its end, by the monotonic clock; inf: it never ends.
             slow: functions by disk, each of which slows its disk; it takes the seconds.
         """
-        threading.Thread(target=self._heed, args=(cut, slow), name="probe", daemon=True).start()
+        threading.Thread(target=self._serve, args=(cut, slow), name="probe", daemon=True).start()
 
-    def _heed(
+    def _serve(
         self, cut: Callable[[Cut, float], None], slow: Mapping[str, Callable[[float], None]]
     ) -> None:
-        with contextlib.suppress(OSError), self._line() as sock:
-            sock.sendall(msgspec.json.encode(Reached(LISTENING, -1)) + b"\n")
+        with contextlib.suppress(OSError), self._connect() as sock:
+            sock.sendall(msgspec.json.encode(StepReached(LISTENING, -1)) + b"\n")
             sock.settimeout(None)  # The connection stays for as long as both processes live.
             for line in sock.makefile("rb"):
-                match _told_decoder.decode(line):
-                    case Cut() as heard:
-                        cut(heard, time.monotonic() + (heard.seconds or math.inf))
+                match _launcher_decoder.decode(line):
+                    case Cut() as cut_message:
+                        cut(cut_message, time.monotonic() + (cut_message.seconds or math.inf))
                     case Slowed(disk, seconds) if disk in slow:
                         slow[disk](seconds)
 
-    def _line(self) -> socket.socket:
+    def _connect(self) -> socket.socket:
         sock = socket.create_connection(self._address, timeout=_WAIT_TIMEOUT_S)
         self._shake_hands(sock)
         return sock
 
-    def _answer(self, reached: Reached) -> list[str]:
+    def _call_launcher(self, reached: StepReached) -> list[str]:
         """The faults that this process has to inject, once the launcher has injected all others."""
         answer = b""
         try:
-            with self._line() as sock:
+            with self._connect() as sock:
                 sock.sendall(msgspec.json.encode(reached) + b"\n")
                 while not answer.endswith(b"\n"):
                     answer += _read(sock, 1)

@@ -36,7 +36,7 @@ class Pulse:
         self.stack_fd = os.memfd_create("stack")
         self.lease_end_s = math.inf
         self._write(_BEAT, time.monotonic() + FIRST_BEAT_S)
-        self.wait()
+        self.begin_wait()
 
     @property
     def lease_end_s(self) -> float:
@@ -66,18 +66,18 @@ class Pulse:
         """Notes that the worker's control thread runs."""
         self._write(_BEAT, time.monotonic())
 
-    def act(self, limit_s: float) -> None:
+    def begin_action(self, limit_s: float) -> None:
         """Notes that an action begins that should end within limit_s."""
         self._write(_DEADLINE, time.monotonic() + limit_s)
 
-    def wait(self) -> None:
+    def begin_wait(self) -> None:
         """Notes that the worker now waits for others, so it has no deadline."""
         self._write(_DEADLINE, math.inf)
 
-    def rest(self) -> None:
+    def become_idle(self) -> None:
         """Notes that the worker computes no layer and has no deadline."""
         self.layers = (0, 0)
-        self.wait()
+        self.begin_wait()
 
     @property
     def layers(self) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from planaria.errors import AuthenticationError
-from planaria.transport.connection import Connection, Received
+from planaria.transport.connection import Connection, IncomingMessage
 from planaria.transport.cuts import READ_AND_WRITE, Cuts
 
 logger = logging.getLogger(__name__)
@@ -33,20 +33,20 @@ class Handlers:
     """The functions that the thread calls when something happens on the links.
 
     Attributes:
-        accept: takes the socket of a peer that connects; hands its connection to `Server.add`.
-        welcome: takes a connection whose handshake is over.
-        deliver: takes a message that has arrived, with its connection.
-        lose: takes a connection that is over and about to be closed, and the reason.
-        fail: takes the error of which the thread dies.
-        end: is called when the thread ends and all connections are closed.
+        on_accept: takes the socket of a peer that connects; hands its connection to `Server.add`.
+        on_link_up: takes a connection whose handshake is over.
+        on_message: takes a message that has arrived, with its connection.
+        on_lost: takes a connection that is over and about to be closed, and the reason.
+        on_failure: takes the error of which the thread dies.
+        on_end: is called when the thread ends and all connections are closed.
     """
 
-    accept: Callable[[socket.socket], None]
-    welcome: Callable[[Connection], None]
-    deliver: Callable[[Connection, Received], None]
-    lose: Callable[[Connection, str], None]
-    fail: Callable[[Exception], None]
-    end: Callable[[], None]
+    on_accept: Callable[[socket.socket], None]
+    on_link_up: Callable[[Connection], None]
+    on_message: Callable[[Connection, IncomingMessage], None]
+    on_lost: Callable[[Connection, str], None]
+    on_failure: Callable[[Exception], None]
+    on_end: Callable[[], None]
 
 
 class Server:
@@ -66,7 +66,7 @@ class Server:
         self._blocked: set[Connection] = set()
         # Only the thread uses this and what follows, up to the selector.
         self._unproven: set[Connection] = set()
-        self._is_heard = True  # Whether the selector watches the listener.
+        self._is_listening = True  # Whether the selector watches the listener.
         self._paused_end_s = 0.0  # End of a pause without accepting links; 0.0: there is none.
         self._quiet_end_s = 0.0  # Until then, failed accepts are not logged.
         self._selector = selectors.DefaultSelector()
@@ -121,7 +121,7 @@ class Server:
         except Exception as error:
             # A bug of planaria. Unless a thread that waits raises it, all ranks wait in vain.
             logger.exception("rank %s: the thread that serves the links died", self._rank)
-            self._handlers.fail(error)
+            self._handlers.on_failure(error)
         finally:
             self._close_all()
 
@@ -145,7 +145,7 @@ class Server:
         for connection in [c for c in self._unproven if c.deadline_s <= time.monotonic()]:
             self._drop(connection, "no handshake")
         self.cuts.apply()
-        self._hear()
+        self._update_listening()
 
     def _patience_s(self) -> float | None:
         """Seconds after which a deadline, cut or pause ends first; None: there is none."""
@@ -170,18 +170,18 @@ class Server:
                 logger.warning("rank %s: %s: %s; %s", self._rank, what, error, remedy)
             self._quiet_end_s = now_s + _QUIET_S
             return
-        self._handlers.accept(sock)
+        self._handlers.on_accept(sock)
 
-    def _hear(self) -> None:
+    def _update_listening(self) -> None:
         """Has the selector watch the listener only while links are accepted: it would spin else."""
         if self._paused_end_s <= time.monotonic():
             self._paused_end_s = 0.0
-        hears = not self.cuts.is_deaf and not self._paused_end_s
-        if hears and not self._is_heard:
+        should_listen = not self.cuts.is_deaf and not self._paused_end_s
+        if should_listen and not self._is_listening:
             self._selector.register(self._listener, selectors.EVENT_READ, None)
-        elif not hears and self._is_heard:
+        elif not should_listen and self._is_listening:
             self._selector.unregister(self._listener)
-        self._is_heard = hears
+        self._is_listening = should_listen
 
     def _watch(self, connection: Connection, events: int) -> None:
         if connection.sock.fileno() >= 0 and not connection.is_severed:
@@ -193,9 +193,9 @@ class Server:
                 for message in connection.read():
                     if message is None:
                         self._unproven.discard(connection)
-                        self._handlers.welcome(connection)
+                        self._handlers.on_link_up(connection)
                     else:
-                        self._handlers.deliver(connection, message)
+                        self._handlers.on_message(connection, message)
             with connection.lock:
                 is_done = connection.flush()
                 self._watch(connection, selectors.EVENT_READ if is_done else READ_AND_WRITE)
@@ -207,7 +207,7 @@ class Server:
             return
         self.cuts.forget(connection)
         self._unproven.discard(connection)
-        self._handlers.lose(connection, reason)
+        self._handlers.on_lost(connection, reason)
         connection.close()
         if connection.peer < 0:
             logger.warning("rank %s: gave up a link: %s", self._rank, reason)
@@ -220,4 +220,4 @@ class Server:
             connection.close()
         self._listener.close()
         self._selector.close()
-        self._handlers.end()
+        self._handlers.on_end()

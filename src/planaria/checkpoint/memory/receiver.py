@@ -132,7 +132,7 @@ class CopyReceiver:
         """Has a piece arrive in its final memory, unless it has begun to arrive elsewhere."""
         if version is not None:
             tag = piece_tag(version.label, version.layer, index)
-            self._links.place(source, tag, version.piece(index))
+            self._links.offer_memory(source, tag, version.piece(index))
 
     def _new_version(self, layer: int, label: Label, opening: Opening) -> Version | None:
         """A new version for a layer that comes; None if memory is lacking, so it is not kept."""

@@ -74,7 +74,7 @@ def receive_copy(
         for begin in range(0, opening.num_bytes, opening.piece_bytes)
     ]
     for index, piece in enumerate(pieces):
-        links.place(source, _tag(layer, label, 1 + index), piece)
+        links.offer_memory(source, _tag(layer, label, 1 + index), piece)
     for index, (piece, expected_hash) in enumerate(zip(pieces, opening.hashes, strict=True)):
         received = links.receive(source, _tag(layer, label, 1 + index), timeout_s=timeout_s)
         if len(received) != len(piece) or hash_of(received) != expected_hash:

@@ -183,7 +183,7 @@ class Executor:
         start_s = self._now_s()
         longest_s = self._longest_s.get(action.kind)
         if longest_s is not None and action.kind not in _WAITING:
-            self._pulse.act(max(self._lease_s, _LATE_FACTOR * longest_s))
+            self._pulse.begin_action(max(self._lease_s, _LATE_FACTOR * longest_s))
         if action.kind in _COMPUTING or action.kind is Kind.SHADOW:
             hop = self._schedule.routes[action.microbatch][action.hop]
             self._pulse.layers = hop.first_layer, hop.end_layer
@@ -197,7 +197,7 @@ class Executor:
             self.action_s[kind] = self.action_s.get(kind, 0.0) + self._now_s() - start_s
         elif action.kind is Kind.SHADOW:
             self.eager_s += self._now_s() - start_s
-        self._pulse.wait()
+        self._pulse.begin_wait()
         self._longest_s[action.kind] = max(longest_s or 0.0, self._now_s() - start_s)
         if action.kind is not Kind.REDUCE:
             self._record("compute", action, start_s)

@@ -100,7 +100,7 @@ class _Leader:
         self._disk, self._store_of_saves = Gate(), Gate()
         if spec.heeds:
             slow = {"disk": self._disk.shut, "store": self._store_of_saves.slow}
-            self._probe.heed(cut=lambda *_: None, slow=slow)
+            self._probe.listen(cut=lambda *_: None, slow=slow)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._agents: set[_AgentSocket] = set()
         self._frames = _Frames()
@@ -412,7 +412,7 @@ class _Leader:
 
     def reached(self, place: str, iteration: int) -> None:
         """See Hands."""
-        self._probe.reached(place, iteration)
+        self._probe.report_step(place, iteration)
 
     async def _tell_end(self, ended: Ended) -> None:
         """Tells the launcher, then the agents, that the job has ended.
