@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from planaria.checkpoint.disk.patience import patient
 from planaria.checkpoint.disk.storage import Directory
 from planaria.checkpoint.disk.tiers import Manifest, Tier, tier_of
+from planaria.checkpoint.disk.time_limits import with_time_limit
 from planaria.core.records import Ended, ToLauncher, Warned
 from planaria.job.report import final_record
 from planaria.observe.metrics import FinalRecord
@@ -74,7 +74,7 @@ def test_a_save_that_is_not_read_in_time_costs_its_hashes(
 ) -> None:
     """It is there all the same, and where is told."""
     hang("layer-00001.safetensors")
-    found, texts = final(patient(tier, timeout_s=0.05))
+    found, texts = final(with_time_limit(tier, timeout_s=0.05))
 
     assert (found.checkpoint, found.parameters_sha256) == (tier.where(ITERATION, 0), "")
     (text,) = texts
@@ -87,7 +87,7 @@ def test_a_save_whose_manifest_is_not_read_in_time_is_not_taken_for_none(
 ) -> None:
     """Nobody is to read that nothing was saved."""
     hang("manifest.json")
-    found, texts = final(patient(tier, timeout_s=0.05))
+    found, texts = final(with_time_limit(tier, timeout_s=0.05))
 
     assert found.checkpoint == ""
     assert "did not answer within 0.05 s" in texts[0]

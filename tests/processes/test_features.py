@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from helpers.jobs import digests, tiny_job, train_shape
-from planaria.checkpoint.disk.outgoing import exported
+from planaria.checkpoint.disk.outgoing import export_parameters
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.job import DataConfig, JobConfig, ModelConfig
 from planaria.job.job import Job
@@ -125,7 +125,7 @@ def test_an_export_is_a_model_of_transformers(server: ForkServer, tmp_path: Path
     tier = tier_of(job.checkpoint.directory)
     manifest = tier.newest()
     assert manifest is not None
-    exported(tier, manifest, tmp_path / "exported")
+    export_parameters(tier, manifest, tmp_path / "exported")
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
     state = model.state_dict()

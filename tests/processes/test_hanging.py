@@ -13,7 +13,7 @@ import pytest
 
 from helpers.command import PACED, assert_mistake, command, wait_for
 from helpers.jobs import tiny_job
-from planaria.checkpoint.disk import claim, patience
+from planaria.checkpoint.disk import claim, time_limits
 from planaria.errors import ConfigError, InsufficientError
 from planaria.job import job as library
 from planaria.job.job import Job, Silent
@@ -85,11 +85,11 @@ def test_a_directory_that_hangs_in_the_end_is_its_jobs_until_it_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
     """The job ends; what is left to remove there cannot be another job's journal."""
-    monkeypatch.setattr(patience, "LOOK_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(time_limits, "LOOK_TIMEOUT_S", TIMEOUT_S)
     may_answer, unlink = threading.Event(), Path.unlink
 
     def late(path: Path, missing_ok: bool = False) -> None:
-        assert threading.current_thread().name != "patience" or may_answer.wait(20.0)
+        assert threading.current_thread().name != "time limit" or may_answer.wait(20.0)
         unlink(path, missing_ok)
 
     job = tiny_job("sequential", tmp_path)
@@ -99,7 +99,7 @@ def test_a_directory_that_hangs_in_the_end_is_its_jobs_until_it_answers(
         return library._places(job, place, Silent())
 
     with monkeypatch.context() as patched:
-        with patience.held_patiently(places(), where=saves, timeout_s=20.0) as journal:
+        with time_limits.context_with_time_limit(places(), where=saves, timeout_s=20.0) as journal:
             (Path(journal) / "journal").touch()
             patched.setattr(Path, "unlink", late)
         assert (Path(journal) / "journal").exists()
@@ -183,7 +183,7 @@ def test_the_last_look_at_a_directory_ends_in_time(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job is done, and only the report has less to tell."""
-    monkeypatch.setattr(patience, "LOOK_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(time_limits, "LOOK_TIMEOUT_S", TIMEOUT_S)
     job = tiny_job("sequential", tmp_path, iterations=2)
     # Less than the 10 s for which the coordinator waits to remove what is needed no more.
     job = replace(job, checkpoint=replace(job.checkpoint, timeout_s=5.0))

@@ -11,8 +11,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from planaria.checkpoint.disk.outgoing import exported, newest_of, save_as
-from planaria.checkpoint.disk.tiers import SET_ASIDE, UNPUBLISHED, Manifest, Tier, Version, tier_of
+from planaria.checkpoint.disk.outgoing import export_parameters, newest_of, save_as
+from planaria.checkpoint.disk.tiers import (
+    SET_ASIDE,
+    UNPUBLISHED,
+    Manifest,
+    SavedVersion,
+    Tier,
+    tier_of,
+)
 from planaria.cli.command_line import exit_codes
 from planaria.errors import CheckpointError, ConfigError
 from planaria.show.words import bytes_text, counted
@@ -150,11 +157,11 @@ def export(
             "--version", version, f"is not complete in {directory}; see planaria checkpoint ls"
         )
     console = Console(soft_wrap=True, highlight=False)
-    for name in exported(tier, manifest, output):
+    for name in export_parameters(tier, manifest, output):
         console.print(str(output / name), markup=False)
 
 
-def _versions(directory: str) -> tuple[Version, ...]:
+def _versions(directory: str) -> tuple[SavedVersion, ...]:
     """The versions in a directory, at least one.
 
     Raises:
@@ -177,7 +184,7 @@ def _below(directory: str) -> list[str]:
     return sorted(str(one) for one in Path(directory).glob("*") if one.is_dir())
 
 
-def _damage(tier: Tier, version: Version) -> list[str]:
+def _damage(tier: Tier, version: SavedVersion) -> list[str]:
     """The errors of all layers that cannot be read, or the reason why the version is incomplete."""
     if version.manifest is None:
         return [f"not complete: {version.reason}"]
@@ -190,7 +197,7 @@ def _damage(tier: Tier, version: Version) -> list[str]:
     return found
 
 
-def _facts(version: Version) -> dict[str, Any]:
+def _facts(version: SavedVersion) -> dict[str, Any]:
     manifest = version.manifest
     return {
         "version": version.name,
@@ -207,5 +214,5 @@ def _num_bytes(manifest: Manifest) -> int:
     return sum(entry.num_bytes for entry in manifest.layers)
 
 
-def _written(version: Version) -> str:
+def _written(version: SavedVersion) -> str:
     return f"{datetime.fromtimestamp(version.modified_s, tz=UTC):%Y-%m-%d %H:%M:%S}"

@@ -35,7 +35,7 @@ from planaria.checkpoint.memory.wire import Tensor, bytes_of, tensor_views
 from planaria.core.plan import NUM_CHUNKS, Transfer
 from planaria.engine.stage import HeldLayer, Stage, State
 from planaria.errors import PeerLostError
-from planaria.transport.links import PATIENT_S, Channel, Links, Tag
+from planaria.transport.links import UNLIMITED_S, Channel, Links, Tag
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -122,7 +122,7 @@ def wait_taken(links: Links, rounds: Sequence[Sequence[Transfer]]) -> None:
     """
     own = [t for transfers in rounds for t in transfers if t.source == links.rank]
     for target in sorted({transfer.target for transfer in own}):
-        links.receive(target, _TAKEN_TAG, timeout_s=PATIENT_S)
+        links.receive(target, _TAKEN_TAG, timeout_s=UNLIMITED_S)
 
 
 def send_silently(

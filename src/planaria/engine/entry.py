@@ -21,7 +21,7 @@ from planaria.engine.apply import (
 from planaria.engine.copying import Copying
 from planaria.engine.stage import Stage, State
 from planaria.errors import CheckpointError, SpoiltError, UnreadableError
-from planaria.transport.links import PATIENT_S, Links
+from planaria.transport.links import UNLIMITED_S, Links
 
 
 def exchanged(
@@ -32,7 +32,7 @@ def exchanged(
     copying: Copying,
     *,
     storage: Link | None,
-    timeout_s: float = PATIENT_S,
+    timeout_s: float = UNLIMITED_S,
 ) -> tuple[StartEpoch, int]:
     """Provides this rank's layers; returns the order with its iteration, and the bytes received.
 

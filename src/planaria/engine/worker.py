@@ -19,9 +19,9 @@ from typing import Final
 import psutil
 from torch import Tensor
 
-from planaria.checkpoint.disk.gate import Gate, gated
-from planaria.checkpoint.disk.patience import patient
+from planaria.checkpoint.disk.gate import Gate, behind_gate
 from planaria.checkpoint.disk.tiers import tier_of
+from planaria.checkpoint.disk.time_limits import with_time_limit
 from planaria.checkpoint.memory.wire import copy_peers
 from planaria.core.commit import CommitVector, Votes, vector_layout
 from planaria.core.messages import (
@@ -74,7 +74,7 @@ from planaria.protocol.worker_state import (
 from planaria.schedule.action import Schedule
 from planaria.schedule.buckets import ReductionOrder
 from planaria.schedule.lower import lowered_for
-from planaria.transport.links import PATIENT_S, Links
+from planaria.transport.links import UNLIMITED_S, Links
 from planaria.transport.probe import Probe
 from planaria.transport.pulse import Pulse
 
@@ -99,8 +99,8 @@ class Worker:
         self._pulse = pulse
         gate = Gate()
         tier = tier_of(self._job.checkpoint.directory)
-        tier = gated(tier, gate) if spec.heeds else tier
-        self._read = patient(tier, timeout_s=self._job.checkpoint.timeout_s)
+        tier = behind_gate(tier, gate) if spec.heeds else tier
+        self._read = with_time_limit(tier, timeout_s=self._job.checkpoint.timeout_s)
         self._storage = storage_of(spec)
         self._saver = Saver(
             tier,
@@ -109,7 +109,7 @@ class Worker:
             may_write=pulse.wait_member,
             is_over=control.is_over,
         )
-        self._copying = Copying(spec, links, send=control.send, timeout_s=PATIENT_S)
+        self._copying = Copying(spec, links, send=control.send, timeout_s=UNLIMITED_S)
         self._slowness = Slowness(links.timekeeper)
         probe = Probe(
             spec.node,
@@ -246,7 +246,7 @@ class Worker:
                     self._stage,
                     self._start().rounds,
                     age=action.iteration,
-                    timeout_s=PATIENT_S,
+                    timeout_s=UNLIMITED_S,
                 )
             case act.Apply():
                 self._apply(action.iteration, action.vector)

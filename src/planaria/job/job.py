@@ -18,11 +18,16 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from planaria.checkpoint.disk.claim import claimed
+from planaria.checkpoint.disk.claim import claim
 from planaria.checkpoint.disk.outgoing import save_as
-from planaria.checkpoint.disk.patience import LOOK_TIMEOUT_S, held_patiently, looked_at, patient
 from planaria.checkpoint.disk.storage import absolute, absolute_path
-from planaria.checkpoint.disk.tiers import Manifest, Tier, standing, tier_of
+from planaria.checkpoint.disk.tiers import Manifest, Tier, newest_checkpoint_text, tier_of
+from planaria.checkpoint.disk.time_limits import (
+    LOOK_TIMEOUT_S,
+    context_with_time_limit,
+    with_short_limit,
+    with_time_limit,
+)
 from planaria.coordinator.commands import Ending
 from planaria.core.copies import version_name
 from planaria.core.inject import Injection
@@ -285,7 +290,7 @@ class Job:
             display.planned(planned)
             recorder = _recorder(planned, start_s)
             watcher = _watcher(planned, recorder, display)
-            left = looked_at(tier, config.checkpoint)
+            left = with_short_limit(tier, config.checkpoint)
             other = partial(_other_journal, held, config, journal, state=state)
             launcher = _launcher(
                 planned, running, watcher, injections, left, journals=(journal, other), trace=trace
@@ -332,8 +337,10 @@ def _begin(
     """
     directory, timeout_s = config.checkpoint.directory, config.checkpoint.timeout_s
     where = f"{directory} or {state}" if state else directory
-    places = held_patiently(_places(config, state, display), where=where, timeout_s=timeout_s)
-    tier = patient(tier_of(directory), timeout_s=timeout_s)
+    places = context_with_time_limit(
+        _places(config, state, display), where=where, timeout_s=timeout_s
+    )
+    tier = with_time_limit(tier_of(directory), timeout_s=timeout_s)
     try:
         journal = held.enter_context(places)
         manifest = starting_point(config, tier, resume=resume)
@@ -353,7 +360,7 @@ def _places(config: JobConfig, state: str, display: Display) -> Iterator[str]:
     journal there before that.
     """
     with (
-        claimed(config.checkpoint.directory, config.name, note=display.note),
+        claim(config.checkpoint.directory, config.name, note=display.note),
         journal_place(config, state, note=display.note) as journal,
     ):
         yield journal
@@ -369,7 +376,7 @@ def _other_journal(held: ExitStack, config: JobConfig, journal: str, *, state: s
     # The launcher's loop waits meanwhile, so the timeout is short.
     timeout_s = min(LOOK_TIMEOUT_S, config.checkpoint.timeout_s)
     place = other_journal_place(config, state)
-    other = held_patiently(place, where="the user's state directory", timeout_s=timeout_s)
+    other = context_with_time_limit(place, where="the user's state directory", timeout_s=timeout_s)
     try:
         return held.enter_context(other)
     except (ConfigError, LateError, MemoryError) as error:
@@ -448,7 +455,7 @@ def _told_if_interrupted(launcher: Launcher, tier: Tier) -> Iterator[None]:
         except KeyboardInterrupt as error:
             if error.args or not launcher.has_ended:
                 raise
-            text = f"interrupted after training had ended; {standing(tier)}"
+            text = f"interrupted after training had ended; {newest_checkpoint_text(tier)}"
             raise KeyboardInterrupt(text) from error
 
 
@@ -474,16 +481,18 @@ def failure_of(ended: Ended, tier: Tier) -> PlanariaError | None:
             assert ended.failure is not None
             if ended.failure.mistake is not None:
                 field, value, remedy = ended.failure.mistake
-                return mistake_error((field, value, f"{remedy}; {standing(tier)}"))
+                return mistake_error((field, value, f"{remedy}; {newest_checkpoint_text(tier)}"))
             return TrainingError(
                 ended.failure.rank,
                 ended.failure.traceback,
-                standing=standing(tier),
+                standing=newest_checkpoint_text(tier),
                 blame=ended.failure.blame,
             )
         case Ending.LOST:
-            return InsufficientError(f"{ended.reason}; {standing(tier)}")
+            return InsufficientError(f"{ended.reason}; {newest_checkpoint_text(tier)}")
         case Ending.UNSAVED:
-            return CheckpointError(f"the last save failed: {ended.reason}; {standing(tier)}")
+            return CheckpointError(
+                f"the last save failed: {ended.reason}; {newest_checkpoint_text(tier)}"
+            )
         case Ending.FINISHED | Ending.STOPPED:
             return None

@@ -4,8 +4,8 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-from planaria.checkpoint.disk.patience import answered
 from planaria.checkpoint.disk.storage import is_url
+from planaria.checkpoint.disk.time_limits import answer_in_time
 from planaria.checkpoint.memory.room import available_bytes
 from planaria.errors import ConfigError, LateError
 from planaria.job.planning import Planned
@@ -33,7 +33,7 @@ def _check_disk(planned: Planned) -> None:
     )
     directory, timeout_s = config.checkpoint.directory, config.checkpoint.timeout_s
     try:
-        free_bytes = answered(partial(_free, directory), where=directory, timeout_s=timeout_s)
+        free_bytes = answer_in_time(partial(_free, directory), where=directory, timeout_s=timeout_s)
     except LateError as error:
         remedy = f"{error} (checkpoint.timeout_s): see to that disk"
         raise ConfigError("checkpoint.directory", directory, remedy) from error

@@ -58,7 +58,7 @@ from planaria.torchrun.keeper import Kept, attach
 from planaria.torchrun.restores import Restores
 from planaria.torchrun.save_checks import check_on_all, check_tensors_on_all, parts_of_state
 from planaria.torchrun.shards import Held, Stateful
-from planaria.transport.links import PATIENT_S, Address, Links
+from planaria.transport.links import UNLIMITED_S, Address, Links
 
 logger = logging.getLogger(__name__)
 
@@ -335,7 +335,7 @@ class MemoryCheckpointer:
                 complete_label=self._found,
             ),
             host_copy=HostCopy(self._filler, _real, no_device),
-            flow=FlowControl(self._buffers, self._turns or AtOnce(), PATIENT_S),
+            flow=FlowControl(self._buffers, self._turns or AtOnce(), UNLIMITED_S),
             on_failure=self._failed,
         )
         return self._copier

@@ -22,7 +22,7 @@ from planaria.errors import CheckpointError, ConfigError
 from planaria.torchrun.gathering import gathered_as
 from planaria.torchrun.loop_state import written
 from planaria.torchrun.shards import HEAD, Held, Shard
-from planaria.transport.links import PATIENT_S, Links
+from planaria.transport.links import UNLIMITED_S, Links
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ class Restores:
                     send_copy(self._links, target, kept[shard])
         for shard in told[self._rank].wants:
             source = holders[shard][self._rank % len(holders[shard])]
-            received[shard] = receive_copy(self._links, source, shard, label, timeout_s=PATIENT_S)
+            received[shard] = receive_copy(self._links, source, shard, label, timeout_s=UNLIMITED_S)
         return received
 
 

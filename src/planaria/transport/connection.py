@@ -138,7 +138,7 @@ class Connection:
     def __init__(self, sock: socket.socket, own: OwnEnd, *, target: int, port: int) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A wait for a peer lasts for as long as its link is up (PATIENT_S in links.py).
+        # A wait for a peer lasts for as long as its link is up (UNLIMITED_S in links.py).
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)

@@ -49,7 +49,7 @@ Buffer = npt.NDArray[Any]
 
 # The timeout of waits that only a lost link or an abort ends: a peer may load its layers for hours.
 # The kernel detects a machine that is gone (connection.py), the coordinator a worker that hangs.
-PATIENT_S: Final = threading.TIMEOUT_MAX
+UNLIMITED_S: Final = threading.TIMEOUT_MAX
 
 _NEVER = 1 << 62  # An epoch that no job reaches.
 # A wait is logged after this time, and whenever its length has doubled.

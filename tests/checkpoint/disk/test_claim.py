@@ -11,14 +11,14 @@ from unittest.mock import Mock
 
 import pytest
 
-from planaria.checkpoint.disk.claim import claimed
+from planaria.checkpoint.disk.claim import claim
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.errors import ConfigError
 
 HOLDER = """
 import sys, time
-from planaria.checkpoint.disk.claim import claimed
-with claimed(sys.argv[1], "the first", note=print):
+from planaria.checkpoint.disk.claim import claim
+with claim(sys.argv[1], "the first", note=print):
     print("there", flush=True)
     time.sleep(600)
 """
@@ -37,12 +37,12 @@ def test_another_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> N
         assert holder.stdout.readline() == "there\n"
         with (
             pytest.raises(ConfigError, match=rf"job 'the first' \(process {holder.pid} on "),
-            claimed(str(place), "the second", note=refuse_notes),
+            claim(str(place), "the second", note=refuse_notes),
         ):
             pass
         assert tier_of(str(place)).versions() == ()
         holder.kill()
-    with claimed(str(place), "the second", note=refuse_notes):
+    with claim(str(place), "the second", note=refuse_notes):
         assert "the second" in (place / ".job.lock").read_text()
     assert place.is_dir()
     assert not list(place.iterdir())
@@ -60,7 +60,7 @@ def test_a_directory_that_is_made_for_saves_stays_when_the_machine_is_lost(
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", noted)
-    with claimed(str(tmp_path / "jobs" / "saves"), "a job", note=refuse_notes):
+    with claim(str(tmp_path / "jobs" / "saves"), "a job", note=refuse_notes):
         assert synced == [str(tmp_path), str(tmp_path / "jobs")]
 
 
@@ -68,12 +68,12 @@ def test_a_second_job_of_the_same_process_is_refused(tmp_path: Path) -> None:
     """Also by another name of the directory; what is below it is another place."""
     (tmp_path / "saves").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "saves")
-    with claimed(str(tmp_path / "saves"), "one", note=refuse_notes):
-        with claimed(str(tmp_path / "saves" / "best"), "two", note=refuse_notes):
+    with claim(str(tmp_path / "saves"), "one", note=refuse_notes):
+        with claim(str(tmp_path / "saves" / "best"), "two", note=refuse_notes):
             pass
         with (
             pytest.raises(ConfigError, match="wait until it has ended, or name another directory"),
-            claimed(str(tmp_path / "link"), "three", note=refuse_notes),
+            claim(str(tmp_path / "link"), "three", note=refuse_notes),
         ):
             pass
     assert not list((tmp_path / "saves").iterdir())
@@ -81,11 +81,11 @@ def test_a_second_job_of_the_same_process_is_refused(tmp_path: Path) -> None:
 
 def test_directories_that_nobody_saved_to_are_gone_in_the_end(tmp_path: Path) -> None:
     """A job that is refused for another reason leaves nothing behind."""
-    with claimed(str(tmp_path / "a" / "b"), "job", note=refuse_notes):
+    with claim(str(tmp_path / "a" / "b"), "job", note=refuse_notes):
         assert (tmp_path / "a" / "b").is_dir()
     assert not (tmp_path / "a").exists()
 
-    with claimed(str(tmp_path / "a" / "b"), "job", note=refuse_notes):
+    with claim(str(tmp_path / "a" / "b"), "job", note=refuse_notes):
         (tmp_path / "a" / "b" / "4-0").mkdir()
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["4-0"]
 
@@ -102,11 +102,11 @@ def test_a_directory_that_is_not_writable_any_more_costs_the_job_nothing(
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "unlink", refuse)
-        with claimed(str(tmp_path), "one", note=refuse_notes):
+        with claim(str(tmp_path), "one", note=refuse_notes):
             pass
     assert (tmp_path / ".job.lock").exists()
 
-    with claimed(str(tmp_path), "two", note=refuse_notes):
+    with claim(str(tmp_path), "two", note=refuse_notes):
         pass
     assert not list(tmp_path.iterdir())
 
@@ -120,7 +120,7 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     ):
         with (
             pytest.raises(ConfigError, match=why),
-            claimed(place, "job", note=refuse_notes),
+            claim(place, "job", note=refuse_notes),
         ):
             pass
 
@@ -132,7 +132,7 @@ def test_a_disk_that_fails_without_the_name_of_a_file_is_named(
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
     with (
         pytest.raises(ConfigError, match=f"{tmp_path}/saves cannot be written to: Input/output"),
-        claimed(str(tmp_path / "saves"), "job", note=refuse_notes),
+        claim(str(tmp_path / "saves"), "job", note=refuse_notes),
     ):
         pass
 
@@ -149,12 +149,12 @@ def test_a_file_system_without_locks_is_told_of(
     notes: list[str] = []
     with ExitStack() as held:
         for job in ("one", "two"):
-            held.enter_context(claimed(str(tmp_path), job, note=notes.append))
+            held.enter_context(claim(str(tmp_path), job, note=notes.append))
     assert len(notes) == 2
     assert f"see that no other job saves in {tmp_path}" in notes[0]
 
 
 def test_a_store_is_not_claimed() -> None:
     """Nothing is written to it."""
-    with claimed("s3://nowhere/jobs", "job", note=refuse_notes):
+    with claim("s3://nowhere/jobs", "job", note=refuse_notes):
         assert not Path("s3:").exists()

@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from helpers.object_store import BUCKET, object_store, settings
-from planaria.checkpoint.disk.outgoing import exported, save_as
+from planaria.checkpoint.disk.outgoing import export_parameters, save_as
 from planaria.checkpoint.disk.storage import storage_of
 from planaria.checkpoint.disk.tiers import Manifest, Tier, tier_of
 from planaria.errors import CheckpointError, ConfigError
@@ -424,17 +424,17 @@ def test_an_export_has_the_parameters_by_name(place: str, tmp_path: Path) -> Non
     manifest = saved(tier, 6, config={"model_type": "gpt2"})
     output = tmp_path / "exported"
 
-    names = exported(tier, manifest, output)
+    names = export_parameters(tier, manifest, output)
     assert names == ("model.safetensors", "config.json")
     found = load_file(output / "model.safetensors")
     assert sorted(found) == [f"h.{layer}.weight" for layer in range(LAYERS)]
     assert np.array_equal(found["h.1.weight"], tensors(1, 6)["parameter/h.1.weight"])
     with patch("planaria.checkpoint.disk.outgoing.SHARD_BYTES", 1):
-        names = exported(tier, manifest, tmp_path / "sharded")
+        names = export_parameters(tier, manifest, tmp_path / "sharded")
     assert names[:3] == tuple(f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3))
     assert names[3] == "model.safetensors.index.json"
     with pytest.raises(ConfigError, match="is not empty"):
-        exported(tier, manifest, output)
+        export_parameters(tier, manifest, output)
 
 
 def test_a_bucket_that_is_not_there_is_named(store: str) -> None:

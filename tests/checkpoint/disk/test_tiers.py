@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from helpers.refused_reads import refused_reads
-from planaria.checkpoint.disk.tiers import BFLOAT16, Manifest, Tier, standing, tier_of
+from planaria.checkpoint.disk.tiers import BFLOAT16, Manifest, Tier, newest_checkpoint_text, tier_of
 from planaria.core.messages import LayerFile
 from planaria.errors import CheckpointError, UnreadableError
 
@@ -294,10 +294,15 @@ def test_a_version_that_cannot_be_read_now_is_not_taken_for_none(tmp_path: Path)
             UnreadableError, match=r"cannot read .*6-0/manifest\.json: Input/output"
         ):
             tier.newest()
-        assert standing(tier).startswith("which checkpoint is the newest is not known: cannot read")
+        assert newest_checkpoint_text(tier).startswith(
+            "which checkpoint is the newest is not known: cannot read"
+        )
     with refused_reads(tmp_path / "5-0"):
         assert tier.newest() == newer
-    assert standing(tier) == "the newest checkpoint is of iteration 6, go on from it with --resume"
+    assert (
+        newest_checkpoint_text(tier)
+        == "the newest checkpoint is of iteration 6, go on from it with --resume"
+    )
 
 
 def refuse(patched: pytest.MonkeyPatch, failing: str, number: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from helpers.command import wait_for
 from helpers.refused_reads import refused_reads
-from planaria.checkpoint.disk.tiers import Manifest, Tier, Version, tier_of
+from planaria.checkpoint.disk.tiers import Manifest, SavedVersion, Tier, tier_of
 from planaria.coordinator.commands import Discard, Pruned, Publish, Published, SavesListed
 from planaria.coordinator.saves import Kept
 from planaria.core.messages import SaveFailed
@@ -291,7 +291,7 @@ def test_where_only_a_listing_is_late_nothing_is_left_to_remove(
     """Nobody needs it after the end; the user was sent to remove what is not there."""
     may_list = threading.Event()
 
-    def late(_: Tier) -> Iterator[Version]:
+    def late(_: Tier) -> Iterator[SavedVersion]:
         assert may_list.wait(20.0)
         return iter(())
 

@@ -25,11 +25,11 @@ from planaria.errors import ConfigError
 _FILE: Final = ".job.lock"  # No save has such a name: theirs begin with a letter or digit.
 # Each try can fail because a job ends and removes the file while it is being opened.
 _TRIES_MAX: Final = 100
-_TOLD_BYTES_MAX: Final = 300
+_HOLDER_BYTES_MAX: Final = 300
 
 
 @contextmanager
-def claimed(place: str, job: str, *, note: Callable[[str], None]) -> Iterator[None]:
+def claim(place: str, job: str, *, note: Callable[[str], None]) -> Iterator[None]:
     """A context in which no other job saves at a place; a URL is not protected.
 
     Args:
@@ -44,13 +44,13 @@ def claimed(place: str, job: str, *, note: Callable[[str], None]) -> Iterator[No
         return
     directory = Path(place)
     _check_writable(directory)
-    made = [path for path in (directory, *directory.parents) if not path.exists()]
-    with ExitStack() as held:
-        held.callback(_remove_empty, made)
-        descriptor = _locked(directory, note)
-        held.callback(os.close, descriptor)
-        held.callback(_remove_file, directory)
-        _say(descriptor, job)
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    with ExitStack() as cleanup:
+        cleanup.callback(_remove_empty, missing)
+        descriptor = _lock_file(directory, note)
+        cleanup.callback(os.close, descriptor)
+        cleanup.callback(_remove_file, directory)
+        _write_holder(descriptor, job)
         yield
 
 
@@ -62,11 +62,11 @@ def _check_writable(directory: Path) -> None:
         raise _mistake(directory, f"{existing} cannot be written to")
 
 
-def _locked(directory: Path, note: Callable[[str], None]) -> int:
+def _lock_file(directory: Path, note: Callable[[str], None]) -> int:
     """A descriptor of the lock file, which stays locked until it is closed or this process ends."""
     for _ in range(_TRIES_MAX):
         try:
-            descriptor = _opened(directory)
+            descriptor = _open_file(directory)
         except FileNotFoundError:  # A job that ended removed the directory meanwhile.
             continue
         except OSError as error:
@@ -75,26 +75,26 @@ def _locked(directory: Path, note: Callable[[str], None]) -> int:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            holder = os.pread(descriptor, _TOLD_BYTES_MAX, 0).decode(errors="replace").strip()
+            holder = os.pread(descriptor, _HOLDER_BYTES_MAX, 0).decode(errors="replace").strip()
             os.close(descriptor)
             remedy = f"{holder or 'another job'} saves there: wait until it has ended, or name "
             raise _mistake(directory, remedy + "another directory") from error
         except OSError as error:  # Not all shared file systems have locks.
             note(f"see that no other job saves in {directory}: no lock there, {error.strerror}")
             return descriptor
-        if _is_there(descriptor, directory / _FILE):
+        if _has_name(descriptor, directory / _FILE):
             return descriptor
         os.close(descriptor)
     raise _mistake(directory, f"{directory} cannot be written to")
 
 
-def _opened(directory: Path) -> int:
+def _open_file(directory: Path) -> int:
     make_directory(directory)
     # O_CLOEXEC, since a program that this process starts may outlive it and would keep the lock.
     return os.open(directory / _FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
-def _is_there(descriptor: int, path: Path) -> bool:
+def _has_name(descriptor: int, path: Path) -> bool:
     """Whether the open file still has that name; a job that ends removes its lock file."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
@@ -102,7 +102,7 @@ def _is_there(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _say(descriptor: int, job: str) -> None:
+def _write_holder(descriptor: int, job: str) -> None:
     text = f"job {job!r} (process {os.getpid()} on {socket.gethostname()})\n"
     with suppress(OSError):  # A save on a full disk fails later, with a message of its own.
         os.ftruncate(descriptor, 0)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from planaria.checkpoint.disk.storage import Entry, Storage
+from planaria.checkpoint.disk.storage import ContentInfo, Storage
 from planaria.checkpoint.disk.tiers import Tier
 
 
@@ -34,7 +34,7 @@ class Gate:
 
 
 @dataclass(frozen=True, slots=True)
-class Gated:
+class GatedStorage:
     """A storage whose requests pass a gate first."""
 
     storage: Storage
@@ -43,7 +43,7 @@ class Gated:
     def where(self, name: str) -> str:
         return self.storage.where(name)
 
-    def entries(self, version: str) -> dict[str, Entry]:
+    def entries(self, version: str) -> dict[str, ContentInfo]:
         self.gate.wait_passed()
         return self.storage.entries(version)
 
@@ -64,6 +64,6 @@ class Gated:
         self.storage.remove(version, names)
 
 
-def gated(tier: Tier, gate: Gate) -> Tier:
+def behind_gate(tier: Tier, gate: Gate) -> Tier:
     """The tier with its storage behind the gate."""
-    return replace(tier, storage=Gated(tier.storage, gate))
+    return replace(tier, storage=GatedStorage(tier.storage, gate))

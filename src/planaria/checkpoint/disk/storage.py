@@ -26,11 +26,12 @@ _CLIENT_OPTIONS: Final = {"connect_timeout": "10s", "timeout": "60s", "allow_htt
 _RETRY_CONFIG: Final = {"max_retries": 4, "retry_timeout": timedelta(seconds=60)}
 
 
-_SAID: Final = re.compile(r"<(?:Code|Message)>([^<]*)<")  # The error in a server's XML answer.
+# The error in a server's XML answer.
+_ERROR_FIELDS: Final = re.compile(r"<(?:Code|Message)>([^<]*)<")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ContentInfo:
     """Size of a content, and when it was written, in seconds since 1970."""
 
     num_bytes: int
@@ -48,7 +49,7 @@ class Storage(Protocol):
         """The place of a content, as people name it; name "": the place of all versions."""
         ...
 
-    def entries(self, version: str) -> dict[str, Entry]:
+    def entries(self, version: str) -> dict[str, ContentInfo]:
         """The contents of a version that exist, by name; version "": those of all versions."""
         ...
 
@@ -122,19 +123,19 @@ class Directory:
     def where(self, name: str) -> str:
         return str(self.path / name)
 
-    def entries(self, version: str) -> dict[str, Entry]:
+    def entries(self, version: str) -> dict[str, ContentInfo]:
         try:
             directories = [self.path / version] if version else _visible(self.path)
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except OSError as error:
             raise UnreadableError(f"cannot read {self.path}: {error.strerror}") from error
-        found = {}
+        contents = {}
         for directory in directories:
             for path in _files(directory):
-                if entry := _entry(path):
-                    found[f"{directory.name}/{path.name}"] = entry
-        return found
+                if entry := _content_info(path):
+                    contents[f"{directory.name}/{path.name}"] = entry
+        return contents
 
     def read(self, name: str) -> bytes:
         try:
@@ -149,7 +150,7 @@ class Directory:
             os.replace(partial, path)
 
         try:
-            self._put(name, content, place)
+            self._write_durably(name, content, place)
         except OSError as error:
             raise _write_error(self.path / name, error) from error
 
@@ -157,7 +158,7 @@ class Directory:
         path = self.path / name
         try:
             try:
-                self._put(name, content, os.link)
+                self._write_durably(name, content, os.link)
             except FileExistsError:
                 if self.read(name) != content:
                     return False
@@ -168,10 +169,12 @@ class Directory:
             raise _write_error(path, error) from error
         return True
 
-    def _put(self, name: str, content: bytes, place: Callable[[Path, Path], None]) -> None:
+    def _write_durably(
+        self, name: str, content: bytes, place: Callable[[Path, Path], None]
+    ) -> None:
         """Writes a content to a partial file durably, then has `place` move that to its name."""
         path = self.path / name
-        partial = _partial(path)
+        partial = _partial_path(path)
         make_directory(path.parent)
         try:
             _write_synced(partial, content)
@@ -215,26 +218,31 @@ class Objects:
                 self._url, client_options=_CLIENT_OPTIONS, retry_config=_RETRY_CONFIG
             )
         except (BaseError, ValueError) as error:
-            raise ConfigError("checkpoint.directory", url, _told(error)) from error
+            raise ConfigError("checkpoint.directory", url, _error_text(error)) from error
 
     def where(self, name: str) -> str:
         return f"{self._url}/{name}" if name else self._url
 
-    def entries(self, version: str) -> dict[str, Entry]:
+    def entries(self, version: str) -> dict[str, ContentInfo]:
         prefix = f"{version}/" if version else None
         try:
             parts = self._obstore.list(self._store, prefix=prefix)
-            found = [one for part in parts for one in part]
+            objects = [entry for part in parts for entry in part]
         except self._errors as error:
-            raise UnreadableError(f"cannot list {self.where(version)}: {_told(error)}") from error
-        return {one["path"]: Entry(one["size"], one["last_modified"].timestamp()) for one in found}
+            raise UnreadableError(
+                f"cannot list {self.where(version)}: {_error_text(error)}"
+            ) from error
+        return {
+            entry["path"]: ContentInfo(entry["size"], entry["last_modified"].timestamp())
+            for entry in objects
+        }
 
     def read(self, name: str) -> bytes:
         try:
             return bytes(self._obstore.get(self._store, name).bytes())
         except self._errors as error:
             kind = CheckpointError if isinstance(error, FileNotFoundError) else UnreadableError
-            raise kind(f"cannot read {self.where(name)}: {_told(error)}") from error
+            raise kind(f"cannot read {self.where(name)}: {_error_text(error)}") from error
 
     def write(self, name: str, content: bytes, *, may_write: Callable[[], bool]) -> None:
         check_member(self.where(name), may_write)
@@ -261,7 +269,9 @@ class Objects:
             for some in filter(None, (list(names[:1]), list(names[1:]))):
                 self._delete(some)
         except self._errors as error:
-            raise CheckpointError(f"cannot remove {self.where(version)}: {_told(error)}") from error
+            raise CheckpointError(
+                f"cannot remove {self.where(version)}: {_error_text(error)}"
+            ) from error
 
     def _delete(self, names: list[str]) -> None:
         try:
@@ -273,7 +283,7 @@ class Objects:
 
     def _write_error(self, name: str, error: Exception) -> CheckpointError:
         return CheckpointError(
-            f"cannot write {self.where(name)}: {_told(error)}; see to the store, or set "
+            f"cannot write {self.where(name)}: {_error_text(error)}; see to the store, or set "
             "checkpoint.directory to another (older versions are intact)"
         )
 
@@ -284,12 +294,12 @@ def check_member(where: str, may_write: Callable[[], bool]) -> None:
         raise CheckpointError(f"{where} is not written: the node's lease has run out")
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """The text of a store's error, without the details that only help the store's authors."""
     text = str(error).partition("Debug source:")[0]
     first = next(iter(text.splitlines()), type(error).__name__).rstrip(" .:")
-    said = "".join(f", {found}" for found in _SAID.findall(text))
-    return f"{first}{said}"
+    details = "".join(f", {field}" for field in _ERROR_FIELDS.findall(text))
+    return f"{first}{details}"
 
 
 def _visible(directory: Path) -> list[Path]:
@@ -307,7 +317,7 @@ def _files(directory: Path) -> list[Path]:
         raise UnreadableError(f"cannot read {directory}: {error.strerror}") from error
 
 
-def _entry(path: Path) -> Entry | None:
+def _content_info(path: Path) -> ContentInfo | None:
     """The entry of a file; None if it was removed meanwhile."""
     try:
         stat = path.stat()
@@ -315,17 +325,17 @@ def _entry(path: Path) -> Entry | None:
         return None
     except OSError as error:
         raise UnreadableError(f"cannot read {path}: {error.strerror}") from error
-    return Entry(stat.st_size, stat.st_mtime)
+    return ContentInfo(stat.st_size, stat.st_mtime)
 
 
-def _partial(path: Path) -> Path:
+def _partial_path(path: Path) -> Path:
     """A random name beside path; a process id is no unique name on a disk that machines share."""
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
 
 
 def make_directory(path: Path) -> None:
     """Makes a directory and its missing parents durably: they survive the loss of the machine."""
-    missing = [one for one in (path, *path.parents) if not one.exists()]
+    missing = [directory for directory in (path, *path.parents) if not directory.exists()]
     for directory in reversed(missing):
         directory.mkdir(exist_ok=True)
         with suppress(PermissionError):  # A directory may be writable without being readable.

@@ -27,7 +27,7 @@ import numpy as np
 import xxhash
 from safetensors import SafetensorError, TensorSpec, deserialize, serialize
 
-from planaria.checkpoint.disk.storage import Entry, Storage, check_member, storage_of
+from planaria.checkpoint.disk.storage import ContentInfo, Storage, check_member, storage_of
 from planaria.core.copies import version_name
 from planaria.core.messages import LayerFile
 from planaria.errors import CheckpointError, LateError, UnreadableError
@@ -78,7 +78,7 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class Version:
+class SavedVersion:
     """A version that the tier has at least one file of.
 
     Attributes:
@@ -104,7 +104,7 @@ class Version:
         return version_name(self.iteration, self.epoch)
 
 
-def newest_complete(versions: Iterable[Version]) -> Manifest | None:
+def newest_complete(versions: Iterable[SavedVersion]) -> Manifest | None:
     """The manifest of the first complete version; None if there is none.
 
     Args:
@@ -166,7 +166,7 @@ class Tier:
         if f"{version}/{_MANIFEST}" in self.storage.entries(version):
             where = self.storage.where(name)
             raise CheckpointError(f"cannot write {where}: its version is published and final")
-        content = serialized(tensors)
+        content = safetensors_bytes(tensors)
         check_member(self.storage.where(name), may_write)
         self.storage.write(name, content, may_write=may_write)
         return LayerFile(layer, file, len(content), xxhash.xxh3_128_hexdigest(content))
@@ -192,23 +192,23 @@ class Tier:
                 "checkpoint.directory of one to another place"
             )
 
-    def versions(self) -> tuple[Version, ...]:
+    def versions(self) -> tuple[SavedVersion, ...]:
         """All versions that have at least one file, newest first by (iteration, epoch)."""
         return tuple(self.each_version())
 
-    def each_version(self) -> Iterator[Version]:
+    def each_version(self) -> Iterator[SavedVersion]:
         """Yields what `versions` returns; reads a manifest only when its version is asked for."""
-        for iteration, epoch, entries in self._there():
+        for iteration, epoch, entries in self._each_contents():
             yield self._version(iteration, epoch, entries)
 
-    def _there(self) -> Iterator[tuple[int, int, Mapping[str, Entry]]]:
+    def _each_contents(self) -> Iterator[tuple[int, int, Mapping[str, ContentInfo]]]:
         """Yields iteration, epoch and contents of all versions, newest first."""
-        there: dict[tuple[int, int], dict[str, Entry]] = {}
+        contents: dict[tuple[int, int], dict[str, ContentInfo]] = {}
         for name, entry in self.storage.entries("").items():
             if match := _VERSION_NAME.fullmatch(name.partition("/")[0]):
-                there.setdefault((int(match[1]), int(match[2])), {})[name] = entry
-        for numbers in sorted(there, reverse=True):
-            yield (*numbers, there[numbers])
+                contents.setdefault((int(match[1]), int(match[2])), {})[name] = entry
+        for numbers in sorted(contents, reverse=True):
+            yield (*numbers, contents[numbers])
 
     def manifest(self, version: str) -> Manifest:
         """The manifest of a complete version, given its name.
@@ -255,7 +255,7 @@ class Tier:
             )
         if xxhash.xxh3_128_hexdigest(content) != entry.xxh3_128:
             raise CheckpointError(f"{where} is not what was written to it; use an older version")
-        return _deserialized(where, content)
+        return _tensors_in(where, content)
 
     def prune(self, keep: int, *, unused: Collection[str] = ()) -> tuple[str, ...]:
         """Removes versions that are no longer needed and returns their names, oldest first.
@@ -273,7 +273,7 @@ class Tier:
         """
         assert keep >= 0
         doomed, num_complete = [], 0
-        for iteration, epoch, entries in self._there():
+        for iteration, epoch, entries in self._each_contents():
             name = version_name(iteration, epoch)
             is_published = f"{name}/{_MANIFEST}" in entries
             if not is_published and num_complete and f"{name}/{_DAMAGED}" not in entries:
@@ -313,7 +313,9 @@ class Tier:
         names = sorted(self.storage.entries(version), key=_is_layer)
         self.storage.remove(version, names)
 
-    def _version(self, iteration: int, epoch: int, entries: Mapping[str, Entry]) -> Version:
+    def _version(
+        self, iteration: int, epoch: int, entries: Mapping[str, ContentInfo]
+    ) -> SavedVersion:
         version = version_name(iteration, epoch)
         manifest, reason, is_unreadable = None, "", False
         try:
@@ -322,7 +324,7 @@ class Tier:
             raise
         except CheckpointError as error:
             reason, is_unreadable = str(error), isinstance(error, UnreadableError)
-        return Version(
+        return SavedVersion(
             iteration,
             epoch,
             manifest,
@@ -332,17 +334,17 @@ class Tier:
             modified_s=max(entry.modified_s for entry in entries.values()),
         )
 
-    def _manifest(self, version: str, entries: Mapping[str, Entry]) -> Manifest:
+    def _manifest(self, version: str, entries: Mapping[str, ContentInfo]) -> Manifest:
         """The manifest of a version; raises a CheckpointError that says why it cannot be used."""
         if f"{version}/{_MANIFEST}" not in entries:
-            is_aside = f"{version}/{_DAMAGED}" in entries
-            raise CheckpointError(SET_ASIDE if is_aside else UNPUBLISHED)
+            is_set_aside = f"{version}/{_DAMAGED}" in entries
+            raise CheckpointError(SET_ASIDE if is_set_aside else UNPUBLISHED)
         content = self.storage.read(f"{version}/{_MANIFEST}")
         try:
             manifest = msgspec.json.decode(content, type=Manifest)
         except msgspec.DecodeError as error:
             raise CheckpointError(f"bad manifest: {error}") from error
-        if reason := _unusable(version, entries, manifest):
+        if reason := _reason_unusable(version, entries, manifest):
             raise CheckpointError(reason)
         return manifest
 
@@ -351,7 +353,7 @@ def _is_layer(name: str) -> bool:
     return not name.endswith(f"/{_MANIFEST}")
 
 
-def _unusable(version: str, entries: Mapping[str, Entry], manifest: Manifest) -> str:
+def _reason_unusable(version: str, entries: Mapping[str, ContentInfo], manifest: Manifest) -> str:
     """Why a decoded manifest cannot be used; empty if it can."""
     if manifest.version != 1:
         return f"its format is version {manifest.version}, this planaria reads version 1"
@@ -362,7 +364,7 @@ def _unusable(version: str, entries: Mapping[str, Entry], manifest: Manifest) ->
     return _missing_files(entries, version, manifest)
 
 
-def _missing_files(entries: Mapping[str, Entry], version: str, manifest: Manifest) -> str:
+def _missing_files(entries: Mapping[str, ContentInfo], version: str, manifest: Manifest) -> str:
     """The first layer whose file does not exist as listed, in words; empty if all do."""
     for layer in manifest.layers:
         # A name of any other form could lead out of the version.
@@ -380,7 +382,7 @@ def _layer_file_name(layer: int) -> str:
     return f"layer-{layer:05d}.safetensors"
 
 
-def serialized(
+def safetensors_bytes(
     tensors: Mapping[str, np.ndarray], *, metadata: Mapping[str, str] | None = None
 ) -> bytes:
     """The bytes of a safetensors file with these tensors."""
@@ -403,7 +405,7 @@ def _plain(array: np.ndarray) -> np.ndarray:
     return np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
 
 
-def _deserialized(where: str, content: bytes) -> dict[str, np.ndarray]:
+def _tensors_in(where: str, content: bytes) -> dict[str, np.ndarray]:
     try:
         # The stubs of safetensors leave this one function untyped.
         tensors = deserialize(content)  # type: ignore[no-untyped-call]
@@ -415,7 +417,7 @@ def _deserialized(where: str, content: bytes) -> dict[str, np.ndarray]:
         raise CheckpointError(f"{where} is no safetensors file of planaria: {error}") from error
 
 
-def standing(tier: Tier) -> str:
+def newest_checkpoint_text(tier: Tier) -> str:
     """The newest checkpoint that a job that ended early has left, in words."""
     try:
         newest = tier.newest()

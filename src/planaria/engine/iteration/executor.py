@@ -33,7 +33,7 @@ from planaria.engine.iteration.split_backward import WeightGradients, input_grad
 from planaria.engine.stage import HeldLayer, Stage
 from planaria.errors import CorruptedError
 from planaria.schedule.action import Action, Kind, Schedule
-from planaria.transport.links import PATIENT_S, Channel, Links, Tag
+from planaria.transport.links import UNLIMITED_S, Channel, Links, Tag
 from planaria.transport.pulse import Pulse
 
 # Steps of an iteration at which a fault can be injected, by the action that is about to begin.
@@ -162,7 +162,7 @@ class Executor:
                 self._reached(step, iteration)
             self._act(action)
         for reduction in self._submitted:
-            self._links.timekeeper.reach(reduction.result(timeout=PATIENT_S))
+            self._links.timekeeper.reach(reduction.result(timeout=UNLIMITED_S))
         assert len(self._submitted) == len(self._buckets)
         finish_unshared(self._stage, self._schedule, buckets=self._buckets, layers=self._own)
         for held in self._held():
@@ -286,7 +286,7 @@ class Executor:
     def _receive_forward(self, action: Action) -> None:
         source = self._schedule.routes[action.microbatch][action.hop - 1].rank
         tag = Tag(Channel.FORWARD, self._iteration, action.microbatch, action.hop)
-        hidden = receive_tensor(self._links, source, tag, timeout_s=PATIENT_S)
+        hidden = receive_tensor(self._links, source, tag, timeout_s=UNLIMITED_S)
         self._inputs[action.microbatch, action.hop] = hidden.requires_grad_()
 
     def _send_backward(self, action: Action) -> None:
@@ -299,7 +299,7 @@ class Executor:
     def _receive_backward(self, action: Action) -> None:
         source = self._schedule.routes[action.microbatch][action.hop + 1].rank
         tag = Tag(Channel.BACKWARD, self._iteration, action.microbatch, action.hop)
-        gradient = receive_tensor(self._links, source, tag, timeout_s=PATIENT_S)
+        gradient = receive_tensor(self._links, source, tag, timeout_s=UNLIMITED_S)
         self._output_gradients[action.microbatch, action.hop] = gradient
 
     def _reduce(self, action: Action) -> None:
@@ -355,7 +355,7 @@ class Executor:
             ranks=ranks,
             iteration=self._iteration,
             bucket=bucket,
-            timeout_s=PATIENT_S,
+            timeout_s=UNLIMITED_S,
             virtual_bytes=virtual_bytes,
         )
 
@@ -400,7 +400,7 @@ class Executor:
             np.concatenate([vector, hash_entries(hashes, self._layout.num_layers)]),
             ranks=self._plan.all_ranks,
             iteration=age,
-            timeout_s=PATIENT_S,
+            timeout_s=UNLIMITED_S,
             channel=channel,
         )
         if layers := disagreeing_layers(total[len(vector) :]):

@@ -33,8 +33,8 @@ from functools import partial
 
 import msgspec
 
-from planaria.checkpoint.disk.patience import discard
-from planaria.checkpoint.disk.tiers import Tier, standing
+from planaria.checkpoint.disk.tiers import Tier, newest_checkpoint_text
+from planaria.checkpoint.disk.time_limits import discard
 from planaria.core.inject import Injection
 from planaria.core.messages import Message, StopRequested
 from planaria.core.records import (
@@ -177,10 +177,12 @@ class Launcher:
         for text in discard(self._tier, sorted(self._unsaved)):
             self._warn(text)
         if self._error is not None:
-            logger.warning("the job has ended, %s; %s", ended.reason, standing(self._tier))
+            logger.warning(
+                "the job has ended, %s; %s", ended.reason, newest_checkpoint_text(self._tier)
+            )
             raise self._error
         if self._interruption:
-            left = f"; {standing(self._tier)}" if self._stop_requested else ""
+            left = f"; {newest_checkpoint_text(self._tier)}" if self._stop_requested else ""
             raise KeyboardInterrupt(f"{self._interruption}{left}")
         return ended
 

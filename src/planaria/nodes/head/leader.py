@@ -30,7 +30,7 @@ from typing import Any, Final
 
 import msgspec
 
-from planaria.checkpoint.disk.gate import Gate, gated
+from planaria.checkpoint.disk.gate import Gate, behind_gate
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.coordinator.commands import (
     AnswersFound,
@@ -377,7 +377,7 @@ class _Leader:
         loop, checkpoint = asyncio.get_running_loop(), self._spec.job.checkpoint
         self._publisher_error: asyncio.Future[None] = loop.create_future()
         publisher = Publisher(
-            gated(tier_of(checkpoint.directory), self._store_of_saves),
+            behind_gate(tier_of(checkpoint.directory), self._store_of_saves),
             fingerprint=self._spec.fingerprint,
             keep=checkpoint.keep,
             queue=lambda event: _call(loop, lambda: self.queue(event)),

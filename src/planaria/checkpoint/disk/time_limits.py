@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Final, Generic, TypeVar
 
-from planaria.checkpoint.disk.storage import Entry, Storage
+from planaria.checkpoint.disk.storage import ContentInfo, Storage
 from planaria.checkpoint.disk.tiers import Tier
 from planaria.core.job import CheckpointConfig
 from planaria.errors import CheckpointError, LateError
@@ -28,7 +28,7 @@ _READ_BYTES_PER_S_MIN: Final = 20e6  # A layer may have gigabytes, and its disk 
 Answer = TypeVar("Answer")
 
 
-class Patient:
+class TimeLimitedStorage:
     """A storage whose requests raise a LateError if they are not answered in time.
 
     Args:
@@ -39,21 +39,21 @@ class Patient:
     def __init__(self, storage: Storage, *, timeout_s: float) -> None:
         self._storage = storage
         self._timeout_s = timeout_s
-        self._late: _Request[Any] | None = None
+        self._late: _TimedRequest[Any] | None = None
         self._read_s: dict[str, float] = {}  # Extra time to read each content that was listed.
 
     def where(self, name: str) -> str:
         return self._storage.where(name)
 
-    def entries(self, version: str) -> dict[str, Entry]:
-        found = self._answer(version, lambda: self._storage.entries(version))
-        for name, entry in found.items():
+    def entries(self, version: str) -> dict[str, ContentInfo]:
+        contents = self._answer(version, lambda: self._storage.entries(version))
+        for name, entry in contents.items():
             self._read_s[name] = entry.num_bytes / _READ_BYTES_PER_S_MIN
-        return found
+        return contents
 
     def read(self, name: str) -> bytes:
-        more_s = self._read_s.get(name, 0.0)
-        return self._answer(name, lambda: self._storage.read(name), more_s=more_s)
+        extra_s = self._read_s.get(name, 0.0)
+        return self._answer(name, lambda: self._storage.read(name), extra_s=extra_s)
 
     def write(self, name: str, content: bytes, *, may_write: Callable[[], bool]) -> None:
         self._answer(name, lambda: self._storage.write(name, content, may_write=may_write))
@@ -64,19 +64,19 @@ class Patient:
     def remove(self, version: str, names: Sequence[str]) -> None:
         self._answer(version, lambda: self._storage.remove(version, names))
 
-    def _answer(self, name: str, request: Callable[[], Answer], *, more_s: float = 0.0) -> Answer:
+    def _answer(self, name: str, request: Callable[[], Answer], *, extra_s: float = 0.0) -> Answer:
         if self._late is not None and self._late.is_under_way:
             raise self._late.error()
-        timeout_s = self._timeout_s + more_s
-        asked = _Request(request, where=self.where(name), timeout_s=timeout_s)
+        timeout_s = self._timeout_s + extra_s
+        timed = _TimedRequest(request, where=self.where(name), timeout_s=timeout_s)
         try:
-            return asked.answer()
+            return timed.answer()
         except LateError:
-            self._late = asked
+            self._late = timed
             raise
 
 
-class _Request(Generic[Answer]):
+class _TimedRequest(Generic[Answer]):
     """A request to a disk or store, made in a thread of its own."""
 
     def __init__(self, request: Callable[[], Answer], *, where: str, timeout_s: float) -> None:
@@ -84,7 +84,7 @@ class _Request(Generic[Answer]):
         self._where = where
         self._timeout_s = timeout_s
         self._answers: queue.SimpleQueue[tuple[Answer] | BaseException] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._ask, name="patience", daemon=True)
+        self._thread = threading.Thread(target=self._ask, name="time limit", daemon=True)
 
     def answer(self) -> Answer:
         """Makes the request and returns its answer.
@@ -123,18 +123,18 @@ class _Request(Generic[Answer]):
             self._answers.put(error)
 
 
-def answered(request: Callable[[], Answer], *, where: str, timeout_s: float) -> Answer:
+def answer_in_time(request: Callable[[], Answer], *, where: str, timeout_s: float) -> Answer:
     """The answer to a request to a disk, which may never answer.
 
     Raises:
         LateError: there is no answer in time.
         MemoryError: no thread could be started.
     """
-    return _Request(request, where=where, timeout_s=timeout_s).answer()
+    return _TimedRequest(request, where=where, timeout_s=timeout_s).answer()
 
 
 @contextlib.contextmanager
-def held_patiently(
+def context_with_time_limit(
     manager: AbstractContextManager[Answer], *, where: str, timeout_s: float
 ) -> Iterator[Answer]:
     """The context of a manager that uses a disk, with time limits.
@@ -146,25 +146,27 @@ def held_patiently(
     Raises:
         LateError: it could not be entered in time.
     """
-    value = answered(manager.__enter__, where=where, timeout_s=timeout_s)
+    value = answer_in_time(manager.__enter__, where=where, timeout_s=timeout_s)
     try:
         yield value
     finally:
         timeout_s = min(LOOK_TIMEOUT_S, timeout_s)
         try:
-            answered(lambda: manager.__exit__(None, None, None), where=where, timeout_s=timeout_s)
+            answer_in_time(
+                lambda: manager.__exit__(None, None, None), where=where, timeout_s=timeout_s
+            )
         except (LateError, MemoryError, OSError) as error:
             logger.warning("%s: files of the job that has ended may stay there", error)
 
 
-def patient(tier: Tier, *, timeout_s: float) -> Tier:
+def with_time_limit(tier: Tier, *, timeout_s: float) -> Tier:
     """The tier with a time limit for each of its requests."""
-    return replace(tier, storage=Patient(tier.storage, timeout_s=timeout_s))
+    return replace(tier, storage=TimeLimitedStorage(tier.storage, timeout_s=timeout_s))
 
 
-def looked_at(tier: Tier, checkpoint: CheckpointConfig) -> Tier:
+def with_short_limit(tier: Tier, checkpoint: CheckpointConfig) -> Tier:
     """The tier with a short time limit, for a look at its versions after the job has ended."""
-    return patient(tier, timeout_s=min(LOOK_TIMEOUT_S, checkpoint.timeout_s))
+    return with_time_limit(tier, timeout_s=min(LOOK_TIMEOUT_S, checkpoint.timeout_s))
 
 
 def discard(tier: Tier, versions: Sequence[tuple[int, int]]) -> Iterator[str]:
