@@ -26,7 +26,14 @@ from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Stage
 from planaria.estimator.peak_memory import bytes_by_rank, kept_bytes, peak_bytes
 from planaria.planner.plans import bind, pipeline_microbatches
 from planaria.planner.problem import Problem
-from planaria.planner.reroute.reroutes import TRIES_HOPS_MAX, even_s, rerouted, simulated_s
+from planaria.planner.reroute.reroutes import (
+    HOPS_MAX,
+    TRIES_HOPS_MAX,
+    even_s,
+    num_without_work,
+    rerouted,
+    simulated_s,
+)
 from planaria.schedule.lower import lowered, lowered_for
 
 
@@ -109,6 +116,19 @@ def test_peers_share_what_a_lost_node_did() -> None:
     visits = Counter(hop.rank for route in found.plan.routes for hop in route)
     assert sorted(visits[rank] for rank in (5, 9, 13)) == [10, 11, 11]
     assert min(visits[rank] for rank in plan.ranks) >= 7
+
+
+def test_a_better_order_leaves_no_more_stages_without_work() -> None:
+    """Around a slow stage two microbatches take half the time, and its node would do nothing."""
+    plan = grid(2, 2, ((0, 0),))
+    kinds = tuple(replace(kind, speed=0.2) for kind in plan.pipelines[0].template.node_kinds)
+    slow = replace(plan.pipelines[0], template=replace(plan.pipelines[0].template, kinds=kinds))
+    plan = replace(plan, pipelines=(slow, plan.pipelines[1]))
+    problem = replace(unit_problem(2, 2), splits_backward=False)
+
+    found = [rerouted(problem, plan, hops_max=most) for most in (TRIES_HOPS_MAX, HOPS_MAX)]
+
+    assert [num_without_work(one.plan) for one in found if one is not None] == [0, 0]
 
 
 def test_a_slow_peer_takes_less_of_it() -> None:

@@ -74,7 +74,9 @@ def rerouted(problem: Problem, plan: Plan, *, hops_max: int = HOPS_MAX) -> Price
     num_runs = (hops_max - TRIES_HOPS_MAX) // num_hops
     if not found or num_runs < PATIENCE:  # So few runs would find nothing better.
         return found[0] if found else None
-    return _reordered(problem, [one.plan for one in found[:_STARTS_MAX]], num_runs)
+    num_idle = num_without_work(found[0].plan)
+    starts = [one.plan for one in found if num_without_work(one.plan) == num_idle]
+    return _reordered(problem, starts[:_STARTS_MAX], num_runs)
 
 
 def _tries(
