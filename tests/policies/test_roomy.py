@@ -4,8 +4,12 @@ from dataclasses import replace
 
 from helpers.losses import every, plan_of
 from planaria.core.plan import NodeKind, Plan
+from planaria.estimator.peak_memory import bytes_by_rank, kept_bytes
 from planaria.planner.plans import EveryPlan
+from planaria.planner.reroute.reroutes import rerouted, with_split_backwards
+from planaria.planner.reroute.shadows import shadowed
 from planaria.policies.roomy import has_room, stage_peaks
+from planaria.schedule.lower import unchecked
 
 
 def with_memory(plan: Plan, *memory_bytes: int) -> Plan:
@@ -39,3 +43,50 @@ def test_each_stage_is_measured_by_its_own_node() -> None:
 
     assert first != second
     assert has_room(found.problem, with_memory(plan, first, second))
+
+
+def test_layers_that_a_node_keeps_for_its_neighbour_take_memory() -> None:
+    """Parameters, gradients and optimizer states of both, and the activations of its own."""
+    found, plan, first, second = book()
+    keeping = shadowed(plan)
+    profile, copies = found.problem.profile, found.problem.gradient_copies
+    state_bytes = [
+        one.state_bytes for one in bytes_by_rank(profile, plan, gradient_copies=copies).values()
+    ]
+
+    ((more_first, more_second),) = stage_peaks(found.problem, keeping)
+
+    assert keeping.shadows.keys() == {0, 1}
+    assert (more_first, more_second) == (first + state_bytes[1], second + state_bytes[0])
+
+
+def test_what_split_backwards_keep_takes_memory() -> None:
+    """Activations, and gradients between layers, until those of the weights are computed."""
+    found, plan, first, second = book()
+    split = with_split_backwards(found.problem, plan)
+    problem = found.problem
+    held = bytes_by_rank(problem.profile, split, gradient_copies=problem.gradient_copies)
+    schedule = unchecked(split)
+
+    peaks = stage_peaks(problem, split)
+
+    kept = tuple(
+        held[rank].state_bytes + kept_bytes(problem.profile, schedule, rank) for rank in (0, 1)
+    )
+    assert peaks == (kept,)
+    assert peaks[0] > (first, second)
+
+
+def test_who_computes_what_a_lost_node_did_needs_memory_for_it() -> None:
+    """Node 2 computes for both pipelines, and an empty place needs nothing."""
+    found = every(4, n0=1, f=1)
+    before = plan_of(found, (2, 2))
+    answer = rerouted(found.problem, replace(before, gone=(0,)))
+    assert answer is not None
+    plan = replace(answer.plan, splits_backward=False, in_flight={})
+
+    (nothing, _), (around, _) = stage_peaks(found.problem, plan)
+    (alone, _), _ = stage_peaks(found.problem, before)
+
+    assert nothing == 0
+    assert around > alone

@@ -5,15 +5,16 @@ A stage that ran out of memory needs more than was estimated. When its estimate 
 no node. Answers that no longer fit are dropped here; if none is left, all pipelines are made anew.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.plan import Plan, Transition
-from planaria.estimator.peak_memory import peak_bytes
+from planaria.estimator.peak_memory import bytes_by_rank, kept_bytes, peak_bytes
 from planaria.planner.plans import EveryPlan, pipeline_microbatches
 from planaria.planner.problem import Problem
 from planaria.policies.policy import Policy, Prices
 from planaria.policies.reinstantiate import Reinstantiate
+from planaria.schedule.lower import unchecked
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,13 @@ def has_room(problem: Problem, plan: Plan) -> bool:
 
 
 def stage_peaks(problem: Problem, plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """The estimated peak bytes on a device of each stage, for each pipeline."""
+    """The estimated peak bytes on a device of each stage, for each pipeline; 0 in empty places.
+
+    What ranks keep under schedules other than plain 1F1B, and for others, counts. Takes O(actions)
+    time then, otherwise O(stages).
+    """
+    if plan.gone or plan.shadows or plan.splits_backward or plan.in_flight:
+        return _scheduled_peaks(problem, replace(plan, silent={}))
     counts = zip(plan.pipelines, pipeline_microbatches(plan), strict=True)
     return tuple(
         peak_bytes(
@@ -69,4 +76,17 @@ def stage_peaks(problem: Problem, plan: Plan) -> tuple[tuple[int, ...], ...]:
             gradient_copies=problem.gradient_copies,
         )
         for pipeline, count in counts
+    )
+
+
+def _scheduled_peaks(problem: Problem, plan: Plan) -> tuple[tuple[int, ...], ...]:
+    profile = problem.profile
+    schedule = unchecked(plan, tied=profile.tied, order=problem.reduction_order)
+    held = bytes_by_rank(profile, plan, gradient_copies=problem.gradient_copies)
+    peaks = {
+        rank: one.state_bytes + kept_bytes(profile, schedule, rank) for rank, one in held.items()
+    }
+    return tuple(
+        tuple(peaks.get(ranks[0], 0) for ranks in pipeline.ranks_by_stage())
+        for pipeline in plan.pipelines
     )
