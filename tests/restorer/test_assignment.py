@@ -262,6 +262,18 @@ def test_nodes_stay_at_their_place_where_bytes_allow() -> None:
     assert [pipeline.nodes for pipeline in pipelines] == [(2, 4), (3, 1), (0, 5)]
 
 
+def test_layers_too_large_to_weigh_steps_beside_them_are_assigned_by_bytes() -> None:
+    """4.5 TB on each of 1,000 nodes, for instance; that ended the coordinator."""
+    two, one = template_of(2, 4), template_of(4)
+    plan = plan_of(Pipeline(two, (0, 1)), Pipeline(two, (2, 3)))
+    cluster = survivors(plan, (2,), epoch=1)
+    layer_bytes = (2**50, 2**50, 2**49, 2**49)
+
+    pipelines = assigned([Opening(one, 0)], cluster.nodes, before=plan, layer_bytes=layer_bytes)
+
+    assert [pipeline.nodes for pipeline in pipelines] == [(0,)]  # The others lack layers 0 and 1.
+
+
 def test_nodes_stay_in_their_pipeline_where_their_place_is_gone() -> None:
     """Node 3 moves up to the only place of its pipeline, which node 1 would fill as cheaply."""
     two, one = template_of(2, 4), template_of(4)

@@ -172,13 +172,16 @@ def _costs(
     """Cost of each place for each node, infinite for a wrong kind; shape [nodes, places].
 
     Args:
-        before: the plan from whose places steps are counted; None: costs without steps.
+        before: the plan from whose places steps are counted; None: costs without steps. Costs are
+            also without steps if they would be too large with them.
     """
     costs = _missing_bytes(places, nodes, layer_bytes)
+    assert costs.max() < _EXACT_MAX
     if before is not None:
         # One byte must weigh more than all steps of all nodes together.
-        costs = costs * (2 * len(nodes) + 1) + _steps_away(places, nodes, before)
-    assert costs.max() < _EXACT_MAX
+        with_steps = costs * (2 * len(nodes) + 1) + _steps_away(places, nodes, before)
+        if with_steps.max() < _EXACT_MAX:
+            costs = with_steps
     if any(place.kind is not None for place in places):
         kinds = [node.kind for node in nodes]
         is_of_kind = np.array([[place.kind in (None, kind) for place in places] for kind in kinds])
