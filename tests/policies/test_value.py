@@ -54,7 +54,7 @@ def test_expected_samples_are_those_made_before_an_exponential_failure(
     times_s = np.random.default_rng(7).exponential(1.0 / failures_per_s, 1_000_000)
 
     expected = expected_samples_per_s(
-        priced, global_batch_size=8, outlook=Outlook(failures_per_s=failures_per_s)
+        priced, global_batch_size=8, outlook=Outlook(failures_per_s=failures_per_s, lost_max=0.0)
     )
 
     drawn = float(np.maximum(0.0, times_s - 11.0).mean()) * failures_per_s * 8 / 2.0
@@ -68,7 +68,7 @@ def test_a_plan_that_is_followed_by_another_is_worth_both() -> None:
     times_s = np.random.default_rng(8).exponential(10.0, 1_000_000)
 
     expected = expected_samples_per_s(
-        followed, global_batch_size=8, outlook=Outlook(failures_per_s=0.1)
+        followed, global_batch_size=8, outlook=Outlook(failures_per_s=0.1, lost_max=0.0)
     )
 
     made = 4.0 * np.maximum(0.0, times_s - 1.0) + 4.0 * np.maximum(0.0, times_s - 6.0)
@@ -81,7 +81,7 @@ def test_without_failures_the_fastest_iteration_is_best_and_with_many_the_least_
     fast = transition(downtime_s=10.0, iteration_s=2.0, answer="fast")
 
     for rate, answer in ((0.0, "fast"), (1 / 23, "fast"), (1 / 22, "quick"), (1e6, "quick")):
-        outlook = Outlook(failures_per_s=rate)
+        outlook = Outlook(failures_per_s=rate, lost_max=0.0)
         for candidates in ((quick, fast), (fast, quick)):
             best = best_transition(candidates, global_batch_size=8, outlook=outlook)
             assert best.answer == answer, rate
@@ -242,6 +242,16 @@ def test_saves_that_do_not_come_are_not_counted_on() -> None:
     """A thousand samples are not saved, and each ten should be: the disk is full."""
     alone = replace(transition(downtime_s=0.0, iteration_s=2.0), after=held_by((0, 1), each=2))
     outlook = Outlook(failures_per_s=0.1, unsaved_samples=1000.0, between_saves=10.0, lost_max=inf)
+
+    at_risk = samples_at_risk(alone, global_batch_size=8, outlook=outlook)
+
+    assert at_risk == pytest.approx(1000.0 + 8 / 2.0 / 0.1)
+
+
+def test_all_that_was_trained_is_at_risk_where_no_bound_is_told() -> None:
+    """Without copies or saves; a failure cost nothing where the bound was left out."""
+    alone = replace(transition(downtime_s=0.0, iteration_s=2.0), after=held_by((0, 1), each=2))
+    outlook = Outlook(failures_per_s=0.1, unsaved_samples=1000.0)
 
     at_risk = samples_at_risk(alone, global_batch_size=8, outlook=outlook)
 

@@ -32,7 +32,7 @@ class Outlook:
     failures_per_s: float
     unsaved_samples: float = 0.0
     between_saves: float = inf
-    lost_max: float = 0.0
+    lost_max: float = inf
     remaining_samples: float = inf
     nodes_per_failure: float = 1.0
 
