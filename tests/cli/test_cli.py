@@ -21,6 +21,7 @@ from helpers.command import PACED, assert_mistake, command, train
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.cli import main as cli
 from planaria.cli.command_line import exit_codes, unfailing, write
+from planaria.core.kinds import Ending
 from planaria.core.messages import WorkerFailed
 from planaria.core.records import Ended
 from planaria.job.job import failure_of
@@ -154,7 +155,7 @@ def test_what_ended_a_job_is_not_called_its_own_code_where_a_process_was_killed(
 ) -> None:
     """Somebody would look for a mistake that is not there."""
     failure = WorkerFailed(node=1, rank=3, traceback="what it was\n", blame=blame)
-    ended = Ended(ending="failed", reason="", failure=failure, nodes=(0,), epoch=2)
+    ended = Ended(ending=Ending.FAILED, reason="", failure=failure, nodes=(0,), epoch=2)
 
     with pytest.raises(typer.Exit) as left, exit_codes():
         raise failure_of(ended, tier_of("nowhere")) or AssertionError

@@ -31,7 +31,6 @@ from helpers.jobs import NUM_LAYERS
 from planaria.coordinator.commands import (
     DecisionRecorded,
     End,
-    Ending,
     MembersRecorded,
     RecordDecision,
     Tell,
@@ -42,6 +41,7 @@ from planaria.coordinator.state import JobState, Phase
 from planaria.coordinator.step import Event
 from planaria.core.cluster import NodesLost, SavePoint
 from planaria.core.copies import Label
+from planaria.core.kinds import Ending
 from planaria.core.messages import Abort, CopiesFailed, CopySpoilt, SaveLayers, StartEpoch, Stopped
 from planaria.core.records import Committed, Decided, Decision, Origin, Outcome, Warned
 
@@ -201,7 +201,7 @@ def test_too_few_nodes_save_the_copies_before_the_job_ends() -> None:
     assert {rank: set(layers) for rank, layers in order.layers.items()} == {
         rank: set(layers) for rank, layers in copies.items()
     }
-    assert decision.ending == Ending.LOST.value
+    assert decision.ending == Ending.LOST
     assert state.commits.origin.copied == NEWEST
 
 

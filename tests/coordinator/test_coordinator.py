@@ -28,7 +28,6 @@ from planaria.coordinator.commands import (
     DecisionRecorded,
     Discard,
     End,
-    Ending,
     MembersRecorded,
     Notify,
     Publish,
@@ -40,6 +39,7 @@ from planaria.coordinator.commands import (
 from planaria.coordinator.start import first_step
 from planaria.coordinator.state import JobState, Phase
 from planaria.coordinator.step import Event, step
+from planaria.core.kinds import Ending
 from planaria.core.messages import (
     IterationDone,
     LayersSaved,

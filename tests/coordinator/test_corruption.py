@@ -23,7 +23,6 @@ from planaria.coordinator.commands import (
     Command,
     DecisionRecorded,
     End,
-    Ending,
     Evict,
     MembersRecorded,
     RecordDecision,
@@ -33,6 +32,7 @@ from planaria.coordinator.outcomes import Verdict, verdict, votes
 from planaria.coordinator.start import first_step
 from planaria.coordinator.state import JobState, Phase
 from planaria.coordinator.step import Event, step
+from planaria.core.kinds import Ending
 from planaria.core.messages import Abort, Corrupted, SaveLayers, StartEpoch, Stopped
 from planaria.core.records import Committed, Recovering
 from planaria.protocol.agent_state import AgentState, said

@@ -8,10 +8,11 @@ import pytest
 from helpers.coordinated import NOW_S, Survivors, failed, small_rules, unsaved
 from helpers.fake_cluster import FakeCluster
 from helpers.raising import MISTAKE, NEXT, PLAN, UNREADABLE, ending, saves, trained
-from planaria.coordinator.commands import Ending, MembersRecorded, Tick
+from planaria.coordinator.commands import MembersRecorded, Tick
 from planaria.coordinator.crashes import FAILING_S_MAX
 from planaria.coordinator.state import Phase
 from planaria.coordinator.step import step
+from planaria.core.kinds import Ending
 from planaria.core.messages import Abort
 from planaria.protocol.agent_state import AgentState
 

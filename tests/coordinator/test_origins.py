@@ -28,7 +28,6 @@ from planaria.coordinator.commands import (
     Command,
     DecisionRecorded,
     End,
-    Ending,
     MembersRecorded,
     Pruned,
     Publish,
@@ -43,6 +42,7 @@ from planaria.coordinator.start import first_step, restored_step
 from planaria.coordinator.state import JobState, Phase
 from planaria.coordinator.step import Event
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesLost
+from planaria.core.kinds import Ending
 from planaria.core.messages import Abort, CopySpoilt, StartEpoch, Stopped
 from planaria.core.plan import Plan, Transition
 from planaria.core.records import Committed, Decided, Origin, Progress

@@ -34,7 +34,6 @@ from helpers.jobs import NUM_LAYERS
 from planaria.coordinator.commands import (
     DecisionRecorded,
     End,
-    Ending,
     MembersRecorded,
     Published,
     RecordDecision,
@@ -44,6 +43,7 @@ from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import Phase
 from planaria.coordinator.step import Event, step
 from planaria.core.growing import Growing
+from planaria.core.kinds import Ending
 from planaria.core.messages import PeerUnreachable, SaveLayers, StartEpoch, Stopped
 from planaria.core.plan import Transfer
 from planaria.core.records import Committed, Decided, Origin, Outcome, Warned

@@ -32,7 +32,6 @@ from helpers.raising import (
 )
 from planaria.coordinator.commands import (
     DecisionRecorded,
-    Ending,
     Evict,
     MembersRecorded,
     RecordMembers,
@@ -42,6 +41,7 @@ from planaria.coordinator.rules import Rules
 from planaria.coordinator.start import first_step
 from planaria.coordinator.state import Crash, JobState, Phase
 from planaria.coordinator.step import Event, step
+from planaria.core.kinds import Ending
 from planaria.core.messages import Abort, Raised, StopRequested, WorkerExited, WorkerFailed
 from planaria.core.plan import Pipeline, plain_plan
 from planaria.core.records import AwaitingMachine, Forked, Recovering

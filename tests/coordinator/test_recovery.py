@@ -28,7 +28,6 @@ from planaria.coordinator.commands import (
     Command,
     DecisionRecorded,
     End,
-    Ending,
     Evict,
     MembersRecorded,
     Notify,
@@ -42,6 +41,7 @@ from planaria.coordinator.state import JobState, Phase
 from planaria.coordinator.step import Event, step
 from planaria.core.cluster import NodesLost, SavePoint
 from planaria.core.findings import FailureHistory
+from planaria.core.kinds import Ending
 from planaria.core.messages import (
     Abort,
     PeerUnreachable,

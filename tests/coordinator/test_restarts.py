@@ -17,9 +17,10 @@ from helpers.coordinated import (
 )
 from helpers.fake_cluster import FakeCluster, FakeNode
 from helpers.jobs import NUM_LAYERS, shaped_plan
-from planaria.coordinator.commands import End, Ending, Tell, Tick
+from planaria.coordinator.commands import End, Tell, Tick
 from planaria.coordinator.start import restored_step
 from planaria.coordinator.state import Phase
+from planaria.core.kinds import Ending
 from planaria.core.messages import Abort, PeerUnreachable
 from planaria.core.records import Committed, Members, Progress
 from planaria.protocol.agent_state import said

@@ -27,7 +27,6 @@ from planaria.coordinator.commands import (
     Command,
     Discard,
     End,
-    Ending,
     MembersRecorded,
     MustEnd,
     Publish,
@@ -39,6 +38,7 @@ from planaria.coordinator.commands import (
 from planaria.coordinator.saves import SLOW_S
 from planaria.coordinator.state import JobState, Phase
 from planaria.coordinator.step import Event, step
+from planaria.core.kinds import Ending
 from planaria.core.messages import BY_PUBLISHER, Corrupted, Raised, SaveFailed
 from planaria.core.records import AwaitingSaves, Origin, Unsaved, Warned
 from planaria.protocol.agent_state import AgentState, said

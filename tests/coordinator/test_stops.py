@@ -5,9 +5,10 @@ from dataclasses import replace
 from helpers.coordinated import END, FIRST, Survivors, of_type, saved, small_rules, unsaved
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import NUM_LAYERS, shaped_plan
-from planaria.coordinator.commands import End, Ending, MustEnd
+from planaria.coordinator.commands import End, MustEnd
 from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import Phase
+from planaria.core.kinds import Ending
 from planaria.core.messages import NoticeTaken, SaveLayers, StopRequested
 from planaria.core.records import Committed, Decision, Progress
 

@@ -2,6 +2,7 @@
 
 from helpers.jobs import shaped_plan
 from planaria.core.inject import Injection, parse_injection
+from planaria.core.kinds import ChangeKind, LossKind
 from planaria.core.messages import IterationDone, MeasuredSpan, WorkerReady
 from planaria.core.records import (
     Candidate,
@@ -96,7 +97,7 @@ def recorder() -> Recorder:
 def lost(now_s: float, *nodes: int, kind: str = "lost", is_forking: bool = False) -> Recovering:
     return Recovering(
         epoch=4,
-        kind=kind,
+        kind=LossKind(kind),
         nodes=nodes,
         iteration=7,
         reason="its connection closed",
@@ -137,7 +138,7 @@ def changed(*joining: int) -> Changed:
     """Nodes joined while training went on."""
     return Changed(
         epoch=4,
-        kinds=dict.fromkeys(joining, "join"),
+        kinds=dict.fromkeys(joining, ChangeKind.JOIN),
         iteration=7,
         policy="reinstantiate",
         answer="grow",

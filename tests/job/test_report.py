@@ -13,13 +13,14 @@ import pytest
 from planaria.checkpoint.disk.storage import Directory
 from planaria.checkpoint.disk.tiers import Manifest, Tier, tier_of
 from planaria.checkpoint.disk.time_limits import with_time_limit
+from planaria.core.kinds import Ending
 from planaria.core.records import Ended, ToLauncher, Warned
 from planaria.job.report import final_record
 from planaria.observe.metrics import FinalRecord
 
 ITERATION = 4
 LAYERS = 3
-ENDED = Ended(ending="finished", reason="", failure=None, nodes=(0,), epoch=0)
+ENDED = Ended(ending=Ending.FINISHED, reason="", failure=None, nodes=(0,), epoch=0)
 
 
 class Told:

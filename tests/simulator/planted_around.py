@@ -9,10 +9,11 @@ import pytest
 
 from planaria.coordinator import crashes, recovery
 from planaria.coordinator import step as coordinator
-from planaria.coordinator.commands import Ending, MustEnd
+from planaria.coordinator.commands import MustEnd
 from planaria.coordinator.crashes import _ended_unsaved
 from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import JobState, Step
+from planaria.core.kinds import Ending
 from planaria.core.messages import WorkerFailed
 from planaria.core.records import Rescue
 from planaria.observe.ledger import Category
@@ -63,7 +64,7 @@ def what_is_live_is_given_up(patch: pytest.MonkeyPatch) -> None:
     real = recovery._save
 
     def save(state: JobState, *arguments: Any, ending: str, reason: str) -> Step:
-        if ending == Ending.LOST.value:
+        if ending == Ending.LOST:
             return recovery._end(state, reason)
         return real(state, *arguments, ending=ending, reason=reason)
 

@@ -44,21 +44,18 @@ from planaria.coordinator.membership.standby import able_candidates, num_taken
 from planaria.coordinator.membership.trust import seen_node
 from planaria.coordinator.placing import copies_of, idle_of
 from planaria.coordinator.rules import Rules
-from planaria.coordinator.state import JobState, Step
+from planaria.coordinator.state import JobState, Situation, Step
 from planaria.coordinator.switching import Change, Switch, waves_of, weighed_as
 from planaria.core.cluster import ClusterState, NodesChanged
 from planaria.core.growing import Growing
+from planaria.core.kinds import ChangeKind
 from planaria.core.messages import AT_COMMIT, EpochReady, Shutdown, StartEpoch, StopRequested
 from planaria.core.plan import Transition
 from planaria.core.records import Candidate, Changed, Decision, Members, Outcome, Warned
 from planaria.policies.traits import TRAITS
 from planaria.policies.unequal import STAY
 
-JOIN: Final = "join"
-SLOW: Final = "slow"
-FAST: Final = "fast"  # A slow node that is seen to be fast again, or that is tried again.
-REFORM: Final = "reform"
-_STAYING: Final = (JOIN, SLOW, FAST, REFORM)  # Kinds of nodes that are members after the change.
+_LEAVING: Final = (ChangeKind.DRAIN, ChangeKind.PREEMPT)
 
 
 def begun(rules: Rules, state: JobState, now_s: float) -> Step:
@@ -69,13 +66,9 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
     hurried = _hurried(rules, state)
     if not (members.leaving or members.candidates or known or speeds or state.idle or hurried):
         return state, ()  # The usual case, decided fast because it follows nearly every report.
-    leaving = tuple(sorted(set(members.leaving).intersection(state.nodes)))
-    joining = _joining(rules, state, len(state.nodes) - len(leaving), now_s)
-    tried, slowness = _tried(state), tuple(speeds.values())
-    often = frexp(time_to_failure_s(rules, state, now_s))[1]
-    asked = (state.nodes, joining, leaving, tuple(speeds), slowness, tried, (often,))
-    last = state.search.last_situation
-    if not (joining or leaving or known or speeds or tried or hurried) or asked == last:
+    situation, last = _situation(rules, state, now_s), state.search.last_situation
+    joining, leaving, retried = situation.joining, situation.leaving, situation.retried
+    if not (joining or leaving or known or speeds or retried or hurried) or situation == last:
         return state, ()
     staying = tuple(node for node in state.nodes if node not in leaving)
     num_left = len(staying) + len(joining)
@@ -83,9 +76,10 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
         return state, ()
     if leaving and (short := shortage_text(rules, num_left)):
         return _too_few(rules, state, num_left, short)
-    is_told = asked[:-1] == last[:-1]
-    state = replace(state, search=replace(state.search, last_situation=asked))
-    news = {n for n in staying if known.get(n, 1.0) != speeds.get(n, 1.0)}.union(tried)
+    exponent = situation.failure_exponent
+    is_told = last is not None and replace(last, failure_exponent=exponent) == situation
+    state = replace(state, search=replace(state.search, last_situation=situation))
+    news = {n for n in staying if known.get(n, 1.0) != speeds.get(n, 1.0)}.union(retried)
     slow = tuple(sorted(news.difference(leaving)))
     if not (slow or joining or leaving):  # A better plan is looked for, with slow nodes as known.
         slow = tuple(sorted(speeds))
@@ -120,7 +114,19 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
     return _with_switch(replace(state, change=change))
 
 
-def _tried(state: JobState) -> tuple[int, ...]:
+def _situation(rules: Rules, state: JobState, now_s: float) -> Situation:
+    leaving = tuple(sorted(set(state.membership.leaving).intersection(state.nodes)))
+    return Situation(
+        nodes=state.nodes,
+        joining=_joining(rules, state, len(state.nodes) - len(leaving), now_s),
+        leaving=leaving,
+        speeds=tuple(state.speeds.items()),
+        retried=_retried(state),
+        failure_exponent=frexp(time_to_failure_s(rules, state, now_s))[1],
+    )
+
+
+def _retried(state: JobState) -> tuple[int, ...]:
     """The nodes without work whose low speed is forgotten, so that they get work again."""
     others = {*state.speeds, *state.plan.nodes}
     return tuple(node for node in state.idle if node in state.nodes and node not in others)
@@ -151,15 +157,16 @@ def _hurried(rules: Rules, state: JobState) -> str:
     return "the plan was the best at hand" if rules.looks_ahead else ""
 
 
-def _kinds(state: JobState, event: NodesChanged, transition: Transition) -> dict[int, str]:
+def _kinds(state: JobState, event: NodesChanged, transition: Transition) -> dict[int, ChangeKind]:
     """The kind of change for each node concerned.
 
     It is REFORM for all nodes with other work if the plan is just a better one.
     """
-    kinds = {node: SLOW if node in state.speeds else FAST for node in event.slow}
-    kinds |= {node: JOIN for node in event.joined if node in transition.after.nodes}
+    slow, fast = ChangeKind.SLOW, ChangeKind.FAST
+    kinds = {node: slow if node in state.speeds else fast for node in event.slow}
+    kinds |= {node: ChangeKind.JOIN for node in event.joined if node in transition.after.nodes}
     kinds |= {node: state.membership.leaving[node].kind for node in event.leaving}
-    return kinds or dict.fromkeys(_reformed(transition), REFORM)
+    return kinds or dict.fromkeys(_reformed(transition), ChangeKind.REFORM)
 
 
 def _reformed(transition: Transition) -> tuple[int, ...]:
@@ -245,7 +252,7 @@ def _with_switch(state: JobState) -> Step:
     """The state in which the change has its next switch; the command records its members."""
     assert state.change is not None
     change, epoch = state.change, state.epoch + 1
-    joined = {node for node, kind in change.kinds.items() if kind == JOIN}
+    joined = {node for node, kind in change.kinds.items() if kind == ChangeKind.JOIN}
     if change.waves:
         wave, *rest = change.waves
         silent = {rank: set(layers) for rank, layers in change.silent.items()}
@@ -259,7 +266,7 @@ def _with_switch(state: JobState) -> Step:
         wave = ()
         plan = replace(change.transition.after, epoch=epoch)
         there = sorted({*state.nodes, *joined})
-        nodes = tuple(n for n in there if change.kinds.get(n, JOIN) in _STAYING)
+        nodes = tuple(n for n in there if change.kinds.get(n) not in _LEAVING)
     rounds = (tuple(wave),) if wave else ()
     switch = Switch(epoch=epoch, nodes=nodes, plan=plan, rounds=rounds)
     gone = tuple(sorted({*state.membership.gone, *set(state.nodes).difference(nodes)}))
@@ -382,14 +389,15 @@ def entered(rules: Rules, state: JobState, now_s: float) -> Step:
     )
     f = rules.job.resilience.failures_tolerated
     kinds = set(change.kinds.values())
-    is_settled = kinds <= {REFORM} or (state.search.is_plan_searched and kinds <= {SLOW, FAST})
+    was_searched = state.search.is_plan_searched and kinds <= {ChangeKind.SLOW, ChangeKind.FAST}
+    is_searched = kinds <= {ChangeKind.REFORM} or was_searched
     is_degraded = bool(degraded) or (
         state.membership.is_degraded and tolerated(rules, state, state.plan) < f
     )
     state = replace(
         state,
         change=None,
-        search=replace(state.search, is_plan_searched=is_settled),
+        search=replace(state.search, is_plan_searched=is_searched),
         membership=replace(state.membership, is_degraded=is_degraded),
     )
     return state, (Notify(notice),)

@@ -5,21 +5,11 @@ coordinator waits for the result, the command's docstring names the event that i
 """
 
 from dataclasses import dataclass
-from enum import Enum
 
 from planaria.core.copies import version_name
+from planaria.core.kinds import Ending
 from planaria.core.messages import LayerFile, ToNode, WorkerFailed
 from planaria.core.records import Decision, Members, Outcome, ToLauncher
-
-
-class Ending(Enum):
-    """How a job ended."""
-
-    FINISHED = "finished"
-    STOPPED = "stopped"
-    FAILED = "failed"
-    LOST = "lost"
-    UNSAVED = "unsaved"
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from planaria.coordinator.commands import Command, End, Ending, Notify, SetAside, Tell
+from planaria.coordinator.commands import Command, End, Notify, SetAside, Tell
 from planaria.coordinator.learning.memory import with_more_room
 from planaria.coordinator.membership.shortage import shortage_text
 from planaria.coordinator.recovery import left_unsaved, lost, replaceable, with_reason
@@ -29,6 +29,7 @@ from planaria.coordinator.rules import Rules
 from planaria.coordinator.saves import newest_save, without_spoilt
 from planaria.coordinator.state import Crash, JobState, Phase, Step
 from planaria.core.growing import Growing
+from planaria.core.kinds import Ending, LossKind
 from planaria.core.messages import (
     Abort,
     CopySpoilt,
@@ -48,6 +49,7 @@ _SIGNALS: Final = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGK
     11: "SIGSEGV",
     15: "SIGTERM",
 }
+_STALL: Final = "stall"  # The error of a worker that stands still.
 _LEAVING: Final = (Phase.RECORDING, Phase.STOPPING)
 
 
@@ -61,12 +63,12 @@ def link_broken(rules: Rules, state: JobState, now_s: float) -> Step:
     state = replace(state, troubles=replace(state.troubles, broken_links=broken_links))
     if broken_links < BROKEN_LINKS_MAX:
         reason = "a link broke between live nodes"
-        return lost(rules, state, "lost", (), reason=reason, now_s=now_s)
+        return lost(rules, state, LossKind.LOST, (), reason=reason, now_s=now_s)
     counts = Counter(state.facts.unreached)
     rank = max(counts, key=lambda rank: (counts[rank], rank))
     node = rank // (len(state.ranks) // len(state.nodes))
     reason = f"others cannot reach its rank {rank}, {broken_links} times in a row"
-    return lost(rules, state, "lost", (node,), reason=reason, now_s=now_s)
+    return lost(rules, state, LossKind.LOST, (node,), reason=reason, now_s=now_s)
 
 
 def copy_spoilt(rules: Rules, state: JobState, event: CopySpoilt, now_s: float) -> Step:
@@ -76,7 +78,8 @@ def copy_spoilt(rules: Rules, state: JobState, event: CopySpoilt, now_s: float) 
     if event.source:
         state = without_spoilt(state, event.source)
         first = SetAside(event.source) if event.is_damaged else first
-    state, commands = lost(rules, state, "copy", (), reason=event.reason, now_s=now_s, node=node)
+    reason = event.reason
+    state, commands = lost(rules, state, LossKind.COPY, (), reason=reason, now_s=now_s, node=node)
     return state, (first, *commands)
 
 
@@ -174,7 +177,7 @@ def worker_exited(rules: Rules, state: JobState, event: WorkerExited, now_s: flo
     if state.troubles.replaced.get(rank) == event.pid:
         return state, ()
     first_layer, end_layer = event.layers
-    error = "stall" if event.stalled else _error(event.status)
+    error = _STALL if event.stalled else _error(event.status)
     raised = Raised(error=error, first_layer=first_layer, end_layer=end_layer)
     crash = Crash(event.node, rank, event.pid, -1, raised)
     if _is_known(state, crash):
@@ -235,10 +238,10 @@ def _crashed(
         if why := _why_needed(rules, state, node):
             reason = f"{times}; {why}"
             return _failing(state, rules, with_reason(failure, reason), reason=reason, now_s=now_s)
-        return lost(rules, state, "lost", (node,), reason=times, now_s=now_s, raised=raised)
+        return lost(rules, state, LossKind.LOST, (node,), reason=times, now_s=now_s, raised=raised)
     if is_often:  # The job has failed, and this rank cannot save its layers.
         return _ended_unsaved(state, text)
-    kind = "stall" if raised.error == "stall" else "crash"
+    kind = LossKind.STALL if raised.error == _STALL else LossKind.CRASH
     return lost(rules, state, kind, (), reason=text, now_s=now_s, node=node, raised=raised)
 
 
@@ -305,7 +308,7 @@ def _failing(
     still_answers = failure.epoch >= 0 or failure.blame == "job"
     if state.phase in _LEAVING and still_answers:
         return state, ()
-    state, commands = lost(rules, state, "failed", (), reason=reason, now_s=now_s)
+    state, commands = lost(rules, state, LossKind.FAILED, (), reason=reason, now_s=now_s)
     # The launcher is told of no recovery, because the job ends.
     told = (
         c for c in commands if not (isinstance(c, Notify) and isinstance(c.message, Recovering))

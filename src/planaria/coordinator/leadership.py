@@ -19,7 +19,6 @@ from planaria.coordinator.commands import (
     DecisionRecorded,
     Discard,
     End,
-    Ending,
     Evict,
     MembersRecorded,
     Notify,
@@ -34,6 +33,7 @@ from planaria.coordinator.rules import Rules
 from planaria.coordinator.start import first_step, restored_step
 from planaria.coordinator.state import JobState, Phase
 from planaria.coordinator.step import Event, step
+from planaria.core.kinds import Ending
 from planaria.core.messages import (
     Abort,
     Acknowledged,
@@ -280,7 +280,7 @@ def may_expire(now_s: float, last_s: float, *, period_s: float) -> bool:
 
 def _ended(state: JobState, end: End) -> Ended:
     return Ended(
-        ending=end.ending.value,
+        ending=end.ending,
         reason=end.reason,
         failure=end.failure,
         nodes=state.nodes,
@@ -290,4 +290,4 @@ def _ended(state: JobState, end: End) -> Ended:
 
 def was_lost(ended: Ended) -> bool:
     """Whether a job ended because too few nodes, or not all layers, were left."""
-    return ended.ending == Ending.LOST.value
+    return ended.ending == Ending.LOST

@@ -19,7 +19,6 @@ test_commit_search.py shows that the order of steps 1 and 2 is needed.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
 
 import msgspec
 
@@ -27,7 +26,6 @@ from planaria.coordinator.choice import candidates_of, time_to_failure_s
 from planaria.coordinator.commands import (
     Command,
     End,
-    Ending,
     Evict,
     Notify,
     RecordDecision,
@@ -66,6 +64,7 @@ from planaria.core.cluster import ClusterState, NodesLost
 from planaria.core.commit import decode_vector
 from planaria.core.findings import FailureHistory
 from planaria.core.growing import Growing
+from planaria.core.kinds import Ending, LossKind
 from planaria.core.messages import Raised, SaveLayers, StartEpoch, WorkerFailed
 from planaria.core.plan import Transition
 from planaria.core.records import (
@@ -76,13 +75,11 @@ from planaria.core.records import (
     Recovering,
 )
 
-GRANTED: Final = "granted"  # The kind of a "loss" in which a node that was waited for has come.
-
 
 def lost(
     rules: Rules,
     state: JobState,
-    kind: str,
+    kind: LossKind,
     nodes: tuple[int, ...],
     *,
     reason: str,
@@ -181,12 +178,13 @@ def _holding(state: JobState) -> frozenset[int]:
 
 
 def _history(
-    rules: Rules, state: JobState, kind: str, concerned: tuple[int, ...], *, now_s: float
+    rules: Rules, state: JobState, kind: LossKind, concerned: tuple[int, ...], *, now_s: float
 ) -> FailureHistory:
     """The failure history with this loss added, if the loss is a failure of the job's nodes."""
-    if kind in ("leader", GRANTED):
+    if kind in (LossKind.LEADER, LossKind.GRANTED):
         return state.membership.history
-    struck = () if kind == "copy" else concerned  # A spoilt copy leaves the live layers intact.
+    # A spoilt copy leaves the live layers intact.
+    struck = () if kind is LossKind.COPY else concerned
     lease_s = rules.job.cluster.lease_s
     return with_failure(state.membership.history, now_s, nodes=struck, lease_s=lease_s)
 
@@ -250,7 +248,7 @@ def _gone_on(rules: Rules, state: JobState, now_s: float) -> Step:
         if missing:  # The job was to go on from copies, and they are gone too.
             return _end(state, _unsaved_text(missing[0]))
         reason = state.stop.failed_reason
-        return _save(state, outcome, held, ending=Ending.FAILED.value, reason=reason)
+        return _save(state, outcome, held, ending=Ending.FAILED, reason=reason)
     if ends and (is_saved or not missing):
         return _save(state, outcome, held, ending="", reason="")
     if state.stop.shortage and not state.stop.must_end:  # Nodes may have joined since the stop.
@@ -268,12 +266,13 @@ def _gone_on(rules: Rules, state: JobState, now_s: float) -> Step:
         reason = f"{left_text(num_nodes)}, and no policy knows an answer"
     if not missing and is_granted_soon(rules, answered, now_s):
         if taken_at_loss(rules, answered, num_nodes, now_s):
-            return lost(rules, answered, GRANTED, (), reason="a node has come", now_s=now_s)
+            reason = "a node has come"
+            return lost(rules, answered, LossKind.GRANTED, (), reason=reason, now_s=now_s)
         return waiting(rules, answered, reason, now_s)
     if missing:
         text = f"no live node holds layer {missing[0]}, and no copy of it is left"
         return _end(state, f"{text}{_after_crash(state)}")
-    return _save(state, outcome, held, ending=Ending.LOST.value, reason=reason)
+    return _save(state, outcome, held, ending=Ending.LOST, reason=reason)
 
 
 def _event(rules: Rules, state: JobState, outcome: Outcome, redone: int) -> NodesLost:
@@ -308,7 +307,7 @@ def _without_odd(rules: Rules, state: JobState, judged: Verdict, now_s: float) -
     reason = (
         f"the parameters of layer {judged.layer} on node {nodes} have another hash than on most"
     )
-    return lost(rules, state, "lost", judged.odd, reason=reason, now_s=now_s)
+    return lost(rules, state, LossKind.LOST, judged.odd, reason=reason, now_s=now_s)
 
 
 def _cluster(
@@ -460,7 +459,8 @@ def _unsaved_text(layer: int) -> str:
 def _after_crash(state: JobState) -> str:
     """The reason of a loss that took a layer though its nodes live; empty for other losses."""
     assert state.facts.loss is not None
-    return f": {state.facts.loss.reason}" if state.facts.loss.kind in ("crash", "copy") else ""
+    loss = state.facts.loss
+    return f": {loss.reason}" if loss.kind in (LossKind.CRASH, LossKind.COPY) else ""
 
 
 def _end(state: JobState, reason: str) -> Step:

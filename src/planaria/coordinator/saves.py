@@ -20,6 +20,7 @@ from planaria.coordinator.commands import (
 from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import JobState, Loss, Step
 from planaria.core.copies import version_name
+from planaria.core.kinds import LossKind
 from planaria.core.messages import BY_PUBLISHER, LayersSaved, SaveFailed
 from planaria.core.records import AwaitingSaves, Unsaved, Warned
 
@@ -185,7 +186,7 @@ def has_late_answer(rules: Rules, state: JobState, now_s: float) -> bool:
 def awaiting_saves(rules: Rules, state: JobState, now_s: float) -> Step:
     """Has the recovery wait until the disk has answered; the launcher is told once."""
     # In its first epoch a job has lost nothing yet, but holders of a layer may differ even then.
-    loss = state.facts.loss or Loss("lost", (), "holders of a layer differ", now_s)
+    loss = state.facts.loss or Loss(LossKind.LOST, (), "holders of a layer differ", now_s)
     checkpoint = rules.job.checkpoint
     if loss.awaits_saves:
         return state, ()

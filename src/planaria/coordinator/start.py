@@ -23,6 +23,7 @@ from planaria.coordinator.state import (
 )
 from planaria.coordinator.step import advanced
 from planaria.core.findings import FailureHistory, Findings
+from planaria.core.kinds import LossKind
 from planaria.core.messages import Abort, StartEpoch
 from planaria.core.plan import Plan
 from planaria.core.records import Decision, Members, Origin, Outcome, Progress, Warned
@@ -87,6 +88,8 @@ def restored_step(
         predicted_s: predicted duration of an iteration with the job's first plan.
     """
     findings = _findings(members, progress)
+    shortage = progress.stop_reason if progress else ""
+    loss = Loss(LossKind.LOST, (), "the coordinator before this one knew", now_s)
     rules = (fitted := fitted_rules(rules, findings, len(members.nodes))) or rules
     state = JobState(
         term=term,
@@ -100,12 +103,9 @@ def restored_step(
             history=_history(rules, members, progress, predicted_s=predicted_s, now_s=now_s),
             is_degraded=len(plan.nodes) < (rules.job.resilience.failures_tolerated + 1) * rules.n0,
         ),
-        facts=EpochFacts(loss=Loss("lost", (), "the coordinator before this one knew", now_s)),
+        facts=EpochFacts(loss=loss),
         saves=Saves(spoilt=frozenset(members.spoilt), since_epoch=members.epoch),
-        stop=Stop(
-            is_requested=bool(progress and progress.stop_reason),
-            shortage=progress.stop_reason if progress else "",
-        ),
+        stop=Stop(is_requested=bool(shortage), shortage=shortage),
         learning=replace(restored_learning(rules, findings, plan), fitted=fitted),
     )
     state = of_members(state)  # The record of a switch still has findings on nodes that have left.
@@ -125,7 +125,7 @@ def restored_step(
         # Nobody knows which ranks have begun this epoch, or what was to follow it. If all did not
         # leave it, silent members would stay silent: nobody would ask for the change again.
         reason = "the coordinator before this one was changing the members"
-        return lost(rules, state, "leader", (), reason=reason, now_s=now_s)
+        return lost(rules, state, LossKind.LEADER, (), reason=reason, now_s=now_s)
     order = Abort(epoch=members.epoch, nodes=members.nodes)
     return replace(state, phase=Phase.STOPPING), (Tell(order),)
 

@@ -10,6 +10,7 @@ from planaria.coordinator.membership.waiting import Candidate, Leave
 from planaria.coordinator.switching import Change, Switch
 from planaria.core.findings import FailureHistory
 from planaria.core.growing import Growing, is_among
+from planaria.core.kinds import LossKind
 from planaria.core.messages import (
     Corrupted,
     EpochReady,
@@ -51,7 +52,7 @@ class Loss:
         awaits_saves: whether the launcher was told that the recovery waits for the disk's answer.
     """
 
-    kind: str
+    kind: LossKind
     nodes: tuple[int, ...]
     reason: str
     lost_s: float
@@ -238,18 +239,37 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What decides whether a change is worth looking for.
+
+    Attributes:
+        nodes: members.
+        joining: candidates that can become members now.
+        leaving: members that are to leave.
+        speeds: (node, speed) of each slow node.
+        retried: slow nodes without work that are assumed to be fast again.
+        failure_exponent: binary exponent of the mean time to a failure in seconds.
+    """
+
+    nodes: tuple[int, ...]
+    joining: tuple[int, ...]
+    leaving: tuple[int, ...]
+    speeds: tuple[tuple[int, float], ...]
+    retried: tuple[int, ...]
+    failure_exponent: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSearch:
     """Which better plans were looked for; a loss, which makes a new plan, begins a new record.
 
     Attributes:
-        last_situation: situation in which a change was last looked for: members, joining and
-            leaving nodes, slow nodes and their speeds, nodes to be tried, and the binary exponent
-            of the mean time to a failure.
+        last_situation: situation in which a change was last looked for; None: in none yet.
         is_plan_searched: whether the plan was searched for at leisure, not in a hurry after a loss.
         searched_epoch: newest epoch for whose nodes better plans have been searched; -1: none.
     """
 
-    last_situation: tuple[tuple[float, ...], ...] = ()
+    last_situation: Situation | None = None
     is_plan_searched: bool = False
     searched_epoch: int = -1
 

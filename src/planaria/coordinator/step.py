@@ -32,7 +32,6 @@ from planaria.coordinator.commands import (
     Command,
     DecisionRecorded,
     End,
-    Ending,
     MembersRecorded,
     MustEnd,
     Notify,
@@ -73,6 +72,7 @@ from planaria.coordinator.saves import (
 from planaria.coordinator.state import JobState, Phase, Step
 from planaria.core.commit import decode_vector
 from planaria.core.growing import has_all
+from planaria.core.kinds import Ending, LossKind
 from planaria.core.messages import (
     CopiesFailed,
     CopySpoilt,
@@ -162,7 +162,8 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
         case WorkerExited() if state.is_member(event.node):
             return worker_exited(rules, state, event, now_s)
         case NodeLost() if state.is_member(event.node):
-            return lost(rules, state, "lost", (event.node,), reason=event.reason, now_s=now_s)
+            reason = event.reason
+            return lost(rules, state, LossKind.LOST, (event.node,), reason=reason, now_s=now_s)
         case NodeLost() if event.node in state.membership.candidates:
             return candidate_lost(state, event)
         case PeerUnreachable() if event.epoch in state.epochs:
@@ -174,7 +175,7 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
         case DecisionRecorded(epoch) if epoch == state.epoch and state.phase is Phase.DECIDING:
             return replace(state, phase=Phase.JOINING), ()
         case AnswersFound(epoch) if epoch == state.epoch:
-            search = replace(state.search, searched_epoch=epoch, last_situation=())
+            search = replace(state.search, searched_epoch=epoch, last_situation=None)
             return replace(state, search=search), ()
         case Tick():
             return _ticked(rules, state, now_s)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from planaria.core.growing import Growing
+from planaria.core.kinds import ChangeKind
 from planaria.core.messages import EpochReady
 from planaria.core.plan import Plan, Transfer, Transition
 from planaria.core.records import Candidate
@@ -54,7 +55,7 @@ class Change:
         reason: reason in words; "" if `kinds` says enough.
     """
 
-    kinds: Mapping[int, str]
+    kinds: Mapping[int, ChangeKind]
     transition: Transition
     candidates: tuple[Candidate, ...]
     waves: tuple[tuple[Transfer, ...], ...]

@@ -14,6 +14,7 @@ import msgspec
 
 from planaria.core.copies import Label
 from planaria.core.findings import FailureHistory, Findings
+from planaria.core.kinds import ChangeKind, Ending, LossKind
 from planaria.core.messages import (
     DrainRequested,
     IterationDone,
@@ -202,7 +203,7 @@ class Recovering(Message, frozen=True, kw_only=True):
     """
 
     epoch: int
-    kind: str
+    kind: LossKind
     nodes: tuple[int, ...]
     iteration: int
     reason: str
@@ -306,7 +307,7 @@ class Changed(Message, frozen=True, kw_only=True):
     """Nodes have joined, left or changed their work while training went on.
 
     Attributes:
-        kinds: kind of change by node: join, preempt, drain, slow, fast or reform.
+        kinds: kind of change by node.
         candidates, time_to_failure_s, degraded: the same as in Decided.
         predicted_s: predicted seconds of an iteration.
         asked_s: time at which the change was begun.
@@ -315,7 +316,7 @@ class Changed(Message, frozen=True, kw_only=True):
     """
 
     epoch: int
-    kinds: dict[int, str]
+    kinds: dict[int, ChangeKind]
     iteration: int
     policy: str
     answer: str
@@ -403,7 +404,7 @@ class Warned(Message, frozen=True, kw_only=True):
 class Ended(Message, frozen=True, kw_only=True):
     """The job is over."""
 
-    ending: str
+    ending: Ending
     reason: str
     failure: WorkerFailed | None
     nodes: tuple[int, ...]

@@ -28,10 +28,10 @@ from planaria.checkpoint.disk.time_limits import (
     with_short_limit,
     with_time_limit,
 )
-from planaria.coordinator.commands import Ending
 from planaria.core.copies import version_name
 from planaria.core.inject import Injection
 from planaria.core.job import JobConfig
+from planaria.core.kinds import Ending
 from planaria.core.plan import ModelProfile, Plan
 from planaria.core.records import Ended
 from planaria.core.specs import NodeSpec, Prepared
@@ -469,7 +469,7 @@ def _result(
         report=report_of(planned, tier, recorder, watcher, ended),
         planned=planned,
         compared=tuple(compared_iterations(planned, recorder)),
-        stopped=ended.ending == Ending.STOPPED.value,
+        stopped=ended.ending == Ending.STOPPED,
         error=error,
     )
 

@@ -10,6 +10,7 @@ from typing import Protocol
 from planaria.coordinator.commands import Discard, Publish, Published
 from planaria.coordinator.membership.standby import nodes_to_replace
 from planaria.coordinator.membership.standstill import stands_still
+from planaria.core.kinds import Ending
 from planaria.core.messages import Blame, DrainRequested, Raised, StopRequested
 from planaria.core.records import Beat, Committed, Ended, Rescue, ToLauncher
 from planaria.errors import SpoiltError
@@ -213,7 +214,9 @@ class SimulatedCluster:
             return rescue
         reason = f"{self.records.must_end}; {why}"
         nodes, epoch = self.records.nodes, 0
-        self.ended = Ended(ending="lost", reason=reason, failure=None, nodes=nodes, epoch=epoch)
+        self.ended = Ended(
+            ending=Ending.LOST, reason=reason, failure=None, nodes=nodes, epoch=epoch
+        )
         self.watcher.noticed(self.ended)
         return None
 

@@ -18,11 +18,13 @@ from planaria.coordinator.learning.foresight import (
 )
 from planaria.coordinator.learning.overhead import NUM_NEWEST
 from planaria.coordinator.state import Loss
+from planaria.core.kinds import LossKind
 from planaria.core.records import Decided
 
 PRICE_S = 0.2
 # Five layers in a stage, whose backward takes two thirds of what they take.
 LONGEST_S = LAYER_S * NUM_LAYERS / 2 * 2 / 3
+LOSS = Loss(LossKind.LOST, (1,), "closed", NOW_S)
 
 
 def expected(cluster: FakeCluster, price_s: float = PRICE_S) -> foresight.Range:
@@ -64,7 +66,7 @@ def test_what_recoveries_took_widens_the_range_of_the_next() -> None:
     state = cluster.state
     for number, took in enumerate((0.1, 10.0, *(1.0,) * NUM_NEWEST)):
         state = with_likely(state, before.likely_s)
-        state = replace(state, facts=replace(state.facts, loss=Loss("lost", (1,), "closed", NOW_S)))
+        state = replace(state, facts=replace(state.facts, loss=LOSS))
         state = with_recovery(state, NOW_S + took * before.likely_s)
         if number == 1:
             least_s, likely_s, most_s = expected_recovery(cluster.rules, state, PRICE_S)
@@ -80,7 +82,8 @@ def test_a_recovery_that_another_coordinator_foresaw_teaches_nothing() -> None:
     """Nobody knows what it was expected to take."""
     cluster = training()
     state = replace(
-        cluster.state, facts=replace(cluster.state.facts, loss=Loss("lost", (1,), "closed", NOW_S))
+        cluster.state,
+        facts=replace(cluster.state.facts, loss=LOSS),
     )
 
     assert with_recovery(state, NOW_S + 1.0) == state

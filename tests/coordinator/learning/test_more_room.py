@@ -6,8 +6,9 @@ from helpers.coordinated import FIRST, of_type, small_rules
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import template
 from helpers.strategies import layer_profile, model_profile
-from planaria.coordinator.commands import End, Ending, Evict
+from planaria.coordinator.commands import End, Evict
 from planaria.coordinator.state import Phase
+from planaria.core.kinds import Ending
 from planaria.core.messages import Raised, SaveLayers
 from planaria.core.plan import Plan
 from planaria.core.records import Recovering

@@ -24,6 +24,7 @@ from planaria.coordinator.learning.overhead import (
 from planaria.coordinator.state import Commits, JobState, Loss
 from planaria.core.findings import Findings
 from planaria.core.growing import Growing
+from planaria.core.kinds import LossKind
 from planaria.core.messages import EpochReady
 from planaria.core.plan import Link, Transition
 from planaria.policies.building import scheduling_s
@@ -39,7 +40,7 @@ def state_with(findings: Findings) -> JobState:
     state = JobState(
         term=0, epoch=1, nodes=PLAN.nodes, plan=PLAN, commits=Commits(next_iteration=0)
     )
-    loss = Loss("lost", (2,), "closed", NOW_S)
+    loss = Loss(LossKind.LOST, (2,), "closed", NOW_S)
     return replace(
         state,
         facts=replace(state.facts, loss=loss),

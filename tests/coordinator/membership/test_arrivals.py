@@ -5,9 +5,10 @@ import pytest
 from helpers.coordinated import FIRST, LEASE_S, NOW_S, gone, of_type, small_rules
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import shaped_plan
-from planaria.coordinator.commands import End, Ending, Evict, Tick
+from planaria.coordinator.commands import End, Evict, Tick
 from planaria.coordinator.membership.arrivals import ARRIVAL_LEASES_MIN, ARRIVAL_S_MIN, arrival_s
 from planaria.coordinator.state import Phase
+from planaria.core.kinds import Ending
 from planaria.core.records import Recovering
 from planaria.protocol.agent_lease import TICKS_PER_LEASE
 

@@ -7,10 +7,11 @@ import pytest
 from helpers.coordinated import FIRST, NOW_S, Survivors, of_type, small_rules
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import shaped_plan
-from planaria.coordinator.commands import End, Ending, Tick
+from planaria.coordinator.commands import End, Tick
 from planaria.coordinator.membership.standby import nodes_to_replace, num_taken
 from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import Phase
+from planaria.core.kinds import ChangeKind, Ending, LossKind
 from planaria.core.messages import NoticeTaken, StopRequested
 from planaria.core.records import AwaitingMachine, Changed, Decided, Recovering, Warned
 
@@ -176,14 +177,14 @@ def test_a_node_that_is_taken_away_does_not_count_as_left() -> None:
 
 def test_machines_are_asked_for_where_nodes_are_lost_or_taken_away() -> None:
     """Not where a user drains one, or only a worker ended."""
-    lost = Recovering(epoch=1, kind="lost", nodes=(3,), iteration=0, reason="", lost_s=0.0)
-    crash = Recovering(epoch=1, kind="crash", nodes=(3,), iteration=0, reason="", lost_s=0.0)
+    lost = Recovering(epoch=1, kind=LossKind.LOST, nodes=(3,), iteration=0, reason="", lost_s=0.0)
+    crash = Recovering(epoch=1, kind=LossKind.CRASH, nodes=(3,), iteration=0, reason="", lost_s=0.0)
     assert nodes_to_replace(lost) == (3,)
     assert nodes_to_replace(crash) == ()
     assert nodes_to_replace(Warned(text="node 4 cannot join", gone=(4,))) == (4,)
     changed = Changed(
         epoch=1,
-        kinds={1: "preempt", 2: "drain", 5: "join"},
+        kinds={1: ChangeKind.PREEMPT, 2: ChangeKind.DRAIN, 5: ChangeKind.JOIN},
         iteration=0,
         policy="",
         answer="",

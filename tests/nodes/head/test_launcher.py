@@ -18,6 +18,7 @@ from helpers.fake_fork_server import LOSS, FakeForkServer, Lead, Line
 from helpers.jobs import leader_spec
 from helpers.tasks import wait_until
 from planaria.checkpoint.disk.tiers import tier_of
+from planaria.core.kinds import Ending
 from planaria.core.messages import StopRequested
 from planaria.core.records import Ended, Leading, Running, ToLauncher, Warned
 from planaria.core.specs import NodeSpec
@@ -74,7 +75,7 @@ def fail() -> None:
 
 
 def ended(ending: str, reason: str = "") -> Ended:
-    return Ended(ending=ending, reason=reason, failure=None, nodes=(0,), epoch=0)
+    return Ended(ending=Ending(ending), reason=reason, failure=None, nodes=(0,), epoch=0)
 
 
 def running(line: Line) -> Running:

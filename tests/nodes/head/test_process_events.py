@@ -14,6 +14,7 @@ import pytest
 from msgspec import structs
 
 from helpers.tasks import TIMEOUT_S
+from planaria.core.kinds import Ending
 from planaria.core.records import Ended
 from planaria.nodes.head.process_events import (
     LEAVE_SIGNALS,
@@ -185,7 +186,7 @@ def test_no_group_of_the_caller_is_killed() -> None:
 
 def test_a_job_without_any_node_left_says_how_they_ended_by_themselves() -> None:
     """Those that planaria had to kill had not."""
-    lost = Ended(ending="lost", reason="no node is left", failure=None, nodes=(), epoch=3)
+    lost = Ended(ending=Ending.LOST, reason="no node is left", failure=None, nodes=(), epoch=3)
 
     reason = with_agent_exits(lost, {-9, 1}).reason
     assert reason == "no node is left: their agents ended: killed by signal 9, left with status 1"

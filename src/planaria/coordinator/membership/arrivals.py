@@ -11,6 +11,7 @@ from typing import Final
 from planaria.coordinator.recovery import lost
 from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import JobState, Step
+from planaria.core.kinds import LossKind
 from planaria.protocol.agent_lease import TICKS_PER_LEASE
 
 # A node arrives within a second, or within ten on a machine that many nodes share. Patience costs
@@ -43,4 +44,4 @@ def awaited(rules: Rules, state: JobState, now_s: float) -> Step:
         f"no agent of it has reached the coordinator in {limit_s:.0f} s; look whether its process "
         "still runs, and what it has printed"
     )
-    return lost(rules, state, "lost", missing, reason=reason, now_s=now_s)
+    return lost(rules, state, LossKind.LOST, missing, reason=reason, now_s=now_s)

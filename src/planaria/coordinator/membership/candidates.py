@@ -15,6 +15,7 @@ from planaria.coordinator.membership.waiting import Candidate, Leave
 from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import JobState, Step
 from planaria.core.growing import Growing
+from planaria.core.kinds import ChangeKind
 from planaria.core.messages import (
     DrainRequested,
     NodeArrived,
@@ -88,16 +89,16 @@ def leaves(
 ) -> Step:
     """Notes that a node is to leave in peace; a candidate leaves at once."""
     node, members = event.node, state.membership
-    leave = Leave("drain", now_s + rules.job.cluster.notice_s)
+    leave = Leave(ChangeKind.DRAIN, now_s + rules.job.cluster.notice_s)
     if isinstance(event, NoticeTaken):
-        leave = Leave("preempt", now_s + event.after_s * _KEPT_SHARE)
-    if node in members.leaving and leave.kind in ("drain", members.leaving[node].kind):
+        leave = Leave(ChangeKind.PREEMPT, now_s + event.after_s * _KEPT_SHARE)
+    if node in members.leaving and leave.kind in (ChangeKind.DRAIN, members.leaving[node].kind):
         return state, ()  # The same request came before.
     if state.is_member(node):
         members = replace(members, leaving={**members.leaving, node: leave})
         return replace(state, membership=members), ()
     if node in members.candidates:
         return _without_candidate(state, node), (Evict((node,)),)
-    if leave.kind == "drain" and node not in members.gone:
+    if leave.kind is ChangeKind.DRAIN and node not in members.gone:
         return state, (Notify(Warned(text=f"there is no node {node} to drain")),)
     return state, ()

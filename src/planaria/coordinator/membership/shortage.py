@@ -6,6 +6,7 @@ from dataclasses import replace
 from planaria.coordinator.commands import Notify
 from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import JobState, Step
+from planaria.core.kinds import ChangeKind
 from planaria.core.plan import Plan
 from planaria.core.records import Warned
 
@@ -43,7 +44,8 @@ def undrained(rules: Rules, state: JobState, num_left: int) -> Step:
 
 
 def _is_drained(state: JobState, node: int) -> bool:
-    return node in state.membership.leaving and state.membership.leaving[node].kind == "drain"
+    leaving = state.membership.leaving
+    return node in leaving and leaving[node].kind is ChangeKind.DRAIN
 
 
 def degraded_text(rules: Rules, state: JobState, plan: Plan) -> str:

@@ -15,6 +15,7 @@ from planaria.coordinator.commands import Notify
 from planaria.coordinator.membership.trust import trusted_first
 from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import JobState, Step
+from planaria.core.kinds import ChangeKind, LossKind
 from planaria.core.records import AwaitingMachine, Changed, Recovering, ToLauncher, Warned
 
 _PATIENCE: Final = 2.0  # Multiple of cluster.grant_s that a machine is waited for.
@@ -86,8 +87,8 @@ def nodes_to_replace(message: ToLauncher) -> tuple[int, ...]:
     match message:
         case Warned(gone=nodes):
             return nodes
-        case Recovering(nodes=nodes) if message.kind == "lost":
+        case Recovering(nodes=nodes) if message.kind is LossKind.LOST:
             return nodes
         case Changed(kinds=kinds):
-            return tuple(node for node, kind in kinds.items() if kind == "preempt")
+            return tuple(node for node, kind in kinds.items() if kind is ChangeKind.PREEMPT)
     return ()

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from planaria.core.kinds import ChangeKind
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -20,9 +22,9 @@ class Leave:
     """The fact that a node is to leave in peace.
 
     Attributes:
-        kind: the reason, "drain" or "preempt".
+        kind: the reason, DRAIN or PREEMPT.
         until_s: time until which the node can be kept while others are about to join.
     """
 
-    kind: str
+    kind: ChangeKind
     until_s: float

@@ -36,6 +36,7 @@ import msgspec
 from planaria.checkpoint.disk.tiers import Tier, newest_checkpoint_text
 from planaria.checkpoint.disk.time_limits import discard
 from planaria.core.inject import Injection
+from planaria.core.kinds import Ending
 from planaria.core.messages import Message, StopRequested
 from planaria.core.records import (
     Beat,
@@ -227,7 +228,7 @@ class Launcher:
                 self._is_over = True
                 self._injector.on_job_end()
                 self._stop_forking()
-                if ended.ending not in ("failed", "lost"):
+                if ended.ending not in (Ending.FAILED, Ending.LOST):
                     self._processes.kill_other_nodes(ended.nodes)
                     await self._wait_agents_left(lifeline_write_fd)
             finally:
@@ -564,5 +565,5 @@ class Launcher:
     def _end(self, reason: str) -> None:
         """Ends the job for a reason that the coordinator does not know."""
         if not self._ended.done():
-            ended = Ended(ending="lost", reason=reason, failure=None, nodes=(), epoch=0)
+            ended = Ended(ending=Ending.LOST, reason=reason, failure=None, nodes=(), epoch=0)
             self._ended.set_result(ended)

@@ -13,6 +13,7 @@ import msgspec
 import psutil
 
 from planaria.coordinator.membership.standstill import stands_still
+from planaria.core.kinds import Ending
 from planaria.core.records import Ended
 from planaria.nodes.forkserver import exit_text
 from planaria.protocol.agent_lease import TICKS_PER_LEASE
@@ -169,7 +170,7 @@ def with_agent_exits(ended: Ended, statuses: Collection[int]) -> Ended:
     Args:
         statuses: exit statuses of the agents that ended by themselves.
     """
-    if ended.nodes or ended.ending != "lost" or not statuses:
+    if ended.nodes or ended.ending is not Ending.LOST or not statuses:
         return ended
     exit_texts = ", ".join(sorted({exit_text(status).removeprefix("was ") for status in statuses}))
     return msgspec.structs.replace(

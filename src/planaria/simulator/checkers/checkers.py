@@ -24,9 +24,9 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from planaria.coordinator.change import REFORM
 from planaria.coordinator.membership.trust import DISTRUSTED_MIN
 from planaria.coordinator.rules import Rules
+from planaria.core.kinds import ChangeKind
 from planaria.core.messages import StartEpoch
 from planaria.core.plan import Plan
 from planaria.core.records import (
@@ -361,7 +361,7 @@ class Checkers:
                 self.moved_s = self.moved_s or self._cluster.loop.now_s
                 if message.epoch != self._epoch:
                     self._fail(f"epoch {message.epoch} runs in epoch {self._epoch}")
-            case Changed() if {*message.kinds.values()} == {REFORM}:
+            case Changed() if {*message.kinds.values()} == {ChangeKind.REFORM}:
                 if not is_another(*self._plans):
                     self._fail(f"epoch {message.epoch} begins with a change to the same plan")
             case Ended():

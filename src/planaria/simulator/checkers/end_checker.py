@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from planaria.core.kinds import Ending
 from planaria.core.plan import Plan
 from planaria.core.records import Ended, Origin
 from planaria.simulator.checkers.back_checker import (
@@ -63,21 +64,21 @@ class EndChecker:
         """What is wrong with the end, in words."""
         ended, number = self._ended, self._seen.num_committed
         match ended.ending:
-            case "finished":
+            case Ending.FINISHED:
                 if number != self._scenario.iterations:
                     yield f"finished with {number} iterations"
                 yield from self._unsaved(number)
-            case "stopped":
+            case Ending.STOPPED:
                 if not self._cluster.stop_requested:
                     yield "stopped, and nobody asked for it"
                 yield from self._unsaved(number)
-            case "lost" if self._is_forced:
+            case Ending.LOST if self._is_forced:
                 yield from self._wrong_in_forced()
-            case "lost":
+            case Ending.LOST:
                 yield from self._wrong_in_lost()
-            case "failed":
+            case Ending.FAILED:
                 yield from self._wrong_in_failed()
-            case "unsaved" if self._has_bad_store():
+            case Ending.UNSAVED if self._has_bad_store():
                 pass  # A node whose lease has run out writes nothing, and a store may refuse.
             case _:
                 yield f"ended: {ended.ending}, {ended.reason}"
