@@ -48,7 +48,7 @@ from planaria.planner.templates import pipeline_template
 from planaria.policies.building import downtime_s
 from planaria.policies.policy import profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
-from planaria.restorer.strategies import LEAST_BYTES, NAIVE, Restoring
+from planaria.restorer.strategies import LEAST_BYTES, NAIVE, RestoreStrategy
 from planaria.schedule.buckets import ReductionOrder, buckets_of
 from planaria.schedule.lower import lowered
 
@@ -106,7 +106,7 @@ def _shortened(profile: ModelProfile, num_blocks: int) -> tuple[LayerProfile, ..
     return (profile.layers[1],) * num_blocks
 
 
-def answer(case: Case, lost: tuple[int, ...], restoring: Restoring) -> Transition | None:
+def answer(case: Case, lost: tuple[int, ...], restoring: RestoreStrategy) -> Transition | None:
     """The policy's first answer to a loss; None: there is none."""
     every, plan = job(case)
     cluster, event = survivors(plan, lost, epoch=1), NodesLost(lost, 0)
@@ -180,7 +180,7 @@ def links() -> Iterator[str]:
 
 
 def _rounds(
-    case: Case, lost: tuple[int, ...], restoring: Restoring, layer_bytes: Sequence[int]
+    case: Case, lost: tuple[int, ...], restoring: RestoreStrategy, layer_bytes: Sequence[int]
 ) -> tuple[tuple[tuple[Transfer, ...], ...], dict[int, list[int]]]:
     every, plan = job(case)
     cluster = survivors(plan, lost, epoch=1)

@@ -14,7 +14,7 @@ from planaria.core.plan import Transfer
 from planaria.nodes.forkserver import ForkServer
 from planaria.policies.policy import profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
-from planaria.restorer.strategies import LEAST_BYTES, NAIVE, Restoring
+from planaria.restorer.strategies import LEAST_BYTES, NAIVE, RestoreStrategy
 
 SIZES = (2, 2, 2)
 LOST = 3
@@ -35,7 +35,7 @@ def calm(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     return digests(result)
 
 
-def moved(config: JobConfig, restoring: Restoring) -> list[Transfer]:
+def moved(config: JobConfig, restoring: RestoreStrategy) -> list[Transfer]:
     """What is sent after the loss."""
     every = replace(every_plan_for(config), plans={})
     plan = sized_plan(config, SIZES)

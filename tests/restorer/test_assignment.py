@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from planaria.core.cluster import ClusterState, Node, survivors
 from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Stage, plain_plan
 from planaria.restorer import assignment
-from planaria.restorer.assignment import Opening, assigned
+from planaria.restorer.assignment import UnboundPipeline, assign_nodes
 
 
 def template_of(*ends: int, num_nodes: int | None = None) -> PipelineTemplate:
@@ -41,7 +41,7 @@ def templates(
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> tuple[tuple[int, ...], Plan, ClusterState, list[Opening]]:
+def clusters(draw: st.DrawFn) -> tuple[tuple[int, ...], Plan, ClusterState, list[UnboundPipeline]]:
     """Bytes of layers; a plan; nodes that hold anything; and places for some of them or all."""
     num_layers, per_node = 12, draw(st.integers(1, 2))
     layer_bytes = tuple(draw(st.sampled_from((0, 1, 5, 10**12))) for _ in range(num_layers))
@@ -49,19 +49,19 @@ def clusters(draw: st.DrawFn) -> tuple[tuple[int, ...], Plan, ClusterState, list
     before = draw(templates(num_nodes=num_nodes, num_layers=num_layers, per_node=per_node))
     plan = plan_of(Pipeline(before, tuple(draw(st.permutations(range(num_nodes))))))
     left = draw(st.integers(1, num_nodes))
-    openings: list[Opening] = []
+    unbound: list[UnboundPipeline] = []
     while left:
         size = draw(st.integers(1, left))
         template = draw(templates(num_nodes=size, num_layers=num_layers, per_node=per_node))
-        replaces = -1 if openings else draw(st.integers(-1, 0))
-        openings.append(Opening(template, replaces))
+        replaces = -1 if unbound else draw(st.integers(-1, 0))
+        unbound.append(UnboundPipeline(template, replaces))
         left -= size
     # A node holds anything, or exactly what a place needs, its own one or another.
     held = st.frozensets(st.integers(0, num_layers - 1))
-    needs = [needs for opening in openings for needs in needs_of(opening.template)]
+    needs = [needs for pipeline_to_bind in unbound for needs in needs_of(pipeline_to_bind.template)]
     of_a_node = st.tuples(*(held,) * per_node) | st.sampled_from(needs)
     nodes = tuple(Node(node, draw(of_a_node)) for node in range(num_nodes))
-    return layer_bytes, plan, ClusterState(1, nodes), openings
+    return layer_bytes, plan, ClusterState(1, nodes), unbound
 
 
 def needs_of(template: PipelineTemplate) -> list[tuple[frozenset[int], ...]]:
@@ -81,43 +81,45 @@ def missing_bytes(plan: Plan, cluster: ClusterState, layer_bytes: tuple[int, ...
     )
 
 
-def num_steps(plan: Plan, pipelines: Sequence[Pipeline], openings: Sequence[Opening]) -> int:
+def num_steps(plan: Plan, pipelines: Sequence[Pipeline], unbound: Sequence[UnboundPipeline]) -> int:
     """How far all nodes are from home: one to another place, two to another pipeline."""
     (home,) = plan.pipelines
     steps = 0
-    for pipeline, opening in zip(pipelines, openings, strict=True):
+    for pipeline, pipeline_to_bind in zip(pipelines, unbound, strict=True):
         for position, node in enumerate(pipeline.nodes):
-            is_there = opening.replaces == 0 and home.nodes[position : position + 1] == (node,)
-            steps += 0 if is_there else 1 if opening.replaces == 0 else 2
+            is_there = pipeline_to_bind.replaces == 0 and home.nodes[position : position + 1] == (
+                node,
+            )
+            steps += 0 if is_there else 1 if pipeline_to_bind.replaces == 0 else 2
     return steps
 
 
 @settings(max_examples=80)
 @given(clusters())
 def test_no_other_assignment_moves_fewer_bytes_or_as_many_and_nodes_less_far(
-    drawn: tuple[tuple[int, ...], Plan, ClusterState, list[Opening]],
+    drawn: tuple[tuple[int, ...], Plan, ClusterState, list[UnboundPipeline]],
 ) -> None:
     """Against every way to give up to six nodes to the places, also with nodes left over."""
-    layer_bytes, plan, cluster, openings = drawn
-    num_places = sum(opening.template.num_nodes for opening in openings)
+    layer_bytes, plan, cluster, unbound = drawn
+    num_places = sum(pipeline_to_bind.template.num_nodes for pipeline_to_bind in unbound)
 
     def cost(pipelines: tuple[Pipeline, ...]) -> tuple[int, int]:
         lacking = missing_bytes(plan_of(*pipelines), cluster, layer_bytes)
-        return lacking, num_steps(plan, pipelines, openings)
+        return lacking, num_steps(plan, pipelines, unbound)
 
-    pipelines = assigned(openings, cluster.nodes, before=plan, layer_bytes=layer_bytes)
+    pipelines = assign_nodes(unbound, cluster.nodes, before=plan, layer_bytes=layer_bytes)
 
     everything = permutations(range(len(cluster.nodes)), num_places)
-    assert cost(pipelines) == min(cost(bound(openings, nodes).pipelines) for nodes in everything)
+    assert cost(pipelines) == min(cost(bound(unbound, nodes).pipelines) for nodes in everything)
 
 
-def bound(openings: list[Opening], nodes: tuple[int, ...]) -> Plan:
-    """The openings on these nodes, in order."""
+def bound(unbound: list[UnboundPipeline], nodes: tuple[int, ...]) -> Plan:
+    """The pipelines on these nodes, in order."""
     rest = iter(nodes)
     return plan_of(
         *(
             Pipeline(o.template, tuple(next(rest) for _ in range(o.template.num_nodes)))
-            for o in openings
+            for o in unbound
         )
     )
 
@@ -136,25 +138,25 @@ def exposed(plan: Plan, cluster: ClusterState, covered: frozenset[int]) -> int:
 @settings(max_examples=80)
 @given(clusters(), st.data())
 def test_no_other_assignment_leaves_fewer_layers_to_distrusted_nodes_alone(
-    drawn: tuple[tuple[int, ...], Plan, ClusterState, list[Opening]], data: st.DataObject
+    drawn: tuple[tuple[int, ...], Plan, ClusterState, list[UnboundPipeline]], data: st.DataObject
 ) -> None:
-    """Against every way; and none that fills an opening with trusted nodes moves fewer bytes.
+    """Against all assignments; none that fills a pipeline with trusted nodes moves fewer bytes.
 
     Other pipelines that stay may hold some of the layers on trusted nodes.
     """
-    layer_bytes, plan, cluster, openings = drawn
+    layer_bytes, plan, cluster, unbound = drawn
     distrusted = data.draw(st.sets(st.sampled_from([node.node for node in cluster.nodes])))
     nodes = (replace(node, is_trusted=node.node not in distrusted) for node in cluster.nodes)
     cluster = ClusterState(1, tuple(nodes))
     covered = data.draw(st.frozensets(st.integers(0, 11), max_size=8))
 
-    pipelines = assigned(
-        openings, cluster.nodes, before=plan, layer_bytes=layer_bytes, covered=covered
+    pipelines = assign_nodes(
+        unbound, cluster.nodes, before=plan, layer_bytes=layer_bytes, covered=covered
     )
 
     made = plan_of(*pipelines)
-    num_places = sum(opening.template.num_nodes for opening in openings)
-    ways = [bound(openings, way) for way in permutations(range(len(cluster.nodes)), num_places)]
+    num_places = sum(pipeline_to_bind.template.num_nodes for pipeline_to_bind in unbound)
+    ways = [bound(unbound, way) for way in permutations(range(len(cluster.nodes)), num_places)]
     fewest = min(exposed(way, cluster, covered) for way in ways)
     assert exposed(made, cluster, covered) == fewest
     filled = [
@@ -172,9 +174,9 @@ def test_two_trusted_nodes_cover_the_model_from_two_pipelines() -> None:
     nodes = tuple(
         replace(node, is_trusted=node.node in (1, 2)) for node in survivors(plan, (), epoch=1).nodes
     )
-    openings = [Opening(first, 0), Opening(second, 1)]
+    unbound = [UnboundPipeline(first, 0), UnboundPipeline(second, 1)]
 
-    one, two = assigned(openings, nodes, before=plan, layer_bytes=(1,) * 6)
+    one, two = assign_nodes(unbound, nodes, before=plan, layer_bytes=(1,) * 6)
 
     assert {one.nodes[0], two.nodes[2]} == {1, 2}
 
@@ -187,9 +189,9 @@ def test_a_pipeline_is_filled_with_trusted_nodes_where_that_moves_less() -> None
         replace(node, is_trusted=node.node not in (1, 5))
         for node in survivors(plan, (), epoch=1).nodes
     )
-    openings = [Opening(first, 0), Opening(second, 1)]
+    unbound = [UnboundPipeline(first, 0), UnboundPipeline(second, 1)]
 
-    pipelines = assigned(openings, nodes, before=plan, layer_bytes=(1,) * 6)
+    pipelines = assign_nodes(unbound, nodes, before=plan, layer_bytes=(1,) * 6)
 
     cluster = ClusterState(1, nodes)
     assert exposed(plan, cluster, frozenset()) == 1
@@ -208,9 +210,9 @@ def test_a_trusted_node_takes_the_place_for_its_kind() -> None:
         Node(node, held, kind, is_trusted=node in (0, 3))
         for node, kind in enumerate((slow, NodeKind(), NodeKind(), NodeKind(), slow))
     )
-    openings = [Opening(template, 0), Opening(plain, 1)]
+    unbound = [UnboundPipeline(template, 0), UnboundPipeline(plain, 1)]
 
-    one, two = assigned(openings, nodes, before=plan, layer_bytes=(1,) * 6)
+    one, two = assign_nodes(unbound, nodes, before=plan, layer_bytes=(1,) * 6)
 
     assert one.nodes[0] in (0, 4)
     assert 3 in (one.nodes[1], *two.nodes)
@@ -224,7 +226,7 @@ def test_nothing_moves_where_it_would_not_help() -> None:
     cluster = survivors(plan, (), epoch=1)
     nodes = tuple(replace(node, is_trusted=node.node != 1) for node in cluster.nodes)
 
-    (one,) = assigned([Opening(template, 0)], nodes, before=plan, layer_bytes=(1,) * 6)
+    (one,) = assign_nodes([UnboundPipeline(template, 0)], nodes, before=plan, layer_bytes=(1,) * 6)
 
     assert one.nodes == (0, 1, 2)
 
@@ -232,14 +234,14 @@ def test_nothing_moves_where_it_would_not_help() -> None:
 @settings(max_examples=60)
 @given(clusters())
 def test_places_that_are_alike_are_given_out_together_for_as_few_bytes(
-    drawn: tuple[tuple[int, ...], Plan, ClusterState, list[Opening]],
+    drawn: tuple[tuple[int, ...], Plan, ClusterState, list[UnboundPipeline]],
 ) -> None:
     """As where there are hundreds of them; against one by one."""
-    sizes, plan, cluster, openings = drawn
+    sizes, plan, cluster, unbound = drawn
     layer_bytes = tuple(min(size, 1000) for size in sizes)
 
     def lacking() -> int:
-        pipelines = assigned(openings, cluster.nodes, before=plan, layer_bytes=layer_bytes)
+        pipelines = assign_nodes(unbound, cluster.nodes, before=plan, layer_bytes=layer_bytes)
         return missing_bytes(plan_of(*pipelines), cluster, layer_bytes)
 
     one_by_one = lacking()
@@ -255,9 +257,9 @@ def test_nodes_stay_at_their_place_where_bytes_allow() -> None:
         Pipeline(template, (3, 1)), Pipeline(template, (0, 5)), Pipeline(template, (2, 4))
     )
     cluster = survivors(plan, (), epoch=1)
-    openings = [Opening(template, index) for index in (2, 0, 1)]
+    unbound = [UnboundPipeline(template, index) for index in (2, 0, 1)]
 
-    pipelines = assigned(openings, cluster.nodes, before=plan, layer_bytes=(1,) * 4)
+    pipelines = assign_nodes(unbound, cluster.nodes, before=plan, layer_bytes=(1,) * 4)
 
     assert [pipeline.nodes for pipeline in pipelines] == [(2, 4), (3, 1), (0, 5)]
 
@@ -269,7 +271,9 @@ def test_layers_too_large_to_weigh_steps_beside_them_are_assigned_by_bytes() -> 
     cluster = survivors(plan, (2,), epoch=1)
     layer_bytes = (2**50, 2**50, 2**49, 2**49)
 
-    pipelines = assigned([Opening(one, 0)], cluster.nodes, before=plan, layer_bytes=layer_bytes)
+    pipelines = assign_nodes(
+        [UnboundPipeline(one, 0)], cluster.nodes, before=plan, layer_bytes=layer_bytes
+    )
 
     assert [pipeline.nodes for pipeline in pipelines] == [(0,)]  # The others lack layers 0 and 1.
 
@@ -279,9 +283,9 @@ def test_nodes_stay_in_their_pipeline_where_their_place_is_gone() -> None:
     two, one = template_of(2, 4), template_of(4)
     plan = plan_of(Pipeline(two, (0, 1)), Pipeline(two, (2, 3)))
     cluster = survivors(plan, (2,), epoch=1)
-    openings = [Opening(one, 0), Opening(one, 1)]
+    unbound = [UnboundPipeline(one, 0), UnboundPipeline(one, 1)]
 
-    pipelines = assigned(openings, cluster.nodes, before=plan, layer_bytes=(0,) * 4)
+    pipelines = assign_nodes(unbound, cluster.nodes, before=plan, layer_bytes=(0,) * 4)
 
     assert [pipeline.nodes for pipeline in pipelines] == [(0,), (3,)]
 

@@ -6,8 +6,8 @@ from helpers.losses import check_is_whole, check_transfers, every, prices
 from planaria.core.cluster import ClusterState, Node, NodesLost, survivors
 from planaria.core.plan import Pipeline, Stage, Transfer, Transition, plain_plan
 from planaria.policies.reinstantiate import Reinstantiate
-from planaria.restorer.assignment import Opening
-from planaria.restorer.strategies import LEAST_BYTES, NAIVE, assigned_in_order, whole_transfers
+from planaria.restorer.assignment import UnboundPipeline
+from planaria.restorer.strategies import LEAST_BYTES, NAIVE, assign_nodes_in_order, whole_transfers
 from restorer.test_assignment import plan_of, template_of
 
 
@@ -17,8 +17,11 @@ def test_nodes_take_the_places_in_order_whatever_they_hold() -> None:
     before = plan_of(Pipeline(two, (5, 1)), Pipeline(one, (3,)))
     nodes = survivors(before, (), epoch=1).nodes
 
-    pipelines = assigned_in_order(
-        [Opening(two, 0), Opening(one, 1)], nodes, before=before, layer_bytes=(1,) * 4
+    pipelines = assign_nodes_in_order(
+        [UnboundPipeline(two, 0), UnboundPipeline(one, 1)],
+        nodes,
+        before=before,
+        layer_bytes=(1,) * 4,
     )
 
     assert [pipeline.nodes for pipeline in pipelines] == [(1, 3), (5,)]

@@ -27,7 +27,7 @@ from planaria.planner.reroute.shadows import shadowed
 from planaria.policies.building import downtime_s, least_exposed, num_exposed
 from planaria.policies.policy import Policy, Prices
 from planaria.restorer.sources import transfer_rounds
-from planaria.restorer.strategies import LEAST_BYTES, Restoring
+from planaria.restorer.strategies import LEAST_BYTES, RestoreStrategy
 
 POLICY: Final = "absorb"
 ABSORB: Final = "absorb"
@@ -45,7 +45,7 @@ class Absorb:
 
     every: EveryPlan
     otherwise: Policy
-    restoring: Restoring = LEAST_BYTES
+    restoring: RestoreStrategy = LEAST_BYTES
 
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices

@@ -14,7 +14,7 @@ from planaria.core.plan import Plan, Transfer, Transition
 from planaria.policies.policy import Prices
 from planaria.restorer.cover import trusted_layers
 from planaria.restorer.sources import transfer_rounds
-from planaria.restorer.strategies import Restoring
+from planaria.restorer.strategies import RestoreStrategy
 from planaria.schedule.lower import num_met
 
 _FIXED_HOPS: Final = 64  # The fixed cost of a schedule, as a number of hops; measured.
@@ -25,7 +25,7 @@ def transition_between(
     after: Plan,
     cluster: ClusterState,
     prices: Prices,
-    restoring: Restoring,
+    restoring: RestoreStrategy,
     *,
     iteration_s: float,
     redone_samples: int,

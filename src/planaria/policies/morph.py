@@ -30,9 +30,9 @@ from planaria.planner.plans import EveryPlan
 from planaria.planner.reroute.reroutes import Priced
 from planaria.policies.building import transition_between
 from planaria.policies.policy import Prices
-from planaria.policies.reinstantiate import openings_of
+from planaria.policies.reinstantiate import unbound_pipelines
 from planaria.policies.unequal import of_kinds, staying
-from planaria.restorer.strategies import LEAST_BYTES, Restoring
+from planaria.restorer.strategies import LEAST_BYTES, RestoreStrategy
 
 POLICY: Final = "morph"
 
@@ -42,7 +42,7 @@ class Morph:
     """The policy that forms the fastest grid."""
 
     every: EveryPlan
-    restoring: Restoring = LEAST_BYTES
+    restoring: RestoreStrategy = LEAST_BYTES
 
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
@@ -94,9 +94,9 @@ class Morph:
             ),
         )
         chosen = ordered[: sum(template.num_nodes for template in templates)]
-        openings = openings_of(templates, plan, frozenset(node.node for node in chosen))
+        unbound = unbound_pipelines(templates, plan, frozenset(node.node for node in chosen))
         bound = self.restoring.assignment(
-            openings, chosen, before=plan, layer_bytes=prices.layer_bytes
+            unbound, chosen, before=plan, layer_bytes=prices.layer_bytes
         )
         kinds = {node.node: node.kind for node in chosen}
         pipelines = of_kinds(Plan(cluster.epoch, bound, ()), kinds).pipelines

@@ -38,9 +38,9 @@ from planaria.planner.layout.instantiate import instantiations
 from planaria.planner.plans import EveryPlan
 from planaria.policies.building import least_exposed, num_exposed, transition_between
 from planaria.policies.policy import Prices
-from planaria.restorer.assignment import Opening
+from planaria.restorer.assignment import UnboundPipeline
 from planaria.restorer.cover import trusted_layers
-from planaria.restorer.strategies import LEAST_BYTES, Restoring
+from planaria.restorer.strategies import LEAST_BYTES, RestoreStrategy
 
 POLICY = "reinstantiate"
 GLOBAL = "global"
@@ -88,7 +88,7 @@ class Reinstantiate:
     """The policy that makes pipelines anew; without plans in `every` it has only local answers."""
 
     every: EveryPlan
-    restoring: Restoring = LEAST_BYTES
+    restoring: RestoreStrategy = LEAST_BYTES
 
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
@@ -162,15 +162,15 @@ class Reinstantiate:
             for index, pipeline in enumerate(plan.pipelines)
             if remaining[index] == len(pipeline.nodes) and Part(index, remaining[index]) in parts
         }
-        openings = [
-            Opening(self.every.templates[part.num_nodes], part.index)
+        unbound = [
+            UnboundPipeline(self.every.templates[part.num_nodes], part.index)
             for part in reformed.parts
             if part.index not in kept
         ]
         busy = {node for pipeline in kept.values() for node in pipeline.nodes}
         free = [node for node in cluster.nodes if node.node not in busy]
         bound = self.restoring.assignment(
-            openings,
+            unbound,
             free,
             before=plan,
             layer_bytes=prices.layer_bytes,
@@ -201,9 +201,9 @@ class Reinstantiate:
         prices: Prices,
     ) -> tuple[Pipeline, ...]:
         """The pipelines of these templates, bound to all nodes anew."""
-        openings = openings_of(templates, plan, frozenset(node.node for node in cluster.nodes))
+        unbound = unbound_pipelines(templates, plan, frozenset(node.node for node in cluster.nodes))
         return self.restoring.assignment(
-            openings, cluster.nodes, before=plan, layer_bytes=prices.layer_bytes
+            unbound, cluster.nodes, before=plan, layer_bytes=prices.layer_bytes
         )
 
     def _with_trusted_pipeline(
@@ -345,13 +345,13 @@ def _without(part: Part, parts: Sequence[Part]) -> list[Part]:
     return [*parts[:at], *parts[at + 1 :]]
 
 
-def openings_of(
+def unbound_pipelines(
     wanted: Sequence[PipelineTemplate], plan: Plan, alive: frozenset[int]
-) -> list[Opening]:
-    """The openings for pipelines of these templates, each in place of a pipeline of the plan before
+) -> list[UnboundPipeline]:
+    """Pipelines of these templates to bind to nodes, each in place of a pipeline of the plan before
     as far as there are any.
 
-    An opening replaces a pipeline of the same template if possible, preferably one that lost no
+    One replaces a pipeline of the same template if possible, preferably one that lost no
     node, so that it may stay as it is.
     """
     templates = Counter(wanted)
@@ -359,13 +359,18 @@ def openings_of(
         range(len(plan.pipelines)),
         key=lambda index: (not alive.issuperset(plan.pipelines[index].nodes), index),
     )
-    openings = []
+    unbound = []
     for index in whole_first:
         template = plan.pipelines[index].template
         if templates[template]:
             templates[template] -= 1
-            openings.append(Opening(template, index))
-    taken = {opening.replaces for opening in openings}
+            unbound.append(UnboundPipeline(template, index))
+    taken = {pipeline.replaces for pipeline in unbound}
     unused = (index for index in range(len(plan.pipelines)) if index not in taken)
-    openings += [Opening(template, next(unused, -1)) for template in sorted(templates.elements())]
-    return sorted(openings, key=lambda opening: (opening.replaces < 0, opening.replaces))
+    unbound += [
+        UnboundPipeline(template, next(unused, -1)) for template in sorted(templates.elements())
+    ]
+    return sorted(
+        unbound,
+        key=lambda pipeline: (pipeline.replaces < 0, pipeline.replaces),
+    )

@@ -27,8 +27,8 @@ from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import with_split_backwards
 from planaria.policies.building import least_exposed, num_exposed, transition_between
 from planaria.policies.policy import Policy, Prices
-from planaria.policies.reinstantiate import openings_of
-from planaria.restorer.strategies import LEAST_BYTES, Restoring
+from planaria.policies.reinstantiate import unbound_pipelines
+from planaria.restorer.strategies import LEAST_BYTES, RestoreStrategy
 
 POLICY: Final = "repartition"
 REPARTITION: Final = "repartition"
@@ -49,7 +49,7 @@ class Repartition:
     problem: Problem
     otherwise: Policy
     searched: Searched
-    restoring: Restoring = LEAST_BYTES
+    restoring: RestoreStrategy = LEAST_BYTES
 
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
@@ -93,7 +93,7 @@ class Repartition:
         """The transition to a layout, on the nodes that the assignment of `restoring` chooses."""
         alive = frozenset(node.node for node in cluster.nodes)
         pipelines = self.restoring.assignment(
-            openings_of(layout.templates, plan, alive),
+            unbound_pipelines(layout.templates, plan, alive),
             cluster.nodes,
             before=plan,
             layer_bytes=prices.layer_bytes,

@@ -35,7 +35,7 @@ from planaria.planner.reroute.reroutes import (
 from planaria.policies.building import least_exposed, num_exposed, transition_between
 from planaria.policies.policy import Policy, Prices
 from planaria.policies.unequal import of_kinds
-from planaria.restorer.strategies import LEAST_BYTES, Restoring
+from planaria.restorer.strategies import LEAST_BYTES, RestoreStrategy
 
 POLICY: Final = "reroute"
 REROUTE: Final = "reroute"
@@ -62,7 +62,7 @@ class Reroute:
 
     problem: Problem
     otherwise: Policy
-    restoring: Restoring = LEAST_BYTES
+    restoring: RestoreStrategy = LEAST_BYTES
     is_hurried: bool = False
     hops_max: int = TRIES_HOPS_MAX
 

@@ -22,9 +22,9 @@ from planaria.core.plan import Plan, Transition, plain_plan
 from planaria.planner.plans import EveryPlan
 from planaria.policies.building import least_exposed, num_exposed, transition_between
 from planaria.policies.policy import Policy, Prices
-from planaria.policies.reinstantiate import openings_of
+from planaria.policies.reinstantiate import unbound_pipelines
 from planaria.policies.unequal import of_kinds
-from planaria.restorer.strategies import LEAST_BYTES, Restoring
+from planaria.restorer.strategies import LEAST_BYTES, RestoreStrategy
 
 POLICY: Final = "rollback"
 STANDBY: Final = "standby"
@@ -42,7 +42,7 @@ class Rollback:
 
     every: EveryPlan
     otherwise: Policy
-    restoring: Restoring = LEAST_BYTES
+    restoring: RestoreStrategy = LEAST_BYTES
 
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
@@ -76,7 +76,7 @@ class Rollback:
         chosen = [*at_work, *standby]
         templates = [replace(pipeline.template, kinds=()) for pipeline in plan.pipelines]
         bound = self.restoring.assignment(
-            openings_of(templates, plan, alive),
+            unbound_pipelines(templates, plan, alive),
             chosen,
             before=plan,
             layer_bytes=prices.layer_bytes,

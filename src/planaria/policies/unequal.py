@@ -33,8 +33,8 @@ from planaria.planner.reroute.reroutes import simulated_s
 from planaria.planner.templates import fastest_templates
 from planaria.policies.building import least_exposed
 from planaria.policies.policy import Prices
-from planaria.policies.reinstantiate import POLICY, Reinstantiate, openings_of
-from planaria.restorer.assignment import Opening, assigned
+from planaria.policies.reinstantiate import POLICY, Reinstantiate, unbound_pipelines
+from planaria.restorer.assignment import UnboundPipeline, assign_nodes
 from planaria.restorer.cover import trusted_layers
 
 STAY: Final = "stay"
@@ -130,8 +130,8 @@ class Unequal:
                 template = self._template(pipeline, count)
                 members = [nodes[node] for node in pipeline.nodes]
                 others = (*pipelines, *best.pipelines[len(pipelines) + 1 :])
-                (pipeline,) = assigned(
-                    [Opening(template, -1)],
+                (pipeline,) = assign_nodes(
+                    [UnboundPipeline(template, -1)],
                     members,
                     before=best,
                     layer_bytes=prices.layer_bytes,
@@ -166,8 +166,8 @@ class Unequal:
         templates = planner.templates(kinds, min_pipelines=most) if most else ()
         if not templates:
             return None
-        openings = openings_of(templates, before, frozenset(kinds))
-        return assigned(openings, cluster.nodes, before=before, layer_bytes=prices.layer_bytes)
+        unbound = unbound_pipelines(templates, before, frozenset(kinds))
+        return assign_nodes(unbound, cluster.nodes, before=before, layer_bytes=prices.layer_bytes)
 
     def _without(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices

@@ -9,9 +9,9 @@ own kind.
 
 This assignment may leave more layers to distrusted nodes alone than necessary. Then trusted nodes
 must take places that cover the model: either a cover with few nodes (cover.py), or all places of
-one opening, whichever moves the fewest bytes. The number of layers left to distrusted nodes alone
-is then minimal, but a way that was not tried may move fewer bytes. If there are many openings, only
-those that have the fewest distrusted nodes in the first assignment are tried.
+one pipeline, whichever moves the fewest bytes. The number of layers left to distrusted nodes alone
+is then minimal, but a cover that was not tried may move fewer bytes. If there are many pipelines,
+only those that have the fewest distrusted nodes in the first assignment are tried.
 
 Source: Odyssey, section IV-B, figure 3.
 Differs: Odyssey counts layers between two given groups; this module counts bytes over all pipelines
@@ -34,11 +34,11 @@ from planaria.restorer.cover import widest_cover
 # Largest cost: the solver uses floating point, which is exact for whole numbers up to here.
 _EXACT_MAX = 2**53
 STEPS_COUNT_MAX: Final = 256  # With more vacant places only bytes are minimized, not steps.
-_WHOLE_MAX = 8  # Openings to try as covers; one takes up to 0.05 s for 1,000 nodes.
+_WHOLE_PIPELINES_MAX = 8  # Pipelines to try as covers; one takes up to 0.05 s for 1,000 nodes.
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class UnboundPipeline:
     """A pipeline of the next plan that has no nodes yet.
 
     Attributes:
@@ -49,8 +49,8 @@ class Opening:
     replaces: int
 
 
-def assigned(
-    openings: Sequence[Opening],
+def assign_nodes(
+    unbound: Sequence[UnboundPipeline],
     nodes: Sequence[Node],
     *,
     before: Plan,
@@ -68,41 +68,43 @@ def assigned(
         layer_bytes: size of each layer's state.
         covered: layers that trusted nodes hold in pipelines that stay.
     """
-    if not openings:
+    if not unbound:
         return ()
     nodes = sorted(nodes, key=lambda node: node.node)
-    places = _places(openings, before)
+    places = _places(unbound, before)
     assert len(nodes) >= len(places)
-    node_at = _staying(places, nodes)
-    taken = set(node_at.values())
-    free = [node for node in nodes if node.node not in taken]
+    node_at = _nodes_that_stay(places, nodes)
+    staying_nodes = set(node_at.values())
+    free_nodes = [node for node in nodes if node.node not in staying_nodes]
     vacant = [index for index in range(len(places)) if index not in node_at]
     if vacant:
-        wanted = [places[index] for index in vacant]
+        vacant_places = [places[index] for index in vacant]
         if len(vacant) > STEPS_COUNT_MAX:
-            rows = _cheapest_by_class(wanted, free, layer_bytes)
+            rows = _cheapest_rows_by_class(vacant_places, free_nodes, layer_bytes)
         else:
-            rows = _cheapest(_costs(wanted, free, before, layer_bytes))
-        node_at.update((index, free[row].node) for index, row in zip(vacant, rows, strict=True))
-    bound = [node_at[index] for index in range(len(places))]
+            rows = _cheapest_rows(_costs(vacant_places, free_nodes, before, layer_bytes))
+        node_at.update(
+            (index, free_nodes[row].node) for index, row in zip(vacant, rows, strict=True)
+        )
+    node_by_place = [node_at[index] for index in range(len(places))]
     if not all(node.is_trusted for node in nodes):
-        bare = frozenset(range(len(layer_bytes))).difference(covered)
-        covers = _covers(bound, openings, places=places, nodes=nodes, bare=bare)
+        uncovered = frozenset(range(len(layer_bytes))).difference(covered)
+        covers = _covers(node_by_place, unbound, places=places, nodes=nodes, uncovered=uncovered)
         if covers:
             costs = _costs(places, nodes, before, layer_bytes)
-            bound = _cheapest_covered(costs, nodes, covers)
-    in_order = iter(bound)
+            node_by_place = _cheapest_with_cover(costs, nodes, covers)
+    next_node = iter(node_by_place)
     return tuple(
         Pipeline(
-            opening.template,
-            tuple(next(in_order) for _ in range(opening.template.num_nodes)),
+            pipeline.template,
+            tuple(next(next_node) for _ in range(pipeline.template.num_nodes)),
         )
-        for opening in openings
+        for pipeline in unbound
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _PlaceNeeds:
     """A place in a pipeline of the next plan.
 
     Attributes:
@@ -118,18 +120,18 @@ class _Place:
     kind: NodeKind | None
 
 
-def _places(openings: Sequence[Opening], before: Plan) -> list[_Place]:
-    """The places of all openings, in order."""
-    is_for_kinds = any(opening.template.kinds for opening in openings)
+def _places(unbound: Sequence[UnboundPipeline], before: Plan) -> list[_PlaceNeeds]:
+    """The places of all pipelines, in order."""
+    is_for_kinds = any(pipeline.template.kinds for pipeline in unbound)
     places = []
-    for opening in openings:
-        template = opening.template
-        replaced = before.pipelines[opening.replaces].nodes if opening.replaces >= 0 else ()
+    for pipeline in unbound:
+        template = pipeline.template
+        replaced = before.pipelines[pipeline.replaces].nodes if pipeline.replaces >= 0 else ()
         kinds = template.node_kinds
         for position, needs in enumerate(_needs(template)):
             node = replaced[position] if position < len(replaced) else -1
             kind = kinds[position] if is_for_kinds else None
-            places.append(_Place((opening.replaces, position), node, needs, kind))
+            places.append(_PlaceNeeds((pipeline.replaces, position), node, needs, kind))
     return places
 
 
@@ -145,7 +147,7 @@ def _needs(template: PipelineTemplate) -> tuple[tuple[frozenset[int], ...], ...]
     return tuple(tuple(devices[i : i + per_node]) for i in range(0, len(devices), per_node))
 
 
-def _staying(places: Sequence[_Place], nodes: Sequence[Node]) -> dict[int, int]:
+def _nodes_that_stay(places: Sequence[_PlaceNeeds], nodes: Sequence[Node]) -> dict[int, int]:
     """Nodes that keep their place, by index of the place: they hold exactly what it needs.
 
     At least one optimal assignment has all of them there. Proof: let a be such a node at place p,
@@ -164,7 +166,7 @@ def _staying(places: Sequence[_Place], nodes: Sequence[Node]) -> dict[int, int]:
 
 
 def _costs(
-    places: Sequence[_Place],
+    places: Sequence[_PlaceNeeds],
     nodes: Sequence[Node],
     before: Plan | None,
     layer_bytes: Sequence[int],
@@ -189,7 +191,7 @@ def _costs(
     return costs
 
 
-def _cheapest(costs: NDArray[np.float64]) -> list[int]:
+def _cheapest_rows(costs: NDArray[np.float64]) -> list[int]:
     """The row of the node for each place, such that the sum of costs is minimal."""
     # The import takes half a second; the fork server does it once for the job's processes.
     from scipy.optimize import linear_sum_assignment
@@ -199,8 +201,8 @@ def _cheapest(costs: NDArray[np.float64]) -> list[int]:
     return [int(row) for row in rows]
 
 
-def _cheapest_by_class(
-    places: Sequence[_Place], nodes: Sequence[Node], layer_bytes: Sequence[int]
+def _cheapest_rows_by_class(
+    places: Sequence[_PlaceNeeds], nodes: Sequence[Node], layer_bytes: Sequence[int]
 ) -> list[int]:
     """The row of the node for each place, such that the fewest bytes move."""
     rows_of: dict[tuple[object, ...], list[int]] = {}
@@ -210,89 +212,92 @@ def _cheapest_by_class(
     for column, place in enumerate(places):
         columns_of.setdefault((place.needs, place.kind), []).append(column)
     rows, columns = list(rows_of.values()), list(columns_of.values())
-    samples = [places[column[0]] for column in columns]
-    costs = _costs(samples, [nodes[row[0]] for row in rows], None, layer_bytes)
+    sample_places = [places[column[0]] for column in columns]
+    costs = _costs(sample_places, [nodes[row[0]] for row in rows], None, layer_bytes)
     numbers = cheapest_numbers(costs, list(map(len, rows)), list(map(len, columns)))
-    found = [0] * len(places)
+    row_by_place = [0] * len(places)
     for row, column in zip(*np.nonzero(numbers), strict=True):
         for _ in range(numbers[row, column]):
-            found[columns[column].pop()] = rows[row].pop()
-    return found
+            row_by_place[columns[column].pop()] = rows[row].pop()
+    return row_by_place
 
 
 def _covers(
-    bound: Sequence[int],
-    openings: Sequence[Opening],
+    node_by_place: Sequence[int],
+    unbound: Sequence[UnboundPipeline],
     *,
-    places: Sequence[_Place],
+    places: Sequence[_PlaceNeeds],
     nodes: Sequence[Node],
-    bare: frozenset[int],
+    uncovered: frozenset[int],
 ) -> list[tuple[int, ...]]:
-    """Alternative sets of places for trusted nodes, each of which covers the most bare layers.
+    """Alternative sets of places for trusted nodes, each of which covers the most uncovered layers.
 
-    It is empty if the assignment `bound` already leaves the fewest bare layers to distrusted nodes.
+    It is empty if the assignment `node_by_place` already leaves the fewest uncovered layers to
+    distrusted nodes.
 
     Args:
-        bare: layers that no trusted node of a pipeline that stays holds.
+        uncovered: layers that no trusted node of a pipeline that stays holds.
     """
     distrusted = {node.node for node in nodes if not node.is_trusted}
-    holds = [bare & _union(place.needs) for place in places]
-    safe = _union(holds[i] for i, node in enumerate(bound) if node not in distrusted)
-    if safe == bare:
+    uncovered_by_place = [uncovered & _union(place.needs) for place in places]
+    trusted_layers = _union(
+        uncovered_by_place[i] for i, node in enumerate(node_by_place) if node not in distrusted
+    )
+    if trusted_layers == uncovered:
         return []
     is_for_kinds = any(place.kind is not None for place in places)
     kinds = [place.kind or NodeKind() for place in places]
     num_trusted = Counter(
         node.kind if is_for_kinds else NodeKind() for node in nodes if node.is_trusted
     )
-    cover = widest_cover(holds, kinds, num_trusted)
-    if len(_union(holds[place] for place in cover)) == len(safe):
+    smallest_cover = widest_cover(uncovered_by_place, kinds, num_trusted)
+    if len(_union(uncovered_by_place[place] for place in smallest_cover)) == len(trusted_layers):
         return []
-    whole = sorted(
-        _whole_openings(openings, holds, kinds=kinds, num_trusted=num_trusted),
-        key=lambda chosen: sum(bound[place] in distrusted for place in chosen),
+    whole_pipelines = sorted(
+        _whole_pipelines(unbound, uncovered_by_place, kinds=kinds, num_trusted=num_trusted),
+        key=lambda chosen: sum(node_by_place[place] in distrusted for place in chosen),
     )
-    return [cover, *whole[:_WHOLE_MAX]]
+    return [smallest_cover, *whole_pipelines[:_WHOLE_PIPELINES_MAX]]
 
 
 def _union(sets: Iterable[frozenset[int]]) -> frozenset[int]:
     return frozenset[int]().union(*sets)
 
 
-def _whole_openings(
-    openings: Sequence[Opening],
-    holds: Sequence[frozenset[int]],
+def _whole_pipelines(
+    unbound: Sequence[UnboundPipeline],
+    uncovered_by_place: Sequence[frozenset[int]],
     *,
     kinds: Sequence[NodeKind],
     num_trusted: Mapping[NodeKind, int],
 ) -> Iterator[tuple[int, ...]]:
-    """The places with bare layers of each opening that trusted nodes can fill."""
+    """The places with uncovered layers of each pipeline that trusted nodes can fill."""
     first = 0
-    for opening in openings:
-        end = first + opening.template.num_nodes
-        chosen = tuple(place for place in range(first, end) if holds[place])
-        needed = Counter(kinds[place] for place in chosen)
+    for pipeline in unbound:
+        end = first + pipeline.template.num_nodes
+        places = tuple(place for place in range(first, end) if uncovered_by_place[place])
+        needed = Counter(kinds[place] for place in places)
         if all(num_trusted.get(kind, 0) >= number for kind, number in needed.items()):
-            yield chosen
+            yield places
         first = end
 
 
-def _cheapest_covered(
+def _cheapest_with_cover(
     costs: NDArray[np.float64], nodes: Sequence[Node], covers: Sequence[tuple[int, ...]]
 ) -> list[int]:
     """The node of each place in the cheapest assignment that has trusted nodes at one cover."""
     is_distrusted = np.array([not node.is_trusted for node in nodes])
-    found = []
+    candidates = []
     for cover in covers:
-        forced = costs.copy()
-        forced[np.ix_(is_distrusted, np.array(cover))] = np.inf
-        found.append(_cheapest(forced))
-    rows = min(found, key=lambda rows: costs[rows, np.arange(len(rows))].sum())
+        restricted_costs = costs.copy()
+        restricted_costs[np.ix_(is_distrusted, np.array(cover))] = np.inf
+        candidates.append(_cheapest_rows(restricted_costs))
+    rows = min(candidates, key=lambda rows: costs[rows, np.arange(len(rows))].sum())
     return [nodes[row].node for row in rows]
 
 
 def _missing_bytes(
-    places: Sequence[_Place], nodes: Sequence[Node], layer_bytes: Sequence[int]
+    places: Sequence[_PlaceNeeds], nodes: Sequence[Node], layer_bytes: Sequence[int]
 ) -> NDArray[np.float64]:
     """Bytes that each node would lack at each place; shape [nodes, places], whole numbers."""
     needs = np.array([_flags(place.needs, layer_bytes) for place in places])
@@ -312,7 +317,9 @@ def _flags(
     return flags.reshape(-1)
 
 
-def _steps_away(places: Sequence[_Place], nodes: Sequence[Node], before: Plan) -> NDArray[np.int64]:
+def _steps_away(
+    places: Sequence[_PlaceNeeds], nodes: Sequence[Node], before: Plan
+) -> NDArray[np.int64]:
     """Steps: 0 at a node's old place, 1 in its old pipeline, else 2; shape [nodes, places]."""
     homes = {
         node: (index, position)
@@ -320,9 +327,9 @@ def _steps_away(places: Sequence[_Place], nodes: Sequence[Node], before: Plan) -
         for position, node in enumerate(pipeline.nodes)
     }
     home = np.array([homes.get(node.node, (-2, 0)) for node in nodes])[:, None, :]
-    there = np.array([place.home for place in places])[None, :, :]
-    is_pipeline = home[..., 0] == there[..., 0]
-    is_place = is_pipeline & (home[..., 1] == there[..., 1])
+    place_home = np.array([place.home for place in places])[None, :, :]
+    is_pipeline = home[..., 0] == place_home[..., 0]
+    is_place = is_pipeline & (home[..., 1] == place_home[..., 1])
     steps: NDArray[np.int64] = 2 - is_pipeline.astype(np.int64) - is_place
     return steps
 
@@ -345,7 +352,8 @@ def cheapest_numbers(
             places], as is the result.
         supplies, demands: number of nodes, and of places, in each class; every place gets a node.
     """
-    from scipy.optimize import Bounds, LinearConstraint, milp  # Slow to import, as in `_cheapest`.
+    # Slow to import, as in `_cheapest_rows`.
+    from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import eye_array, kron
 
     num_supplies, num_demands = costs.shape
@@ -353,7 +361,7 @@ def cheapest_numbers(
     highest = max(1.0, float(costs[is_possible].max(initial=0.0)))
     by_supply = kron(eye_array(num_supplies), np.ones((1, num_demands)))
     by_demand = kron(np.ones((1, num_supplies)), eye_array(num_demands))
-    found = milp(
+    solution = milp(
         np.where(is_possible, costs / highest, 0.0).reshape(-1),
         bounds=Bounds(0, np.where(is_possible, np.inf, 0.0).reshape(-1)),
         constraints=[
@@ -363,6 +371,6 @@ def cheapest_numbers(
         integrality=np.ones(costs.size, dtype=np.int64),
         options={"mip_rel_gap": 0.0},
     )
-    assert found.success, found.message
-    numbers: NDArray[np.int64] = np.rint(found.x).astype(np.int64).reshape(costs.shape)
+    assert solution.success, solution.message
+    numbers: NDArray[np.int64] = np.rint(solution.x).astype(np.int64).reshape(costs.shape)
     return numbers

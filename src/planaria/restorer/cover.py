@@ -49,22 +49,27 @@ def widest_cover(
     from scipy.optimize import Bounds, LinearConstraint, milp  # Slow to import, see assignment.py.
 
     layers = sorted(frozenset[int]().union(*places))
-    of_each = sorted(set(kinds))
+    distinct_kinds = sorted(set(kinds))
     holds = np.array([[layer in place for place in places] for layer in layers], dtype=float)
     covers = np.hstack([holds, np.eye(len(layers))])
-    of_kind = np.array([[kind == one for kind in kinds] for one in of_each], dtype=float)
-    spent = np.hstack([of_kind, np.zeros((len(of_kind), len(layers)))])
+    is_of_kind = np.array(
+        [[kind == distinct_kind for kind in kinds] for distinct_kind in distinct_kinds], dtype=float
+    )
+    trusted_nodes_used = np.hstack([is_of_kind, np.zeros((len(is_of_kind), len(layers)))])
     # All places together must weigh less than one layer.
     weights = [*[1.0 / (len(places) + 1)] * len(places), *[1.0] * len(layers)]
-    found = milp(
+    solution = milp(
         weights,
         integrality=np.ones(len(weights), dtype=np.int64),
         bounds=Bounds(0, 1),
         constraints=[
             LinearConstraint(covers, lb=1),
-            LinearConstraint(spent, ub=[num_trusted.get(one, 0) for one in of_each]),
+            LinearConstraint(
+                trusted_nodes_used,
+                ub=[num_trusted.get(distinct_kind, 0) for distinct_kind in distinct_kinds],
+            ),
         ],
         options={"mip_rel_gap": 0.0},
     )
-    assert found.success, found.message
-    return tuple(int(place) for place in np.flatnonzero(found.x[: len(places)] > 0.5))
+    assert solution.success, solution.message
+    return tuple(int(place) for place in np.flatnonzero(solution.x[: len(places)] > 0.5))

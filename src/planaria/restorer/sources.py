@@ -54,34 +54,36 @@ def balanced_transfers(
     """
     assert not cluster.lost_layers(after.num_layers)
     per_node = after.pipelines[0].template.devices_per_node
-    held = cluster.held_by_rank()
+    layers_by_rank = cluster.held_by_rank()
     # For each layer: one rank that holds it, by node.
     holders: list[dict[int, int]] = [{} for _ in range(after.num_layers)]
-    for rank in sorted(held, reverse=True):
-        for layer in held[rank]:
+    for rank in sorted(layers_by_rank, reverse=True):
+        for layer in layers_by_rank[rank]:
             holders[layer][rank // per_node] = rank
-    found: list[Transfer] = []
+    transfers: list[Transfer] = []
     groups: dict[tuple[int, ...], list[_Need]] = {}
     for rank, layers in after.held_by_rank.items():
         for layer in layers:
-            if layer in held[rank]:
+            if layer in layers_by_rank[rank]:
                 continue
-            own = holders[layer].get(rank // per_node)
-            if own is not None:
-                found.append(Transfer(layer, own, rank, layer_bytes[layer]))
+            rank_in_node = holders[layer].get(rank // per_node)
+            if rank_in_node is not None:
+                transfers.append(Transfer(layer, rank_in_node, rank, layer_bytes[layer]))
             else:
                 need = _Need(layer, rank, layer_bytes[layer])
                 groups.setdefault(tuple(sorted(holders[layer])), []).append(need)
-    wants = [groups[nodes] for nodes in sorted(groups)]
-    senders = _enough(sorted(groups), wants)
-    sizes = [sum(need.num_bytes for need in needs) for needs in wants]
-    for needs, nodes, budgets in zip(wants, senders, least_sending(senders, sizes)[1], strict=True):
-        found += _shared_out(needs, nodes, budgets, holders)
-    return tuple(sorted(found))
+    needs_by_group = [groups[nodes] for nodes in sorted(groups)]
+    senders = _senders_to_consider(sorted(groups), needs_by_group)
+    sizes = [sum(need.num_bytes for need in needs) for needs in needs_by_group]
+    for needs, nodes, budgets in zip(
+        needs_by_group, senders, least_sending(senders, sizes)[1], strict=True
+    ):
+        transfers += _chunk_transfers(needs, nodes, budgets, holders)
+    return tuple(sorted(transfers))
 
 
-def _enough(
-    groups: Sequence[tuple[int, ...]], wants: Sequence[Sequence[_Need]]
+def _senders_to_consider(
+    groups: Sequence[tuple[int, ...]], needs_by_group: Sequence[Sequence[_Need]]
 ) -> list[tuple[int, ...]]:
     """The senders to consider for each set of layers, chosen in turn among its holders.
 
@@ -90,7 +92,7 @@ def _enough(
     """
     chosen = []
     first = 0
-    for nodes, needs in zip(groups, wants, strict=True):
+    for nodes, needs in zip(groups, needs_by_group, strict=True):
         number = min(len(nodes), max(SENDERS_MIN, 2 * len({need.target for need in needs})))
         chosen.append(tuple(sorted(nodes[(first + i) % len(nodes)] for i in range(number))))
         first += number
@@ -137,14 +139,14 @@ def least_sending(
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
     every_node = sorted({node for nodes in groups for node in nodes})
-    place = {node: 1 + len(groups) + index for index, node in enumerate(every_node)}
+    vertex_of = {node: 1 + len(groups) + index for index, node in enumerate(every_node)}
     sink = 1 + len(groups) + len(every_node)
     units = [max(1, round(size * _UNITS / total)) if size else 0 for size in sizes]
     edges = [(0, 1 + group, unit) for group, unit in enumerate(units)]
-    edges += [(1 + g, place[n], units[g]) for g, nodes in enumerate(groups) for n in nodes]
-    level = -(-sum(units) // len(every_node))
+    edges += [(1 + g, vertex_of[n], units[g]) for g, nodes in enumerate(groups) for n in nodes]
+    limit = -(-sum(units) // len(every_node))
     while True:
-        all_edges = edges + [(there, sink, level) for there in place.values()]
+        all_edges = edges + [(vertex, sink, limit) for vertex in vertex_of.values()]
         rows, columns, capacities = (
             np.array(part, dtype=np.int32) for part in zip(*all_edges, strict=True)
         )
@@ -153,22 +155,22 @@ def least_sending(
         if result.flow_value == sum(units):
             break
         # The source side of the cut: groups with bytes left, and all nodes that could send them.
-        left = csr_array(graph - result.flow)
-        left.eliminate_zeros()
-        reached = set(breadth_first_order(left, 0, return_predecessors=False).tolist())
-        in_set = sum(there in reached for there in place.values())
-        needed = sum(unit for g, unit in enumerate(units) if 1 + g in reached)
-        level = max(level + 1, -(-needed // in_set))
+        residual = csr_array(graph - result.flow)
+        residual.eliminate_zeros()
+        reachable = set(breadth_first_order(residual, 0, return_predecessors=False).tolist())
+        num_reachable_nodes = sum(vertex in reachable for vertex in vertex_of.values())
+        needed_units = sum(unit for g, unit in enumerate(units) if 1 + g in reachable)
+        limit = max(limit + 1, -(-needed_units // num_reachable_nodes))
     flow = result.flow.todok()
     scale = total / sum(units)
     budgets = [
-        [float(flow.get((1 + g, place[n]), 0)) * scale for n in nodes]
+        [float(flow.get((1 + g, vertex_of[n]), 0)) * scale for n in nodes]
         for g, nodes in enumerate(groups)
     ]
-    return level * scale, budgets
+    return limit * scale, budgets
 
 
-def _shared_out(
+def _chunk_transfers(
     needs: Sequence[_Need],
     candidates: Sequence[int],
     budgets: Sequence[float],
@@ -176,25 +178,31 @@ def _shared_out(
 ) -> list[Transfer]:
     """The transfers of these layers in chunks, divided among candidates by their budgets."""
     total = sum(need.num_bytes for need in needs)
-    most = budgets.index(max(budgets))
+    busiest = budgets.index(max(budgets))
     worth = [
-        size if size >= WORTH_BYTES or index == most else 0.0 for index, size in enumerate(budgets)
+        size if size >= WORTH_BYTES or index == busiest else 0.0
+        for index, size in enumerate(budgets)
     ]
     ends = [end * total / max(1.0, sum(worth)) for end in accumulate(worth)]
-    found = []
+    transfers = []
     offset = 0
     for need in needs:
         # Chunk numbers of this layer at which the shares of candidates end, but for the last one.
-        low = bisect_right(ends, offset, hi=len(ends) - 1)
-        high = bisect_left(ends, offset + need.num_bytes, lo=low, hi=len(ends) - 1)
-        cuts = [round((end - offset) * NUM_CHUNKS / need.num_bytes) for end in ends[low:high]]
-        nodes = candidates[low : high + 1]
+        first_candidate = bisect_right(ends, offset, hi=len(ends) - 1)
+        last_candidate = bisect_left(
+            ends, offset + need.num_bytes, lo=first_candidate, hi=len(ends) - 1
+        )
+        cuts = [
+            round((end - offset) * NUM_CHUNKS / need.num_bytes)
+            for end in ends[first_candidate:last_candidate]
+        ]
+        nodes = candidates[first_candidate : last_candidate + 1]
         for node, first, end in zip(nodes, (0, *cuts), (*cuts, NUM_CHUNKS), strict=True):
             if first < end:
                 source = holders[need.layer][node]
                 num_bytes = (
                     need.num_bytes * end // NUM_CHUNKS - need.num_bytes * first // NUM_CHUNKS
                 )
-                found.append(Transfer(need.layer, source, need.target, num_bytes, first, end))
+                transfers.append(Transfer(need.layer, source, need.target, num_bytes, first, end))
         offset += need.num_bytes
-    return found
+    return transfers

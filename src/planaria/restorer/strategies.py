@@ -6,16 +6,16 @@ from typing import Final, Protocol
 
 from planaria.core.cluster import ClusterState, Node
 from planaria.core.plan import Pipeline, Plan, Transfer
-from planaria.restorer.assignment import Opening, assigned
+from planaria.restorer.assignment import UnboundPipeline, assign_nodes
 from planaria.restorer.sources import balanced_transfers
 
 
 class Assignment(Protocol):
-    """Binds pipelines to nodes, as `assigned` does."""
+    """Binds pipelines to nodes, as `assign_nodes` does."""
 
     def __call__(
         self,
-        openings: Sequence[Opening],
+        unbound: Sequence[UnboundPipeline],
         nodes: Sequence[Node],
         *,
         before: Plan,
@@ -33,7 +33,7 @@ class Sources(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Restoring:
+class RestoreStrategy:
     """A strategy to restore a job."""
 
     assignment: Assignment
@@ -43,23 +43,25 @@ class Restoring:
 # -- baselines without optimization, for comparison (Odyssey, figure 10) ---------------------------
 
 
-def assigned_in_order(
-    openings: Sequence[Opening],
+def assign_nodes_in_order(
+    unbound: Sequence[UnboundPipeline],
     nodes: Sequence[Node],
     *,
     before: Plan,
     layer_bytes: Sequence[int],
     covered: Collection[int] = (),
 ) -> tuple[Pipeline, ...]:
-    """The pipelines with nodes bound to them in ascending order; arguments as in `assigned`.
+    """The pipelines with nodes bound to them in ascending order; arguments as in `assign_nodes`.
 
     Distrusted nodes may be the only holders of a layer.
     """
     del before, layer_bytes, covered  # Nodes take the next place, whatever they hold.
     numbers = iter(sorted(node.node for node in nodes))
     return tuple(
-        Pipeline(opening.template, tuple(next(numbers) for _ in range(opening.template.num_nodes)))
-        for opening in openings
+        Pipeline(
+            pipeline.template, tuple(next(numbers) for _ in range(pipeline.template.num_nodes))
+        )
+        for pipeline in unbound
     )
 
 
@@ -67,17 +69,17 @@ def whole_transfers(
     after: Plan, cluster: ClusterState, *, layer_bytes: Sequence[int]
 ) -> tuple[Transfer, ...]:
     """The transfers of all layers that ranks lack, each whole and from the lowest rank with it."""
-    held = cluster.held_by_rank()
-    first: dict[int, int] = {}
-    for rank in sorted(held, reverse=True):
-        first.update(dict.fromkeys(held[rank], rank))
+    layers_by_rank = cluster.held_by_rank()
+    first_holder: dict[int, int] = {}
+    for rank in sorted(layers_by_rank, reverse=True):
+        first_holder.update(dict.fromkeys(layers_by_rank[rank], rank))
     return tuple(
-        Transfer(layer, first[layer], rank, layer_bytes[layer])
+        Transfer(layer, first_holder[layer], rank, layer_bytes[layer])
         for rank, layers in sorted(after.held_by_rank.items())
         for layer in layers
-        if layer not in held[rank]
+        if layer not in layers_by_rank[rank]
     )
 
 
-LEAST_BYTES: Final = Restoring(assigned, balanced_transfers)
-NAIVE: Final = Restoring(assigned_in_order, whole_transfers)
+LEAST_BYTES: Final = RestoreStrategy(assign_nodes, balanced_transfers)
+NAIVE: Final = RestoreStrategy(assign_nodes_in_order, whole_transfers)
