@@ -14,7 +14,7 @@ from planaria.coordinator.rules import Rules
 from planaria.core.job import CheckpointConfig
 from planaria.core.plan import Link, Plan, on_one_device
 from planaria.job.planning import read_profile
-from planaria.placement.copies import keeping_places
+from planaria.placement.layer_copies import keeping_places
 from planaria.placement.survival import survivals
 from planaria.planner.plans import foreseen_plans
 from planaria.planner.problem import Problem

@@ -27,7 +27,7 @@ from planaria.engine.copying import Copying
 from planaria.engine.entry import exchanged
 from planaria.engine.prepare import split_model
 from planaria.engine.stage import Stage, State
-from planaria.placement.copies import layer_copies
+from planaria.placement.layer_copies import layer_copies
 from planaria.placement.placement import paper_placement
 from planaria.restorer.sources import balanced_transfers, transfer_rounds
 from planaria.transport.links import Links

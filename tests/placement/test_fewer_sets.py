@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from helpers.jobs import NUM_LAYERS, shaped_plan
 from planaria.core.copies import LayerCopy
 from planaria.core.plan import Plan, plain_plan
-from planaria.placement.copies import keeping_places, layer_copies
 from planaria.placement.fewer_sets import optimised_copies
+from planaria.placement.layer_copies import keeping_places, layer_copies
 from planaria.placement.placement import paper_placement
 from planaria.placement.survival import Failures, minimal, survival_under, survivals
 

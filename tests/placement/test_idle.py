@@ -12,8 +12,8 @@ from helpers.strategies import layer_profile, model_profile
 from planaria.core.copies import IdleSpans, LayerCopy
 from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, plain_plan
 from planaria.estimator.time import Timeline, predicted_timeline
-from planaria.placement.copies import layer_copies
 from planaria.placement.idle import Sending, predicted_idle, predicted_sending
+from planaria.placement.layer_copies import layer_copies
 from planaria.placement.placement import paper_placement
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.shadows import shadowed

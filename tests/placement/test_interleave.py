@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.core.plan import Link
-from planaria.placement.interleave import Chunk, idle_spans, partitioned
+from planaria.placement.interleave import Chunk, checkpoint_chunks, idle_spans
 
 LINK = Link(0.5, 10.0)  # Half a second a chunk, and ten bytes a second.
 
@@ -16,7 +16,7 @@ LINK = Link(0.5, 10.0)  # Half a second a chunk, and ten bytes a second.
 def sent(
     spans_s: Sequence[float], *, num_bytes: int = 100, num_copies: int = 1, gamma: float = 1.0
 ) -> tuple[Chunk, ...]:
-    return partitioned(
+    return checkpoint_chunks(
         spans_s,
         num_bytes=num_bytes,
         num_copies=num_copies,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from helpers.jobs import shaped_plan
 from planaria.core.copies import LayerCopy
 from planaria.core.plan import Plan
-from planaria.placement.copies import layer_copies, shard_copies
+from planaria.placement.layer_copies import layer_copies, shard_copies
 from planaria.placement.placement import paper_placement
 
 BYTES = (300, 100, 100, 100, 100, 100, 100, 100, 100, 500)

@@ -13,7 +13,7 @@ from helpers.jobs import shaped_plan
 from planaria.core.copies import LayerCopy
 from planaria.core.plan import Plan
 from planaria.placement import survival
-from planaria.placement.copies import layer_copies
+from planaria.placement.layer_copies import layer_copies
 from planaria.placement.layer_survival import LOST_MAX, layer_survival
 from planaria.placement.placement import paper_placement
 

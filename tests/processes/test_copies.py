@@ -30,7 +30,7 @@ from planaria.job.planning import given_profile, plan_job
 from planaria.job.resources import copies_bytes
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord
-from planaria.placement.copies import layer_copies
+from planaria.placement.layer_copies import layer_copies
 from planaria.placement.placement import paper_placement
 
 pytestmark = pytest.mark.faults

@@ -21,9 +21,9 @@ from planaria.core.plan import NodeKind, Plan
 from planaria.errors import ConfigError, InfeasibleError, Limit, Way
 from planaria.job.checks import NODES_MAX
 from planaria.job.planning import check_size, infeasible_mistake, read_profile
-from planaria.placement.copies import layer_copies
 from planaria.placement.idle import Sending, predicted_sending
 from planaria.placement.interleave import PREDICTED_GAMMA
+from planaria.placement.layer_copies import layer_copies
 from planaria.placement.layer_survival import LayerSurvival, layer_survival
 from planaria.placement.placement import check_copies, paper_placement
 from planaria.planner.layout.paper_sets import PAPER_METHOD

@@ -6,10 +6,10 @@ from typing import Final
 from planaria.coordinator.rules import Rules
 from planaria.core.copies import IdleSpans, LayerCopy
 from planaria.core.plan import Plan
-from planaria.placement.copies import layer_copies
 from planaria.placement.fewer_sets import optimised_copies
 from planaria.placement.idle import predicted_idle, predicted_sending
 from planaria.placement.interleave import PREDICTED_GAMMA
+from planaria.placement.layer_copies import layer_copies
 from planaria.placement.placement import PaperStrategy, paper_placement
 from planaria.planner.problem import Problem
 

@@ -22,7 +22,7 @@ from typing import Final
 
 from planaria.core.copies import LayerCopy
 from planaria.core.plan import Plan
-from planaria.placement.copies import keeping_places, layer_copies
+from planaria.placement.layer_copies import keeping_places, layer_copies
 from planaria.placement.placement import paper_placement
 from planaria.placement.spread import all_lost, as_placement, starts
 from planaria.placement.survival import (
@@ -57,23 +57,25 @@ def optimised_copies(
     layers up to 5 ms, at 1,000 nodes and 98 layers up to 0.5 s, 1,000 layers up to 0.9 s.
     """
     num_nodes = len(plan.nodes)
-    placed = partial(layer_copies, plan, copies=copies, layer_bytes=layer_bytes, domains=domains)
-    of_mixed = placed(placement=paper_placement(num_nodes, copies, "mixed"))
-    layers, mixed = _layers(plan, of_mixed, layer_bytes=layer_bytes, domains=domains)
-    found = [_packed(layers)]
+    copies_with = partial(
+        layer_copies, plan, copies=copies, layer_bytes=layer_bytes, domains=domains
+    )
+    mixed_copies = copies_with(placement=paper_placement(num_nodes, copies, "mixed"))
+    layers, mixed = _layers(plan, mixed_copies, layer_bytes=layer_bytes, domains=domains)
+    candidates = [_packed_keepers(layers)]
     if len(plan.pipelines) == 1:  # Only then a placement of nodes is one of their layers.
-        found += [
-            keeping_places(plan, placed(placement=as_placement(start)))
+        candidates += [
+            keeping_places(plan, copies_with(placement=as_placement(start)))
             for start in starts(num_nodes, copies, layers.failures)
         ]
-    best, before = _merged(layers, mixed), _survival(layers, mixed)
-    for start in dict.fromkeys(found):
-        if start == mixed or not layers.have_room(start):
+    best, before = _merge_sets(layers, mixed), _survival_counts(layers, mixed)
+    for start in dict.fromkeys(candidates):
+        if start == mixed or not layers.fits(start):
             continue
-        merged = _merged(layers, start)
-        if layers.risk(merged) < layers.risk(best) and _is_no_worse(layers, merged, before):
+        merged = _merge_sets(layers, start)
+        if layers.risk(merged) < layers.risk(best) and _is_at_least_as_safe(layers, merged, before):
             best = merged
-    return _copies(plan, of_mixed, layers.holders, best)
+    return _copies(plan, mixed_copies, layers.holders, best)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +86,20 @@ class _Layers:
         holders: nodes that hold each layer, and so keep it anyway.
         num_copies: number of copies of each layer on other nodes.
         num_bytes: bytes of each layer's state.
-        room: bytes of copies that each node may keep.
+        free_bytes: bytes of copies that each node may keep.
         domain_of: index of each node's failure domain; a node that is in none has a negative index
             of its own.
         failures: failures of nodes and domains, with the default probabilities.
-        chance: function that returns the probability that all of some nodes are lost.
+        loss_probability: function that returns the probability that all of some nodes are lost.
     """
 
     holders: tuple[Holders, ...]
     num_copies: tuple[int, ...]
     num_bytes: tuple[int, ...]
-    room: tuple[int, ...]
+    free_bytes: tuple[int, ...]
     domain_of: tuple[int, ...]
     failures: Failures
-    chance: Callable[[Holders], float]
+    loss_probability: Callable[[Holders], float]
 
     def num_domains(self, nodes: Iterable[int]) -> int:
         """The number of different failure domains of these nodes."""
@@ -111,13 +113,16 @@ class _Layers:
                 loads[node] += num_bytes
         return loads
 
-    def have_room(self, keepers: _Keepers) -> bool:
+    def fits(self, keepers: _Keepers) -> bool:
         """Whether no node keeps more bytes of copies than it has room for."""
-        return all(load <= room for load, room in zip(self.loads(keepers), self.room, strict=True))
+        return all(
+            load <= free_bytes
+            for load, free_bytes in zip(self.loads(keepers), self.free_bytes, strict=True)
+        )
 
     def risk(self, keepers: _Keepers) -> float:
         """The sum of the probabilities that a set is lost, over the minimal sets of keepers."""
-        return sum(map(self.chance, minimal(keepers)))
+        return sum(map(self.loss_probability, minimal(keepers)))
 
 
 # -- from a plan and back -------------------------------------------------------------------------
@@ -125,37 +130,38 @@ class _Layers:
 
 def _layers(
     plan: Plan,
-    of_mixed: Sequence[LayerCopy],
+    mixed_copies: Sequence[LayerCopy],
     *,
     layer_bytes: Sequence[int],
     domains: Sequence[Collection[int]],
 ) -> tuple[_Layers, _Keepers]:
     """The layers to be placed, and their keepers in `mixed`."""
     place = {node: index for index, node in enumerate(plan.nodes)}
-    holders, mixed = keeping_places(plan, ()), keeping_places(plan, of_mixed)
-    together = [frozenset(place[node] for node in nodes if node in place) for nodes in domains]
+    holders, mixed = keeping_places(plan, ()), keeping_places(plan, mixed_copies)
+    domain_places = [frozenset(place[node] for node in nodes if node in place) for nodes in domains]
     domain_of = [-1 - index for index in place.values()]
-    for index, nodes in enumerate(together):
+    for index, nodes in enumerate(domain_places):
         for node in nodes:
             domain_of[node] = index
     failures = Failures(
-        (NODE_FAILURE,) * len(place), {nodes: DOMAIN_FAILURE for nodes in together if nodes}
+        (NODE_FAILURE,) * len(place), {nodes: DOMAIN_FAILURE for nodes in domain_places if nodes}
     )
     layers = _Layers(
         holders=holders,
-        num_copies=tuple(len(copy.targets) for copy in of_mixed),
+        num_copies=tuple(len(copy.targets) for copy in mixed_copies),
         num_bytes=tuple(layer_bytes[: plan.num_layers]),
-        room=(),
+        free_bytes=(),
         domain_of=tuple(domain_of),
         failures=failures,
-        chance=cache(partial(all_lost, failures)),
+        loss_probability=cache(partial(all_lost, failures)),
     )
-    own, loads = [0] * len(place), layers.loads(mixed)
+    own_bytes, loads = [0] * len(place), layers.loads(mixed)
     for layer, nodes in enumerate(holders):
         for node in nodes:
-            own[node] += layer_bytes[layer]
-    most = max(kept + load for kept, load in zip(own, loads, strict=True))
-    return replace(layers, room=tuple(min(max(loads), most - kept) for kept in own)), mixed
+            own_bytes[node] += layer_bytes[layer]
+    max_bytes = max(own + load for own, load in zip(own_bytes, loads, strict=True))
+    free_bytes = tuple(min(max(loads), max_bytes - own) for own in own_bytes)
+    return replace(layers, free_bytes=free_bytes), mixed
 
 
 def _copies(
@@ -181,54 +187,58 @@ def _copies(
 # -- fewer sets -----------------------------------------------------------------------------------
 
 
-def _merged(layers: _Layers, keepers: _Keepers) -> _Keepers:
+def _merge_sets(layers: _Layers, keepers: _Keepers) -> _Keepers:
     """The keepers after each set whose layers can all move to other sets has been given up.
 
     The sets that are most likely to be lost are tried first.
     """
-    found, loads = list(keepers), layers.loads(keepers)
+    merged, loads = list(keepers), layers.loads(keepers)
     users: dict[Holders, list[int]] = {}
     for layer, nodes in enumerate(keepers):
         users.setdefault(nodes, []).append(layer)
-    for nodes in sorted(users, key=lambda one: (-layers.chance(one), sorted(one))):
+    for nodes in sorted(users, key=lambda nodes: (-layers.loss_probability(nodes), sorted(nodes))):
         others = [other for other in users if other != nodes]
-        moved = _moved(layers, found, loads, those=users[nodes], others=others)
-        if moved is None:
+        moves = _moves(layers, merged, loads, moving=users[nodes], others=others)
+        if moves is None:
             continue
-        for layer, (other, keep) in moved.items():
-            _carry(loads, found[layer], keep, layers.num_bytes[layer])
+        for layer, (other, new_keepers) in moves.items():
+            _shift_load(loads, merged[layer], new_keepers, layers.num_bytes[layer])
             users[other].append(layer)
-            found[layer] = keep
+            merged[layer] = new_keepers
         del users[nodes]
-    return tuple(found)
+    return tuple(merged)
 
 
-def _moved(
+def _moves(
     layers: _Layers,
-    found: Sequence[Holders],
+    keepers: Sequence[Holders],
     loads: Sequence[int],
     *,
-    those: Sequence[int],
+    moving: Sequence[int],
     others: Sequence[Holders],
 ) -> Mapping[int, tuple[Holders, Holders]] | None:
-    """The set to which each of the layers `those` can move and the layer's keepers then, keyed by
+    """The set to which each of the layers `moving` can move and the layer's keepers then, keyed by
     layer; None if one of them cannot move."""
-    after = list(loads)
-    moved: dict[int, tuple[Holders, Holders]] = {}
-    for layer in sorted(those, key=lambda layer: -layers.num_bytes[layer]):
+    loads_after = list(loads)
+    moves: dict[int, tuple[Holders, Holders]] = {}
+    for layer in sorted(moving, key=lambda layer: -layers.num_bytes[layer]):
         for other in others:
-            keep = _joined(layers, layer, found[layer], other)
-            if keep is None or not _has_room(layers, after, layer, keep - found[layer]):
+            new_keepers = _keepers_after_join(layers, layer, keepers[layer], other)
+            if new_keepers is None or not _has_room(
+                layers, loads_after, layer, new_keepers - keepers[layer]
+            ):
                 continue
-            _carry(after, found[layer], keep, layers.num_bytes[layer])
-            moved[layer] = other, keep
+            _shift_load(loads_after, keepers[layer], new_keepers, layers.num_bytes[layer])
+            moves[layer] = other, new_keepers
             break
         else:
             return None
-    return moved
+    return moves
 
 
-def _joined(layers: _Layers, layer: int, nodes: Holders, other: Holders) -> Holders | None:
+def _keepers_after_join(
+    layers: _Layers, layer: int, nodes: Holders, other: Holders
+) -> Holders | None:
     """The keepers of a layer that joins the set `other`: all of `other`, filled up with keepers
     from `nodes` to as many as before; None if the layer cannot join it.
 
@@ -239,85 +249,87 @@ def _joined(layers: _Layers, layer: int, nodes: Holders, other: Holders) -> Hold
     """
     if not layers.holders[layer] <= other or len(other) > len(nodes):
         return None
-    keep = other.union(sorted(nodes - other)[: len(nodes) - len(other)])
-    return keep if layers.num_domains(keep) >= layers.num_domains(nodes) else None
+    joined = other.union(sorted(nodes - other)[: len(nodes) - len(other)])
+    return joined if layers.num_domains(joined) >= layers.num_domains(nodes) else None
 
 
 def _has_room(layers: _Layers, loads: Sequence[int], layer: int, nodes: Iterable[int]) -> bool:
     """Whether these nodes have room for a copy of the layer."""
     num_bytes = layers.num_bytes[layer]
-    return all(loads[node] + num_bytes <= layers.room[node] for node in nodes)
+    return all(loads[node] + num_bytes <= layers.free_bytes[node] for node in nodes)
 
 
-def _carry(loads: list[int], before: Holders, after: Holders, num_bytes: int) -> None:
+def _shift_load(loads: list[int], before: Holders, after: Holders, num_bytes: int) -> None:
     for node in before - after:
         loads[node] -= num_bytes
     for node in after - before:
         loads[node] += num_bytes
 
 
-def _packed(layers: _Layers) -> _Keepers:
+def _packed_keepers(layers: _Layers) -> _Keepers:
     """The keepers if each layer, one after the other, gets a set that exists already if one fits,
     and else a new one."""
     num_bytes, loads = layers.num_bytes, [0] * len(layers.domain_of)
     of_holders: dict[Holders, list[int]] = {}
     for layer, nodes in enumerate(layers.holders):
         of_holders.setdefault(nodes, []).append(layer)
-    num_domains, found, sets = len(set(layers.domain_of)), dict[int, Holders](), list[Holders]()
-    for holders, those in sorted(
-        of_holders.items(), key=lambda one: (-sum(num_bytes[n] for n in one[1]), sorted(one[0]))
+    num_domains = len(set(layers.domain_of))
+    keepers_of, sets = dict[int, Holders](), list[Holders]()
+    for holders, layers_there in sorted(
+        of_holders.items(),
+        key=lambda item: (-sum(num_bytes[n] for n in item[1]), sorted(item[0])),
     ):
-        for layer in sorted(those, key=lambda layer: -num_bytes[layer]):
+        for layer in sorted(layers_there, key=lambda layer: -num_bytes[layer]):
             number = layers.num_copies[layer]
             wanted = min(layers.num_domains(holders) + number, num_domains)
-            keep = next(
+            keepers = next(
                 (
-                    one
-                    for one in sets
-                    if holders <= one
-                    and len(one) == len(holders) + number
-                    and _has_room(layers, loads, layer, one - holders)
-                    and layers.num_domains(one) == wanted
+                    nodes
+                    for nodes in sets
+                    if holders <= nodes
+                    and len(nodes) == len(holders) + number
+                    and _has_room(layers, loads, layer, nodes - holders)
+                    and layers.num_domains(nodes) == wanted
                 ),
                 None,
             )
-            if keep is None:
-                keep = _opened(layers, loads, layer)
-                sets.append(keep)
-            _carry(loads, holders, keep, num_bytes[layer])
-            found[layer] = keep
-    return tuple(found[layer] for layer in range(len(layers.holders)))
+            if keepers is None:
+                keepers = _new_set(layers, loads, layer)
+                sets.append(keepers)
+            _shift_load(loads, holders, keepers, num_bytes[layer])
+            keepers_of[layer] = keepers
+    return tuple(keepers_of[layer] for layer in range(len(layers.holders)))
 
 
-def _opened(layers: _Layers, loads: Sequence[int], layer: int) -> Holders:
+def _new_set(layers: _Layers, loads: Sequence[int], layer: int) -> Holders:
     """A new set of keepers for a layer.
 
     Nodes are preferred that are in domains which the set lacks; of those, nodes with room; of
     those, nodes that hold a layer next to this one, so that the two layers may share the set.
     """
-    keep, num_bytes = layers.holders[layer], layers.num_bytes[layer]
+    keepers, num_bytes = layers.holders[layer], layers.num_bytes[layer]
     near = frozenset[int]().union(*layers.holders[max(0, layer - 1) : layer + 2])
     for _ in range(layers.num_copies[layer]):
-        struck = {layers.domain_of[node] for node in keep}
-        keep |= {
+        used_domains = {layers.domain_of[node] for node in keepers}
+        keepers |= {
             min(
-                (node for node in range(len(loads)) if node not in keep),
+                (node for node in range(len(loads)) if node not in keepers),
                 key=lambda node: (
-                    layers.domain_of[node] in struck,
-                    loads[node] + num_bytes > layers.room[node],
+                    layers.domain_of[node] in used_domains,
+                    loads[node] + num_bytes > layers.free_bytes[node],
                     node not in near,
-                    loads[node] - layers.room[node],
+                    loads[node] - layers.free_bytes[node],
                     node,
                 ),
             )
         }
-    return keep
+    return keepers
 
 
 # -- which is best --------------------------------------------------------------------------------
 
 
-def _survival(layers: _Layers, keepers: _Keepers) -> tuple[float, ...] | None:
+def _survival_counts(layers: _Layers, keepers: _Keepers) -> tuple[float, ...] | None:
     """The number of sets of 0, 1, .. lost nodes with which no layer is lost, followed, if there are
     failure domains, by the probability that none is lost; None if counting takes too long."""
     num_nodes = len(layers.domain_of)
@@ -333,10 +345,15 @@ def _survival(layers: _Layers, keepers: _Keepers) -> tuple[float, ...] | None:
         return None
 
 
-def _is_no_worse(layers: _Layers, keepers: _Keepers, before: tuple[float, ...] | None) -> bool:
+def _is_at_least_as_safe(
+    layers: _Layers, keepers: _Keepers, before: tuple[float, ...] | None
+) -> bool:
     """Whether all layers survive at least as often with these keepers as `before` says; False if
     that takes too long to count."""
-    after = None if before is None else _survival(layers, keepers)
+    after = None if before is None else _survival_counts(layers, keepers)
     if before is None or after is None:
         return False
-    return all(one >= other for one, other in zip(after, before, strict=True))
+    return all(
+        number_after >= number_before
+        for number_after, number_before in zip(after, before, strict=True)
+    )

@@ -9,7 +9,13 @@ from functools import partial
 from planaria.core.copies import IdleSpans, LayerCopy
 from planaria.core.plan import Link, Plan
 from planaria.estimator.time import Timeline, predicted_timeline
-from planaria.placement.interleave import Chunk, Interval, anchored, idle_spans, partitioned
+from planaria.placement.interleave import (
+    Chunk,
+    Interval,
+    checkpoint_chunks,
+    idle_spans,
+    spans_after_computations,
+)
 from planaria.planner.problem import Problem
 from planaria.schedule.action import SEND_BACKWARD, SEND_FORWARD, SHADOW, Schedule
 from planaria.schedule.lower import lowered
@@ -26,12 +32,12 @@ def predicted_idle(
     Differs: they are known before the first iteration of a plan, and the receiver's incoming
     direction counts, too.
     """
-    ways = _Ways(problem, plan)
+    occupation = _LinkOccupation(problem, plan)
     pairs = sorted({(copy.source, target) for copy in copies for target in copy.targets})
     return tuple(
-        IdleSpans(source, target, anchored(idle, ways.ends_s(source)))
+        IdleSpans(source, target, spans_after_computations(idle, occupation.ends_s(source)))
         for source, target in pairs
-        for idle in [ways.idle(ways.node_of(source), [ways.node_of(target)])]
+        for idle in [occupation.idle(occupation.node_of(source), [occupation.node_of(target)])]
     )
 
 
@@ -75,48 +81,48 @@ def predicted_sending(
 
     Source: Gemini (SOSP '23), section 5.3, algorithm 2.
     """
-    ways = _Ways(problem, plan)
+    occupation = _LinkOccupation(problem, plan)
     link = problem.profile.links["inter_node"]
     targets: defaultdict[int, set[int]] = defaultdict(set)
     num_bytes: defaultdict[int, int] = defaultdict(int)
     for copy in (copy for copy in copies if copy.targets):
-        node = ways.node_of(copy.source)
-        targets[node].update(map(ways.node_of, copy.targets))
+        node = occupation.node_of(copy.source)
+        targets[node].update(map(occupation.node_of, copy.targets))
         num_bytes[node] += layer_bytes[copy.layer] * len(copy.targets)
 
-    found = {}
-    for node, size in num_bytes.items():
-        spans_s = [end_s - start_s for start_s, end_s in ways.idle(node, targets[node])]
-        sent = partial(
-            partitioned,
-            num_bytes=size,
+    sending_by_node = {}
+    for node, node_bytes in num_bytes.items():
+        spans_s = [end_s - start_s for start_s, end_s in occupation.idle(node, targets[node])]
+        chunks_in = partial(
+            checkpoint_chunks,
+            num_bytes=node_bytes,
             num_copies=1,
             chunk_bytes=chunk_bytes,
             link=link,
             gamma=gamma,
         )
-        due = sent(spans_s)
-        found[node] = Sending(
-            num_bytes=size,
-            sends_s=sum(map(link.seconds, map(_size, due))),
+        chunks = chunks_in(spans_s)
+        sending_by_node[node] = Sending(
+            num_bytes=node_bytes,
+            sends_s=sum(map(link.seconds, map(_size, chunks))),
             idle_s=sum(spans_s),
-            iterations=_num_iterations(sent, spans_s),
-            longer_s=max(0.0, _last_s(due, len(spans_s) - 1, link) - spans_s[-1]),
+            iterations=_num_iterations(chunks_in, spans_s),
+            longer_s=max(0.0, _last_s(chunks, len(spans_s) - 1, link) - spans_s[-1]),
         )
-    return found
+    return sending_by_node
 
 
 def _num_iterations(
-    sent: Callable[[Sequence[float]], Sequence[Chunk]], spans_s: list[float]
+    chunks_in: Callable[[Sequence[float]], Sequence[Chunk]], spans_s: list[float]
 ) -> int:
     """The number of iterations with these idle spans that it takes to send all chunks."""
     number = 1
     while True:
-        chunks = sent([*spans_s * number, 0.0])  # The last span takes what does not fit.
-        left = [chunk for chunk in chunks if chunk.span == len(spans_s) * number]
-        if len(left) == len(chunks):  # Nothing fits; still one chunk is sent in each iteration.
+        chunks = chunks_in([*spans_s * number, 0.0])  # The last span takes what does not fit.
+        unsent = [chunk for chunk in chunks if chunk.span == len(spans_s) * number]
+        if len(unsent) == len(chunks):  # Nothing fits; still one chunk is sent in each iteration.
             return max(1, len(chunks))
-        if not left:
+        if not unsent:
             return 1 + chunks[-1].span // len(spans_s)
         number *= 2
 
@@ -130,7 +136,7 @@ def _size(chunk: Chunk) -> int:
     return chunk.end_byte - chunk.first_byte
 
 
-class _Ways:
+class _LinkOccupation:
     """When training occupies the link directions of nodes, in an iteration of a plan.
 
     Each node has one outgoing and one incoming direction, however many devices it has.
@@ -151,7 +157,7 @@ class _Ways:
         self._out: defaultdict[int, list[Interval]] = defaultdict(list)
         self._into: defaultdict[int, list[Interval]] = defaultdict(list)
         self._ends_s: defaultdict[int, list[float]] = defaultdict(list)
-        self._take(schedule, timeline)
+        self._record_busy_intervals(schedule, timeline)
 
     def node_of(self, rank: int) -> int:
         """The node of a rank."""
@@ -160,28 +166,28 @@ class _Ways:
     def idle(self, source: int, targets: Iterable[int]) -> tuple[Interval, ...]:
         """The intervals in which the outgoing direction of `source` and the incoming directions of
         all `targets` are idle."""
-        into = (taken for target in targets for taken in self._into[target])
-        return idle_spans([*self._out[source], *into], end_s=self._end_s)
+        incoming = (interval for target in targets for interval in self._into[target])
+        return idle_spans([*self._out[source], *incoming], end_s=self._end_s)
 
     def ends_s(self, rank: int) -> list[float]:
         """The times at which the computations of a rank end, ascending."""
         return sorted(self._ends_s[rank])
 
-    def _take(self, schedule: Schedule, timeline: Timeline) -> None:
+    def _record_busy_intervals(self, schedule: Schedule, timeline: Timeline) -> None:
         for rank, lane, action, start_s, end_s in timeline.spans:
             node = self.node_of(rank)
             if lane == "compute":
                 if action.kind is not SHADOW:
                     self._ends_s[rank].append(end_s)
             elif lane == "send" and action.kind in (SEND_FORWARD, SEND_BACKWARD):
-                onward = 1 if action.kind is SEND_FORWARD else -1
-                target = schedule.routes[action.microbatch][action.hop + onward].rank
+                step = 1 if action.kind is SEND_FORWARD else -1
+                target = schedule.routes[action.microbatch][action.hop + step].rank
                 if self.node_of(target) != node:
                     self._out[node].append((start_s, end_s))
                     self._into[self.node_of(target)].append((start_s, end_s))
-            elif lane == "reduce" and self._is_far(schedule.buckets[action.bucket].ranks):
+            elif lane == "reduce" and self._spans_nodes(schedule.buckets[action.bucket].ranks):
                 self._out[node].append((start_s, end_s))
                 self._into[node].append((start_s, end_s))
 
-    def _is_far(self, ranks: Sequence[int]) -> bool:
+    def _spans_nodes(self, ranks: Sequence[int]) -> bool:
         return len(set(map(self.node_of, ranks))) > 1

@@ -46,7 +46,7 @@ class Chunk:
     after_s: float
 
 
-def partitioned(
+def checkpoint_chunks(
     spans_s: Sequence[float],
     *,
     num_bytes: int,
@@ -69,16 +69,18 @@ def partitioned(
     assert chunk_bytes > 0
     chunks: list[Chunk] = []
     copy, begin = 0, 0
-    for span, lasts_s in enumerate(spans_s):
+    for span, duration_s in enumerate(spans_s):
         is_last = span == len(spans_s) - 1
-        usable_s, used_s = gamma * lasts_s, 0.0
+        usable_s, used_s = gamma * duration_s, 0.0
         while copy < num_copies and num_bytes:
             size = min(chunk_bytes, num_bytes - begin)
             if not is_last:
-                fits = int((usable_s - used_s - link.latency_s) * link.bandwidth_bytes_per_s)
-                if fits < min(size, _LEAST_SHARE * chunk_bytes):
+                bytes_that_fit = int(
+                    (usable_s - used_s - link.latency_s) * link.bandwidth_bytes_per_s
+                )
+                if bytes_that_fit < min(size, _LEAST_SHARE * chunk_bytes):
                     break
-                size = min(size, fits)
+                size = min(size, bytes_that_fit)
             chunks.append(Chunk(span, copy, begin, begin + size, used_s))
             used_s += link.latency_s + size / link.bandwidth_bytes_per_s
             begin += size
@@ -101,7 +103,9 @@ def idle_spans(busy: Sequence[Interval], *, end_s: float) -> tuple[Interval, ...
     return (*spans, (min(free_s, end_s), end_s))
 
 
-def anchored(idle: Sequence[Interval], ends_s: Sequence[float]) -> tuple[IdleSpan, ...]:
+def spans_after_computations(
+    idle: Sequence[Interval], ends_s: Sequence[float]
+) -> tuple[IdleSpan, ...]:
     """The idle intervals, with starts counted from the source's last completed computation.
 
     Args:
@@ -122,8 +126,8 @@ def best_chunk_bytes(lasts_s: Sequence[float], *, most_bytes: int, link: Link, g
     which span it is sent. Small chunks fill spans better, large chunks pay fewer latencies.
     """
 
-    def sent(size: int) -> int:
+    def sent_bytes(size: int) -> int:
         return sum(size * int(gamma * span_s / link.seconds(size)) for span_s in lasts_s)
 
     sizes = [max(1, most_bytes >> halvings) for halvings in range(_HALVINGS)]
-    return max(sizes, key=lambda size: (sent(size), size))
+    return max(sizes, key=lambda size: (sent_bytes(size), size))

@@ -8,7 +8,7 @@ import numpy as np
 
 from planaria.core.copies import LayerCopy
 from planaria.core.plan import Plan
-from planaria.placement.copies import keeping_places
+from planaria.placement.layer_copies import keeping_places
 from planaria.placement.survival import Estimate, survival_by_lost
 
 LOST_MAX: Final = 16  # The work of an exact count grows fast with the number of lost nodes.
@@ -42,7 +42,7 @@ def layer_survival(
     num_nodes = len(plan.nodes)
     most_lost = min(num_nodes, 2 * copies, LOST_MAX)
     live, kept = (
-        survival_by_lost(num_nodes, keeping_places(plan, those), most_lost=most_lost, rng=rng)
-        for those in ((), layer_copies)
+        survival_by_lost(num_nodes, keeping_places(plan, extra), most_lost=most_lost, rng=rng)
+        for extra in ((), layer_copies)
     )
     return tuple(LayerSurvival(lost, live[lost], kept[lost]) for lost in range(1, most_lost + 1))

@@ -84,8 +84,8 @@ def paper_probability(
 
     For groups and copies <= num_lost < 2 * copies this is corollary 1 of Gemini.
     """
-    found = {"mixed": mixed_survivals, "group": group_survivals, "ring": ring_survivals}
-    return found[strategy](num_nodes, copies, num_lost) / comb(num_nodes, num_lost)
+    survival_counts = {"mixed": mixed_survivals, "group": group_survivals, "ring": ring_survivals}
+    return survival_counts[strategy](num_nodes, copies, num_lost) / comb(num_nodes, num_lost)
 
 
 def _placement(num_nodes: int, groups: Sequence[Sequence[int]], copies: int) -> Placement:

@@ -61,25 +61,25 @@ def optimised_placement(
     num_nodes = len(limits.state)
     check_copies(num_nodes, copies)
     rng = Random(seed)
-    found: dict[frozenset[tuple[int, Holders]], tuple[Holders, ...]] = {}
+    candidates: dict[frozenset[tuple[int, Holders]], tuple[Holders, ...]] = {}
     for start in starts(num_nodes, copies, failures):
-        for holders in (start, _walked(_Walk(start, failures, limits), rng)):
+        for holders in (start, _best_on_walk(_Walk(start, failures, limits), rng)):
             if not _Walk(holders, failures, limits).overflow:
-                found[frozenset(enumerate(holders))] = holders
-    if not found:
+                candidates[frozenset(enumerate(holders))] = holders
+    if not candidates:
         missing = -sum(limits.memory) + copies * sum(limits.state)
         remedy = (
             "does not fit: no way was found to keep so many copies within what each node can keep "
             "and receive"
         ) + (f", {missing} bytes short in all" if missing > 0 else "; have fewer, or allow more")
         raise ConfigError("copies", copies, remedy)
-    best = min(found.values(), key=lambda holders: risk(failures, holders))
+    best = min(candidates.values(), key=lambda holders: risk(failures, holders))
     return as_placement(best)
 
 
 def as_placement(holders: Sequence[Holders]) -> Placement:
     """The placement with these holders of each node's state."""
-    return Placement(tuple((node, *sorted(one - {node})) for node, one in enumerate(holders)))
+    return Placement(tuple((node, *sorted(nodes - {node})) for node, nodes in enumerate(holders)))
 
 
 def risk(failures: Failures, holders: Sequence[Collection[int]]) -> float:
@@ -88,18 +88,18 @@ def risk(failures: Failures, holders: Sequence[Collection[int]]) -> float:
     try:
         return loss_under(failures, holders)
     except TooManyStatesError:
-        return sum(all_lost(failures, one) for one in minimal(holders))
+        return sum(all_lost(failures, nodes) for nodes in minimal(holders))
 
 
 def all_lost(failures: Failures, holders: Holders) -> float:
     """The probability that all of these nodes are lost."""
-    probability, left = 1.0, set(holders)
-    for domain, together in failures.domains.items():
-        if inside := domain & holders:
-            alone = prod(failures.node[node] for node in inside)
-            probability *= together + (1.0 - together) * alone
-            left -= inside
-    return probability * prod(failures.node[node] for node in left)
+    probability, undomained = 1.0, set(holders)
+    for domain, domain_probability in failures.domains.items():
+        if members := domain & holders:
+            all_alone = prod(failures.node[node] for node in members)
+            probability *= domain_probability + (1.0 - domain_probability) * all_alone
+            undomained -= members
+    return probability * prod(failures.node[node] for node in undomained)
 
 
 # -- where walks begin ----------------------------------------------------------------------------
@@ -109,20 +109,22 @@ def starts(num_nodes: int, copies: int, failures: Failures) -> Iterable[tuple[Ho
     """The placements from which walks start: each shape, with the nodes in ascending order and, if
     there are domains, in an order that keeps nodes of one domain apart."""
     shapes = [
-        tuple(frozenset(one) for one in paper_placement(num_nodes, copies, "mixed").holders),
-        _blocked(num_nodes, copies),
-        _overlapping(num_nodes, copies),
+        tuple(frozenset(nodes) for nodes in paper_placement(num_nodes, copies, "mixed").holders),
+        _ring_of_blocks(num_nodes, copies),
+        _overlapping_groups(num_nodes, copies),
     ]
     orders = [tuple(range(num_nodes))]
     if failures.domains:
-        orders.append(_striped(num_nodes, failures))
+        orders.append(_interleaved_order(num_nodes, failures))
     for order in orders:
         for shape in dict.fromkeys(shapes):
-            renamed = {order[i]: frozenset(order[j] for j in one) for i, one in enumerate(shape)}
+            renamed = {
+                order[i]: frozenset(order[j] for j in nodes) for i, nodes in enumerate(shape)
+            }
             yield tuple(renamed[node] for node in range(num_nodes))
 
 
-def _blocked(num_nodes: int, copies: int) -> tuple[Holders, ...]:
+def _ring_of_blocks(num_nodes: int, copies: int) -> tuple[Holders, ...]:
     """The copy holders in groups; the last nodes are a ring of blocks, and the nodes of a block
     share their copy holders."""
     rest = copies + num_nodes % copies
@@ -140,7 +142,7 @@ def _blocked(num_nodes: int, copies: int) -> tuple[Holders, ...]:
     return tuple(holders)
 
 
-def _overlapping(num_nodes: int, copies: int) -> tuple[Holders, ...]:
+def _overlapping_groups(num_nodes: int, copies: int) -> tuple[Holders, ...]:
     """The copy holders in groups, the last of which shares nodes with the one before it.
 
     There are as few different sets as possible, but the shared nodes keep more than others.
@@ -152,11 +154,11 @@ def _overlapping(num_nodes: int, copies: int) -> tuple[Holders, ...]:
     )
 
 
-def _striped(num_nodes: int, failures: Failures) -> tuple[int, ...]:
+def _interleaved_order(num_nodes: int, failures: Failures) -> tuple[int, ...]:
     """The nodes in an order that spreads the nodes of each domain evenly over it."""
-    inside = frozenset[int]().union(*failures.domains)
+    in_domains = frozenset[int]().union(*failures.domains)
     domains = [sorted(domain) for domain in failures.domains]
-    domains += [[node] for node in range(num_nodes) if node not in inside]
+    domains += [[node] for node in range(num_nodes) if node not in in_domains]
     domains.sort(key=lambda domain: (-len(domain), domain))
     slots = [
         ((index + 0.5) / len(domain), number, node)
@@ -189,8 +191,8 @@ class _Walk:
         self._lost: dict[Holders, float] = {}
         self._received = [0] * len(holders)
         self.kept_for: list[set[int]] = [set() for _ in holders]
-        for node, one in enumerate(holders):
-            self._add(node, one)
+        for node, nodes in enumerate(holders):
+            self._add(node, nodes)
 
     def change(self, to: Mapping[int, Holders]) -> dict[int, Holders]:
         """Changes the holders of the nodes in `to`; returns the holders that they had before."""
@@ -220,11 +222,11 @@ class _Walk:
             self._receive(holder, -self._limits.state[node] if holder != node else 0)
 
     def _receive(self, node: int, num_bytes: int) -> None:
-        self.overflow -= self._over(node)
+        self.overflow -= self._excess_bytes(node)
         self._received[node] += num_bytes
-        self.overflow += self._over(node)
+        self.overflow += self._excess_bytes(node)
 
-    def _over(self, node: int) -> int:
+    def _excess_bytes(self, node: int) -> int:
         received = self._received[node]
         memory = received + self._limits.state[node] - self._limits.memory[node]
         return max(0, memory) + max(0, received - self._limits.receive[node])
@@ -235,10 +237,10 @@ class _Walk:
         return self._lost[holders]
 
 
-def _walked(walk: _Walk, rng: Random) -> tuple[Holders, ...]:
+def _best_on_walk(walk: _Walk, rng: Random) -> tuple[Holders, ...]:
     """The best placement on a walk: the one of least overflow and, of equals, of least risk."""
     steps: tuple[Callable[[_Walk, Random], dict[int, Holders]], ...]
-    steps = (_replaced, _exchanged, _adopted, _changed_places)
+    steps = (_replace_holder, _exchange_holders, _adopt_holders, _swap_nodes)
     best, best_cost = tuple(walk.holders), (walk.overflow, walk.risk)
     risk = walk.risk
     for number in range(_STEPS):
@@ -256,9 +258,9 @@ def _walked(walk: _Walk, rng: Random) -> tuple[Holders, ...]:
     return best
 
 
-def _replaced(walk: _Walk, rng: Random) -> dict[int, Holders]:
+def _replace_holder(walk: _Walk, rng: Random) -> dict[int, Holders]:
     """The step in which another node becomes a copy holder in place of one."""
-    node, other = _two(walk, rng)
+    node, other = _random_pair(walk, rng)
     holders = walk.holders[node]
     given_up = sorted(holders - {node})
     if other in holders or not given_up:
@@ -266,34 +268,35 @@ def _replaced(walk: _Walk, rng: Random) -> dict[int, Holders]:
     return {node: holders - {rng.choice(given_up)} | {other}}
 
 
-def _exchanged(walk: _Walk, rng: Random) -> dict[int, Holders]:
+def _exchange_holders(walk: _Walk, rng: Random) -> dict[int, Holders]:
     """The step in which two nodes exchange one copy holder each."""
-    one, two = _two(walk, rng)
-    first, second = walk.holders[one], walk.holders[two]
-    from_first, from_second = sorted(first - second - {one}), sorted(second - first - {two})
-    if not from_first or not from_second:
+    node, other = _random_pair(walk, rng)
+    node_holders, other_holders = walk.holders[node], walk.holders[other]
+    from_node = sorted(node_holders - other_holders - {node})
+    from_other = sorted(other_holders - node_holders - {other})
+    if not from_node or not from_other:
         return {}
-    a, b = rng.choice(from_first), rng.choice(from_second)
-    return {one: first - {a} | {b}, two: second - {b} | {a}}
+    given, taken = rng.choice(from_node), rng.choice(from_other)
+    return {node: node_holders - {given} | {taken}, other: other_holders - {taken} | {given}}
 
 
-def _adopted(walk: _Walk, rng: Random) -> dict[int, Holders]:
+def _adopt_holders(walk: _Walk, rng: Random) -> dict[int, Holders]:
     """The step in which a node takes over the holders of another node whose state it keeps."""
     node = rng.randrange(len(walk.holders))
     other = rng.choice(sorted(walk.kept_for[node]))
     return {node: walk.holders[other]}
 
 
-def _changed_places(walk: _Walk, rng: Random) -> dict[int, Holders]:
+def _swap_nodes(walk: _Walk, rng: Random) -> dict[int, Holders]:
     """The step in which two nodes swap places, both as owners of a state and as holders."""
-    one, two = _two(walk, rng)
-    names = {one: two, two: one}
+    first, second = _random_pair(walk, rng)
+    names = {first: second, second: first}
     return {
         names.get(node, node): frozenset(names.get(holder, holder) for holder in walk.holders[node])
-        for node in walk.kept_for[one] | walk.kept_for[two]
+        for node in walk.kept_for[first] | walk.kept_for[second]
     }
 
 
-def _two(walk: _Walk, rng: Random) -> tuple[int, int]:
-    one = rng.randrange(len(walk.holders))
-    return one, rng.randrange(len(walk.holders))
+def _random_pair(walk: _Walk, rng: Random) -> tuple[int, int]:
+    first = rng.randrange(len(walk.holders))
+    return first, rng.randrange(len(walk.holders))

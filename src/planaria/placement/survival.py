@@ -72,14 +72,14 @@ def minimal(kept_by: Iterable[Collection[int]]) -> tuple[Holders, ...]:
 
     A larger set is lost only if each set inside it is, so it adds nothing.
     """
-    found: list[Holders] = []
+    sets: list[Holders] = []
     by_first: defaultdict[int, list[Holders]] = defaultdict(list)
     distinct = {frozenset(nodes) for nodes in kept_by}
-    for holders in sorted(distinct, key=lambda one: (len(one), sorted(one))):
+    for holders in sorted(distinct, key=lambda nodes: (len(nodes), sorted(nodes))):
         if not any(smaller <= holders for node in holders for smaller in by_first[node]):
-            found.append(holders)
+            sets.append(holders)
             by_first[min(holders)].append(holders)
-    return tuple(found)
+    return tuple(sets)
 
 
 def survival_by_lost(
@@ -97,7 +97,7 @@ def survival_by_lost(
     try:
         numbers = survivals(num_nodes, kept, most_lost=most_lost, states_max=states_max)
     except TooManyStatesError:
-        return _drawn(num_nodes, kept, most_lost=most_lost, rng=rng)
+        return _sampled_estimates(num_nodes, kept, most_lost=most_lost, rng=rng)
     return tuple(Estimate(number / comb(num_nodes, lost)) for lost, number in enumerate(numbers))
 
 
@@ -124,21 +124,23 @@ def survivals(
     Raises:
         TooManyStatesError: there are more states than states_max.
     """
-    most = num_nodes if most_lost is None else most_lost
+    max_lost = num_nodes if most_lost is None else most_lost
     # No count has more bits than this, so one integer holds the counts of all numbers of losses.
     digits = num_nodes + 1
     fates = ((1, False, 0), (1 << digits, True, 0))
-    kept = minimal(nodes for nodes in kept_by if len(nodes) <= most)
-    shown = (1 << digits * (most + 1)) - 1
-    order = _in_order(num_nodes, kept)
+    kept = minimal(nodes for nodes in kept_by if len(nodes) <= max_lost)
+    kept_bits = (1 << digits * (max_lost + 1)) - 1
+    order = _node_order(num_nodes, kept)
     total, _ = _totals(
         order,
         kept,
         lambda _node, _down: fates,
-        times=lambda one, other: int(one) if other == 1 else int(one) << digits & shown,
+        multiply=lambda weight, factor: (
+            int(weight) if factor == 1 else int(weight) << digits & kept_bits
+        ),
         states_max=states_max,
     )
-    return tuple(int(total) >> (digits * n) & ((1 << digits) - 1) for n in range(most + 1))
+    return tuple(int(total) >> (digits * n) & ((1 << digits) - 1) for n in range(max_lost + 1))
 
 
 def survival_under(
@@ -149,7 +151,7 @@ def survival_under(
     Raises:
         TooManyStatesError: there are more states than states_max.
     """
-    return _under(failures, minimal(kept_by), states_max=states_max)[0]
+    return _probabilities(failures, minimal(kept_by), states_max=states_max)[0]
 
 
 def loss_under(
@@ -163,30 +165,32 @@ def loss_under(
     Raises:
         TooManyStatesError: there are more states than states_max.
     """
-    return _under(failures, minimal(kept_by), states_max=states_max)[1]
+    return _probabilities(failures, minimal(kept_by), states_max=states_max)[1]
 
 
-def _under(failures: Failures, kept: Sequence[Holders], *, states_max: int) -> tuple[float, float]:
+def _probabilities(
+    failures: Failures, kept: Sequence[Holders], *, states_max: int
+) -> tuple[float, float]:
     """The probability that no piece is lost, and the probability that some piece is."""
     domains = tuple(failures.domains)
-    order = _in_order(len(failures.node), (*kept, *domains))
+    order = _node_order(len(failures.node), (*kept, *domains))
     place = {node: index for index, node in enumerate(order)}
-    of_node = {node: index for index, domain in enumerate(domains) for node in domain}
+    domain_of = {node: index for index, domain in enumerate(domains) for node in domain}
     first = {min(domain, key=place.__getitem__) for domain in domains}
     last = {max(domain, key=place.__getitem__) for domain in domains}
 
     def fates(node: int, down: int) -> Iterator[_Fate]:
         alone = failures.node[node]
-        bit = 1 << of_node[node] if node in of_node else 0
+        bit = 1 << domain_of[node] if node in domain_of else 0
         together = (
-            failures.domains[domains[of_node[node]]] if node in first else float(down & bit > 0)
+            failures.domains[domains[domain_of[node]]] if node in first else float(down & bit > 0)
         )
         after = 0 if node in last else bit
         yield together, True, down & ~bit | after
         yield (1.0 - together) * alone, True, down & ~bit
         yield (1.0 - together) * (1.0 - alone), False, down & ~bit
 
-    survives, loses = _totals(order, kept, fates, times=mul, states_max=states_max)
+    survives, loses = _totals(order, kept, fates, multiply=mul, states_max=states_max)
     return float(survives), float(loses)
 
 
@@ -195,7 +199,7 @@ def _totals(
     kept: Sequence[Holders],
     fates: Callable[[int, int], Iterable[_Fate]],
     *,
-    times: Callable[[float, float], float],
+    multiply: Callable[[float, float], float],
     states_max: int,
 ) -> tuple[float, float]:
     """The total weights of all outcomes without and with a lost piece.
@@ -207,7 +211,7 @@ def _totals(
         order: order in which the nodes are looked at.
         kept: nodes that keep each piece.
         fates: function of a node and the domains that are down (bits), returns its possible fates.
-        times: product of a weight and a factor.
+        multiply: product of a weight and a factor.
         states_max: upper bound on the states.
     """
     place = {node: index for index, node in enumerate(order)}
@@ -224,53 +228,53 @@ def _totals(
         after: defaultdict[tuple[int, int], float] = defaultdict(int)
         for (unsaved, down), total in totals.items():
             for factor, is_lost, down_after in fates(node, down):
-                left = unsaved | begins[node] if is_lost else unsaved & ~keeps[node]
-                product = times(total, factor)
-                if left & ends[node]:
+                unsaved_after = unsaved | begins[node] if is_lost else unsaved & ~keeps[node]
+                product = multiply(total, factor)
+                if unsaved_after & ends[node]:
                     lost += product
                 elif product:
-                    after[left, down_after] += product
+                    after[unsaved_after, down_after] += product
         totals = after
         if len(totals) > states_max:
             raise TooManyStatesError(f"{len(totals)} ways to go on after node {node}")
     return sum(totals.values()), lost
 
 
-def _in_order(num_nodes: int, groups: Sequence[Holders]) -> list[int]:
+def _node_order(num_nodes: int, groups: Sequence[Holders]) -> list[int]:
     """All nodes, ordered so that few groups at a time have some but not all nodes placed."""
-    of_node: dict[int, list[int]] = {node: [] for node in range(num_nodes)}
+    groups_of: dict[int, list[int]] = {node: [] for node in range(num_nodes)}
     for index, group in enumerate(groups):
         for node in group:
-            of_node[node].append(index)
+            groups_of[node].append(index)
     missing = [set(group) for group in groups]
     # How many groups each node would begin, less how many it would end.
-    opens = [sum(len(groups[index]) > 1 for index in of_node[node]) for node in range(num_nodes)]
-    near: list[tuple[int, int]] = []  # A heap; outdated entries are skipped.
-    left = dict.fromkeys(range(num_nodes))
+    opens = [sum(len(groups[index]) > 1 for index in groups_of[node]) for node in range(num_nodes)]
+    candidates: list[tuple[int, int]] = []  # A heap; outdated entries are skipped.
+    unplaced = dict.fromkeys(range(num_nodes))
     order: list[int] = []
-    while left:
-        node = next(iter(left))
-        while near:
-            opened, first = heappop(near)
-            if first in left and opened == opens[first]:
-                node = first
+    while unplaced:
+        node = next(iter(unplaced))
+        while candidates:
+            num_opened, candidate = heappop(candidates)
+            if candidate in unplaced and num_opened == opens[candidate]:
+                node = candidate
                 break
-        del left[node]
+        del unplaced[node]
         order.append(node)
-        for index in of_node[node]:
+        for index in groups_of[node]:
             is_new = len(missing[index]) == len(groups[index])
             missing[index].discard(node)
             if is_new or len(missing[index]) == 1:
                 for other in missing[index]:
                     opens[other] -= is_new + (len(missing[index]) == 1)
-                    heappush(near, (opens[other], other))
+                    heappush(candidates, (opens[other], other))
     return order
 
 
 # -- drawn ----------------------------------------------------------------------------------------
 
 
-def _drawn(
+def _sampled_estimates(
     num_nodes: int, kept: Sequence[Holders], *, most_lost: int, rng: np.random.Generator
 ) -> tuple[Estimate, ...]:
     """The shares of sampled losses with which no piece is lost, for 0, 1, .. most_lost lost nodes.
@@ -279,16 +283,20 @@ def _drawn(
     an order in which nodes are lost, so it serves for every number of lost nodes.
     """
     num_draws = max(1, min(NUM_DRAWS, _CELLS_MAX // num_nodes))
-    at_once = max(1, _CELLS_AT_ONCE // num_nodes)
+    samples_at_once = max(1, _CELLS_AT_ONCE // num_nodes)
     # Samples, by the number of lost nodes with which the first piece is lost.
     num_losing = np.zeros(num_nodes + 1, dtype=np.int64)
-    for begin in range(0, num_draws, at_once):
-        number = min(at_once, num_draws - begin)
+    for begin in range(0, num_draws, samples_at_once):
+        number = min(samples_at_once, num_draws - begin)
         ranks = rng.random((number, num_nodes)).argsort(axis=1).argsort(axis=1)
-        first = np.full(number, num_nodes)
+        num_lost_at_first_loss = np.full(number, num_nodes)
         for holders in kept:
-            np.minimum(first, ranks[:, sorted(holders)].max(axis=1) + 1, out=first)
-        num_losing += np.bincount(first, minlength=num_nodes + 1)
+            np.minimum(
+                num_lost_at_first_loss,
+                ranks[:, sorted(holders)].max(axis=1) + 1,
+                out=num_lost_at_first_loss,
+            )
+        num_losing += np.bincount(num_lost_at_first_loss, minlength=num_nodes + 1)
     num_alive = num_draws - num_losing.cumsum()[: most_lost + 1]
     shares = (num_alive + 1) / (num_draws + 2)
     errors = np.sqrt(shares * (1.0 - shares) / num_draws)

@@ -51,7 +51,7 @@ from planaria.checkpoint.memory.turns import AtOnce, Buffers, FlowControl
 from planaria.checkpoint.memory.wire import State
 from planaria.core.copies import IdleSpan, Label, LayerCopy
 from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
-from planaria.placement.copies import shard_copies
+from planaria.placement.layer_copies import shard_copies
 from planaria.torchrun.collectives import BetweenCollectives, between_collectives
 from planaria.torchrun.gathering import gathered, gathered_as, on_all
 from planaria.torchrun.keeper import Kept, attach

@@ -36,9 +36,9 @@ from planaria.errors import AbortedError
 from planaria.placement.interleave import (
     PREDICTED_GAMMA,
     Interval,
-    anchored,
     best_chunk_bytes,
     idle_spans,
+    spans_after_computations,
 )
 from planaria.transport.links import Channel, Links, Tag
 from planaria.transport.traffic import Use
@@ -260,7 +260,7 @@ class Interleaving:
                 busy = [*self._average.out, *self._busy_into[target]]
                 idle = idle_spans(busy, end_s=self._average.iteration_s)
                 with self._changed:
-                    self._spans[target] = anchored(idle, self._average.ends_s)
+                    self._spans[target] = spans_after_computations(idle, self._average.ends_s)
                     self.gamma = self._given_gamma or self._average.gamma(idle)
 
 

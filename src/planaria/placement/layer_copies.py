@@ -48,38 +48,38 @@ def layer_copies(
     }
     domain_of = {node: index for index, nodes in enumerate(domains) for node in nodes}
     holders, sources = _holding_nodes(plan), _computing_ranks(plan)
-    sent: Counter[int] = Counter()
-    kept: Counter[int] = Counter()
-    by_kept = [(0, node) for node in plan.nodes]
-    found: dict[int, LayerCopy] = {}
+    sent_bytes: Counter[int] = Counter()
+    kept_bytes: Counter[int] = Counter()
+    nodes_by_kept = [(0, node) for node in plan.nodes]
+    copy_of: dict[int, LayerCopy] = {}
     for layer in sorted(range(plan.num_layers), key=lambda n: (-layer_bytes[n], n)):
-        source = min(sources[layer], key=lambda rank: (sent[rank], rank))
+        source = min(sources[layer], key=lambda rank: (sent_bytes[rank], rank))
         first = preferred[source // per_node] - holders[layer]
         # The placement does not name these: the one that keeps the fewest bytes comes first.
-        others = (n for _, n in by_kept if n not in first and n not in holders[layer])
-        chosen = _apart(
-            chain(sorted(first, key=lambda n: (kept[n], n)), others),
+        others = (n for _, n in nodes_by_kept if n not in first and n not in holders[layer])
+        chosen = _nodes_in_other_domains(
+            chain(sorted(first, key=lambda n: (kept_bytes[n], n)), others),
             number=min(copies - 1, len(plan.nodes) - len(holders[layer])),
-            struck={domain_of[n] for n in holders[layer] if n in domain_of},
+            used_domains={domain_of[n] for n in holders[layer] if n in domain_of},
             domain_of=domain_of,
         )
         for target in chosen:
-            sent[source] += layer_bytes[layer]
-            by_kept.remove((kept[target], target))
-            kept[target] += layer_bytes[layer]
-            insort(by_kept, (kept[target], target))
+            sent_bytes[source] += layer_bytes[layer]
+            nodes_by_kept.remove((kept_bytes[target], target))
+            kept_bytes[target] += layer_bytes[layer]
+            insort(nodes_by_kept, (kept_bytes[target], target))
         targets = tuple(target * per_node + source % per_node for target in chosen)
-        found[layer] = LayerCopy(layer, source, targets)
-    return tuple(found[layer] for layer in range(plan.num_layers))
+        copy_of[layer] = LayerCopy(layer, source, targets)
+    return tuple(copy_of[layer] for layer in range(plan.num_layers))
 
 
-def _apart(
-    nodes: Iterable[int], *, number: int, struck: set[int], domain_of: Mapping[int, int]
+def _nodes_in_other_domains(
+    nodes: Iterable[int], *, number: int, used_domains: set[int], domain_of: Mapping[int, int]
 ) -> list[int]:
-    """The first `number` nodes that share no domain with each other or with `struck`, filled up
-    with the first of the other nodes if those are too few.
+    """The first `number` nodes that share no domain with each other or with `used_domains`, filled
+    up with the first of the other nodes if those are too few.
 
-    Adds the domains of the chosen nodes to `struck`.
+    Adds the domains of the chosen nodes to `used_domains`.
     """
     chosen, others = list[int](), list[int]()
     for node in nodes:
@@ -87,9 +87,9 @@ def _apart(
             break
         if node not in domain_of:
             chosen.append(node)
-        elif domain_of[node] not in struck:
+        elif domain_of[node] not in used_domains:
             chosen.append(node)
-            struck.add(domain_of[node])
+            used_domains.add(domain_of[node])
         else:
             others.append(node)
     return chosen + others[: number - len(chosen)]
@@ -106,15 +106,15 @@ def shard_copies(nodes: Sequence[str], copies: int) -> tuple[LayerCopy, ...]:
         copies: number of copies of each shard, the one on its own node included.
     """
     names = list(dict.fromkeys(nodes))
-    places = {node: [rank for rank, at in enumerate(nodes) if at == node] for node in names}
-    found = []
+    ranks_of = {node: [rank for rank, at in enumerate(nodes) if at == node] for node in names}
+    copies_of_shards = []
     for rank, node in enumerate(nodes):
-        place, targets = places[node].index(rank), []
+        place, targets = ranks_of[node].index(rank), []
         for step in range(1, min(copies, len(names))):
-            there = places[names[(names.index(node) + step) % len(names)]]
-            targets.append(there[place % len(there)])
-        found.append(LayerCopy(rank, rank, tuple(targets)))
-    return tuple(found)
+            target_ranks = ranks_of[names[(names.index(node) + step) % len(names)]]
+            targets.append(target_ranks[place % len(target_ranks)])
+        copies_of_shards.append(LayerCopy(rank, rank, tuple(targets)))
+    return tuple(copies_of_shards)
 
 
 def keeping_places(plan: Plan, copies: Iterable[LayerCopy]) -> tuple[frozenset[int], ...]:
@@ -122,8 +122,8 @@ def keeping_places(plan: Plan, copies: Iterable[LayerCopy]) -> tuple[frozenset[i
     plan.nodes."""
     per_node = plan.pipelines[0].template.devices_per_node
     place = {node: index for index, node in enumerate(plan.nodes)}
-    held = _holding_nodes(plan)
-    nodes = [{place[node] for node in held[layer]} for layer in range(plan.num_layers)]
+    holders = _holding_nodes(plan)
+    nodes = [{place[node] for node in holders[layer]} for layer in range(plan.num_layers)]
     for copy in copies:
         nodes[copy.layer].update(place[target // per_node] for target in copy.targets)
     return tuple(map(frozenset, nodes))
@@ -136,7 +136,7 @@ def _holding_nodes(plan: Plan) -> Mapping[int, frozenset[int]]:
     for rank, layers in plan.held_by_rank.items():
         for layer in layers:
             nodes[layer].add(rank // per_node)
-    return {layer: frozenset(those) for layer, those in nodes.items()}
+    return {layer: frozenset(holders) for layer, holders in nodes.items()}
 
 
 def _computing_ranks(plan: Plan) -> Sequence[Sequence[int]]:
