@@ -80,6 +80,35 @@ def test_every_worker_of_a_slow_node_is_told_and_told_when_it_ends() -> None:
     ]
 
 
+def test_a_recovery_begins_at_the_iteration_that_was_reached_before_the_loss() -> None:
+    """Processes that are forked anew know alone to which iteration the job goes back, which may be
+    an earlier one: a second loss in the recovery from one at iteration 5 was never injected."""
+    specs = ["crash:0@5.forward", "crash:0@5.resume", "crash:0@6.resume"]
+    calls = [("resume", 4), ("forward", 5), ("resume", 4)]
+
+    assert asyncio.run(_fired(specs, calls)) == specs[:2]
+
+
+async def _fired(specs: list[str], calls: list[tuple[str, int]]) -> list[str]:
+    """The faults that fire if the workers of node 0 reach these steps."""
+    injections = [parse_injection(spec) for spec in specs]
+    fired: list[Injection] = []
+    injector = Injector(
+        injections,
+        Targets(agents={}, leader=lambda: 0, server=lambda: 0),
+        token=TOKEN,
+        join=lambda _: None,
+        on_fire=fired.append,
+    )
+    address = await injector.listen()
+    places = node_places(injections, 0)
+    probe = Probe(0, places=places, address=address, token=TOKEN, faults={})
+    for step, iteration in calls:
+        await asyncio.get_running_loop().run_in_executor(None, probe.report_step, step, iteration)
+    injector.close()
+    return [injection.spec for injection in fired]
+
+
 def test_nothing_strikes_once_the_job_has_ended() -> None:
     """Its nodes are leaving then, and none could come; the fault is told as not fired."""
     assert asyncio.run(_joined(ends=False)) == ([2], [])

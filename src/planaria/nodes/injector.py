@@ -22,7 +22,14 @@ from dataclasses import dataclass
 import msgspec
 import psutil
 
-from planaria.core.inject import AFTER_COMMIT, COORDINATOR_STEPS, DISKS, Injection, Place
+from planaria.core.inject import (
+    AFTER_COMMIT,
+    COORDINATOR_STEPS,
+    DISKS,
+    RECOVERY_STEPS,
+    Injection,
+    Place,
+)
 from planaria.errors import AuthenticationError
 from planaria.nodes.relay import Address, Relay
 from planaria.transport.frames import Role, shake_hands
@@ -85,6 +92,7 @@ class Injector:
     ) -> None:
         self._waiting = list(injections)
         self._has_ended = False
+        self._furthest = -1  # The newest iteration that a probe has reported.
         self._to_flip: set[tuple[int, int]] = set()  # Node and iteration of flips still to do.
         self._slow: list[Injection] = []
         self._token = token
@@ -145,6 +153,7 @@ class Injector:
                 finally:
                     self._connections[node].remove(writer)
                 return
+            reached = self._with_beginning(reached)
             for place in self._places_at(node, reached):
                 self._fire(place)
             writer.write(self._own_fault(node, reached) + b"\n")
@@ -155,6 +164,18 @@ class Injector:
             logger.warning("a probe said what none says: %s", error)
         finally:
             writer.close()
+
+    def _with_beginning(self, reached: StepReached) -> StepReached:
+        """The report; that of a recovery has the iteration at which the recovery began.
+
+        Processes that were forked anew since the loss know alone to which iteration the job goes
+        back.
+        """
+        if reached.step in RECOVERY_STEPS:
+            begun_at = max(reached.iteration, self._furthest)
+            return msgspec.structs.replace(reached, iteration=begun_at)
+        self._furthest = max(reached.iteration, self._furthest)
+        return reached
 
     def _own_fault(self, node: int, reached: StepReached) -> bytes:
         """The fault that the calling worker is to inject into itself; b"": none.

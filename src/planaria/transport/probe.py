@@ -156,7 +156,8 @@ class Probe:
 def _is_at(place: Place, step: str, iteration: int) -> bool:
     if place.at_s >= 0 or place.step != step:
         return False
-    return place.iteration <= iteration if place.is_in_recovery else place.iteration == iteration
+    # Only the launcher knows at which iteration a recovery began.
+    return place.is_in_recovery or place.iteration == iteration
 
 
 def _read(sock: socket.socket, num_bytes: int) -> bytes:
