@@ -151,6 +151,12 @@ def long_but_the_first(cases: Sequence[Any]) -> list[Any]:
     return [cases[0], *(pytest.param(case, marks=pytest.mark.long) for case in cases[1:])]
 
 
+def _begins_anew(event: EventRecord, *, batch: int) -> bool:
+    """Whether all may have gone back to the copies with which the job began, the newest ones that
+    were complete on a busy machine."""
+    return event.source_tier == "memory" and event.redone_samples >= event.iteration * batch
+
+
 def recoveries(result: TrainingResult) -> list[EventRecord]:
     """The events that were answered, without those that how busy the machine is decides: nodes
     that it makes slow, and better plans than the first answer that are found in time."""
@@ -187,7 +193,11 @@ def check_report(result: TrainingResult) -> None:
             continue
         phases = event.detect_s + event.decide_s + event.regroup_s + event.transfer_s
         assert abs(phases - event.downtime_s) < 1e-6
-        assert event.received_bytes == event.transfer_bytes, event
+        if _begins_anew(event, batch=report.job["training"]["global_batch_size"]):
+            # Optimizers have no state before their first step, so less may move than was planned.
+            assert event.received_bytes <= event.transfer_bytes, event
+        else:
+            assert event.received_bytes == event.transfer_bytes, event
     for worker in report.workers:
         for before, after in pairwise([w for w in report.workers if w.rank == worker.rank]):
             assert before.pid != after.pid
