@@ -32,7 +32,7 @@ from planaria.protocol.agent_state import AgentState
 from planaria.schedule import buckets
 from planaria.schedule.action import Bucket
 from planaria.simulator.modelled import layout
-from planaria.simulator.modelled.executor import HeldLayer, SimulatedExecutor
+from planaria.simulator.modelled.executor import ModelledLayer, SimulatedExecutor
 from planaria.simulator.modelled.layout import Samples
 from planaria.simulator.modelled.links import SimulatedLinks
 from planaria.simulator.modelled.worker import SimulatedWorker
@@ -121,7 +121,7 @@ def older_leaders_may_write(patch: pytest.MonkeyPatch) -> None:
 
 def ranks_answer_before_they_leave(patch: pytest.MonkeyPatch) -> None:
     """The reductions of the epoch before go on behind the answer."""
-    real = SimulatedWorker.hear
+    real = SimulatedWorker.on_coordinator_message
 
     def hear(self: SimulatedWorker, message: ToNode) -> None:
         if not isinstance(message, Abort) or message.epoch <= self.state.epoch:
@@ -131,7 +131,7 @@ def ranks_answer_before_they_leave(patch: pytest.MonkeyPatch) -> None:
         self._answer(message.epoch)
         self.process.after(0.05, lambda: self.links.abort(first_epoch=message.epoch))
 
-    patch.setattr(SimulatedWorker, "hear", hear)
+    patch.setattr(SimulatedWorker, "on_coordinator_message", hear)
 
 
 def the_vector_needs_no_gradients(patch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def the_vector_needs_no_gradients(patch: pytest.MonkeyPatch) -> None:
 def steps_are_taken_twice(patch: pytest.MonkeyPatch) -> None:
     """An optimizer step does not look at the age of its layer."""
 
-    def step(self: SimulatedWorker, layer: int, held: HeldLayer, iteration: int) -> None:
+    def step(self: SimulatedWorker, layer: int, held: ModelledLayer, iteration: int) -> None:
         del self, layer
         held.content = content_after(held.content, iteration, held.gradient)
         held.age += 1
@@ -162,7 +162,7 @@ def steps_are_taken_twice(patch: pytest.MonkeyPatch) -> None:
 
 def layers_of_other_ages_are_kept(patch: pytest.MonkeyPatch) -> None:
     """Whoever cannot get to the outcome's age goes on with what it has."""
-    patch.setattr(SimulatedWorker, "drop_others", lambda *_: None)
+    patch.setattr(SimulatedWorker, "keep_only_age", lambda *_: None)
 
 
 def epochs_do_not_fence_links(patch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from planaria.core.records import Rescue
 from planaria.observe.ledger import Category
 from planaria.observe.recorder import Recorder
 from planaria.policies.roomy import Roomy
-from planaria.simulator.modelled.rescue import HeardRecords
+from planaria.simulator.modelled.rescue import ReportedRecords
 
 
 def who_crashes_often_is_needed(patch: pytest.MonkeyPatch) -> None:
@@ -73,12 +73,12 @@ def what_is_live_is_given_up(patch: pytest.MonkeyPatch) -> None:
 
 def who_saves_begins_a_new_job(patch: pytest.MonkeyPatch) -> None:
     """It leads in the first term, and knows no members but the first."""
-    real = HeardRecords.rescue
+    real = ReportedRecords.rescue
 
-    def rescue(self: HeardRecords, there: Any) -> Rescue:
+    def rescue(self: ReportedRecords, there: Any) -> Rescue:
         return msgspec.structs.replace(real(self, there), term=0)
 
-    patch.setattr(HeardRecords, "rescue", rescue)
+    patch.setattr(ReportedRecords, "rescue", rescue)
 
 
 def _without(patch: pytest.MonkeyPatch, missing: Category) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from planaria.simulator import simulation
 from planaria.simulator.scenario import SCENARIOS
-from planaria.simulator.simulation import run, told
+from planaria.simulator.simulation import run, run_text
 
 NUM_RUNS = 60
 
@@ -19,6 +19,6 @@ def test_jobs_that_go_back_keep_every_promise(monkeypatch: pytest.MonkeyPatch) -
     num_saves = 0
     for seed in range(NUM_RUNS):
         one = run(seed, policies=("morph",))
-        assert not one.violations, told(one)
+        assert not one.violations, run_text(one)
         num_saves += any(what == "goes back" and facts[0] for _, what, facts in one.log)
     assert num_saves > NUM_RUNS // 10

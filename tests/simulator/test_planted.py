@@ -4,46 +4,46 @@ import pytest
 
 from planaria.core.job import POLICIES, PolicyName
 from planaria.simulator import simulation
-from planaria.simulator.faults import (
-    change_struck,
-    code_raises,
-    disk_filled,
-    drawn_faults,
-    held_back,
-    witness_lost,
+from planaria.simulator.fault_draws import (
+    draw_change_and_loss,
+    draw_code_errors,
+    draw_faults,
+    draw_full_disk,
+    draw_unheard_node,
+    draw_witness_loss,
 )
 from planaria.simulator.scenario import PLAINEST
-from planaria.simulator.simulation import Draw, run
+from planaria.simulator.simulation import DrawFaults, run
 from simulator import planted, planted_around, planted_copies
 from simulator.planted import Plant
 
 # Where to look, and from which seed on: from 0 on the longest search takes 2,354 seeds.
 WITHIN = 25
-FOUND: tuple[tuple[Plant, Draw, int], ...] = (
-    (planted.members_are_not_recorded, drawn_faults, 0),
-    (planted.outcomes_are_told_before_they_are_recorded, drawn_faults, 0),
-    (planted.outcomes_do_not_outlive_their_epoch, witness_lost, 0),
-    (planted.a_new_coordinator_ignores_outcomes, witness_lost, 860),
-    (planted.outcomes_are_written_over, drawn_faults, 190),
-    (planted.older_leaders_may_write, drawn_faults, 30),
-    (planted.ranks_answer_before_they_leave, drawn_faults, 0),
-    (planted.the_vector_needs_no_gradients, drawn_faults, 0),
-    (planted.steps_are_taken_twice, drawn_faults, 0),
-    (planted.layers_of_other_ages_are_kept, drawn_faults, 2340),
-    (planted.epochs_do_not_fence_links, drawn_faults, 180),
-    (planted.one_report_commits, drawn_faults, 0),
-    (planted.evicted_nodes_are_admitted, drawn_faults, 140),
-    (planted.leases_do_not_end, drawn_faults, 80),
-    (planted.agents_forget, drawn_faults, 30),
-    (planted.recoveries_keep_the_plan, drawn_faults, 0),
-    (planted.everybody_is_trusted, drawn_faults, 0),
-    (planted.failures_are_forgotten, drawn_faults, 0),
-    (planted.jobs_begin_again, drawn_faults, 740),
-    (planted.broken_links_are_forgotten, drawn_faults, 180),
-    (planted.silent_members_are_left_out, change_struck, 0),
-    (planted.a_new_coordinator_trusts_a_change, change_struck, 50),
-    (planted.who_never_comes_is_awaited, held_back, 0),
-    (planted.saves_are_of_no_use, drawn_faults, 20),
+FOUND: tuple[tuple[Plant, DrawFaults, int], ...] = (
+    (planted.members_are_not_recorded, draw_faults, 0),
+    (planted.outcomes_are_told_before_they_are_recorded, draw_faults, 0),
+    (planted.outcomes_do_not_outlive_their_epoch, draw_witness_loss, 0),
+    (planted.a_new_coordinator_ignores_outcomes, draw_witness_loss, 860),
+    (planted.outcomes_are_written_over, draw_faults, 190),
+    (planted.older_leaders_may_write, draw_faults, 30),
+    (planted.ranks_answer_before_they_leave, draw_faults, 0),
+    (planted.the_vector_needs_no_gradients, draw_faults, 0),
+    (planted.steps_are_taken_twice, draw_faults, 0),
+    (planted.layers_of_other_ages_are_kept, draw_faults, 2340),
+    (planted.epochs_do_not_fence_links, draw_faults, 180),
+    (planted.one_report_commits, draw_faults, 0),
+    (planted.evicted_nodes_are_admitted, draw_faults, 140),
+    (planted.leases_do_not_end, draw_faults, 80),
+    (planted.agents_forget, draw_faults, 30),
+    (planted.recoveries_keep_the_plan, draw_faults, 0),
+    (planted.everybody_is_trusted, draw_faults, 0),
+    (planted.failures_are_forgotten, draw_faults, 0),
+    (planted.jobs_begin_again, draw_faults, 740),
+    (planted.broken_links_are_forgotten, draw_faults, 180),
+    (planted.silent_members_are_left_out, draw_change_and_loss, 0),
+    (planted.a_new_coordinator_trusts_a_change, draw_change_and_loss, 50),
+    (planted.who_never_comes_is_awaited, draw_unheard_node, 0),
+    (planted.saves_are_of_no_use, draw_faults, 20),
 )
 
 
@@ -51,7 +51,7 @@ FOUND: tuple[tuple[Plant, Draw, int], ...] = (
     ("plant", "draw", "first"), FOUND, ids=[plant.__name__ for plant, _, _ in FOUND]
 )
 def test_the_simulation_finds_a_planted_bug(
-    plant: Plant, draw: Draw, first: int, monkeypatch: pytest.MonkeyPatch
+    plant: Plant, draw: DrawFaults, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rule of the commit protocol is switched off in turn."""
     plant(monkeypatch)
@@ -106,20 +106,20 @@ def test_the_simulation_finds_a_bug_planted_in_copies_or_grants(
 @pytest.mark.parametrize(
     ("plant", "draw", "first"),
     [
-        (planted_around.who_crashes_often_is_needed, code_raises, 0),
-        (planted_around.failed_jobs_save_nothing, code_raises, 10),
-        (planted_around.any_error_is_the_jobs, code_raises, 30),
-        (planted_around.jobs_go_on_without_records, disk_filled, 0),
-        (planted_around.what_is_live_is_given_up, disk_filled, 0),
-        (planted_around.who_saves_begins_a_new_job, disk_filled, 10),
-        (planted_around.restarts_take_no_time, drawn_faults, 0),
-        (planted_around.nobody_is_idle, drawn_faults, 0),
-        (planted_around.nothing_is_redundant, drawn_faults, 0),
-        (planted_around.what_was_restarted_once_restarts_for_ever, drawn_faults, 0),
+        (planted_around.who_crashes_often_is_needed, draw_code_errors, 0),
+        (planted_around.failed_jobs_save_nothing, draw_code_errors, 10),
+        (planted_around.any_error_is_the_jobs, draw_code_errors, 30),
+        (planted_around.jobs_go_on_without_records, draw_full_disk, 0),
+        (planted_around.what_is_live_is_given_up, draw_full_disk, 0),
+        (planted_around.who_saves_begins_a_new_job, draw_full_disk, 10),
+        (planted_around.restarts_take_no_time, draw_faults, 0),
+        (planted_around.nobody_is_idle, draw_faults, 0),
+        (planted_around.nothing_is_redundant, draw_faults, 0),
+        (planted_around.what_was_restarted_once_restarts_for_ever, draw_faults, 0),
     ],
 )
 def test_the_simulation_finds_a_bug_planted_around_the_protocol(
-    plant: Plant, draw: Draw, first: int, monkeypatch: pytest.MonkeyPatch
+    plant: Plant, draw: DrawFaults, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In how a job ends, in what follows when nothing can be recorded, and in the ledger."""
     plant(monkeypatch)
@@ -135,14 +135,22 @@ def test_the_simulation_finds_a_plan_without_room(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(simulation, "LEARNING_SHARE", 1.0)
 
     seeds = range(95, 95 + WITHIN)
-    found = (run(seed, keeps_log=False, draw=code_raises) for seed in seeds)
+    found = (run(seed, keeps_log=False, draw=draw_code_errors) for seed in seeds)
     assert any(one.violations for one in found), seeds
 
 
 @pytest.mark.parametrize(
-    "draw", [drawn_faults, witness_lost, change_struck, held_back, code_raises, disk_filled]
+    "draw",
+    [
+        draw_faults,
+        draw_witness_loss,
+        draw_change_and_loss,
+        draw_unheard_node,
+        draw_code_errors,
+        draw_full_disk,
+    ],
 )
-def test_without_a_bug_there_is_nothing_to_find(draw: Draw) -> None:
+def test_without_a_bug_there_is_nothing_to_find(draw: DrawFaults) -> None:
     """The same seeds, as they are."""
     found = [run(seed, keeps_log=False, draw=draw) for seed in range(WITHIN)]
 

@@ -15,7 +15,7 @@ class _Owner:
         self.loop = Loop()
         self.heard: list[str] = []
         self.disk = SimulatedDisk(self.loop, Random(0), self._written)
-        self.process = Process(self.loop, "owner", place=-1, failed=self._failed)
+        self.process = Process(self.loop, "owner", place=-1, on_error=self._failed)
         self.store = self.disk.open(self.process, self._refused)
 
     def put(self, key: str) -> None:

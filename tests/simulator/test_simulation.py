@@ -9,7 +9,7 @@ import pytest
 from planaria.core.job import PolicyName
 from planaria.simulator.__main__ import runs
 from planaria.simulator.loop import Loop
-from planaria.simulator.simulation import run, told
+from planaria.simulator.simulation import run, run_text
 
 NUM_RUNS = 250
 _LOG = "from planaria.simulator.simulation import run; print(run({}).log)"
@@ -19,7 +19,7 @@ _LOG = "from planaria.simulator.simulation import run; print(run({}).log)"
 def test_hundreds_of_jobs_under_faults_keep_every_promise() -> None:
     """`make sim` runs 1,000, `make soak` 100,000; `make sim SEED=n RUNS=1` replays one."""
     for one in runs(range(NUM_RUNS), num_processes=min(4, os.cpu_count() or 1)):
-        assert not one.violations, told(run(one.seed))
+        assert not one.violations, run_text(run(one.seed))
 
 
 def test_faults_strike_and_jobs_survive_them() -> None:
@@ -53,11 +53,11 @@ def test_a_run_does_not_depend_on_those_before_it(seed: int) -> None:
 def test_a_failing_run_tells_its_seed_its_faults_and_what_happened_last() -> None:
     """All that is needed to look into it."""
     one = run(3)
-    text = told(one)
+    text = run_text(one)
 
     assert text.startswith("seed 3: ")
     assert all(str(fault) in text for fault in one.faults)
-    assert str(one.conduct) in text  # Of the store of saves, which behaves badly here.
+    assert str(one.store_trouble) in text  # Of the store of saves, which behaves badly here.
     assert len(text.splitlines()) == 2 + len(one.faults) + 40
 
 
@@ -132,4 +132,4 @@ def test_what_a_seed_has_found_stays_away(seed: int, policy: PolicyName) -> None
     and no record tells is trained again."""
     one = run(seed, policies=(policy,))
 
-    assert not one.violations, told(one)
+    assert not one.violations, run_text(one)

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from functools import partial
 from multiprocessing import get_context
 
-from planaria.simulator.simulation import Run, run, told
+from planaria.simulator.simulation import SimulatedRun, run, run_text
 
 # A spawned process unpickles it from the module simulation; this module is its own __main__.
 _RUN = partial(run, keeps_log=False)
 _CHUNK = 20
-_TOLD_EVERY = 5000  # Runs.
+_PROGRESS_EVERY = 5000  # Runs.
 
 
-def runs(seeds: range, *, num_processes: int) -> Iterator[Run]:
+def runs(seeds: range, *, num_processes: int) -> Iterator[SimulatedRun]:
     """The runs of these seeds in order; only those with violations have logs."""
     if num_processes == 1:
         yield from map(_RUN, seeds)
@@ -36,15 +36,15 @@ if __name__ == "__main__":
     seeds = range(arguments.seed, arguments.seed + arguments.runs)
     endings: Counter[str] = Counter()
     begin_s = time.monotonic()
-    for one in runs(seeds, num_processes=min(arguments.processes, len(seeds))):
-        endings[one.ending] += 1
-        if one.violations:
-            print(told(run(one.seed)))
-            print(f"make sim SEED={one.seed} RUNS=1 replays it")
+    for result in runs(seeds, num_processes=min(arguments.processes, len(seeds))):
+        endings[result.ending] += 1
+        if result.violations:
+            print(run_text(run(result.seed)))
+            print(f"make sim SEED={result.seed} RUNS=1 replays it")
             raise SystemExit(1)
         if len(seeds) == 1:
-            print(told(run(one.seed)))
-        if endings.total() % _TOLD_EVERY == 0:
+            print(run_text(run(result.seed)))
+        if endings.total() % _PROGRESS_EVERY == 0:
             print(f"{endings.total()} runs", flush=True)
     seconds = time.monotonic() - begin_s
     counts = ", ".join(f"{count} {ending}" for ending, count in endings.most_common())

@@ -1,6 +1,6 @@
 """The kernel of the simulator: a virtual clock, a heap of events, and processes that run on it.
 
-Coroutines wait for `Waiting` objects, which other code resolves. Nothing runs concurrently, and
+Coroutines wait for `Future` objects, which other code resolves. Nothing runs concurrently, and
 events of the same instant happen in the order in which they were scheduled. So a run is a function
 of its seed.
 
@@ -55,7 +55,7 @@ class Loop:
             task.close()
 
 
-class Waiting(Generic[Result]):
+class Future(Generic[Result]):
     """A result that one coroutine awaits and other code sets once, or fails with an error."""
 
     __slots__ = ("_error", "_result", "_waiter", "is_done")
@@ -83,12 +83,12 @@ class Waiting(Generic[Result]):
         if self._waiter is not None:
             self._waiter()
 
-    def on_done(self, waiter: Callback) -> None:
+    def set_waiter(self, waiter: Callback) -> None:
         """Sets what is called when the result is there; there may be only one waiter."""
         assert self._waiter is None
         self._waiter = waiter
 
-    def __await__(self) -> "Generator[Waiting[Result], None, Result]":
+    def __await__(self) -> "Generator[Future[Result], None, Result]":
         if not self.is_done:
             yield self
         if self._error is not None:
@@ -101,7 +101,7 @@ class Process:
 
     Args:
         rate: seconds that its clock counts per second of the loop.
-        failed: callback that gets an error raised in one of its tasks.
+        on_error: callback that gets an error raised in one of its tasks.
 
     Attributes:
         place: node on which it runs; -1: on no node.
@@ -114,7 +114,7 @@ class Process:
         name: str,
         *,
         place: int,
-        failed: Callable[[BaseException], None],
+        on_error: Callable[[BaseException], None],
         rate: float = 1.0,
     ) -> None:
         self.name = name
@@ -123,7 +123,7 @@ class Process:
         self.stopped_s = -1.0
         self._loop = loop
         self._rate = rate
-        self._failed = failed
+        self._on_error = on_error
         self._deferred: deque[Callback] = deque()
         self._at_exit: list[Callback] = []
 
@@ -132,7 +132,7 @@ class Process:
         """The time by this process's clock."""
         return self._loop.now_s * self._rate
 
-    def do(self, callback: Callback) -> None:
+    def call(self, callback: Callback) -> None:
         """Calls something now; if the process is stopped, once it goes on; if it is dead, never."""
         if not self.is_alive:
             return
@@ -143,18 +143,18 @@ class Process:
 
     def after(self, delay_s: float, callback: Callback) -> None:
         """Calls something after a delay by this process's clock."""
-        self._loop.after(delay_s / self._rate, lambda: self.do(callback))
+        self._loop.after(delay_s / self._rate, lambda: self.call(callback))
 
-    def sleep(self, delay_s: float) -> Waiting[None]:
+    def sleep(self, delay_s: float) -> Future[None]:
         """An awaitable that is done after a delay by this process's clock."""
-        waiting: Waiting[None] = Waiting()
-        self.after(delay_s, lambda: waiting.resolve(None))
-        return waiting
+        future: Future[None] = Future()
+        self.after(delay_s, lambda: future.resolve(None))
+        return future
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Starts a task, which runs at once until it waits for the first time."""
         self._loop.tasks.append(coroutine)
-        _Task(self, coroutine, self._failed).resume()
+        _Task(self, coroutine, self._on_error).resume()
 
     def at_exit(self, callback: Callback) -> None:
         """Calls something when the process ends."""
@@ -171,11 +171,11 @@ class Process:
             callback()
 
     def stop(self) -> None:
-        """Stops the process, until `go_on`."""
+        """Stops the process, until `resume`."""
         if self.stopped_s < 0.0:
             self.stopped_s = self.now_s
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Continues a stopped process; everything that was due meanwhile happens now."""
         self.stopped_s = -1.0
         while self._deferred and self.is_alive and self.stopped_s < 0.0:
@@ -185,27 +185,27 @@ class Process:
 class _Task:
     """A coroutine of a process."""
 
-    __slots__ = ("_coroutine", "_failed", "_process")
+    __slots__ = ("_coroutine", "_on_error", "_process")
 
     def __init__(
         self,
         process: Process,
         coroutine: Coroutine[Any, Any, None],
-        failed: Callable[[BaseException], None],
+        on_error: Callable[[BaseException], None],
     ) -> None:
         self._process = process
         self._coroutine = coroutine
-        self._failed = failed
+        self._on_error = on_error
 
     def resume(self) -> None:
         try:
-            waiting = self._coroutine.send(None)
+            future = self._coroutine.send(None)
         except StopIteration:
             return
         except Exception as error:
-            self._failed(error)
+            self._on_error(error)
             return
-        waiting.on_done(self._wake)
+        future.set_waiter(self._wake)
 
     def _wake(self) -> None:
-        self._process.do(self.resume)
+        self._process.call(self.resume)

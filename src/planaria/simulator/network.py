@@ -33,12 +33,12 @@ class Network:
         self._loop = loop
         self._rng = rng
         self._cuts: set[frozenset[int]] = set()
-        self._ends: list[End] = []
+        self._ends: list[Endpoint] = []
 
-    def pair(self, near: Process, far: Process) -> "tuple[End, End]":
+    def pair(self, near: Process, far: Process) -> "tuple[Endpoint, Endpoint]":
         """Both ends of a new connection; the owner of an end sets its callbacks."""
         factor = 10.0 ** (self._rng.random() * 1.5) if self.is_uneven else 1.0
-        ends = End(self, near, factor), End(self, far, factor)
+        ends = Endpoint(self, near, factor), Endpoint(self, far, factor)
         ends[0].other, ends[1].other = ends[1], ends[0]
         self._ends += ends
         for end in ends:
@@ -54,19 +54,19 @@ class Network:
         self._cuts.add(frozenset((place, other)))
         if breaks:
             for end in self._between(place, other):
-                end.lose()
+                end.break_off()
 
-    def join(self, place: int, other: int) -> None:
+    def reconnect(self, place: int, other: int) -> None:
         """Joins two places again; messages that waited arrive."""
         self._cuts.discard(frozenset((place, other)))
         for end in self._between(place, other):
-            end.send_held()
+            end.send_waiting()
 
     def break_all(self, process: Process) -> None:
         """Breaks every connection of a process: messages in flight are lost, and both ends learn
         of it."""
         for end in [end for end in self._ends if process in (end.process, end.other.process)]:
-            end.lose()
+            end.break_off()
 
     def latency_s(self, factor: float = 1.0) -> float:
         """The delay of the next message on a connection.
@@ -86,43 +86,43 @@ class Network:
     def now_s(self) -> float:
         return self._loop.now_s
 
-    def _between(self, place: int, other: int) -> "list[End]":
+    def _between(self, place: int, other: int) -> "list[Endpoint]":
         self._ends = [end for end in self._ends if not end.is_over]
         places = {place, other}
         return [end for end in self._ends if {end.process.place, end.other.process.place} == places]
 
 
-class End:
+class Endpoint:
     """One end of a connection; its owner calls the methods.
 
     Attributes:
-        received: callback that gets each message.
-        closed: callback for when the other end has closed and all its messages have arrived, or the
-            connection has broken.
+        on_message: callback that gets each message.
+        on_close: callback for when the other end has closed and all its messages have arrived, or
+            the connection has broken.
     """
 
     __slots__ = (
         "_arrives_s",
         "_factor",
-        "_held",
         "_is_closed",
         "_is_lost",
         "_network",
-        "closed",
+        "_waiting_messages",
+        "on_close",
+        "on_message",
         "other",
         "process",
-        "received",
     )
 
     def __init__(self, network: Network, process: Process, factor: float) -> None:
         self.process = process
-        self.other: End
-        self.received: Callable[[Any], None] = _ignore
-        self.closed: Callable[[], None] = _ignore
+        self.other: Endpoint
+        self.on_message: Callable[[Any], None] = _ignore
+        self.on_close: Callable[[], None] = _ignore
         self._network = network
         self._factor = factor
         self._arrives_s = 0.0
-        self._held: deque[object] = deque()
+        self._waiting_messages: deque[object] = deque()
         self._is_closed = False
         self._is_lost = False
 
@@ -144,44 +144,46 @@ class End:
         self.send(_CLOSE)
         self._is_closed = True
 
-    def lose(self) -> None:
+    def break_off(self) -> None:
         """Breaks the connection: this end receives nothing more, and its messages in flight may be
         lost."""
         if not self._is_lost:
             self._is_lost = True
-            self._held.clear()
+            self._waiting_messages.clear()
             delay_s = self._network.latency_s()
-            self._network.after(delay_s, lambda: self.process.do(self._hear_end))
+            self._network.after(delay_s, lambda: self.process.call(self._on_end))
 
-    def send_held(self) -> None:
+    def send_waiting(self) -> None:
         """Delivers the messages that waited for the places to be joined."""
-        while self._held:
-            self._deliver(self._held.popleft())
+        while self._waiting_messages:
+            self._deliver(self._waiting_messages.popleft())
 
     def _arrive(self, message: object) -> None:
         """Delivers a message; holds it back if the places are cut off or others wait before it."""
-        if self._held or self._network.is_cut(self.process.place, self.other.process.place):
-            self._held.append(message)
+        if self._waiting_messages or self._network.is_cut(
+            self.process.place, self.other.process.place
+        ):
+            self._waiting_messages.append(message)
         else:
             self._deliver(message)
 
     def _deliver(self, message: object) -> None:
         other = self.other
-        other.process.do(lambda: other._take(message))
+        other.process.call(lambda: other._receive(message))
 
-    def _take(self, message: object) -> None:
+    def _receive(self, message: object) -> None:
         if self._is_lost:
             return
         if message is _CLOSE:
             self._is_lost = True
-            self._hear_end()
+            self._on_end()
         elif not self._is_closed:
-            self.received(message)
+            self.on_message(message)
 
-    def _hear_end(self) -> None:
+    def _on_end(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self.closed()
+            self.on_close()
 
 
 def _ignore(*_: object) -> None:

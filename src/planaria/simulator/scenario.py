@@ -40,26 +40,26 @@ TIMEOUT_S = 4.0  # checkpoint.timeout_s
 
 
 @dataclass(frozen=True, slots=True)
-class Conduct:
+class StoreTrouble:
     """How badly the disk or store of saves behaves, for a while.
 
     Attributes:
         at_s: time at which it begins; infinity: never.
-        lasts_s: seconds that it lasts.
+        duration_s: seconds that it lasts.
         late_s: upper bound on the delay of a request.
         refuses: share of requests that are refused, 0 to 1.
         hangs: share of requests that are not answered before it is over, 0 to 1.
     """
 
     at_s: float = math.inf
-    lasts_s: float = 0.0
+    duration_s: float = 0.0
     late_s: float = 0.0
     refuses: float = 0.0
     hangs: float = 0.0
 
     @property
     def end_s(self) -> float:
-        return self.at_s + self.lasts_s
+        return self.at_s + self.duration_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ class Scenario:
         learns: whether the coordinator corrects its predictions by measurements.
         drift: time of a layer in a job that learns, as a multiple of the predicted time.
         processors: number of processors that all ranks are predicted to share; 0: each has its own.
-        room: memory of a device, as a multiple of the largest peak that is estimated for any stage;
-            0: unknown.
+        memory_factor: memory of a device, as a multiple of the largest peak that is estimated for
+            any stage; 0: unknown.
     """
 
     num_nodes: int
@@ -102,7 +102,7 @@ class Scenario:
     learns: bool = False
     drift: float = 1.0
     processors: int = 0
-    room: float = 0.0
+    memory_factor: float = 0.0
 
     @property
     def max_nodes(self) -> int:
@@ -172,10 +172,14 @@ def _policy_of(job: JobConfig, every: EveryPlan) -> Policy:
 def _planned_job(scenario: Scenario) -> PlannedJob:
     job = _config(scenario)
     # The plans depend neither on the policy nor on the number of iterations.
-    plain = replace(scenario, policy=PLAINEST, failures_per_hour=0.0, iterations=0, drift=1.0)
-    every = _every(replace(plain, copies=0, copies_every=0, num_standby=0, grant_s=0.0))
+    plan_scenario = replace(
+        scenario, policy=PLAINEST, failures_per_hour=0.0, iterations=0, drift=1.0
+    )
+    every = _every(replace(plan_scenario, copies=0, copies_every=0, num_standby=0, grant_s=0.0))
     policy_of = partial(_policy_of, job)
-    layer_s = tuple(one.forward_s[1] + one.backward_s(1) for one in every.problem.profile.layers)
+    layer_s = tuple(
+        layer.forward_s[1] + layer.backward_s(1) for layer in every.problem.profile.layers
+    )
     rules = Rules(
         job=job,
         policy=policy_of(every),
@@ -198,7 +202,7 @@ def _planned_job(scenario: Scenario) -> PlannedJob:
     return PlannedJob(
         scenario=scenario,
         rules=rules,
-        saving_rules=replace(rules, policy=_NoAnswer(), every=None, policy_of=None, layer_s=()),
+        saving_rules=replace(rules, policy=_NoPolicy(), every=None, policy_of=None, layer_s=()),
         every=every,
         plan=plan,
         predicted_s=every.times.iteration_s([p.template for p in plan.pipelines], counts),
@@ -208,7 +212,7 @@ def _planned_job(scenario: Scenario) -> PlannedJob:
     )
 
 
-class _NoAnswer:
+class _NoPolicy:
     """The policy of a coordinator that only saves."""
 
     def propose(self, *_: Any, **__: Any) -> tuple[Transition, ...]:
@@ -230,11 +234,11 @@ def _forward_s(scenario: Scenario, layer_s: tuple[float, ...]) -> tuple[float, .
 @cache
 def _every(scenario: Scenario) -> EveryPlan:
     profile = _profile(scenario)
-    if scenario.room:
-        without = _every(replace(scenario, room=0.0))
-        peaks = (stage_peaks(without.problem, plan) for plan in without.plans.values())
-        most_bytes = max(bytes_ for plan in peaks for stages in plan for bytes_ in stages)
-        profile = replace(profile, device_memory_bytes=int(scenario.room * most_bytes))
+    if scenario.memory_factor:
+        unlimited = _every(replace(scenario, memory_factor=0.0))
+        peaks = (stage_peaks(unlimited.problem, plan) for plan in unlimited.plans.values())
+        peak_bytes_max = max(bytes_ for plan in peaks for stages in plan for bytes_ in stages)
+        profile = replace(profile, device_memory_bytes=int(scenario.memory_factor * peak_bytes_max))
     problem = Problem(
         profile=profile,
         processors=scenario.processors,
@@ -242,9 +246,11 @@ def _every(scenario: Scenario) -> EveryPlan:
         num_microbatches=scenario.num_microbatches,
         failures_tolerated=scenario.failures_tolerated,
     )
-    most = scenario.max_nodes - scenario.failures_tolerated * scenario.n0
-    found = pipeline_templates(problem, scenario.num_nodes, max_nodes=scenario.max_nodes)
-    templates = {n: t for n, t in found.items() if scenario.n0 <= n <= most}
+    nodes_max = scenario.max_nodes - scenario.failures_tolerated * scenario.n0
+    templates_by_nodes = pipeline_templates(
+        problem, scenario.num_nodes, max_nodes=scenario.max_nodes
+    )
+    templates = {n: t for n, t in templates_by_nodes.items() if scenario.n0 <= n <= nodes_max}
     return every_plan(problem, scenario.max_nodes, templates)
 
 
@@ -274,8 +280,10 @@ def _contents(
     for layer in range(scenario.num_layers):
         content = contents[layer, 0] = first_content(layer)
         for iteration in range(scenario.iterations):
-            used = tuple(sorted(n for numbers in samples[iteration] for n in numbers))
-            content = contents[layer, iteration + 1] = content_after(content, iteration, used)
+            used_samples = tuple(sorted(n for numbers in samples[iteration] for n in numbers))
+            content = contents[layer, iteration + 1] = content_after(
+                content, iteration, used_samples
+            )
     return contents
 
 

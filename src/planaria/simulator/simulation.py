@@ -8,20 +8,20 @@ from random import Random
 from planaria.core.job import POLICIES, PolicyName
 from planaria.policies.traits import TRAITS
 from planaria.simulator.checkers.checkers import PATIENCE_S, Checkers
-from planaria.simulator.cluster import LAUNCHER, SimulatedCluster
-from planaria.simulator.faults import (
+from planaria.simulator.fault_draws import (
     FAULTS_S_MAX,
     Fault,
     FaultKind,
-    Faults,
-    disk_faults,
-    drawn_conduct,
-    drawn_faults,
-    more_faults,
-    raising_faults,
+    draw_disk_faults,
+    draw_faults,
+    draw_more_faults,
+    draw_rare_code_errors,
+    draw_store_trouble,
 )
-from planaria.simulator.modelled.store import drawn_disk
-from planaria.simulator.scenario import PLAINEST, SCENARIOS, Conduct, Scenario, planned_job
+from planaria.simulator.fault_injection import FaultInjection
+from planaria.simulator.modelled.store import draw_disk
+from planaria.simulator.scenario import PLAINEST, SCENARIOS, Scenario, StoreTrouble, planned_job
+from planaria.simulator.simulated_cluster import LAUNCHER, SimulatedCluster
 
 _CLOCK_MOST = 0.05
 _DELAYS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01)
@@ -35,11 +35,11 @@ _NEXT_S = 30.0  # Longest time from a commit to the next one, where messages are
 _LONGEST_S = 600.0  # Longest time from the last fault to the end of a job that keeps committing.
 
 
-Draw = Callable[[Random, int], tuple[Fault, ...]]
+DrawFaults = Callable[[Random, int], tuple[Fault, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class SimulatedRun:
     """The result of a run.
 
     Attributes:
@@ -53,7 +53,7 @@ class Run:
     seed: int
     scenario: Scenario
     faults: tuple[Fault, ...]
-    conduct: Conduct
+    store_trouble: StoreTrouble
     num_struck: int
     ending: str
     violations: tuple[str, ...]
@@ -66,9 +66,9 @@ def run(
     seed: int,
     *,
     keeps_log: bool = True,
-    draw: Draw = drawn_faults,
+    draw: DrawFaults = draw_faults,
     policies: Sequence[PolicyName] = POLICIES,
-) -> Run:
+) -> SimulatedRun:
     """The run of a seed.
 
     Args:
@@ -78,33 +78,35 @@ def run(
             except that a job with another policy than PLAINEST may be hurried.
     """
     rng = Random(seed)
-    scenario = _under_policy(rng.choice(SCENARIOS), Random(f"policy {seed}"), policies)
+    scenario = _with_policy(rng.choice(SCENARIOS), Random(f"policy {seed}"), policies)
     faults = draw(rng, scenario.num_nodes)
-    more = Random(f"more {seed}")
-    scenario = _learning(_with_copies(scenario, more), Random(f"learns {seed}"))
+    more_rng = Random(f"more {seed}")
+    scenario = _with_learning(_with_copies(scenario, more_rng), Random(f"learns {seed}"))
     if scenario.copies or scenario.persist_every or scenario.num_standby:
-        faults += more_faults(more, scenario.num_nodes + scenario.num_standby)
-    if draw is drawn_faults:
-        faults += raising_faults(Random(f"raising {seed}"), scenario.num_nodes)
-    faults += disk_faults(Random(f"full {seed}"))
+        faults += draw_more_faults(more_rng, scenario.num_nodes + scenario.num_standby)
+    if draw is draw_faults:
+        faults += draw_rare_code_errors(Random(f"raising {seed}"), scenario.num_nodes)
+    faults += draw_disk_faults(Random(f"full {seed}"))
     store_rng = Random(f"store {seed}")
-    conduct = drawn_conduct(store_rng)
-    cluster = SimulatedCluster(planned_job(scenario), rng, conduct=conduct, store_rng=store_rng)
+    store_trouble = draw_store_trouble(store_rng)
+    cluster = SimulatedCluster(
+        planned_job(scenario), rng, store_trouble=store_trouble, store_rng=store_rng
+    )
     cluster.network.delay_s = rng.choice(_DELAYS_S)
     cluster.network.is_uneven = rng.random() < 0.5
-    cluster.disk.model = drawn_disk(Random(f"disk {seed}"))
-    checkers = cluster.watcher = Checkers(cluster)
-    checkers.faults = struck = Faults(cluster, faults)
-    struck.last_until(conduct.end_s if math.isfinite(conduct.end_s) else 0.0)
+    cluster.disk.model = draw_disk(Random(f"disk {seed}"))
+    checkers = cluster.observer = Checkers(cluster)
+    checkers.faults = injected = FaultInjection(cluster, faults)
+    injected.extend_until(store_trouble.end_s if math.isfinite(store_trouble.end_s) else 0.0)
     cluster.begin(_clock_rates(rng, faults))
-    _let_run(cluster, checkers, struck)
+    _run_to_end(cluster, checkers, injected)
     ended = cluster.ended
-    return Run(
+    return SimulatedRun(
         seed=seed,
         scenario=scenario,
         faults=faults,
-        conduct=conduct,
-        num_struck=len(struck.struck),
+        store_trouble=store_trouble,
+        num_struck=len(injected.injected),
         ending=ended.ending if ended else "none",
         violations=tuple(checkers.violations),
         num_events=cluster.loop.num_events,
@@ -113,7 +115,7 @@ def run(
     )
 
 
-def _under_policy(scenario: Scenario, rng: Random, policies: Sequence[PolicyName]) -> Scenario:
+def _with_policy(scenario: Scenario, rng: Random, policies: Sequence[PolicyName]) -> Scenario:
     """The job with a drawn policy; for a policy that chooses among answers, half of the jobs get
     failure rates and links of _HURRIED."""
     scenario = replace(scenario, policy=rng.choice(policies))
@@ -140,24 +142,24 @@ def _with_copies(scenario: Scenario, rng: Random) -> Scenario:
     )
 
 
-def _learning(scenario: Scenario, rng: Random) -> Scenario:
+def _with_learning(scenario: Scenario, rng: Random) -> Scenario:
     """The job; in a share of LEARNING_SHARE its coordinator learns how long layers take and how
     much memory they need."""
     if rng.random() >= LEARNING_SHARE:
         return scenario
-    room = rng.choice((0.0, 1.2, 1.5))
+    memory_factor = rng.choice((0.0, 1.2, 1.5))
     return replace(
         scenario,
         learns=True,
         drift=rng.choice((1.0, 1.5, 2.0)),
         processors=rng.choice((0, 0, 2, 4)),
         # Shadow layers need more memory.
-        room=0.0 if TRAITS[scenario.policy].has_shadows else room,
+        memory_factor=0.0 if TRAITS[scenario.policy].has_shadows else memory_factor,
         iterations=scenario.iterations + _ITERATIONS_MORE,
     )
 
 
-def _let_run(cluster: SimulatedCluster, checkers: Checkers, faults: Faults) -> None:
+def _run_to_end(cluster: SimulatedCluster, checkers: Checkers, faults: FaultInjection) -> None:
     """Runs the loop until the job ends, a checker finds a violation, or the job takes too long."""
 
     def is_over() -> bool:
@@ -166,8 +168,8 @@ def _let_run(cluster: SimulatedCluster, checkers: Checkers, faults: Faults) -> N
     until_s = FAULTS_S_MAX + PATIENCE_S
     while True:
         cluster.loop.run(until_s=until_s, is_over=is_over)
-        next_s = min(checkers.moved_s + _NEXT_S, faults.over_s + _LONGEST_S)
-        later_s = max(faults.over_s + PATIENCE_S, next_s)
+        next_s = min(checkers.moved_s + _NEXT_S, faults.end_s + _LONGEST_S)
+        later_s = max(faults.end_s + PATIENCE_S, next_s)
         if is_over() or later_s <= until_s:
             break
         until_s = later_s
@@ -184,11 +186,11 @@ def _clock_rates(rng: Random, faults: Iterable[Fault]) -> dict[int, float]:
     return rates
 
 
-def told(run: Run) -> str:
+def run_text(run: SimulatedRun) -> str:
     """A run in words: its seed, job and faults, the end of its log, and its violations."""
     lines = [f"seed {run.seed}: {run.ending}, {run.scenario}"]
     lines += [f"  fault: {fault}" for fault in run.faults]
-    lines += [f"  the store of saves: {run.conduct}"] if run.conduct.lasts_s else []
+    lines += [f"  the store of saves: {run.store_trouble}"] if run.store_trouble.duration_s else []
     for moment_s, what, facts in run.log[-_LOG_TAIL:]:
         lines.append(f"  {moment_s:9.4f} {what} {' '.join(map(str, facts))}")
     lines += [f"  VIOLATED at {text}" for text in run.violations]

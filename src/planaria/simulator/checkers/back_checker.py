@@ -5,27 +5,31 @@ from collections.abc import Iterable
 
 from planaria.core.copies import Label
 from planaria.core.records import Origin
-from planaria.simulator.cluster import SimulatedCluster
-from planaria.simulator.faults import Faults
+from planaria.simulator.fault_injection import FaultInjection
 from planaria.simulator.scenario import LEASE_S
+from planaria.simulator.simulated_cluster import SimulatedCluster
 
 
-def newest_saved(cluster: SimulatedCluster) -> int:
+def newest_save(cluster: SimulatedCluster) -> int:
     """The number of iterations in the newest save that is not known to be damaged; 0: no save."""
     spoilt = cluster.set_aside | cluster.leader.spoilt
-    return max((one.iteration for one in cluster.published if one.source not in spoilt), default=0)
+    return max(
+        (save.iteration for save in cluster.published if save.source not in spoilt), default=0
+    )
 
 
-def newest_told(cluster: SimulatedCluster) -> int:
+def newest_known_save(cluster: SimulatedCluster) -> int:
     """The number of iterations in the newest usable save known to the coordinator; 0: no save."""
     leader = cluster.leader
-    if not leader.is_in_the_dark:
-        return newest_saved(cluster)
-    known = leader.told.keys() - cluster.set_aside - leader.spoilt
-    return max((one.iteration for one in cluster.published if one.source in known), default=0)
+    if not leader.may_miss_saves:
+        return newest_save(cluster)
+    known_sources = leader.known_since_s.keys() - cluster.set_aside - leader.spoilt
+    return max(
+        (save.iteration for save in cluster.published if save.source in known_sources), default=0
+    )
 
 
-def newest_copied(cluster: SimulatedCluster, members: Iterable[int], origin: Origin) -> int:
+def newest_copy(cluster: SimulatedCluster, members: Iterable[int], origin: Origin) -> int:
     """The age of the newest version of which members keep copies of all layers; 0: none.
 
     Args:
@@ -39,19 +43,19 @@ def newest_copied(cluster: SimulatedCluster, members: Iterable[int], origin: Ori
     return max(
         (
             label.age
-            for label, those in layers.items()
-            if len(those) == cluster.job.scenario.num_layers
+            for label, copied_layers in layers.items()
+            if len(copied_layers) == cluster.job.scenario.num_layers
             and (label.since == origin.epoch or label == origin.copied)
         ),
         default=0,
     )
 
 
-def unused_grants(cluster: SimulatedCluster, faults: Faults) -> set[int]:
+def unused_grants(cluster: SimulatedCluster, faults: FaultInjection) -> set[int]:
     """The nodes on granted machines that have been there for a lease and that no fault struck;
     empty until a lease after the last fault."""
     long_ago_s = cluster.loop.now_s - LEASE_S
-    if faults.over_s > long_ago_s:
+    if faults.end_s > long_ago_s:
         return set()
-    struck = {node for _, _, node in faults.struck}
+    struck = {node for _, _, node in faults.injected}
     return {node for node, at_s in cluster.granted_s.items() if at_s < long_ago_s} - struck

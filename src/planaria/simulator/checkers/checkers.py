@@ -52,15 +52,21 @@ from planaria.errors import DeadlockError
 from planaria.policies.roomy import has_room
 from planaria.policies.traits import TRAITS
 from planaria.schedule.lower import lowered
-from planaria.simulator.checkers.back_checker import newest_copied, newest_told
+from planaria.simulator.checkers.back_checker import newest_copy, newest_known_save
 from planaria.simulator.checkers.crash_log import CrashFact, CrashLog
-from planaria.simulator.checkers.end_checker import EndChecker, Seen
-from planaria.simulator.cluster import LAUNCHER, SimulatedCluster
-from planaria.simulator.faults import ANYWHERE, ASKED, LOOK_LIKE_LOSS, FaultKind, Faults
+from planaria.simulator.checkers.end_checker import EndChecker, ObservedEnd
+from planaria.simulator.fault_draws import (
+    LOOK_LIKE_ANY_LOSS,
+    LOOK_LIKE_LOSS,
+    MAKE_NODES_LEAVE,
+    FaultKind,
+)
+from planaria.simulator.fault_injection import FaultInjection
 from planaria.simulator.modelled.agent import UNANSWERED, machine_of
 from planaria.simulator.modelled.executor import NOT_YET
 from planaria.simulator.modelled.worker import SimulatedWorker
 from planaria.simulator.scenario import LEASE_S
+from planaria.simulator.simulated_cluster import LAUNCHER, SimulatedCluster
 from planaria.store.store import Entry, Event
 
 _STILL_S: Final = 60.0  # Longest time between commits without a fault: that of a wait in vain.
@@ -69,7 +75,7 @@ _LEAVES_S: Final = 4 * LEASE_S  # Longest time from an eviction to the end of a 
 
 
 @dataclass(frozen=True, slots=True)
-class _OnRecord:
+class _RecordedState:
     """The job's state according to the records."""
 
     epoch: int
@@ -89,7 +95,7 @@ class Checkers:
     """
 
     def __init__(self, cluster: SimulatedCluster) -> None:
-        self.faults: Faults
+        self.faults: FaultInjection
         self.violations: list[str] = []
         self.moved_s = 0.0
         self._cluster = cluster
@@ -117,24 +123,24 @@ class Checkers:
         self._furthest = 0  # Number of iterations that were ever committed.
         self._absence = Absence(cluster)
         self._num_before_back = 0
-        self._told = self._on_record()  # The records as far as the launcher knows them.
+        self._launcher_state = self._recorded_state()  # As far as the launcher knows the records.
 
-    def _on_record(self) -> "_OnRecord":
+    def _recorded_state(self) -> "_RecordedState":
         gone = frozenset(self._gone)
-        return _OnRecord(self._epoch, self._members, gone, self._outcome, self._origin)
+        return _RecordedState(self._epoch, self._members, gone, self._outcome, self._origin)
 
     def _fail(self, text: str) -> None:
-        self._cluster.happened("VIOLATION", text)
+        self._cluster.log_event("VIOLATION", text)
         self.violations.append(f"{self._cluster.loop.now_s:.4f} s: {text}")
 
-    def raised(self, error: BaseException) -> None:
-        """See Watcher."""
+    def on_unexpected_error(self, error: BaseException) -> None:
+        """See SimulationObserver."""
         self._fail(f"raised {error!r}")
 
     # -- samples and ages -------------------------------------------------------------------------
 
-    def reached(self, place: str, worker: SimulatedWorker, iteration: int) -> None:
-        """See Watcher."""
+    def on_place(self, place: str, worker: SimulatedWorker, iteration: int) -> None:
+        """See SimulationObserver."""
         if place in ("resume", "start", "optimizer"):
             self._check_contents(worker)
         self._check_on_record(place, worker)
@@ -166,16 +172,16 @@ class Checkers:
             if self._job.contents.get((layer, held.age)) != held.content:
                 self._fail(f"rank {worker.rank}: layer {layer} of age {held.age} is another")
 
-    def published(self, iteration: int, layers: Mapping[int, int]) -> None:
-        """See Watcher."""
+    def on_save(self, iteration: int, layers: Mapping[int, int]) -> None:
+        """See SimulationObserver."""
         for layer in range(self._job.scenario.num_layers):
             if self._job.contents[layer, iteration] != layers.get(layer):
                 self._fail(f"the checkpoint of {iteration} has another layer {layer}")
 
     # -- records ----------------------------------------------------------------------------------
 
-    def recorded(self, event: Event) -> None:
-        """See Watcher."""
+    def on_record(self, event: Event) -> None:
+        """See SimulationObserver."""
         if not isinstance(event, Entry):
             return
         kind, name = event.key.rsplit("/", 2)[-2:]
@@ -189,9 +195,9 @@ class Checkers:
             if (kind, name) in self._records:
                 self._fail(f"{kind}/{name} is written twice")
             self._records.add((kind, name))
-            self._check_record(kind, self._whole(kind, name, event.value))
+            self._check_record(kind, self._joined_value(kind, name, event.value))
 
-    def _whole(self, kind: str, epoch: str, value: bytes) -> bytes:
+    def _joined_value(self, kind: str, epoch: str, value: bytes) -> bytes:
         """The value of a record, joined if it is stored in pieces."""
         if (pieces := decode_pieces(value)) is None:
             return value
@@ -265,9 +271,9 @@ class Checkers:
     def _check_origin(self, origin: Origin) -> None:
         """Checks that all go back to the newest state that has all layers (under morph, to the
         newest save unless the origin has copies); later iterations do not count any more."""
-        saved = newest_told(self._cluster)
-        copied = newest_copied(self._cluster, self._members, self._origin)
-        self._cluster.happened("goes back", origin.iteration)
+        saved = newest_known_save(self._cluster)
+        copied = newest_copy(self._cluster, self._members, self._origin)
+        self._cluster.log_event("goes back", origin.iteration)
         is_saved = self._policy.goes_back and not origin.copied
         wanted = saved if is_saved else max(saved, copied)
         # A worker whose code raises at its start reports no copies.
@@ -306,8 +312,8 @@ class Checkers:
     def _fitted_rules(self) -> Rules:
         """The rules with the newest memory estimates; checks that these were raised only after a
         worker had too little memory."""
-        if (fitted := self._cluster.leader.fitted) is not None:
-            self._fitted = fitted
+        if (fitted_rules := self._cluster.leader.fitted_rules) is not None:
+            self._fitted = fitted_rules
             if not any(fact.blame == "memory" for fact in self._crashes.facts):
                 self._fail("estimates were raised, and nobody had too little memory")
         return self._fitted
@@ -323,7 +329,7 @@ class Checkers:
         """
         assert rules.every is not None
         problem = rules.every.problem
-        self._cluster.happened("fitted", rules.n0)
+        self._cluster.log_event("fitted", rules.n0)
         if has_room(problem, other) and not has_room(problem, plan):
             stages = [pipeline.template.stages for pipeline in plan.pipelines]
             self._fail(f"there is no memory for {stages}")
@@ -334,7 +340,9 @@ class Checkers:
         rules = self._fitted_rules()
         n0, plans = rules.n0, self._plans_of(rules)
         machines = {node: machine_of(node) for node in self._members}
-        trusted = {n for n, one in machines.items() if self._failures.get(one, 0) < DISTRUSTED_MIN}
+        trusted = {
+            n for n, machine in machines.items() if self._failures.get(machine, 0) < DISTRUSTED_MIN
+        }
         rest = plans.get(num_staying - n0)
         if rest is None or len(trusted - self._leaving()) < n0:
             return
@@ -345,13 +353,13 @@ class Checkers:
 
     # -- what the launcher is told ----------------------------------------------------------------
 
-    def noticed(self, message: ToLauncher) -> None:
-        """See Watcher."""
+    def on_message(self, message: ToLauncher) -> None:
+        """See SimulationObserver."""
         match message:
             case Leading() if message.term != self._term:
                 self._fail(f"term {message.term} leads in term {self._term}")
             case Recorded():
-                self._told = self._on_record()
+                self._launcher_state = self._recorded_state()
             case Committed():
                 self._check_commit(message)
             case Warned() if message.untold == self._num_committed:
@@ -373,12 +381,12 @@ class Checkers:
             self._fail(f"iteration {commit.iteration} is committed with other samples")
         if commit.iteration > self._num_committed:
             self._fail(f"iteration {commit.iteration} follows {self._num_committed - 1}")
-        still_s = self._cluster.loop.now_s - max(self.moved_s, self.faults.over_s)
+        still_s = self._cluster.loop.now_s - max(self.moved_s, self.faults.end_s)
         if still_s > _STILL_S:
             self._fail(f"nothing was committed for {still_s:.0f} s before {commit.iteration}")
         self.moved_s = self._cluster.loop.now_s
         if commit.iteration >= self._furthest:  # A repeated iteration does not reset error counts.
-            self._crashes.committed()
+            self._crashes.on_commit()
             self._furthest = commit.iteration + 1
         self._num_committed = max(self._num_committed, commit.iteration + 1)
         self._check_applied(commit.iteration)
@@ -394,7 +402,7 @@ class Checkers:
                 self._fail(f"iteration {iteration} counts, and rank {worker.rank} lacks it")
 
     def _check_end(self, ended: Ended) -> None:
-        seen = Seen(
+        observed = ObservedEnd(
             num_committed=self._num_committed,
             outcome=self._outcome,
             origin=self._origin,
@@ -404,28 +412,29 @@ class Checkers:
             crashes=self._crashes,
             forsaken=self._absence.forsaken(),
         )
-        for text in EndChecker(self._cluster, self.faults, seen, ended).wrongs():
+        for text in EndChecker(self._cluster, self.faults, observed, ended).wrongs():
             self._fail(text)
 
-    def crashed(self, fact: CrashFact) -> None:
-        """See Watcher."""
+    def on_crash(self, fact: CrashFact) -> None:
+        """See SimulationObserver."""
         self._crashes.add(fact)
 
-    def rescued(self, rescue: Rescue) -> None:
-        """See Watcher."""
-        told = self._told
-        if self._origin != told.origin:  # The launcher does not know that all were to go back.
+    def on_rescue(self, rescue: Rescue) -> None:
+        """See SimulationObserver."""
+        known_state = self._launcher_state
+        # If the origins differ, the launcher does not know that all were to go back.
+        if self._origin != known_state.origin:
             self._num_committed = self._num_before_back
-        self._outcome, self._origin = told.outcome, told.origin
-        self._term, self._epoch, self._members = rescue.term, told.epoch, told.members
-        self._gone, self._failures = set(told.gone), {}
-        for key in [key for key in self._records if int(key[1]) > told.epoch]:
+        self._outcome, self._origin = known_state.outcome, known_state.origin
+        self._term, self._epoch, self._members = rescue.term, known_state.epoch, known_state.members
+        self._gone, self._failures = set(known_state.gone), {}
+        for key in [key for key in self._records if int(key[1]) > known_state.epoch]:
             self._records.remove(key)
         # The rescue's members have a term that nobody reads: that of the members before, plus one.
         members = msgspec.structs.replace(rescue.members, term=rescue.term)
         self._records.add(("members", str(members.epoch)))
         self._check_members(members)
-        self._told = self._on_record()
+        self._launcher_state = self._recorded_state()
 
     # -- members ----------------------------------------------------------------------------------
 
@@ -433,16 +442,16 @@ class Checkers:
         """Checks that something happened that can look like the loss of an evicted node."""
         struck = {*self._struck_nodes(*LOOK_LIKE_LOSS), *self._leaving(), *self._crashes.often()}
         struck |= self._absence.forsaken()
-        anywhere = self._struck_nodes(*ANYWHERE)
+        anywhere = self._struck_nodes(*LOOK_LIKE_ANY_LOSS)
         if node not in struck and not anywhere:
             self._fail(f"node {node} is given up, and nothing happened to it")
 
     def _leaving(self) -> set[int]:
         """The nodes that the user drained or that got a preemption notice."""
-        return set(self._struck_nodes(*ASKED))
+        return set(self._struck_nodes(*MAKE_NODES_LEAVE))
 
     def _struck_nodes(self, *kinds: FaultKind) -> Counter[int]:
-        return Counter(node for _, fault, node in self.faults.struck if fault.kind in kinds)
+        return Counter(node for _, fault, node in self.faults.injected if fault.kind in kinds)
 
     def check_over(self, *, until_s: float) -> None:
         """Checks the invariants of a run that is over, at `until_s` at the latest."""
@@ -454,7 +463,7 @@ class Checkers:
             process = self._cluster.agents[node].process
             is_free = process.is_alive and process.stopped_s < 0.0
             is_free = is_free and not self._cluster.network.is_cut(node, LAUNCHER)
-            since_s = max(evicted_s, self.faults.over_s)
+            since_s = max(evicted_s, self.faults.end_s)
             if is_free and self._cluster.loop.now_s - since_s > _LEAVES_S:
                 self._fail(f"node {node} is no member for long, and lives")
 
@@ -470,7 +479,7 @@ class Checkers:
 # An agent that nobody answers for two leases ends itself. That is justified where no coordinator
 # could answer it: there was none, or it stood still, or its disk did before the node was admitted.
 
-_LOOK_S: Final = 0.05
+_CHECK_S: Final = 0.05
 _ADMITTED_S: Final = 1.0  # Time in which a coordinator whose disk is idle admits a node.
 _ANSWERED_S: Final = 0.5  # Time in which an admitted node hears of it.
 # What an agent's wait may fall short of two leases: a tick between heartbeats, the time of
@@ -486,11 +495,11 @@ class Absence:
         self._answerable_s: dict[int, float] = {}
         self._admitted_s: dict[int, float] = {}  # Since when each admitted node is.
         self._idle_since_s = 0.0
-        cluster.loop.after(_LOOK_S, self._look)
+        cluster.loop.after(_CHECK_S, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         cluster = self._cluster
-        cluster.loop.after(_LOOK_S, self._look)
+        cluster.loop.after(_CHECK_S, self._check)
         leader, now_s = cluster.leader, cluster.loop.now_s
         process = leader.process
         is_there = leader.is_serving and process.is_alive and process.stopped_s < 0.0
@@ -512,8 +521,8 @@ class Absence:
         return frozenset(
             node
             for node, agent in agents
-            if agent.left == UNANSWERED
-            and agent.left_s - self._answerable_s.get(node, 0.0) > 2.0 * LEASE_S - _SHORT_S
+            if agent.end_reason == UNANSWERED
+            and agent.ended_s - self._answerable_s.get(node, 0.0) > 2.0 * LEASE_S - _SHORT_S
         )
 
 

@@ -58,7 +58,7 @@ class CrashLog:
         self.had_often = self.often() | self.had_often
         self.were_alike = self.were_alike or self._are_alike()
 
-    def committed(self) -> None:
+    def on_commit(self) -> None:
         """Notes that an iteration is committed for the first time."""
         self._firsts.append(len(self.facts))
 
@@ -71,13 +71,13 @@ class CrashLog:
         """The nodes that recently had the same error often enough to be evicted, with the time of
         that."""
         counts: Counter[tuple[int, str]] = Counter()
-        found: dict[int, float] = {}
+        had_often: dict[int, float] = {}
         for fact in self.recent:
             if fact.blame != "job":
                 counts[fact.node, fact.raised.error] += 1
                 if counts[fact.node, fact.raised.error] >= CRASHES_MAX:
-                    found.setdefault(fact.node, fact.at_s)
-        return found
+                    had_often.setdefault(fact.node, fact.at_s)
+        return had_often
 
     def _are_alike(self) -> bool:
         often = self.often()

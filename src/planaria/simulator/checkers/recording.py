@@ -30,7 +30,7 @@ from planaria.observe.recorder import Recorder
 _TOLERANCE_S: Final = 1e-6
 
 # The categories to which a message may assign the time before it.
-_WAS: Final[Mapping[type[ToLauncher], frozenset[Category]]] = {
+_GROWS_BEFORE: Final[Mapping[type[ToLauncher], frozenset[Category]]] = {
     Decided: frozenset({Category.REDO}),
     Starting: frozenset({Category.REDO}),
     Running: frozenset({Category.REGROUP, Category.TRANSFER}),
@@ -79,32 +79,32 @@ class Recording:
         self._redo_due: float | None = None
         self._wrongs: list[str] = []
 
-    def leader_lost(self, now_s: float) -> None:
+    def on_coordinator_loss(self, now_s: float) -> None:
         """Notes that the coordinator is gone."""
         if self._unled_s < 0.0:
             self._unled_s = now_s
 
-    def noticed(self, message: ToLauncher, now_s: float) -> None:
+    def on_message(self, message: ToLauncher, now_s: float) -> None:
         """Records a message of the coordinator and checks what it adds to the ledger."""
         if isinstance(message, Committed):
             if (message.since, message.iteration) < self._committed:
                 return  # An earlier coordinator has told it; nodes/head/launcher.py skips it too.
             self._committed = (message.since, message.iteration + 1)
         ledger = self.recorder.ledger
-        before, did = dict(ledger.seconds), ledger.category
-        may_grow = self._may_grow(message) | {did}
+        before, old_category = dict(ledger.seconds), ledger.category
+        may_grow = self._may_grow(message) | {old_category}
         must_grow = self._must_grow(message, now_s)
         self._record(message, now_s)
         after = self.recorder.ledger.seconds
         grown = {c for c in Category if after.get(c, 0.0) > before.get(c, 0.0) + _TOLERANCE_S}
-        told = f"{type(message).__name__} at {now_s:.4f} s"
+        message_text = f"{type(message).__name__} at {now_s:.4f} s"
         if wrong := sorted(grown - may_grow):
-            self._wrongs.append(f"{told} adds to the ledger's {wrong}, and is no cause")
+            self._wrongs.append(f"{message_text} adds to the ledger's {wrong}, and is no cause")
         if missing := sorted(c for c in must_grow if after.get(c, 0.0) <= before.get(c, 0.0)):
-            self._wrongs.append(f"{told} adds nothing to the ledger's {missing}")
-        does, category = self._does(message), self.recorder.ledger.category
-        if does is not None and category is not does:
-            self._wrongs.append(f"{told}: {category} follows, not {does}")
+            self._wrongs.append(f"{message_text} adds nothing to the ledger's {missing}")
+        new_category, category = self._next_category(message), self.recorder.ledger.category
+        if new_category is not None and category is not new_category:
+            self._wrongs.append(f"{message_text}: {category} follows, not {new_category}")
         self._check_wait(message, now_s)
 
     # -- what a message means for the ledger ------------------------------------------------------
@@ -116,21 +116,21 @@ class Recording:
                 return {Category.RESTART}
             case Recovering():
                 # The loss may have struck while there was no coordinator.
-                waited = (
+                restart = (
                     {Category.RESTART} if message.lost_s <= self._led_s + _TOLERANCE_S else set()
                 )
-                return {Category.DETECT, *waited}
+                return {Category.DETECT, *restart}
             case Committed():
-                found = (
+                categories = (
                     {Category.REDO} if message.iteration < self.recorder.next_iteration else set()
                 )
-                found |= {Category.IDLE} if self._idle_members else set()
+                categories |= {Category.IDLE} if self._idle_members else set()
                 if any(report.eager_s for report in message.reports):
-                    found.add(Category.REDUNDANT)
+                    categories.add(Category.REDUNDANT)
                 if any(report.stall_s for report in message.reports):
-                    found.add(Category.CHECKPOINT_STALL)
-                return found
-        return set(_WAS.get(type(message), ()))
+                    categories.add(Category.CHECKPOINT_STALL)
+                return categories
+        return set(_GROWS_BEFORE.get(type(message), ()))
 
     def _must_grow(self, message: ToLauncher, now_s: float) -> set[Category]:
         """The categories that must grow with a message."""
@@ -143,10 +143,10 @@ class Recording:
                 return set()  # The ledger may take back as many seconds as it adds.
             case Committed() if self._useful_s(message) > _TOLERANCE_S:
                 trained_s = min((report.seconds for report in message.reports), default=0.0)
-                found = {Category.IDLE} if self._idle_members and trained_s else set()
+                categories = {Category.IDLE} if self._idle_members and trained_s else set()
                 if trained_s and any(report.eager_s for report in message.reports):
-                    found.add(Category.REDUNDANT)
-                return found
+                    categories.add(Category.REDUNDANT)
+                return categories
         return set()
 
     def _useful_s(self, message: Committed) -> float:
@@ -156,7 +156,7 @@ class Recording:
         newest_s = message.now_s - ledger.now_s if self._is_training else 0.0
         return ledger.seconds.get(Category.USEFUL, 0.0) + newest_s
 
-    def _does(self, message: ToLauncher) -> Category | None:
+    def _next_category(self, message: ToLauncher) -> Category | None:
         """The category that begins with a message; None if the message does not change it."""
         match message:
             case Recovering():
@@ -209,7 +209,7 @@ class Recording:
                 self._is_recovering = False
                 self._is_training, self._was_training = True, False
                 self._training_s = now_s
-                at_work = {one.node for one in message.workers.values()}
+                at_work = {worker.node for worker in message.workers.values()}
                 self._idle_members = max(0, len(message.members) - len(at_work))
                 recorder.running(message)
             case Committed():

@@ -36,22 +36,22 @@ from planaria.protocol.agent_state import (
     said_again,
     successor_order,
 )
-from planaria.simulator.loop import Loop, Process, Waiting
+from planaria.simulator.loop import Future, Loop, Process
 from planaria.simulator.modelled.copying import CopyMemory
 from planaria.simulator.modelled.links import SimulatedLinks
-from planaria.simulator.modelled.worker import SimulatedWorker, Surroundings
-from planaria.simulator.network import End, Network
+from planaria.simulator.modelled.worker import SimulatedWorker, WorkerSpec, WorkerSurroundings
+from planaria.simulator.network import Endpoint, Network
 from planaria.simulator.scenario import LEASE_S, PlannedJob
 
 _RECONNECT_S = 0.02
 _STARTUP_S = 0.05
-_LEAVES_S = 0.3  # Time from a shutdown to the node's end, in which workers finish writing.
+_LEAVE_S = 0.3  # Time from a shutdown to the node's end, in which workers finish writing.
 KILLED = -9
 UNANSWERED = "its lease ran out, unanswered"
-ANYWHERE = "anywhere"  # A worker's code may raise at any of its places: start, layers, step.
+ANY_PLACE = "anywhere"  # A worker's code may raise at any of its places: start, layers, step.
 
 
-class World(Surroundings, Protocol):
+class AgentSurroundings(WorkerSurroundings, Protocol):
     """The surroundings of a node."""
 
     loop: Loop
@@ -59,13 +59,13 @@ class World(Surroundings, Protocol):
     network: Network
     job: PlannedJob
 
-    def door(self, agent: "SimulatedAgent") -> End | None:
+    def coordinator_connection(self, agent: "SimulatedAgent") -> Endpoint | None:
         """A new connection to the coordinator; None while no coordinator accepts any."""
 
-    def listener(self, port: int) -> SimulatedLinks | None:
+    def links_at(self, port: int) -> SimulatedLinks | None:
         """The links of the worker that listens at a port; None: nobody does."""
 
-    def happened(self, what: str, *facts: object) -> None:
+    def log_event(self, what: str, *facts: object) -> None:
         """Adds an entry to the log."""
 
 
@@ -81,49 +81,52 @@ class SimulatedAgent:
         workers: present workers, by device.
         memories: memories of the copies that ranks keep, by device; they outlive workers.
         state: knowledge of the agent.
-        left: why the agent ended itself; "": it did not.
-        left_s: time at which it did; -1: it did not.
-        raising_until_s: end of the time in which the code in its workers raises because of this
+        end_reason: why the agent ended itself; "": it did not.
+        ended_s: time at which it did; -1: it did not.
+        code_error_until_s: end of the time in which the code in its workers raises because of this
             node.
-        raising: (party at fault, place of a worker at which its code raises).
-        mistaken_at: place at which a worker raises once for a mistake in the job's code; "": none.
+        code_error: (party at fault, place of a worker at which its code raises).
+        mistake_place: place at which a worker raises once for a mistake in the job's code; "": no
+            worker does.
     """
 
     def __init__(
         self,
-        world: World,
+        surroundings: AgentSurroundings,
         node: int,
         *,
         rate: float,
-        failed: Callable[[BaseException], None],
-        ended: Callable[["SimulatedAgent"], None],
+        on_error: Callable[[BaseException], None],
+        on_exit: Callable[["SimulatedAgent"], None],
     ) -> None:
         self.node = node
-        self.left, self.left_s = "", -1.0
-        self.raising_until_s = -1.0
-        self.raising: tuple[Blame, str] = ("node", "layers")
-        self.mistaken_at = ""
+        self.end_reason, self.ended_s = "", -1.0
+        self.code_error_until_s = -1.0
+        self.code_error: tuple[Blame, str] = ("node", "layers")
+        self.mistake_place = ""
         self.state = AgentState(node=node)
         self.workers: list[SimulatedWorker] = []
-        num_devices = world.job.scenario.devices_per_node
+        num_devices = surroundings.job.scenario.devices_per_node
         self.memories = tuple(CopyMemory() for _ in range(num_devices))
-        self._world = world
+        self._surroundings = surroundings
         self._rate = rate
-        self._failed = failed
+        self._failed = on_error
         self._num_forked = 0
-        self._lines: list[End] = []
-        self._to_coordinator: End | None = None
+        self._worker_ends: list[Endpoint] = []
+        self._to_coordinator: Endpoint | None = None
         self._is_shut_down = False
-        self.process = Process(world.loop, f"agent {node}", place=node, failed=failed, rate=rate)
-        self.process.at_exit(lambda: ended(self))
+        self.process = Process(
+            surroundings.loop, f"agent {node}", place=node, on_error=on_error, rate=rate
+        )
+        self.process.at_exit(lambda: on_exit(self))
         self._lease: AgentLease = first_lease(LEASE_S, self.process.now_s)
-        for device in range(world.job.scenario.devices_per_node):
-            self.workers.append(self._forked(device))
-            self._lines.append(self._joined(device))
-        rank = node * world.job.scenario.devices_per_node
-        self._say(NodeArrived(node=node, rank=rank, machine=machine_of(node)))
+        for device in range(surroundings.job.scenario.devices_per_node):
+            self.workers.append(self._fork_worker(device))
+            self._worker_ends.append(self._start_worker(device))
+        rank = node * surroundings.job.scenario.devices_per_node
+        self._report(NodeArrived(node=node, rank=rank, machine=machine_of(node)))
         self.process.spawn(self._serve())
-        self.process.spawn(self._tick())
+        self.process.spawn(self._run_ticks())
 
     def kill(self) -> None:
         """Kills the agent and all workers."""
@@ -133,18 +136,20 @@ class SimulatedAgent:
 
     def notice(self, after_s: float) -> None:
         """Gives the node a preemption notice: it will be gone after `after_s`."""
-        rank = self.node * self._world.job.scenario.devices_per_node
-        self.process.do(lambda: self._say(NoticeTaken(node=self.node, rank=rank, after_s=after_s)))
+        rank = self.node * self._surroundings.job.scenario.devices_per_node
+        self.process.call(
+            lambda: self._report(NoticeTaken(node=self.node, rank=rank, after_s=after_s))
+        )
 
     def mistake(self, place: str) -> None:
         """Has the code in one of the workers raise once at a place, for a mistake in the job's
         code."""
-        self.mistaken_at = place
+        self.mistake_place = place
 
-    def raise_for(self, lasts_s: float, blame: Blame, place: str) -> None:
+    def raise_for(self, duration_s: float, blame: Blame, place: str) -> None:
         """Has the code in the workers raise for a while at a place."""
-        self.raising_until_s = self._world.loop.now_s + lasts_s
-        self.raising = blame, place
+        self.code_error_until_s = self._surroundings.loop.now_s + duration_s
+        self.code_error = blame, place
 
     def break_workers(self, *, device: int) -> None:
         """Kills one worker; the node lives on."""
@@ -155,124 +160,120 @@ class SimulatedAgent:
     async def _serve(self) -> None:
         """Connects to the coordinator again and again and serves each connection until it ends."""
         while not self._is_shut_down:
-            await self.process.sleep(self._world.network.latency_s() + _RECONNECT_S)
-            end = self._world.door(self)
+            await self.process.sleep(self._surroundings.network.latency_s() + _RECONNECT_S)
+            end = self._surroundings.coordinator_connection(self)
             if end is None:
                 continue
-            over: Waiting[None] = Waiting()
-            end.received = self._hear
+            is_over: Future[None] = Future()
+            end.on_message = self._on_message
 
-            def closed(over: Waiting[None] = over) -> None:
-                over.resolve(None)
+            def closed(is_over: Future[None] = is_over) -> None:
+                is_over.resolve(None)
 
-            end.closed = closed
+            end.on_close = closed
             for fact in said_again(self.state, self.process.now_s):
                 end.send(fact)
             self._to_coordinator = end
-            self._beat()
-            await over
+            self._send_heartbeat()
+            await is_over
             self._to_coordinator = None
-            self._beat()
+            self._send_heartbeat()
 
-    def _hear(self, message: ToNode) -> None:
+    def _on_message(self, message: ToNode) -> None:
         result = heard(self.state, message)
         self.state = result.state
         if result.ends:
-            self._leave(result.ends)
+            self._end_node(result.ends)
             return
         if isinstance(message, HeartbeatTaken):
             self._lease = renewed(self._lease, message.sent_s)
         if result.forwards:
-            for line in self._lines:
-                line.send(message)
+            for end in self._worker_ends:
+                end.send(message)
         if isinstance(message, Shutdown):
             self._is_shut_down = True
-            self.process.after(_LEAVES_S, self.kill)
+            self.process.after(_LEAVE_S, self.kill)
 
-    def _say(self, message: Fact) -> None:
+    def _report(self, message: Fact) -> None:
         self.state = said(self.state, message, self.process.now_s)
         if self._to_coordinator is not None:
             self._to_coordinator.send(message)
 
-    def _leave(self, reason: str) -> None:
-        self._world.happened("leaves", self.node, reason)
-        self.left, self.left_s = reason, self._world.loop.now_s
+    def _end_node(self, reason: str) -> None:
+        self._surroundings.log_event("leaves", self.node, reason)
+        self.end_reason, self.ended_s = reason, self._surroundings.loop.now_s
         self.kill()
 
     # -- the lease and the workers ----------------------------------------------------------------
 
-    async def _tick(self) -> None:
+    async def _run_ticks(self) -> None:
         while True:
             await self.process.sleep(LEASE_S / TICKS_PER_LEASE)
             now_s = self.process.now_s
             self._lease = ticked(self._lease, now_s)
-            self._beat()
+            self._send_heartbeat()
             if watches_workers(self._lease, now_s):
                 for worker in self.workers:
                     stopped_s = worker.process.stopped_s
                     if stopped_s >= 0.0 and now_s - stopped_s > LEASE_S:
-                        self._world.happened("stalled", worker.rank)
+                        self._surroundings.log_event("stalled", worker.rank)
                         worker.process.kill()
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         now_s = self.process.now_s
         if self._to_coordinator is None:
             self._lease = unconnected(self._lease, now_s)
             return
         self._to_coordinator.send(Heartbeat(node=self.node, sent_s=now_s))
         if is_given_up(self._lease, now_s):
-            self._leave(UNANSWERED)
+            self._end_node(UNANSWERED)
 
-    def _forked(self, device: int) -> SimulatedWorker:
+    def _fork_worker(self, device: int) -> SimulatedWorker:
         self._num_forked += 1
-        rank = self.node * self._world.job.scenario.devices_per_node + device
+        rank = self.node * self._surroundings.job.scenario.devices_per_node + device
         port = pid = rank + 1000 * self._num_forked
         name = f"worker {rank}.{self._num_forked}"
         process = Process(
-            self._world.loop, name, place=self.node, failed=self._failed, rate=self._rate
+            self._surroundings.loop, name, place=self.node, on_error=self._failed, rate=self._rate
         )
         links = SimulatedLinks(
             process,
             rank,
             ("host", port),
-            network=self._world.network,
-            find=self._world.listener,
+            network=self._surroundings.network,
+            links_at=self._surroundings.links_at,
         )
+        startup_s = _STARTUP_S * (1.0 + 4.0 * self._surroundings.rng.random())
         return SimulatedWorker(
-            process,
+            WorkerSpec(self.node, pid, startup_s, self.memories[device]),
             links,
-            self._world,
-            node=self.node,
-            rank=rank,
-            pid=pid,
-            startup_s=_STARTUP_S * (1.0 + 4.0 * self._world.rng.random()),
-            memory=self.memories[device],
-            may_write=self._is_member,
-            raises=self._raises,
+            surroundings=self._surroundings,
+            is_member=self._is_member,
+            blame_at=self._blame_at,
         )
 
-    def _raises(self, place: str) -> Blame | Literal[""]:
+    def _blame_at(self, place: str) -> Blame | Literal[""]:
         """Whose fault it is that the code in a worker raises now; "": it does not raise."""
-        if self.mistaken_at in (place, ANYWHERE) and self.mistaken_at:
-            self.mistaken_at = ""
+        if self.mistake_place in (place, ANY_PLACE) and self.mistake_place:
+            self.mistake_place = ""
             return "job"
-        blame, where = self.raising
-        is_there = where in (place, ANYWHERE)
-        return blame if is_there and self._world.loop.now_s < self.raising_until_s else ""
+        blame, where = self.code_error
+        is_here = where in (place, ANY_PLACE)
+        return blame if is_here and self._surroundings.loop.now_s < self.code_error_until_s else ""
 
-    def _joined(self, device: int) -> End:
+    def _start_worker(self, device: int) -> Endpoint:
         """Starts a worker; returns this agent's end of the connection to it."""
         worker = self.workers[device]
-        mine, theirs = self._world.network.pair(self.process, worker.process)
-        mine.received = self._say
-        mine.closed = lambda: self._worker_ended(device, worker)
-        theirs.received = worker.hear
-        theirs.closed = worker.process.kill
-        worker.line = theirs
+        agent_end, worker_end = self._surroundings.network.pair(self.process, worker.process)
+        agent_end.on_message = self._report
+        agent_end.on_close = lambda: self._on_worker_exit(device, worker)
+        worker_end.on_message = worker.on_coordinator_message
+        worker_end.on_close = worker.process.kill
+        worker.agent_end = worker_end
         worker.process.spawn(worker.run())
-        return mine
+        return agent_end
 
-    def _worker_ended(self, device: int, worker: SimulatedWorker) -> None:
+    def _on_worker_exit(self, device: int, worker: SimulatedWorker) -> None:
         """Replaces a worker that has ended, before the coordinator hears of it: so the new one is
         there when orders follow."""
         if self._is_shut_down:
@@ -282,13 +283,13 @@ class SimulatedAgent:
         if not worker.is_leaving:
             error = "stall" if was_stalled else "SIGKILL"
             raised = Raised(error=error, first_layer=first_layer, end_layer=end_layer)
-            self._world.crashed(self.node, "node", raised)
-        self._lines[device].close()
-        self.workers[device] = self._forked(device)
-        self._lines[device] = self._joined(device)
+            self._surroundings.on_crash(self.node, "node", raised)
+        self._worker_ends[device].close()
+        self.workers[device] = self._fork_worker(device)
+        self._worker_ends[device] = self._start_worker(device)
         if order := successor_order(self.state, worker.rank, worker.pid):
-            self._lines[device].send(order)
-        self._say(
+            self._worker_ends[device].send(order)
+        self._report(
             WorkerExited(
                 node=self.node,
                 rank=worker.rank,

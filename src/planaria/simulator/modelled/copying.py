@@ -39,10 +39,10 @@ class CopyMemory:
 
     def versions(self) -> dict[int, tuple[Label, ...]]:
         """The versions of each layer that are here, ascending."""
-        found: dict[int, list[Label]] = {}
+        labels_by_layer: dict[int, list[Label]] = {}
         for layer, label in self.contents:
-            found.setdefault(layer, []).append(label)
-        return {layer: tuple(sorted(labels)) for layer, labels in found.items()}
+            labels_by_layer.setdefault(layer, []).append(label)
+        return {layer: tuple(sorted(labels)) for layer, labels in labels_by_layer.items()}
 
     def read(self, layer: int, label: Label) -> int:
         """The state of a layer in a copy.
@@ -58,7 +58,9 @@ class CopyMemory:
 
     def keep(self, labels: Collection[Label]) -> None:
         """Drops all versions except these."""
-        self.contents = {key: one for key, one in self.contents.items() if key[1] in labels}
+        self.contents = {
+            key: label_here for key, label_here in self.contents.items() if key[1] in labels
+        }
 
     def spoil(self) -> bool:
         """Spoils all copies; returns whether there were any."""
@@ -76,7 +78,7 @@ class SimulatedCopying:
         self._process = process
         self._links = links
         self._job = job
-        self._kept: Label | None = None
+        self._complete_label: Label | None = None
         self._label: Label | None = None  # The newest version begun in this epoch.
         self._start: StartEpoch | None = None
         self._num_running = 0
@@ -86,8 +88,12 @@ class SimulatedCopying:
         """The states of those of some layers that have a copy of a version."""
         if label is None:
             return {}
-        there = [(n, one) for n, one in self.memory.contents if n in layers and one == label]
-        return {layer: self.memory.read(layer, label) for layer, _ in there}
+        held_copies = [
+            (n, label_here)
+            for n, label_here in self.memory.contents
+            if n in layers and label_here == label
+        ]
+        return {layer: self.memory.read(layer, label) for layer, _ in held_copies}
 
     def enter(self, start: StartEpoch, contents: Contents, *, is_planned: bool) -> None:
         """Begins an epoch and its first version."""
@@ -95,7 +101,7 @@ class SimulatedCopying:
             return
         self._start, self._label, self._error, self._num_running = start, None, None, 0
         if not is_planned:
-            self._kept = start.kept
+            self._complete_label = start.kept
         self._begin(start.iteration, contents)
 
     def leave(self) -> None:
@@ -115,14 +121,14 @@ class SimulatedCopying:
         self._check()
         return int(not self._num_running), 0
 
-    def applied(
+    def on_applied(
         self, vector: CommitVector, plan: Plan, contents: Contents, *, age: int, goes_on: bool
     ) -> None:
         """Notes that all layers have an age; begins a version if one is due."""
         if self._start is None or not vector.copied(plan):
             return
         if not vector.votes.uncopied:
-            self._kept = self._label
+            self._complete_label = self._label
         if goes_on and (self._job.every == "auto" or age % self._job.every == 0):
             self._begin(age, contents)
 
@@ -135,15 +141,15 @@ class SimulatedCopying:
         assert start is not None
         assert not self._num_running
         label = self._label = Label(start.since, start.epoch, age)
-        self.memory.keep({self._kept, label} if self._kept else {label})
+        self.memory.keep({self._complete_label, label} if self._complete_label else {label})
         rank = self._links.rank
         self._num_running = 1 + sum(rank in copy.targets for copy in start.copies)
-        self._process.spawn(self._ended(self._give(label, dict(contents), start.copies)))
+        self._process.spawn(self._run_part(self._make_copies(label, dict(contents), start.copies)))
         for copy in start.copies:
             if rank in copy.targets:
-                self._process.spawn(self._ended(self._take(label, copy)))
+                self._process.spawn(self._run_part(self._receive_copy(label, copy)))
 
-    async def _ended(self, task: Coroutine[Any, Any, None]) -> None:
+    async def _run_part(self, task: Coroutine[Any, Any, None]) -> None:
         """Runs a part of a version; an error is raised later, by the next votes."""
         epoch = self._links.epoch
         try:
@@ -154,7 +160,9 @@ class SimulatedCopying:
         if self._start is not None and self._start.epoch == epoch:
             self._num_running -= 1
 
-    async def _give(self, label: Label, contents: Contents, copies: Collection[LayerCopy]) -> None:
+    async def _make_copies(
+        self, label: Label, contents: Contents, copies: Collection[LayerCopy]
+    ) -> None:
         for layer, content in sorted(contents.items()):
             await self._process.sleep(_COPY_S)
             self._links.check_epoch()
@@ -167,7 +175,7 @@ class SimulatedCopying:
                 self._links.send(target, tag, contents[copy.layer])
                 await self._links.receive(target, ("kept", label, copy.layer))
 
-    async def _take(self, label: Label, copy: LayerCopy) -> None:
+    async def _receive_copy(self, label: Label, copy: LayerCopy) -> None:
         content = await self._links.receive(copy.source, ("copy", label, copy.layer))
         self.memory.contents[copy.layer, label] = content
         self._links.send(copy.source, ("kept", label, copy.layer), None)

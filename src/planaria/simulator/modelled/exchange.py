@@ -13,8 +13,8 @@ from planaria.core.messages import AT_COMMIT, StartEpoch
 from planaria.core.plan import NUM_CHUNKS, Transfer
 from planaria.errors import PeerLostError
 from planaria.simulator.loop import Process
-from planaria.simulator.modelled.executor import NOT_YET, HeldLayer
-from planaria.simulator.modelled.layout import Layout
+from planaria.simulator.modelled.executor import NOT_YET, ModelledLayer
+from planaria.simulator.modelled.layout import IterationLayout
 from planaria.simulator.modelled.links import SimulatedLinks
 
 _BYTES_PER_S = 2e8
@@ -27,7 +27,7 @@ class Holder(Protocol):
     rank: int
     process: Process
     links: SimulatedLinks
-    held: dict[int, HeldLayer]
+    held: dict[int, ModelledLayer]
 
 
 async def exchange(
@@ -40,32 +40,38 @@ async def exchange(
         copies: contents of layers that this rank does not hold, but keeps copies of.
     """
     _send(holder, transfers, age, copies)
-    for layer, content in await _received(holder, transfers, age):
-        holder.held[layer] = HeldLayer(age=age, content=content)
-    for source in sorted({t.source for t in transfers if t.target == holder.rank}):
+    for layer, content in await _receive_layers(holder, transfers, age):
+        holder.held[layer] = ModelledLayer(age=age, content=content)
+    for source in sorted(
+        {transfer.source for transfer in transfers if transfer.target == holder.rank}
+    ):
         with suppress(PeerLostError):
             holder.links.send(source, _TAKEN, None)
 
 
 async def wait_taken(holder: Holder, transfers: Iterable[Transfer]) -> None:
     """Waits until all ranks that receive layers from this rank have them."""
-    for target in sorted({t.target for t in transfers if t.source == holder.rank}):
+    for target in sorted(
+        {transfer.target for transfer in transfers if transfer.source == holder.rank}
+    ):
         await holder.links.receive(target, _TAKEN)
 
 
-async def prepare(holder: Holder, start: StartEpoch, layout: Layout) -> StartEpoch:
+async def prepare(holder: Holder, start: StartEpoch, layout: IterationLayout) -> StartEpoch:
     """Sends layers to silent members, and adds empty entries for those that this rank will receive;
     returns the order with its iteration filled in."""
     transfers = [transfer for transfers in start.rounds for transfer in transfers]
     if start.iteration == AT_COMMIT:
-        source = min(t.source for t in transfers if t.target == holder.rank)
+        source = min(transfer.source for transfer in transfers if transfer.target == holder.rank)
         age = await holder.links.receive(source, ("age",))
         start = msgspec.structs.replace(start, iteration=age)
-    for target in sorted({t.target for t in transfers if t.source == holder.rank}):
+    for target in sorted(
+        {transfer.target for transfer in transfers if transfer.source == holder.rank}
+    ):
         holder.links.send(target, ("age",), start.iteration)
     _send(holder, transfers, start.iteration, {})
-    for layer in set(layout.held(holder.rank)) - holder.held.keys():
-        holder.held[layer] = HeldLayer(age=NOT_YET, content=0)
+    for layer in set(layout.layers_of(holder.rank)) - holder.held.keys():
+        holder.held[layer] = ModelledLayer(age=NOT_YET, content=0)
     return start
 
 
@@ -74,7 +80,7 @@ async def receive_silently(holder: Holder, start: StartEpoch, iteration: int) ->
     if not start.plan.silent or iteration > start.iteration:
         return
     transfers = [transfer for transfers in start.rounds for transfer in transfers]
-    for layer, content in await _received(holder, transfers, iteration):
+    for layer, content in await _receive_layers(holder, transfers, iteration):
         holder.held[layer].content = content
         holder.held[layer].age = iteration
 
@@ -83,24 +89,26 @@ def _send(
     holder: Holder, transfers: Iterable[Transfer], age: int, copies: Mapping[int, int]
 ) -> None:
     live = {layer: held.content for layer, held in holder.held.items()}
-    for t in transfers:
-        if t.source == holder.rank:
-            tag = ("state", age, t.layer, t.first_chunk)
-            content = live[t.layer] if t.layer in live else copies[t.layer]
-            holder.links.send(t.target, tag, content)
+    for transfer in transfers:
+        if transfer.source == holder.rank:
+            tag = ("state", age, transfer.layer, transfer.first_chunk)
+            content = live[transfer.layer] if transfer.layer in live else copies[transfer.layer]
+            holder.links.send(transfer.target, tag, content)
 
 
-async def _received(
+async def _receive_layers(
     holder: Holder, transfers: Iterable[Transfer], age: int
 ) -> list[tuple[int, int]]:
     """Receives layers; returns number and content of each, after checking that chunks are equal."""
-    arrived: dict[int, list[int]] = {}
-    for t in transfers:
-        if t.target == holder.rank:
-            tag = ("state", age, t.layer, t.first_chunk)
-            content = await holder.links.receive(t.source, tag)
-            await holder.process.sleep(t.num_bytes / _BYTES_PER_S)
-            arrived.setdefault(t.layer, []).append(content)
-            if t.end_chunk == NUM_CHUNKS:
-                assert len(set(arrived[t.layer])) == 1, f"layer {t.layer} from two states"
-    return [(layer, contents[0]) for layer, contents in arrived.items()]
+    contents_by_layer: dict[int, list[int]] = {}
+    for transfer in transfers:
+        if transfer.target == holder.rank:
+            tag = ("state", age, transfer.layer, transfer.first_chunk)
+            content = await holder.links.receive(transfer.source, tag)
+            await holder.process.sleep(transfer.num_bytes / _BYTES_PER_S)
+            contents_by_layer.setdefault(transfer.layer, []).append(content)
+            if transfer.end_chunk == NUM_CHUNKS:
+                assert len(set(contents_by_layer[transfer.layer])) == 1, (
+                    f"layer {transfer.layer} from two states"
+                )
+    return [(layer, contents[0]) for layer, contents in contents_by_layer.items()]

@@ -15,8 +15,8 @@ from typing import Final
 import numpy as np
 
 from planaria.core.commit import CommitVector, Votes, commit_vector
-from planaria.simulator.loop import Process
-from planaria.simulator.modelled.layout import Layout, Samples, Visit, tree_peers
+from planaria.core.plan import Plan
+from planaria.simulator.modelled.layout import Samples, Visit, layout_of, tree_peers
 from planaria.simulator.modelled.links import SimulatedLinks
 from planaria.simulator.scenario import PlannedJob
 
@@ -24,7 +24,7 @@ NOT_YET: Final = -1  # Age of a silent layer whose state has not arrived.
 
 
 @dataclass(slots=True)
-class HeldLayer:
+class ModelledLayer:
     """A layer on a rank.
 
     Attributes:
@@ -40,7 +40,7 @@ class HeldLayer:
 
 
 @dataclass(slots=True)
-class Pulse:
+class ModelledPulse:
     """What a worker is doing, as its agent can see it.
 
     Attributes:
@@ -63,9 +63,9 @@ class SimulatedExecutor:
     """One rank's part of the iterations of one epoch.
 
     Args:
-        shadows: shadow layers, whose forwards it computes eagerly.
-        reached: callback for each place and iteration that it reaches.
-        computed: callback that gets the layers of each forward and backward, and may raise.
+        plan: plan of the epoch; the forwards of the rank's shadow layers are computed eagerly.
+        on_place: callback for each place and iteration that it reaches.
+        on_computed: callback that gets the layers of each forward and backward, and may raise.
 
     Attributes:
         action_s: seconds of forwards ("F") and backwards ("B") in the last iteration.
@@ -75,48 +75,46 @@ class SimulatedExecutor:
 
     def __init__(
         self,
-        process: Process,
         links: SimulatedLinks,
-        layout: Layout,
+        plan: Plan,
         *,
         job: PlannedJob,
-        pulse: Pulse,
-        shadows: Sequence[int],
-        reached: Callable[[str, int], None],
-        computed: Callable[[Sequence[int]], None],
+        pulse: ModelledPulse,
+        on_place: Callable[[str, int], None],
+        on_computed: Callable[[Sequence[int]], None],
     ) -> None:
         self.action_s: dict[str, float] = {}
         self.eager_s = 0.0
         self._pulse = pulse
-        self._shadows = shadows
-        self._computed = computed
-        self._process = process
+        self._on_computed = on_computed
+        self._process = links.process
         self._links = links
         self._rank = links.rank
-        self._layout = layout
+        self._shadows = plan.shadows.get(self._rank, ())
+        self._layout = layout_of(plan)
         self._job = job
-        self._reached = reached
+        self._on_place = on_place
 
     async def run(
         self,
         iteration: int,
-        held: Mapping[int, HeldLayer],
+        held: Mapping[int, ModelledLayer],
         *,
         votes: Callable[[], Awaitable[Votes]],
     ) -> CommitVector:
         """Computes all gradients of an iteration and returns its commit vector."""
-        own = [(layer, held[layer]) for layer in self._layout.held(self._rank)]
-        for _, one in own:
-            one.gradients_of = -1
-            is_there = one.age in (iteration, NOT_YET)
-            assert is_there, f"iteration {iteration} begins with age {one.age}"
+        own = [(layer, held[layer]) for layer in self._layout.layers_of(self._rank)]
+        for _, layer_state in own:
+            layer_state.gradients_of = -1
+            has_age = layer_state.age in (iteration, NOT_YET)
+            assert has_age, f"iteration {iteration} begins with age {layer_state.age}"
         samples = await self._compute(iteration)
-        self._reached("reduce", iteration)
+        self._on_place("reduce", iteration)
         reduced = await self._reduce(iteration, samples)
-        for layer, one in own:
-            one.gradient = reduced[layer] if layer in reduced else samples.get(layer, ())
-            one.gradients_of = iteration
-        self._reached("commit", iteration)
+        for layer, layer_state in own:
+            layer_state.gradient = reduced[layer] if layer in reduced else samples.get(layer, ())
+            layer_state.gradients_of = iteration
+        self._on_place("commit", iteration)
         return await self._commit(iteration, await votes())
 
     async def _compute(self, iteration: int) -> dict[int, Samples]:
@@ -125,19 +123,19 @@ class SimulatedExecutor:
         self.action_s = {"F": 0.0, "B": 0.0}
         number = sum(len(visit.microbatches) for visit in visits)
         self.eager_s = number * sum(self._job.forward_s[layer] for layer in self._shadows)
-        found: dict[int, Samples] = {}
+        samples_by_layer: dict[int, Samples] = {}
         arrived = {}
         for visit in visits:
             arrived[visit] = await self._forward(visit, iteration)
-        put_off = []
+        postponed = []
         for visit in sorted(visits, key=lambda visit: (visit.route, -visit.hop)):
             if await self._backward(visit, iteration, arrived[visit]):
-                put_off.append(visit)
+                postponed.append(visit)
             for layer in visit.layers:
-                found[layer] = (*found.get(layer, ()), *arrived[visit])
-        for visit in put_off:
+                samples_by_layer[layer] = (*samples_by_layer.get(layer, ()), *arrived[visit])
+        for visit in postponed:
             await self._work(visit, "B", 1)
-        return {layer: tuple(sorted(samples)) for layer, samples in found.items()}
+        return {layer: tuple(sorted(samples)) for layer, samples in samples_by_layer.items()}
 
     async def _forward(self, visit: Visit, iteration: int) -> Samples:
         if visit.before >= 0:
@@ -146,7 +144,7 @@ class SimulatedExecutor:
         else:
             samples = visit.samples(self._job, iteration)
         await self._work(visit, "F", 1)
-        self._computed(visit.layers)
+        self._on_computed(visit.layers)
         if visit.after >= 0:
             tag = ("forward", iteration, visit.route, visit.hop + 1)
             self._links.send(visit.after, tag, samples)
@@ -156,10 +154,10 @@ class SimulatedExecutor:
         """Computes a backward; returns whether the gradients of the weights are left for later."""
         if visit.after >= 0:
             await self._links.receive(visit.after, ("backward", iteration, visit.route, visit.hop))
-        self._reached("backward", iteration)
+        self._on_place("backward", iteration)
         is_split = self._layout.plan.splits_backward and visit.before >= 0
         await self._work(visit, "B", 1 if is_split else 2)
-        self._computed(visit.layers)
+        self._on_computed(visit.layers)
         if visit.before >= 0:
             tag = ("backward", iteration, visit.route, visit.hop - 1)
             self._links.send(visit.before, tag, samples)
@@ -185,10 +183,10 @@ class SimulatedExecutor:
                 self._links.send(rank, ("reduce", iteration, index), tuple(total))
             with self._pulse.computing(min(bucket.layers), max(bucket.layers) + 1):
                 for rank in others:
-                    theirs = await self._links.receive(rank, ("reduce", iteration, index))
-                    total = [mine + more for mine, more in zip(total, theirs, strict=True)]
-            for layer, found in zip(bucket.layers, total, strict=True):
-                reduced[layer] = tuple(sorted(found))
+                    peer_samples = await self._links.receive(rank, ("reduce", iteration, index))
+                    total = [mine + more for mine, more in zip(total, peer_samples, strict=True)]
+            for layer, samples_by_layer in zip(bucket.layers, total, strict=True):
+                reduced[layer] = tuple(sorted(samples_by_layer))
         return reduced
 
     async def _commit(self, iteration: int, votes: Votes) -> CommitVector:

@@ -43,7 +43,7 @@ class Visit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Layout:
+class IterationLayout:
     """A plan by rank.
 
     Attributes:
@@ -64,14 +64,14 @@ class Layout:
 
     def peers(self, rank: int) -> set[int]:
         """The ranks with which a rank exchanges messages in an iteration."""
-        found = set(tree_peers(rank, self.ranks)[0])
+        peers = set(tree_peers(rank, self.ranks)[0])
         for visit in self.visits.get(rank, ()):
-            found |= {visit.before, visit.after}
+            peers |= {visit.before, visit.after}
         for _, bucket in self.buckets[rank]:
-            found |= set(bucket.ranks)
-        return found - {rank, -1}
+            peers |= set(bucket.ranks)
+        return peers - {rank, -1}
 
-    def held(self, rank: int) -> tuple[int, ...]:
+    def layers_of(self, rank: int) -> tuple[int, ...]:
         """All layers that a rank holds."""
         return tuple(sorted((*self.own.get(rank, ()), *self.silent.get(rank, ()))))
 
@@ -93,12 +93,18 @@ class Layout:
         return entries
 
 
-def layout_of(plan: Plan) -> Layout:
+def layout_of(plan: Plan) -> IterationLayout:
     """The layout of a plan."""
     own = plan.layers_by_rank
     # Shadow layers are reduced and stepped like silent ones; eager forwards change nothing here.
-    more = {rank: held.difference(own.get(rank, ())) for rank, held in plan.held_by_rank.items()}
-    silent = tuple((rank, tuple(sorted(more[rank]))) for rank in sorted(more) if more[rank])
+    silent_layers = {
+        rank: layers.difference(own.get(rank, ())) for rank, layers in plan.held_by_rank.items()
+    }
+    silent = tuple(
+        (rank, tuple(sorted(silent_layers[rank])))
+        for rank in sorted(silent_layers)
+        if silent_layers[rank]
+    )
     return _layout(plan.pipelines, plan.routes, silent, plan.gone, plan.splits_backward)
 
 
@@ -109,10 +115,10 @@ def _layout(
     silent: tuple[tuple[int, tuple[int, ...]], ...],
     gone: tuple[int, ...],
     splits_backward: bool,
-) -> Layout:
+) -> IterationLayout:
     plan = Plan(0, pipelines, routes, dict(silent), gone, splits_backward=splits_backward)
     buckets = list(enumerate(buckets_of(plan)))
-    return Layout(
+    return IterationLayout(
         plan=plan,
         ranks=plan.all_ranks,
         own=plan.layers_by_rank,
@@ -127,12 +133,12 @@ def _visits(routes: Sequence[Route]) -> dict[int, tuple[Visit, ...]]:
     """The visits of each rank, those of the first route first."""
     visits: dict[int, list[Visit]] = {}
     for index, route in enumerate(dict.fromkeys(routes)):
-        taken = tuple(m for m, path in enumerate(routes) if path == route)
+        microbatches = tuple(m for m, path in enumerate(routes) if path == route)
         chain = [-1, *(hop.rank for hop in route), -1]
         for number, hop in enumerate(route):
             before, after = chain[number], chain[number + 2]
             layers = range(hop.first_layer, hop.end_layer)
-            visit = Visit(index, number, layers, before, after, taken)
+            visit = Visit(index, number, layers, before, after, microbatches)
             visits.setdefault(hop.rank, []).append(visit)
     return {rank: tuple(of_rank) for rank, of_rank in visits.items()}
 

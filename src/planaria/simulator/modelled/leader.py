@@ -34,20 +34,20 @@ from planaria.core.records import (
 )
 from planaria.errors import CheckpointError, ConflictError, StoreError
 from planaria.protocol.agent_lease import TICKS_PER_LEASE
-from planaria.simulator.loop import Loop, Process, Waiting
+from planaria.simulator.loop import Future, Loop, Process
 from planaria.simulator.modelled.saver import SimulatedSaves
 from planaria.simulator.modelled.store import SimulatedDisk
-from planaria.simulator.network import End
+from planaria.simulator.network import Endpoint
 from planaria.simulator.scenario import LEASE_S, TIMEOUT_S, PlannedJob
 from planaria.store.logbook import Logbook, open_logbook
 
 Item = TypeVar("Item")
 
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _LIST_AGAIN_S = 5.0  # The real publisher waits longer each time.
 
 
-class Launcher(Protocol):
+class CoordinatorSurroundings(Protocol):
     """The launcher of the coordinator, and the saves on which the coordinator acts."""
 
     job: PlannedJob
@@ -58,10 +58,10 @@ class Launcher(Protocol):
     saves: SimulatedSaves
     loop: Loop
 
-    def hear(self, leader: "SimulatedLeader", message: ToLauncher) -> None:
+    def on_coordinator_message(self, leader: "SimulatedCoordinator", message: ToLauncher) -> None:
         """Takes a message of the coordinator."""
 
-    def happened(self, what: str, *facts: object) -> None:
+    def log_event(self, what: str, *facts: object) -> None:
         """Adds an entry to the log."""
 
     def publish(self, command: Publish) -> bool:
@@ -70,14 +70,14 @@ class Launcher(Protocol):
     def discard(self, command: Discard) -> None:
         """Removes the files of a save, unless it is complete."""
 
-    def reached_by_leader(self, place: str, iteration: int) -> None:
+    def on_coordinator_place(self, place: str, iteration: int) -> None:
         """Called when the coordinator is at a place at which a fault may strike."""
 
 
-class _Line:
+class _AgentEndpoint:
     """A connection to an agent."""
 
-    def __init__(self, end: End) -> None:
+    def __init__(self, end: Endpoint) -> None:
         self.end = end
 
     def tell(self, message: ToNode) -> None:
@@ -89,7 +89,7 @@ class _Line:
         self.end.close()
 
 
-class SimulatedLeader:
+class SimulatedCoordinator:
     """One process of the coordinator.
 
     Args:
@@ -102,7 +102,7 @@ class SimulatedLeader:
         is_serving: whether it accepts connections.
         has_adopted: whether its store contains the rescue, if there is one.
         admitted: nodes whose heartbeats it answers.
-        told: time at which it heard of each save, by source.
+        known_since_s: time at which it heard of each save, by source.
         spoilt: sources of saves that it or an earlier coordinator knows to be damaged.
     """
 
@@ -110,32 +110,32 @@ class SimulatedLeader:
         self,
         process: Process,
         disk: SimulatedDisk,
-        launcher: Launcher,
+        launcher: CoordinatorSurroundings,
         *,
         piece_bytes: int,
         rescue: Rescue | None,
     ) -> None:
         self.process = process
-        self.leadership: Leadership[_Line]
+        self.leadership: Leadership[_AgentEndpoint]
         self.is_serving = False
         self.has_adopted = rescue is None
         self._rescue = rescue
         self._is_restored = False
         self.admitted: set[int] = set()
-        self.told: dict[str, float] = {}
+        self.known_since_s: dict[str, float] = {}
         self.spoilt: set[str] = set()
-        self._requests: _Inbox[Saving | None] = _Inbox()  # None: list the saves again.
+        self._requests: _Queue[Saving | None] = _Queue()  # None: list the saves again.
         self._num_requests = 0
         self._since_s = math.inf
         self._is_refused = self._is_unlisted = self._is_listed = False
         self._is_expiring = False
         self._disk = disk
-        self._store = disk.open(process, self._refuse)
+        self._store = disk.open(process, self._on_disk_refusal)
         self._piece_bytes = piece_bytes
         self._launcher = launcher
-        self._lines: list[_Line] = []
-        self._events: _Inbox[Event] = _Inbox()
-        self._progress: _Inbox[None] = _Inbox()
+        self._agents: list[_AgentEndpoint] = []
+        self._events: _Queue[Event] = _Queue()
+        self._progress: _Queue[None] = _Queue()
 
     async def run(self) -> None:
         """Goes on from the records, and handles events until the job ends."""
@@ -151,13 +151,13 @@ class SimulatedLeader:
             self.notify(Unrecorded(reason=_reason(error)))
             self.process.kill()
 
-    def _refuse(self, error: StoreError) -> None:
+    def _on_disk_refusal(self, error: StoreError) -> None:
         """Tells the launcher, before anything else happens, that the disk keeps no records any
         more."""
         self.notify(Unrecorded(reason=_reason(error)))
         self.queue(MustEnd(_reason(error)))
 
-    async def _opened_logbook(self) -> Logbook:
+    async def _open_logbook(self) -> Logbook:
         """The logbook with the records that this coordinator goes on from."""
         name, rescue = self._launcher.job.rules.job.name, self._rescue
         logbook = await open_logbook(
@@ -176,9 +176,9 @@ class SimulatedLeader:
     async def _lead(self) -> None:
         job = self._launcher.job
         rules = job.rules if self._rescue is None else job.saving_rules
-        logbook = await self._opened_logbook()
+        logbook = await self._open_logbook()
         self.leadership = Leadership(rules, logbook, self)
-        self.process.spawn(self._beat())
+        self.process.spawn(self._send_beats())
         await self.leadership.restore(
             job.plan, predicted_s=job.predicted_s, now_s=self.process.now_s
         )
@@ -188,7 +188,7 @@ class SimulatedLeader:
         await self.leadership.begin_leases()
         self.is_serving = True
         self.notify(Leading(term=logbook.term, now_s=self.process.now_s))
-        self.process.spawn(self._end_at_errors(self._tick()))
+        self.process.spawn(self._end_at_errors(self._run_ticks()))
         self.process.spawn(self._end_at_errors(self.leadership.watch_leases()))
         self.process.spawn(self._end_at_errors(self._record_progress()))
         while self.leadership.ended is None:
@@ -197,20 +197,20 @@ class SimulatedLeader:
                 self._progress.put(None)
         end_s = self.process.now_s + TIMEOUT_S
         while self._num_requests and self.process.now_s < end_s:
-            await self.process.sleep(_LOOK_S)
-        self._end(self.leadership.ended)
+            await self.process.sleep(_POLL_S)
+        self._tell_end(self.leadership.ended)
 
-    def _end(self, ended: Ended) -> None:
+    def _tell_end(self, ended: Ended) -> None:
         self.notify(ended)
-        for line in self._lines:
+        for line in self._agents:
             line.tell(Shutdown())
 
-    async def _beat(self) -> None:
+    async def _send_beats(self) -> None:
         while True:
             self.notify(Beat())
             await self.process.sleep(LEASE_S / TICKS_PER_LEASE)
 
-    async def _tick(self) -> None:
+    async def _run_ticks(self) -> None:
         period_s = LEASE_S / TICKS_PER_LEASE
         last_s = self.process.now_s
         while True:
@@ -233,29 +233,29 @@ class SimulatedLeader:
 
     # -- agents -----------------------------------------------------------------------------------
 
-    def accept(self, node: int, end: End) -> None:
+    def accept(self, node: int, end: Endpoint) -> None:
         """Accepts the connection of an agent."""
-        self.process.spawn(self._serve_agent(node, _Line(end)))
+        self.process.spawn(self._serve_agent(node, _AgentEndpoint(end)))
 
-    async def _serve_agent(self, node: int, line: _Line) -> None:
-        inbox: _Inbox[Any] = _Inbox()
-        line.end.received = inbox.put
-        line.end.closed = lambda: inbox.put(None)
-        self._lines.append(line)
+    async def _serve_agent(self, node: int, line: _AgentEndpoint) -> None:
+        inbox: _Queue[Any] = _Queue()
+        line.end.on_message = inbox.put
+        line.end.on_close = lambda: inbox.put(None)
+        self._agents.append(line)
         try:
             if await self.leadership.admit(node, line):
                 self.admitted.add(node)
                 while (message := await inbox.get()) is not None:
                     await self.leadership.take(node, message)
         except StoreError as error:
-            self._launcher.happened("gives up", node, repr(error))
-        self._lines.remove(line)
+            self._launcher.log_event("gives up", node, repr(error))
+        self._agents.remove(line)
         self.admitted.discard(node)
         self.leadership.left(node, line)
         line.close()
 
     @property
-    def fitted(self) -> Rules | None:
+    def fitted_rules(self) -> Rules | None:
         """The rules with raised memory estimates; None: none were raised, or the records have not
         been read yet."""
         return self.leadership.state.learning.fitted if self._is_restored else None
@@ -265,7 +265,7 @@ class SimulatedLeader:
         """Whether a record is not on the disk yet."""
         return self._disk.is_writing
 
-    def lost(self, node: int, reason: str) -> None:
+    def on_agent_loss(self, node: int, reason: str) -> None:
         """Takes the launcher's message that the agent of a node is gone."""
         self.queue(NodeLost(node=node, reason=reason))
 
@@ -277,7 +277,7 @@ class SimulatedLeader:
 
     def notify(self, message: ToLauncher) -> None:
         """See Hands."""
-        self._launcher.hear(self, message)
+        self._launcher.on_coordinator_message(self, message)
 
     def keep(self, command: Saving) -> None:
         """See Hands."""
@@ -293,7 +293,7 @@ class SimulatedLeader:
     # -- saves, as nodes/head/publisher.py has it --------------------------------------------------
 
     @property
-    def is_in_the_dark(self) -> bool:
+    def may_miss_saves(self) -> bool:
         """Whether there may be saves that it cannot know of: the store has refused a request or
         does not answer; or a delayed request of an earlier coordinator may have published one after
         the saves were listed."""
@@ -312,14 +312,14 @@ class SimulatedLeader:
                 self._num_requests -= 1
 
     async def _list_saves(self) -> None:
-        there: list[Published] = []
-        self._is_unlisted = not await self._ask(lambda: there.extend(self._launcher.published))
+        listed: list[Published] = []
+        self._is_unlisted = not await self._request(lambda: listed.extend(self._launcher.published))
         if self._is_unlisted:
             self.process.spawn(self._list_again())
             return
-        for published in there:
+        for published in listed:
             if published.source not in self._launcher.set_aside:
-                self._tell(published)
+                self._announce(published)
         self._is_listed = True
         self.queue(SavesListed())
 
@@ -330,14 +330,14 @@ class SimulatedLeader:
     async def _carry_out(self, command: Saving) -> None:
         match command:
             case Publish(iteration, epoch):
-                is_whole = False
+                is_complete = False
 
                 def publish() -> None:
-                    nonlocal is_whole
-                    is_whole = self._launcher.publish(command)
+                    nonlocal is_complete
+                    is_complete = self._launcher.publish(command)
 
-                reason = "" if await self._ask(publish) else "the store refuses"
-                if not (reason or is_whole):  # An earlier coordinator gave the save up.
+                reason = "" if await self._request(publish) else "the store refuses"
+                if not (reason or is_complete):  # An earlier coordinator gave the save up.
                     assert (iteration, epoch) in self._launcher.discarded, command
                     reason = "a layer is missing"
                 if reason:
@@ -347,14 +347,14 @@ class SimulatedLeader:
                         )
                     )
                 else:
-                    self._tell(Published(iteration, epoch))
+                    self._announce(Published(iteration, epoch))
                     self.notify(Saved(iteration=iteration, epoch=epoch))
             case Discard():
-                await self._ask(lambda: self._launcher.discard(command))
+                await self._request(lambda: self._launcher.discard(command))
             case SetAside(source):
-                await self._ask(lambda: self._launcher.set_aside.add(source))
+                await self._request(lambda: self._launcher.set_aside.add(source))
 
-    async def _ask(self, act: Callable[[], None]) -> bool:
+    async def _request(self, act: Callable[[], None]) -> bool:
         """Sends a request to the store; returns whether the store confirmed it."""
         self._since_s = self.process.now_s
         try:
@@ -366,36 +366,36 @@ class SimulatedLeader:
             self._since_s = math.inf
         return True
 
-    def _tell(self, published: Published) -> None:
-        self.told.setdefault(published.source, self._launcher.loop.now_s)
+    def _announce(self, published: Published) -> None:
+        self.known_since_s.setdefault(published.source, self._launcher.loop.now_s)
         self.queue(published)
 
     def reached(self, place: str, iteration: int) -> None:
         """See Hands."""
-        self._launcher.reached_by_leader(place, iteration)
+        self._launcher.on_coordinator_place(place, iteration)
 
 
 def _reason(error: StoreError) -> str:
     return f"the coordinator cannot keep its records: {error}"
 
 
-class _Inbox(Generic[Item]):
+class _Queue(Generic[Item]):
     """A queue on which at most one task waits."""
 
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
-        self._waiting: Waiting[None] | None = None
+        self._getter: Future[None] | None = None
 
     def put(self, item: Item) -> None:
         """Adds an item."""
         self._items.append(item)
-        waiting, self._waiting = self._waiting, None
+        waiting, self._getter = self._getter, None
         if waiting is not None:
             waiting.resolve(None)
 
     async def get(self) -> Item:
         """Removes and returns the first item, once there is one."""
         while not self._items:
-            self._waiting = Waiting()
-            await self._waiting
+            self._getter = Future()
+            await self._getter
         return self._items.popleft()

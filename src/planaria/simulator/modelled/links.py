@@ -10,24 +10,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from planaria.errors import AbortedError, PeerLostError
-from planaria.simulator.loop import Process, Waiting
-from planaria.simulator.network import End, Network
+from planaria.simulator.loop import Future, Process
+from planaria.simulator.network import Endpoint, Network
 
 Address = tuple[str, int]
 Tag = tuple[object, ...]
 LINK_TIMEOUT_S = 60.0
-_CALL_AGAIN_S = 0.2
+_RETRY_S = 0.2
 
 
 @dataclass(slots=True)
 class _Link:
-    end: End
+    end: Endpoint
     port: int
     is_used: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class _Message:
+class _LinkMessage:
     epoch: int
     tag: Tag
     payload: Any
@@ -37,7 +37,7 @@ class SimulatedLinks:
     """The links of one worker.
 
     Args:
-        find: function that finds the links that listen at a port; None: nobody listens there.
+        links_at: function that finds the links that listen at a port; None: nobody listens there.
     """
 
     def __init__(
@@ -47,21 +47,21 @@ class SimulatedLinks:
         address: Address,
         *,
         network: Network,
-        find: "Callable[[int], SimulatedLinks | None]",
+        links_at: "Callable[[int], SimulatedLinks | None]",
     ) -> None:
         self.process = process
         self.rank = rank
         self.address = address
         self.epoch = 0
         self._network = network
-        self._find = find
+        self._links_at = links_at
         self._first_epoch = 0
         self._inbox: dict[tuple[int, int, Tag], Any] = {}
-        self._peers: dict[int, _Link] = {}
-        self._calling: dict[int, int] = {}
+        self._links: dict[int, _Link] = {}
+        self._connecting: dict[int, int] = {}
         self._lost: dict[int, str] = {}
-        self._unheard: set[int] = set()  # Peers that may not be in the epoch yet.
-        self._waiting: list[Waiting[None]] = []
+        self._unconfirmed: set[int] = set()  # Peers that may not be in the epoch yet.
+        self._futures: list[Future[None]] = []
 
     async def begin(
         self, epoch: int, *, addresses: Mapping[int, Address], peers: Collection[int]
@@ -71,43 +71,45 @@ class SimulatedLinks:
         self.epoch = epoch
         self._lost.clear()
         self._inbox = {key: value for key, value in self._inbox.items() if key[1] >= epoch}
-        self._unheard = set(peers).difference(peer for peer, of, _ in self._inbox if of == epoch)
-        self._retire({rank: address[1] for rank, address in addresses.items()})
+        self._unconfirmed = set(peers).difference(
+            peer for peer, of, _ in self._inbox if of == epoch
+        )
+        self._close_old({rank: address[1] for rank, address in addresses.items()})
         for peer in sorted(peers):
-            if peer > self.rank and not self._has(peer, addresses) and peer not in self._calling:
-                self._calling[peer] = addresses[peer][1]
-                self._call(peer, addresses[peer][1])
+            if peer > self.rank and not self._has(peer, addresses) and peer not in self._connecting:
+                self._connecting[peer] = addresses[peer][1]
+                self._connect_soon(peer, addresses[peer][1])
         began_s = self.process.now_s
-        self.process.after(LINK_TIMEOUT_S, self._changed)
+        self.process.after(LINK_TIMEOUT_S, self._wake_all)
         while not all(self._has(peer, addresses) for peer in peers):
-            self._refuse(epoch, peers)
+            self._check_peers(epoch, peers)
             if self.process.now_s >= began_s + LINK_TIMEOUT_S:
-                silent = min(peer for peer in peers if peer not in self._peers)
+                silent = min(peer for peer in peers if peer not in self._links)
                 raise PeerLostError(silent, "nothing came")
             await self._wait_change()
         for peer in peers:
-            self._peers[peer].is_used = True
+            self._links[peer].is_used = True
 
     def send(self, peer: int, tag: Tag, payload: object) -> None:
         """Sends a message of this epoch; never waits."""
-        link = self._peers.get(peer)
+        link = self._links.get(peer)
         if link is None:
             raise PeerLostError(peer, self._lost.get(peer, "no link"))
-        link.end.send(_Message(self.epoch, tag, payload))
+        link.end.send(_LinkMessage(self.epoch, tag, payload))
 
     async def receive(self, peer: int, tag: Tag) -> Any:
         """The payload that the peer sends under a tag in this epoch, once it is there."""
         key = (peer, self.epoch, tag)
         epoch = self.epoch
         while key not in self._inbox:
-            self._refuse(epoch, (peer,))
+            self._check_peers(epoch, (peer,))
             await self._wait_change()
         return self._inbox.pop(key)
 
     def abort(self, *, first_epoch: int) -> None:
         """Frees all tasks that wait in an epoch before this one."""
         self._first_epoch = max(self._first_epoch, first_epoch)
-        self._changed()
+        self._wake_all()
 
     def check_epoch(self) -> None:
         """Raises an AbortedError if the epoch is over."""
@@ -117,99 +119,99 @@ class SimulatedLinks:
         if epoch < max(self._first_epoch, self.epoch):
             raise AbortedError(f"epoch {epoch} is over")
 
-    def _refuse(self, epoch: int, peers: Collection[int]) -> None:
+    def _check_peers(self, epoch: int, peers: Collection[int]) -> None:
         self._check(epoch)
-        for peer in sorted(self._unheard.union(peers)):
+        for peer in sorted(self._unconfirmed.union(peers)):
             if peer in self._lost:
                 raise PeerLostError(peer, self._lost[peer])
 
-    def _changed(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for one in waiting:
-            one.resolve(None)
+    def _wake_all(self) -> None:
+        futures, self._futures = self._futures, []
+        for future in futures:
+            future.resolve(None)
 
-    def _wait_change(self) -> Waiting[None]:
-        waiting: Waiting[None] = Waiting()
-        self._waiting.append(waiting)
-        return waiting
+    def _wait_change(self) -> Future[None]:
+        futures: Future[None] = Future()
+        self._futures.append(futures)
+        return futures
 
     # -- connections ------------------------------------------------------------------------------
 
     def _has(self, peer: int, addresses: Mapping[int, Address]) -> bool:
-        link = self._peers.get(peer)
+        link = self._links.get(peer)
         return link is not None and link.port == addresses[peer][1]
 
-    def _retire(self, ports: Mapping[int, int]) -> None:
-        for rank, link in list(self._peers.items()):
+    def _close_old(self, ports: Mapping[int, int]) -> None:
+        for rank, link in list(self._links.items()):
             if link.is_used and ports.get(rank) != link.port:
-                del self._peers[rank]
+                del self._links[rank]
                 link.end.close()
-        for rank, port in list(self._calling.items()):
+        for rank, port in list(self._connecting.items()):
             if ports.get(rank) != port:
-                del self._calling[rank]
+                del self._connecting[rank]
 
-    def _call(self, peer: int, port: int) -> None:
+    def _connect_soon(self, peer: int, port: int) -> None:
         delay_s = self._network.latency_s()
         self.process.after(delay_s, lambda: self._connect(peer, port))
 
     def _connect(self, peer: int, port: int) -> None:
-        if self._calling.get(peer) != port:
+        if self._connecting.get(peer) != port:
             return
-        found = self._find(port)
-        if found is None:
-            del self._calling[peer]
+        peer_links = self._links_at(port)
+        if peer_links is None:
+            del self._connecting[peer]
             self._lost[peer] = "refused"
-            self._changed()
-        elif self._network.is_cut(self.process.place, found.process.place):
-            self.process.after(_CALL_AGAIN_S, lambda: self._connect(peer, port))
+            self._wake_all()
+        elif self._network.is_cut(self.process.place, peer_links.process.place):
+            self.process.after(_RETRY_S, lambda: self._connect(peer, port))
         else:
-            self._open(found, peer, port)
+            self._open(peer_links, peer, port)
 
-    def _open(self, found: "SimulatedLinks", peer: int, port: int) -> None:
-        mine, theirs = self._network.pair(self.process, found.process)
-        link = _Link(mine, port)
+    def _open(self, peer_links: "SimulatedLinks", peer: int, port: int) -> None:
+        own_end, peer_end = self._network.pair(self.process, peer_links.process)
+        link = _Link(own_end, port)
 
-        def received(message: Any) -> None:
+        def on_message(message: Any) -> None:
             if message is None:  # The handshake is over.
-                self._calling.pop(peer, None)
-                self._welcome(peer, link)
+                self._connecting.pop(peer, None)
+                self._add_link(peer, link)
             else:
                 self._deliver(peer, link, message)
 
-        def closed() -> None:
-            self._calling.pop(peer, None)
+        def on_close() -> None:
+            self._connecting.pop(peer, None)
             self._lost[peer] = "closed"
             self._drop(peer, link)
 
-        mine.received, mine.closed = received, closed
-        found.process.do(lambda: found.accept(self.rank, self.address[1], theirs))
+        own_end.on_message, own_end.on_close = on_message, on_close
+        peer_links.process.call(lambda: peer_links.accept(self.rank, self.address[1], peer_end))
 
-    def accept(self, peer: int, port: int, end: End) -> None:
+    def accept(self, peer: int, port: int, end: Endpoint) -> None:
         """Accepts a call of a peer and tells it that the handshake is over."""
         link = _Link(end, port)
-        end.received = lambda message: self._deliver(peer, link, message)
-        end.closed = lambda: self._drop(peer, link)
+        end.on_message = lambda message: self._deliver(peer, link, message)
+        end.on_close = lambda: self._drop(peer, link)
         end.send(None)
-        self._welcome(peer, link)
+        self._add_link(peer, link)
 
-    def _welcome(self, peer: int, link: _Link) -> None:
-        older = self._peers.get(peer)
-        self._peers[peer] = link
-        if older is not None:
-            older.end.close()
-            if older.is_used:
+    def _add_link(self, peer: int, link: _Link) -> None:
+        old_link = self._links.get(peer)
+        self._links[peer] = link
+        if old_link is not None:
+            old_link.end.close()
+            if old_link.is_used:
                 self._lost[peer] = "it came back on a new link"
-        self._changed()
+        self._wake_all()
 
-    def _deliver(self, peer: int, link: _Link, message: _Message) -> None:
-        if message.epoch >= self.epoch and self._peers.get(peer) is link:
+    def _deliver(self, peer: int, link: _Link, message: _LinkMessage) -> None:
+        if message.epoch >= self.epoch and self._links.get(peer) is link:
             self._inbox[peer, message.epoch, message.tag] = message.payload
             if message.epoch == self.epoch:
-                self._unheard.discard(peer)
-            self._changed()
+                self._unconfirmed.discard(peer)
+            self._wake_all()
 
     def _drop(self, peer: int, link: _Link) -> None:
-        if self._peers.get(peer) is link:
-            del self._peers[peer]
+        if self._links.get(peer) is link:
+            del self._links[peer]
             self._lost[peer] = "closed"
-        self._changed()
+        self._wake_all()

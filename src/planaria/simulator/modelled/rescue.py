@@ -23,30 +23,30 @@ RESTARTS_MAX: Final = 5  # Restarts of the coordinator without a commit in betwe
 RESCUES_MAX: Final = 3  # Coordinators that only save.
 
 
-class HeardRecords:
+class ReportedRecords:
     """The records of a job as its coordinators have reported them.
 
     Attributes:
-        must_end: why no coordinator can go on from the records; "": one can.
+        save_only_reason: why no coordinator can go on from the records; "": one can.
         num_restarts: number of restarts of the coordinator since the last commit.
         num_rescues: number of coordinators that were started only to save.
     """
 
     def __init__(self, plan: Plan) -> None:
-        self.must_end = ""
+        self.save_only_reason = ""
         self.num_restarts = self.num_rescues = 0
         self._led_term = -1
         self._members = Members(epoch=plan.epoch, term=-1, nodes=plan.nodes)
         self._outcome: Outcome | None = None
         self._progress: Progress | None = None
-        self._committed = (-1, 0)
+        self._reported_until = (-1, 0)
 
     @property
     def nodes(self) -> tuple[int, ...]:
         """The newest members."""
         return self._members.nodes
 
-    def hear(self, message: ToLauncher) -> None:
+    def on_message(self, message: ToLauncher) -> None:
         """Takes a message of the coordinator."""
         match message:
             case Leading():
@@ -55,9 +55,9 @@ class HeardRecords:
                 self._members = message.members or self._members
                 self._outcome = message.outcome or self._outcome
             case Unrecorded():
-                self.must_end = self.must_end or message.reason
-            case Committed() if (message.since, message.iteration) >= self._committed:
-                self._committed = (message.since, message.iteration + 1)
+                self.save_only_reason = self.save_only_reason or message.reason
+            case Committed() if (message.since, message.iteration) >= self._reported_until:
+                self._reported_until = (message.since, message.iteration + 1)
                 self._progress = Progress(
                     num_committed=message.iteration + 1, ends=message.ends, since=message.since
                 )
@@ -66,26 +66,28 @@ class HeardRecords:
     def restart(self) -> None:
         """Counts a coordinator that ended before the job did."""
         self.num_restarts += 1
-        if self.num_restarts > RESTARTS_MAX and not self.must_end:
-            self.must_end = f"the coordinator ended {self.num_restarts} times without a commit"
+        if self.num_restarts > RESTARTS_MAX and not self.save_only_reason:
+            self.save_only_reason = (
+                f"the coordinator ended {self.num_restarts} times without a commit"
+            )
 
-    def rescue(self, there: Collection[int]) -> Rescue:
+    def rescue(self, live_nodes: Collection[int]) -> Rescue:
         """What the next coordinator, which only saves, goes on from.
 
         Args:
-            there: nodes whose agents are alive.
+            live_nodes: nodes whose agents are alive.
         """
         self.num_rescues += 1
-        left = tuple(node for node in self._members.nodes if node in there)
-        gone = {*self._members.gone, *self._members.nodes}.difference(left)
+        staying = tuple(node for node in self._members.nodes if node in live_nodes)
+        gone = {*self._members.gone, *self._members.nodes}.difference(staying)
         self._members = Members(
             epoch=self._members.epoch + 1,
             term=self._members.term + 1,
-            nodes=left,
+            nodes=staying,
             gone=tuple(sorted(gone)),
         )
         return Rescue(
-            reason=self.must_end,
+            reason=self.save_only_reason,
             term=self._led_term + 1,
             members=self._members,
             outcome=self._outcome,

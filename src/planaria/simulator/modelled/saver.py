@@ -11,17 +11,17 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from random import Random
-from typing import Final
+from typing import Final, Protocol
 
 from planaria.core.messages import Fact, LayerFile, LayersSaved, SaveFailed
 from planaria.errors import CheckpointError
-from planaria.simulator.loop import Loop, Process, Waiting
-from planaria.simulator.scenario import TIMEOUT_S, Conduct
+from planaria.simulator.loop import Future, Loop, Process
+from planaria.simulator.scenario import TIMEOUT_S, StoreTrouble
 
 _WRITE_S: Final = 0.02  # Time to write a layer to disk.
 _ANSWER_S: Final = 0.001  # Longest answer time of a store that behaves well.
 _WAIT_S: Final = 1.0
-_LOOK_S: Final = 0.02
+_POLL_S: Final = 0.02
 _LEASE_TIMEOUT_S: Final = 60.0  # Time in which a lost coordinator is replaced.
 
 
@@ -33,10 +33,10 @@ class SimulatedSaves:
             timeout.
     """
 
-    def __init__(self, loop: Loop, conduct: Conduct, rng: Random) -> None:
+    def __init__(self, loop: Loop, store_trouble: StoreTrouble, rng: Random) -> None:
         self.num_bad = 0
         self._loop = loop
-        self._conduct = conduct
+        self._store_trouble = store_trouble
         self._rng = rng
 
     async def request(self, process: Process, act: Callable[[], None]) -> None:
@@ -48,37 +48,53 @@ class SimulatedSaves:
         Raises:
             CheckpointError: the store refuses; `act` may have been called all the same.
         """
-        conduct, rng = self._conduct, self._rng
-        left_s = conduct.end_s - self._loop.now_s if self._loop.now_s >= conduct.at_s else 0.0
+        store_trouble, rng = self._store_trouble, self._rng
+        left_s = (
+            store_trouble.end_s - self._loop.now_s
+            if self._loop.now_s >= store_trouble.at_s
+            else 0.0
+        )
         kind, answer_s, share = rng.random(), rng.random(), rng.random()
         is_done = share < 0.5
         if left_s <= 0.0:
             await process.sleep(_ANSWER_S * answer_s)
             act()
             return
-        answer_s *= conduct.late_s
+        answer_s *= store_trouble.late_s
         self.num_bad += answer_s >= TIMEOUT_S
         await process.sleep(answer_s * share)
-        if kind < conduct.refuses + conduct.hangs:
+        if kind < store_trouble.refuses + store_trouble.hangs:
             self.num_bad += 1
             if is_done:
                 act()
-            if kind < conduct.refuses:
+            if kind < store_trouble.refuses:
                 raise CheckpointError("the store refuses")
-            await (process.sleep(left_s) if math.isfinite(left_s) else Waiting())
+            await (process.sleep(left_s) if math.isfinite(left_s) else Future())
             if is_done:
                 return
         act()
         await process.sleep(answer_s * (1.0 - share))
 
 
+class SaveTarget(Protocol):
+    """What a rank saves to.
+
+    Attributes:
+        saves: disk or store, which carries out requests to write.
+    """
+
+    saves: SimulatedSaves
+
+    def write(self, iteration: int, epoch: int, layers: dict[int, int]) -> None:
+        """Writes the states of layers, by number."""
+
+
 class SimulatedSaver:
     """The saves of one rank.
 
     Args:
-        write: function that writes layers' states, by (iteration, epoch, states).
-        say: function that sends a fact to the coordinator.
-        may_write: function that tells whether its node is a member, as far as it knows.
+        report: function that sends a fact to the coordinator.
+        is_member: function that tells whether its node is a member, as far as it knows.
         is_over: function that tells whether saves of an epoch are not wanted any more.
 
     Attributes:
@@ -89,19 +105,17 @@ class SimulatedSaver:
         self,
         process: Process,
         rank: int,
+        target: SaveTarget,
         *,
-        saves: SimulatedSaves,
-        write: Callable[[int, int, dict[int, int]], None],
-        say: Callable[[Fact], None],
-        may_write: Callable[[], bool],
+        report: Callable[[Fact], None],
+        is_member: Callable[[], bool],
         is_over: Callable[[int], bool],
     ) -> None:
         self._process = process
         self._rank = rank
-        self._saves = saves
-        self._write = write
-        self._say = say
-        self._may_write = may_write
+        self._target = target
+        self._report = report
+        self._is_member = is_member
         self._is_over = is_over
         self.is_writing = False
         self._begin_s = 0.0
@@ -111,7 +125,7 @@ class SimulatedSaver:
         if await self.wait_written(epoch, timeout_s=self._begin_s + _WAIT_S - self._process.now_s):
             self._begin(contents, age, epoch)
             return True
-        self.failed(age, epoch, "the one before is not written", is_skipped=True)
+        self.report_failure(age, epoch, "the one before is not written", is_skipped=True)
         return False
 
     async def save_last(self, contents: Mapping[int, int], age: int, epoch: int) -> None:
@@ -124,7 +138,7 @@ class SimulatedSaver:
         """Waits until a save that is being written ends, at most for `timeout_s`."""
         deadline_s = self._process.now_s + timeout_s
         while self.is_writing and self._process.now_s < deadline_s:
-            await self._process.sleep(_LOOK_S)
+            await self._process.sleep(_POLL_S)
 
     async def wait_written(self, epoch: int, *, timeout_s: float = math.inf) -> bool:
         """Waits for the save that is being written.
@@ -136,12 +150,14 @@ class SimulatedSaver:
         while self.is_writing:
             if self._is_over(epoch) or self._process.now_s >= deadline_s:
                 return False
-            await self._process.sleep(_LOOK_S)
+            await self._process.sleep(_POLL_S)
         return True
 
-    def failed(self, age: int, epoch: int, reason: str, *, is_skipped: bool = False) -> None:
+    def report_failure(
+        self, age: int, epoch: int, reason: str, *, is_skipped: bool = False
+    ) -> None:
         """Reports that a save cannot be made."""
-        self._say(
+        self._report(
             SaveFailed(
                 rank=self._rank, epoch=epoch, iteration=age, reason=reason, is_skipped=is_skipped
             )
@@ -155,16 +171,16 @@ class SimulatedSaver:
         try:
             await self._write_layers(contents, age, epoch)
         except CheckpointError as error:
-            self.failed(age, epoch, str(error))
+            self.report_failure(age, epoch, str(error))
         self.is_writing = False
 
-    async def _is_member_in_time(self) -> bool:
+    async def _wait_member(self) -> bool:
         """Waits until the node is a member, as Pulse.wait_member does: a node whose coordinator was
         lost gets its lease back."""
         deadline_s = self._process.now_s + _LEASE_TIMEOUT_S
-        while not self._may_write() and self._process.now_s < deadline_s:
-            await self._process.sleep(_LOOK_S)
-        return self._may_write()
+        while not self._is_member() and self._process.now_s < deadline_s:
+            await self._process.sleep(_POLL_S)
+        return self._is_member()
 
     async def _write_layers(self, contents: dict[int, int], age: int, epoch: int) -> None:
         files: tuple[LayerFile, ...] = ()
@@ -172,9 +188,9 @@ class SimulatedSaver:
             if self._is_over(epoch):
                 return
             await self._process.sleep(_WRITE_S)
-            if not await self._is_member_in_time():
+            if not await self._wait_member():
                 raise CheckpointError("its node's lease has run out")
-            write = partial(self._write, age, epoch, {layer: content})
-            await self._saves.request(self._process, write)
+            write = partial(self._target.write, age, epoch, {layer: content})
+            await self._target.saves.request(self._process, write)
             files = (*files, LayerFile(layer, f"{layer}", 1, f"{content}"))
-            self._say(LayersSaved(rank=self._rank, epoch=epoch, iteration=age, files=files))
+            self._report(LayersSaved(rank=self._rank, epoch=epoch, iteration=age, files=files))

@@ -12,7 +12,7 @@ from random import Random
 from typing import Final
 
 from planaria.errors import StoreError
-from planaria.simulator.loop import Loop, Process, Waiting
+from planaria.simulator.loop import Future, Loop, Process
 from planaria.store.embedded import EmbeddedStore
 from planaria.store.store import EMPTY, Change, Entry, Event, Gone, StoreState, state_after
 
@@ -39,7 +39,7 @@ class DiskModel:
     value_bytes_max: int = 1 << 20
 
 
-def drawn_disk(rng: Random) -> DiskModel:
+def draw_disk(rng: Random) -> DiskModel:
     """The disk of a run; on half of the disks records have pieces of at most 500 bytes."""
     piece_bytes = rng.choice((1 << 19, 1 << 19, 500, 200))
     return DiskModel(
@@ -55,7 +55,7 @@ class SimulatedDisk:
     """A Keeper; `open` gives its store to the next coordinator, `crash` ends the one before.
 
     Args:
-        written: callback for each key that is written, or gone with its lease, once that is on the
+        on_write: callback for each key that is written, or gone with its lease, once that is on the
             disk.
         is_memory: whether it stands for memory: writes take no time, and it is never full.
 
@@ -69,7 +69,7 @@ class SimulatedDisk:
         self,
         loop: Loop,
         rng: Random,
-        written: Callable[[Event], None],
+        on_write: Callable[[Event], None],
         *,
         is_memory: bool = False,
     ) -> None:
@@ -79,25 +79,25 @@ class SimulatedDisk:
         self._is_memory = is_memory
         self._hangs_until_s = 0.0
         self._process: Process
-        self._refused: Callable[[StoreError], None]
+        self._on_refusal: Callable[[StoreError], None]
         self._loop = loop
         self._rng = rng
-        self._written = written
+        self._on_write = on_write
         self._durable = EMPTY
         self._store = EmbeddedStore(self, now_s=lambda: 0.0)
         self._writing: list[Change] = []
         self._unwritten: list[Change] = []
-        self._waiting: list[tuple[int, Waiting[None]]] = []
+        self._waiting: list[tuple[int, Future[None]]] = []
         self._generation = 0
 
-    def open(self, process: Process, refused: Callable[[StoreError], None]) -> EmbeddedStore:
+    def open(self, process: Process, on_refusal: Callable[[StoreError], None]) -> EmbeddedStore:
         """The store for the next coordinator's process; an earlier process may still use it.
 
         Args:
-            refused: callback in that process for the first write that fails because the disk is
+            on_refusal: callback in that process for the first write that fails because the disk is
                 full; later changes are kept in memory.
         """
-        self._process, self._refused = process, refused
+        self._process, self._on_refusal = process, on_refusal
         self._store.set_clock(lambda: process.now_s)
         return self._store
 
@@ -119,9 +119,9 @@ class SimulatedDisk:
         """Fills the disk: no write, the current one included, succeeds any more."""
         self.is_full = True
 
-    def hang(self, lasts_s: float) -> None:
+    def hang(self, duration_s: float) -> None:
         """Delays the current write and later ones until a time is over."""
-        self._hangs_until_s = max(self._hangs_until_s, self._loop.now_s + lasts_s)
+        self._hangs_until_s = max(self._hangs_until_s, self._loop.now_s + duration_s)
 
     @property
     def durable(self) -> StoreState:
@@ -140,7 +140,7 @@ class SimulatedDisk:
         """See Keeper."""
         if self._durable.num_changes >= num_changes:
             return
-        waiting: Waiting[None] = Waiting()
+        waiting: Future[None] = Future()
         self._waiting.append((num_changes, waiting))
         await waiting
 
@@ -151,7 +151,7 @@ class SimulatedDisk:
     def _flush(self) -> None:
         self._writing, self._unwritten = self._unwritten, []
         generation = self._generation
-        self._loop.after(self._write_s(), lambda: self._flushed(generation))
+        self._loop.after(self._write_s(), lambda: self._on_flush(generation))
 
     def _write_s(self) -> float:
         """The time of the current write."""
@@ -161,34 +161,36 @@ class SimulatedDisk:
         delay_s = model.write_s * (1.0 + self._rng.random())
         if self.slow_share and self._rng.random() < self.slow_share:
             delay_s = max(delay_s, self._rng.random() * model.slow_s)
-        num_bytes = sum(len(one.value) for one in self._writing if isinstance(one, Entry))
+        num_bytes = sum(len(change.value) for change in self._writing if isinstance(change, Entry))
         return delay_s + num_bytes / model.bytes_per_s
 
-    def _flushed(self, generation: int) -> None:
+    def _on_flush(self, generation: int) -> None:
         if generation != self._generation:
             return
         left_s = self._hangs_until_s - self._loop.now_s
         if left_s > 0.0 and not self._is_memory:
-            self._loop.after(left_s, lambda: self._flushed(generation))
+            self._loop.after(left_s, lambda: self._on_flush(generation))
         elif self.is_full and not self._is_memory:
-            self._process.do(lambda: self._refuse(generation))
+            self._process.call(lambda: self._refuse(generation))
         else:
-            self._take()
+            self._finish_write()
 
     def _refuse(self, generation: int) -> None:
         """Tells the process that has the disk open, then goes on in memory."""
         if generation == self._generation:
-            self._refused(StoreError(_FULL))
+            self._on_refusal(StoreError(_FULL))
             self._is_memory = True
-            self._take()
+            self._finish_write()
 
-    def _take(self) -> None:
-        written, self._writing = self._writing, []
-        self._write(written)
+    def _finish_write(self) -> None:
+        changes, self._writing = self._writing, []
+        self._write(changes)
         if self._unwritten:
             self._flush()
-        done = [one for one in self._waiting if one[0] <= self._durable.num_changes]
-        self._waiting = [one for one in self._waiting if one[0] > self._durable.num_changes]
+        done = [change for change in self._waiting if change[0] <= self._durable.num_changes]
+        self._waiting = [
+            change for change in self._waiting if change[0] > self._durable.num_changes
+        ]
         for _, waiting in done:
             waiting.resolve(None)
 
@@ -196,4 +198,4 @@ class SimulatedDisk:
         self._durable = state_after(self._durable, changes, now_s=0.0)
         for change in changes:
             if isinstance(change, Entry | Gone):
-                self._written(change)
+                self._on_write(change)

@@ -7,6 +7,7 @@ action that takes time, except an optimizer step.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol
 
@@ -49,14 +50,19 @@ from planaria.protocol.worker_state import (
     transfer_peers,
     votes,
 )
-from planaria.simulator.loop import Process, Waiting
+from planaria.simulator.loop import Future
 from planaria.simulator.modelled.copying import CopyMemory, SimulatedCopying
 from planaria.simulator.modelled.exchange import exchange, prepare, receive_silently, wait_taken
-from planaria.simulator.modelled.executor import NOT_YET, HeldLayer, Pulse, SimulatedExecutor
+from planaria.simulator.modelled.executor import (
+    NOT_YET,
+    ModelledLayer,
+    ModelledPulse,
+    SimulatedExecutor,
+)
 from planaria.simulator.modelled.layout import layout_of
 from planaria.simulator.modelled.links import SimulatedLinks
-from planaria.simulator.modelled.saver import SimulatedSaver, SimulatedSaves
-from planaria.simulator.network import End
+from planaria.simulator.modelled.saver import SaveTarget, SimulatedSaver
+from planaria.simulator.network import Endpoint
 from planaria.simulator.scenario import PlannedJob, content_after
 
 _STEP_S = 0.002  # Optimizer step of one layer.
@@ -77,7 +83,7 @@ class CodeError(Exception):
         self.layers = layers
 
     @property
-    def raised(self) -> Raised:
+    def description(self) -> Raised:
         """Description for the coordinator."""
         if not self.layers:
             return Raised(error=self.blame)
@@ -85,14 +91,10 @@ class CodeError(Exception):
         return Raised(error=self.blame, first_layer=first, end_layer=end)
 
 
-class Surroundings(Protocol):
+class WorkerSurroundings(SaveTarget, Protocol):
     """Environment of a worker: the job, its saves, the disk, and the checkers."""
 
     job: PlannedJob
-    saves: SimulatedSaves
-
-    def write(self, iteration: int, epoch: int, layers: dict[int, int]) -> None:
-        """Writes layers to disk."""
 
     def read(self, source: str, layer: int) -> int:
         """Content of a layer in a version on disk; source "": content before the first iteration.
@@ -101,111 +103,118 @@ class Surroundings(Protocol):
             SpoiltError: the layer is not what was saved.
         """
 
-    def reached(self, place: str, worker: "SimulatedWorker", iteration: int) -> None:
+    def on_place(self, place: str, worker: "SimulatedWorker", iteration: int) -> None:
         """Announces that a worker is at a place at which a fault may strike."""
 
-    def crashed(self, node: int, blame: Blame, raised: Raised) -> None:
+    def on_crash(self, node: int, blame: Blame, raised: Raised) -> None:
         """Announces that the code in a worker of a node raised, or that its process ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What an agent gives a worker that it forks.
+
+    Attributes:
+        startup_s: seconds until it reports.
+        memory: memory with the copies that it keeps.
+    """
+
+    node: int
+    pid: int
+    startup_s: float
+    memory: CopyMemory
 
 
 class SimulatedWorker:
     """The worker of a rank, from its start to its end.
 
     Args:
-        startup_s: seconds until it reports.
-        memory: memory with the copies that it keeps.
-        may_write: callable that says whether the node is a member, as far as it knows.
-        raises: callable that says, for a place, whose fault an exception there is; "": none.
+        is_member: callable that says whether the node is a member, as far as it knows.
+        blame_at: callable that says, for a place, whose fault an exception there is; "": none.
 
     Attributes:
         pulse: present work of the worker.
         is_leaving: whether its process is ending by itself.
         held: layers that it holds, by number.
         state: state of the worker's protocol.
-        line: connection to its agent.
+        agent_end: connection to its agent.
     """
 
     def __init__(
         self,
-        process: Process,
+        spec: WorkerSpec,
         links: SimulatedLinks,
-        around: Surroundings,
         *,
-        node: int,
-        rank: int,
-        pid: int,
-        startup_s: float,
-        memory: CopyMemory,
-        may_write: Callable[[], bool],
-        raises: Callable[[str], Blame | Literal[""]],
+        surroundings: WorkerSurroundings,
+        is_member: Callable[[], bool],
+        blame_at: Callable[[str], Blame | Literal[""]],
     ) -> None:
-        self._raises = raises
-        self.pulse = Pulse()
+        self._blame_at = blame_at
+        self.pulse = ModelledPulse()
         self.is_leaving = False
-        self.process = process
+        self.process = links.process
         self.links = links
-        self.rank = rank
-        self.pid = pid
-        self.held: dict[int, HeldLayer] = {}
-        self.line: End
+        self.rank = links.rank
+        self.pid = spec.pid
+        self.held: dict[int, ModelledLayer] = {}
+        self.agent_end: Endpoint
         self._saver = SimulatedSaver(
-            process,
-            rank,
-            saves=around.saves,
-            write=around.write,
-            say=self._say,
-            may_write=may_write,
-            is_over=lambda epoch: self._arrived.is_over(epoch),
+            links.process,
+            links.rank,
+            surroundings,
+            report=self._report,
+            is_member=is_member,
+            is_over=lambda epoch: self._inbox.is_over(epoch),
         )
-        self._node = node
-        self._around = around
-        self._startup_s = startup_s
-        job = around.job.rules.job
-        self._copying = SimulatedCopying(process, links, memory, job.checkpoint)
+        self._node = spec.node
+        self._surroundings = surroundings
+        self._startup_s = spec.startup_s
+        job = surroundings.job.rules.job
+        self._copying = SimulatedCopying(links.process, links, spec.memory, job.checkpoint)
         self.state = WorkerState(
             rules=WorkerRules(
-                rank=rank,
-                pid=pid,
+                rank=links.rank,
+                pid=spec.pid,
                 address=links.address,
-                layout=around.job.rules.layout,
+                layout=surroundings.job.rules.layout,
                 training=job.training,
                 persist_every=job.checkpoint.persist_every,
                 save_timeout_s=job.checkpoint.timeout_s,
             )
         )
-        self._arrived = Line()
+        self._inbox = Line()
         self._orders: deque[Order] = deque()
-        self._ordered: Waiting[None] | None = None
+        self._order_future: Future[None] | None = None
         # State of the epoch that is served.
         self._executor: SimulatedExecutor | None = None
         self._iteration_end_s = 0.0
 
-    def hear(self, message: ToNode) -> None:
+    def on_coordinator_message(self, message: ToNode) -> None:
         """Handles a message like the control thread of a real worker: an abort breaks its links."""
-        self._arrived, order = on_message(self._arrived, message)
+        self._inbox, order = on_message(self._inbox, message)
         if isinstance(message, Abort):
             self.links.abort(first_epoch=message.epoch)
         if order is None:
             return
         self._orders.append(order)
-        ordered, self._ordered = self._ordered, None
-        if ordered is not None:
-            ordered.resolve(None)
+        order_future, self._order_future = self._order_future, None
+        if order_future is not None:
+            order_future.resolve(None)
 
-    def _say(self, message: Fact) -> None:
-        self.line.send(message)
+    def _report(self, message: Fact) -> None:
+        self.agent_end.send(message)
 
     async def run(self) -> None:
         """Obeys one order after the other until the job shuts down."""
         await self.process.sleep(self._startup_s)
-        if blame := self._raises("start"):
-            self._say(self._failure(CodeError(blame, ()), -1))
+        if blame := self._blame_at("start"):
+            self._report(self._failure(CodeError(blame, ()), -1))
             if blame == "job":
-                await self._answer_nothing()
+                await self._answer_without_layers()
             self._leave()
             return
         host, port = self.links.address
-        self._say(
+        self._report(
             WorkerReady(
                 node=self._node, rank=self.rank, pid=self.pid, pid_start=0.0, host=host, port=port
             )
@@ -217,16 +226,16 @@ class SimulatedWorker:
         self.is_leaving = True
         self.process.kill()
 
-    async def _answer_nothing(self) -> None:
+    async def _answer_without_layers(self) -> None:
         """Answers every abort that it holds nothing, until the job shuts down."""
         while not isinstance(order := await self._next_order(), Shutdown):
             if isinstance(order, Abort):
-                self._say(Stopped(rank=self.rank, epoch=order.epoch, ages={}, complete=()))
+                self._report(Stopped(rank=self.rank, epoch=order.epoch, ages={}, complete=()))
 
     async def _next_order(self) -> Order:
         while not self._orders:
-            self._ordered = Waiting()
-            await self._ordered
+            self._order_future = Future()
+            await self._order_future
         return self._orders.popleft()
 
     async def _obey(self, order: Order) -> None:
@@ -239,7 +248,7 @@ class SimulatedWorker:
             await self.carry_out(on_epoch_left(self.state, error))
         except CodeError as error:
             await self.carry_out(on_raised(self.state))
-            self._say(self._failure(error, self.state.epoch))
+            self._report(self._failure(error, self.state.epoch))
 
     async def carry_out(self, step: WorkerStep | None) -> None:
         """Takes the actions of a step and of the steps that follow from it."""
@@ -269,7 +278,7 @@ class SimulatedWorker:
             case act.WriteLast():
                 await self._write_last(action.order)
             case act.Reach() if action.step not in ("optimizer", "applied"):  # See _apply.
-                self._around.reached(action.step, self, action.iteration)
+                self._surroundings.on_place(action.step, self, action.iteration)
             case act.Regroup():
                 await self._regroup(action.start)
             case act.Exchange():
@@ -291,10 +300,12 @@ class SimulatedWorker:
                 return on_save_begun(self.state, is_begun)
             case act.Compute():
                 votes = partial(self._votes, action.iteration)
-                vector = await self._running().run(action.iteration, self.held, votes=votes)
+                vector = await self._current_executor().run(
+                    action.iteration, self.held, votes=votes
+                )
                 return on_computed(self.state, action.iteration, vector)
             case act.ReceiveSilently():
-                await receive_silently(self, self._start(), action.iteration)
+                await receive_silently(self, self._current_start(), action.iteration)
             case act.Apply():
                 await self._apply(action.iteration)
             case act.Copy():
@@ -305,32 +316,32 @@ class SimulatedWorker:
                 self._tell_iteration(action)
                 return on_told(self.state, action)
             case act.SaveLast():
-                await self._save_last(self._owned(), action.age, self.state.epoch)
+                await self._save_last(self._owned_layers(), action.age, self.state.epoch)
             case act.WaitWritten():
                 await self._saver.wait_written(action.epoch, timeout_s=action.timeout_s)
             case act.EndEpoch():
                 self.links.abort(first_epoch=action.epoch + 1)
                 self._copying.leave()
             case act.Complain():
-                self._say(action.message)
+                self._report(action.message)
             case _:
                 raise AssertionError(action)
         return None
 
-    def _start(self) -> StartEpoch:
+    def _current_start(self) -> StartEpoch:
         assert self.state.start is not None
         return self.state.start
 
-    def _running(self) -> SimulatedExecutor:
+    def _current_executor(self) -> SimulatedExecutor:
         assert self._executor is not None
         return self._executor
 
-    def _computed(self, layers: Sequence[int]) -> None:
-        if blame := self._raises("layers"):
+    def _raise_if_faulty(self, layers: Sequence[int]) -> None:
+        if blame := self._blame_at("layers"):
             raise CodeError(blame, layers)
 
     def _failure(self, error: CodeError, epoch: int) -> WorkerFailed:
-        self._around.crashed(self._node, error.blame, error.raised)
+        self._surroundings.on_crash(self._node, error.blame, error.description)
         return WorkerFailed(
             node=self._node,
             rank=self.rank,
@@ -338,7 +349,7 @@ class SimulatedWorker:
             pid=self.pid,
             epoch=epoch,
             blame=error.blame,
-            raised=error.raised,
+            raised=error.description,
         )
 
     # -- between epochs ---------------------------------------------------------------------------
@@ -346,14 +357,16 @@ class SimulatedWorker:
     def _answer(self, epoch: int) -> None:
         """Tells the coordinator what this rank holds."""
         state = self.state
-        self._around.reached("answer", self, state.vector_iteration + 1)
-        whole = {layer: held for layer, held in self.held.items() if held.age != NOT_YET}
-        self._say(
+        self._surroundings.on_place("answer", self, state.vector_iteration + 1)
+        complete_layers = {layer: held for layer, held in self.held.items() if held.age != NOT_YET}
+        self._report(
             Stopped(
                 rank=self.rank,
                 epoch=epoch,
-                ages={layer: held.age for layer, held in whole.items()},
-                complete=tuple(n for n, held in whole.items() if held.gradients_of == held.age),
+                ages={layer: held.age for layer, held in complete_layers.items()},
+                complete=tuple(
+                    n for n, held in complete_layers.items() if held.gradients_of == held.age
+                ),
                 vector_iteration=state.vector_iteration,
                 vector=state.encoded_vector,
                 since=state.since,
@@ -366,26 +379,26 @@ class SimulatedWorker:
             self.held = {}
         if settle.outcome is not None:
             await self._apply(settle.outcome[0])
-        self.drop_others(settle.age)
+        self.keep_only_age(settle.age)
         for held in self.held.values():
             held.gradients_of = -1
 
-    def drop_others(self, age: int) -> None:
+    def keep_only_age(self, age: int) -> None:
         """Drops layers of another age."""
         self.held = {layer: held for layer, held in self.held.items() if held.age == age}
 
     async def _apply(self, iteration: int) -> None:
         """Takes the optimizer step of layers with complete gradients; no abort interrupts it."""
-        self._around.reached("optimizer", self, iteration)
+        self._surroundings.on_place("optimizer", self, iteration)
         for layer, held in sorted(self.held.items()):
             if held.gradients_of == iteration and held.age != NOT_YET:
-                if blame := self._raises("step"):
+                if blame := self._blame_at("step"):
                     raise CodeError(blame, (layer,))
                 with self.pulse.computing(layer, layer + 1):
                     await self.process.sleep(_STEP_S)
                     self.step(layer, held, iteration)
 
-    def step(self, layer: int, held: HeldLayer, iteration: int) -> None:
+    def step(self, layer: int, held: ModelledLayer, iteration: int) -> None:
         """Takes the optimizer step of a layer, unless it was taken already."""
         del layer
         if held.age == iteration:
@@ -406,7 +419,7 @@ class SimulatedWorker:
         """Exchanges layers until this rank has its own; returns the epoch's first iteration."""
         layout, takes_part = layout_of(start.plan), self.state.takes_part
         transfers = [transfer for transfers in start.rounds for transfer in transfers]
-        own = layout.held(self.rank) if takes_part else ()
+        own = layout.layers_of(self.rank) if takes_part else ()
         if start.plan.silent:
             start = await prepare(self, start, layout)
         else:
@@ -416,8 +429,8 @@ class SimulatedWorker:
             await exchange(self, transfers, start.iteration, copies=copies)
             if not start.vector:
                 for n in sorted(set(own) - self.held.keys()):
-                    read = copies[n] if start.copied else self._around.read(start.source, n)
-                    self.held[n] = HeldLayer(age=start.iteration, content=read)
+                    read = copies[n] if start.copied else self._surroundings.read(start.source, n)
+                    self.held[n] = ModelledLayer(age=start.iteration, content=read)
         if not takes_part:
             await wait_taken(self, transfers)
         assert set(own) <= self.held.keys(), (own, self.held.keys())
@@ -426,17 +439,15 @@ class SimulatedWorker:
     def _begin_epoch(self, begin: act.BeginEpoch) -> None:
         start = begin.start
         held = len(self.held)
-        self._say(EpochReady(rank=self.rank, epoch=start.epoch, layers_materialised=held))
+        self._report(EpochReady(rank=self.rank, epoch=start.epoch, layers_materialised=held))
         self._copying.enter(start, self._contents(start.plan), is_planned=begin.is_planned)
         self._executor = SimulatedExecutor(
-            self.process,
             self.links,
-            layout_of(start.plan),
-            job=self._around.job,
+            start.plan,
+            job=self._surroundings.job,
             pulse=self.pulse,
-            shadows=start.plan.shadows.get(self.rank, ()),
-            reached=lambda place, number: self._around.reached(place, self, number),
-            computed=self._computed,
+            on_place=lambda place, number: self._surroundings.on_place(place, self, number),
+            on_computed=self._raise_if_faulty,
         )
         self._iteration_end_s = self.process.now_s
 
@@ -451,19 +462,19 @@ class SimulatedWorker:
         copied, uncopied = await self._copying.votes(iteration)
         is_writing = self._saver.is_writing
         return votes(
-            self.state, self._arrived, copied=copied, uncopied=uncopied, is_writing=is_writing
+            self.state, self._inbox, copied=copied, uncopied=uncopied, is_writing=is_writing
         )
 
     def _copy(self, copy: act.Copy) -> None:
         assert all(held.age == copy.age for held in self.held.values())
-        plan = self._start().plan
+        plan = self._current_start().plan
         contents = self._contents(plan)
-        self._copying.applied(copy.vector, plan, contents, age=copy.age, goes_on=copy.goes_on)
+        self._copying.on_applied(copy.vector, plan, contents, age=copy.age, goes_on=copy.goes_on)
 
     def _tell_iteration(self, done: act.TellIteration) -> None:
-        executor, vector = self._running(), done.vector
+        executor, vector = self._current_executor(), done.vector
         before_s, self._iteration_end_s = self._iteration_end_s, self.process.now_s
-        self._say(
+        self._report(
             IterationDone(
                 rank=self.rank,
                 epoch=self.state.epoch,
@@ -489,23 +500,23 @@ class SimulatedWorker:
         try:
             states = self._copying.states(set(layers) - self.held.keys(), order.copied)
         except CheckpointError as error:
-            self._saver.failed(age, order.epoch, str(error))
+            self._saver.report_failure(age, order.epoch, str(error))
             return
-        self.held |= {n: HeldLayer(age=age, content=content) for n, content in states.items()}
+        self.held |= {n: ModelledLayer(age=age, content=content) for n, content in states.items()}
         await self._save_last(layers, age, order.epoch)
 
-    def _owned(self) -> list[int]:
-        owner = layout_of(self._start().plan).owner
+    def _owned_layers(self) -> list[int]:
+        owner = layout_of(self._current_start().plan).owner
         return [n for n in sorted(self.held) if owner[n] == self.rank]
 
     async def _save(self, age: int) -> bool:
-        if layers := self._owned():
-            self._around.reached("save", self, age)
+        if layers := self._owned_layers():
+            self._surroundings.on_place("save", self, age)
             contents = {n: self.held[n].content for n in layers}
             return await self._saver.save(contents, age, self.state.epoch)
         return True
 
     async def _save_last(self, layers: Sequence[int], age: int, epoch: int) -> None:
         if layers:
-            self._around.reached("save", self, age)
+            self._surroundings.on_place("save", self, age)
             await self._saver.save_last({n: self.held[n].content for n in layers}, age, epoch)

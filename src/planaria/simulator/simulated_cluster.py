@@ -1,6 +1,7 @@
 """A simulated job: nodes, coordinator, launcher, store and disk on one loop.
 
-Faults strike it, and a `Watcher` observes it from outside: it is told what really happens.
+Faults strike it, and a `SimulationObserver` watches it from outside: it is told what really
+happens.
 """
 
 from collections.abc import Callable
@@ -19,14 +20,14 @@ from planaria.simulator.checkers.crash_log import CrashFact
 from planaria.simulator.checkers.recording import Recording
 from planaria.simulator.loop import Loop, Process
 from planaria.simulator.modelled.agent import SimulatedAgent
-from planaria.simulator.modelled.leader import SimulatedLeader
+from planaria.simulator.modelled.leader import SimulatedCoordinator
 from planaria.simulator.modelled.links import SimulatedLinks
-from planaria.simulator.modelled.rescue import RESCUES_MAX, HeardRecords
+from planaria.simulator.modelled.rescue import RESCUES_MAX, ReportedRecords
 from planaria.simulator.modelled.saver import SimulatedSaves
 from planaria.simulator.modelled.store import SimulatedDisk
 from planaria.simulator.modelled.worker import SimulatedWorker
-from planaria.simulator.network import End, Network
-from planaria.simulator.scenario import LEASE_S, Conduct, PlannedJob, first_content
+from planaria.simulator.network import Endpoint, Network
+from planaria.simulator.scenario import LEASE_S, PlannedJob, StoreTrouble, first_content
 from planaria.store.store import Event
 
 LAUNCHER = -1
@@ -34,28 +35,28 @@ _RESTART_S = 0.03
 _NOTICE_S = 0.002
 
 
-class Watcher(Protocol):
+class SimulationObserver(Protocol):
     """An observer from outside."""
 
-    def reached(self, place: str, worker: SimulatedWorker, iteration: int) -> None:
+    def on_place(self, place: str, worker: SimulatedWorker, iteration: int) -> None:
         """Called when a worker is at a place of an iteration or of a recovery."""
 
-    def recorded(self, event: Event) -> None:
+    def on_record(self, event: Event) -> None:
         """Called when a change of a key is on the disk."""
 
-    def noticed(self, message: ToLauncher) -> None:
+    def on_message(self, message: ToLauncher) -> None:
         """Called with each message from the coordinator to the launcher."""
 
-    def published(self, iteration: int, layers: dict[int, int]) -> None:
+    def on_save(self, iteration: int, layers: dict[int, int]) -> None:
         """Called when a checkpoint is complete."""
 
-    def crashed(self, fact: CrashFact) -> None:
+    def on_crash(self, fact: CrashFact) -> None:
         """Called when the code in a worker has raised or its process has ended."""
 
-    def rescued(self, rescue: Rescue) -> None:
+    def on_rescue(self, rescue: Rescue) -> None:
         """Called before a coordinator starts that only saves, with what it goes on from."""
 
-    def raised(self, error: BaseException) -> None:
+    def on_unexpected_error(self, error: BaseException) -> None:
         """Called when code of the system or of a model raises an unexpected error."""
 
 
@@ -65,7 +66,7 @@ class SimulatedCluster:
     Attributes:
         saves: disk or store of the saves.
         log: events in order: (seconds, what, details).
-        strikes: callbacks of faults that wait for a place, called with each place and its node.
+        place_callbacks: callbacks of faults that wait for a place, called with each and its node.
         disk: disk of the coordinator's records.
         agents: agents by node, those of lost nodes included.
         leader: newest process of the coordinator.
@@ -83,20 +84,20 @@ class SimulatedCluster:
     """
 
     def __init__(
-        self, job: PlannedJob, rng: Random, *, conduct: Conduct, store_rng: Random
+        self, job: PlannedJob, rng: Random, *, store_trouble: StoreTrouble, store_rng: Random
     ) -> None:
         self.job = job
         self.rng = rng
         self.loop = Loop()
         self.network = Network(self.loop, rng)
         self.recording = Recording(predicted_s=job.predicted_s)
-        self.saves = SimulatedSaves(self.loop, conduct, store_rng)
+        self.saves = SimulatedSaves(self.loop, store_trouble, store_rng)
         self.log: list[tuple[float, str, tuple[object, ...]]] = []
-        self.watcher: Watcher
-        self.strikes: list[Callable[[str, int], None]] = []
-        self.disk = SimulatedDisk(self.loop, rng, self._recorded)
+        self.observer: SimulationObserver
+        self.place_callbacks: list[Callable[[str, int], None]] = []
+        self.disk = SimulatedDisk(self.loop, rng, self._on_record)
         self.agents: dict[int, SimulatedAgent] = {}
-        self.leader: SimulatedLeader
+        self.leader: SimulatedCoordinator
         self.ended: Ended | None = None
         self.num_committed = 0
         self.files: dict[tuple[int, int], dict[int, int]] = {}
@@ -109,11 +110,11 @@ class SimulatedCluster:
         self.granted_s: dict[int, float] = {}
         self._replaced: set[int] = set()
         self._newest_vector = -1
-        self.records = HeardRecords(job.plan)
+        self.records = ReportedRecords(job.plan)
         self._replaced_leaders: list[Process] = []
         self._num_leaders = 0
         self._is_starting = True
-        self._is_heard = False
+        self._has_begun = False
         self._silent_ticks = 0
         self.leader_rate = 1.0
 
@@ -127,19 +128,19 @@ class SimulatedCluster:
         for node in self.job.plan.nodes:
             self._start_agent(node, rates.get(node, 1.0))
         for _ in range(self.job.scenario.num_standby):
-            self.join()
+            self.add_node()
         self._start_leader()
         self._watch_leader()
 
     def _start_agent(self, node: int, rate: float) -> None:
         self.agents[node] = SimulatedAgent(
-            self, node, rate=rate, failed=self._raised, ended=self._agent_ended
+            self, node, rate=rate, on_error=self._on_error, on_exit=self._on_agent_exit
         )
 
-    def join(self) -> None:
+    def add_node(self) -> None:
         """Starts a new node."""
         node = max(self.agents) + 1
-        self.happened("comes", node)
+        self.log_event("comes", node)
         self._start_agent(node, 1.0)
 
     def _replace(self, nodes: tuple[int, ...]) -> None:
@@ -149,8 +150,8 @@ class SimulatedCluster:
             self.loop.after(self.job.scenario.grant_s * self.rng.random(), self._grant)
 
     def _grant(self) -> None:
-        if self.ended is None and not (self.stop_requested or self.records.must_end):
-            self.join()
+        if self.ended is None and not (self.stop_requested or self.records.save_only_reason):
+            self.add_node()
             self.granted_s[max(self.agents)] = self.loop.now_s
 
     def drain(self, node: int) -> None:
@@ -159,13 +160,13 @@ class SimulatedCluster:
         if self.leader.process.is_alive:
             self.leader.queue(DrainRequested(node=node))
 
-    def happened(self, what: str, *facts: object) -> None:
+    def log_event(self, what: str, *facts: object) -> None:
         """Adds an entry to the log."""
         self.log.append((self.loop.now_s, what, facts))
 
-    def _raised(self, error: BaseException) -> None:
-        self.happened("raised", repr(error))
-        self.watcher.raised(error)
+    def _on_error(self, error: BaseException) -> None:
+        self.log_event("raised", repr(error))
+        self.observer.on_unexpected_error(error)
 
     # -- the coordinator --------------------------------------------------------------------------
 
@@ -173,26 +174,26 @@ class SimulatedCluster:
         if self.ended is not None:
             return
         rescue = None
-        if self.records.must_end and (rescue := self._rescue()) is None:
+        if self.records.save_only_reason and (rescue := self._rescue()) is None:
             return
         self._num_leaders += 1
         self._is_starting = False
-        self._is_heard, self._silent_ticks = False, 0
+        self._has_begun, self._silent_ticks = False, 0
         process = Process(
             self.loop,
             f"coordinator {self._num_leaders}",
             place=LAUNCHER,
-            failed=self._raised,
+            on_error=self._on_error,
             rate=self.leader_rate,
         )
         disk = self.disk if rescue is None else self._memory()
-        leader = self.leader = SimulatedLeader(
+        leader = self.leader = SimulatedCoordinator(
             process, disk, self, piece_bytes=self.disk.model.piece_bytes, rescue=rescue
         )
         process.spawn(leader.run())
         for node, agent in self.agents.items():
             if not agent.process.is_alive:
-                self.leader.lost(node, "its agent ended")
+                self.leader.on_agent_loss(node, "its agent ended")
         for node in self.drained:
             self.leader.queue(DrainRequested(node=node))
         if self.stop_requested:
@@ -209,38 +210,38 @@ class SimulatedCluster:
             for process in self._replaced_leaders:
                 process.kill()
             rescue = self.records.rescue(there)
-            self.happened("rescue", rescue.members.epoch, *rescue.members.nodes)
-            self.watcher.rescued(rescue)
+            self.log_event("rescue", rescue.members.epoch, *rescue.members.nodes)
+            self.observer.on_rescue(rescue)
             return rescue
-        reason = f"{self.records.must_end}; {why}"
+        reason = f"{self.records.save_only_reason}; {why}"
         nodes, epoch = self.records.nodes, 0
         self.ended = Ended(
             ending=Ending.LOST, reason=reason, failure=None, nodes=nodes, epoch=epoch
         )
-        self.watcher.noticed(self.ended)
+        self.observer.on_message(self.ended)
         return None
 
     def _memory(self) -> SimulatedDisk:
         """A store in memory for the records of a coordinator that only saves."""
 
-        def written(event: Event) -> None:
+        def on_write(event: Event) -> None:
             if self.leader.has_adopted:
-                self._recorded(event)
+                self._on_record(event)
 
-        return SimulatedDisk(self.loop, self.rng, written, is_memory=True)
+        return SimulatedDisk(self.loop, self.rng, on_write, is_memory=True)
 
     def _watch_leader(self) -> None:
         """Kills the coordinator if it stands still; repeats itself as the launcher's tick."""
         self.loop.after(LEASE_S / TICKS_PER_LEASE, self._watch_leader)
         self._silent_ticks += 1
-        is_silent = stands_still(self._silent_ticks, has_begun=self._is_heard, lease_s=LEASE_S)
+        is_silent = stands_still(self._silent_ticks, has_begun=self._has_begun, lease_s=LEASE_S)
         if is_silent and not self._is_starting and self.ended is None:
             self.kill_leader()
 
     def kill_leader(self) -> None:
         """Kills the coordinator and starts another soon."""
-        self.happened("coordinator killed")
-        self.recording.leader_lost(self.launcher_s)
+        self.log_event("coordinator killed")
+        self.recording.on_coordinator_loss(self.launcher_s)
         self.leader.process.kill()
         self.disk.crash()
         self.records.restart()
@@ -248,19 +249,19 @@ class SimulatedCluster:
         delay_s = _RESTART_S * (1.0 + 5.0 * self.rng.random())
         self.loop.after(delay_s, self._start_leader)
 
-    def replace_leader(self, lasts_s: float) -> None:
+    def replace_leader(self, duration_s: float) -> None:
         """Stops the coordinator for a while and meanwhile starts another.
 
         That is possible only with a store that outlives its coordinator.
         """
-        self.happened("coordinator replaced")
-        self.recording.leader_lost(self.launcher_s)
-        old = self.leader.process
-        old.stop()
-        self._replaced_leaders.append(old)
+        self.log_event("coordinator replaced")
+        self.recording.on_coordinator_loss(self.launcher_s)
+        replaced = self.leader.process
+        replaced.stop()
+        self._replaced_leaders.append(replaced)
         self.leader.is_serving = False  # Agents connect to the coordinator that the store names.
-        self.network.break_all(old)
-        self.loop.after(lasts_s, old.go_on)
+        self.network.break_all(replaced)
+        self.loop.after(duration_s, replaced.resume)
         self.records.restart()
         self._is_starting = True
         self.loop.after(_RESTART_S, self._start_leader)
@@ -275,29 +276,29 @@ class SimulatedCluster:
         """Whether a coordinator is there, and the launcher could replace it once more."""
         return self.records.num_rescues < RESCUES_MAX and not self._is_starting
 
-    def door(self, agent: SimulatedAgent) -> End | None:
-        """See World."""
+    def coordinator_connection(self, agent: SimulatedAgent) -> Endpoint | None:
+        """See AgentSurroundings."""
         leader = self.leader
         is_cut = self.network.is_cut(agent.node, LAUNCHER)
         if is_cut or not leader.is_serving or not leader.process.is_alive:
             return None
-        mine, theirs = self.network.pair(agent.process, leader.process)
-        self.happened("connects", agent.node)
-        leader.process.do(lambda: leader.accept(agent.node, theirs))
-        return mine
+        agent_end, coordinator_end = self.network.pair(agent.process, leader.process)
+        self.log_event("connects", agent.node)
+        leader.process.call(lambda: leader.accept(agent.node, coordinator_end))
+        return agent_end
 
-    def hear(self, leader: SimulatedLeader, message: ToLauncher) -> None:
-        """See Launcher."""
+    def on_coordinator_message(self, leader: SimulatedCoordinator, message: ToLauncher) -> None:
+        """See CoordinatorSurroundings."""
         if leader is not self.leader:  # It has been replaced.
-            self.happened("unheard", type(message).__name__)
+            self.log_event("unheard", type(message).__name__)
             return
-        self._is_heard, self._silent_ticks = True, 0
+        self._has_begun, self._silent_ticks = True, 0
         if isinstance(message, Beat):
             return
-        self.happened("notice", type(message).__name__, getattr(message, "epoch", -1))
-        self.records.hear(message)
-        self.recording.noticed(message, self.launcher_s)
-        self.watcher.noticed(message)
+        self.log_event("notice", type(message).__name__, getattr(message, "epoch", -1))
+        self.records.on_message(message)
+        self.recording.on_message(message, self.launcher_s)
+        self.observer.on_message(message)
         if isinstance(message, Committed) and message.iteration >= self.num_committed:
             self.num_committed = message.iteration + 1
         if self.job.scenario.grant_s:
@@ -308,70 +309,70 @@ class SimulatedCluster:
     def request_stop(self) -> None:
         """Has the user ask to stop the job."""
         self.stop_requested = True
-        self.happened("stop requested")
+        self.log_event("stop requested")
         if self.leader.process.is_alive:
             self.leader.queue(StopRequested())
 
-    def _agent_ended(self, agent: SimulatedAgent) -> None:
-        self.happened("agent ended", agent.node)
+    def _on_agent_exit(self, agent: SimulatedAgent) -> None:
+        self.log_event("agent ended", agent.node)
         self.loop.after(_NOTICE_S, lambda: self._tell_loss(agent.node))
 
     def _tell_loss(self, node: int) -> None:
         leader = self.leader
-        leader.process.do(lambda: leader.lost(node, "its agent ended"))
+        leader.process.call(lambda: leader.on_agent_loss(node, "its agent ended"))
 
     # -- workers ----------------------------------------------------------------------------------
 
     def workers(self) -> list[SimulatedWorker]:
         """The workers whose processes are alive."""
-        found = [worker for agent in self.agents.values() for worker in agent.workers]
-        return [worker for worker in found if worker.process.is_alive]
+        workers = [worker for agent in self.agents.values() for worker in agent.workers]
+        return [worker for worker in workers if worker.process.is_alive]
 
-    def listener(self, port: int) -> SimulatedLinks | None:
-        """See World."""
+    def links_at(self, port: int) -> SimulatedLinks | None:
+        """See AgentSurroundings."""
         for worker in self.workers():
             if worker.links.address[1] == port:
                 return worker.links
         return None
 
-    def reached(self, place: str, worker: SimulatedWorker, iteration: int) -> None:
-        """See Surroundings."""
-        self.happened(place, worker.rank, iteration)
-        self.watcher.reached(place, worker, iteration)
+    def on_place(self, place: str, worker: SimulatedWorker, iteration: int) -> None:
+        """See WorkerSurroundings."""
+        self.log_event(place, worker.rank, iteration)
+        self.observer.on_place(place, worker, iteration)
         if place == "optimizer" and iteration > self._newest_vector:
             self._newest_vector = iteration
             place = "vector"
         node = worker.rank // self.job.scenario.devices_per_node
-        self._strike(place, node)
+        self._call_place_callbacks(place, node)
 
-    def crashed(self, node: int, blame: Blame, raised: Raised) -> None:
-        """See Surroundings."""
-        self.happened("crashed", node, blame, raised.error, raised.first_layer, raised.end_layer)
-        self.watcher.crashed(CrashFact(self.loop.now_s, node, blame, raised))
+    def on_crash(self, node: int, blame: Blame, raised: Raised) -> None:
+        """See WorkerSurroundings."""
+        self.log_event("crashed", node, blame, raised.error, raised.first_layer, raised.end_layer)
+        self.observer.on_crash(CrashFact(self.loop.now_s, node, blame, raised))
 
-    def reached_by_leader(self, place: str, iteration: int) -> None:
-        """See Launcher."""
-        self.happened(place, "coordinator", iteration)
-        self._strike(place, LAUNCHER)
+    def on_coordinator_place(self, place: str, iteration: int) -> None:
+        """See CoordinatorSurroundings."""
+        self.log_event(place, "coordinator", iteration)
+        self._call_place_callbacks(place, LAUNCHER)
 
-    def _strike(self, place: str, node: int) -> None:
-        for strike in tuple(self.strikes):
-            strike(place, node)
+    def _call_place_callbacks(self, place: str, node: int) -> None:
+        for callback in tuple(self.place_callbacks):
+            callback(place, node)
 
     # -- records and saves ------------------------------------------------------------------------
 
-    def _recorded(self, event: Event) -> None:
+    def _on_record(self, event: Event) -> None:
         name = event.key.rsplit("/", 2)[-2:]
-        self.happened("recorded", *name)
-        self.watcher.recorded(event)
-        self._strike(f"recorded {name[0]}", LAUNCHER)
+        self.log_event("recorded", *name)
+        self.observer.on_record(event)
+        self._call_place_callbacks(f"recorded {name[0]}", LAUNCHER)
 
     def write(self, iteration: int, epoch: int, layers: dict[int, int]) -> None:
-        """See Surroundings."""
+        """See WorkerSurroundings."""
         self.files.setdefault((iteration, epoch), {}).update(layers)
 
     def read(self, source: str, layer: int) -> int:
-        """See Surroundings."""
+        """See WorkerSurroundings."""
         if not source:
             return first_content(layer)
         if source in self.damaged:
@@ -387,18 +388,18 @@ class SimulatedCluster:
         return True
 
     def publish(self, command: Publish) -> bool:
-        """See Launcher."""
+        """See CoordinatorSurroundings."""
         files = self.files.get((command.iteration, command.epoch), {})
         if {file.layer for file in command.files} - files.keys():
             return False
         published = Published(command.iteration, command.epoch)
         if published not in self.published:
             self.published.append(published)
-            self.watcher.published(command.iteration, dict(files))
+            self.observer.on_save(command.iteration, dict(files))
         return True
 
     def discard(self, command: Discard) -> None:
-        """See Launcher."""
+        """See CoordinatorSurroundings."""
         if Published(command.iteration, command.epoch) not in self.published:
             self.discarded.add((command.iteration, command.epoch))
             self.files.pop((command.iteration, command.epoch), None)
