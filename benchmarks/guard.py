@@ -17,7 +17,7 @@ import torch
 from planaria.core.job import ResilienceConfig
 from planaria.engine.iteration.guard import SAMPLE_BYTES, sampled_hashes
 from planaria.engine.prepare import load_model
-from planaria.engine.stage import Stage
+from planaria.engine.stage import RankStage
 from planaria.job.job import Job
 from planaria.job.planning import cache_directory, fork_server
 from planaria.nodes.forkserver import ForkServer
@@ -73,7 +73,7 @@ def _hashes_s() -> tuple[int, float]:
     model = load_model(
         job, cache_directory=Path(cache_directory()), profile=None, timekeeper=Timekeeper()
     )
-    stage = Stage(model, training=job.training)
+    stage = RankStage(model, training=job.training)
     stage.hold(range(model.num_layers), states={}, age=0)
     flush = torch.zeros(CACHE_BYTES // 4)
     times_s = []

@@ -24,9 +24,9 @@ from planaria.core.messages import StartEpoch
 from planaria.core.plan import Pipeline, Plan, plain_plan
 from planaria.core.specs import NodeSpec
 from planaria.engine.copying import Copying
-from planaria.engine.entry import exchanged
+from planaria.engine.entry import provide_layers
 from planaria.engine.prepare import split_model
-from planaria.engine.stage import Stage, State
+from planaria.engine.stage import RankStage, State
 from planaria.placement.layer_copies import layer_copies
 from planaria.placement.placement import paper_placement
 from planaria.restorer.sources import balanced_transfers, transfer_rounds
@@ -49,10 +49,10 @@ class Rank:
     spec: NodeSpec
     copying: Copying
 
-    def stage(self, *, seed: int) -> Stage:
+    def stage(self, *, seed: int) -> RankStage:
         """That holds nothing yet; what it makes from another seed would be another state."""
         split = split_model(self.spec.job.model, seed=seed, vocabulary_size=0, sequence_length=0)
-        return Stage(split, training=self.spec.job.training)
+        return RankStage(split, training=self.spec.job.training)
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def drawn_plan(rng: Random, epoch: int, num_nodes: int) -> Plan:
     return plain_plan(epoch, pipelines, (1,) * len(pipelines))
 
 
-def trained(stage: Stage, layers: frozenset[int]) -> dict[int, State]:
+def trained(stage: RankStage, layers: frozenset[int]) -> dict[int, State]:
     """The stage holds these layers, with a state of the optimizer that is not that of a start."""
     stage.hold(layers, states={}, age=AGE)
     for layer, held in stage.layers.items():
@@ -147,7 +147,7 @@ def left(rng: Random, ranks: list[Rank]) -> Mapping[int, frozenset[int]]:
     return copies
 
 
-def restored(rng: Random, ranks: list[Rank], epoch: int, directory: Path) -> dict[int, Stage]:
+def restored(rng: Random, ranks: list[Rank], epoch: int, directory: Path) -> dict[int, RankStage]:
     """By node of another plan, what it holds once all have gone back to the copies."""
     plan, held = drawn_plan(rng, epoch, rng.randint(2, NUM_NODES)), left(rng, ranks)
     members = tuple(Node(node, (held[node],)) for node in range(NUM_NODES))
@@ -165,7 +165,7 @@ def restored(rng: Random, ranks: list[Rank], epoch: int, directory: Path) -> dic
 
     def restore(links: Links) -> None:
         rank, stage, tier = ranks[links.rank], stages[links.rank], tier_of(str(directory))
-        exchanged(start, links, stage, tier, rank.copying, storage=None, timeout_s=TIMEOUT_S)
+        provide_layers(start, links, stage, tier, rank.copying, storage=None, timeout_s=TIMEOUT_S)
 
     begin_all([rank.links for rank in ranks], epoch)
     on_all([rank.links for rank in ranks], restore)

@@ -11,9 +11,9 @@ import pytest
 from helpers.linked import TIMEOUT_S, TOKEN, addresses, in_threads, linked, on_all, wait_until
 from planaria.core.job import ModelConfig, TrainingConfig
 from planaria.core.plan import NUM_CHUNKS, Transfer
-from planaria.engine.apply import PIECE_BYTES, exchange_layers, wait_taken
+from planaria.engine.exchange import PIECE_BYTES, exchange_layers, wait_received
 from planaria.engine.prepare import split_model
-from planaria.engine.stage import Stage
+from planaria.engine.stage import RankStage
 from planaria.errors import AbortedError, PeerLostError
 from planaria.protocol.worker_state import transfer_peers
 from planaria.transport.links import Channel, Links
@@ -22,10 +22,10 @@ TRAINING = TrainingConfig(learning_rate=0.1, seed=3)
 AGE = 4
 
 
-def stage(held: Sequence[int]) -> Stage:
+def stage(held: Sequence[int]) -> RankStage:
     model = ModelConfig(kind="python", target="helpers.user_models:sequential")
     split = split_model(model, seed=0, vocabulary_size=0, sequence_length=0)
-    made = Stage(split, training=TRAINING)
+    made = RankStage(split, training=TRAINING)
     made.hold(held, states={}, age=AGE)
     return made
 
@@ -40,7 +40,7 @@ def test_a_layer_is_whole_from_any_number_of_holders(
     cuts: tuple[int, ...], piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last rank lacks all of it, and gets the bits that the others hold."""
-    monkeypatch.setattr("planaria.engine.apply.PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("planaria.engine.exchange.PIECE_BYTES", piece_bytes)
     num_holders = len(cuts) - 1
     every = range(4)
     stages = [stage(every) for _ in range(num_holders)] + [stage(())]
@@ -115,7 +115,7 @@ def test_a_rank_that_only_sends_waits_until_all_is_taken() -> None:
     def run(links: Links) -> None:
         exchange_layers(links, stages[links.rank], rounds, age=AGE, timeout_s=TIMEOUT_S)
         if links.rank == 1:
-            wait_taken(links, rounds)
+            wait_received(links, rounds)
 
     with linked(2) as ranks:
         on_all(ranks, run)
@@ -165,7 +165,7 @@ def test_parts_that_did_not_arrive_as_they_were_sent_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The hash is that of these chunks, and names who sent them."""
-    monkeypatch.setattr("planaria.engine.apply.xxhash.xxh3_128", Unequal)
+    monkeypatch.setattr("planaria.engine.exchange.xxhash.xxh3_128", Unequal)
     stages = [stage([1]), stage([1]), stage(())]
     rounds = [[Transfer(1, 0, 2, 0, 0, 9), Transfer(1, 1, 2, 0, 9, NUM_CHUNKS)]]
 

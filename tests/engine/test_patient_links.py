@@ -21,10 +21,10 @@ from planaria.core.plan import Transfer
 from planaria.core.specs import NodeSpec
 from planaria.data.batches import Batches
 from planaria.engine.copying import Copying
-from planaria.engine.entry import exchanged
-from planaria.engine.iteration.executor import Executor
+from planaria.engine.entry import provide_layers
+from planaria.engine.iteration.executor import Executor, ExecutorCallbacks, RankContext
 from planaria.engine.prepare import load_model
-from planaria.engine.stage import Stage
+from planaria.engine.stage import RankStage
 from planaria.errors import AbortedError
 from planaria.models.paced import PacedData
 from planaria.schedule.lower import lowered_for
@@ -69,16 +69,20 @@ def test_an_executor_waits_for_a_peer_that_takes_hours() -> None:
         executor = Executor(
             plan,
             lowered_for(plan, 1),
-            stage=stage,
-            links=links,
-            layout=vector_layout(config, NUM_LAYERS),
-            pulse=Pulse(),
-            lease_s=1.0,
-            resilience=config.resilience,
-            reached=lambda *_: None,
-            worked=lambda _: None,
-            acted=lambda: None,
-            holds=lambda _: None,
+            context=RankContext(
+                stage=stage,
+                links=links,
+                layout=vector_layout(config, NUM_LAYERS),
+                pulse=Pulse(),
+                lease_s=1.0,
+                resilience=config.resilience,
+            ),
+            callbacks=ExecutorCallbacks(
+                on_step=lambda *_: None,
+                on_action_done=lambda: None,
+                on_computed=lambda _: None,
+                on_tensors=lambda _: None,
+            ),
         )
         batches = Batches(PacedData(), config.training, iteration=0)
         run = partial(executor.run, 0, batches, votes=lambda: Votes(0, 0, 0, 0))
@@ -86,9 +90,9 @@ def test_an_executor_waits_for_a_peer_that_takes_hours() -> None:
         executor.close()
 
 
-def stage_of(config: JobConfig, links: Links) -> Stage:
+def stage_of(config: JobConfig, links: Links) -> RankStage:
     model = load_model(config, cache_directory=Path(), profile=None, timekeeper=links.timekeeper)
-    return Stage(model, training=config.training)
+    return RankStage(model, training=config.training)
 
 
 def test_a_rank_that_joins_waits_for_an_iteration_that_takes_hours(tmp_path: Path) -> None:
@@ -109,7 +113,7 @@ def test_a_rank_that_joins_waits_for_an_iteration_that_takes_hours(tmp_path: Pat
         stage = stage_of(config, links)
         copying = Copying(spec, links, send=print, timeout_s=TIMEOUT_S)
         tier = tier_of(config.checkpoint.directory)
-        call = partial(exchanged, start, links, stage, tier, copying, storage=None)
+        call = partial(provide_layers, start, links, stage, tier, copying, storage=None)
         assert_waits_for_ever(call, links)
 
 

@@ -40,13 +40,13 @@ def test_layers_that_are_alike_are_measured_once(
 ) -> None:
     """Eight equal blocks between two other layers: three measurements, equal figures."""
     measured = []
-    measure = profiler._measured
+    measure = profiler._layer_profile
 
     def note(job: JobConfig, name: str, *rest: object) -> LayerProfile:
         measured.append(name)
         return measure(job, name, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(profiler, "_measured", note)
+    monkeypatch.setattr(profiler, "_layer_profile", note)
     profile = _profile(tiny_job("sequential", tmp_path), tmp_path)
 
     assert measured == ["0.Linear", "1._Residual", "9.Linear"]
@@ -63,7 +63,7 @@ def test_layers_take_turns_unless_one_fills_any_cache(
 ) -> None:
     """One that is alone finds in the cache what it left there; in a stage the others have it."""
     alike = []
-    measure = profiler._measured
+    measure = profiler._layer_profile
 
     def note(
         job: JobConfig, name: str, held: Sequence[stage.HeldLayer], *rest: Any
@@ -71,7 +71,7 @@ def test_layers_take_turns_unless_one_fills_any_cache(
         alike.append(len({id(one.sums) for one in held}))
         return measure(job, name, held, *rest)
 
-    monkeypatch.setattr(profiler, "_measured", note)
+    monkeypatch.setattr(profiler, "_layer_profile", note)
     _profile(tiny_job("sequential", tmp_path), tmp_path)
     monkeypatch.setattr(profiler, "CACHE_BYTES", 1)
     _profile(tiny_job("sequential", tmp_path), tmp_path)

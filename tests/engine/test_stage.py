@@ -9,7 +9,7 @@ from torch import nn
 
 from planaria.core.job import ModelConfig, TrainingConfig
 from planaria.engine.prepare import split_model
-from planaria.engine.stage import HeldLayer, Stage
+from planaria.engine.stage import HeldLayer, RankStage
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -175,7 +175,7 @@ def test_the_scale_clips_the_step() -> None:
 def test_layers_that_are_held_already_are_not_touched() -> None:
     """A survivor's layers stay the very objects they are; only missing ones are built."""
     model = ModelConfig(kind="python", target="helpers.user_models:factories")
-    stage = Stage(
+    stage = RankStage(
         split_model(model, seed=0, vocabulary_size=0, sequence_length=0), training=TRAINING
     )
     stage.hold([2, 3], states={}, age=4)
@@ -190,7 +190,7 @@ def test_layers_that_are_held_already_are_not_touched() -> None:
 def test_dropout_depends_on_iteration_microbatch_and_layer_alone() -> None:
     """The same triple draws the same, whatever was drawn before; any other draws differently."""
     model = ModelConfig(kind="python", target="helpers.user_models:sequential")
-    stage = Stage(
+    stage = RankStage(
         split_model(model, seed=0, vocabulary_size=0, sequence_length=0), training=TRAINING
     )
     stage.hold([1, 2], states={}, age=0)
@@ -297,7 +297,7 @@ def test_a_missing_layer_takes_the_state_that_it_is_given() -> None:
     """The others start from the seed; all have the age of the state."""
     model = ModelConfig(kind="python", target="helpers.user_models:factories")
     split = split_model(model, seed=0, vocabulary_size=0, sequence_length=0)
-    source, target = Stage(split, training=TRAINING), Stage(split, training=TRAINING)
+    source, target = RankStage(split, training=TRAINING), RankStage(split, training=TRAINING)
     source.hold([2], states={}, age=0)
     given = {name: array + 1 for name, array in source.layers[2].state().items()}
     target.hold([2, 3], states={2: given}, age=5)
@@ -313,7 +313,7 @@ def test_a_rank_finds_its_uses_of_a_tied_parameter() -> None:
     model = ModelConfig(config=config)
     split = split_model(model, seed=0, vocabulary_size=11, sequence_length=8)
     (group,) = split.tied
-    stage = Stage(split, training=TRAINING)
+    stage = RankStage(split, training=TRAINING)
     stage.hold([3], states={}, age=0)
     assert [held.layer for held, _ in stage.tied_uses(group)] == [3]
 

@@ -35,7 +35,7 @@ from planaria.core.messages import (
 from planaria.core.specs import NodeSpec
 from planaria.engine import process
 from planaria.engine.iteration.executor import send_tensor
-from planaria.engine.stage import Stage
+from planaria.engine.stage import RankStage
 from planaria.errors import PeerLostError
 from planaria.transport.links import Links
 from planaria.transport.pulse import Pulse
@@ -179,9 +179,9 @@ def test_a_rank_that_has_lost_a_peer_computes_nothing_and_is_not_late(
     """What it was doing had to end in time, and whatever it did then for longer had its agent kill
     it: it wrote the last save. And its layers were to blame for that, though it had only sent."""
     seen: dict[str, list[tuple[int, int]]] = {"forward": [], "send": []}
-    forward = Stage.forward
+    forward = RankStage.forward
 
-    def note_forward(stage: Stage, *arguments: Any, **others: Any) -> Tensor:
+    def note_forward(stage: RankStage, *arguments: Any, **others: Any) -> Tensor:
         seen["forward"].append(served.pulse.layers)
         return forward(stage, *arguments, **others)
 
@@ -191,7 +191,7 @@ def test_a_rank_that_has_lost_a_peer_computes_nothing_and_is_not_late(
             raise PeerLostError(1, "its machine burns")
         send_tensor(*arguments, **others)
 
-    monkeypatch.setattr(Stage, "forward", note_forward)
+    monkeypatch.setattr(RankStage, "forward", note_forward)
     monkeypatch.setattr("planaria.engine.iteration.executor.send_tensor", lose_second)
     plan = shaped_plan((2,), 2)
     served = Served(tiny_job("sequential", tmp_path, global_batch_size=4), tmp_path)

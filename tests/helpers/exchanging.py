@@ -14,9 +14,9 @@ from helpers.limited import TIMEOUT_S
 from helpers.ranks import joined, results
 from planaria.core.job import ModelConfig, TrainingConfig
 from planaria.core.plan import Transfer
-from planaria.engine.apply import exchange_layers
+from planaria.engine.exchange import exchange_layers
 from planaria.engine.prepare import split_model
-from planaria.engine.stage import Stage
+from planaria.engine.stage import RankStage
 from planaria.nodes.forkserver import ForkServer
 from planaria.protocol.worker_state import transfer_peers
 
@@ -98,12 +98,12 @@ def serve(payload: bytes, talk_fd: int) -> None:
         tell(msgspec.json.encode(found).decode())
 
 
-def _stage(order: _Order) -> Stage:
+def _stage(order: _Order) -> RankStage:
     _sizes[:] = order.layer_bytes
     model = ModelConfig(kind="python", target="helpers.exchanging:layers")
     split = split_model(model, seed=0, vocabulary_size=0, sequence_length=0)
     training = TrainingConfig(optimizer={"name": "SGD"}, deterministic=False)
-    stage = Stage(split, training=training)
+    stage = RankStage(split, training=training)
     stage.hold(order.held, states={}, age=AGE)
     return stage
 
@@ -129,7 +129,7 @@ class _Numbers(nn.Module):
         return hidden + self.weight.sum()
 
 
-def _digests(stage: Stage) -> dict[int, str]:
+def _digests(stage: RankStage) -> dict[int, str]:
     return {
         layer: xxhash.xxh3_128_hexdigest(next(iter(held.masters.values())).detach().numpy().data)
         for layer, held in stage.layers.items()

@@ -76,8 +76,8 @@ def is_of_memory(error: BaseException) -> bool:
     """Whether the exception itself, regardless of its causes, says that memory is full."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    is_told = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or is_told
+    is_named = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or is_named
 
 
 def _name(error: BaseException) -> str:

@@ -24,7 +24,7 @@ from planaria.core.copies import CopiesDone, Label
 from planaria.core.messages import CopiesFailed, Message, StartEpoch
 from planaria.core.plan import Link, Plan
 from planaria.core.specs import NodeSpec
-from planaria.engine.stage import Stage
+from planaria.engine.stage import RankStage
 from planaria.errors import CheckpointError
 from planaria.transport.links import Links
 
@@ -78,7 +78,7 @@ class Copying:
 
     # -- in an epoch ------------------------------------------------------------------------------
 
-    def enter(self, start: StartEpoch, stage: Stage, *, is_planned: bool) -> None:
+    def enter(self, start: StartEpoch, stage: RankStage, *, is_planned: bool) -> None:
         """Begins the copies of an epoch, and its first version unless that is to begin later.
 
         Args:

@@ -11,23 +11,23 @@ import msgspec
 from planaria.checkpoint.disk.tiers import Tier
 from planaria.core.messages import AT_COMMIT, StartEpoch
 from planaria.core.plan import Link
-from planaria.engine.apply import (
+from planaria.engine.copying import Copying
+from planaria.engine.exchange import (
     exchange_layers,
     missing_layers,
-    received_age,
+    receive_age,
     send_silently,
-    wait_taken,
+    wait_received,
 )
-from planaria.engine.copying import Copying
-from planaria.engine.stage import Stage, State
+from planaria.engine.stage import RankStage, State
 from planaria.errors import CheckpointError, SpoiltError, UnreadableError
 from planaria.transport.links import UNLIMITED_S, Links
 
 
-def exchanged(
+def provide_layers(
     start: StartEpoch,
     links: Links,
-    stage: Stage,
+    stage: RankStage,
     tier: Tier,
     copying: Copying,
     *,
@@ -54,11 +54,11 @@ def exchanged(
         copies = copying.states({*sent, *own}.difference(stage.layers), start.copied)
         size = exchange_layers(links, stage, rounds, age=age, timeout_s=timeout_s, copies=copies)
         if not takes_part:
-            wait_taken(links, rounds)
+            wait_received(links, rounds)
             return start, size
         if not start.vector:  # The job starts, resumes, or goes back to a save or to copies.
             missing = missing_layers(own, stage)
-            states = copies if start.copied else loaded_layers(tier, start.source, missing)
+            states = copies if start.copied else layers_on_disk(tier, start.source, missing)
             if states and storage is not None and not start.copied:
                 num_bytes = sum(map(stage.model.virtual_state_bytes, missing))
                 links.timekeeper.sleep(storage.seconds(num_bytes))
@@ -67,14 +67,14 @@ def exchanged(
         assert not missing_layers(own, stage)
         return start, size
     if start.iteration == AT_COMMIT:
-        age = received_age(links, rounds, timeout_s=timeout_s)
+        age = receive_age(links, rounds, timeout_s=timeout_s)
         start = msgspec.structs.replace(start, iteration=age)
     send_silently(links, stage, rounds, age=start.iteration)
     stage.prepare(missing_layers(plan.held_by_rank[rank], stage))
     return start, 0
 
 
-def loaded_layers(tier: Tier, source: str, layers: Sequence[int]) -> dict[int, State]:
+def layers_on_disk(tier: Tier, source: str, layers: Sequence[int]) -> dict[int, State]:
     """The states of layers in version `source` of the disk tier; empty if `source` is "".
 
     Raises:

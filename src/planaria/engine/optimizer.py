@@ -106,7 +106,7 @@ def load_optimizer_state(
     for name, tensors in tensors_by_name.items():
         parameter = parameters[name]
         optimizer.state[parameter] = (
-            {key: _loaded(key, value, parameter) for key, value in tensors.items()}
+            {key: _state_value(key, value, parameter) for key, value in tensors.items()}
             if tensors
             else _initial_state(optimizer, parameter)
         )
@@ -185,7 +185,7 @@ def _optimizer(
         ) from error
 
 
-def _loaded(key: str, value: Tensor, parameter: nn.Parameter) -> Tensor:
+def _state_value(key: str, value: Tensor, parameter: nn.Parameter) -> Tensor:
     """A copy of the value as torch keeps it: step counts as float32, and scalars on the host."""
     if key == "step":
         return torch.tensor(float(value), dtype=torch.float32)

@@ -134,7 +134,7 @@ def main(payload: bytes, result_fd: int) -> None:
     torch.set_num_threads(1)
     request = msgspec.json.decode(payload, type=PrepareRequest)
     try:
-        result = _prepared(request)
+        result = _prepare(request)
     except ConfigError as error:
         result = Prepared(mistake=mistake_of(error))
     except (Exception, SystemExit) as error:
@@ -143,7 +143,7 @@ def main(payload: bytes, result_fd: int) -> None:
         file.write(msgspec.json.encode(result))
 
 
-def _prepared(request: PrepareRequest) -> Prepared:
+def _prepare(request: PrepareRequest) -> Prepared:
     job = request.job
     cache_directory = Path(request.cache_directory)
     model = load_model(

@@ -33,7 +33,7 @@ from planaria.data.batches import Batches
 from planaria.data.datasets import Dataset
 from planaria.engine.contention import Contention
 from planaria.engine.optimizer import optimizer_factory, optimizer_state
-from planaria.engine.stage import HeldLayer, Stage
+from planaria.engine.stage import HeldLayer, RankStage
 from planaria.errors import PeerLostError
 from planaria.models.layers import SplitModel, buffer_values, refuse_changing_buffers
 from planaria.transport.links import Channel, Links, Tag
@@ -101,7 +101,7 @@ def _measured_layers(
     targets, num_targets = batches.targets(0), batches.num_targets()
     known: dict[str, LayerProfile] = {}
     layers = []
-    stages = [Stage(model, training=job.training) for _ in range(TURNS)]
+    stages = [RankStage(model, training=job.training) for _ in range(TURNS)]
     for layer, name in enumerate(model.layer_names):
         is_last = layer == model.num_layers - 1
         for stage in stages:
@@ -125,7 +125,7 @@ def _measured_layers(
                 for stage in stages[1:]:
                     stage.hold((layer,), states={}, age=0)
             alike = [stage.layers[layer] for stage in stages if stage.layers]
-            known[key] = _measured(job, name, alike, hidden, loss if is_last else None, clock)
+            known[key] = _layer_profile(job, name, alike, hidden, loss if is_last else None, clock)
         output_bytes = 0 if is_last else _num_bytes(output)
         layers.append(replace(known[key], name=name, output_bytes=output_bytes))
         hidden = output
@@ -208,7 +208,7 @@ def _kind(module: nn.Module) -> str:
     return f"{parts}{shapes}"
 
 
-def _measured(
+def _layer_profile(
     job: JobConfig,
     name: str,
     alike: Sequence[HeldLayer],
@@ -220,7 +220,9 @@ def _measured(
     modules = [held.module for held in alike]
     module = modules[0]
     activation_bytes = _activation_bytes(module, hidden, loss)
-    runs = clock.contention.repeat(lambda: _run(modules, hidden, loss, clock.now_s), times=NUM_RUNS)
+    runs = clock.contention.repeat(
+        lambda: _measure_once(modules, hidden, loss, clock.now_s), times=NUM_RUNS
+    )
     forward_s = statistics.median(run.forward for run in runs)
     input_s = statistics.median(run.backward_input for run in runs)
     backward_s = statistics.median(run.backward for run in runs)
@@ -259,7 +261,7 @@ def _num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _run(
+def _measure_once(
     modules: Sequence[nn.Module],
     hidden: Tensor,
     loss: Callable[[Tensor], Tensor] | None,

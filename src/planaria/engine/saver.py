@@ -68,7 +68,7 @@ class Saver:
             f"rank {self._rank} was still writing that of iteration {self._iteration}, "
             f"for {time.monotonic() - self._begin_s:.1f} s"
         )
-        self._failed(iteration, epoch, reason, is_skipped=True)
+        self._report_failure(iteration, epoch, reason, is_skipped=True)
         return False
 
     def save_last(self, layers: Mapping[int, HeldLayer], *, iteration: int, epoch: int) -> None:
@@ -78,7 +78,7 @@ class Saver:
         reported as a failed save: other holders of the layers may have the memory.
         """
         if layers and self.wait_written(epoch):
-            self._begin(layers, iteration, epoch, is_told=_is_refusal)
+            self._begin(layers, iteration, epoch, is_reported=_is_refusal)
             self.wait_written(epoch)
 
     def leave(self, *, timeout_s: float) -> None:
@@ -105,11 +105,11 @@ class Saver:
     def _attempt(self, layers: Mapping[int, HeldLayer], iteration: int, epoch: int) -> None:
         """Begins a save; if there is no memory for it, reports that and lets training go on."""
         try:
-            self._begin(layers, iteration, epoch, is_told=_is_refusal_or_of_memory)
+            self._begin(layers, iteration, epoch, is_reported=_is_refusal_or_of_memory)
         except Exception as error:
             if not is_of_memory(error):
                 raise
-            self._failed(iteration, epoch, self._text(error), is_skipped=False)
+            self._report_failure(iteration, epoch, self._text(error), is_skipped=False)
 
     def _begin(
         self,
@@ -117,13 +117,13 @@ class Saver:
         iteration: int,
         epoch: int,
         *,
-        is_told: Callable[[Exception], bool],
+        is_reported: Callable[[Exception], bool],
     ) -> None:
         """Copies the layers and starts to write them.
 
         Args:
-            is_told: tells whether an error of writing is reported as a failed save; `wait_written`
-                raises any other error.
+            is_reported: tells whether an error of writing is reported as a failed save;
+                `wait_written` raises any other error.
         """
         states = {layer: held.state() for layer, held in layers.items()}
 
@@ -131,8 +131,8 @@ class Saver:
             try:
                 self._write_layers(states, iteration, epoch)
             except Exception as error:
-                if is_told(error):
-                    self._failed(iteration, epoch, self._text(error), is_skipped=False)
+                if is_reported(error):
+                    self._report_failure(iteration, epoch, self._text(error), is_skipped=False)
                 else:
                     self._error = error
             finally:
@@ -164,7 +164,7 @@ class Saver:
                 LayersSaved(rank=self._rank, epoch=epoch, iteration=iteration, files=tuple(files))
             )
 
-    def _failed(self, iteration: int, epoch: int, reason: str, *, is_skipped: bool) -> None:
+    def _report_failure(self, iteration: int, epoch: int, reason: str, *, is_skipped: bool) -> None:
         self._send(
             SaveFailed(
                 rank=self._rank,

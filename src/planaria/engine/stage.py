@@ -72,13 +72,18 @@ class HeldLayer:
         own = [name for name in self.masters if name not in self.tied_names]
         size = sum(self.masters[name].numel() for name in own)
         self.sums = torch.zeros(size, dtype=sum_dtype)
-        self.gradients = _reduced(self.sums)
+        self.gradients = _gradient_buffer(self.sums)
         self.tied_sums = {n: torch.zeros(self.masters[n].numel(), dtype=sum_dtype) for n in tied}
-        self.tied_gradients = {name: _reduced(sums) for name, sums in self.tied_sums.items()}
-        self._sum_views = {**_views(self.sums, own, self.masters), **self._shaped(self.tied_sums)}
+        self.tied_gradients = {
+            name: _gradient_buffer(sums) for name, sums in self.tied_sums.items()
+        }
+        self._sum_views = {
+            **_views(self.sums, own, self.masters),
+            **self._shaped_views(self.tied_sums),
+        }
         self._gradient_views = {
             **_views(self.gradients, own, self.masters),
-            **self._shaped(self.tied_gradients),
+            **self._shaped_views(self.tied_gradients),
         }
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
@@ -87,7 +92,7 @@ class HeldLayer:
                 hook = partial(_add_gradient, self._sum_views[name])
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _shaped(self, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _shaped_views(self, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.view(self.masters[name].shape) for name, tensor in flat.items()}
 
     def tensors(self) -> Iterator[Tensor]:
@@ -98,8 +103,8 @@ class HeldLayer:
         yield from (self.sums, self.gradients)
         yield from (*self.tied_sums.values(), *self.tied_gradients.values())
         if self.optimizer is not None:
-            for kept in self.optimizer.state.values():
-                yield from (one for one in kept.values() if isinstance(one, Tensor))
+            for state in self.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
 
     def clear(self) -> None:
         """Sets all gradient sums to +0."""
@@ -177,7 +182,7 @@ class HeldLayer:
         self.age = age
 
 
-def _reduced(sums: Tensor) -> Tensor:
+def _gradient_buffer(sums: Tensor) -> Tensor:
     """Tensor for the reduced gradients: `sums` itself if that is float32, else a new one.
 
     `sums` can be overwritten: no rank needs a part of it once that part's total has arrived.
@@ -209,7 +214,7 @@ def _views(
     return views
 
 
-class Stage:
+class RankStage:
     """All layers that a rank holds, and how a hop runs through some of them."""
 
     def __init__(self, model: SplitModel, *, training: TrainingConfig) -> None:
@@ -227,22 +232,22 @@ class Stage:
             if layer in self.layers:
                 continue
             if layer in states:
-                self.take(self.vessel(layer), states[layer], age=age)
+                self.hold_loaded(self.empty_layer(layer), states[layer], age=age)
             else:
-                held = self._held(layer, self.model.materialise(layer))
+                held = self._new_layer(layer, self.model.materialise(layer))
                 held.age = age
                 self._add(held)
 
-    def vessel(self, layer: int) -> HeldLayer:
+    def empty_layer(self, layer: int) -> HeldLayer:
         """A new layer without a state; the stage does not hold it yet."""
-        return self._held(layer, self.model.structure(layer))
+        return self._new_layer(layer, self.model.structure(layer))
 
-    def take(self, vessel: HeldLayer, state: State, *, age: int) -> None:
-        """Loads a state into `vessel` and holds the layer from then on."""
-        vessel.load(state, age=age)
-        self._add(vessel)
+    def hold_loaded(self, held: HeldLayer, state: State, *, age: int) -> None:
+        """Loads a state into a layer from `empty_layer`, and holds the layer from then on."""
+        held.load(state, age=age)
+        self._add(held)
 
-    def _held(self, layer: int, module: nn.Module) -> HeldLayer:
+    def _new_layer(self, layer: int, module: nn.Module) -> HeldLayer:
         tied = [u.name for g in self.model.tied for u in g.uses if u.layer == layer]
         return HeldLayer(layer, module, training=self.training, tied=tied)
 
@@ -254,7 +259,7 @@ class Stage:
     def prepare(self, layers: Iterable[int]) -> None:
         """Holds layers whose states arrive later; they can take part in reductions before that."""
         for layer in layers:
-            self.layers[layer] = self.vessel(layer)
+            self.layers[layer] = self.empty_layer(layer)
             self.layers[layer].age = NOT_YET
 
     def fill(self, layer: int, state: State, *, age: int) -> None:
@@ -263,7 +268,7 @@ class Stage:
         self.layers[layer].load(state, age=age)
         self.num_materialised += 1
 
-    def whole(self) -> dict[int, HeldLayer]:
+    def complete_layers(self) -> dict[int, HeldLayer]:
         """The layers that have a valid state."""
         return {layer: held for layer, held in self.layers.items() if held.age != NOT_YET}
 
@@ -315,7 +320,7 @@ class Stage:
             total += held.tied_sums[name]
         return total, uses
 
-    def counted(self, layer: int) -> list[str]:
+    def norm_parameters(self, layer: int) -> list[str]:
         """Names of the layer's parameters, without tied ones that an earlier use counts."""
         later = {use.name for g in self.model.tied for use in g.uses[1:] if use.layer == layer}
         return [name for name in self.layers[layer].masters if name not in later]

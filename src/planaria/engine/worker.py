@@ -38,21 +38,21 @@ from planaria.core.messages import (
 from planaria.core.plan import Plan
 from planaria.core.specs import NodeSpec
 from planaria.data.batches import Batches
-from planaria.engine.apply import drop_others, receive_silently
 from planaria.engine.blame import failure_of
 from planaria.engine.control import Control
 from planaria.engine.copying import Copying
-from planaria.engine.entry import exchanged
-from planaria.engine.faults import Slowness, cutter, faults_by_kind
-from planaria.engine.iteration.executor import Executor
+from planaria.engine.entry import provide_layers
+from planaria.engine.exchange import keep_only_age, receive_silently
+from planaria.engine.iteration.executor import Executor, ExecutorCallbacks, RankContext
 from planaria.engine.iteration.groups import iteration_peers
 from planaria.engine.iteration.guard import refuse_divergence, sampled_hashes
-from planaria.engine.iteration.memory_peaks import Peak, TensorPeak
+from planaria.engine.iteration.memory_peaks import ResidentPeak, TensorPeak
 from planaria.engine.optimizer import clip_scale, learning_rate
 from planaria.engine.prepare import load_data, load_model, storage_of
 from planaria.engine.profiler import tied_parameters
 from planaria.engine.saver import Saver
-from planaria.engine.stage import HeldLayer, Stage
+from planaria.engine.stage import HeldLayer, RankStage
+from planaria.engine.worker_faults import Slowness, cutter, faults_by_kind
 from planaria.errors import CheckpointError
 from planaria.protocol import worker_actions as act
 from planaria.protocol.worker_state import (
@@ -84,7 +84,7 @@ _LINK_TIMEOUT_S: Final = 60.0  # Limit for making links.
 _LEAVE_S: Final = 1.0  # Limit for a save that is being written when the job ends.
 
 
-def _unwatched(_: Iterable[Tensor]) -> None:
+def _ignore_tensors(_: Iterable[Tensor]) -> None:
     """Ignores tensors that are held, in a job without a trace."""
 
 
@@ -100,7 +100,7 @@ class Worker:
         gate = Gate()
         tier = tier_of(self._job.checkpoint.directory)
         tier = behind_gate(tier, gate) if spec.heeds else tier
-        self._read = with_time_limit(tier, timeout_s=self._job.checkpoint.timeout_s)
+        self._timed_tier = with_time_limit(tier, timeout_s=self._job.checkpoint.timeout_s)
         self._storage = storage_of(spec)
         self._saver = Saver(
             tier,
@@ -118,7 +118,7 @@ class Worker:
             token=spec.token,
             faults=faults_by_kind(self._slowness, lambda: self._stage, rank=spec.rank),
         )
-        self._reached = probe.report_step
+        self._report_step = probe.report_step
         if spec.heeds:
             cut = cutter(links, devices_per_node=spec.job.cluster.devices_per_node)
             probe.listen(cut=cut, slow={"store": gate.slow})
@@ -138,10 +138,24 @@ class Worker:
         timekeeper = self._links.timekeeper
         model = load_model(self._job, cache_directory=cache, profile=profile, timekeeper=timekeeper)
         self._dataset = load_data(self._job, objective=model.objective, cache_directory=cache)
-        self._stage = Stage(model, training=self._job.training)
+        self._stage = RankStage(model, training=self._job.training)
         self._tensors = TensorPeak(self._stage)
-        self._peak = Peak()
+        self._peak = ResidentPeak()
         self._layout = vector_layout(self._job, model.num_layers)
+        self._context = RankContext(
+            stage=self._stage,
+            links=self._links,
+            layout=self._layout,
+            pulse=self._pulse,
+            lease_s=self._job.cluster.lease_s,
+            resilience=self._job.resilience,
+        )
+        self._callbacks = ExecutorCallbacks(
+            on_step=self._report_step,
+            on_action_done=self._copying.on_action_done,
+            on_computed=self._slowness.on_computed,
+            on_tensors=self._tensors.count_bytes if self._spec.trace else _ignore_tensors,
+        )
         self._state = WorkerState(rules=self._rules())
         self._base_bytes = psutil.Process().memory_info().rss
         self._control.send(
@@ -230,7 +244,7 @@ class Worker:
         """Takes an action of an epoch that is served; returns the same as `_act`."""
         match action:
             case act.Compare():
-                self._running().compare(action.age)
+                self._current_executor().compare(action.age)
             case act.SaveFirst():
                 is_begun = self._save(action.age)
                 self._iteration_end_s = self._links.timekeeper.now_s()
@@ -244,7 +258,7 @@ class Worker:
                 self._received_bytes = receive_silently(
                     self._links,
                     self._stage,
-                    self._start().rounds,
+                    self._current_start().rounds,
                     age=action.iteration,
                     timeout_s=UNLIMITED_S,
                 )
@@ -260,7 +274,7 @@ class Worker:
                 self._tell_iteration(action)
                 return on_told(self._state, action)
             case act.SaveLast():
-                epoch, owned = self._state.epoch, self._owned(self._start().plan)
+                epoch, owned = self._state.epoch, self._owned_layers(self._current_start().plan)
                 self._saver.save_last(owned, iteration=action.age, epoch=epoch)
             case act.WaitWritten():
                 self._saver.wait_written(action.epoch, timeout_s=action.timeout_s)
@@ -272,11 +286,11 @@ class Worker:
                 raise AssertionError(action)
         return None
 
-    def _start(self) -> StartEpoch:
+    def _current_start(self) -> StartEpoch:
         assert self._state.start is not None
         return self._state.start
 
-    def _running(self) -> Executor:
+    def _current_executor(self) -> Executor:
         assert self._executor is not None
         return self._executor
 
@@ -290,16 +304,16 @@ class Worker:
 
     def _answer(self, epoch: int) -> None:
         """Tells the coordinator what this rank holds, once the old epoch cannot change it."""
-        whole = self._stage.whole()
+        complete = self._stage.complete_layers()
         self._control.send(
             Stopped(
                 rank=self._spec.rank,
                 epoch=epoch,
-                ages={layer: held.age for layer, held in whole.items()},
-                complete=tuple(n for n, held in whole.items() if held.gradients_of == held.age),
+                ages={layer: held.age for layer, held in complete.items()},
+                complete=tuple(n for n, held in complete.items() if held.gradients_of == held.age),
                 vector_iteration=self._state.vector_iteration,
                 vector=self._state.encoded_vector,
-                hashes=sampled_hashes(whole.values(), self._job.resilience),
+                hashes=sampled_hashes(complete.values(), self._job.resilience),
                 since=self._state.since,
                 copies=self._copying.versions,
             )
@@ -314,7 +328,7 @@ class Worker:
             iteration, vector = settle.outcome
             refuse_divergence(iteration, vector, self._job.training)
             self._apply(iteration, vector)
-        drop_others(self._stage, age=settle.age)
+        keep_only_age(self._stage, age=settle.age)
 
     def _write_last(self, order: SaveLayers) -> None:
         """Saves the layers that the order names for this rank, before the job ends."""
@@ -336,9 +350,9 @@ class Worker:
     def _reach(self, place: act.Reach) -> None:
         """Announces a place at which a fault may strike; steps of a recovery count only in one."""
         if place.step not in act.RECOVERY_STEPS:
-            self._reached(place.step, place.iteration)
+            self._report_step(place.step, place.iteration)
         elif place.recovers_from >= 0:  # The job may have gone back to an earlier iteration.
-            self._reached(place.step, max(place.recovers_from, place.iteration))
+            self._report_step(place.step, max(place.recovers_from, place.iteration))
 
     def _regroup(self, start: StartEpoch) -> None:
         """Begins to make the links of an epoch to all peers of this rank in it."""
@@ -357,8 +371,8 @@ class Worker:
     def _exchange(self, start: StartEpoch) -> int:
         """Exchanges layers until this rank has its own; returns the epoch's first iteration."""
         # State is sent over each link as soon as it is made, while others are still being made.
-        start, self._received_bytes = exchanged(
-            start, self._links, self._stage, self._read, self._copying, storage=self._storage
+        start, self._received_bytes = provide_layers(
+            start, self._links, self._stage, self._timed_tier, self._copying, storage=self._storage
         )
         self._links.wait_linked(timeout_s=_LINK_TIMEOUT_S)
         return start.iteration
@@ -383,16 +397,8 @@ class Worker:
         self._executor = Executor(
             start.plan,
             schedule,
-            stage=self._stage,
-            links=self._links,
-            layout=self._layout,
-            pulse=self._pulse,
-            lease_s=self._job.cluster.lease_s,
-            resilience=self._job.resilience,
-            reached=self._reached,
-            worked=self._slowness.worked,
-            acted=self._copying.on_action_done,
-            holds=self._tensors.note if self._spec.trace else _unwatched,
+            context=self._context,
+            callbacks=self._callbacks,
         )
         self._copying.enter(start, self._stage, is_planned=begin.is_planned)
         self._iteration_end_s = self._links.timekeeper.now_s()
@@ -411,8 +417,8 @@ class Worker:
         """Computes an iteration; returns its commit vector once its gradients are complete."""
         self._peak.reset()
         self._copying.on_iteration_begin(iteration)
-        with self._tensors.watched() if self._spec.trace else nullcontext():
-            vector, self._spans = self._running().run(
+        with self._tensors.watch() if self._spec.trace else nullcontext():
+            vector, self._spans = self._current_executor().run(
                 iteration,
                 Batches(self._dataset, self._job.training, iteration=iteration),
                 votes=lambda: self._votes(iteration),
@@ -429,7 +435,7 @@ class Worker:
         """Takes the optimizer step of each layer with complete gradients of the iteration."""
         scale = clip_scale(self._job.training, vector.gradient_norm)
         rate = learning_rate(self._job.training, iteration)
-        for held in self._stage.whole().values():
+        for held in self._stage.complete_layers().values():
             if held.gradients_of == iteration:
                 self._copying.wait_copied(held.layer)
                 self._pulse.layers = (held.layer, held.layer + 1)
@@ -439,23 +445,23 @@ class Worker:
     def _copy(self, copy: act.Copy) -> None:
         """Lets copies begin, after all layers have been applied."""
         assert all(held.age == copy.age for held in self._stage.layers.values())
-        plan = self._start().plan
+        plan = self._current_start().plan
         self._copying.on_iteration_applied(copy.vector, plan, age=copy.age, goes_on=copy.goes_on)
         self._stall_s = self._copying.take_stall_s()
 
     def _save(self, age: int) -> bool:
         """Begins to save the layers that this rank owns; returns False if the save is skipped."""
-        owned = self._owned(self._start().plan)
+        owned = self._owned_layers(self._current_start().plan)
         return self._saver.save(owned, iteration=age, epoch=self._state.epoch)
 
-    def _owned(self, plan: Plan) -> dict[int, HeldLayer]:
+    def _owned_layers(self, plan: Plan) -> dict[int, HeldLayer]:
         """Layers that this rank saves: those of which it is the first holder."""
         layers, rank = self._stage.layers, self._spec.rank
         return {n: held for n, held in layers.items() if plan.holders(n)[0] == rank}
 
     def _tell_iteration(self, done: act.TellIteration) -> None:
         """Reports the results of an iteration, and its time and memory."""
-        executor, vector = self._running(), done.vector
+        executor, vector = self._current_executor(), done.vector
         before_s, self._iteration_end_s = self._iteration_end_s, self._links.timekeeper.now_s()
         received_bytes, self._received_bytes = self._received_bytes, 0
         self._control.send(

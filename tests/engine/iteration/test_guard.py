@@ -9,11 +9,11 @@ from torch import nn
 
 from planaria.core.agreement import HASH_BITS
 from planaria.core.job import ModelConfig, ResilienceConfig, TrainingConfig
-from planaria.engine.faults import flip_bit
 from planaria.engine.iteration import guard
 from planaria.engine.iteration.guard import sampled_hash, sampled_hashes
 from planaria.engine.prepare import split_model
-from planaria.engine.stage import HeldLayer, Stage
+from planaria.engine.stage import HeldLayer, RankStage
+from planaria.engine.worker_faults import flip_bit
 
 NUM_BYTES = 4 * (5 * 3 + 3)
 
@@ -80,7 +80,7 @@ def test_a_fault_flips_one_bit_somewhere_else_on_each_rank() -> None:
     )
     found = set()
     for rank in range(4):
-        stage = Stage(split, training=TrainingConfig())
+        stage = RankStage(split, training=TrainingConfig())
         stage.hold(range(4), states={}, age=3)
         before = {number: sampled_hash(held) for number, held in stage.layers.items()}
         flip_bit(stage, rank=rank, iteration=2)
@@ -100,7 +100,7 @@ def test_a_rank_without_parameters_has_nothing_to_flip() -> None:
         vocabulary_size=0,
         sequence_length=0,
     )
-    stage = Stage(split, training=TrainingConfig())
+    stage = RankStage(split, training=TrainingConfig())
     flip_bit(stage, rank=0, iteration=0)
 
     assert not stage.layers

@@ -8,7 +8,7 @@ import numpy as np
 import psutil
 import pytest
 
-from planaria.engine.iteration.memory_peaks import Peak
+from planaria.engine.iteration.memory_peaks import ResidentPeak
 
 NUM_BYTES = 64 << 20  # More than malloc keeps for itself.
 
@@ -21,7 +21,7 @@ def test_a_kernel_that_measures_no_peak_ends_nothing_and_is_told_of_once(
     if "VmHWM" in status:
         (tmp_path / "clear_refs").mkdir()  # No file: not even root can write to it.
     (tmp_path / "status").write_text(status)
-    peak = Peak(tmp_path)
+    peak = ResidentPeak(tmp_path)
     with caplog.at_level(logging.WARNING):
         peak.reset()
         before_bytes = peak.num_bytes()
@@ -36,7 +36,7 @@ def test_a_kernel_that_measures_no_peak_ends_nothing_and_is_told_of_once(
 
 def test_a_peak_is_of_what_came_after_its_reset() -> None:
     """What was given back before counts no more, and what was given back since does."""
-    peak = Peak()
+    peak = ResidentPeak()
     peak.reset()
     before_bytes = peak.num_bytes()
     np.ones(4 * NUM_BYTES, dtype=np.uint8)
@@ -52,7 +52,7 @@ def test_a_peak_that_cannot_be_read_for_a_moment_ends_nothing(
 ) -> None:
     """A process that may open no more files failed its iteration, for a statistic."""
     (tmp_path / "status").write_text("VmHWM:\t5 kB\n")
-    peak = Peak(tmp_path)
+    peak = ResidentPeak(tmp_path)
     peak.reset()
 
     def refuse(*_: object, **__: object) -> None:

@@ -14,6 +14,7 @@ gets a vector.
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -30,7 +31,7 @@ from planaria.data.batches import Batches
 from planaria.engine.iteration.groups import reduce_bucket, reduce_vector
 from planaria.engine.iteration.guard import sampled_hashes
 from planaria.engine.iteration.split_backward import WeightGradients, input_gradient
-from planaria.engine.stage import HeldLayer, Stage
+from planaria.engine.stage import HeldLayer, RankStage
 from planaria.errors import CorruptedError
 from planaria.schedule.action import Action, Kind, Schedule
 from planaria.transport.links import UNLIMITED_S, Channel, Links, Tag
@@ -46,19 +47,47 @@ _COMPUTING = (Kind.FORWARD, *_BACKWARDS, Kind.BACKWARD_WEIGHT)
 _WAITING = (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
 
 
-class Executor:
-    """One rank's part of the iterations of one epoch.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """The parts and settings of a rank that its iterations use, the same in all epochs.
 
-    Args:
+    Attributes:
+        stage: the layers that the rank holds.
         layout: layout of the commit vector.
         pulse: the worker's pulse, which is told by when each action should end.
         lease_s: minimum time, in seconds, after which an action is late.
-        reached: callback, called with the step and the iteration at each step at which a fault can
-            be injected.
-        worked: callback, called with the seconds of each forward and backward, or part of one.
-        acted: callback, called after each forward and backward, before `worked` may slow the rank.
-        holds: callback, called with the tensors kept for later actions, at each moment at which
-            the rank's memory in use may be at its peak of the iteration.
+        resilience: says whether parameter hashes are compared.
+    """
+
+    stage: RankStage
+    links: Links
+    layout: VectorLayout
+    pulse: Pulse
+    lease_s: float
+    resilience: ResilienceConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorCallbacks:
+    """The functions that an executor calls while it runs an iteration.
+
+    Attributes:
+        on_step: takes the step and the iteration, at each step at which a fault can be injected.
+        on_action_done: is called after each forward and backward, before `on_computed`.
+        on_computed: takes the seconds of each forward and backward, or part of one; may slow the
+            rank.
+        on_tensors: takes the tensors kept for later actions, at each moment at which the rank's
+            memory in use may be at its peak of the iteration.
+    """
+
+    on_step: Callable[[str, int], None]
+    on_action_done: Callable[[], None]
+    on_computed: Callable[[float], None]
+    on_tensors: Callable[[Iterable[Tensor]], None]
+
+
+class Executor:
+    """One rank's part of the iterations of one epoch.
 
     Attributes:
         action_s: seconds of the newest iteration's forwards and backwards, by kind.
@@ -70,38 +99,27 @@ class Executor:
         plan: Plan,
         schedule: Schedule,
         *,
-        stage: Stage,
-        links: Links,
-        layout: VectorLayout,
-        pulse: Pulse,
-        lease_s: float,
-        resilience: ResilienceConfig,
-        reached: Callable[[str, int], None],
-        worked: Callable[[float], None],
-        acted: Callable[[], None],
-        holds: Callable[[Iterable[Tensor]], None],
+        context: RankContext,
+        callbacks: ExecutorCallbacks,
     ) -> None:
         self.action_s: dict[str, float] = {}
         self.eager_s = 0.0
         self._plan = plan
         self._schedule = schedule
-        self._stage = stage
-        self._links = links
-        self._now_s = links.timekeeper.now_s
-        self._layout = layout
-        self._pulse = pulse
-        self._lease_s = lease_s
-        self._resilience = resilience
-        self._reached = reached
-        self._worked = worked
-        self._acted = acted
-        self._holds = holds
+        self._stage = context.stage
+        self._links = context.links
+        self._now_s = context.links.timekeeper.now_s
+        self._layout = context.layout
+        self._pulse = context.pulse
+        self._lease_s = context.lease_s
+        self._resilience = context.resilience
+        self._callbacks = callbacks
         self._longest_s: dict[Kind, float] = {}
-        self._rank = links.rank
-        held = plan.held_by_rank
-        self._own = held[self._rank]
-        num_holders = Counter(layer for layers in held.values() for layer in layers)
-        self._shared = [layer for layer in sorted(self._own) if num_holders[layer] > 1]
+        self._rank = context.links.rank
+        layers_by_rank = plan.held_by_rank
+        self._own_indices = layers_by_rank[self._rank]
+        num_holders = Counter(layer for layers in layers_by_rank.values() for layer in layers)
+        self._shared = [layer for layer in sorted(self._own_indices) if num_holders[layer] > 1]
         self._actions = schedule.actions[self._rank]
         self._buckets = [i for i, b in enumerate(schedule.buckets) if self._rank in b.ranks]
         self._communication = ThreadPoolExecutor(1, thread_name_prefix="reduce")
@@ -122,13 +140,13 @@ class Executor:
         """Ends the communication thread; whatever it waits for must have ended or been aborted."""
         self._communication.shutdown(wait=True, cancel_futures=True)
         # The handlers refer to the executor, so only the garbage collector would free the tensors.
-        self._let_go()
+        self._drop_tensors()
 
-    def _let_go(self) -> None:
+    def _drop_tensors(self) -> None:
         self._inputs: dict[tuple[int, int], Tensor] = {}
         self._outputs: dict[tuple[int, int], Tensor] = {}
         self._output_gradients: dict[tuple[int, int], Tensor] = {}
-        self._put_off: dict[tuple[int, int], WeightGradients] = {}
+        self._weight_gradients: dict[tuple[int, int], WeightGradients] = {}
 
     def run(
         self,
@@ -144,41 +162,43 @@ class Executor:
         """
         self._iteration = iteration
         self._batches = batches
-        self._let_go()
+        self._drop_tensors()
         self._losses: dict[int, float] = {}
         self._ready: set[int] = set()
         self._submitted: list[Future[float]] = []
         self._spans: list[MeasuredSpan] = []
         self._start_s = self._now_s()
         self.action_s, self.eager_s = {}, 0.0
-        for held in self._held():
+        for held in self._own_layers():
             held.clear()
-        begun: set[str] = set()
+        reached_steps: set[str] = set()
         for action in self._actions:
             self._links.check_epoch()
             step = _STEPS.get(action.kind)
-            if step and step not in begun:
-                begun.add(step)
-                self._reached(step, iteration)
-            self._act(action)
+            if step and step not in reached_steps:
+                reached_steps.add(step)
+                self._callbacks.on_step(step, iteration)
+            self._run_action(action)
         for reduction in self._submitted:
             self._links.timekeeper.reach(reduction.result(timeout=UNLIMITED_S))
         assert len(self._submitted) == len(self._buckets)
-        finish_unshared(self._stage, self._schedule, buckets=self._buckets, layers=self._own)
-        for held in self._held():
+        finish_unshared(
+            self._stage, self._schedule, buckets=self._buckets, layers=self._own_indices
+        )
+        for held in self._own_layers():
             held.gradients_of = iteration
-        self._reached("commit", iteration)
+        self._callbacks.on_step("commit", iteration)
         vector = self._commit(votes())
         return vector, tuple(self._spans)
 
-    def _held(self) -> list[HeldLayer]:
+    def _own_layers(self) -> list[HeldLayer]:
         """The layers that the plan gives to this rank, silent ones included.
 
         The stage may still hold other layers.
         """
-        return [self._stage.layers[layer] for layer in sorted(self._own)]
+        return [self._stage.layers[layer] for layer in sorted(self._own_indices)]
 
-    def _act(self, action: Action) -> None:
+    def _run_action(self, action: Action) -> None:
         """Runs one action; the agent sees if it is late, unless it waits for another rank."""
         start_s = self._now_s()
         longest_s = self._longest_s.get(action.kind)
@@ -190,9 +210,9 @@ class Executor:
         self._handlers[action.kind](action)
         self._pulse.layers = (0, 0)
         if action.kind in _COMPUTING:
-            self._holds(self._waiting())
-            self._acted()
-            self._worked(self._now_s() - start_s)
+            self._callbacks.on_tensors(self._kept_tensors())
+            self._callbacks.on_action_done()
+            self._callbacks.on_computed(self._now_s() - start_s)
             kind = action.kind.value
             self.action_s[kind] = self.action_s.get(kind, 0.0) + self._now_s() - start_s
         elif action.kind is Kind.SHADOW:
@@ -202,14 +222,16 @@ class Executor:
         if action.kind is not Kind.REDUCE:
             self._record("compute", action, start_s)
 
-    def _waiting(self) -> Iterator[Tensor]:
+    def _kept_tensors(self) -> Iterator[Tensor]:
         """The tensors kept for later actions, without those that autograd keeps itself."""
         yield from self._outputs.values()
         yield from self._output_gradients.values()
         for source in self._inputs.values():
-            yield from (one for one in (source, source.grad) if one is not None)
-        for put_off in self._put_off.values():
-            yield from put_off.gradients()
+            yield source
+            if source.grad is not None:
+                yield source.grad
+        for weight_gradients in self._weight_gradients.values():
+            yield from weight_gradients.gradients()
 
     def _record(self, lane: str, action: Action, start_s: float) -> None:
         self._spans.append(
@@ -229,7 +251,7 @@ class Executor:
         else:  # The previous hop was on this rank too.
             before = self._outputs[action.microbatch, action.hop - 1]
             hidden = self._inputs[key] = before.detach().requires_grad_()
-        hidden = self._through(hop, hidden, action.microbatch)
+        hidden = self._run_layers(hop, hidden, action.microbatch)
         if action.hop == len(route) - 1:
             targets = self._batches.targets(action.microbatch)
             hidden = self._stage.model.loss_sum(hidden, targets) / self._batches.num_targets()
@@ -240,36 +262,38 @@ class Executor:
         """Runs the forward of another rank's next hop on this rank's output; drops the result."""
         hop = self._schedule.routes[action.microbatch][action.hop]
         with torch.no_grad():
-            self._through(hop, self._outputs[action.microbatch, action.hop - 1], action.microbatch)
+            self._run_layers(
+                hop, self._outputs[action.microbatch, action.hop - 1], action.microbatch
+            )
 
-    def _through(self, hop: Hop, hidden: Tensor, microbatch: int) -> Tensor:
+    def _run_layers(self, hop: Hop, hidden: Tensor, microbatch: int) -> Tensor:
         first, end, number = hop.first_layer, hop.end_layer, self._iteration
         return self._stage.forward(first, end, hidden, iteration=number, microbatch=microbatch)
 
     def _backward(self, action: Action) -> None:
         key = (action.microbatch, action.hop)
         torch.autograd.backward(self._outputs.pop(key), self._output_gradients.pop(key, None))
-        self._hand_back(action)
+        self._pass_input_gradient(action)
 
     def _backward_input(self, action: Action) -> None:
         hop = self._schedule.routes[action.microbatch][action.hop]
         key = (action.microbatch, action.hop)
         source = self._inputs[key]
-        source.grad, self._put_off[key] = input_gradient(
+        source.grad, self._weight_gradients[key] = input_gradient(
             self._outputs.pop(key),
             self._output_gradients.pop(key, None),
             source,
             self._stage.parameters(hop.first_layer, hop.end_layer),
         )
-        self._hand_back(action)
+        self._pass_input_gradient(action)
 
     def _backward_weight(self, action: Action) -> None:
         hop = self._schedule.routes[action.microbatch][action.hop]
-        self._put_off.pop((action.microbatch, action.hop)).run()
-        self._holds(self._waiting())
+        self._weight_gradients.pop((action.microbatch, action.hop)).run()
+        self._callbacks.on_tensors(self._kept_tensors())
         self._stage.accumulate(hop.first_layer, hop.end_layer)
 
-    def _hand_back(self, action: Action) -> None:
+    def _pass_input_gradient(self, action: Action) -> None:
         """Gives the gradient of a hop's input to the previous hop, if that was on this rank too."""
         before = (action.microbatch, action.hop - 1)
         if before in self._outputs:
@@ -333,7 +357,7 @@ class Executor:
         return self._now_s()
 
     def _sum_tied(self, group_index: int, bucket: int, ranks: Sequence[int]) -> None:
-        total, uses = self._stage.tied_sum(self._stage.model.tied[group_index], self._own)
+        total, uses = self._stage.tied_sum(self._stage.model.tied[group_index], self._own_indices)
         result = torch.empty(total.numel(), dtype=torch.float32)
         self._reduce_tensors([total], [result], bucket=bucket, ranks=ranks, virtual_bytes=0)
         for held, name in uses:
@@ -364,16 +388,16 @@ class Executor:
     def _commit(self, votes: Votes) -> CommitVector:
         layout, size = self._layout, self._batches.microbatch_size
         vector = np.zeros(layout.size, dtype=np.float64)
-        for held in self._held():
+        for held in self._own_layers():
             if self._plan.holders(held.layer)[0] == self._rank:
-                vector[held.layer] = held.squared_norm(self._stage.counted(held.layer))
+                vector[held.layer] = held.squared_norm(self._stage.norm_parameters(held.layer))
         for microbatch, loss in self._losses.items():
             vector[layout.losses + microbatch] = loss
         for microbatch, samples in self._batches.consumed.items():
             first = layout.samples + microbatch * size
             vector[first : first + size] = samples
         vector[-len(votes) :] = votes
-        total = self._agreed(vector, self._iteration, Channel.COMMIT)
+        total = self._sum_if_agreed(vector, self._iteration, Channel.COMMIT)
         return commit_vector(total, layout)
 
     def compare(self, age: int) -> None:
@@ -382,9 +406,9 @@ class Executor:
         Raises:
             CorruptedError: they differ, so none of them may be saved.
         """
-        self._agreed(np.zeros(0, dtype=np.float64), age, Channel.COMPARE)
+        self._sum_if_agreed(np.zeros(0, dtype=np.float64), age, Channel.COMPARE)
 
-    def _agreed(
+    def _sum_if_agreed(
         self, vector: npt.NDArray[np.float64], age: int, channel: Channel
     ) -> npt.NDArray[np.float64]:
         """The sum of the vector over all ranks, once their parameters of this age agree.
@@ -393,8 +417,8 @@ class Executor:
             CorruptedError: holders of a layer differ; the gradients are cleared.
         """
         shared = [self._stage.layers[layer] for layer in self._shared]
-        whole = [held for held in shared if held.age == age]
-        hashes = sampled_hashes(whole, self._resilience)
+        current = [held for held in shared if held.age == age]
+        hashes = sampled_hashes(current, self._resilience)
         total = reduce_vector(
             self._links,
             np.concatenate([vector, hash_entries(hashes, self._layout.num_layers)]),
@@ -404,7 +428,7 @@ class Executor:
             channel=channel,
         )
         if layers := disagreeing_layers(total[len(vector) :]):
-            for held in self._held():
+            for held in self._own_layers():
                 held.clear()
             own = {layer: hashes[layer] for layer in layers if layer in hashes}
             raise CorruptedError(age, own, layers)
@@ -457,7 +481,7 @@ def receive_tensor(links: Links, source: int, tag: Tag, *, timeout_s: float) -> 
 
 
 def finish_unshared(
-    stage: Stage, schedule: Schedule, *, buckets: Collection[int], layers: Collection[int]
+    stage: RankStage, schedule: Schedule, *, buckets: Collection[int], layers: Collection[int]
 ) -> None:
     """Rounds the gradient sums that are in no bucket to float32.
 

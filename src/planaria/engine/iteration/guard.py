@@ -34,23 +34,23 @@ def sampled_hashes(layers: Iterable[HeldLayer], resilience: ResilienceConfig) ->
 
 def sampled_hash(held: HeldLayer) -> int:
     """The hash, of `HASH_BITS` bits, of the window of parameters that is due at the layer's age."""
-    tensors = list(_stored(held))
+    tensors = list(_parameter_tensors(held))
     num_bytes = sum(tensor.nbytes for tensor in tensors)
     num_windows = max(1, -(-num_bytes // SAMPLE_BYTES))
     first = held.age % num_windows * SAMPLE_BYTES
     end = first + SAMPLE_BYTES
-    hashed = xxhash.xxh3_64()
+    hasher = xxhash.xxh3_64()
     for tensor in tensors:
         window = slice(max(first, 0), max(end, 0))
         if first < tensor.nbytes and end > 0:
             # On the host this is a view; from a device only the window is copied.
             flat = tensor.detach().reshape(-1).view(torch.uint8)
-            hashed.update(flat[window].cpu().numpy().data)
+            hasher.update(flat[window].cpu().numpy().data)
         first, end = first - tensor.nbytes, end - tensor.nbytes
-    return hashed.intdigest() % (1 << HASH_BITS)
+    return hasher.intdigest() % (1 << HASH_BITS)
 
 
-def _stored(held: HeldLayer) -> Iterator[Tensor]:
+def _parameter_tensors(held: HeldLayer) -> Iterator[Tensor]:
     """All tensors that store parameters: masters, and parameters that are not their own masters."""
     yield from held.masters.values()
     for name, parameter in held.parameters.items():

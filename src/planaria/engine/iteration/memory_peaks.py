@@ -23,7 +23,7 @@ import psutil
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from planaria.engine.stage import Stage
+from planaria.engine.stage import RankStage
 
 
 class TensorPeak:
@@ -33,7 +33,7 @@ class TensorPeak:
         peak_bytes: peak of the newest watched iteration; 0 before the first.
     """
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: RankStage) -> None:
         self.peak_bytes = 0
         self._stage = stage
         self._state: dict[int, int] = {}  # Bytes by storage (address), as in `_saved`.
@@ -42,20 +42,20 @@ class TensorPeak:
         self._saved_bytes = 0
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         """Watches an iteration, the body of the `with`; it must compute in the calling thread."""
         self.peak_bytes = 0
         self._state = _storages(
             tensor for held in self._stage.layers.values() for tensor in held.tensors()
         )
-        with saved_tensors_hooks(self._pack, _unpacked):
+        with saved_tensors_hooks(self._pack, _unpack):
             yield
 
-    def note(self, waiting: Iterable[Tensor]) -> None:
+    def count_bytes(self, kept: Iterable[Tensor]) -> None:
         """Counts the bytes held now, and raises the peak if they are more.
 
         Args:
-            waiting: tensors that the rank itself, not autograd, keeps for later actions.
+            kept: tensors that the rank itself, not autograd, keeps for later actions.
         """
         gradients = (
             parameter.grad
@@ -63,7 +63,7 @@ class TensorPeak:
             for parameter in held.parameters.values()
             if parameter.grad is not None
         )
-        others = {**_storages(waiting), **_storages(gradients)}
+        others = {**_storages(kept), **_storages(gradients)}
         others_bytes = sum(
             size
             for place, size in others.items()
@@ -108,7 +108,7 @@ class _Saved:
         self._peak.forget(self._place)
 
 
-def _unpacked(saved: "Tensor | _Saved") -> Tensor:
+def _unpack(saved: "Tensor | _Saved") -> Tensor:
     return saved.tensor if isinstance(saved, _Saved) else saved
 
 
@@ -124,7 +124,7 @@ logger = logging.getLogger(__name__)
 _PROCESS: Final = Path("/proc/self")
 
 
-class Peak:
+class ResidentPeak:
     """Peak of the resident memory since the last `reset`.
 
     If the kernel does not measure it (gVisor, a read-only /proc), or from the first failure to read

@@ -33,11 +33,11 @@ class _Join:
         self.node = node
         self.gradients: _Gradients = ()
 
-    def note(self, gradients: _Gradients) -> None:
+    def keep_gradients(self, gradients: _Gradients) -> None:
         """Keeps the gradients that reach the node in the first part."""
         self.gradients = gradients
 
-    def noted(self, _: _Gradients) -> _Gradients:
+    def first_part_gradients(self, _: _Gradients) -> _Gradients:
         """The gradients of the first part, which replace those that reach the node now."""
         return self.gradients
 
@@ -53,10 +53,10 @@ class WeightGradients:
         self._groups = groups
 
     def gradients(self) -> Iterator[Tensor]:
-        """The gradients that were noted in the first part."""
+        """The gradients that were kept in the first part."""
         for joins, _ in self._groups:
             for join in joins:
-                yield from (one for one in join.gradients if one is not None)
+                yield from (gradient for gradient in join.gradients if gradient is not None)
 
     def run(self) -> None:
         """Adds to `.grad` of each parameter, and releases the graph."""
@@ -69,10 +69,12 @@ class WeightGradients:
                         gradients.append(gradient)
             with ExitStack() as hooks:
                 for join in joins if len(joins) > 1 else ():
-                    hooks.callback(join.node.register_prehook(join.noted).remove)
+                    hooks.callback(join.node.register_prehook(join.first_part_gradients).remove)
                 # Groups may share nodes, so none may free the tensors that the nodes have saved.
-                found = torch.autograd.grad(edges, parameters, gradients, retain_graph=True)
-            for parameter, gradient in zip(parameters, found, strict=True):
+                gradients_found = torch.autograd.grad(
+                    edges, parameters, gradients, retain_graph=True
+                )
+            for parameter, gradient in zip(parameters, gradients_found, strict=True):
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self._groups = ()
 
@@ -92,9 +94,9 @@ def input_gradient(
     with ExitStack() as hooks:
         for joins, _ in groups:
             for join in joins:
-                hooks.callback(join.node.register_prehook(join.note).remove)
-        (found,) = torch.autograd.grad(output, source, gradient, retain_graph=True)
-    return found, WeightGradients(groups)
+                hooks.callback(join.node.register_prehook(join.keep_gradients).remove)
+        (source_gradient,) = torch.autograd.grad(output, source, gradient, retain_graph=True)
+    return source_gradient, WeightGradients(groups)
 
 
 def _groups(
@@ -102,20 +104,20 @@ def _groups(
 ) -> list[tuple[list[_Join], list[nn.Parameter]]]:
     """The joins below root with their parameters; joins with a common parameter form one group."""
     order = _parents_last(root)
-    on_way: set[Node] = set()
+    on_path: set[Node] = set()
     reached: dict[Node, set[nn.Parameter]] = {}
     joins: list[tuple[_Join, set[nn.Parameter]]] = []
     for node in order:
         variable = getattr(node, "variable", None)
         children = [child for child, _ in node.next_functions if child is not None]
-        if variable is source or any(child in on_way for child in children):
-            on_way.add(node)
-        off_way = [reached[child] for child in children if child not in on_way]
-        below = set[nn.Parameter]().union(*off_way)
+        if variable is source or any(child in on_path for child in children):
+            on_path.add(node)
+        off_path = [reached[child] for child in children if child not in on_path]
+        below = set[nn.Parameter]().union(*off_path)
         if variable is not None and variable in parameters:
             below.add(variable)
         reached[node] = below
-        if node in on_way and below:
+        if node in on_path and below:
             joins.append((_Join(node), below))
     groups: list[tuple[list[_Join], set[nn.Parameter]]] = []
     for join, below in joins:

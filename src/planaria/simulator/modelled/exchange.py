@@ -1,6 +1,6 @@
 """Transfers modelled layers to ranks that lack them, before an epoch begins or while it trains.
 
-Sends and receives are in the same order as in engine/apply.py.
+Sends and receives are in the same order as in engine/exchange.py.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -33,7 +33,7 @@ import xxhash
 
 from planaria.checkpoint.memory.wire import Tensor, bytes_of, tensor_views
 from planaria.core.plan import NUM_CHUNKS, Transfer
-from planaria.engine.stage import HeldLayer, Stage, State
+from planaria.engine.stage import HeldLayer, RankStage, State
 from planaria.errors import PeerLostError
 from planaria.transport.links import UNLIMITED_S, Channel, Links, Tag
 
@@ -44,11 +44,11 @@ _AGE_TAG: Final = Tag(Channel.AGE, 0, 0)
 _TAKEN_TAG: Final = Tag(Channel.TAKEN, 0, 0)
 
 
-class _Head(msgspec.Struct, frozen=True):
+class _StateHead(msgspec.Struct, frozen=True):
     tensors: tuple[Tensor, ...]
 
 
-def drop_others(stage: Stage, *, age: int) -> None:
+def keep_only_age(stage: RankStage, *, age: int) -> None:
     """Keeps the layers of this age and clears their gradient sums; drops all other layers."""
     stage.keep_only([layer for layer, held in stage.layers.items() if held.age == age])
     for held in stage.layers.values():
@@ -57,7 +57,7 @@ def drop_others(stage: Stage, *, age: int) -> None:
 
 def exchange_layers(
     links: Links,
-    stage: Stage,
+    stage: RankStage,
     rounds: Sequence[Sequence[Transfer]],
     *,
     age: int,
@@ -85,9 +85,9 @@ def exchange_layers(
         return held.state_views() if held else (copies or {})[layer]
 
     outgoing = _outgoing(own, stage, views, age)
-    arriving = _Arriving([t for t in ordered if t.target == links.rank], age)
+    arriving = _ArrivingLayers([t for t in ordered if t.target == links.rank], age)
     to_build = deque(arriving.layers)
-    vessels: dict[int, HeldLayer] = {}
+    empty_layers: dict[int, HeldLayer] = {}
     is_sending = True
     while is_sending or arriving.wanted:
         message = next(outgoing, None)
@@ -100,21 +100,21 @@ def exchange_layers(
                     break
                 if to_build:
                     layer = to_build.popleft()
-                    vessels[layer] = stage.vessel(layer)
+                    empty_layers[layer] = stage.empty_layer(layer)
                     continue
             peer, received = links.receive_any(arriving.wanted, timeout_s=timeout_s)
-            for layer, state in arriving.take(peer, received):
-                if layer not in vessels:
+            for layer, state in arriving.on_message(peer, received):
+                if layer not in empty_layers:
                     to_build.remove(layer)
-                    vessels[layer] = stage.vessel(layer)
-                stage.take(vessels.pop(layer), state, age=age)
+                    empty_layers[layer] = stage.empty_layer(layer)
+                stage.hold_loaded(empty_layers.pop(layer), state, age=age)
     for source in {t.source for t in ordered if t.target == links.rank}:
         with suppress(PeerLostError):  # The source may leave once everything has arrived.
             links.send(source, _TAKEN_TAG)
     return links.state_bytes[links.epoch]
 
 
-def wait_taken(links: Links, rounds: Sequence[Sequence[Transfer]]) -> None:
+def wait_received(links: Links, rounds: Sequence[Sequence[Transfer]]) -> None:
     """Blocks until all ranks that receive layers from this rank have confirmed them.
 
     Raises:
@@ -126,7 +126,7 @@ def wait_taken(links: Links, rounds: Sequence[Sequence[Transfer]]) -> None:
 
 
 def send_silently(
-    links: Links, stage: Stage, rounds: Sequence[Sequence[Transfer]], *, age: int
+    links: Links, stage: RankStage, rounds: Sequence[Sequence[Transfer]], *, age: int
 ) -> None:
     """Sends the age, then layers of this age, to the ranks that are to hold them silently.
 
@@ -142,7 +142,7 @@ def send_silently(
         message.send(links)
 
 
-def received_age(links: Links, rounds: Sequence[Sequence[Transfer]], *, timeout_s: float) -> int:
+def receive_age(links: Links, rounds: Sequence[Sequence[Transfer]], *, timeout_s: float) -> int:
     """The age of the layers sent to this rank, which took no part in the epoch before.
 
     Raises:
@@ -155,7 +155,7 @@ def received_age(links: Links, rounds: Sequence[Sequence[Transfer]], *, timeout_
 
 def receive_silently(
     links: Links,
-    stage: Stage,
+    stage: RankStage,
     rounds: Sequence[Sequence[Transfer]],
     *,
     age: int,
@@ -167,20 +167,20 @@ def receive_silently(
         PeerLostError, AbortedError: a holder is gone; layers that have arrived by then are held.
     """
     own = [t for transfers in rounds for t in transfers if t.target == links.rank]
-    arriving = _Arriving(own, age)
+    arriving = _ArrivingLayers(own, age)
     while arriving.wanted:
         peer, received = links.receive_any(arriving.wanted, timeout_s=timeout_s)
-        for layer, state in arriving.take(peer, received):
+        for layer, state in arriving.on_message(peer, received):
             stage.fill(layer, state, age=age)
     return links.state_bytes[links.epoch]
 
 
-def missing_layers(layers: Collection[int], stage: Stage) -> list[int]:
+def missing_layers(layers: Collection[int], stage: RankStage) -> list[int]:
     """Layers that the stage does not hold, ascending."""
     return sorted(set(layers) - stage.layers.keys())
 
 
-class _Message(NamedTuple):
+class _StateMessage(NamedTuple):
     target: int
     tag: Tag
     pieces: list[Bytes]
@@ -191,8 +191,8 @@ class _Message(NamedTuple):
 
 
 def _outgoing(
-    transfers: Iterable[Transfer], stage: Stage, state_of: Callable[[int], State], age: int
-) -> Iterator[_Message]:
+    transfers: Iterable[Transfer], stage: RankStage, state_of: Callable[[int], State], age: int
+) -> Iterator[_StateMessage]:
     """All messages of these transfers; the targets take turns, one message each."""
     by_target: dict[int, list[Transfer]] = {}
     for transfer in transfers:
@@ -207,28 +207,28 @@ def _outgoing(
 
 
 def _messages(
-    transfers: Iterable[Transfer], stage: Stage, state_of: Callable[[int], State], age: int
-) -> Iterator[_Message]:
+    transfers: Iterable[Transfer], stage: RankStage, state_of: Callable[[int], State], age: int
+) -> Iterator[_StateMessage]:
     for transfer in transfers:
         target, virtual_bytes = transfer.target, stage.model.virtual_state_bytes(transfer.layer)
         state = state_of(transfer.layer)
         tensors = tuple(Tensor(name, a.dtype.str, a.shape) for name, a in state.items())
         arrays = [array.reshape(-1).view(np.uint8) for array in state.values()]
-        head = msgspec.json.encode(_Head(tensors))
-        yield _Message(target, _head_tag(transfer, age), [np.frombuffer(head, dtype=np.uint8)])
-        hashed = xxhash.xxh3_128()
+        head = msgspec.json.encode(_StateHead(tensors))
+        yield _StateMessage(target, _head_tag(transfer, age), [np.frombuffer(head, dtype=np.uint8)])
+        hasher = xxhash.xxh3_128()
         size = bytes_of(tensors)
         for index, (first, end) in enumerate(_pieces(transfer, size)):
-            piece = _cut(arrays, first, end)
+            piece = _byte_range(arrays, first, end)
             for array in piece:
-                hashed.update(array.data)
+                hasher.update(array.data)
             share = virtual_bytes * (end - first) // size
-            yield _Message(target, _piece_tag(transfer, age, index), piece, share)
-        digest = np.frombuffer(hashed.digest(), dtype=np.uint8)
-        yield _Message(target, _digest_tag(transfer, age), [digest])
+            yield _StateMessage(target, _piece_tag(transfer, age, index), piece, share)
+        digest = np.frombuffer(hasher.digest(), dtype=np.uint8)
+        yield _StateMessage(target, _digest_tag(transfer, age), [digest])
 
 
-class _Arriving:
+class _ArrivingLayers:
     """Layers that this rank is receiving.
 
     Attributes:
@@ -246,14 +246,16 @@ class _Arriving:
             by_source.setdefault(transfer.source, []).append(transfer)
             self._num_chunks[transfer.layer] += transfer.end_chunk - transfer.first_chunk
         assert set(self._num_chunks.values()) <= {NUM_CHUNKS}
-        self._steps = {source: self._read(one) for source, one in by_source.items()}
+        self._steps = {
+            source: self._read_messages(transfers) for source, transfers in by_source.items()
+        }
         self.wanted: dict[int, Tag] = {source: next(step) for source, step in self._steps.items()}
 
     @property
     def layers(self) -> tuple[int, ...]:
         return tuple(self._num_chunks)
 
-    def take(self, source: int, received: Bytes) -> Iterator[tuple[int, State]]:
+    def on_message(self, source: int, received: Bytes) -> Iterator[tuple[int, State]]:
         """Takes the wanted message from a source; yields the layers that it completes.
 
         Raises:
@@ -263,29 +265,29 @@ class _Arriving:
             self.wanted[source] = self._steps[source].send(received)
         except StopIteration:
             del self.wanted[source]
-        for layer in [layer for layer, left in self._num_chunks.items() if not left]:
+        for layer in [layer for layer, num_missing in self._num_chunks.items() if not num_missing]:
             del self._num_chunks[layer]
             yield layer, tensor_views(self._tensors.pop(layer), self._memory.pop(layer))
 
-    def _read(self, transfers: Sequence[Transfer]) -> Generator[Tag, Bytes, None]:
+    def _read_messages(self, transfers: Sequence[Transfer]) -> Generator[Tag, Bytes, None]:
         """Yields the tag of each message of one source, in order, and is sent its payload."""
         for transfer in transfers:
             layer = transfer.layer
             raw = yield _head_tag(transfer, self._age)
-            head = msgspec.json.decode(raw.tobytes(), type=_Head)
+            head = msgspec.json.decode(raw.tobytes(), type=_StateHead)
             is_alike = self._tensors.setdefault(layer, head.tensors) == head.tensors
             size = bytes_of(head.tensors)
             if layer not in self._memory:
                 self._memory[layer] = np.empty(size, dtype=np.uint8)
-            hashed = xxhash.xxh3_128()
+            hasher = xxhash.xxh3_128()
             for index, (first, end) in enumerate(_pieces(transfer, size)):
                 piece = yield _piece_tag(transfer, self._age, index)
-                hashed.update(piece.data)
+                hasher.update(piece.data)
                 is_alike = is_alike and len(piece) == end - first
                 if is_alike:
                     self._memory[layer][first:end] = piece
             digest = yield _digest_tag(transfer, self._age)
-            if digest.tobytes() != hashed.digest() or not is_alike:
+            if digest.tobytes() != hasher.digest() or not is_alike:
                 why = f"layer {layer} did not arrive as it was sent"
                 raise PeerLostError(transfer.source, why)
             self._num_chunks[layer] -= transfer.end_chunk - transfer.first_chunk
@@ -311,7 +313,7 @@ def _pieces(transfer: Transfer, num_bytes: int) -> Iterator[tuple[int, int]]:
         yield begin, min(end, begin + PIECE_BYTES)
 
 
-def _cut(arrays: Sequence[Bytes], first: int, end: int) -> list[Bytes]:
+def _byte_range(arrays: Sequence[Bytes], first: int, end: int) -> list[Bytes]:
     """The bytes [first, end) of the concatenated arrays, as views."""
     cut = []
     for array in arrays:

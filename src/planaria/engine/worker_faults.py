@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from planaria.core.samples import mix
-from planaria.engine.stage import Stage
+from planaria.engine.stage import RankStage
 from planaria.transport.links import Links
 from planaria.transport.probe import Cut
 from planaria.transport.timekeeping import Timekeeper
@@ -14,9 +14,9 @@ from planaria.transport.timekeeping import Timekeeper
 logger = logging.getLogger(__name__)
 
 
-def flip_bit(stage: Stage, *, rank: int, iteration: int) -> None:
+def flip_bit(stage: RankStage, *, rank: int, iteration: int) -> None:
     """Flips one bit of a parameter that the rank holds; rank and iteration determine which one."""
-    drawn = mix(rank, iteration)
+    random_bits = mix(rank, iteration)
     sizes = {
         layer: sum(tensor.nbytes for tensor in held.masters.values())
         for layer, held in sorted(stage.layers.items())
@@ -24,8 +24,8 @@ def flip_bit(stage: Stage, *, rank: int, iteration: int) -> None:
     layers = [stage.layers[layer] for layer, num_bytes in sizes.items() if num_bytes]
     if not layers:
         return
-    held = layers[drawn % len(layers)]
-    bit = drawn // len(layers) % (8 * sizes[held.layer])
+    held = layers[random_bits % len(layers)]
+    bit = random_bits // len(layers) % (8 * sizes[held.layer])
     for name, master in held.masters.items():
         if bit < 8 * master.nbytes:
             flat = master.data.view(-1).view(torch.uint8)
@@ -51,7 +51,7 @@ class Slowness:
         logger.info("iteration %s: from now on all takes %s times as long", iteration, factor)
         self._factor, self._owed_s = factor, 0.0
 
-    def worked(self, seconds: float) -> None:
+    def on_computed(self, seconds: float) -> None:
         """Sleeps for the time that a slow worker would need beyond the seconds computed."""
         self._owed_s += (self._factor - 1.0) * seconds
         if self._owed_s > 0.0:
@@ -61,7 +61,7 @@ class Slowness:
 
 
 def faults_by_kind(
-    slowness: Slowness, stage: Callable[[], Stage], *, rank: int
+    slowness: Slowness, stage: Callable[[], RankStage], *, rank: int
 ) -> Mapping[str, Callable[[int, float], None]]:
     """The function that injects each kind of fault, given the iteration and the fault's value.
 
@@ -77,7 +77,7 @@ def faults_by_kind(
 def cutter(links: Links, *, devices_per_node: int) -> Callable[[Cut, float], None]:
     """The function that cuts this rank off, until `end_s`, from all nodes not in `cut.nodes`."""
 
-    def cut_off(cut: Cut, end_s: float) -> None:
+    def cut_links(cut: Cut, end_s: float) -> None:
         links.cuts.add(lambda rank: rank // devices_per_node not in cut.nodes, end_s=end_s)
 
-    return cut_off
+    return cut_links
