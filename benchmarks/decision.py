@@ -28,8 +28,8 @@ from planaria.nodes.head.leader_spec import REGROUP_S
 from planaria.planner.plans import EveryPlan, foreseen_plans
 from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_templates
-from planaria.policies.ahead import Ahead, Known, look_ahead
-from planaria.policies.named import hurried_policy_of, policy_of, searched_by
+from planaria.policies.ahead import ForeseenAnswers, Lookup, look_ahead
+from planaria.policies.named import hurried_policy, layout_search, named_policy
 from planaria.policies.policy import profile_prices
 from planaria.policies.value import Outlook, best_transition
 
@@ -61,10 +61,10 @@ def _decide(num_nodes: int, goal_s: float) -> bool:
     job = JobConfig(resilience=ResilienceConfig(policy="adaptive"))
     prices = profile_prices(every.problem.profile, regroup_s=REGROUP_S)
     prices = replace(prices, hop_s=HOP_S)
-    known = Known()
-    searched = searched_by(job, every.problem)
-    hurried = hurried_policy_of(job, every)
-    policy = Ahead(policy_of(job, every, searched), known, hurried)
+    known = ForeseenAnswers()
+    searched = layout_search(job, every.problem)
+    hurried = hurried_policy(job, every)
+    policy = Lookup(named_policy(job, every, searched), known, hurried)
     began_s = last_s = process_time()
     longest_s, num_steps = 0.0, 0
     for found in look_ahead(policy.policy, searched, plan, prices=prices, failures_ahead=1):
@@ -80,7 +80,7 @@ def _decide(num_nodes: int, goal_s: float) -> bool:
         lost = plan.nodes[index * len(plan.nodes) // NUM_LOST + index]
         cluster = survivors(plan, (lost,), epoch=1)
         event = NodesLost((lost,), 0)
-        unaware = Ahead(policy_of(job, every), Known(), hurried)
+        unaware = Lookup(named_policy(job, every), ForeseenAnswers(), hurried)
         began_s = process_time()
         unaware.propose(plan, cluster, event, prices)
         unforeseen_s = process_time() - began_s

@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Final
 
 from planaria.job.config import load_job
-from planaria.policies.named import policy_of
+from planaria.policies.named import named_policy
 from study.cases import Case, drawn_cases, every_of, happenings, iterations_between_saves
 from study.job import Answers, Job
 
@@ -177,7 +177,7 @@ def result(case: Case, *, num_seeds: int, num_failures: int = NUM_FAILURES) -> R
     samples: dict[str, list[float]] = {}
     for name in POLICIES:
         job = load_job(EXAMPLE, overrides=[f'resilience.policy="{name}"'])
-        answers = Answers(every, policy_of(job, every))
+        answers = Answers(every, named_policy(job, every))
         if answers.start(case.num_nodes) is not None:
             samples[name] = [
                 trained(case, answers, name, seed, num_failures=num_failures)

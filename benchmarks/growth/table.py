@@ -37,7 +37,7 @@ from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_templates, smallest_num_nodes
 from planaria.policies.policy import profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
-from planaria.policies.unequal import Unequal
+from planaria.policies.unequal_nodes import UnequalNodes
 
 EXAMPLE: Final = Path(__file__).parent.parent.parent / "examples" / "paced.toml"
 SIMULATED: Final = (128, 512, 1000, 2000, 5000)
@@ -148,7 +148,7 @@ def _planned(num_nodes: int) -> tuple[Rules, Plan, ModelProfile]:
     num_layers = len(profile.layers)
     rules = Rules(
         job=job,
-        policy=Unequal(Reinstantiate(every)),
+        policy=UnequalNodes(Reinstantiate(every)),
         prices=profile_prices(profile, regroup_s=REGROUP_S),
         n0=smallest_num_nodes(problem),
         max_nodes=num_nodes,

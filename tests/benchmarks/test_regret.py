@@ -17,7 +17,7 @@ from planaria.policies.adaptive import Adaptive
 from planaria.policies.morph import Morph
 from planaria.policies.policy import Prices
 from planaria.policies.reinstantiate import Reinstantiate
-from planaria.policies.unequal import Unequal
+from planaria.policies.unequal_nodes import UnequalNodes
 from regret import Result, known_samples, page, result_line, summary, verdicts
 from study.cases import Case, drawn_cases, every_of, happenings, iterations_between_saves
 from study.job import Answers, Happening, Job
@@ -40,7 +40,7 @@ CASE = Case(
 def job() -> Job:
     """Two pipelines of two nodes that hold the model in one each; an iteration takes 10 s."""
     book = every(4, n0=1, f=1)
-    answers = Answers(book, Unequal(Reinstantiate(book)))
+    answers = Answers(book, UnequalNodes(Reinstantiate(book)))
     return Job(
         answers=answers,
         batch=40,
@@ -144,7 +144,7 @@ def test_an_answer_is_the_same_whatever_the_nodes_are_called() -> None:
     for one, lost in ((plan, 1), (other, 5)):
         alive = [node for node in one.nodes if node != lost]
         job = Job(
-            answers=Answers(book, Adaptive((Unequal(Reinstantiate(book)),))),
+            answers=Answers(book, Adaptive((UnequalNodes(Reinstantiate(book)),))),
             batch=40,
             between_saves=400,
             improves=True,
@@ -195,7 +195,7 @@ def test_a_morphing_job_goes_back_to_its_save_at_every_loss() -> None:
 def test_an_absorbing_job_keeps_shadows_and_moves_nothing() -> None:
     """A neighbour computes what it kept in step, so the downtime is no more than regrouping."""
     book = every(4, n0=2, f=1)
-    answers = Answers(book, Absorb(book, Unequal(Reinstantiate(book))))
+    answers = Answers(book, Absorb(book, UnequalNodes(Reinstantiate(book))))
     start = answers.start(4)
     assert start is not None
     job = Job(

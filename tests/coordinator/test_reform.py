@@ -21,7 +21,7 @@ from planaria.policies.adaptive import Adaptive
 from planaria.policies.policy import Prices, profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.reroute import Reroute
-from planaria.policies.unequal import Unequal
+from planaria.policies.unequal_nodes import UnequalNodes
 
 pytestmark = pytest.mark.faults
 
@@ -54,7 +54,7 @@ def lost_one(
         made,
         job=replace(made.job, resilience=resilience, training=training),
         looks_ahead=looks_ahead,
-        policy=Adaptive((Unequal(Reinstantiate(every)), around)),
+        policy=Adaptive((UnequalNodes(Reinstantiate(every)), around)),
         prices=replace(prices, links={"inter_node": Link(0.0, bytes_per_s)}),
     )
     templates = [every.templates[3]] * 2
@@ -236,7 +236,7 @@ def test_a_new_coordinator_gives_work_to_who_was_joining(later: int) -> None:
     cluster = training(5, (2, 3))
     slow = replace(cluster.rules.prices, links={"inter_node": Link(0.0, BYTES_PER_S)})
     cluster.rules = replace(
-        cluster.rules, prices=slow, policy=Unequal(Reinstantiate(book(6, n0=2)))
+        cluster.rules, prices=slow, policy=UnequalNodes(Reinstantiate(book(6, n0=2)))
     )
     cluster.join(5)
     train(cluster, later)
@@ -257,11 +257,11 @@ class Hasty:
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
     ) -> tuple[Transition, ...]:
-        alike = Reinstantiate(self.every)
+        equal = Reinstantiate(self.every)
         if not (isinstance(event, NodesChanged) and event.joined):
-            return Unequal(alike).propose(plan, cluster, event, prices)
+            return UnequalNodes(equal).propose(plan, cluster, event, prices)
         long = bind(self.every.problem, [self.every.templates[3]] * 2, range(6), epoch=0)
-        return (alike.transition(long.pipelines, "long", plan, cluster, event, prices),)
+        return (equal.transition(long.pipelines, "long", plan, cluster, event, prices),)
 
 
 def test_the_first_plan_gives_way_to_a_better_one() -> None:
@@ -284,7 +284,7 @@ def test_the_first_plan_gives_way_to_a_better_one() -> None:
 class Splitting:
     """Better than what there is: the same work, with backwards split."""
 
-    policy: Unequal
+    policy: UnequalNodes
 
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
@@ -302,7 +302,9 @@ class Splitting:
 def test_a_better_plan_that_moves_no_layer_is_told() -> None:
     """It pauses training, and all train by it."""
     cluster = lost_one(looks_ahead=True)
-    cluster.rules = replace(cluster.rules, policy=Splitting(Unequal(Reinstantiate(book(6, n0=2)))))
+    cluster.rules = replace(
+        cluster.rules, policy=Splitting(UnequalNodes(Reinstantiate(book(6, n0=2))))
+    )
     cluster.lose(2)
     cluster.hear(AnswersFound(cluster.state.epoch))
     train(cluster, 5)

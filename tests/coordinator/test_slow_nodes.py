@@ -20,7 +20,7 @@ from planaria.planner.problem import Problem
 from planaria.planner.templates import smallest_num_nodes
 from planaria.policies.policy import profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
-from planaria.policies.unequal import Unequal
+from planaria.policies.unequal_nodes import UnequalNodes
 
 END = 200
 
@@ -58,7 +58,7 @@ def training(num_nodes: int = 4, sizes: tuple[int, ...] = (2, 2), *, n0: int = 2
     made = replace(
         made,
         job=replace(made.job, training=replace(made.job.training, iterations=END)),
-        policy=Unequal(Reinstantiate(every)),
+        policy=UnequalNodes(Reinstantiate(every)),
         prices=profile_prices(profile, regroup_s=0.05),
         layer_s=tuple(layer.forward_s[1] + layer.backward_s(1) for layer in profile.layers),
     )

@@ -14,11 +14,11 @@ from planaria.planner.reroute.reroutes import simulated_s
 from planaria.planner.reroute.shadows import shadowed, shadowed_start
 from planaria.policies.absorb import ABSORB, Absorb
 from planaria.policies.reinstantiate import Reinstantiate
-from planaria.policies.unequal import Unequal
+from planaria.policies.unequal_nodes import UnequalNodes
 
 
 def policy(book: EveryPlan) -> Absorb:
-    return Absorb(book, Unequal(Reinstantiate(book)))
+    return Absorb(book, UnequalNodes(Reinstantiate(book)))
 
 
 def left_of(plan: Plan, lost: tuple[int, ...]) -> ClusterState:

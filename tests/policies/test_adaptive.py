@@ -17,13 +17,13 @@ from planaria.policies.adaptive import Adaptive
 from planaria.policies.policy import Policy, Prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.reroute import Reroute
-from planaria.policies.unequal import Unequal
+from planaria.policies.unequal_nodes import UnequalNodes
 from planaria.policies.value import Outlook, best_transition
 
 
 def policies(book: EveryPlan) -> tuple[Policy, Policy]:
     """Pipelines made anew, and rerouting alone."""
-    return Unequal(Reinstantiate(book)), Reroute(book.problem, Adaptive(()))
+    return UnequalNodes(Reinstantiate(book)), Reroute(book.problem, Adaptive(()))
 
 
 def proposed(

@@ -18,35 +18,35 @@ from planaria.planner.layout.search import Searched
 from planaria.planner.plans import EveryPlan
 from planaria.planner.reroute.reroutes import simulated_s
 from planaria.policies.adaptive import Adaptive
-from planaria.policies.ahead import Ahead, Known, look_ahead, losses
+from planaria.policies.ahead import ForeseenAnswers, Lookup, look_ahead, losses
 from planaria.policies.policy import Policy
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.repartition import Repartition
 from planaria.policies.reroute import Reroute
-from planaria.policies.unequal import Unequal
+from planaria.policies.unequal_nodes import UnequalNodes
 
 
 def policies(book: EveryPlan) -> tuple[Policy, Searched]:
     """All of them in one, and where it looks for layouts."""
     searched = Searched(book.problem, Ranges())
-    anew = Unequal(Reinstantiate(book))
+    anew = UnequalNodes(Reinstantiate(book))
     around = Reroute(book.problem, Adaptive(()))
     return Adaptive((anew, around, Repartition(book.problem, anew, searched))), searched
 
 
-def looked_ahead(book: EveryPlan, plan: Plan, *, failures_ahead: int) -> Ahead:
+def looked_ahead(book: EveryPlan, plan: Plan, *, failures_ahead: int) -> Lookup:
     policy, searched = policies(book)
-    known = Known()
+    foreseen = ForeseenAnswers()
     for found in look_ahead(
         policy, searched, plan, prices=prices(book), failures_ahead=failures_ahead
     ):
         if found is not None:
-            known.add(found.plan, found.lost, partial(tuple, found.transitions))
-    return Ahead(policy, known, Unequal(Reinstantiate(book)))
+            foreseen.add(found.plan, found.lost, partial(tuple, found.transitions))
+    return Lookup(policy, foreseen, UnequalNodes(Reinstantiate(book)))
 
 
 @pytest.fixture(scope="module")
-def job() -> tuple[EveryPlan, Plan, Ahead]:
+def job() -> tuple[EveryPlan, Plan, Lookup]:
     """Pipelines of which two are alike, on shuffled nodes, and the answers to any two losses."""
     book = every(8, n0=2, f=1)
     plan = plan_of(book, (3, 2, 3), (4, 0, 7, 3, 5, 1, 6, 2))
@@ -97,7 +97,7 @@ def test_every_loss_is_of_a_sort_that_is_looked_at(sizes: list[int], number: int
 
 @pytest.mark.parametrize(("number", "every_nth"), [(1, 1), (2, 3)])
 def test_the_answers_to_losses_that_are_alike_are_whole_and_at_their_price(
-    job: tuple[EveryPlan, Plan, Ahead], number: int, every_nth: int
+    job: tuple[EveryPlan, Plan, Lookup], number: int, every_nth: int
 ) -> None:
     """Renamed answers send what is missing, leave nobody without work, and take as long."""
     book, plan, ahead = job
@@ -106,7 +106,7 @@ def test_the_answers_to_losses_that_are_alike_are_whole_and_at_their_price(
         if cluster.lost_layers(NUM_LAYERS):
             continue
         event = NodesLost(lost, NUM_SAMPLES)
-        found = ahead.known.answers(plan, cluster, event, prices(book))
+        found = ahead.foreseen.answers(plan, cluster, event, prices(book))
         assert found
         direct = ahead.policy.propose(plan, cluster, event, prices(book))
         assert {x.policy for x in found} == {x.policy for x in direct}
@@ -126,7 +126,7 @@ def test_the_answers_to_losses_that_are_alike_are_whole_and_at_their_price(
 
 
 def test_what_is_not_known_is_answered_in_a_hurry_while_everybody_waits(
-    job: tuple[EveryPlan, Plan, Ahead], monkeypatch: pytest.MonkeyPatch
+    job: tuple[EveryPlan, Plan, Lookup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loss at once, a notice only where the plan is large; what is known stays known."""
     book, plan, ahead = job
@@ -144,7 +144,7 @@ def test_what_is_not_known_is_answered_in_a_hurry_while_everybody_waits(
     assert policies_of(leaves, usual) == {"reinstantiate"}
 
 
-def test_what_is_equal_is_found_as_one_object(job: tuple[EveryPlan, Plan, Ahead]) -> None:
+def test_what_is_equal_is_found_as_one_object(job: tuple[EveryPlan, Plan, Lookup]) -> None:
     """So that the answers of a thousand nodes are unpickled in some ms."""
     book, plan, _ = job
     policy, searched = policies(book)
@@ -158,15 +158,15 @@ def test_what_is_equal_is_found_as_one_object(job: tuple[EveryPlan, Plan, Ahead]
             assert one.then is None or any(one.then.after is other for other in plans)
 
 
-def test_what_is_known_has_the_prices_of_now(job: tuple[EveryPlan, Plan, Ahead]) -> None:
+def test_what_is_known_has_the_prices_of_now(job: tuple[EveryPlan, Plan, Lookup]) -> None:
     """A job learns from each recovery what the next one takes."""
     book, plan, ahead = job
     event, cluster = NodesLost((4,), 0), survivors(plan, (4,), epoch=1)
     cheap = prices(book)
     dear = replace(cheap, regroup_s=cheap.regroup_s + 9.0)
 
-    found = ahead.known.answers(plan, cluster, event, cheap)
-    again = ahead.known.answers(plan, cluster, event, dear)
+    found = ahead.foreseen.answers(plan, cluster, event, cheap)
+    again = ahead.foreseen.answers(plan, cluster, event, dear)
 
     assert found is not None
     assert again is not None
@@ -174,7 +174,7 @@ def test_what_is_known_has_the_prices_of_now(job: tuple[EveryPlan, Plan, Ahead])
         assert other.downtime_s == pytest.approx(one.downtime_s + 9.0)
 
 
-def test_the_policy_answers_what_is_not_known(job: tuple[EveryPlan, Plan, Ahead]) -> None:
+def test_the_policy_answers_what_is_not_known(job: tuple[EveryPlan, Plan, Lookup]) -> None:
     """Survivors that hold less, are slow or distrusted, other events."""
     book, plan, ahead = job
     event = NodesLost((4,), 0)
@@ -183,14 +183,14 @@ def test_the_policy_answers_what_is_not_known(job: tuple[EveryPlan, Plan, Ahead]
     empty = replace(first, held=(frozenset(),))
     slow = replace(first, kind=NodeKind(0.5))
     distrusted = replace(first, is_trusted=False)
-    known = ahead.known
+    foreseen = ahead.foreseen
 
-    assert known.answers(plan, usual, event, prices(book)) is not None
+    assert foreseen.answers(plan, usual, event, prices(book)) is not None
     for node in (empty, slow, distrusted):
         cluster = ClusterState(1, (node, *others))
-        assert known.answers(plan, cluster, event, prices(book)) is None
-    assert known.answers(plan, usual, NodesChanged((), (4,)), prices(book)) is None
+        assert foreseen.answers(plan, cluster, event, prices(book)) is None
+    assert foreseen.answers(plan, usual, NodesChanged((), (4,)), prices(book)) is None
     three = survivors(plan, (4, 0, 3), epoch=1)
-    assert known.answers(plan, three, NodesLost((0, 3, 4), 0), prices(book)) is None
+    assert foreseen.answers(plan, three, NodesLost((0, 3, 4), 0), prices(book)) is None
     direct = ahead.hurried.propose(plan, three, NodesLost((0, 3, 4), 0), prices(book))
     assert ahead.propose(plan, three, NodesLost((0, 3, 4), 0), prices(book)) == direct

@@ -13,7 +13,7 @@ from planaria.policies.adaptive import Adaptive
 from planaria.policies.building import num_exposed
 from planaria.policies.reinstantiate import GLOBAL, TRUSTED, Reinstantiate
 from planaria.policies.reroute import Reroute
-from planaria.policies.unequal import RECUT, UNEQUAL, Unequal
+from planaria.policies.unequal_nodes import RECUT, UNEQUAL, UnequalNodes
 from planaria.restorer.strategies import NAIVE
 
 SEED = 20_270_310
@@ -106,7 +106,7 @@ def test_slow_nodes_change_nothing_of_that() -> None:
         cluster = ClusterState(1, nodes, left)
         event = NodesChanged((), leaving, tuple(n for n in slow if n not in leaving))
 
-        found = Unequal(Reinstantiate(book)).propose(plan, cluster, event, prices(book))
+        found = UnequalNodes(Reinstantiate(book)).propose(plan, cluster, event, prices(book))
 
         for transition in found:
             if transition.keeps_plan or not could_be_covered(book, cluster):

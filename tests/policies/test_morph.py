@@ -8,7 +8,7 @@ from planaria.core.copies import Label
 from planaria.core.plan import NodeKind, Plan, Transition
 from planaria.planner.plans import EveryPlan
 from planaria.policies.morph import Morph, grid_templates
-from planaria.policies.unequal import STAY
+from planaria.policies.unequal_nodes import STAY
 
 SAVED = SavePoint(3, "3-0", 160)
 

@@ -22,13 +22,13 @@ from planaria.planner.layout.search import Layout, Searched
 from planaria.planner.plans import EveryPlan
 from planaria.planner.reroute.reroutes import simulated_s
 from planaria.policies.reinstantiate import Reinstantiate
-from planaria.policies.repartition import Repartition, answers
-from planaria.policies.unequal import STAY, Unequal
+from planaria.policies.repartition import Repartition, layout_names
+from planaria.policies.unequal_nodes import STAY, UnequalNodes
 
 
 def policy(book: EveryPlan) -> Repartition:
     searched = Searched(book.problem, Ranges())
-    return Repartition(book.problem, Unequal(Reinstantiate(book)), searched)
+    return Repartition(book.problem, UnequalNodes(Reinstantiate(book)), searched)
 
 
 def check_is_a_layout(transition: Transition, cluster: ClusterState, book: EveryPlan) -> None:
@@ -110,13 +110,13 @@ def test_answers_are_called_by_what_they_have_that_faster_ones_lack() -> None:
         templates = (template,) * num_pipelines
         return Layout(templates, (1,) * num_pipelines, False, 1.0, num_kept)
 
-    assert answers([layout(2, 0), layout(3, 1), layout(1, 2), layout(1, 3)]) == [
+    assert layout_names([layout(2, 0), layout(3, 1), layout(1, 2), layout(1, 3)]) == [
         "repartition",
         "repartition-keeping-1",
         "repartition-once",
         "repartition-once-keeping-3",
     ]
-    assert answers([layout(1, 0), layout(2, 0), layout(2, 1), layout(1, 1)]) == [
+    assert layout_names([layout(1, 0), layout(2, 0), layout(2, 1), layout(1, 1)]) == [
         "repartition",
         "repartition-doubled",
         "repartition-doubled-keeping-1",
@@ -160,7 +160,7 @@ def test_slow_nodes_are_left_to_the_other_policy() -> None:
 
     found = policy(book).propose(plan, cluster, event, prices(book))
 
-    assert found == Unequal(Reinstantiate(book)).propose(plan, cluster, event, prices(book))
+    assert found == UnequalNodes(Reinstantiate(book)).propose(plan, cluster, event, prices(book))
     assert found[0].answer == STAY
 
 

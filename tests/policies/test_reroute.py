@@ -28,12 +28,12 @@ from planaria.policies.adaptive import Adaptive
 from planaria.policies.policy import profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.reroute import NORMALISED, REROUTE, Reroute
-from planaria.policies.unequal import Unequal
+from planaria.policies.unequal_nodes import UnequalNodes
 from planaria.policies.value import Outlook, best_transition
 
 
 def policy(book: EveryPlan) -> Reroute:
-    return Reroute(book.problem, Unequal(Reinstantiate(book)))
+    return Reroute(book.problem, UnequalNodes(Reinstantiate(book)))
 
 
 def proposed(
@@ -285,11 +285,11 @@ def test_slow_survivors_are_priced_and_dealt_as_they_are() -> None:
     nodes = tuple(replace(n, kind=NodeKind(0.25)) if n.node == 6 else n for n in state.nodes)
     event = NodesLost((2,), 0)
 
-    alike = policy(book).propose(plan, state, event, prices(book))[0]
+    for_equal_nodes = policy(book).propose(plan, state, event, prices(book))[0]
     found = policy(book).propose(plan, replace(state, nodes=nodes), event, prices(book))[0]
 
     assert found.after.slow_nodes == {6: 0.25}
-    assert found.iteration_s > alike.iteration_s
+    assert found.iteration_s > for_equal_nodes.iteration_s
 
 
 def test_a_lost_slow_node_is_slow_no_more() -> None:
@@ -313,7 +313,7 @@ def test_a_plan_with_an_empty_pipeline_is_priced_alike_when_it_is_looked_at_agai
     (around,) = proposed(book, plan, (1,))
     cluster = survivors(around.after, (), epoch=2)
 
-    found = Unequal(Reinstantiate(book)).propose(
+    found = UnequalNodes(Reinstantiate(book)).propose(
         around.after, cluster, NodesChanged((), ()), prices(book)
     )
 

@@ -22,9 +22,9 @@ def with_standby(plan: Plan, lost: tuple[int, ...], *standby: Node) -> ClusterSt
 
 
 def proposed(
-    book: EveryPlan, plan: Plan, cluster: ClusterState, *lost: int, otherwise: Policy | None = None
+    book: EveryPlan, plan: Plan, cluster: ClusterState, *lost: int, fallback: Policy | None = None
 ) -> tuple[Transition, ...]:
-    policy = Rollback(book, otherwise or Adaptive(()))
+    policy = Rollback(book, fallback or Adaptive(()))
     return policy.propose(plan, cluster, NodesLost(lost, 40), prices(book))
 
 
@@ -68,7 +68,7 @@ def test_where_places_and_nodes_do_not_match_another_policy_answers(num_standby:
 
     assert proposed(book, plan, cluster, 0, 5) == ()
     anew = Reinstantiate(book)
-    found = proposed(book, plan, cluster, 0, 5, otherwise=anew)
+    found = proposed(book, plan, cluster, 0, 5, fallback=anew)
     assert found == anew.propose(plan, cluster, NodesLost((0, 5), 40), prices(book))
     assert found
 
@@ -115,7 +115,7 @@ def test_it_is_refused_where_distrusted_nodes_alone_would_hold_layers() -> None:
     )
     cluster = ClusterState(1, (*nodes, Node(8, NOTHING, is_trusted=False)))
     anew = Reinstantiate(book)
-    found = proposed(book, plan, cluster, 4, otherwise=anew)
+    found = proposed(book, plan, cluster, 4, fallback=anew)
 
     assert found
     trusted = [layers for r, layers in found[0].after.layers_by_rank.items() if r not in (0, 8)]

@@ -26,7 +26,7 @@ from planaria.job.config import load_job
 from planaria.job.job import Job, Silent, TrainingResult
 from planaria.job.planning import read_profile
 from planaria.nodes.forkserver import ForkServer
-from planaria.policies.unequal import STAY
+from planaria.policies.unequal_nodes import STAY
 
 pytestmark = pytest.mark.faults
 

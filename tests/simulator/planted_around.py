@@ -18,7 +18,7 @@ from planaria.core.messages import WorkerFailed
 from planaria.core.records import Rescue
 from planaria.observe.ledger import Category
 from planaria.observe.recorder import Recorder
-from planaria.policies.roomy import Roomy
+from planaria.policies.memory_checked import MemoryChecked
 from planaria.simulator.modelled.rescue import ReportedRecords
 
 
@@ -46,7 +46,7 @@ def any_error_is_the_jobs(patch: pytest.MonkeyPatch) -> None:
 
 def stages_without_room_are_planned(patch: pytest.MonkeyPatch) -> None:
     """What is known of memory is not looked at."""
-    patch.setattr(Roomy, "_fitting", lambda _, transitions: transitions)
+    patch.setattr(MemoryChecked, "_fitting_answers", lambda _, transitions: transitions)
 
 
 def jobs_go_on_without_records(patch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ from planaria.core.messages import AT_COMMIT, EpochReady, Shutdown, StartEpoch, 
 from planaria.core.plan import Transition
 from planaria.core.records import Candidate, Changed, Decision, Members, Outcome, Warned
 from planaria.policies.traits import TRAITS
-from planaria.policies.unequal import STAY
+from planaria.policies.unequal_nodes import STAY
 
 _LEAVING: Final = (ChangeKind.DRAIN, ChangeKind.PREEMPT)
 

@@ -14,7 +14,7 @@ from planaria.core.plan import Plan, Transfer, Transition
 from planaria.core.records import Candidate
 from planaria.policies.building import bytes_by_link, transfer_s
 from planaria.policies.policy import Prices
-from planaria.policies.unequal import STAY
+from planaria.policies.unequal_nodes import STAY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

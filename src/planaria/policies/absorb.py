@@ -35,16 +35,16 @@ ABSORB: Final = "absorb"
 
 @dataclass(frozen=True, slots=True)
 class Absorb:
-    """The policy that absorbs lost nodes; if nodes have several devices, it acts as `otherwise`.
+    """The policy that absorbs lost nodes; if nodes have several devices, it acts as `fallback`.
 
     Attributes:
         every: plans and templates of the job.
-        otherwise: policy that answers what cannot be absorbed.
+        fallback: policy that answers what cannot be absorbed.
         restoring: strategy that assigns nodes and finds sources of layers.
     """
 
     every: EveryPlan
-    otherwise: Policy
+    fallback: Policy
     restoring: RestoreStrategy = LEAST_BYTES
 
     def propose(
@@ -56,55 +56,57 @@ class Absorb:
         that leave the fewest such layers are returned.
         """
         if self.every.problem.devices_per_node > 1:
-            return self.otherwise.propose(plan, cluster, event, prices)
+            return self.fallback.propose(plan, cluster, event, prices)
         absorbing: tuple[Transition, ...] = ()
         if isinstance(event, NodesLost) and not cluster.leaving:
-            absorbing = self._absorbing(plan, cluster, event, prices)
+            absorbing = self._absorbing_transitions(plan, cluster, event, prices)
             if absorbing and not num_exposed(absorbing[0].after, cluster):
                 return absorbing
         others = tuple(
-            replace(one, iteration_s=simulated_s(self.every.problem, one.after))
-            if one.keeps_plan
-            else self._protected(one, cluster, prices)
-            for one in self.otherwise.propose(plan, cluster, event, prices)
+            replace(transition, iteration_s=simulated_s(self.every.problem, transition.after))
+            if transition.keeps_plan
+            else self._with_shadows(transition, cluster, prices)
+            for transition in self.fallback.propose(plan, cluster, event, prices)
         )
         return least_exposed((*absorbing, *others), cluster) if absorbing else others
 
-    def _absorbing(
+    def _absorbing_transitions(
         self, plan: Plan, cluster: ClusterState, event: NodesLost, prices: Prices
     ) -> tuple[Transition, ...]:
-        found = self._absorbed(plan, cluster)
-        if found is None:
+        plan_without_lost = self._plan_without_lost(plan, cluster)
+        if plan_without_lost is None:
             return ()
-        absorbing = Transition(
+        transition = Transition(
             before=plan,
-            after=found.plan,
+            after=plan_without_lost.plan,
             rounds=(),
             downtime_s=downtime_s((), prices, devices_per_node=1),
-            iteration_s=found.iteration_s,
+            iteration_s=plan_without_lost.iteration_s,
             redone_samples=event.redone_samples,
             policy=POLICY,
             answer=ABSORB,
         )
-        return (absorbing,)
+        return (transition,)
 
-    def _protected(
+    def _with_shadows(
         self, transition: Transition, cluster: ClusterState, prices: Prices
     ) -> Transition:
         """The transition with shadows in its plan; unchanged if there is no memory for them."""
-        found = priced(self.every.problem, shadowed(transition.after))
-        if found is None:
+        with_shadows = priced(self.every.problem, shadowed(transition.after))
+        if with_shadows is None:
             return transition
-        moved = self.restoring.sources(found.plan, cluster, layer_bytes=prices.layer_bytes)
+        transfers = self.restoring.sources(
+            with_shadows.plan, cluster, layer_bytes=prices.layer_bytes
+        )
         return replace(
             transition,
-            after=found.plan,
-            rounds=transfer_rounds(moved),
-            downtime_s=downtime_s(moved, prices, devices_per_node=1),
-            iteration_s=found.iteration_s,
+            after=with_shadows.plan,
+            rounds=transfer_rounds(transfers),
+            downtime_s=downtime_s(transfers, prices, devices_per_node=1),
+            iteration_s=with_shadows.iteration_s,
         )
 
-    def _absorbed(self, plan: Plan, cluster: ClusterState) -> Priced | None:
+    def _plan_without_lost(self, plan: Plan, cluster: ClusterState) -> Priced | None:
         """The plan in which neighbours replace the lost nodes; None if there is none.
 
         There is none if a lost node has no live neighbour that can take over its layers, if a live
@@ -115,7 +117,7 @@ class Absorb:
             return None
         pipelines = []
         for pipeline in plan.pipelines:
-            merged = _merged(pipeline, frozenset(held))
+            merged = _pipeline_without_lost(pipeline, frozenset(held))
             if merged is None:
                 return None
             pipelines.append(merged)
@@ -134,7 +136,7 @@ class Absorb:
         return priced(self.every.problem, replace(after, shadows=shadows))
 
 
-def _merged(pipeline: Pipeline, alive: frozenset[int]) -> Pipeline | None:
+def _pipeline_without_lost(pipeline: Pipeline, alive: frozenset[int]) -> Pipeline | None:
     """The pipeline without its lost nodes, whose layers their neighbours take over; None if two
     adjacent nodes or all nodes are lost."""
     lives = [node in alive for node in pipeline.nodes]
@@ -154,5 +156,5 @@ def _merged(pipeline: Pipeline, alive: frozenset[int]) -> Pipeline | None:
             first_layer = stage.end_layer
     kinds = tuple(k for k, is_live in zip(template.node_kinds, lives, strict=True) if is_live)
     nodes = tuple(n for n, is_live in zip(pipeline.nodes, lives, strict=True) if is_live)
-    made = PipelineTemplate(tuple(stages), len(nodes), kinds if template.kinds else ())
-    return Pipeline(made, nodes)
+    merged_template = PipelineTemplate(tuple(stages), len(nodes), kinds if template.kinds else ())
+    return Pipeline(merged_template, nodes)

@@ -40,29 +40,30 @@ class Adaptive:
         slow nodes also proposes plans with them, so it does not drop out.
         """
         answers = [policy.propose(plan, cluster, event, prices) for policy in self.policies]
-        at_work = [
-            max((len(x.after.nodes) - num_without_work(x.after) for x in found), default=0)
-            for found in answers
+        num_at_work = [
+            max((len(x.after.nodes) - num_without_work(x.after) for x in transitions), default=0)
+            for transitions in answers
         ]
-        most = max(at_work, default=0)
+        most = max(num_at_work, default=0)
         distinct: list[Transition] = []
-        for found, number in zip(answers, at_work, strict=True):
-            for transition in found if number == most else ():
+        for transitions, number in zip(answers, num_at_work, strict=True):
+            for transition in transitions if number == most else ():
                 if all(transition.after != other.after for other in distinct):
                     distinct.append(transition)
         stay = tuple(transition for transition in distinct if transition.keeps_plan)
-        others = [transition for transition in distinct if not transition.keeps_plan]
-        found = least_exposed(others, cluster)
-        return (*stay, *found, *(_followed(found) if isinstance(event, NodesLost) else ()))
+        others = tuple(transition for transition in distinct if not transition.keeps_plan)
+        others = least_exposed(others, cluster)
+        two_plans = _with_second_plans(others) if isinstance(event, NodesLost) else ()
+        return (*stay, *others, *two_plans)
 
 
-def _followed(transitions: Sequence[Transition]) -> tuple[Transition, ...]:
+def _with_second_plans(transitions: Sequence[Transition]) -> tuple[Transition, ...]:
     """The answers with empty places, each followed by the fastest answer without, to which the job
     changes at later commits (coordinator/change.py)."""
-    whole = [transition for transition in transitions if not transition.after.gone]
-    if not whole:
+    complete = [transition for transition in transitions if not transition.after.gone]
+    if not complete:
         return ()
-    then = min(whole, key=lambda transition: transition.iteration_s)
+    then = min(complete, key=lambda transition: transition.iteration_s)
     return tuple(
         replace(quick, answer=f"{quick.answer}, then {then.answer}", then=then)
         for quick in transitions

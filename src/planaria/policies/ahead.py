@@ -2,9 +2,9 @@
 
 Nodes at equal positions of equal pipelines are alike: the answer to the loss of one is, with nodes
 renamed, the answer to the loss of another. So the losses of one, two, .. nodes are grouped into
-sorts, and one loss of each sort is answered, the likeliest sort first. 1,000 nodes in pipelines of
-eight have 8 sorts of losses of one node, and 64 of two. An answer is kept as the policy gave it,
-with its transfers and its price; renamed, it costs the same, since all links between nodes are
+classes, and one loss of each class is answered, the likeliest class first. 1,000 nodes in pipelines
+of eight have 8 classes of losses of one node, and 64 of two. An answer is kept as the policy gave
+it, with its transfers and its price; renamed, it costs the same, since all links between nodes are
 alike.
 
 A kept answer is valid if the survivors hold exactly what the plan gave them, are as fast as the
@@ -30,21 +30,21 @@ from planaria.core.plan import Hop, Pipeline, PipelineTemplate, Plan, Route, Tra
 from planaria.planner.layout.search import Searched
 from planaria.policies.building import downtime_s
 from planaria.policies.policy import Policy, Prices
-from planaria.policies.repartition import is_usual, templates_of
+from planaria.policies.repartition import has_equal_nodes, templates_of
 
 SEARCH_STEPS_MAX: Final = 4000  # Steps for one number of nodes; at 32 nodes they take 0.7 s.
-LOSSES_MAX: Final = 256  # Sorts of losses that are answered for one number of lost nodes.
+LOSSES_MAX: Final = 256  # Classes of losses that are answered for one number of lost nodes.
 # Hops of the largest plan for which the policy itself answers while nodes train, in up to 1 s.
 _HOPS_MAX: Final = 1 << 10
 
 # A pipeline's template, its empty positions, and the positions of its lost nodes.
-_Sort = tuple[PipelineTemplate, tuple[int, ...], tuple[int, ...]]
-_Key = tuple[frozenset[tuple[_Sort, int]], int]
+_PipelineClass = tuple[PipelineTemplate, tuple[int, ...], tuple[int, ...]]
+_Key = tuple[frozenset[tuple[_PipelineClass, int]], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Foreseen:
-    """The answers to the loss of some nodes of a plan; they stand for all losses of the same sort.
+    """The answers to the loss of some nodes of a plan; they stand for all losses of its class.
 
     Attributes:
         plan: plan before the loss.
@@ -60,14 +60,14 @@ class Foreseen:
 Answers = Callable[[], tuple[Transition, ...]]
 
 
-class Known:
-    """The answers that are known, to losses and to whether there is a better plan without one."""
+class ForeseenAnswers:
+    """The answers found so far, to losses and to whether there is a better plan without one."""
 
     def __init__(self) -> None:
-        self._found: dict[_Key, tuple[Plan, tuple[int, ...], Answers]] = {}
+        self._answers: dict[_Key, tuple[Plan, tuple[int, ...], Answers]] = {}
 
     def add(self, plan: Plan, lost: tuple[int, ...], answers: Answers) -> None:
-        """Keeps the answers to a loss, in place of older ones to a loss of the same sort.
+        """Keeps the answers to a loss, in place of older ones to a loss of the same class.
 
         Args:
             plan: plan before the loss.
@@ -75,60 +75,60 @@ class Known:
             answers: function that returns the answers; it is called on demand, since most answers
                 are never needed.
         """
-        self._found[_key(plan, lost)] = plan, lost, answers
+        self._answers[_key(plan, lost)] = plan, lost, answers
 
     def clear(self) -> None:
         """Forgets all answers."""
-        self._found.clear()
+        self._answers.clear()
 
     def answers(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
     ) -> tuple[Transition, ...] | None:
         """The answers to a loss or, if no node is lost, the plans that might be better; None if
-        they are not known. O(nodes + hops of different routes)."""
+        they were not foreseen. O(nodes + hops of different routes)."""
         if isinstance(event, NodesChanged) and (event.joined or event.leaving or event.slow):
             return None
         alive = {node.node for node in cluster.nodes}
         lost = tuple(node for node in plan.nodes if node not in alive)
         if bool(lost) != isinstance(event, NodesLost) or not _is_foreseeable(plan, cluster):
             return None
-        found = self._found.get(_key(plan, lost))
-        if found is None:
+        entry = self._answers.get(_key(plan, lost))
+        if entry is None:
             return None
-        foreseen_plan, foreseen_lost, answers = found
-        renamed = _Renaming(foreseen_plan, foreseen_lost, plan, lost, epoch=cluster.epoch)
+        foreseen_plan, foreseen_lost, answers = entry
+        renaming = _Renaming(foreseen_plan, foreseen_lost, plan, lost, epoch=cluster.epoch)
         return tuple(
-            renamed.transition(one, redone_samples=event.redone_samples, prices=prices)
-            for one in answers()
+            renaming.transition(transition, redone_samples=event.redone_samples, prices=prices)
+            for transition in answers()
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
-    """The policy that looks up another policy's answers where they are known.
+class Lookup:
+    """The policy that looks up another policy's answers where they were foreseen.
 
     Attributes:
         policy: policy whose answers are looked up.
-        known: answers that are known.
-        hurried: quick policy that answers what is not known, after losses and for large plans.
+        foreseen: answers found so far.
+        hurried: quick policy that answers what was not foreseen, after losses and for large plans.
     """
 
     policy: Policy
-    known: Known
+    foreseen: ForeseenAnswers
     hurried: Policy
 
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
     ) -> tuple[Transition, ...]:
-        """The known answers, else those of the quick policy or of the other policy."""
+        """The foreseen answers, else those of the quick policy or of the other policy."""
         with no_collection():
-            known = self.known.answers(plan, cluster, event, prices)
-        if known is not None:
-            return known
-        found: tuple[Transition, ...] = ()
+            foreseen = self.foreseen.answers(plan, cluster, event, prices)
+        if foreseen is not None:
+            return foreseen
+        hurried: tuple[Transition, ...] = ()
         if isinstance(event, NodesLost) or sum(map(len, plan.routes)) > _HOPS_MAX:
-            found = self.hurried.propose(plan, cluster, event, prices)
-        return found or self.policy.propose(plan, cluster, event, prices)
+            hurried = self.hurried.propose(plan, cluster, event, prices)
+        return hurried or self.policy.propose(plan, cluster, event, prices)
 
 
 def look_ahead(
@@ -156,81 +156,87 @@ def look_ahead(
         return
     for number in range(min(failures_ahead, len(plan.nodes) - 1) + 1):
         cluster = survivors(plan, plan.nodes[:number], epoch=plan.epoch + 1)
-        if is_usual(plan, cluster):
+        if has_equal_nodes(plan, cluster):
             steps = searched.steps(len(cluster.nodes), templates_of(plan))
             for _ in islice(steps, SEARCH_STEPS_MAX):
                 yield None
         for lost in islice(losses(plan, number), LOSSES_MAX):
             cluster = survivors(plan, lost, epoch=plan.epoch + 1)
             event = NodesLost(lost, 0) if lost else NodesChanged((), ())
-            found = policy.propose(plan, cluster, event, prices)
-            yield Foreseen(plan, lost, _sharing(found, plan))
+            transitions = policy.propose(plan, cluster, event, prices)
+            yield Foreseen(plan, lost, _with_shared_objects(transitions, plan))
 
 
-def _sharing(transitions: tuple[Transition, ...], plan: Plan) -> tuple[Transition, ...]:
+def _with_shared_objects(transitions: tuple[Transition, ...], plan: Plan) -> tuple[Transition, ...]:
     """The same transitions, in which equal pipelines and routes are one object, which a pickle
     contains once."""
     pipelines = {pipeline: pipeline for pipeline in plan.pipelines}
     routes = {route: route for route in plan.routes}
     plans: dict[int, Plan] = {}
 
-    def shared_plan(one: Plan) -> Plan:
-        if id(one) not in plans:
-            plans[id(one)] = replace(
-                one,
-                pipelines=tuple(pipelines.setdefault(x, x) for x in one.pipelines),
-                routes=tuple(routes.setdefault(x, x) for x in one.routes),
+    def plan_with_shared_objects(after: Plan) -> Plan:
+        if id(after) not in plans:
+            plans[id(after)] = replace(
+                after,
+                pipelines=tuple(pipelines.setdefault(x, x) for x in after.pipelines),
+                routes=tuple(routes.setdefault(x, x) for x in after.routes),
             )
-        return plans[id(one)]
+        return plans[id(after)]
 
-    def shared(one: Transition) -> Transition:
-        then = shared(one.then) if one.then else None
-        return replace(one, before=plan, after=shared_plan(one.after), then=then)
+    def with_shared_objects(transition: Transition) -> Transition:
+        return replace(
+            transition,
+            before=plan,
+            after=plan_with_shared_objects(transition.after),
+            then=with_shared_objects(transition.then) if transition.then else None,
+        )
 
-    return tuple(map(shared, transitions))
+    return tuple(map(with_shared_objects, transitions))
 
 
 def losses(plan: Plan, number: int) -> Iterator[tuple[int, ...]]:
-    """Yields losses of `number` nodes that have a place, one of each sort, the likeliest first.
+    """Yields losses of `number` nodes that have a place, one of each class, the likeliest first.
 
-    All sets of nodes are equally likely, so the likeliest sort is the one with the most sets.
+    All sets of nodes are equally likely, so the likeliest class is the one with the most sets.
     """
-    found: dict[_Key, tuple[int, tuple[int, ...]]] = {_key(plan, ()): (1, ())}
+    # The number of losses in each class, and one of them.
+    classes: dict[_Key, tuple[int, tuple[int, ...]]] = {_key(plan, ()): (1, ())}
     for _ in range(number):
-        more: dict[_Key, tuple[int, tuple[int, ...]]] = {}
-        for weight, lost in found.values():
-            for node, num_alike in _one_of_each(plan, lost):
+        larger: dict[_Key, tuple[int, tuple[int, ...]]] = {}
+        for weight, lost in classes.values():
+            for node, num_alike in _class_representatives(plan, lost):
                 with_node = tuple(sorted((*lost, node)))
                 key = _key(plan, with_node)
-                so_far, kept = more.get(key, (0, with_node))
-                more[key] = so_far + weight * num_alike, kept
-        found = more
-    for _, lost in sorted(found.values(), key=lambda one: (-one[0], one[1])):
+                so_far, kept = larger.get(key, (0, with_node))
+                larger[key] = so_far + weight * num_alike, kept
+        classes = larger
+    for _, lost in sorted(classes.values(), key=lambda entry: (-entry[0], entry[1])):
         yield lost
 
 
-def _one_of_each(plan: Plan, lost: Collection[int]) -> Iterator[tuple[int, int]]:
-    """Yields one node of each sort that is not lost, and how many nodes of the sort there are."""
-    sorts = [_sort(pipeline, plan.gone, lost) for pipeline in plan.pipelines]
-    numbers = Counter(sorts)
-    for sort, number in numbers.items():
-        pipeline = plan.pipelines[sorts.index(sort)]
+def _class_representatives(plan: Plan, lost: Collection[int]) -> Iterator[tuple[int, int]]:
+    """Yields one node of each class that is not lost, and how many nodes of the class there are."""
+    classes = [_pipeline_class(pipeline, plan.gone, lost) for pipeline in plan.pipelines]
+    for pipeline_class, number in Counter(classes).items():
+        pipeline = plan.pipelines[classes.index(pipeline_class)]
         for node in pipeline.nodes:
             if node not in plan.gone and node not in lost:
                 yield node, number
 
 
-def _sort(pipeline: Pipeline, gone: Collection[int], lost: Collection[int]) -> _Sort:
+def _pipeline_class(
+    pipeline: Pipeline, gone: Collection[int], lost: Collection[int]
+) -> _PipelineClass:
     places = list(enumerate(pipeline.nodes))
     empty = tuple(position for position, node in places if node in gone)
     return pipeline.template, empty, tuple(position for position, node in places if node in lost)
 
 
 def _key(plan: Plan, lost: Collection[int]) -> _Key:
-    """The key of a loss; it is equal for losses of the same sort, also of different plans."""
+    """The key of a loss; it is equal for losses of the same class, also of different plans."""
     gone = frozenset(plan.gone)
-    sorts = Counter(_sort(pipeline, gone, lost) for pipeline in plan.pipelines)
-    return frozenset(sorts.items()), len(plan.routes)
+    classes = Counter(_pipeline_class(pipeline, gone, lost) for pipeline in plan.pipelines)
+    return frozenset(classes.items()), len(plan.routes)
 
 
 def _is_foreseeable(plan: Plan, cluster: ClusterState) -> bool:
@@ -268,36 +274,38 @@ class _Renaming:
         self._epoch = epoch
         self._devices = plan.pipelines[0].template.devices_per_node
         self._node_of: dict[int, int] = {}
-        targets: dict[_Sort, list[Pipeline]] = {}
+        targets: dict[_PipelineClass, list[Pipeline]] = {}
         for pipeline in reversed(plan.pipelines):
-            targets.setdefault(_sort(pipeline, plan.gone, lost), []).append(pipeline)
+            targets.setdefault(_pipeline_class(pipeline, plan.gone, lost), []).append(pipeline)
         for pipeline in foreseen.pipelines:
-            target = targets[_sort(pipeline, foreseen.gone, foreseen_lost)].pop()
+            target = targets[_pipeline_class(pipeline, foreseen.gone, foreseen_lost)].pop()
             self._node_of.update(zip(pipeline.nodes, target.nodes, strict=True))
         # The renamed objects, keyed by the id of the original, because hashing these would be slow.
         self._pipelines: dict[int, Pipeline] = {}
         self._routes: dict[int, Route] = {}
         self._plans: dict[int, Plan] = {}
 
-    def transition(self, one: Transition, *, redone_samples: int, prices: Prices) -> Transition:
+    def transition(
+        self, transition: Transition, *, redone_samples: int, prices: Prices
+    ) -> Transition:
         """The renamed transition, priced anew, since the job learns prices from its recoveries."""
-        then = one.then
+        then = transition.then
         if then is not None:
             then = self.transition(then, redone_samples=redone_samples, prices=prices)
-        transfers = [transfer for each in one.rounds for transfer in each]
+        transfers = [transfer for each in transition.rounds for transfer in each]
         priced_s = downtime_s(transfers, prices, devices_per_node=self._devices)
         return replace(
-            one,
+            transition,
             before=self._before,
-            after=self._plan(one.after),
+            after=self._plan(transition.after),
             rounds=tuple(
                 tuple(
                     replace(t, source=self._rank(t.source), target=self._rank(t.target))
                     for t in transfers
                 )
-                for transfers in one.rounds
+                for transfers in transition.rounds
             ),
-            downtime_s=0.0 if one.keeps_plan else priced_s,
+            downtime_s=0.0 if transition.keeps_plan else priced_s,
             redone_samples=redone_samples,
             then=then,
         )
@@ -314,7 +322,7 @@ class _Renaming:
             self._plans[id(plan)] = replace(
                 plan,
                 epoch=self._epoch,
-                pipelines=tuple(sorted(pipelines, key=lambda one: place[one.nodes[0]])),
+                pipelines=tuple(sorted(pipelines, key=lambda pipeline: place[pipeline.nodes[0]])),
                 routes=tuple(self._route(route) for route in plan.routes),
                 gone=tuple(sorted(self._node_of[node] for node in plan.gone)),
                 in_flight={self._rank(rank): most for rank, most in plan.in_flight.items()},

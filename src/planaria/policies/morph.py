@@ -31,7 +31,7 @@ from planaria.planner.reroute.reroutes import Priced
 from planaria.policies.building import transition_between
 from planaria.policies.policy import Prices
 from planaria.policies.reinstantiate import unbound_pipelines
-from planaria.policies.unequal import of_kinds, staying
+from planaria.policies.unequal_nodes import stay_answer, with_kinds
 from planaria.restorer.strategies import LEAST_BYTES, RestoreStrategy
 
 POLICY: Final = "morph"
@@ -55,10 +55,10 @@ class Morph:
         """
         fast = tuple(node for node in cluster.nodes if node.kind.speed >= 1.0)
         pools = dict.fromkeys((cluster.nodes, fast))
-        found = [grid for pool in pools if (grid := self._grid(pool, plan, cluster, prices))]
-        if not found:
+        grids = [grid for pool in pools if (grid := self._grid(pool, plan, cluster, prices))]
+        if not grids:
             return ()
-        best = min(found, key=attrgetter("iteration_s"))
+        best = min(grids, key=attrgetter("iteration_s"))
         if isinstance(event, NodesLost):
             if event.saved is None:
                 return ()
@@ -69,11 +69,11 @@ class Morph:
             return (self._from_holders(best, plan, cluster, prices, event),)
         if cluster.lost_layers(plan.num_layers):
             return ()
-        moved = (self._from_holders(best, plan, cluster, prices, event),)
+        best_grid = self._from_holders(best, plan, cluster, prices, event)
         if event.joined or event.leaving:
-            return moved
+            return (best_grid,)
         kinds = {node.node: node.kind for node in cluster.nodes}
-        return (staying(self.every, plan, cluster, kinds), *moved)
+        return (stay_answer(self.every, plan, cluster, kinds), best_grid)
 
     def _grid(
         self, pool: Sequence[Node], plan: Plan, cluster: ClusterState, prices: Prices
@@ -86,11 +86,11 @@ class Morph:
         at_work = set(plan.nodes)
         ordered = sorted(
             pool,
-            key=lambda one: (
-                not one.is_trusted,
-                -one.kind.speed,
-                one.node not in at_work,
-                one.node,
+            key=lambda node: (
+                not node.is_trusted,
+                -node.kind.speed,
+                node.node not in at_work,
+                node.node,
             ),
         )
         chosen = ordered[: sum(template.num_nodes for template in templates)]
@@ -99,7 +99,7 @@ class Morph:
             unbound, chosen, before=plan, layer_bytes=prices.layer_bytes
         )
         kinds = {node.node: node.kind for node in chosen}
-        pipelines = of_kinds(Plan(cluster.epoch, bound, ()), kinds).pipelines
+        pipelines = with_kinds(Plan(cluster.epoch, bound, ()), kinds).pipelines
         iteration_s, microbatches = self.every.distribution([p.template for p in pipelines])
         return Priced(plain_plan(cluster.epoch, pipelines, microbatches), iteration_s)
 
@@ -122,7 +122,7 @@ class Morph:
             iteration_s=grid.iteration_s,
             redone_samples=event.saved.redone_samples,
             policy=POLICY,
-            answer=_name(grid.plan),
+            answer=_grid_name(grid.plan),
             goes_back=True,
         )
 
@@ -145,7 +145,7 @@ class Morph:
             iteration_s=grid.iteration_s,
             redone_samples=event.redone_samples,
             policy=POLICY,
-            answer=_name(grid.plan),
+            answer=_grid_name(grid.plan),
         )
 
 
@@ -175,6 +175,6 @@ def grid_templates(every: EveryPlan, num_nodes: int) -> tuple[PipelineTemplate, 
     return best
 
 
-def _name(plan: Plan) -> str:
+def _grid_name(plan: Plan) -> str:
     """The name of a grid from its width and depth, such as "grid 3x2"."""
     return f"grid {len(plan.pipelines)}x{len(plan.pipelines[0].nodes)}"

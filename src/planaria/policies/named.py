@@ -10,7 +10,7 @@ from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import HOPS_MAX, TRIES_HOPS_MAX
 from planaria.policies.absorb import Absorb
 from planaria.policies.adaptive import Adaptive
-from planaria.policies.ahead import Ahead, Known
+from planaria.policies.ahead import ForeseenAnswers, Lookup
 from planaria.policies.morph import Morph
 from planaria.policies.policy import Policy
 from planaria.policies.reinstantiate import Reinstantiate
@@ -18,19 +18,19 @@ from planaria.policies.repartition import Repartition
 from planaria.policies.reroute import Reroute
 from planaria.policies.rollback import Rollback
 from planaria.policies.traits import TRAITS
-from planaria.policies.unequal import Unequal
+from planaria.policies.unequal_nodes import UnequalNodes
 from planaria.restorer.strategies import LEAST_BYTES, NAIVE
 
 _RESTORING: Final = {"least_bytes": LEAST_BYTES, "naive": NAIVE}  # resilience.assignment
 
 
-def searched_by(job: JobConfig, problem: Problem) -> Searched:
+def layout_search(job: JobConfig, problem: Problem) -> Searched:
     """A new, empty search for layouts within the ranges of a job."""
     ranges = Ranges(dp=job.resilience.dp_range, pp=job.resilience.pp_range)
     return Searched(problem, ranges)
 
 
-def policy_of(job: JobConfig, every: EveryPlan, searched: Searched | None = None) -> Policy:
+def named_policy(job: JobConfig, every: EveryPlan, searched: Searched | None = None) -> Policy:
     """The policy that a job names; it also answers changes in the speeds of nodes.
 
     Args:
@@ -41,46 +41,46 @@ def policy_of(job: JobConfig, every: EveryPlan, searched: Searched | None = None
     """
     hops_max = TRIES_HOPS_MAX if searched is None else HOPS_MAX
     restoring = _RESTORING[job.resilience.assignment]
-    anew = Unequal(Reinstantiate(every, restoring))
-    searched = searched or searched_by(job, every.problem)
-    anew_of_any_depth = Repartition(every.problem, anew, searched, restoring)
+    reinstantiate = UnequalNodes(Reinstantiate(every, restoring))
+    searched = searched or layout_search(job, every.problem)
+    repartition = Repartition(every.problem, reinstantiate, searched, restoring)
     match job.resilience.policy:
         case "reinstantiate":
-            return anew
+            return reinstantiate
         case "reroute":
-            return Reroute(every.problem, anew, restoring, hops_max=hops_max)
+            return Reroute(every.problem, reinstantiate, restoring, hops_max=hops_max)
         case "repartition":
-            return anew_of_any_depth
+            return repartition
         case "absorb":
-            return Absorb(every, anew, restoring)
+            return Absorb(every, reinstantiate, restoring)
         case "morph":
             return Morph(every, restoring)
         case "rollback":
-            return Rollback(every, anew, restoring)
+            return Rollback(every, reinstantiate, restoring)
         case "adaptive":
-            around = Reroute(every.problem, Adaptive(()), restoring, hops_max=hops_max)
-            in_place = Rollback(every, Adaptive(()), restoring)
-            return Adaptive((anew, in_place, around, anew_of_any_depth))
+            reroute = Reroute(every.problem, Adaptive(()), restoring, hops_max=hops_max)
+            rollback = Rollback(every, Adaptive(()), restoring)
+            return Adaptive((reinstantiate, rollback, reroute, repartition))
 
 
-def hurried_policy_of(job: JobConfig, every: EveryPlan) -> Policy:
+def hurried_policy(job: JobConfig, every: EveryPlan) -> Policy:
     """The policy for quick answers of a job that lets its coordinator choose among policies.
 
     An answer takes some 30 ms at tens of nodes and a second at thousands.
     """
     restoring = _RESTORING[job.resilience.assignment]
-    around = Reroute(every.problem, Adaptive(()), restoring, is_hurried=True)
-    in_place = Rollback(every, Adaptive(()), restoring)
-    return Adaptive((Unequal(Reinstantiate(every, restoring)), in_place, around))
+    reroute = Reroute(every.problem, Adaptive(()), restoring, is_hurried=True)
+    rollback = Rollback(every, Adaptive(()), restoring)
+    return Adaptive((UnequalNodes(Reinstantiate(every, restoring)), rollback, reroute))
 
 
-def aware_policy_of(job: JobConfig, every: EveryPlan, known: Known) -> Policy:
-    """The policy that a job names; if the job looks ahead, it looks up the answers in `known`."""
-    named = policy_of(job, every)
+def lookup_policy(job: JobConfig, every: EveryPlan, foreseen: ForeseenAnswers) -> Policy:
+    """The policy that a job names; if the job looks ahead, it looks up answers in `foreseen`."""
+    named = named_policy(job, every)
     if not looks_ahead(job):
         return named
     is_choice = TRAITS[job.resilience.policy].is_choice
-    return Ahead(named, known, hurried_policy_of(job, every) if is_choice else named)
+    return Lookup(named, foreseen, hurried_policy(job, every) if is_choice else named)
 
 
 def looks_ahead(job: JobConfig) -> bool:

@@ -49,7 +49,7 @@ TRUSTED = "trusted"
 _OUT_OF_REACH = 1 << 62
 
 
-class Step(IntEnum):
+class LocalStep(IntEnum):
     """The steps of the local answer; a higher one changes more."""
 
     SIMPLE = 1
@@ -71,7 +71,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Reformed:
+class LocalAnswer:
     """The pipelines of a local answer.
 
     Attributes:
@@ -80,7 +80,7 @@ class Reformed:
     """
 
     parts: tuple[Part, ...]
-    step: Step
+    step: LocalStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +100,21 @@ class Reinstantiate:
         """
         if cluster.lost_layers(plan.num_layers):
             return ()
-        local = self._local(plan, cluster, prices=prices)
-        overall = self._global(plan, cluster, prices=prices)
+        local = self._local_pipelines(plan, cluster, prices=prices)
+        overall = self._global_pipelines(plan, cluster, prices=prices)
         if local and overall:
             wanted = min(self.every.problem.failures_tolerated + 1, len(overall[0]))
             if len(local[0]) < wanted or _num_nodes(local[0]) < _num_nodes(overall[0]):
                 local = None
             elif local[0] == overall[0]:
                 overall = None
-        found = tuple(
+        transitions = tuple(
             self.transition(pipelines, answer, plan, cluster, event, prices)
             for pipelines, answer in filter(None, (local, overall))
         )
-        if all(num_exposed(transition.after, cluster) for transition in found):
-            found += self._with_trusted_pipeline(plan, cluster, event, prices)
-        return least_exposed(found, cluster)
+        if all(num_exposed(transition.after, cluster) for transition in transitions):
+            transitions += self._with_trusted_pipeline(plan, cluster, event, prices)
+        return least_exposed(transitions, cluster)
 
     def transition(
         self,
@@ -140,23 +140,23 @@ class Reinstantiate:
             answer=answer,
         )
 
-    def _local(
+    def _local_pipelines(
         self, plan: Plan, cluster: ClusterState, *, prices: Prices
     ) -> tuple[tuple[Pipeline, ...], str] | None:
         """The pipelines of the local answer, and the name of the highest step taken; None if there
         is no such answer."""
         alive = {node.node for node in cluster.nodes}
         remaining = [len(alive.intersection(pipeline.nodes)) for pipeline in plan.pipelines]
-        reformed = reformed_parts(
+        answer = local_answer(
             [len(pipeline.nodes) for pipeline in plan.pipelines],
             remaining,
             self.every.templates.keys(),
             num_idle=len(alive) - sum(remaining),
             min_pipelines=self.every.problem.failures_tolerated + 1,
         )
-        if reformed is None or len(reformed.parts) > self.every.problem.num_microbatches:
+        if answer is None or len(answer.parts) > self.every.problem.num_microbatches:
             return None
-        parts = set(reformed.parts)
+        parts = set(answer.parts)
         kept = {
             index: pipeline
             for index, pipeline in enumerate(plan.pipelines)
@@ -164,7 +164,7 @@ class Reinstantiate:
         }
         unbound = [
             UnboundPipeline(self.every.templates[part.num_nodes], part.index)
-            for part in reformed.parts
+            for part in answer.parts
             if part.index not in kept
         ]
         busy = {node for pipeline in kept.values() for node in pipeline.nodes}
@@ -176,13 +176,13 @@ class Reinstantiate:
             layer_bytes=prices.layer_bytes,
             covered=trusted_layers(kept.values(), cluster.distrusted),
         )
-        made = iter(bound)
+        new_pipelines = iter(bound)
         pipelines = tuple(
-            kept[part.index] if part.index in kept else next(made) for part in reformed.parts
+            kept[part.index] if part.index in kept else next(new_pipelines) for part in answer.parts
         )
-        return pipelines, reformed.step.name.lower()
+        return pipelines, answer.step.name.lower()
 
-    def _global(
+    def _global_pipelines(
         self, plan: Plan, cluster: ClusterState, *, prices: Prices
     ) -> tuple[tuple[Pipeline, ...], str] | None:
         """The pipelines of the global answer, and its name; None if there is no such plan."""
@@ -190,9 +190,9 @@ class Reinstantiate:
         if planned is None:
             return None
         templates = [pipeline.template for pipeline in planned.pipelines]
-        return self._bound(templates, plan, cluster, prices=prices), GLOBAL
+        return self._bound_pipelines(templates, plan, cluster, prices=prices), GLOBAL
 
-    def _bound(
+    def _bound_pipelines(
         self,
         templates: Sequence[PipelineTemplate],
         plan: Plan,
@@ -221,7 +221,7 @@ class Reinstantiate:
         if planned is None or num_trusted == num_nodes:
             return ()
         wanted = min(every.problem.failures_tolerated + 1, len(planned.pipelines))
-        found = []
+        options = []
         for size, template in sorted(every.templates.items()):
             rest = every.plans.get(num_nodes - size)
             if rest is None or size > num_trusted:
@@ -229,11 +229,11 @@ class Reinstantiate:
             templates = (template, *(pipeline.template for pipeline in rest.pipelines))
             is_right = wanted <= len(templates) <= every.problem.num_microbatches
             if is_right and size + len(rest.nodes) >= len(planned.nodes):
-                found.append((every.distribution(templates)[0], templates))
-        if not found:
+                options.append((every.distribution(templates)[0], templates))
+        if not options:
             return ()
-        _, templates = min(found, key=itemgetter(0))
-        pipelines = self._bound(templates, plan, cluster, prices=prices)
+        _, templates = min(options, key=itemgetter(0))
+        pipelines = self._bound_pipelines(templates, plan, cluster, prices=prices)
         return (self.transition(pipelines, TRUSTED, plan, cluster, event, prices),)
 
 
@@ -241,14 +241,14 @@ def _num_nodes(pipelines: Sequence[Pipeline]) -> int:
     return sum(len(pipeline.nodes) for pipeline in pipelines)
 
 
-def reformed_parts(
+def local_answer(
     before: Sequence[int],
     remaining: Sequence[int],
     sizes: Collection[int],
     *,
     num_idle: int,
     min_pipelines: int,
-) -> Reformed | None:
+) -> LocalAnswer | None:
     """The result of the three steps in numbers of nodes; None if the survivors make no pipeline.
 
     Args:
@@ -258,27 +258,27 @@ def reformed_parts(
         num_idle: number of survivors without work.
         min_pipelines: number of pipelines to reach if possible, f + 1.
     """
-    parts = [Part(index, left) for index, left in enumerate(remaining) if left]
-    given_up = [Part(index, 0) for index, left in enumerate(remaining) if not left]
+    parts = [Part(index, num_left) for index, num_left in enumerate(remaining) if num_left]
+    given_up = [Part(index, 0) for index, num_left in enumerate(remaining) if not num_left]
     parts += given_up[: max(0, min_pipelines - len(parts))]
     intact = {Part(i, nodes) for i, nodes in enumerate(before) if remaining[i] == nodes}
-    step = Step.SIMPLE
+    step = LocalStep.SIMPLE
     # The loop ends, since each turn leaves fewer short pipelines, or fewer pipelines.
     while short := [part for part in parts if part not in intact and part.num_nodes not in sizes]:
         part = min(short, key=lambda part: (_smallest_fit(part, sizes) - part.num_nodes, part))
-        others = _without(part, parts)
-        borrowed = _borrowed(part, others, sizes, intact=intact, num_idle=num_idle)
-        if borrowed is not None:
-            (parts, num_idle), step = borrowed, max(step, Step.BORROW)
+        others = _parts_without(part, parts)
+        enlarged = _parts_after_borrowing(part, others, sizes, intact=intact, num_idle=num_idle)
+        if enlarged is not None:
+            (parts, num_idle), step = enlarged, max(step, LocalStep.BORROW)
         elif part.num_nodes == 0:
             parts = others
         else:
-            merged = _merged(part, others, sizes)
+            merged = _parts_after_merging(part, others, sizes)
             if merged is None:
                 return None
-            parts, step = merged, Step.MERGE
+            parts, step = merged, LocalStep.MERGE
     parts.sort(key=lambda part: (part.index < 0, part))
-    return Reformed(tuple(parts), step) if parts else None
+    return LocalAnswer(tuple(parts), step) if parts else None
 
 
 def _smallest_fit(part: Part, sizes: Collection[int]) -> int:
@@ -286,7 +286,7 @@ def _smallest_fit(part: Part, sizes: Collection[int]) -> int:
     return min((size for size in sizes if size >= part.num_nodes), default=_OUT_OF_REACH)
 
 
-def _borrowed(
+def _parts_after_borrowing(
     part: Part,
     others: Sequence[Part],
     sizes: Collection[int],
@@ -313,33 +313,35 @@ def _borrowed(
     return [*lending, replace(part, num_nodes=num_nodes)], num_idle - num_from_idle
 
 
-def _merged(part: Part, others: Sequence[Part], sizes: Collection[int]) -> list[Part] | None:
+def _parts_after_merging(
+    part: Part, others: Sequence[Part], sizes: Collection[int]
+) -> list[Part] | None:
     """The parts after `part` was split or has joined the smallest other one; None if it can do
     neither."""
-    split = _split(part, sizes)
+    split = _parts_of_split(part, sizes)
     if split:
         return [*others, *split]
     partners = [other for other in others if other.num_nodes]
     if not partners:
         return None
     partner = min(partners, key=lambda other: (other.num_nodes, other.index))
-    rest = _without(partner, others)
+    rest = _parts_without(partner, others)
     merged = replace(partner, num_nodes=partner.num_nodes + part.num_nodes)
     # A merged part that still has no template is short, and gets a turn of its own.
-    return [*rest, *(_split(merged, sizes) or [merged])]
+    return [*rest, *(_parts_of_split(merged, sizes) or [merged])]
 
 
-def _split(part: Part, sizes: Collection[int]) -> list[Part]:
+def _parts_of_split(part: Part, sizes: Collection[int]) -> list[Part]:
     """The parts into which the part's nodes are split, as few as possible, the largest first; empty
     if the templates allow no split."""
     if part.num_nodes in sizes:
         return [part]
-    found = instantiations(part.num_nodes, tuple(sizes), min_pipelines=1)
-    fewest = min(found, key=lambda split: (len(split), split), default=())
+    splits = instantiations(part.num_nodes, tuple(sizes), min_pipelines=1)
+    fewest = min(splits, key=lambda split: (len(split), split), default=())
     return [Part(-1 if i else part.index, size) for i, size in enumerate(reversed(fewest))]
 
 
-def _without(part: Part, parts: Sequence[Part]) -> list[Part]:
+def _parts_without(part: Part, parts: Sequence[Part]) -> list[Part]:
     """The parts without one occurrence of `part`, which new pipelines may equal."""
     at = parts.index(part)
     return [*parts[:at], *parts[at + 1 :]]
@@ -365,12 +367,9 @@ def unbound_pipelines(
         if templates[template]:
             templates[template] -= 1
             unbound.append(UnboundPipeline(template, index))
-    taken = {pipeline.replaces for pipeline in unbound}
-    unused = (index for index in range(len(plan.pipelines)) if index not in taken)
+    replaced = {pipeline.replaces for pipeline in unbound}
+    unused = (index for index in range(len(plan.pipelines)) if index not in replaced)
     unbound += [
         UnboundPipeline(template, next(unused, -1)) for template in sorted(templates.elements())
     ]
-    return sorted(
-        unbound,
-        key=lambda pipeline: (pipeline.replaces < 0, pipeline.replaces),
-    )
+    return sorted(unbound, key=lambda pipeline: (pipeline.replaces < 0, pipeline.replaces))

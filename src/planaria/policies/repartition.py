@@ -41,13 +41,13 @@ class Repartition:
 
     Attributes:
         problem: model, profile and limits to plan for.
-        otherwise: policy that answers what this one cannot.
+        fallback: policy that answers what this one cannot.
         searched: search for layouts with what it has found; `propose` continues it.
         restoring: strategy that assigns nodes and finds sources of layers.
     """
 
     problem: Problem
-    otherwise: Policy
+    fallback: Policy
     searched: Searched
     restoring: RestoreStrategy = LEAST_BYTES
 
@@ -62,24 +62,25 @@ class Repartition:
         """
         if cluster.lost_layers(plan.num_layers):
             return ()
-        if not is_usual(plan, cluster):
-            return self.otherwise.propose(plan, cluster, event, prices)
+        if not has_equal_nodes(plan, cluster):
+            return self.fallback.propose(plan, cluster, event, prices)
         present = templates_of(plan)
         for _ in islice(self.searched.steps(len(cluster.nodes), present), STEPS_MAX):
             pass
         front = self.searched.front(len(cluster.nodes), present)
-        found = tuple(
+        transitions = tuple(
             self._transition(layout, answer, plan, cluster, event, prices)
-            for layout, answer in zip(front, answers(front), strict=True)
+            for layout, answer in zip(front, layout_names(front), strict=True)
         )
         is_for_better = isinstance(event, NodesChanged) and not (event.joined or event.leaving)
-        if not found or is_for_better or all(num_exposed(one.after, cluster) for one in found):
-            others = self.otherwise.propose(plan, cluster, event, prices)
-            if found and is_for_better:
-                others = tuple(one for one in others if one.keeps_plan)
-            found = (*others, *found)
-        stay = tuple(one for one in found if one.keeps_plan)
-        return (*stay, *least_exposed([one for one in found if not one.keeps_plan], cluster))
+        is_exposed = all(num_exposed(x.after, cluster) for x in transitions)
+        if is_for_better or is_exposed:
+            others = self.fallback.propose(plan, cluster, event, prices)
+            if transitions and is_for_better:
+                others = tuple(x for x in others if x.keeps_plan)
+            transitions = (*others, *transitions)
+        stay = tuple(x for x in transitions if x.keeps_plan)
+        return (*stay, *least_exposed([x for x in transitions if not x.keeps_plan], cluster))
 
     def _transition(
         self,
@@ -98,7 +99,7 @@ class Repartition:
             before=plan,
             layer_bytes=prices.layer_bytes,
         )
-        after = plain_plan(cluster.epoch, pipelines, _dealt(layout, pipelines))
+        after = plain_plan(cluster.epoch, pipelines, _num_microbatches(layout, pipelines))
         if layout.splits_backward:
             after = with_split_backwards(self.problem, after)
         return transition_between(
@@ -114,7 +115,7 @@ class Repartition:
         )
 
 
-def is_usual(plan: Plan, cluster: ClusterState) -> bool:
+def has_equal_nodes(plan: Plan, cluster: ClusterState) -> bool:
     """Whether all nodes are of the kind on which the profile was measured, also in the plan."""
     nodes = (*cluster.nodes, *cluster.leaving)
     return all(node.kind == NodeKind() for node in nodes) and not any(
@@ -127,19 +128,19 @@ def templates_of(plan: Plan) -> tuple[PipelineTemplate, ...]:
     return tuple(pipeline.template for pipeline in plan.pipelines)
 
 
-def answers(front: Sequence[Layout]) -> list[str]:
+def layout_names(front: Sequence[Layout]) -> list[str]:
     """The name of each layout, which tells what it has that faster ones lack."""
     names = []
     for index, layout in enumerate(front):
         is_like_fastest = layout.is_doubled is front[0].is_doubled
         holding = "" if is_like_fastest else "-doubled" if layout.is_doubled else "-once"
-        is_first = all(one.is_doubled is not layout.is_doubled for one in front[:index])
+        is_first = all(faster.is_doubled is not layout.is_doubled for faster in front[:index])
         keeping = "" if is_first else f"-keeping-{layout.num_kept}"
         names.append(f"{REPARTITION}{holding}{keeping}")
     return names
 
 
-def _dealt(layout: Layout, pipelines: Sequence[Pipeline]) -> tuple[int, ...]:
+def _num_microbatches(layout: Layout, pipelines: Sequence[Pipeline]) -> tuple[int, ...]:
     """The number of microbatches of each pipeline; equal templates may have different numbers."""
     counts: dict[PipelineTemplate, list[int]] = {}
     for template, count in zip(layout.templates, layout.microbatches, strict=True):

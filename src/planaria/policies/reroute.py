@@ -34,7 +34,7 @@ from planaria.planner.reroute.reroutes import (
 )
 from planaria.policies.building import least_exposed, num_exposed, transition_between
 from planaria.policies.policy import Policy, Prices
-from planaria.policies.unequal import of_kinds
+from planaria.policies.unequal_nodes import with_kinds
 from planaria.restorer.strategies import LEAST_BYTES, RestoreStrategy
 
 POLICY: Final = "reroute"
@@ -53,7 +53,7 @@ class Reroute:
 
     Attributes:
         problem: model, profile and limits to plan for.
-        otherwise: policy that answers what rerouting cannot.
+        fallback: policy that answers what rerouting cannot.
         restoring: strategy that assigns nodes and finds sources of layers.
         is_hurried: whether it simulates only one set of routes for each answer, if that gives work
             to all nodes, and does not answer for large plans.
@@ -61,7 +61,7 @@ class Reroute:
     """
 
     problem: Problem
-    otherwise: Policy
+    fallback: Policy
     restoring: RestoreStrategy = LEAST_BYTES
     is_hurried: bool = False
     hops_max: int = TRIES_HOPS_MAX
@@ -82,38 +82,37 @@ class Reroute:
         """
         if cluster.lost_layers(plan.num_layers):
             return ()
-        found: tuple[Transition, ...] = ()
+        rerouting: tuple[Transition, ...] = ()
         if not isinstance(event, NodesChanged) or event.joined or event.leaving:
-            found = tuple(
-                self._transition(one, answer, plan, cluster, event, prices)
-                for answer, one in self._answers(plan, cluster)
+            rerouting = tuple(
+                self._transition(after, answer, plan, cluster, event, prices)
+                for answer, after in self._answers(plan, cluster)
             )
         # A member without work would have to wait until the next loss to get some.
-        working = tuple(one for one in found if not num_without_work(one.after))
-        most = max((len(one.after.nodes) for one in working), default=0)
-        working = tuple(one for one in working if len(one.after.nodes) == most)
+        working = tuple(x for x in rerouting if not num_without_work(x.after))
+        most = max((len(x.after.nodes) for x in working), default=0)
+        working = tuple(x for x in working if len(x.after.nodes) == most)
         # If no place is empty any more, pipelines made anew may be as good.
-        is_exposed = any(not one.after.gone and num_exposed(one.after, cluster) for one in working)
+        is_exposed = any(not x.after.gone and num_exposed(x.after, cluster) for x in working)
         if most < len(cluster.nodes) or is_exposed:
-            others = self.otherwise.propose(plan, cluster, event, prices)
-            most_of_others = max((len(one.after.nodes) for one in others), default=0)
+            others = self.fallback.propose(plan, cluster, event, prices)
+            most_of_others = max((len(x.after.nodes) for x in others), default=0)
             working = (*(working if most >= most_of_others else ()), *others)
-        found = working or found
-        return least_exposed(found, cluster)
+        return least_exposed(working or rerouting, cluster)
 
     def _answers(self, plan: Plan, cluster: ClusterState) -> Iterator[tuple[str, Priced]]:
         if self.is_hurried and sum(map(len, plan.routes)) > _HURRIED_HOPS_MAX:
             return
         kinds = {node.node: node.kind for node in (*cluster.nodes, *cluster.leaving)}
         alive = frozenset(node.node for node in cluster.nodes)
-        around = _emptied(of_kinds(plan, kinds), alive, epoch=cluster.epoch)
-        if around.gone == plan.gone:  # No node is lost: a worker is new, its node is not.
-            as_is: Priced | None = Priced(around, simulated_s(self.problem, around))
+        emptied = _with_empty_places(with_kinds(plan, kinds), alive, epoch=cluster.epoch)
+        if emptied.gone == plan.gone:  # No node is lost: a worker is new, its node is not.
+            as_is: Priced | None = Priced(emptied, simulated_s(self.problem, emptied))
         else:
-            as_is = self._rerouted(around)
+            as_is = self._rerouted_plan(emptied)
         if as_is is not None:
             yield REROUTE, as_is
-        moved = self._normalised(around, alive, kinds)
+        moved = self._normalised_plan(emptied, alive, kinds)
         if moved is not None and (
             as_is is None
             or len(moved.plan.nodes) > len(as_is.plan.nodes)
@@ -121,7 +120,7 @@ class Reroute:
         ):
             yield NORMALISED, moved
 
-    def _normalised(
+    def _normalised_plan(
         self, plan: Plan, alive: Collection[int], kinds: Mapping[int, NodeKind]
     ) -> Priced | None:
         """The plan once nodes have moved to empty places; None if no move helps."""
@@ -131,26 +130,26 @@ class Reroute:
         moved = plan
         for _ in range(len(plan.gone)):
             idle = tuple(sorted(set(alive).difference(moved.nodes)))
-            options = [of_kinds(one, kinds) for one in _moves(moved, idle or moved.nodes)]
-            options.sort(key=lambda one: even_s(self.problem, one))
-            found = [rerouted(self.problem, one, hops_max=0) for one in options[:num_run]]
-            best = min(filter(None, found), key=lambda one: one.iteration_s, default=None)
+            options = [with_kinds(after, kinds) for after in _moves(moved, idle or moved.nodes)]
+            options.sort(key=lambda option: even_s(self.problem, option))
+            results = [rerouted(self.problem, option, hops_max=0) for option in options[:num_run]]
+            best = min(filter(None, results), key=lambda plan: plan.iteration_s, default=None)
             if best is None or (not idle and now and best.iteration_s >= now.iteration_s):
                 break
             now, moved = best, best.plan
         if moved == plan:
             return None
-        return self._rerouted(moved)
+        return self._rerouted_plan(moved)
 
-    def _rerouted(self, plan: Plan) -> Priced | None:
-        found = rerouted(self.problem, plan, hops_max=0) if self.is_hurried else None
-        if found is None or num_without_work(found.plan):
+    def _rerouted_plan(self, plan: Plan) -> Priced | None:
+        quick = rerouted(self.problem, plan, hops_max=0) if self.is_hurried else None
+        if quick is None or num_without_work(quick.plan):
             return rerouted(self.problem, plan, hops_max=self.hops_max)
-        return found
+        return quick
 
     def _transition(
         self,
-        found: Priced,
+        after: Priced,
         answer: str,
         plan: Plan,
         cluster: ClusterState,
@@ -159,18 +158,18 @@ class Reroute:
     ) -> Transition:
         return transition_between(
             plan,
-            found.plan,
+            after.plan,
             cluster,
             prices,
             self.restoring,
-            iteration_s=found.iteration_s,
+            iteration_s=after.iteration_s,
             redone_samples=event.redone_samples,
             policy=POLICY,
             answer=answer,
         )
 
 
-def _emptied(plan: Plan, alive: Collection[int], *, epoch: int) -> Plan:
+def _with_empty_places(plan: Plan, alive: Collection[int], *, epoch: int) -> Plan:
     """The plan in which the places of all nodes but `alive` are empty; its routes may still go
     through these places."""
     nodes = sorted(node for pipeline in plan.pipelines for node in pipeline.nodes)
@@ -179,30 +178,30 @@ def _emptied(plan: Plan, alive: Collection[int], *, epoch: int) -> Plan:
 
 
 def _moves(plan: Plan, movers: Collection[int]) -> Iterator[Plan]:
-    """Yields the plans in which one of the movers has taken an empty place, one of each sort.
+    """Yields the plans in which one of the movers has taken an empty place, one of equivalent ones.
 
     A mover that had a place leaves that one empty.
     """
-    sort_of = {
+    place_class = {
         node: (pipeline.template, position, _gone_positions(plan, pipeline.nodes))
         for pipeline in plan.pipelines
         for position, node in enumerate(pipeline.nodes)
     }
     layers_at = _layers_by_node(plan)
-    seen = set()
+    seen_moves = set()
     for mover in movers:
         for empty in plan.gone:
-            sort = (sort_of.get(mover), sort_of[empty])
-            if sort in seen or layers_at.get(mover) == layers_at[empty]:
+            move = (place_class.get(mover), place_class[empty])
+            if move in seen_moves or layers_at.get(mover) == layers_at[empty]:
                 continue
-            seen.add(sort)
+            seen_moves.add(move)
             swapped = {mover: empty, empty: mover}
             pipelines = tuple(
                 replace(p, nodes=tuple(swapped.get(node, node) for node in p.nodes))
                 for p in plan.pipelines
             )
             gone = plan.gone
-            if mover not in sort_of:
+            if mover not in place_class:
                 gone = tuple(node for node in gone if node != empty)
             yield replace(plan, pipelines=pipelines, gone=gone)
 
@@ -213,10 +212,11 @@ def _gone_positions(plan: Plan, nodes: tuple[int, ...]) -> tuple[int, ...]:
 
 def _layers_by_node(plan: Plan) -> dict[int, list[tuple[int, int]]]:
     """The layers of each device of every place, as (first, end), keyed by the node of the place."""
-    found: dict[int, list[tuple[int, int]]] = {}
+    layers_by_node: dict[int, list[tuple[int, int]]] = {}
     for pipeline in plan.pipelines:
         stages, per_node = pipeline.template.stages, pipeline.template.devices_per_node
         for stage, ranks in zip(stages, pipeline.ranks_by_stage(), strict=True):
             for rank in ranks:
-                found.setdefault(rank // per_node, []).append((stage.first_layer, stage.end_layer))
-    return found
+                layers = (stage.first_layer, stage.end_layer)
+                layers_by_node.setdefault(rank // per_node, []).append(layers)
+    return layers_by_node

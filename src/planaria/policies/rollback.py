@@ -23,7 +23,7 @@ from planaria.planner.plans import EveryPlan
 from planaria.policies.building import least_exposed, num_exposed, transition_between
 from planaria.policies.policy import Policy, Prices
 from planaria.policies.reinstantiate import unbound_pipelines
-from planaria.policies.unequal import of_kinds
+from planaria.policies.unequal_nodes import with_kinds
 from planaria.restorer.strategies import LEAST_BYTES, RestoreStrategy
 
 POLICY: Final = "rollback"
@@ -36,12 +36,12 @@ class Rollback:
 
     Attributes:
         every: plans and templates of the job.
-        otherwise: policy that answers what standby nodes cannot.
+        fallback: policy that answers what standby nodes cannot.
         restoring: strategy that assigns nodes and finds sources of layers.
     """
 
     every: EveryPlan
-    otherwise: Policy
+    fallback: Policy
     restoring: RestoreStrategy = LEAST_BYTES
 
     def propose(
@@ -53,15 +53,15 @@ class Rollback:
         If it would leave a layer to distrusted nodes alone, the answers of both policies that leave
         the fewest such layers are returned.
         """
-        filled: tuple[Transition, ...] = ()
+        with_standby: tuple[Transition, ...] = ()
         if isinstance(event, NodesLost) and not cluster.lost_layers(plan.num_layers):
-            filled = self._filled(plan, cluster, event, prices)
-            if filled and not num_exposed(filled[0].after, cluster):
-                return filled
-        others = self.otherwise.propose(plan, cluster, event, prices)
-        return least_exposed((*filled, *others), cluster) if filled else others
+            with_standby = self._standby_transitions(plan, cluster, event, prices)
+            if with_standby and not num_exposed(with_standby[0].after, cluster):
+                return with_standby
+        others = self.fallback.propose(plan, cluster, event, prices)
+        return least_exposed((*with_standby, *others), cluster) if with_standby else others
 
-    def _filled(
+    def _standby_transitions(
         self, plan: Plan, cluster: ClusterState, event: NodesLost, prices: Prices
     ) -> tuple[Transition, ...]:
         """The transition to the same pipelines with a standby node in each empty place; none if the
@@ -82,9 +82,9 @@ class Rollback:
             layer_bytes=prices.layer_bytes,
         )
         kinds = {node.node: node.kind for node in chosen}
-        pipelines = of_kinds(Plan(cluster.epoch, bound, ()), kinds).pipelines
+        pipelines = with_kinds(Plan(cluster.epoch, bound, ()), kinds).pipelines
         iteration_s, microbatches = self.every.distribution([p.template for p in pipelines])
-        found = transition_between(
+        transition = transition_between(
             plan,
             plain_plan(cluster.epoch, pipelines, microbatches),
             cluster,
@@ -95,4 +95,4 @@ class Rollback:
             policy=POLICY,
             answer=STANDBY,
         )
-        return (found,)
+        return (transition,)

@@ -86,8 +86,9 @@ def expected_samples_per_s(
 
         (1 - exp(-L * e)) / L
 
-    If another plan follows, at m after the first one has begun, the samples after t + m are made at
-    its rate. The samples that the failure takes back on average (`samples_at_risk`) are subtracted.
+    If another plan follows, at m after the first one has begun, the samples after t + m are trained
+    at its rate. The samples that the failure takes back on average (`samples_at_risk`) are
+    subtracted.
 
     With L = 0 the result is v, or the remaining samples divided by the time that they take. If L is
     high, the transition with the least t is best.
@@ -119,14 +120,14 @@ class _Phase(NamedTuple):
         samples_per_s: samples that it trains per second.
         begins_s: seconds from the decision to its first sample that counts.
         ends_s: seconds from the decision to its end; inf if it has none.
-        made: samples that count before it begins.
+        trained: samples that count before it begins.
     """
 
     plan: Plan
     samples_per_s: float
     begins_s: float
     ends_s: float
-    made: float
+    trained: float
 
 
 def _phases(transition: Transition, global_batch_size: int, remaining: float) -> list[_Phase]:
@@ -138,10 +139,10 @@ def _phases(transition: Transition, global_batch_size: int, remaining: float) ->
     first = _Phase(transition.after, samples_per_s, begins_s, min(begins_s + lasts_s, ends_s), 0.0)
     if then is None or first.ends_s == ends_s:
         return [first]
-    made = lasts_s * samples_per_s
+    trained = lasts_s * samples_per_s
     samples_per_s = global_batch_size / then.iteration_s
-    ends_s = first.ends_s + (remaining - made) / samples_per_s
-    return [first, _Phase(then.after, samples_per_s, first.ends_s, ends_s, made)]
+    ends_s = first.ends_s + (remaining - trained) / samples_per_s
+    return [first, _Phase(then.after, samples_per_s, first.ends_s, ends_s, trained)]
 
 
 def samples_at_risk(transition: Transition, *, global_batch_size: int, outlook: Outlook) -> float:
@@ -169,10 +170,10 @@ def samples_at_risk(transition: Transition, *, global_batch_size: int, outlook: 
     is_saving = outlook.unsaved_samples < 2 * outlook.between_saves
     between_saves = outlook.between_saves if is_saving else inf
 
-    def lost_after(at_s: float, made: float, samples_per_s: float) -> float:
+    def lost_after(at_s: float, trained: float, samples_per_s: float) -> float:
         if at_s == inf:
             return 0.0
-        unsaved = (outlook.unsaved_samples + made) % between_saves
+        unsaved = (outlook.unsaved_samples + trained) % between_saves
         mean = mean_unsaved(unsaved, samples_per_s / rate, between_saves)
         return exp(-rate * at_s) * min(mean, outlook.lost_max)
 
@@ -182,9 +183,9 @@ def samples_at_risk(transition: Transition, *, global_batch_size: int, outlook: 
     ]
     now = min(outlook.unsaved_samples, outlook.lost_max)
     lost = shares[0] * now * -expm1(-rate * phases[0].begins_s)
-    for share, (_, samples_per_s, begins_s, ends_s, made) in zip(shares, phases, strict=True):
-        by_end = made + samples_per_s * (ends_s - begins_s)
-        lost += share * lost_after(begins_s, made, samples_per_s)
+    for share, (_, samples_per_s, begins_s, ends_s, trained) in zip(shares, phases, strict=True):
+        by_end = trained + samples_per_s * (ends_s - begins_s)
+        lost += share * lost_after(begins_s, trained, samples_per_s)
         lost -= share * lost_after(ends_s, by_end, samples_per_s)
     return lost
 

@@ -24,10 +24,10 @@ from planaria.planner.plans import EveryPlan, every_plan
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.shadows import shadowed
 from planaria.planner.templates import pipeline_templates
-from planaria.policies.ahead import Known
-from planaria.policies.named import aware_policy_of
+from planaria.policies.ahead import ForeseenAnswers
+from planaria.policies.memory_checked import stage_peaks
+from planaria.policies.named import lookup_policy
 from planaria.policies.policy import Policy, profile_prices
-from planaria.policies.roomy import stage_peaks
 from planaria.policies.traits import TRAITS
 
 PLAINEST: Final[PolicyName] = "reinstantiate"  # Its answers do not depend on predictions.
@@ -165,7 +165,7 @@ def planned_job(scenario: Scenario) -> PlannedJob:
 
 
 def _policy_of(job: JobConfig, every: EveryPlan) -> Policy:
-    return aware_policy_of(job, every, Known())
+    return lookup_policy(job, every, ForeseenAnswers())
 
 
 @lru_cache(maxsize=1024)

@@ -29,7 +29,7 @@ from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import expected, simulated_s
 from planaria.policies.policy import profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
-from planaria.policies.unequal import Unequal
+from planaria.policies.unequal_nodes import UnequalNodes
 
 NUM_LAYERS = 10
 LAYER_S = 0.15  # Forward and backward, as the profile says.
@@ -59,8 +59,8 @@ def book() -> EveryPlan:
 EVERY = book()
 
 
-def policy(every: EveryPlan) -> Unequal:
-    return Unequal(Reinstantiate(every))
+def policy(every: EveryPlan) -> UnequalNodes:
+    return UnequalNodes(Reinstantiate(every))
 
 
 def training(sizes: tuple[int, ...] = (2, 2), *, every: EveryPlan = EVERY) -> FakeCluster:
@@ -213,8 +213,8 @@ def test_a_new_coordinator_prices_as_the_one_before_did() -> None:
 
     learning = cluster.state.learning
     assert learning.findings.layer_factors == pytest.approx((2.0,) * NUM_LAYERS)
-    assert isinstance(learning.policy, Unequal)
-    profile = learning.policy.alike.every.problem.profile
+    assert isinstance(learning.policy, UnequalNodes)
+    profile = learning.policy.reinstantiate.every.problem.profile
     assert profile.layers[0].forward_s[1] == pytest.approx(2.0 * LAYER_S / 3)
 
 

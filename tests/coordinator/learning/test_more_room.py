@@ -14,10 +14,10 @@ from planaria.core.plan import Plan
 from planaria.core.records import Recovering
 from planaria.planner.plans import EveryPlan, bind, every_plan
 from planaria.planner.problem import Problem
+from planaria.policies.memory_checked import has_room, stage_peaks
 from planaria.policies.policy import profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
-from planaria.policies.roomy import has_room, stage_peaks
-from planaria.policies.unequal import Unequal
+from planaria.policies.unequal_nodes import UnequalNodes
 
 NUM_LAYERS = 10
 NO_MEMORY = Raised(error="MemoryError", message="no room", first_layer=5, end_layer=10)
@@ -39,8 +39,8 @@ def book(*, num_layers_max: int) -> EveryPlan:
     return every_plan(problem, 6, {n: template(n) for n in (2, 3, 4)})
 
 
-def policy(every: EveryPlan) -> Unequal:
-    return Unequal(Reinstantiate(every))
+def policy(every: EveryPlan) -> UnequalNodes:
+    return UnequalNodes(Reinstantiate(every))
 
 
 def training(*, num_layers_max: int) -> FakeCluster:

@@ -20,8 +20,8 @@ from planaria.nodes.head.leader_spec import LeaderSpec, every_of, rules_of
 from planaria.nodes.head.searcher import Searcher
 from planaria.planner.plans import foreseen_plans
 from planaria.planner.templates import pipeline_templates
-from planaria.policies.ahead import Known
-from planaria.policies.named import policy_of
+from planaria.policies.ahead import ForeseenAnswers
+from planaria.policies.named import named_policy
 
 PATH = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 THIS = Path(__file__).stem
@@ -79,9 +79,9 @@ def coordinate(payload: bytes, result_fd: int) -> None:
 
 
 async def _coordinated(spec: LeaderSpec) -> Seen:
-    seen, known = Seen(), Known()
+    seen, known = Seen(), ForeseenAnswers()
     rules = rules_of(spec, known)
-    policy = policy_of(spec.job, every_of(spec))
+    policy = named_policy(spec.job, every_of(spec))
     searcher = Searcher(spec, known, on_found=seen.found.append)
     await searcher.open()
     hearing = asyncio.create_task(searcher.receive_answers())

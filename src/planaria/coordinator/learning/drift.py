@@ -51,7 +51,7 @@ from planaria.planner.plans import EveryPlan, every_plan_of
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import Expected, expected
 from planaria.policies.policy import Policy, Prices
-from planaria.policies.unequal import of_kinds
+from planaria.policies.unequal_nodes import with_kinds
 
 DRIFT_MIN: Final = 0.05
 DRIFT_WARNED: Final = 1.25
@@ -142,7 +142,7 @@ def _expected(problem: Problem, plan: Plan, speeds: Mapping[int, float]) -> Expe
     Policies price by these speeds too. The plan may lack them: it stays as it is if no other plan
     is better for a slow node.
     """
-    return expected(problem, of_kinds(plan, {n: NodeKind(speed) for n, speed in speeds.items()}))
+    return expected(problem, with_kinds(plan, {n: NodeKind(speed) for n, speed in speeds.items()}))
 
 
 def corrected(rules: Rules, state: JobState, *, before: JobState) -> Step:

@@ -2,9 +2,10 @@
 
 The raise is a number of bytes for each layer of the stage, added to the profile's bytes. It is just
 so large that the stage no longer fits its device. Templates and plans are made anew with it, and
-only plans that fit are proposed from then on (policies/roomy.py). Each raise rules the stage out
-for good, so this ends: with stages that fit, or without any plan for f + 1 pipelines. In the second
-case the estimate is not raised, and the error counts like any other that is not the job's.
+only plans that fit are proposed from then on (policies/memory_checked.py). Each raise rules the
+stage out for good, so this ends: with stages that fit, or without any plan for f + 1 pipelines. In
+the second case the estimate is not raised, and the error counts like any other that is not the
+job's.
 
 If neither the job nor its profile says how much a device holds, there is nothing to compare with,
 and nothing is learned.
@@ -24,7 +25,7 @@ from planaria.estimator.correction import with_more_bytes
 from planaria.planner.plans import EveryPlan, every_plan
 from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_templates
-from planaria.policies.roomy import Roomy, stage_peaks
+from planaria.policies.memory_checked import MemoryChecked, stage_peaks
 
 
 def fitted_rules(rules: Rules, findings: Findings, num_nodes: int) -> Rules | None:
@@ -46,10 +47,10 @@ def fitted_rules(rules: Rules, findings: Findings, num_nodes: int) -> Rules | No
     except InfeasibleError:
         return None
 
-    def roomy(plans: EveryPlan) -> Roomy:
-        return Roomy(policy_of(plans), plans)
+    def checked(plans: EveryPlan) -> MemoryChecked:
+        return MemoryChecked(policy_of(plans), plans)
 
-    return replace(rules, n0=min(templates), every=every, policy=roomy(every), policy_of=roomy)
+    return replace(rules, n0=min(templates), every=every, policy=checked(every), policy_of=checked)
 
 
 def with_more_room(rules: Rules, state: JobState, rank: int) -> tuple[JobState | None, str]:

@@ -62,7 +62,7 @@ from planaria.nodes.head.journal import Flusher, open_store
 from planaria.nodes.head.leader_spec import LeaderSpec, rules_of, saving_rules_of
 from planaria.nodes.head.publisher import Publisher, PublisherThread, Unfinished
 from planaria.nodes.head.searcher import Searcher
-from planaria.policies.ahead import Known
+from planaria.policies.ahead import ForeseenAnswers
 from planaria.protocol.agent_lease import TICKS_PER_LEASE
 from planaria.store.embedded import EmbeddedStore
 from planaria.store.logbook import Logbook, open_logbook
@@ -89,11 +89,11 @@ def main(payload: bytes, listener_fd: int, launcher_fd: int, lifeline_fd: int) -
 class _Leader:
     def __init__(self, spec: LeaderSpec) -> None:
         self._spec = spec
-        known = Known()
-        self._rules = saving_rules_of(spec) if spec.rescue else rules_of(spec, known)
+        foreseen = ForeseenAnswers()
+        self._rules = saving_rules_of(spec) if spec.rescue else rules_of(spec, foreseen)
         self._searcher: Searcher | None = None
         if self._rules.looks_ahead:
-            self._searcher = Searcher(spec, known, on_found=self._on_answers_found)
+            self._searcher = Searcher(spec, foreseen, on_found=self._on_answers_found)
         self._probe = Probe(
             NO_NODE, places=spec.places, address=spec.injector, token=spec.token, faults={}
         )

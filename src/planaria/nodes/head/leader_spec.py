@@ -16,8 +16,8 @@ from planaria.core.plan import PipelineTemplate, Plan, Transition
 from planaria.core.records import Rescue
 from planaria.planner.plans import EveryPlan, every_plan_of
 from planaria.planner.problem import Problem
-from planaria.policies.ahead import Known
-from planaria.policies.named import aware_policy_of, looks_ahead
+from planaria.policies.ahead import ForeseenAnswers
+from planaria.policies.named import looks_ahead, lookup_policy
 from planaria.policies.policy import Policy, profile_prices
 
 # Duration of a recovery besides moving layers, until the job has measured it; see docs/LOG.md.
@@ -93,17 +93,17 @@ def saving_rules_of(spec: LeaderSpec) -> Rules:
     )
 
 
-def rules_of(spec: LeaderSpec, known: Known) -> Rules:
+def rules_of(spec: LeaderSpec, foreseen: ForeseenAnswers) -> Rules:
     """The rules for a coordinator: everything that does not change during the run.
 
     Args:
-        known: answers to losses, found before they are needed; stays empty unless the job looks
+        foreseen: answers to losses, found before they are needed; stays empty unless the job looks
             ahead.
     """
     every = every_of(spec)
 
     def policy(plans: EveryPlan) -> Policy:
-        return aware_policy_of(spec.job, plans, known)
+        return lookup_policy(spec.job, plans, foreseen)
 
     rules = replace(
         saving_rules_of(spec),

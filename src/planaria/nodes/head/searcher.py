@@ -25,8 +25,8 @@ from planaria.coordinator.learning.drift import corrected_plans
 from planaria.core.plan import Plan, Transition
 from planaria.nodes.forkserver import close_others, die_with_parent
 from planaria.nodes.head.leader_spec import LeaderSpec, every_of
-from planaria.policies.ahead import Known, look_ahead
-from planaria.policies.named import policy_of, searched_by
+from planaria.policies.ahead import ForeseenAnswers, look_ahead
+from planaria.policies.named import layout_search, named_policy
 from planaria.policies.policy import Prices
 
 logger = logging.getLogger(__name__)
@@ -61,8 +61,10 @@ class Searcher:
             better for the same nodes.
     """
 
-    def __init__(self, spec: LeaderSpec, known: Known, *, on_found: Callable[[int], None]) -> None:
-        self._known = known
+    def __init__(
+        self, spec: LeaderSpec, foreseen: ForeseenAnswers, *, on_found: Callable[[int], None]
+    ) -> None:
+        self._foreseen = foreseen
         self._on_found = on_found
         self._number = 0
         self._requested: tuple[object, ...] = ()
@@ -84,7 +86,7 @@ class Searcher:
         if requested == self._requested:
             return
         self._requested = requested
-        self._known.clear()
+        self._foreseen.clear()
         if not self._is_alive:  # Without the process, answers are computed when they are needed.
             self._on_found(plan.epoch)
             return
@@ -109,7 +111,7 @@ class Searcher:
         request = self._request
         if request is None or number != request.number:
             return
-        self._known.add(request.plan, lost, partial(_unpickle, answers))
+        self._foreseen.add(request.plan, lost, partial(_unpickle, answers))
         if not lost:
             self._on_found(request.plan.epoch)
 
@@ -166,9 +168,9 @@ def _search(
 ) -> _SearchRequest | None:
     """Sends answers as they are found; returns a newer request, or None if all were found first."""
     every = corrected_plans(every_of(spec), request.layer_factors)
-    searched = searched_by(spec.job, every.problem)
+    searched = layout_search(spec.job, every.problem)
     for foreseen in look_ahead(
-        policy_of(spec.job, every, searched),
+        named_policy(spec.job, every, searched),
         searched,
         request.plan,
         prices=request.prices,

@@ -49,7 +49,7 @@ from planaria.core.records import (
 )
 from planaria.core.samples import sample_digest
 from planaria.errors import DeadlockError
-from planaria.policies.roomy import has_room
+from planaria.policies.memory_checked import has_room
 from planaria.policies.traits import TRAITS
 from planaria.schedule.lower import lowered
 from planaria.simulator.checkers.back_checker import newest_copy, newest_known_save

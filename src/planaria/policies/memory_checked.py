@@ -18,8 +18,8 @@ from planaria.schedule.lower import unchecked
 
 
 @dataclass(frozen=True, slots=True)
-class Roomy:
-    """The policy that checks memory.
+class MemoryChecked:
+    """The policy that checks the memory that another policy's answers need.
 
     Attributes:
         policy: policy whose answers are checked.
@@ -38,14 +38,16 @@ class Roomy:
         than is known.
         """
         proposed = self.policy.propose(plan, cluster, event, prices)
-        if fitting := self._fitting(proposed):
+        if fitting := self._fitting_answers(proposed):
             return fitting
-        anew = Reinstantiate(self.every).propose(plan, cluster, event, prices)
-        return self._fitting(anew) or proposed
+        new_pipelines = Reinstantiate(self.every).propose(plan, cluster, event, prices)
+        return self._fitting_answers(new_pipelines) or proposed
 
-    def _fitting(self, transitions: tuple[Transition, ...]) -> tuple[Transition, ...]:
+    def _fitting_answers(self, transitions: tuple[Transition, ...]) -> tuple[Transition, ...]:
         problem = self.every.problem
-        return tuple(one for one in transitions if has_room(problem, one.after))
+        return tuple(
+            transition for transition in transitions if has_room(problem, transition.after)
+        )
 
 
 def has_room(problem: Problem, plan: Plan) -> bool:

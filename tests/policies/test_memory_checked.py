@@ -8,7 +8,7 @@ from planaria.estimator.peak_memory import bytes_by_rank, kept_bytes
 from planaria.planner.plans import EveryPlan
 from planaria.planner.reroute.reroutes import rerouted, with_split_backwards
 from planaria.planner.reroute.shadows import shadowed
-from planaria.policies.roomy import has_room, stage_peaks
+from planaria.policies.memory_checked import has_room, stage_peaks
 from planaria.schedule.lower import unchecked
 
 

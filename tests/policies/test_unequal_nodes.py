@@ -20,9 +20,9 @@ from planaria.core.plan import NodeKind, Plan, Transition
 from planaria.planner.layout.instantiate import instantiations
 from planaria.planner.layout.unequal import EFFORT_MAX, UnequalPlanner, planning_effort
 from planaria.planner.plans import EveryPlan, plan_iteration_s
-from planaria.policies import unequal
+from planaria.policies import unequal_nodes
 from planaria.policies.reinstantiate import Reinstantiate
-from planaria.policies.unequal import RECUT, STAY, UNEQUAL, WITHOUT, Unequal
+from planaria.policies.unequal_nodes import RECUT, STAY, UNEQUAL, WITHOUT, UnequalNodes
 
 
 def survivors(
@@ -38,7 +38,7 @@ def proposed(
     book: EveryPlan, plan: Plan, cluster: ClusterState, event: ClusterEvent
 ) -> dict[str, Transition]:
     """The answers by name; each node in them has its own kind, and each price is true."""
-    found = Unequal(Reinstantiate(book)).propose(plan, cluster, event, prices(book))
+    found = UnequalNodes(Reinstantiate(book)).propose(plan, cluster, event, prices(book))
     kinds = {node.node: node.kind for node in cluster.nodes}
     for transition in found:
         after = transition.after
@@ -144,7 +144,7 @@ def test_where_there_are_too_many_to_plan_for_the_pipelines_are_recut(
     many = {node: NodeKind(0.5 if node < 3 else 1.0) for node in range(40)}
     book = every(6, n0=3, f=1)
     assert planning_effort(book.problem, many) > EFFORT_MAX
-    monkeypatch.setattr(unequal, "EFFORT_MAX", 1)
+    monkeypatch.setattr(unequal_nodes, "EFFORT_MAX", 1)
     plan = plan_of(book, (3, 3))
     found = proposed(book, plan, survivors(plan, {1: 0.5}), NodesChanged((), (), (1,)))
 
@@ -161,6 +161,6 @@ def test_a_slow_node_is_answered_also_where_no_pipeline_seems_to_fit_any_more() 
     cluster = survivors(plan, {0: 0.5})
     event = NodesChanged((), (), slow=(0,))
 
-    found = Unequal(Reinstantiate(full)).propose(plan, cluster, event, prices(full))
+    found = UnequalNodes(Reinstantiate(full)).propose(plan, cluster, event, prices(full))
 
     assert STAY in {one.answer for one in found}

@@ -48,14 +48,14 @@ Kinds = Mapping[int, NodeKind]
 
 
 @dataclass(frozen=True, slots=True)
-class Unequal:
+class UnequalNodes:
     """The policy for nodes that differ in speed.
 
     Attributes:
         alike: policy for equal nodes, whose answers it extends.
     """
 
-    alike: Reinstantiate
+    reinstantiate: Reinstantiate
 
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
@@ -63,39 +63,39 @@ class Unequal:
         """The answers for equal nodes, with microbatches for these nodes, and the further answers
         listed in the module's docstring, `stay` first."""
         kinds = {node.node: node.kind for node in (*cluster.nodes, *cluster.leaving)}
-        before = of_kinds(plan, {})
+        before = with_kinds(plan, {})
         # If no node joins or leaves, the question is whether there is a better plan.
         is_news = isinstance(event, NodesChanged) and (
             bool(event.slow) or not (event.joined or event.leaving)
         )
         is_alike = before == plan and all(kind == NodeKind() for kind in kinds.values())
         if is_alike and not is_news:
-            return self.alike.propose(plan, cluster, event, prices)
-        found = self._dealt(plan, cluster, event, prices, kinds=kinds)
-        if not isinstance(event, NodesChanged) or not found:
-            return found
+            return self.reinstantiate.propose(plan, cluster, event, prices)
+        answers = self._answers_for_kinds(plan, cluster, event, prices, kinds=kinds)
+        if not isinstance(event, NodesChanged) or not answers:
+            return answers
         stay: tuple[Transition, ...] = ()
         if not event.joined and not event.leaving:
-            stay = (staying(self.alike.every, plan, cluster, kinds),)
-        more: list[tuple[tuple[Pipeline, ...], str]] = []
-        whole = [one for one in (*stay, *found) if not one.after.gone]
-        best = min(whole, key=lambda transition: transition.iteration_s)
-        if recut := self._recut(best.after, cluster, prices):
-            more.append((recut, RECUT))
-        if unequal := self._unequal(before, cluster, prices):
-            more.append((unequal, UNEQUAL))
-        made = tuple(
-            self.alike.transition(pipelines, answer, plan, cluster, event, prices)
-            for pipelines, answer in more
+            stay = (stay_answer(self.reinstantiate.every, plan, cluster, kinds),)
+        further: list[tuple[tuple[Pipeline, ...], str]] = []
+        complete = [x for x in (*stay, *answers) if not x.after.gone]
+        best = min(complete, key=lambda transition: transition.iteration_s)
+        if recut := self._recut_pipelines(best.after, cluster, prices):
+            further.append((recut, RECUT))
+        if unequal := self._planned_pipelines(before, cluster, prices):
+            further.append((unequal, UNEQUAL))
+        answers += tuple(
+            self.reinstantiate.transition(pipelines, answer, plan, cluster, event, prices)
+            for pipelines, answer in further
         )
-        found = least_exposed((*found, *made), cluster)
-        without = self._without(plan, cluster, event, prices)
-        best_s = min(transition.iteration_s for transition in (*stay, *found))
-        pays = [one for one in without if one.iteration_s < (1.0 - _IDLE_GAIN_MIN) * best_s]
+        answers = least_exposed(answers, cluster)
+        without = self._answer_without_slowest(plan, cluster, event, prices)
+        best_s = min(transition.iteration_s for transition in (*stay, *answers))
+        pays = [x for x in without if x.iteration_s < (1.0 - _IDLE_GAIN_MIN) * best_s]
         # `stay` is always kept for comparison: it moves no layer to other nodes.
-        return (*stay, *least_exposed((*found, *pays), cluster))
+        return (*stay, *least_exposed((*answers, *pays), cluster))
 
-    def _dealt(
+    def _answers_for_kinds(
         self,
         plan: Plan,
         cluster: ClusterState,
@@ -106,18 +106,20 @@ class Unequal:
     ) -> tuple[Transition, ...]:
         """The answers for equal nodes, with microbatches and prices for nodes of these kinds."""
         return tuple(
-            self.alike.transition(
-                of_kinds(transition.after, kinds).pipelines,
+            self.reinstantiate.transition(
+                with_kinds(transition.after, kinds).pipelines,
                 transition.answer,
                 plan,
                 cluster,
                 event,
                 prices,
             )
-            for transition in self.alike.propose(of_kinds(plan, {}), cluster, event, prices)
+            for transition in self.reinstantiate.propose(
+                with_kinds(plan, {}), cluster, event, prices
+            )
         )
 
-    def _recut(
+    def _recut_pipelines(
         self, best: Plan, cluster: ClusterState, prices: Prices
     ) -> tuple[Pipeline, ...] | None:
         """The pipelines of the answer `best`, with new stages in those that have slow nodes; None
@@ -127,7 +129,7 @@ class Unequal:
         for pipeline, count in zip(best.pipelines, pipeline_microbatches(best), strict=True):
             template = pipeline.template
             if template.kinds:
-                template = self._template(pipeline, count)
+                template = self._fastest_template(pipeline, count)
                 members = [nodes[node] for node in pipeline.nodes]
                 others = (*pipelines, *best.pipelines[len(pipelines) + 1 :])
                 (pipeline,) = assign_nodes(
@@ -140,20 +142,20 @@ class Unequal:
             pipelines.append(pipeline)
         return tuple(pipelines) if tuple(pipelines) != best.pipelines else None
 
-    def _template(self, pipeline: Pipeline, num_microbatches: int) -> PipelineTemplate:
+    def _fastest_template(self, pipeline: Pipeline, num_microbatches: int) -> PipelineTemplate:
         """The fastest template for nodes of the pipeline's kinds, in any order."""
         counts = Counter(pipeline.template.node_kinds)
-        costs = stage_costs(self.alike.every.problem, sorted(counts))
-        of_each = tuple(counts[kind] for kind in costs.kinds)
-        found = fastest_templates(costs, {of_each: num_microbatches})
-        return found[of_each].template if of_each in found else pipeline.template
+        costs = stage_costs(self.reinstantiate.every.problem, sorted(counts))
+        num_of_kind = tuple(counts[kind] for kind in costs.kinds)
+        templates = fastest_templates(costs, {num_of_kind: num_microbatches})
+        return templates[num_of_kind].template if num_of_kind in templates else pipeline.template
 
-    def _unequal(
+    def _planned_pipelines(
         self, before: Plan, cluster: ClusterState, prices: Prices
     ) -> tuple[Pipeline, ...] | None:
         """The pipelines of the planner's plan for nodes of these kinds; None if there is none, if
         all nodes are equal, or if planning is too much work."""
-        problem = self.alike.every.problem
+        problem = self.reinstantiate.every.problem
         kinds = {node.node: node.kind for node in cluster.nodes}
         is_alike = all(kind == NodeKind() for kind in kinds.values())
         if is_alike or planning_effort(problem, kinds) > EFFORT_MAX:
@@ -169,28 +171,28 @@ class Unequal:
         unbound = unbound_pipelines(templates, before, frozenset(kinds))
         return assign_nodes(unbound, cluster.nodes, before=before, layer_bytes=prices.layer_bytes)
 
-    def _without(
+    def _answer_without_slowest(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
     ) -> tuple[Transition, ...]:
         """The fastest answer in which the slowest nodes have no work and only send what they hold;
         none if they are needed or no node is slow."""
-        every = self.alike.every
+        every = self.reinstantiate.every
         lowest = min(node.kind.speed for node in cluster.nodes)
         slowest = tuple(node for node in cluster.nodes if node.kind.speed == lowest)
         others = tuple(node for node in cluster.nodes if node.kind.speed > lowest)
         needed = (every.problem.failures_tolerated + 1) * min(every.templates)
         if lowest >= 1.0 or len(others) < needed:
             return ()
-        left = ClusterState(cluster.epoch, others, (*cluster.leaving, *slowest))
+        without_slowest = ClusterState(cluster.epoch, others, (*cluster.leaving, *slowest))
         kinds = {node.node: node.kind for node in others}
-        found = self._dealt(plan, left, event, prices, kinds=kinds)
-        best = min(found, key=lambda transition: transition.iteration_s, default=None)
+        answers = self._answers_for_kinds(plan, without_slowest, event, prices, kinds=kinds)
+        best = min(answers, key=lambda transition: transition.iteration_s, default=None)
         return (replace(best, answer=WITHOUT),) if best else ()
 
 
-def staying(every: EveryPlan, plan: Plan, cluster: ClusterState, kinds: Kinds) -> Transition:
+def stay_answer(every: EveryPlan, plan: Plan, cluster: ClusterState, kinds: Kinds) -> Transition:
     """The transition that keeps the plan, priced for nodes of these kinds."""
-    after = replace(of_kinds(plan, kinds), epoch=cluster.epoch)
+    after = replace(with_kinds(plan, kinds), epoch=cluster.epoch)
     is_plain = not (after.splits_backward or after.gone or after.ticks) and (
         sum(pipeline_microbatches(after)) == len(after.routes)
     )
@@ -210,14 +212,14 @@ def staying(every: EveryPlan, plan: Plan, cluster: ClusterState, kinds: Kinds) -
     )
 
 
-def of_kinds(plan: Plan, kinds: Kinds) -> Plan:
+def with_kinds(plan: Plan, kinds: Kinds) -> Plan:
     """The plan on nodes of these kinds; a node without one is of the kind that was profiled."""
 
-    def told(pipeline: Pipeline) -> Pipeline:
+    def pipeline_of_kinds(pipeline: Pipeline) -> Pipeline:
         of_nodes = tuple(kinds.get(node, NodeKind()) for node in pipeline.nodes)
         is_plain = all(kind == NodeKind() for kind in of_nodes)
         template = replace(pipeline.template, kinds=() if is_plain else of_nodes)
         return replace(pipeline, template=template)
 
-    pipelines = tuple(told(pipeline) for pipeline in plan.pipelines)
+    pipelines = tuple(pipeline_of_kinds(pipeline) for pipeline in plan.pipelines)
     return replace(plan, pipelines=pipelines)
