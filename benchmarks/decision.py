@@ -22,7 +22,7 @@ from typing import Final
 from planaria.coordinator.choice import weighed_answers
 from planaria.core.cluster import NodesLost, survivors
 from planaria.core.job import JobConfig, ResilienceConfig
-from planaria.core.plan import Plan, on_one_device
+from planaria.core.plan import Plan, one_device_profile
 from planaria.job.planning import read_profile
 from planaria.nodes.head.leader_spec import REGROUP_S
 from planaria.planner.plans import EveryPlan, foreseen_plans
@@ -108,7 +108,7 @@ def _decide(num_nodes: int, goal_s: float) -> bool:
 
 def _job(num_nodes: int) -> tuple[EveryPlan, Plan]:
     """The plans to which the job can be re-formed, and its first plan."""
-    profile = on_one_device(read_profile(Path("llama2-7b")))
+    profile = one_device_profile(read_profile(Path("llama2-7b")))
     problem = Problem(
         profile=replace(profile, device_memory_bytes=MEMORY_BYTES),
         devices_per_node=1,

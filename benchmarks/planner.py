@@ -65,7 +65,7 @@ from planaria.planner.problem import Problem, stage_costs
 from planaria.planner.templates import pipeline_template, pipeline_templates, ranked_template
 from planaria.policies.policy import profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
-from planaria.schedule.lower import lowered
+from planaria.schedule.lower import plan_schedule
 
 # Oobleck, Table 3: seconds by nodes, devices per node and layers.
 PUBLISHED_S: Final = {
@@ -267,7 +267,7 @@ def ranks() -> Iterator[str]:
     template = PipelineTemplate(tuple(Stage(n, n + 1, 1) for n in range(1000)), 1000)
     plan = plain_plan(0, (Pipeline(template, tuple(range(1000))),), (128,))
     start_s = time.perf_counter()
-    schedule = lowered(plan)
+    schedule = plan_schedule(plan)
     lowered_s = time.perf_counter() - start_s
     runs_s = []
     for _ in range(3):

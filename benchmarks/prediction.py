@@ -41,7 +41,7 @@ import torch
 
 from planaria.core.inject import parse_injection
 from planaria.core.job import POLICIES
-from planaria.core.plan import ModelProfile, Pipeline, Plan, on_one_device, plain_plan
+from planaria.core.plan import ModelProfile, Pipeline, Plan, one_device_profile, plain_plan
 from planaria.core.specs import Prepared
 from planaria.job.job import Job
 from planaria.job.planning import fork_server, given_profile, plan_job, read_profile
@@ -99,7 +99,7 @@ def _arguments() -> argparse.Namespace:
 
 def _paced(policies: Sequence[str]) -> bool:
     """Runs paced jobs; returns whether their errors are within the goals."""
-    profile = on_one_device(read_profile(EXAMPLE.with_name("paced-profile.json")))
+    profile = one_device_profile(read_profile(EXAMPLE.with_name("paced-profile.json")))
     alone = abs(_layers_error(profile))
     print(f"layers alone, in one process: error {100 * alone:.2f}%")
     print(f"{'job':<44} {'predicted':>10} {'measured':>10} {'error':>7} {'A/A':>6}")

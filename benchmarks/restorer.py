@@ -37,7 +37,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from helpers import exchanging, reducing
 from helpers.ranks import PRELOAD, SEARCH_PATH
 from planaria.core.cluster import NodesLost, survivors
-from planaria.core.plan import LayerProfile, ModelProfile, Plan, Transfer, Transition, on_one_device
+from planaria.core.plan import (
+    LayerProfile,
+    ModelProfile,
+    Plan,
+    Transfer,
+    Transition,
+    one_device_profile,
+)
 from planaria.estimator.reductions import Reductions, reduction_starts_s
 from planaria.estimator.time import predicted_timeline
 from planaria.job.planning import read_profile
@@ -50,7 +57,7 @@ from planaria.policies.policy import profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.restorer.strategies import LEAST_BYTES, NAIVE, RestoreStrategy
 from planaria.schedule.buckets import ReductionOrder, buckets_of
-from planaria.schedule.lower import lowered
+from planaria.schedule.lower import plan_schedule
 
 BYTES_PER_S: Final = 100e6
 RATIO_MAX: Final = 1.2
@@ -82,7 +89,7 @@ MEASURED: Final[tuple[tuple[Case, tuple[int, ...]], ...]] = (
 def job(case: Case) -> tuple[EveryPlan, Plan]:
     """The plans to which the job can be re-formed, and its first plan."""
     name, num_blocks, sizes = case
-    profile = replace(on_one_device(read_profile(Path(name))), device_memory_bytes=0)
+    profile = replace(one_device_profile(read_profile(Path(name))), device_memory_bytes=0)
     if num_blocks:
         profile = replace(profile, layers=_shortened(profile, num_blocks))
     problem = Problem(
@@ -254,7 +261,7 @@ def _summed(case: Case, node: int) -> tuple[float, ...] | None:
         return None
     columns: list[tuple[float, float, float]] = []
     for order in ReductionOrder:
-        schedule = lowered(after, tied=profile.tied, order=order)
+        schedule = plan_schedule(after, tied=profile.tied, order=order)
         cost = Reductions(profile, after, bytes_factor=1.0)
         seconds = [cost.seconds(bucket) for bucket in schedule.buckets]
         starts_s = reduction_starts_s(schedule.buckets, [0.0] * len(seconds), seconds)

@@ -47,7 +47,7 @@ from planaria.core.plan import Plan
 from planaria.core.records import ToLauncher
 from planaria.engine.iteration.groups import iteration_peers
 from planaria.nodes.head.journal import open_store
-from planaria.schedule.lower import lowered_for
+from planaria.schedule.lower import rank_schedule
 from planaria.store.logbook import open_logbook
 from planaria.transport.frames import FrameDecoder, frame, order_of
 
@@ -197,9 +197,9 @@ class _Recovery:
         heard_s, _ = _timed(lambda: FrameDecoder().feed(data))
         decoding_s, _ = _timed(lambda: order_of(body))
         encoding_s, _ = _timed(lambda: frame(order))
-        own_s, schedule = _timed(lambda: lowered_for(order.plan, rank))
+        own_s, schedule = _timed(lambda: rank_schedule(order.plan, rank))
         peers_s, peers = _timed(lambda: iteration_peers(schedule, rank, order.plan.all_ranks))
-        old = lowered_for(self._plan, rank)
+        old = rank_schedule(self._plan, rank)
         known = iteration_peers(old, rank, self._plan.all_ranks)
         seconds = 2.0 * (heard_s + decoding_s) + encoding_s + own_s + peers_s
         return seconds, len(peers - known)

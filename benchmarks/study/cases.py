@@ -6,7 +6,7 @@ from pathlib import Path
 from random import Random
 from typing import Final, NamedTuple
 
-from planaria.core.plan import Link, on_one_device
+from planaria.core.plan import Link, one_device_profile
 from planaria.job.planning import read_profile
 from planaria.planner.plans import EveryPlan, every_plan
 from planaria.planner.problem import Problem
@@ -124,7 +124,7 @@ def _cluster(case: Case) -> _Cluster:
 
 @cache
 def _problem(cluster: _Cluster) -> Problem:
-    profile = on_one_device(read_profile(Path(cluster.model)))
+    profile = one_device_profile(read_profile(Path(cluster.model)))
     link = profile.links["inter_node"]
     slow = Link(link.latency_s, link.bandwidth_bytes_per_s / cluster.slower)
     return Problem(

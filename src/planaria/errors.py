@@ -63,11 +63,11 @@ class Limit(Enum):
     MICROBATCHES = "microbatches"
 
 
-class Way(NamedTuple):
+class FeasibleValue(NamedTuple):
     """A value with which there would be a plan.
 
     Attributes:
-        or_more: larger values would do, too.
+        or_more: whether larger values would do, too.
     """
 
     limit: Limit
@@ -92,13 +92,13 @@ class InfeasibleError(PlanariaError):
         ways: the nearest values that would do, each of them alone.
     """
 
-    def __init__(self, limit: Limit, value: int, why: str, *ways: Way) -> None:
-        would_do = f"; would do: {', '.join(map(str, ways))}" if ways else ""
+    def __init__(self, limit: Limit, value: int, why: str, *remedies: FeasibleValue) -> None:
+        would_do = f"; would do: {', '.join(map(str, remedies))}" if remedies else ""
         super().__init__(f"{value} {limit.value}: {why}{would_do}")
         self.limit = limit
         self.value = value
         self.why = why
-        self.ways = ways
+        self.remedies = remedies
 
 
 class InsufficientError(PlanariaError):

@@ -42,9 +42,9 @@ from planaria.coordinator.commands import (
 from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import Phase
 from planaria.coordinator.step import Event, step
-from planaria.core.growing import Growing
 from planaria.core.kinds import Ending
 from planaria.core.messages import PeerUnreachable, SaveLayers, StartEpoch, Stopped
+from planaria.core.persistent_map import PersistentMap
 from planaria.core.plan import Transfer
 from planaria.core.records import Committed, Decided, Origin, Outcome, Warned
 
@@ -334,7 +334,7 @@ def test_an_epoch_begins_only_once_those_who_send_layers_have_addresses() -> Non
     rules = small_rules(n0=1, policy=Survivors(num_idle=1, rounds=moves))
     events: list[Event] = [*(waits(rank) for rank in (0, 1, 2)), DecisionRecorded(1)]
     state, _ = after(training_halves(rules), [gone(3), MembersRecorded(1)], rules)
-    state = replace(state, workers=Growing({rank: worker(rank) for rank in (0, 1)}))
+    state = replace(state, workers=PersistentMap({rank: worker(rank) for rank in (0, 1)}))
     state, early = after(state, events, rules)
     state, commands = after(state, [worker(2)], rules)
 

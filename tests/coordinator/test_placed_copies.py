@@ -12,7 +12,7 @@ from helpers.jobs import shaped_plan
 from planaria.coordinator.placing import copies_of, version_iterations
 from planaria.coordinator.rules import Rules
 from planaria.core.job import CheckpointConfig
-from planaria.core.plan import Link, Plan, on_one_device
+from planaria.core.plan import Link, Plan, one_device_profile
 from planaria.job.planning import read_profile
 from planaria.placement.layer_copies import keeping_places
 from planaria.placement.survival import survivals
@@ -82,7 +82,7 @@ def test_a_version_takes_what_it_is_sent_for(
 ) -> None:
     """Llama-2 7B on 16 nodes; over slow links its copies do not fit into an iteration's idle time,
     unless nobody asks whether it is idle."""
-    profile = on_one_device(read_profile(Path("llama2-7b")))
+    profile = one_device_profile(read_profile(Path("llama2-7b")))
     link = Link(profile.links["inter_node"].latency_s, gigabits * 1.25e8)
     problem = Problem(
         profile=replace(profile, links={**profile.links, "inter_node": link}),

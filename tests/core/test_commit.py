@@ -140,7 +140,7 @@ def test_the_layout_follows_the_job() -> None:
 def test_a_save_that_any_rank_owes_begins_once_none_is_writing() -> None:
     """On all ranks at the same age, else it would be whole at none."""
     votes = {
-        (owes, writes): vector(votes=(0, 0, 0, 0, owes, writes)).saves
+        (owes, writes): vector(votes=(0, 0, 0, 0, owes, writes)).is_save_due
         for owes in range(2)
         for writes in range(2)
     }

@@ -14,7 +14,7 @@ from planaria.core.plan import (
     Plan,
     Stage,
     plain_plan,
-    scaled,
+    scaled_profile,
 )
 from planaria.planner.problem import Problem
 
@@ -104,12 +104,14 @@ def test_a_link_takes_its_latency_and_its_bytes() -> None:
 def test_scaling_a_profile_changes_all_its_seconds_and_nothing_else() -> None:
     """Those on links too: so every plan takes as many times longer."""
     profile = model_profile((layer_profile("a", 0.01, device_counts=(1, 2)),))
-    slow = scaled(profile, 3.0)
+    slow = scaled_profile(profile, 3.0)
     before, after = profile.layers[0], slow.layers[0]
 
     assert after.forward_s == {1: 3 * before.forward_s[1], 2: 3 * before.forward_s[2]}
     assert after.backward_s(2) == pytest.approx(3 * before.backward_s(2))
-    assert scaled(slow, 1 / 3.0).layers[0].forward_s[1] == pytest.approx(before.forward_s[1])
+    assert scaled_profile(slow, 1 / 3.0).layers[0].forward_s[1] == pytest.approx(
+        before.forward_s[1]
+    )
     assert after.activation_bytes == before.activation_bytes
     for kind, link in profile.links.items():
         assert slow.links[kind].seconds(1000) == pytest.approx(3 * link.seconds(1000))

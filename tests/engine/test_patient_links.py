@@ -27,7 +27,7 @@ from planaria.engine.prepare import load_model
 from planaria.engine.stage import RankStage
 from planaria.errors import AbortedError
 from planaria.models.paced import PacedData
-from planaria.schedule.lower import lowered_for
+from planaria.schedule.lower import rank_schedule
 from planaria.transport.links import UNLIMITED_S, Links, Tag
 from planaria.transport.pulse import Pulse
 
@@ -68,7 +68,7 @@ def test_an_executor_waits_for_a_peer_that_takes_hours() -> None:
         stage.hold(plan.held_by_rank[1], states={}, age=0)
         executor = Executor(
             plan,
-            lowered_for(plan, 1),
+            rank_schedule(plan, 1),
             context=RankContext(
                 stage=stage,
                 links=links,

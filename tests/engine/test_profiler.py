@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from helpers.jobs import tiny_job
 from helpers.linked import num_descriptors
 from planaria.core.job import JobConfig
-from planaria.core.plan import LayerProfile, Link, ModelProfile, on_one_device, scaled
+from planaria.core.plan import LayerProfile, Link, ModelProfile, one_device_profile, scaled_profile
 from planaria.engine import profiler, stage
 from planaria.engine.prepare import load_data, load_model
 from planaria.errors import ConfigError, PeerLostError
@@ -196,13 +196,13 @@ def test_a_job_plans_with_the_figures_for_one_device() -> None:
         profile.layers[0], forward_s=both, backward_input_s=both, backward_weight_s=both
     )
 
-    assert on_one_device(replace(profile, layers=(layer,))).layers[0].forward_s == {1: 0.01}
+    assert one_device_profile(replace(profile, layers=(layer,))).layers[0].forward_s == {1: 0.01}
 
 
 def test_scaled_profiles_keep_their_bytes() -> None:
     """model.time_scale makes a job faster, not smaller."""
     profile = replace(_paced(2, 0.01), device_memory_bytes=7)
-    faster = scaled(profile, 0.5)
+    faster = scaled_profile(profile, 0.5)
 
     assert faster.layers[1].forward_s == {1: 0.005}
     assert faster.layers[1].backward_s(1) == pytest.approx(0.01)

@@ -15,7 +15,7 @@ from planaria.estimator import sharing, time
 from planaria.estimator.sharing import Costs, Times, last_end_s
 from planaria.estimator.time import Timeline, predicted_timeline
 from planaria.schedule.action import Schedule, parse_schedule
-from planaria.schedule.lower import lowered
+from planaria.schedule.lower import plan_schedule
 
 FREE = Link(0.0, float("inf"))
 
@@ -26,7 +26,7 @@ def _no_more_than_actions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def timeline(plan: Plan, profile: ModelProfile, *, processors: int) -> Timeline:
-    schedule = lowered(plan, tied=profile.tied)
+    schedule = plan_schedule(plan, tied=profile.tied)
     return predicted_timeline(schedule, profile, plan=plan, processors=processors)
 
 
@@ -148,7 +148,7 @@ def test_with_a_processor_for_each_thread_nothing_changes(monkeypatch: pytest.Mo
     lost nodes and on slow ones; so it is by the run for ranks that do share."""
     for seed in range(SEED, SEED + 100):
         plan, profile = random_job(seed)
-        schedule = lowered(plan, tied=profile.tied)
+        schedule = plan_schedule(plan, tied=profile.tied)
         own = predicted_timeline(schedule, profile, plan=plan)
         enough = predicted_timeline(schedule, profile, plan=plan, processors=len(plan.ranks))
         with monkeypatch.context() as patch:

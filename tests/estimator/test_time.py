@@ -29,7 +29,7 @@ from planaria.core.plan import (
 from planaria.errors import DeadlockError
 from planaria.estimator.time import Timeline, predicted_timeline
 from planaria.schedule.action import Kind, parse_schedule
-from planaria.schedule.lower import lowered, place_transfers
+from planaria.schedule.lower import place_transfers, plan_schedule
 from planaria.schedule.routed import routed_1f1b
 
 SEED = 20_261_121
@@ -86,7 +86,7 @@ def test_equal_stages_without_communication_take_the_closed_form(
     plan = plain_plan(0, (pipeline(range(num_stages + 1), range(num_stages)),), (num_microbatches,))
     profile = model((layer(forward_s, backward_s),) * num_stages)
 
-    timeline = predicted_timeline(lowered(plan), profile, plan=plan)
+    timeline = predicted_timeline(plan_schedule(plan), profile, plan=plan)
 
     unit_s = forward_s + backward_s
     assert timeline.iteration_s == pytest.approx((num_microbatches + num_stages - 1) * unit_s)
@@ -163,7 +163,7 @@ def comes_back(route: Route) -> bool:
 def assert_timeline_is_simulated(plan: Plan, rng: Random, seed: int) -> None:
     """Of a random profile: every start and end, and the iteration, but for rounding."""
     profile = random_profile(rng, plan.num_layers)
-    schedule = lowered(plan, tied=profile.tied)
+    schedule = plan_schedule(plan, tied=profile.tied)
     factor = rng.choice((1.0, 1.5))
 
     timeline = predicted_timeline(schedule, profile, plan=plan, reduce_bytes_factor=factor)
@@ -254,7 +254,9 @@ def test_a_reduction_starts_with_its_last_rank(factor: float, seconds: float) ->
     plan = plain_plan(0, (pipeline((0, 1), (0,)), pipeline((0, 1), (1,))), (1, 3))
     profile = model((layer(1.0, 2.0, parameter_bytes=12),), inter_node=Link(1.0, 1.0))
 
-    timeline = predicted_timeline(lowered(plan), profile, plan=plan, reduce_bytes_factor=factor)
+    timeline = predicted_timeline(
+        plan_schedule(plan), profile, plan=plan, reduce_bytes_factor=factor
+    )
 
     reductions = [span for span in timeline.spans if span.lane == "reduce"]
     assert {9.0} == {span.start_s for span in reductions}
@@ -269,7 +271,7 @@ def test_reductions_run_beside_the_compute_of_other_ranks() -> None:
     layers = (layer(1.0, 2.0), layer(1.0, 2.0, parameter_bytes=2))
     profile = model(layers, inter_node=Link(0.0, 1.0))
 
-    timeline = predicted_timeline(lowered(plan), profile, plan=plan)
+    timeline = predicted_timeline(plan_schedule(plan), profile, plan=plan)
 
     spans = {(span.rank, str(span.action)): (span.start_s, span.end_s) for span in timeline.spans}
     assert (4.0, 6.0) == spans[1, "R1"] == spans[3, "R1"] == spans[0, "0B0"]
@@ -292,7 +294,7 @@ def test_a_thousand_ranks_are_timed_while_one_waits() -> None:
 def test_a_timeline_can_be_read_again_and_indexed() -> None:
     """Its spans are made when they are asked for; they must be there the second time too."""
     plan = figure_9_plan()
-    schedule = lowered(plan)
+    schedule = plan_schedule(plan)
     profile = model((layer(1.0, 2.0),) * 6)
 
     timeline = predicted_timeline(schedule, profile, plan=plan)

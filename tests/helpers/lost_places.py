@@ -14,7 +14,7 @@ from planaria.core.plan import LayerProfile, Link, NodeKind, Plan
 from planaria.estimator.time import predicted_timeline
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import Priced
-from planaria.schedule.lower import lowered
+from planaria.schedule.lower import plan_schedule
 
 Lost = tuple[tuple[int, int], ...]
 Work = tuple[int, int, int]
@@ -131,7 +131,7 @@ def grid(num_pipelines: int, num_places: int, lost: Lost) -> Plan:
 
 def computed_s(problem: Problem, found: Priced) -> float:
     """When the last forward or backward of a plan ends; reductions are not looked at."""
-    timeline = predicted_timeline(lowered(found.plan), problem.profile, plan=found.plan)
+    timeline = predicted_timeline(plan_schedule(found.plan), problem.profile, plan=found.plan)
     return max(span.end_s for span in timeline.spans if span.lane == "compute")
 
 

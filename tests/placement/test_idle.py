@@ -18,7 +18,7 @@ from planaria.placement.placement import paper_placement
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.shadows import shadowed
 from planaria.schedule.action import SEND_FORWARD, Schedule
-from planaria.schedule.lower import lowered
+from planaria.schedule.lower import plan_schedule
 
 BYTES = 1_000_000
 PROFILE = model_profile(
@@ -78,7 +78,7 @@ def test_no_span_meets_what_its_source_sends_or_its_target_gets(shape: list[int]
     """Each lies where its source's own work says, and together they are all that is left."""
     plan = shaped_plan(tuple(shape), 8)
     problem, found = idle_of(plan)
-    schedule = lowered(plan, order=problem.reduction_order)
+    schedule = plan_schedule(plan, order=problem.reduction_order)
     timeline = predicted_timeline(
         schedule, PROFILE, plan=plan, reduce_bytes_factor=problem.reduce_bytes_factor
     )

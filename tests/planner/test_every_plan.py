@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from helpers.strategies import MEBIBYTE, equal_problem
 from planaria.core.plan import PipelineTemplate, Stage
-from planaria.errors import InfeasibleError, Limit, Way
+from planaria.errors import FeasibleValue, InfeasibleError, Limit
 from planaria.planner.layout.sets import distribute_microbatches
 from planaria.planner.plans import (
     best_plan,
@@ -84,7 +84,7 @@ def test_a_batch_too_small_for_some_number_of_survivors_is_refused_at_the_start(
 
     assert (caught.value.limit, caught.value.value) == (Limit.MICROBATCHES, 2)
     assert "with 3 nodes" in caught.value.why
-    assert caught.value.ways == (Way(Limit.MICROBATCHES, 3),)
+    assert caught.value.remedies == (FeasibleValue(Limit.MICROBATCHES, 3),)
     enough = equal_problem(num_microbatches=3, failures_tolerated=0)
     assert sorted(every_plan(enough, 5, templates).plans) == [1, 2, 3, 4, 5]
 
@@ -140,7 +140,7 @@ def test_a_batch_too_small_for_nodes_that_may_join_is_refused_at_the_start() -> 
         every_plan(problem, 13, pipeline_templates(problem, 5, max_nodes=13))
 
     assert "with 13 nodes" in caught.value.why
-    assert caught.value.ways == (Way(Limit.MICROBATCHES, 3),)
+    assert caught.value.remedies == (FeasibleValue(Limit.MICROBATCHES, 3),)
     enough = replace(problem, num_microbatches=3)
     every = every_plan(enough, 13, pipeline_templates(enough, 5, max_nodes=13))
     assert len(every.plans[13].nodes) == 13
@@ -177,4 +177,4 @@ def test_all_nodes_work_in_what_is_foreseen_before_failures() -> None:
     with pytest.raises(InfeasibleError) as raised:
         foreseen_plans(problem, 5, templates)
 
-    assert raised.value.ways == (Way(Limit.NODES, 4),)
+    assert raised.value.remedies == (FeasibleValue(Limit.NODES, 4),)

@@ -20,7 +20,7 @@ from planaria.estimator.time import predicted_timeline
 from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_template
 from planaria.schedule.action import FORWARD
-from planaria.schedule.lower import lowered
+from planaria.schedule.lower import plan_schedule
 
 SECONDS = st.integers(1, 9).map(float)
 DELAYS = st.integers(0, 4).map(float)
@@ -107,7 +107,7 @@ def test_makespan_equals_the_timeline_of_the_schedule(problem: Problem) -> None:
     pipeline = Pipeline(template, (3,))
     plan = plain_plan(0, (pipeline,), (problem.num_microbatches,))
 
-    timeline = predicted_timeline(lowered(plan), problem.profile, plan=plan)
+    timeline = predicted_timeline(plan_schedule(plan), problem.profile, plan=plan)
 
     expected = max(span.end_s for span in timeline.spans if span.lane == "compute")
     seconds = stage_seconds(problem.profile, template)

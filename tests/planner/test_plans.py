@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from helpers.strategies import equal_problem, planned, problems
 from planaria.core.plan import PipelineTemplate, Plan, Stage
-from planaria.errors import InfeasibleError, Limit, Way
+from planaria.errors import FeasibleValue, InfeasibleError, Limit
 from planaria.planner.layout.instantiate import instantiations
 from planaria.planner.layout.sets import distribute_microbatches
 from planaria.planner.plans import (
@@ -60,7 +60,7 @@ def test_too_few_microbatches_are_refused_with_the_batch_that_works() -> None:
         distribute_microbatches(problem, [template] * 3, times=PlainTimes(problem))
 
     assert (caught.value.limit, caught.value.value) == (Limit.MICROBATCHES, 2)
-    assert caught.value.ways == (Way(Limit.MICROBATCHES, 3),)
+    assert caught.value.remedies == (FeasibleValue(Limit.MICROBATCHES, 3),)
     enough = equal_problem(num_microbatches=3)
     counts = distribute_microbatches(enough, [template] * 3, times=PlainTimes(enough))
     assert counts == (1, 1, 1)
@@ -135,7 +135,7 @@ def test_nodes_that_no_templates_make_up_are_refused_with_the_nearest_number() -
         best_plan(problem, range(5), {3: template}, epoch=0)
 
     assert (caught.value.limit, caught.value.value) == (Limit.NODES, 5)
-    assert caught.value.ways == (Way(Limit.NODES, 6),)
+    assert caught.value.remedies == (FeasibleValue(Limit.NODES, 6),)
 
 
 def test_nodes_that_only_too_many_pipelines_use_are_refused_with_the_batch_that_works() -> None:
@@ -147,4 +147,4 @@ def test_nodes_that_only_too_many_pipelines_use_are_refused_with_the_batch_that_
         best_plan(problem, range(4), templates, epoch=0)
 
     assert (caught.value.limit, caught.value.value) == (Limit.MICROBATCHES, 3)
-    assert caught.value.ways == (Way(Limit.MICROBATCHES, 4),)
+    assert caught.value.remedies == (FeasibleValue(Limit.MICROBATCHES, 4),)

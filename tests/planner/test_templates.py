@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from helpers.exhaustive import all_shapes, fits
 from helpers.strategies import MEBIBYTE, equal_problem, layer_profile, model_profile, problems
 from planaria.core.plan import Link, PipelineTemplate, Stage
-from planaria.errors import InfeasibleError, Limit, Way
+from planaria.errors import FeasibleValue, InfeasibleError, Limit
 from planaria.planner.problem import Problem
 from planaria.planner.templates import (
     pipeline_template,
@@ -128,10 +128,10 @@ def test_too_few_nodes_are_refused_with_each_way_out_and_each_works() -> None:
     needed = (3 * 16 + 2 * 3) * MEBIBYTE
     assert (caught.value.limit, caught.value.value) == (Limit.NODES, 6)
     assert "pipelines of 3 or more nodes are needed, f + 1 = 3 of them" in caught.value.why
-    assert caught.value.ways == (
-        Way(Limit.NODES, 9, or_more=True),
-        Way(Limit.FAILURES, 1),
-        Way(Limit.DEVICE_MEMORY, needed, or_more=True),
+    assert caught.value.remedies == (
+        FeasibleValue(Limit.NODES, 9, or_more=True),
+        FeasibleValue(Limit.FAILURES, 1),
+        FeasibleValue(Limit.DEVICE_MEMORY, needed, or_more=True),
     )
     assert template_sizes(problem, 9) == (3,)
     assert template_sizes(with_limits(problem, failures_tolerated=1), 6) == (3,)
@@ -158,7 +158,7 @@ def test_a_model_that_no_cluster_holds_is_refused_with_the_memory_that_would_do(
         smallest_num_nodes(problem)
 
     assert caught.value.limit is Limit.DEVICE_MEMORY
-    (way,) = caught.value.ways
+    (way,) = caught.value.remedies
     needed = way.value
     assert 1 <= smallest_num_nodes(with_limits(problem, device_memory_bytes=needed)) <= 6
     with pytest.raises(InfeasibleError):

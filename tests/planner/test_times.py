@@ -12,7 +12,7 @@ from planaria.estimator.time import predicted_timeline
 from planaria.planner.problem import Problem
 from planaria.planner.times import PlainTimes, pipelines_of
 from planaria.schedule.buckets import buckets_of
-from planaria.schedule.lower import lowered
+from planaria.schedule.lower import plan_schedule
 
 SEED = 20_261_121
 
@@ -54,7 +54,7 @@ def test_the_time_of_a_plan_is_that_of_its_schedule() -> None:
         times = PlainTimes(replace(problem, num_microbatches=sum(microbatches)), templates)
 
         expected = predicted_timeline(
-            lowered(plan, tied=problem.profile.tied),
+            plan_schedule(plan, tied=problem.profile.tied),
             problem.profile,
             plan=plan,
             reduce_bytes_factor=problem.reduce_bytes_factor,
@@ -76,7 +76,7 @@ def test_reductions_of_an_iteration_are_those_of_its_schedule() -> None:
         nodes = range(sum(template.num_nodes for template in templates))
         plan = plain_plan(0, pipelines_of(templates, nodes), microbatches)
         timeline = predicted_timeline(
-            lowered(plan, tied=problem.profile.tied),
+            plan_schedule(plan, tied=problem.profile.tied),
             problem.profile,
             plan=plan,
             reduce_bytes_factor=problem.reduce_bytes_factor,

@@ -9,7 +9,7 @@ from planaria.planner.plans import EveryPlan
 from planaria.planner.reroute.reroutes import rerouted, with_split_backwards
 from planaria.planner.reroute.shadows import shadowed
 from planaria.policies.memory_checked import has_room, stage_peaks
-from planaria.schedule.lower import unchecked
+from planaria.schedule.lower import unchecked_schedule
 
 
 def with_memory(plan: Plan, *memory_bytes: int) -> Plan:
@@ -66,7 +66,7 @@ def test_what_split_backwards_keep_takes_memory() -> None:
     split = with_split_backwards(found.problem, plan)
     problem = found.problem
     held = bytes_by_rank(problem.profile, split, gradient_copies=problem.gradient_copies)
-    schedule = unchecked(split)
+    schedule = unchecked_schedule(split)
 
     peaks = stage_peaks(problem, split)
 

@@ -21,7 +21,7 @@ from planaria.core.profile_json import encode_profile
 from planaria.estimator.time import predicted_timeline
 from planaria.job.job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
-from planaria.schedule.lower import lowered
+from planaria.schedule.lower import plan_schedule
 
 pytestmark = [pytest.mark.timed, pytest.mark.faults]
 
@@ -81,7 +81,7 @@ def test_iterations_last_as_long_as_their_messages_and_reductions(
     links = {"inter_node": Link(0.0, 1e12), "intra_node": Link(0.0, 1e12)}
     free = replace(_profile(), links=links)
     computed_s = predicted_timeline(
-        lowered(result.planned.plan), free, plan=result.planned.plan
+        plan_schedule(result.planned.plan), free, plan=result.planned.plan
     ).iteration_s
     seconds = [record.seconds for record in result.report.iterations[1:]]
     assert predicted_s > 1.2 * computed_s

@@ -16,7 +16,7 @@ from planaria.schedule.action import (
     parse_action,
     parse_schedule,
 )
-from planaria.schedule.lower import lowered
+from planaria.schedule.lower import plan_schedule
 
 
 def test_every_kind_of_action_has_its_text() -> None:
@@ -41,7 +41,7 @@ def test_every_kind_of_action_has_its_text() -> None:
 @settings(max_examples=30)
 def test_a_schedule_survives_being_printed_and_parsed(plan: Plan) -> None:
     """parse(format(x)) == x, with reductions and tied parameters."""
-    schedule = lowered(plan, tied=[TiedParameters((0, plan.num_layers - 1), 8)])
+    schedule = plan_schedule(plan, tied=[TiedParameters((0, plan.num_layers - 1), 8)])
 
     parsed = parse_schedule(format_schedule(schedule), schedule.routes, schedule.buckets)
 
@@ -88,7 +88,7 @@ def test_a_large_table_is_cut_around_its_mark(step: int, rank: int) -> None:
 
 def test_a_whole_schedule_prints_every_action_once() -> None:
     """A table that is small enough is never cut."""
-    schedule = lowered(figure_9_plan())
+    schedule = plan_schedule(figure_9_plan())
 
     words = format_table(schedule, {}).split()
 

@@ -17,9 +17,9 @@ from planaria.schedule.action import Action, Bucket, Kind, Schedule, format_sche
 from planaria.schedule.buckets import ReductionOrder, buckets_of
 from planaria.schedule.lower import (
     execution_order,
-    lowered,
-    lowered_for,
     place_reductions,
+    plan_schedule,
+    rank_schedule,
     validate,
 )
 from planaria.schedule.routed import routed_1f1b
@@ -36,7 +36,7 @@ def test_figure_9_of_oobleck_lowered_letter_for_letter() -> None:
     plan = figure_9_plan()
     plan = plain_plan(0, plan.pipelines, (2, 1))
 
-    schedule = lowered(plan, tied=[TiedParameters((0, 5), 8)])
+    schedule = plan_schedule(plan, tied=[TiedParameters((0, 5), 8)])
 
     assert format_schedule(schedule).splitlines() == [
         "0: 0F0 0SF0 0F1 0SF1 0RB0 0B0 0RB1 0B1 R0 R4",
@@ -59,13 +59,13 @@ def test_figure_9_of_oobleck_lowered_letter_for_letter() -> None:
 def test_each_rank_by_itself_gets_what_it_has_in_the_schedule_of_all(plan: Plan) -> None:
     """Also a rank without work, and the buckets by the same numbers."""
     tied = [TiedParameters((0, plan.num_layers - 1), 8)]
-    whole = lowered(plan, tied=tied)
+    whole = plan_schedule(plan, tied=tied)
 
     for rank in plan.all_ranks:
-        own = lowered_for(plan, rank, tied=tied)
+        own = rank_schedule(plan, rank, tied=tied)
         assert own.actions[rank] == whole.actions[rank]
         assert (own.routes, own.buckets) == (whole.routes, whole.buckets)
-    assert lowered_for(plan, max(plan.all_ranks) + 1).actions == {max(plan.all_ranks) + 1: ()}
+    assert rank_schedule(plan, max(plan.all_ranks) + 1).actions == {max(plan.all_ranks) + 1: ()}
 
 
 @given(rerouted_plans())
@@ -74,7 +74,7 @@ def test_buckets_cover_each_layer_with_several_holders_once(plan: Plan) -> None:
     """A layer in no bucket would not be summed, one in two would be summed twice."""
     tied = [TiedParameters((0, plan.num_layers - 1), 8)]
 
-    buckets = lowered(plan, tied=tied).buckets
+    buckets = plan_schedule(plan, tied=tied).buckets
 
     own = [layer for bucket in buckets if bucket.tied < 0 for layer in bucket.layers]
     assert sorted(own) == [n for n in range(plan.num_layers) if len(plan.holders(n)) > 1]
@@ -91,7 +91,7 @@ def test_buckets_of_one_round_share_no_rank_and_tied_ones_come_last(plan: Plan) 
     """Then the buckets of a round run side by side (Odyssey, section IV-B)."""
     tied = [TiedParameters((0, plan.num_layers - 1), 8), TiedParameters((0,), 8)]
 
-    buckets = lowered(plan, tied=tied).buckets
+    buckets = plan_schedule(plan, tied=tied).buckets
 
     for index, bucket in enumerate(buckets):
         for other in buckets[:index]:
@@ -136,13 +136,14 @@ def test_uncoloured_buckets_go_in_layer_order_each_in_a_round_of_its_own() -> No
 @given(rerouted_plans())
 @settings(max_examples=40)
 def test_both_orders_sum_the_same_buckets(plan: Plan) -> None:
-    """Only when each is summed differs, so that the bits are the same; `lowered` validates both."""
+    """Only when each is summed differs, so that the bits are the same; `plan_schedule` validates
+    both."""
     tied = [TiedParameters((0, plan.num_layers - 1), 8)]
 
     summed = [
         sorted(
             (bucket.layers, bucket.ranks, bucket.tied)
-            for bucket in lowered(plan, tied=tied, order=order).buckets
+            for bucket in plan_schedule(plan, tied=tied, order=order).buckets
         )
         for order in ReductionOrder
     ]
@@ -171,7 +172,7 @@ def fewest_rounds(buckets: list[set[int]]) -> int:
 @settings(max_examples=60)
 def test_reductions_ascend_and_follow_their_last_backward(plan: Plan) -> None:
     """One order on all ranks, as early as that order allows."""
-    schedule = lowered(plan)
+    schedule = plan_schedule(plan)
 
     for rank, actions in schedule.actions.items():
         order = [action.bucket for action in actions if action.kind is Kind.REDUCE]
@@ -224,7 +225,7 @@ def test_one_rank_alone_reduces_nothing() -> None:
     """It has every gradient already, also that of a parameter tied within it."""
     plan = plain_plan(0, (pipeline((0, 2), (0,)),), (2,))
 
-    schedule = lowered(plan, tied=[TiedParameters((0, 1), 8)])
+    schedule = plan_schedule(plan, tied=[TiedParameters((0, 1), 8)])
 
     assert schedule.buckets == ()
     assert format_schedule(schedule) == "0: 0F0 0B0 0F1 0B1"
@@ -234,7 +235,7 @@ def test_one_rank_alone_reduces_nothing() -> None:
 @settings(max_examples=60)
 def test_the_execution_order_respects_every_dependency(plan: Plan) -> None:
     """Checked by place in the order: sends before receives, forwards before backwards."""
-    schedule = lowered(plan)
+    schedule = plan_schedule(plan)
 
     order = list(execution_order(schedule))
 
@@ -298,7 +299,7 @@ def test_a_reduction_that_a_rank_never_joins_leaves_the_others_waiting() -> None
 @settings(max_examples=80)
 def test_a_schedule_without_one_of_its_actions_is_refused(data: st.DataObject) -> None:
     """Whichever action it is: the message names it, or what needed it."""
-    schedule = lowered(figure_9_plan(), tied=[TiedParameters((0, 5), 8)])
+    schedule = plan_schedule(figure_9_plan(), tied=[TiedParameters((0, 5), 8)])
     rank = data.draw(st.sampled_from(sorted(schedule.actions)))
     step = data.draw(st.integers(0, len(schedule.actions[rank]) - 1))
     actions = list(schedule.actions[rank])
@@ -312,7 +313,7 @@ def test_a_schedule_without_one_of_its_actions_is_refused(data: st.DataObject) -
 @settings(max_examples=80)
 def test_an_action_that_stands_twice_or_on_a_wrong_rank_is_refused(data: st.DataObject) -> None:
     """A gradient would be added twice, or a rank would compute layers that it does not hold."""
-    schedule = lowered(figure_9_plan(), tied=[TiedParameters((0, 5), 8)])
+    schedule = plan_schedule(figure_9_plan(), tied=[TiedParameters((0, 5), 8)])
     source, target = (data.draw(st.sampled_from(sorted(schedule.actions))) for _ in range(2))
     added = data.draw(st.sampled_from(schedule.actions[source]))
     step = data.draw(st.integers(0, len(schedule.actions[target])))

@@ -10,7 +10,7 @@ from planaria.errors import ScheduleError
 from planaria.estimator.time import predicted_timeline
 from planaria.planner.reroute.shadows import shadowed
 from planaria.schedule.action import Kind, Schedule, format_schedule, parse_schedule
-from planaria.schedule.lower import lowered, lowered_for, place_transfers, validate
+from planaria.schedule.lower import place_transfers, plan_schedule, rank_schedule, validate
 from planaria.schedule.redundant import place_shadows
 from planaria.schedule.routed import routed_1f1b
 
@@ -35,7 +35,7 @@ def test_eager_forwards_stand_where_a_rank_may_wait() -> None:
 def test_every_shadowed_hop_is_computed_once(sizes: tuple[int, ...], splits_backward: bool) -> None:
     """In whole schedules, which are valid, and in a rank's own part of them."""
     plan = replace(shadowed(shaped_plan(sizes, 6)), splits_backward=splits_backward)
-    schedule = lowered(plan)
+    schedule = plan_schedule(plan)
 
     found = {
         (action.microbatch, action.hop): rank
@@ -49,7 +49,7 @@ def test_every_shadowed_hop_is_computed_once(sizes: tuple[int, ...], splits_back
         for hop in range(1, len(route))
     }
     for rank in plan.ranks:
-        assert lowered_for(plan, rank).actions[rank] == schedule.actions[rank]
+        assert rank_schedule(plan, rank).actions[rank] == schedule.actions[rank]
     assert parse_schedule(format_schedule(schedule), plan.routes, schedule.buckets) == schedule
 
 
@@ -80,7 +80,10 @@ def test_an_iteration_with_eager_forwards_is_predicted_longer() -> None:
     def seconds(schedule: Schedule) -> float:
         return predicted_timeline(schedule, profile, plan=plan).iteration_s
 
-    plain, eager = lowered(plan), place_shadows(place_transfers(routed_1f1b(plan)), shadowed(plan))
+    plain, eager = (
+        plan_schedule(plan),
+        place_shadows(place_transfers(routed_1f1b(plan)), shadowed(plan)),
+    )
     assert seconds(plain) < seconds(eager) < 1.5 * seconds(plain)
     busy = predicted_timeline(eager, profile, plan=plan).busy_s(0)
     forwards = 8 * sum(profile.layers[x].forward_s[1] for x in plan.layers_by_rank[1])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from helpers.plan_examples import figure_9_plan, pipeline, plain_plans, rerouted_plans
 from planaria.core.plan import Hop, Plan, Route, Ticks, plain_plan
 from planaria.schedule.action import Action, Kind, format_schedule
-from planaria.schedule.lower import execution_order, num_met, place_transfers, validate
+from planaria.schedule.lower import execution_order, num_connected_hops, place_transfers, validate
 from planaria.schedule.routed import routed_1f1b
 
 
@@ -227,4 +227,4 @@ def test_a_schedule_is_computed_from_all_microbatches_that_meet(plan: Plan) -> N
             met |= more
         most = max(most, sum(len(route) for route in plan.routes if route[0].rank in met))
 
-    assert num_met(plan) == most
+    assert num_connected_hops(plan) == most

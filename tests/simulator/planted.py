@@ -13,7 +13,6 @@ from planaria.coordinator.leadership import Leadership
 from planaria.coordinator.membership import trust
 from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import JobState, Step
-from planaria.core.growing import Growing
 from planaria.core.messages import (
     Abort,
     Fact,
@@ -21,6 +20,7 @@ from planaria.core.messages import (
     ToNode,
     Welcome,
 )
+from planaria.core.persistent_map import PersistentMap
 from planaria.core.plan import Plan
 from planaria.core.records import Decision, Members, Outcome, encode_record
 from planaria.planner.problem import Problem
@@ -185,7 +185,7 @@ def one_report_commits(patch: pytest.MonkeyPatch) -> None:
         reports = state.commits.reports_of(state.commits.next_iteration)
         if reports:
             one = reports[min(reports)]
-            everyone = Growing(dict.fromkeys(state.plan.all_ranks, one))
+            everyone = PersistentMap(dict.fromkeys(state.plan.all_ranks, one))
             reported = {**state.commits.reports, state.commits.next_iteration: everyone}
             state = replace(state, commits=replace(state.commits, reports=reported))
         return real(rules, state, now_s)

@@ -15,7 +15,13 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Final
 
-from planaria.core.inject import AROUND, ITERATION_STEPS, KINDS, RECOVERY_STEPS, parse_injection
+from planaria.core.inject import (
+    ITERATION_STEPS,
+    KINDS,
+    NODELESS_KINDS,
+    RECOVERY_STEPS,
+    parse_injection,
+)
 
 FAULTS_MAX: Final = 6
 _TOGETHER: Final = 0.3  # Share of faults that strike at the same place as the fault before them.
@@ -177,7 +183,7 @@ def _value(kind: str, world: World, rng: Random) -> str:
 
 
 def _nodes(kind: str, num_nodes: int, rng: Random) -> str:
-    if kind in AROUND:
+    if kind in NODELESS_KINDS:
         return ""
     count = 1 if kind == "flip" else rng.choice((1, 1, 1, 1, 2, 2, 3))
     return ",".join(map(str, sorted(rng.sample(range(num_nodes), min(count, num_nodes)))))

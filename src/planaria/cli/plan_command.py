@@ -18,7 +18,7 @@ from planaria.cli.command_line import check_writable, exit_codes, write
 from planaria.cli.node_kinds import parse_node_kinds
 from planaria.core.job import CheckpointConfig
 from planaria.core.plan import NodeKind, Plan
-from planaria.errors import ConfigError, InfeasibleError, Limit, Way
+from planaria.errors import ConfigError, FeasibleValue, InfeasibleError, Limit
 from planaria.job.checks import NODES_MAX
 from planaria.job.planning import check_size, infeasible_mistake, read_profile
 from planaria.placement.idle import Sending, predicted_sending
@@ -145,7 +145,7 @@ def plan(
 def _worded_for_options(num_nodes: int) -> Iterator[None]:
     """Turns what the planner refuses into mistakes of the command's options."""
 
-    def text(way: Way) -> str:
+    def text(way: FeasibleValue) -> str:
         more = " or more" if way.or_more else ""
         if way.limit is Limit.DEVICE_MEMORY:
             return f"{_OPTIONS[way.limit]} {range_text(0, num_nodes - 1)}={way.value}{more}"

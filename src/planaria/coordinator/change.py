@@ -47,9 +47,9 @@ from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import JobState, Situation, Step
 from planaria.coordinator.switching import Change, Switch, waves_of, weighed_as
 from planaria.core.cluster import ClusterState, NodesChanged
-from planaria.core.growing import Growing
 from planaria.core.kinds import ChangeKind
 from planaria.core.messages import AT_COMMIT, EpochReady, Shutdown, StartEpoch, StopRequested
+from planaria.core.persistent_map import PersistentMap
 from planaria.core.plan import Transition
 from planaria.core.records import Candidate, Changed, Decision, Members, Outcome, Warned
 from planaria.policies.traits import TRAITS
@@ -341,7 +341,7 @@ def switched(rules: Rules, state: JobState) -> Step:
         epoch=switch.epoch,
         nodes=switch.nodes,
         plan=switch.plan,
-        workers=Growing({r: w for r, w in state.workers.items() if w.node not in left}),
+        workers=PersistentMap({r: w for r, w in state.workers.items() if w.node not in left}),
         change=replace(change, switch=None, trained=state.plan.all_ranks),
         commits=replace(state.commits, outcome=outcome),
         membership=members,

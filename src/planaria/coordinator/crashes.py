@@ -28,7 +28,6 @@ from planaria.coordinator.recovery import left_unsaved, lost, replaceable, with_
 from planaria.coordinator.rules import Rules
 from planaria.coordinator.saves import newest_save, without_spoilt
 from planaria.coordinator.state import Crash, JobState, Phase, Step
-from planaria.core.growing import Growing
 from planaria.core.kinds import Ending, LossKind
 from planaria.core.messages import (
     Abort,
@@ -39,6 +38,7 @@ from planaria.core.messages import (
     WorkerFailed,
     WorkerReady,
 )
+from planaria.core.persistent_map import PersistentMap
 from planaria.core.records import Recovering, Warned
 
 CRASHES_MAX: Final = 3  # Number of crashes of one rank with the same error.
@@ -99,7 +99,7 @@ def stopping(state: JobState, now_s: float) -> Step:
     state = replace(
         state,
         phase=Phase.STOPPING,
-        workers=Growing({r: w for r, w in state.workers.items() if r not in new}),
+        workers=PersistentMap({r: w for r, w in state.workers.items() if r not in new}),
         troubles=replace(
             before,
             raised={rank: pid for rank, pid in before.raised.items() if rank not in new},
@@ -127,7 +127,7 @@ def worker_failed(rules: Rules, state: JobState, event: WorkerFailed, now_s: flo
         return state, ()
     if is_new:  # The worker holds nothing, and ends by itself.
         workers = {rank: worker for rank, worker in state.workers.items() if rank != event.rank}
-        state = replace(state, workers=Growing(workers))
+        state = replace(state, workers=PersistentMap(workers))
         troubles = replace(troubles, replaced={**troubles.replaced, event.rank: event.pid})
     else:
         troubles = replace(troubles, raised={**troubles.raised, event.rank: event.pid})
@@ -185,12 +185,12 @@ def worker_exited(rules: Rules, state: JobState, event: WorkerExited, now_s: flo
     troubles, facts = state.troubles, state.facts
     state = replace(
         state,
-        workers=Growing({r: worker for r, worker in state.workers.items() if r != rank}),
+        workers=PersistentMap({r: worker for r, worker in state.workers.items() if r != rank}),
         troubles=replace(troubles, raised={r: p for r, p in troubles.raised.items() if r != rank}),
         facts=replace(
             facts,
             holding=facts.holding - {rank},
-            ready=Growing({r: ready for r, ready in facts.ready.items() if r != rank}),
+            ready=PersistentMap({r: ready for r, ready in facts.ready.items() if r != rank}),
         ),
     )
     text = f"the worker of rank {rank} on node {event.node} {_told(event.status)}{_where(raised)}"

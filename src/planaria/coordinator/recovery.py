@@ -63,9 +63,9 @@ from planaria.coordinator.state import EpochFacts, JobState, Loss, Phase, PlanSe
 from planaria.core.cluster import ClusterState, NodesLost
 from planaria.core.commit import decode_vector
 from planaria.core.findings import FailureHistory
-from planaria.core.growing import Growing
 from planaria.core.kinds import Ending, LossKind
 from planaria.core.messages import Raised, SaveLayers, StartEpoch, WorkerFailed
+from planaria.core.persistent_map import PersistentMap
 from planaria.core.plan import Transition
 from planaria.core.records import (
     Decided,
@@ -119,7 +119,7 @@ def lost(
         epoch=epoch,
         nodes=left,
         phase=Phase.RECORDING,
-        workers=Growing({r: w for r, w in state.workers.items() if w.node not in nodes}),
+        workers=PersistentMap({r: w for r, w in state.workers.items() if w.node not in nodes}),
         change=None,
         membership=members,
         facts=EpochFacts(loss=loss, holding=_holding(state)),

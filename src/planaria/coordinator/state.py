@@ -9,7 +9,6 @@ from planaria.coordinator.learning.learned import Learning
 from planaria.coordinator.membership.waiting import Candidate, Leave
 from planaria.coordinator.switching import Change, Switch
 from planaria.core.findings import FailureHistory
-from planaria.core.growing import Growing, is_among
 from planaria.core.kinds import LossKind
 from planaria.core.messages import (
     Corrupted,
@@ -21,6 +20,7 @@ from planaria.core.messages import (
     WorkerFailed,
     WorkerReady,
 )
+from planaria.core.persistent_map import PersistentMap, is_among
 from planaria.core.plan import NodeKind, Plan
 from planaria.core.records import Decision, Origin, Outcome
 
@@ -97,7 +97,7 @@ class Membership:
     """
 
     gone: tuple[int, ...] = ()
-    machines: Growing[int, str] = field(default_factory=Growing)
+    machines: PersistentMap[int, str] = field(default_factory=PersistentMap)
     missing_ticks: int = 0
     failures: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     history: FailureHistory = field(default_factory=FailureHistory)
@@ -126,11 +126,11 @@ class EpochFacts:
 
     loss: Loss | None = None
     holding: frozenset[int] = frozenset()
-    answers: Growing[int, Stopped] = field(default_factory=Growing)
+    answers: PersistentMap[int, Stopped] = field(default_factory=PersistentMap)
     decision: Decision | None = None
-    ready: Growing[int, EpochReady] = field(default_factory=Growing)
+    ready: PersistentMap[int, EpochReady] = field(default_factory=PersistentMap)
     is_entered: bool = False
-    corrupted: Growing[int, Corrupted] = field(default_factory=Growing)
+    corrupted: PersistentMap[int, Corrupted] = field(default_factory=PersistentMap)
     unreachable_s: float = 0.0
     unreached: tuple[int, ...] = ()
     ratios: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
@@ -152,15 +152,15 @@ class Commits:
     """
 
     next_iteration: int
-    reports: Mapping[int, Growing[int, IterationDone]] = field(default_factory=dict)
+    reports: Mapping[int, PersistentMap[int, IterationDone]] = field(default_factory=dict)
     outcome: Outcome | None = None
     origin: Origin = field(default_factory=Origin)
     ends: bool = False
     furthest: int = 0
 
-    def reports_of(self, iteration: int) -> Growing[int, IterationDone]:
+    def reports_of(self, iteration: int) -> PersistentMap[int, IterationDone]:
         """The reports of an uncommitted iteration, by rank."""
-        return self.reports.get(iteration, Growing())
+        return self.reports.get(iteration, PersistentMap())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,7 +294,7 @@ class JobState:
     plan: Plan
     commits: Commits
     phase: Phase = Phase.RECORDING
-    workers: Growing[int, WorkerReady] = field(default_factory=Growing)
+    workers: PersistentMap[int, WorkerReady] = field(default_factory=PersistentMap)
     change: Change | None = None
     membership: Membership = field(default_factory=Membership)
     facts: EpochFacts = field(default_factory=EpochFacts)

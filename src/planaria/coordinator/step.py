@@ -71,7 +71,6 @@ from planaria.coordinator.saves import (
 )
 from planaria.coordinator.state import JobState, Phase, Step
 from planaria.core.commit import decode_vector
-from planaria.core.growing import has_all
 from planaria.core.kinds import Ending, LossKind
 from planaria.core.messages import (
     CopiesFailed,
@@ -95,6 +94,7 @@ from planaria.core.messages import (
     WorkerFailed,
     WorkerReady,
 )
+from planaria.core.persistent_map import has_all
 from planaria.core.records import (
     Committed,
     Forked,

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from planaria.core.growing import Growing
 from planaria.core.kinds import ChangeKind
 from planaria.core.messages import EpochReady
+from planaria.core.persistent_map import PersistentMap
 from planaria.core.plan import Plan, Transfer, Transition
 from planaria.core.records import Candidate
 from planaria.policies.building import bytes_by_link, transfer_s
@@ -33,7 +33,7 @@ class Switch:
     plan: Plan
     rounds: tuple[tuple[Transfer, ...], ...]
     is_told: bool = False
-    ready: Growing[int, EpochReady] = field(default_factory=Growing)
+    ready: PersistentMap[int, EpochReady] = field(default_factory=PersistentMap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

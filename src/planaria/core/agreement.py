@@ -29,21 +29,21 @@ def hash_entries(hashes: Mapping[int, int], num_layers: int) -> npt.NDArray[np.f
         hashes: hash of each layer that the rank holds, by layer.
     """
     entries = np.zeros((num_layers, _PER_LAYER), dtype=np.float64)
-    for layer, hashed in hashes.items():
-        assert 0 <= hashed < 1 << HASH_BITS, (layer, hashed)
+    for layer, layer_hash in hashes.items():
+        assert 0 <= layer_hash < 1 << HASH_BITS, (layer, layer_hash)
         entries[layer, 0] = 1
         for piece in range(NUM_PIECES):
-            value = hashed >> (piece * PIECE_BITS) & (1 << PIECE_BITS) - 1
+            value = layer_hash >> (piece * PIECE_BITS) & (1 << PIECE_BITS) - 1
             entries[layer, 1 + 2 * piece : 3 + 2 * piece] = value, value * value
     return entries.reshape(-1)
 
 
 def disagreeing_layers(sums: npt.NDArray[np.float64]) -> tuple[int, ...]:
     """The layers whose holders do not all have the same hash, ascending."""
-    found = []
+    disagreeing = []
     for layer, entries in enumerate(sums.reshape(-1, _PER_LAYER).tolist()):
         num_holders, *pieces = map(int, entries)
         pairs = zip(pieces[::2], pieces[1::2], strict=True)
         if any(num_holders * squares != total * total for total, squares in pairs):
-            found.append(layer)
-    return tuple(found)
+            disagreeing.append(layer)
+    return tuple(disagreeing)

@@ -11,7 +11,7 @@ from typing import Final
 from planaria.core.copies import Label
 from planaria.core.plan import NodeKind, Plan
 
-_USUAL: Final = NodeKind()
+_PROFILED_KIND: Final = NodeKind()
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Node:
 
     node: int
     held: tuple[frozenset[int], ...]
-    kind: NodeKind = _USUAL
+    kind: NodeKind = _PROFILED_KIND
     is_trusted: bool = True
 
 
@@ -52,7 +52,7 @@ class ClusterState:
         assert not {node.node for node in self.leaving}.intersection(numbers)
 
     @property
-    def distrusted(self) -> frozenset[int]:
+    def distrusted_nodes(self) -> frozenset[int]:
         """The nodes that should not be the only holder of any layer."""
         nodes = (*self.nodes, *self.leaving)
         return frozenset(node.node for node in nodes if not node.is_trusted)

@@ -103,17 +103,17 @@ class CommitVector:
         reached = training.target_loss > 0.0 and self.loss <= training.target_loss
         return iteration + 1 >= training.iterations or reached or self.votes.stop > 0
 
-    def switches(self, plan: Plan) -> bool:
+    def is_switch_agreed(self, plan: Plan) -> bool:
         """Whether the next epoch begins after this iteration: all ranks in the commit know its
         plan."""
         return self.votes.switch == len(plan.all_ranks)
 
-    def copied(self, plan: Plan) -> bool:
+    def has_all_copies(self, plan: Plan) -> bool:
         """Whether all ranks have finished the newest version of the copies in memory."""
         return self.votes.copied == len(plan.all_ranks)
 
     @property
-    def saves(self) -> bool:
+    def is_save_due(self) -> bool:
         """Whether a save that is due begins after this iteration: no rank is writing another
         one."""
         return self.votes.unsaved > 0 and not self.votes.writing

@@ -29,8 +29,8 @@ from planaria.errors import ConfigError
 
 # Faults of disks: they delay requests in the processes that make them.
 DISKS = ("store", "disk")
-# Faults around the nodes, whose specs name no nodes.
-AROUND = ("leader", "forkserver", *DISKS)
+# Faults outside the nodes, whose specs name no nodes.
+NODELESS_KINDS = ("leader", "forkserver", *DISKS)
 KINDS = (
     *("kill", "hang", "stall", "crash", "leader", "flip", "preempt", "join", "slow", "cut"),
     *("forkserver", *DISKS),
@@ -75,7 +75,7 @@ class Injection:
     """A fault that is to be injected.
 
     Attributes:
-        nodes: nodes that the fault hits; empty for faults around the nodes and for joins.
+        nodes: nodes that the fault hits; empty for faults outside the nodes and for joins.
         value: meaning by kind. hang, cut, disk: seconds that the fault lasts (0: for ever).
             preempt: seconds from the notice until the node is killed. slow: factor on the node's
             seconds. store: seconds that each request to the checkpoint directory takes longer.
@@ -92,12 +92,12 @@ class Injection:
     def spec(self) -> str:
         """The SPEC of this injection, as `parse_injection` reads it."""
         place = self.place
-        is_usual = self.value == SECONDS.get(self.kind, 0.0)
-        value = "" if is_usual else f"={_digits(self.value)}"
-        whom = str(self.num_nodes) if self.num_nodes else ",".join(map(str, self.nodes))
+        is_default = self.value == SECONDS.get(self.kind, 0.0)
+        value = "" if is_default else f"={_digits(self.value)}"
+        target = str(self.num_nodes) if self.num_nodes else ",".join(map(str, self.nodes))
         step = "" if place.step in ("start", AFTER_COMMIT) else f".{place.step}"
-        when = f"{place.iteration}{step}" if place.at_s < 0.0 else f"~{_digits(place.at_s)}"
-        return f"{self.kind}{value}:{whom}@{when}"
+        moment = f"{place.iteration}{step}" if place.at_s < 0.0 else f"~{_digits(place.at_s)}"
+        return f"{self.kind}{value}:{target}@{moment}"
 
 
 def _digits(number: float) -> str:
@@ -132,7 +132,7 @@ def parse_injection(text: str) -> Injection:
         raise ConfigError("--inject", text, _FORM)
     if kind == "join":
         return _join(text, nodes, Place(iteration, step, at_s))
-    if (kind in AROUND) == bool(nodes):
+    if (kind in NODELESS_KINDS) == bool(nodes):
         remedy = f"{kind} names no nodes" if nodes else f"say which nodes, as in {kind}:2@5"
         raise ConfigError("--inject", text, remedy)
     if kind == "flip" and (match["step"] or match["at_s"]):

@@ -384,7 +384,7 @@ def plain_plan(epoch: int, pipelines: tuple[Pipeline, ...], microbatches: tuple[
     return Plan(epoch, pipelines, routes)
 
 
-def scaled(profile: ModelProfile, time_scale: float) -> ModelProfile:
+def scaled_profile(profile: ModelProfile, time_scale: float) -> ModelProfile:
     """The profile with all seconds multiplied by time_scale: those of layers and those of links."""
 
     def times(seconds: Mapping[int, float]) -> dict[int, float]:
@@ -407,7 +407,7 @@ def scaled(profile: ModelProfile, time_scale: float) -> ModelProfile:
     return replace(profile, layers=layers, links=links)
 
 
-def on_one_device(profile: ModelProfile) -> ModelProfile:
+def one_device_profile(profile: ModelProfile) -> ModelProfile:
     """The profile with the costs for one device per layer only."""
     layers = tuple(
         replace(

@@ -44,7 +44,7 @@ def mix(*values: int) -> int:
     2**64."""
     state = len(values)
     for value in values:
-        state = _mixed(((state ^ (value & _MASK)) + _INCREMENT) & _MASK)
+        state = _mixed_word(((state ^ (value & _MASK)) + _INCREMENT) & _MASK)
     return state
 
 
@@ -119,10 +119,12 @@ def _samples_at(
         )
     data_epoch, j = divmod(iteration, num_samples // global_batch_size)
     positions = (j * global_batch_size + places).astype(np.uint64)
-    return _permuted(positions, num_samples, mix(_ORDER, seed, data_epoch)).astype(np.int64)
+    return _permuted_positions(positions, num_samples, mix(_ORDER, seed, data_epoch)).astype(
+        np.int64
+    )
 
 
-def _permuted(positions: np.ndarray, num_samples: int, key: int) -> np.ndarray:
+def _permuted_positions(positions: np.ndarray, num_samples: int, key: int) -> np.ndarray:
     """The places to which the permutation of [0, num_samples) moves the positions, uint64."""
     half_bits = max(_HALF_BITS_MIN, ((num_samples - 1).bit_length() + 1) // 2)
     round_keys = [mix(key, index) for index in range(_NUM_ROUNDS)]
@@ -145,7 +147,7 @@ def _feistel(values: np.ndarray, half_bits: int, round_keys: list[int]) -> np.nd
     return (left << bits) | right
 
 
-def _mixed(word: int) -> int:
+def _mixed_word(word: int) -> int:
     """splitmix64's finalizer: a bijection of 64 bits in which every input bit affects every output
     bit."""
     word = ((word ^ (word >> 30)) * _FIRST_FACTOR) & _MASK
@@ -154,7 +156,7 @@ def _mixed(word: int) -> int:
 
 
 def _mixed_words(words: np.ndarray) -> np.ndarray:
-    """`_mixed` of every element; uint64 arrays wrap around without a warning."""
+    """`_mixed_word` of every element; uint64 arrays wrap around without a warning."""
     mixed: np.ndarray = (words ^ (words >> np.uint64(30))) * np.uint64(_FIRST_FACTOR)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_SECOND_FACTOR)
     mixed ^= mixed >> np.uint64(31)

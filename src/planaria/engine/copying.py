@@ -220,7 +220,7 @@ class Copying:
         if self._copier is None or age < self._first_age:
             return
         if self._copier.has_begun:
-            if not vector.copied(plan):
+            if not vector.has_all_copies(plan):
                 return
             if not vector.votes.uncopied:
                 self._copier.complete()

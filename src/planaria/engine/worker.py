@@ -73,7 +73,7 @@ from planaria.protocol.worker_state import (
 )
 from planaria.schedule.action import Schedule
 from planaria.schedule.buckets import ReductionOrder
-from planaria.schedule.lower import lowered_for
+from planaria.schedule.lower import rank_schedule
 from planaria.transport.links import UNLIMITED_S, Links
 from planaria.transport.probe import Probe
 from planaria.transport.pulse import Pulse
@@ -361,7 +361,7 @@ class Worker:
         begin_s = time.thread_time()
         order = ReductionOrder(self._job.resilience.reductions)
         tied = tied_parameters(self._stage.model)
-        schedule = lowered_for(plan, rank, tied=tied, order=order)
+        schedule = rank_schedule(plan, rank, tied=tied, order=order)
         self._schedule = schedule, time.thread_time() - begin_s
         if self._state.takes_part:
             peers |= iteration_peers(schedule, rank, plan.all_ranks)

@@ -114,7 +114,7 @@ def predicted_timeline(
     reduce_bytes_factor: float = 1.0,
     processors: int = 0,
 ) -> Timeline:
-    """The predicted timeline of a lowered schedule; takes O(actions) time.
+    """The predicted timeline of a complete schedule; takes O(actions) time.
 
     770,000 actions (1,000 stages with 128 microbatches) take about a second.
 

@@ -17,18 +17,24 @@ import msgspec
 
 from planaria.checkpoint.disk.tiers import Manifest, Tier, newest_complete
 from planaria.core.job import JobConfig
-from planaria.core.plan import ModelProfile, PipelineTemplate, Plan, on_one_device, scaled
+from planaria.core.plan import (
+    ModelProfile,
+    PipelineTemplate,
+    Plan,
+    one_device_profile,
+    scaled_profile,
+)
 from planaria.core.profile_json import decode_profile
 from planaria.core.specs import Prepared, PrepareRequest
 from planaria.errors import (
     CheckpointError,
     ConfigError,
+    FeasibleValue,
     InfeasibleError,
     InsufficientError,
     LateError,
     Limit,
     TrainingError,
-    Way,
 )
 from planaria.estimator.time import Timeline
 from planaria.job.checks import NUM_MICROBATCHES_MAX
@@ -253,7 +259,7 @@ def given_profile(config: JobConfig) -> ModelProfile | None:
         return None
     profile = read_profile(Path(config.model.profile))
     if config.model.kind == "paced":
-        profile = replace(scaled(profile, config.model.time_scale), tied=())
+        profile = replace(scaled_profile(profile, config.model.time_scale), tied=())
     memory_bytes = config.cluster.device_memory_bytes or profile.device_memory_bytes
     if any(1 not in layer.forward_s for layer in profile.layers):
         remedy = 'every layer needs its time on one device: a key "1" in forward_s'
@@ -269,7 +275,7 @@ def given_profile(config: JobConfig) -> ModelProfile | None:
             f"{there} there and {size} here; training.microbatch_size = {there} would do"
         )
         raise ConfigError("model.profile", config.model.profile, remedy)
-    return replace(on_one_device(profile), device_memory_bytes=memory_bytes)
+    return replace(one_device_profile(profile), device_memory_bytes=memory_bytes)
 
 
 def read_profile(path: Path) -> ModelProfile:
@@ -370,7 +376,7 @@ def worded_for_job(config: JobConfig) -> Iterator[None]:
     def setting(limit: Limit, value: int) -> tuple[str, int]:
         return _KEYS[limit], value * size if limit is Limit.MICROBATCHES else value
 
-    def text(way: Way) -> str:
+    def text(way: FeasibleValue) -> str:
         key, value = setting(way.limit, way.value)
         more = " or more" if way.or_more else ""
         noun = "microbatch" if way.value == 1 else "microbatches"
@@ -387,7 +393,7 @@ def infeasible_mistake(
     error: InfeasibleError,
     *,
     setting: Callable[[Limit, int], tuple[str, int]],
-    text: Callable[[Way], str],
+    text: Callable[[FeasibleValue], str],
 ) -> ConfigError:
     """The user's mistake, in the words of whoever asked for a plan.
 
@@ -396,8 +402,8 @@ def infeasible_mistake(
         text: wording of a value with which there is a plan, as the user would give it.
     """
     field, value = setting(error.limit, error.value)
-    ways = f"; would do: {', '.join(map(text, error.ways))}" if error.ways else ""
-    return ConfigError(field, value, error.why + ways)
+    remedies = f"; would do: {', '.join(map(text, error.remedies))}" if error.remedies else ""
+    return ConfigError(field, value, error.why + remedies)
 
 
 def shared_processors(config: JobConfig) -> int:
@@ -457,7 +463,7 @@ def check_size(problem: Problem, num_nodes: int, *, limit: Limit = Limit.NODES) 
         num_nodes,
         f"{num_layers} layers x {num_microbatches} microbatches keep at most "
         f"{most_nodes * num_microbatches} nodes of {problem.devices_per_node} devices at work",
-        Way(Limit.MICROBATCHES, num_pipelines, or_more=True),
+        FeasibleValue(Limit.MICROBATCHES, num_pipelines, or_more=True),
     )
 
 

@@ -8,7 +8,7 @@ from planaria.estimator.correction import corrected_profile
 from planaria.estimator.peak_memory import bytes_by_rank, kept_bytes
 from planaria.estimator.time import Timeline, predicted_timeline
 from planaria.planner.problem import Problem
-from planaria.schedule.lower import lowered
+from planaria.schedule.lower import plan_schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ def prediction(
     """
     profile = corrected_profile(problem.profile, layer_factors)
     plan = replace(plan, silent={})
-    schedule = lowered(plan, tied=profile.tied, order=problem.reduction_order)
+    schedule = plan_schedule(plan, tied=profile.tied, order=problem.reduction_order)
     timeline = predicted_timeline(
         schedule,
         profile,

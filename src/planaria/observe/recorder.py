@@ -10,7 +10,7 @@ from math import inf
 from operator import itemgetter
 from typing import Final
 
-from planaria.core.inject import AROUND, Injection
+from planaria.core.inject import NODELESS_KINDS, Injection
 from planaria.core.messages import IterationDone, MeasuredSpan, Raised, WorkerReady
 from planaria.core.records import (
     AwaitingMachine,
@@ -254,7 +254,7 @@ class Recorder:
             event = replace(event, iteration=self.next_iteration)
         if injection.kind == "slow" and injection.value == 1.0:
             event = replace(event, kind="unslowed")
-        if event.kind in (*AROUND, "unslowed"):  # Training goes on without an answer.
+        if event.kind in (*NODELESS_KINDS, "unslowed"):  # Training goes on without an answer.
             self._add(event)
         else:
             self._open.append(_Open(event, next(self._orders), now_s))

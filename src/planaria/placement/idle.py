@@ -18,7 +18,7 @@ from planaria.placement.interleave import (
 )
 from planaria.planner.problem import Problem
 from planaria.schedule.action import SEND_BACKWARD, SEND_FORWARD, SHADOW, Schedule
-from planaria.schedule.lower import lowered
+from planaria.schedule.lower import plan_schedule
 
 
 def predicted_idle(
@@ -146,7 +146,7 @@ class _LinkOccupation:
         # A silent rank waits for nothing that copies could delay.
         plan = replace(plan, silent={})
         self._devices_per_node = plan.pipelines[0].template.devices_per_node
-        schedule = lowered(plan, tied=problem.profile.tied, order=problem.reduction_order)
+        schedule = plan_schedule(plan, tied=problem.profile.tied, order=problem.reduction_order)
         timeline = predicted_timeline(
             schedule,
             problem.profile,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from planaria.core.plan import PipelineTemplate, Plan, plain_plan
-from planaria.errors import InfeasibleError, Limit, Way
+from planaria.errors import FeasibleValue, InfeasibleError, Limit
 from planaria.planner.layout.batches import check_microbatches
 from planaria.planner.layout.instantiate import numbers_of_pipelines
 from planaria.planner.layout.sets import Instantiated, SetSearch, distribute_microbatches
@@ -313,4 +313,4 @@ def _no_plan_error(
         return InfeasibleError(Limit.NODES, num_nodes, why)
     why = f"no {min_pipelines} or more pipelines of {sorted(templates)} nodes use all of them"
     nearest = min(fit, key=lambda n: abs(n - num_nodes))
-    return InfeasibleError(Limit.NODES, num_nodes, why, Way(Limit.NODES, nearest))
+    return InfeasibleError(Limit.NODES, num_nodes, why, FeasibleValue(Limit.NODES, nearest))

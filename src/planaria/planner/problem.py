@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planaria.core.plan import LayerProfile, ModelProfile, NodeKind
-from planaria.errors import InfeasibleError, Limit, Way
+from planaria.errors import FeasibleValue, InfeasibleError, Limit
 from planaria.estimator.peak_memory import stage_bytes
 from planaria.schedule.buckets import ReductionOrder
 
@@ -82,7 +82,7 @@ def batch_error(problem: Problem, nearest: int, *, why: str) -> InfeasibleError:
         nearest: nearest number of microbatches that would work.
         why: reason why the present number does not work.
     """
-    ways = Way(Limit.MICROBATCHES, nearest)
+    ways = FeasibleValue(Limit.MICROBATCHES, nearest)
     return InfeasibleError(Limit.MICROBATCHES, problem.num_microbatches, why, ways)
 
 

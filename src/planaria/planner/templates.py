@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planaria.core.plan import NodeKind, PipelineTemplate, Stage
-from planaria.errors import InfeasibleError, Limit, Way
+from planaria.errors import FeasibleValue, InfeasibleError, Limit
 from planaria.estimator.makespan import makespans_of_each
 from planaria.planner.partition.bound import BoundSearch
 from planaria.planner.partition.fitting import Fitting, rows_of
@@ -231,18 +231,18 @@ def _no_partition_error(problem: Problem) -> InfeasibleError:
         return InfeasibleError(Limit.DEVICES_PER_NODE, problem.devices_per_node, why)
     limit_bytes = problem.profile.device_memory_bytes
     why = "no number of nodes can hold the model"
-    way = Way(Limit.DEVICE_MEMORY, needed, or_more=True)
+    way = FeasibleValue(Limit.DEVICE_MEMORY, needed, or_more=True)
     return InfeasibleError(Limit.DEVICE_MEMORY, limit_bytes, why, way)
 
 
 def _too_few_nodes_error(problem: Problem, num_nodes: int, n0: int) -> InfeasibleError:
     num_pipelines = problem.failures_tolerated + 1
-    ways = [Way(Limit.NODES, num_pipelines * n0, or_more=True)]
+    ways = [FeasibleValue(Limit.NODES, num_pipelines * n0, or_more=True)]
     if num_nodes >= n0:
-        ways.append(Way(Limit.FAILURES, num_nodes // n0 - 1))
+        ways.append(FeasibleValue(Limit.FAILURES, num_nodes // n0 - 1))
     needed = _smallest_memory_bytes(problem, num_nodes // num_pipelines)
     if needed is not None:
-        ways.append(Way(Limit.DEVICE_MEMORY, needed, or_more=True))
+        ways.append(FeasibleValue(Limit.DEVICE_MEMORY, needed, or_more=True))
     why = f"pipelines of {n0} or more nodes are needed, f + 1 = {num_pipelines} of them"
     return InfeasibleError(Limit.NODES, num_nodes, why, *ways)
 

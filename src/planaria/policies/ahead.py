@@ -242,7 +242,7 @@ def _key(plan: Plan, lost: Collection[int]) -> _Key:
 def _is_foreseeable(plan: Plan, cluster: ClusterState) -> bool:
     """Whether the survivors hold what the plan gave them and are of the kinds that it assumes, and
     none is silent, leaving or distrusted."""
-    if plan.silent or cluster.leaving or cluster.distrusted:
+    if plan.silent or cluster.leaving or cluster.distrusted_nodes:
         return False
     held, kinds = plan.layers_by_rank, dict[int, object]()
     for pipeline in plan.pipelines:

@@ -15,7 +15,7 @@ from planaria.policies.policy import Prices
 from planaria.restorer.cover import trusted_layers
 from planaria.restorer.sources import transfer_rounds
 from planaria.restorer.strategies import RestoreStrategy
-from planaria.schedule.lower import num_met
+from planaria.schedule.lower import num_connected_hops
 
 _FIXED_HOPS: Final = 64  # The fixed cost of a schedule, as a number of hops; measured.
 
@@ -49,7 +49,7 @@ def transition_between(
 
 def scheduling_s(plan: Plan, hop_s: float) -> float:
     """Seconds to compute the schedules of a plan, before any rank trains in its epoch."""
-    return hop_s * (_FIXED_HOPS + num_met(plan)) if hop_s else 0.0
+    return hop_s * (_FIXED_HOPS + num_connected_hops(plan)) if hop_s else 0.0
 
 
 def downtime_s(transfers: Iterable[Transfer], prices: Prices, *, devices_per_node: int) -> float:
@@ -86,7 +86,7 @@ def bytes_by_link(
 
 def num_exposed(plan: Plan, cluster: ClusterState) -> int:
     """The number of layers that only distrusted nodes would hold."""
-    distrusted = cluster.distrusted
+    distrusted = cluster.distrusted_nodes
     if not distrusted:
         return 0
     # Nodes that are gone are not in the cluster, but still have places in pipelines.

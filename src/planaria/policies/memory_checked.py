@@ -14,7 +14,7 @@ from planaria.planner.plans import EveryPlan, pipeline_microbatches
 from planaria.planner.problem import Problem
 from planaria.policies.policy import Policy, Prices
 from planaria.policies.reinstantiate import Reinstantiate
-from planaria.schedule.lower import unchecked
+from planaria.schedule.lower import unchecked_schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def stage_peaks(problem: Problem, plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 def _scheduled_peaks(problem: Problem, plan: Plan) -> tuple[tuple[int, ...], ...]:
     profile = problem.profile
-    schedule = unchecked(plan, tied=profile.tied, order=problem.reduction_order)
+    schedule = unchecked_schedule(plan, tied=profile.tied, order=problem.reduction_order)
     held = bytes_by_rank(profile, plan, gradient_copies=problem.gradient_copies)
     peaks = {
         rank: one.state_bytes + kept_bytes(profile, schedule, rank) for rank, one in held.items()

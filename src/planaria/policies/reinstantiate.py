@@ -174,7 +174,7 @@ class Reinstantiate:
             free,
             before=plan,
             layer_bytes=prices.layer_bytes,
-            covered=trusted_layers(kept.values(), cluster.distrusted),
+            covered=trusted_layers(kept.values(), cluster.distrusted_nodes),
         )
         new_pipelines = iter(bound)
         pipelines = tuple(

@@ -137,7 +137,7 @@ class UnequalNodes:
                     members,
                     before=best,
                     layer_bytes=prices.layer_bytes,
-                    covered=trusted_layers(others, cluster.distrusted),
+                    covered=trusted_layers(others, cluster.distrusted_nodes),
                 )
             pipelines.append(pipeline)
         return tuple(pipelines) if tuple(pipelines) != best.pipelines else None

@@ -145,14 +145,14 @@ def analytic_profile(
         if shape.num_heads % count == 0 and shape.num_kv_heads % count == 0
     ]
 
-    def profiled(work: _Work) -> LayerProfile:
+    def layer_profile(work: _Work) -> LayerProfile:
         return _layer_profile(work, machine, counts=counts, reduced_bytes=hidden_bytes)
 
-    block = profiled(_block(shape, num_tokens))
+    block = layer_profile(_block(shape, num_tokens))
     layers = (
-        profiled(_embedding(shape, num_tokens)),
+        layer_profile(_embedding(shape, num_tokens)),
         *(replace(block, name=f"block.{index}") for index in range(shape.num_blocks)),
-        replace(profiled(_head(shape, num_tokens)), output_bytes=0),
+        replace(layer_profile(_head(shape, num_tokens)), output_bytes=0),
     )
     return ModelProfile(
         model=shape.name,
@@ -166,7 +166,7 @@ def analytic_profile(
             "inter_node": machine.inter_node,
             "device_to_host": machine.device_to_host,
         },
-        tied=_tied(shape),
+        tied=_tied_parameters(shape),
     )
 
 
@@ -263,8 +263,8 @@ def _block(shape: TransformerShape, num_tokens: int) -> _Work:
     parameters = weights + biases + 2 * _norm_parameters(shape)
     moved_bytes = VALUE_BYTES * parameters + 2 * activation_bytes
     product_flops = 2 * num_tokens * weights
-    seen = shape.sequence_length if shape.is_encoder else shape.sequence_length // 2
-    score_flops = 4 * num_tokens * seen * h
+    num_visible = shape.sequence_length if shape.is_encoder else shape.sequence_length // 2
+    score_flops = 4 * num_tokens * num_visible * h
     return _Work(
         name="block",
         num_parameters=parameters,
@@ -302,7 +302,7 @@ def _norm_parameters(shape: TransformerShape) -> int:
     return (1 + shape.has_biases) * shape.hidden_size
 
 
-def _tied(shape: TransformerShape) -> tuple[TiedParameters, ...]:
+def _tied_parameters(shape: TransformerShape) -> tuple[TiedParameters, ...]:
     if not shape.has_tied_embedding:
         return ()
     table_bytes = VALUE_BYTES * shape.vocabulary_size * shape.hidden_size
@@ -315,7 +315,7 @@ def _layer_profile(
     def seconds(part: _Part) -> dict[int, float]:
         alone_s = machine.seconds(part.num_flops, part.moved_bytes)
         return {
-            count: _rounded(
+            count: _rounded_s(
                 alone_s / count + part.num_reductions * machine.all_reduce_s(reduced_bytes, count)
             )
             for count in counts
@@ -333,6 +333,6 @@ def _layer_profile(
     )
 
 
-def _rounded(seconds: float) -> float:
+def _rounded_s(seconds: float) -> float:
     """The seconds rounded to four digits, which is more than the model is accurate to."""
     return float(f"{seconds:.4g}")

@@ -250,9 +250,9 @@ def on_computed(state: WorkerState, iteration: int, vector: CommitVector) -> Wor
     start, rules = _served(state), state.rules
     state = replace(state, vector=(iteration, vector))
     ends = vector.is_last(iteration, rules.training)
-    switches = not ends and vector.switches(start.plan)
+    switches = not ends and vector.is_switch_agreed(start.plan)
     age = iteration + 1
-    saves = not ends and (vector.saves or _persists(rules, age))
+    saves = not ends and (vector.is_save_due or _persists(rules, age))
     actions: list[act.Action] = [
         # All ranks have their layers, so nobody needs the layers that left this rank's plan.
         act.KeepLayers(tuple(start.plan.held_by_rank[state.rank])),
@@ -281,7 +281,7 @@ def _persists(rules: WorkerRules, age: int) -> bool:
 def on_told(state: WorkerState, told: act.TellIteration) -> WorkerStep:
     """The step after TellIteration: the iteration is over for this rank."""
     epoch, vector = _served(state).epoch, told.vector
-    state = replace(state, owes_save=vector.votes.unsaved > 0 and not vector.saves)
+    state = replace(state, owes_save=vector.votes.unsaved > 0 and not vector.is_save_due)
     next_iteration = told.iteration + 1
     if told.switches:
         return replace(state, switches_at=next_iteration), (act.EndEpoch(epoch),)

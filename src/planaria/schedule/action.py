@@ -206,7 +206,7 @@ def format_table(schedule: Schedule, marked: Mapping[int, int]) -> str:
         rows.append(["..."])
     if len(ranks) < len(schedule.actions):
         rows.append([f"({len(schedule.actions) - len(ranks)} more ranks)"])
-    return _aligned(rows)
+    return _aligned_text(rows)
 
 
 def _shown_ranks(schedule: Schedule, marked: Collection[int]) -> list[int]:
@@ -239,7 +239,7 @@ def _cell(schedule: Schedule, rank: int, step: int, marked: Mapping[int, int]) -
     return f">>{text}<<" if text and marked.get(rank) == step else text
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
+def _aligned_text(rows: Sequence[Sequence[str]]) -> str:
     """The rows as lines with aligned columns; a row of one cell may be wider than its column."""
     full = [row for row in rows if len(row) > 1]
     widths = [max(map(len, column)) for column in zip(*full, strict=True)]

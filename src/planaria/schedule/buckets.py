@@ -45,7 +45,7 @@ def buckets_of(
     """The buckets of a plan, in the global order of their reductions."""
     own, shared = _buckets(plan, tied)
     if order is ReductionOrder.COLOURED:
-        return _coloured(own, shared)
+        return _coloured_buckets(own, shared)
     in_layer_order = enumerate([*own, *shared])
     return tuple(replace(bucket, round_index=index) for index, bucket in in_layer_order)
 
@@ -69,16 +69,16 @@ def _buckets(plan: Plan, tied: Sequence[TiedParameters]) -> tuple[list[Bucket], 
     return own, sorted(shared, key=lambda bucket: (bucket.layers, bucket.tied))
 
 
-def _coloured(own: Iterable[Bucket], tied: Iterable[Bucket]) -> tuple[Bucket, ...]:
+def _coloured_buckets(own: Iterable[Bucket], tied: Iterable[Bucket]) -> tuple[Bucket, ...]:
     """All buckets with their rounds, in the order (round, first layer)."""
     coloured: list[Bucket] = []
     for group in (own, tied):
         num_rounds = max((bucket.round_index + 1 for bucket in coloured), default=0)
-        taken: dict[int, set[int]] = {}
+        rounds_of_rank: dict[int, set[int]] = {}
         for bucket in group:
-            busy = {index for rank in bucket.ranks for index in taken.get(rank, ())}
+            busy = {index for rank in bucket.ranks for index in rounds_of_rank.get(rank, ())}
             free = next(index for index in range(len(busy) + 1) if index not in busy)
             coloured.append(replace(bucket, round_index=num_rounds + free))
             for rank in bucket.ranks:
-                taken.setdefault(rank, set()).add(free)
+                rounds_of_rank.setdefault(rank, set()).add(free)
     return tuple(sorted(coloured, key=lambda bucket: (bucket.round_index, bucket.layers)))

@@ -40,38 +40,38 @@ from planaria.schedule.routed import routed_1f1b
 from planaria.schedule.rules import check_rules
 
 
-def lowered(
+def plan_schedule(
     plan: Plan,
     *,
     tied: Sequence[TiedParameters] = (),
     order: ReductionOrder = ReductionOrder.COLOURED,
 ) -> Schedule:
     """The complete, validated schedule of a plan: what every rank runs in an iteration."""
-    schedule = unchecked(plan, tied=tied, order=order)
+    schedule = unchecked_schedule(plan, tied=tied, order=order)
     validate(schedule, plan.num_layers)
     return schedule
 
 
-def unchecked(
+def unchecked_schedule(
     plan: Plan,
     *,
     tied: Sequence[TiedParameters] = (),
     order: ReductionOrder = ReductionOrder.COLOURED,
 ) -> Schedule:
-    """The schedule that `lowered` returns, not validated: a search would spend half its time on
-    that."""
+    """The schedule that `plan_schedule` returns, not validated: a search would spend half its time
+    on that."""
     schedule = place_shadows(place_transfers(routed_1f1b(plan)), plan)
     return place_reductions(schedule, plan, tied=tied, order=order)
 
 
-def lowered_for(
+def rank_schedule(
     plan: Plan,
     rank: int,
     *,
     tied: Sequence[TiedParameters] = (),
     order: ReductionOrder = ReductionOrder.COLOURED,
 ) -> Schedule:
-    """The schedule that `lowered` returns, with the actions of one rank only.
+    """The schedule that `plan_schedule` returns, with the actions of one rank only.
 
     It computes the schedule of the pipelines that routes connect, directly or through others, with
     the rank's own; all other pipelines matter only for the buckets. If all ranks get their actions
@@ -82,7 +82,7 @@ def lowered_for(
     Raises:
         DeadlockError: the forwards and backwards cannot finish.
     """
-    part, microbatches = _met(plan, rank)
+    part, microbatches = _connected_part(plan, rank)
     schedule = place_shadows(place_transfers(routed_1f1b(part)), part)
     deque(execution_order(schedule), maxlen=0)
     actions = tuple(
@@ -95,19 +95,19 @@ def lowered_for(
     return Schedule(plan.routes, {rank: own}, buckets)
 
 
-def num_met(plan: Plan) -> int:
-    """The number of hops from which `lowered_for` computes a rank's schedule, for the rank with the
-    most. O(nodes + microbatches + hops of different routes)."""
+def num_connected_hops(plan: Plan) -> int:
+    """The number of hops from which `rank_schedule` computes a rank's schedule, for the rank with
+    the most. O(nodes + microbatches + hops of different routes)."""
     pipeline_of = _pipeline_of(plan)
-    joined = _joined(plan, pipeline_of)
+    neighbours = _neighbours_by_pipeline(plan, pipeline_of)
     hops: Counter[int] = Counter()
     for route in plan.routes:
         hops[pipeline_of[route[0].rank]] += len(route)
-    most, left = 0, set(joined)
-    while left:
-        met = _reached(left.pop(), joined)
-        most = max(most, sum(hops[index] for index in met))
-        left -= met
+    most, remaining = 0, set(neighbours)
+    while remaining:
+        connected = _connected_pipelines(remaining.pop(), neighbours)
+        most = max(most, sum(hops[index] for index in connected))
+        remaining -= connected
     return most
 
 
@@ -121,37 +121,41 @@ def _pipeline_of(plan: Plan) -> dict[int, int]:
     }
 
 
-def _joined(plan: Plan, pipeline_of: Mapping[int, int]) -> dict[int, set[int]]:
+def _neighbours_by_pipeline(plan: Plan, pipeline_of: Mapping[int, int]) -> dict[int, set[int]]:
     """The pipelines with which each pipeline that has work shares a route, itself included."""
-    joined: dict[int, set[int]] = {}
+    neighbours: dict[int, set[int]] = {}
     for route in {id(route): route for route in plan.routes}.values():  # Hashing routes is slower.
         visited = {pipeline_of[hop.rank] for hop in route}
         for index in visited:
-            joined.setdefault(index, set()).update(visited)
-    return joined
+            neighbours.setdefault(index, set()).update(visited)
+    return neighbours
 
 
-def _reached(first: int, joined: Mapping[int, set[int]]) -> set[int]:
-    """All pipelines that are joined with pipeline `first`, directly or through others."""
-    met: set[int] = set()
-    waiting = {first}
-    while waiting:
-        index = waiting.pop()
-        met.add(index)
-        waiting |= joined.get(index, set()) - met
-    return met
+def _connected_pipelines(first: int, neighbours: Mapping[int, set[int]]) -> set[int]:
+    """All pipelines that share a route with pipeline `first`, directly or through others."""
+    connected: set[int] = set()
+    pending = {first}
+    while pending:
+        index = pending.pop()
+        connected.add(index)
+        pending |= neighbours.get(index, set()) - connected
+    return connected
 
 
-def _met(plan: Plan, rank: int) -> tuple[Plan, list[int]]:
+def _connected_part(plan: Plan, rank: int) -> tuple[Plan, list[int]]:
     """The part of the plan with the pipelines that routes join with the rank's own, and the
     microbatches of that part."""
     pipeline_of = _pipeline_of(plan)
-    joined = _joined(plan, pipeline_of)
-    met = _reached(pipeline_of[rank], joined) if rank in pipeline_of else set[int]()
-    microbatches = [m for m, route in enumerate(plan.routes) if pipeline_of[route[0].rank] in met]
+    neighbours = _neighbours_by_pipeline(plan, pipeline_of)
+    connected = (
+        _connected_pipelines(pipeline_of[rank], neighbours) if rank in pipeline_of else set[int]()
+    )
+    microbatches = [
+        m for m, route in enumerate(plan.routes) if pipeline_of[route[0].rank] in connected
+    ]
     part = replace(
         plan,
-        pipelines=tuple(plan.pipelines[index] for index in sorted(met)),
+        pipelines=tuple(plan.pipelines[index] for index in sorted(connected)),
         routes=tuple(plan.routes[microbatch] for microbatch in microbatches),
         silent={},
     )

@@ -69,7 +69,7 @@ def routed_1f1b(plan: Plan) -> Schedule:
     Every rank of the plan has an entry, even if no microbatch visits it.
     """
     visits = _visits(plan)
-    ranks = {rank: _Rank(limit) for rank, limit in _limits(plan).items()}
+    ranks = {rank: _VirtualRank(limit) for rank, limit in _limits(plan).items()}
     for index, visit in enumerate(visits):
         if visit.action.hop == 0:
             ranks[visit.rank].admit(index, visit)
@@ -78,7 +78,7 @@ def routed_1f1b(plan: Plan) -> Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class _Visit:
+class _HopVisit:
     """One hop of one microbatch.
 
     Attributes:
@@ -90,7 +90,7 @@ class _Visit:
         enters: whether the microbatch comes to this rank for the first time.
         is_last: whether it is the last hop of the route.
         backward: _BACKWARD, or _INPUT if the backward has two parts.
-        is_put_off: whether no other rank waits for its backward.
+        is_deferred: whether no other rank waits for its backward.
     """
 
     action: Action
@@ -100,11 +100,11 @@ class _Visit:
     enters: bool
     is_last: bool
     backward: int
-    is_put_off: bool
+    is_deferred: bool
 
 
 @dataclass(slots=True)
-class _Rank:
+class _VirtualRank:
     """A rank in virtual time; the heaps hold work that could start now, oldest first.
 
     Attributes:
@@ -112,7 +112,7 @@ class _Rank:
         order: actions that were started so far.
         under_way: heap of work on microbatches that are in flight on the rank.
         entering: heap of visits by microbatches that are new to the rank.
-        put_off: heap of work for which no other rank waits.
+        deferred: heap of work for which no other rank waits.
         in_flight: number of microbatches in flight.
         is_busy: whether an action is running.
     """
@@ -121,11 +121,11 @@ class _Rank:
     order: list[Action] = field(default_factory=list)
     under_way: list[int] = field(default_factory=list)
     entering: list[int] = field(default_factory=list)
-    put_off: list[int] = field(default_factory=list)
+    deferred: list[int] = field(default_factory=list)
     in_flight: int = 0
     is_busy: bool = False
 
-    def admit(self, index: int, visit: _Visit) -> None:
+    def admit(self, index: int, visit: _HopVisit) -> None:
         if visit.enters:
             heappush(self.entering, index)
         else:
@@ -138,14 +138,14 @@ class _Rank:
         if self.entering and self.in_flight < self.limit:
             self.in_flight += 1
             return 4 * heappop(self.entering) + _FORWARD
-        return heappop(self.put_off) if self.put_off else -1
+        return heappop(self.deferred) if self.deferred else -1
 
 
-def _visits(plan: Plan) -> list[_Visit]:
+def _visits(plan: Plan) -> list[_HopVisit]:
     """All hops of all microbatches, sorted by turn of the microbatch: a smaller index is older."""
     costs = _Costs(plan)
     by_route: dict[Route, list[tuple[int, _Times, int, bool, bool, int, bool]]] = {}
-    visits: list[_Visit] = []
+    visits: list[_HopVisit] = []
     for microbatch in _turns(plan.routes):
         route = plan.routes[microbatch]
         if route not in by_route:
@@ -162,7 +162,7 @@ def _visits(plan: Plan) -> list[_Visit]:
                 for index, (hop, enters) in enumerate(zip(route, _entries(route), strict=True))
             ]
         visits += [
-            _Visit(Action(FORWARD, microbatch, index), *fields)
+            _HopVisit(Action(FORWARD, microbatch, index), *fields)
             for index, fields in enumerate(by_route[route])
         ]
     return visits
@@ -190,11 +190,11 @@ def _turns(routes: Sequence[Route]) -> list[int]:
 
 def _entries(route: Route) -> list[bool]:
     """Whether each hop of a route is the first one on its rank."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     entries = []
     for hop in route:
-        entries.append(hop.rank not in seen)
-        seen.add(hop.rank)
+        entries.append(hop.rank not in visited)
+        visited.add(hop.rank)
     return entries
 
 
@@ -252,7 +252,7 @@ def _limits(plan: Plan) -> dict[int, int]:
     return limits | {rank: plan.in_flight[rank] for rank in limits if rank in plan.in_flight}
 
 
-def _run(visits: list[_Visit], ranks: dict[int, _Rank]) -> None:
+def _run(visits: list[_HopVisit], ranks: dict[int, _VirtualRank]) -> None:
     """Runs all visits forward and backward in virtual time and records each rank's order."""
     due: dict[int, list[int]] = {}
     times: list[int] = []
@@ -263,7 +263,7 @@ def _run(visits: list[_Visit], ranks: dict[int, _Rank]) -> None:
             heappush(times, at)
         due[at].append(work)
 
-    def start(now: int, rank: _Rank, work: int) -> None:
+    def start(now: int, rank: _VirtualRank, work: int) -> None:
         visit, kind = visits[work >> 2], work & 3
         action = visit.action
         if kind != _FORWARD:
@@ -302,7 +302,9 @@ def _run(visits: list[_Visit], ranks: dict[int, _Rank]) -> None:
                     touched.add(_arrive(message, visits, ranks))
 
 
-def _finish(work: int, visits: list[_Visit], ranks: dict[int, _Rank]) -> list[tuple[int, int]]:
+def _finish(
+    work: int, visits: list[_HopVisit], ranks: dict[int, _VirtualRank]
+) -> list[tuple[int, int]]:
     """Ends a piece of work; returns the work that it enables and the virtual time until that can
     start.
 
@@ -318,7 +320,7 @@ def _finish(work: int, visits: list[_Visit], ranks: dict[int, _Rank]) -> list[tu
             return [(4 * index + visit.backward, 0)]
         return [(4 * (index + 1) + _FORWARD, visits[index + 1].arrives)]
     if kind == _INPUT:
-        heappush(rank.put_off, 4 * index + _WEIGHT)
+        heappush(rank.deferred, 4 * index + _WEIGHT)
     elif visit.enters:
         rank.in_flight -= 1
     if kind == _WEIGHT or visit.action.hop == 0:
@@ -326,7 +328,7 @@ def _finish(work: int, visits: list[_Visit], ranks: dict[int, _Rank]) -> list[tu
     return [(4 * (index - 1) + visits[index - 1].backward, visit.arrives)]
 
 
-def _arrive(work: int, visits: list[_Visit], ranks: dict[int, _Rank]) -> int:
+def _arrive(work: int, visits: list[_HopVisit], ranks: dict[int, _VirtualRank]) -> int:
     """Makes a piece of work ready to start; returns its rank."""
     index, kind = work >> 2, work & 3
     visit = visits[index]
@@ -334,5 +336,5 @@ def _arrive(work: int, visits: list[_Visit], ranks: dict[int, _Rank]) -> int:
     if kind == _FORWARD:
         rank.admit(index, visit)
     else:
-        heappush(rank.put_off if visit.is_put_off else rank.under_way, work)
+        heappush(rank.deferred if visit.is_deferred else rank.under_way, work)
     return visit.rank

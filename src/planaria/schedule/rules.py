@@ -50,13 +50,15 @@ def check_rules(schedule: Schedule, num_layers: int) -> None:
         if not _covers_model(route, num_layers):
             why = f"the route of microbatch {microbatch} does not cover layers 0 .. {num_layers}"
             raise _error(schedule, why, {})
-    round_index, taken = 0, set[int]()
+    round_index, round_ranks = 0, set[int]()
     for index, bucket in enumerate(schedule.buckets):
         if bucket.round_index > round_index:
-            round_index, taken = bucket.round_index, set()
-        if fault := _bucket_fault(bucket, num_layers, round_index=round_index, taken=taken):
+            round_index, round_ranks = bucket.round_index, set()
+        if fault := _bucket_fault(
+            bucket, num_layers, round_index=round_index, round_ranks=round_ranks
+        ):
             raise _error(schedule, f"bucket {index} {fault}", {})
-        taken.update(bucket.ranks)
+        round_ranks.update(bucket.ranks)
     checker = _Checker(schedule)
     for rank in sorted(schedule.actions):
         for step, action in enumerate(schedule.actions[rank]):
@@ -80,7 +82,7 @@ def _covers_model(route: Route, num_layers: int) -> bool:
 
 
 def _bucket_fault(
-    bucket: Bucket, num_layers: int, *, round_index: int, taken: Collection[int]
+    bucket: Bucket, num_layers: int, *, round_index: int, round_ranks: Collection[int]
 ) -> str:
     """What is wrong with a bucket; empty if nothing is.
 
@@ -88,7 +90,7 @@ def _bucket_fault(
         bucket: bucket to check.
         num_layers: number of layers of the model.
         round_index: highest round so far, this bucket's included.
-        taken: ranks of the earlier buckets of that round.
+        round_ranks: ranks of the earlier buckets of that round.
     """
     if len(bucket.ranks) < 2 or list(bucket.ranks) != sorted(set(bucket.ranks)):
         return f"needs two ranks or more, ascending, not {bucket.ranks}"
@@ -96,7 +98,7 @@ def _bucket_fault(
         return f"holds layers {bucket.layers} of a model of {num_layers}"
     if bucket.round_index < round_index:
         return f"of round {bucket.round_index} follows one of round {round_index}"
-    if any(rank in taken for rank in bucket.ranks):
+    if any(rank in round_ranks for rank in bucket.ranks):
         return f"shares a rank with another bucket of round {round_index}"
     return ""
 
@@ -110,7 +112,7 @@ class _Checker:
         self._crossings = crossings_of(schedule.routes)
         self._seen = {kind: bytearray(self._slots[-1]) for kind in Kind}
         self._reduced: set[tuple[int, int]] = set()
-        self._closed: dict[int, frozenset[int]] = {}
+        self._reduced_layers: dict[int, frozenset[int]] = {}
 
     def fault(self, rank: int, action: Action) -> str:
         """What is wrong with a rank's next action; empty if nothing is."""
@@ -135,12 +137,14 @@ class _Checker:
         if self._seen[kind][slot] or any(self._seen[other][slot] for other in others):
             return "stands twice"
         self._seen[kind][slot] = 1
-        needed = _needed(action, before, after, is_last=index + 1 == len(routes[microbatch]))
-        if needed and not self._has(needed[0], slot + needed[1]):
-            return f"needs {Action(needed[0], microbatch, index + needed[1])} before it"
+        required = _required_action(
+            action, before, after, is_last=index + 1 == len(routes[microbatch])
+        )
+        if required and not self._has(required[0], slot + required[1]):
+            return f"needs {Action(required[0], microbatch, index + required[1])} before it"
         layers = range(hop.first_layer, hop.end_layer)
         adds = kind is BACKWARD or kind is BACKWARD_WEIGHT
-        if adds and not self._closed.get(rank, _NO_LAYERS).isdisjoint(layers):
+        if adds and not self._reduced_layers.get(rank, _NO_LAYERS).isdisjoint(layers):
             return "adds to gradients that are already reduced"
         return ""
 
@@ -168,7 +172,9 @@ class _Checker:
         if (rank, index) in self._reduced:
             return "stands twice"
         self._reduced.add((rank, index))
-        self._closed[rank] = self._closed.get(rank, _NO_LAYERS) | set(buckets[index].layers)
+        self._reduced_layers[rank] = self._reduced_layers.get(rank, _NO_LAYERS) | set(
+            buckets[index].layers
+        )
         return ""
 
     def missing(self) -> str:
@@ -207,7 +213,9 @@ def _has_peer(kind: Kind, before: bool, after: bool) -> bool:
     return True
 
 
-def _needed(action: Action, before: bool, after: bool, *, is_last: bool) -> tuple[Kind, int] | None:
+def _required_action(
+    action: Action, before: bool, after: bool, *, is_last: bool
+) -> tuple[Kind, int] | None:
     """The kind and the relative hop of the action that must come before this one on its rank; None
     if there is none."""
     if action.kind is FORWARD:

@@ -6,7 +6,7 @@ copies the memory pages that it writes.
 """
 
 from planaria.core.plan import Pipeline, PipelineTemplate, Stage, plain_plan
-from planaria.schedule.lower import lowered_for
+from planaria.schedule.lower import rank_schedule
 
 _NUM_STAGES, _NUM_MICROBATCHES, _NUM_CALLS = 4, 16, 4
 
@@ -18,7 +18,7 @@ def _compute() -> None:
     pipelines = tuple(Pipeline(template, tuple(range(n, n + _NUM_STAGES))) for n in firsts)
     plan = plain_plan(0, pipelines, (_NUM_MICROBATCHES,) * len(pipelines))
     for _ in range(_NUM_CALLS):
-        lowered_for(plan, 0)
+        rank_schedule(plan, 0)
 
 
 _compute()

@@ -23,9 +23,9 @@ from planaria.coordinator.learning.overhead import (
 )
 from planaria.coordinator.state import Commits, JobState, Loss
 from planaria.core.findings import Findings
-from planaria.core.growing import Growing
 from planaria.core.kinds import LossKind
 from planaria.core.messages import EpochReady
+from planaria.core.persistent_map import PersistentMap
 from planaria.core.plan import Link, Transition
 from planaria.policies.building import scheduling_s
 
@@ -59,7 +59,7 @@ def recovered(
     price_s = prices.regroup_s + transfer_s * factor
     took_s = transfer_s if took_s is None else took_s
     ready = EpochReady(rank=0, epoch=1, layers_materialised=1, transfer_s=took_s)
-    state = replace(state, facts=replace(state.facts, ready=Growing({0: ready})))
+    state = replace(state, facts=replace(state.facts, ready=PersistentMap({0: ready})))
     chosen = Transition(
         before=PLAN,
         after=replace(PLAN, epoch=1),
@@ -122,7 +122,9 @@ def test_who_waits_for_the_links_of_others_does_not_transfer() -> None:
     late = EpochReady(rank=1, epoch=1, layers_materialised=1, regroup_s=1.1, transfer_s=0.0)
     learning = replace(state.learning, told_s=NOW_S, transfer_s=0.25)
     state = replace(
-        state, facts=replace(state.facts, ready=Growing({0: early, 1: late})), learning=learning
+        state,
+        facts=replace(state.facts, ready=PersistentMap({0: early, 1: late})),
+        learning=learning,
     )
 
     findings = with_start(RULES, state, NOW_S + 2.0).learning.findings
@@ -153,7 +155,7 @@ def test_a_start_tells_what_schedules_took_and_a_restart_in_the_middle_no_overhe
         EpochReady(rank=1, epoch=0, layers_materialised=1, scheduled_s=0.2),
     )
     state = state_with(Findings())
-    state = replace(state, facts=replace(state.facts, ready=Growing(dict(enumerate(ready)))))
+    state = replace(state, facts=replace(state.facts, ready=PersistentMap(dict(enumerate(ready)))))
 
     first = replace(state, facts=replace(state.facts, loss=None))
     started = with_start(RULES, first, NOW_S).learning.findings
@@ -170,7 +172,7 @@ def test_switches_are_measured_for_themselves() -> None:
     assert switch_s(RULES, state_with(Findings()), PLAN) == RULES.prices.regroup_s
     assert switch_s(RULES, state, PLAN) == FIRST_SWITCH * scheduling_s(PLAN, 0.001)
     quick = EpochReady(rank=0, epoch=1, layers_materialised=1)
-    state = replace(state, facts=replace(state.facts, ready=Growing({0: quick})))
+    state = replace(state, facts=replace(state.facts, ready=PersistentMap({0: quick})))
     for pause_s in (0.01, 0.02, 0.9):
         state = with_switch(RULES, state, pause_s)
 
@@ -184,7 +186,7 @@ def test_schedules_are_priced_by_what_they_are_computed_from(processors: int) ->
     the first recovery; where ranks share processors they wait for each other."""
     rules = replace(RULES, processors=processors)
     small, large = shaped_plan((2,) * 4, 8), shaped_plan((8,), 64)
-    ready = Growing(
+    ready = PersistentMap(
         {r: EpochReady(rank=r, epoch=1, layers_materialised=1, scheduled_s=0.01) for r in range(8)}
     )
     state = state_with(Findings())

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.strategies import MEBIBYTE, layer_profile, model_profile
-from planaria.core.plan import PipelineTemplate, Stage, on_one_device, plain_plan
+from planaria.core.plan import PipelineTemplate, Stage, one_device_profile, plain_plan
 from planaria.estimator.peak_memory import bytes_by_rank, peak_bytes
 from planaria.planner.layout.depths import Ranges, by_share
 from planaria.planner.layout.search import Layout, Searched, layouts
@@ -161,7 +161,7 @@ def test_pipelines_are_cut_alike_where_that_saves_reductions() -> None:
     assert fastest.templates == (cut(1, 4), cut(1, 4))
 
 
-LLAMA = on_one_device(next(one for one in shipped_profiles() if one.model == "llama2-7b"))
+LLAMA = one_device_profile(next(one for one in shipped_profiles() if one.model == "llama2-7b"))
 
 
 def llama(num_microbatches: int, *, num_blocks: int = 32, f: int = 1) -> Problem:

@@ -21,7 +21,7 @@ from planaria.planner.plans import best_plan, pipeline_microbatches, plan_iterat
 from planaria.planner.problem import Counts, Problem, stage_costs
 from planaria.planner.templates import pipeline_templates
 from planaria.planner.times import PlainTimes
-from planaria.schedule.lower import lowered
+from planaria.schedule.lower import plan_schedule
 
 SEED = 20_261_121
 NUM_PIPELINES = 150
@@ -196,7 +196,7 @@ def test_a_slow_node_gets_fewer_layers_or_a_pipeline_of_fewer_microbatches() -> 
     by_node = dict(zip((p.nodes for p in plan.pipelines), pipeline_microbatches(plan), strict=True))
     assert by_node == {(0,): 3, (1,): 6}
     assert plan_iteration_s(plan, PlainTimes(apart)) == pytest.approx(
-        predicted_timeline(lowered(plan), apart.profile, plan=plan).iteration_s
+        predicted_timeline(plan_schedule(plan), apart.profile, plan=plan).iteration_s
     )
 
 

@@ -34,7 +34,7 @@ from planaria.planner.reroute.reroutes import (
     rerouted,
     simulated_s,
 )
-from planaria.schedule.lower import lowered, lowered_for
+from planaria.schedule.lower import plan_schedule, rank_schedule
 
 
 def problem_for(plan: Plan, *, device_memory_bytes: int = 0) -> Problem:
@@ -86,9 +86,9 @@ def test_every_microbatch_finds_its_way_around_what_is_lost(plan: Plan) -> None:
         assert all(a.end_layer == b.first_layer for a, b in pairwise(route))
         for hop in route:
             assert held[hop.rank].start <= hop.first_layer < hop.end_layer <= held[hop.rank].stop
-    schedule = lowered(found.plan)  # Valid.
+    schedule = plan_schedule(found.plan)  # Valid.
     for rank in found.plan.ranks:
-        assert lowered_for(found.plan, rank).actions[rank] == schedule.actions[rank]
+        assert rank_schedule(found.plan, rank).actions[rank] == schedule.actions[rank]
     assert found.iteration_s == simulated_s(problem_for(plan), found.plan)
 
 
@@ -181,9 +181,9 @@ def test_orders_are_looked_for_where_the_rule_of_schedules_gives_a_bad_one(
     assert found is not None
     assert optimum_s <= computed_s(problem, found) <= 1.05 * optimum_s
     assert found.iteration_s == simulated_s(problem, found.plan)
-    schedule = lowered(found.plan)  # Valid.
+    schedule = plan_schedule(found.plan)  # Valid.
     for rank in found.plan.ranks:
-        assert lowered_for(found.plan, rank).actions[rank] == schedule.actions[rank]
+        assert rank_schedule(found.plan, rank).actions[rank] == schedule.actions[rank]
 
 
 def test_what_is_looked_for_at_random_is_the_same_each_time_and_never_slower() -> None:
@@ -269,7 +269,7 @@ def test_bytes_of_plain_routes_are_equation_14(plan: Plan, copies: int) -> None:
     profile = problem_for(plan).profile
 
     found = bytes_by_rank(profile, plan, gradient_copies=copies)
-    schedule = lowered(plan)
+    schedule = plan_schedule(plan)
 
     for one, count in zip(plan.pipelines, pipeline_microbatches(plan), strict=True):
         expected = peak_bytes(profile, one.template, num_microbatches=count, gradient_copies=copies)
@@ -292,7 +292,7 @@ def test_no_device_gets_more_than_it_can_hold(plan: Plan, num_in_flight: int) ->
     found = rerouted(problem, plan)
 
     if found is not None:
-        schedule = lowered(found.plan)
+        schedule = plan_schedule(found.plan)
         held = bytes_by_rank(problem.profile, found.plan, gradient_copies=1)
         for rank, of_rank in held.items():
             most = of_rank.state_bytes + kept_bytes(problem.profile, schedule, rank)
@@ -306,7 +306,7 @@ def test_a_split_backward_keeps_activations_and_gradients_until_its_second_part(
     layers = tuple(layer_profile(f"{i}", 0.01, output_bytes=4 * MEBIBYTE) for i in range(2))
     profile = model_profile(layers)
 
-    schedule = lowered(split)  # Rank 1: F0 BI0 F1 BI1 F2 BI2 BW0 BW1 BW2.
+    schedule = plan_schedule(split)  # Rank 1: F0 BI0 F1 BI1 F2 BI2 BW0 BW1 BW2.
 
     assert kept_bytes(profile, schedule, 0) == 3 * MEBIBYTE
     assert kept_bytes(profile, schedule, 1) == 3 * (1 + 4) * MEBIBYTE

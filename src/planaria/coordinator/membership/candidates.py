@@ -14,7 +14,6 @@ from planaria.coordinator.membership.trust import num_failures
 from planaria.coordinator.membership.waiting import Candidate, Leave
 from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import JobState, Step
-from planaria.core.growing import Growing
 from planaria.core.kinds import ChangeKind
 from planaria.core.messages import (
     DrainRequested,
@@ -24,6 +23,7 @@ from planaria.core.messages import (
     WorkerExited,
     WorkerFailed,
 )
+from planaria.core.persistent_map import PersistentMap
 from planaria.core.records import Warned
 
 _DELAY_S_MAX: Final = 3600.0
@@ -65,7 +65,7 @@ def candidate_lost(state: JobState, event: NodeLost | WorkerFailed | WorkerExite
     """
     node = event.node
     left = {r: worker for r, worker in state.workers.items() if worker.node != node}
-    state = replace(state, workers=Growing(left))
+    state = replace(state, workers=PersistentMap(left))
     match event:
         case WorkerExited():
             return state, ()

@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 
 from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, plain_plan
-from planaria.errors import InfeasibleError, Limit, Way
+from planaria.errors import FeasibleValue, InfeasibleError, Limit
 from planaria.planner.layout.batches import check_microbatches
 from planaria.planner.layout.instantiate import sets_of
 from planaria.planner.layout.sets import Instantiated, SetSearch, distribute_microbatches
@@ -164,11 +164,13 @@ class UnequalPlanner:
         would_do = self.most_pipelines(nodes, at_most=min_pipelines)
         if would_do == min_pipelines:
             why = "all nodes work only in more pipelines than there are microbatches"
-            way = Way(Limit.MICROBATCHES, len(nodes), or_more=True)
+            way = FeasibleValue(Limit.MICROBATCHES, len(nodes), or_more=True)
             return InfeasibleError(Limit.MICROBATCHES, self._problem.num_microbatches, why, way)
         why = f"they make no {min_pipelines} pipelines that hold the model"
         if would_do:
-            return InfeasibleError(Limit.NODES, len(nodes), why, Way(Limit.FAILURES, would_do - 1))
+            return InfeasibleError(
+                Limit.NODES, len(nodes), why, FeasibleValue(Limit.FAILURES, would_do - 1)
+            )
         why += "; some are in none with any of the others: leave them out"
         return InfeasibleError(Limit.NODES, len(nodes), why)
 

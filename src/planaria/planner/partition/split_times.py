@@ -26,7 +26,7 @@ from planaria.planner.partition.refine import table_of
 from planaria.planner.problem import Problem, Seconds, StageCosts
 from planaria.planner.reroute.reroutes import with_split_backwards
 from planaria.planner.times import pipelines_of
-from planaria.schedule.lower import unchecked
+from planaria.schedule.lower import unchecked_schedule
 
 
 class SplitTimes:
@@ -50,7 +50,7 @@ class SplitTimes:
         plan = with_split_backwards(self._problem, plan)
         if min(plan.in_flight.values()) < 1:
             return None
-        schedule = unchecked(plan, tied=self._problem.profile.tied)
+        schedule = unchecked_schedule(plan, tied=self._problem.profile.tied)
         timeline = predicted_timeline(schedule, self._problem.profile, plan=plan)
         ends_s = dict.fromkeys(plan.ranks, 0.0)
         for span in timeline.spans:

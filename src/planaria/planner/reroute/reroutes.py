@@ -33,7 +33,7 @@ from planaria.planner.problem import Problem
 from planaria.planner.reroute.detours import Detours
 from planaria.planner.reroute.orders import PATIENCE, best_order
 from planaria.schedule.action import Schedule
-from planaria.schedule.lower import unchecked
+from planaria.schedule.lower import unchecked_schedule
 
 TRIES_HOPS_MAX: Final = 1 << 10  # Bound on hops of all variants of step 2, some 50 ms.
 HOPS_MAX: Final = 1 << 14  # Bound on hops with step 3, which takes half a second.
@@ -235,7 +235,7 @@ def _if_it_fits(problem: Problem, plan: Plan) -> Priced | None:
 
 
 def _schedule(problem: Problem, plan: Plan) -> Schedule:
-    return unchecked(plan, tied=problem.profile.tied, order=problem.reduction_order)
+    return unchecked_schedule(plan, tied=problem.profile.tied, order=problem.reduction_order)
 
 
 def _iteration_s(problem: Problem, plan: Plan, schedule: Schedule) -> float:

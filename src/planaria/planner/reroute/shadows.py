@@ -11,7 +11,7 @@ the model.
 from dataclasses import replace
 
 from planaria.core.plan import Pipeline, Plan
-from planaria.errors import InfeasibleError, Limit, Way
+from planaria.errors import FeasibleValue, InfeasibleError, Limit
 from planaria.estimator.peak_memory import bytes_by_rank
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import Priced, priced
@@ -47,7 +47,10 @@ def shadowed_start(problem: Problem, plan: Plan) -> Priced:
     if problem.devices_per_node > 1:
         why = "a node that keeps its neighbour's layers has one device"
         raise InfeasibleError(
-            Limit.DEVICES_PER_NODE, problem.devices_per_node, why, Way(Limit.DEVICES_PER_NODE, 1)
+            Limit.DEVICES_PER_NODE,
+            problem.devices_per_node,
+            why,
+            FeasibleValue(Limit.DEVICES_PER_NODE, 1),
         )
     found = priced(problem, shadowed(plan))
     if found is None:
@@ -59,6 +62,6 @@ def shadowed_start(problem: Problem, plan: Plan) -> Priced:
             Limit.DEVICE_MEMORY,
             problem.profile.device_memory_bytes,
             f"{why}; more nodes or another policy would do, too",
-            Way(Limit.DEVICE_MEMORY, most, or_more=True),
+            FeasibleValue(Limit.DEVICE_MEMORY, most, or_more=True),
         )
     return found

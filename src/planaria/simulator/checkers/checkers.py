@@ -51,7 +51,7 @@ from planaria.core.samples import sample_digest
 from planaria.errors import DeadlockError
 from planaria.policies.memory_checked import has_room
 from planaria.policies.traits import TRAITS
-from planaria.schedule.lower import lowered
+from planaria.schedule.lower import plan_schedule
 from planaria.simulator.checkers.back_checker import newest_copy, newest_known_save
 from planaria.simulator.checkers.crash_log import CrashFact, CrashLog
 from planaria.simulator.checkers.end_checker import EndChecker, ObservedEnd
@@ -553,7 +553,7 @@ def _wrong_in_work(plan: Plan) -> Iterator[str]:
     if idle := layers.keys() - {hop.rank for hop in hops}:
         yield f"ranks {sorted(idle)} have no work in {plan.routes}"
     try:
-        lowered(plan)
+        plan_schedule(plan)
     except DeadlockError as error:
         yield f"the schedule of epoch {plan.epoch} does not end: {error}"
 

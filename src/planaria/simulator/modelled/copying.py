@@ -125,7 +125,7 @@ class SimulatedCopying:
         self, vector: CommitVector, plan: Plan, contents: Contents, *, age: int, goes_on: bool
     ) -> None:
         """Notes that all layers have an age; begins a version if one is due."""
-        if self._start is None or not vector.copied(plan):
+        if self._start is None or not vector.has_all_copies(plan):
             return
         if not vector.votes.uncopied:
             self._complete_label = self._label

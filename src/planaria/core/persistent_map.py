@@ -1,6 +1,7 @@
 """Facts about thousands of nodes, kept without a pass over all nodes for each new fact.
 
-`Growing` is an immutable mapping from which a mapping with one more entry is made in constant time.
+`PersistentMap` is an immutable mapping from which a mapping with one more entry is made in constant
+time.
 `has_all` and `is_among` answer the questions that are asked of it and of lists of members.
 """
 
@@ -12,7 +13,7 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
-class Growing(Mapping[Key, Value]):
+class PersistentMap(Mapping[Key, Value]):
     """An immutable mapping for facts that arrive one by one.
 
     Mappings that are made from one another share one dict. Each of them sees only as many entries
@@ -28,15 +29,15 @@ class Growing(Mapping[Key, Value]):
         self._shared = {key: (number, value) for number, (key, value) in enumerate(items)}
         self._num = len(self._shared)
 
-    def plus(self, key: Key, value: Value) -> "Growing[Key, Value]":
+    def plus(self, key: Key, value: Value) -> "PersistentMap[Key, Value]":
         """A mapping that also has this entry, in place of any entry of the same key."""
         entries = self
         if key in self._shared or len(self._shared) > self._num:
             if key in self and self[key] == value:
                 return self
-            entries = Growing({**self, key: value})
+            entries = PersistentMap({**self, key: value})
         else:
-            entries = Growing()
+            entries = PersistentMap()
             entries._shared = self._shared
             entries._shared[key] = (self._num, value)
             entries._num = self._num + 1
@@ -58,13 +59,13 @@ class Growing(Mapping[Key, Value]):
         return self._num
 
     def __repr__(self) -> str:
-        return f"Growing({dict(self)!r})"
+        return f"PersistentMap({dict(self)!r})"
 
 
 def has_all(facts: Mapping[int, object], wanted: Collection[int]) -> bool:
     """Whether each wanted number has an entry; sizes are compared first, as mostly some are
     missing."""
-    return len(facts) >= len(wanted) and all(one in facts for one in wanted)
+    return len(facts) >= len(wanted) and all(number in facts for number in wanted)
 
 
 def is_among(number: int, ascending: Sequence[int]) -> bool:

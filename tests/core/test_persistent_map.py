@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.core.growing import Growing, has_all
+from planaria.core.persistent_map import PersistentMap, has_all
 
 ENTRY = st.tuples(st.integers(0, 4), st.integers(0, 2))
 
@@ -16,7 +16,7 @@ def test_every_mapping_that_grew_out_of_another_stays_as_it_is(
     steps: list[tuple[int, tuple[int, int]]],
 ) -> None:
     """Against dicts; each step adds an entry to any of those before it, so that they branch."""
-    grown: list[Growing[int, int]] = [Growing({7: 7})]
+    grown: list[PersistentMap[int, int]] = [PersistentMap({7: 7})]
     copied: list[dict[int, int]] = [{7: 7}]
     for index, (key, value) in steps:
         index %= len(grown)
@@ -27,7 +27,7 @@ def test_every_mapping_that_grew_out_of_another_stays_as_it_is(
             check_same(mapping, plain)
 
 
-def check_same(mapping: Growing[int, int], plain: Mapping[int, int]) -> None:
+def check_same(mapping: PersistentMap[int, int], plain: Mapping[int, int]) -> None:
     assert list(mapping.items()) == list(plain.items())
     assert len(mapping) == len(plain)
     assert mapping == plain
@@ -45,7 +45,7 @@ def test_an_entry_costs_the_same_whatever_there_is() -> None:
         times = []
         for _ in range(3):
             begin_s = time.process_time()
-            grown: Growing[int, int] = Growing()
+            grown: PersistentMap[int, int] = PersistentMap()
             for key in range(num):
                 grown = grown.plus(key, key)
             times.append(time.process_time() - begin_s)
