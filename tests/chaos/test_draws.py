@@ -9,9 +9,9 @@ from planaria.chaos.draw import (
     OUTPUTS,
     TEMPORARIES,
     Draw,
+    DrawLimits,
     Surroundings,
-    World,
-    drawn,
+    draw_run,
 )
 from planaria.core.inject import (
     AFTER_COMMIT,
@@ -22,14 +22,14 @@ from planaria.core.inject import (
     parse_injection,
 )
 
-WORLD = World(num_nodes=6, num_needed=2, iterations=20, training_s=3.0, lease_s=3.0)
-DRAWS = [drawn(WORLD, Random(f"7:{number}")) for number in range(600)]
+WORLD = DrawLimits(num_nodes=6, num_needed=2, iterations=20, training_s=3.0, lease_s=3.0)
+DRAWS = [draw_run(WORLD, Random(f"7:{number}")) for number in range(600)]
 
 
 def test_a_seed_draws_the_same_again() -> None:
     """A run that failed can be repeated, as far as seconds can."""
-    assert [drawn(WORLD, Random(f"7:{number}")) for number in range(600)] == DRAWS
-    assert [drawn(WORLD, Random(f"8:{number}")) for number in range(600)] != DRAWS
+    assert [draw_run(WORLD, Random(f"7:{number}")) for number in range(600)] == DRAWS
+    assert [draw_run(WORLD, Random(f"8:{number}")) for number in range(600)] != DRAWS
 
 
 def test_every_draw_can_be_injected() -> None:
@@ -72,7 +72,7 @@ def test_some_strike_together_and_most_leave_enough_nodes() -> None:
 
 def test_only_kinds_that_are_asked_for_are_drawn() -> None:
     """A job on other nodes may not be able to have all."""
-    world = World(
+    world = DrawLimits(
         num_nodes=2,
         num_needed=1,
         iterations=1,
@@ -80,7 +80,7 @@ def test_only_kinds_that_are_asked_for_are_drawn() -> None:
         lease_s=1.0,
         kinds=("kill", "leader"),
     )
-    specs = [spec for number in range(50) for spec in drawn(world, Random(number)).specs]
+    specs = [spec for number in range(50) for spec in draw_run(world, Random(number)).specs]
 
     assert {parse_injection(spec).kind for spec in specs} == {"kill", "leader"}
 
@@ -103,7 +103,7 @@ def test_a_temporary_directory_is_only_as_this_machine_can_make_it() -> None:
     """A full one takes the right to mount."""
     for temporaries in ((), ("missing",)):
         world = replace(WORLD, temporaries=temporaries)
-        found = {drawn(world, Random(number)).surroundings.temporary for number in range(200)}
+        found = {draw_run(world, Random(number)).surroundings.temporary for number in range(200)}
         assert found == {"", *temporaries}
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from helpers.jobs import shaped_plan
 from planaria.chaos.verdict import (
-    Calm,
-    calm_of,
+    BaselineRun,
+    baseline_run,
     failure_justification,
-    injected,
+    injected_events,
     justification,
     undecidable,
     wrongs,
@@ -61,8 +61,8 @@ def report(*, numbers: tuple[int, ...] = (0, 1, 2, 3), **fields: Any) -> Report:
     return Report(**(given | fields))
 
 
-def calm() -> Calm:
-    return calm_of(report(), num_needed=2, num_layers=10)
+def baseline() -> BaselineRun:
+    return baseline_run(report(), num_needed=2, num_layers=10)
 
 
 def event(kind: str, *nodes: int, **fields: Any) -> EventRecord:
@@ -72,9 +72,9 @@ def event(kind: str, *nodes: int, **fields: Any) -> EventRecord:
 
 def test_nothing_is_wrong_with_a_run_that_ends_as_in_peace() -> None:
     """Of which the judge knows hashes, samples and seconds."""
-    assert wrongs(report(), calm()) == ()
-    assert (calm().training_s, calm().wall_s) == (2.0, 3.0)
-    assert wrongs(report(numbers=(2, 3)), calm(), first=2) == ()
+    assert wrongs(report(), baseline()) == ()
+    assert (baseline().training_s, baseline().wall_s) == (2.0, 3.0)
+    assert wrongs(report(numbers=(2, 3)), baseline(), first=2) == ()
 
 
 MISTAKES = {
@@ -94,7 +94,7 @@ MISTAKES = {
 @pytest.mark.parametrize("what", MISTAKES)
 def test_each_mistake_before_the_end_is_found(what: str) -> None:
     """Also in a run that ended early."""
-    (found,) = wrongs_until_end(MISTAKES[what], calm())
+    (found,) = wrongs_until_end(MISTAKES[what], baseline())
 
     assert found.startswith(what)
 
@@ -106,8 +106,8 @@ def test_other_bits_in_the_end_are_found_and_none_at_all(name: str) -> None:
     wrong: Any = {name: "wrong"}
     missing: Any = {name: ""}
 
-    (other,) = wrongs(report(final=replace(final, **wrong)), calm())
-    (none,) = wrongs(report(final=replace(final, **missing)), calm())
+    (other,) = wrongs(report(final=replace(final, **wrong)), baseline())
+    (none,) = wrongs(report(final=replace(final, **missing)), baseline())
 
     assert other == f"{name} is wrong, in peace it is {getattr(final, name)}"
     assert none.startswith(f"{name} is missing")
@@ -117,7 +117,7 @@ def test_an_end_before_the_last_iteration_is_found() -> None:
     """Even with the right bits, which cannot be."""
     final = replace(report().final, iteration=3)
 
-    assert wrongs(report(numbers=(0, 1, 2), final=final), calm()) == (
+    assert wrongs(report(numbers=(0, 1, 2), final=final), baseline()) == (
         "3 iterations are done in the end, not 4",
     )
 
@@ -185,7 +185,7 @@ def test_what_a_job_notices_by_itself_was_not_injected() -> None:
     """A busy machine may make a worker stand still; nobody did that."""
     struck, noticed, never = event("kill", 1), event("stall", 2, step=""), event("cut", fired=False)
 
-    assert injected(report(events=(struck, noticed, never))) == [struck]
+    assert injected_events(report(events=(struck, noticed, never))) == [struck]
 
 
 CRASHED = [event("crash", 1)] * 3

@@ -39,7 +39,7 @@ SEED = 20_261_121  # Of the cases that are run every time.
 N0 = 2
 FAMILY = "sequential"  # Of jobs whose model is not what is tested: the cheapest.
 
-_calm: dict[int, tuple[str, str]] = {}
+_baseline: dict[int, tuple[str, str]] = {}
 
 
 def small_job(family: str, directory: Path, **training: Any) -> JobConfig:
@@ -124,17 +124,17 @@ def struck(
     return Job(config).run(injections=injections, server=server, **arguments)
 
 
-def calm_digests(server: ForkServer, iterations: int) -> tuple[str, str]:
+def baseline_digests(server: ForkServer, iterations: int) -> tuple[str, str]:
     """Those of a job without failures, whoever asks from whatever server; on two nodes, for
     the bits do not depend on their number."""
-    if iterations not in _calm:
+    if iterations not in _baseline:
         with TemporaryDirectory() as directory:
             run = Path(directory) / "run"
             config = chaos_job(FAMILY, run, server, nodes=N0, f=0, iterations=iterations)
             result = struck(config, server)
         assert result.error is None
-        _calm[iterations] = digests(result)
-    return _calm[iterations]
+        _baseline[iterations] = digests(result)
+    return _baseline[iterations]
 
 
 def sampled(cases: Sequence[tuple[str, ...]], count: int) -> list[Any]:
@@ -171,10 +171,10 @@ def only_recovery(result: TrainingResult) -> EventRecord:
     return found[0]
 
 
-def check_survived(result: TrainingResult, specs: Sequence[str], calm: tuple[str, str]) -> None:
-    """The job has done all its iterations, with the bits of the calm run; every fault struck."""
+def check_survived(result: TrainingResult, specs: Sequence[str], baseline: tuple[str, str]) -> None:
+    """All iterations are done, with the bits of the baseline run; every fault struck."""
     assert result.error is None, f"{specs}: {result.error}"
-    assert digests(result) == calm, specs
+    assert digests(result) == baseline, specs
     assert len(result.report.iterations) == result.planned.config.training.iterations
     assert [event for event in result.report.events if not event.fired] == [], specs
     check_report(result)

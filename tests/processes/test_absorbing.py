@@ -8,7 +8,7 @@ import pytest
 
 from helpers.chaos import (
     FAMILY,
-    calm_digests,
+    baseline_digests,
     chaos_job,
     check_survived,
     long_but_the_first,
@@ -31,12 +31,12 @@ Run = Callable[..., TrainingResult]
 @pytest.fixture
 def calm(server: ForkServer) -> tuple[str, str]:
     """The digests of the job without failures."""
-    return calm_digests(server, ITERATIONS)
+    return baseline_digests(server, ITERATIONS)
 
 
 @pytest.fixture
 def absorb(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Run:
-    """Runs a job on two pipelines of three nodes with faults, to the bits of the calm run."""
+    """Runs a job on two pipelines of three nodes with faults, to the bits of the baseline run."""
 
     def run(*specs: str, trace: bool = False) -> TrainingResult:
         config = chaos_job(FAMILY, tmp_path / "run", server, policy="absorb", iterations=ITERATIONS)

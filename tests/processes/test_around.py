@@ -9,7 +9,7 @@ import pytest
 
 from helpers.chaos import (
     FAMILY,
-    calm_digests,
+    baseline_digests,
     chaos_job,
     check_survived,
     long_but_the_first,
@@ -49,12 +49,12 @@ TWICE = [
 @pytest.fixture
 def calm(server: ForkServer) -> tuple[str, str]:
     """The digests of the job without failures."""
-    return calm_digests(server, ITERATIONS)
+    return baseline_digests(server, ITERATIONS)
 
 
 @pytest.fixture
 def reroute(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Run:
-    """Runs a job on three pipelines of two nodes with faults, to the bits of the calm run."""
+    """Runs a job on three pipelines of two nodes with faults, to the bits of the baseline run."""
 
     def run(*specs: str) -> TrainingResult:
         config = chaos_job(

@@ -19,7 +19,7 @@ import pytest
 from helpers.chaos import small_job
 from helpers.command import TIMEOUT_S, command, running, wait_for
 from helpers.fake_fork_server import NO_PID
-from planaria.chaos.runs import Chaos, Outcome, _Bound, _Stand
+from planaria.chaos.runs import Chaos, RunOutcome, _Bound, _RunPlace
 from planaria.cli.chaos_command import command_text
 from planaria.errors import InsufficientError
 from planaria.job.config import load_job
@@ -55,7 +55,7 @@ def test_every_run_ends_with_the_same_bits_or_resumes_to_them(
     overrides: tuple[str, ...],
 ) -> None:
     """`make chaos` goes on for half an hour, with any seed."""
-    outcomes: list[Outcome] = []
+    outcomes: list[RunOutcome] = []
     job = Job.from_file(SMALL, overrides=overrides)
     with closing(Chaos(job, seed=SEED, doing=_note).outcomes(minutes=60.0)) as drawn:
         for outcome in islice(drawn, RUNS):
@@ -171,7 +171,7 @@ def test_a_run_that_takes_too_long_is_interrupted_also_where_its_fork_server_is_
     """To look for stacks that are not there ended the thread that interrupts, and the run went on
     for ever."""
     server: Any = SimpleNamespace(pid=NO_PID)
-    bound = _Bound(0.01, _Stand(tmp_path, (server,), "NAME=value", deque()))
+    bound = _Bound(0.01, _RunPlace(tmp_path, (server,), "NAME=value", deque()))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt), bound():

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.chaos import (
     FAMILY,
-    calm_digests,
+    baseline_digests,
     chaos_job,
     check_survived,
     only_recovery,
@@ -45,12 +45,12 @@ Run = Callable[..., TrainingResult]
 @pytest.fixture
 def calm(server: ForkServer) -> tuple[str, str]:
     """The digests of the job without failures."""
-    return calm_digests(server, ITERATIONS)
+    return baseline_digests(server, ITERATIONS)
 
 
 @pytest.fixture
 def adaptive(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Run:
-    """Runs a job on three pipelines of two nodes with faults, to the bits of the calm run."""
+    """Runs a job on three pipelines of two nodes with faults, to the bits of the baseline run."""
 
     def run(
         *specs: str, f: int = 2, sizes: tuple[int, ...] = (2, 2, 2), failures_ahead: int = 1

@@ -13,7 +13,7 @@ import pytest
 
 from helpers.chaos import (
     FAMILY,
-    calm_digests,
+    baseline_digests,
     chaos_job,
     check_survived,
     long_but_the_first,
@@ -59,12 +59,12 @@ def holders(job: JobConfig) -> tuple[int, ...]:
 
 @pytest.fixture
 def run(server: ForkServer, job: JobConfig) -> Run:
-    """Runs the job with faults, to the bits of the calm run."""
+    """Runs the job with faults, to the bits of the baseline run."""
 
     def run(*specs: str, every: Any = "auto", display: Silent | None = None) -> TrainingResult:
         config = replace(job, checkpoint=replace(job.checkpoint, every=every))
         result = struck(config, server, *specs, display=display)
-        check_survived(result, specs, calm_digests(server, ITERATIONS))
+        check_survived(result, specs, baseline_digests(server, ITERATIONS))
         return result
 
     return run
@@ -111,7 +111,7 @@ def test_every_policy_goes_on_from_copies(
     result = struck(config, server, f"kill:{lost}@4.forward", "crash:0,1,2,3,4,5@7.backward")
 
     assert result.error is None
-    assert digests(result) == calm_digests(server, ITERATIONS)
+    assert digests(result) == baseline_digests(server, ITERATIONS)
     assert [event.source_tier for event in recoveries(result)] == ["memory", "memory"]
 
 
@@ -131,7 +131,7 @@ def test_nodes_of_several_devices_keep_copies(server: ForkServer, job: JobConfig
 
     event = only_recovery(result)
     assert event.source_tier == "memory"
-    assert digests(result) == calm_digests(server, ITERATIONS)
+    assert digests(result) == baseline_digests(server, ITERATIONS)
 
 
 @pytest.mark.long
@@ -176,7 +176,7 @@ def test_whenever_copies_go(
 
     event = only_recovery(result)
     assert event.source_tier == "memory"
-    assert digests(result) == calm_digests(server, ITERATIONS)
+    assert digests(result) == baseline_digests(server, ITERATIONS)
 
 
 @pytest.fixture
@@ -204,7 +204,7 @@ def test_then_copies_go_where_there_was_nothing(
 
     event = only_recovery(result)
     assert event.source_tier == "memory"
-    assert digests(result) == calm_digests(server, ITERATIONS)
+    assert digests(result) == baseline_digests(server, ITERATIONS)
 
 
 @pytest.mark.long
@@ -325,7 +325,7 @@ def test_a_whole_placement_group_is_lost(server: ForkServer, job: JobConfig) -> 
 
     event = only_recovery(result)
     assert event.source_tier == "disk"
-    assert digests(result) == calm_digests(server, ITERATIONS)
+    assert digests(result) == baseline_digests(server, ITERATIONS)
 
 
 def test_without_copies_of_a_layer_the_job_ends(

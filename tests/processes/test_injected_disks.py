@@ -8,7 +8,7 @@ import pytest
 from helpers.chaos import (
     FAMILY,
     ITERATIONS,
-    calm_digests,
+    baseline_digests,
     chaos_job,
     check_survived,
     recoveries,
@@ -38,7 +38,7 @@ def test_a_slow_disk_changes_no_bit(
 
     result = struck(config, server, *specs)
 
-    check_survived(result, specs, calm_digests(server, ITERATIONS))
+    check_survived(result, specs, baseline_digests(server, ITERATIONS))
     (loss,) = (event for event in recoveries(result) if event.kind == "kill")
     if specs[0].startswith("store"):
         # Each rank writes some layers, one after the other; then the save is made complete.

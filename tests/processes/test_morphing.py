@@ -8,7 +8,7 @@ import pytest
 
 from helpers.chaos import (
     FAMILY,
-    calm_digests,
+    baseline_digests,
     chaos_job,
     check_survived,
     long_but_the_first,
@@ -35,12 +35,12 @@ KILLS = [("kill:1@5",), ("kill:0@4.backward",)] + [
 @pytest.fixture
 def calm(server: ForkServer) -> tuple[str, str]:
     """The digests of the job without failures."""
-    return calm_digests(server, ITERATIONS)
+    return baseline_digests(server, ITERATIONS)
 
 
 @pytest.fixture
 def morph(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Run:
-    """Runs a job on six nodes with faults, to the bits of the calm run."""
+    """Runs a job on six nodes with faults, to the bits of the baseline run."""
 
     def run(*specs: str, every: int = EVERY, f: int = 1) -> TrainingResult:
         config = chaos_job(

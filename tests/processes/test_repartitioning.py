@@ -7,7 +7,7 @@ import pytest
 
 from helpers.chaos import (
     FAMILY,
-    calm_digests,
+    baseline_digests,
     chaos_job,
     check_survived,
     only_recovery,
@@ -27,12 +27,12 @@ Run = Callable[..., TrainingResult]
 @pytest.fixture
 def calm(server: ForkServer) -> tuple[str, str]:
     """The digests of the job without failures."""
-    return calm_digests(server, ITERATIONS)
+    return baseline_digests(server, ITERATIONS)
 
 
 @pytest.fixture
 def repartition(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Run:
-    """Runs a job on three pipelines of two nodes with faults, to the bits of the calm run."""
+    """Runs a job on three pipelines of two nodes with faults, to the bits of the baseline run."""
 
     def run(*specs: str) -> TrainingResult:
         config = chaos_job(

@@ -18,7 +18,7 @@ from helpers.chaos import (
     FAMILY,
     ITERATIONS,
     N0,
-    calm_digests,
+    baseline_digests,
     chaos_job,
     check_survived,
     long_but_the_first,
@@ -122,7 +122,7 @@ def assert_resumes_to_the_same_bits(
     config = replace(config, training=replace(config.training, iterations=end))
     resumed = Job(config).train(resume=True, server=server)
     assert [record.iteration for record in resumed.report.iterations] == list(range(done, end))
-    assert digests(resumed) == calm_digests(server, end)
+    assert digests(resumed) == baseline_digests(server, end)
     assert not (directory / "checkpoints" / ".journal").exists()
 
 
@@ -157,7 +157,7 @@ def test_a_job_whose_fork_server_is_killed_ends_with_the_same_bits(
     assert own_server.pid != before
     told = "the fork server was killed by signal 9: another one is started"
     assert any(told in note for note in display.notes), display.notes
-    check_survived(result, specs, calm_digests(own_server, ITERATIONS))
+    check_survived(result, specs, baseline_digests(own_server, ITERATIONS))
     assert ("kill" in {event.kind for event in recoveries(result)}) == any(
         spec.startswith("kill") for spec in specs
     )
@@ -272,7 +272,7 @@ def test_a_journal_that_takes_no_record_beside_the_saves_is_kept_elsewhere(
     result = Job(config).run(server=own_server, display=display)
 
     assert result.error is None
-    assert digests(result) == calm_digests(own_server, ITERATIONS)
+    assert digests(result) == baseline_digests(own_server, ITERATIONS)
     assert not result.report.events
     (note,) = [note for note in display.notes if "are kept in" in note]
     assert "No space left on device" in note
@@ -422,7 +422,7 @@ def test_what_a_display_raises_ends_the_job_saved(own_server: ForkServer, tmp_pa
         Job(config).run(server=own_server, display=At({4: act}))
 
     resumed = Job(config).train(resume=True, server=own_server)
-    assert digests(resumed) == calm_digests(own_server, MANY)
+    assert digests(resumed) == baseline_digests(own_server, MANY)
 
 
 def test_a_report_is_interrupted_by_ctrl_c_alone_which_loses_nothing(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.chaos import FAMILY, calm_digests, chaos_job, check_survived, struck
+from helpers.chaos import FAMILY, baseline_digests, chaos_job, check_survived, struck
 from planaria.core.job import PolicyName
 from planaria.job.job import TrainingResult
 from planaria.nodes.forkserver import ForkServer
@@ -50,7 +50,7 @@ def test_a_category_has_seconds_where_it_should(
     config = chaos_job(FAMILY, tmp_path / "run", server, policy=policy, iterations=ITERATIONS)
     result = struck(config, server, *specs.split())
 
-    check_survived(result, specs.split(), calm_digests(server, ITERATIONS))
+    check_survived(result, specs.split(), baseline_digests(server, ITERATIONS))
     expected = set(categories.split())
     is_redone = any(event.redone_samples for event in result.report.events)
     assert is_redone or "redo" not in expected
@@ -64,7 +64,7 @@ def test_forwards_ahead_are_redundant(server: ForkServer, tmp_path: Path) -> Non
     config = replace(config, cluster=replace(config.cluster, device_memory_bytes=memory_bytes))
     result = struck(config, server, sizes=(3, 3))
 
-    check_survived(result, (), calm_digests(server, ITERATIONS))
+    check_survived(result, (), baseline_digests(server, ITERATIONS))
     check(result, {"redundant"})
 
 
@@ -80,6 +80,6 @@ def test_a_machine_that_is_waited_for_leaves_the_job_idle(
     )
     result = struck(config, server, "kill:1@5.forward")
 
-    check_survived(result, ("kill:1@5.forward",), calm_digests(server, ITERATIONS))
+    check_survived(result, ("kill:1@5.forward",), baseline_digests(server, ITERATIONS))
     check(result, {"redo", "detect", "decide", "idle"})
     assert result.report.ledger["idle"] > 0.2

@@ -7,7 +7,7 @@ import pytest
 
 from helpers.chaos import (
     FAMILY,
-    calm_digests,
+    baseline_digests,
     chaos_job,
     check_survived,
     long_but_the_first,
@@ -52,7 +52,7 @@ def standing_by(
 
 def check(result: TrainingResult, server: ForkServer, *specs: str) -> None:
     iterations = result.planned.config.training.iterations
-    check_survived(result, specs, calm_digests(server, iterations))
+    check_survived(result, specs, baseline_digests(server, iterations))
 
 
 def granted(result: TrainingResult) -> list[str]:

@@ -10,8 +10,8 @@ from random import Random
 import pytest
 
 from planaria.chaos import runs as chaos
-from planaria.chaos.draw import TEMPORARIES, Draw, Surroundings, World
-from planaria.chaos.runs import Chaos, Outcome, _Watch
+from planaria.chaos.draw import TEMPORARIES, Draw, DrawLimits, Surroundings
+from planaria.chaos.runs import Chaos, RunOutcome, _RunDisplay
 from planaria.chaos.surroundings import UnreadOutput, possible_temporaries, temporary_directory
 from planaria.job.job import Job
 
@@ -44,10 +44,10 @@ class Runs:
             Job.from_file(file, overrides=SETTINGS), seed=0, doing=lambda _: None
         ).outcomes(minutes=60.0)
 
-    def drawn(self, *_: World | Random) -> Draw:
+    def draw_run(self, *_: DrawLimits | Random) -> Draw:
         return Draw(specs=(FAULT,), num_joins=0, persist_every=0, surroundings=self._surroundings)
 
-    def outcome(self, surroundings: Surroundings) -> Outcome:
+    def outcome(self, surroundings: Surroundings) -> RunOutcome:
         """What the next run came to."""
         self._surroundings = surroundings
         found = next(self._outcomes)
@@ -60,7 +60,7 @@ class Runs:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     made = Runs(tmp_path_factory.mktemp("runs"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chaos, "drawn", made.drawn)
+        patch.setattr(chaos, "draw_run", made.draw_run)
         yield made
     made._outcomes.close()
 
@@ -103,7 +103,7 @@ def test_a_run_is_shown_where_nobody_reads_and_is_blocked_at_once(output: str) -
     unread = UnreadOutput(Surroundings(output=output))
     with unread():
         assert not select.select([], [unread._stream], [], 0.0)[1]
-        _Watch(unread).note("something happens")
+        _RunDisplay(unread).note("something happens")
         text = b""
         while b"something happens" not in text:
             text = text[-100:] + os.read(unread.reader_fd, 4096)

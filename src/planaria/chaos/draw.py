@@ -24,22 +24,22 @@ from planaria.core.inject import (
 )
 
 FAULTS_MAX: Final = 6
-_TOGETHER: Final = 0.3  # Share of faults that strike at the same place as the fault before them.
+_TOGETHER_SHARE: Final = 0.3  # Share of faults that strike where the fault before them does.
 _DRAWS_MAX: Final = 20
-_HOPELESS_KEPT: Final = 0.2
+_HOPELESS_SHARE: Final = 0.2
 # Weights of kinds of faults, 1 if not given. A preemption notice, or the end of a coordinator, is
 # over within less than a lease.
 _WEIGHTS: Final = {"kill": 3, "crash": 2, "preempt": 2, "join": 2, "leader": 2}
 TEMPORARIES: Final = ("full", "missing", "unwritable")
 OUTPUTS: Final = ("pipe", "terminal")
-_TEMPORARY: Final = 0.1  # Share of runs with a temporary directory that cannot be used.
-_OUTPUT: Final = 0.25  # Share of runs whose output nobody reads; half of these outputs close.
+_TEMPORARY_SHARE: Final = 0.1  # Share of runs with a temporary directory that cannot be used.
+_OUTPUT_SHARE: Final = 0.25  # Share of runs whose output nobody reads; half of these outputs close.
 # Faults after which a node is gone, or may be.
-_LASTING: Final = ("kill", "preempt", "flip", "hang", "cut")
+_LOSES_NODE: Final = ("kill", "preempt", "flip", "hang", "cut")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
+class DrawLimits:
     """The job and machine for which faults are drawn.
 
     Attributes:
@@ -103,73 +103,73 @@ class Draw:
         return self.specs + self.surroundings.words
 
 
-def drawn(world: World, rng: Random) -> Draw:
+def draw_run(limits: DrawLimits, rng: Random) -> Draw:
     """The faults of a run, and its surroundings."""
-    return replace(_faults(world, rng), surroundings=_surroundings(world, rng))
+    return replace(_draw_survivable(limits, rng), surroundings=_draw_surroundings(limits, rng))
 
 
-def _surroundings(world: World, rng: Random) -> Surroundings:
-    has_temporary = rng.random() < _TEMPORARY and bool(world.temporaries)
-    temporary = rng.choice(world.temporaries) if has_temporary else ""
-    if rng.random() >= _OUTPUT:
+def _draw_surroundings(limits: DrawLimits, rng: Random) -> Surroundings:
+    has_temporary = rng.random() < _TEMPORARY_SHARE and bool(limits.temporaries)
+    temporary = rng.choice(limits.temporaries) if has_temporary else ""
+    if rng.random() >= _OUTPUT_SHARE:
         return Surroundings(temporary=temporary)
-    closes_at = rng.choice((-1, rng.randrange(world.iterations)))
+    closes_at = rng.choice((-1, rng.randrange(limits.iterations)))
     return Surroundings(temporary=temporary, output=rng.choice(OUTPUTS), closes_at=closes_at)
 
 
-def _faults(world: World, rng: Random) -> Draw:
-    draw = _drawn(world, rng)
+def _draw_survivable(limits: DrawLimits, rng: Random) -> Draw:
+    draw = _draw_faults(limits, rng)
     for _ in range(_DRAWS_MAX):
-        num_left = world.num_nodes - _num_lost(draw)
-        if num_left >= world.num_needed or rng.random() < _HOPELESS_KEPT:
+        num_left = limits.num_nodes - _num_lost(draw)
+        if num_left >= limits.num_needed or rng.random() < _HOPELESS_SHARE:
             break
-        draw = _drawn(world, rng)
-    if world.num_nodes - _num_lost(draw) >= 2 * world.num_needed:
+        draw = _draw_faults(limits, rng)
+    if limits.num_nodes - _num_lost(draw) >= 2 * limits.num_needed:
         return draw
     # With so few nodes a flipped bit may have no holder left to be compared with.
     specs = tuple(spec for spec in draw.specs if not spec.startswith("flip"))
     return replace(draw, specs=specs or ("kill:0@0",))
 
 
-def _drawn(world: World, rng: Random) -> Draw:
+def _draw_faults(limits: DrawLimits, rng: Random) -> Draw:
     num_faults = min(rng.randint(1, FAULTS_MAX), rng.randint(1, FAULTS_MAX))
-    weights = [_WEIGHTS.get(kind, 1) for kind in world.kinds]
+    weights = [_WEIGHTS.get(kind, 1) for kind in limits.kinds]
     # A flipped bit is found by a majority of holders, which two flips at once may not leave.
-    kinds = list(dict.fromkeys(rng.choices(world.kinds, weights, k=1)))
+    kinds = list(dict.fromkeys(rng.choices(limits.kinds, weights, k=1)))
     while len(kinds) < num_faults:
-        (kind,) = rng.choices(world.kinds, weights)
+        (kind,) = rng.choices(limits.kinds, weights)
         if kind != "flip" or "flip" not in kinds:
             kinds.append(kind)
     joins = [rng.randint(1, 2) if kind == "join" else 0 for kind in kinds]
-    num_nodes = world.num_nodes + sum(joins)
+    num_nodes = limits.num_nodes + sum(joins)
     specs: list[str] = []
     place = ""
     for kind, num_joining in zip(kinds, joins, strict=True):
-        if not place or rng.random() >= _TOGETHER:
-            place = _place(world, rng, is_first=not specs)
-        value = _value(kind, world, rng)
+        if not place or rng.random() >= _TOGETHER_SHARE:
+            place = _place(limits, rng, is_first=not specs)
+        value = _value(kind, limits, rng)
         nodes = str(num_joining) if num_joining else _nodes(kind, num_nodes, rng)
-        where = str(rng.randrange(world.iterations)) if kind in ("flip", "slow") else place
+        where = str(rng.randrange(limits.iterations)) if kind in ("flip", "slow") else place
         specs.append(f"{kind}{value}:{nodes}@{where}")
-    persist_every = rng.choice((0, 0, 1, max(1, world.iterations // 3)))
+    persist_every = rng.choice((0, 0, 1, max(1, limits.iterations // 3)))
     return Draw(specs=tuple(specs), num_joins=sum(joins), persist_every=persist_every)
 
 
-def _place(world: World, rng: Random, *, is_first: bool) -> str:
+def _place(limits: DrawLimits, rng: Random, *, is_first: bool) -> str:
     if rng.random() < 0.5:
-        return f"~{rng.uniform(0.0, 1.2 * world.training_s):.2f}"
+        return f"~{rng.uniform(0.0, 1.2 * limits.training_s):.2f}"
     if not is_first and rng.random() < 0.4:
-        return f"{rng.randrange(world.iterations) // 2}.{rng.choice(RECOVERY_STEPS)}"
-    return f"{rng.randrange(world.iterations)}.{rng.choice(ITERATION_STEPS)}"
+        return f"{rng.randrange(limits.iterations) // 2}.{rng.choice(RECOVERY_STEPS)}"
+    return f"{rng.randrange(limits.iterations)}.{rng.choice(ITERATION_STEPS)}"
 
 
-def _value(kind: str, world: World, rng: Random) -> str:
+def _value(kind: str, limits: DrawLimits, rng: Random) -> str:
     """The value of a fault: a duration below or above the lease, none (for ever), or an amount."""
     match kind:
         case "hang" | "cut":
             short_s, long_s = rng.uniform(0.1, 0.6), rng.uniform(1.3, 2.5)
             return rng.choice(
-                ("", f"={short_s * world.lease_s:.2f}", f"={long_s * world.lease_s:.2f}")
+                ("", f"={short_s * limits.lease_s:.2f}", f"={long_s * limits.lease_s:.2f}")
             )
         case "preempt":
             return rng.choice((f"={rng.uniform(0.05, 0.5):.2f}", f"={rng.uniform(1.0, 5.0):.2f}"))
@@ -178,7 +178,7 @@ def _value(kind: str, world: World, rng: Random) -> str:
         case "store":
             return f"={rng.uniform(0.02, 0.5):.2f}"
         case "disk":
-            return f"={rng.uniform(0.3, 3.0) * world.lease_s:.2f}"
+            return f"={rng.uniform(0.3, 3.0) * limits.lease_s:.2f}"
     return ""
 
 
@@ -192,4 +192,4 @@ def _nodes(kind: str, num_nodes: int, rng: Random) -> str:
 def _num_lost(draw: Draw) -> int:
     """The number of nodes that may be gone in the end; nodes that join may come too late."""
     injections = [parse_injection(spec) for spec in draw.specs]
-    return len({n for i in injections if i.kind in _LASTING for n in i.nodes})
+    return len({n for i in injections if i.kind in _LOSES_NODE for n in i.nodes})

@@ -15,7 +15,7 @@ _STACKS_TIMEOUT_S: Final = 1.0
 
 
 @contextmanager
-def marked(mark: str) -> Iterator[None]:
+def mark_processes(mark: str) -> Iterator[None]:
     """Puts `mark`, which is NAME=VALUE, into the environment of all processes started meanwhile."""
     name, _, value = mark.partition("=")
     os.environ[name] = value
@@ -25,21 +25,21 @@ def marked(mark: str) -> Iterator[None]:
         del os.environ[name]
 
 
-def left_over(mark: str, *, but: Collection[int]) -> tuple[str, ...]:
+def kill_left_over(mark: str, *, except_pids: Collection[int]) -> tuple[str, ...]:
     """Kills marked processes that are still there after they had time to leave.
 
     Returns a line of text for each of them.
 
     Args:
-        but: ids of processes that may stay.
+        except_pids: ids of processes that may stay.
     """
     deadline_s = time.monotonic() + _LEAVE_TIMEOUT_S
-    while (found := _marked_processes(mark, but)) and time.monotonic() < deadline_s:
+    while (processes := _marked_processes(mark, except_pids)) and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    for process in found:
+    for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    return tuple(f"process {process.pid} is left over" for process in found)
+    return tuple(f"process {process.pid} is left over" for process in processes)
 
 
 def worker_stacks(server_pid: int) -> list[str]:
@@ -63,8 +63,12 @@ def _children(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _marked_processes(mark: str, but: Collection[int]) -> list[psutil.Process]:
-    return [one for one in psutil.process_iter() if one.pid not in but and _has_mark(one, mark)]
+def _marked_processes(mark: str, except_pids: Collection[int]) -> list[psutil.Process]:
+    return [
+        process
+        for process in psutil.process_iter()
+        if process.pid not in except_pids and _has_mark(process, mark)
+    ]
 
 
 def _has_mark(process: psutil.Process, mark: str) -> bool:

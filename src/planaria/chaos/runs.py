@@ -1,6 +1,6 @@
 """Runs a job under many drawn faults, and judges every run from outside.
 
-First the job trains without faults (the calm run), for its hashes and its duration. Then runs
+First the job trains without faults (the baseline run), for its hashes and its duration. Then runs
 follow until the time is over. Each has faults and surroundings drawn from the seed and the run's
 number (chaos/draw.py), a directory of its own for checkpoints, and a bound on its time. verdict.py
 judges its report. A run that had to end early is resumed with all nodes, and then has to reach the
@@ -21,14 +21,14 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
-from planaria.chaos.draw import Draw, Surroundings, World, drawn
-from planaria.chaos.processes import left_over, marked, worker_stacks
+from planaria.chaos.draw import Draw, DrawLimits, Surroundings, draw_run
+from planaria.chaos.processes import kill_left_over, mark_processes, worker_stacks
 from planaria.chaos.surroundings import UnreadOutput, possible_temporaries, temporary_directory
 from planaria.chaos.verdict import (
-    Calm,
-    calm_of,
+    BaselineRun,
+    baseline_run,
     failure_justification,
-    injected,
+    injected_events,
     justification,
     undecidable,
     wrongs,
@@ -49,7 +49,7 @@ TRAINING_S: Final = 3.0  # Duration without faults to which runs are shortened i
 ITERATIONS_MIN: Final = 6
 _PROBE_ITERATIONS: Final = 10
 _BOUND_S: Final = 60.0
-_CALMS_IN_BOUND: Final = 5
+_BASELINES_IN_BOUND: Final = 5
 _LEASES_IN_BOUND: Final = 8
 _STOP_TIMEOUT_S: Final = 5.0
 _LINES_KEPT: Final = 200
@@ -60,7 +60,7 @@ _HUNG_UP: Final = "its terminal was closed (SIGHUP)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """The outcome of one run.
 
     Attributes:
@@ -111,7 +111,7 @@ class Chaos:
         self._seed = seed
         self._doing = doing
 
-    def outcomes(self, *, minutes: float) -> Generator[Outcome, None, None]:
+    def outcomes(self, *, minutes: float) -> Generator[RunOutcome, None, None]:
         """The outcomes of runs that go on until the time is over; at least one.
 
         Raises:
@@ -121,64 +121,66 @@ class Chaos:
         mark = f"PLANARIA_CHAOS={secrets.token_hex(8)}"
         lines: deque[str] = deque(maxlen=_LINES_KEPT)
         with (
-            marked(mark),
+            mark_processes(mark),
             tempfile.TemporaryDirectory(
                 prefix="planaria-chaos-", ignore_cleanup_errors=True
             ) as directory,
             _running_server(self._job, lines.append) as server,
         ):
-            stand = _Stand(Path(directory), (server,), mark, lines)
-            calm, world, config = self._calm(stand)
+            place = _RunPlace(Path(directory), (server,), mark, lines)
+            baseline, limits, config = self._baseline(place)
             number = 0
             while not number or time.monotonic() < end_s:
-                draw = drawn(world, Random(f"{self._seed}:{number}"))
+                draw = draw_run(limits, Random(f"{self._seed}:{number}"))
                 self._doing(f"run {number}: {' '.join(draw.words)}")
                 with (
                     tempfile.TemporaryDirectory(dir=directory, ignore_cleanup_errors=True) as saves,
-                    _surrounded(self._job, draw.surroundings, stand) as there,
+                    _open_place(self._job, draw.surroundings, place) as run_place,
                 ):
-                    struck = _configured(config, draw, Path(saves) / "checkpoints")
-                    outcome = _outcome(struck, draw, number=number, calm=calm, stand=there)
-                _renew_if_struck(server, outcome)
+                    run_config = _run_config(config, draw, Path(saves) / "checkpoints")
+                    outcome = _outcome(
+                        run_config, draw, number=number, baseline=baseline, place=run_place
+                    )
+                _renew_if_lost(server, outcome)
                 yield outcome
                 number += 1
 
-    def _calm(self, stand: "_Stand") -> tuple[Calm, World, JobConfig]:
+    def _baseline(self, place: "_RunPlace") -> tuple[BaselineRun, DrawLimits, JobConfig]:
         """Trains the job without faults, with as many iterations as fit into TRAINING_S."""
         self._doing("measuring the job")
         config = self._job.config
         if not config.model.profile:
-            path = stand.directory / "profile.json"
-            path.write_bytes(encode_profile(Job(config).profile(server=stand.server)))
+            path = place.directory / "profile.json"
+            path.write_bytes(encode_profile(Job(config).profile(server=place.server)))
             config = replace(config, model=replace(config.model, profile=str(path)))
-        wanted = config.training.iterations
-        config = _shortened(config, min(wanted, _PROBE_ITERATIONS))
+        iterations_max = config.training.iterations
+        config = _with_iterations(config, min(iterations_max, _PROBE_ITERATIONS))
         self._doing("training in peace")
-        result = _in_peace(config, stand, "probe")
+        result = _train_baseline(config, place, "probe")
         seconds = sorted(record.seconds for record in result.report.iterations)
         fits = round(TRAINING_S / max(seconds[len(seconds) // 2], 1e-3))
-        iterations = min(wanted, max(ITERATIONS_MIN, fits))
+        iterations = min(iterations_max, max(ITERATIONS_MIN, fits))
         if iterations != config.training.iterations:
-            config = _shortened(config, iterations)
-            result = _in_peace(config, stand, "calm")
+            config = _with_iterations(config, iterations)
+            result = _train_baseline(config, place, "baseline")
         num_needed = smallest_num_nodes(result.planned.problem)
         if config.resilience.when_below == "stop":
             num_needed *= config.resilience.failures_tolerated + 1
         num_layers = result.planned.plan.num_layers
-        calm = calm_of(result.report, num_needed=num_needed, num_layers=num_layers)
-        world = World(
+        baseline = baseline_run(result.report, num_needed=num_needed, num_layers=num_layers)
+        limits = DrawLimits(
             num_nodes=config.cluster.nodes,
             num_needed=num_needed,
-            iterations=len(calm.sample_digests),
-            training_s=calm.training_s,
+            iterations=len(baseline.sample_digests),
+            training_s=baseline.training_s,
             lease_s=config.cluster.lease_s,
-            temporaries=possible_temporaries(stand.directory),
+            temporaries=possible_temporaries(place.directory),
         )
-        return calm, world, config
+        return baseline, limits, config
 
 
 @dataclass(frozen=True, slots=True)
-class _Stand:
+class _RunPlace:
     """The place in which runs happen.
 
     Attributes:
@@ -198,7 +200,7 @@ class _Stand:
         return self.servers[-1]
 
 
-class _Watch:
+class _RunDisplay:
     """A display that remembers what it is told.
 
     Args:
@@ -210,7 +212,7 @@ class _Watch:
         self.log: list[str] = []
         self._start_s = time.monotonic()
         self._output = output
-        self._shown: Display = output.shown if output else Silent()
+        self._shown: Display = output.display if output else Silent()
 
     def doing(self, text: str) -> None:
         self._remember(text)
@@ -228,7 +230,7 @@ class _Watch:
         self._remember(f"iteration {record.iteration} in epoch {record.epoch}")
         self._shown.committed(record)
         if self._output is not None:
-            self._output.committed(record)
+            self._output.on_commit(record)
 
     def replanned(self, plan: Plan) -> None:
         self.plans.append(plan)
@@ -252,7 +254,7 @@ class _Bound:
     """
 
     seconds: float
-    stand: _Stand
+    place: _RunPlace
     stacks: list[str] = field(default_factory=list)
     is_over: threading.Event = field(default_factory=threading.Event)
     is_expired: bool = False
@@ -271,7 +273,7 @@ class _Bound:
         if self.is_over.wait(self.seconds):
             return
         self.is_expired = True
-        self.stacks += worker_stacks(self.stand.server.pid)
+        self.stacks += worker_stacks(self.place.server.pid)
         os.kill(os.getpid(), signal.SIGINT)
         if not self.is_over.wait(_STOP_TIMEOUT_S):
             os.kill(os.getpid(), signal.SIGINT)
@@ -279,7 +281,7 @@ class _Bound:
 
 @dataclass(slots=True)
 class _Judgement:
-    """The judgement of a run so far; see `Outcome` for its fields."""
+    """The judgement of a run so far; see `RunOutcome` for its fields."""
 
     justification: str = ""
     undecidable: str = ""
@@ -287,15 +289,17 @@ class _Judgement:
     wrongs: list[str] = field(default_factory=list)
 
 
-def _outcome(config: JobConfig, draw: Draw, *, number: int, calm: Calm, stand: _Stand) -> Outcome:
+def _outcome(
+    config: JobConfig, draw: Draw, *, number: int, baseline: BaselineRun, place: _RunPlace
+) -> RunOutcome:
     """Executes one run and judges it."""
-    stand.lines.clear()
+    place.lines.clear()
     start_s = time.monotonic()
     judgement = _Judgement()
     output = UnreadOutput(draw.surroundings) if draw.surroundings.output else None
-    watch, bound = _Watch(output), _Bound(_bound_s(config, draw, calm), stand)
+    display, bound = _RunDisplay(output), _Bound(_bound_s(config, draw, baseline), place)
     with output() if output else nullcontext():
-        result = _run(config, bound, judgement.wrongs, watch, specs=draw.specs)
+        result = _execute(config, bound, judgement.wrongs, display, specs=draw.specs)
     report, reason = result.report if result else None, ""
     if result is not None:
         has_hung_up = output is not None and output.has_hung_up
@@ -303,11 +307,15 @@ def _outcome(config: JobConfig, draw: Draw, *, number: int, calm: Calm, stand: _
             raise KeyboardInterrupt("stopped")
         reason = "stopped" if result.stopped else str(result.error or "")
         if not bound.is_expired:
-            _judge(result, judgement, config=config, calm=calm, stand=stand, watch=watch)
-    judgement.wrongs += left_over(stand.mark, but={server.pid for server in stand.servers})
-    events = injected(report) if report else ()
+            _judge(
+                result, judgement, config=config, baseline=baseline, place=place, display=display
+            )
+    judgement.wrongs += kill_left_over(
+        place.mark, except_pids={server.pid for server in place.servers}
+    )
+    events = injected_events(report) if report else ()
     is_wrong = bool(judgement.wrongs)
-    return Outcome(
+    return RunOutcome(
         number=number,
         specs=draw.specs,
         settings=_settings(config),
@@ -319,24 +327,28 @@ def _outcome(config: JobConfig, draw: Draw, *, number: int, calm: Calm, stand: _
         undecidable=judgement.undecidable,
         is_resumed=judgement.is_resumed,
         wrongs=tuple(judgement.wrongs),
-        log=(*watch.log, *stand.lines, *bound.stacks) if is_wrong else (),
+        log=(*display.log, *place.lines, *bound.stacks) if is_wrong else (),
         report=report,
     )
 
 
-def _bound_s(config: JobConfig, draw: Draw, calm: Calm) -> float:
+def _bound_s(config: JobConfig, draw: Draw, baseline: BaselineRun) -> float:
     """The time after which a run counts as hanging; a slow store adds its delay per request."""
     num_leases = _LEASES_IN_BOUND * (len(draw.specs) + 1)
     injections = [parse_injection(spec) for spec in draw.specs]
-    disk_s = sum(one.value for one in injections if one.kind == "disk")
-    store_s = max((one.value for one in injections if one.kind == "store"), default=0.0)
+    disk_s = sum(injection.value for injection in injections if injection.kind == "disk")
+    store_s = max(
+        (injection.value for injection in injections if injection.kind == "store"), default=0.0
+    )
     num_saves = config.training.iterations // draw.persist_every if draw.persist_every else 0
     # A save waits for the one before for a second at most. One rank alone may have to write the
     # last save, and the save that is under way then.
     waits_s = num_saves * _SAVE_WAIT_S if store_s else 0.0
-    requests_s = store_s * (_REQUESTS_IN_BOUND + 4 * calm.num_layers)
-    calm_s = _CALMS_IN_BOUND * calm.wall_s
-    return _BOUND_S + calm_s + num_leases * config.cluster.lease_s + disk_s + waits_s + requests_s
+    requests_s = store_s * (_REQUESTS_IN_BOUND + 4 * baseline.num_layers)
+    baseline_s = _BASELINES_IN_BOUND * baseline.wall_s
+    return (
+        _BOUND_S + baseline_s + num_leases * config.cluster.lease_s + disk_s + waits_s + requests_s
+    )
 
 
 def _judge(
@@ -344,28 +356,30 @@ def _judge(
     judgement: _Judgement,
     *,
     config: JobConfig,
-    calm: Calm,
-    stand: _Stand,
-    watch: _Watch,
+    baseline: BaselineRun,
+    place: _RunPlace,
+    display: _RunDisplay,
 ) -> None:
     """Judges whether a run ended as it should, and resumes it if it ended early.
 
     A run that was stopped, or that failed, has saved its state at that time.
     """
-    report, error, plans = result.report, result.error, watch.plans
-    hidden = "" if isinstance(error, InsufficientError) else undecidable(report, plans)
-    judgement.undecidable = hidden
+    report, error, plans = result.report, result.error, display.plans
+    undecidable_reason = "" if isinstance(error, InsufficientError) else undecidable(report, plans)
+    judgement.undecidable = undecidable_reason
     if error is None and not result.stopped:
-        judgement.wrongs += wrongs_until_end(report, calm) if hidden else wrongs(report, calm)
+        judgement.wrongs += (
+            wrongs_until_end(report, baseline) if undecidable_reason else wrongs(report, baseline)
+        )
         return
-    judgement.wrongs += wrongs_until_end(report, calm)
+    judgement.wrongs += wrongs_until_end(report, baseline)
     match error:
         case None:
             why = _HUNG_UP
         case InsufficientError():
-            why = justification(report, plans, num_needed=calm.num_needed)
+            why = justification(report, plans, num_needed=baseline.num_needed)
         case TrainingError():
-            why = failure_justification(report, plans, num_needed=calm.num_needed)
+            why = failure_justification(report, plans, num_needed=baseline.num_needed)
             if not error.traceback.strip():
                 judgement.wrongs.append("the job failed, and does not say where")
         case _:
@@ -376,53 +390,53 @@ def _judge(
         judgement.wrongs.append(f"ended without need: {type(error).__name__}: {error}")
     is_saved = bool(report.iterations) or not isinstance(error, TrainingError)
     num_saved = len(report.iterations) if result.stopped else -1
-    found = _resumed_wrongs(
+    wrongs_found = _wrongs_after_resume(
         config,
-        stand,
-        calm,
-        watch,
+        place,
+        baseline,
+        display,
         is_saved=is_saved,
         num_saved=num_saved,
-        is_hidden=bool(hidden),
+        is_hidden=bool(undecidable_reason),
     )
-    judgement.is_resumed = not found
-    judgement.wrongs += [f"resumed: {text}" for text in found]
+    judgement.is_resumed = not wrongs_found
+    judgement.wrongs += [f"resumed: {text}" for text in wrongs_found]
 
 
-def _run(
+def _execute(
     config: JobConfig,
     bound: _Bound,
-    found: list[str],
-    watch: Display,
+    wrongs_found: list[str],
+    display: Display,
     *,
     specs: Sequence[str] = (),
     resume: bool = False,
 ) -> TrainingResult | None:
-    """Executes a run; None if it did not end by itself, and then `found` gets what is wrong."""
+    """Executes a run; None if it did not end by itself; adds what is wrong to `wrongs_found`."""
     result = None
     try:
         with bound():
             result = Job(config).run(
                 resume=resume,
                 injections=tuple(parse_injection(spec) for spec in specs),
-                display=watch,
-                server=bound.stand.server,
+                display=display,
+                server=bound.place.server,
             )
     except KeyboardInterrupt:
         if not bound.is_expired:
             raise
     except (PlanariaError, AssertionError, OSError) as error:
-        found.append(f"{type(error).__name__}: {error}")
+        wrongs_found.append(f"{type(error).__name__}: {error}")
     if bound.is_expired:
-        found.append(f"not over after {bound.seconds:.0f} s")
+        wrongs_found.append(f"not over after {bound.seconds:.0f} s")
     return result
 
 
-def _resumed_wrongs(
+def _wrongs_after_resume(
     config: JobConfig,
-    stand: _Stand,
-    calm: Calm,
-    watch: _Watch,
+    place: _RunPlace,
+    baseline: BaselineRun,
+    display: _RunDisplay,
     *,
     is_saved: bool,
     num_saved: int,
@@ -435,28 +449,28 @@ def _resumed_wrongs(
         num_saved: number of iterations that the save must have; -1: any.
         is_hidden: whether the save may contain a flipped bit that nobody could notice.
     """
-    found: list[str] = []
-    bound = _Bound(_BOUND_S + _CALMS_IN_BOUND * calm.wall_s, stand)
-    again = _Watch(None)
-    result = _run(config, bound, found, again, resume=is_saved)
-    watch.log += ["resuming", *again.log]
+    wrongs_found: list[str] = []
+    bound = _Bound(_BOUND_S + _BASELINES_IN_BOUND * baseline.wall_s, place)
+    resume_display = _RunDisplay(None)
+    result = _execute(config, bound, wrongs_found, resume_display, resume=is_saved)
+    display.log += ["resuming", *resume_display.log]
     if result is not None:
         resumed = result.planned.resumed
         first = resumed.iteration if resumed else 0
-        judged = wrongs_until_end if is_hidden else wrongs
-        found += judged(result.report, calm, first=first)
+        judge = wrongs_until_end if is_hidden else wrongs
+        wrongs_found += judge(result.report, baseline, first=first)
         if num_saved not in (-1, first):
-            found.append(f"of {num_saved} iterations {first} were saved")
+            wrongs_found.append(f"of {num_saved} iterations {first} were saved")
         if result.error is not None:
-            found.append(f"{type(result.error).__name__}: {result.error}")
-    return found
+            wrongs_found.append(f"{type(result.error).__name__}: {result.error}")
+    return wrongs_found
 
 
-def _in_peace(config: JobConfig, stand: _Stand, name: str) -> TrainingResult:
-    return Job(_saving_to(config, stand.directory / name)).train(server=stand.server)
+def _train_baseline(config: JobConfig, place: _RunPlace, name: str) -> TrainingResult:
+    return Job(_saving_to(config, place.directory / name)).train(server=place.server)
 
 
-def _configured(config: JobConfig, draw: Draw, directory: Path) -> JobConfig:
+def _run_config(config: JobConfig, draw: Draw, directory: Path) -> JobConfig:
     """The settings of a run, with a directory of its own for saves."""
     config = _saving_to(config, directory)
     num_nodes = config.cluster.nodes + draw.num_joins
@@ -472,7 +486,7 @@ def _saving_to(config: JobConfig, directory: Path) -> JobConfig:
     return replace(config, checkpoint=replace(config.checkpoint, directory=str(directory)))
 
 
-def _shortened(config: JobConfig, iterations: int) -> JobConfig:
+def _with_iterations(config: JobConfig, iterations: int) -> JobConfig:
     return replace(config, training=replace(config.training, iterations=iterations))
 
 
@@ -485,7 +499,7 @@ def _settings(config: JobConfig) -> tuple[str, ...]:
     )
 
 
-def _renew_if_struck(server: ForkServer, outcome: Outcome) -> None:
+def _renew_if_lost(server: ForkServer, outcome: RunOutcome) -> None:
     """Renews the fork server, which later runs need, if an injected fault has ended it."""
     server.exits()
     if server.loss and outcome.fired.get("forkserver"):
@@ -494,16 +508,16 @@ def _renew_if_struck(server: ForkServer, outcome: Outcome) -> None:
 
 
 @contextmanager
-def _surrounded(job: Job, surroundings: Surroundings, stand: _Stand) -> Iterator[_Stand]:
+def _open_place(job: Job, surroundings: Surroundings, place: _RunPlace) -> Iterator[_RunPlace]:
     """The place of a run; with a bad temporary directory it has a fork server of its own."""
     if not surroundings.temporary:
-        yield stand
+        yield place
         return
     with (
-        temporary_directory(surroundings.temporary, stand.directory),
-        _running_server(job, stand.lines.append) as server,
+        temporary_directory(surroundings.temporary, place.directory),
+        _running_server(job, place.lines.append) as server,
     ):
-        yield replace(stand, servers=(*stand.servers, server))
+        yield replace(place, servers=(*place.servers, server))
 
 
 @contextmanager

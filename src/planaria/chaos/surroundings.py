@@ -45,14 +45,16 @@ def temporary_directory(kind: str, parent: Path) -> Iterator[None]:
     """
     with _full_directory(parent) if kind == "full" else nullcontext() as full:
         paths = {"full": full, "missing": parent / "missing", "unwritable": _UNWRITABLE}
-        before = {name: os.environ.pop(name, None) for name in ("TMPDIR", _HIDING)}
+        old_values = {name: os.environ.pop(name, None) for name in ("TMPDIR", _HIDING)}
         os.environ["TMPDIR"] = str(paths[kind])
         tempfile.tempdir = None  # tempfile looks its directory up again.
         try:
             yield
         finally:
             del os.environ["TMPDIR"]
-            os.environ.update({name: value for name, value in before.items() if value is not None})
+            os.environ.update(
+                {name: value for name, value in old_values.items() if value is not None}
+            )
             tempfile.tempdir = None
 
 
@@ -63,8 +65,8 @@ def _full_directory(parent: Path) -> Iterator[Path | None]:
     is_mounted = False
     try:
         with suppress(OSError):  # The mount command may be missing.
-            done = subprocess.run([*_MOUNT, str(directory)], check=False, capture_output=True)
-            is_mounted = done.returncode == 0
+            mount = subprocess.run([*_MOUNT, str(directory)], check=False, capture_output=True)
+            is_mounted = mount.returncode == 0
         if is_mounted:
             _fill(directory)
         yield directory if is_mounted else None
@@ -86,7 +88,7 @@ class UnreadOutput:
     An instance is called for a context, at whose end the pipe or terminal is closed.
 
     Attributes:
-        shown: display that prints there.
+        display: display that prints there.
         reader_fd: file descriptor of the other end; -1: it is closed.
         has_hung_up: whether the run was told by SIGHUP that its terminal is gone.
     """
@@ -97,7 +99,7 @@ class UnreadOutput:
         self.reader_fd, writer_fd = pty.openpty() if self._is_terminal else os.pipe()
         _block(writer_fd)
         self._stream = os.fdopen(writer_fd, "w")
-        self.shown = Shown(Console(file=unfailing(self._stream)))
+        self.display = Shown(Console(file=unfailing(self._stream)))
         self.has_hung_up = False
 
     @contextmanager
@@ -106,18 +108,18 @@ class UnreadOutput:
             yield
         finally:
             self._close()
-            self.shown.close()
+            self.display.close()
             self._stream.close()
 
-    def committed(self, record: IterationRecord) -> None:
+    def on_commit(self, record: IterationRecord) -> None:
         """Closes the reading end at its iteration; to be called at each commit."""
         is_time = 0 <= self._closes_at <= record.iteration
         if not is_time or self.reader_fd < 0:
             return
         self._close()
         # Python handles signals in the main thread only, and under nohup SIGHUP is ignored.
-        is_heeded = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-        if self._is_terminal and is_heeded and _is_main_thread():
+        is_handled = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+        if self._is_terminal and is_handled and _is_main_thread():
             self.has_hung_up = True
             os.kill(os.getpid(), signal.SIGHUP)
 

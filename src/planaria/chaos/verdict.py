@@ -1,6 +1,6 @@
 """Judges a run under faults from outside: by its report, compared with a run without faults.
 
-A run must end with the same bits as the run without faults (the calm run), unless it had to end
+A run must end with the same bits as the run without faults (the baseline run), unless it had to end
 early. It may end with exit code 3 if too few nodes were left, or a layer had no holder. It may end
 as a failure of its own code if workers ended in the same way on several nodes, so that no node is
 to blame. Both are worked out from the nodes that were struck and from the holders of layers in its
@@ -20,9 +20,9 @@ from planaria.observe.metrics import EventRecord, Report
 
 # Faults after which a node, a worker, or the layers that a node holds are gone, for good or for a
 # while.
-_TAKES_NODE = ("kill", "hang", "preempt", "flip", "cut")
-_TAKES_WORKER = ("crash", "stall")
-_TAKES_STATE = (*_TAKES_NODE, *_TAKES_WORKER)
+_LOSES_NODE = ("kill", "hang", "preempt", "flip", "cut")
+_LOSES_WORKER = ("crash", "stall")
+_LOSES_STATE = (*_LOSES_NODE, *_LOSES_WORKER)
 # Ways in which a worker ends, and the faults that may cause each.
 _CRASHES = {"crash": ("crash",), "stall": ("stall", "hang")}
 _EVICTED_AT = 3  # Number of ends of one worker; a fault ends each worker of a node once.
@@ -30,7 +30,7 @@ _LEDGER_TOLERANCE_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calm:
+class BaselineRun:
     """The results of the job without faults.
 
     Attributes:
@@ -50,9 +50,9 @@ class Calm:
     num_layers: int
 
 
-def calm_of(report: Report, *, num_needed: int, num_layers: int) -> Calm:
+def baseline_run(report: Report, *, num_needed: int, num_layers: int) -> BaselineRun:
     """The results in the report of a run without faults."""
-    return Calm(
+    return BaselineRun(
         parameters_sha256=report.final.parameters_sha256,
         optimizer_sha256=report.final.optimizer_sha256,
         sample_digests={record.iteration: record.sample_digest for record in report.iterations},
@@ -63,35 +63,35 @@ def calm_of(report: Report, *, num_needed: int, num_layers: int) -> Calm:
     )
 
 
-def wrongs(report: Report, calm: Calm, *, first: int = 0) -> tuple[str, ...]:
+def wrongs(report: Report, baseline: BaselineRun, *, first: int = 0) -> tuple[str, ...]:
     """What is wrong with a run that trained to its end.
 
     Args:
         first: iteration at which the run began.
     """
-    return (*wrongs_until_end(report, calm, first=first), *_wrong_ends(report, calm))
+    return (*wrongs_until_end(report, baseline, first=first), *_wrong_ends(report, baseline))
 
 
-def wrongs_until_end(report: Report, calm: Calm, *, first: int = 0) -> tuple[str, ...]:
+def wrongs_until_end(report: Report, baseline: BaselineRun, *, first: int = 0) -> tuple[str, ...]:
     """What is wrong with the iterations and times of a run, even if it ended early."""
-    return tuple(_wrong_iterations(report, calm, first)) + tuple(_wrong_sums(report))
+    return tuple(_wrong_iterations(report, baseline, first)) + tuple(_wrong_sums(report))
 
 
-def _wrong_iterations(report: Report, calm: Calm, first: int) -> Iterator[str]:
+def _wrong_iterations(report: Report, baseline: BaselineRun, first: int) -> Iterator[str]:
     numbers = [record.iteration for record in report.iterations]
     if numbers != list(range(first, first + len(numbers))):
         yield f"iterations are not each committed once: {numbers}"
     for record in report.iterations:
-        if calm.sample_digests.get(record.iteration) != record.sample_digest:
+        if baseline.sample_digests.get(record.iteration) != record.sample_digest:
             yield f"iteration {record.iteration} used other samples than in peace"
 
 
-def _wrong_ends(report: Report, calm: Calm) -> Iterator[str]:
-    final, end = report.final, len(calm.sample_digests)
+def _wrong_ends(report: Report, baseline: BaselineRun) -> Iterator[str]:
+    final, end = report.final, len(baseline.sample_digests)
     if final.iteration != end:
         yield f"{final.iteration} iterations are done in the end, not {end}"
     for name in ("parameters_sha256", "optimizer_sha256"):
-        ours, theirs = getattr(final, name), getattr(calm, name)
+        ours, theirs = getattr(final, name), getattr(baseline, name)
         if ours != theirs:
             yield f"{name} is {ours or 'missing'}, in peace it is {theirs}"
 
@@ -116,13 +116,13 @@ def justification(report: Report, plans: Sequence[Plan], *, num_needed: int) -> 
     Args:
         plans: all plans of the run, the first one included.
     """
-    fired = injected(report)
-    gone = _struck(fired, _TAKES_NODE) | _struck_often(fired, _TAKES_WORKER)
-    known = {node for plan in plans for node in plan.nodes}
-    if len(known - gone) < num_needed:
-        return f"{len(known - gone)} of {len(known)} nodes were left, {num_needed} are needed"
-    emptied = _struck(fired, _TAKES_STATE)
-    flipped = _struck(fired, ("flip",))
+    fired = injected_events(report)
+    gone = _struck_nodes(fired, _LOSES_NODE) | _often_struck_nodes(fired, _LOSES_WORKER)
+    planned = {node for plan in plans for node in plan.nodes}
+    if len(planned - gone) < num_needed:
+        return f"{len(planned - gone)} of {len(planned)} nodes were left, {num_needed} are needed"
+    emptied = _struck_nodes(fired, _LOSES_STATE)
+    flipped = _struck_nodes(fired, ("flip",))
     since = _last_epoch_that_ran(report)
     for plan in plans:
         for layer, holders in _holders(plan).items() if plan.epoch >= since else ():
@@ -141,15 +141,15 @@ def failure_justification(report: Report, plans: Sequence[Plan], *, num_needed: 
     cannot go on without that node. All faults of the run count, even those between which an
     iteration was committed.
     """
-    fired = injected(report)
-    gone = _struck(fired, _TAKES_NODE)
-    known = {node for plan in plans for node in plan.nodes}
+    fired = injected_events(report)
+    gone = _struck_nodes(fired, _LOSES_NODE)
+    planned = {node for plan in plans for node in plan.nodes}
     for how, kinds in _CRASHES.items():
-        often = _struck_often(fired, kinds)
-        struck = _struck(fired, kinds)
+        often = _often_struck_nodes(fired, kinds)
+        struck = _struck_nodes(fired, kinds)
         if often and len(struck) > 1:
             return f"workers ended of the same {how} on nodes {sorted(struck)}"
-        if often and len(known - gone - often) < num_needed:
+        if often and len(planned - gone - often) < num_needed:
             return f"workers of node {min(often)} ended of a {how} again and again; it is needed"
         for plan in plans:
             for layer, holders in _holders(plan).items():
@@ -158,7 +158,7 @@ def failure_justification(report: Report, plans: Sequence[Plan], *, num_needed: 
     return ""
 
 
-def injected(report: Report) -> list[EventRecord]:
+def injected_events(report: Report) -> list[EventRecord]:
     """The events of injected faults; events that the run noticed by itself have no `step`."""
     return [event for event in report.events if event.fired and event.step]
 
@@ -178,8 +178,8 @@ def undecidable(report: Report, plans: Sequence[Plan]) -> str:
 
     If all other holders of a layer are struck, nothing is left to compare the layer with.
     """
-    fired = injected(report)
-    flipped, emptied = _struck(fired, ("flip",)), _struck(fired, _TAKES_STATE)
+    fired = injected_events(report)
+    flipped, emptied = _struck_nodes(fired, ("flip",)), _struck_nodes(fired, _LOSES_STATE)
     for plan in plans:
         for layer, holders in _holders(plan).items():
             if holders & flipped and len(holders - (emptied - flipped)) == 1:
@@ -196,11 +196,11 @@ def _holders(plan: Plan) -> dict[int, set[int]]:
     }
 
 
-def _struck_often(events: Iterable[EventRecord], kinds: Sequence[str]) -> set[int]:
+def _often_struck_nodes(events: Iterable[EventRecord], kinds: Sequence[str]) -> set[int]:
     """The nodes of which one worker may have ended often enough to have the node evicted."""
     counts = Counter(node for event in events if event.kind in kinds for node in event.nodes)
     return {node for node, count in counts.items() if count >= _EVICTED_AT}
 
 
-def _struck(events: Iterable[EventRecord], kinds: Sequence[str]) -> set[int]:
+def _struck_nodes(events: Iterable[EventRecord], kinds: Sequence[str]) -> set[int]:
     return {node for event in events if event.kind in kinds for node in event.nodes}

@@ -11,7 +11,7 @@ import msgspec
 import typer
 from rich.console import Console, RenderableType
 
-from planaria.chaos.runs import Chaos, Outcome
+from planaria.chaos.runs import Chaos, RunOutcome
 from planaria.cli.command_line import (
     JobFile,
     Settings,
@@ -54,7 +54,7 @@ def chaos(
     check_writable("--report", report)
     overrides = list(settings or ())
     console = _Console()
-    outcomes: list[Outcome] = []
+    outcomes: list[RunOutcome] = []
     runs = Chaos(named_job(job, overrides), seed=seed, doing=console.tell)
     try:
         for outcome in runs.outcomes(minutes=minutes):
@@ -102,7 +102,7 @@ class _Console:
         self._outlet.post(line, num_bytes=len(text))
 
 
-def command_text(outcome: Outcome, *, job: Path, overrides: list[str]) -> str:
+def command_text(outcome: RunOutcome, *, job: Path, overrides: list[str]) -> str:
     """The command line that repeats a run; a comment names surroundings that a person must make."""
     words = ["planaria", "train", str(job)]
     for setting in (*overrides, *outcome.settings, "checkpoint.directory=chaos-checkpoints"):
