@@ -19,7 +19,7 @@ from pathlib import Path
 from time import process_time
 from typing import Final
 
-from planaria.coordinator.choice import weighed_answers
+from planaria.coordinator.transition_choice import weighed_answers
 from planaria.core.cluster import NodesLost, survivors
 from planaria.core.job import JobConfig, ResilienceConfig
 from planaria.core.plan import Plan, one_device_profile

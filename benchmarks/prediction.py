@@ -17,7 +17,8 @@ times, and equal answers to the same loss are judged by their median, as iterati
 
 Unpaced: each of two nodes is a process that computes a small GPT-2 on cores that it shares with the
 other and with the system. A process that runs alone measures the profile, and the job corrects it
-while it trains (coordinator/learning/drift.py); the goal is for the iterations after that.
+while it trains (coordinator/learning/profile_correction.py); the goal is for the iterations after
+that.
 
 The error of a paced job is that of the median iteration of an epoch without its first, in which
 torch does one-time setup; that of the unpaced job is the mean of its iterations' errors. The time

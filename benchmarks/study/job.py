@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from math import floor, inf
 from typing import Final
 
-from planaria.coordinator.choice import gains, weighed_answers
 from planaria.coordinator.learning.history import (
     learned_failures_per_s,
     learned_nodes_per_failure,
     with_failure,
 )
-from planaria.coordinator.switching import weighed_as
+from planaria.coordinator.switching import weighed_changes
+from planaria.coordinator.transition_choice import is_better, weighed_answers
 from planaria.core.cluster import (
     ClusterEvent,
     ClusterState,
@@ -232,7 +232,10 @@ class Job:
             self._change(NodesChanged((), ()), self.begins_s + self.iteration_s)
 
     def _best_answer(self, transitions: tuple[Transition, ...], now_s: float) -> Transition:
-        """Best answer to a loss, chosen as in coordinator/choice.py with the change to follow."""
+        """Best answer to a loss, as coordinator/transition_choice.py chooses it.
+
+        The change that is to follow it is weighed too.
+        """
         outlook = self._outlook(now_s)
         pairs = weighed_answers(
             transitions,
@@ -254,7 +257,7 @@ class Job:
         transitions, node_of = self.answers.to(self.plan, sorted(self.alive), event)
         if not transitions:
             return
-        weighed = weighed_as(
+        weighed = weighed_changes(
             transitions,
             iteration_s=self.iteration_s,
             leaving=(),
@@ -283,13 +286,13 @@ class Job:
             expected_samples_per_s(one, global_batch_size=self.batch, outlook=outlook)
             for one in (best, stay)
         ]
-        return gains(*scores, samples_per_s=self.batch / stay.iteration_s)
+        return is_better(*scores, samples_per_s=self.batch / stay.iteration_s)
 
     def _best(self, transitions: tuple[Transition, ...], outlook: Outlook) -> Transition:
         return best_transition(transitions, global_batch_size=self.batch, outlook=outlook)
 
     def _outlook(self, now_s: float) -> Outlook:
-        """What the job expects of failures, as in coordinator/choice.py."""
+        """What the job expects of failures, as in coordinator/transition_choice.py."""
         return Outlook(
             failures_per_s=learned_failures_per_s(self.history, now_s),
             unsaved_samples=self.unsaved,

@@ -4,8 +4,8 @@ lease runs out."""
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.coordinator.membership.arrivals import arrival_s
-from planaria.coordinator.membership.standstill import stands_still
+from planaria.coordinator.membership.missing_members import arrival_s
+from planaria.coordinator.membership.standstill import is_standing_still
 from planaria.protocol.agent_lease import TICKS_PER_LEASE, first_lease
 
 
@@ -23,7 +23,7 @@ def test_it_is_killed_before_the_lease_of_any_node_runs_out(
     # Its last beat, and the last heartbeat that it answered, before it stands still at 0.
     heard_s, answered_s = -beat * period_s, -heartbeat * period_s
     silent_ticks = 0
-    while not stands_still(silent_ticks, has_begun=True, lease_s=lease_s):
+    while not is_standing_still(silent_ticks, has_begun=True, lease_s=lease_s):
         silent_ticks += 1
     killed_s = heard_s + silent_ticks * period_s
 
@@ -35,5 +35,5 @@ def test_one_that_has_yet_to_begin_has_as_long_as_a_node() -> None:
     """It reads its records, and nobody is connected whom it could leave unanswered."""
     num_ticks = round(arrival_s(3.0) * TICKS_PER_LEASE / 3.0)
 
-    assert not stands_still(num_ticks - 1, has_begun=False, lease_s=3.0)
-    assert stands_still(num_ticks, has_begun=False, lease_s=3.0)
+    assert not is_standing_still(num_ticks - 1, has_begun=False, lease_s=3.0)
+    assert is_standing_still(num_ticks, has_begun=False, lease_s=3.0)

@@ -37,7 +37,7 @@ from planaria.coordinator.commands import (
     SetAside,
 )
 from planaria.coordinator.rules import Rules
-from planaria.coordinator.saves import kept, newest_save, without_spoilt
+from planaria.coordinator.saves import newest_save, on_version_event, without_spoilt
 from planaria.coordinator.start import first_step, restored_step
 from planaria.coordinator.state import JobState, Phase
 from planaria.coordinator.step import Event
@@ -270,7 +270,7 @@ def test_a_damaged_save_of_this_run_is_followed_by_the_one_before() -> None:
     state, _ = after(training(small_rules()), [Published(FIRST + 2, 0)], small_rules())
     for _ in range(2):
         state = without_spoilt(state, f"{FIRST + 2}-0")
-    state = kept(small_rules(), state, Published(FIRST + 2, 0))
+    state = on_version_event(small_rules(), state, Published(FIRST + 2, 0))
 
     assert newest_save(small_rules(), state) == (FIRST + 1, f"{FIRST + 1}-0")
 

@@ -10,8 +10,8 @@ from helpers import fake_cluster
 from helpers.cases import every_nth
 from helpers.coordinated import FIRST, NOW_S, of_type, small_rules
 from helpers.fake_cluster import FakeCluster
-from planaria.coordinator.choice import time_to_failure_s
 from planaria.coordinator.commands import AnswersFound
+from planaria.coordinator.transition_choice import time_to_failure_s
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
 from planaria.core.messages import StartEpoch
 from planaria.core.plan import Link, Plan, Transition

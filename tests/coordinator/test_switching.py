@@ -6,7 +6,7 @@ import pytest
 
 from helpers.jobs import shaped_plan
 from helpers.losses import even_template
-from planaria.coordinator.switching import followed_as, waves_of, weighed_as
+from planaria.coordinator.switching import followed_answers, waves_of, weighed_changes
 from planaria.core.plan import Link, Pipeline, Transfer, Transition, plain_plan
 from planaria.policies.policy import Prices
 from planaria.policies.value import Outlook, expected_samples_per_s
@@ -30,7 +30,7 @@ CHANGE = replace(SWITCH, rounds=((Transfer(0, 0, 1, 100),), (Transfer(1, 0, 1, 4
 
 def weighed(*changes: Transition) -> tuple[Transition, ...]:
     """Of the changes, with a quarter of a second for each switch."""
-    return weighed_as(
+    return weighed_changes(
         changes, iteration_s=2.0, leaving=(), prices=PRICES, switch_s=lambda _plan: 0.25
     )
 
@@ -74,7 +74,7 @@ def test_to_stay_costs_nothing() -> None:
 def test_waves_pause_for_the_plan_as_it_is_and_the_last_switch_for_the_new_one() -> None:
     """A second a pipeline: two waves by two of them, and then one is left."""
     change = replace(CHANGE, after=replace(shaped_plan((2,), 6), epoch=1))
-    (as_that,) = weighed_as(
+    (as_that,) = weighed_changes(
         (change,),
         iteration_s=2.0,
         leaving=(),
@@ -88,7 +88,7 @@ def test_waves_pause_for_the_plan_as_it_is_and_the_last_switch_for_the_new_one()
 def test_what_follows_an_answer_is_weighed_as_that_change_will_be() -> None:
     """As above: two waves of two seconds, a pause for each switch and for what they lack."""
     quick = replace(STAY, answer="quick", downtime_s=0.5, then=CHANGE, keeps_plan=False)
-    (followed, alone) = followed_as(
+    (followed, alone) = followed_answers(
         (quick, replace(quick, then=None)), prices=PRICES, switch_s=lambda _plan: 0.25
     )
 

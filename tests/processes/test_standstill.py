@@ -13,7 +13,7 @@ import pytest
 from helpers.chaos import chaos_job, only_recovery, struck
 from helpers.jobs import digests
 from helpers.stopped_agent import NODE
-from planaria.coordinator.membership.arrivals import ARRIVAL_S_MIN
+from planaria.coordinator.membership.missing_members import ARRIVAL_S_MIN
 from planaria.core.job import JobConfig
 from planaria.job.job import Silent, TrainingResult
 from planaria.nodes.forking import Forker

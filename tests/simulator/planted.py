@@ -7,7 +7,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from planaria.coordinator import change, choice, leadership, outcomes, recovery, start, step
+from planaria.coordinator import (
+    change,
+    leadership,
+    outcomes,
+    recovery,
+    start,
+    step,
+    transition_choice,
+)
 from planaria.coordinator.commands import DecisionRecorded
 from planaria.coordinator.leadership import Leadership
 from planaria.coordinator.membership import trust
@@ -179,7 +187,7 @@ def epochs_do_not_fence_links(patch: pytest.MonkeyPatch) -> None:
 
 def one_report_commits(patch: pytest.MonkeyPatch) -> None:
     """An iteration counts as soon as one rank has applied it."""
-    real = step._committed
+    real = step._commit_reported
 
     def committed(rules: Rules, state: JobState, now_s: float) -> Step:
         reports = state.commits.reports_of(state.commits.next_iteration)
@@ -190,7 +198,7 @@ def one_report_commits(patch: pytest.MonkeyPatch) -> None:
             state = replace(state, commits=replace(state.commits, reports=reported))
         return real(rules, state, now_s)
 
-    patch.setattr(step, "_committed", committed)
+    patch.setattr(step, "_commit_reported", committed)
 
 
 def evicted_nodes_are_admitted(patch: pytest.MonkeyPatch) -> None:
@@ -247,7 +255,7 @@ def recoveries_keep_the_plan(patch: pytest.MonkeyPatch) -> None:
         found = real(transitions, **keys)
         return replace(found, after=replace(found.after, pipelines=found.after.pipelines[:1]))
 
-    patch.setattr(choice, "best_transition", best)
+    patch.setattr(transition_choice, "best_transition", best)
 
 
 def jobs_begin_again(patch: pytest.MonkeyPatch) -> None:
@@ -319,7 +327,9 @@ def a_new_coordinator_trusts_a_change(patch: pytest.MonkeyPatch) -> None:
 
 def who_never_comes_is_awaited(patch: pytest.MonkeyPatch) -> None:
     """A node that has no lease yet is waited for without end."""
-    patch.setattr("planaria.coordinator.step.awaited", lambda _rules, state, _now_s: (state, ()))
+    patch.setattr(
+        "planaria.coordinator.step.check_missing", lambda _rules, state, _now_s: (state, ())
+    )
 
 
 def saves_are_of_no_use(patch: pytest.MonkeyPatch) -> None:
@@ -339,4 +349,4 @@ def empty_places_are_visited(patch: pytest.MonkeyPatch) -> None:
 
 def what_is_no_better_is_changed_to(patch: pytest.MonkeyPatch) -> None:
     """A plan with empty places is left as soon as training goes on, for whatever is the best."""
-    patch.setattr(change, "pays", lambda *_: True)
+    patch.setattr(change, "is_worthwhile", lambda *_: True)

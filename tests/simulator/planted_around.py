@@ -10,7 +10,7 @@ import pytest
 from planaria.coordinator import crashes, recovery
 from planaria.coordinator import step as coordinator
 from planaria.coordinator.commands import MustEnd
-from planaria.coordinator.crashes import _ended_unsaved
+from planaria.coordinator.crashes import _end_unsaved
 from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import JobState, Step
 from planaria.core.kinds import Ending
@@ -34,9 +34,9 @@ def failed_jobs_save_nothing(patch: pytest.MonkeyPatch) -> None:
         state: JobState, rules: Rules, failure: WorkerFailed, *, reason: str, now_s: float
     ) -> Step:
         del rules, now_s
-        return _ended_unsaved(replace(state, stop=replace(state.stop, failure=failure)), reason)
+        return _end_unsaved(replace(state, stop=replace(state.stop, failure=failure)), reason)
 
-    patch.setattr(crashes, "_failing", failing)
+    patch.setattr(crashes, "_fail_job", failing)
 
 
 def any_error_is_the_jobs(patch: pytest.MonkeyPatch) -> None:
@@ -61,14 +61,14 @@ def jobs_go_on_without_records(patch: pytest.MonkeyPatch) -> None:
 
 def what_is_live_is_given_up(patch: pytest.MonkeyPatch) -> None:
     """A job that cannot go on ends as it is."""
-    real = recovery._save
+    real = recovery._save_then_end
 
     def save(state: JobState, *arguments: Any, ending: str, reason: str) -> Step:
         if ending == Ending.LOST:
-            return recovery._end(state, reason)
+            return recovery._end_unsaved(state, reason)
         return real(state, *arguments, ending=ending, reason=reason)
 
-    patch.setattr(recovery, "_save", save)
+    patch.setattr(recovery, "_save_then_end", save)
 
 
 def who_saves_begins_a_new_job(patch: pytest.MonkeyPatch) -> None:

@@ -22,12 +22,12 @@ def damaged_saves_are_used_again(patch: pytest.MonkeyPatch) -> None:
 
 def who_was_granted_is_not_taken(patch: pytest.MonkeyPatch) -> None:
     """All wait for a machine, and do not see that it has come."""
-    patch.setattr(recovery, "taken_at_loss", lambda *_: ())
+    patch.setattr(recovery, "replacements_at_loss", lambda *_: ())
 
 
 def a_store_is_waited_for_without_end(patch: pytest.MonkeyPatch) -> None:
     """The job ends with its last save, or never."""
-    patch.setattr(coordinator, "last_save_awaited", lambda _rules, state, _now_s: (state, ()))
+    patch.setattr(coordinator, "await_last_save", lambda _rules, state, _now_s: (state, ()))
 
 
 def saves_are_not_skipped(patch: pytest.MonkeyPatch) -> None:

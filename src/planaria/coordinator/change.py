@@ -29,23 +29,23 @@ from functools import partial
 from math import frexp
 from typing import Final
 
-from planaria.coordinator.choice import candidates_of, gains, time_to_failure_s
 from planaria.coordinator.commands import Notify, RecordDecision, RecordMembers, Tell
-from planaria.coordinator.learning.drift import iteration_s, policy_of
 from planaria.coordinator.learning.overhead import prices_of, switch_s, with_switch
-from planaria.coordinator.learning.slowness import of_members
+from planaria.coordinator.learning.profile_correction import iteration_s, policy_of
+from planaria.coordinator.learning.slowness import without_former_members
 from planaria.coordinator.membership.shortage import (
     degraded_text,
+    num_tolerated,
+    refuse_drains,
     shortage_text,
-    tolerated,
-    undrained,
 )
-from planaria.coordinator.membership.standby import able_candidates, num_taken
-from planaria.coordinator.membership.trust import seen_node
+from planaria.coordinator.membership.standby import able_candidates, num_joining
+from planaria.coordinator.membership.trust import node_for_policies
 from planaria.coordinator.placing import copies_of, idle_of
 from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import JobState, Situation, Step
-from planaria.coordinator.switching import Change, Switch, waves_of, weighed_as
+from planaria.coordinator.switching import Change, Switch, waves_of, weighed_changes
+from planaria.coordinator.transition_choice import choice_among, is_better, time_to_failure_s
 from planaria.core.cluster import ClusterState, NodesChanged
 from planaria.core.kinds import ChangeKind
 from planaria.core.messages import AT_COMMIT, EpochReady, Shutdown, StartEpoch, StopRequested
@@ -58,12 +58,12 @@ from planaria.policies.unequal_nodes import STAY
 _LEAVING: Final = (ChangeKind.DRAIN, ChangeKind.PREEMPT)
 
 
-def begun(rules: Rules, state: JobState, now_s: float) -> Step:
+def begin_change(rules: Rules, state: JobState, now_s: float) -> Step:
     """Begins the best change for joining, leaving and slow nodes, or to a better plan, if any."""
     if state.change is not None or state.commits.ends or state.stop.is_requested:
         return state, ()
     known, speeds, members = state.plan.slow_nodes, state.speeds, state.membership
-    hurried = _hurried(rules, state)
+    hurried = _hurry_text(rules, state)
     if not (members.leaving or members.candidates or known or speeds or state.idle or hurried):
         return state, ()  # The usual case, decided fast because it follows nearly every report.
     situation, last = _situation(rules, state, now_s), state.search.last_situation
@@ -75,7 +75,7 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
     if leaving and _is_help_coming(rules, state, num_left, now_s):
         return state, ()
     if leaving and (short := shortage_text(rules, num_left)):
-        return _too_few(rules, state, num_left, short)
+        return _refuse_or_stop(rules, state, num_left, short)
     exponent = situation.failure_exponent
     is_told = last is not None and replace(last, failure_exponent=exponent) == situation
     state = replace(state, search=replace(state.search, last_situation=situation))
@@ -84,7 +84,7 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
     if not (slow or joining or leaving):  # A better plan is looked for, with slow nodes as known.
         slow = tuple(sorted(speeds))
     event = NodesChanged(joining, leaving, slow)
-    best, candidates = _chosen(rules, state, event, staying, now_s=now_s)
+    best, candidates = _best_change(rules, state, event, staying, now_s=now_s)
     is_asked_for = bool(slow or joining or leaving)
     if best is None:
         if not is_asked_for or is_told:
@@ -94,7 +94,7 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
         return state, (Notify(warning),)
     placed = tuple(node for node in joining if node in best.after.nodes)
     still = tuple(node for node in slow if node in speeds)
-    if not placed and not leaving and not pays(rules, candidates):
+    if not placed and not leaving and not is_worthwhile(rules, candidates):
         if joining or not still or is_told:
             return state, ()
         return state, (Notify(Warned(text=f"{_slow_text(state, still)}; no plan is faster")),)
@@ -111,38 +111,38 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
         silent=state.plan.silent,
         reason=_slow_text(state, still) if still else "" if is_asked_for else hurried,
     )
-    return _with_switch(replace(state, change=change))
+    return _record_switch(replace(state, change=change))
 
 
 def _situation(rules: Rules, state: JobState, now_s: float) -> Situation:
     leaving = tuple(sorted(set(state.membership.leaving).intersection(state.nodes)))
     return Situation(
         nodes=state.nodes,
-        joining=_joining(rules, state, len(state.nodes) - len(leaving), now_s),
+        joining=_joining_nodes(rules, state, len(state.nodes) - len(leaving), now_s),
         leaving=leaving,
         speeds=tuple(state.speeds.items()),
-        retried=_retried(state),
+        retried=_retried_nodes(state),
         failure_exponent=frexp(time_to_failure_s(rules, state, now_s))[1],
     )
 
 
-def _retried(state: JobState) -> tuple[int, ...]:
+def _retried_nodes(state: JobState) -> tuple[int, ...]:
     """The nodes without work whose low speed is forgotten, so that they get work again."""
     others = {*state.speeds, *state.plan.nodes}
     return tuple(node for node in state.idle if node in state.nodes and node not in others)
 
 
-def pays(rules: Rules, candidates: Sequence[Candidate]) -> bool:
+def is_worthwhile(rules: Rules, candidates: Sequence[Candidate]) -> bool:
     """Whether the best candidate is enough better than staying with the plan."""
     as_is = [candidate for candidate in candidates if candidate.answer == STAY]
     if not as_is:
         return False
     best = max(candidate.score for candidate in candidates)
     samples_per_s = rules.job.training.global_batch_size / as_is[0].iteration_s
-    return gains(best, as_is[0].score, samples_per_s=samples_per_s)
+    return is_better(best, as_is[0].score, samples_per_s=samples_per_s)
 
 
-def _hurried(rules: Rules, state: JobState) -> str:
+def _hurry_text(rules: Rules, state: JobState) -> str:
     """A description of the plan that was chosen in a hurry, if a better one may replace it.
 
     Empty if none may.
@@ -166,10 +166,10 @@ def _kinds(state: JobState, event: NodesChanged, transition: Transition) -> dict
     kinds = {node: slow if node in state.speeds else fast for node in event.slow}
     kinds |= {node: ChangeKind.JOIN for node in event.joined if node in transition.after.nodes}
     kinds |= {node: state.membership.leaving[node].kind for node in event.leaving}
-    return kinds or dict.fromkeys(_reformed(transition), ChangeKind.REFORM)
+    return kinds or dict.fromkeys(_nodes_with_other_work(transition), ChangeKind.REFORM)
 
 
-def _reformed(transition: Transition) -> tuple[int, ...]:
+def _nodes_with_other_work(transition: Transition) -> tuple[int, ...]:
     """The nodes that compute other layers after the transition.
 
     All nodes if none does: then the order of their work or the numbers of microbatches differ.
@@ -186,10 +186,12 @@ def _slow_text(state: JobState, slow: tuple[int, ...]) -> str:
     return f"{', '.join(takes)} as long as usual"
 
 
-def _joining(rules: Rules, state: JobState, num_staying: int, now_s: float) -> tuple[int, ...]:
+def _joining_nodes(
+    rules: Rules, state: JobState, num_staying: int, now_s: float
+) -> tuple[int, ...]:
     """The candidates that become members now, ascending."""
     able = able_candidates(state, now_s)
-    number = num_taken(rules, num_staying=num_staying, num_able=len(able))
+    number = num_joining(rules, num_staying=num_staying, num_able=len(able))
     return tuple(sorted(able[:number]))
 
 
@@ -207,19 +209,19 @@ def _is_help_coming(rules: Rules, state: JobState, num_left: int, now_s: float) 
     return is_coming and all(now_s < leave.until_s for leave in state.membership.leaving.values())
 
 
-def _too_few(rules: Rules, state: JobState, num_left: int, shortage: str) -> Step:
+def _refuse_or_stop(rules: Rules, state: JobState, num_left: int, shortage: str) -> Step:
     """Keeps drained nodes, since too few would be left; if there are none, stops the job, saved.
 
     So only preempted nodes end a job.
     """
-    kept, refused = undrained(rules, state, num_left)
+    kept, refused = refuse_drains(rules, state, num_left)
     if refused:
         return kept, refused
     stopping = replace(state, stop=replace(state.stop, is_requested=True, shortage=shortage))
     return stopping, (Tell(StopRequested()),)
 
 
-def _chosen(
+def _best_change(
     rules: Rules,
     state: JobState,
     event: NodesChanged,
@@ -231,24 +233,27 @@ def _chosen(
     held, prices = state.plan.held_by_rank, prices_of(rules, state)
     cluster = ClusterState(
         state.epoch + 1,
-        tuple(seen_node(state, node, held, now_s) for node in sorted((*staying, *event.joined))),
-        tuple(seen_node(state, node, held, now_s) for node in event.leaving),
+        tuple(
+            node_for_policies(state, node, held, now_s)
+            for node in sorted((*staying, *event.joined))
+        ),
+        tuple(node_for_policies(state, node, held, now_s) for node in event.leaving),
     )
     changes = policy_of(rules, state).propose(state.plan, cluster, event, prices)
-    weighed = weighed_as(
+    weighed = weighed_changes(
         changes,
         iteration_s=iteration_s(state),
         leaving=event.leaving,
         prices=prices,
         switch_s=partial(switch_s, rules, state),
     )
-    return candidates_of(rules, state, changes, now_s, weighed=weighed)
+    return choice_among(rules, state, changes, now_s, weighed=weighed)
 
 
 # -- switches -------------------------------------------------------------------------------------
 
 
-def _with_switch(state: JobState) -> Step:
+def _record_switch(state: JobState) -> Step:
     """The state in which the change has its next switch; the command records its members."""
     assert state.change is not None
     change, epoch = state.change, state.epoch + 1
@@ -284,7 +289,7 @@ def _with_switch(state: JobState) -> Step:
     return replace(state, change=replace(change, switch=switch)), (RecordMembers(members),)
 
 
-def told(rules: Rules, state: JobState) -> Step:
+def on_switch_recorded(rules: Rules, state: JobState) -> Step:
     """Tells everybody to begin the next epoch together, once its members are on record."""
     change, switch = state.change, state.switch
     assert change is not None
@@ -309,7 +314,7 @@ def _order(rules: Rules, state: JobState, switch: Switch, iteration: int) -> Sta
     )
 
 
-def entering(state: JobState, ready: EpochReady) -> JobState:
+def on_next_epoch_ready(state: JobState, ready: EpochReady) -> JobState:
     """Notes that a rank has begun the next epoch, while others may still be in this one."""
     change, switch = state.change, state.switch
     assert change is not None
@@ -318,7 +323,7 @@ def entering(state: JobState, ready: EpochReady) -> JobState:
     return replace(state, change=replace(change, switch=switch))
 
 
-def switched(rules: Rules, state: JobState) -> Step:
+def commit_switch(rules: Rules, state: JobState) -> Step:
     """Makes the next epoch the current one: all ranks have agreed to end this one."""
     change, switch = state.change, state.switch
     assert change is not None
@@ -351,10 +356,10 @@ def switched(rules: Rules, state: JobState) -> Step:
         learning=replace(state.learning, plan_s=0.0),
     )
     record = RecordDecision(outcome, decision)
-    return of_members(state), (record, *((Tell(Shutdown(), left),) if left else ()))
+    return without_former_members(state), (record, *((Tell(Shutdown(), left),) if left else ()))
 
 
-def entered(rules: Rules, state: JobState, now_s: float) -> Step:
+def on_epoch_entered(rules: Rules, state: JobState, now_s: float) -> Step:
     """Notes that every rank has begun the epoch: adds its pause, and reports a finished change."""
     change = state.change
     if change is None or change.switch is not None:
@@ -392,7 +397,7 @@ def entered(rules: Rules, state: JobState, now_s: float) -> Step:
     was_searched = state.search.is_plan_searched and kinds <= {ChangeKind.SLOW, ChangeKind.FAST}
     is_searched = kinds <= {ChangeKind.REFORM} or was_searched
     is_degraded = bool(degraded) or (
-        state.membership.is_degraded and tolerated(rules, state, state.plan) < f
+        state.membership.is_degraded and num_tolerated(rules, state, state.plan) < f
     )
     state = replace(
         state,
@@ -403,7 +408,7 @@ def entered(rules: Rules, state: JobState, now_s: float) -> Step:
     return state, (Notify(notice),)
 
 
-def continued(state: JobState) -> Step:
+def order_next_switch(state: JobState) -> Step:
     """Orders the next switch once the silent ranks have taken a step with their new layers."""
     change = state.change
     if change is None or change.switch is not None or not state.facts.is_entered:
@@ -413,4 +418,4 @@ def continued(state: JobState) -> Step:
     is_first = commits.next_iteration <= commits.outcome.iteration
     if is_first or state.stop.is_requested or commits.ends:
         return state, ()
-    return _with_switch(state)
+    return _record_switch(state)

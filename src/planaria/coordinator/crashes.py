@@ -22,9 +22,15 @@ from typing import Final
 import msgspec
 
 from planaria.coordinator.commands import Command, End, Notify, SetAside, Tell
-from planaria.coordinator.learning.memory import with_more_room
+from planaria.coordinator.learning.memory_estimates import with_more_room
 from planaria.coordinator.membership.shortage import shortage_text
-from planaria.coordinator.recovery import left_unsaved, lost, replaceable, with_reason
+from planaria.coordinator.recovery import (
+    begin_recovery,
+    end_job,
+    replaceable_workers,
+    unsaved_failure,
+    with_reason,
+)
 from planaria.coordinator.rules import Rules
 from planaria.coordinator.saves import newest_save, without_spoilt
 from planaria.coordinator.state import Crash, JobState, Phase, Step
@@ -53,7 +59,7 @@ _STALL: Final = "stall"  # The error of a worker that stands still.
 _LEAVING: Final = (Phase.RECORDING, Phase.STOPPING)
 
 
-def link_broken(rules: Rules, state: JobState, now_s: float) -> Step:
+def on_broken_links(rules: Rules, state: JobState, now_s: float) -> Step:
     """Ends an epoch in which live nodes cannot reach each other.
 
     The next epoch has the same nodes at first; after BROKEN_LINKS_MAX such epochs it leaves out the
@@ -63,15 +69,15 @@ def link_broken(rules: Rules, state: JobState, now_s: float) -> Step:
     state = replace(state, troubles=replace(state.troubles, broken_links=broken_links))
     if broken_links < BROKEN_LINKS_MAX:
         reason = "a link broke between live nodes"
-        return lost(rules, state, LossKind.LOST, (), reason=reason, now_s=now_s)
+        return begin_recovery(rules, state, LossKind.LOST, (), reason=reason, now_s=now_s)
     counts = Counter(state.facts.unreached)
     rank = max(counts, key=lambda rank: (counts[rank], rank))
     node = rank // (len(state.ranks) // len(state.nodes))
     reason = f"others cannot reach its rank {rank}, {broken_links} times in a row"
-    return lost(rules, state, LossKind.LOST, (node,), reason=reason, now_s=now_s)
+    return begin_recovery(rules, state, LossKind.LOST, (node,), reason=reason, now_s=now_s)
 
 
-def copy_spoilt(rules: Rules, state: JobState, event: CopySpoilt, now_s: float) -> Step:
+def on_copy_spoilt(rules: Rules, state: JobState, event: CopySpoilt, now_s: float) -> Step:
     """Begins another epoch without a copy in memory, or a save, that turned out to be spoilt."""
     node = event.rank // state.devices_per_node
     first: Command = Notify(Warned(text=f"node {node}: {event.reason}; it is not used"))
@@ -79,19 +85,21 @@ def copy_spoilt(rules: Rules, state: JobState, event: CopySpoilt, now_s: float) 
         state = without_spoilt(state, event.source)
         first = SetAside(event.source) if event.is_damaged else first
     reason = event.reason
-    state, commands = lost(rules, state, LossKind.COPY, (), reason=reason, now_s=now_s, node=node)
+    state, commands = begin_recovery(
+        rules, state, LossKind.COPY, (), reason=reason, now_s=now_s, node=node
+    )
     return state, (first, *commands)
 
 
 # -- workers --------------------------------------------------------------------------------------
 
 
-def stopping(state: JobState, now_s: float) -> Step:
+def stop_members(state: JobState, now_s: float) -> Step:
     """Has all members leave the epoch before and answer, once the members are on record.
 
     Workers that raised, and whose layers others hold, end instead, and their successors answer.
     """
-    new = replaceable(state)
+    new = replaceable_workers(state)
     # A worker that was to end before may still be ending, and its successor still be missing.
     before = state.troubles
     replaced = {rank: pid for rank, pid in before.replaced.items() if state.has_rank(rank)} | new
@@ -111,7 +119,7 @@ def stopping(state: JobState, now_s: float) -> Step:
     return state, (Tell(order),)
 
 
-def worker_failed(rules: Rules, state: JobState, event: WorkerFailed, now_s: float) -> Step:
+def on_worker_failed(rules: Rules, state: JobState, event: WorkerFailed, now_s: float) -> Step:
     """Handles an error that the code in a worker raised."""
     raised = event.raised or Raised(error="")
     crash = Crash(event.node, event.rank, event.pid, event.epoch, raised)
@@ -120,10 +128,10 @@ def worker_failed(rules: Rules, state: JobState, event: WorkerFailed, now_s: flo
     if event.blame == "job":
         if state.stop.failure is not None and (is_over or crash.key == _key(state.stop.failure)):
             return state, ()
-        return _failing(state, rules, event, reason="the code in a worker raised", now_s=now_s)
+        return _fail_job(state, rules, event, reason="the code in a worker raised", now_s=now_s)
     troubles = state.troubles
     is_replaced = troubles.replaced.get(event.rank) == event.pid  # The worker raised while ending.
-    if is_over or is_replaced or _is_known(state, crash):
+    if is_over or is_replaced or _is_repeated(state, crash):
         return state, ()
     if is_new:  # The worker holds nothing, and ends by itself.
         workers = {rank: worker for rank, worker in state.workers.items() if rank != event.rank}
@@ -135,7 +143,9 @@ def worker_failed(rules: Rules, state: JobState, event: WorkerFailed, now_s: flo
     if not is_new and event.epoch < state.epoch and state.phase in _LEAVING:
         # All ranks are leaving that epoch already.
         return _with_crash(state, crash), ()
-    return _crashed(rules, state, crash, _text(event.rank, event.node, raised), event, now_s)
+    return _on_crash(
+        rules, state, crash, _raised_text(event.rank, event.node, raised), event, now_s
+    )
 
 
 def is_awaited(state: JobState, event: WorkerReady) -> bool:
@@ -168,7 +178,7 @@ def with_estimate(
     return replace(roomier, troubles=troubles), event
 
 
-def worker_exited(rules: Rules, state: JobState, event: WorkerExited, now_s: float) -> Step:
+def on_worker_exited(rules: Rules, state: JobState, event: WorkerExited, now_s: float) -> Step:
     """Ends the epoch because a worker's process ended, unless that worker was to be replaced."""
     rank = event.rank
     worker = state.workers.get(rank)
@@ -177,10 +187,10 @@ def worker_exited(rules: Rules, state: JobState, event: WorkerExited, now_s: flo
     if state.troubles.replaced.get(rank) == event.pid:
         return state, ()
     first_layer, end_layer = event.layers
-    error = _STALL if event.stalled else _error(event.status)
+    error = _STALL if event.stalled else _error_name(event.status)
     raised = Raised(error=error, first_layer=first_layer, end_layer=end_layer)
     crash = Crash(event.node, rank, event.pid, -1, raised)
-    if _is_known(state, crash):
+    if _is_repeated(state, crash):
         return state, ()
     troubles, facts = state.troubles, state.facts
     state = replace(
@@ -193,7 +203,8 @@ def worker_exited(rules: Rules, state: JobState, event: WorkerExited, now_s: flo
             ready=PersistentMap({r: ready for r, ready in facts.ready.items() if r != rank}),
         ),
     )
-    text = f"the worker of rank {rank} on node {event.node} {_told(event.status)}{_where(raised)}"
+    how = f"{_exit_text(event.status)}{_layers_text(raised)}"
+    text = f"the worker of rank {rank} on node {event.node} {how}"
     failure = WorkerFailed(
         node=event.node,
         rank=rank,
@@ -203,11 +214,11 @@ def worker_exited(rules: Rules, state: JobState, event: WorkerExited, now_s: flo
         blame="node",
     )
     if event.stalled:
-        text = f"rank {rank} made no progress{_where(raised)}:\n{event.stack.rstrip()}"
-    return _crashed(rules, state, crash, text, failure, now_s)
+        text = f"rank {rank} made no progress{_layers_text(raised)}:\n{event.stack.rstrip()}"
+    return _on_crash(rules, state, crash, text, failure, now_s)
 
 
-def _crashed(
+def _on_crash(
     rules: Rules, state: JobState, crash: Crash, text: str, failure: WorkerFailed, now_s: float
 ) -> Step:
     """Begins the next epoch, with or without the node, or ends the job."""
@@ -233,16 +244,20 @@ def _crashed(
     if others:
         nodes = ", ".join(map(str, sorted(others)))
         reason = f"{times}; so did node {nodes}, so it is not the fault of a node"
-        return _failing(state, rules, with_reason(failure, reason), reason=reason, now_s=now_s)
+        return _fail_job(state, rules, with_reason(failure, reason), reason=reason, now_s=now_s)
     if is_often and not state.stop.failure:
         if why := _why_needed(rules, state, node):
             reason = f"{times}; {why}"
-            return _failing(state, rules, with_reason(failure, reason), reason=reason, now_s=now_s)
-        return lost(rules, state, LossKind.LOST, (node,), reason=times, now_s=now_s, raised=raised)
+            return _fail_job(state, rules, with_reason(failure, reason), reason=reason, now_s=now_s)
+        return begin_recovery(
+            rules, state, LossKind.LOST, (node,), reason=times, now_s=now_s, raised=raised
+        )
     if is_often:  # The job has failed, and this rank cannot save its layers.
-        return _ended_unsaved(state, text)
+        return _end_unsaved(state, text)
     kind = LossKind.STALL if raised.error == _STALL else LossKind.CRASH
-    return lost(rules, state, kind, (), reason=text, now_s=now_s, node=node, raised=raised)
+    return begin_recovery(
+        rules, state, kind, (), reason=text, now_s=now_s, node=node, raised=raised
+    )
 
 
 def _with_crash(state: JobState, crash: Crash) -> JobState:
@@ -276,7 +291,7 @@ def _key(failure: WorkerFailed) -> tuple[int, int, int]:
     return (failure.rank, failure.pid, failure.epoch)
 
 
-def _is_known(state: JobState, crash: Crash) -> bool:
+def _is_repeated(state: JobState, crash: Crash) -> bool:
     return any(one.key == crash.key for one in state.troubles.crashes)
 
 
@@ -287,20 +302,20 @@ def _node(state: JobState, rank: int) -> int:
 # -- the end --------------------------------------------------------------------------------------
 
 
-def _failing(
+def _fail_job(
     state: JobState, rules: Rules, failure: WorkerFailed, *, reason: str, now_s: float
 ) -> Step:
     """Ends the job because of the failure, once the live layers are saved."""
     if state.stop.failure is not None and state.phase not in _LEAVING:
-        return _ended_unsaved(state, reason)
+        return _end_unsaved(state, reason)
     if failure.has_diverged:  # The state that led to it is suspect, so it is not saved.
-        return ended(state, End(Ending.FAILED, reason, failure))
+        return end_job(state, End(Ending.FAILED, reason, failure))
     is_untrained = (
         state.commits.next_iteration == state.commits.origin.iteration
         and not state.commits.origin.copied
     )
     if is_untrained and not any(state.commits.reports.values()):
-        return ended(state, End(Ending.FAILED, reason, state.stop.failure or failure))
+        return end_job(state, End(Ending.FAILED, reason, state.stop.failure or failure))
     if state.stop.failure is None:
         state = replace(
             state, stop=replace(state.stop, failure=failure, failed_s=now_s, failed_reason=reason)
@@ -308,7 +323,7 @@ def _failing(
     still_answers = failure.epoch >= 0 or failure.blame == "job"
     if state.phase in _LEAVING and still_answers:
         return state, ()
-    state, commands = lost(rules, state, LossKind.FAILED, (), reason=reason, now_s=now_s)
+    state, commands = begin_recovery(rules, state, LossKind.FAILED, (), reason=reason, now_s=now_s)
     # The launcher is told of no recovery, because the job ends.
     told = (
         c for c in commands if not (isinstance(c, Notify) and isinstance(c.message, Recovering))
@@ -328,47 +343,42 @@ def writers(state: JobState) -> tuple[int, ...]:
     return tuple(order.layers) if isinstance(order, SaveLayers) else ()
 
 
-def unsavable(state: JobState) -> Step:
+def give_up_last_save(state: JobState) -> Step:
     """Ends a failed job that cannot save its live layers (`is_unsavable`)."""
     if state.phase is Phase.JOINING:
         silent = [rank for rank in writers(state) if rank not in state.workers]
     else:
         silent = [rank for rank in state.ranks if rank not in state.facts.answers]
     if silent:
-        return _ended_unsaved(state, f"ranks {silent} do not answer")
-    return _ended_unsaved(state, f"the disk of saves did not answer for {FAILING_S_MAX:g} s")
+        return _end_unsaved(state, f"ranks {silent} do not answer")
+    return _end_unsaved(state, f"the disk of saves did not answer for {FAILING_S_MAX:g} s")
 
 
-def _ended_unsaved(state: JobState, why: str) -> Step:
+def _end_unsaved(state: JobState, why: str) -> Step:
     assert state.stop.failure is not None
     unsaved = f"what is live was not saved: {why}"
     reason = f"{state.stop.failed_reason}; {unsaved}"
-    return ended(state, End(Ending.FAILED, reason, left_unsaved(state.stop.failure, unsaved)))
-
-
-def ended(state: JobState, end: End) -> Step:
-    """Ends the job."""
-    return replace(state, phase=Phase.ENDED), (end,)
+    return end_job(state, End(Ending.FAILED, reason, unsaved_failure(state.stop.failure, unsaved)))
 
 
 # -- in words -------------------------------------------------------------------------------------
 
 
-def _text(rank: int, node: int, raised: Raised) -> str:
+def _raised_text(rank: int, node: int, raised: Raised) -> str:
     message = f": {raised.message}" if raised.message else ""
-    return f"rank {rank} on node {node} raised {raised.error}{_where(raised)}{message}"
+    return f"rank {rank} on node {node} raised {raised.error}{_layers_text(raised)}{message}"
 
 
-def _where(raised: Raised) -> str:
+def _layers_text(raised: Raised) -> str:
     first, last = raised.first_layer, raised.end_layer - 1
     if last < first:
         return ""
     return f" in layer {first}" if first == last else f" in layers {first} to {last}"
 
 
-def _error(status: int) -> str:
+def _error_name(status: int) -> str:
     return _SIGNALS.get(-status, f"signal {-status}") if status < 0 else f"status {status}"
 
 
-def _told(status: int) -> str:
+def _exit_text(status: int) -> str:
     return f"was killed by signal {-status}" if status < 0 else f"left with status {status}"

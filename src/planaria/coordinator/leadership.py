@@ -53,7 +53,7 @@ from planaria.core.records import Committed, Ended, Progress, Recorded, ToLaunch
 from planaria.store.logbook import Logbook
 
 
-class Line(Protocol):
+class AgentConnection(Protocol):
     """A connection to an agent."""
 
     def tell(self, message: ToNode) -> None:
@@ -63,7 +63,7 @@ class Line(Protocol):
         """Closes the connection once all messages told so far are sent."""
 
 
-class Hands(Protocol):
+class Effects(Protocol):
     """What a coordinator can do besides talking to agents; no method waits."""
 
     def queue(self, event: Event) -> None:
@@ -79,7 +79,7 @@ class Hands(Protocol):
         """Says that a recovery has reached a place at which a fault can be injected."""
 
 
-Agent = TypeVar("Agent", bound=Line)
+Agent = TypeVar("Agent", bound=AgentConnection)
 
 
 class Leadership(Generic[Agent]):
@@ -90,7 +90,7 @@ class Leadership(Generic[Agent]):
         ended: the end of the job; None while it goes on.
     """
 
-    def __init__(self, rules: Rules, logbook: Logbook, hands: Hands) -> None:
+    def __init__(self, rules: Rules, logbook: Logbook, hands: Effects) -> None:
         self.state: JobState
         self.ended: Ended | None = None
         self._rules = rules
@@ -237,7 +237,7 @@ class Leadership(Generic[Agent]):
                 case Publish() | Discard() | SetAside():
                     self._hands.keep(command)
                 case End():
-                    self.ended = _ended(self.state, command)
+                    self.ended = _ended_notice(self.state, command)
 
     def _reached(self, place: str) -> None:
         if self.state.facts.loss is not None:
@@ -278,7 +278,7 @@ def may_expire(now_s: float, last_s: float, *, period_s: float) -> bool:
     return now_s - last_s < 3 * period_s
 
 
-def _ended(state: JobState, end: End) -> Ended:
+def _ended_notice(state: JobState, end: End) -> Ended:
     return Ended(
         ending=end.ending,
         reason=end.reason,
@@ -288,6 +288,6 @@ def _ended(state: JobState, end: End) -> Ended:
     )
 
 
-def was_lost(ended: Ended) -> bool:
+def is_lost(ended: Ended) -> bool:
     """Whether a job ended because too few nodes, or not all layers, were left."""
     return ended.ending == Ending.LOST

@@ -23,7 +23,7 @@ from planaria.core.messages import Corrupted, Stopped
 from planaria.core.records import Origin, Outcome
 
 
-def counting(state: JobState, answer: Stopped) -> Stopped:
+def answer_since_origin(state: JobState, answer: Stopped) -> Stopped:
     """The answer, without layers that the rank has from before the job went back to its origin."""
     if answer.since == state.commits.origin.epoch:
         return answer
@@ -64,16 +64,16 @@ def held_layers(rules: Rules, state: JobState, outcome: Outcome) -> dict[int, fr
         return dict.fromkeys(state.ranks, frozenset(range(rules.num_layers)))
     told = {rank: state.facts.answers[rank] for rank in state.ranks}
     if is_begun:
-        return {rank: _live(answer, outcome.iteration) for rank, answer in told.items()}
+        return {rank: _live_layers(answer, outcome.iteration) for rank, answer in told.items()}
     # If all go back in this very epoch, they drop their live layers.
     return {
-        rank: _copied(answer, origin)
-        | (_live(answer, outcome.iteration) if answer.since == origin.epoch else frozenset())
+        rank: _copied_layers(answer, origin)
+        | (_live_layers(answer, outcome.iteration) if answer.since == origin.epoch else frozenset())
         for rank, answer in told.items()
     }
 
 
-def _live(answer: Stopped, iteration: int) -> frozenset[int]:
+def _live_layers(answer: Stopped, iteration: int) -> frozenset[int]:
     return frozenset(
         layer
         for layer, age in answer.ages.items()
@@ -81,7 +81,7 @@ def _live(answer: Stopped, iteration: int) -> frozenset[int]:
     )
 
 
-def _copied(answer: Stopped, origin: Origin) -> frozenset[int]:
+def _copied_layers(answer: Stopped, origin: Origin) -> frozenset[int]:
     return frozenset(layer for layer, those in answer.copies.items() if origin.copied in those)
 
 
@@ -165,7 +165,7 @@ def _is_recorded(state: JobState) -> bool:
     return outcome is not None and outcome.epoch == state.epoch
 
 
-def gone_back(state: JobState, saved: SavePoint) -> tuple[JobState, Outcome]:
+def go_back(state: JobState, saved: SavePoint) -> tuple[JobState, Outcome]:
     """The job at that older state, and the outcome; later iterations are committed again."""
     origin = Origin(
         iteration=saved.iteration, source=saved.source, epoch=state.epoch, copied=saved.copied

@@ -43,7 +43,7 @@ def idle_of(rules: Rules, plan: Plan, copies: tuple[LayerCopy, ...]) -> tuple[Id
     Empty if copies do not wait for idle spans, or if the plan is so large that its ranks observe
     the spans sooner than they can be predicted.
     """
-    problem = _predictable(rules, plan)
+    problem = _predictable_problem(rules, plan)
     return predicted_idle(problem, plan, copies) if copies and problem else ()
 
 
@@ -58,7 +58,7 @@ def version_iterations(rules: Rules, plan: Plan, *, chunk_bytes: int) -> int:
     """
     checkpoint = rules.job.checkpoint
     least = 1 if checkpoint.every == "auto" else checkpoint.every
-    problem = _predictable(rules, plan)
+    problem = _predictable_problem(rules, plan)
     copies = copies_of(rules, plan)
     if problem is None or not copies:
         return least
@@ -73,7 +73,7 @@ def version_iterations(rules: Rules, plan: Plan, *, chunk_bytes: int) -> int:
     return max((least, *(node.iterations for node in sending.values())))
 
 
-def _predictable(rules: Rules, plan: Plan) -> Problem | None:
+def _predictable_problem(rules: Rules, plan: Plan) -> Problem | None:
     """The problem that predicts an iteration of the plan.
 
     None if copies do not wait for idle spans, or if the plan is too large to be worth predicting.

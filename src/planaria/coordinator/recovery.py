@@ -1,6 +1,7 @@
 """The recovery from a loss: which nodes are left, where they go on, and with which plan.
 
-1. Members: the record of the nodes that are left is written before anybody is told (`lost`).
+1. Members: the record of the nodes that are left is written before anybody is told
+   (`begin_recovery`).
 2. Answers: each member leaves the epoch before, then says what it holds. If holders of a layer have
    different hashes of it, the nodes that the majority outvotes are lost too; without a majority the
    job ends.
@@ -22,7 +23,6 @@ from dataclasses import replace
 
 import msgspec
 
-from planaria.coordinator.choice import candidates_of, time_to_failure_s
 from planaria.coordinator.commands import (
     Command,
     End,
@@ -31,23 +31,27 @@ from planaria.coordinator.commands import (
     RecordDecision,
     RecordMembers,
 )
-from planaria.coordinator.learning.drift import policy_of
 from planaria.coordinator.learning.foresight import expected_recovery, with_likely
 from planaria.coordinator.learning.history import with_failure
 from planaria.coordinator.learning.overhead import prices_of, regroup_s, with_choice
-from planaria.coordinator.learning.slowness import of_members
+from planaria.coordinator.learning.profile_correction import policy_of
+from planaria.coordinator.learning.slowness import without_former_members
 from planaria.coordinator.membership.shortage import (
     degraded_text,
     left_text,
+    refuse_drains,
     shortage_text,
-    undrained,
 )
-from planaria.coordinator.membership.standby import is_granted_soon, taken_at_loss, waiting
-from planaria.coordinator.membership.trust import seen_node, with_failures
+from planaria.coordinator.membership.standby import (
+    await_machine,
+    is_granted_soon,
+    replacements_at_loss,
+)
+from planaria.coordinator.membership.trust import node_for_policies, with_failures
 from planaria.coordinator.outcomes import (
     Verdict,
     back_point,
-    gone_back,
+    go_back,
     held_layers,
     is_elsewhere,
     newest_copies,
@@ -58,8 +62,9 @@ from planaria.coordinator.outcomes import (
 )
 from planaria.coordinator.placing import copies_of, idle_of
 from planaria.coordinator.rules import Rules
-from planaria.coordinator.saves import awaiting_saves, has_late_answer
+from planaria.coordinator.saves import await_saves, has_late_answer
 from planaria.coordinator.state import EpochFacts, JobState, Loss, Phase, PlanSearch, Step
+from planaria.coordinator.transition_choice import choice_among, time_to_failure_s
 from planaria.core.cluster import ClusterState, NodesLost
 from planaria.core.commit import decode_vector
 from planaria.core.findings import FailureHistory
@@ -76,7 +81,7 @@ from planaria.core.records import (
 )
 
 
-def lost(
+def begin_recovery(
     rules: Rules,
     state: JobState,
     kind: LossKind,
@@ -100,7 +105,7 @@ def lost(
     alive = tuple(member for member in state.all_nodes if member not in nodes)
     members = state.membership
     num_left = sum(member not in members.leaving for member in alive)
-    joined = taken_at_loss(rules, state, num_left, now_s)
+    joined = replacements_at_loss(rules, state, num_left, now_s)
     left = tuple(sorted({*alive, *joined}))
     if state.facts.loss is not None and state.phase in (Phase.RECORDING, Phase.STOPPING):
         joined += tuple(node for node in state.facts.loss.joined if node in left)
@@ -122,11 +127,11 @@ def lost(
         workers=PersistentMap({r: w for r, w in state.workers.items() if w.node not in nodes}),
         change=None,
         membership=members,
-        facts=EpochFacts(loss=loss, holding=_holding(state)),
+        facts=EpochFacts(loss=loss, holding=_sure_holders(state)),
         saves=replace(state.saves, files=files, since_epoch=epoch),
         search=PlanSearch(),
     )
-    state = of_members(state)
+    state = without_former_members(state)
     notice = _notice(state, raised)
     evict: tuple[Command, ...] = (Evict(nodes),) if nodes else ()
     if not left:
@@ -146,12 +151,12 @@ def _notice(state: JobState, raised: Raised | None) -> Recovering:
         iteration=state.commits.next_iteration,
         reason=loss.reason,
         lost_s=loss.lost_s,
-        is_forking=state.is_forking or bool(replaceable(state)),
+        is_forking=state.is_forking or bool(replaceable_workers(state)),
         raised=raised,
     )
 
 
-def replaceable(state: JobState) -> dict[int, int]:
+def replaceable_workers(state: JobState) -> dict[int, int]:
     """Process ids, by rank, of workers that raised and whose layers sound workers hold too.
 
     Empty in a job that has failed: it replaces no worker.
@@ -169,7 +174,7 @@ def replaceable(state: JobState) -> dict[int, int]:
     }
 
 
-def _holding(state: JobState) -> frozenset[int]:
+def _sure_holders(state: JobState) -> frozenset[int]:
     """The ranks that surely hold all layers that the plan of the ending epoch gives them."""
     if state.phase in (Phase.RECORDING, Phase.STOPPING):
         return state.facts.holding
@@ -202,21 +207,21 @@ def _members(state: JobState) -> Members:
     )
 
 
-def decided(rules: Rules, state: JobState, now_s: float) -> Step:
+def decide(rules: Rules, state: JobState, now_s: float) -> Step:
     """Decides where all go on, and how, once every member has answered."""
     loss = state.facts.loss
     if loss is not None and loss.awaits_saves and has_late_answer(rules, state, now_s):
         return state, ()
     judged = verdict(votes(state.facts.answers.values()), devices_per_node=state.devices_per_node)
     if judged.layer >= 0:
-        return _without_odd(rules, state, judged, now_s)
+        return _recover_without_odd(rules, state, judged, now_s)
     num_staying = sum(node not in state.membership.leaving for node in state.nodes)
-    state, refused = undrained(rules, state, num_staying)
-    state, commands = _gone_on(rules, state, now_s)
+    state, refused = refuse_drains(rules, state, num_staying)
+    state, commands = _choose_continuation(rules, state, now_s)
     return state, (*refused, *commands)
 
 
-def _gone_on(rules: Rules, state: JobState, now_s: float) -> Step:
+def _choose_continuation(rules: Rules, state: JobState, now_s: float) -> Step:
     """Goes on with a plan, saves for the last time, waits, or ends the job."""
     outcome = outcome_of(state)
     held = held_layers(rules, state, outcome)
@@ -232,31 +237,31 @@ def _gone_on(rules: Rules, state: JobState, now_s: float) -> Step:
     if missing and not is_saved and not (point and point.copied):
         # A job that ends need not go back to a save: that save is on disk anyway.
         if state.stop.failure is not None:
-            return _end(state, _unsaved_text(missing[0]))
+            return _end_unsaved(state, _unsaved_text(missing[0]))
         if state.stop.must_end:
-            return _end(state, f"{state.stop.must_end}; {_unsaved_text(missing[0])}")
+            return _end_unsaved(state, f"{state.stop.must_end}; {_unsaved_text(missing[0])}")
     if (missing or ends) and has_late_answer(rules, state, now_s):
-        return awaiting_saves(rules, state, now_s)
+        return await_saves(rules, state, now_s)
     redone = rules.job.training.global_batch_size if outcome.is_redo else 0
     if point is not None:
-        state, outcome = gone_back(state, point)
+        state, outcome = go_back(state, point)
         held, redone = held_layers(rules, state, outcome), point.redone_samples
         cluster, missing, ends = _cluster(rules, state, held, now_s), (), False
     reports = {i: r for i, r in state.commits.reports.items() if i < outcome.iteration}
     state = replace(state, commits=replace(state.commits, reports=reports))
     if state.stop.failure is not None:
         if missing:  # The job was to go on from copies, and they are gone too.
-            return _end(state, _unsaved_text(missing[0]))
+            return _end_unsaved(state, _unsaved_text(missing[0]))
         reason = state.stop.failed_reason
-        return _save(state, outcome, held, ending=Ending.FAILED, reason=reason)
+        return _save_then_end(state, outcome, held, ending=Ending.FAILED, reason=reason)
     if ends and (is_saved or not missing):
-        return _save(state, outcome, held, ending="", reason="")
+        return _save_then_end(state, outcome, held, ending="", reason="")
     if state.stop.shortage and not state.stop.must_end:  # Nodes may have joined since the stop.
         state = replace(state, stop=replace(state.stop, is_requested=False, shortage=""))
         answered = replace(answered, stop=replace(answered.stop, is_requested=False, shortage=""))
     reason = state.stop.must_end or shortage_text(rules, num_nodes)
     if not reason:
-        event = _event(rules, state, outcome, redone)
+        event = _loss_event(rules, state, outcome, redone)
         proposed = policy_of(rules, state).propose(
             state.plan, cluster, event, prices_of(rules, state)
         )
@@ -265,39 +270,39 @@ def _gone_on(rules: Rules, state: JobState, now_s: float) -> Step:
             return _resume(rules, state, outcome, event, transitions, now_s)
         reason = f"{left_text(num_nodes)}, and no policy knows an answer"
     if not missing and is_granted_soon(rules, answered, now_s):
-        if taken_at_loss(rules, answered, num_nodes, now_s):
+        if replacements_at_loss(rules, answered, num_nodes, now_s):
             reason = "a node has come"
-            return lost(rules, answered, LossKind.GRANTED, (), reason=reason, now_s=now_s)
-        return waiting(rules, answered, reason, now_s)
+            return begin_recovery(rules, answered, LossKind.GRANTED, (), reason=reason, now_s=now_s)
+        return await_machine(rules, answered, reason, now_s)
     if missing:
         text = f"no live node holds layer {missing[0]}, and no copy of it is left"
-        return _end(state, f"{text}{_after_crash(state)}")
-    return _save(state, outcome, held, ending=Ending.LOST, reason=reason)
+        return _end_unsaved(state, f"{text}{_after_crash(state)}")
+    return _save_then_end(state, outcome, held, ending=Ending.LOST, reason=reason)
 
 
-def _event(rules: Rules, state: JobState, outcome: Outcome, redone: int) -> NodesLost:
+def _loss_event(rules: Rules, state: JobState, outcome: Outcome, redone: int) -> NodesLost:
     """The loss, as policies are told of it."""
     assert state.facts.loss is not None
     nodes = tuple(node for node in state.facts.loss.nodes if node not in state.nodes)
     return NodesLost(nodes, redone, save_point(rules, state, outcome, redone))
 
 
-def refuted(rules: Rules, state: JobState, now_s: float) -> Step:
+def on_hashes_differ(rules: Rules, state: JobState, now_s: float) -> Step:
     """Begins an epoch without the odd nodes; every rank left this one because hashes differ."""
     judged = verdict(votes(state.facts.corrupted.values()), devices_per_node=state.devices_per_node)
     if judged.layer < 0:
         reason = "the sums of the holders' hashes are wrong, though the hashes agree"
-        return _end(state, f"{reason}: nothing of this is saved")
-    return _without_odd(rules, state, judged, now_s)
+        return _end_unsaved(state, f"{reason}: nothing of this is saved")
+    return _recover_without_odd(rules, state, judged, now_s)
 
 
-def _without_odd(rules: Rules, state: JobState, judged: Verdict, now_s: float) -> Step:
+def _recover_without_odd(rules: Rules, state: JobState, judged: Verdict, now_s: float) -> Step:
     """Begins an epoch without the odd nodes, or ends the job if no majority shows who is right."""
     if judged.undecided and has_late_answer(rules, state, now_s):
-        return awaiting_saves(rules, state, now_s)  # That save may be all that the job leaves.
+        return await_saves(rules, state, now_s)  # That save may be all that the job leaves.
     if judged.undecided:
         nodes = " and ".join(map(str, judged.undecided))
-        return _end(
+        return _end_unsaved(
             state,
             f"nodes {nodes} have different parameters in layer {judged.layer}, and no majority "
             "tells which are right, so none of it is saved: the memory of one is faulty, or the "
@@ -307,7 +312,7 @@ def _without_odd(rules: Rules, state: JobState, judged: Verdict, now_s: float) -
     reason = (
         f"the parameters of layer {judged.layer} on node {nodes} have another hash than on most"
     )
-    return lost(rules, state, LossKind.LOST, judged.odd, reason=reason, now_s=now_s)
+    return begin_recovery(rules, state, LossKind.LOST, judged.odd, reason=reason, now_s=now_s)
 
 
 def _cluster(
@@ -317,7 +322,7 @@ def _cluster(
 
     Leaving nodes only give away what they hold, unless fewer than n0 nodes would stay.
     """
-    nodes = [seen_node(state, node, held, now_s) for node in state.nodes]
+    nodes = [node_for_policies(state, node, held, now_s) for node in state.nodes]
     staying = tuple(node for node in nodes if node.node not in state.membership.leaving)
     if len(staying) < rules.n0:
         return ClusterState(state.epoch, tuple(nodes))
@@ -336,12 +341,12 @@ def _resume(
     """Takes the best of the transitions, and records it."""
     loss = state.facts.loss
     assert loss is not None
-    best, candidates = candidates_of(rules, state, transitions, loss.lost_s)
+    best, candidates = choice_among(rules, state, transitions, loss.lost_s)
     assert best is not None
     if best.goes_back and has_late_answer(rules, state, now_s):
-        return awaiting_saves(rules, state, now_s)
+        return await_saves(rules, state, now_s)
     if best.goes_back and event.saved is not None and is_elsewhere(state, outcome, event.saved):
-        state, outcome = gone_back(state, event.saved)
+        state, outcome = go_back(state, event.saved)
     degraded = degraded_text(rules, state, best.after)
     order = _order(rules, state, outcome, best, persists=bool(degraded))
     recovery = expected_recovery(rules, state, best.downtime_s)
@@ -374,7 +379,7 @@ def _resume(
     state = replace(
         state, plan=best.after, membership=replace(state.membership, is_degraded=is_degraded)
     )
-    state, commands = _record(state, outcome, decision)
+    state, commands = _record_decision(state, outcome, decision)
     return state, (Notify(notice), *commands)
 
 
@@ -402,7 +407,7 @@ def _order(
     )
 
 
-def _save(
+def _save_then_end(
     state: JobState,
     outcome: Outcome,
     held: Mapping[int, frozenset[int]],
@@ -415,7 +420,7 @@ def _save(
     is_begun = outcome.iteration > origin.iteration
     if not is_begun and not origin.copied:  # Nothing was trained since the save or the seed.
         failed_or_lost = Ending.FAILED if state.stop.failure else Ending.LOST
-        return _ended(state, End(failed_or_lost, reason, state.stop.failure))
+        return end_job(state, End(failed_or_lost, reason, state.stop.failure))
     if state.saves.published >= outcome.iteration:
         layers: dict[int, tuple[int, ...]] = {}
     else:
@@ -429,10 +434,10 @@ def _save(
         copied=None if is_begun else origin.copied,
     )
     decision = Decision(order=order, ending=ending, reason=reason, failure=state.stop.failure)
-    return _record(state, outcome, decision)
+    return _record_decision(state, outcome, decision)
 
 
-def _record(state: JobState, outcome: Outcome, decision: Decision) -> Step:
+def _record_decision(state: JobState, outcome: Outcome, decision: Decision) -> Step:
     """Records where all go on, and how."""
     state = replace(
         state,
@@ -463,13 +468,14 @@ def _after_crash(state: JobState) -> str:
     return f": {loss.reason}" if loss.kind in (LossKind.CRASH, LossKind.COPY) else ""
 
 
-def _end(state: JobState, reason: str) -> Step:
+def _end_unsaved(state: JobState, reason: str) -> Step:
     """Ends the job without a save of the live layers."""
-    failure = left_unsaved(state.stop.failure, reason) if state.stop.failure else None
-    return _ended(state, End(Ending.FAILED if failure else Ending.LOST, reason, failure))
+    failure = unsaved_failure(state.stop.failure, reason) if state.stop.failure else None
+    return end_job(state, End(Ending.FAILED if failure else Ending.LOST, reason, failure))
 
 
-def _ended(state: JobState, end: End) -> Step:
+def end_job(state: JobState, end: End) -> Step:
+    """Ends the job."""
     return replace(state, phase=Phase.ENDED), (end,)
 
 
@@ -479,7 +485,7 @@ def with_reason(failure: WorkerFailed, reason: str) -> WorkerFailed:
     return msgspec.structs.replace(failure, traceback=text)
 
 
-def left_unsaved(failure: WorkerFailed, reason: str) -> WorkerFailed:
+def unsaved_failure(failure: WorkerFailed, reason: str) -> WorkerFailed:
     """The failure, with the reason why live layers are not saved.
 
     The reason is also appended to the remedy of a user's mistake, which is shown in place of the

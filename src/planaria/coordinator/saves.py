@@ -24,14 +24,14 @@ from planaria.core.kinds import LossKind
 from planaria.core.messages import BY_PUBLISHER, LayersSaved, SaveFailed
 from planaria.core.records import AwaitingSaves, Unsaved, Warned
 
-Kept = Published | Pruned | SavesListed
+VersionEvent = Published | Pruned | SavesListed
 SLOW_S: Final = 10.0  # Time without a write after which the launcher is told of a slow save.
 _WAITING_MAX: Final = 4  # Number of saves that lack only their manifests.
 _FAILED_MAX: Final = 64  # Number of failed saves that are remembered; ranks are not so far apart.
 
 
 def on_saving(
-    rules: Rules, state: JobState, event: LayersSaved | Kept | SaveFailed, now_s: float
+    rules: Rules, state: JobState, event: LayersSaved | VersionEvent | SaveFailed, now_s: float
 ) -> Step:
     """Notes how a save goes on, and publishes the next one that has all its layers."""
     if isinstance(event, LayersSaved | Published):
@@ -42,7 +42,7 @@ def on_saving(
         case SaveFailed():
             return _save_failed(state, event)
         case Published() | Pruned() | SavesListed():
-            return publish_next(kept(rules, state, event))
+            return publish_next(on_version_event(rules, state, event))
 
 
 def _layers_saved(state: JobState, event: LayersSaved) -> Step:
@@ -73,7 +73,7 @@ def publish_next(state: JobState) -> Step:
         skipped = SaveFailed(
             rank=BY_PUBLISHER, iteration=older[0], epoch=older[1], reason=reason, is_skipped=True
         )
-        state, more = _failed(state, skipped)
+        state, more = _drop_save(state, skipped)
         commands += more
     saves = state.saves
     if saves.publishing or not whole:
@@ -86,21 +86,21 @@ def publish_next(state: JobState) -> Step:
     return replace(state, saves=saves), (*commands, publish)
 
 
-def kept(rules: Rules, state: JobState, event: Kept) -> JobState:
+def on_version_event(rules: Rules, state: JobState, event: VersionEvent) -> JobState:
     """Notes that a save exists, from before this coordinator or since, or exists no more."""
     if isinstance(event, SavesListed):
         return replace(state, saves=replace(state.saves, is_listing=False))
     if isinstance(event, Pruned):
-        return _pruned(rules, state, event)
+        return _without_pruned(rules, state, event)
     key = (event.iteration, event.epoch)
-    state = _answered(state, key)
+    state = _without_publishing(state, key)
     if event.source in state.saves.spoilt:
         return state
     versions = tuple(sorted({*state.saves.versions, key}, reverse=True))
     return replace(state, saves=replace(state.saves, versions=versions))
 
 
-def _pruned(rules: Rules, state: JobState, event: Pruned) -> JobState:
+def _without_pruned(rules: Rules, state: JobState, event: Pruned) -> JobState:
     """The state in which nobody goes back to a removed version.
 
     If the run or the origin began with that version, it counts as spoilt.
@@ -133,19 +133,19 @@ def newest_save(rules: Rules, state: JobState) -> tuple[int, str] | None:
 
 def _save_failed(state: JobState, event: SaveFailed) -> Step:
     """Discards a save that cannot become complete, and publishes the next one."""
-    state, commands = _failed(state, event)
+    state, commands = _drop_save(state, event)
     state, publishes = publish_next(state)
     return state, (*commands, *publishes)
 
 
-def _failed(state: JobState, event: SaveFailed) -> Step:
+def _drop_save(state: JobState, event: SaveFailed) -> Step:
     iteration, reason = event.iteration, event.reason
     key = (iteration, event.epoch)
     files = state.saves.files
     is_whole = key in state.saves.publishing or len(files.get(key, ())) == state.plan.num_layers
     is_there = key in files or event.rank == BY_PUBLISHER
     if event.rank == BY_PUBLISHER:
-        state = _answered(state, key)
+        state = _without_publishing(state, key)
     saves = state.saves
     is_awaited = is_whole or saves.since_epoch <= event.epoch <= state.epoch
     if not is_awaited or iteration <= saves.published or key in saves.unsaved:
@@ -159,10 +159,10 @@ def _failed(state: JobState, event: SaveFailed) -> Step:
     state = replace(state, saves=replace(state.saves, num_skipped=state.saves.num_skipped + 1))
     # Other ranks may have written a part of it.
     discards: tuple[Command, ...] = (Discard(*key, ""),) if is_there else ()
-    return state, (*_skipped(state, event), *discards)
+    return state, (*_skip_notice(state, event), *discards)
 
 
-def _skipped(state: JobState, event: SaveFailed) -> tuple[Notify, ...]:
+def _skip_notice(state: JobState, event: SaveFailed) -> tuple[Notify, ...]:
     """The notice of a skipped save; only of the first, second, fourth, eighth ... one."""
     number = state.saves.num_skipped
     if number & (number - 1):
@@ -183,7 +183,7 @@ def has_late_answer(rules: Rules, state: JobState, now_s: float) -> bool:
     return not is_late and (state.saves.is_listing or bool(state.saves.publishing))
 
 
-def awaiting_saves(rules: Rules, state: JobState, now_s: float) -> Step:
+def await_saves(rules: Rules, state: JobState, now_s: float) -> Step:
     """Has the recovery wait until the disk has answered; the launcher is told once."""
     # In its first epoch a job has lost nothing yet, but holders of a layer may differ even then.
     loss = state.facts.loss or Loss(LossKind.LOST, (), "holders of a layer differ", now_s)
@@ -199,7 +199,7 @@ def awaiting_saves(rules: Rules, state: JobState, now_s: float) -> Step:
     return replace(state, facts=facts), (notice,)
 
 
-def last_save_awaited(rules: Rules, state: JobState, now_s: float) -> Step:
+def await_last_save(rules: Rules, state: JobState, now_s: float) -> Step:
     """Waits for the last save as long as the disk writes; gives it up after the timeout."""
     checkpoint, silent_s = rules.job.checkpoint, now_s - state.saves.wrote_s
     where, timeout_s = checkpoint.directory, checkpoint.timeout_s
@@ -210,7 +210,7 @@ def last_save_awaited(rules: Rules, state: JobState, now_s: float) -> Step:
             f"{timeout_s:g})"
         )
         failed = SaveFailed(rank=BY_PUBLISHER, epoch=state.epoch, iteration=number, reason=reason)
-        return _failed(state, failed)
+        return _drop_save(state, failed)
     if silent_s < SLOW_S or state.saves.is_slow_told:
         return state, ()
     text = (
@@ -221,6 +221,6 @@ def last_save_awaited(rules: Rules, state: JobState, now_s: float) -> Step:
     return state, (Notify(Warned(text=text)),)
 
 
-def _answered(state: JobState, key: tuple[int, int]) -> JobState:
+def _without_publishing(state: JobState, key: tuple[int, int]) -> JobState:
     """The state in which that save is no longer being published."""
     return replace(state, saves=replace(state.saves, publishing=state.saves.publishing - {key}))

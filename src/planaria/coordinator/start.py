@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from planaria.coordinator.commands import Notify, RecordDecision, RecordMembers, Tell
-from planaria.coordinator.learning.drift import restored_learning
 from planaria.coordinator.learning.history import begun_history
-from planaria.coordinator.learning.memory import fitted_rules
-from planaria.coordinator.learning.slowness import of_members
+from planaria.coordinator.learning.memory_estimates import fitted_rules
+from planaria.coordinator.learning.profile_correction import restored_learning
+from planaria.coordinator.learning.slowness import without_former_members
 from planaria.coordinator.placing import SCHEDULED, copies_of, idle_of
-from planaria.coordinator.recovery import lost
+from planaria.coordinator.recovery import begin_recovery
 from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import (
     Commits,
@@ -21,7 +21,7 @@ from planaria.coordinator.state import (
     Step,
     Stop,
 )
-from planaria.coordinator.step import advanced
+from planaria.coordinator.step import advance
 from planaria.core.findings import FailureHistory, Findings
 from planaria.core.kinds import LossKind
 from planaria.core.messages import Abort, StartEpoch
@@ -31,7 +31,7 @@ from planaria.core.records import Decision, Members, Origin, Outcome, Progress, 
 
 def first_step(rules: Rules, plan: Plan, *, term: int, predicted_s: float) -> Step:
     """The first state of a job; the commands record its first members and decision."""
-    first, origin = rules.first_iteration, _start(rules)
+    first, origin = rules.first_iteration, _first_origin(rules)
     outcome = Outcome(epoch=plan.epoch, iteration=first, origin=origin)
     copies = copies_of(rules, plan)
     start = StartEpoch(
@@ -56,10 +56,10 @@ def first_step(rules: Rules, plan: Plan, *, term: int, predicted_s: float) -> St
     )
     members = Members(epoch=plan.epoch, term=term, nodes=plan.nodes)
     recorded = (RecordMembers(members), RecordDecision(outcome, decision))
-    return state, (*recorded, *_unprotected(rules, start))
+    return state, (*recorded, *_unprotected_warning(rules, start))
 
 
-def _unprotected(rules: Rules, start: StartEpoch) -> tuple[Notify, ...]:
+def _unprotected_warning(rules: Rules, start: StartEpoch) -> tuple[Notify, ...]:
     """The warning that there are no copies at first; () if copies begin at once or are not kept."""
     waits = rules.job.checkpoint.mode in SCHEDULED and not start.idle
     if not start.copies or not waits:
@@ -108,7 +108,8 @@ def restored_step(
         stop=Stop(is_requested=bool(shortage), shortage=shortage),
         learning=replace(restored_learning(rules, findings, plan), fitted=fitted),
     )
-    state = of_members(state)  # The record of a switch still has findings on nodes that have left.
+    # The record of a switch still has findings on nodes that have left.
+    state = without_former_members(state)
     if decision is None and plan.epoch == members.epoch:
         # The coordinator before this one was killed while it recorded how the job begins.
         first, (_, record, *_) = first_step(rules, plan, term=term, predicted_s=predicted_s)
@@ -120,12 +121,12 @@ def restored_step(
         stop = replace(state.stop, failure=failure, failed_s=now_s, failed_reason=reason)
         facts = replace(state.facts, decision=decision)
         state = replace(state, phase=Phase.JOINING, stop=stop, facts=facts)
-        return advanced(rules, state, now_s)
+        return advance(rules, state, now_s)
     if members.is_planned:
         # Nobody knows which ranks have begun this epoch, or what was to follow it. If all did not
         # leave it, silent members would stay silent: nobody would ask for the change again.
         reason = "the coordinator before this one was changing the members"
-        return lost(rules, state, LossKind.LEADER, (), reason=reason, now_s=now_s)
+        return begin_recovery(rules, state, LossKind.LEADER, (), reason=reason, now_s=now_s)
     order = Abort(epoch=members.epoch, nodes=members.nodes)
     return replace(state, phase=Phase.STOPPING), (Tell(order),)
 
@@ -156,12 +157,12 @@ def _findings(members: Members, progress: Progress | None) -> Findings:
     return progress.findings
 
 
-def _start(rules: Rules) -> Origin:
+def _first_origin(rules: Rules) -> Origin:
     return Origin(iteration=rules.first_iteration, source=rules.source)
 
 
 def _commits(rules: Rules, outcome: Outcome | None, progress: Progress | None) -> Commits:
-    origin = outcome.origin if outcome else _start(rules)
+    origin = outcome.origin if outcome else _first_origin(rules)
     return Commits(
         next_iteration=_num_committed(rules, origin, progress),
         outcome=outcome,

@@ -6,7 +6,7 @@ from enum import Enum
 
 from planaria.coordinator.commands import Command
 from planaria.coordinator.learning.learned import Learning
-from planaria.coordinator.membership.waiting import Candidate, Leave
+from planaria.coordinator.membership.waiting_nodes import LeaveRequest, WaitingNode
 from planaria.coordinator.switching import Change, Switch
 from planaria.core.findings import FailureHistory
 from planaria.core.kinds import LossKind
@@ -101,8 +101,8 @@ class Membership:
     missing_ticks: int = 0
     failures: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     history: FailureHistory = field(default_factory=FailureHistory)
-    candidates: Mapping[int, Candidate] = field(default_factory=dict)
-    leaving: Mapping[int, Leave] = field(default_factory=dict)
+    candidates: Mapping[int, WaitingNode] = field(default_factory=dict)
+    leaving: Mapping[int, LeaveRequest] = field(default_factory=dict)
     is_degraded: bool = False
 
 

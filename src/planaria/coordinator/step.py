@@ -26,7 +26,14 @@ from dataclasses import replace
 
 import msgspec
 
-from planaria.coordinator.change import begun, continued, entered, entering, switched, told
+from planaria.coordinator.change import (
+    begin_change,
+    commit_switch,
+    on_epoch_entered,
+    on_next_epoch_ready,
+    on_switch_recorded,
+    order_next_switch,
+)
 from planaria.coordinator.commands import (
     AnswersFound,
     Command,
@@ -42,31 +49,40 @@ from planaria.coordinator.commands import (
     Tick,
 )
 from planaria.coordinator.crashes import (
-    copy_spoilt,
-    ended,
+    give_up_last_save,
     is_awaited,
     is_unsavable,
-    link_broken,
-    stopping,
-    unsavable,
+    on_broken_links,
+    on_copy_spoilt,
+    on_worker_exited,
+    on_worker_failed,
+    stop_members,
     with_estimate,
-    worker_exited,
-    worker_failed,
     writers,
 )
-from planaria.coordinator.learning.drift import corrected
 from planaria.coordinator.learning.foresight import with_recovery
 from planaria.coordinator.learning.history import begun_history
 from planaria.coordinator.learning.overhead import with_order, with_start
-from planaria.coordinator.learning.slowness import observed
-from planaria.coordinator.membership.arrivals import awaited
-from planaria.coordinator.membership.candidates import arrived, candidate_lost, leaves
-from planaria.coordinator.outcomes import counting
-from planaria.coordinator.recovery import decided, left_unsaved, lost, refuted
+from planaria.coordinator.learning.profile_correction import with_corrections
+from planaria.coordinator.learning.slowness import with_speeds
+from planaria.coordinator.membership.candidates import (
+    on_arrival,
+    on_candidate_lost,
+    on_leave_request,
+)
+from planaria.coordinator.membership.missing_members import check_missing
+from planaria.coordinator.outcomes import answer_since_origin
+from planaria.coordinator.recovery import (
+    begin_recovery,
+    decide,
+    end_job,
+    on_hashes_differ,
+    unsaved_failure,
+)
 from planaria.coordinator.rules import Rules
 from planaria.coordinator.saves import (
-    Kept,
-    last_save_awaited,
+    VersionEvent,
+    await_last_save,
     on_saving,
 )
 from planaria.coordinator.state import JobState, Phase, Step
@@ -105,7 +121,7 @@ from planaria.core.records import (
 
 Request = StopRequested | DrainRequested
 Recorded = MembersRecorded | DecisionRecorded
-Event = Fact | NodeLost | Request | Recorded | AnswersFound | Kept | MustEnd | Tick
+Event = Fact | NodeLost | Request | Recorded | AnswersFound | VersionEvent | MustEnd | Tick
 
 
 def step(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
@@ -115,36 +131,37 @@ def step(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
     if isinstance(event, WorkerFailed) and event.blame == "memory":
         state, event = with_estimate(rules, state, event)
     rules = state.learning.fitted or rules
-    state, noted = _noted(rules, state, event, now_s)
-    state, commands = advanced(rules, state, now_s)
+    state, noted = _on_event(rules, state, event, now_s)
+    state, commands = advance(rules, state, now_s)
     return state, (*noted, *commands)
 
 
-def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
+def _on_event(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
     """The state that knows one more fact, and the commands that follow from the fact alone."""
     facts, stop = state.facts, state.stop
     match event:
         case NodeArrived():
-            return arrived(rules, state, event, now_s)
+            return on_arrival(rules, state, event, now_s)
         case NoticeTaken() | DrainRequested():
-            return leaves(rules, state, event, now_s)
+            return on_leave_request(rules, state, event, now_s)
         case WorkerReady() if is_awaited(state, event):
-            return _reported(state, event, now_s)
+            return _on_worker_ready(state, event, now_s)
         case Stopped() if event.epoch == state.epoch and state.has_rank(event.rank):
-            facts = replace(facts, answers=facts.answers.plus(event.rank, counting(state, event)))
+            answer = answer_since_origin(state, event)
+            facts = replace(facts, answers=facts.answers.plus(event.rank, answer))
             return replace(state, facts=facts), ()
         case EpochReady() if event.epoch == state.epoch:
             facts = replace(facts, ready=facts.ready.plus(event.rank, event))
             return replace(state, facts=facts), ()
         case EpochReady() if event.epoch in state.epochs:
-            return entering(state, event), ()
+            return on_next_epoch_ready(state, event), ()
         case IterationDone() if _is_open(state, event):
             return _with_report(state, event), ()
         case Corrupted() if event.epoch in state.epochs:
             facts = replace(facts, corrupted=facts.corrupted.plus(event.rank, event))
             return replace(state, facts=facts), ()
         case CopySpoilt() if event.epoch in state.epochs:
-            return copy_spoilt(rules, state, event, now_s)
+            return on_copy_spoilt(rules, state, event, now_s)
         case CopiesFailed() if event.epoch in state.epochs:
             return state, (Notify(Warned(text=f"copies are not complete: {event.reason}")),)
         case LayersSaved() | Published() | Pruned() | SavesListed() | SaveFailed():
@@ -155,34 +172,32 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
         case MustEnd(reason) if not stop.must_end:
             stop = replace(stop, is_requested=True, must_end=reason)
             return replace(state, stop=stop), (Tell(StopRequested()),)
-        case WorkerFailed() | WorkerExited() if event.node in _only_candidates(state):
-            return candidate_lost(state, event)
+        case NodeLost() | WorkerFailed() | WorkerExited() if _is_mere_candidate(state, event.node):
+            return on_candidate_lost(state, event)
         case WorkerFailed() if state.is_member(event.node):
-            return worker_failed(rules, state, event, now_s)
+            return on_worker_failed(rules, state, event, now_s)
         case WorkerExited() if state.is_member(event.node):
-            return worker_exited(rules, state, event, now_s)
+            return on_worker_exited(rules, state, event, now_s)
         case NodeLost() if state.is_member(event.node):
-            reason = event.reason
-            return lost(rules, state, LossKind.LOST, (event.node,), reason=reason, now_s=now_s)
-        case NodeLost() if event.node in state.membership.candidates:
-            return candidate_lost(state, event)
+            nodes, reason = (event.node,), event.reason
+            return begin_recovery(rules, state, LossKind.LOST, nodes, reason=reason, now_s=now_s)
         case PeerUnreachable() if event.epoch in state.epochs:
-            return _unreached(state, event, now_s), ()
+            return _on_peer_unreachable(state, event, now_s)
         case MembersRecorded(epoch) if epoch == state.epoch and state.phase is Phase.RECORDING:
-            return stopping(state, now_s)
+            return stop_members(state, now_s)
         case MembersRecorded(epoch) if state.switch is not None and epoch == state.switch.epoch:
-            return told(rules, state)
+            return on_switch_recorded(rules, state)
         case DecisionRecorded(epoch) if epoch == state.epoch and state.phase is Phase.DECIDING:
             return replace(state, phase=Phase.JOINING), ()
         case AnswersFound(epoch) if epoch == state.epoch:
             search = replace(state.search, searched_epoch=epoch, last_situation=None)
             return replace(state, search=search), ()
         case Tick():
-            return _ticked(rules, state, now_s)
+            return _on_tick(rules, state, now_s)
     return state, ()
 
 
-def _reported(state: JobState, event: WorkerReady, now_s: float) -> Step:
+def _on_worker_ready(state: JobState, event: WorkerReady, now_s: float) -> Step:
     """Notes that a worker is ready; the launcher is told if it was the last one forked anew."""
     was_forking = state.is_forking
     state = replace(state, workers=state.workers.plus(event.rank, event))
@@ -190,17 +205,17 @@ def _reported(state: JobState, event: WorkerReady, now_s: float) -> Step:
     return state, (Notify(Forked(now_s=now_s)),) if is_forked else ()
 
 
-def _unreached(state: JobState, event: PeerUnreachable, now_s: float) -> JobState:
+def _on_peer_unreachable(state: JobState, event: PeerUnreachable, now_s: float) -> Step:
     facts = state.facts
     since_s = facts.unreachable_s or now_s
     facts = replace(facts, unreachable_s=since_s, unreached=(*facts.unreached, event.peer))
-    return replace(state, facts=facts)
+    return replace(state, facts=facts), ()
 
 
-def _ticked(rules: Rules, state: JobState, now_s: float) -> Step:
+def _on_tick(rules: Rules, state: JobState, now_s: float) -> Step:
     if is_unsavable(state, now_s):
-        return unsavable(state)
-    further = link_broken if _is_cut(rules, state, now_s) else awaited
+        return give_up_last_save(state)
+    further = on_broken_links if _is_cut(rules, state, now_s) else check_missing
     return further(rules, state, now_s)
 
 
@@ -213,24 +228,24 @@ def _is_cut(rules: Rules, state: JobState, now_s: float) -> bool:
     return since_s > 0.0 and now_s - since_s > rules.job.cluster.lease_s
 
 
-def advanced(rules: Rules, state: JobState, now_s: float) -> Step:
+def advance(rules: Rules, state: JobState, now_s: float) -> Step:
     """The state advanced as far as the facts in it allow."""
     commands: list[Command] = []
     while True:
         before = state.phase
-        state, more = _advanced(rules, state, now_s)
+        state, more = _advance_phase(rules, state, now_s)
         commands += more
         if state.phase is before:
             return state, tuple(commands)
 
 
-def _advanced(rules: Rules, state: JobState, now_s: float) -> Step:
+def _advance_phase(rules: Rules, state: JobState, now_s: float) -> Step:
     """The state advanced by at most one phase."""
     match state.phase:
         case Phase.STOPPING if state.is_told_by_all(state.facts.answers):
-            return decided(rules, state, now_s)
+            return decide(rules, state, now_s)
         case Phase.JOINING:
-            return _joined(rules, state, now_s)
+            return _tell_order(rules, state, now_s)
         case Phase.STARTING if has_all(state.facts.ready, state.plan.all_ranks):
             history = begun_history(state.membership.history, now_s)
             state = with_recovery(with_start(rules, state, now_s), now_s)
@@ -240,23 +255,23 @@ def _advanced(rules: Rules, state: JobState, now_s: float) -> Step:
                 membership=replace(state.membership, history=history),
                 facts=replace(state.facts, is_entered=True),
             )
-            return state, (_running(state, now_s),)
-        case Phase.TRAINING if _is_refuted(state):
-            return refuted(rules, state, now_s)
+            return state, (_running_notice(state, now_s),)
+        case Phase.TRAINING if _has_different_hashes(state):
+            return on_hashes_differ(rules, state, now_s)
         case Phase.TRAINING:
-            return _trained(rules, state, now_s)
+            return _advance_training(rules, state, now_s)
         case Phase.SAVING:
-            return _saved(rules, state, now_s)
+            return _end_when_saved(rules, state, now_s)
     return state, ()
 
 
-def _is_refuted(state: JobState) -> bool:
+def _has_different_hashes(state: JobState) -> bool:
     """Whether every rank has left this epoch because holders of a layer have different hashes."""
     told = {r: fact for r, fact in state.facts.corrupted.items() if fact.epoch == state.epoch}
     return has_all(told, state.plan.all_ranks)
 
 
-def _joined(rules: Rules, state: JobState, now_s: float) -> Step:
+def _tell_order(rules: Rules, state: JobState, now_s: float) -> Step:
     """Tells the order of this epoch once every worker that it needs has reported."""
     assert state.facts.decision is not None
     order = state.facts.decision.order
@@ -264,9 +279,9 @@ def _joined(rules: Rules, state: JobState, now_s: float) -> Step:
     awaited = writers(state) if state.facts.decision.failure is not None else state.ranks
     if not has_all(state.workers, awaited):
         return state, ()
-    state, settled = _settled(rules, state, now_s)
+    state, settled = _commit_to_outcome(rules, state, now_s)
     if isinstance(order, SaveLayers):
-        return _awaiting_save(state, now_s), (*settled, Tell(order))
+        return _begin_last_save(state, now_s), (*settled, Tell(order))
     addresses = {rank: (w.host, w.port) for rank, w in state.workers.items()}
     order = _with_addresses(order, addresses)
     # A rank forgets a requested stop when it begins an epoch.
@@ -280,7 +295,7 @@ def _with_addresses(order: StartEpoch, addresses: dict[int, tuple[str, int]]) ->
     return msgspec.structs.replace(order, addresses=addresses)
 
 
-def _running(state: JobState, now_s: float) -> Notify:
+def _running_notice(state: JobState, now_s: float) -> Notify:
     ready = state.facts.ready
     running = Running(
         epoch=state.epoch,
@@ -296,10 +311,16 @@ def _running(state: JobState, now_s: float) -> Notify:
     return Notify(running)
 
 
-def _trained(rules: Rules, state: JobState, now_s: float) -> Step:
+def _advance_training(rules: Rules, state: JobState, now_s: float) -> Step:
     """Commits what every rank has reported, then continues a change or begins one."""
     commands: list[Command] = []
-    for further in (_entered, _committed, _entered, _continued, begun):
+    for further in (
+        _note_entered,
+        _commit_reported,
+        _note_entered,
+        _order_next_switch,
+        begin_change,
+    ):
         state, more = further(rules, state, now_s)
         commands += more
         if state.phase is not Phase.TRAINING:
@@ -307,18 +328,18 @@ def _trained(rules: Rules, state: JobState, now_s: float) -> Step:
     return state, tuple(commands)
 
 
-def _entered(rules: Rules, state: JobState, now_s: float) -> Step:
+def _note_entered(rules: Rules, state: JobState, now_s: float) -> Step:
     """Notes that, after a switch, every rank has begun the new epoch."""
     if state.facts.is_entered or not has_all(state.facts.ready, state.plan.all_ranks):
         return state, ()
-    notice = _running(state, now_s)
+    notice = _running_notice(state, now_s)
     state = replace(state, facts=replace(state.facts, is_entered=True))
-    state, commands = entered(rules, state, now_s)
+    state, commands = on_epoch_entered(rules, state, now_s)
     return state, (notice, *commands)
 
 
-def _continued(_rules: Rules, state: JobState, _now_s: float) -> Step:
-    return continued(state)
+def _order_next_switch(_rules: Rules, state: JobState, _now_s: float) -> Step:
+    return order_next_switch(state)
 
 
 # -- iterations -----------------------------------------------------------------------------------
@@ -344,7 +365,7 @@ def _is_open(state: JobState, event: IterationDone) -> bool:
     return any(event.epoch == p.epoch and event.rank in p.held_by_rank for p in plans)
 
 
-def _settled(rules: Rules, state: JobState, now_s: float) -> Step:
+def _commit_to_outcome(rules: Rules, state: JobState, now_s: float) -> Step:
     """Commits the iterations before the outcome's, which every member applies before it begins."""
     outcome = state.commits.outcome
     assert outcome is not None
@@ -369,7 +390,7 @@ def _settled(rules: Rules, state: JobState, now_s: float) -> Step:
     return state, tuple(commands)
 
 
-def _committed(rules: Rules, state: JobState, now_s: float) -> Step:
+def _commit_reported(rules: Rules, state: JobState, now_s: float) -> Step:
     """Commits each iteration that every rank has reported, in order."""
     commands: list[Command] = []
     while not state.commits.ends:
@@ -380,15 +401,15 @@ def _committed(rules: Rules, state: JobState, now_s: float) -> Step:
         values = (first.loss, first.num_samples, first.sample_digest)
         notice = _commit_notice(state, reports, values, ends=first.ends, now_s=now_s)
         commands.append(Notify(notice))
-        state, more = corrected(rules, observed(rules, state, now_s), before=state)
+        state, more = with_corrections(rules, with_speeds(rules, state, now_s), before=state)
         commands += more
         state = _after_commit(state, ends=first.ends)
         if first.switches and not state.commits.ends:
-            state, more = switched(rules, state)
+            state, more = commit_switch(rules, state)
             commands += more
-            state, more = _entered(rules, state, now_s)
+            state, more = _note_entered(rules, state, now_s)
             commands += more
-    return _awaiting_save(state, now_s), tuple(commands)
+    return _begin_last_save(state, now_s), tuple(commands)
 
 
 def _commit_notice(
@@ -437,12 +458,12 @@ def _after_commit(state: JobState, *, ends: bool) -> JobState:
 # -- losses and ends ------------------------------------------------------------------------------
 
 
-def _awaiting_save(state: JobState, now_s: float) -> JobState:
+def _begin_last_save(state: JobState, now_s: float) -> JobState:
     saves = replace(state.saves, wrote_s=now_s, is_slow_told=False)
     return replace(state, phase=Phase.SAVING, saves=saves)
 
 
-def _saved(rules: Rules, state: JobState, now_s: float) -> Step:
+def _end_when_saved(rules: Rules, state: JobState, now_s: float) -> Step:
     """Ends the job if the last save is complete, or cannot be completed."""
     decision, number, stop = state.facts.decision, state.commits.next_iteration, state.stop
     assert decision is not None
@@ -450,25 +471,25 @@ def _saved(rules: Rules, state: JobState, now_s: float) -> Step:
     unsaved = state.saves.unsaved.get((number, state.epoch))
     if decision.ending and unsaved is not None:
         why, failure = f"what is live was not saved: {unsaved}", decision.failure
-        failure = left_unsaved(failure, why) if failure else None
-        return ended(state, End(Ending(decision.ending), f"{decision.reason}; {why}", failure))
+        failure = unsaved_failure(failure, why) if failure else None
+        return end_job(state, End(Ending(decision.ending), f"{decision.reason}; {why}", failure))
     if unsaved is not None and stop.must_end:
         reason = f"{stop.must_end}; what is live was not saved: {unsaved}"
-        return ended(state, End(Ending.LOST, reason))
+        return end_job(state, End(Ending.LOST, reason))
     if unsaved is not None:
-        return ended(state, End(Ending.UNSAVED, unsaved))
+        return end_job(state, End(Ending.UNSAVED, unsaved))
     has_nothing_to_save = isinstance(order, SaveLayers) and not order.layers
     if state.saves.published < number and not has_nothing_to_save:
-        return last_save_awaited(rules, state, now_s)
+        return await_last_save(rules, state, now_s)
     if decision.ending:
-        return ended(state, End(Ending(decision.ending), decision.reason, decision.failure))
+        return end_job(state, End(Ending(decision.ending), decision.reason, decision.failure))
     is_cut_short = stop.is_requested and number < rules.job.training.iterations
     if stop.must_end and is_cut_short:
-        return ended(state, End(Ending.LOST, stop.must_end))
+        return end_job(state, End(Ending.LOST, stop.must_end))
     if stop.shortage:
-        return ended(state, End(Ending.LOST, stop.shortage))
-    return ended(state, End(Ending.STOPPED if is_cut_short else Ending.FINISHED))
+        return end_job(state, End(Ending.LOST, stop.shortage))
+    return end_job(state, End(Ending.STOPPED if is_cut_short else Ending.FINISHED))
 
 
-def _only_candidates(state: JobState) -> set[int]:
-    return {node for node in state.membership.candidates if not state.is_member(node)}
+def _is_mere_candidate(state: JobState, node: int) -> bool:
+    return node in state.membership.candidates and not state.is_member(node)

@@ -109,7 +109,7 @@ def waves_of(
     return tuple(tuple(wave) for wave in waves)
 
 
-def weighed_as(
+def weighed_changes(
     changes: tuple[Transition, ...],
     *,
     iteration_s: float,
@@ -147,27 +147,29 @@ def weighed_as(
     return tuple(
         as_it_is
         if change.keeps_plan
-        else _followed(as_it_is, change, leaving=leaving, prices=prices, switch_s=switch_s)
+        else _with_sequel(as_it_is, change, leaving=leaving, prices=prices, switch_s=switch_s)
         for change in changes
     )
 
 
-def followed_as(
+def followed_answers(
     answers: tuple[Transition, ...], *, prices: Prices, switch_s: Callable[[Plan], float]
 ) -> tuple[Transition, ...]:
     """The transition that each answer to a loss is weighed as.
 
-    If another plan is to follow, the pauses until it begins are added, as in `weighed_as`. Layers
-    that the answer moves need not move again for that plan; they are counted nevertheless, because
-    it is not known yet which rank will send what.
+    If another plan is to follow, the pauses until it begins are added, as in `weighed_changes`.
+    Layers that the answer moves need not move again for that plan; they are counted nevertheless,
+    because it is not known yet which rank will send what.
     """
     return tuple(
-        _followed(one, one.then, leaving=(), prices=prices, switch_s=switch_s) if one.then else one
+        _with_sequel(one, one.then, leaving=(), prices=prices, switch_s=switch_s)
+        if one.then
+        else one
         for one in answers
     )
 
 
-def _followed(
+def _with_sequel(
     first: Transition,
     then: Transition,
     *,

@@ -30,9 +30,9 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         layer_factors: factor on the profile's seconds, by layer; empty: as the profile says. See
-            coordinator/learning/drift.py.
+            coordinator/learning/profile_correction.py.
         more_bytes: bytes that a device holds of the layer beyond what the profile says, by layer;
-            empty: none. See coordinator/learning/memory.py.
+            empty: none. See coordinator/learning/memory_estimates.py.
         beside_s: seconds that an iteration takes in addition to the forwards and backwards of
             layers.
         hop_s: processor seconds that computing a schedule took per hop, in the newest epoch. See

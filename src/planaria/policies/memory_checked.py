@@ -1,8 +1,9 @@
 """A policy that drops another policy's answers for which devices have too little memory.
 
 A stage that ran out of memory needs more than was estimated. When its estimate is raised
-(coordinator/learning/memory.py), the templates are made anew, but policies keep pipelines that lost
-no node. Answers that no longer fit are dropped here; if none is left, all pipelines are made anew.
+(coordinator/learning/memory_estimates.py), the templates are made anew, but policies keep pipelines
+that lost no node. Answers that no longer fit are dropped here; if none is left, all pipelines are
+made anew.
 """
 
 from dataclasses import dataclass, replace

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from planaria.coordinator.membership.arrivals import arrival_s
+from planaria.coordinator.membership.missing_members import arrival_s
 from planaria.simulator.fault_draws import (
     AT_PLACE,
     AT_PREVIOUS_PLACE,

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from planaria.coordinator.commands import Discard, Publish, Published
 from planaria.coordinator.membership.standby import nodes_to_replace
-from planaria.coordinator.membership.standstill import stands_still
+from planaria.coordinator.membership.standstill import is_standing_still
 from planaria.core.kinds import Ending
 from planaria.core.messages import Blame, DrainRequested, Raised, StopRequested
 from planaria.core.records import Beat, Committed, Ended, Rescue, ToLauncher
@@ -234,7 +234,9 @@ class SimulatedCluster:
         """Kills the coordinator if it stands still; repeats itself as the launcher's tick."""
         self.loop.after(LEASE_S / TICKS_PER_LEASE, self._watch_leader)
         self._silent_ticks += 1
-        is_silent = stands_still(self._silent_ticks, has_begun=self._has_begun, lease_s=LEASE_S)
+        is_silent = is_standing_still(
+            self._silent_ticks, has_begun=self._has_begun, lease_s=LEASE_S
+        )
         if is_silent and not self._is_starting and self.ended is None:
             self.kill_leader()
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.learning.test_drift import LAYER_S, NUM_LAYERS, sharing, training
+from coordinator.learning.test_profile_correction import LAYER_S, NUM_LAYERS, sharing, training
 from helpers.coordinated import NOW_S, of_type
 from helpers.fake_cluster import FakeCluster
 from planaria.coordinator.learning import foresight
@@ -27,7 +27,7 @@ LONGEST_S = LAYER_S * NUM_LAYERS / 2 * 2 / 3
 LOSS = Loss(LossKind.LOST, (1,), "closed", NOW_S)
 
 
-def expected(cluster: FakeCluster, price_s: float = PRICE_S) -> foresight.Range:
+def expected(cluster: FakeCluster, price_s: float = PRICE_S) -> foresight.DurationRange:
     return expected_recovery(cluster.rules, cluster.state, price_s)
 
 

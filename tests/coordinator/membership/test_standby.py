@@ -8,7 +8,7 @@ from helpers.coordinated import FIRST, NOW_S, Survivors, of_type, small_rules
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import shaped_plan
 from planaria.coordinator.commands import End, Tick
-from planaria.coordinator.membership.standby import nodes_to_replace, num_taken
+from planaria.coordinator.membership.standby import nodes_to_replace, num_joining
 from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import Phase
 from planaria.core.kinds import ChangeKind, Ending, LossKind
@@ -55,7 +55,7 @@ def test_who_joins_while_training_goes_on(
     standby: int, num_staying: int, num_able: int, taken: int
 ) -> None:
     made = rules(standby=standby)
-    assert num_taken(made, num_staying=num_staying, num_able=num_able) == taken
+    assert num_joining(made, num_staying=num_staying, num_able=num_able) == taken
 
 
 def test_a_standby_node_waits_until_one_is_lost() -> None:

@@ -15,7 +15,7 @@ from helpers.command import wait_for
 from helpers.refused_reads import refused_reads
 from planaria.checkpoint.disk.tiers import Manifest, SavedVersion, Tier, tier_of
 from planaria.coordinator.commands import Discard, Pruned, Publish, Published, SavesListed
-from planaria.coordinator.saves import Kept
+from planaria.coordinator.saves import VersionEvent
 from planaria.core.messages import SaveFailed
 from planaria.core.records import Saved, ToLauncher, Unsaved, Warned
 from planaria.errors import CheckpointError
@@ -27,7 +27,7 @@ class _Told:
 
     def __init__(self, directory: Path, *, keep: int = 1) -> None:
         self.tier = tier_of(str(directory))
-        self.events: list[Kept | SaveFailed] = []
+        self.events: list[VersionEvent | SaveFailed] = []
         self.notices: list[ToLauncher] = []
         self.publisher = Publisher(
             self.tier,

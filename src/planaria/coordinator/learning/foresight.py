@@ -40,7 +40,7 @@ GO_ON_MOST: Final = 3.0  # Multiple of the price, plus the seconds below.
 GO_ON_MOST_S: Final = 0.05
 
 
-class Range(NamedTuple):
+class DurationRange(NamedTuple):
     """The range of an expected duration."""
 
     least_s: float
@@ -48,7 +48,7 @@ class Range(NamedTuple):
     most_s: float
 
 
-def expected_recovery(rules: Rules, state: JobState, price_s: float) -> Range:
+def expected_recovery(rules: Rules, state: JobState, price_s: float) -> DurationRange:
     """The expected duration of a recovery, from the time at which its loss was noticed.
 
     Args:
@@ -58,14 +58,14 @@ def expected_recovery(rules: Rules, state: JobState, price_s: float) -> Range:
     longest_s = _longest_action_s(rules, state)
     least_s, likely_s, most_s = ANSWERING_S
     parts = (
-        Range(least_s, likely_s + longest_s / 2, most_s + longest_s),
-        Range(*DECIDE_S),
-        Range(GO_ON_LEAST * price_s, price_s, GO_ON_MOST * price_s + GO_ON_MOST_S),
+        DurationRange(least_s, likely_s + longest_s / 2, most_s + longest_s),
+        DurationRange(*DECIDE_S),
+        DurationRange(GO_ON_LEAST * price_s, price_s, GO_ON_MOST * price_s + GO_ON_MOST_S),
     )
     likely_s = sum(part.likely_s for part in parts)
     excess_s = sqrt(sum((part.most_s - part.likely_s) ** 2 for part in parts))
     ratios = [took_s / priced_s for priced_s, took_s in state.learning.findings.recoveries_s]
-    return Range(
+    return DurationRange(
         min(sum(part.least_s for part in parts), likely_s * min(ratios, default=1.0)),
         likely_s,
         max(likely_s + excess_s, likely_s * max(ratios, default=1.0)),

@@ -60,7 +60,7 @@ def with_failure(
         nodes: nodes that were lost, or on which workers were lost.
     """
     is_new = not history.weight or now_s - history.last_s > lease_s
-    share = _remembered(now_s - history.last_s)
+    share = _remaining_weight(now_s - history.last_s)
     before = () if is_new else history.struck
     new = set(nodes).difference(before)
     return FailureHistory(
@@ -75,17 +75,17 @@ def with_failure(
 def learned_failures_per_s(history: FailureHistory, now_s: float) -> float:
     """The failure rate expected from now on; above 0."""
     up_s = now_s - history.since_s if history.since_s else 0.0
-    num_failures = history.weight * _remembered(now_s - history.last_s)
-    weighted_s = MEMORY_S * (1.0 - _remembered(up_s))
+    num_failures = history.weight * _remaining_weight(now_s - history.last_s)
+    weighted_s = MEMORY_S * (1.0 - _remaining_weight(up_s))
     return (PRIOR_FAILURES + num_failures) / (PRIOR_S + weighted_s)
 
 
 def learned_nodes_per_failure(history: FailureHistory, now_s: float) -> float:
     """The expected number of nodes in the next failure; at least 1."""
-    share = _remembered(now_s - history.last_s)
+    share = _remaining_weight(now_s - history.last_s)
     nodes, failures = history.nodes * share, history.weight * share
     return max(1.0, (PRIOR_NODES + nodes) / (1.0 + failures))
 
 
-def _remembered(ago_s: float) -> float:
+def _remaining_weight(ago_s: float) -> float:
     return exp(-max(0.0, ago_s) / MEMORY_S)

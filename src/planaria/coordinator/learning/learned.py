@@ -18,10 +18,10 @@ class Learning:
 
     Attributes:
         findings: findings so far; recorded with the newest members and with each commit.
-        fitted: rules with raised memory estimates, see memory.py; None: no estimate was raised.
+        fitted: rules with raised memory estimates, see memory_estimates.py; None: none was raised.
         policy: policy that proposes and prices by these findings; None: they change no price yet.
         ratios: measured over predicted seconds of computing in the newest iterations of this epoch,
-            by rank; see drift.py.
+            by rank; see profile_correction.py.
         rests: seconds of the newest iterations of this epoch that no forward or backward explains.
         plan_s: predicted seconds of an iteration with the epoch's plan, without `beside_s` of the
             findings; 0: the prediction of the decision holds.

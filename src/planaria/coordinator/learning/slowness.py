@@ -44,13 +44,13 @@ _DOUBLINGS_MAX: Final = 20
 _STEPS: Final = 16  # Number of steps from one speed to half of it.
 
 
-def observed(rules: Rules, state: JobState, now_s: float) -> JobState:
+def with_speeds(rules: Rules, state: JobState, now_s: float) -> JobState:
     """The state with the speeds that follow from the reports of the iteration to be committed."""
     commits, outcome = state.commits, state.commits.outcome
     assert outcome is not None
     if not rules.layer_s:
         return state
-    state = _retried(state, now_s)
+    state = _with_retries(state, now_s)
     if commits.next_iteration <= outcome.iteration:
         return state
     reports = commits.reports_of(commits.next_iteration)
@@ -64,10 +64,10 @@ def observed(rules: Rules, state: JobState, now_s: float) -> JobState:
         if slowness > 1.0:
             speeds[node] = 1.0 / slowness
     state = replace(state, facts=replace(state.facts, ratios=ratios))
-    return _with(state, speeds, dict(state.idle))
+    return _with_slow_nodes(state, speeds, dict(state.idle))
 
 
-def _retried(state: JobState, now_s: float) -> JobState:
+def _with_retries(state: JobState, now_s: float) -> JobState:
     """The state that has forgotten the speeds of nodes without work that are due for a retry."""
     waiting = [node for node in state.speeds if node not in state.plan.nodes]
     idle, speeds = dict(state.idle), dict(state.speeds)
@@ -77,17 +77,17 @@ def _retried(state: JobState, now_s: float) -> JobState:
         if since_s and now_s - since_s >= RETRY_S * 2.0 ** min(times, _DOUBLINGS_MAX):
             idle[node] = (times + 1, 0.0)
             del speeds[node]
-    return _with(state, speeds, idle) if waiting else state
+    return _with_slow_nodes(state, speeds, idle) if waiting else state
 
 
-def of_members(state: JobState) -> JobState:
+def without_former_members(state: JobState) -> JobState:
     """The state that has forgotten the findings on nodes that are no members."""
     speeds = {node: speed for node, speed in state.speeds.items() if node in state.nodes}
     idle = {node: tried for node, tried in state.idle.items() if node in state.nodes}
-    return _with(state, speeds, idle)
+    return _with_slow_nodes(state, speeds, idle)
 
 
-def _with(
+def _with_slow_nodes(
     state: JobState, speeds: dict[int, float], idle: dict[int, tuple[int, float]]
 ) -> JobState:
     """The state with these speeds, and these times without work, of slow nodes."""

@@ -11,7 +11,7 @@ from typing import Final
 
 from planaria.coordinator.commands import Evict, Notify
 from planaria.coordinator.membership.trust import num_failures
-from planaria.coordinator.membership.waiting import Candidate, Leave
+from planaria.coordinator.membership.waiting_nodes import LeaveRequest, WaitingNode
 from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import JobState, Step
 from planaria.core.kinds import ChangeKind
@@ -32,7 +32,7 @@ _DOUBLINGS_MAX: Final = 20
 _KEPT_SHARE: Final = 0.5
 
 
-def arrived(rules: Rules, state: JobState, event: NodeArrived, now_s: float) -> Step:
+def on_arrival(rules: Rules, state: JobState, event: NodeArrived, now_s: float) -> Step:
     """Notes a node that has arrived; unless it is a member it becomes a candidate."""
     node, members = event.node, state.membership
     if node in members.gone or node in members.candidates:
@@ -44,7 +44,7 @@ def arrived(rules: Rules, state: JobState, event: NodeArrived, now_s: float) -> 
     count = num_failures(state, node, now_s)
     _, last_s = members.failures.get(event.machine, (0, now_s))
     delay_s = rejoin_delay_s(count, rules.job.cluster.rejoin_delay_s)
-    candidate = Candidate(event.machine, last_s + delay_s if count else now_s)
+    candidate = WaitingNode(event.machine, last_s + delay_s if count else now_s)
     members = replace(members, candidates={**members.candidates, node: candidate})
     return replace(state, membership=members), ()
 
@@ -58,7 +58,7 @@ def rejoin_delay_s(num_failures: int, first_s: float) -> float:
     return min(_DELAY_S_MAX, first_s * float(2**doublings - 1))
 
 
-def candidate_lost(state: JobState, event: NodeLost | WorkerFailed | WorkerExited) -> Step:
+def on_candidate_lost(state: JobState, event: NodeLost | WorkerFailed | WorkerExited) -> Step:
     """Drops a candidate that was lost or whose worker raised; training goes on.
 
     A candidate whose worker only exited stays: its agent forks another worker.
@@ -84,14 +84,14 @@ def _without_candidate(state: JobState, node: int) -> JobState:
     return replace(state, membership=members)
 
 
-def leaves(
+def on_leave_request(
     rules: Rules, state: JobState, event: NoticeTaken | DrainRequested, now_s: float
 ) -> Step:
     """Notes that a node is to leave in peace; a candidate leaves at once."""
     node, members = event.node, state.membership
-    leave = Leave(ChangeKind.DRAIN, now_s + rules.job.cluster.notice_s)
+    leave = LeaveRequest(ChangeKind.DRAIN, now_s + rules.job.cluster.notice_s)
     if isinstance(event, NoticeTaken):
-        leave = Leave(ChangeKind.PREEMPT, now_s + event.after_s * _KEPT_SHARE)
+        leave = LeaveRequest(ChangeKind.PREEMPT, now_s + event.after_s * _KEPT_SHARE)
     if node in members.leaving and leave.kind in (ChangeKind.DRAIN, members.leaving[node].kind):
         return state, ()  # The same request came before.
     if state.is_member(node):

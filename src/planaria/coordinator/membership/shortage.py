@@ -24,7 +24,7 @@ def shortage_text(rules: Rules, num_left: int) -> str:
     return ""
 
 
-def undrained(rules: Rules, state: JobState, num_left: int) -> Step:
+def refuse_drains(rules: Rules, state: JobState, num_left: int) -> Step:
     """The state in which no node is drained any more, if too few nodes would be left without them.
 
     The user's wish to drain is the first thing to be given up when nodes are short.
@@ -51,7 +51,7 @@ def _is_drained(state: JobState, node: int) -> bool:
 def degraded_text(rules: Rules, state: JobState, plan: Plan) -> str:
     """The warning that f failures are no longer tolerated; empty if they are, or if told before."""
     f, num_nodes = rules.job.resilience.failures_tolerated, len(state.nodes)
-    left = tolerated(rules, state, plan)
+    left = num_tolerated(rules, state, plan)
     if left >= f or state.membership.is_degraded:
         return ""
     wanted = (f + 1) * rules.n0
@@ -63,7 +63,7 @@ def degraded_text(rules: Rules, state: JobState, plan: Plan) -> str:
     return f"{why}: from now on only f' = {left} failures at once are survived"
 
 
-def tolerated(rules: Rules, state: JobState, plan: Plan) -> int:
+def num_tolerated(rules: Rules, state: JobState, plan: Plan) -> int:
     """The largest number of nodes that may be lost at once, whichever they are."""
     per_node = state.devices_per_node
     held = plan.held_by_rank.items()

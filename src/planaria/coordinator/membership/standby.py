@@ -32,14 +32,16 @@ def able_candidates(state: JobState, now_s: float) -> list[int]:
     return trusted_first(state, able, now_s)
 
 
-def num_taken(rules: Rules, *, num_staying: int, num_able: int) -> int:
+def num_joining(rules: Rules, *, num_staying: int, num_able: int) -> int:
     """The number of candidates that become members while training goes on."""
     cluster = rules.job.cluster
     beyond_standby = max(num_able - cluster.standby, cluster.nodes - num_staying)
     return max(0, min(num_able, beyond_standby, rules.max_nodes - num_staying))
 
 
-def taken_at_loss(rules: Rules, state: JobState, num_left: int, now_s: float) -> tuple[int, ...]:
+def replacements_at_loss(
+    rules: Rules, state: JobState, num_left: int, now_s: float
+) -> tuple[int, ...]:
     """The candidates that become members at once, after a loss.
 
     If fewer than (f + 1) * n0 nodes are left, any candidates with workers fill the gap, even those
@@ -67,7 +69,7 @@ def _longest_s(rules: Rules) -> float:
     return _PATIENCE * rules.job.cluster.grant_s + _START_S
 
 
-def waiting(rules: Rules, state: JobState, shortage: str, now_s: float) -> Step:
+def await_machine(rules: Rules, state: JobState, shortage: str, now_s: float) -> Step:
     """All members wait for a machine; the launcher is told once."""
     loss = state.facts.loss
     assert loss is not None

@@ -10,7 +10,7 @@ next coordinator.
 from math import ceil
 from typing import Final
 
-from planaria.coordinator.membership.arrivals import arrival_s
+from planaria.coordinator.membership.missing_members import arrival_s
 from planaria.protocol.agent_lease import TICKS_PER_LEASE
 
 # Two thirds of a lease: the last heartbeat that the coordinator answered may be a tick older than
@@ -18,7 +18,7 @@ from planaria.protocol.agent_lease import TICKS_PER_LEASE
 SILENT_TICKS_MAX: Final = 4
 
 
-def stands_still(silent_ticks: int, *, has_begun: bool, lease_s: float) -> bool:
+def is_standing_still(silent_ticks: int, *, has_begun: bool, lease_s: float) -> bool:
     """Whether a coordinator has been silent for too long.
 
     Args:

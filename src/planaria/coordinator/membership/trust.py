@@ -28,7 +28,9 @@ def is_trusted(state: JobState, node: int, now_s: float) -> bool:
     return num_failures(state, node, now_s) < DISTRUSTED_MIN
 
 
-def seen_node(state: JobState, node: int, held: Mapping[int, frozenset[int]], now_s: float) -> Node:
+def node_for_policies(
+    state: JobState, node: int, held: Mapping[int, frozenset[int]], now_s: float
+) -> Node:
     """The node as policies see it.
 
     Args:

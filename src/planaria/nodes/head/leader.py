@@ -41,7 +41,7 @@ from planaria.coordinator.commands import (
     SetAside,
     Tick,
 )
-from planaria.coordinator.leadership import Leadership, may_expire, was_lost
+from planaria.coordinator.leadership import Leadership, is_lost, may_expire
 from planaria.coordinator.learning.overhead import prices_of
 from planaria.coordinator.state import Phase
 from planaria.coordinator.step import Event
@@ -238,7 +238,7 @@ class _Leader:
             else:
                 event.cancel()
         ended = self._leadership.ended
-        if was_lost(ended):
+        if is_lost(ended):
             self._publishing.publish_start(ended.epoch)
         await self._finish_saves()
         await self._tell_end(ended)

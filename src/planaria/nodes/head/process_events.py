@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 import psutil
 
-from planaria.coordinator.membership.standstill import stands_still
+from planaria.coordinator.membership.standstill import is_standing_still
 from planaria.core.kinds import Ending
 from planaria.core.records import Ended
 from planaria.nodes.forkserver import exit_text
@@ -53,7 +53,7 @@ async def coordinator_data(
         except TimeoutError:
             before_s, now_computed_s = now_computed_s, computed_s(pid)
             silent_ticks = 0 if now_computed_s > before_s else silent_ticks + 1
-            if stands_still(silent_ticks, has_begun=has_begun, lease_s=lease_s):
+            if is_standing_still(silent_ticks, has_begun=has_begun, lease_s=lease_s):
                 on_standstill(message_s)
             continue
         if not data:

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from planaria.checkpoint.disk.tiers import UNPUBLISHED, Manifest, Tier
 from planaria.coordinator.commands import Discard, Pruned, Publish, Published, SavesListed
-from planaria.coordinator.saves import SLOW_S, Kept
+from planaria.coordinator.saves import SLOW_S, VersionEvent
 from planaria.core.messages import BY_PUBLISHER, SaveFailed
 from planaria.core.records import Saved, ToLauncher, Unsaved, Warned
 from planaria.errors import CheckpointError
@@ -45,7 +45,7 @@ class Publisher:
         *,
         fingerprint: Mapping[str, Any],
         keep: int,
-        queue: Callable[[Kept | SaveFailed], None],
+        queue: Callable[[VersionEvent | SaveFailed], None],
         notify: Callable[[ToLauncher], None],
     ) -> None:
         self._tier = tier

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from planaria.coordinator.learning.drift import corrected_plans
+from planaria.coordinator.learning.profile_correction import corrected_plans
 from planaria.core.plan import Plan, Transition
 from planaria.nodes.forkserver import close_others, die_with_parent
 from planaria.nodes.head.leader_spec import LeaderSpec, every_of
@@ -42,7 +42,8 @@ class _SearchRequest:
     Attributes:
         number: number of this request; answers to older requests are ignored.
         plan: the plan by which the job trains.
-        layer_factors: factors that correct the profile, see coordinator/learning/drift.py.
+        layer_factors: factors that correct the profile; see
+            coordinator/learning/profile_correction.py.
         prices: prices with which answers are compared.
     """
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import ceil
 from typing import Final
 
-from planaria.coordinator.recovery import lost
+from planaria.coordinator.recovery import begin_recovery
 from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import JobState, Step
 from planaria.core.kinds import LossKind
@@ -25,7 +25,7 @@ def arrival_s(lease_s: float) -> float:
     return max(ARRIVAL_S_MIN, ARRIVAL_LEASES_MIN * lease_s)
 
 
-def awaited(rules: Rules, state: JobState, now_s: float) -> Step:
+def check_missing(rules: Rules, state: JobState, now_s: float) -> Step:
     """Counts a tick if members are missing; after too many such ticks they are lost.
 
     Ticks are counted instead of seconds because nobody can reach a coordinator that stands still.
@@ -44,4 +44,4 @@ def awaited(rules: Rules, state: JobState, now_s: float) -> Step:
         f"no agent of it has reached the coordinator in {limit_s:.0f} s; look whether its process "
         "still runs, and what it has printed"
     )
-    return lost(rules, state, LossKind.LOST, missing, reason=reason, now_s=now_s)
+    return begin_recovery(rules, state, LossKind.LOST, missing, reason=reason, now_s=now_s)

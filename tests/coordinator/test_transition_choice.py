@@ -17,7 +17,6 @@ from helpers.coordinated import (
 )
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import shaped_plan
-from planaria.coordinator.choice import candidates_of, outlook, time_to_failure_s
 from planaria.coordinator.commands import Tick
 from planaria.coordinator.learning.history import (
     MEMORY_S,
@@ -30,6 +29,7 @@ from planaria.coordinator.learning.history import (
     with_failure,
 )
 from planaria.coordinator.rules import Rules
+from planaria.coordinator.transition_choice import choice_among, outlook, time_to_failure_s
 from planaria.core.cluster import NodesLost, survivors
 from planaria.core.findings import FailureHistory
 from planaria.core.messages import CopySpoilt, PeerUnreachable
@@ -248,7 +248,7 @@ def test_what_nobody_would_change_to_is_not_what_an_answer_is_taken_for(
     then = replace(quick, answer="good", iteration_s=quick.iteration_s / (1.0 + gain))
     both = replace(quick, answer="quick, then good", then=then)
 
-    chosen, candidates = candidates_of(rules, state, (quick, both), NOW_S)
+    chosen, candidates = choice_among(rules, state, (quick, both), NOW_S)
 
     assert chosen == (both if is_offered else quick)
     assert [candidate.answer for candidate in candidates] == ["quick", both.answer][

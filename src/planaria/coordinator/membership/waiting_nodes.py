@@ -6,7 +6,7 @@ from planaria.core.kinds import ChangeKind
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class WaitingNode:
     """A node that has arrived and waits to become a member.
 
     Attributes:
@@ -18,7 +18,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class LeaveRequest:
     """The fact that a node is to leave in peace.
 
     Attributes:

@@ -68,12 +68,12 @@ def policy_of(rules: Rules, state: JobState) -> Policy:
     policy, beside_s = state.learning.policy or rules.policy, state.learning.findings.beside_s
     problem = _problem(rules, state.learning.findings.layer_factors)
     if problem is None or not problem.processors:
-        return _Repriced(policy, beside_s, None) if beside_s else policy
-    return _Repriced(policy, beside_s, problem)
+        return _RepricedPolicy(policy, beside_s, None) if beside_s else policy
+    return _RepricedPolicy(policy, beside_s, problem)
 
 
 @dataclass(frozen=True, slots=True)
-class _Repriced:
+class _RepricedPolicy:
     """A policy whose proposals are given other iteration times.
 
     Attributes:
@@ -132,11 +132,11 @@ def restored_learning(rules: Rules, findings: Findings, plan: Plan) -> Learning:
     if findings.layer_factors:
         assert rules.every is not None
         policy = _policy(rules, corrected_plans(rules.every, findings.layer_factors))
-    plan_s, computing_s = _expected(problem, plan, findings.speeds)
+    plan_s, computing_s = _expected_iteration(problem, plan, findings.speeds)
     return Learning(findings=findings, policy=policy, plan_s=plan_s, computing_s=computing_s)
 
 
-def _expected(problem: Problem, plan: Plan, speeds: Mapping[int, float]) -> Expected:
+def _expected_iteration(problem: Problem, plan: Plan, speeds: Mapping[int, float]) -> Expected:
     """The expected iteration of the plan, with slow nodes at their speeds.
 
     Policies price by these speeds too. The plan may lack them: it stays as it is if no other plan
@@ -145,7 +145,7 @@ def _expected(problem: Problem, plan: Plan, speeds: Mapping[int, float]) -> Expe
     return expected(problem, with_kinds(plan, {n: NodeKind(speed) for n, speed in speeds.items()}))
 
 
-def corrected(rules: Rules, state: JobState, *, before: JobState) -> Step:
+def with_corrections(rules: Rules, state: JobState, *, before: JobState) -> Step:
     """The state with the corrections that follow from the reports of the iteration to be committed.
 
     Args:
@@ -159,7 +159,7 @@ def corrected(rules: Rules, state: JobState, *, before: JobState) -> Step:
     # a speed has changed, measuring starts over: older ratios contain the change, and would count
     # it twice.
     if state.commits.next_iteration <= outcome.iteration or state.speeds != before.speeds:
-        return replace(state, learning=_anew(rules, state)), ()
+        return replace(state, learning=_new_measurement(rules, state)), ()
     found = _ratios(rules, state)
     ratios = {rank: (*learning.ratios.get(rank, ()), r)[-WINDOW:] for rank, r in found.items()}
     rests = (*learning.rests, _rest_s(state, found))[-WINDOW:] if found else ()
@@ -167,7 +167,7 @@ def corrected(rules: Rules, state: JobState, *, before: JobState) -> Step:
     if not ratios or min(map(len, ratios.values())) < WINDOW:
         return state, ()
     medians = {rank: median(window) for rank, window in ratios.items()}
-    unclear = _seeming_slow(state)
+    unclear = _unclear_ranks(state)
     layers = layer_ratios(state.plan, medians, excluded=unclear)
     if all(1.0 - DRIFT_MIN < ratio < 1.0 + DRIFT_MIN for ratio in layers.values()):
         layers = {}
@@ -179,11 +179,11 @@ def corrected(rules: Rules, state: JobState, *, before: JobState) -> Step:
     return _with_findings(rules, state, layers, beside_s)
 
 
-def _anew(rules: Rules, state: JobState) -> Learning:
+def _new_measurement(rules: Rules, state: JobState) -> Learning:
     """The learning that starts to measure anew, for the current plan and speeds of nodes."""
     problem = _problem(rules, state.learning.findings.layer_factors)
     assert problem is not None
-    plan_s, computing_s = _expected(problem, state.plan, state.speeds)
+    plan_s, computing_s = _expected_iteration(problem, state.plan, state.speeds)
     return replace(state.learning, ratios={}, rests=(), plan_s=plan_s, computing_s=computing_s)
 
 
@@ -225,7 +225,7 @@ def _ratios(rules: Rules, state: JobState) -> dict[int, float]:
     }
 
 
-def _seeming_slow(state: JobState) -> set[int]:
+def _unclear_ranks(state: JobState) -> set[int]:
     """The ranks of nodes that may soon be found slow, or fast again."""
     unclear = []
     for node, window in state.facts.ratios.items():
@@ -255,7 +255,7 @@ def _with_findings(
         findings = msgspec.structs.replace(findings, layer_factors=factors)
         policy = _policy(rules, corrected_plans(rules.every, factors))
         learning = replace(learning, findings=findings, policy=policy)
-        learning = _anew(rules, replace(state, learning=learning))
+        learning = _new_measurement(rules, replace(state, learning=learning))
     far = tuple(layer for layer, factor in enumerate(factors) if _is_far(factor))
     is_new = any(not _is_far(before[layer]) for layer in far)
     notice = ProfileCorrected(

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import msgspec
 
-from planaria.coordinator.learning.drift import restored_learning
+from planaria.coordinator.learning.profile_correction import restored_learning
 from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import JobState
 from planaria.core.findings import Findings
@@ -61,7 +61,7 @@ def with_more_room(rules: Rules, state: JobState, rank: int) -> tuple[JobState |
     Args:
         rules: rules that the job began with.
     """
-    found = _stage(rules, state.plan, rank)
+    found = _stage_memory(rules, state.plan, rank)
     if found is None:
         return None, ""
     layers, held_bytes, limit_bytes, num_devices = found
@@ -84,7 +84,7 @@ def with_more_room(rules: Rules, state: JobState, rank: int) -> tuple[JobState |
     return replace(state, learning=learning), f"{estimate}, and is planned smaller from now on"
 
 
-def _stage(rules: Rules, plan: Plan, rank: int) -> tuple[range, int, int, int] | None:
+def _stage_memory(rules: Rules, plan: Plan, rank: int) -> tuple[range, int, int, int] | None:
     """The memory of a rank's stage, as (layers, held_bytes, limit_bytes, num_devices).
 
     `held_bytes` is what the profile estimates for each device, and `limit_bytes` what a device can

@@ -13,7 +13,7 @@ from planaria.coordinator.learning.history import learned_failures_per_s, learne
 from planaria.coordinator.learning.overhead import prices_of, switch_s
 from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import JobState
-from planaria.coordinator.switching import followed_as
+from planaria.coordinator.switching import followed_answers
 from planaria.core.plan import Plan, Transition
 from planaria.core.records import Candidate
 from planaria.policies.building import scheduling_s
@@ -30,7 +30,7 @@ _S_PER_HOUR: Final = 3600.0
 _BACK_MAX: Final = 2  # Versions of copies; the newest is still on its way when nodes are lost.
 
 
-def candidates_of(
+def choice_among(
     rules: Rules,
     state: JobState,
     transitions: tuple[Transition, ...],
@@ -100,7 +100,7 @@ def weighed_answers(
         replace(one, downtime_s=one.downtime_s + scheduling_s(one.after, prices.hop_s))
         for one in answers
     )
-    weighed = followed_as(answers, prices=prices, switch_s=switch_s)
+    weighed = followed_answers(answers, prices=prices, switch_s=switch_s)
     return [
         (answer, as_that)
         for answer, as_that in zip(answers, weighed, strict=True)
@@ -116,10 +116,10 @@ def _is_followed(
         expected_samples_per_s(one, global_batch_size=global_batch_size, outlook=outlook)
         for one in (weighed, replace(answer, then=None))
     )
-    return gains(with_it, alone, samples_per_s=global_batch_size / answer.iteration_s)
+    return is_better(with_it, alone, samples_per_s=global_batch_size / answer.iteration_s)
 
 
-def gains(score: float, other: float, *, samples_per_s: float) -> bool:
+def is_better(score: float, other: float, *, samples_per_s: float) -> bool:
     """Whether a score is enough better than the other to be worth the pause of a change.
 
     Args:

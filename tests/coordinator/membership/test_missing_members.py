@@ -6,7 +6,11 @@ from helpers.coordinated import FIRST, LEASE_S, NOW_S, gone, of_type, small_rule
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import shaped_plan
 from planaria.coordinator.commands import End, Evict, Tick
-from planaria.coordinator.membership.arrivals import ARRIVAL_LEASES_MIN, ARRIVAL_S_MIN, arrival_s
+from planaria.coordinator.membership.missing_members import (
+    ARRIVAL_LEASES_MIN,
+    ARRIVAL_S_MIN,
+    arrival_s,
+)
 from planaria.coordinator.state import Phase
 from planaria.core.kinds import Ending
 from planaria.core.records import Recovering

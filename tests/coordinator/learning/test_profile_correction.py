@@ -12,7 +12,7 @@ from helpers.fake_cluster import FakeCluster
 from helpers.jobs import template
 from helpers.strategies import layer_profile, model_profile
 from planaria.coordinator.leadership import progress_of
-from planaria.coordinator.learning.drift import (
+from planaria.coordinator.learning.profile_correction import (
     BESIDE_MIN,
     DRIFT_MIN,
     iteration_s,
