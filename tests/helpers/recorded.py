@@ -90,7 +90,7 @@ def running(
 def recorder() -> Recorder:
     """A run that started at second 10 and began to train at second 14."""
     started = Recorder(start_s=10.0, predicted_s=0.5, predicted_peak_bytes=999)
-    assert started.running(running(14.0)) == ()
+    assert started.on_running(running(14.0)) == ()
     return started
 
 
@@ -160,10 +160,10 @@ def starting(now_s: float) -> Starting:
 
 def recover(run: Recorder, *, redone_samples: int = 0) -> tuple[EventRecord, ...]:
     """A loss noticed at 20: answered at 21, told at 23, linked at 23.5, ready at 26."""
-    run.recovering(lost(20.0, 6))
-    run.decided(decided(21.0, redone_samples=redone_samples), predicted_peak_bytes=555)
-    run.starting(starting(23.0))
-    return run.running(running(26.0, epoch=4, pid=80, regroup_s=0.5, transfer_s=2.5))
+    run.on_recovering(lost(20.0, 6))
+    run.on_decided(decided(21.0, redone_samples=redone_samples), predicted_peak_bytes=555)
+    run.on_starting(starting(23.0))
+    return run.on_running(running(26.0, epoch=4, pid=80, regroup_s=0.5, transfer_s=2.5))
 
 
 def parts(run: Recorder, now_s: float) -> dict[str, float]:

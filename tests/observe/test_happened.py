@@ -13,8 +13,8 @@ from planaria.observe.metrics import EventRecord
 def test_other_events_say_what_happened_when_and_why() -> None:
     """A save that failed is one; a coordinator that was lost is one, and costs no training."""
     run = recorder()
-    run.noted("unsaved", iteration=4, reason="disk full")
-    run.restarted(lost_s=15.0, now_s=15.5)
+    run.add_event("unsaved", iteration=4, reason="disk full")
+    run.on_coordinator_restart(lost_s=15.0, now_s=15.5)
 
     assert run.events() == (
         EventRecord(kind="unsaved", nodes=(), iteration=4, reason="disk full"),
@@ -26,8 +26,8 @@ def test_other_events_say_what_happened_when_and_why() -> None:
 def test_a_fault_that_was_injected_is_one_event_with_the_loss_that_it_made() -> None:
     """Two nodes at once are noticed one after the other; the time of the fault is known."""
     run = recorder()
-    run.fired(kill("kill:5,6@7.reduce"), now_s=19.0)
-    run.recovering(lost(19.5, 5))
+    run.on_fault(kill("kill:5,6@7.reduce"), now_s=19.0)
+    run.on_recovering(lost(19.5, 5))
     events = recover(run)
 
     (event,) = events
@@ -39,8 +39,8 @@ def test_a_fault_that_was_injected_is_one_event_with_the_loss_that_it_made() -> 
 def test_the_ledger_counts_from_the_fault_where_its_time_is_known() -> None:
     """A node that hangs is noticed a lease later; nothing useful was done in between."""
     run = recorder()
-    run.committed(committed(6, 16.0))
-    run.fired(kill("hang:6@7"), now_s=17.0)
+    run.on_committed(committed(6, 16.0))
+    run.on_fault(kill("hang:6@7"), now_s=17.0)
     (event,) = recover(run)
 
     assert event.detect_s == 4.0
@@ -50,8 +50,8 @@ def test_the_ledger_counts_from_the_fault_where_its_time_is_known() -> None:
 def test_another_loss_beside_an_injected_one_is_an_event_of_its_own() -> None:
     """Both are answered by the same plan."""
     run = recorder()
-    run.fired(kill(), now_s=19.0)
-    run.recovering(lost(19.5, 5))
+    run.on_fault(kill(), now_s=19.0)
+    run.on_recovering(lost(19.5, 5))
     events = recover(run)
 
     assert [(event.kind, event.nodes) for event in events] == [("kill", (6,)), ("lost", (5,))]
@@ -61,9 +61,9 @@ def test_another_loss_beside_an_injected_one_is_an_event_of_its_own() -> None:
 def test_a_slow_node_and_the_end_of_that_are_told_apart() -> None:
     """Nobody is lost by either, and nobody has to answer to the second."""
     run = recorder()
-    run.fired(kill("slow=2:5@4"), now_s=15.0)
-    run.fired(kill("slow=1:5@6"), now_s=17.0)
-    run.recovering(lost(19.5, 5))
+    run.on_fault(kill("slow=2:5@4"), now_s=15.0)
+    run.on_fault(kill("slow=1:5@6"), now_s=17.0)
+    run.on_recovering(lost(19.5, 5))
     recover(run)
 
     told = [(event.kind, event.iteration, event.downtime_s) for event in run.events()]
@@ -73,9 +73,9 @@ def test_a_slow_node_and_the_end_of_that_are_told_apart() -> None:
 def test_a_short_stop_is_not_charged_with_the_loss_of_another_node() -> None:
     """The node went on before its lease ran out, and training with it."""
     run = recorder()
-    run.fired(kill("hang=1:5@6"), now_s=15.0)
+    run.on_fault(kill("hang=1:5@6"), now_s=15.0)
     for iteration in range(6, 9):
-        run.committed(committed(iteration, 10.0 + iteration))
+        run.on_committed(committed(iteration, 10.0 + iteration))
     recover(run)
 
     told = {event.kind: (event.nodes, event.answer, event.downtime_s) for event in run.events()}
@@ -85,8 +85,8 @@ def test_a_short_stop_is_not_charged_with_the_loss_of_another_node() -> None:
 def test_a_killed_coordinator_is_an_event_that_ends_with_the_next_one() -> None:
     """How long the job had none; training goes on meanwhile."""
     run = recorder()
-    run.fired(kill("leader:@6.commit"), now_s=15.0)
-    run.restarted(lost_s=15.0, now_s=15.25)
+    run.on_fault(kill("leader:@6.commit"), now_s=15.0)
+    run.on_coordinator_restart(lost_s=15.0, now_s=15.25)
 
     (event,) = run.events()
     assert (event.kind, event.step, event.detect_s) == ("leader", "commit", 0.25)
@@ -97,13 +97,13 @@ def test_a_killed_coordinator_is_an_event_that_ends_with_the_next_one() -> None:
 def test_a_recovery_waits_for_the_coordinator(kills_s: float) -> None:
     """One that was under way, and one of a node that was lost while there was none."""
     run = recorder()
-    run.fired(kill(), now_s=kills_s)
+    run.on_fault(kill(), now_s=kills_s)
     if kills_s < 15.0:
-        run.recovering(lost(14.8, 6))
-    run.fired(kill("leader:@7.decide"), now_s=15.0)
-    run.restarted(lost_s=15.0, now_s=15.25)
+        run.on_recovering(lost(14.8, 6))
+    run.on_fault(kill("leader:@7.decide"), now_s=15.0)
+    run.on_coordinator_restart(lost_s=15.0, now_s=15.25)
     if kills_s > 15.0:
-        run.recovering(lost(15.3, 6))
+        run.on_recovering(lost(15.3, 6))
 
     (leader,) = [event for event in run.events() if event.kind == "leader"]
     assert (leader.detect_s, leader.reason) == (0.25, "all waited for it")
@@ -112,9 +112,9 @@ def test_a_recovery_waits_for_the_coordinator(kills_s: float) -> None:
 def test_a_later_loss_did_not_wait_for_the_coordinator() -> None:
     """It ran again by then."""
     run = recorder()
-    run.restarted(lost_s=15.0, now_s=15.25)
-    run.fired(kill(), now_s=16.0)
-    run.recovering(lost(16.5, 6))
+    run.on_coordinator_restart(lost_s=15.0, now_s=15.25)
+    run.on_fault(kill(), now_s=16.0)
+    run.on_recovering(lost(16.5, 6))
 
     (leader,) = [event for event in run.events() if event.kind == "leader"]
     assert leader.reason == ""
@@ -128,11 +128,11 @@ def came(*nodes: int, at: int = 6) -> Injection:
 def test_nodes_that_are_not_taken_are_told_by_their_numbers_and_stand_by() -> None:
     """One of two is taken. The other is no member, so a later loss is none of its own."""
     run = recorder()
-    run.fired(came(7, 8), now_s=15.0)
-    run.changed(changed(7), predicted_peak_bytes=555)
+    run.on_fault(came(7, 8), now_s=15.0)
+    run.on_changed(changed(7), predicted_peak_bytes=555)
     recover(run)
     before = run.events()
-    run.ended()
+    run.on_end()
 
     told = [(event.kind, event.nodes, event.answer) for event in run.events()]
     assert told == [("join", (7,), "grow"), ("join", (8,), ""), ("lost", (6,), "borrow")]
@@ -143,9 +143,9 @@ def test_nodes_that_are_not_taken_are_told_by_their_numbers_and_stand_by() -> No
 def test_joins_that_are_answered_together_are_both_over() -> None:
     """Neither is left to stand by."""
     run = recorder()
-    run.fired(came(7), now_s=15.0)
-    run.fired(came(8, at=7), now_s=15.5)
-    run.changed(changed(7, 8), predicted_peak_bytes=555)
+    run.on_fault(came(7), now_s=15.0)
+    run.on_fault(came(8, at=7), now_s=15.5)
+    run.on_changed(changed(7, 8), predicted_peak_bytes=555)
 
     assert [(event.kind, event.nodes) for event in run.events()] == [("join", (7, 8))]
 
@@ -153,8 +153,8 @@ def test_joins_that_are_answered_together_are_both_over() -> None:
 def test_a_standby_node_is_not_taken_for_one_that_came_to_join() -> None:
     """Node 7 waited from the start."""
     run = recorder()
-    run.fired(came(8), now_s=15.0)
-    run.changed(changed(7), predicted_peak_bytes=555)
+    run.on_fault(came(8), now_s=15.0)
+    run.on_changed(changed(7), predicted_peak_bytes=555)
 
     assert [(event.kind, event.nodes) for event in run.events()] == [
         ("join", (8,)),
@@ -165,9 +165,9 @@ def test_a_standby_node_is_not_taken_for_one_that_came_to_join() -> None:
 def test_faults_by_the_clock_and_faults_that_never_came_are_told_as_such() -> None:
     """A report must not look as if a place had been tested that was never reached."""
     run = recorder()
-    run.committed(committed(6, 16.0))
-    run.fired(kill("kill:6@~2.5"), now_s=16.5)
-    run.unfired(kill("kill:5@99"))
+    run.on_committed(committed(6, 16.0))
+    run.on_fault(kill("kill:6@~2.5"), now_s=16.5)
+    run.add_missed_fault(kill("kill:5@99"))
 
     fired, unfired = run.events()
     assert (unfired.kind, unfired.iteration, unfired.fired) == ("kill", 99, False)
@@ -177,15 +177,15 @@ def test_faults_by_the_clock_and_faults_that_never_came_are_told_as_such() -> No
 def test_events_are_in_the_order_in_which_they_happened() -> None:
     """A loss is told of before what came of it, whether it is over or not."""
     run = recorder()
-    run.fired(kill("preempt:5@6"), now_s=15.0)
-    run.fired(kill("kill:6@7"), now_s=16.0)
-    run.recovering(lost(16.5, 6))
-    run.decided(decided(17.0), predicted_peak_bytes=555)
-    assert run.degraded("one node is left", iteration=7)
-    run.fired(kill("leader:@7.decide"), now_s=17.1)
-    run.restarted(lost_s=17.1, now_s=17.4)
-    run.decided(decided(17.5), predicted_peak_bytes=555)
-    run.noted("lost", iteration=7, reason="no node is left")
+    run.on_fault(kill("preempt:5@6"), now_s=15.0)
+    run.on_fault(kill("kill:6@7"), now_s=16.0)
+    run.on_recovering(lost(16.5, 6))
+    run.on_decided(decided(17.0), predicted_peak_bytes=555)
+    assert run.on_degraded("one node is left", iteration=7)
+    run.on_fault(kill("leader:@7.decide"), now_s=17.1)
+    run.on_coordinator_restart(lost_s=17.1, now_s=17.4)
+    run.on_decided(decided(17.5), predicted_peak_bytes=555)
+    run.add_event("lost", iteration=7, reason="no node is left")
 
     kinds = [event.kind for event in run.events()]
     assert kinds == ["preempt", "kill", "degraded", "leader", "lost"]
@@ -194,8 +194,8 @@ def test_events_are_in_the_order_in_which_they_happened() -> None:
 def test_a_recovery_that_is_over_keeps_its_place() -> None:
     """It began before what happened meanwhile."""
     run = recorder()
-    run.fired(kill(), now_s=19.0)
-    run.noted("save_failed", iteration=6, reason="disk full")
+    run.on_fault(kill(), now_s=19.0)
+    run.add_event("save_failed", iteration=6, reason="disk full")
     recover(run)
 
     assert [event.kind for event in run.events()] == ["kill", "save_failed"]
@@ -205,7 +205,7 @@ def test_a_job_is_degraded_once() -> None:
     """The next coordinator decides again, and says the same; what is new is told."""
     run = recorder()
     told = [
-        run.degraded(reason, iteration=7)
+        run.on_degraded(reason, iteration=7)
         for reason in ("two nodes are left", "two nodes are left", "one node is left")
     ]
 
@@ -219,7 +219,7 @@ def test_a_job_is_degraded_once() -> None:
 def test_a_loss_that_ended_the_job_has_no_downtime() -> None:
     """It is there all the same."""
     run = recorder()
-    run.recovering(lost(20.0, 5, 6))
+    run.on_recovering(lost(20.0, 5, 6))
 
     (event,) = run.events()
     assert (event.kind, event.nodes, event.downtime_s) == ("lost", (5, 6), 0.0)

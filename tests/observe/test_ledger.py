@@ -20,7 +20,7 @@ def test_the_parts_sum_to_the_wall_time(
         if is_entry:
             ledger = ledger.enter(target, ledger.now_s + seconds)
         else:
-            ledger = ledger.moved(seconds, source, target)
+            ledger = ledger.move(seconds, source, target)
     parts = ledger.parts()
     wall_s = parts.pop("wall")
 
@@ -32,7 +32,7 @@ def test_the_parts_sum_to_the_wall_time(
 def test_seconds_count_for_what_the_job_did_not_for_what_comes_next() -> None:
     """`enter` books the time up to now under the category that it leaves."""
     ledger = Ledger(10.0, 10.0).enter(Category.USEFUL, 13.0).enter(Category.IDLE, 20.0)
-    ledger = ledger.moved(2.0, Category.USEFUL, Category.CHECKPOINT_STALL)
+    ledger = ledger.move(2.0, Category.USEFUL, Category.CHECKPOINT_STALL)
     parts = {name: seconds for name, seconds in ledger.parts().items() if seconds}
 
     assert parts == {"startup": 3.0, "useful": 5.0, "checkpoint_stall": 2.0, "wall": 10.0}
@@ -41,7 +41,7 @@ def test_seconds_count_for_what_the_job_did_not_for_what_comes_next() -> None:
 def test_no_more_is_moved_than_there_is() -> None:
     """Ranks may report a stall longer than the time that the job has counted."""
     ledger = Ledger(0.0, 0.0, Category.USEFUL).enter(Category.USEFUL, 1.0)
-    parts = ledger.moved(5.0, Category.USEFUL, Category.CHECKPOINT_STALL).parts()
+    parts = ledger.move(5.0, Category.USEFUL, Category.CHECKPOINT_STALL).parts()
 
     assert (parts["useful"], parts["checkpoint_stall"]) == (0.0, 1.0)
 

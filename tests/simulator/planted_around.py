@@ -113,11 +113,11 @@ def nothing_is_redundant(patch: pytest.MonkeyPatch) -> None:
 
 def what_was_restarted_once_restarts_for_ever(patch: pytest.MonkeyPatch) -> None:
     """All losses behind the first worker that was forked anew are taken for such."""
-    real = Recorder.recovering
+    real = Recorder.on_recovering
 
-    def recovering(self: Recorder, message: Any) -> None:
+    def on_recovering(self: Recorder, message: Any) -> None:
         is_forking = message.is_forking or self.__dict__.get("has_forked", False)
         self.__dict__["has_forked"] = is_forking
         real(self, msgspec.structs.replace(message, is_forking=is_forking))
 
-    patch.setattr(Recorder, "recovering", recovering)
+    patch.setattr(Recorder, "on_recovering", on_recovering)

@@ -22,7 +22,7 @@ from planaria.estimator.correction import Comparison, PeakBytes
 from planaria.estimator.time import Span, Timeline
 from planaria.job.planning import Planned
 from planaria.job.predictions import Prediction, prediction
-from planaria.observe.measured import EpochMeasured
+from planaria.observe.measurements import EpochMeasurements
 from planaria.observe.metrics import (
     ActionRecord,
     FinalRecord,
@@ -48,7 +48,7 @@ def report_of(
     """
     config = planned.config
     now_s = time.monotonic()
-    measured = recorder.measured.epochs
+    measured = recorder.measurements.epochs
     return Report(
         job=asdict(config),
         seed=config.training.seed,
@@ -82,7 +82,7 @@ def _tells_bytes(planned: Planned) -> bool:
     return planned.config.model.kind != "paced"
 
 
-def _actions(problem: Problem, epoch: int, measured: EpochMeasured) -> Iterator[ActionRecord]:
+def _actions(problem: Problem, epoch: int, measured: EpochMeasurements) -> Iterator[ActionRecord]:
     """The measured seconds of each rank and kind of action in an epoch, beside predicted ones."""
     seconds = measured.seconds()
     if not seconds:
@@ -113,7 +113,7 @@ def _action_s(predicted: Prediction) -> dict[tuple[int, str], float]:
     return found
 
 
-def _memory(problem: Problem, epoch: int, measured: EpochMeasured) -> Iterator[MemoryRecord]:
+def _memory(problem: Problem, epoch: int, measured: EpochMeasurements) -> Iterator[MemoryRecord]:
     """The measured peak memory of each rank in an epoch, beside the predicted one."""
     found = measured.peak_bytes()
     if not found:
@@ -135,7 +135,7 @@ def compared_iterations(planned: Planned, recorder: Recorder) -> Iterator[Compar
     made: dict[tuple[int, tuple[float, ...]], Prediction] = {}
     told = zip(recorder.iterations, recorder.spans, recorder.tensor_bytes, strict=True)
     for record, by_rank, tensor_bytes in told:
-        of_epoch = recorder.measured.epochs.get(record.epoch)
+        of_epoch = recorder.measurements.epochs.get(record.epoch)
         if not by_rank or of_epoch is None:
             continue
         factors = of_epoch.layer_factors(record.iteration)

@@ -66,15 +66,15 @@ class Ledger:
         }
         return replace(self, now_s=now_s, category=category, seconds=spent)
 
-    def moved(self, seconds: float, source: Category, target: Category) -> "Ledger":
+    def move(self, seconds: float, source: Category, target: Category) -> "Ledger":
         """The ledger with seconds moved from source to target, at most as many as source has."""
         assert seconds >= 0.0, seconds
         assert source is not target
         available = self.seconds.get(source, 0.0)
-        taken = min(seconds, available)
+        moved_s = min(seconds, available)
         changed = {
-            source: available - taken,
-            target: self.seconds.get(target, 0.0) + taken,
+            source: available - moved_s,
+            target: self.seconds.get(target, 0.0) + moved_s,
         }
         return replace(self, seconds=self.seconds | changed)
 

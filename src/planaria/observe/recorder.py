@@ -3,8 +3,8 @@
 Its callers pass the time; it reads no clock.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, count
 from math import inf
 from operator import itemgetter
@@ -15,7 +15,6 @@ from planaria.core.messages import IterationDone, MeasuredSpan, Raised, WorkerRe
 from planaria.core.records import (
     AwaitingMachine,
     AwaitingSaves,
-    Candidate,
     Changed,
     Committed,
     Decided,
@@ -26,38 +25,24 @@ from planaria.core.records import (
     Starting,
 )
 from planaria.observe.ledger import Category, Ledger
-from planaria.observe.measured import Copied, Measured
+from planaria.observe.measurements import CopyMeasurements, Measurements
 from planaria.observe.metrics import EventRecord, IterationRecord, WorkerRecord
+from planaria.observe.open_events import (
+    OpenEvent,
+    change_event,
+    finished_event,
+    injected_event,
+    is_answered_by,
+    with_decision,
+    with_error,
+)
 
 _AWAITED: Final = "all waited for it"
-_STANDING_BY: Final = "standing by, in no plan so far"
 _STOOD_BY: Final = "stood by, in no plan until the end"
 
 
 @dataclass(frozen=True, slots=True)
-class _Open:
-    """An event that is not over yet.
-
-    Attributes:
-        order: position among all events, in the order in which the recorder heard of them.
-        lost_s: time at which it happened if that is known, else at which it was noticed.
-        is_noticed: the coordinator has noticed the loss.
-        noticed_s: time at which the coordinator noticed the newest loss that the same plan answers.
-        detected_s, told_s: times at which all members had answered, and were sent the plan; 0
-            before that.
-    """
-
-    event: EventRecord
-    order: int
-    lost_s: float
-    is_noticed: bool = False
-    noticed_s: float = 0.0
-    detected_s: float = 0.0
-    told_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Lost:
+class _IterationInFlight:
     """The iteration in flight, whose computation a loss may waste.
 
     Attributes:
@@ -75,7 +60,9 @@ class _Lost:
     answered_s: float = inf
     is_redone: bool = False
 
-    def noticed(self, lost_s: float, *, training_until_s: float, now_s: float) -> "_Lost":
+    def with_loss(
+        self, lost_s: float, *, training_until_s: float, now_s: float
+    ) -> "_IterationInFlight":
         """Adds a noticed loss: the first one, or another one before training goes on."""
         return replace(
             self,
@@ -84,11 +71,11 @@ class _Lost:
             noticed_s=min(now_s, self.noticed_s),
         )
 
-    def answered(self, now_s: float, *, is_redone: bool) -> "_Lost":
+    def with_answers(self, now_s: float, *, is_redone: bool) -> "_IterationInFlight":
         """Records that every member has left the epoch."""
         return replace(self, answered_s=now_s, is_redone=self.is_redone or is_redone)
 
-    def settled(self, iteration_s: float) -> "_Lost":
+    def after_commit(self, iteration_s: float) -> "_IterationInFlight":
         """The iteration after this one, which was in flight if this one is committed."""
         return replace(self, began_s=min(self.began_s + iteration_s, self.noticed_s))
 
@@ -118,8 +105,8 @@ class Recorder:
         spans: measured spans by rank, one mapping per committed iteration; the mappings are empty
             unless workers trace.
         tensor_bytes: peak bytes of tensors by rank, in the same form.
-        measured: times and memory that ranks measured.
-        copied: measured cost of copies in memory.
+        measurements: times and memory that ranks measured.
+        copy_measurements: measured cost of copies in memory.
     """
 
     def __init__(self, *, start_s: float, predicted_s: float, predicted_peak_bytes: int) -> None:
@@ -127,57 +114,61 @@ class Recorder:
         self.iterations: list[IterationRecord] = []
         self.spans: list[dict[int, tuple[MeasuredSpan, ...]]] = []
         self.tensor_bytes: list[dict[int, int]] = []
-        self.measured = Measured()
-        self.copied = Copied()
+        self.measurements = Measurements()
+        self.copy_measurements = CopyMeasurements()
         self._shares_s: list[dict[Category, float]] = []  # One per committed iteration.
         self._orders = count()
         self._events: list[tuple[int, EventRecord]] = []  # (order, event that is over)
-        self._open: list[_Open] = []
+        self._open_events: list[OpenEvent] = []
         self._workers: dict[tuple[int, int], WorkerRecord] = {}
         # (seconds, peak bytes) of an iteration, by the first epoch for which they hold.
         self._predicted = {-1: (predicted_s, predicted_peak_bytes)}
         self._committed_s = start_s
         self._iteration_s = predicted_s  # Time of the newest iteration.
         self._idle_share = 0.0  # Share of the members that have no layer.
-        self._lost = _Lost()
+        self._in_flight = _IterationInFlight()
         # The newest loss of a coordinator: index of its event, when it was lost, and when the
         # next one ran.
-        self._led = (-1, start_s, start_s)
+        self._coordinator_loss = (-1, start_s, start_s)
 
     @property
     def next_iteration(self) -> int:
         """Number of the iteration after the newest committed one."""
         return self.iterations[-1].iteration + 1 if self.iterations else 0
 
-    def running(self, message: Running) -> tuple[EventRecord, ...]:
+    def on_running(self, message: Running) -> tuple[EventRecord, ...]:
         """Records that training runs, for the first time or again; returns the events that end."""
-        self.measured.begun(message.epoch, message.plan)
+        self.measurements.begin_epoch(message.epoch, message.plan)
         for rank, worker in message.workers.items():
             self._note_worker(rank, worker, message)
-        noticed = self._noticed()
+        noticed = self._noticed_events()
         self._enter(Category.TRANSFER if noticed else self.ledger.category, message.now_s)
-        over = tuple((one.order, _closed(one, message)) for one in noticed)
-        told_s = max((one.told_s for one in noticed), default=message.now_s)
+        over = tuple(
+            (open_event.order, finished_event(open_event, message)) for open_event in noticed
+        )
+        told_s = max((open_event.told_s for open_event in noticed), default=message.now_s)
         if over:
             between_s = message.now_s - told_s
             self._move(min(between_s, message.transfer_s), Category.REGROUP, Category.TRANSFER)
         self._events += over
-        self._open = [one for one in self._open if not one.is_noticed]
+        self._open_events = [
+            open_event for open_event in self._open_events if not open_event.is_noticed
+        ]
         self._enter(Category.USEFUL, message.now_s)
         self._committed_s = message.now_s
-        if noticed or self._lost.began_s == inf:  # Else a switch, in mid-iteration.
-            self._lost = _Lost(began_s=message.now_s)
+        if noticed or self._in_flight.began_s == inf:  # Else a switch, in mid-iteration.
+            self._in_flight = _IterationInFlight(began_s=message.now_s)
         working = {worker.node for worker in message.workers.values()}
         self._idle_share = 1.0 - len(working) / max(len(message.members), len(working))
         return tuple(event for _, event in over)
 
-    def committed(self, message: Committed) -> IterationRecord:
+    def on_committed(self, message: Committed) -> IterationRecord:
         """Records that an iteration is committed, for the first time or again."""
         self._undo(message.iteration)
         reports = message.reports
         epoch = max((r.epoch for r in reports), default=message.epoch)
         # An iteration of the old epoch may be reported after the decision about a loss.
-        predicted_s, peak_bytes = self._predicted_in(epoch)
+        predicted_s, peak_bytes = self._prediction(epoch)
         record = IterationRecord(
             iteration=message.iteration,
             loss=message.loss,
@@ -193,17 +184,17 @@ class Recorder:
         self.iterations.append(record)
         self.spans.append({report.rank: report.spans for report in reports if report.spans})
         self.tensor_bytes.append({r.rank: r.tensor_bytes for r in reports if r.tensor_bytes})
-        self.measured.committed(message.iteration, reports)
-        self.copied.committed(message.iteration, reports, message.now_s)
+        self.measurements.add_iteration(message.iteration, reports)
+        self.copy_measurements.add_iteration(message.iteration, reports, message.now_s)
         iteration_s = record.seconds
-        if self._noticed():
+        if self._noticed_events():
             # Without reports `seconds` contains the loss, so the prediction is used instead.
             iteration_s = record.seconds if reports else predicted_s
-            self._lost = self._lost.settled(iteration_s)
+            self._in_flight = self._in_flight.after_commit(iteration_s)
         else:
             self._enter(Category.USEFUL, message.now_s)
             self._committed_s = message.now_s
-            self._lost = _Lost(began_s=message.now_s)
+            self._in_flight = _IterationInFlight(began_s=message.now_s)
         self._iteration_s = iteration_s
         self._divide(iteration_s, reports)
         if message.ends:
@@ -215,8 +206,8 @@ class Recorder:
         stall_s = max((report.stall_s for report in reports), default=0.0)
         self._move(stall_s, Category.USEFUL, Category.CHECKPOINT_STALL)
         # Ranks may begin before the ledger counts useful time; that part cannot be moved.
-        useful_s = self.ledger.seconds.get(Category.USEFUL, 0.0)
-        trained_s = min(max(0.0, iteration_s - stall_s), useful_s)
+        booked_s = self.ledger.seconds.get(Category.USEFUL, 0.0)
+        trained_s = min(max(0.0, iteration_s - stall_s), booked_s)
         eager_s = sum(report.eager_s for report in reports)
         computing_s = sum(report.computing_s for report in reports) + eager_s
         idle_s = trained_s * self._idle_share
@@ -224,32 +215,34 @@ class Recorder:
         shares_s = {Category.IDLE: idle_s, Category.REDUNDANT: redundant_s}
         for category, seconds in shares_s.items():
             self._move(seconds, Category.USEFUL, category)
-        left_s = trained_s - idle_s - redundant_s
-        self._shares_s.append({Category.USEFUL: left_s, **shares_s})
+        useful_s = trained_s - idle_s - redundant_s
+        self._shares_s.append({Category.USEFUL: useful_s, **shares_s})
 
-    def corrected(self, message: ProfileCorrected) -> None:
+    def on_profile_corrected(self, message: ProfileCorrected) -> None:
         """Records the new prediction for later iterations, from a corrected profile."""
-        _, peak_bytes = self._predicted_in(message.epoch)
+        _, peak_bytes = self._prediction(message.epoch)
         self._predicted[message.epoch] = (message.predicted_s, peak_bytes)
-        self.measured.corrected(message.epoch, message.iteration, message.layer_factors)
+        self.measurements.add_correction(message.epoch, message.iteration, message.layer_factors)
 
-    def _predicted_in(self, epoch: int) -> tuple[float, int]:
+    def _prediction(self, epoch: int) -> tuple[float, int]:
         return self._predicted[max(of for of in self._predicted if of <= epoch)]
 
     def _undo(self, num_left: int) -> None:
         """Discards the committed iterations from num_left on, because the job went back."""
-        num_undone = sum(one.iteration >= num_left for one in self.iterations)
+        num_undone = sum(record.iteration >= num_left for record in self.iterations)
         if num_undone:
-            for category, seconds in chain(*(one.items() for one in self._shares_s[-num_undone:])):
+            for category, seconds in chain(
+                *(shares.items() for shares in self._shares_s[-num_undone:])
+            ):
                 self._move(seconds, category, Category.REDO)
-            for kept in (self.iterations, self.spans, self.tensor_bytes, self._shares_s):
-                del kept[-num_undone:]
+            for records in (self.iterations, self.spans, self.tensor_bytes, self._shares_s):
+                del records[-num_undone:]
 
     # -- events -----------------------------------------------------------------------------------
 
-    def fired(self, injection: Injection, *, now_s: float) -> None:
+    def on_fault(self, injection: Injection, *, now_s: float) -> None:
         """Records an injected fault; for a join the injection has the numbers of the nodes."""
-        event = _injected_event(injection)
+        event = injected_event(injection)
         if injection.place.at_s >= 0.0:
             event = replace(event, iteration=self.next_iteration)
         if injection.kind == "slow" and injection.value == 1.0:
@@ -257,23 +250,27 @@ class Recorder:
         if event.kind in (*NODELESS_KINDS, "unslowed"):  # Training goes on without an answer.
             self._add(event)
         else:
-            self._open.append(_Open(event, next(self._orders), now_s))
+            self._open_events.append(OpenEvent(event, next(self._orders), now_s))
 
-    def unfired(self, injection: Injection) -> None:
+    def add_missed_fault(self, injection: Injection) -> None:
         """Records a fault whose place never came."""
-        self._add(replace(_injected_event(injection), fired=False, reason=""))
+        self._add(replace(injected_event(injection), fired=False, reason=""))
 
-    def recovering(self, message: Recovering) -> None:
+    def on_recovering(self, message: Recovering) -> None:
         """Records that the coordinator noticed a loss."""
-        for index, one in enumerate(self._open):
-            if one.event.kind in ("slow", "join"):  # These lose no node.
+        for index, open_event in enumerate(self._open_events):
+            if open_event.event.kind in ("slow", "join"):  # These lose no node.
                 continue
-            if one.event.nodes and set(message.nodes) <= set(one.event.nodes):  # It was injected.
-                self._await_leader(one.lost_s)
-                self._detect(message, message.lost_s if one.is_noticed else one.lost_s)
-                event = replace(one.event, reason=one.event.reason or message.reason)
-                event = _with_raised(event, message.raised)
-                self._open[index] = replace(one, event=event, is_noticed=True)
+            if open_event.event.nodes and set(message.nodes) <= set(
+                open_event.event.nodes
+            ):  # It was injected.
+                self._await_leader(open_event.lost_s)
+                self._detect(
+                    message, message.lost_s if open_event.is_noticed else open_event.lost_s
+                )
+                event = replace(open_event.event, reason=open_event.event.reason or message.reason)
+                event = with_error(event, message.raised)
+                self._open_events[index] = replace(open_event, event=event, is_noticed=True)
                 return
         self._detect(message, message.lost_s)
         event = EventRecord(
@@ -282,105 +279,124 @@ class Recorder:
             iteration=message.iteration,
             reason=message.reason,
         )
-        event = _with_raised(event, message.raised)
-        self._open.append(_Open(event, next(self._orders), message.lost_s, is_noticed=True))
+        event = with_error(event, message.raised)
+        self._open_events.append(
+            OpenEvent(event, next(self._orders), message.lost_s, is_noticed=True)
+        )
 
     def _detect(self, message: Recovering, lost_s: float) -> None:
         """Books the time since a loss, when training stopped, until the coordinator noticed it."""
         start_s = max(lost_s, self.ledger.now_s)
-        self._lost = self._lost.noticed(lost_s, training_until_s=start_s, now_s=message.lost_s)
+        self._in_flight = self._in_flight.with_loss(
+            lost_s, training_until_s=start_s, now_s=message.lost_s
+        )
         self._enter(Category.DETECT, start_s)
-        _, unled_s, led_s = self._led
+        _, unled_s, led_s = self._coordinator_loss
         if start_s < led_s:
             self._enter(Category.RESTART, unled_s)
             self._enter(Category.DETECT, led_s)
         self._enter(Category.RESTART if message.is_forking else Category.DETECT, message.lost_s)
 
-    def forked(self, message: Forked) -> None:
+    def on_forked(self, message: Forked) -> None:
         """Records that every worker that was forked again has reported."""
         if self.ledger.category is Category.RESTART:
             self._enter(Category.DETECT, message.now_s)
 
-    def awaiting_machine(self, message: AwaitingMachine) -> None:
+    def on_awaiting_machine(self, message: AwaitingMachine) -> None:
         """Records that all wait for a node, until the next loss or decision."""
         self._enter(Category.IDLE, message.now_s)
 
-    def awaiting_saves(self, message: AwaitingSaves) -> None:
+    def on_awaiting_saves(self, message: AwaitingSaves) -> None:
         """Records that all wait for the disk to report what is saved."""
         self._enter(Category.CHECKPOINT_STALL, message.now_s)
 
     def _await_leader(self, lost_s: float) -> None:
         """Marks the loss of the coordinator as awaited if a node was lost before it ran again."""
-        index, _, led_s = self._led
+        index, _, led_s = self._coordinator_loss
         if lost_s < led_s:
             order, event = self._events[index]
             self._events[index] = order, replace(event, reason=_AWAITED)
 
-    def _noticed(self) -> list[_Open]:
-        return [one for one in self._open if one.is_noticed]
+    def _noticed_events(self) -> list[OpenEvent]:
+        return [event for event in self._open_events if event.is_noticed]
 
-    def decided(self, message: Decided, *, predicted_peak_bytes: int) -> None:
+    def on_decided(self, message: Decided, *, predicted_peak_bytes: int) -> None:
         """Records how the coordinator decided that the job goes on."""
         self._predicted[message.epoch] = (message.predicted_s, predicted_peak_bytes)
         self._undo(message.iteration)
-        self._lost = self._lost.answered(message.detected_s, is_redone=message.redone_samples > 0)
+        self._in_flight = self._in_flight.with_answers(
+            message.detected_s, is_redone=message.redone_samples > 0
+        )
         self._enter(Category.DECIDE, message.detected_s)
-        self._open = [_decided(one, message) if one.is_noticed else one for one in self._open]
+        self._open_events = [
+            with_decision(open_event, message) if open_event.is_noticed else open_event
+            for open_event in self._open_events
+        ]
         if message.joined:
-            order, joined = self._injected("join", message.joined)
+            order, joined = self._matching_event("join", message.joined)
             reason = "taken at once, to make up for a loss"
             joined = replace(joined, nodes=message.joined, reason=reason)
             self._events.append((order, replace(joined, iteration=message.iteration)))
 
-    def degraded(self, reason: str, *, iteration: int) -> bool:
+    def on_degraded(self, reason: str, *, iteration: int) -> bool:
         """Records that the job survives fewer failures from now on.
 
         Returns False if it was recorded before: the next coordinator may report it again.
         """
         event = EventRecord(kind="degraded", nodes=(), iteration=iteration, reason=reason)
-        is_new = all(told != event for _, told in self._events)
+        is_new = all(recorded != event for _, recorded in self._events)
         if is_new:
             self._add(event)
         return is_new
 
-    def changed(self, message: Changed, *, predicted_peak_bytes: int) -> tuple[EventRecord, ...]:
+    def on_changed(self, message: Changed, *, predicted_peak_bytes: int) -> tuple[EventRecord, ...]:
         """Records nodes that came, left or changed while training went on; one event per kind."""
         self._predicted[message.epoch] = (message.predicted_s, predicted_peak_bytes)
         self._move(message.pause_s, Category.USEFUL, Category.REGROUP)
         over = []
         for kind in dict.fromkeys(message.kinds.values()):
             nodes = tuple(sorted(n for n, why in message.kinds.items() if why == kind))
-            order, event = self._injected(kind, nodes)
-            over.append((order, _changed(event, nodes, message)))
+            order, event = self._matching_event(kind, nodes)
+            over.append((order, change_event(event, nodes, message)))
         self._events += over
         return tuple(event for _, event in over)
 
-    def _injected(self, kind: str, nodes: tuple[int, ...]) -> tuple[int, EventRecord]:
+    def _matching_event(self, kind: str, nodes: tuple[int, ...]) -> tuple[int, EventRecord]:
         """(order, event) of the injection that caused a change, or of a new event."""
-        meant = [one for one in self._open if _is_meant(one, kind, nodes)]
-        for one in meant if kind == "join" else meant[:1]:  # One change may answer two joins.
-            self._open.remove(one)
-            left = tuple(sorted(set(one.event.nodes) - set(nodes)))
-            if kind == "join" and left:
-                self._open.append(replace(one, event=replace(one.event, nodes=left)))
-        if meant:
-            return meant[0].order, meant[0].event
-        told = {
+        matching = [
+            open_event
+            for open_event in self._open_events
+            if is_answered_by(open_event, kind, nodes)
+        ]
+        for open_event in (
+            matching if kind == "join" else matching[:1]
+        ):  # One change may answer two joins.
+            self._open_events.remove(open_event)
+            waiting = tuple(sorted(set(open_event.event.nodes) - set(nodes)))
+            if kind == "join" and waiting:
+                self._open_events.append(
+                    replace(open_event, event=replace(open_event.event, nodes=waiting))
+                )
+        if matching:
+            return matching[0].order, matching[0].event
+        report_kind = {
             "join": "joined",
             "drain": "drained",
             "preempt": "drained",
             "reform": "reformed",
         }.get(kind, kind)
-        return next(self._orders), EventRecord(kind=told, nodes=nodes, iteration=-1)
+        return next(self._orders), EventRecord(kind=report_kind, nodes=nodes, iteration=-1)
 
-    def starting(self, message: Starting) -> None:
+    def on_starting(self, message: Starting) -> None:
         """Records that the members were sent the plan."""
-        if self._noticed():
-            self._book_lost()
+        if self._noticed_events():
+            self._book_wasted()
             self._enter(Category.REGROUP, message.now_s)
-            self._open = [replace(one, told_s=message.now_s) for one in self._open]
+            self._open_events = [
+                replace(open_event, told_s=message.now_s) for open_event in self._open_events
+            ]
 
-    def restarted(self, *, lost_s: float, now_s: float) -> None:
+    def on_coordinator_restart(self, *, lost_s: float, now_s: float) -> None:
         """Records a lost coordinator that runs again; only training goes on without one."""
         category = self.ledger.category
         is_awaited = category is not Category.USEFUL
@@ -400,28 +416,33 @@ class Recorder:
             self._add(EventRecord(kind="leader", nodes=(), iteration=self.next_iteration))
         order, event = self._events[index]
         self._events[index] = order, replace(event, detect_s=now_s - lost_s, reason=reason)
-        self._led = (index, lost_s, now_s)
+        self._coordinator_loss = (index, lost_s, now_s)
 
-    def noted(
+    def add_event(
         self, kind: str, *, iteration: int, reason: str, raised: Raised | None = None
     ) -> None:
         """Records an event of another kind."""
         event = EventRecord(kind=kind, nodes=(), iteration=iteration, reason=reason)
-        self._add(_with_raised(event, raised))
+        self._add(with_error(event, raised))
 
     def _add(self, event: EventRecord) -> None:
         self._events.append((next(self._orders), event))
 
-    def ended(self) -> None:
+    def on_end(self) -> None:
         """Records the end of the job."""
-        for index, one in enumerate(self._open):
-            if one.event.kind == "join":
-                self._open[index] = replace(one, event=replace(one.event, reason=_STOOD_BY))
+        for index, open_event in enumerate(self._open_events):
+            if open_event.event.kind == "join":
+                self._open_events[index] = replace(
+                    open_event, event=replace(open_event.event, reason=_STOOD_BY)
+                )
 
     def events(self) -> tuple[EventRecord, ...]:
         """All events in order; those that are not over have no downtime."""
-        told = [*self._events, *((one.order, one.event) for one in self._open)]
-        return tuple(event for _, event in sorted(told, key=itemgetter(0)))
+        events = [
+            *self._events,
+            *((open_event.order, open_event.event) for open_event in self._open_events),
+        ]
+        return tuple(event for _, event in sorted(events, key=itemgetter(0)))
 
     def workers(self) -> tuple[WorkerRecord, ...]:
         """The workers of the run, sorted by rank and first epoch."""
@@ -444,103 +465,11 @@ class Recorder:
         self.ledger = self.ledger.enter(category, max(now_s, self.ledger.now_s))
 
     def _move(self, seconds: float, source: Category, target: Category) -> None:
-        self.ledger = self.ledger.moved(seconds, source, target)
+        self.ledger = self.ledger.move(seconds, source, target)
 
-    def _book_lost(self) -> None:
+    def _book_wasted(self) -> None:
         """Moves the wasted seconds of the iteration in flight to REDO."""
-        training_s, leaving_s = self._lost.seconds(self._iteration_s)
+        training_s, leaving_s = self._in_flight.seconds(self._iteration_s)
         self._move(training_s, Category.USEFUL, Category.REDO)
         self._move(leaving_s, Category.DETECT, Category.REDO)
-        self._lost = _Lost()  # A later loss must not count it again.
-
-
-def _with_raised(event: EventRecord, raised: Raised | None) -> EventRecord:
-    if raised is None:
-        return event
-    layers = tuple(range(raised.first_layer, raised.end_layer))
-    return replace(event, error=raised.error, message=raised.message, layers=layers)
-
-
-def _is_meant(one: _Open, kind: str, nodes: tuple[int, ...]) -> bool:
-    """Whether a change may answer an injection: it has all its nodes, or some of a join."""
-    both = set(nodes) & set(one.event.nodes)
-    is_meant = bool(both) if kind == "join" else both == set(nodes)
-    return is_meant and one.event.kind == kind and not one.is_noticed
-
-
-def _injected_event(injection: Injection) -> EventRecord:
-    place = injection.place
-    return EventRecord(
-        kind=injection.kind,
-        nodes=injection.nodes,
-        iteration=place.iteration,
-        step=place.step if place.at_s < 0.0 else f"~{place.at_s}",
-        reason=_STANDING_BY if injection.num_nodes else "",
-    )
-
-
-def _changed(event: EventRecord, nodes: tuple[int, ...], message: Changed) -> EventRecord:
-    steps = f"{message.now_s - message.asked_s:.2f} s from the first step to the last"
-    return replace(
-        event,
-        nodes=nodes,
-        iteration=message.iteration if event.iteration < 0 else event.iteration,
-        policy=message.policy,
-        answer=message.answer,
-        candidates=_priced(message.candidates),
-        time_to_failure_s=message.time_to_failure_s,
-        regroup_s=message.pause_s,
-        transfer_bytes=message.transfer_bytes,
-        received_bytes=message.received_bytes,
-        source_tier="live" if message.transfer_bytes else "",
-        downtime_s=message.pause_s,
-        predicted_downtime_s=message.predicted_pause_s,
-        reason="; ".join(filter(None, (message.reason, steps))),
-    )
-
-
-def _priced(candidates: tuple[Candidate, ...]) -> tuple[Mapping[str, object], ...]:
-    return tuple(map(asdict, candidates))
-
-
-def _decided(one: _Open, message: Decided) -> _Open:
-    event = replace(
-        one.event,
-        policy=message.policy,
-        answer=message.answer,
-        candidates=_priced(message.candidates),
-        time_to_failure_s=message.time_to_failure_s,
-        transfer_bytes=message.transfer_bytes,
-        source_tier=_tier(message),
-        predicted_downtime_s=message.predicted_downtime_s,
-        predicted_transfer_s=message.predicted_transfer_s,
-        predicted_recovery_s=message.predicted_recovery_s,
-        predicted_recovery_s_min=message.predicted_recovery_s_min,
-        predicted_recovery_s_max=message.predicted_recovery_s_max,
-        redone_samples=message.redone_samples,
-    )
-    return replace(one, event=event, noticed_s=message.noticed_s, detected_s=message.detected_s)
-
-
-def _closed(one: _Open, message: Running) -> EventRecord:
-    """The event with the times of its phases, from the loss until every rank could go on."""
-    if not one.detected_s:  # This recovery does not answer the fault, such as a short stop.
-        return one.event
-    regroup_s = min(message.regroup_s, message.now_s - one.told_s)
-    return replace(
-        one.event,
-        detect_s=one.detected_s - one.lost_s,
-        decide_s=one.told_s - one.detected_s,
-        regroup_s=regroup_s,
-        transfer_s=message.now_s - one.told_s - regroup_s,
-        received_bytes=message.received_bytes,
-        downtime_s=message.now_s - one.lost_s,
-        recovery_s=message.now_s - one.noticed_s if one.noticed_s else 0.0,
-    )
-
-
-def _tier(message: Decided) -> str:
-    """The tier that serves layers: "memory", "disk", "live", or "" if no layer moves."""
-    if message.copied >= 0:
-        return "memory"
-    return "disk" if message.source else "live" if message.transfer_bytes else ""
+        self._in_flight = _IterationInFlight()  # A later loss must not count it again.

@@ -87,31 +87,31 @@ class Watcher:
                 self._running(message)
             case Committed():
                 self._committed_s = message.now_s
-                self._display.committed(self._recorder.committed(message))
+                self._display.committed(self._recorder.on_committed(message))
             case Recovering():
-                self._recorder.recovering(message)
+                self._recorder.on_recovering(message)
                 self._display.note(_loss_text(message))
             case Forked():
-                self._recorder.forked(message)
+                self._recorder.on_forked(message)
             case AwaitingMachine():
-                self._recorder.awaiting_machine(message)
+                self._recorder.on_awaiting_machine(message)
                 self._display.note(message.text)
             case AwaitingSaves():
-                self._recorder.awaiting_saves(message)
+                self._recorder.on_awaiting_saves(message)
                 self._display.note(message.text)
             case Decided():
                 self._decided(message)
             case Changed():
                 self._changed(message)
             case ProfileCorrected():
-                self._recorder.corrected(message)
+                self._recorder.on_profile_corrected(message)
                 if message.warning:
                     self._display.note(message.warning)
             case Saved():
                 self._checkpoint_s.append(time.monotonic() - self._committed_s)
                 self._display.note(f"saved iteration {message.iteration}")
             case Unsaved():
-                self._recorder.noted(
+                self._recorder.add_event(
                     "save_failed", iteration=message.iteration, reason=message.reason
                 )
                 text = f"iteration {message.iteration} was not saved: {message.reason}"
@@ -121,7 +121,7 @@ class Watcher:
 
     def on_fault(self, injection: Injection, *, now_s: float) -> None:
         """See `Observer`."""
-        self._recorder.fired(injection, now_s=now_s)
+        self._recorder.on_fault(injection, now_s=now_s)
         nodes = ", ".join(str(node) for node in injection.nodes)
         target = f"node {nodes}" if nodes else _AROUND.get(injection.kind, "")
         if injection.num_nodes:
@@ -130,13 +130,13 @@ class Watcher:
 
     def on_coordinator_restart(self, *, lost_s: float, now_s: float) -> None:
         """See `Observer`."""
-        self._recorder.restarted(lost_s=lost_s, now_s=now_s)
+        self._recorder.on_coordinator_restart(lost_s=lost_s, now_s=now_s)
         self._display.note(f"the coordinator runs again after {1000 * (now_s - lost_s):.0f} ms")
 
     def on_grant(self, node: int, *, replaced_node: int) -> None:
         """See `Observer`."""
         reason = f"another machine is granted in the stead of node {replaced_node}'s: node {node}"
-        self._recorder.noted("granted", iteration=self._recorder.next_iteration, reason=reason)
+        self._recorder.add_event("granted", iteration=self._recorder.next_iteration, reason=reason)
         self._display.note(reason)
 
     def on_stop_request(self) -> None:
@@ -151,14 +151,14 @@ class Watcher:
         """Records that training ended too early, and why."""
         iteration = self._recorder.next_iteration
         raised = ended.failure.raised if ended.failure else None
-        self._recorder.noted(ended.ending, iteration=iteration, reason=reason, raised=raised)
+        self._recorder.add_event(ended.ending, iteration=iteration, reason=reason, raised=raised)
 
     def ended(self, unfired: tuple[Injection, ...]) -> None:
         """Records the end of the job, and the faults that were never injected because the job never
         reached their places."""
-        self._recorder.ended()
+        self._recorder.on_end()
         for injection in unfired:
-            self._recorder.unfired(injection)
+            self._recorder.add_missed_fault(injection)
             self._display.note(f"never injected, for its place never came: {injection.spec}")
 
     def checkpoints(self, *, every: int, is_resumed: bool) -> dict[str, float]:
@@ -180,11 +180,11 @@ class Watcher:
             "checkpoint_s": checkpoint_s,
             "retrieval_s": retrieval_s,
             "expected_wasted_s": wasted_s,
-            **self._recorder.copied.table(fmean(back) if back else 0.0),
+            **self._recorder.copy_measurements.table(fmean(back) if back else 0.0),
         }
 
     def _starting(self, message: Starting) -> None:
-        self._recorder.starting(message)
+        self._recorder.on_starting(message)
         if not self._has_begun:
             self._starting_s = message.now_s
             is_one = message.num_nodes == 1
@@ -192,7 +192,7 @@ class Watcher:
             self._display.note(f"{counted(message.num_nodes, 'node')} {they} layers")
 
     def _running(self, message: Running) -> None:
-        for event in self._recorder.running(message):
+        for event in self._recorder.on_running(message):
             for text in _event_texts(event):
                 self._display.note(text)
         if not self._has_begun:
@@ -202,13 +202,13 @@ class Watcher:
 
     def _decided(self, message: Decided) -> None:
         peak_bytes = self._predicted_peak_bytes(message.plan)
-        self._recorder.decided(message, predicted_peak_bytes=peak_bytes)
+        self._recorder.on_decided(message, predicted_peak_bytes=peak_bytes)
         self._degraded(message)
         self._display.replanned(message.plan)
 
     def _changed(self, message: Changed) -> None:
         peak_bytes = self._predicted_peak_bytes(message.plan)
-        for event in self._recorder.changed(message, predicted_peak_bytes=peak_bytes):
+        for event in self._recorder.on_changed(message, predicted_peak_bytes=peak_bytes):
             nodes = ", ".join(str(node) for node in event.nodes)
             self._display.note(
                 f"{event.kind}: node {nodes}: {choice_text(event)}; "
@@ -220,7 +220,7 @@ class Watcher:
 
     def _degraded(self, message: Decided | Changed) -> None:
         text = message.degraded
-        if text and self._recorder.degraded(text, iteration=message.iteration):
+        if text and self._recorder.on_degraded(text, iteration=message.iteration):
             self._display.note(f"degraded: {text}")
 
 

@@ -200,10 +200,10 @@ class Recording:
         recorder = self.recorder
         match message:
             case Leading() if self._unled_s >= 0.0:
-                recorder.restarted(lost_s=self._unled_s, now_s=now_s)
+                recorder.on_coordinator_restart(lost_s=self._unled_s, now_s=now_s)
                 self._unled_s, self._led_s = -1.0, now_s
             case Starting():
-                recorder.starting(message)
+                recorder.on_starting(message)
                 self._check_redo()
             case Running():
                 self._is_recovering = False
@@ -211,11 +211,11 @@ class Recording:
                 self._training_s = now_s
                 at_work = {worker.node for worker in message.workers.values()}
                 self._idle_members = max(0, len(message.members) - len(at_work))
-                recorder.running(message)
+                recorder.on_running(message)
             case Committed():
                 self._has_settled = not self._is_training
                 self._training_s = now_s
-                recorder.committed(message)
+                recorder.on_committed(message)
             case Recovering():
                 self._is_recovering = True
                 self._was_forking |= message.is_forking
@@ -223,13 +223,13 @@ class Recording:
                 trained_s = now_s - self._training_s
                 self._was_training |= self._is_training and trained_s > _TOLERANCE_S
                 self._is_training = False
-                recorder.recovering(message)
+                recorder.on_recovering(message)
             case Forked():
-                recorder.forked(message)
+                recorder.on_forked(message)
             case AwaitingMachine():
-                recorder.awaiting_machine(message)
+                recorder.on_awaiting_machine(message)
             case AwaitingSaves():
-                recorder.awaiting_saves(message)
+                recorder.on_awaiting_saves(message)
             case Decided():
                 # What was committed before the Running message has no seconds to take back.
                 has_trained = recorder.ledger.seconds.get(Category.USEFUL, 0.0) > 0.0
@@ -237,13 +237,13 @@ class Recording:
                 is_new = self._redo_due is None  # False: another decision on the same loss.
                 if message.redone_samples and is_new and (self._was_training or goes_back):
                     self._redo_due = recorder.ledger.seconds.get(Category.REDO, 0.0)
-                recorder.decided(message, predicted_peak_bytes=0)
+                recorder.on_decided(message, predicted_peak_bytes=0)
             case Changed():
-                recorder.changed(message, predicted_peak_bytes=0)
+                recorder.on_changed(message, predicted_peak_bytes=0)
             case ProfileCorrected():
-                recorder.corrected(message)
+                recorder.on_profile_corrected(message)
             case Ended():
-                recorder.ended()
+                recorder.on_end()
 
     def _check_redo(self) -> None:
         """Checks that the ledger has seconds of REDO if samples are computed again.

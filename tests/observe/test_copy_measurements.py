@@ -4,7 +4,7 @@ import pytest
 
 from planaria.core.copies import CopiesDone
 from planaria.core.messages import IterationDone
-from planaria.observe.measured import Copied
+from planaria.observe.measurements import CopyMeasurements
 
 
 def done(
@@ -27,13 +27,13 @@ def done(
 
 def test_a_failure_wastes_a_version_half_a_period_and_what_reading_takes() -> None:
     """A version every two iterations of 3 s, each complete with the commit after it."""
-    copied = Copied()
+    measurements = CopyMeasurements()
     for iteration in range(8):
         age = iteration // 2 * 2 - (1 if iteration < 2 else 0)
         reports = [done(iteration, rank, age) for rank in range(2)]
-        copied.committed(iteration, reports, 3.0 * iteration)
+        measurements.add_iteration(iteration, reports, 3.0 * iteration)
 
-    table = copied.table(0.5)
+    table = measurements.table(0.5)
     assert table["every"] == 2.0
     assert table["checkpoint_s"] == pytest.approx(3.0)
     assert table["retrieval_s"] == 0.5
@@ -42,30 +42,30 @@ def test_a_failure_wastes_a_version_half_a_period_and_what_reading_takes() -> No
 
 def test_without_versions_there_is_nothing_to_tell() -> None:
     """The version that a job begins with does not count, nor does one that is told again."""
-    copied = Copied()
+    measurements = CopyMeasurements()
     for iteration in range(4):
-        copied.committed(iteration, [done(iteration, 0, 1)], float(iteration))
+        measurements.add_iteration(iteration, [done(iteration, 0, 1)], float(iteration))
 
-    assert copied.table(0.0) == {"idle_used_s": 0.0, "idle_left_s": 0.0}
+    assert measurements.table(0.0) == {"idle_used_s": 0.0, "idle_left_s": 0.0}
 
 
 def test_the_version_to_which_a_job_went_back_took_no_downtime() -> None:
     """It was complete before the loss, which is told with the first commit after it alone."""
-    copied = Copied()
+    measurements = CopyMeasurements()
     for iteration in range(5):
-        copied.committed(iteration, [done(iteration, 0, -1)], float(iteration))
+        measurements.add_iteration(iteration, [done(iteration, 0, -1)], float(iteration))
     for iteration, age in ((4, 4), (5, 5), (6, 6)):
-        copied.committed(iteration, [done(iteration, 0, age)], 100.0 + iteration)
+        measurements.add_iteration(iteration, [done(iteration, 0, age)], 100.0 + iteration)
 
-    table = copied.table(0.0)
+    table = measurements.table(0.0)
     assert table["checkpoint_s"] == pytest.approx(1.0)
     assert table["every"] == 1.0
 
 
 def test_idle_time_is_told_by_iteration_and_rank() -> None:
     """Of those who send copies; what took longer than the spans leaves nothing."""
-    copied = Copied()
-    copied.committed(0, [done(0, 0, -1), done(0, 1, -1, idle_s=2.0, used_s=0.5)], 1.0)
-    copied.committed(1, [done(1, 0, -1), done(1, 1, -1, idle_s=2.0, used_s=2.5)], 2.0)
+    measurements = CopyMeasurements()
+    measurements.add_iteration(0, [done(0, 0, -1), done(0, 1, -1, idle_s=2.0, used_s=0.5)], 1.0)
+    measurements.add_iteration(1, [done(1, 0, -1), done(1, 1, -1, idle_s=2.0, used_s=2.5)], 2.0)
 
-    assert copied.table(0.0) == {"idle_used_s": 1.5, "idle_left_s": 0.75}
+    assert measurements.table(0.0) == {"idle_used_s": 1.5, "idle_left_s": 0.75}

@@ -13,7 +13,7 @@ _NEWEST: Final = 64  # A median is over the newest 64 iterations, so that memory
 
 
 @dataclass(slots=True)
-class EpochMeasured:
+class EpochMeasurements:
     """Measurements of one epoch.
 
     Attributes:
@@ -50,26 +50,26 @@ class EpochMeasured:
         return dict(sorted(self._peak_bytes.items()))
 
 
-class Measured:
+class Measurements:
     """Measurements of a job, by epoch."""
 
     def __init__(self) -> None:
-        self.epochs: dict[int, EpochMeasured] = {}
+        self.epochs: dict[int, EpochMeasurements] = {}
         self._layer_factors: tuple[float, ...] = ()
         self._first = -1  # The iteration with which the newest epoch begins.
 
-    def begun(self, epoch: int, plan: Plan) -> None:
+    def begin_epoch(self, epoch: int, plan: Plan) -> None:
         """Begins an epoch. Its first iteration runs with cold caches and is not counted."""
-        self.epochs[epoch] = EpochMeasured(plan, [(0, self._layer_factors)])
+        self.epochs[epoch] = EpochMeasurements(plan, [(0, self._layer_factors)])
         self._first = -1
 
-    def corrected(self, epoch: int, iteration: int, layer_factors: tuple[float, ...]) -> None:
+    def add_correction(self, epoch: int, iteration: int, layer_factors: tuple[float, ...]) -> None:
         """Records the factors that correct the profile from an iteration of the epoch on."""
         self._layer_factors = layer_factors
         if epoch in self.epochs:
             self.epochs[epoch].corrections.append((iteration, layer_factors))
 
-    def committed(self, iteration: int, reports: Iterable[IterationDone]) -> None:
+    def add_iteration(self, iteration: int, reports: Iterable[IterationDone]) -> None:
         """Adds what the ranks measured in a committed iteration."""
         for report in reports:
             measured = self.epochs.get(report.epoch)
@@ -84,7 +84,7 @@ class Measured:
 # -- the cost of copies in memory, and the time that a failure wastes ------------------------------
 
 
-class Copied:
+class CopyMeasurements:
     """Measurements of copies in memory: complete versions, and the idle network time they used."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Copied:
         self._used_s: list[float] = []
         self._left_s: list[float] = []
 
-    def committed(self, iteration: int, reports: Iterable[IterationDone], now_s: float) -> None:
+    def add_iteration(self, iteration: int, reports: Iterable[IterationDone], now_s: float) -> None:
         """Adds what the ranks report about copies with a committed iteration."""
         if iteration + 1 in self._committed_s:
             # The job went back, to a version that was complete before the loss.

@@ -2,7 +2,7 @@
 
 from helpers.jobs import shaped_plan
 from planaria.core.messages import IterationDone
-from planaria.observe.measured import Measured
+from planaria.observe.measurements import Measurements
 
 PLAN = shaped_plan((2,), 4)
 
@@ -34,26 +34,28 @@ def done(
 
 def test_an_epoch_tells_medians_and_peaks_of_all_but_its_first_iteration() -> None:
     """One long iteration is no news, and caches are cold in the first."""
-    measured = Measured()
-    measured.begun(3, PLAN)
+    measurements = Measurements()
+    measurements.begin_epoch(3, PLAN)
     for iteration, forward_s in enumerate((9.0, 1.0, 8.0, 1.5), start=5):
         peaks = {"peak_bytes": 10 * iteration, "tensor_bytes": 9 - iteration}
-        measured.committed(iteration, [done(0, iteration, forward_s, **peaks)])
-        measured.committed(iteration, [done(0, iteration, 7.0, epoch=2)])  # Of no epoch known.
+        measurements.add_iteration(iteration, [done(0, iteration, forward_s, **peaks)])
+        measurements.add_iteration(
+            iteration, [done(0, iteration, 7.0, epoch=2)]
+        )  # Of no epoch known.
 
-    assert measured.epochs[3].seconds() == {(0, "B"): 3.0, (0, "F"): 1.5}
-    assert measured.epochs[3].peak_bytes() == {0: (3, 80)}
+    assert measurements.epochs[3].seconds() == {(0, "B"): 3.0, (0, "F"): 1.5}
+    assert measurements.epochs[3].peak_bytes() == {0: (3, 80)}
     assert done(0, 0, 1.5).computing_s == 4.5
 
 
 def test_corrections_hold_from_their_iteration_on_and_in_later_epochs() -> None:
     """An iteration is compared to what was predicted when it began."""
-    measured = Measured()
-    measured.begun(0, PLAN)
-    measured.corrected(0, 7, (2.0,))
-    measured.corrected(0, 9, (3.0,))
-    measured.begun(1, PLAN)
-    before, after = measured.epochs[0], measured.epochs[1]
+    measurements = Measurements()
+    measurements.begin_epoch(0, PLAN)
+    measurements.add_correction(0, 7, (2.0,))
+    measurements.add_correction(0, 9, (3.0,))
+    measurements.begin_epoch(1, PLAN)
+    before, after = measurements.epochs[0], measurements.epochs[1]
 
     assert [before.layer_factors(i) for i in (6, 7, 8, 9)] == [(), (2.0,), (2.0,), (3.0,)]
     assert after.layer_factors(12) == (3.0,)
