@@ -97,7 +97,7 @@ class UnreadOutput:
         self._is_terminal = surroundings.output == "terminal"
         self._closes_at = surroundings.closes_at
         self.reader_fd, writer_fd = pty.openpty() if self._is_terminal else os.pipe()
-        _block(writer_fd)
+        _fill_output(writer_fd)
         self._stream = os.fdopen(writer_fd, "w")
         self.display = Shown(Console(file=unfailing(self._stream)))
         self.has_hung_up = False
@@ -129,7 +129,7 @@ class UnreadOutput:
         self.reader_fd = -1
 
 
-def _block(descriptor: int) -> None:
+def _fill_output(descriptor: int) -> None:
     """Fills the output. A pipe holds 64 KiB, so what a run prints would not fill it."""
     os.set_blocking(descriptor, False)
     with suppress(BlockingIOError):

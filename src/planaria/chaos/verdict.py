@@ -91,9 +91,9 @@ def _wrong_ends(report: Report, baseline: BaselineRun) -> Iterator[str]:
     if final.iteration != end:
         yield f"{final.iteration} iterations are done in the end, not {end}"
     for name in ("parameters_sha256", "optimizer_sha256"):
-        ours, theirs = getattr(final, name), getattr(baseline, name)
-        if ours != theirs:
-            yield f"{name} is {ours or 'missing'}, in peace it is {theirs}"
+        run_hash, baseline_hash = getattr(final, name), getattr(baseline, name)
+        if run_hash != baseline_hash:
+            yield f"{name} is {run_hash or 'missing'}, in peace it is {baseline_hash}"
 
 
 def _wrong_sums(report: Report) -> Iterator[str]:

@@ -110,20 +110,20 @@ class ForkServer:
 
     def _start(self) -> None:
         with contextlib.ExitStack() as failing:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            failing.callback(ours.close)
-            with theirs:
-                theirs_fd, ours_fd = os.pipe()
-                failing.callback(os.close, ours_fd)
+            own_socket, server_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            failing.callback(own_socket.close)
+            with server_socket:
+                server_pipe_fd, own_pipe_fd = os.pipe()
+                failing.callback(os.close, own_pipe_fd)
                 try:
-                    process, output = self._start_process((theirs.fileno(), theirs_fd))
+                    process, output = self._start_process((server_socket.fileno(), server_pipe_fd))
                 finally:
-                    os.close(theirs_fd)
+                    os.close(server_pipe_fd)
             failing.callback(process.wait, timeout=_END_TIMEOUT_S)
             failing.callback(process.kill)
-            self._epoll.register(ours, select.EPOLLIN)
+            self._epoll.register(own_socket, select.EPOLLIN)
             failing.pop_all()
-        self._process, self._socket, self._lifeline_fd = process, ours, ours_fd
+        self._process, self._socket, self._lifeline_fd = process, own_socket, own_pipe_fd
         self._outputs.append(output)
         self._loss, self._is_ready = "", False
         with contextlib.suppress(InsufficientError):  # The next request raises it again.
@@ -248,11 +248,11 @@ class ForkServer:
             os.close(self._children.pop(request.pid))
 
     def _ask(self, request: dict[str, object], payload: bytes, fds: Sequence[int]) -> int:
-        with contextlib.ExitStack() as held, contextlib.ExitStack() as failing:
+        with contextlib.ExitStack() as cleanup, contextlib.ExitStack() as failing:
             carrier_fd = os.memfd_create("payload")  # A payload may exceed a socket's buffer.
-            held.callback(os.close, carrier_fd)
+            cleanup.callback(os.close, carrier_fd)
             wait_fd, start_fd = os.pipe()
-            held.callback(os.close, wait_fd)
+            cleanup.callback(os.close, wait_fd)
             failing.callback(os.close, start_fd)
             with os.fdopen(carrier_fd, "wb", closefd=False) as carrier:
                 carrier.write(payload)

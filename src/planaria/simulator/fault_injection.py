@@ -125,7 +125,7 @@ class FaultInjection:
             case FaultKind.JOIN:
                 cluster.add_node()
             case FaultKind.NOTICE:
-                agent.notice(fault.duration_s)
+                agent.give_notice(fault.duration_s)
                 cluster.loop.after(fault.duration_s, lambda: self._kill(node, loses=fault.breaks))
             case FaultKind.DRAIN:
                 cluster.drain(node)
@@ -136,7 +136,7 @@ class FaultInjection:
             case FaultKind.RAISE:
                 agent.raise_for(fault.duration_s, fault.blame, fault.where)
             case FaultKind.MISTAKE:
-                agent.mistake(fault.where)
+                agent.raise_once(fault.where)
 
     def _inject_disk_fault(self, fault: Fault) -> None:
         disk = self._cluster.disk

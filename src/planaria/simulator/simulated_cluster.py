@@ -201,15 +201,15 @@ class SimulatedCluster:
 
     def _rescue(self) -> Rescue | None:
         """What a coordinator that only saves goes on from; None if the job ends instead."""
-        there = [node for node, agent in self.agents.items() if agent.process.is_alive]
+        live_nodes = [node for node, agent in self.agents.items() if agent.process.is_alive]
         if self.records.num_rescues >= RESCUES_MAX:
             why = f"{RESCUES_MAX} more ended before they had it saved"
-        elif not set(there).intersection(self.records.nodes):
+        elif not set(live_nodes).intersection(self.records.nodes):
             why = "no node is left to save"
         else:
             for process in self._replaced_leaders:
                 process.kill()
-            rescue = self.records.rescue(there)
+            rescue = self.records.rescue(live_nodes)
             self.log_event("rescue", rescue.members.epoch, *rescue.members.nodes)
             self.observer.on_rescue(rescue)
             return rescue

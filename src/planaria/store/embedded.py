@@ -98,7 +98,7 @@ class EmbeddedStore:
         supersedes: Sequence[str] = (),
     ) -> int:
         """See Store."""
-        return await self._do(Put(key, value, tuple(guards), lease, tuple(supersedes)))
+        return await self._carry_out(Put(key, value, tuple(guards), lease, tuple(supersedes)))
 
     async def grant(self, ttl_s: float) -> int:
         """See Store."""
@@ -116,7 +116,7 @@ class EmbeddedStore:
 
     async def revoke(self, lease: int) -> None:
         """See Store."""
-        await self._do(Revoke(lease))
+        await self._carry_out(Revoke(lease))
 
     async def watch(self, prefix: str, *, first_revision: int) -> AsyncIterator[Event]:
         """See Store."""
@@ -134,7 +134,7 @@ class EmbeddedStore:
         this process was stalled is then in time.
         """
         self._renew(self._unreturned_leases)
-        await self._do(Expire())
+        await self._carry_out(Expire())
 
     @property
     def next_deadline_s(self) -> float:
@@ -148,7 +148,7 @@ class EmbeddedStore:
         unreturned_leases = self._unreturned_leases
         unreturned_leases.update(leases)
         try:
-            newest = await self._do(operation)
+            newest = await self._carry_out(operation)
             assert newest == end - 1
             self._renew(leases)
         finally:
@@ -161,7 +161,7 @@ class EmbeddedStore:
                 self._decided_state, leases, now_s=self._now_s()
             )
 
-    async def _do(self, operation: Operation) -> int:
+    async def _carry_out(self, operation: Operation) -> int:
         try:
             decided_state, result, changes = step(self._decided_state, operation, self._now_s())
         except (ConflictError, LeaseLostError):

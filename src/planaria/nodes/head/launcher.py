@@ -183,8 +183,8 @@ class Launcher:
             )
             raise self._error
         if self._interruption:
-            left = f"; {newest_checkpoint_text(self._tier)}" if self._stop_requested else ""
-            raise KeyboardInterrupt(f"{self._interruption}{left}")
+            saved_text = f"; {newest_checkpoint_text(self._tier)}" if self._stop_requested else ""
+            raise KeyboardInterrupt(f"{self._interruption}{saved_text}")
         return ended
 
     @property
@@ -361,20 +361,20 @@ class Launcher:
 
     async def _run_leader(self, spec: LeaderSpec) -> None:
         """Runs one coordinator and handles its messages until it is gone."""
-        ours, theirs = socket.socketpair()
+        own_socket, leader_socket = socket.socketpair()
         try:
-            with theirs:
+            with leader_socket:
                 payload = msgspec.json.encode(spec)
-                fds = (self._listener.fileno(), theirs.fileno(), self._lifeline_fd)
+                fds = (self._listener.fileno(), leader_socket.fileno(), self._lifeline_fd)
                 pid = await self._forker.spawn("planaria.nodes.head.leader:main", payload, fds)
             self._leader_pid = pid
             self._processes.add_coordinator(pid)
             self._rescues += spec.rescue is not None
             if self._save_only_reason and spec.rescue is None:  # It was set during the fork.
                 self._processes.kill(pid)
-            reader, self._to_leader = await asyncio.open_connection(sock=ours)
+            reader, self._to_leader = await asyncio.open_connection(sock=own_socket)
         except BaseException:
-            ours.close()
+            own_socket.close()
             raise
         try:
             self._repeat_messages()

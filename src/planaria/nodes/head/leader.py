@@ -119,7 +119,7 @@ class _Leader:
         )
         self._launcher.transport.set_write_buffer_limits(high=0)  # drain() waits until all is sent.
         try:
-            async with self._opened_store() as store:
+            async with self._open_store() as store:
                 self._store = store
                 await self._lead(reader, listener_fd)
         except ConflictError as error:  # The records are intact, and the next coordinator has them.
@@ -136,7 +136,7 @@ class _Leader:
                 continue
 
     @contextlib.asynccontextmanager
-    async def _opened_store(self) -> AsyncIterator[EmbeddedStore]:
+    async def _open_store(self) -> AsyncIterator[EmbeddedStore]:
         """The journaled store, or one in memory for a coordinator that only saves."""
         if self._spec.rescue is not None:
             yield EmbeddedStore(Flusher(), now_s=time.monotonic)
@@ -163,7 +163,7 @@ class _Leader:
         with contextlib.suppress(ConnectionError):
             await self._launcher.drain()
 
-    async def _opened_logbook(self) -> Logbook:
+    async def _open_logbook(self) -> Logbook:
         """The records from which this coordinator goes on.
 
         Raises:
@@ -185,7 +185,7 @@ class _Leader:
 
     async def _lead(self, reader: asyncio.StreamReader, listener_fd: int) -> None:
         """Goes on from the records, and serves agents until the job ends."""
-        logbook = await self._opened_logbook()
+        logbook = await self._open_logbook()
         self._leadership = Leadership[_AgentSocket](self._rules, logbook, self)
         beats = asyncio.create_task(
             self._send_beats()

@@ -185,7 +185,7 @@ def ask(request: Request, *, job: str, timeout_s: float) -> RequestReply:
     """
     option = "--job" if job else ""
     with contextlib.ExitStack() as stack:
-        running, refusals = _running(job, stack)
+        running, refusals = _running_sockets(job, stack)
         if not running:
             here = (
                 "no such job of yours runs on this machine" if job else "no job of yours runs here"
@@ -207,7 +207,9 @@ def ask(request: Request, *, job: str, timeout_s: float) -> RequestReply:
     return msgspec.json.decode(data, type=RequestReply)
 
 
-def _running(job: str, stack: contextlib.ExitStack) -> tuple[list[tuple[int, str]], list[str]]:
+def _running_sockets(
+    job: str, stack: contextlib.ExitStack
+) -> tuple[list[tuple[int, str]], list[str]]:
     """The sockets of running jobs, and why some directories were not searched.
 
     A socket is given as the descriptor of its directory and its name.

@@ -152,7 +152,11 @@ class Checkers:
             if epoch == self._epoch and iteration < self._num_committed:
                 self._fail(f"epoch {epoch} begins before {self._num_committed} committed ones")
         if place in ("resume", "start"):
-            ages = {n: held.age for n, held in worker.held.items() if held.age != NOT_YET}
+            ages = {
+                n: layer_state.age
+                for n, layer_state in worker.layers.items()
+                if layer_state.age != NOT_YET
+            }
             if any(age != iteration for age in ages.values()):
                 self._fail(f"rank {worker.rank} begins iteration {iteration} with ages {ages}")
 
@@ -166,11 +170,11 @@ class Checkers:
                 self._fail(f"rank {worker.rank} obeys, and there is no {kind}/{worker.state.epoch}")
 
     def _check_contents(self, worker: SimulatedWorker) -> None:
-        for layer, held in worker.held.items():
-            if held.age == NOT_YET:
+        for layer, layer_state in worker.layers.items():
+            if layer_state.age == NOT_YET:
                 continue
-            if self._job.contents.get((layer, held.age)) != held.content:
-                self._fail(f"rank {worker.rank}: layer {layer} of age {held.age} is another")
+            if self._job.contents.get((layer, layer_state.age)) != layer_state.content:
+                self._fail(f"rank {worker.rank}: layer {layer} of age {layer_state.age} is another")
 
     def on_save(self, iteration: int, layers: Mapping[int, int]) -> None:
         """See SimulationObserver."""
@@ -252,7 +256,7 @@ class Checkers:
             self._check_origin(outcome.origin)
         if outcome.origin.epoch != self._origin.epoch:
             self._fail(f"epoch {outcome.epoch} is built on epoch {outcome.origin.epoch}")
-        is_anew = outcome.iteration == self._origin.iteration and not self._is_held()
+        is_anew = outcome.iteration == self._origin.iteration and not self._has_layers()
         if outcome.iteration < max(self._outcome, self._num_committed) and not is_anew:
             self._fail(
                 f"epoch {outcome.epoch} goes on at {outcome.iteration}: {self._num_committed} are "
@@ -262,11 +266,11 @@ class Checkers:
             self._num_committed = min(self._num_committed, outcome.iteration)
         self._outcome = outcome.iteration
 
-    def _is_held(self) -> bool:
+    def _has_layers(self) -> bool:
         """Whether a member holds a layer; otherwise unrecorded commits are forgotten."""
         workers = self._cluster.workers()
         per_node = self._cluster.job.scenario.devices_per_node
-        return any(w.held for w in workers if w.rank // per_node in self._members)
+        return any(w.layers for w in workers if w.rank // per_node in self._members)
 
     def _check_origin(self, origin: Origin) -> None:
         """Checks that all go back to the newest state that has all layers (under morph, to the
@@ -277,7 +281,7 @@ class Checkers:
         is_saved = self._policy.goes_back and not origin.copied
         wanted = saved if is_saved else max(saved, copied)
         # A worker whose code raises at its start reports no copies.
-        is_older = bool(self._crashes.mistakes()) and saved <= origin.iteration < wanted
+        is_older = bool(self._crashes.num_mistakes()) and saved <= origin.iteration < wanted
         if origin.iteration != wanted and not is_older:
             self._fail(f"all go back to {origin.iteration}, not to {saved} or {copied}")
         self._origin, self._outcome = origin, origin.iteration
@@ -293,7 +297,7 @@ class Checkers:
         num_layers, num_microbatches = job.scenario.num_layers, job.scenario.num_microbatches
         for text in wrong_in(plan, num_layers=num_layers, num_microbatches=num_microbatches):
             self._fail(text)
-        staying = len(set(self._members) - self._leaving())
+        staying = len(set(self._members) - self._leaving_nodes())
         rules = self._fitted_rules()
         plans = self._plans_of(rules)
         most = len(plans[min(staying, max(plans))].nodes) if staying >= rules.n0 else 0
@@ -344,7 +348,7 @@ class Checkers:
             n for n, machine in machines.items() if self._failures.get(machine, 0) < DISTRUSTED_MIN
         }
         rest = plans.get(num_staying - n0)
-        if rest is None or len(trusted - self._leaving()) < n0:
+        if rest is None or len(trusted - self._leaving_nodes()) < n0:
             return
         num_alone = num_exposed(plan, trusted)
         if num_alone and n0 + len(rest.nodes) >= len(plans[num_staying].nodes):
@@ -395,7 +399,11 @@ class Checkers:
         """Checks that all ranks that train have applied a committed iteration, unless an outcome on
         record covers it."""
         for worker in self._cluster.workers():
-            ages = [held.age for held in worker.held.values() if held.age != NOT_YET]
+            ages = [
+                layer_state.age
+                for layer_state in worker.layers.values()
+                if layer_state.age != NOT_YET
+            ]
             is_young = any(age <= iteration for age in ages)
             at_work = worker.rank in self._ranks and worker.state.epoch == self._epoch
             if is_young and at_work and self._outcome <= iteration:
@@ -410,7 +418,7 @@ class Checkers:
             gone=frozenset(self._gone),
             n0=self._fitted_rules().n0,
             crashes=self._crashes,
-            forsaken=self._absence.forsaken(),
+            forsaken=self._absence.forsaken_nodes(),
         )
         for text in EndChecker(self._cluster, self.faults, observed, ended).wrongs():
             self._fail(text)
@@ -440,13 +448,17 @@ class Checkers:
 
     def _check_cause(self, node: int) -> None:
         """Checks that something happened that can look like the loss of an evicted node."""
-        struck = {*self._struck_nodes(*LOOK_LIKE_LOSS), *self._leaving(), *self._crashes.often()}
-        struck |= self._absence.forsaken()
+        struck = {
+            *self._struck_nodes(*LOOK_LIKE_LOSS),
+            *self._leaving_nodes(),
+            *self._crashes.frequent_nodes(),
+        }
+        struck |= self._absence.forsaken_nodes()
         anywhere = self._struck_nodes(*LOOK_LIKE_ANY_LOSS)
         if node not in struck and not anywhere:
             self._fail(f"node {node} is given up, and nothing happened to it")
 
-    def _leaving(self) -> set[int]:
+    def _leaving_nodes(self) -> set[int]:
         """The nodes that the user drained or that got a preemption notice."""
         return set(self._struck_nodes(*MAKE_NODES_LEAVE))
 
@@ -456,7 +468,7 @@ class Checkers:
     def check_over(self, *, until_s: float) -> None:
         """Checks the invariants of a run that is over, at `until_s` at the latest."""
         if self._cluster.ended is None:
-            self._fail(f"nothing came to an end by {until_s:.0f} s; {self._stuck()}")
+            self._fail(f"nothing came to an end by {until_s:.0f} s; {self._stuck_text()}")
         for text in self._cluster.recording.wrongs(self._cluster.launcher_s):
             self._fail(text)
         for node, evicted_s in self._evicted_s.items():
@@ -467,7 +479,7 @@ class Checkers:
             if is_free and self._cluster.loop.now_s - since_s > _LEAVES_S:
                 self._fail(f"node {node} is no member for long, and lives")
 
-    def _stuck(self) -> str:
+    def _stuck_text(self) -> str:
         leader = self._cluster.leader
         if not leader.is_serving:
             return "the coordinator does not serve"
@@ -515,7 +527,7 @@ class Absence:
             if agent.process.is_alive and (admits or is_answered):
                 self._answerable_s[node] = now_s
 
-    def forsaken(self) -> frozenset[int]:
+    def forsaken_nodes(self) -> frozenset[int]:
         """The nodes that ended themselves because no coordinator could answer them."""
         agents = self._cluster.agents.items()
         return frozenset(

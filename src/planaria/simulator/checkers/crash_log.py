@@ -25,12 +25,12 @@ class CrashFact:
     raised: Raised
 
 
-def _are_alike(mine: Raised, other: Raised) -> bool:
+def _are_alike(fact: Raised, other: Raised) -> bool:
     """Whether two errors have the same type, in a layer that both computed or outside any layer."""
-    layers = range(mine.first_layer, mine.end_layer)
+    layers = range(fact.first_layer, fact.end_layer)
     both = set(layers).intersection(range(other.first_layer, other.end_layer))
-    is_outside = mine.end_layer == other.end_layer == 0
-    return mine.error == other.error and (bool(both) or is_outside)
+    is_outside = fact.end_layer == other.end_layer == 0
+    return fact.error == other.error and (bool(both) or is_outside)
 
 
 class CrashLog:
@@ -55,7 +55,7 @@ class CrashLog:
     def add(self, fact: CrashFact) -> None:
         """Adds an error."""
         self.facts.append(fact)
-        self.had_often = self.often() | self.had_often
+        self.had_often = self.frequent_nodes() | self.had_often
         self.were_alike = self.were_alike or self._are_alike()
 
     def on_commit(self) -> None:
@@ -67,7 +67,7 @@ class CrashLog:
         """The errors since the last few commits, which count together."""
         return self.facts[self._firsts[0] :]
 
-    def often(self) -> dict[int, float]:
+    def frequent_nodes(self) -> dict[int, float]:
         """The nodes that recently had the same error often enough to be evicted, with the time of
         that."""
         counts: Counter[tuple[int, str]] = Counter()
@@ -80,15 +80,15 @@ class CrashLog:
         return had_often
 
     def _are_alike(self) -> bool:
-        often = self.often()
+        often = self.frequent_nodes()
         facts = [fact for fact in self.recent if fact.blame != "job"]
         return any(
-            mine.node in often and other.node != mine.node and _are_alike(mine.raised, other.raised)
-            for mine in facts
+            fact.node in often and other.node != fact.node and _are_alike(fact.raised, other.raised)
+            for fact in facts
             for other in facts
         )
 
-    def mistakes(self) -> int:
+    def num_mistakes(self) -> int:
         """The number of errors that were the job's own fault."""
         return sum(fact.blame == "job" for fact in self.facts)
 

@@ -162,10 +162,10 @@ class EndChecker:
         workers = [w for w in self._cluster.workers() if self._node(w) in self._ended.nodes]
         age = max((self._observed.outcome, *(w.state.vector_iteration + 1 for w in workers)))
         for worker in workers:
-            if (held := worker.held.get(layer)) is None or held.age == NOT_YET:
+            if (layer_state := worker.layers.get(layer)) is None or layer_state.age == NOT_YET:
                 continue
-            is_complete = held.gradients_of == held.age == age - 1
-            if held.age == age or is_complete:
+            is_complete = layer_state.gradients_of == layer_state.age == age - 1
+            if layer_state.age == age or is_complete:
                 yield f"rank {worker.rank} has layer {layer}, and the job ends without it"
 
     def _wrong_in_going_back(self) -> Iterator[str]:
@@ -187,7 +187,7 @@ class EndChecker:
         errors on a node without which the others cannot go on.
         """
         ended, crashes = self._ended, self._observed.crashes
-        if not crashes.mistakes() and not crashes.were_alike and not self._was_needed():
+        if not crashes.num_mistakes() and not crashes.were_alike and not self._was_needed():
             errors = [(fact.node, fact.raised.error) for fact in crashes.recent]
             yield f"failed after {errors}, and could go on: {ended.reason}"
         reason_text = f"{ended.reason} {ended.failure.traceback if ended.failure else ''}"
@@ -208,18 +208,18 @@ class EndChecker:
             at_s: time at which the node had had an error often.
         """
         per_node = self._scenario.devices_per_node
-        plan, others = self._observed.plan, set(self._ended.nodes) - {node}
+        plan, other_members = self._observed.plan, set(self._ended.nodes) - {node}
         elsewhere = {
             layer
             for rank, layers in plan.layers_by_rank.items()
-            if rank // per_node in others
+            if rank // per_node in other_members
             for layer in layers
         }
-        reason_text = self._cluster.leader.known_since_s
+        known_since_s = self._cluster.leader.known_since_s
         can_go_back = self._scenario.copies > 1 or any(
-            reason_text.get(one.source, at_s) < at_s - _TOLD_S
-            for one in self._cluster.published
-            if one.source not in self._cluster.damaged
+            known_since_s.get(save.source, at_s) < at_s - _TOLD_S
+            for save in self._cluster.published
+            if save.source not in self._cluster.damaged
         )
         return len(elsewhere) < self._scenario.num_layers and not can_go_back
 

@@ -134,14 +134,14 @@ class SimulatedAgent:
         for worker in self.workers:
             worker.process.kill()
 
-    def notice(self, after_s: float) -> None:
+    def give_notice(self, after_s: float) -> None:
         """Gives the node a preemption notice: it will be gone after `after_s`."""
         rank = self.node * self._surroundings.job.scenario.devices_per_node
         self.process.call(
             lambda: self._report(NoticeTaken(node=self.node, rank=rank, after_s=after_s))
         )
 
-    def mistake(self, place: str) -> None:
+    def raise_once(self, place: str) -> None:
         """Has the code in one of the workers raise once at a place, for a mistake in the job's
         code."""
         self.mistake_place = place

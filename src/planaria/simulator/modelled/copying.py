@@ -56,7 +56,7 @@ class CopyMemory:
             raise CheckpointError(f"the copy of layer {layer} of iteration {label.age} is spoilt")
         return content
 
-    def keep(self, labels: Collection[Label]) -> None:
+    def keep_only(self, labels: Collection[Label]) -> None:
         """Drops all versions except these."""
         self.contents = {
             key: label_here for key, label_here in self.contents.items() if key[1] in labels
@@ -95,7 +95,7 @@ class SimulatedCopying:
         ]
         return {layer: self.memory.read(layer, label) for layer, _ in held_copies}
 
-    def enter(self, start: StartEpoch, contents: Contents, *, is_planned: bool) -> None:
+    def begin_epoch(self, start: StartEpoch, contents: Contents, *, is_planned: bool) -> None:
         """Begins an epoch and its first version."""
         if not self._job.copies:
             return
@@ -104,7 +104,7 @@ class SimulatedCopying:
             self._complete_label = start.kept
         self._begin(start.iteration, contents)
 
-    def leave(self) -> None:
+    def end_epoch(self) -> None:
         """Ends the epoch."""
         self._start = None
 
@@ -141,7 +141,7 @@ class SimulatedCopying:
         assert start is not None
         assert not self._num_running
         label = self._label = Label(start.since, start.epoch, age)
-        self.memory.keep({self._complete_label, label} if self._complete_label else {label})
+        self.memory.keep_only({self._complete_label, label} if self._complete_label else {label})
         rank = self._links.rank
         self._num_running = 1 + sum(rank in copy.targets for copy in start.copies)
         self._process.spawn(self._run_part(self._make_copies(label, dict(contents), start.copies)))

@@ -27,7 +27,7 @@ class Holder(Protocol):
     rank: int
     process: Process
     links: SimulatedLinks
-    held: dict[int, ModelledLayer]
+    layers: dict[int, ModelledLayer]
 
 
 async def exchange(
@@ -41,7 +41,7 @@ async def exchange(
     """
     _send(holder, transfers, age, copies)
     for layer, content in await _receive_layers(holder, transfers, age):
-        holder.held[layer] = ModelledLayer(age=age, content=content)
+        holder.layers[layer] = ModelledLayer(age=age, content=content)
     for source in sorted(
         {transfer.source for transfer in transfers if transfer.target == holder.rank}
     ):
@@ -70,8 +70,8 @@ async def prepare(holder: Holder, start: StartEpoch, layout: IterationLayout) ->
     ):
         holder.links.send(target, ("age",), start.iteration)
     _send(holder, transfers, start.iteration, {})
-    for layer in set(layout.layers_of(holder.rank)) - holder.held.keys():
-        holder.held[layer] = ModelledLayer(age=NOT_YET, content=0)
+    for layer in set(layout.layers_of(holder.rank)) - holder.layers.keys():
+        holder.layers[layer] = ModelledLayer(age=NOT_YET, content=0)
     return start
 
 
@@ -81,14 +81,14 @@ async def receive_silently(holder: Holder, start: StartEpoch, iteration: int) ->
         return
     transfers = [transfer for transfers in start.rounds for transfer in transfers]
     for layer, content in await _receive_layers(holder, transfers, iteration):
-        holder.held[layer].content = content
-        holder.held[layer].age = iteration
+        holder.layers[layer].content = content
+        holder.layers[layer].age = iteration
 
 
 def _send(
     holder: Holder, transfers: Iterable[Transfer], age: int, copies: Mapping[int, int]
 ) -> None:
-    live = {layer: held.content for layer, held in holder.held.items()}
+    live = {layer: layer_state.content for layer, layer_state in holder.layers.items()}
     for transfer in transfers:
         if transfer.source == holder.rank:
             tag = ("state", age, transfer.layer, transfer.first_chunk)

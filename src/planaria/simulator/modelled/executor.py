@@ -98,12 +98,12 @@ class SimulatedExecutor:
     async def run(
         self,
         iteration: int,
-        held: Mapping[int, ModelledLayer],
+        layers: Mapping[int, ModelledLayer],
         *,
         votes: Callable[[], Awaitable[Votes]],
     ) -> CommitVector:
         """Computes all gradients of an iteration and returns its commit vector."""
-        own = [(layer, held[layer]) for layer in self._layout.layers_of(self._rank)]
+        own = [(layer, layers[layer]) for layer in self._layout.layers_of(self._rank)]
         for _, layer_state in own:
             layer_state.gradients_of = -1
             has_age = layer_state.age in (iteration, NOT_YET)
@@ -176,15 +176,18 @@ class SimulatedExecutor:
         """Sums the gradients of each bucket over its holders; returns their samples by layer."""
         reduced: dict[int, Samples] = {}
         for index, bucket in self._layout.buckets[self._rank]:
-            others = [rank for rank in bucket.ranks if rank != self._rank]
+            peers = [rank for rank in bucket.ranks if rank != self._rank]
             # A silent holder adds nothing.
             total = [samples.get(layer, ()) for layer in bucket.layers]
-            for rank in others:
+            for rank in peers:
                 self._links.send(rank, ("reduce", iteration, index), tuple(total))
             with self._pulse.computing(min(bucket.layers), max(bucket.layers) + 1):
-                for rank in others:
+                for rank in peers:
                     peer_samples = await self._links.receive(rank, ("reduce", iteration, index))
-                    total = [mine + more for mine, more in zip(total, peer_samples, strict=True)]
+                    total = [
+                        own_samples + peer_part
+                        for own_samples, peer_part in zip(total, peer_samples, strict=True)
+                    ]
             for layer, samples_by_layer in zip(bucket.layers, total, strict=True):
                 reduced[layer] = tuple(sorted(samples_by_layer))
         return reduced

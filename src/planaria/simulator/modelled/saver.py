@@ -134,7 +134,7 @@ class SimulatedSaver:
             self._begin(contents, age, epoch)
             await self.wait_written(epoch)
 
-    async def leave(self, *, timeout_s: float) -> None:
+    async def wait_end(self, *, timeout_s: float) -> None:
         """Waits until a save that is being written ends, at most for `timeout_s`."""
         deadline_s = self._process.now_s + timeout_s
         while self.is_writing and self._process.now_s < deadline_s:

@@ -187,12 +187,12 @@ class SimulatedDisk:
         self._write(changes)
         if self._unwritten:
             self._flush()
-        done = [change for change in self._waiting if change[0] <= self._durable.num_changes]
+        finished = [wait for wait in self._waiting if wait[0] <= self._durable.num_changes]
         self._waiting = [
             change for change in self._waiting if change[0] > self._durable.num_changes
         ]
-        for _, waiting in done:
-            waiting.resolve(None)
+        for _, future in finished:
+            future.resolve(None)
 
     def _write(self, changes: Sequence[Change]) -> None:
         self._durable = state_after(self._durable, changes, now_s=0.0)

@@ -135,7 +135,7 @@ class SimulatedWorker:
     Attributes:
         pulse: present work of the worker.
         is_leaving: whether its process is ending by itself.
-        held: layers that it holds, by number.
+        layers: layers that it holds, by number.
         state: state of the worker's protocol.
         agent_end: connection to its agent.
     """
@@ -156,7 +156,7 @@ class SimulatedWorker:
         self.links = links
         self.rank = links.rank
         self.pid = spec.pid
-        self.held: dict[int, ModelledLayer] = {}
+        self.layers: dict[int, ModelledLayer] = {}
         self.agent_end: Endpoint
         self._saver = SimulatedSaver(
             links.process,
@@ -264,14 +264,16 @@ class SimulatedWorker:
         match action:
             case act.Leave():
                 if action.waits:
-                    await self._saver.leave(timeout_s=_LEAVE_S)
+                    await self._saver.wait_end(timeout_s=_LEAVE_S)
                     self.is_leaving = True
                 else:
                     self._leave()
             case act.Answer():
                 self._answer(action.epoch)
             case act.KeepLayers():
-                self.held = {n: held for n, held in self.held.items() if n in action.layers}
+                self.layers = {
+                    n: layer_state for n, layer_state in self.layers.items() if n in action.layers
+                }
             case act.Settle():
                 await self._settle(action)
                 return on_settled(self.state, action)
@@ -301,7 +303,7 @@ class SimulatedWorker:
             case act.Compute():
                 votes = partial(self._votes, action.iteration)
                 vector = await self._current_executor().run(
-                    action.iteration, self.held, votes=votes
+                    action.iteration, self.layers, votes=votes
                 )
                 return on_computed(self.state, action.iteration, vector)
             case act.ReceiveSilently():
@@ -321,7 +323,7 @@ class SimulatedWorker:
                 await self._saver.wait_written(action.epoch, timeout_s=action.timeout_s)
             case act.EndEpoch():
                 self.links.abort(first_epoch=action.epoch + 1)
-                self._copying.leave()
+                self._copying.end_epoch()
             case act.Complain():
                 self._report(action.message)
             case _:
@@ -358,14 +360,20 @@ class SimulatedWorker:
         """Tells the coordinator what this rank holds."""
         state = self.state
         self._surroundings.on_place("answer", self, state.vector_iteration + 1)
-        complete_layers = {layer: held for layer, held in self.held.items() if held.age != NOT_YET}
+        complete_layers = {
+            layer: layer_state
+            for layer, layer_state in self.layers.items()
+            if layer_state.age != NOT_YET
+        }
         self._report(
             Stopped(
                 rank=self.rank,
                 epoch=epoch,
-                ages={layer: held.age for layer, held in complete_layers.items()},
+                ages={layer: layer_state.age for layer, layer_state in complete_layers.items()},
                 complete=tuple(
-                    n for n, held in complete_layers.items() if held.gradients_of == held.age
+                    n
+                    for n, layer_state in complete_layers.items()
+                    if layer_state.gradients_of == layer_state.age
                 ),
                 vector_iteration=state.vector_iteration,
                 vector=state.encoded_vector,
@@ -376,35 +384,41 @@ class SimulatedWorker:
 
     async def _settle(self, settle: act.Settle) -> None:
         if settle.drops:
-            self.held = {}
+            self.layers = {}
         if settle.outcome is not None:
             await self._apply(settle.outcome[0])
         self.keep_only_age(settle.age)
-        for held in self.held.values():
-            held.gradients_of = -1
+        for layer_state in self.layers.values():
+            layer_state.gradients_of = -1
 
     def keep_only_age(self, age: int) -> None:
         """Drops layers of another age."""
-        self.held = {layer: held for layer, held in self.held.items() if held.age == age}
+        self.layers = {
+            layer: layer_state
+            for layer, layer_state in self.layers.items()
+            if layer_state.age == age
+        }
 
     async def _apply(self, iteration: int) -> None:
         """Takes the optimizer step of layers with complete gradients; no abort interrupts it."""
         self._surroundings.on_place("optimizer", self, iteration)
-        for layer, held in sorted(self.held.items()):
-            if held.gradients_of == iteration and held.age != NOT_YET:
+        for layer, layer_state in sorted(self.layers.items()):
+            if layer_state.gradients_of == iteration and layer_state.age != NOT_YET:
                 if blame := self._blame_at("step"):
                     raise CodeError(blame, (layer,))
                 with self.pulse.computing(layer, layer + 1):
                     await self.process.sleep(_STEP_S)
-                    self.step(layer, held, iteration)
+                    self.step(layer, layer_state, iteration)
 
-    def step(self, layer: int, held: ModelledLayer, iteration: int) -> None:
+    def step(self, layer: int, layer_state: ModelledLayer, iteration: int) -> None:
         """Takes the optimizer step of a layer, unless it was taken already."""
         del layer
-        if held.age == iteration:
-            held.content = content_after(held.content, iteration, held.gradient)
-            held.age += 1
-        assert held.age == iteration + 1, (held.age, iteration)
+        if layer_state.age == iteration:
+            layer_state.content = content_after(
+                layer_state.content, iteration, layer_state.gradient
+            )
+            layer_state.age += 1
+        assert layer_state.age == iteration + 1, (layer_state.age, iteration)
 
     # -- an epoch ---------------------------------------------------------------------------------
 
@@ -424,23 +438,24 @@ class SimulatedWorker:
             start = await prepare(self, start, layout)
         else:
             sent = {t.layer for t in transfers if t.source == self.rank}
-            wanted = {*sent, *own}.difference(self.held)
+            wanted = {*sent, *own}.difference(self.layers)
             copies = self._copying.states(wanted, start.copied)
             await exchange(self, transfers, start.iteration, copies=copies)
             if not start.vector:
-                for n in sorted(set(own) - self.held.keys()):
+                for n in sorted(set(own) - self.layers.keys()):
                     read = copies[n] if start.copied else self._surroundings.read(start.source, n)
-                    self.held[n] = ModelledLayer(age=start.iteration, content=read)
+                    self.layers[n] = ModelledLayer(age=start.iteration, content=read)
         if not takes_part:
             await wait_taken(self, transfers)
-        assert set(own) <= self.held.keys(), (own, self.held.keys())
+        assert set(own) <= self.layers.keys(), (own, self.layers.keys())
         return start.iteration
 
     def _begin_epoch(self, begin: act.BeginEpoch) -> None:
         start = begin.start
-        held = len(self.held)
-        self._report(EpochReady(rank=self.rank, epoch=start.epoch, layers_materialised=held))
-        self._copying.enter(start, self._contents(start.plan), is_planned=begin.is_planned)
+        self._report(
+            EpochReady(rank=self.rank, epoch=start.epoch, layers_materialised=len(self.layers))
+        )
+        self._copying.begin_epoch(start, self._contents(start.plan), is_planned=begin.is_planned)
         self._executor = SimulatedExecutor(
             self.links,
             start.plan,
@@ -454,7 +469,7 @@ class SimulatedWorker:
     def _contents(self, plan: Plan) -> dict[int, int]:
         """Content of each layer that this rank holds, without its silent layers."""
         silent = plan.silent.get(self.rank, ())
-        return {n: held.content for n, held in self.held.items() if n not in silent}
+        return {n: layer_state.content for n, layer_state in self.layers.items() if n not in silent}
 
     # -- an iteration -----------------------------------------------------------------------------
 
@@ -466,19 +481,19 @@ class SimulatedWorker:
         )
 
     def _copy(self, copy: act.Copy) -> None:
-        assert all(held.age == copy.age for held in self.held.values())
+        assert all(layer_state.age == copy.age for layer_state in self.layers.values())
         plan = self._current_start().plan
         contents = self._contents(plan)
         self._copying.on_applied(copy.vector, plan, contents, age=copy.age, goes_on=copy.goes_on)
 
-    def _tell_iteration(self, done: act.TellIteration) -> None:
-        executor, vector = self._current_executor(), done.vector
+    def _tell_iteration(self, action: act.TellIteration) -> None:
+        executor, vector = self._current_executor(), action.vector
         before_s, self._iteration_end_s = self._iteration_end_s, self.process.now_s
         self._report(
             IterationDone(
                 rank=self.rank,
                 epoch=self.state.epoch,
-                iteration=done.iteration,
+                iteration=action.iteration,
                 loss=vector.loss,
                 num_samples=vector.num_samples,
                 sample_digest=vector.sample_digest,
@@ -487,8 +502,8 @@ class SimulatedWorker:
                 action_s=executor.action_s,
                 eager_s=executor.eager_s,
                 peak_bytes=0,
-                ends=done.ends,
-                switches=done.switches,
+                ends=action.ends,
+                switches=action.switches,
             )
         )
 
@@ -498,25 +513,25 @@ class SimulatedWorker:
         """Saves the layers that the order names for this rank, before the job ends."""
         layers, age = order.layers.get(self.rank, ()), order.iteration
         try:
-            states = self._copying.states(set(layers) - self.held.keys(), order.copied)
+            states = self._copying.states(set(layers) - self.layers.keys(), order.copied)
         except CheckpointError as error:
             self._saver.report_failure(age, order.epoch, str(error))
             return
-        self.held |= {n: ModelledLayer(age=age, content=content) for n, content in states.items()}
+        self.layers |= {n: ModelledLayer(age=age, content=content) for n, content in states.items()}
         await self._save_last(layers, age, order.epoch)
 
     def _owned_layers(self) -> list[int]:
         owner = layout_of(self._current_start().plan).owner
-        return [n for n in sorted(self.held) if owner[n] == self.rank]
+        return [n for n in sorted(self.layers) if owner[n] == self.rank]
 
     async def _save(self, age: int) -> bool:
         if layers := self._owned_layers():
             self._surroundings.on_place("save", self, age)
-            contents = {n: self.held[n].content for n in layers}
+            contents = {n: self.layers[n].content for n in layers}
             return await self._saver.save(contents, age, self.state.epoch)
         return True
 
     async def _save_last(self, layers: Sequence[int], age: int, epoch: int) -> None:
         if layers:
             self._surroundings.on_place("save", self, age)
-            await self._saver.save_last({n: self.held[n].content for n in layers}, age, epoch)
+            await self._saver.save_last({n: self.layers[n].content for n in layers}, age, epoch)
