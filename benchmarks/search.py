@@ -33,7 +33,7 @@ from planaria.estimator.reductions import equal_reduce_s
 from planaria.job.planning import read_profile
 from planaria.planner.layout.depths import Ranges
 from planaria.planner.layout.search import Layout, layouts
-from planaria.planner.partition.fitting import Rows, fitting
+from planaria.planner.partition.fewest_stages import PartitionRows, can_fit
 from planaria.planner.partition.refine import table_of
 from planaria.planner.partition.split_times import SplitTimes, least_split_s
 from planaria.planner.plans import bind
@@ -274,7 +274,7 @@ class _Proof:
             return
         whole_s = ends_of_each(table_of(self._costs, rows), count)
         bounds_s = least_split_s(self._costs, rows, count) if is_split else whole_s[0]
-        bounds_s = np.where(fitting(self._costs, rows), bounds_s, np.inf)
+        bounds_s = np.where(can_fit(self._costs, rows), bounds_s, np.inf)
         for index in np.argsort(bounds_s, kind="stable").tolist():
             if bounds_s[index] > self.time_s:
                 return
@@ -303,7 +303,7 @@ class _Proof:
         both = zip(ends_s, reduce_s, strict=True)
         return all(end_s + sum_s <= self.time_s for end_s, sum_s in both)
 
-    def _within(self, depth: int, count: int) -> Rows:
+    def _within(self, depth: int, count: int) -> PartitionRows:
         """The partitions whose stages can all end their microbatches in time.
 
         Raises:
@@ -326,12 +326,12 @@ class _Proof:
                     lead_s = leads_s[rows] + self._lead_s[firsts[rows], end]
                     parts.append((np.hstack((ends[rows], column)), lead_s))
             if not parts:
-                return Rows(nothing, nothing, nothing)
+                return PartitionRows(nothing, nothing, nothing)
             ends = np.vstack([part for part, _ in parts])
             leads_s = np.concatenate([lead_s for _, lead_s in parts])
             if len(ends) > SHAPES_MAX:
                 raise _TooManyError
-        return Rows(ends[:, :-1].T, ends[:, 1:].T, np.full_like(ends[:, 1:].T, group))
+        return PartitionRows(ends[:, :-1].T, ends[:, 1:].T, np.full_like(ends[:, 1:].T, group))
 
     def _ends_model(self, depth: int, count: int) -> NDArray[np.bool_]:
         """Matrix that tells at [k, u] whether stages from the k-th on can have layers [u, L) and
@@ -369,7 +369,7 @@ class _Proof:
         return found
 
 
-def _shape(rows: Rows, index: int) -> Shape:
+def _shape(rows: PartitionRows, index: int) -> Shape:
     return tuple(zip(rows.ends[:, index].tolist(), rows.groups[:, index].tolist(), strict=True))
 
 

@@ -25,7 +25,7 @@ from planaria.core.plan import NodeKind, PipelineTemplate, Stage
 from planaria.errors import FeasibleValue, InfeasibleError, Limit
 from planaria.estimator.makespan import makespans_of_each
 from planaria.planner.partition.bound import BoundSearch
-from planaria.planner.partition.fitting import Fitting, rows_of
+from planaria.planner.partition.fewest_stages import FewestStages, rows_of
 from planaria.planner.partition.paper import paper_partition
 from planaria.planner.partition.positions import Positions
 from planaria.planner.partition.refine import nearby, table_of
@@ -219,8 +219,8 @@ def _without_memory(problem: Problem) -> Problem:
 def _smallest(costs: StageCosts, max_nodes: int) -> int | None:
     """The smallest number of nodes, up to max_nodes, for which a partition fits; None if there is
     none."""
-    fitting = Fitting(costs, Positions(costs, (max_nodes,)), windows(costs, 1, np.inf))
-    return next((n for n in range(1, max_nodes + 1) if fitting.is_feasible((n,))), None)
+    fewest_stages = FewestStages(costs, Positions(costs, (max_nodes,)), windows(costs, 1, np.inf))
+    return next((n for n in range(1, max_nodes + 1) if fewest_stages.is_feasible((n,))), None)
 
 
 def _no_partition_error(problem: Problem) -> InfeasibleError:

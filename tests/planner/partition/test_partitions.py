@@ -16,10 +16,10 @@ from helpers.exhaustive import (
     template_of,
 )
 from planaria.planner.partition.bound import BoundSearch
-from planaria.planner.partition.fitting import rows_of
+from planaria.planner.partition.fewest_stages import rows_of
 from planaria.planner.partition.paper import paper_partition
+from planaria.planner.partition.periods import Periods
 from planaria.planner.partition.positions import Positions
-from planaria.planner.partition.rates import Rates
 from planaria.planner.partition.refine import slowest_cycle_s, table_of
 from planaria.planner.problem import Problem, stage_costs
 from planaria.planner.templates import pipeline_template
@@ -83,8 +83,8 @@ def test_the_highest_steady_rate_is_that_of_exhaustive_search() -> None:
         least_s = min(slowest_s.values())
         nodes = (num_nodes,)
         positions = Positions(costs, nodes)
-        assert Rates(costs, positions, 0.999 * least_s).shape(nodes) is None, where
-        found = Rates(costs, positions, 1.001 * least_s).shape(nodes)
+        assert Periods(costs, positions, 0.999 * least_s).shape(nodes) is None, where
+        found = Periods(costs, positions, 1.001 * least_s).shape(nodes)
         if limited.profile.device_memory_bytes == 0:
             assert found is not None, where
         if found is not None:

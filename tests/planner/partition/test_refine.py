@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planaria.estimator.makespan import StageSeconds, makespan_s, stage_table
-from planaria.planner.partition.refine import least_s, steady_s
+from planaria.planner.partition.refine import least_s, steady_period_s
 
 SECONDS = st.integers(0, 9).map(float)
 
@@ -44,4 +44,4 @@ def test_many_microbatches_end_at_the_rate_of_the_slowest_cycle(seconds: StageSe
     few, turns = 40, 60  # A multiple of all numbers of stages that a cycle may have.
     lasts_s = makespan_s(seconds, few + turns) - makespan_s(seconds, few)
 
-    assert lasts_s == pytest.approx(turns * float(steady_s(stage_table([seconds]))[0]))
+    assert lasts_s == pytest.approx(turns * float(steady_period_s(stage_table([seconds]))[0]))

@@ -262,10 +262,10 @@ class _Search:
             templates = []
             for slot, count in zip(slots, microbatches, strict=True):
                 size = slot.num_nodes, count
-                if slot.template is None and not self._partitions.knows(size):
-                    self._partitions.whole(size)
+                if slot.template is None and not self._partitions.is_known(size):
+                    self._partitions.whole_template(size)
                     yield
-                template = slot.template or self._partitions.whole(size)
+                template = slot.template or self._partitions.whole_template(size)
                 if template is None:
                     return best
                 templates.append(template)
@@ -336,7 +336,7 @@ class _Search:
         return max(ends_s) if ends_s is not None else inf
 
     def _cut_for_split(self, slot: _Slot, count: int) -> PipelineTemplate | None:
-        return slot.template or self._partitions.split((slot.num_nodes, count))
+        return slot.template or self._partitions.split_template((slot.num_nodes, count))
 
     def _layout(
         self,

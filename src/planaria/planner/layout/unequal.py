@@ -25,7 +25,7 @@ from planaria.errors import FeasibleValue, InfeasibleError, Limit
 from planaria.planner.layout.batches import check_microbatches
 from planaria.planner.layout.instantiate import sets_of
 from planaria.planner.layout.sets import Instantiated, SetSearch, distribute_microbatches
-from planaria.planner.partition.fitting import Fitting
+from planaria.planner.partition.fewest_stages import FewestStages
 from planaria.planner.partition.positions import Positions
 from planaria.planner.partition.windows import windows
 from planaria.planner.plans import EveryPlan
@@ -118,9 +118,9 @@ class UnequalPlanner:
         It has all pipelines that hold the model and leave enough nodes for f of the smallest ones.
         """
         costs = self._costs
-        fitting = Fitting(costs, Positions(costs, nodes), windows(costs, 1, np.inf))
+        fewest_stages = FewestStages(costs, Positions(costs, nodes), windows(costs, 1, np.inf))
         parts = product(*(range(count + 1) for count in nodes))
-        feasible = [part for part in parts if any(part) and fitting.is_feasible(part)]
+        feasible = [part for part in parts if any(part) and fewest_stages.is_feasible(part)]
         if not feasible:
             why = "no pipeline of them holds the model; give them more memory, or more of them"
             raise InfeasibleError(Limit.NODES, sum(nodes), why)

@@ -10,14 +10,14 @@ forward, stage k is busy with all N_b microbatches, and the backward of the last
 stages before k. The bound equals the makespan where stages are equal and transfers take no time;
 elsewhere the makespan may be longer.
 
-The bound of a tail (the stages from layer u on) is the larger of N_b * t and t + c + the bound of
-the tail behind its first stage. So the problem has optimal substructure, and a dynamic program over
-(first layer, position) finds the lowest bound. It need not know the number of stages, nor the order
-of nodes of different kinds. One table serves pipelines of all sizes (positions.py).
+The bound of a suffix (the stages from layer u on) is the larger of N_b * t and t + c + the bound of
+the suffix behind its first stage. So the problem has optimal substructure, and a dynamic program
+over (first layer, position) finds the lowest bound. It need not know the number of stages, nor the
+order of nodes of different kinds. One table serves pipelines of all sizes (positions.py).
 
-At first the memory limit is relaxed: a tail is assumed to have as few stages as it has nodes. Only
-if the partition found so does not fit, a slower program runs that counts the stages of each tail
-(memory_bound.py).
+At first the memory limit is relaxed: a suffix is assumed to have as few stages as it has nodes.
+Only if the partition found so does not fit, a slower program runs that counts the stages of each
+suffix (memory_bound.py).
 
 Exact: `lowest` is the minimum over all partitions that fit (test_partitions.py).
 
@@ -33,12 +33,12 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from planaria.planner.partition.fitting import Fitting, fitting, rows_of
-from planaria.planner.partition.memory_bound import Held
+from planaria.planner.partition.fewest_stages import FewestStages, can_fit, rows_of
+from planaria.planner.partition.memory_bound import MemoryBoundSearch, SearchLimits
+from planaria.planner.partition.periods import Periods
 from planaria.planner.partition.positions import Option, Positions
-from planaria.planner.partition.rates import Rates
-from planaria.planner.partition.refine import steady_s, table_of
-from planaria.planner.partition.windows import Windows, behind, widest, windows
+from planaria.planner.partition.refine import steady_period_s, table_of
+from planaria.planner.partition.windows import Windows, sliding_window, widest, windows
 from planaria.planner.problem import Counts, Seconds, Shape, StageCosts
 
 # Stages are looked at only up to a limit. It begins at _LIMIT_FACTOR times a time that no partition
@@ -46,12 +46,12 @@ from planaria.planner.problem import Counts, Seconds, Shape, StageCosts
 _LIMIT_FACTOR: Final = 1.5
 _LIMIT_GROWTH: Final = 1.5
 _LIMIT_TRIES: Final = 8
-_STEP: Final = 1.02  # The times that `_soonest` tries are powers of it, in seconds.
+_STEP: Final = 1.02  # The times that `_shape_in_shortest_time` tries are powers of it, in seconds.
 _TINY_S: Final = 1e-12  # Shorter times are taken for this one, as 0 has no logarithm.
 MANY_MICROBATCHES: Final = 1 << 20  # So many that the busiest stage alone decides the bound.
 
 
-class _Shapes(Protocol):
+class _ShapeFinder(Protocol):
     def shape(self, counts: Counts) -> Shape | None:
         """A partition for these numbers of nodes that keeps within some time; None if none is
         found."""
@@ -59,7 +59,7 @@ class _Shapes(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LowestBound:
     """The lowest bound, and partitions: first the one that has it, then others that may have a
     shorter makespan."""
 
@@ -78,28 +78,28 @@ class BoundSearch:
     def __init__(self, costs: StageCosts, microbatches: Mapping[Counts, int]) -> None:
         self._costs = costs
         self._microbatches = microbatches
-        most = (max(of_kind) for of_kind in zip(*microbatches, strict=True))
-        self._positions = Positions(costs, tuple(most))
-        self._relaxed: dict[int, _Tails] = {}
+        max_nodes = (max(of_kind) for of_kind in zip(*microbatches, strict=True))
+        self._positions = Positions(costs, tuple(max_nodes))
+        self._relaxed: dict[int, _SuffixTable] = {}
         self._factors: dict[int, Iterator[float]] = {}
-        self._fitting = Fitting(costs, self._positions, windows(costs, 1, np.inf))
-        self._fitting_by_steps: dict[int, Fitting] = {}
-        self._rates_by_steps: dict[int, Rates] = {}
+        self._fewest_stages = FewestStages(costs, self._positions, windows(costs, 1, np.inf))
+        self._fewest_stages_by_steps: dict[int, FewestStages] = {}
+        self._periods_by_steps: dict[int, Periods] = {}
 
-    def lowest(self, counts: Counts) -> Found | None:
+    def lowest(self, counts: Counts) -> LowestBound | None:
         """The lowest bound of a pipeline of these numbers of nodes; None if no partition fits."""
         if sum(counts) > self._costs.num_layers:  # Each node needs a stage.
             return None
         shape, lowest_s = self._relaxed_shape(counts, self._microbatches[counts])
-        if shape is not None and fitting(self._costs, rows_of([shape]))[0]:
-            return Found(lowest_s, (shape, *self._many(counts)))
-        if shape is None or not self._fitting.is_feasible(counts):
+        if shape is not None and can_fit(self._costs, rows_of([shape]))[0]:
+            return LowestBound(lowest_s, (shape, *self._shapes_for_many_microbatches(counts)))
+        if shape is None or not self._fewest_stages.is_feasible(counts):
             return None
-        others = self._many(counts)
-        lowest_s, shape = self._held(counts, others[0])
-        return Found(lowest_s, (shape, *others))
+        others = self._shapes_for_many_microbatches(counts)
+        lowest_s, shape = self._lowest_within_memory(counts, others[0])
+        return LowestBound(lowest_s, (shape, *others))
 
-    def _many(self, counts: Counts) -> tuple[Shape, ...]:
+    def _shapes_for_many_microbatches(self, counts: Counts) -> tuple[Shape, ...]:
         """One or two partitions that fit and are good for very many microbatches.
 
         The fastest partition may be more similar to one of them than to the partition with the
@@ -107,64 +107,68 @@ class BoundSearch:
         """
         shape, lowest_s = self._relaxed_shape(counts, MANY_MICROBATCHES)
         least_s = lowest_s / MANY_MICROBATCHES
-        if shape is None or not fitting(self._costs, rows_of([shape]))[0]:
-            most_s = max(s[np.isfinite(s)].max() for s in self._costs.seconds.values())
-            shape = _soonest(self._fitting_at, counts, least_s, _STEP * most_s)
+        if shape is None or not can_fit(self._costs, rows_of([shape]))[0]:
+            max_s = max(s[np.isfinite(s)].max() for s in self._costs.seconds.values())
+            shape = _shape_in_shortest_time(self._fewest_stages_at, counts, least_s, _STEP * max_s)
             assert shape is not None
-        rate_s = float(steady_s(table_of(self._costs, rows_of([shape])))[0])
-        steady = _soonest(self._rates_at, counts, least_s, rate_s)
-        return (shape,) if steady is None else (shape, steady)
+        period_s = float(steady_period_s(table_of(self._costs, rows_of([shape])))[0])
+        steady_shape = _shape_in_shortest_time(self._periods_at, counts, least_s, period_s)
+        return (shape,) if steady_shape is None else (shape, steady_shape)
 
-    def _held(self, counts: Counts, some: Shape) -> tuple[float, Shape]:
+    def _lowest_within_memory(self, counts: Counts, known_shape: Shape) -> tuple[float, Shape]:
         """The lowest bound of the partitions that fit, and a partition that has it.
 
         Args:
-            some: any partition that fits; its bound limits the search.
+            known_shape: any partition that fits; its bound limits the search.
         """
         num_microbatches = self._microbatches[counts]
-        limit_s = _bound_s(self._costs, some, num_microbatches) * (1 + 1e-9)
-        held = Held(
+        limit_s = _bound_s(self._costs, known_shape, num_microbatches) * (1 + 1e-9)
+        search = MemoryBoundSearch(
             self._costs,
             self._positions,
             counts,
             num_microbatches=num_microbatches,
-            limit_s=limit_s,
-            fewest=self._fitting_at(_steps_to(limit_s / num_microbatches) + 1),
-            above_s=_layers_before_s(self._costs)[0],
+            limits=SearchLimits(
+                bound_s=limit_s,
+                fewest_stages=self._fewest_stages_at(_steps_to(limit_s / num_microbatches) + 1),
+                before_s=_layers_before_s(self._costs)[0],
+            ),
         )
-        return held.lowest()
+        return search.lowest()
 
-    def _fitting_at(self, steps: int) -> Fitting:
-        """The fewest stages of tails whose stages take at most _STEP ** steps seconds each."""
-        if steps not in self._fitting_by_steps:
-            some = windows(self._costs, 1, _STEP**steps)
-            self._fitting_by_steps[steps] = Fitting(self._costs, self._positions, some)
-        return self._fitting_by_steps[steps]
+    def _fewest_stages_at(self, steps: int) -> FewestStages:
+        """The fewest stages of suffixes whose stages take at most _STEP ** steps seconds each."""
+        if steps not in self._fewest_stages_by_steps:
+            tables = windows(self._costs, 1, _STEP**steps)
+            self._fewest_stages_by_steps[steps] = FewestStages(self._costs, self._positions, tables)
+        return self._fewest_stages_by_steps[steps]
 
-    def _rates_at(self, steps: int) -> Rates:
-        if steps not in self._rates_by_steps:
-            self._rates_by_steps[steps] = Rates(self._costs, self._positions, _STEP**steps)
-        return self._rates_by_steps[steps]
+    def _periods_at(self, steps: int) -> Periods:
+        if steps not in self._periods_by_steps:
+            self._periods_by_steps[steps] = Periods(self._costs, self._positions, _STEP**steps)
+        return self._periods_by_steps[steps]
 
     def _relaxed_shape(self, counts: Counts, num_microbatches: int) -> tuple[Shape | None, float]:
         """The partition with the lowest bound under the relaxed memory limit, or None; and that
         bound."""
         position = self._positions.of(counts)
-        tails = self._relaxed_tails(position, num_microbatches)
-        lowest_s = tails.lowest_s(position)
-        return (tails.shape(position) if np.isfinite(lowest_s) else None), lowest_s
+        table = self._relaxed_table(position, num_microbatches)
+        lowest_s = table.lowest_s(position)
+        return (table.shape(position) if np.isfinite(lowest_s) else None), lowest_s
 
-    def _relaxed_tails(self, position: int, num_microbatches: int) -> "_Tails":
-        """Tails under the relaxed memory limit, whose lowest bound at this position is right."""
-        factors = self._factors.setdefault(num_microbatches, _growing(_LIMIT_FACTOR, _LIMIT_GROWTH))
-        tails = self._relaxed.get(num_microbatches)
-        while tails is None or not tails.knows(position):
+    def _relaxed_table(self, position: int, num_microbatches: int) -> "_SuffixTable":
+        """Suffixes under the relaxed memory limit, whose lowest bound at this position is right."""
+        factors = self._factors.setdefault(
+            num_microbatches, _limit_factors(_LIMIT_FACTOR, _LIMIT_GROWTH)
+        )
+        table = self._relaxed.get(num_microbatches)
+        while table is None or not table.is_known(position):
             factor, least_s = next(factors), self._least_s(num_microbatches)
             limits_s = factor * least_s if np.isfinite(factor) else np.full_like(least_s, np.inf)
-            some = windows(self._costs, num_microbatches, float(limits_s[0]))
-            tails = _Tails(self._costs, self._positions, some, limits_s.tolist())
-        self._relaxed[num_microbatches] = tails
-        return tails
+            tables = windows(self._costs, num_microbatches, float(limits_s[0]))
+            table = _SuffixTable(self._costs, self._positions, tables, limits_s.tolist())
+        self._relaxed[num_microbatches] = table
+        return table
 
     def _least_s(self, num_microbatches: int) -> Seconds:
         """Time from which the limit at each position grows, up to the last position asked for.
@@ -173,7 +177,7 @@ class BoundSearch:
         position has the largest of these times over the pipelines that contain its nodes, and -inf
         if none does.
         """
-        asked = np.array(
+        asked_counts = np.array(
             [
                 counts
                 for counts, count in self._microbatches.items()
@@ -182,51 +186,51 @@ class BoundSearch:
         )
         speeds = [kind.speed for kind in self._costs.kinds]
         alone_s, work_s = _layers_before_s(self._costs)[:, -1]
-        speed = self._costs.devices_per_node * (asked @ speeds)
+        speed = self._costs.devices_per_node * (asked_counts @ speeds)
         asked_s = np.maximum(alone_s, num_microbatches * work_s / speed)
-        last = max(self._positions.of(tuple(counts)) for counts in asked.tolist())
-        nodes_left = self._positions.nodes_left()[: last + 1]
+        last_position = max(self._positions.of(tuple(counts)) for counts in asked_counts.tolist())
+        nodes_left = self._positions.nodes_left()[: last_position + 1]
         least_s: Seconds = np.full(len(nodes_left), -np.inf)
-        for counts, seconds in zip(asked, asked_s.tolist(), strict=True):
+        for counts, seconds in zip(asked_counts, asked_s.tolist(), strict=True):
             is_part = (nodes_left <= counts).all(axis=1)
             least_s[is_part] = np.maximum(least_s[is_part], seconds)
         return least_s
 
 
-def _soonest(
-    at: Callable[[int], _Shapes], counts: Counts, least_s: float, end_s: float
+def _shape_in_shortest_time(
+    finder_at: Callable[[int], _ShapeFinder], counts: Counts, least_s: float, end_s: float
 ) -> Shape | None:
     """The partition found within the shortest time, between least_s and end_s, in which there is
     one; None if there is none.
 
     Args:
-        at: function that gives, for a number of steps, what finds partitions within _STEP ** steps
-            seconds.
+        finder_at: function that gives, for a number of steps, what finds partitions within
+            _STEP ** steps seconds.
     """
     first, end, width = _steps_to(least_s), _steps_to(end_s), 1
-    found = None
+    shape_found = None
     while first < end:
-        middle = min(first + width, end) - 1 if found is None else (first + end) // 2
-        shape = at(middle).shape(counts)
+        middle = min(first + width, end) - 1 if shape_found is None else (first + end) // 2
+        shape = finder_at(middle).shape(counts)
         if shape is None:
             first, width = middle + 1, 2 * width
         else:
-            found, end = shape, middle
-    return found
+            shape_found, end = shape, middle
+    return shape_found
 
 
 def _steps_to(seconds: float) -> int:
     return ceil(log(max(seconds, _TINY_S)) / log(_STEP))
 
 
-def _growing(first: float, growth: float) -> Iterator[float]:
+def _limit_factors(first: float, growth: float) -> Iterator[float]:
     """Growing factors of a limit; the last one is infinite, since a limit of 0 never grows."""
     for index in range(_LIMIT_TRIES):
         yield first * growth**index
     yield np.inf
 
 
-class _Tails:
+class _SuffixTable:
     """The lowest bound of layers [u, L) for each u and position, under a relaxed memory limit.
 
     Relaxed: a stage is taken to fit if it would with as few stages left as there are nodes left.
@@ -240,24 +244,24 @@ class _Tails:
         self,
         costs: StageCosts,
         positions: Positions,
-        some: Windows,
+        tables: Windows,
         limits_s: Sequence[float],
     ) -> None:
         self._costs = costs
         self._positions = positions
         self._nodes_left = positions.nodes_left().sum(axis=1).tolist()
-        self._windows = some
+        self._windows = tables
         self._limits_s = limits_s
-        self._num_columns = costs.num_layers + widest(some)
+        self._num_columns = costs.num_layers + widest(tables)
         nothing = np.full(self._num_columns, np.inf)
         nothing[costs.num_layers] = 0.0
         self._bounds_s = [nothing]
-        self._behind_s = [behind(nothing, costs.num_layers)]
+        self._behind_s = [sliding_window(nothing, costs.num_layers)]
         for position in range(1, len(limits_s)):
-            self._bounds_s.append(self._next(position))
-            self._behind_s.append(behind(self._bounds_s[-1], costs.num_layers))
+            self._bounds_s.append(self._next_bounds_s(position))
+            self._behind_s.append(sliding_window(self._bounds_s[-1], costs.num_layers))
 
-    def knows(self, position: int) -> bool:
+    def is_known(self, position: int) -> bool:
         """Whether the lowest bound of the whole model at a position is right, because it does not
         exceed the limit."""
         limit_s = self._limits_s[position]
@@ -273,18 +277,18 @@ class _Tails:
         shape: list[tuple[int, int]] = []
         first = 0
         while position:
-            found = []
+            choices = []
             for option in self._positions.options(position):
                 bounds_s = self._options(position, option, slice(first, first + 1))[:, 0]
                 if len(bounds_s):
                     width = int(bounds_s.argmin())
-                    found.append((float(bounds_s[width]), width, option.group, option.after))
-            _, width, group, position = min(found)
+                    choices.append((float(bounds_s[width]), width, option.group, option.after))
+            _, width, group, position = min(choices)
             first += width + 1
             shape.append((first, group))
         return tuple(shape)
 
-    def _next(self, position: int) -> Seconds:
+    def _next_bounds_s(self, position: int) -> Seconds:
         bounds_s = np.full(self._num_columns, np.inf)
         layers = slice(0, self._costs.num_layers)
         for option in self._positions.options(position):
@@ -324,13 +328,13 @@ def _layers_before_s(costs: StageCosts) -> Seconds:
 
 def _bound_s(costs: StageCosts, shape: Shape, num_microbatches: int) -> float:
     """The bound of a partition, in seconds."""
-    bound_s = way_s = 0.0
+    bound_s = before_s = 0.0
     first = device = 0
     for end, group in shape:
         device += costs.count_of(group)
         stage_s = float(costs.seconds[group][first, end])
-        bound_s = max(bound_s, way_s + num_microbatches * stage_s)
+        bound_s = max(bound_s, before_s + num_microbatches * stage_s)
         between_nodes = device % costs.devices_per_node == 0
-        way_s += stage_s + float(costs.round_trip_s(between_nodes=between_nodes)[end])
+        before_s += stage_s + float(costs.round_trip_s(between_nodes=between_nodes)[end])
         first = end
     return bound_s

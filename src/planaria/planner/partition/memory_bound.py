@@ -1,11 +1,11 @@
 """The lowest bound of the partitions that fit, where the memory limit excludes some.
 
 A stage keeps as many microbatches in flight as there are stages from it to the last. So the dynamic
-program over tails (bound.py) gets a third dimension: an upper bound on the stages of a tail. It
-stays small because only partitions below a limit matter, the bound of some partition that fits. For
-these there are, for layers [u, L) at a position,
+program over suffixes (bound.py) gets a third dimension: an upper bound on the stages of a suffix.
+It stays small because only partitions below a limit matter, the bound of some partition that fits.
+For these there are, for layers [u, L) at a position,
 
-- a least number of stages, as fewer do not fit themselves (fitting.py), and
+- a least number of stages, as fewer do not fit themselves (fewest_stages.py), and
 - a largest number of stages, as with more the stages in front do not fit (`_most_stages`).
 
 At each position the first is not above the second for few layers u only, and few numbers of stages
@@ -20,15 +20,15 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from planaria.planner.partition.fitting import Fitting
+from planaria.planner.partition.fewest_stages import FewestStages
 from planaria.planner.partition.positions import Option, Positions
-from planaria.planner.partition.windows import Window, Windows, widest, windows
+from planaria.planner.partition.windows import StageWindow, Windows, widest, windows
 from planaria.planner.problem import Counts, Seconds, Shape, StageCosts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Band:
-    """The lowest bounds of tails at a position; tails that are not in the table have none.
+    """The lowest bounds of suffixes at a position; suffixes that are not in the table have none.
 
     Attributes:
         bounds_s: [r, u], lowest bound of layers [first_layer + u, L) in at most first_stages + r
@@ -40,14 +40,28 @@ class _Band:
     bounds_s: Seconds
 
 
-class Held:
+@dataclass(frozen=True, slots=True, eq=False)
+class SearchLimits:
+    """What keeps the search small.
+
+    Attributes:
+        bound_s: upper bound on the result, in seconds; some partition that fits must have a bound
+            as low.
+        fewest_stages: the fewest stages of suffixes, over at least all stages that bound_s allows.
+        before_s: [u], least seconds of a microbatch, forward and backward, in the layers before u.
+    """
+
+    bound_s: float
+    fewest_stages: FewestStages
+    before_s: Seconds
+
+
+class MemoryBoundSearch:
     """The lowest bound of the whole model on given nodes, of the partitions that fit.
 
     Args:
-        limit_s: upper bound on the result, in seconds; some partition that fits must have a bound
-            as low.
-        fewest: the fewest stages of tails, over at least all stages that the limit allows.
-        above_s: [u], least seconds of a microbatch, forward and backward, in the layers before u.
+        counts: number of nodes of each kind.
+        num_microbatches: number of microbatches of the pipeline.
     """
 
     def __init__(
@@ -57,19 +71,17 @@ class Held:
         counts: Counts,
         *,
         num_microbatches: int,
-        limit_s: float,
-        fewest: Fitting,
-        above_s: Seconds,
+        limits: SearchLimits,
     ) -> None:
         self._positions = positions
         self._windows = {
-            group: _reached(window, limit_s - above_s[:-1])
-            for group, window in windows(costs, num_microbatches, limit_s).items()
+            group: _within_limits(window, limits.bound_s - limits.before_s[:-1])
+            for group, window in windows(costs, num_microbatches, limits.bound_s).items()
         }
         most = _most_stages(costs.num_layers, positions, self._windows, positions.of(counts))
         self._bands = [_Band(costs.num_layers, 0, np.zeros((1, 1)))]
         for position in range(1, len(most)):
-            least = fewest.fewest(position)
+            least = limits.fewest_stages.fewest(position)
             self._bands.append(self._band(position, least, most[position]))
 
     def lowest(self) -> tuple[float, Shape]:
@@ -84,27 +96,29 @@ class Held:
         shape: list[tuple[int, int]] = []
         first, position = 0, len(self._bands) - 1
         while position:
-            found = []
+            choices = []
             for option in self._positions.options(position):
                 stage = slice(first, first + 1)
                 bounds_s = self._options(option, stage, np.array([stages_left]))
                 if len(bounds_s):
                     width = int(bounds_s[:, 0, 0].argmin())
-                    found.append((float(bounds_s[width, 0, 0]), width, option.group, option.after))
-            _, width, group, position = min(found)
+                    choices.append(
+                        (float(bounds_s[width, 0, 0]), width, option.group, option.after)
+                    )
+            _, width, group, position = min(choices)
             first += width + 1
             shape.append((first, group))
             stages_left = self._stages_needed(position, first, stages_left - 1)
         return tuple(shape)
 
     def _stages_needed(self, position: int, first: int, most: int) -> int:
-        """The fewest stages with which a tail has the same bound as with `most` stages."""
+        """The fewest stages with which a suffix has the same bound as with `most` stages."""
         band = self._bands[position]
         bounds_s = band.bounds_s[: most - band.first_stages + 1, first - band.first_layer]
         return band.first_stages + int(np.argmax(bounds_s == bounds_s[-1]))
 
     def _band(self, position: int, least: NDArray[np.int32], most: NDArray[np.int32]) -> _Band:
-        """The lowest bounds of tails at a position.
+        """The lowest bounds of suffixes at a position.
 
         Args:
             least: [u], the fewest stages in which layers [u, L) fit.
@@ -145,27 +159,27 @@ class Held:
         num_layers = layers.stop - layers.start
         block_s = np.full((len(stages), num_layers + max(0, width - 1)), np.inf)
         rows = np.minimum(stages - 1 - band.first_stages, num_rows - 1)
-        there = rows >= 0
+        has_row = rows >= 0
         first = max(layers.start + 1, band.first_layer)
         end = min(layers.start + 1 + block_s.shape[1], band.first_layer + num_columns)
         if first < end:
             source = slice(first - band.first_layer, end - band.first_layer)
             target = slice(first - layers.start - 1, end - layers.start - 1)
-            block_s[there, target] = band.bounds_s[rows[there], source]
+            block_s[has_row, target] = band.bounds_s[rows[has_row], source]
         row_step, step = block_s.strides
         shape = (width, len(stages), num_layers)
         return as_strided(block_s, shape, (step, row_step, step), writeable=False)
 
 
-def _reached(window: Window, limits_s: Seconds) -> Window:
+def _within_limits(window: StageWindow, limits_s: Seconds) -> StageWindow:
     """The window with stages_left 0 for stages that are busy for longer than the limit of their
     first layer."""
-    below = window.busy_s <= limits_s
-    return replace(window, stages_left=np.where(below, window.stages_left, np.int32(0)))
+    is_below = window.busy_s <= limits_s
+    return replace(window, stages_left=np.where(is_below, window.stages_left, np.int32(0)))
 
 
 def _most_stages(
-    num_layers: int, positions: Positions, some: Windows, start: int
+    num_layers: int, positions: Positions, tables: Windows, start: int
 ) -> list[NDArray[np.int32]]:
     """The most stages of layers [u, L) with which some stages for the layers before u fit.
 
@@ -177,13 +191,13 @@ def _most_stages(
     """
     most = [np.zeros(num_layers + 1, dtype=np.int32) for _ in range(start + 1)]
     most[start][0] = num_layers
-    skewed = np.zeros((widest(some), 2 * num_layers), dtype=np.int32)
+    skewed = np.zeros((widest(tables), 2 * num_layers), dtype=np.int32)
     row_step, step = skewed.strides
     for position in range(start, 0, -1):
         if not most[position].any():
             continue
         for option in positions.options(position):
-            stages_left = some[option.group].stages_left
+            stages_left = tables[option.group].stages_left
             width = len(stages_left)
             # Stages [w, u] and [w - 1, u + 1] end at the same layer. In this skewed view all stages
             # with one end are written to one column of `skewed`.

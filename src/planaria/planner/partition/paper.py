@@ -69,24 +69,26 @@ def paper_partition(costs: StageCosts, num_nodes: int) -> tuple[float, Shape] | 
     times_s = np.unique(np.concatenate([t[np.isfinite(t)] for t in costs.seconds.values()]))
     # T1 + T2 + T3 is at least 3 S t*, and there are num_nodes stages or more.
     times_s = times_s[times_s <= best[0] / (3 * num_nodes)]
-    intervals = _cut(0, len(times_s) - 1, _INTERVALS)
+    intervals = _even_parts(0, len(times_s) - 1, _INTERVALS)
     while intervals:
-        alive: list[tuple[int, int]] = []
+        open_intervals: list[tuple[int, int]] = []
         for first in range(0, len(intervals), _INTERVALS):
-            run = _Run(costs, times_s, intervals[first : first + _INTERVALS], num_nodes)
-            best = min(best, *run.promising())
-            alive += run.alive(best[0])
-        parts = max(2, _INTERVALS // max(1, len(alive)))
-        intervals = [part for interval in alive for part in _cut(*interval, parts)]
+            run = _IntervalRun(costs, times_s, intervals[first : first + _INTERVALS], num_nodes)
+            best = min(best, *run.best_shapes())
+            open_intervals += run.open_intervals(best[0])
+        num_parts = max(2, _INTERVALS // max(1, len(open_intervals)))
+        intervals = [
+            part for interval in open_intervals for part in _even_parts(*interval, num_parts)
+        ]
     return best
 
 
-def _cut(first: int, last: int, parts: int) -> list[tuple[int, int]]:
-    edges = np.unique(np.linspace(first, last + 1, parts + 1).astype(int)).tolist()
+def _even_parts(first: int, last: int, num_parts: int) -> list[tuple[int, int]]:
+    edges = np.unique(np.linspace(first, last + 1, num_parts + 1).astype(int)).tolist()
     return [(a, b - 1) for a, b in pairwise(edges)]
 
 
-class _Run:
+class _IntervalRun:
     """One run of the program, for several intervals of t*.
 
     Args:
@@ -117,11 +119,11 @@ class _Run:
         self._behind_s, self._with_s = np.full((2, *shape), np.inf)
         self._behind_s[0, :, costs.num_layers] = 0.0
         for devices_left in range(1, self._num_devices + 1):
-            self._fill(devices_left)
+            self._fill_tables(devices_left)
         # For each interval, a lower bound for the partitions whose t* is in it.
         self._bounds_s = self._with_s[-1, :, 0] - self._least_s
 
-    def promising(self) -> Iterator[tuple[float, Shape]]:
+    def best_shapes(self) -> Iterator[tuple[float, Shape]]:
         """The partitions that have the lowest bound, and the lowest exact bound, with their
         T1 + T2 + T3."""
         exact_s = np.where(self._is_exact, self._bounds_s, np.inf)
@@ -131,10 +133,10 @@ class _Run:
                 shape = self._shape(interval)
                 yield paper_s(self._costs, shape), shape
 
-    def alive(self, limit_s: float) -> list[tuple[int, int]]:
+    def open_intervals(self, limit_s: float) -> list[tuple[int, int]]:
         """The intervals of several values that may hold a partition better than the limit."""
-        is_alive = (self._bounds_s < limit_s) & ~self._is_exact
-        return [self._intervals[index] for index in np.flatnonzero(is_alive).tolist()]
+        is_open = (self._bounds_s < limit_s) & ~self._is_exact
+        return [self._intervals[index] for index in np.flatnonzero(is_open).tolist()]
 
     def _shape(self, interval: int) -> Shape:
         shape: list[tuple[int, int]] = []
@@ -143,10 +145,10 @@ class _Run:
             options = []
             for count, *_ in self._positions.options(devices_left):
                 for after, options_s in self._options(devices_left, count, is_behind=is_behind):
-                    there = options_s[interval, first]
-                    if len(there):
-                        width = int(np.argmin(there))
-                        options.append((float(there[width]), first + width + 1, count, after))
+                    costs_s = options_s[interval, first]
+                    if len(costs_s):
+                        width = int(np.argmin(costs_s))
+                        options.append((float(costs_s[width]), first + width + 1, count, after))
             _, first, count, is_behind = min(options)
             shape.append((first, count))
             devices_left -= count
@@ -179,13 +181,13 @@ class _Run:
     def _options(
         self, devices_left: int, count: int, *, is_behind: bool
     ) -> list[tuple[bool, Seconds]]:
-        """Costs of a tail whose first stage has `count` devices.
+        """Costs of a suffix whose first stage has `count` devices.
 
         Args:
-            is_behind: whether the tail lies behind k*.
+            is_behind: whether the suffix lies behind k*.
 
         Returns:
-            pairs: whether the rest of the tail lies behind k*, and a table [i, u, w] of the costs
+            pairs: whether the rest of the suffix lies behind k*, and a table [i, u, w] of the costs
             in interval i if the first stage has layers [u, u + w + 1).
         """
         before_s, slowest_s, after_s, ends = self._windows[count]
@@ -195,11 +197,11 @@ class _Run:
         ahead_s = before_s + self._with_s[devices_left - count][:, ends]
         return [(True, slowest_s + rest_s), (False, ahead_s)]
 
-    def _fill(self, devices_left: int) -> None:
+    def _fill_tables(self, devices_left: int) -> None:
         num_layers = self._costs.num_layers
         for count, *_ in self._positions.options(devices_left):
             for target, is_behind in ((self._behind_s, True), (self._with_s, False)):
-                found_s = target[devices_left, :, :num_layers]
+                costs_s = target[devices_left, :, :num_layers]
                 for _, options_s in self._options(devices_left, count, is_behind=is_behind):
                     if options_s.shape[2]:
-                        np.minimum(found_s, options_s.min(axis=2), out=found_s)
+                        np.minimum(costs_s, options_s.min(axis=2), out=costs_s)

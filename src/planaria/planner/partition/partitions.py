@@ -21,8 +21,8 @@ from typing import Final
 
 from planaria.core.plan import PipelineTemplate
 from planaria.estimator.makespan import makespans_of_each
-from planaria.planner.partition.fitting import fitting, rows_of
-from planaria.planner.partition.refine import changed, table_of
+from planaria.planner.partition.fewest_stages import can_fit, rows_of
+from planaria.planner.partition.refine import neighbours, table_of
 from planaria.planner.partition.split_times import SplitTimes, least_split_s
 from planaria.planner.problem import Problem, Shape, stage_costs
 from planaria.planner.templates import fastest_templates, template_of
@@ -43,58 +43,60 @@ class Partitions:
 
     def __init__(self, problem: Problem) -> None:
         self._costs = stage_costs(problem)
-        self._whole: dict[Size, PipelineTemplate | None] = {}
-        self._split: dict[Size, PipelineTemplate] = {}
+        self._whole_templates: dict[Size, PipelineTemplate | None] = {}
+        self._split_templates: dict[Size, PipelineTemplate] = {}
         self.split_times = SplitTimes(problem)
 
-    def knows(self, size: Size) -> bool:
-        """Whether `whole` has its answer for this size already."""
-        return size in self._whole
+    def is_known(self, size: Size) -> bool:
+        """Whether `whole_template` has its answer for this size already."""
+        return size in self._whole_templates
 
-    def whole(self, size: Size) -> PipelineTemplate | None:
+    def whole_template(self, size: Size) -> PipelineTemplate | None:
         """The fastest partition with whole backwards; None if none fits."""
-        if size not in self._whole:
-            self._whole[size] = self._fastest_whole(size)
-        return self._whole[size]
+        if size not in self._whole_templates:
+            self._whole_templates[size] = self._fastest_whole(size)
+        return self._whole_templates[size]
 
-    def split(self, size: Size) -> PipelineTemplate | None:
-        """The fastest partition with split backwards that is known so far; `whole` before
+    def split_template(self, size: Size) -> PipelineTemplate | None:
+        """The fastest partition with split backwards that is known so far; `whole_template` before
         `improve_split` has ended. None if none fits."""
-        return self._split.get(size) or self.whole(size)
+        return self._split_templates.get(size) or self.whole_template(size)
 
     def improve_split(self, size: Size) -> Iterator[None]:
         """Looks for a faster partition for split backwards; yields after each one it simulates."""
-        template = self.whole(size)
-        if template is None or size in self._split:
+        template = self.whole_template(size)
+        if template is None or size in self._split_templates:
             return
-        num_left = RUNS_MAX
+        num_runs_left = RUNS_MAX
         best_s, best = self._split_s(template, size), template
-        seen = {self._shape(template)}
-        around = self._shape(template)
-        near = [*self._even(around), *changed(self._costs, around)]
-        while near:
-            new = [shape for shape in dict.fromkeys(near) if shape not in seen]
-            seen.update(new)
-            near = []
-            for least_s, shape in self._promising(new, size[1]):
-                if least_s >= best_s or not num_left:
+        seen_shapes = {self._shape(template)}
+        start = self._shape(template)
+        shapes_to_try = [*self._even(start), *neighbours(self._costs, start)]
+        while shapes_to_try:
+            new_shapes = [
+                shape for shape in dict.fromkeys(shapes_to_try) if shape not in seen_shapes
+            ]
+            seen_shapes.update(new_shapes)
+            shapes_to_try = []
+            for least_s, shape in self._promising(new_shapes, size[1]):
+                if least_s >= best_s or not num_runs_left:
                     break
-                num_left -= 1
-                option = template_of(self._costs, shape)
-                option_s = self._split_s(option, size)
-                if option_s < best_s:
-                    best_s, best = option_s, option
-                    near = changed(self._costs, shape)
+                num_runs_left -= 1
+                candidate = template_of(self._costs, shape)
+                candidate_s = self._split_s(candidate, size)
+                if candidate_s < best_s:
+                    best_s, best = candidate_s, candidate
+                    shapes_to_try = neighbours(self._costs, shape)
                 yield
-        self._split[size] = best
+        self._split_templates[size] = best
 
     def _fastest_whole(self, size: Size) -> PipelineTemplate | None:
         num_nodes, count = size
-        found = fastest_templates(self._costs, {(num_nodes,): count}).get((num_nodes,))
-        if found is None:
+        ranked = fastest_templates(self._costs, {(num_nodes,): count}).get((num_nodes,))
+        if ranked is None:
             return None
-        shape = self._shape(found.template)
-        shapes = [shape, *(one for one in self._even(shape) if one != shape)]
+        shape = self._shape(ranked.template)
+        shapes = [shape, *(even for even in self._even(shape) if even != shape)]
         seconds = makespans_of_each(table_of(self._costs, rows_of(shapes)), count)
         return template_of(self._costs, shapes[int(seconds.argmin())])
 
@@ -110,17 +112,21 @@ class Partitions:
         for larger in combinations(range(num_stages), num_more):
             ends = accumulate(each + (index in larger) for index in range(num_stages))
             shapes.append(tuple(zip(ends, groups, strict=True)))
-        fits = fitting(self._costs, rows_of(shapes)).tolist()
-        return [shape for shape, does in zip(shapes, fits, strict=True) if does]
+        fits = can_fit(self._costs, rows_of(shapes)).tolist()
+        return [shape for shape, does_fit in zip(shapes, fits, strict=True) if does_fit]
 
     def _promising(self, shapes: list[Shape], count: int) -> list[tuple[float, Shape]]:
         """Pairs of a lower bound in seconds and a partition that fits, in ascending order."""
         if not shapes:
             return []
         rows = rows_of(shapes)
-        fits = fitting(self._costs, rows).tolist()
+        fits = can_fit(self._costs, rows).tolist()
         least_s = least_split_s(self._costs, rows, count).tolist()
-        return sorted((s, one) for s, one, does in zip(least_s, shapes, fits, strict=True) if does)
+        return sorted(
+            (bound_s, shape)
+            for bound_s, shape, does_fit in zip(least_s, shapes, fits, strict=True)
+            if does_fit
+        )
 
     def _split_s(self, template: PipelineTemplate, size: Size) -> float:
         ends_s = self.split_times.ends_s(template, size[1])

@@ -25,7 +25,7 @@ from typing import Final
 import numpy as np
 
 from planaria.estimator.makespan import Seconds, StageTable, makespans_of_each
-from planaria.planner.partition.fitting import Rows, fitting, rows_of
+from planaria.planner.partition.fewest_stages import PartitionRows, can_fit, rows_of
 from planaria.planner.problem import Counts, Shape, StageCosts
 
 NUM_KEPT: Final = 5  # Number of best partitions near which the search looks.
@@ -49,17 +49,19 @@ def nearby(
         starts: partitions that fit, by nodes of each kind.
         microbatches: number of microbatches of a pipeline, by its nodes of each kind.
     """
-    searches = {counts: _Search(costs, microbatches[counts]) for counts in starts}
-    asked = [(searches[counts], shape) for counts, shapes in starts.items() for shape in shapes]
+    searches = {counts: _NeighbourSearch(costs, microbatches[counts]) for counts in starts}
+    to_time = [(searches[counts], shape) for counts, shapes in starts.items() for shape in shapes]
     for _ in range(ROUNDS_MAX):
-        if not asked:
+        if not to_time:
             break
-        _time(costs, asked)
-        asked = [(search, shape) for search in searches.values() for shape in search.next_shapes()]
+        _time_partitions(costs, to_time)
+        to_time = [
+            (search, shape) for search in searches.values() for shape in search.shapes_to_time()
+        ]
     return {counts: search.best() for counts, search in searches.items()}
 
 
-class _Search:
+class _NeighbourSearch:
     """The search for one number of nodes."""
 
     def __init__(self, costs: StageCosts, num_microbatches: int) -> None:
@@ -81,13 +83,13 @@ class _Search:
         del self._best[NUM_KEPT:]
         self._budget -= stage_ticks
 
-    def next_shapes(self) -> list[Shape]:
+    def shapes_to_time(self) -> list[Shape]:
         """The partitions worth timing near the best one that has any; empty if the search is
         over."""
         for shape in self.best():
             if self._budget > 0 and shape not in self._done:
                 self._done.add(shape)
-                promising = self._promising(changed(self._costs, shape))
+                promising = self._promising(neighbours(self._costs, shape))
                 if promising:
                     return promising
         return []
@@ -103,7 +105,7 @@ class _Search:
             return []
         rows = rows_of(new)
         lowest_s = least_s(table_of(self._costs, rows), self.num_microbatches)
-        lowest_s[~fitting(self._costs, rows)] = np.inf
+        lowest_s[~can_fit(self._costs, rows)] = np.inf
         limit_s = self._best[-1][0] if len(self._best) == NUM_KEPT else np.inf
         num_stages = max(map(len, new))
         settled = min(self.num_microbatches, _SETTLED_STAGES * num_stages)
@@ -112,18 +114,18 @@ class _Search:
         return [new[index] for index in order if lowest_s[index] < limit_s]
 
 
-def _time(costs: StageCosts, asked: Sequence[tuple[_Search, Shape]]) -> None:
+def _time_partitions(costs: StageCosts, to_time: Sequence[tuple[_NeighbourSearch, Shape]]) -> None:
     """Simulates partitions and tells their searches how long they take."""
-    steady = _SETTLED_STAGES * max(len(shape) for _, shape in asked)
-    groups: dict[int, list[tuple[_Search, Shape]]] = {}
-    for search, shape in asked:
-        groups.setdefault(min(search.num_microbatches, steady), []).append((search, shape))
+    max_settled = _SETTLED_STAGES * max(len(shape) for _, shape in to_time)
+    groups: dict[int, list[tuple[_NeighbourSearch, Shape]]] = {}
+    for search, shape in to_time:
+        groups.setdefault(min(search.num_microbatches, max_settled), []).append((search, shape))
     for settled, group in groups.items():
         table = table_of(costs, rows_of([shape for _, shape in group]))
         seconds = makespans_of_each(table, settled)
         rest = np.array([search.num_microbatches - settled for search, _ in group])
         if rest.any():
-            seconds = seconds + rest * steady_s(table)
+            seconds = seconds + rest * steady_period_s(table)
         for (search, shape), shape_s in zip(group, seconds.tolist(), strict=True):
             search.learn(shape, shape_s, _stage_ticks(len(shape), settled))
 
@@ -132,16 +134,16 @@ def _stage_ticks(num_stages: int, num_microbatches: int) -> int:
     return 2 * (num_microbatches + num_stages) * num_stages
 
 
-def changed(costs: StageCosts, shape: Shape) -> list[Shape]:
+def neighbours(costs: StageCosts, shape: Shape) -> list[Shape]:
     """The partitions that differ from this one by one small change, whether they fit or not."""
-    found = dict.fromkeys((*_moved_cuts(shape), *_moved_devices(costs, shape)))
-    found |= dict.fromkeys((*_split(costs, shape), *_whole_nodes(costs, shape)))
-    found |= dict.fromkeys(_exchanged(costs, shape))
-    found.pop(shape, None)
-    return list(found)
+    shapes = dict.fromkeys((*_cut_moves(shape), *_device_moves(costs, shape)))
+    shapes |= dict.fromkeys((*_stage_splits(costs, shape), *_node_joins(costs, shape)))
+    shapes |= dict.fromkeys(_node_swaps(costs, shape))
+    shapes.pop(shape, None)
+    return list(shapes)
 
 
-def _moved_cuts(shape: Shape) -> Iterator[Shape]:
+def _cut_moves(shape: Shape) -> Iterator[Shape]:
     """Partitions with a run of neighbouring cuts moved by one layer, or a single cut by two."""
     num_cuts = len(shape) - 1
     longest = max(1, _CHANGES_MAX // (2 * max(1, num_cuts)))
@@ -157,24 +159,24 @@ def _moved_cuts(shape: Shape) -> Iterator[Shape]:
                     yield (*shape[:first], *moved, *shape[last + 1 :])
 
 
-def _moved_devices(costs: StageCosts, shape: Shape) -> Iterator[Shape]:
+def _device_moves(costs: StageCosts, shape: Shape) -> Iterator[Shape]:
     """Partitions with two neighbouring stages of a node joined, or with their devices and layers
     divided in another way."""
     first, device = 0, 0
     for index, ((cut, group), (end, next_group)) in enumerate(pairwise(shape)):
         device += costs.count_of(group)
         if device % costs.devices_per_node:
-            both = group + costs.count_of(next_group)
+            joint_group = group + costs.count_of(next_group)
             before, after = shape[:index], shape[index + 2 :]
-            if both in costs.groups:
-                yield (*before, (end, both), *after)
-            for one, other in _halves(costs, both):
-                for cut_there in _cuts(costs, first, end, one, other):
-                    yield (*before, (cut_there, one), (end, other), *after)
+            if joint_group in costs.groups:
+                yield (*before, (end, joint_group), *after)
+            for first_group, second_group in _halves(costs, joint_group):
+                for new_cut in _cuts(costs, first, end, first_group, second_group):
+                    yield (*before, (new_cut, first_group), (end, second_group), *after)
         first = cut
 
 
-def _split(costs: StageCosts, shape: Shape) -> Iterator[Shape]:
+def _stage_splits(costs: StageCosts, shape: Shape) -> Iterator[Shape]:
     """Partitions with a stage of several devices split into two."""
     first = 0
     for index, (end, group) in enumerate(shape):
@@ -192,10 +194,10 @@ def _halves(costs: StageCosts, group: int) -> Iterator[tuple[int, int]]:
             yield none + count, group - count
 
 
-def _whole_nodes(costs: StageCosts, shape: Shape) -> Iterator[Shape]:
+def _node_joins(costs: StageCosts, shape: Shape) -> Iterator[Shape]:
     """Partitions with all stages of a node, three or more, joined into one.
 
-    `_moved_devices` joins the stages of a node that has two.
+    `_device_moves` joins the stages of a node that has two.
     """
     if costs.devices_per_node not in costs.counts:
         return
@@ -203,19 +205,19 @@ def _whole_nodes(costs: StageCosts, shape: Shape) -> Iterator[Shape]:
     for node in _nodes(costs, shape):
         end = index + len(node)
         if len(node) > 2:
-            whole = costs.group(costs.kind_of(node[0][1]), costs.devices_per_node)
-            yield (*shape[:index], (shape[end - 1][0], whole), *shape[end:])
+            whole_group = costs.group(costs.kind_of(node[0][1]), costs.devices_per_node)
+            yield (*shape[:index], (shape[end - 1][0], whole_group), *shape[end:])
         index = end
 
 
-def _exchanged(costs: StageCosts, shape: Shape) -> Iterator[Shape]:
+def _node_swaps(costs: StageCosts, shape: Shape) -> Iterator[Shape]:
     """Partitions with two neighbouring nodes of different kinds exchanged, stages included."""
     if len(costs.kinds) == 1:
         return
     nodes = _nodes(costs, shape)
-    for index, (one, other) in enumerate(pairwise(nodes)):
-        if costs.kind_of(one[0][1]) != costs.kind_of(other[0][1]):
-            stages = chain(*nodes[:index], other, one, *nodes[index + 2 :])
+    for index, (first_node, second_node) in enumerate(pairwise(nodes)):
+        if costs.kind_of(first_node[0][1]) != costs.kind_of(second_node[0][1]):
+            stages = chain(*nodes[:index], second_node, first_node, *nodes[index + 2 :])
             widths, groups = zip(*stages, strict=True)
             yield tuple(zip(accumulate(widths), groups, strict=True))
 
@@ -242,31 +244,31 @@ def _cuts(costs: StageCosts, first: int, end: int, group: int, next_group: int) 
     return (int(cut) for cut in cuts[best] if np.isfinite(uneven_s[cut - first - 1]))
 
 
-def table_of(costs: StageCosts, rows: Rows) -> StageTable:
+def table_of(costs: StageCosts, rows: PartitionRows) -> StageTable:
     """The seconds of the stages and links of partitions, one column per partition."""
     firsts, ends, groups = rows
     forward_s, backward_s = np.zeros((2, *ends.shape))
     for group in costs.groups:
-        there = groups == group
-        stages = (firsts[there], ends[there])
-        forward_s[there] = costs.forward_s[group][stages]
-        backward_s[there] = costs.backward_s[group][stages]
+        has_group = groups == group
+        stages = (firsts[has_group], ends[has_group])
+        forward_s[has_group] = costs.forward_s[group][stages]
+        backward_s[has_group] = costs.backward_s[group][stages]
     devices = np.cumsum(costs.count_of(groups), axis=0)
     between_nodes = devices % costs.devices_per_node == 0
-    behind = np.where(between_nodes, costs.transfer_s[1][ends], costs.transfer_s[0][ends])
+    transfers_s = np.where(between_nodes, costs.transfer_s[1][ends], costs.transfer_s[0][ends])
     latency_s = np.where(between_nodes, costs.latency_s[1], costs.latency_s[0])
     is_last = np.arange(len(ends))[:, None] == len(ends) - 1
-    nowhere = is_last | (groups == 0)
-    none = np.zeros((1, ends.shape[1]))
+    has_no_link = is_last | (groups == 0)
+    no_link = np.zeros((1, ends.shape[1]))
     return StageTable(
         forward_s=forward_s,
         backward_s=backward_s,
-        transfer_s=np.vstack((none, np.where(nowhere, 0.0, behind))),
-        latency_s=np.vstack((none, np.where(nowhere, 0.0, latency_s))),
+        transfer_s=np.vstack((no_link, np.where(has_no_link, 0.0, transfers_s))),
+        latency_s=np.vstack((no_link, np.where(has_no_link, 0.0, latency_s))),
     )
 
 
-def steady_s(table: StageTable) -> Seconds:
+def steady_period_s(table: StageTable) -> Seconds:
     """Seconds per microbatch of each pipeline once 1F1B is steady.
 
     Stages k to j pass j - k + 1 microbatches around in a cycle. One turn takes the seconds of all
@@ -276,8 +278,8 @@ def steady_s(table: StageTable) -> Seconds:
     Returns:
         array of shape [C].
     """
-    rates_s: Seconds = np.maximum(table.transfer_s.max(axis=0), slowest_cycle_s(table))
-    return rates_s
+    periods_s: Seconds = np.maximum(table.transfer_s.max(axis=0), slowest_cycle_s(table))
+    return periods_s
 
 
 def slowest_cycle_s(table: StageTable) -> Seconds:
@@ -299,12 +301,12 @@ def least_s(table: StageTable, num_microbatches: int) -> Seconds:
     stage_s, trip_s = _stages_and_trips_s(table)
     num_stages = len(stage_s)
     until_s = np.cumsum(stage_s + trip_s, axis=0)
-    found_s: Seconds = (until_s - trip_s + (num_microbatches - 1) * stage_s).max(axis=0)
+    bounds_s: Seconds = (until_s - trip_s + (num_microbatches - 1) * stage_s).max(axis=0)
     last = np.arange(num_stages)[:, None]
     for width, cycles_s in _cycles_s(table):
         turns = np.maximum(0, num_microbatches - num_stages + last[width - 1 :]) // width
-        np.maximum(found_s, until_s[-1] + (turns * cycles_s).max(axis=0), out=found_s)
-    return found_s
+        np.maximum(bounds_s, until_s[-1] + (turns * cycles_s).max(axis=0), out=bounds_s)
+    return bounds_s
 
 
 def _cycles_s(table: StageTable) -> Iterator[tuple[int, Seconds]]:

@@ -21,7 +21,7 @@ import numpy as np
 
 from planaria.core.plan import PipelineTemplate, plain_plan
 from planaria.estimator.time import predicted_timeline
-from planaria.planner.partition.fitting import Rows
+from planaria.planner.partition.fewest_stages import PartitionRows
 from planaria.planner.partition.refine import table_of
 from planaria.planner.problem import Problem, Seconds, StageCosts
 from planaria.planner.reroute.reroutes import with_split_backwards
@@ -41,10 +41,12 @@ class SplitTimes:
         for one microbatch and its gradients."""
         pair = template, num_microbatches
         if pair not in self._ends_s:
-            self._ends_s[pair] = self._run(*pair)
+            self._ends_s[pair] = self._simulated_ends_s(*pair)
         return self._ends_s[pair]
 
-    def _run(self, template: PipelineTemplate, num_microbatches: int) -> tuple[float, ...] | None:
+    def _simulated_ends_s(
+        self, template: PipelineTemplate, num_microbatches: int
+    ) -> tuple[float, ...] | None:
         (pipeline,) = pipelines_of([template], range(template.num_nodes))
         plan = plain_plan(0, (pipeline,), (num_microbatches,))
         plan = with_split_backwards(self._problem, plan)
@@ -59,18 +61,18 @@ class SplitTimes:
         return tuple(ends_s[ranks[0]] for ranks in pipeline.ranks_by_stage())
 
 
-def least_split_s(costs: StageCosts, rows: Rows, num_microbatches: int) -> Seconds:
+def least_split_s(costs: StageCosts, rows: PartitionRows, num_microbatches: int) -> Seconds:
     """Lower bound on the seconds that a pipeline of each partition takes, shape [C]."""
     firsts, ends, groups = rows
     table = table_of(costs, rows)
     input_s = np.zeros_like(table.forward_s)
     for group in costs.groups:
-        there = groups == group
-        input_s[there] = _input_s(costs, group)[firsts[there], ends[there]]
+        has_group = groups == group
+        input_s[has_group] = _input_s(costs, group)[firsts[has_group], ends[has_group]]
     stage_s = table.forward_s + table.backward_s
-    way_s = (table.transfer_s + table.latency_s)[1:]
-    before_s = _before(table.forward_s + way_s)
-    up_s = _before(way_s + input_s)
+    trip_s = (table.transfer_s + table.latency_s)[1:]
+    before_s = _sums_before(table.forward_s + trip_s)
+    up_s = _sums_before(trip_s + input_s)
     # Rows in front of a partition's first stage are padding, and take no time.
     first = (groups > 0).argmax(axis=0)
     columns = np.arange(groups.shape[1])
@@ -82,7 +84,7 @@ def least_split_s(costs: StageCosts, rows: Rows, num_microbatches: int) -> Secon
     return least_s
 
 
-def _before(seconds: Seconds) -> Seconds:
+def _sums_before(seconds: Seconds) -> Seconds:
     """Table of the same shape, each row the sum of the rows before it."""
     sums: Seconds = np.cumsum(seconds, axis=0) - seconds
     return sums
@@ -94,6 +96,6 @@ def _input_s(costs: StageCosts, group: int) -> Seconds:
     count, speed = costs.count_of(group), costs.kinds[costs.kind_of(group)].speed
     layers = costs.problem.profile.layers
     until_s = np.cumsum([0.0, *(layer.backward_input_s.get(count, 0.0) for layer in layers)])
-    there = np.isfinite(costs.seconds[group])
-    between_s: Seconds = np.where(there, until_s[None, :] - until_s[:, None], 0.0) / speed
+    is_stage = np.isfinite(costs.seconds[group])
+    between_s: Seconds = np.where(is_stage, until_s[None, :] - until_s[:, None], 0.0) / speed
     return between_s

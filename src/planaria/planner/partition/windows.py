@@ -1,10 +1,10 @@
 """Tables of the stages whose time stays below a limit, by number of layers and first layer.
 
-The dynamic programs of this package work on tails of the model, that is on layers [u, L). At each
-layer u they need the stages of every width that begin there. Entry [w, u] of a table here is the
-stage of layers [u, u + w + 1): a program reads a row for all u at once, and a row is contiguous in
-memory. An array over layers, read at the end layer of each such stage, is a sliding window over
-that array (`behind`).
+The dynamic programs of this package work on suffixes of the model, that is on layers [u, L). At
+each layer u they need the stages of every width that begin there. Entry [w, u] of a table here is
+the stage of layers [u, u + w + 1): a program reads a row for all u at once, and a row is contiguous
+in memory. An array over layers, read at the end layer of each such stage, is a sliding window over
+that array (`sliding_window`).
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ Number = TypeVar("Number", np.float64, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Window:
+class StageWindow:
     """The stages of one group. Entry [w, u] of a table is the stage of layers [u, u + w + 1).
 
     Seconds are infinite, and stages_left is 0, where u + w + 1 exceeds the number of layers.
@@ -45,7 +45,7 @@ class Window:
         return int(np.searchsorted(self.least_s, limit_s, side="right"))
 
 
-Windows = Mapping[int, Window]  # The keys are groups.
+Windows = Mapping[int, StageWindow]  # The keys are groups.
 
 
 def windows(costs: StageCosts, num_microbatches: int, limit_s: float) -> Windows:
@@ -56,12 +56,12 @@ def windows(costs: StageCosts, num_microbatches: int, limit_s: float) -> Windows
     return {group: _window(costs, group, num_microbatches, limit_s) for group in costs.groups}
 
 
-def widest(some: Windows) -> int:
+def widest(tables: Windows) -> int:
     """Number of layers of the widest stage in any of the tables, at least 1."""
-    return max(1, *(len(window.busy_s) for window in some.values()))
+    return max(1, *(len(window.busy_s) for window in tables.values()))
 
 
-def behind(row: NDArray[Number], num_layers: int) -> NDArray[Number]:
+def sliding_window(row: NDArray[Number], num_layers: int) -> NDArray[Number]:
     """View [w, u] of an array over layers, whose entry is row[u + w + 1]: that of the layer behind
     the stage of layers [u, u + w + 1)."""
     (step,) = row.strides
@@ -70,11 +70,11 @@ def behind(row: NDArray[Number], num_layers: int) -> NDArray[Number]:
     return np.ndarray(shape, row.dtype, buffer=row, offset=step, strides=(step, step))
 
 
-def _window(costs: StageCosts, group: int, num_microbatches: int, limit_s: float) -> Window:
+def _window(costs: StageCosts, group: int, num_microbatches: int, limit_s: float) -> StageWindow:
     num_layers = costs.num_layers
-    seconds, most = costs.seconds[group], costs.most_in_flight[group]
+    seconds, max_in_flight = costs.seconds[group], costs.most_in_flight[group]
     width = 0
-    while width < num_layers and (np.diagonal(most, width + 1) > 0).any():
+    while width < num_layers and (np.diagonal(max_in_flight, width + 1) > 0).any():
         if num_microbatches * np.diagonal(seconds, width + 1).min() > limit_s:
             break
         width += 1
@@ -84,12 +84,12 @@ def _window(costs: StageCosts, group: int, num_microbatches: int, limit_s: float
     ends = np.minimum(ends, num_layers)
     stage_s = np.where(is_there, seconds[firsts, ends], np.inf)
     busy_s = num_microbatches * stage_s
-    most = np.where(is_there & (busy_s <= limit_s), most[firsts, ends], 0)
-    is_enough = most >= costs.problem.num_microbatches
-    return Window(
+    max_in_flight = np.where(is_there & (busy_s <= limit_s), max_in_flight[firsts, ends], 0)
+    is_unlimited = max_in_flight >= costs.problem.num_microbatches
+    return StageWindow(
         busy_s=busy_s,
         through_s=(stage_s + _trip_s(costs, False)[ends], stage_s + _trip_s(costs, True)[ends]),
-        stages_left=np.where(is_enough, num_layers, most).astype(np.int32),
+        stages_left=np.where(is_unlimited, num_layers, max_in_flight).astype(np.int32),
         least_s=busy_s.min(axis=1, initial=np.inf),
     )
 

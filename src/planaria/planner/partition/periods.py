@@ -1,44 +1,44 @@
-"""The partition with the highest steady rate, for very many microbatches and slow transfers.
+"""The partition with the shortest steady period, for very many microbatches and slow transfers.
 
 Stages k to j pass j - k + 1 microbatches around in a cycle. One turn takes the seconds t_i of all
 these stages and a round trip c_i over each link between them. 1F1B finishes one microbatch every
-`rate_s` seconds if no cycle takes longer than that per stage:
+`period_s` seconds if no cycle takes longer than that per stage:
 
-    sum of t_i over k <= i <= j, plus sum of c_i over k <= i < j,  <=  (j - k + 1) * rate_s.
+    sum of t_i over k <= i <= j, plus sum of c_i over k <= i < j,  <=  (j - k + 1) * period_s.
 
 The excess of a cycle is the left side minus the right side. Of the cycles that begin with the first
-stage k of a tail, the largest excess is
+stage k of a suffix, the largest excess is
 
-    t_k - rate_s + max(0, c_k + largest excess of the tail behind stage k).
+    t_k - period_s + max(0, c_k + largest excess of the suffix behind stage k).
 
-So a dynamic program over (first layer, position) finds the tail with the least such excess. Without
-a memory limit that is exact. With one, the program knows for each entry only the number of stages
-of that one tail, and may miss a partition that exists. So the result is a start for the search of
-refine.py, and no bound.
+So a dynamic program over (first layer, position) finds the suffix with the least such excess.
+Without a memory limit that is exact. With one, the program knows for each entry only the number of
+stages of that one suffix, and may miss a partition that exists. So the result is a start for the
+search of refine.py, and no bound.
 """
 
 import numpy as np
 
 from planaria.planner.partition.positions import Option, Positions
-from planaria.planner.partition.windows import behind, widest, windows
+from planaria.planner.partition.windows import sliding_window, widest, windows
 from planaria.planner.problem import Counts, Seconds, Shape, StageCosts
 
 
-class Rates:
-    """Partitions that finish one microbatch every rate_s seconds or faster."""
+class Periods:
+    """Partitions that finish one microbatch every period_s seconds or faster."""
 
-    def __init__(self, costs: StageCosts, positions: Positions, rate_s: float) -> None:
+    def __init__(self, costs: StageCosts, positions: Positions, period_s: float) -> None:
         self._costs = costs
         self._positions = positions
-        some = windows(costs, 1, rate_s)
-        self._over_s = {group: window.busy_s - rate_s for group, window in some.items()}
+        tables = windows(costs, 1, period_s)
+        self._stage_excess_s = {group: window.busy_s - period_s for group, window in tables.items()}
         self._trips_s = {
-            group: [_difference_s(through_s, window.busy_s) for through_s in window.through_s]
-            for group, window in some.items()
+            group: [_trips_alone_s(through_s, window.busy_s) for through_s in window.through_s]
+            for group, window in tables.items()
         }
-        self._stages_left = {group: window.stages_left for group, window in some.items()}
-        self._nothing = np.full(costs.num_layers + widest(some), np.inf)
-        # For each position and layer, the least excess and the number of stages of its tail.
+        self._stages_left = {group: window.stages_left for group, window in tables.items()}
+        self._nothing = np.full(costs.num_layers + widest(tables), np.inf)
+        # For each position and layer, the least excess and the number of stages of its suffix.
         no_layers = self._nothing.copy()
         no_layers[costs.num_layers] = -np.inf
         self._excess_s = [no_layers]
@@ -82,23 +82,27 @@ class Rates:
         self._stages.append(stages)
 
     def _options(self, option: Option, first: int, end: int) -> Seconds:
-        """Table [w, u]: the least excess of the tail that begins at layer first + u with a stage of
-        w + 1 layers; infinite if it is above 0, or if the stage does not fit into memory."""
+        """Table [w, u]: the least excess of the suffix that begins at layer first + u with a stage
+        of w + 1 layers; infinite if it is above 0, or if the stage does not fit into memory."""
         num_layers = self._costs.num_layers
-        over_s = self._over_s[option.group][:, first:end]
-        rest_s = behind(self._excess_s[option.after], num_layers)[: len(over_s), first:end]
+        stage_excess_s = self._stage_excess_s[option.group][:, first:end]
+        excess_behind_s = sliding_window(self._excess_s[option.after], num_layers)[
+            : len(stage_excess_s), first:end
+        ]
         trips_s = self._trips_s[option.group][option.between_nodes]
-        options_s: Seconds = trips_s[:, first:end] + rest_s
+        options_s: Seconds = trips_s[:, first:end] + excess_behind_s
         np.maximum(options_s, 0.0, out=options_s)
-        options_s += over_s
+        options_s += stage_excess_s
         options_s[options_s > 0] = np.inf
         if self._costs.has_memory_limit:
-            stages = behind(self._stages[option.after], num_layers)[: len(over_s), first:end]
+            stages = sliding_window(self._stages[option.after], num_layers)[
+                : len(stage_excess_s), first:end
+            ]
             options_s[stages >= self._stages_left[option.group][:, first:end]] = np.inf
         return options_s
 
 
-def _difference_s(through_s: Seconds, stage_s: Seconds) -> Seconds:
+def _trips_alone_s(through_s: Seconds, stage_s: Seconds) -> Seconds:
     """Seconds of the round trips alone; 0 where there is no such stage."""
     nothing = np.zeros_like(stage_s)
     return np.subtract(through_s, stage_s, out=nothing, where=np.isfinite(stage_s))
