@@ -23,7 +23,7 @@ from typing import Final
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from helpers.lost_places import CASES, Case, computed_s, drawn_case
-from planaria.planner.reroute.reroutes import rerouted
+from planaria.planner.reroute.reroutes import best_reroute
 
 GOAL: Final = 0.05
 ACTIONS_MIN: Final = 24
@@ -53,7 +53,7 @@ def _longer(case: Case) -> float:
     from exact.solver import optimum
 
     problem, plan = case.problem(), case.plan()
-    found = rerouted(problem, plan)
+    found = best_reroute(problem, plan)
     assert found is not None
     ours_s = computed_s(problem, found)
     begin_s = time.perf_counter()
@@ -82,7 +82,7 @@ def _longest_drawn(num_drawn: int) -> float:
         case = drawn_case(Random(seed))
         assert case.num_actions >= ACTIONS_MIN
         problem, plan = case.problem(), case.plan()
-        found = rerouted(problem, plan)
+        found = best_reroute(problem, plan)
         assert found is not None
         ours_s = computed_s(problem, found)
         end_max = round(ours_s)

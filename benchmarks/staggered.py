@@ -21,7 +21,7 @@ from typing import Final
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from helpers.lost_places import EQUAL, Lost, grid, problem_of
-from planaria.planner.reroute.reroutes import rerouted
+from planaria.planner.reroute.reroutes import best_reroute
 
 # Number of pipelines, places of each, microbatches of each, and the places that are lost.
 CASES: Final[tuple[tuple[int, int, int, Lost], ...]] = (
@@ -59,7 +59,7 @@ def _iteration_s(
     num_pipelines: int, num_places: int, each: int, lost: Lost, *, splits: bool
 ) -> float:
     problem = problem_of((EQUAL,) * num_places, each * num_pipelines)
-    found = rerouted(
+    found = best_reroute(
         replace(problem, splits_backward=splits), grid(num_pipelines, num_places, lost)
     )
     assert found is not None

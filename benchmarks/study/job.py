@@ -33,8 +33,8 @@ from planaria.core.cluster import (
 from planaria.core.findings import FailureHistory
 from planaria.core.plan import Hop, Plan, Transition
 from planaria.planner.plans import EveryPlan
-from planaria.planner.reroute.reroutes import Priced, priced
-from planaria.planner.reroute.shadows import shadowed
+from planaria.planner.reroute.reroutes import PricedPlan, price_plan
+from planaria.planner.reroute.shadows import with_shadows
 from planaria.policies.absorb import Absorb
 from planaria.policies.policy import Policy, Prices, profile_prices
 from planaria.policies.value import Outlook, best_transition, expected_samples_per_s
@@ -66,9 +66,9 @@ class Answers:
         self.prices: Prices = profile_prices(every.problem.profile, regroup_s=REGROUP_S)
         self._policy = policy
         self._known: dict[object, tuple[Transition, ...]] = {}
-        self._starts: dict[int, Priced | None] = {}
+        self._starts: dict[int, PricedPlan | None] = {}
 
-    def start(self, num_nodes: int) -> Priced | None:
+    def start(self, num_nodes: int) -> PricedPlan | None:
         """Initial plan of a job on num_nodes nodes, with its iteration time.
 
         None: they are too few to hold the model, or lack memory for the layers that the policy
@@ -78,14 +78,14 @@ class Answers:
             self._starts[num_nodes] = self._start(num_nodes)
         return self._starts[num_nodes]
 
-    def _start(self, num_nodes: int) -> Priced | None:
+    def _start(self, num_nodes: int) -> PricedPlan | None:
         plan = self.every.plans.get(num_nodes)
         if plan is None:
             return None
         if isinstance(self._policy, Absorb):
-            return priced(self.every.problem, shadowed(plan))
+            return price_plan(self.every.problem, with_shadows(plan))
         templates = [pipeline.template for pipeline in plan.pipelines]
-        return Priced(plan, self.every.distribution(templates)[0])
+        return PricedPlan(plan, self.every.distribution(templates)[0])
 
     def load_s(self, plan: Plan) -> float:
         """Seconds until all ranks have loaded their layers from a save, as under morph."""

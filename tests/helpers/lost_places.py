@@ -13,7 +13,7 @@ from helpers.strategies import MEBIBYTE, model_profile
 from planaria.core.plan import LayerProfile, Link, NodeKind, Plan
 from planaria.estimator.time import predicted_timeline
 from planaria.planner.problem import Problem
-from planaria.planner.reroute.reroutes import Priced
+from planaria.planner.reroute.reroutes import PricedPlan
 from planaria.schedule.lower import plan_schedule
 
 Lost = tuple[tuple[int, int], ...]
@@ -129,7 +129,7 @@ def grid(num_pipelines: int, num_places: int, lost: Lost) -> Plan:
     return Plan(0, pipelines, (), gone=gone)
 
 
-def computed_s(problem: Problem, found: Priced) -> float:
+def computed_s(problem: Problem, found: PricedPlan) -> float:
     """When the last forward or backward of a plan ends; reductions are not looked at."""
     timeline = predicted_timeline(plan_schedule(found.plan), problem.profile, plan=found.plan)
     return max(span.end_s for span in timeline.spans if span.lane == "compute")

@@ -11,7 +11,7 @@ from planaria.estimator.peak_memory import peak_bytes
 from planaria.job.predictions import predicted_peak_bytes, prediction
 from planaria.planner.plans import bind
 from planaria.planner.problem import Problem
-from planaria.planner.reroute.reroutes import rerouted
+from planaria.planner.reroute.reroutes import best_reroute
 
 NUM_MICROBATCHES = 9
 
@@ -61,7 +61,7 @@ def test_of_plain_pipelines_each_rank_holds_what_equation_14_says() -> None:
 def test_around_an_empty_place_a_rank_holds_what_its_detours_bring() -> None:
     """More microbatches than its own pipeline has; of who is gone nothing is said."""
     broken = replace(PLAN, epoch=1, gone=(1,))
-    priced = rerouted(PROBLEM, broken)
+    priced = best_reroute(PROBLEM, broken)
     assert priced is not None
 
     found = prediction(PROBLEM, priced.plan)

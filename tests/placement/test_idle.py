@@ -16,7 +16,7 @@ from planaria.placement.idle import Sending, predicted_idle, predicted_sending
 from planaria.placement.layer_copies import layer_copies
 from planaria.placement.placement import paper_placement
 from planaria.planner.problem import Problem
-from planaria.planner.reroute.shadows import shadowed
+from planaria.planner.reroute.shadows import with_shadows
 from planaria.schedule.action import SEND_FORWARD, Schedule
 from planaria.schedule.lower import plan_schedule
 
@@ -61,7 +61,7 @@ def test_who_holds_layers_silently_takes_part_in_nothing() -> None:
 
 def test_shadows_are_no_work_that_spans_are_known_by() -> None:
     """The ranks count forwards and backwards; a span behind what they never do would never come."""
-    plan = shadowed(shaped_plan((4,), 4))
+    plan = with_shadows(shaped_plan((4,), 4))
     _, found = idle_of(plan)
 
     assert any(one.source in plan.shadows for one in found)

@@ -37,7 +37,7 @@ def test_distribution_has_the_lowest_makespan_of_all(problem: Problem, sizes: li
 
     def slowest_s(counts: tuple[int, ...]) -> float:
         pairs = zip(templates, counts, strict=True)
-        ends = [times.of_each_number(t, num_pipelines=len(templates))[n - 1] for t, n in pairs]
+        ends = [times.ends_by_count_s(t, num_pipelines=len(templates))[n - 1] for t, n in pairs]
         return float(max(ends))
 
     everything = [

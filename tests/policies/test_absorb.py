@@ -11,7 +11,7 @@ from planaria.errors import InfeasibleError
 from planaria.estimator.peak_memory import bytes_by_rank
 from planaria.planner.plans import EveryPlan
 from planaria.planner.reroute.reroutes import simulated_s
-from planaria.planner.reroute.shadows import shadowed, shadowed_start
+from planaria.planner.reroute.shadows import first_plan_with_shadows, with_shadows
 from planaria.policies.absorb import ABSORB, Absorb
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.unequal_nodes import UnequalNodes
@@ -48,7 +48,7 @@ def stages(transition: Transition, pipeline: int) -> list[tuple[int, int]]:
 def test_the_neighbour_computes_both_stages(lost: int, ends: list[tuple[int, int]]) -> None:
     """No parameter moves, and everyone works."""
     book = every(8, n0=2, f=1)
-    plan = shadowed(plan_of(book, (4, 4)))
+    plan = with_shadows(plan_of(book, (4, 4)))
     (found,) = proposed(book, plan, lost)
 
     assert (found.policy, found.answer, found.rounds) == ("absorb", ABSORB, ())
@@ -64,7 +64,7 @@ def test_the_neighbour_computes_both_stages(lost: int, ends: list[tuple[int, int
 def test_losses_that_are_no_neighbours_are_absorbed_together_and_in_turn() -> None:
     """At once in two pipelines and in one, then in what is left."""
     book = every(8, n0=2, f=1)
-    plan = shadowed(plan_of(book, (4, 4)))
+    plan = with_shadows(plan_of(book, (4, 4)))
     (found,) = proposed(book, plan, 1, 3, 4)
 
     assert found.answer == ABSORB
@@ -76,12 +76,12 @@ def test_losses_that_are_no_neighbours_are_absorbed_together_and_in_turn() -> No
 def test_neighbours_are_left_to_the_other_policy_which_protects_its_plan() -> None:
     """The layers of both are nowhere in their pipeline."""
     book = every(8, n0=2, f=1)
-    plan = shadowed(plan_of(book, (4, 4)))
+    plan = with_shadows(plan_of(book, (4, 4)))
     found = proposed(book, plan, 1, 2)
 
     assert {one.policy for one in found} == {"reinstantiate"}
     for one in found:
-        assert one.after.shadows == shadowed(one.after).shadows
+        assert one.after.shadows == with_shadows(one.after).shadows
         assert one.after.shadows
         held = left_of(plan, (1, 2)).held_by_rank()
         needed = {(rank, x) for rank, own in one.after.held_by_rank.items() for x in own}
@@ -92,7 +92,7 @@ def test_neighbours_are_left_to_the_other_policy_which_protects_its_plan() -> No
 def test_a_worker_that_is_new_holds_nothing_and_cannot_stand_in() -> None:
     """Its node lives; its neighbour is lost."""
     book = every(8, n0=2, f=1)
-    plan = shadowed(plan_of(book, (4, 4)))
+    plan = with_shadows(plan_of(book, (4, 4)))
     cluster = left_of(plan, (1,))
     nodes = (Node(0, (frozenset(),)), *cluster.nodes[1:])
     found = policy(book).propose(plan, ClusterState(1, nodes), NodesLost((1,), 40), prices(book))
@@ -103,7 +103,7 @@ def test_a_worker_that_is_new_holds_nothing_and_cannot_stand_in() -> None:
 
 def test_a_node_that_comes_gets_a_place_and_shadows() -> None:
     book = every(8, n0=2, f=1)
-    plan = shadowed(plan_of(book, (4, 3)))
+    plan = with_shadows(plan_of(book, (4, 3)))
     nodes = (*left_of(plan, ()).nodes, Node(7, (frozenset(),)))
     found = policy(book).propose(plan, ClusterState(1, nodes), NodesChanged((7,), ()), prices(book))
 
@@ -120,12 +120,12 @@ def test_a_job_that_does_not_fit_is_refused_with_what_it_needs() -> None:
         held = bytes_by_rank(book.problem.profile, one, gradient_copies=1)
         return max(rank.state_bytes + rank.microbatch_bytes for rank in held.values())
 
-    needed = most_bytes(shadowed(plan))
+    needed = most_bytes(with_shadows(plan))
     assert needed > 1.5 * most_bytes(plan)
     small = replace(book.problem.profile, device_memory_bytes=needed - 1)
     with pytest.raises(InfeasibleError, match=str(needed)):
-        shadowed_start(replace(book.problem, profile=small), plan)
+        first_plan_with_shadows(replace(book.problem, profile=small), plan)
     enough = replace(book.problem.profile, device_memory_bytes=needed)
-    found = shadowed_start(replace(book.problem, profile=enough), plan)
+    found = first_plan_with_shadows(replace(book.problem, profile=enough), plan)
     assert found.plan.shadows
     assert sum(len(kept) for kept in found.plan.shadows.values()) == 2 * NUM_LAYERS

@@ -14,7 +14,7 @@ from helpers.losses import NUM_LAYERS, NUM_SAMPLES, check_transfers, every, plan
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged, NodesLost, survivors
 from planaria.core.plan import NodeKind, Plan
 from planaria.planner.layout.depths import Ranges
-from planaria.planner.layout.search import Searched
+from planaria.planner.layout.search import LayoutSearches
 from planaria.planner.plans import EveryPlan
 from planaria.planner.reroute.reroutes import simulated_s
 from planaria.policies.adaptive import Adaptive
@@ -26,9 +26,9 @@ from planaria.policies.reroute import Reroute
 from planaria.policies.unequal_nodes import UnequalNodes
 
 
-def policies(book: EveryPlan) -> tuple[Policy, Searched]:
+def policies(book: EveryPlan) -> tuple[Policy, LayoutSearches]:
     """All of them in one, and where it looks for layouts."""
-    searched = Searched(book.problem, Ranges())
+    searched = LayoutSearches(book.problem, Ranges())
     anew = UnequalNodes(Reinstantiate(book))
     around = Reroute(book.problem, Adaptive(()))
     return Adaptive((anew, around, Repartition(book.problem, anew, searched))), searched

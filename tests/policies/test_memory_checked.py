@@ -6,8 +6,8 @@ from helpers.losses import every, plan_of
 from planaria.core.plan import NodeKind, Plan
 from planaria.estimator.peak_memory import bytes_by_rank, kept_bytes
 from planaria.planner.plans import EveryPlan
-from planaria.planner.reroute.reroutes import rerouted, with_split_backwards
-from planaria.planner.reroute.shadows import shadowed
+from planaria.planner.reroute.reroutes import best_reroute, with_split_backwards
+from planaria.planner.reroute.shadows import with_shadows
 from planaria.policies.memory_checked import has_room, stage_peaks
 from planaria.schedule.lower import unchecked_schedule
 
@@ -48,7 +48,7 @@ def test_each_stage_is_measured_by_its_own_node() -> None:
 def test_layers_that_a_node_keeps_for_its_neighbour_take_memory() -> None:
     """Parameters, gradients and optimizer states of both, and the activations of its own."""
     found, plan, first, second = book()
-    keeping = shadowed(plan)
+    keeping = with_shadows(plan)
     profile, copies = found.problem.profile, found.problem.gradient_copies
     state_bytes = [
         one.state_bytes for one in bytes_by_rank(profile, plan, gradient_copies=copies).values()
@@ -81,7 +81,7 @@ def test_who_computes_what_a_lost_node_did_needs_memory_for_it() -> None:
     """Node 2 computes for both pipelines, and an empty place needs nothing."""
     found = every(4, n0=1, f=1)
     before = plan_of(found, (2, 2))
-    answer = rerouted(found.problem, replace(before, gone=(0,)))
+    answer = best_reroute(found.problem, replace(before, gone=(0,)))
     assert answer is not None
     plan = replace(answer.plan, splits_backward=False, in_flight={})
 

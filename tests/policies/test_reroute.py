@@ -135,7 +135,7 @@ def test_in_a_hurry_few_plans_are_run() -> None:
     all_tries = Reroute(book.problem, Adaptive(()))
     hurried = replace(all_tries, is_hurried=True)
 
-    with mock.patch.object(reroutes, "priced", wraps=reroutes.priced) as run:
+    with mock.patch.object(reroutes, "price_plan", wraps=reroutes.price_plan) as run:
         found = hurried.propose(plan, cluster, event, prices(book))
     best = all_tries.propose(plan, cluster, event, prices(book))
 
@@ -156,7 +156,7 @@ def test_in_a_hurry_nobody_is_without_work() -> None:
     three = PipelineTemplate((Stage(0, 1, 1), Stage(1, 2, 1), Stage(2, 4, 1)), 3)
     plan = bind(problem, [two, three], range(5), epoch=0)
     around = replace(plan, epoch=1, gone=(4,))
-    first = reroutes.rerouted(problem, around, hops_max=0)
+    first = reroutes.best_reroute(problem, around, hops_max=0)
     assert first is not None
     assert num_without_work(first.plan) > 0
 

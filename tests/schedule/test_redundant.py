@@ -8,7 +8,7 @@ from helpers.jobs import NUM_LAYERS, shaped_plan
 from helpers.strategies import layer_profile, model_profile
 from planaria.errors import ScheduleError
 from planaria.estimator.time import predicted_timeline
-from planaria.planner.reroute.shadows import shadowed
+from planaria.planner.reroute.shadows import with_shadows
 from planaria.schedule.action import Kind, Schedule, format_schedule, parse_schedule
 from planaria.schedule.lower import place_transfers, plan_schedule, rank_schedule, validate
 from planaria.schedule.redundant import place_shadows
@@ -20,7 +20,7 @@ PLAN = shaped_plan((3,), 4)
 def test_eager_forwards_stand_where_a_rank_may_wait() -> None:
     """Before a receive, the oldest first; the last stage has no hop behind it."""
     plan = shaped_plan((3,), 3)
-    schedule = place_shadows(place_transfers(routed_1f1b(plan)), shadowed(plan))
+    schedule = place_shadows(place_transfers(routed_1f1b(plan)), with_shadows(plan))
     drawn = """
 0: 0F0 0SF0 0F1 0SF1 0F2 0SF2 1E0 0RB0 0B0 1E1 0RB1 0B1 1E2 0RB2 0B2
 1: 1RF0 1F0 1SF0 2E0 1RF1 1F1 1SF1 2E1 1RB0 1B0 1SB0 1RF2 1F2 1SF2 2E2 1RB1 1B1 1SB1 1RB2 1B2 1SB2
@@ -34,7 +34,7 @@ def test_eager_forwards_stand_where_a_rank_may_wait() -> None:
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 4), (1, 5)])
 def test_every_shadowed_hop_is_computed_once(sizes: tuple[int, ...], splits_backward: bool) -> None:
     """In whole schedules, which are valid, and in a rank's own part of them."""
-    plan = replace(shadowed(shaped_plan(sizes, 6)), splits_backward=splits_backward)
+    plan = replace(with_shadows(shaped_plan(sizes, 6)), splits_backward=splits_backward)
     schedule = plan_schedule(plan)
 
     found = {
@@ -63,7 +63,7 @@ def test_every_shadowed_hop_is_computed_once(sizes: tuple[int, ...], splits_back
     ],
 )
 def test_an_eager_forward_that_cannot_run_is_refused(before: str, after: str, why: str) -> None:
-    schedule = place_shadows(place_transfers(routed_1f1b(PLAN)), shadowed(PLAN))
+    schedule = place_shadows(place_transfers(routed_1f1b(PLAN)), with_shadows(PLAN))
     text = format_schedule(schedule)
     assert before in text
     wrong = parse_schedule(text.replace(before, after, 1), PLAN.routes)
@@ -82,7 +82,7 @@ def test_an_iteration_with_eager_forwards_is_predicted_longer() -> None:
 
     plain, eager = (
         plan_schedule(plan),
-        place_shadows(place_transfers(routed_1f1b(plan)), shadowed(plan)),
+        place_shadows(place_transfers(routed_1f1b(plan)), with_shadows(plan)),
     )
     assert seconds(plain) < seconds(eager) < 1.5 * seconds(plain)
     busy = predicted_timeline(eager, profile, plan=plan).busy_s(0)

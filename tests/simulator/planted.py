@@ -32,7 +32,7 @@ from planaria.core.persistent_map import PersistentMap
 from planaria.core.plan import Plan
 from planaria.core.records import Decision, Members, Outcome, encode_record
 from planaria.planner.problem import Problem
-from planaria.planner.reroute.reroutes import Priced
+from planaria.planner.reroute.reroutes import PricedPlan
 from planaria.policies import reroute
 from planaria.policies.value import best_transition
 from planaria.protocol import agent_state
@@ -340,11 +340,11 @@ def saves_are_of_no_use(patch: pytest.MonkeyPatch) -> None:
 def empty_places_are_visited(patch: pytest.MonkeyPatch) -> None:
     """Microbatches keep their routes, also through places of nodes that are gone."""
 
-    def rerouted(problem: Problem, plan: Plan) -> Priced:
+    def best_reroute(problem: Problem, plan: Plan) -> PricedPlan:
         del problem
-        return Priced(plan, 0.001)
+        return PricedPlan(plan, 0.001)
 
-    patch.setattr(reroute, "rerouted", rerouted)
+    patch.setattr(reroute, "best_reroute", best_reroute)
 
 
 def what_is_no_better_is_changed_to(patch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ from planaria.job.predictions import prediction
 from planaria.nodes.forkserver import ForkServer
 from planaria.planner.plans import EveryPlan, best_plan, every_plan
 from planaria.planner.problem import Problem, batch_error
-from planaria.planner.reroute.shadows import shadowed_start
+from planaria.planner.reroute.shadows import first_plan_with_shadows
 from planaria.planner.templates import pipeline_templates, smallest_num_nodes
 from planaria.policies.traits import TRAITS
 from planaria.profiles.shipped import NOT_FOUND, profile_path
@@ -348,7 +348,7 @@ def plan_job(
         every = every_plan(problem, max_nodes, templates) if every is None else every
         plan = replace(plan, epoch=epoch)
         if TRAITS[config.resilience.policy].has_shadows:
-            plan = shadowed_start(problem, plan).plan
+            plan = first_plan_with_shadows(problem, plan).plan
     assert len(plan.routes) == config.num_microbatches
     predicted = prediction(problem, plan)
     return Planned(

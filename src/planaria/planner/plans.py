@@ -3,7 +3,7 @@
 A plan for given nodes is made in three steps:
 1. Instantiation: find the fastest set of f + 1 or more pipelines that uses all nodes (sets.py).
 2. Microbatches: distribute them so that the slowest pipeline ends as early as possible
-   (batches.py).
+   (distribution.py).
 3. Binding: assign the nodes to the pipelines in ascending order.
 
 `every_plan` makes a plan for every number of nodes that failures may leave or joins may make;
@@ -21,9 +21,9 @@ from typing import Final, Protocol
 
 from planaria.core.plan import PipelineTemplate, Plan, plain_plan
 from planaria.errors import FeasibleValue, InfeasibleError, Limit
-from planaria.planner.layout.batches import check_microbatches
+from planaria.planner.layout.distribution import check_microbatches
 from planaria.planner.layout.instantiate import numbers_of_pipelines
-from planaria.planner.layout.sets import Instantiated, SetSearch, distribute_microbatches
+from planaria.planner.layout.sets import PipelineSet, SetSearch, distribute_microbatches
 from planaria.planner.problem import Counts, Problem, batch_error
 from planaria.planner.templates import pipeline_template
 from planaria.planner.times import PlainTimes, pipelines_of
@@ -34,7 +34,7 @@ FORESEEN_MAX: Final = 8  # Bounds the time: one plan for 24 nodes of 8 devices t
 class Sets(Protocol):
     """Chooses sets of pipelines of some templates, with their microbatches."""
 
-    def fastest(self, nodes: Counts, min_pipelines: int) -> Instantiated | None:
+    def fastest(self, nodes: Counts, min_pipelines: int) -> PipelineSet | None:
         """The chosen set for these numbers of nodes, all of which it uses; None if there is none.
 
         Args:
@@ -138,8 +138,10 @@ def every_plan(
         InfeasibleError: some number of nodes works only in more pipelines than there are
             microbatches.
     """
-    left = range(min(templates), num_nodes + 1)
-    return _plans_for(problem, left, _with_company(problem, templates, METHOD), METHOD)
+    numbers_left = range(min(templates), num_nodes + 1)
+    return _plans_for(
+        problem, numbers_left, _with_larger_templates(problem, templates, METHOD), METHOD
+    )
 
 
 def foreseen_plans(
@@ -164,15 +166,15 @@ def foreseen_plans(
     """
     f, n0 = problem.failures_tolerated, min(templates)
     check_microbatches(problem, f + 1)
-    fewer = [num_nodes - number for number in _some_up_to(f)]
-    more = [num_nodes + number for number in _some_up_to(max_nodes - num_nodes)]
-    left = sorted((*fewer, num_nodes, *more))
-    if left[0] < (f + 1) * n0:
-        templates = _with_company(problem, templates, method)
-    every = _plans_for(problem, left, templates, method)
-    if len(every.plans[num_nodes].nodes) < num_nodes:
+    after_failures = [num_nodes - number for number in _sample_up_to(f)]
+    after_joins = [num_nodes + number for number in _sample_up_to(max_nodes - num_nodes)]
+    numbers_left = sorted((*after_failures, num_nodes, *after_joins))
+    if numbers_left[0] < (f + 1) * n0:
+        templates = _with_larger_templates(problem, templates, method)
+    plans = _plans_for(problem, numbers_left, templates, method)
+    if len(plans.plans[num_nodes].nodes) < num_nodes:
         raise _no_plan_error(problem, num_nodes, templates)
-    return every
+    return plans
 
 
 def every_plan_of(
@@ -215,12 +217,12 @@ def plan_bubble_share(plan: Plan, times: PlainTimes) -> float:
     return times.bubble_share(templates, pipeline_microbatches(plan))
 
 
-def _some_up_to(most: int) -> Sequence[int]:
+def _sample_up_to(last: int) -> Sequence[int]:
     """The numbers 1 to most, or FORESEEN_MAX of them with the first and the last among them."""
-    if most <= FORESEEN_MAX:
-        return range(1, most + 1)
+    if last <= FORESEEN_MAX:
+        return range(1, last + 1)
     steps = FORESEEN_MAX - 1
-    return [1 + (most - 1) * step // steps for step in range(steps + 1)]
+    return [1 + (last - 1) * step // steps for step in range(steps + 1)]
 
 
 def _by_counts(templates: Mapping[int, PipelineTemplate]) -> dict[Counts, PipelineTemplate]:
@@ -228,32 +230,32 @@ def _by_counts(templates: Mapping[int, PipelineTemplate]) -> dict[Counts, Pipeli
     return {(size,): template for size, template in templates.items()}
 
 
-def _with_company(
+def _with_larger_templates(
     problem: Problem, templates: Mapping[int, PipelineTemplate], method: Method
 ) -> dict[int, PipelineTemplate]:
     """These templates and larger ones, of up to 2 * n0 - 1 nodes."""
-    company = range(max(templates) + 1, 2 * min(templates))
-    extra = {n: method.template(problem, n) for n in company}
-    return dict(templates) | {n: template for n, template in extra.items() if template}
+    larger_sizes = range(max(templates) + 1, 2 * min(templates))
+    larger = {n: method.template(problem, n) for n in larger_sizes}
+    return dict(templates) | {n: template for n, template in larger.items() if template}
 
 
 def _plans_for(
     problem: Problem,
-    left: Sequence[int],
+    numbers_left: Sequence[int],
     templates: Mapping[int, PipelineTemplate],
     method: Method,
 ) -> EveryPlan:
     """The best plan for each number of nodes, with as many of them at work as possible.
 
     Args:
-        left: numbers of nodes, ascending.
+        numbers_left: numbers of nodes, ascending.
     """
-    at_work = _nodes_at_work(problem, left, n0=min(templates), sizes=tuple(templates))
+    working = _nodes_at_work(problem, numbers_left, n0=min(templates), sizes=tuple(templates))
     times = PlainTimes(problem, templates.values())
     search = method.sets(problem, _by_counts(templates), times)
     plans = {}
     # The largest number comes first, because its search serves all smaller ones.
-    for num_left, (num_working, min_pipelines) in reversed(at_work.items()):
+    for num_left, (num_working, min_pipelines) in reversed(working.items()):
         best = search.fastest((num_working,), min_pipelines)
         assert best is not None
         pipelines = pipelines_of([templates[size] for (size,) in best.sizes], range(num_working))
@@ -263,30 +265,30 @@ def _plans_for(
 
 
 def _nodes_at_work(
-    problem: Problem, left: Sequence[int], *, n0: int, sizes: Sequence[int]
+    problem: Problem, numbers_left: Sequence[int], *, n0: int, sizes: Sequence[int]
 ) -> dict[int, tuple[int, int]]:
     """How many nodes can work and the least number of pipelines, by number of nodes left.
 
     Raises:
         InfeasibleError: some number of nodes needs more pipelines than there are microbatches.
     """
-    counts = numbers_of_pipelines(left[-1], sizes)
-    at_work = {}
-    needed: tuple[int, int] = (0, 0)
-    for num_left in left:
+    counts = numbers_of_pipelines(numbers_left[-1], sizes)
+    working = {}
+    most_needed: tuple[int, int] = (0, 0)
+    for num_left in numbers_left:
         min_pipelines = min(problem.failures_tolerated + 1, num_left // n0)
         num_working = next(n for n in range(num_left, 0, -1) if counts[n] >> min_pipelines)
-        at_work[num_left] = (num_working, min_pipelines)
-        num_fewest = _fewest(counts[num_working], min_pipelines)
-        needed = max(needed, (num_fewest, num_left))
-    num_fewest, num_left = needed
+        working[num_left] = (num_working, min_pipelines)
+        num_fewest = _fewest_pipelines(counts[num_working], min_pipelines)
+        most_needed = max(most_needed, (num_fewest, num_left))
+    num_fewest, num_left = most_needed
     if problem.num_microbatches < num_fewest:
         why = f"with {num_left} nodes, all that can work do so only in {num_fewest} pipelines or "
         raise batch_error(problem, num_fewest, why=f"{why}more, each of which needs a microbatch")
-    return at_work
+    return working
 
 
-def _fewest(numbers: int, min_pipelines: int) -> int:
+def _fewest_pipelines(numbers: int, min_pipelines: int) -> int:
     """The smallest number of pipelines that is min_pipelines or more.
 
     Args:
@@ -301,16 +303,18 @@ def _no_plan_error(
 ) -> InfeasibleError:
     """The error that says why no set of pipelines is a plan, and what would work."""
     min_pipelines = problem.failures_tolerated + 1
-    most = 2 * num_nodes + max(templates, default=0)
-    numbers = numbers_of_pipelines(most, sorted(templates))
+    max_nodes = 2 * num_nodes + max(templates, default=0)
+    numbers = numbers_of_pipelines(max_nodes, sorted(templates))
     if numbers[num_nodes] >> min_pipelines:
-        num_fewest = _fewest(numbers[num_nodes], min_pipelines)
+        num_fewest = _fewest_pipelines(numbers[num_nodes], min_pipelines)
         why = f"all {num_nodes} nodes work only in {num_fewest} pipelines or more"
         return batch_error(problem, num_fewest, why=why)
-    fit = [count for count, there in enumerate(numbers) if there >> min_pipelines]
-    if not fit:
+    numbers_that_work = [
+        count for count, pipelines in enumerate(numbers) if pipelines >> min_pipelines
+    ]
+    if not numbers_that_work:
         why = "there is no template for any number of nodes"
         return InfeasibleError(Limit.NODES, num_nodes, why)
     why = f"no {min_pipelines} or more pipelines of {sorted(templates)} nodes use all of them"
-    nearest = min(fit, key=lambda n: abs(n - num_nodes))
+    nearest = min(numbers_that_work, key=lambda n: abs(n - num_nodes))
     return InfeasibleError(Limit.NODES, num_nodes, why, FeasibleValue(Limit.NODES, nearest))

@@ -82,8 +82,8 @@ def batch_error(problem: Problem, nearest: int, *, why: str) -> InfeasibleError:
         nearest: nearest number of microbatches that would work.
         why: reason why the present number does not work.
     """
-    ways = FeasibleValue(Limit.MICROBATCHES, nearest)
-    return InfeasibleError(Limit.MICROBATCHES, problem.num_microbatches, why, ways)
+    remedy = FeasibleValue(Limit.MICROBATCHES, nearest)
+    return InfeasibleError(Limit.MICROBATCHES, problem.num_microbatches, why, remedy)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,13 +157,16 @@ def stage_costs(problem: Problem, kinds: Sequence[NodeKind] = (NodeKind(),)) -> 
     limits_bytes = [kind.device_memory_bytes or profile_bytes for kind in kinds]
     forward_s, backward_s, most_in_flight = {}, {}, {}
     for count in counts:
-        once_s = _sums([_of(layer.forward_s, count) for layer in layers])
-        back_s = _sums([_backward_s(layer, count) for layer in layers])
+        one_forward_s = _range_sums(
+            [_seconds_or_infinite(layer.forward_s, count) for layer in layers]
+        )
+        one_backward_s = _range_sums([_backward_s(layer, count) for layer in layers])
         for index, kind in enumerate(kinds):
             group = index * (problem.devices_per_node + 1) + count
-            forward_s[group], backward_s[group] = once_s / kind.speed, back_s / kind.speed
-            most = _most_in_flight(problem, count, limits_bytes[index])
-            most_in_flight[group] = np.where(np.isfinite(once_s), most, 0)
+            forward_s[group] = one_forward_s / kind.speed
+            backward_s[group] = one_backward_s / kind.speed
+            max_in_flight = _most_in_flight(problem, count, limits_bytes[index])
+            most_in_flight[group] = np.where(np.isfinite(one_forward_s), max_in_flight, 0)
     links = [problem.profile.links[kind] for kind in ("intra_node", "inter_node")]
     output_bytes = np.array([0, *(layer.output_bytes for layer in layers)])
     return StageCosts(
@@ -184,7 +187,7 @@ def stage_costs(problem: Problem, kinds: Sequence[NodeKind] = (NodeKind(),)) -> 
     )
 
 
-def _of(seconds: Mapping[int, float], count: int) -> float:
+def _seconds_or_infinite(seconds: Mapping[int, float], count: int) -> float:
     return seconds.get(count, float("inf"))
 
 
@@ -192,7 +195,7 @@ def _backward_s(layer: LayerProfile, count: int) -> float:
     return layer.backward_s(count) if count in layer.forward_s else float("inf")
 
 
-def _sums(values: Sequence[float]) -> Seconds:
+def _range_sums(values: Sequence[float]) -> Seconds:
     """Table [u, v] of sum(values[u:v]); infinite where u >= v."""
     size = len(values) + 1
     table = np.full((size, size), np.inf)
@@ -218,5 +221,5 @@ def _most_in_flight(problem: Problem, count: int, limit_bytes: int) -> NDArray[n
     fixed_bytes = held_bytes(0)
     each_bytes = held_bytes(1) - fixed_bytes
     free_bytes = limit_bytes - fixed_bytes
-    most = np.where(each_bytes > 0, free_bytes // np.maximum(each_bytes, 1), UNLIMITED)
-    return np.where(free_bytes >= 0, most, 0)
+    max_in_flight = np.where(each_bytes > 0, free_bytes // np.maximum(each_bytes, 1), UNLIMITED)
+    return np.where(free_bytes >= 0, max_in_flight, 0)

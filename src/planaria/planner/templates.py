@@ -61,7 +61,7 @@ def smallest_num_nodes(problem: Problem) -> int:
     Raises:
         InfeasibleError: no number of nodes can hold the model.
     """
-    n0 = _smallest(stage_costs(problem), len(problem.profile.layers))
+    n0 = _smallest_feasible(stage_costs(problem), len(problem.profile.layers))
     if n0 is None:
         raise _no_partition_error(problem)
     return n0
@@ -125,7 +125,7 @@ def pipeline_templates(
         InfeasibleError: `template_sizes` raises it.
     """
     ranked = ranked_templates(problem, num_nodes, max_nodes=max_nodes)
-    return {size: one.template for size, one in ranked.items()}
+    return {size: ranked_template.template for size, ranked_template in ranked.items()}
 
 
 def ranked_templates(
@@ -140,7 +140,7 @@ def ranked_templates(
         for cluster in [num_nodes if size <= largest else max(num_nodes, max_nodes)]
     }
     ranked = fastest_templates(stage_costs(problem), microbatches)
-    return {size: one for (size,), one in ranked.items()}
+    return {size: ranked_template for (size,), ranked_template in ranked.items()}
 
 
 def fastest_templates(
@@ -156,8 +156,12 @@ def fastest_templates(
     if not microbatches:
         return {}
     search = BoundSearch(costs, microbatches)
-    found = {counts: one for counts in microbatches if (one := search.lowest(counts)) is not None}
-    starts = {counts: one.shapes for counts, one in found.items()}
+    lowest_bounds = {
+        counts: lowest_bound
+        for counts in microbatches
+        if (lowest_bound := search.lowest(counts)) is not None
+    }
+    starts = {counts: lowest_bound.shapes for counts, lowest_bound in lowest_bounds.items()}
     # One simulation serves all partitions that get the same number of microbatches.
     finalists: dict[int, list[tuple[Counts, Shape]]] = {}
     for counts, shapes in nearby(costs, starts, microbatches).items():
@@ -171,7 +175,7 @@ def fastest_templates(
         for (counts, shape), seconds in zip(pairs, makespans_s.tolist(), strict=True):
             best[counts] = min(best.get(counts, (seconds, shape)), (seconds, shape))
     return {
-        counts: RankedTemplate(template_of(costs, shape), seconds, found[counts].bound_s)
+        counts: RankedTemplate(template_of(costs, shape), seconds, lowest_bounds[counts].bound_s)
         for counts, (seconds, shape) in sorted(best.items())
     }
 
@@ -182,10 +186,12 @@ def paper_templates(
     """The templates that minimise Oobleck's own objective, which ignores memory limits."""
     sizes = template_sizes(problem, num_nodes, max_nodes=max_nodes)
     costs = stage_costs(_without_memory(problem))
-    found = {size: paper_partition(costs, size) for size in sizes}
+    partitions = {size: paper_partition(costs, size) for size in sizes}
     return {
         size: RankedTemplate(template_of(costs, shape), seconds, seconds, is_paper=True)
-        for size, (seconds, shape) in ((n, one) for n, one in found.items() if one is not None)
+        for size, (seconds, shape) in (
+            (n, partition) for n, partition in partitions.items() if partition is not None
+        )
     }
 
 
@@ -193,8 +199,8 @@ def paper_template(problem: Problem, num_nodes: int) -> PipelineTemplate | None:
     """The template of any number of nodes that minimises Oobleck's own objective; None if there is
     no partition."""
     costs = stage_costs(_without_memory(problem))
-    found = paper_partition(costs, num_nodes)
-    return None if found is None else template_of(costs, found[1])
+    partition = paper_partition(costs, num_nodes)
+    return None if partition is None else template_of(costs, partition[1])
 
 
 def template_of(costs: StageCosts, shape: Shape) -> PipelineTemplate:
@@ -216,7 +222,7 @@ def _without_memory(problem: Problem) -> Problem:
     return replace(problem, profile=replace(problem.profile, device_memory_bytes=0))
 
 
-def _smallest(costs: StageCosts, max_nodes: int) -> int | None:
+def _smallest_feasible(costs: StageCosts, max_nodes: int) -> int | None:
     """The smallest number of nodes, up to max_nodes, for which a partition fits; None if there is
     none."""
     fewest_stages = FewestStages(costs, Positions(costs, (max_nodes,)), windows(costs, 1, np.inf))
@@ -254,15 +260,15 @@ def _smallest_memory_bytes(problem: Problem, max_nodes: int) -> int | None:
     def holds(memory_bytes: int) -> bool:
         profile = replace(problem.profile, device_memory_bytes=memory_bytes)
         costs = stage_costs(replace(problem, profile=profile))
-        return _smallest(costs, max_nodes) is not None
+        return _smallest_feasible(costs, max_nodes) is not None
 
     if not holds(0):  # 0 stands for no memory limit.
         return None
-    most = 1
-    while not holds(most):
-        most *= 2
-    least = most // 2
-    while most - least > 1:
-        middle = (least + most) // 2
-        least, most = (least, middle) if holds(middle) else (middle, most)
-    return most
+    enough = 1
+    while not holds(enough):
+        enough *= 2
+    too_little = enough // 2
+    while enough - too_little > 1:
+        middle = (too_little + enough) // 2
+        too_little, enough = (too_little, middle) if holds(middle) else (middle, enough)
+    return enough

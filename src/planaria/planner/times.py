@@ -65,7 +65,7 @@ class PlainTimes:
         """Seconds until a pipeline has done its last backward."""
         return float(self.ends(template).of(num_microbatches)[0])
 
-    def of_each_number(self, template: PipelineTemplate, *, num_pipelines: int) -> Seconds:
+    def ends_by_count_s(self, template: PipelineTemplate, *, num_pipelines: int) -> Seconds:
         """Seconds until a pipeline has finished its reductions, if all pipelines have its template.
 
         Returns:
@@ -93,17 +93,17 @@ class PlainTimes:
         self, templates: Sequence[PipelineTemplate], microbatches: Sequence[int]
     ) -> Iteration:
         """Reductions and end of the iteration whose time `iteration_s` gives."""
-        both = list(zip(templates, microbatches, strict=True))
-        stages_s = {pair: self.ends(pair[0]).of(pair[1]).tolist() for pair in set(both)}
-        return iteration_after(self._problem, templates, [stages_s[pair] for pair in both])
+        pairs = list(zip(templates, microbatches, strict=True))
+        stages_s = {pair: self.ends(pair[0]).of(pair[1]).tolist() for pair in set(pairs)}
+        return iteration_after(self._problem, templates, [stages_s[pair] for pair in pairs])
 
     def bubble_share(
         self, templates: Sequence[PipelineTemplate], microbatches: Sequence[int]
     ) -> float:
         """Share of the iteration in which the stages of these pipelines do not compute, 0 to 1; it
         is defined as `Timeline.bubble_share` is."""
-        both = zip(templates, microbatches, strict=True)
-        busy_s = sum(count * self.computing_s(template) for template, count in both)
+        pairs = zip(templates, microbatches, strict=True)
+        busy_s = sum(count * self.computing_s(template) for template, count in pairs)
         num_stages = sum(len(template.stages) for template in templates)
         all_s = num_stages * self.iteration_s(templates, microbatches)
         return max(0.0, 1.0 - busy_s / all_s) if all_s else 0.0
@@ -142,12 +142,12 @@ def iteration_after(
     reductions = Reductions(profile, plan, bytes_factor=problem.reduce_bytes_factor)
     reduce_s = [reductions.seconds(bucket) for bucket in buckets]
     starts_s = reduction_starts_s(buckets, handed_over_s, reduce_s)
-    run = tuple(
-        Reduction(bucket, start_s, start_s + lasts_s)
-        for bucket, start_s, lasts_s in zip(buckets, starts_s, reduce_s, strict=True)
+    timed = tuple(
+        Reduction(bucket, start_s, start_s + duration_s)
+        for bucket, start_s, duration_s in zip(buckets, starts_s, reduce_s, strict=True)
     )
-    last_s = max((*end_s_of.values(), *(one.end_s for one in run)))
-    return Iteration(run, last_s + reductions.commit_s())
+    last_s = max((*end_s_of.values(), *(reduction.end_s for reduction in timed)))
+    return Iteration(timed, last_s + reductions.commit_s())
 
 
 def pipelines_of(

@@ -22,8 +22,8 @@ from typing import Final
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesLost
 from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, Transition, plain_plan
 from planaria.planner.plans import EveryPlan
-from planaria.planner.reroute.reroutes import Priced, priced, simulated_s
-from planaria.planner.reroute.shadows import shadowed
+from planaria.planner.reroute.reroutes import PricedPlan, price_plan, simulated_s
+from planaria.planner.reroute.shadows import with_shadows
 from planaria.policies.building import downtime_s, least_exposed, num_exposed
 from planaria.policies.policy import Policy, Prices
 from planaria.restorer.sources import transfer_rounds
@@ -92,21 +92,21 @@ class Absorb:
         self, transition: Transition, cluster: ClusterState, prices: Prices
     ) -> Transition:
         """The transition with shadows in its plan; unchanged if there is no memory for them."""
-        with_shadows = priced(self.every.problem, shadowed(transition.after))
-        if with_shadows is None:
+        priced_plan = price_plan(self.every.problem, with_shadows(transition.after))
+        if priced_plan is None:
             return transition
         transfers = self.restoring.sources(
-            with_shadows.plan, cluster, layer_bytes=prices.layer_bytes
+            priced_plan.plan, cluster, layer_bytes=prices.layer_bytes
         )
         return replace(
             transition,
-            after=with_shadows.plan,
+            after=priced_plan.plan,
             rounds=transfer_rounds(transfers),
             downtime_s=downtime_s(transfers, prices, devices_per_node=1),
-            iteration_s=with_shadows.iteration_s,
+            iteration_s=priced_plan.iteration_s,
         )
 
-    def _plan_without_lost(self, plan: Plan, cluster: ClusterState) -> Priced | None:
+    def _plan_without_lost(self, plan: Plan, cluster: ClusterState) -> PricedPlan | None:
         """The plan in which neighbours replace the lost nodes; None if there is none.
 
         There is none if a lost node has no live neighbour that can take over its layers, if a live
@@ -133,7 +133,7 @@ class Absorb:
             if rank in computed
             and (kept := tuple(x for x in layers if x not in computed[rank] and x in held[rank]))
         }
-        return priced(self.every.problem, replace(after, shadows=shadows))
+        return price_plan(self.every.problem, replace(after, shadows=shadows))
 
 
 def _pipeline_without_lost(pipeline: Pipeline, alive: frozenset[int]) -> Pipeline | None:

@@ -27,7 +27,7 @@ from typing import Final
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged, NodesLost, survivors
 from planaria.core.garbage import no_collection
 from planaria.core.plan import Hop, Pipeline, PipelineTemplate, Plan, Route, Transition
-from planaria.planner.layout.search import Searched
+from planaria.planner.layout.search import LayoutSearches
 from planaria.policies.building import downtime_s
 from planaria.policies.policy import Policy, Prices
 from planaria.policies.repartition import has_equal_nodes, templates_of
@@ -133,7 +133,7 @@ class Lookup:
 
 def look_ahead(
     policy: Policy,
-    searched: Searched,
+    searched: LayoutSearches,
     plan: Plan,
     *,
     prices: Prices,

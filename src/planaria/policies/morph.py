@@ -27,7 +27,7 @@ from typing import Final
 from planaria.core.cluster import ClusterEvent, ClusterState, Node, NodesLost
 from planaria.core.plan import PipelineTemplate, Plan, Transition, plain_plan
 from planaria.planner.plans import EveryPlan
-from planaria.planner.reroute.reroutes import Priced
+from planaria.planner.reroute.reroutes import PricedPlan
 from planaria.policies.building import transition_between
 from planaria.policies.policy import Prices
 from planaria.policies.reinstantiate import unbound_pipelines
@@ -77,7 +77,7 @@ class Morph:
 
     def _grid(
         self, pool: Sequence[Node], plan: Plan, cluster: ClusterState, prices: Prices
-    ) -> Priced | None:
+    ) -> PricedPlan | None:
         """The best grid of the nodes in `pool`; None if they are too few for any."""
         templates = grid_templates(self.every, len(pool))
         if not templates:
@@ -101,9 +101,11 @@ class Morph:
         kinds = {node.node: node.kind for node in chosen}
         pipelines = with_kinds(Plan(cluster.epoch, bound, ()), kinds).pipelines
         iteration_s, microbatches = self.every.distribution([p.template for p in pipelines])
-        return Priced(plain_plan(cluster.epoch, pipelines, microbatches), iteration_s)
+        return PricedPlan(plain_plan(cluster.epoch, pipelines, microbatches), iteration_s)
 
-    def _from_save(self, grid: Priced, plan: Plan, event: NodesLost, prices: Prices) -> Transition:
+    def _from_save(
+        self, grid: PricedPlan, plan: Plan, event: NodesLost, prices: Prices
+    ) -> Transition:
         """The transition in which all ranks load their layers from the save, each node at the speed
         of its link to other nodes."""
         assert event.saved is not None
@@ -128,7 +130,7 @@ class Morph:
 
     def _from_holders(
         self,
-        grid: Priced,
+        grid: PricedPlan,
         plan: Plan,
         cluster: ClusterState,
         prices: Prices,

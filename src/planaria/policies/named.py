@@ -4,7 +4,7 @@ from typing import Final
 
 from planaria.core.job import JobConfig
 from planaria.planner.layout.depths import Ranges
-from planaria.planner.layout.search import Searched
+from planaria.planner.layout.search import LayoutSearches
 from planaria.planner.plans import EveryPlan
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import HOPS_MAX, TRIES_HOPS_MAX
@@ -24,13 +24,15 @@ from planaria.restorer.strategies import LEAST_BYTES, NAIVE
 _RESTORING: Final = {"least_bytes": LEAST_BYTES, "naive": NAIVE}  # resilience.assignment
 
 
-def layout_search(job: JobConfig, problem: Problem) -> Searched:
+def layout_search(job: JobConfig, problem: Problem) -> LayoutSearches:
     """A new, empty search for layouts within the ranges of a job."""
     ranges = Ranges(dp=job.resilience.dp_range, pp=job.resilience.pp_range)
-    return Searched(problem, ranges)
+    return LayoutSearches(problem, ranges)
 
 
-def named_policy(job: JobConfig, every: EveryPlan, searched: Searched | None = None) -> Policy:
+def named_policy(
+    job: JobConfig, every: EveryPlan, searched: LayoutSearches | None = None
+) -> Policy:
     """The policy that a job names; it also answers changes in the speeds of nodes.
 
     Args:

@@ -22,7 +22,7 @@ from typing import Final
 
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
 from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Transition, plain_plan
-from planaria.planner.layout.search import Layout, Searched
+from planaria.planner.layout.search import Layout, LayoutSearches
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import with_split_backwards
 from planaria.policies.building import least_exposed, num_exposed, transition_between
@@ -48,7 +48,7 @@ class Repartition:
 
     problem: Problem
     fallback: Policy
-    searched: Searched
+    searched: LayoutSearches
     restoring: RestoreStrategy = LEAST_BYTES
 
     def propose(

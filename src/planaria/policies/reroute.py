@@ -26,10 +26,10 @@ from planaria.core.plan import NodeKind, Plan, Transition
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import (
     TRIES_HOPS_MAX,
-    Priced,
-    even_s,
+    PricedPlan,
+    best_reroute,
+    even_work_s,
     num_without_work,
-    rerouted,
     simulated_s,
 )
 from planaria.policies.building import least_exposed, num_exposed, transition_between
@@ -57,7 +57,8 @@ class Reroute:
         restoring: strategy that assigns nodes and finds sources of layers.
         is_hurried: whether it simulates only one set of routes for each answer, if that gives work
             to all nodes, and does not answer for large plans.
-        hops_max: bound on the hops that are simulated for an answer otherwise, as in `rerouted`.
+        hops_max: bound on the hops that are simulated for an answer otherwise, as in
+            `best_reroute`.
     """
 
     problem: Problem
@@ -100,14 +101,14 @@ class Reroute:
             working = (*(working if most >= most_of_others else ()), *others)
         return least_exposed(working or rerouting, cluster)
 
-    def _answers(self, plan: Plan, cluster: ClusterState) -> Iterator[tuple[str, Priced]]:
+    def _answers(self, plan: Plan, cluster: ClusterState) -> Iterator[tuple[str, PricedPlan]]:
         if self.is_hurried and sum(map(len, plan.routes)) > _HURRIED_HOPS_MAX:
             return
         kinds = {node.node: node.kind for node in (*cluster.nodes, *cluster.leaving)}
         alive = frozenset(node.node for node in cluster.nodes)
         emptied = _with_empty_places(with_kinds(plan, kinds), alive, epoch=cluster.epoch)
         if emptied.gone == plan.gone:  # No node is lost: a worker is new, its node is not.
-            as_is: Priced | None = Priced(emptied, simulated_s(self.problem, emptied))
+            as_is: PricedPlan | None = PricedPlan(emptied, simulated_s(self.problem, emptied))
         else:
             as_is = self._rerouted_plan(emptied)
         if as_is is not None:
@@ -122,17 +123,19 @@ class Reroute:
 
     def _normalised_plan(
         self, plan: Plan, alive: Collection[int], kinds: Mapping[int, NodeKind]
-    ) -> Priced | None:
+    ) -> PricedPlan | None:
         """The plan once nodes have moved to empty places; None if no move helps."""
         num_hops = len(plan.routes) * max(len(p.template.stages) for p in plan.pipelines)
         num_run = min(_MOVES_RUN, 1 + _HOPS_MAX // max(1, num_hops))
-        now = rerouted(self.problem, plan, hops_max=0)
+        now = best_reroute(self.problem, plan, hops_max=0)
         moved = plan
         for _ in range(len(plan.gone)):
             idle = tuple(sorted(set(alive).difference(moved.nodes)))
             options = [with_kinds(after, kinds) for after in _moves(moved, idle or moved.nodes)]
-            options.sort(key=lambda option: even_s(self.problem, option))
-            results = [rerouted(self.problem, option, hops_max=0) for option in options[:num_run]]
+            options.sort(key=lambda option: even_work_s(self.problem, option))
+            results = [
+                best_reroute(self.problem, option, hops_max=0) for option in options[:num_run]
+            ]
             best = min(filter(None, results), key=lambda plan: plan.iteration_s, default=None)
             if best is None or (not idle and now and best.iteration_s >= now.iteration_s):
                 break
@@ -141,15 +144,15 @@ class Reroute:
             return None
         return self._rerouted_plan(moved)
 
-    def _rerouted_plan(self, plan: Plan) -> Priced | None:
-        quick = rerouted(self.problem, plan, hops_max=0) if self.is_hurried else None
+    def _rerouted_plan(self, plan: Plan) -> PricedPlan | None:
+        quick = best_reroute(self.problem, plan, hops_max=0) if self.is_hurried else None
         if quick is None or num_without_work(quick.plan):
-            return rerouted(self.problem, plan, hops_max=self.hops_max)
+            return best_reroute(self.problem, plan, hops_max=self.hops_max)
         return quick
 
     def _transition(
         self,
-        after: Priced,
+        after: PricedPlan,
         answer: str,
         plan: Plan,
         cluster: ClusterState,

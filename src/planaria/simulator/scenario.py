@@ -22,7 +22,7 @@ from planaria.core.plan import LayerProfile, Link, ModelProfile, Plan, Transitio
 from planaria.core.samples import sample_numbers
 from planaria.planner.plans import EveryPlan, every_plan
 from planaria.planner.problem import Problem
-from planaria.planner.reroute.shadows import shadowed
+from planaria.planner.reroute.shadows import with_shadows
 from planaria.planner.templates import pipeline_templates
 from planaria.policies.ahead import ForeseenAnswers
 from planaria.policies.memory_checked import stage_peaks
@@ -196,7 +196,7 @@ def _planned_job(scenario: Scenario) -> PlannedJob:
     )
     plan = every.plans[scenario.num_nodes]
     if TRAITS[scenario.policy].has_shadows and scenario.devices_per_node == 1:
-        plan = shadowed(plan)
+        plan = with_shadows(plan)
     counts = [plan.routes.count(pipeline.route()) for pipeline in plan.pipelines]
     samples = {iteration: _samples(job, iteration) for iteration in range(scenario.iterations)}
     return PlannedJob(

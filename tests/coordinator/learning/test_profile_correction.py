@@ -26,7 +26,7 @@ from planaria.core.records import Changed, Committed, Decided, ProfileCorrected
 from planaria.estimator.time import RANK_S
 from planaria.planner.plans import EveryPlan, bind, every_plan, every_plan_of
 from planaria.planner.problem import Problem
-from planaria.planner.reroute.reroutes import expected, simulated_s
+from planaria.planner.reroute.reroutes import expected_times, simulated_s
 from planaria.policies.policy import profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.unequal_nodes import UnequalNodes
@@ -80,7 +80,7 @@ def training(sizes: tuple[int, ...] = (2, 2), *, every: EveryPlan = EVERY) -> Fa
     cluster = FakeCluster(made, bind(every.problem, templates, range(sum(sizes)), epoch=0))
     cluster.begin()
     assert cluster.state.facts.decision is not None
-    predicted_s = expected(every.problem, cluster.plan).iteration_s
+    predicted_s = expected_times(every.problem, cluster.plan).iteration_s
     decision = msgspec.structs.replace(cluster.state.facts.decision, predicted_s=predicted_s)
     cluster.state = replace(cluster.state, facts=replace(cluster.state.facts, decision=decision))
     return cluster
@@ -356,7 +356,7 @@ def train_sharing(cluster: FakeCluster, number: int, *, times: float) -> None:
     """So many iterations of ranks that compute so many times what is expected of them beside each
     other, by the profile as it was at the start."""
     assert cluster.rules.every is not None
-    computing_s = expected(cluster.rules.every.problem, cluster.state.plan).computing_s
+    computing_s = expected_times(cluster.rules.every.problem, cluster.state.plan).computing_s
     for _ in range(number):
         for rank, seconds in computing_s.items():
             cluster.nodes[rank].computing_s = times * seconds

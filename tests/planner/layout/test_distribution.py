@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from planaria.planner.layout.batches import levelled_distribution
+from planaria.planner.layout.distribution import levelled_distribution
 
 SEED = 20_261_121
 

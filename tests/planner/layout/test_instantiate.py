@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planaria.planner.layout.instantiate import (
-    Range,
+    PipelineRange,
     SizeSearch,
     first_gap,
     instantiations,
@@ -134,7 +134,7 @@ def test_the_fastest_set_is_that_of_exhaustive_search() -> None:
             (num_nodes,),
             {(size,): table for size, table in times_s.items()},
             num_microbatches=most,
-            pipelines=Range(fewest, None if is_free else limit),
+            pipelines=PipelineRange(fewest, None if is_free else limit),
         )
         found = search.fastest((num_nodes,), below_s=below_s)
 
@@ -158,7 +158,7 @@ def test_what_was_found_for_some_nodes_changes_nothing_for_others() -> None:
             zip(sizes, makespans(rng, list(range(len(sizes))), most).values(), strict=True)
         )
         limit = rng.choice((None, 4)) if sum(nodes) <= most else 4
-        pipelines = Range(rng.randint(1, 3), limit)
+        pipelines = PipelineRange(rng.randint(1, 3), limit)
 
         search = SizeSearch(nodes, times_s, num_microbatches=most, pipelines=pipelines)
         for _ in range(8):
@@ -178,7 +178,7 @@ def test_a_thousand_nodes_are_answered_while_one_waits() -> None:
     }
 
     start_s = time.process_time()
-    search = SizeSearch((1000,), times_s, num_microbatches=4000, pipelines=Range(5, None))
+    search = SizeSearch((1000,), times_s, num_microbatches=4000, pipelines=PipelineRange(5, None))
     found = search.fastest((1000,))
 
     assert time.process_time() - start_s < MANY_NODES_S

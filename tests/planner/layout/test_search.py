@@ -12,7 +12,7 @@ from helpers.strategies import MEBIBYTE, layer_profile, model_profile
 from planaria.core.plan import PipelineTemplate, Stage, one_device_profile, plain_plan
 from planaria.estimator.peak_memory import bytes_by_rank, peak_bytes
 from planaria.planner.layout.depths import Ranges, by_share
-from planaria.planner.layout.search import Layout, Searched, layouts
+from planaria.planner.layout.search import Layout, LayoutSearches, layouts
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import simulated_s, with_split_backwards
 from planaria.planner.times import pipelines_of
@@ -260,7 +260,7 @@ def test_layouts_keep_to_the_ranges(
 def test_a_search_goes_on_where_it_was_left() -> None:
     """In parts it finds what it finds at once."""
     problem, present = llama(16), [cut(9, 18, 26, 34)] * 2
-    parts, at_once = Searched(problem, Ranges()), Searched(problem, Ranges())
+    parts, at_once = LayoutSearches(problem, Ranges()), LayoutSearches(problem, Ranges())
     assert parts.front(7, present) == ()
 
     list(islice(parts.steps(7, present), 5))

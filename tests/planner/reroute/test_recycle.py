@@ -10,7 +10,7 @@ from helpers.cases import every_nth
 from helpers.lost_places import GREEDY, Lost, grid, unit_problem
 from helpers.strategies import MEBIBYTE
 from planaria.core.plan import NodeKind, Plan
-from planaria.planner.reroute.reroutes import rerouted
+from planaria.planner.reroute.reroutes import best_reroute
 
 # Of rows of it what ours takes at most with less memory: what is enough without losses, that by the
 # factor of the work that survivors have, and memory for one microbatch more.
@@ -49,7 +49,7 @@ def test_no_slower_than_a_greedy_schedule_of_recycle(
     split = unit_problem(num_places, each * num_pipelines)
     whole = replace(split, splits_backward=False)
 
-    found = [rerouted(whole, limited), rerouted(split, limited), rerouted(split, plan)]
+    found = [best_reroute(whole, limited), best_reroute(split, limited), best_reroute(split, plan)]
 
     assert all(one.iteration_s <= most for one, most in zip(found, units, strict=True) if one)
     assert all(found)
@@ -80,7 +80,7 @@ def test_with_less_memory_some_rows_of_recycles_table_cannot_be_had(
         ("shared", scaled, shared),
         ("one more", [s + 1 for s in left], one_more),
     ):
-        found = rerouted(problem, with_room(plan, rooms))
+        found = best_reroute(problem, with_room(plan, rooms))
         least = least_units(each * num_pipelines, num_holders, rooms)
         assert found is not None
         assert least <= found.iteration_s <= most

@@ -29,9 +29,9 @@ from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import (
     HOPS_MAX,
     TRIES_HOPS_MAX,
-    even_s,
+    best_reroute,
+    even_work_s,
     num_without_work,
-    rerouted,
     simulated_s,
 )
 from planaria.schedule.lower import plan_schedule, rank_schedule
@@ -70,7 +70,7 @@ broken_plans = st.randoms(use_true_random=False).map(lambda rng: with_losses(ran
 @settings(max_examples=40)
 def test_every_microbatch_finds_its_way_around_what_is_lost(plan: Plan) -> None:
     """Over any losses in any pipelines; none only where a layer has no live place."""
-    found = rerouted(problem_for(plan), plan, hops_max=TRIES_HOPS_MAX)
+    found = best_reroute(problem_for(plan), plan, hops_max=TRIES_HOPS_MAX)
 
     held = plan.layers_by_rank
     lost_layers = set(range(plan.num_layers)).difference(*held.values())
@@ -97,7 +97,7 @@ def test_a_lost_stage_is_visited_in_two_hops_where_boundaries_differ() -> None:
     pipelines = (pipeline((0, 3, 6), (0, 1)), pipeline((0, 2, 4, 6), (2, 3, 4)))
     plan = Plan(0, pipelines, (), gone=(3,))
 
-    found = rerouted(unit_problem(6, 8), plan)
+    found = best_reroute(unit_problem(6, 8), plan)
 
     assert found is not None
     around = [route for route in found.plan.routes if route != pipelines[0].route()]
@@ -110,7 +110,7 @@ def test_peers_share_what_a_lost_node_did() -> None:
     """Odyssey's equation 13 would sum over stages; here nobody has more than a microbatch more."""
     plan = grid(4, 4, ((0, 1),))
 
-    found = rerouted(unit_problem(4, 32), plan, hops_max=0)
+    found = best_reroute(unit_problem(4, 32), plan, hops_max=0)
 
     assert found is not None
     visits = Counter(hop.rank for route in found.plan.routes for hop in route)
@@ -126,7 +126,7 @@ def test_a_better_order_leaves_no_more_stages_without_work() -> None:
     plan = replace(plan, pipelines=(slow, plan.pipelines[1]))
     problem = replace(unit_problem(2, 2), splits_backward=False)
 
-    found = [rerouted(problem, plan, hops_max=most) for most in (TRIES_HOPS_MAX, HOPS_MAX)]
+    found = [best_reroute(problem, plan, hops_max=most) for most in (TRIES_HOPS_MAX, HOPS_MAX)]
 
     assert [num_without_work(one.plan) for one in found if one is not None] == [0, 0]
 
@@ -138,7 +138,7 @@ def test_a_slow_peer_takes_less_of_it() -> None:
     slow = replace(plan.pipelines[1], template=replace(plan.pipelines[1].template, kinds=kinds))
     plan = replace(plan, pipelines=(plan.pipelines[0], slow, *plan.pipelines[2:]))
 
-    found = rerouted(unit_problem(4, 32), plan)
+    found = best_reroute(unit_problem(4, 32), plan)
 
     assert found is not None
     visits = Counter(hop.rank for route in found.plan.routes for hop in route)
@@ -152,7 +152,7 @@ def test_without_losses_routes_are_the_planners() -> None:
     long = PipelineTemplate(tuple(Stage(i, i + 1, 1) for i in range(4)), 4)
     known = bind(problem, (long, long, short), range(10), epoch=0)
 
-    found = rerouted(problem, known)
+    found = best_reroute(problem, known)
 
     assert found is not None
     assert found.iteration_s <= simulated_s(problem, known)
@@ -162,7 +162,7 @@ def test_without_losses_routes_are_the_planners() -> None:
 @pytest.mark.parametrize("case", every_nth(3, zip(CASES)))
 def test_within_5_percent_of_the_best_schedule(case: Case) -> None:
     """As benchmarks/optimum.py proves it; no schedule can be better."""
-    found = rerouted(case.problem(), case.plan())
+    found = best_reroute(case.problem(), case.plan())
 
     assert found is not None
     assert case.optimum_s <= computed_s(case.problem(), found) <= 1.05 * case.optimum_s
@@ -176,7 +176,7 @@ def test_orders_are_looked_for_where_the_rule_of_schedules_gives_a_bad_one(
     case = drawn_case(Random(seed))
     problem = case.problem()
 
-    found = rerouted(problem, case.plan())
+    found = best_reroute(problem, case.plan())
 
     assert found is not None
     assert optimum_s <= computed_s(problem, found) <= 1.05 * optimum_s
@@ -191,8 +191,8 @@ def test_what_is_looked_for_at_random_is_the_same_each_time_and_never_slower() -
     case = drawn_case(Random(192))
     problem, plan = case.problem(), case.plan()
 
-    found, again = rerouted(problem, plan), rerouted(problem, plan)
-    tries = rerouted(problem, plan, hops_max=TRIES_HOPS_MAX)
+    found, again = best_reroute(problem, plan), best_reroute(problem, plan)
+    tries = best_reroute(problem, plan, hops_max=TRIES_HOPS_MAX)
 
     assert found == again
     assert found is not None
@@ -204,7 +204,7 @@ def test_an_order_that_was_looked_for_stays_when_nodes_are_renamed() -> None:
     """So answers to losses that are alike keep their price: here pipelines change places."""
     case = drawn_case(Random(151))
     problem, num_places = case.problem(), len(case.ends[0])
-    found = rerouted(problem, case.plan())
+    found = best_reroute(problem, case.plan())
     assert found is not None
     plan = found.plan
     num_nodes = num_places * len(plan.pipelines)
@@ -234,10 +234,10 @@ def test_evenly_shared_work_is_a_bound_of_what_the_schedule_takes() -> None:
         problem = unit_problem(num_places, each * num_pipelines)
         problem = replace(problem, splits_backward=False)
 
-        found = rerouted(problem, plan, hops_max=0)
+        found = best_reroute(problem, plan, hops_max=0)
 
         assert found is not None
-        assert 0.7 * found.iteration_s <= even_s(problem, plan) <= found.iteration_s
+        assert 0.7 * found.iteration_s <= even_work_s(problem, plan) <= found.iteration_s
 
 
 @pytest.mark.parametrize("is_reversed", [False, True])
@@ -254,7 +254,7 @@ def test_evenly_shared_work_counts_what_each_holder_takes(is_reversed: bool) -> 
         profile=model_profile(layers), devices_per_node=2, num_microbatches=8, failures_tolerated=0
     )
 
-    found_s = even_s(problem, plan)
+    found_s = even_work_s(problem, plan)
 
     # On one device a layer takes 3 s, on two 3 / 2 ** 0.8, on slow ones twice that.
     layers_per_s = (1.0 + 2**0.8 + 2**0.8 / 2) / 3.0
@@ -284,12 +284,12 @@ def test_bytes_of_plain_routes_are_equation_14(plan: Plan, copies: int) -> None:
 def test_no_device_gets_more_than_it_can_hold(plan: Plan, num_in_flight: int) -> None:
     """With room for few microbatches in flight, fewer are; never more, and never a wrong plan."""
     free = problem_for(plan)
-    assume(rerouted(free, plan, hops_max=0) is not None)
+    assume(best_reroute(free, plan, hops_max=0) is not None)
     needs = bytes_by_rank(free.profile, plan, gradient_copies=1)
     limit_bytes = max(x.state_bytes + num_in_flight * x.microbatch_bytes for x in needs.values())
     problem = problem_for(plan, device_memory_bytes=limit_bytes)
 
-    found = rerouted(problem, plan)
+    found = best_reroute(problem, plan)
 
     if found is not None:
         schedule = plan_schedule(found.plan)
@@ -318,7 +318,7 @@ def test_a_job_that_recomputes_activations_keeps_its_backwards_whole() -> None:
     """Both parts would run the forward again."""
     problem = replace(unit_problem(4, 32), splits_backward=False)
 
-    found = rerouted(problem, grid(4, 4, ((0, 1),)))
+    found = best_reroute(problem, grid(4, 4, ((0, 1),)))
 
     assert found is not None
     assert not found.plan.splits_backward
@@ -330,7 +330,7 @@ def test_less_memory_keeps_fewer_in_flight_and_takes_longer() -> None:
     problem = unit_problem(4, 32)
     tight = replace(problem, profile=replace(problem.profile, device_memory_bytes=MEBIBYTE))
 
-    with_plenty, with_one = rerouted(problem, plan), rerouted(tight, plan)
+    with_plenty, with_one = best_reroute(problem, plan), best_reroute(tight, plan)
 
     assert with_plenty is not None
     assert with_one is not None
@@ -338,4 +338,4 @@ def test_less_memory_keeps_fewer_in_flight_and_takes_longer() -> None:
     assert with_plenty.plan.splits_backward
     assert with_one.iteration_s > with_plenty.iteration_s
     none = replace(problem, profile=replace(problem.profile, device_memory_bytes=MEBIBYTE - 1))
-    assert rerouted(none, plan) is None
+    assert best_reroute(none, plan) is None

@@ -49,7 +49,7 @@ from planaria.core.records import ProfileCorrected
 from planaria.estimator.correction import corrected_profile, layer_ratios
 from planaria.planner.plans import EveryPlan, every_plan_of
 from planaria.planner.problem import Problem
-from planaria.planner.reroute.reroutes import Expected, expected
+from planaria.planner.reroute.reroutes import ExpectedTimes, expected_times
 from planaria.policies.policy import Policy, Prices
 from planaria.policies.unequal_nodes import with_kinds
 
@@ -111,7 +111,7 @@ class _RepricedPolicy:
         assert problem is not None
         if sum(map(len, plan.routes)) > _HOPS_MAX:
             return transition.iteration_s * max(1.0, len(plan.ranks) / problem.processors)
-        return expected(problem, plan).iteration_s
+        return expected_times(problem, plan).iteration_s
 
 
 def _problem(rules: Rules, layer_factors: Sequence[float]) -> Problem | None:
@@ -136,13 +136,15 @@ def restored_learning(rules: Rules, findings: Findings, plan: Plan) -> Learning:
     return Learning(findings=findings, policy=policy, plan_s=plan_s, computing_s=computing_s)
 
 
-def _expected_iteration(problem: Problem, plan: Plan, speeds: Mapping[int, float]) -> Expected:
+def _expected_iteration(problem: Problem, plan: Plan, speeds: Mapping[int, float]) -> ExpectedTimes:
     """The expected iteration of the plan, with slow nodes at their speeds.
 
     Policies price by these speeds too. The plan may lack them: it stays as it is if no other plan
     is better for a slow node.
     """
-    return expected(problem, with_kinds(plan, {n: NodeKind(speed) for n, speed in speeds.items()}))
+    return expected_times(
+        problem, with_kinds(plan, {n: NodeKind(speed) for n, speed in speeds.items()})
+    )
 
 
 def with_corrections(rules: Rules, state: JobState, *, before: JobState) -> Step:

@@ -87,26 +87,28 @@ def spreads(
         counts[each + 1 - first] = num_more
     # Every other spread is reached from the even one by steps that move a node from a pipeline to
     # one that is at least as deep.
-    ahead = [(_unevenness(counts), tuple(counts))]
+    heap = [(_unevenness(counts), tuple(counts))]
     seen = {tuple(counts)}
     for _ in range(DEPTHS_MAX):
-        if not ahead:
+        if not heap:
             return
-        _, found = heappop(ahead)
-        yield tuple(first + index for index, number in enumerate(found) for _ in range(number))
-        there = [index for index, number in enumerate(found) if number]
-        for low in there:
-            for high in there:
-                if low > high or (low == high and found[low] < 2):
+        _, pipelines_of_depth = heappop(heap)
+        yield tuple(
+            first + index for index, number in enumerate(pipelines_of_depth) for _ in range(number)
+        )
+        used_depths = [index for index, number in enumerate(pipelines_of_depth) if number]
+        for low in used_depths:
+            for high in used_depths:
+                if low > high or (low == high and pipelines_of_depth[low] < 2):
                     continue
-                if low == 0 or high == len(found) - 1:
+                if low == 0 or high == len(pipelines_of_depth) - 1:
                     continue
-                more = list(found)
+                neighbour = list(pipelines_of_depth)
                 for index, step in ((low, -1), (high, -1), (low - 1, 1), (high + 1, 1)):
-                    more[index] += step
-                if tuple(more) not in seen:
-                    seen.add(tuple(more))
-                    heappush(ahead, (_unevenness(more), tuple(more)))
+                    neighbour[index] += step
+                if tuple(neighbour) not in seen:
+                    seen.add(tuple(neighbour))
+                    heappush(heap, (_unevenness(neighbour), tuple(neighbour)))
 
 
 def _unevenness(counts: Sequence[int]) -> int:

@@ -32,7 +32,7 @@ _LOW_STEPS: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class PipelineRange:
     """How many pipelines a set may have; `most` is None if there is no upper limit."""
 
     fewest: int
@@ -51,8 +51,10 @@ def instantiations(
     Args:
         sizes: numbers of nodes of the templates, each once.
     """
-    for found in sets_of((num_nodes,), [(size,) for size in sizes], min_pipelines=min_pipelines):
-        yield tuple(size for (size,) in found)
+    for sizes_of_set in sets_of(
+        (num_nodes,), [(size,) for size in sizes], min_pipelines=min_pipelines
+    ):
+        yield tuple(size for (size,) in sizes_of_set)
 
 
 def sets_of(
@@ -61,7 +63,7 @@ def sets_of(
     """Every multiset of sizes that uses all nodes of every kind and has min_pipelines members or
     more; `instantiations` is the case of one kind."""
     in_order = tuple(sorted(sizes, key=_order))
-    reachable = None if len(nodes) == 1 else _reachable(nodes, in_order)
+    reachable = None if len(nodes) == 1 else _reachable_parts(nodes, in_order)
     yield from _sets(nodes, in_order, min_pipelines, reachable)
 
 
@@ -124,7 +126,7 @@ class SizeSearch:
         times_s: Mapping[Counts, Seconds],
         *,
         num_microbatches: int,
-        pipelines: Range,
+        pipelines: PipelineRange,
     ) -> None:
         self._num_microbatches = num_microbatches
         self._sizes = sorted((size for size in times_s if _is_part(size, nodes)), key=_order)
@@ -151,7 +153,7 @@ class SizeSearch:
             return None
         part = self._sums.part(nodes)
         fast_enough_s = _largest_below(self._ends_s, below_s)
-        if not self._suffices(fast_enough_s, part):
+        if not self._is_enough(fast_enough_s, part):
             return None
         index = bisect_left(self._tried, True, key=lambda tried: bool(tried[1][part]))
         fast_enough_s = min(fast_enough_s, self._tried[index][0])
@@ -165,19 +167,21 @@ class SizeSearch:
             if middle_s <= too_fast_s:  # No float lies between the two.
                 middle_s = next_s
             time_s = _largest_below(self._ends_s, np.nextafter(middle_s, np.inf))
-            if time_s > too_fast_s and self._suffices(time_s, part):
+            if time_s > too_fast_s and self._is_enough(time_s, part):
                 fast_enough_s = time_s
             else:
                 too_fast_s = middle_s
         capacities = _capacities(self._tables, fast_enough_s)
         return fast_enough_s, self._sums.first(part, capacities, self._num_microbatches)
 
-    def _suffices(self, time_s: float, part: int) -> bool:
+    def _is_enough(self, time_s: float, part: int) -> bool:
         assert self._sums is not None
         index = bisect_left(self._tried, time_s, key=lambda tried: tried[0])
         if index == len(self._tried) or self._tried[index][0] != time_s:
-            most = self._sums.most(_capacities(self._tables, time_s), self._num_microbatches)
-            self._tried.insert(index, (time_s, most >= self._num_microbatches))
+            max_microbatches = self._sums.most(
+                _capacities(self._tables, time_s), self._num_microbatches
+            )
+            self._tried.insert(index, (time_s, max_microbatches >= self._num_microbatches))
         return bool(self._tried[index][1][part])
 
 
@@ -188,17 +192,17 @@ class _Sums:
     parts has one entry more, in front, which stands for no such part; part v is at index 1 + v.
     """
 
-    def __init__(self, nodes: Counts, sizes: Sequence[Counts], pipelines: Range) -> None:
+    def __init__(self, nodes: Counts, sizes: Sequence[Counts], pipelines: PipelineRange) -> None:
         self._sizes = sizes
         self._pipelines = pipelines
         self._shape = tuple(count + 1 for count in nodes)
         parts = np.array(list(product(*map(range, self._shape))))
         self._steps = [prod(self._shape[kind + 1 :]) for kind in range(len(nodes))]
         # [v, i]: index in a row of part v less the nodes of size i; 0 if v has too few nodes.
-        self._less = parts @ self._steps + 1 - (np.array(sizes) @ self._steps)[:, None]
+        self._index_less = parts @ self._steps + 1 - (np.array(sizes) @ self._steps)[:, None]
         for kind in range(len(nodes)):
-            self._less[parts[:, kind] < np.array(sizes)[:, None, kind]] = 0
-        self._less = np.ascontiguousarray(self._less.T)
+            self._index_less[parts[:, kind] < np.array(sizes)[:, None, kind]] = 0
+        self._index_less = np.ascontiguousarray(self._index_less.T)
         self._jumps = tuple(_jumps(sizes, self._shape))
 
     def part(self, nodes: Counts) -> int:
@@ -212,7 +216,7 @@ class _Sums:
         """
         most = self._pipelines.most
         if most is not None and most * int(capacities.max()) < num_microbatches:
-            return np.full(len(self._less), _NEVER)
+            return np.full(len(self._index_less), _NEVER)
         return self._rests(self._rows(capacities), capacities, 0)[0, 1:]
 
     def first(self, part: int, capacities: Numbers, num_microbatches: int) -> tuple[Counts, ...]:
@@ -226,19 +230,19 @@ class _Sums:
         ended = 0
         while part:
             used = min(len(chosen) + 1, last)
-            ends = ended + capacities + rests[used, self._less[part]]
+            ends = ended + capacities + rests[used, self._index_less[part]]
             index = int(np.flatnonzero(ends >= num_microbatches)[0])
             chosen.append(self._sizes[index])
-            part, ended = int(self._less[part, index]) - 1, ended + int(capacities[index])
+            part, ended = int(self._index_less[part, index]) - 1, ended + int(capacities[index])
         return tuple(chosen)
 
     def _rows(self, capacities: Numbers) -> Numbers:
         """Table [k, 1 + v]: the most microbatches that k pipelines of part v finish together."""
         number = self._pipelines.fewest if self._pipelines.most is None else self._pipelines.most
-        rows = np.full((number + 1, len(self._less) + 1), _NEVER)
+        rows = np.full((number + 1, len(self._index_less) + 1), _NEVER)
         rows[0, 1] = 0
         for row, next_row in pairwise(rows):
-            np.maximum((row[self._less] + capacities).max(axis=1), _NEVER, out=next_row[1:])
+            np.maximum((row[self._index_less] + capacities).max(axis=1), _NEVER, out=next_row[1:])
         return rows
 
     def _rests(self, rows: Numbers, capacities: Numbers, last: int) -> Numbers:
@@ -246,12 +250,12 @@ class _Sums:
         to `used` others, are within the range of a set; `used` is from 0 to last."""
         fewest, most = self._pipelines.fewest, self._pipelines.most
         if most is None:
-            return self._any_more(rows[fewest - last : fewest + 1][::-1], capacities)
+            return self._with_more_pipelines(rows[fewest - last : fewest + 1][::-1], capacities)
         first = [max(0, fewest - used) for used in range(last + 1)]
         ends = [max(1, most - used + 1) for used in range(last + 1)]
         return np.stack([rows[a:b].max(axis=0) for a, b in zip(first, ends, strict=True)])
 
-    def _any_more(self, rows: Numbers, capacities: Numbers) -> Numbers:
+    def _with_more_pipelines(self, rows: Numbers, capacities: Numbers) -> Numbers:
         """The rows, with the entries that result if any number of pipelines may be added."""
         grid = np.array(rows[:, 1:]).reshape(-1, *self._shape)
         each = capacities.tolist()
@@ -327,22 +331,25 @@ def _sets(
     # there are far more incomplete sets than complete ones.
     open_sets: list[tuple[Counts, int, int, _Chain]] = [(nodes, 0, 0, None)]
     while open_sets:
-        left, index, used, chosen = open_sets.pop()
-        missing = min_pipelines - used
-        if not any(left) and missing <= 0:
-            yield _unchained(chosen)
+        nodes_left, index, num_used, chosen = open_sets.pop()
+        missing = min_pipelines - num_used
+        if not any(nodes_left) and missing <= 0:
+            yield _sizes_of_chain(chosen)
         # The missing pipelines need at least this size each, and too few nodes are left for that.
-        if index == len(sizes) or sum(left) < sum(sizes[index]) * max(1, missing):
+        if index == len(sizes) or sum(nodes_left) < sum(sizes[index]) * max(1, missing):
             continue
-        if reachable is not None and left not in reachable:
+        if reachable is not None and nodes_left not in reachable:
             continue
-        open_sets.append((left, index + 1, used, chosen))
-        if _is_part(sizes[index], left):
-            rest = tuple(count - taken for count, taken in zip(left, sizes[index], strict=True))
-            open_sets.append((rest, index, used + 1, (chosen, sizes[index])))
+        open_sets.append((nodes_left, index + 1, num_used, chosen))
+        if _is_part(sizes[index], nodes_left):
+            rest = tuple(
+                count - used_nodes
+                for count, used_nodes in zip(nodes_left, sizes[index], strict=True)
+            )
+            open_sets.append((rest, index, num_used + 1, (chosen, sizes[index])))
 
 
-def _unchained(chain: _Chain) -> tuple[Counts, ...]:
+def _sizes_of_chain(chain: _Chain) -> tuple[Counts, ...]:
     sizes = []
     while chain is not None:
         chain, size = chain
@@ -350,18 +357,18 @@ def _unchained(chain: _Chain) -> tuple[Counts, ...]:
     return tuple(reversed(sizes))
 
 
-def _reachable(nodes: Counts, sizes: Sequence[Counts]) -> set[Counts]:
+def _reachable_parts(nodes: Counts, sizes: Sequence[Counts]) -> set[Counts]:
     """The parts of the nodes that are sums of these sizes."""
-    found = {(0,) * len(nodes)}
-    ahead = list(found)
-    while ahead:
-        part = ahead.pop()
+    parts = {(0,) * len(nodes)}
+    open_parts = list(parts)
+    while open_parts:
+        part = open_parts.pop()
         for size in sizes:
-            more = tuple(count + added for count, added in zip(part, size, strict=True))
-            if more not in found and _is_part(more, nodes):
-                found.add(more)
-                ahead.append(more)
-    return found
+            larger = tuple(count + added for count, added in zip(part, size, strict=True))
+            if larger not in parts and _is_part(larger, nodes):
+                parts.add(larger)
+                open_parts.append(larger)
+    return parts
 
 
 def _is_part(size: Counts, nodes: Counts) -> bool:

@@ -25,9 +25,9 @@ import numpy as np
 
 from planaria.core.plan import PipelineTemplate
 from planaria.estimator.makespan import stage_seconds
-from planaria.planner.layout.batches import levelled_distribution
-from planaria.planner.layout.instantiate import Range, SizeSearch, sets_of
-from planaria.planner.layout.sets import Instantiated
+from planaria.planner.layout.distribution import levelled_distribution
+from planaria.planner.layout.instantiate import PipelineRange, SizeSearch, sets_of
+from planaria.planner.layout.sets import PipelineSet
 from planaria.planner.partition.paper import paper_iteration_s
 from planaria.planner.plans import Method
 from planaria.planner.problem import Counts, Problem, Seconds
@@ -48,7 +48,7 @@ class PaperSets:
             size: paper_microbatch_s(problem, template) for size, template in templates.items()
         }
 
-    def fastest(self, nodes: Counts, min_pipelines: int) -> Instantiated | None:
+    def fastest(self, nodes: Counts, min_pipelines: int) -> PipelineSet | None:
         """The set that is fastest by the paper's measure and uses all of these numbers of nodes;
         None if there is none.
 
@@ -59,37 +59,43 @@ class PaperSets:
         listed = list(islice(every, LISTED_MAX + 1))
         if len(listed) > LISTED_MAX:
             return self._fastest_of_many(nodes, min_pipelines)
-        few = [one for one in listed if len(one) <= self._num_microbatches]
-        best: Instantiated | None = None
-        for level_s, one in sorted((self._level_s(one), one) for one in few):
-            if best and level_s > best.iteration_s * (1 + _ROUNDING):
+        possible = [
+            sizes_of_set for sizes_of_set in listed if len(sizes_of_set) <= self._num_microbatches
+        ]
+        best: PipelineSet | None = None
+        for even_s, sizes_of_set in sorted(
+            (self._even_s(sizes_of_set), sizes_of_set) for sizes_of_set in possible
+        ):
+            if best and even_s > best.iteration_s * (1 + _ROUNDING):
                 break
-            found = self._instantiated(one)
-            best = min(best, found) if best else found
+            candidate = self._pipeline_set(sizes_of_set)
+            best = min(best, candidate) if best else candidate
         return best
 
-    def _level_s(self, sizes: tuple[Counts, ...]) -> float:
+    def _even_s(self, sizes: tuple[Counts, ...]) -> float:
         """Seconds after which all pipelines would end together if microbatches were divisible."""
         return self._num_microbatches / sum(1 / self._microbatch_s[size] for size in sizes)
 
-    def _fastest_of_many(self, nodes: Counts, min_pipelines: int) -> Instantiated | None:
+    def _fastest_of_many(self, nodes: Counts, min_pipelines: int) -> PipelineSet | None:
         numbers: Seconds = np.arange(1.0, self._num_microbatches + 1)
         would_fit = sum(nodes) // min(map(sum, self._microbatch_s))
         most = None if would_fit <= self._num_microbatches else self._num_microbatches
         search = SizeSearch(
             nodes,
-            {size: numbers * one_s for size, one_s in self._microbatch_s.items()},
+            {size: numbers * microbatch_s for size, microbatch_s in self._microbatch_s.items()},
             num_microbatches=self._num_microbatches,
-            pipelines=Range(min_pipelines, most),
+            pipelines=PipelineRange(min_pipelines, most),
         )
         found = search.fastest(nodes)
-        return None if found is None else self._instantiated(found[1])
+        return None if found is None else self._pipeline_set(found[1])
 
-    def _instantiated(self, sizes: tuple[Counts, ...]) -> Instantiated:
+    def _pipeline_set(self, sizes: tuple[Counts, ...]) -> PipelineSet:
         seconds = [self._microbatch_s[size] for size in sizes]
         microbatches = levelled_distribution(seconds, self._num_microbatches)
-        slowest_s = max(one_s * n for one_s, n in zip(seconds, microbatches, strict=True))
-        return Instantiated(slowest_s, -len(sizes), sizes, microbatches)
+        slowest_s = max(
+            microbatch_s * n for microbatch_s, n in zip(seconds, microbatches, strict=True)
+        )
+        return PipelineSet(slowest_s, -len(sizes), sizes, microbatches)
 
 
 def paper_microbatch_s(problem: Problem, template: PipelineTemplate) -> float:

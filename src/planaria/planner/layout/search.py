@@ -40,7 +40,7 @@ from planaria.planner.times import PlainTimes, iteration_after
 
 FRONT_MAX: Final = 4  # Bound on the layouts in the front that are doubled, and on the others.
 _RECUTS_MAX: Final = 3
-_CUT_ANEW: Final = 6  # Number of fastest spreads whose partitions are improved in the end.
+_IMPROVED_MAX: Final = 6  # Number of fastest spreads whose partitions are improved in the end.
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +82,13 @@ def layouts(
     """
     assert not any(template.kinds for template in present)
     numbers = numbers_of_pipelines(problem, num_nodes, len(present), ranges)
-    search = _Search(problem, present)
+    search = _LayoutSearch(problem, present)
     by_number = [
         spreads(problem, num_nodes, number, range_of_depths=ranges.pp) for number in numbers
     ]
     for turn in zip_longest(*by_number):
         for depths in filter(None, turn):
-            for _ in search.look_at(depths):
+            for _ in search.search_depths(depths):
                 yield search.front
     for _ in search.improve_partitions():
         yield search.front
@@ -97,7 +97,7 @@ def layouts(
 _Key = tuple[int, tuple[PipelineTemplate, ...]]  # Number of nodes, templates that are present.
 
 
-class Searched:
+class LayoutSearches:
     """Results of the searches for several numbers of nodes, so far.
 
     A search goes on where it was left. So searches can run between failures, and their results are
@@ -138,10 +138,10 @@ class _Slot(NamedTuple):
     template: PipelineTemplate | None
 
 
-Looked = Generator[None, None, Layout | None]
+_LayoutSteps = Generator[None, None, Layout | None]
 
 
-class _Search:
+class _LayoutSearch:
     """The state of a search.
 
     Attributes:
@@ -157,35 +157,38 @@ class _Search:
         costs = stage_costs(problem)
         layers = np.arange(costs.num_layers)
         seconds = [costs.seconds[count][layers, layers + 1] for count in costs.counts]
-        work = [count * one for count, one in zip(costs.counts, seconds, strict=True)]
+        work_s = [count * layer_s for count, layer_s in zip(costs.counts, seconds, strict=True)]
         self._alone_s = np.min(seconds, axis=0)
-        self._work_s = float(np.min(work, axis=0).sum())
+        self._work_s = float(np.min(work_s, axis=0).sum())
         self._seconds: dict[tuple[int, ...], float] = {}
         self.front: tuple[Layout, ...] = ()
 
-    def look_at(self, depths: tuple[int, ...]) -> Iterator[None]:
+    def search_depths(self, depths: tuple[int, ...]) -> Iterator[None]:
         """Adds the layouts with these depths to the front; yields after each piece of work."""
-        anew = tuple(_Slot(depth, None) for depth in depths)
-        found = []
-        for slots in dict.fromkeys((self._keeping(depths), anew)):
+        new_slots = tuple(_Slot(depth, None) for depth in depths)
+        layouts_found = []
+        for slots in dict.fromkeys((self._slots_that_keep(depths), new_slots)):
             if self._least_s(depths, is_split=False) < self._best_s(depths):
-                found.append((yield from self._whole(slots)))
-                self._add(found[-1])
+                layouts_found.append((yield from self._whole_layout(slots)))
+                self._add(layouts_found[-1])
                 yield
             if not self._problem.splits_backward:
                 continue
             if self._least_s(depths, is_split=True) < self._best_s(depths):
-                found.append((yield from self._split(slots)))
-                self._add(found[-1])
+                layouts_found.append((yield from self._split_layout(slots)))
+                self._add(layouts_found[-1])
                 yield
-        if found:
-            self._seconds[depths] = min((one.iteration_s for one in found if one), default=inf)
+        if layouts_found:
+            self._seconds[depths] = min(
+                (layout.iteration_s for layout in layouts_found if layout), default=inf
+            )
 
     def improve_partitions(self) -> Iterator[None]:
         """Improves partitions for split backwards, the fastest spreads first."""
         if not self._problem.splits_backward:
             return
-        for depths in sorted(self._seconds, key=lambda one: (self._seconds[one], one))[:_CUT_ANEW]:
+        fastest_first = sorted(self._seconds, key=lambda depths: (self._seconds[depths], depths))
+        for depths in fastest_first[:_IMPROVED_MAX]:
             if self._least_s(depths, is_split=True) < self._best_s(depths):
                 yield from self._improve(depths)
 
@@ -195,25 +198,25 @@ class _Search:
         Their partitions are improved for the microbatches that the pipelines get.
         """
         slots = [_Slot(depth, None) for depth in depths]
-        done: set[Size] = set()
-        shares = set(zip(depths, self._by_share(slots), strict=True))
+        improved_sizes: set[Size] = set()
+        first_sizes = set(zip(depths, self._by_share(slots), strict=True))
         while True:
-            layout = yield from self._split(slots)
+            layout = yield from self._split_layout(slots)
             self._add(layout)
             yield
-            wanted = set(shares)
+            wanted_sizes = set(first_sizes)
             if layout is not None:
                 # A pipeline with a better partition may get one microbatch more.
                 for depth, count in zip(depths, layout.microbatches, strict=True):
-                    wanted |= {(depth, count), (depth, count + 1)}
-            sizes = wanted - done
+                    wanted_sizes |= {(depth, count), (depth, count + 1)}
+            sizes = wanted_sizes - improved_sizes
             if not sizes:
                 return
             for size in sorted(sizes):
                 yield from self._partitions.improve_split(size)
-            done |= sizes
+            improved_sizes |= sizes
 
-    def _keeping(self, depths: Sequence[int]) -> tuple[_Slot, ...]:
+    def _slots_that_keep(self, depths: Sequence[int]) -> tuple[_Slot, ...]:
         """Pipelines of these depths, as many as possible with the templates of present ones."""
         unused = sorted(self._present.elements())
         slots = []
@@ -229,7 +232,8 @@ class _Search:
         pipelines of these depths do; infinite if there is none."""
         is_doubled = len(depths) > 1
         return min(
-            (one.iteration_s for one in self.front if one.is_doubled >= is_doubled), default=inf
+            (layout.iteration_s for layout in self.front if layout.is_doubled >= is_doubled),
+            default=inf,
         )
 
     def _least_s(self, depths: Sequence[int], *, is_split: bool) -> float:
@@ -250,7 +254,7 @@ class _Search:
         alone_s = float(self._alone_s.sum())
         return max(alone_s, alone_s + (num_microbatches - len(depths)) / sum(rates))
 
-    def _whole(self, slots: Sequence[_Slot]) -> Looked:
+    def _whole_layout(self, slots: Sequence[_Slot]) -> _LayoutSteps:
         """Finds a layout with whole backwards; returns None if some pipeline has no partition.
 
         Partitions and microbatches are fitted to each other in turn, until that makes the layout no
@@ -269,18 +273,18 @@ class _Search:
                 if template is None:
                     return best
                 templates.append(template)
-            dealt = distribute_microbatches(self._problem, templates, times=self._times)
-            layout = self._layout(templates, dealt, is_split=False)
+            new_microbatches = distribute_microbatches(self._problem, templates, times=self._times)
+            layout = self._layout(templates, new_microbatches, is_split=False)
             if best is not None and layout.iteration_s >= best.iteration_s:
                 return best
             best = layout
-            if dealt == microbatches:
+            if new_microbatches == microbatches:
                 return best
-            microbatches = dealt
+            microbatches = new_microbatches
             yield
         return best
 
-    def _split(self, slots: Sequence[_Slot]) -> Looked:
+    def _split_layout(self, slots: Sequence[_Slot]) -> _LayoutSteps:
         """Finds a layout with split backwards; returns None if some pipeline does not fit.
 
         A microbatch of the pipeline that ends last moves to another one, as long as the other one
@@ -296,46 +300,48 @@ class _Search:
             last = max(ends_s, key=lambda pair: ends_s[pair])
             if ends_s[last] == inf:
                 return None
-            more_s: dict[tuple[_Slot, int], float] = {}
+            ends_with_one_more_s: dict[tuple[_Slot, int], float] = {}
             for slot, count in ends_s:
                 if (slot, count) != last:
-                    more_s[slot, count] = yield from self._end_s(slot, count + 1)
-            taker = min(more_s, key=lambda pair: more_s[pair], default=last)
-            if last[1] == 1 or taker == last or more_s[taker] >= ends_s[last]:
+                    ends_with_one_more_s[slot, count] = yield from self._end_s(slot, count + 1)
+            target = min(
+                ends_with_one_more_s, key=lambda pair: ends_with_one_more_s[pair], default=last
+            )
+            if last[1] == 1 or target == last or ends_with_one_more_s[target] >= ends_s[last]:
                 break
             counts[pairs.index(last)] -= 1
-            counts[pairs.index(taker)] += 1
-        templates = [one for pair in pairs if (one := self._cut_for_split(*pair))]
+            counts[pairs.index(target)] += 1
+        templates = [template for pair in pairs if (template := self._split_template(*pair))]
         layout = self._layout(templates, counts, is_split=True)
         # A pipeline that ends earlier does not have to be as fast as it can. With the partition of
         # the one that ends last it may be slower, but equal partitions need fewer reductions.
         slowest = templates[pairs.index(last)]
-        alike = [
-            slowest if pair[0] == last[0] else one
-            for pair, one in zip(pairs, templates, strict=True)
+        alike_templates = [
+            slowest if pair[0] == last[0] else template
+            for pair, template in zip(pairs, templates, strict=True)
         ]
-        if alike == templates or any(
+        if alike_templates == templates or any(
             self._partitions.split_times.ends_s(*pair) is None
-            for pair in zip(alike, counts, strict=True)
+            for pair in zip(alike_templates, counts, strict=True)
         ):
             return layout
         yield
-        equal = self._layout(alike, counts, is_split=True)
-        return min(layout, equal, key=lambda one: one.iteration_s)
+        alike_layout = self._layout(alike_templates, counts, is_split=True)
+        return min(layout, alike_layout, key=lambda layout: layout.iteration_s)
 
     def _by_share(self, slots: Sequence[_Slot]) -> tuple[int, ...]:
         return by_share([slot.num_nodes for slot in slots], self._problem.num_microbatches)
 
     def _end_s(self, slot: _Slot, count: int) -> Generator[None, None, float]:
         """Seconds until a pipeline ends with split backwards; infinite if it does not fit."""
-        template = self._cut_for_split(slot, count)
+        template = self._split_template(slot, count)
         if template is None:
             return inf
         ends_s = self._partitions.split_times.ends_s(template, count)
         yield
         return max(ends_s) if ends_s is not None else inf
 
-    def _cut_for_split(self, slot: _Slot, count: int) -> PipelineTemplate | None:
+    def _split_template(self, slot: _Slot, count: int) -> PipelineTemplate | None:
         return slot.template or self._partitions.split_template((slot.num_nodes, count))
 
     def _layout(
@@ -347,11 +353,11 @@ class _Search:
     ) -> Layout:
         """The layout of these pipelines with its iteration time."""
         if is_split:
-            runs = [
+            all_ends_s = [
                 self._partitions.split_times.ends_s(*pair)
                 for pair in zip(templates, microbatches, strict=True)
             ]
-            ends_s = [run for run in runs if run is not None]
+            ends_s = [ends for ends in all_ends_s if ends is not None]
             iteration_s = iteration_after(self._problem, templates, ends_s).end_s
         else:
             iteration_s = self._times.iteration_s(templates, microbatches)
@@ -364,15 +370,21 @@ class _Search:
         Layouts in the front that are no better than it go. If there are still too many, the slowest
         go, except for the one that keeps the most pipelines.
         """
-        if layout is None or any(_is_as_good(one, layout) for one in self.front):
+        if layout is None or any(_is_as_good(known_layout, layout) for known_layout in self.front):
             return
-        left = [one for one in self.front if not _is_as_good(layout, one)]
+        unbeaten = [
+            known_layout for known_layout in self.front if not _is_as_good(layout, known_layout)
+        ]
         front: list[Layout] = []
         for is_doubled in (False, True):
-            alike = [one for one in (*left, layout) if one.is_doubled is is_doubled]
-            alike.sort(key=lambda one: one.iteration_s)
-            front += (*alike[: FRONT_MAX - 1], *alike[FRONT_MAX - 1 :][-1:])
-        self.front = tuple(sorted(front, key=lambda one: one.iteration_s))
+            layouts = [
+                known_layout
+                for known_layout in (*unbeaten, layout)
+                if known_layout.is_doubled is is_doubled
+            ]
+            layouts.sort(key=lambda known_layout: known_layout.iteration_s)
+            front += (*layouts[: FRONT_MAX - 1], *layouts[FRONT_MAX - 1 :][-1:])
+        self.front = tuple(sorted(front, key=lambda known_layout: known_layout.iteration_s))
 
 
 def _is_as_good(one: Layout, other: Layout) -> bool:

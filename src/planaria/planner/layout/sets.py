@@ -19,8 +19,8 @@ from typing import Final
 import numpy as np
 
 from planaria.core.plan import PipelineTemplate
-from planaria.planner.layout.batches import check_microbatches, fastest_distribution
-from planaria.planner.layout.instantiate import Range, SizeSearch, sets_of
+from planaria.planner.layout.distribution import check_microbatches, fastest_distribution
+from planaria.planner.layout.instantiate import PipelineRange, SizeSearch, sets_of
 from planaria.planner.problem import Counts, Problem
 from planaria.planner.times import PlainTimes
 
@@ -29,7 +29,7 @@ NUMBERS_APART: Final = 8
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Instantiated:
+class PipelineSet:
     """A set of pipelines; the lesser of two is the better one.
 
     Of equally fast sets that is the one with more pipelines, as more of them survive a failure, and
@@ -57,41 +57,47 @@ class SetSearch:
         self._problem = problem
         self._templates = templates
         self._times = times
-        self._searches: dict[Range, tuple[Counts, SizeSearch]] = {}
+        self._searches: dict[PipelineRange, tuple[Counts, SizeSearch]] = {}
 
-    def fastest(self, nodes: Counts, min_pipelines: int) -> Instantiated | None:
+    def fastest(self, nodes: Counts, min_pipelines: int) -> PipelineSet | None:
         """The fastest set that uses all of these numbers of nodes; None if there is none."""
         sizes = [size for size in self._templates if sum(size) <= sum(nodes)]
         every = sets_of(nodes, sizes, min_pipelines=min_pipelines)
         listed = list(islice(every, LISTED_MAX + 1))
         if len(listed) <= LISTED_MAX:
-            few = [one for one in listed if len(one) <= self._problem.num_microbatches]
-            return min(map(self._instantiated, few), default=None)
+            possible = [
+                sizes_of_set
+                for sizes_of_set in listed
+                if len(sizes_of_set) <= self._problem.num_microbatches
+            ]
+            return min(map(self._pipeline_set, possible), default=None)
         return self._fastest_of_many(nodes, min_pipelines)
 
-    def _fastest_of_many(self, nodes: Counts, min_pipelines: int) -> Instantiated | None:
-        best: Instantiated | None = None
+    def _fastest_of_many(self, nodes: Counts, min_pipelines: int) -> PipelineSet | None:
+        best: PipelineSet | None = None
         for pipelines in self._ranges(sum(nodes), min_pipelines):
             # An equally fast set with more pipelines is better, so the bound is just above.
             below_s = np.nextafter(best.iteration_s, np.inf) if best else np.inf
             found = self._search(nodes, pipelines).fastest(nodes, below_s=below_s)
             if found is not None:
-                one = self._instantiated(found[1])
-                best = min(best, one) if best else one
+                candidate = self._pipeline_set(found[1])
+                best = min(best, candidate) if best else candidate
         return best
 
-    def _search(self, nodes: Counts, pipelines: Range) -> SizeSearch:
+    def _search(self, nodes: Counts, pipelines: PipelineRange) -> SizeSearch:
         """A search that covers these nodes.
 
         It is kept and serves fewer nodes, so it is best to ask for the most nodes first.
         """
-        most, search = self._searches.get(pipelines, ((0,) * len(nodes), None))
-        if search is None or any(there > known for there, known in zip(nodes, most, strict=True)):
+        max_nodes, search = self._searches.get(pipelines, ((0,) * len(nodes), None))
+        if search is None or any(
+            wanted > searched for wanted, searched in zip(nodes, max_nodes, strict=True)
+        ):
             num_pipelines = pipelines.fewest
             search = SizeSearch(
                 nodes,
                 {
-                    size: self._times.of_each_number(template, num_pipelines=num_pipelines)
+                    size: self._times.ends_by_count_s(template, num_pipelines=num_pipelines)
                     for size, template in self._templates.items()
                 },
                 num_microbatches=self._problem.num_microbatches,
@@ -100,7 +106,7 @@ class SetSearch:
             self._searches[pipelines] = nodes, search
         return search
 
-    def _ranges(self, num_nodes: int, fewest: int) -> Iterator[Range]:
+    def _ranges(self, num_nodes: int, fewest: int) -> Iterator[PipelineRange]:
         """The ranges of numbers of pipelines to search, largest numbers first.
 
         All numbers above NUMBERS_APART are one range, each other number is a range of its own. In a
@@ -110,15 +116,15 @@ class SetSearch:
         most = min(would_fit, self._problem.num_microbatches)
         many = max(fewest, NUMBERS_APART + 1)
         if many <= most:
-            yield Range(many, None if most == would_fit else most)
+            yield PipelineRange(many, None if most == would_fit else most)
         for number in range(min(most, NUMBERS_APART), fewest - 1, -1):
-            yield Range(number, number)
+            yield PipelineRange(number, number)
 
-    def _instantiated(self, sizes: tuple[Counts, ...]) -> Instantiated:
+    def _pipeline_set(self, sizes: tuple[Counts, ...]) -> PipelineSet:
         templates = [self._templates[size] for size in sizes]
         microbatches = distribute_microbatches(self._problem, templates, times=self._times)
         iteration_s = self._times.iteration_s(templates, microbatches)
-        return Instantiated(iteration_s, -len(sizes), sizes, microbatches)
+        return PipelineSet(iteration_s, -len(sizes), sizes, microbatches)
 
 
 def distribute_microbatches(
@@ -131,7 +137,7 @@ def distribute_microbatches(
     """
     check_microbatches(problem, len(templates))
     tables = {
-        template: times.of_each_number(template, num_pipelines=len(templates))
+        template: times.ends_by_count_s(template, num_pipelines=len(templates))
         for template in set(templates)
     }
     by_pipeline = [tables[template] for template in templates]

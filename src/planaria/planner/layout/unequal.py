@@ -6,8 +6,8 @@ layers, and a pipeline of slow nodes fewer microbatches. A template is made for 
 that a pipeline of its speed would get. The templates of the chosen set are made again for the
 microbatches that they get there, as long as that makes the set faster.
 
-Not proved to find the best plan; tests/planner/layout/test_unequal.py compares it with all sets,
-orders, partitions and batches of small clusters.
+Not proved to find the best plan; tests/planner/layout/test_unequal.py compares it with all
+sets, orders, partitions and batches of small clusters.
 
 Source: none of the papers; they assume equal nodes.
 """
@@ -22,9 +22,9 @@ import numpy as np
 
 from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, plain_plan
 from planaria.errors import FeasibleValue, InfeasibleError, Limit
-from planaria.planner.layout.batches import check_microbatches
+from planaria.planner.layout.distribution import check_microbatches
 from planaria.planner.layout.instantiate import sets_of
-from planaria.planner.layout.sets import Instantiated, SetSearch, distribute_microbatches
+from planaria.planner.layout.sets import PipelineSet, SetSearch, distribute_microbatches
 from planaria.planner.partition.fewest_stages import FewestStages
 from planaria.planner.partition.positions import Positions
 from planaria.planner.partition.windows import windows
@@ -79,7 +79,7 @@ class UnequalPlanner:
         best = self._search.fastest(counts, min_pipelines)
         if best is None:
             raise self._no_plan_error(nodes, min_pipelines)
-        templates, microbatches = self._suited(best)
+        templates, microbatches = self._mutually_best(best)
         unused = {
             kind: iter([node for node in sorted(nodes) if self._nodes[node] == kind])
             for kind in self._costs.kinds
@@ -96,7 +96,7 @@ class UnequalPlanner:
         """Templates of the plan with the lowest predicted iteration time; empty if there is no
         plan."""
         best = self._search.fastest(self._counts(nodes), min_pipelines)
-        return self._suited(best)[0] if best is not None else ()
+        return self._mutually_best(best)[0] if best is not None else ()
 
     def most_pipelines(self, nodes: Collection[int], *, at_most: int) -> int:
         """The largest n up to at_most for which n or more pipelines that hold the model use all of
@@ -125,21 +125,25 @@ class UnequalPlanner:
             why = "no pipeline of them holds the model; give them more memory, or more of them"
             raise InfeasibleError(Limit.NODES, sum(nodes), why)
         n0 = min(map(sum, feasible))
-        most = max(n0, sum(nodes) - self._problem.failures_tolerated * n0)
+        max_nodes = max(n0, sum(nodes) - self._problem.failures_tolerated * n0)
         speeds = np.array([kind.speed for kind in costs.kinds])
         microbatches: dict[Counts, int] = {}
         for part in feasible:
-            if sum(part) <= most:
-                alike = max(1, int(nodes @ speeds / (part @ speeds) + _ROUNDING))
-                microbatches[part] = -(-self._problem.num_microbatches // alike)
+            if sum(part) <= max_nodes:
+                num_alike = max(1, int(nodes @ speeds / (part @ speeds) + _ROUNDING))
+                microbatches[part] = -(-self._problem.num_microbatches // num_alike)
         return microbatches
 
     def _fastest(self, microbatches: Mapping[Counts, int]) -> dict[Counts, PipelineTemplate]:
         ranked = fastest_templates(self._costs, microbatches)
-        self.ranked.update((one.template, one) for one in ranked.values())
-        return {part: one.template for part, one in ranked.items()}
+        self.ranked.update(
+            (ranked_template.template, ranked_template) for ranked_template in ranked.values()
+        )
+        return {part: ranked_template.template for part, ranked_template in ranked.items()}
 
-    def _suited(self, best: Instantiated) -> tuple[Sequence[PipelineTemplate], tuple[int, ...]]:
+    def _mutually_best(
+        self, best: PipelineSet
+    ) -> tuple[Sequence[PipelineTemplate], tuple[int, ...]]:
         """Templates of a set and the number of microbatches of each pipeline.
 
         They are fitted to each other in turn, as long as that makes the set faster.
@@ -152,24 +156,26 @@ class UnequalPlanner:
                 count: self._fastest({size: count for size, number in pairs if number == count})
                 for count in set(microbatches)
             }
-            suited = [by_count[count][size] for size, count in pairs]
-            dealt = distribute_microbatches(self._problem, suited, times=self.times)
-            next_s = self.times.iteration_s(suited, dealt)
+            new_templates = [by_count[count][size] for size, count in pairs]
+            new_microbatches = distribute_microbatches(
+                self._problem, new_templates, times=self.times
+            )
+            next_s = self.times.iteration_s(new_templates, new_microbatches)
             if next_s >= iteration_s:
                 return templates, microbatches
-            iteration_s, templates, microbatches = next_s, suited, dealt
+            iteration_s, templates, microbatches = next_s, new_templates, new_microbatches
 
     def _no_plan_error(self, nodes: Collection[int], min_pipelines: int) -> InfeasibleError:
         """The error that says why no set of pipelines uses these nodes, and what would work."""
-        would_do = self.most_pipelines(nodes, at_most=min_pipelines)
-        if would_do == min_pipelines:
+        num_possible = self.most_pipelines(nodes, at_most=min_pipelines)
+        if num_possible == min_pipelines:
             why = "all nodes work only in more pipelines than there are microbatches"
-            way = FeasibleValue(Limit.MICROBATCHES, len(nodes), or_more=True)
-            return InfeasibleError(Limit.MICROBATCHES, self._problem.num_microbatches, why, way)
+            remedy = FeasibleValue(Limit.MICROBATCHES, len(nodes), or_more=True)
+            return InfeasibleError(Limit.MICROBATCHES, self._problem.num_microbatches, why, remedy)
         why = f"they make no {min_pipelines} pipelines that hold the model"
-        if would_do:
+        if num_possible:
             return InfeasibleError(
-                Limit.NODES, len(nodes), why, FeasibleValue(Limit.FAILURES, would_do - 1)
+                Limit.NODES, len(nodes), why, FeasibleValue(Limit.FAILURES, num_possible - 1)
             )
         why += "; some are in none with any of the others: leave them out"
         return InfeasibleError(Limit.NODES, len(nodes), why)
@@ -198,10 +204,10 @@ def unequal_plans(
     plans = {len(nodes): planner.plan(nodes, min_pipelines=min_pipelines, epoch=0)}
     slowest_first = sorted(nodes, key=lambda node: (nodes[node].speed, -node))
     for num_left in range(len(nodes) - 1, len(nodes) - min_pipelines, -1):
-        left = slowest_first[:num_left]
-        most = planner.most_pipelines(left, at_most=min_pipelines)
-        if most:
-            plans[num_left] = planner.plan(left, min_pipelines=most, epoch=0)
+        nodes_left = slowest_first[:num_left]
+        max_pipelines = planner.most_pipelines(nodes_left, at_most=min_pipelines)
+        if max_pipelines:
+            plans[num_left] = planner.plan(nodes_left, min_pipelines=max_pipelines, epoch=0)
     every = EveryPlan(problem=problem, templates={}, plans=plans, times=planner.times)
     used = dict.fromkeys(pipeline.template for pipeline in plans[len(nodes)].pipelines)
     return every, tuple(planner.ranked[template] for template in used)

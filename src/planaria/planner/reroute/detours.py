@@ -31,7 +31,7 @@ class _Leg(NamedTuple):
     steps: tuple[tuple[int, tuple[_Step, ...]], ...]
 
 
-class _Way(NamedTuple):
+class _RouteTail(NamedTuple):
     """The rest of a route that one more microbatch may take; the lesser of two is the better one.
 
     Attributes:
@@ -47,7 +47,7 @@ class _Way(NamedTuple):
     hops: tuple[Hop, ...]
 
 
-_NOTHING: Final = _Way(0.0, 0, 0.0, ())
+_NO_HOPS: Final = _RouteTail(0.0, 0, 0.0, ())
 
 
 class Detours:
@@ -58,7 +58,7 @@ class Detours:
     """
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
-        self._held = plan.layers_by_rank
+        self._layers_by_rank = plan.layers_by_rank
         self._lead_s: dict[int, float] = {}
         self._until_s: dict[int, list[float]] = {}
         for pipeline in plan.pipelines:
@@ -70,11 +70,11 @@ class Detours:
                 layers = problem.profile.layers[stage.first_layer : stage.end_layer]
                 seconds = [(x.forward_s[count] + x.backward_s(count)) / kind.speed for x in layers]
                 until_s = list(accumulate(seconds, initial=0.0))
-                if ranks[0] in self._held:
+                if ranks[0] in self._layers_by_rank:
                     self._lead_s[ranks[0]], self._until_s[ranks[0]] = lead_s, until_s
                 lead_s += until_s[-1]
         self._holders = [
-            [rank for rank in self._until_s if layer in self._held[rank]]
+            [rank for rank in self._until_s if layer in self._layers_by_rank[rank]]
             for layer in range(plan.num_layers)
         ]
         self._routes: list[Route] = []
@@ -82,19 +82,19 @@ class Detours:
         whole, broken = [], []
         for index, pipeline in enumerate(plan.pipelines if self.covers_model() else ()):
             route = pipeline.route()
-            lives = [hop.rank in self._held for hop in route]
+            is_live_by_hop = [hop.rank in self._layers_by_rank for hop in route]
             self._routes.append(route)
             self._legs.append(self._legs_of(route))
-            if all(lives):
+            if all(is_live_by_hop):
                 whole.append(index)
-            elif any(lives):
+            elif any(is_live_by_hop):
                 broken.append(index)
-        self._whole, self._broken = tuple(whole), tuple(broken)
+        self._whole_pipelines, self._broken_pipelines = tuple(whole), tuple(broken)
 
     def _legs_of(self, route: Route) -> tuple[_Leg, ...]:
         """The legs of a pipeline from the last to the first; neighbouring empty places are one."""
         legs = []
-        for is_live, hops in groupby(route, key=lambda hop: hop.rank in self._held):
+        for is_live, hops in groupby(route, key=lambda hop: hop.rank in self._layers_by_rank):
             if is_live:
                 for hop in hops:
                     step = _Step(hop, self._seconds(hop))
@@ -110,7 +110,7 @@ class Detours:
         while open_layers:
             first = open_layers.pop()
             hops = [
-                Hop(rank, first, min(self._held[rank].stop, end_layer))
+                Hop(rank, first, min(self._layers_by_rank[rank].stop, end_layer))
                 for rank in self._holders[first]
             ]
             steps[first] = tuple(_Step(hop, self._seconds(hop)) for hop in hops)
@@ -124,16 +124,16 @@ class Detours:
 
     def num_around(self, routes: Sequence[Route]) -> int:
         """How many of the routes begin in pipelines with empty places."""
-        whole = {self._routes[index] for index in self._whole}
+        whole = {self._routes[index] for index in self._whole_pipelines}
         return sum(route not in whole for route in routes)
 
-    def can_deal(self, num_microbatches: int, num_around: int) -> bool:
+    def can_begin_around(self, num_microbatches: int, num_around: int) -> bool:
         """Whether exactly num_around of the microbatches can begin in pipelines with empty
         places."""
         if not 0 <= num_around <= num_microbatches:
             return False
-        return bool(self._whole or num_around == num_microbatches) and bool(
-            self._broken or not num_around
+        return bool(self._whole_pipelines or num_around == num_microbatches) and bool(
+            self._broken_pipelines or not num_around
         )
 
     def routes(self, num_microbatches: int, num_around: int | None) -> tuple[Route, ...]:
@@ -146,18 +146,18 @@ class Detours:
         load_s = dict.fromkeys(self._until_s, 0.0)
         homes: list[tuple[int, Route]] = []
         if num_around is None:
-            groups = [(num_microbatches, self._whole + self._broken)]
+            groups = [(num_microbatches, self._whole_pipelines + self._broken_pipelines)]
         else:
             groups = [
-                (num_around, self._broken),
-                (num_microbatches - num_around, self._whole),
+                (num_around, self._broken_pipelines),
+                (num_microbatches - num_around, self._whole_pipelines),
             ]
         for count, pipelines in groups:
             if count:
-                homes += self._dealt(count, pipelines, load_s)
+                homes += self._deal_microbatches(count, pipelines, load_s)
         return tuple(route for _, route in sorted(homes, key=lambda home: home[0]))
 
-    def _dealt(
+    def _deal_microbatches(
         self, count: int, pipelines: Sequence[int], load_s: dict[int, float]
     ) -> Iterator[tuple[int, Route]]:
         """Yields the home and the route of each of `count` microbatches, and adds to the loads.
@@ -165,42 +165,42 @@ class Detours:
         Loads only grow, so the best route of a home only gets worse. So if a home is best after its
         route was computed again, the old routes of the others need not be computed again.
         """
-        ways = [(_NOTHING, index) for index in pipelines]
-        heapify(ways)
+        route_tails = [(_NO_HOPS, index) for index in pipelines]
+        heapify(route_tails)
         while count:
-            index = ways[0][1]
-            way = self._best(index, load_s)
-            heapreplace(ways, (way, index))
-            if ways[0] == (way, index):
-                for hop in way.hops:
+            index = route_tails[0][1]
+            route_tail = self._best(index, load_s)
+            heapreplace(route_tails, (route_tail, index))
+            if route_tails[0] == (route_tail, index):
+                for hop in route_tail.hops:
                     load_s[hop.rank] += self._seconds(hop)
-                yield index, way.hops
+                yield index, route_tail.hops
                 count -= 1
 
-    def _best(self, index: int, load_s: dict[int, float]) -> _Way:
+    def _best(self, index: int, load_s: dict[int, float]) -> _RouteTail:
         """The best route of one more microbatch of a home.
 
         A dynamic program from the last layer to the first finds it: the best hops that follow a hop
         depend only on the layer at which that one ends.
         """
-        best = _NOTHING
+        best_tail = _NO_HOPS
         for leg in self._legs[index]:
-            after = {leg.end_layer: best}
+            after = {leg.end_layer: best_tail}
             for first, steps in leg.steps:
                 after[first] = min(
-                    self._onward(step, after[step.hop.end_layer], load_s) for step in steps
+                    self._with_step(step, after[step.hop.end_layer], load_s) for step in steps
                 )
-            best = after[leg.first_layer]
-        return best
+            best_tail = after[leg.first_layer]
+        return best_tail
 
-    def _onward(self, step: _Step, after: _Way, load_s: dict[int, float]) -> _Way:
+    def _with_step(self, step: _Step, after: _RouteTail, load_s: dict[int, float]) -> _RouteTail:
         """The hop of a step, followed by given hops."""
         hop, seconds = step
         end_s = self._lead_s[hop.rank] + load_s[hop.rank] + seconds
-        return _Way(
+        return _RouteTail(
             max(end_s, after.latest_s), after.num_hops + 1, after.sum_s + end_s, (hop, *after.hops)
         )
 
     def _seconds(self, hop: Hop) -> float:
-        start, until_s = self._held[hop.rank].start, self._until_s[hop.rank]
+        start, until_s = self._layers_by_rank[hop.rank].start, self._until_s[hop.rank]
         return until_s[hop.end_layer - start] - until_s[hop.first_layer - start]

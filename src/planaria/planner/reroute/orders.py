@@ -28,7 +28,7 @@ PATIENCE: Final = 100
 _FACTORS: Final = (0.5, 0.8, 0.9, 0.97, 1.03, 1.1, 1.25, 2.0)  # Factors for ticks.
 
 
-class _Timed(NamedTuple):
+class _TimedPlan(NamedTuple):
     plan: Plan
     iteration_s: float
 
@@ -45,57 +45,57 @@ def best_order(
             device lacks the memory.
     """
     rng = Random(0)
-    best = _Timed(starts[0], iteration_s(starts[0]))
+    best = _TimedPlan(starts[0], iteration_s(starts[0]))
     for start in cycle(starts):
-        now, since = _Timed(start, iteration_s(start)), 0
-        while since < PATIENCE and num_runs > 0:
+        current, num_without_gain = _TimedPlan(start, iteration_s(start)), 0
+        while num_without_gain < PATIENCE and num_runs > 0:
             num_runs -= 1
-            since += 1
-            changed = _changed(now.plan, start, rng)
-            timed = _Timed(changed, iteration_s(changed))
-            if timed.iteration_s < now.iteration_s:
-                since = 0
-            if timed.iteration_s <= now.iteration_s:
-                now = timed
-        if now.iteration_s < best.iteration_s:
-            best = now
+            num_without_gain += 1
+            candidate = _random_change(current.plan, start, rng)
+            timed_candidate = _TimedPlan(candidate, iteration_s(candidate))
+            if timed_candidate.iteration_s < current.iteration_s:
+                num_without_gain = 0
+            if timed_candidate.iteration_s <= current.iteration_s:
+                current = timed_candidate
+        if current.iteration_s < best.iteration_s:
+            best = current
         if num_runs <= 0:
             return best.plan
     raise AssertionError("there is a plan to start from")
 
 
-def _changed(plan: Plan, start: Plan, rng: Random) -> Plan:
+def _random_change(plan: Plan, start: Plan, rng: Random) -> Plan:
     """The plan with one or two random changes."""
     for _ in range(rng.choice((1, 1, 2))):
-        change = rng.choice((_renumbered, _paced, _held_back))
+        change = rng.choice((_renumber_microbatches, _change_ticks, _limit_in_flight))
         plan = change(plan, start, rng)
     return plan
 
 
-def _renumbered(plan: Plan, _: Plan, rng: Random) -> Plan:
+def _renumber_microbatches(plan: Plan, _: Plan, rng: Random) -> Plan:
     """The plan with two microbatches exchanged in the list of routes, or one of them moved to the
     place of the other."""
     routes = list(plan.routes)
-    one, other = rng.randrange(len(routes)), rng.randrange(len(routes))
+    first, second = rng.randrange(len(routes)), rng.randrange(len(routes))
     if rng.random() < 0.5:
-        routes[one], routes[other] = routes[other], routes[one]
+        routes[first], routes[second] = routes[second], routes[first]
     else:
-        routes.insert(other, routes.pop(one))
+        routes.insert(second, routes.pop(first))
     return replace(plan, routes=tuple(routes))
 
 
-def _paced(plan: Plan, _: Plan, rng: Random) -> Plan:
+def _change_ticks(plan: Plan, _: Plan, rng: Random) -> Plan:
     """The plan with other ticks for the stage of one rank; those of computing stay at least 1."""
     rank = rng.choice(plan.ranks)
     ticks = plan.ticks[rank]
-    forward, first, second, arrival = (
+    forward, input_part, weight_part, arrival = (
         round(number * rng.choice(_FACTORS)) if rng.random() < 0.5 else number for number in ticks
     )
-    paced = Ticks(max(1, forward), max(1, first), max(1, second), arrival)
-    return replace(plan, ticks={**plan.ticks, rank: paced})
+    changed_ticks = Ticks(max(1, forward), max(1, input_part), max(1, weight_part), arrival)
+    return replace(plan, ticks={**plan.ticks, rank: changed_ticks})
 
 
-def _held_back(plan: Plan, start: Plan, rng: Random) -> Plan:
+def _limit_in_flight(plan: Plan, start: Plan, rng: Random) -> Plan:
     """The plan with another limit on the microbatches in flight of one rank, at most that of the
     start."""
     rank = rng.choice(plan.ranks)

@@ -40,14 +40,14 @@ HOPS_MAX: Final = 1 << 14  # Bound on hops with step 3, which takes half a secon
 _STARTS_MAX: Final = 3  # Number of plans from which step 3 starts.
 
 
-class Priced(NamedTuple):
+class PricedPlan(NamedTuple):
     """A plan and its predicted iteration time."""
 
     plan: Plan
     iteration_s: float
 
 
-def rerouted(problem: Problem, plan: Plan, *, hops_max: int = HOPS_MAX) -> Priced | None:
+def best_reroute(problem: Problem, plan: Plan, *, hops_max: int = HOPS_MAX) -> PricedPlan | None:
     """The fastest plan with routes around its empty places, of those that leave the fewest stages
     without work.
 
@@ -67,39 +67,55 @@ def rerouted(problem: Problem, plan: Plan, *, hops_max: int = HOPS_MAX) -> Price
         return None
     first = detours.routes(problem.num_microbatches, None)
     num_hops = sum(map(len, first))
-    num_tries = max(1, min(hops_max, TRIES_HOPS_MAX) // num_hops)
-    tries = _tries(problem, detours, first, num_tries)
-    found = [one for routes in tries for one in _priced(problem, replace(plan, routes=routes))]
-    found.sort(key=lambda one: (num_without_work(one.plan), one.iteration_s))
+    num_variants = max(1, min(hops_max, TRIES_HOPS_MAX) // num_hops)
+    variants = _route_variants(problem, detours, first, num_variants)
+    prices = [
+        priced_plan
+        for routes in variants
+        for priced_plan in _prices(problem, replace(plan, routes=routes))
+    ]
+    prices.sort(
+        key=lambda priced_plan: (num_without_work(priced_plan.plan), priced_plan.iteration_s)
+    )
     num_runs = (hops_max - TRIES_HOPS_MAX) // num_hops
-    if not found or num_runs < PATIENCE:  # So few runs would find nothing better.
-        return found[0] if found else None
-    num_idle = num_without_work(found[0].plan)
-    starts = [one.plan for one in found if num_without_work(one.plan) == num_idle]
-    return _reordered(problem, starts[:_STARTS_MAX], num_runs)
+    if not prices or num_runs < PATIENCE:  # So few runs would find nothing better.
+        return prices[0] if prices else None
+    num_idle = num_without_work(prices[0].plan)
+    starts = [
+        priced_plan.plan for priced_plan in prices if num_without_work(priced_plan.plan) == num_idle
+    ]
+    return _best_reordering(problem, starts[:_STARTS_MAX], num_runs)
 
 
-def _tries(
-    problem: Problem, detours: Detours, first: tuple[Route, ...], num_tries: int
+def _route_variants(
+    problem: Problem, detours: Detours, first: tuple[Route, ...], num_variants: int
 ) -> list[tuple[Route, ...]]:
     """The given routes, variants that begin in other pipelines, and each of them in reverse order;
-    at most num_tries in all."""
-    around = detours.num_around(first)
-    nearest = [around + sign * step for step in range(1, num_tries) for sign in (-1, 1)]
-    can = [number for number in nearest if detours.can_deal(problem.num_microbatches, number)]
-    others = [detours.routes(problem.num_microbatches, number) for number in can[: num_tries - 1]]
-    tries = [first, first[::-1], *others, *(routes[::-1] for routes in others)]
-    return list(dict.fromkeys(tries[:num_tries]))  # With few microbatches many are equal.
+    at most num_variants in all."""
+    num_around = detours.num_around(first)
+    nearest_numbers = [
+        num_around + sign * step for step in range(1, num_variants) for sign in (-1, 1)
+    ]
+    possible = [
+        number
+        for number in nearest_numbers
+        if detours.can_begin_around(problem.num_microbatches, number)
+    ]
+    others = [
+        detours.routes(problem.num_microbatches, number) for number in possible[: num_variants - 1]
+    ]
+    variants = [first, first[::-1], *others, *(routes[::-1] for routes in others)]
+    return list(dict.fromkeys(variants[:num_variants]))  # With few microbatches many are equal.
 
 
-def _reordered(problem: Problem, starts: Sequence[Plan], num_runs: int) -> Priced:
+def _best_reordering(problem: Problem, starts: Sequence[Plan], num_runs: int) -> PricedPlan:
     def iteration_s(plan: Plan) -> float:
         schedule = _schedule(problem, plan)
-        is_short = bool(_short_of_memory(problem, plan, schedule))
+        is_short = bool(_ranks_short_of_memory(problem, plan, schedule))
         return inf if is_short else _iteration_s(problem, plan, schedule)
 
     plan = best_order(starts, num_runs=num_runs, iteration_s=iteration_s)
-    return Priced(plan, iteration_s(plan))
+    return PricedPlan(plan, iteration_s(plan))
 
 
 def num_without_work(plan: Plan) -> int:
@@ -109,11 +125,11 @@ def num_without_work(plan: Plan) -> int:
     return sum(rank in plan.layers_by_rank and rank not in visited for rank in firsts)
 
 
-def even_s(problem: Problem, plan: Plan) -> float:
+def even_work_s(problem: Problem, plan: Plan) -> float:
     """Seconds until the last rank would end if all holders of a layer shared its work, each in
     proportion to its speed.
 
-    Infinite if a layer has no holder. This is the aim of step 1 of `rerouted`, computed in
+    Infinite if a layer has no holder. This is the aim of step 1 of `best_reroute`, computed in
     O(layers * pipelines).
     """
     # per_s: for each layer, how many microbatches all its holders together compute in a second.
@@ -134,26 +150,35 @@ def even_s(problem: Problem, plan: Plan) -> float:
                 per_s[layer] += is_live / once_s
     if not all(per_s):
         return inf
-    shares_s = (problem.num_microbatches / one for one in per_s)
+    shares_s = (problem.num_microbatches / per_second for per_second in per_s)
     until_s = list(accumulate(shares_s, initial=0.0))
     return max(
         lead_s + until_s[stage.end_layer] - until_s[stage.first_layer] for stage, lead_s in leads
     )
 
 
-def priced(problem: Problem, plan: Plan) -> Priced | None:
+def price_plan(problem: Problem, plan: Plan) -> PricedPlan | None:
     """The plan with its own routes, with whole or split backwards, whichever is faster.
 
     At most as many microbatches are in flight as there is memory for; None if some device has no
     memory for one.
     """
-    return min(_priced(problem, plan), key=lambda one: one.iteration_s, default=None)
+    return min(
+        _prices(problem, plan), key=lambda priced_plan: priced_plan.iteration_s, default=None
+    )
 
 
-def _priced(problem: Problem, plan: Plan) -> list[Priced]:
+def _prices(problem: Problem, plan: Plan) -> list[PricedPlan]:
     """The plan with whole backwards and with split ones; those that do not fit are left out."""
     plan = replace(plan, ticks=stage_ticks(problem, plan))
-    return [one for one in (_whole(problem, plan), _split(problem, plan)) if one is not None]
+    return [
+        priced_plan
+        for priced_plan in (
+            _price_with_whole_backwards(problem, plan),
+            _price_with_split_backwards(problem, plan),
+        )
+        if priced_plan is not None
+    ]
 
 
 def simulated_s(problem: Problem, plan: Plan) -> float:
@@ -163,7 +188,7 @@ def simulated_s(problem: Problem, plan: Plan) -> float:
     return _iteration_s(problem, plan, _schedule(problem, plan))
 
 
-class Expected(NamedTuple):
+class ExpectedTimes(NamedTuple):
     """The times of an iteration that are expected on the machines of the job.
 
     Attributes:
@@ -176,11 +201,11 @@ class Expected(NamedTuple):
     computing_s: Mapping[int, float]
 
 
-def expected(problem: Problem, plan: Plan) -> Expected:
+def expected_times(problem: Problem, plan: Plan) -> ExpectedTimes:
     """Times of an iteration, simulated as by `simulated_s`, but with ranks that share the problem's
     processors if it has any."""
     if not problem.processors:
-        return Expected(simulated_s(problem, plan), {})
+        return ExpectedTimes(simulated_s(problem, plan), {})
     plan = replace(plan, silent={})
     timeline = predicted_timeline(
         _schedule(problem, plan),
@@ -192,30 +217,30 @@ def expected(problem: Problem, plan: Plan) -> Expected:
     computing_s: dict[int, float] = {}
     for span in timeline.spans:
         if span.lane == "compute":
-            lasts_s = span.end_s - span.start_s
-            computing_s[span.rank] = computing_s.get(span.rank, 0.0) + lasts_s
-    return Expected(timeline.iteration_s, computing_s)
+            duration_s = span.end_s - span.start_s
+            computing_s[span.rank] = computing_s.get(span.rank, 0.0) + duration_s
+    return ExpectedTimes(timeline.iteration_s, computing_s)
 
 
-def _whole(problem: Problem, plan: Plan) -> Priced | None:
+def _price_with_whole_backwards(problem: Problem, plan: Plan) -> PricedPlan | None:
     """The plan with whole backwards, or None if it does not fit.
 
     As many microbatches are in flight as in 1F1B, or fewer on ranks that lack the memory.
     """
     plan = replace(plan, splits_backward=False, in_flight={})
     schedule = _schedule(problem, plan)
-    if short := _short_of_memory(problem, plan, schedule):
-        plan = replace(plan, in_flight=_room(problem, plan, short))
-        return _if_it_fits(problem, plan)
-    return Priced(plan, _iteration_s(problem, plan, schedule))
+    if short := _ranks_short_of_memory(problem, plan, schedule):
+        plan = replace(plan, in_flight=_max_in_flight(problem, plan, short))
+        return _price_if_it_fits(problem, plan)
+    return PricedPlan(plan, _iteration_s(problem, plan, schedule))
 
 
-def _split(problem: Problem, plan: Plan) -> Priced | None:
+def _price_with_split_backwards(problem: Problem, plan: Plan) -> PricedPlan | None:
     """The plan with split backwards and as many microbatches in flight as there is memory for, or
     None if it does not fit."""
     if not problem.splits_backward:
         return None
-    return _if_it_fits(problem, with_split_backwards(problem, plan))
+    return _price_if_it_fits(problem, with_split_backwards(problem, plan))
 
 
 def with_split_backwards(problem: Problem, plan: Plan) -> Plan:
@@ -223,15 +248,15 @@ def with_split_backwards(problem: Problem, plan: Plan) -> Plan:
     number of microbatches for which there is memory; below 1 if there is too little for one."""
     plan = replace(plan, splits_backward=True)
     firsts = plan.layers_by_rank.keys() & _limits_bytes(problem, plan).keys()
-    return replace(plan, in_flight=_room(problem, plan, sorted(firsts)))
+    return replace(plan, in_flight=_max_in_flight(problem, plan, sorted(firsts)))
 
 
-def _if_it_fits(problem: Problem, plan: Plan) -> Priced | None:
+def _price_if_it_fits(problem: Problem, plan: Plan) -> PricedPlan | None:
     schedule = _schedule(problem, plan)
     # Where routes visit two ranks in both orders, the schedule may exceed the limits in flight.
-    if min(plan.in_flight.values()) < 1 or _short_of_memory(problem, plan, schedule):
+    if min(plan.in_flight.values()) < 1 or _ranks_short_of_memory(problem, plan, schedule):
         return None
-    return Priced(plan, _iteration_s(problem, plan, schedule))
+    return PricedPlan(plan, _iteration_s(problem, plan, schedule))
 
 
 def _schedule(problem: Problem, plan: Plan) -> Schedule:
@@ -244,33 +269,35 @@ def _iteration_s(problem: Problem, plan: Plan, schedule: Schedule) -> float:
     return timeline.iteration_s
 
 
-def _short_of_memory(problem: Problem, plan: Plan, schedule: Schedule) -> list[int]:
+def _ranks_short_of_memory(problem: Problem, plan: Plan, schedule: Schedule) -> list[int]:
     """The first ranks of the stages for which the schedule needs more memory than they have."""
     limits_bytes = _limits_bytes(problem, plan)
     if not any(limits_bytes.values()):
         return []
     profile, copies = problem.profile, problem.gradient_copies
-    held = bytes_by_rank(profile, plan, gradient_copies=copies)
+    bytes_of = bytes_by_rank(profile, plan, gradient_copies=copies)
     return [
         rank
-        for rank, of_rank in held.items()
-        if 0 < limits_bytes[rank] < of_rank.state_bytes + kept_bytes(profile, schedule, rank)
+        for rank, rank_bytes in bytes_of.items()
+        if 0 < limits_bytes[rank] < rank_bytes.state_bytes + kept_bytes(profile, schedule, rank)
     ]
 
 
-def _room(problem: Problem, plan: Plan, ranks: Iterable[int]) -> dict[int, int]:
+def _max_in_flight(problem: Problem, plan: Plan, ranks: Iterable[int]) -> dict[int, int]:
     """The number of microbatches for which each of these ranks has memory, at most all.
 
     Every microbatch is counted as if the rank computed all layers of its stage for it.
     """
     limits_bytes = _limits_bytes(problem, plan)
-    held = bytes_by_rank(problem.profile, plan, gradient_copies=problem.gradient_copies)
-    room = {}
+    bytes_of = bytes_by_rank(problem.profile, plan, gradient_copies=problem.gradient_copies)
+    limits = {}
     for rank in ranks:
-        free_bytes = limits_bytes[rank] - held[rank].state_bytes
-        fit = free_bytes // max(1, held[rank].microbatch_bytes)
-        room[rank] = min(problem.num_microbatches, fit) if limits_bytes[rank] else len(plan.routes)
-    return room
+        free_bytes = limits_bytes[rank] - bytes_of[rank].state_bytes
+        num_that_fit = free_bytes // max(1, bytes_of[rank].microbatch_bytes)
+        limits[rank] = (
+            min(problem.num_microbatches, num_that_fit) if limits_bytes[rank] else len(plan.routes)
+        )
+    return limits
 
 
 def _limits_bytes(problem: Problem, plan: Plan) -> dict[int, int]:

@@ -14,10 +14,10 @@ from planaria.core.plan import Pipeline, Plan
 from planaria.errors import FeasibleValue, InfeasibleError, Limit
 from planaria.estimator.peak_memory import bytes_by_rank
 from planaria.planner.problem import Problem
-from planaria.planner.reroute.reroutes import Priced, priced
+from planaria.planner.reroute.reroutes import PricedPlan, price_plan
 
 
-def shadowed(plan: Plan) -> Plan:
+def with_shadows(plan: Plan) -> Plan:
     """The plan with shadows in each pipeline of two or more nodes: a neighbour keeps the layers of
     each node. Nodes must have one device."""
     assert plan.pipelines[0].template.devices_per_node == 1
@@ -25,8 +25,8 @@ def shadowed(plan: Plan) -> Plan:
     for pipeline in plan.pipelines:
         for index, keeper in _keepers(pipeline).items():
             stage = pipeline.template.stages[index]
-            kept = shadows.setdefault(keeper, set())
-            kept.update(range(stage.first_layer, stage.end_layer))
+            kept_layers = shadows.setdefault(keeper, set())
+            kept_layers.update(range(stage.first_layer, stage.end_layer))
     return replace(plan, shadows={rank: tuple(sorted(shadows[rank])) for rank in sorted(shadows)})
 
 
@@ -38,7 +38,7 @@ def _keepers(pipeline: Pipeline) -> dict[int, int]:
     return {0: ranks[1]} | dict(enumerate(ranks[:-1], start=1))
 
 
-def shadowed_start(problem: Problem, plan: Plan) -> Priced:
+def first_plan_with_shadows(problem: Problem, plan: Plan) -> PricedPlan:
     """A job's first plan with shadows, and its iteration time.
 
     Raises:
@@ -52,16 +52,18 @@ def shadowed_start(problem: Problem, plan: Plan) -> Priced:
             why,
             FeasibleValue(Limit.DEVICES_PER_NODE, 1),
         )
-    found = priced(problem, shadowed(plan))
-    if found is None:
+    priced_plan = price_plan(problem, with_shadows(plan))
+    if priced_plan is None:
         copies = problem.gradient_copies
-        held = bytes_by_rank(problem.profile, shadowed(plan), gradient_copies=copies)
-        most = max(one.state_bytes + one.microbatch_bytes for one in held.values())
+        bytes_of = bytes_by_rank(problem.profile, with_shadows(plan), gradient_copies=copies)
+        max_bytes = max(
+            rank_bytes.state_bytes + rank_bytes.microbatch_bytes for rank_bytes in bytes_of.values()
+        )
         why = "a node that keeps its neighbour's layers holds more than a device has"
         raise InfeasibleError(
             Limit.DEVICE_MEMORY,
             problem.profile.device_memory_bytes,
             f"{why}; more nodes or another policy would do, too",
-            FeasibleValue(Limit.DEVICE_MEMORY, most, or_more=True),
+            FeasibleValue(Limit.DEVICE_MEMORY, max_bytes, or_more=True),
         )
-    return found
+    return priced_plan

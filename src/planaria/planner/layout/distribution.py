@@ -59,27 +59,27 @@ def levelled_distribution(seconds: Sequence[float], num_microbatches: int) -> tu
         seconds: T_i, seconds of one microbatch in each pipeline; above 0.
         num_microbatches: number of microbatches to distribute, at least that of pipelines.
     """
-    rates = [1 / one_s for one_s in seconds]
-    middle_s = num_microbatches / sum(rates)
-    best = _cheapest(seconds, num_microbatches, middle_s)
+    rates = [1 / microbatch_s for microbatch_s in seconds]
+    center_s = num_microbatches / sum(rates)
+    best = _cheapest(seconds, num_microbatches, center_s)
     # Let r_i = 1 / T_i be the rates, and N_i * T_i = M + d_i the products of the answer. The sum of
     # the d_i is 0, so M differs from the middle by the sum of d_i * (r_i - mean of the rates),
     # divided by the sum of the rates. The sum of the d_i^2 is not above that of `best`. So by
     # Cauchy and Schwarz M differs from the middle by no more than
     spread_s = sqrt(_unevenness(seconds, best) / len(seconds)) * pstdev(rates) / fmean(rates)
-    spread_s += _ROUNDING * middle_s
-    counts = list(_cheapest(seconds, num_microbatches, middle_s - spread_s))
+    spread_s += _ROUNDING * center_s
+    counts = list(_cheapest(seconds, num_microbatches, center_s - spread_s))
     while True:
-        best = min(best, tuple(counts), key=lambda found: _unevenness(seconds, found))
+        best = min(best, tuple(counts), key=lambda distribution: _unevenness(seconds, distribution))
         # One pipeline stands for all that have the same seconds and as many microbatches.
         alike = {pair: i for i, pair in enumerate(zip(seconds, counts, strict=True))}.values()
         moves = [
-            (_turn_s(seconds, counts, source, target), source, target)
+            (_crossing_mean_s(seconds, counts, source, target), source, target)
             for source in alike
             for target in alike
             if counts[source] > 1 and seconds[source] < seconds[target]
         ]
-        if not moves or min(moves)[0] > middle_s + spread_s:
+        if not moves or min(moves)[0] > center_s + spread_s:
             return best
         _, source, target = min(moves)
         counts[source] -= 1
@@ -100,7 +100,7 @@ def check_microbatches(problem: Problem, num_pipelines: int) -> None:
 def _cheapest(seconds: Sequence[float], num_microbatches: int, mean_s: float) -> tuple[int, ...]:
     """The distribution with the lowest sum of (N_i * T_i - mean_s)^2."""
     counts = [1] * len(seconds)
-    costs = [(_cost(one_s, 1, mean_s), index) for index, one_s in enumerate(seconds)]
+    costs = [(_cost(microbatch_s, 1, mean_s), index) for index, microbatch_s in enumerate(seconds)]
     heapify(costs)
     for _ in range(num_microbatches - len(counts)):
         _, index = costs[0]
@@ -109,12 +109,14 @@ def _cheapest(seconds: Sequence[float], num_microbatches: int, mean_s: float) ->
     return tuple(counts)
 
 
-def _cost(one_s: float, count: int, mean_s: float) -> float:
+def _cost(microbatch_s: float, count: int, mean_s: float) -> float:
     """What one microbatch more than `count` adds to a pipeline's term."""
-    return one_s * one_s * (2 * count + 1) - 2 * mean_s * one_s
+    return microbatch_s * microbatch_s * (2 * count + 1) - 2 * mean_s * microbatch_s
 
 
-def _turn_s(seconds: Sequence[float], counts: Sequence[int], source: int, target: int) -> float:
+def _crossing_mean_s(
+    seconds: Sequence[float], counts: Sequence[int], source: int, target: int
+) -> float:
     """The mean above which the sum gets lower if a microbatch moves from source to target, the
     slower pipeline."""
     taken_s = seconds[source] ** 2 * (2 * counts[source] - 1)
@@ -124,6 +126,6 @@ def _turn_s(seconds: Sequence[float], counts: Sequence[int], source: int, target
 
 def _unevenness(seconds: Sequence[float], counts: Sequence[int]) -> float:
     """The sum of squared distances of the products from their mean (equation 6)."""
-    products_s = [one_s * count for one_s, count in zip(seconds, counts, strict=True)]
+    products_s = [microbatch_s * count for microbatch_s, count in zip(seconds, counts, strict=True)]
     mean_s = sum(products_s) / len(products_s)
     return sum((product_s - mean_s) ** 2 for product_s in products_s)
