@@ -93,7 +93,7 @@ class InfeasibleError(PlanariaError):
     """
 
     def __init__(self, limit: Limit, value: int, why: str, *remedies: FeasibleValue) -> None:
-        would_do = f"; would do: {', '.join(map(str, remedies))}" if remedies else ""
+        would_do = f"; values that work: {', '.join(map(str, remedies))}" if remedies else ""
         super().__init__(f"{value} {limit.value}: {why}{would_do}")
         self.limit = limit
         self.value = value
@@ -239,7 +239,7 @@ class CompactedError(StoreError):
 
     def __init__(self, wanted_revision: int, first_revision: int) -> None:
         super().__init__(
-            f"changes from revision {wanted_revision} on are wanted, they are kept from "
-            f"{first_revision} on"
+            f"changes from revision {wanted_revision} on were asked for, and only those "
+            f"from {first_revision} on are kept"
         )
         self.first_revision = first_revision

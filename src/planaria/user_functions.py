@@ -22,7 +22,10 @@ def user_function(target: str, *, field: str) -> Callable[[], Any]:
         # A module that the user's own module lacks is the user's error, shown with its traceback.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
-        remedy = f"no module {error.name!r}; run where it can be imported, or set PYTHONPATH"
+        remedy = (
+            f"there is no module {error.name!r}; run planaria where it can be imported, or set "
+            "PYTHONPATH"
+        )
         raise ConfigError(field, target, remedy) from error
     function = getattr(module, function_name, None)
     if not callable(function):

@@ -109,7 +109,7 @@ def test_other_bits_in_the_end_are_found_and_none_at_all(name: str) -> None:
     (other,) = wrongs(report(final=replace(final, **wrong)), baseline())
     (none,) = wrongs(report(final=replace(final, **missing)), baseline())
 
-    assert other == f"{name} is wrong, in peace it is {getattr(final, name)}"
+    assert other == f"{name} is wrong, and in the baseline run it is {getattr(final, name)}"
     assert none.startswith(f"{name} is missing")
 
 

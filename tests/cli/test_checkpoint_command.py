@@ -61,7 +61,7 @@ def test_a_flipped_bit_is_found_and_named(directory: Path) -> None:
         "30-1": [],
         "20-1": [],
         "10-1": [],
-        "5-0": ["not complete: no manifest: never published"],
+        "5-0": ["not complete: it has no manifest, so its save was never completed"],
     }
     path = directory / "20-1" / "layer-00002.safetensors"
     content = bytearray(path.read_bytes())
@@ -69,17 +69,17 @@ def test_a_flipped_bit_is_found_and_named(directory: Path) -> None:
     path.write_bytes(content)
 
     output = told("verify", str(directory), code=1)
-    assert "30-1: whole" in output
-    assert f"20-1: {path} is not what was written" in output.replace("\n", "")
-    assert "1 version of 3 cannot be gone on from" in output
-    assert "5-0: not complete: no manifest" in output
-    assert told("verify", str(directory), "--version", "30-1").strip() == "30-1: whole"
+    assert "30-1: undamaged" in output
+    assert f"20-1: {path} does not hold what was written" in output.replace("\n", "")
+    assert "a job cannot go on from 1 of 3 versions" in output
+    assert "5-0: not complete: it has no manifest" in output
+    assert told("verify", str(directory), "--version", "30-1").strip() == "30-1: undamaged"
 
 
 def test_a_version_that_is_asked_for_and_not_complete_is_damaged(directory: Path) -> None:
     """Nobody could go on from it."""
     output = told("verify", str(directory), "--version", "5-0", code=1)
-    assert "5-0: not complete: no manifest" in output
+    assert "5-0: not complete: it has no manifest" in output
 
 
 @pytest.fixture
@@ -94,8 +94,8 @@ def leftovers(tmp_path: Path) -> Path:
 def test_a_directory_of_incomplete_versions_is_not_whole(leftovers: Path) -> None:
     """A script that goes on from it only if it is has to be told."""
     output = told("verify", str(leftovers), code=1)
-    assert "6-0: not complete: no manifest" in output
-    assert "5-0: not complete: no manifest" in output
+    assert "6-0: not complete: it has no manifest" in output
+    assert "5-0: not complete: it has no manifest" in output
     assert f"{leftovers} holds no complete version" in output
     assert '"5-0": [' in told("verify", str(leftovers), "--json", code=1)
 
@@ -109,7 +109,7 @@ def test_what_needs_a_complete_version_says_that_there_is_none(
         found = told(*words, str(leftovers), code=2)
         assert f"DIRECTORY = '{leftovers}': holds no complete version" in found
     found = told("export", str(leftovers), "--version", "5-0", "-o", output, code=2)
-    assert "--version = '5-0': is not complete" in found
+    assert "--version = '5-0': there is no complete version" in found
     assert f"nothing to remove: {leftovers} holds no complete version" in told(
         "prune", str(leftovers)
     )
@@ -120,7 +120,7 @@ def test_a_published_version_that_lacks_a_file_is_damaged(directory: Path) -> No
     (directory / "20-1" / "layer-00002.safetensors").unlink()
     output = told("verify", str(directory), code=1)
     assert "20-1: not complete: layer-00002.safetensors is missing" in output
-    assert "1 version of 3 cannot be gone on from" in output
+    assert "a job cannot go on from 1 of 3 versions" in output
 
     tier_of(str(directory)).set_aside("20-1")
     output = told("verify", str(directory))
@@ -132,15 +132,15 @@ def test_old_versions_are_removed(directory: Path) -> None:
     output = told("prune", str(directory), "--keep", "1")
     assert output.count("removed /") == 3
     assert [one.name for one in tier_of(str(directory)).versions()] == ["30-1"]
-    assert "no more than it is to keep" in told("prune", str(directory), "--keep", "1")
+    assert "no more versions than it should keep" in told("prune", str(directory), "--keep", "1")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("ls", "nowhere"), "holds no version of a job"),
-        (("verify", "nowhere"), "holds no version of a job"),
-        (("prune", "nowhere"), "holds no version of a job"),
+        (("ls", "nowhere"), "there is no version of a job in it"),
+        (("verify", "nowhere"), "there is no version of a job in it"),
+        (("prune", "nowhere"), "there is no version of a job in it"),
     ],
 )
 def test_a_directory_without_versions_is_named(words: tuple[str, ...], message: str) -> None:
@@ -152,13 +152,13 @@ def test_a_directory_of_jobs_names_those_that_have_versions(directory: Path) -> 
     """Jobs of several examples save side by side."""
     (directory.parent / "empty").mkdir()
     output = told("ls", str(directory.parent), code=2)
-    assert f"{directory} does" in output.replace("\n", "")
+    assert f"in it, but in {directory}" in output.replace("\n", "")
 
 
 def test_a_version_that_is_not_there_is_named(directory: Path) -> None:
     """With where to look."""
     output = told("verify", str(directory), "--version", "7-7", code=2)
-    assert "see planaria checkpoint ls" in output
+    assert "planaria checkpoint ls lists them" in output
 
 
 @pytest.mark.parametrize("output", [".", "./", "", "../here"])

@@ -146,7 +146,7 @@ def test_a_stream_that_never_fails_writes_at_once_and_drops_what_nobody_reads() 
 @pytest.mark.parametrize(
     ("blame", "told"),
     [
-        ("job", "the job's own code raised in rank 3; see above; there is no checkpoint"),
+        ("job", "the job's own code raised an error in rank 3; see above; there is no checkpoint"),
         ("node", "the worker of rank 3 failed again and again; see above; there is no checkpoint"),
     ],
 )
@@ -167,7 +167,9 @@ def test_chaos_needs_time_and_bits_that_can_be_compared() -> None:
     """Both are told before anything runs."""
     assert_mistake(command("chaos", str(PACED), "--minutes", "0"), "--minutes = 0")
     fast = ("--set", "training.deterministic=false")
-    assert_mistake(command("chaos", str(PACED), *fast), "training.deterministic", "set it to true")
+    assert_mistake(
+        command("chaos", str(PACED), *fast), "training.deterministic", "so it must be true"
+    )
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,7 @@ def test_plan_refuses_absurd_sizes_at_once(option: str, value: str) -> None:
 def nearest_microbatches(stderr: str) -> int:
     """What a message says would do."""
     assert "--microbatches = " in stderr
-    found = re.search(r"would do: --microbatches (\d+)$", stderr)
+    found = re.search(r"values that work: --microbatches (\d+)$", stderr)
     assert found, stderr
     return int(found[1])
 
@@ -242,7 +244,9 @@ def test_plan_says_with_how_many_microbatches_all_nodes_could_work() -> None:
 
     result = planned(30, 2)
 
-    assert_mistake(result, "--nodes = 30", "at most 24 nodes", "would do: --microbatches 3 or more")
+    assert_mistake(
+        result, "--nodes = 30", "at most 24 nodes", "values that work: --microbatches 3 or more"
+    )
     assert planned(24, 2).exit_code == 0
     assert planned(30, 3).exit_code == 0
 
@@ -275,7 +279,7 @@ def test_devices_of_a_node_may_share_a_layer() -> None:
 
 @pytest.mark.parametrize(
     ("profile", "told"),
-    [("llama2-7b", "Every iteration has room for a version."), ("gpt2", "No copies travel")],
+    [("llama2-7b", "Every iteration has room for a version."), ("gpt2", "No copies are sent")],
 )
 def test_plan_tells_what_copies_take(profile: str, told: str) -> None:
     """GPT-2 is in pipelines of one node each, which all hold every layer."""

@@ -37,7 +37,7 @@ def test_a_job_in_peace_has_nothing_to_explain() -> None:
     """Rather than nothing at all."""
     output = command("events", str(write("report.json"))).output
 
-    assert output == "nothing happened: training goes on in peace\n"
+    assert output == "nothing happened: no node was lost, and none came or left\n"
 
 
 def test_of_a_directory_every_report_is_explained() -> None:
@@ -50,7 +50,10 @@ def test_of_a_directory_every_report_is_explained() -> None:
     output = command("events", ".").output
     told = json.loads(command("events", ".", "--json").output)
 
-    assert output == f"a.json\nnothing happened: training goes on in peace\nb.json\n{LINE}"
+    assert (
+        output
+        == f"a.json\nnothing happened: no node was lost, and none came or left\nb.json\n{LINE}"
+    )
     assert {path: len(events) for path, events in told.items()} == {"a.json": 0, "b.json": 1}
 
 
@@ -83,5 +86,7 @@ def test_what_is_no_report_is_refused() -> None:
     Path("empty").mkdir()
 
     assert_mistake(command("events", "none.json"), "REPORT = 'none.json'", "No such file")
-    assert_mistake(command("events", "trace.json"), "is no report of planaria train --report")
-    assert_mistake(command("events", "empty"), "no report of planaria train is in this directory")
+    assert_mistake(command("events", "trace.json"), "is not a report of planaria train --report")
+    assert_mistake(
+        command("events", "empty"), "there is no report of planaria train in this directory"
+    )

@@ -47,5 +47,5 @@ def test_what_cannot_be_is_refused(text: str, remedy: str) -> None:
 
 
 def test_memory_is_in_whole_bytes() -> None:
-    with pytest.raises(ConfigError, match="1 or more"):
+    with pytest.raises(ConfigError, match="1 byte or more"):
         parse_node_kinds(2, speeds=[], memories=["0=0.5"])

@@ -196,7 +196,7 @@ def test_a_node_that_cannot_be_spared_is_not_drained_but_saved_before_it_is_take
     cluster.hear(NoticeTaken(node=1, rank=1, after_s=30.0))
 
     assert any(isinstance(c, Tell) and c.message == StopRequested() for c in cluster.commands)
-    assert "fewer than n0 = 2" in cluster.state.stop.shortage
+    assert "fewer than the n0 = 2" in cluster.state.stop.shortage
 
 
 def test_a_node_is_not_drained_where_another_that_is_taken_away_leaves_too_few() -> None:

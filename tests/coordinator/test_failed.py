@@ -68,7 +68,7 @@ def test_a_failed_job_ends_unsaved_where_a_rank_does_not_answer() -> None:
     end = ending(cluster)
     assert end.ending is Ending.FAILED
     assert end.failure is not None
-    assert "was not saved: ranks [2] do not answer" in end.failure.traceback
+    assert "were not saved: ranks [2] do not answer" in end.failure.traceback
 
 
 def test_a_failed_job_saves_where_the_disk_of_records_was_slow() -> None:
@@ -104,7 +104,7 @@ def test_a_failed_job_names_those_who_do_not_come_to_save() -> None:
 
     end = ending(moment)
     assert end.failure is not None
-    assert "was not saved: ranks [1] do not answer" in end.failure.traceback
+    assert "were not saved: ranks [1] do not answer" in end.failure.traceback
 
 
 def test_a_failed_job_that_raises_while_it_saves_ends_unsaved() -> None:
@@ -117,7 +117,7 @@ def test_a_failed_job_that_raises_while_it_saves_ends_unsaved() -> None:
 
     end = ending(cluster)
     assert end.failure is not None
-    assert "what is live was not saved" in end.failure.traceback
+    assert "the live layers were not saved" in end.failure.traceback
 
 
 @pytest.mark.parametrize("has_diverged", [False, True])
@@ -155,8 +155,8 @@ def test_a_mistake_that_a_person_can_mend_is_told_with_what_was_not_saved() -> N
 
 
 KILLED = (
-    "the worker of rank 0 on node 0 was killed by signal 11, the 3rd time in a row; so did node 2, "
-    "so it is not the fault of a node"
+    "the worker of rank 0 on node 0 was killed by signal 11, the 3rd time in a row; the same "
+    "happened on node 2, so it is not the fault of one node"
 )
 
 
@@ -180,7 +180,7 @@ def test_a_job_that_signals_end_says_so_if_it_is_not_saved() -> None:
     cluster = killed(is_saving_slow=True)
     cluster.fail(3, MISTAKE, blame="job")
 
-    assert ending(cluster).reason.startswith(f"{KILLED}; what is live was not saved: ")
+    assert ending(cluster).reason.startswith(f"{KILLED}; the live layers were not saved: ")
 
 
 def test_a_new_coordinator_knows_from_the_records_why_the_job_has_failed() -> None:
@@ -208,7 +208,7 @@ def test_a_failed_job_says_why_what_is_live_was_not_saved() -> None:
     assert end.failure is not None
     mistake, why = end.failure.traceback.splitlines()[-2:]
     assert mistake == "ValueError: a mistake"
-    assert why.startswith("what is live was not saved: ")
+    assert why.startswith("the live layers were not saved: ")
 
 
 def test_a_new_coordinator_ends_a_failed_job_like_the_one_before() -> None:

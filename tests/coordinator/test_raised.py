@@ -293,7 +293,9 @@ def test_the_same_error_on_a_second_node_is_the_jobs() -> None:
     end = ending(cluster)
     assert end.ending is Ending.FAILED
     assert end.failure is not None
-    assert "so did node 1, so it is not the fault of a node" in end.failure.traceback
+    assert (
+        "the same happened on node 1, so it is not the fault of one node" in end.failure.traceback
+    )
     assert saves(cluster)
 
 
@@ -330,7 +332,7 @@ def test_a_job_that_needs_the_node_ends_saved_instead_of_evicting_it() -> None:
     end = ending(cluster)
     assert end.ending is Ending.FAILED
     assert end.failure is not None
-    assert "without that node 1 node is left, fewer than n0 = 2" in end.failure.traceback
+    assert "without that node 1 node is left, fewer than the n0 = 2" in end.failure.traceback
     assert [order.iteration for order in saves(cluster)] == [NEXT]
 
 
@@ -356,7 +358,7 @@ def test_a_job_that_is_to_stop_keeps_a_node_that_it_needs() -> None:
     assert not _why_needed(cluster.rules, cluster.state, 1)
     cluster.state, _ = step(cluster.rules, cluster.state, StopRequested(), NOW_S)
 
-    assert "fewer than n0 = 4" in _why_needed(cluster.rules, cluster.state, 1)
+    assert "fewer than the n0 = 4" in _why_needed(cluster.rules, cluster.state, 1)
 
 
 def test_a_node_is_needed_whose_layers_a_lost_one_held_too() -> None:

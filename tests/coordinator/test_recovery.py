@@ -240,7 +240,11 @@ def test_the_job_ends_when_no_node_is_left() -> None:
 
 
 ENDS: dict[str, tuple[FakeCluster, tuple[int, ...], str]] = {
-    "fewer than n0": (FakeCluster(small_rules(), TOP_HEAVY), (0, 1, 2), "fewer than n0 = 2"),
+    "fewer than the n0": (
+        FakeCluster(small_rules(), TOP_HEAVY),
+        (0, 1, 2),
+        "fewer than the n0 = 2",
+    ),
     "when_below": (
         FakeCluster(small_rules(when_below="stop"), PLAN),
         (3,),
@@ -326,7 +330,7 @@ def test_a_layer_that_is_left_on_too_few_nodes_is_warned_of() -> None:
     cluster.lose(0)
 
     (notice,) = of_type(cluster.commands, Decided)
-    assert "some layer is on 1 of 3 nodes only" in notice.degraded
+    assert "a layer is on only 1 of 3 nodes" in notice.degraded
     assert "only f' = 0 failures" in notice.degraded
 
 

@@ -91,7 +91,7 @@ def test_whoever_has_to_go_back_waits_for_the_disk_for_a_while(is_listing: bool)
     assert state.phase is Phase.STOPPING
     assert not of_type(commands, RecordDecision)
     (notice,) = of_type(commands, AwaitingSaves)
-    assert "checkpoints has not answered yet: it is waited for, 600 s at most" in notice.text
+    assert "checkpoints has not answered yet; the job waits for it, 600 s at most" in notice.text
     answered, _ = after(state, [Published(NEXT, 0), SavesListed()], RULES)
     unanswered, _ = step(RULES, state, Tick(), NOW_S + TIMEOUT_S - 1.0)
     assert unanswered == state
@@ -183,7 +183,7 @@ def test_that_saves_are_skipped_is_told_less_and_less_often() -> None:
         told += of_type(commands, Unsaved)
 
     assert [one.iteration - NEXT for one in told] == [1, 2, 4, 8, 16, 32, 64]
-    assert "64 saves were skipped so far; the next word of it is at 128" in told[-1].reason
+    assert "64 saves were skipped so far; the next message comes at 128" in told[-1].reason
     assert len(state.saves.unsaved) < 100
 
 

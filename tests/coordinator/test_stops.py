@@ -144,4 +144,4 @@ def test_a_job_that_must_end_says_what_is_not_saved() -> None:
 
     (end,) = of_type(cluster.commands, End)
     assert end.ending is Ending.LOST
-    assert end.reason.startswith("the disk is full; what is live was not saved: ")
+    assert end.reason.startswith("the disk is full; the live layers were not saved: ")

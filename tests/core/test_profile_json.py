@@ -91,7 +91,7 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "layer last: bytes are 0": _in_layer(activation_bytes=-1),
     "a latency is 0 s or more": _in_link(latency_s=-1),
     "a bandwidth above 0": _in_link(bandwidth_bytes_per_s=0),
-    "tied: layers": lambda data: data.update(tied=[{"layers": [0, 2], "parameter_bytes": 8}]),
+    "tied names layers": lambda data: data.update(tied=[{"layers": [0, 2], "parameter_bytes": 8}]),
 }
 
 

@@ -136,7 +136,7 @@ def test_saved_text_is_tokenised_and_packed(tmp_path: Path) -> None:
         ({"input_ids": [[1, 2, 3]]}, "", "causal", "data.sequence_length", "has 3 tokens"),
         ({"input_ids": ["a b c d"]}, "", "causal", "data.path", "holds string"),
         ({"input_ids": [[1.5] * 4]}, "", "causal", "data.path", "lists of integers"),
-        ({"input_ids": [[-1, 2, 3, 4]]}, "", "causal", "data.path", "ids from 0"),
+        ({"input_ids": [[-1, 2, 3, 4]]}, "", "causal", "data.path", "ids start at 0"),
         ({"input_ids": [[1] * 4], "labels": [[1]]}, "", "causal", "data.sequence_length", "labels"),
         ({"input_ids": [[1] * 4]}, "", "supervised", "data.path", "needs labels"),
         ({"input_ids": [[1] * 4], "labels": ["x"]}, "", "supervised", "data.path", "takes numbers"),
@@ -295,8 +295,8 @@ def test_num_targets_is_what_a_mean_loss_divides_by(
     [
         (7, "supervised", "returned a int, which has no __len__"),
         ([torch.zeros(2)], "supervised", r"return \(inputs, targets\)"),
-        ([("text", torch.zeros(1))], "supervised", "no tensor"),
-        ([(torch.zeros(2), torch.zeros(2))], "causal", "token ids, int64.*float32"),
+        ([("text", torch.zeros(1))], "supervised", "not a tensor"),
+        ([(torch.zeros(2), torch.zeros(2))], "causal", "token ids of type int64.*float32"),
         ([(torch.zeros(2), 1), (torch.zeros(3), 1)], "supervised", "different shapes"),
     ],
 )

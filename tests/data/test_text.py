@@ -255,5 +255,5 @@ def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     """Here a file stands where the directory should be."""
     data = DataConfig(path=text_file(tmp_path, b"a" * 999))
 
-    with pytest.raises(ConfigError, match="cannot be read or kept"):
+    with pytest.raises(ConfigError, match="the cache cannot be written"):
         load(data, tmp_path / "text")

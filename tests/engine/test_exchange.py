@@ -178,6 +178,6 @@ def test_parts_that_did_not_arrive_as_they_were_sent_are_refused(
                 return str(error)
             return ""
 
-        assert "layer 1 did not arrive as it was sent" in on_all(ranks, run)[2]
+        assert "layer 1 arrived damaged" in on_all(ranks, run)[2]
 
     assert not stages[2].layers

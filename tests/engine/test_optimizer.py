@@ -157,7 +157,9 @@ def test_state_of_another_layer_is_refused() -> None:
     parameters = layer("AdamW")
     optimizer = optimizer_factory(training({"name": "AdamW"}))(parameters.items())
 
-    with pytest.raises(CheckpointError, match=r"'other/exp_avg' fits no parameter.*weight"):
+    with pytest.raises(
+        CheckpointError, match=r"'other/exp_avg' fits none of the parameters.*weight"
+    ):
         load_optimizer_state(optimizer, parameters, {"other/exp_avg": torch.zeros(4)})
 
 
@@ -193,10 +195,10 @@ def test_one_implementation_is_pinned_and_names_ignore_case() -> None:
     ("settings_", "field", "message"),
     [
         ({"name": "AdmW"}, "training.optimizer.name", "did you mean Adam"),
-        ({}, "training.optimizer.name", "known: ASGD"),
+        ({}, "training.optimizer.name", "the choices are ASGD"),
         ({"name": "LBFGS"}, "training.optimizer.name", "several times a step"),
         ({"name": "sparseadam"}, "training.optimizer.name", "sparse gradients"),
-        ({"name": "Optimizer"}, "training.optimizer.name", "did you mean|known"),
+        ({"name": "Optimizer"}, "training.optimizer.name", "did you mean|the choices are"),
         ({"name": "AdamW", "beta": 1}, "training.optimizer.beta", "did you mean betas"),
         ({"name": "AdamW", "momentum": 1}, "training.optimizer.momentum", "no such argument"),
         ({"name": "AdamW", "lr": 1.0}, "training.optimizer.lr", r"training\.learning_rate"),

@@ -128,7 +128,7 @@ def test_training_does_not_wait_for_a_save_that_takes_long(
     assert isinstance(message, SaveFailed)
     assert message.is_skipped
     assert (message.rank, message.iteration) == (3, 4)
-    assert "rank 3 was still writing that of iteration 2" in message.reason
+    assert "rank 3 was still writing the save of iteration 2" in message.reason
     disk.may_write.set()
     assert saver.wait_written(0, timeout_s=20.0)
     assert not saver.is_writing

@@ -113,7 +113,7 @@ class FakeForkServer:
 
     def answer(self, number: int) -> int | None:
         if number not in self._asked:
-            raise InsufficientError(self.loss or "the fork server is gone that was asked")
+            raise InsufficientError(self.loss or "the fork server that was asked is gone")
         if self.is_still:
             return None
         self._asked.remove(number)

@@ -136,7 +136,7 @@ def test_inputs_lie_beside_the_file_and_outputs_in_the_current_directory(
         ({"resilience": {"failure_rate": -1.0}}, "resilience.failure_rate", "at least 0"),
         ({"resilience": {"when_below": "halt"}}, "resilience.when_below", '"continue", "stop"'),
         ({"cluster": {"nodes": 0}}, "cluster.nodes", "must be at least 1"),
-        ({"cluster": {"nodes": 4, "max_nodes": 3}}, "cluster.max_nodes", "cluster.nodes = 4; or 0"),
+        ({"cluster": {"nodes": 4, "max_nodes": 3}}, "cluster.max_nodes", "cluster.nodes = 4, or 0"),
         ({"cluster": {"max_nodes": -1}}, "cluster.max_nodes", "must be at least 0"),
         ({"checkpoint": {"timeout_s": 1e10}}, "checkpoint.timeout_s", "must be at most 1e+08"),
         ({"cluster": {"max_nodes": 10_001}}, "cluster.max_nodes", "must be at most 10000"),
@@ -154,7 +154,7 @@ def test_inputs_lie_beside_the_file_and_outputs_in_the_current_directory(
         (
             {"checkpoint": {"failure_domains": [[-1]]}},
             "checkpoint.failure_domains",
-            "is the number of no node",
+            "must be the number of a node",
         ),
         ({"checkpoint": {"failure_domains": [0]}}, "checkpoint.failure_domains", "must be"),
         ({"cluster": {"standby": -1}}, "cluster.standby", "must be at least 0"),

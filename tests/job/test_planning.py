@@ -34,7 +34,7 @@ def _told(time_scale: float) -> str:
 def test_a_paced_job_of_short_actions_is_told_a_time_scale_that_would_do() -> None:
     """What it names is enough, and a little less is not."""
     assert _told(1.0) == ""
-    found = re.search(r"model\.time_scale = (\S+) would do", _told(0.01))
+    found = re.search(r"set model\.time_scale = (\S+)", _told(0.01))
     assert found
     enough = float(found[1])
 
@@ -49,9 +49,11 @@ def test_a_paced_job_of_other_microbatches_than_its_profiles_is_refused() -> Non
         for setting in ("training.microbatch_size=3", 'training.dtype="bfloat16"')
     )
 
-    with pytest.raises(ConfigError, match="microbatch_size is 1 there and 3 here") as caught:
+    with pytest.raises(
+        ConfigError, match="microbatch_size is 1 in the profile and 3 in the job"
+    ) as caught:
         given_profile(of_three)
-    assert "training.microbatch_size = 1 would do" in caught.value.remedy
+    assert "set training.microbatch_size = 1" in caught.value.remedy
     assert given_profile(of_bfloat16) == given_profile(load_job(PACED))
 
 

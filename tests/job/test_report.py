@@ -79,7 +79,7 @@ def test_a_save_that_is_not_read_in_time_costs_its_hashes(
 
     assert (found.checkpoint, found.parameters_sha256) == (tier.where(ITERATION, 0), "")
     (text,) = texts
-    assert text.startswith("the report has no hashes of what was saved: ")
+    assert text.startswith("the report has no hashes of the last save: ")
     assert "did not answer within 0.05 s" in text
 
 
@@ -96,7 +96,10 @@ def test_a_save_whose_manifest_is_not_read_in_time_is_not_taken_for_none(
 
 @pytest.mark.parametrize(
     ("slow_s", "told"),
-    [(0.0, [f"the last save is read for its hashes: 1 of {LAYERS} layers so far"]), (math.inf, [])],
+    [
+        (0.0, [f"the job reads its last save for the hashes: 1 of {LAYERS} layers so far"]),
+        (math.inf, []),
+    ],
 )
 def test_that_a_save_is_read_is_told_once_where_it_takes_long(
     tier: Tier, monkeypatch: pytest.MonkeyPatch, slow_s: float, told: list[str]

@@ -330,7 +330,7 @@ def test_weights_saved_in_bfloat16_become_float32(tmp_path: Path) -> None:
 def test_weights_on_disk_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     """A block without weights, or with others, is not what the user asked for."""
     _whole(_GPT2).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"no file there holds transformer\.h\.4"):
+    with pytest.raises(ConfigError, match=r"no file in it holds the parameter transformer\.h\.4"):
         _hf({"n_layer": 5}, path=str(tmp_path))
     with pytest.raises(ConfigError, match=r"on disk and .* in the model's config"):
         _hf({"n_inner": 32}, path=str(tmp_path))
@@ -356,9 +356,9 @@ def test_cross_entropy_is_summed_over_targets_that_count() -> None:
     ("config", "field", "words"),
     [
         ({"model_type": "gpt3"}, "model.config.model_type", "gpt2"),
-        ({**_GPT2, "n_layers": 3}, "model.config.n_layers", "near it: n_layer"),
+        ({**_GPT2, "n_layers": 3}, "model.config.n_layers", "similar names are n_layer"),
         ({**_GPT2, "n_layer": "3"}, "model.config", "expected int"),
-        ({**_GPT2, "vocab_size": 100}, "model.config.vocab_size", "128 tokens"),
+        ({**_GPT2, "vocab_size": 100}, "model.config.vocab_size", "128 different tokens"),
         ({**_GPT2, "n_positions": 8}, "model.config.n_positions", "sequence_length"),
         (
             {**_FAMILIES["roberta"], "max_position_embeddings": _LENGTH},

@@ -17,7 +17,7 @@ from planaria.nodes.forking import RENEWALS_MAX, TRIES_MAX, Forker
 from planaria.nodes.forkserver import ForkServer
 
 SHORT = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-NO_OTHER = InsufficientError("no other can be started (Cannot allocate memory)")
+NO_OTHER = InsufficientError("no other one can be started (Cannot allocate memory)")
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,7 @@ def test_a_node_for_which_the_machine_is_short_is_started_later() -> None:
         await job.wait_agents(0)
 
     (note,) = run(test).notes
-    assert note == "node 0 cannot be started now (Too many open files), which is tried again"
+    assert note == "node 0 cannot be started now (Too many open files); planaria tries again"
 
 
 def test_a_job_that_ends_meanwhile_starts_no_node_any_more() -> None:
@@ -157,7 +157,7 @@ def test_a_shortage_of_memory_is_waited_out_while_a_coordinator_lives() -> None:
         await job.wait_agents(0)
 
     assert run(test).notes == [
-        f"{LOSS}; {NO_OTHER}, which is tried again",
+        f"{LOSS}; {NO_OTHER}; planaria tries again",
         f"{LOSS}: another one is started, and training goes on meanwhile",
     ]
 
@@ -184,7 +184,7 @@ def test_a_server_that_never_stays_is_given_up_until_one_is_needed_to_save() -> 
         job.server.lose(LOSS)
         await wait_until(lambda: bool(job.forker.failure))
         assert job.server.num_renewals == RENEWALS_MAX
-        assert job.forker.failure == f"{LOSS}, as those before it"
+        assert job.forker.failure == f"{LOSS}, like the fork servers before it"
         assert await job.forker.wait_ready()
         job.forker.on_commit()
         job.server.renewals.extend([LOSS] * (RENEWALS_MAX - 1))
@@ -192,7 +192,10 @@ def test_a_server_that_never_stays_is_given_up_until_one_is_needed_to_save() -> 
         assert await job.forker.wait_ready()
 
     notes = run(test).notes
-    assert notes[RENEWALS_MAX] == f"{LOSS}, as those before it: no node can be started any more"
+    assert (
+        notes[RENEWALS_MAX]
+        == f"{LOSS}, like the fork servers before it: no node can be started any more"
+    )
     assert notes.count(notes[0]) == len(notes) - 1
 
 

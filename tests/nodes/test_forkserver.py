@@ -92,7 +92,7 @@ def test_a_call_returns_what_its_child_writes_however_long(small: ForkServer) ->
 
 
 @pytest.mark.parametrize(
-    ("target", "how"), [("say_nothing", "left with status 7"), ("die", "was killed by signal 9")]
+    ("target", "how"), [("say_nothing", "ended with status 7"), ("die", "was killed by signal 9")]
 )
 def test_a_child_without_a_result_is_told_with_its_end(
     target: str, how: str, small: ForkServer
@@ -183,7 +183,7 @@ def test_a_missing_module_is_skipped_and_a_broken_one_ends_the_server(tmp_path: 
     broken = ForkServer(["broken"], path=[str(tmp_path)], output=lambda _: None)
 
     fine.wait_ready()
-    with pytest.raises(InsufficientError, match="the fork server left with status 1"):
+    with pytest.raises(InsufficientError, match="the fork server ended with status 1"):
         broken.wait_ready()
     fine.close()
     broken.close()
@@ -313,7 +313,7 @@ def test_a_server_that_cannot_be_renewed_leaks_nothing_and_can_be_later(
 
     with monkeypatch.context() as patch:
         patch.setattr(place, refuse(error))
-        with pytest.raises(InsufficientError, match="no other can be started"):
+        with pytest.raises(InsufficientError, match="no other one can be started"):
             server.renew()
 
     assert server.loss == "the fork server stood still and was killed"
@@ -337,7 +337,7 @@ def test_who_asks_a_server_that_stands_still_waits_for_nothing(
     with pytest.raises(InsufficientError, match="the fork server stood still and was killed"):
         small.answer(number)
     small.renew()
-    with pytest.raises(InsufficientError, match="the fork server is gone that was asked"):
+    with pytest.raises(InsufficientError, match="the fork server that was asked is gone"):
         small.answer(number)
     assert small.call(f"{THIS}:echo", b"ab") == b"ba"
     assert not (tmp_path / "pid").exists()

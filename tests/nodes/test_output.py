@@ -69,7 +69,7 @@ def test_who_posts_waits_for_nobody_and_what_was_dropped_is_told_in_its_place() 
     outlet.post(partial(reader.take, "after"))
     outlet.close(timeout_s=TIMEOUT_S)
 
-    told = "(40 lines are left out here: nobody took them in time)"
+    told = "(40 lines are left out here: nobody read them in time)"
     assert reader.lines == ["first", *map(str, range(10)), told, "after"]
 
 
@@ -193,7 +193,7 @@ def test_what_has_no_end_of_a_line_is_told_of_when_it_is_dropped() -> None:
     os.close(target_fd)
     reading.join(TIMEOUT_S)
 
-    assert b"left out here: nobody took them in time" in read
+    assert b"left out here: nobody read them in time" in read
 
 
 def _all(descriptor: int) -> bytes:

@@ -55,7 +55,9 @@ def test_every_node_keeps_as_much_as_it_has_kept(num_nodes: int, copies: int) ->
 
 
 def test_groups_that_do_not_come_out_even_are_refused() -> None:
-    with pytest.raises(ConfigError, match="has to divide 5 nodes with --strategy group; use mixed"):
+    with pytest.raises(
+        ConfigError, match="with --strategy group it must divide the 5 nodes; use --strategy mixed"
+    ):
         paper_placement(5, 2, "group")
 
 
@@ -134,7 +136,7 @@ def test_unequal_nodes_keep_what_they_have_room_for() -> None:
 
 def test_limits_that_nothing_fits_are_refused_with_what_is_missing() -> None:
     limits = Limits((1,) * 4, (1,) * 4, (1,) * 4)
-    with pytest.raises(ConfigError, match="4 bytes short in all"):
+    with pytest.raises(ConfigError, match="the nodes lack 4 bytes in all"):
         optimised_placement(2, failures=alike(4), limits=limits)
 
 

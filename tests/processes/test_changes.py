@@ -104,7 +104,7 @@ def test_a_notice_that_leaves_too_few_saves_and_ends_with_nothing_redone(
     result = struck(config, server, "kill:2,3@1", "preempt:1@5")
 
     assert isinstance(result.error, InsufficientError)
-    assert "fewer than n0 = 2" in str(result.error)
+    assert "fewer than the n0 = 2" in str(result.error)
     assert result.report.final.iteration >= 6
     assert digests(struck(config, server, resume=True)) == calm
 

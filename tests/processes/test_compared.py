@@ -88,6 +88,6 @@ def test_a_real_report_can_be_explained_and_drawn(traced: TrainingResult, tmp_pa
     drawn = compared_figure("paced", traced.compared, traced.report.events, picture="svg")
 
     assert [f"node {node} was killed" in output for node in LOST] == [True, True]
-    assert output.count("Chosen was") == 2
-    assert output.count("predicted were") == 2
+    assert output.count("planaria chose") == 2
+    assert output.count(" was predicted (") == 2
     assert drawn.count(b">Iteration ") == 3

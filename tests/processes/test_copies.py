@@ -193,7 +193,7 @@ def test_at_first_the_network_is_watched(
     result = struck(watching, server, f"kill:{lost}@2.backward", display=display)
 
     assert isinstance(result.error, InsufficientError)
-    assert any("no copies in memory before iteration 3" in note for note in display.notes)
+    assert any("there are no copies in memory before iteration 3" in note for note in display.notes)
 
 
 def test_then_copies_go_where_there_was_nothing(
@@ -309,7 +309,7 @@ def test_copies_that_have_rotted_are_not_used(server: ForkServer, run: Run) -> N
     assert flipper.num_flipped
     events = recoveries(result)
     assert events[-1].source_tier == "memory"
-    assert any("is not what was written there; it is not used" in note for note in flipper.notes)
+    assert any("has changed since it was written; it is not used" in note for note in flipper.notes)
 
 
 def test_a_whole_placement_group_is_lost(server: ForkServer, job: JobConfig) -> None:

@@ -170,7 +170,7 @@ def test_a_second_ctrl_c_ends_at_once_and_says_what_it_cost(tmp_path: Path) -> N
     with running(train_arguments(PACED, *settings), directory=tmp_path) as command:
         command.wait_output("training\n")
         command.process.send_signal(signal.SIGINT)
-        command.wait_output("stopping at the next commit")
+        command.wait_output("the job stops at the next commit")
         command.process.send_signal(signal.SIGINT)
 
         assert command.wait() == 130
@@ -255,7 +255,7 @@ def test_a_worker_that_dies_again_and_again_ends_the_job(
     job = dying_job("killed", tmp_path, *MANY_MICROBATCHES)
 
     with pytest.raises(
-        TrainingError, match=r"by signal 9 .*the 3rd time in a row; so did node"
+        TrainingError, match=r"by signal 9 .*the 3rd time in a row; the same happened on node"
     ) as e:
         job.train(server=server)
 

@@ -150,7 +150,7 @@ def test_two_holders_that_differ_end_the_job_and_it_goes_on_from_its_save(
 
     assert isinstance(result.error, InsufficientError)
     assert "nodes 1 and 3 have different parameters in layer" in str(result.error)
-    assert "the newest checkpoint is of iteration 3, go on from it with --resume" in str(
+    assert "the newest checkpoint is of iteration 3; go on from it with --resume" in str(
         result.error
     )
     newest = tier_of(config.checkpoint.directory).newest()

@@ -162,7 +162,7 @@ def test_layers_that_nobody_gives_end_a_resume_that_says_so(
 
     assert isinstance(result.error, InsufficientError)
     assert re.search(r"2-0/layer-0000\d\.safetensors did not answer", str(result.error))
-    assert "of iteration 2, go on from it with --resume" in str(result.error)
+    assert "of iteration 2; go on from it with --resume" in str(result.error)
 
 
 class HangingSoon(Silent):

@@ -74,7 +74,10 @@ def test_a_save_hands_the_copies_of_a_lost_keeper_to_another_one(
 
     assert begun == [True, True]
     assert [record.message for record in caplog.records] == [
-        "rank 0: the process that owned copies on this machine is gone: another one owns them now"
+        (
+            "rank 0: the process that owned copies on this machine is gone; another process owns "
+            "them now"
+        )
     ]
     assert [label.age for label in Arena(next_one.fd).versions()[0]] == [2, 3]
     wait_until(lambda: len(keepers(place)) == 1)

@@ -49,6 +49,6 @@ def test_with_a_hard_limit_of_open_files_that_is_too_low_nothing_is_begun(tmp_pa
 def test_a_relative_path_without_a_working_directory_is_the_users_mistake(tmp_path: Path) -> None:
     with running_after(NOWHERE, tmp_path, "saves") as command:
         assert command.wait() == 2, command.errors
-    told = "planaria: saves is relative to the working directory, which is not there any more"
+    told = "planaria: saves is relative to the current directory, which no longer exists"
     assert command.errors.startswith(told)
     assert command.errors.count("\n") == 1

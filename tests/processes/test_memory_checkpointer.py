@@ -194,7 +194,7 @@ def test_memory_that_lies_is_not_used(place: Path) -> None:
     assert [label.age for label in labels] == [number, number + 1]
     assert after[number] == {value}
     assert f"iteration {number + 1} are not used" in told
-    assert "is not what was written" in told
+    assert "has changed since it was written" in told
 
 
 def test_a_keeper_outlives_those_who_ask_it_and_ends_alone(place: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_keeper_outlives_those_who_ask_it_and_ends_alone(place: Path) -> None:
         pytest.raises(CheckpointError, match="give each job a name of its own") as caught,
     ):
         attach(place, 0, num_slots=1, idle_s=0.5)
-    for told in (f"place 0 of the copies in {place}", f"held by process {os.getpid()}"):
+    for told in (f"place 0 of the copies in {place}", f"used by process {os.getpid()}"):
         assert told in str(caught.value)
     assert os.pread(again.fd, 4, 128) == b"here"
     assert [os.pread(fd, 5, 128) for fd in again.further_fds] == [b"there"]

@@ -109,8 +109,8 @@ def python_job(model: str, data: str = "helpers.user_models:points") -> Path:
         ("training.iteration=3", ("training.iteration = 3", "did you mean iterations?")),
         ("training.iterations=many", ("training.iterations = 'many'", "an integer")),
         ("training.iterations=0", ("at least 1",)),
-        ("training.microbatch_size=3", ("global_batch_size = 8", "6 or 9 would do")),
-        ("training.global_batch_size=1_000_000_000_000", ("1 to 65536 times", "131072 would do")),
+        ("training.microbatch_size=3", ("global_batch_size = 8", "6 or 9 would work")),
+        ("training.global_batch_size=1_000_000_000_000", ("1 to 65536 times", "131072 would work")),
         ("data.path=nothing.txt", ("data.path = ", "no such file")),
         ("cluster.nodes=0", ("cluster.nodes = 0", "at least 1")),
         ("cluster.nodes=-1", ("cluster.nodes = -1", "at least 1")),
@@ -118,7 +118,7 @@ def python_job(model: str, data: str = "helpers.user_models:points") -> Path:
         ("cluster.devices_per_node=1_000_000_000_000", ("devices_per_node", "at most")),
         ("training.iterations=100_000_000_000_000_000_000", ("64 bits",)),
         ("checkpoint.directory=job.toml", ("checkpoint.directory", "must name a directory")),
-        ("checkpoint.directory=job.toml/below", ("checkpoint.directory", "is no directory")),
+        ("checkpoint.directory=job.toml/below", ("checkpoint.directory", "is not a directory")),
         ("data.path=empty.txt", ("data.path", "the file is empty")),
         ("checkpoint.failure_domains=[[0,99]]", ("failure_domains = 99", "has nodes 0 to 1")),
         ("nonsense", ("--set = 'nonsense'", "TABLE.KEY=VALUE")),
@@ -164,7 +164,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_training(
     """Not after hours of it."""
     result = command("train", str(job_file(TINY)), option, path)
 
-    assert_mistake(result, f"{option} = ", "directory that can be written to")
+    assert_mistake(result, f"{option} = ", "a writable directory")
 
 
 @pytest.mark.usefixtures("_no_fork_server")
@@ -175,7 +175,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_training(
         (["resilience.failures_tolerated=3"], ("cluster.nodes = 9", "failures_tolerated = 2")),
         (
             ["training.global_batch_size=1"],
-            ("training.global_batch_size = 1", "would do: training.global_batch_size = 2"),
+            ("training.global_batch_size = 1", "values that work: training.global_batch_size = 2"),
         ),
         (["cluster.device_memory_bytes=100"], ("device_memory_bytes = 100",)),
         (["cluster.nodes=1000"], ("cluster.nodes = 1000", "at most 432 nodes")),

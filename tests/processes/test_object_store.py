@@ -264,5 +264,5 @@ def test_a_store_that_refuses_to_list_does_not_end_a_job(store: Store, tmp_path:
 
     Job(saving(store.url, tmp_path)).train(display=told, server=store.server)
 
-    assert [note for note in told.notes if "older saves are of no use until" in note]
+    assert [note for note in told.notes if "older saves cannot be used until" in note]
     assert [version.name for version in tier_of(store.url).versions()] == ["6-0", "4-0"]

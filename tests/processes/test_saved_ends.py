@@ -228,7 +228,7 @@ def test_a_full_disk_of_journal_and_saves_is_said_to_have_saved_nothing(
 
     assert isinstance(result.error, InsufficientError)
     assert f"cannot use {saves}/.journal/journal: No space left on device" in str(result.error)
-    assert "what is live was not saved: cannot write" in str(result.error)
+    assert "the live layers were not saved: cannot write" in str(result.error)
     assert "there is no checkpoint" in str(result.error)
 
 
@@ -366,7 +366,9 @@ def test_where_no_coordinator_lives_the_job_says_that_nothing_was_saved(
     result = Job(config).run(server=own_server, display=At({4: end_for_ever(leaders, crashing)}))
 
     assert isinstance(result.error, InsufficientError)
-    assert "3 more ended before they had it saved; there is no checkpoint" in str(result.error)
+    assert "3 more coordinators ended before they had saved it; there is no checkpoint" in str(
+        result.error
+    )
     assert set(psutil.Process(own_server.pid).children()) <= children
 
 

@@ -209,7 +209,7 @@ def test_a_state_that_is_not_taken_over_changes_nothing(
 
     assert savers.next(model, optimizer, {"a": first, "b": second}).restore() == 0
 
-    assert "others.b does not take over what was saved of it: ValueError: m" in caplog.text
+    assert "others.b does not accept the state that was saved of it: ValueError: m" in caplog.text
     assert torch.equal(model.weight, before)
     assert optimizer.param_groups[0]["lr"] == 0.2
     assert (first.state["count"], second.state) == (5, {"unit": "ft", "count": 6})
@@ -234,7 +234,7 @@ def test_what_is_closed_is_used_no_more(
     assert saver.save(1)
     saver.close()
 
-    with pytest.raises(ConfigError, match="it is closed: make another MemoryCheckpointer"):
+    with pytest.raises(ConfigError, match="it is closed; make another MemoryCheckpointer"):
         use(saver)
 
     saver.close()

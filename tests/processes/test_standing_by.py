@@ -92,7 +92,7 @@ def test_machines_are_granted_for_lost_ones_and_stand_by(
     check(result, server, *specs)
     losses = [event for event in recoveries(result) if event.kind == "kill"]
     assert [event.answer for event in losses] == ["standby", "standby"]
-    assert granted(result)[0] == "another machine is granted in the stead of node 1's: node 5"
+    assert granted(result)[0] == "another machine is granted in place of that of node 1: node 5"
     assert result.report.final.nodes == (0, 2, 4, 5)
 
 

@@ -140,7 +140,7 @@ def test_what_raises_everywhere_ends_the_job_saved(
     assert isinstance(result.error, TrainingError)
     assert f"\n{error}: " in result.error.traceback
     done = len(result.report.iterations)
-    assert f"of iteration {done}, go on from it with --resume" in result.error.standing
+    assert f"of iteration {done}; go on from it with --resume" in result.error.standing
     event = crashes(result)[-1]
     assert (event.kind, event.error) == ("failed", error)
 
@@ -172,7 +172,7 @@ def test_a_malformed_sample_in_the_middle_of_training_costs_nothing_that_was_tra
     done = len(result.report.iterations)
     assert done >= 2
     assert "is a tuple; return (inputs, targets); " in str(result.error)
-    assert f"of iteration {done}, go on from it with --resume" in str(result.error)
+    assert f"of iteration {done}; go on from it with --resume" in str(result.error)
 
     strike_file.unlink()
     assert_as_calm(spoilt.run(server=server, resume=True), calm)

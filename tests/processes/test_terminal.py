@@ -217,7 +217,7 @@ def test_a_worker_that_prints_more_than_anybody_reads_trains_on(tmp_path: Path) 
         reader.wait_end()
 
         assert command.wait() == 0, command.errors
-    assert "lines are left out here: nobody took them in time" in reader.text
+    assert "lines are left out here: nobody read them in time" in reader.text
 
 
 def test_a_closed_terminal_saves_and_resume_goes_on(server: ForkServer, tmp_path: Path) -> None:

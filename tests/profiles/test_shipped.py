@@ -92,5 +92,7 @@ def test_a_paced_job_takes_a_name_from_any_directory(tmp_path: Path) -> None:
     assert profile is not None
     assert profile.model == "gpt2"
     assert profile.tied == ()
-    with pytest.raises(ConfigError, match="no shipped profile of that name: bert-large, "):
+    with pytest.raises(
+        ConfigError, match="no shipped profile has that name; shipped are bert-large, "
+    ):
         job_from_dict({"model": {"kind": "paced", "profile": "gpt9"}})

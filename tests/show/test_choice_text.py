@@ -30,8 +30,8 @@ def test_a_choice_is_told_with_what_it_was_chosen_from() -> None:
     )
 
     assert choice_text(event) == (
-        "borrow: 1.23 s an iteration after 300.0 ms; reroute would be 1.41 s after 100.0 ms, "
-        "layers move for 4.00 s; the next failure is expected in 40 min"
+        "borrow: an iteration takes 1.23 s after a pause of 300.0 ms; reroute would take 1.41 s "
+        "after 100.0 ms, layers move for 4.00 s; the next failure is expected in 40 min"
     )
 
 
@@ -48,7 +48,7 @@ def test_an_answer_without_another_needs_no_reason() -> None:
         time_to_failure_s=60.0,
     )
 
-    assert choice_text(event) == "reroute: 500.0 ms an iteration after 50.0 ms"
+    assert choice_text(event) == "reroute: an iteration takes 500.0 ms after a pause of 50.0 ms"
 
 
 def test_what_a_failure_costs_is_told_where_that_differs() -> None:
@@ -67,10 +67,11 @@ def test_what_a_failure_costs_is_told_where_that_differs() -> None:
     )
 
     assert choice_text(event) == (
-        "keeping: 9.3 ms an iteration after 71.3 ms, layers move for 500.0 ms, 0 samples at risk; "
-        "whole would be 8.6 ms after 71.3 ms, 812 samples at risk; "
+        "keeping: an iteration takes 9.3 ms after a pause of 71.3 ms, layers move for 500.0 ms, "
+        "0 samples at risk; whole would take 8.6 ms after 71.3 ms, 812 samples at risk; "
         "the next failure is expected in 60 min; "
-        "a failure costs the samples at risk on average, as it may take a last copy"
+        "the samples at risk are what a failure costs on average, because it may destroy the last "
+        "copy of a layer"
     )
 
 
@@ -90,10 +91,12 @@ def test_of_an_answer_that_another_plan_follows_both_are_told() -> None:
     )
 
     assert choice_text(event) == (
-        "reroute, then merge: 1.50 s an iteration after 100.0 ms, layers move for 3.00 s, then "
+        "reroute, then merge: an iteration takes 1.50 s after a pause of 100.0 ms, "
+        "layers move for 3.00 s, then "
         "1.25 s after a pause of 200.0 ms, 96 samples at risk; "
-        "reroute would be 1.50 s after 100.0 ms, 3.4 samples at risk; "
-        "a failure costs the samples at risk on average, as it may take a last copy"
+        "reroute would take 1.50 s after 100.0 ms, 3.4 samples at risk; "
+        "the samples at risk are what a failure costs on average, because it may destroy the last "
+        "copy of a layer"
     )
 
 
@@ -113,7 +116,8 @@ def test_an_equal_risk_decides_nothing() -> None:
 
     assert (
         choice_text(event)
-        == "a: 1.50 s an iteration after 100.0 ms; b would be 1.50 s after 100.0 ms"
+        == "a: an iteration takes 1.50 s after a pause of 100.0 ms; b would take 1.50 s after "
+        "100.0 ms"
     )
 
 

@@ -225,10 +225,10 @@ def test_what_is_left_out_is_named() -> None:
     large = joined(figure(*plans()["large"]))
     narrow = joined(figure(*plans()["narrow"]))
 
-    assert "Not drawn are the stages of 1 pipeline of 9 nodes (18 microbatches), " in many
-    assert "Not drawn are the timelines of 1 pipeline of 5 nodes (10 microbatches), " in many
+    assert "The stages of 1 pipeline of 9 nodes (18 microbatches), " in many
+    assert "The timelines of 1 pipeline of 5 nodes (10 microbatches), " in many
     assert many.count("12 nodes (24 microbatches)") == 2
-    assert "s in the middle are cut out, from " in large
+    assert "s in the middle of the time are cut out, from " in large
     assert "stages left out" in narrow
 
 
@@ -340,7 +340,7 @@ def test_the_command_draws_beside_its_table_and_its_json(tmp_path: Path) -> None
         ("plan.docx", ".svg, .png, .pdf"),
         ("plan", ".svg, .png, .pdf"),
         ("svg", ".svg, .png, .pdf"),
-        ("absent/plan.svg", "a directory that can be written to"),
+        ("absent/plan.svg", "a writable directory"),
     ],
 )
 def test_a_file_that_cannot_be_drawn_is_refused(tmp_path: Path, name: str, remedy: str) -> None:

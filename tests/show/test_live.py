@@ -111,7 +111,7 @@ def test_a_job_that_goes_on_with_other_nodes_says_with_which(is_terminal: bool) 
     """How many are left, and in how large pipelines; the panel counts them from then on."""
     text = shown(80, is_terminal=is_terminal)
 
-    assert "4 nodes go on as 1+3" in text
+    assert "4 nodes go on in pipelines of 1+3" in text
     assert not is_terminal or "samples/s   500 ms (predicted 500)   4 nodes" in text
 
 
@@ -121,4 +121,4 @@ def test_a_node_that_is_left_alone_goes_on() -> None:
     LiveDisplay(console).replan(shaped_plan((1,), 2), at_s=0.0)
 
     assert isinstance(console.file, StringIO)
-    assert console.file.getvalue() == "1 node goes on as 1\n"
+    assert console.file.getvalue() == "1 node goes on in pipelines of 1\n"

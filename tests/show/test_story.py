@@ -39,16 +39,16 @@ def test_a_loss_is_told_with_its_choice_its_reason_and_what_was_predicted() -> N
         "iteration 5, backward: node 3 was killed (its connection closed)",
         "Every rank had stopped for it after 200.0 ms.",
         (
-            "Chosen was borrow: 1.25 s an iteration after 500.0 ms; global would be 1.50 s after "
-            "500.0 ms; the next failure is expected in 40 min."
+            "planaria chose borrow: an iteration takes 1.25 s after a pause of 500.0 ms; global "
+            "would take 1.50 s after 500.0 ms; the next failure is expected in 40 min."
         ),
         (
-            "It makes the most samples a second that are expected to count until the next failure: "
+            "It is expected to train the most samples a second that count until the next failure: "
             "borrow 7.90, global 6.25."
         ),
         (
-            "To decide took 100.0 ms. From then on it took 450.0 ms, predicted were 500.0 ms "
-            "(-10.0%): regroup 50.0 ms (200.0 ms predicted), transfer 400.0 ms (300.0 ms "
+            "The decision took 100.0 ms. The transition after it took 450.0 ms; 500.0 ms was "
+            "predicted (-10.0%): regroup 50.0 ms (200.0 ms predicted), transfer 400.0 ms (300.0 ms "
             "predicted)."
         ),
         "3.0 MiB of layers moved, 12 samples were done again.",
@@ -67,7 +67,8 @@ def test_a_recovery_is_told_with_the_range_that_was_expected_of_it() -> None:
 
     took = list(event_lines(expected))[-2]
     assert took.startswith(
-        "All went on 740.0 ms after it was noticed, 60-900 ms expected. To decide took 100.0 ms."
+        "All nodes went on 740.0 ms after the loss was noticed, 60-900 ms expected. The decision "
+        "took 100.0 ms."
     )
 
 
@@ -77,8 +78,8 @@ def test_the_reason_names_what_a_failure_costs_where_that_differs() -> None:
     risky = replace(KILLED, candidates=(borrow, {**other, "samples_at_risk": 12.0}))
 
     assert list(event_lines(risky))[3] == (
-        "It makes the most samples a second that are expected to count until the next failure, "
-        "less what that costs: borrow 7.90, global 6.25."
+        "It is expected to train the most samples a second that count until the next failure, "
+        "less what that failure costs: borrow 7.90, global 6.25."
     )
 
 
@@ -110,9 +111,9 @@ def test_a_recovery_that_was_never_over_moved_nothing() -> None:
 
     first, chosen, why, last = event_lines(ended)
     assert first.endswith("node 3 was killed (its connection closed)")
-    assert chosen.startswith("Chosen was borrow")
-    assert why.startswith("It makes")
-    assert last == "Nobody has gone on by it."
+    assert chosen.startswith("planaria chose borrow")
+    assert why.startswith("It is expected to train")
+    assert last == "No node has gone on with this answer."
 
 
 def test_what_did_not_move_is_not_told() -> None:
@@ -139,8 +140,8 @@ def test_a_change_is_a_pause_and_redoes_nothing() -> None:
 
     assert list(event_lines(joined)) == [
         "iteration 5: nodes 6, 7 joined",
-        "Chosen was borrow: 1.25 s an iteration after 500.0 ms.",
-        "Training paused for 50.0 ms, predicted were 500.0 ms.",
+        "planaria chose borrow: an iteration takes 1.25 s after a pause of 500.0 ms.",
+        "Training paused for 50.0 ms; 500.0 ms was predicted.",
         "3.0 MiB of layers moved.",
     ]
 
@@ -152,7 +153,7 @@ def test_a_change_is_a_pause_and_redoes_nothing() -> None:
             EventRecord(kind="leader", nodes=(), iteration=12, step="start", detect_s=0.8622),
             (
                 "iteration 12, start: the coordinator was killed; it ran again after 862.2 ms, "
-                "training goes on without it"
+                "training went on without it"
             ),
         ),
         (
@@ -175,11 +176,14 @@ def test_a_change_is_a_pause_and_redoes_nothing() -> None:
         ),
         (
             EventRecord(kind="leader", nodes=(), iteration=9, fired=False),
-            "iteration 9: leader was never injected: its place never came",
+            "iteration 9: leader was never injected, because the job never came to that place",
         ),
         (
             EventRecord(kind="kill", nodes=(1,), iteration=9, fired=False),
-            "iteration 9: kill of node 1 was never injected: its place never came",
+            (
+                "iteration 9: kill of node 1 was never injected, because the job never came to "
+                "that place"
+            ),
         ),
         (
             EventRecord(kind="join", nodes=(), iteration=5, step="start"),
@@ -191,7 +195,7 @@ def test_a_change_is_a_pause_and_redoes_nothing() -> None:
         ),
         (
             EventRecord(kind="disk", nodes=(), iteration=5, step="start"),
-            "iteration 5, start: the disk of the journal stood still",
+            "iteration 5, start: the disk of the journal did not answer",
         ),
         (
             EventRecord(kind="join", nodes=(6,), iteration=5, reason="standing by"),
@@ -203,7 +207,10 @@ def test_a_change_is_a_pause_and_redoes_nothing() -> None:
         ),
         (
             EventRecord(kind="kill", nodes=(1,), iteration=0, step="~2.5", fired=False),
-            ("2.5 s after training began: kill of node 1 was never injected: its place never came"),
+            (
+                "2.5 s after training began: kill of node 1 was never injected, because the job "
+                "never came to that place"
+            ),
         ),
         (
             EventRecord(kind="degraded", nodes=(), iteration=2, reason="3 nodes are left"),
@@ -219,11 +226,11 @@ def test_a_change_is_a_pause_and_redoes_nothing() -> None:
         ),
         (
             EventRecord(kind="unslowed", nodes=(1,), iteration=20, step="start"),
-            "iteration 20, start: node 1 had its speed back",
+            "iteration 20, start: node 1 got its speed back",
         ),
         (
             EventRecord(kind="fast", nodes=(1, 3), iteration=25),
-            "iteration 25: nodes 1, 3 were taken for fast again",
+            "iteration 25: nodes 1, 3 were no longer taken for slow",
         ),
         (
             EventRecord(kind="reformed", nodes=(0, 2), iteration=4),

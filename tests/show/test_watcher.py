@@ -41,8 +41,8 @@ def test_one_node_is_one_node() -> None:
     watcher.on_fault(parse_injection("join:2@5"), now_s=12.0)
 
     assert notes.texts == [
-        "1 node is up, it takes its layers",
-        "2 nodes are up, they take their layers",
+        "1 node is up and takes its layers",
+        "2 nodes are up and take their layers",
         "injecting join: 1 node",
         "injecting join: 2 nodes",
     ]
@@ -66,8 +66,8 @@ def test_a_fault_that_never_came_is_told_as_it_was_asked_for() -> None:
     watcher.ended((parse_injection("hang=8:1@~2.5"), parse_injection("leader:@4.commit")))
 
     assert notes.texts == [
-        "never injected, for its place never came: hang=8:1@~2.5",
-        "never injected, for its place never came: leader:@4.commit",
+        "never injected, because the job never came to that place: hang=8:1@~2.5",
+        "never injected, because the job never came to that place: leader:@4.commit",
     ]
 
 
@@ -86,6 +86,6 @@ def test_a_recovery_stands_beside_what_was_expected_from_when_it_was_noticed() -
     watcher.on_message(starting(22.22))
     watcher.on_message(running(22.3, epoch=4, pid=80, regroup_s=0.01, transfer_s=0.07))
 
-    (text,) = (text for text in notes.texts if "re-formed" in text)
-    assert text.startswith("re-formed in 2300 ms: "), text
-    assert text.endswith("; 100 ms of it since it was noticed, 60-140 ms expected"), text
+    (text,) = (text for text in notes.texts if "training went on after" in text)
+    assert text.startswith("training went on after 2300 ms: "), text
+    assert text.endswith("; 100 ms of it after the loss was noticed, 60-140 ms expected"), text

@@ -71,7 +71,9 @@ def test_a_keeper_of_another_user_is_not_used(place: Path, monkeypatch: pytest.M
         listener.bind(str(place / "socket"))
         listener.listen()
         monkeypatch.setattr(keeper, "_peer_of", lambda _: (1, STRANGER))
-        with pytest.raises(CheckpointError, match="is another user's: name another directory"):
+        with pytest.raises(
+            CheckpointError, match="belongs to another user; name another directory"
+        ):
             attach(place, 0, num_slots=1, idle_s=60.0)
 
 
@@ -85,7 +87,7 @@ def test_a_directory_of_another_user_is_refused(
         os.chown(theirs, STRANGER, -1)
     else:
         monkeypatch.setattr(os, "getuid", lambda: STRANGER)
-    with pytest.raises(CheckpointError, match="is another user's: name another directory"):
+    with pytest.raises(CheckpointError, match="belongs to another user; name another directory"):
         attach(place, 0, num_slots=1, idle_s=60.0)
 
     assert not (place / "socket").exists()
@@ -142,7 +144,7 @@ def test_a_malformed_request_costs_a_keeper_nothing(request_line: bytes, place: 
     assert os.pread(again.fd, 4, 128) == b"here"
     again.close()
     wait_until(lambda: process.num_fds() <= before)
-    assert "a client said nothing of use" in (place / "keeper.log").read_text()
+    assert "a client sent an unusable request" in (place / "keeper.log").read_text()
 
 
 def test_a_keeper_that_cannot_be_reached_costs_its_rank_no_socket(place: Path) -> None:
@@ -150,7 +152,7 @@ def test_a_keeper_that_cannot_be_reached_costs_its_rank_no_socket(place: Path) -
     (place / "socket").symlink_to("socket")
     before = len(os.listdir("/proc/self/fd"))
 
-    with pytest.raises(CheckpointError, match="is of no use for copies") as error:
+    with pytest.raises(CheckpointError, match="cannot hold copies") as error:
         attach(place, 0, num_slots=1, idle_s=60.0)
 
     # The error keeps the frames, and would keep the socket.

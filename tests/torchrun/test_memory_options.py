@@ -28,7 +28,7 @@ def test_numbers_that_will_not_do_are_refused(field: str, value: float) -> None:
     """Buffers of a few bytes would send a copy for minutes."""
     check_least(**FINE)
 
-    with pytest.raises(ConfigError, match=r"a whole number, at least|above 0,") as caught:
+    with pytest.raises(ConfigError, match=r"a whole number of at least|above 0,") as caught:
         check_least(**{**FINE, field: value})
     assert caught.value.field == field
     assert caught.value.value is value

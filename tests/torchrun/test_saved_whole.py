@@ -51,7 +51,7 @@ def test_state_that_is_of_no_parameter_is_refused() -> None:
     del state["all"]
     state[torch.ones(4)] = {}
     state[torch.ones(5)] = {"step": 3}
-    with pytest.raises(ConfigError, match=r"shape \(5,\)'?: it is not of the model"):
+    with pytest.raises(ConfigError, match=r"shape \(5,\)'?: the model does not have it"):
         check_on_all(Held(model, optimizer, {}))
 
 
@@ -80,6 +80,6 @@ def test_state_that_is_cut_otherwise_than_its_parameter_is_refused() -> None:
     check_on_all(Held(model, optimizer, {}))
     optimizer.state[model.weight]["rows"] = distribute_tensor(torch.ones(4, 1), mesh, [Shard(0)])
 
-    with pytest.raises(ConfigError, match="of another shape") as caught:
+    with pytest.raises(ConfigError, match="whose shape is not") as caught:
         check_on_all(Held(model, optimizer, {}))
     assert caught.value.field == "optimizer.state of weight, rows"

@@ -240,7 +240,7 @@ def test_what_cannot_be_inflated_is_refused(num_bytes: int) -> None:
     else:
         data[:4] = struct.pack("!I", struct.unpack_from("!I", data)[0] - 1)
         data = data[:-1]
-    with pytest.raises(AuthenticationError, match="not one of ours"):
+    with pytest.raises(AuthenticationError, match="does not come from planaria"):
         FrameDecoder().feed(bytes(data))
 
 

@@ -105,7 +105,7 @@ class Chaos:
 
     def __init__(self, job: Job, *, seed: int, doing: Callable[[str], None]) -> None:
         if not job.config.training.deterministic:
-            remedy = "chaos compares bits: set it to true"
+            remedy = "chaos compares bits, so it must be true"
             raise ConfigError("training.deterministic", False, remedy)
         self._job = job
         self._seed = seed
@@ -155,7 +155,7 @@ class Chaos:
             config = replace(config, model=replace(config.model, profile=str(path)))
         iterations_max = config.training.iterations
         config = _with_iterations(config, min(iterations_max, _PROBE_ITERATIONS))
-        self._doing("training in peace")
+        self._doing("training without faults")
         result = _train_baseline(config, place, "probe")
         seconds = sorted(record.seconds for record in result.report.iterations)
         fits = round(TRAINING_S / max(seconds[len(seconds) // 2], 1e-3))

@@ -83,7 +83,7 @@ def _wrong_iterations(report: Report, baseline: BaselineRun, first: int) -> Iter
         yield f"iterations are not each committed once: {numbers}"
     for record in report.iterations:
         if baseline.sample_digests.get(record.iteration) != record.sample_digest:
-            yield f"iteration {record.iteration} used other samples than in peace"
+            yield f"iteration {record.iteration} used other samples than in the baseline run"
 
 
 def _wrong_ends(report: Report, baseline: BaselineRun) -> Iterator[str]:

@@ -64,7 +64,7 @@ def chaos(
                 directory = Path() if report is None else report.parent
                 path = directory / f"chaos-{seed}-{outcome.number}.json"
                 write(path, msgspec.json.format(msgspec.json.encode(outcome), indent=2))
-                console.print(f"  seed {seed}, all that is known: {path}")
+                console.print(f"  seed {seed}; all that is known of this run is in {path}")
                 for wrong in outcome.wrongs:
                     console.print(f"  {wrong}")
                 console.print(f"  {command_text(outcome, job=job, overrides=overrides)}")

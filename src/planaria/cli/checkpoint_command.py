@@ -50,7 +50,9 @@ def ls(directory: Place = _HERE, as_json: AsJson = False) -> None:
         told = [_facts(version) for version in versions]
         sys.stdout.write(json.dumps(told, indent=2) + "\n")
         return
-    table = Table("version", "iterations", "layers", "size", "written (UTC)", "", box=box.SIMPLE)
+    table = Table(
+        "version", "iterations", "layers", "size", "written (UTC)", "state", box=box.SIMPLE
+    )
     for version in versions:
         manifest = version.manifest
         row = ["", "", ""]
@@ -76,7 +78,9 @@ def verify(
     found = [one for one in _versions(directory) if version in ("", one.name)]
     if not found:
         raise ConfigError(
-            "--version", version, f"is not in {directory}; see planaria checkpoint ls"
+            "--version",
+            version,
+            f"there is no such version in {directory}; planaria checkpoint ls lists them",
         )
     tier = tier_of(str(directory))
     damage = {one.name: _damage(tier, one) for one in found}
@@ -85,13 +89,13 @@ def verify(
     else:
         console = Console(soft_wrap=True, highlight=False)
         for name, reasons in damage.items():
-            for line in reasons or ["whole"]:
+            for line in reasons or ["undamaged"]:
                 console.print(f"{name}: {line}", markup=False)
     if not version and not any(one.manifest for one in found):
         raise CheckpointError(f"{directory} holds no complete version")
     meant = [one.name for one in found if version or one.reason not in (UNPUBLISHED, SET_ASIDE)]
     if num_damaged := sum(bool(damage[name]) for name in meant):
-        text = f"{counted(num_damaged, 'version')} of {len(meant)} cannot be gone on from"
+        text = f"a job cannot go on from {num_damaged} of {counted(len(meant), 'version')}"
         raise CheckpointError(text)
 
 
@@ -111,7 +115,7 @@ def prune(
     for name in removed:
         console.print(f"removed {tier.storage.where(name)}", markup=False)
     if not removed:
-        why = f"{directory} has no more than it is to keep"
+        why = f"{directory} has no more versions than it should keep"
         if tier.newest() is None:
             why = (
                 f"{directory} holds no complete version, and a job may be writing what is there; "
@@ -154,7 +158,10 @@ def export(
     manifest = manifests.get(version) if version else newest_of(tier, directory)
     if manifest is None:
         raise ConfigError(
-            "--version", version, f"is not complete in {directory}; see planaria checkpoint ls"
+            "--version",
+            version,
+            f"there is no complete version of this name in {directory}; planaria "
+            "checkpoint ls lists them",
         )
     console = Console(soft_wrap=True, highlight=False)
     for name in export_parameters(tier, manifest, output):
@@ -172,9 +179,9 @@ def _versions(directory: str) -> tuple[SavedVersion, ...]:
     except CheckpointError as error:
         raise ConfigError("DIRECTORY", directory, str(error)) from error
     if not versions:
-        remedy = "holds no version of a job; name its checkpoint.directory"
+        remedy = "there is no version of a job in it; name the checkpoint.directory of a job"
         if below := [one for one in _below(directory) if tier_of(one).versions()]:
-            remedy = f"holds no version of a job itself; {', '.join(below)} does"
+            remedy = f"there is no version of a job in it, but in {', '.join(below)}"
         raise ConfigError("DIRECTORY", directory, remedy)
     return versions
 

@@ -65,7 +65,7 @@ def _failure(error: TrainingError) -> str:
     if error.blame != "job":
         return f"the worker of rank {error.rank} failed again and again"
     where = f"in rank {error.rank}" if error.rank >= 0 else "before training began"
-    return f"the job's own code raised {where}"
+    return f"the job's own code raised an error {where}"
 
 
 def finish(outlet: Outlet, *last: Callable[[], object]) -> None:
@@ -125,7 +125,7 @@ def check_writable(option: str, path: Path | None) -> None:
         return
     folder = absolute_path(path).parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(option, str(path), "name a file in a directory that can be written to")
+        raise ConfigError(option, str(path), "name a file in a writable directory")
 
 
 def write(path: Path, data: bytes) -> None:

@@ -50,7 +50,7 @@ def events(
         if len(found) > 1:
             console.print(str(path), style="bold", markup=False)
         if not told:
-            console.print("nothing happened: training goes on in peace")
+            console.print("nothing happened: no node was lost, and none came or left")
         for event in told:
             first, *more = event_lines(event)
             console.print(first, style="bold", markup=False)
@@ -72,7 +72,9 @@ def _reports(path: Path) -> list[Path]:
         return [path]
     found = [file for file in sorted(path.glob("*.json")) if _is_report(file)]
     if not found:
-        raise ConfigError("REPORT", str(path), "no report of planaria train is in this directory")
+        raise ConfigError(
+            "REPORT", str(path), "there is no report of planaria train in this directory"
+        )
     return found
 
 
@@ -98,7 +100,7 @@ def _events(path: Path) -> tuple[EventRecord, ...]:
     try:
         return msgspec.json.decode(data, type=_Told).events
     except msgspec.DecodeError as error:
-        remedy = f"is no report of planaria train --report: {error}"
+        remedy = f"is not a report of planaria train --report: {error}"
         raise ConfigError("REPORT", str(path), remedy) from error
 
 

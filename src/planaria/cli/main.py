@@ -58,6 +58,7 @@ from planaria.nodes.output import Outlet
 from planaria.show.gantt import compared_figure
 from planaria.show.page import Format, is_picture, picture_format
 from planaria.show.plots import chrome_trace
+from planaria.show.words import counted
 
 app = typer.Typer(
     add_completion=False,
@@ -238,7 +239,7 @@ def profile(
     check_writable("--output", output)
     measured = named_job(job, list(settings or ())).profile()
     write(output, encode_profile(measured))
-    Console().print(f"{len(measured.layers)} layers -> {output}")
+    Console().print(f"wrote the profile of {counted(len(measured.layers), 'layer')} to {output}")
 
 
 @app.command()
@@ -266,7 +267,7 @@ def drain(
 def _timeline(result: TrainingResult, picture: Format | None) -> bytes:
     """The file that --timeline writes: a picture in the given format, or else a Chrome trace."""
     if picture is not None:
-        title = f"{result.planned.config.name}: predicted beside measured"
+        title = f"{result.planned.config.name}: predicted and measured"
         return compared_figure(title, result.compared, result.report.events, picture=picture)
     trace = chrome_trace(
         result.compared or (Comparison(0, result.planned.predicted, Timeline((), 0.0)),),

@@ -28,12 +28,16 @@ def parse_node_kinds(
     for text in speeds:
         nodes, speed = parse_value("--node-speed", text, num_nodes)
         if speed <= 0:
-            raise ConfigError("--node-speed", text, "a speed is above 0; the profile's own is 1")
+            raise ConfigError(
+                "--node-speed",
+                text,
+                "a speed must be above 0; the nodes of the profile have speed 1",
+            )
         kinds.update({node: replace(kinds[node], speed=speed) for node in nodes})
     for text in memories:
         nodes, num_bytes = parse_value("--node-memory", text, num_nodes)
         if num_bytes < 1:
-            raise ConfigError("--node-memory", text, "bytes of a device are 1 or more")
+            raise ConfigError("--node-memory", text, "a device must have 1 byte or more")
         memory = int(num_bytes)
         kinds.update({node: replace(kinds[node], device_memory_bytes=memory) for node in nodes})
     return kinds

@@ -136,7 +136,7 @@ def _check_numbers(nodes: int, copies: int, num_lost: int) -> None:
         raise ConfigError("--nodes", nodes, f"must be between 1 and {NODES_MAX}")
     check_copies(nodes, copies)
     if not 0 <= num_lost <= nodes:
-        raise ConfigError("--lost", num_lost, f"must be between 0 and {nodes}, the nodes")
+        raise ConfigError("--lost", num_lost, f"must be between 0 and {nodes}, the number of nodes")
 
 
 def _probabilities(num_nodes: int, of_all: float, some: Sequence[str]) -> tuple[float, ...]:
@@ -161,7 +161,7 @@ def _probabilities(num_nodes: int, of_all: float, some: Sequence[str]) -> tuple[
 
 def _check_probability(option: str, given: str | float, value: float) -> None:
     if not 0.0 < value < 1.0:
-        raise ConfigError(option, given, "is a probability: above 0 and below 1")
+        raise ConfigError(option, given, "a probability must be above 0 and below 1")
 
 
 def _domains(num_nodes: int, domains: Sequence[str], each: float) -> dict[frozenset[int], float]:
@@ -192,12 +192,15 @@ def _limits(
     """
     for option, value, least in (("--memory", memory, 1), ("--receive", receive, 0)):
         if value is not None and strategy is not Strategy.OPTIMISED:
-            raise ConfigError(option, value, "is for --strategy optimised")
+            raise ConfigError(option, value, "works only with --strategy optimised")
         if value is not None and value < least:
             raise ConfigError(option, value, f"must be at least {least}")
     if memory is not None and memory < copies:
         missing = counted(nodes * (copies - memory), "state")
-        remedy = f"is {missing} short on all nodes together: {copies} copies of each need {copies}"
+        remedy = (
+            f"all nodes together lack room for {missing}; {copies} copies of each state need "
+            f"--memory {copies}"
+        )
         raise ConfigError("--memory", memory, remedy)
     kept = copies if memory is None else memory
     received = kept - 1 if receive is None else receive

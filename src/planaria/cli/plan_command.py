@@ -210,9 +210,11 @@ def _plans(
         every = foreseen_plans(problem, len(kinds), sizes, max_nodes=max_nodes, method=method)
         return every, tuple(by_size.values())
     if max_nodes:
-        raise ConfigError("--max-nodes", max_nodes, "is for nodes that are all as the profile says")
+        raise ConfigError(
+            "--max-nodes", max_nodes, "works only if all nodes are as the profile says"
+        )
     if is_paper:
-        raise ConfigError("--objective", "paper", "the paper's nodes are all as the profile says")
+        raise ConfigError("--objective", "paper", "works only if all nodes are as the profile says")
     return unequal_plans(problem, kinds)
 
 

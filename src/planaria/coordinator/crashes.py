@@ -73,7 +73,7 @@ def on_broken_links(rules: Rules, state: JobState, now_s: float) -> Step:
     counts = Counter(state.facts.unreached)
     rank = max(counts, key=lambda rank: (counts[rank], rank))
     node = rank // (len(state.ranks) // len(state.nodes))
-    reason = f"others cannot reach its rank {rank}, {broken_links} times in a row"
+    reason = f"other ranks could not reach its rank {rank} {broken_links} times in a row"
     return begin_recovery(rules, state, LossKind.LOST, (node,), reason=reason, now_s=now_s)
 
 
@@ -243,7 +243,7 @@ def _on_crash(
     )
     if others:
         nodes = ", ".join(map(str, sorted(others)))
-        reason = f"{times}; so did node {nodes}, so it is not the fault of a node"
+        reason = f"{times}; the same happened on node {nodes}, so it is not the fault of one node"
         return _fail_job(state, rules, with_reason(failure, reason), reason=reason, now_s=now_s)
     if is_often and not state.stop.failure:
         if why := _why_needed(rules, state, node):
@@ -356,7 +356,7 @@ def give_up_last_save(state: JobState) -> Step:
 
 def _end_unsaved(state: JobState, why: str) -> Step:
     assert state.stop.failure is not None
-    unsaved = f"what is live was not saved: {why}"
+    unsaved = f"the live layers were not saved: {why}"
     reason = f"{state.stop.failed_reason}; {unsaved}"
     return end_job(state, End(Ending.FAILED, reason, unsaved_failure(state.stop.failure, unsaved)))
 
@@ -381,4 +381,4 @@ def _error_name(status: int) -> str:
 
 
 def _exit_text(status: int) -> str:
-    return f"was killed by signal {-status}" if status < 0 else f"left with status {status}"
+    return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"

@@ -271,7 +271,7 @@ def _choose_continuation(rules: Rules, state: JobState, now_s: float) -> Step:
         reason = f"{left_text(num_nodes)}, and no policy knows an answer"
     if not missing and is_granted_soon(rules, answered, now_s):
         if replacements_at_loss(rules, answered, num_nodes, now_s):
-            reason = "a node has come"
+            reason = "a node has joined"
             return begin_recovery(rules, answered, LossKind.GRANTED, (), reason=reason, now_s=now_s)
         return await_machine(rules, answered, reason, now_s)
     if missing:
@@ -310,7 +310,8 @@ def _recover_without_odd(rules: Rules, state: JobState, judged: Verdict, now_s: 
         )
     nodes = " and ".join(map(str, judged.odd))
     reason = (
-        f"the parameters of layer {judged.layer} on node {nodes} have another hash than on most"
+        f"the parameters of layer {judged.layer} on node {nodes} have another hash than on "
+        "most other nodes"
     )
     return begin_recovery(rules, state, LossKind.LOST, judged.odd, reason=reason, now_s=now_s)
 

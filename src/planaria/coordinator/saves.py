@@ -69,7 +69,7 @@ def publish_next(state: JobState) -> Step:
     whole = sorted(k for k, files in state.saves.files.items() if len(files) == num_layers)
     commands: list[Command] = []
     for older in whole[:-_WAITING_MAX]:
-        reason = f"{_WAITING_MAX} newer ones wait to be made complete by the coordinator, too"
+        reason = f"{_WAITING_MAX} newer saves also wait until the coordinator makes them complete"
         skipped = SaveFailed(
             rank=BY_PUBLISHER, iteration=older[0], epoch=older[1], reason=reason, is_skipped=True
         )
@@ -167,10 +167,10 @@ def _skip_notice(state: JobState, event: SaveFailed) -> tuple[Notify, ...]:
     number = state.saves.num_skipped
     if number & (number - 1):
         return ()
-    reason = f"{event.reason}; see to checkpoint.directory, or save less often"
+    reason = f"{event.reason}; check checkpoint.directory, or save less often"
     if number > 1:
         reason = (
-            f"{reason} ({number} saves were skipped so far; the next word of it is at {2 * number})"
+            f"{reason} ({number} saves were skipped so far; the next message comes at {2 * number})"
         )
     unsaved = Unsaved(iteration=event.iteration, epoch=event.epoch, reason=reason)
     return (Notify(unsaved),)
@@ -192,7 +192,8 @@ def await_saves(rules: Rules, state: JobState, now_s: float) -> Step:
         return state, ()
     text = (
         f"how the job goes on depends on what is saved, and {checkpoint.directory} has not "
-        f"answered yet: it is waited for, {checkpoint.timeout_s:g} s at most (checkpoint.timeout_s)"
+        f"answered yet; the job waits for it, {checkpoint.timeout_s:g} s at most "
+        "(checkpoint.timeout_s)"
     )
     notice = Notify(AwaitingSaves(text=text, now_s=now_s))
     facts = replace(state.facts, loss=replace(loss, awaits_saves=True))

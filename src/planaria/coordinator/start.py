@@ -65,7 +65,10 @@ def _unprotected_warning(rules: Rules, start: StartEpoch) -> tuple[Notify, ...]:
     if not start.copies or not waits:
         return ()
     first = start.iteration + rules.job.checkpoint.profile_iterations
-    text = f"no copies in memory before iteration {first}: the network is watched first"
+    text = (
+        f"there are no copies in memory before iteration {first}, because the job first "
+        "watches the network"
+    )
     return (Notify(Warned(text=text)),)
 
 

@@ -381,7 +381,7 @@ def _commit_to_outcome(rules: Rules, state: JobState, now_s: float) -> Step:
             first = reports[min(reports)]
             ends, values = first.ends, (first.loss, first.num_samples, first.sample_digest)
         else:  # Every rank that knew its loss is gone, or told the coordinator before this one.
-            text = f"iteration {iteration} is committed, but nobody can tell its loss any more"
+            text = f"iteration {iteration} is committed, but its loss is no longer known"
             commands.append(Notify(Warned(text=text, untold=iteration)))
             state = _after_commit(state, ends=False)
             continue
@@ -470,11 +470,11 @@ def _end_when_saved(rules: Rules, state: JobState, now_s: float) -> Step:
     order = decision.order
     unsaved = state.saves.unsaved.get((number, state.epoch))
     if decision.ending and unsaved is not None:
-        why, failure = f"what is live was not saved: {unsaved}", decision.failure
+        why, failure = f"the live layers were not saved: {unsaved}", decision.failure
         failure = unsaved_failure(failure, why) if failure else None
         return end_job(state, End(Ending(decision.ending), f"{decision.reason}; {why}", failure))
     if unsaved is not None and stop.must_end:
-        reason = f"{stop.must_end}; what is live was not saved: {unsaved}"
+        reason = f"{stop.must_end}; the live layers were not saved: {unsaved}"
         return end_job(state, End(Ending.LOST, reason))
     if unsaved is not None:
         return end_job(state, End(Ending.UNSAVED, unsaved))

@@ -136,10 +136,16 @@ def parse_injection(text: str) -> Injection:
         remedy = f"{kind} names no nodes" if nodes else f"say which nodes, as in {kind}:2@5"
         raise ConfigError("--inject", text, remedy)
     if kind == "flip" and (match["step"] or match["at_s"]):
-        remedy = "flip is right after the commit of an iteration: name that alone, as in flip:2@5"
+        remedy = (
+            "a flip always strikes right after the commit of an iteration; name only the "
+            "iteration, as in flip:2@5"
+        )
         raise ConfigError("--inject", text, remedy)
     if kind == "slow" and (value < 1.0 or match["at_s"]):
-        remedy = "say from which iteration on a node takes how many times as long, as in slow=2:3@4"
+        remedy = (
+            "say how many times as long the node takes, and from which iteration on, as in "
+            "slow=2:3@4"
+        )
         raise ConfigError("--inject", text, remedy)
     place = Place(iteration, AFTER_COMMIT if kind == "flip" else step, at_s)
     return Injection(kind, nodes, place, value)

@@ -26,9 +26,13 @@ def decode_profile(data: bytes, *, source: str) -> ModelProfile:
     try:
         profile = msgspec.json.decode(data, type=ModelProfile)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError("profile", source, f"not a profile: {error}") from error
+        raise ConfigError("profile", source, f"it is not a profile: {error}") from error
     if profile.version != VERSION:
-        raise ConfigError("profile", source, f"version {profile.version}: write it anew")
+        raise ConfigError(
+            "profile",
+            source,
+            f"it has format version {profile.version}; write it again with planaria profile",
+        )
     if not profile.layers:
         raise ConfigError("profile", source, "it has no layers")
     for kind in ("intra_node", "inter_node"):
@@ -44,7 +48,10 @@ def decode_profile(data: bytes, *, source: str) -> ModelProfile:
             raise ConfigError("profile", source, f"layer {layer.name}: {contradiction}")
     for tied in profile.tied:
         if tied.parameter_bytes < 0 or not set(tied.layers) <= set(range(len(profile.layers))):
-            remedy = f"tied: layers {tied.layers} of {len(profile.layers)}, numbered from 0"
+            remedy = (
+                f"tied names layers {tied.layers}, and the profile has {len(profile.layers)} "
+                "layers, numbered from 0"
+            )
             raise ConfigError("profile", source, remedy)
     return profile
 

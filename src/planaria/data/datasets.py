@@ -151,10 +151,13 @@ class _UserDataset:
         try:
             inputs, targets = torch.as_tensor(item[0]), torch.as_tensor(item[1])
         except (TypeError, ValueError, RuntimeError) as error:
-            remedy = f"sample {index} holds what is no tensor ({error}); return tensors"
+            remedy = f"sample {index} has a part that is not a tensor ({error}); return tensors"
             raise ConfigError("data.target", self.target, remedy) from error
         if self.objective != "supervised" and targets.dtype != torch.int64:
-            remedy = f"targets of a {self.objective} model are token ids, int64; sample {index} "
+            remedy = (
+                f"a {self.objective} model needs token ids of type int64 as targets; sample "
+                f"{index} "
+            )
             raise ConfigError("data.target", self.target, f"{remedy} has {targets.dtype}")
         return inputs, targets
 
@@ -210,7 +213,7 @@ def _sample(dataset: Dataset, number: Any, seed: int) -> tuple[Tensor, Tensor]:
 def _stacked(tensors: list[Tensor]) -> Tensor:
     shapes = sorted({tuple(tensor.shape) for tensor in tensors})
     if len(shapes) > 1:
-        remedy = "samples of a microbatch have different shapes; cut or pad them to one"
+        remedy = "the samples of a microbatch have different shapes; cut or pad them to one shape"
         raise ConfigError("data", shapes, remedy)
     return torch.stack(tensors).contiguous()
 
@@ -270,7 +273,7 @@ def _saved_dataset(data: DataConfig, *, objective: str, cache_directory: Path) -
 def _loaded_from_disk(path: str) -> Any:
     """The saved `datasets.Dataset`; the split "train" if the directory has several splits."""
     if importlib.util.find_spec("datasets") is None:
-        raise ConfigError("data.kind", "hf", "pip install 'planaria[hf]'")
+        raise ConfigError("data.kind", "hf", "it needs more packages: pip install 'planaria[hf]'")
     import datasets
 
     try:
@@ -298,8 +301,8 @@ def _check_lengths(saved: Any, column: str, data: DataConfig) -> None:
     shortest = compute.min(compute.list_value_length(values)).as_py() or 0
     if shortest < data.sequence_length:
         remedy = (
-            f"the shortest row of {column} in {data.path} has {shortest} tokens; pack the rows to "
-            "one length, or set this to the shortest"
+            f"the shortest row of {column} in {data.path} has {shortest} tokens; pack the "
+            f"rows to one length, or set it to {shortest}"
         )
         raise ConfigError("data.sequence_length", data.sequence_length, remedy)
 
@@ -319,7 +322,9 @@ def _num_ids(saved: Any, path: str, cache_directory: Path) -> int:
         _, compute = _arrow()
         ends = compute.min_max(compute.list_flatten(saved.data.column("input_ids"))).as_py()
         if ends["min"] < 0:
-            raise ConfigError("data.path", path, f"input_ids holds {ends['min']}; give ids from 0")
+            raise ConfigError(
+                "data.path", path, f"input_ids holds the id {ends['min']}; ids start at 0"
+            )
         partial_path.write_text(str(ends["max"] + 1))
 
     try:
@@ -327,7 +332,9 @@ def _num_ids(saved: Any, path: str, cache_directory: Path) -> int:
         return int(made_once(cache_directory / f"num-ids-{digest}", scan).read_text())
     except OSError as error:
         reason = f"{error.strerror} ({error.filename})"
-        raise ConfigError("data.path", path, f"cannot be read or kept: {reason}") from error
+        raise ConfigError(
+            "data.path", path, f"it cannot be read, or the cache cannot be written: {reason}"
+        ) from error
 
 
 def _arrow() -> tuple[Any, Any]:

@@ -123,13 +123,15 @@ def text_dataset(
         ConfigError: the text cannot be read or is too short for one sample.
     """
     if objective not in ("causal", "masked"):
-        remedy = f"text has no {objective} targets; give a kind of data that has"
+        remedy = f"text has no {objective} targets; use another kind of data, which has them"
         raise ConfigError("data.kind", data.kind, remedy)
     try:
         path = _token_file(source, data, cache_directory)
     except OSError as error:
         reason = f"{error.strerror} ({error.filename})"
-        raise ConfigError("data.path", source.name, f"cannot be read or kept: {reason}") from error
+        raise ConfigError(
+            "data.path", source.name, f"it cannot be read, or the cache cannot be written: {reason}"
+        ) from error
     dtype = _token_dtype(data)
     num_tokens = path.stat().st_size // dtype.itemsize
     extra = 1 if objective == "causal" else 0
@@ -175,7 +177,7 @@ def file_source(path: str) -> TextSource:
             while piece := file.read(_PIECE_BYTES):
                 content.update(piece)
     except OSError as error:
-        remedy = f"cannot be read: {error.strerror}; give a text file, or none"
+        remedy = f"cannot be read: {error.strerror}; name a text file, or leave the key out"
         raise ConfigError("data.path", path, remedy) from error
     return TextSource(path, _digest("file", content.hexdigest()), lambda: _file_pieces(Path(path)))
 
@@ -274,9 +276,15 @@ def _token_file(source: TextSource, data: DataConfig, cache_directory: Path) -> 
     if data.tokenizer == "bytes":
         return made_once(bytes_path, lambda partial: _write(partial, source.pieces()))
     if importlib.util.find_spec("tokenizers") is None:
-        raise ConfigError("data.tokenizer", "bpe", "pip install 'planaria[hf]', or take bytes")
+        raise ConfigError(
+            "data.tokenizer",
+            "bpe",
+            "it needs more packages: pip install 'planaria[hf]', or set it to \"bytes\"",
+        )
     if data.vocabulary_size < _NUM_BYTE_TOKENS:
-        remedy = f"{_NUM_BYTE_TOKENS} single bytes come first; give more"
+        remedy = (
+            f"the {_NUM_BYTE_TOKENS} single bytes are the first tokens; set it to a larger number"
+        )
         raise ConfigError("data.vocabulary_size", data.vocabulary_size, remedy)
     digest = _digest(source.digest, "bpe", str(data.vocabulary_size))
 

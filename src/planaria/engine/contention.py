@@ -45,7 +45,7 @@ class Contention:
             try:
                 pid = os.fork()
             except OSError as error:
-                logger.info("layers are measured beside fewer others: %s", error)
+                logger.info("layers are measured while fewer other processes compute: %s", error)
                 break
             if pid == 0:
                 try:

@@ -288,7 +288,7 @@ class _ArrivingLayers:
                     self._memory[layer][first:end] = piece
             digest = yield _digest_tag(transfer, self._age)
             if digest.tobytes() != hasher.digest() or not is_alike:
-                why = f"layer {layer} did not arrive as it was sent"
+                why = f"layer {layer} arrived damaged"
                 raise PeerLostError(transfer.source, why)
             self._num_chunks[layer] -= transfer.end_chunk - transfer.first_chunk
 

@@ -29,12 +29,12 @@ OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
 _PINNED = {"foreach": False, "fused": False}
 _REFUSED_CLASSES = {
     "LBFGS": "it steps on all parameters at once and calls the model several times a step",
-    "SparseAdam": "it needs sparse gradients, which are not summed over pipelines",
+    "SparseAdam": "it needs sparse gradients, which planaria cannot sum over pipelines",
 }
 _REFUSED_ARGUMENTS = {
     "lr": "give it as training.learning_rate",
-    "foreach": "leave it out: planaria fixes it to false, one implementation gives one result",
-    "fused": "leave it out: planaria fixes it to false, one implementation gives one result",
+    "foreach": "leave it out: planaria sets it to false, so that the result is always the same",
+    "fused": "leave it out: planaria sets it to false, so that the result is always the same",
     "capturable": "leave it out: it is for CUDA graphs, which planaria does not capture",
     "differentiable": "leave it out: nothing differentiates through the optimizer's step",
 }
@@ -100,7 +100,7 @@ def load_optimizer_state(
         name, _, key = path.rpartition("/")
         if name not in tensors_by_name:
             raise CheckpointError(
-                f"optimizer state {path!r} fits no parameter; known: {', '.join(parameters)}"
+                f"optimizer state {path!r} fits none of the parameters {', '.join(parameters)}"
             )
         tensors_by_name[name][key] = tensor
     for name, tensors in tensors_by_name.items():
@@ -154,7 +154,9 @@ def _optimizer_class(name: object) -> type[Optimizer]:
         raise ConfigError("training.optimizer.name", name, _choose(str(name), names))
     if found.__name__ in _REFUSED_CLASSES:
         reason = _REFUSED_CLASSES[found.__name__]
-        raise ConfigError("training.optimizer.name", name, f"{reason}; take another, as AdamW")
+        raise ConfigError(
+            "training.optimizer.name", name, f"{reason}; use another one, such as AdamW"
+        )
     return found
 
 
@@ -228,4 +230,4 @@ def _choose(given: str, known: Iterable[str]) -> str:
     words = {word.lower(): word for word in known}
     nearest = difflib.get_close_matches(given.lower(), words, n=1, cutoff=0.5)
     hint = f"did you mean {words[nearest[0]]}? " if nearest else ""
-    return f"{hint}known: {', '.join(words.values())}"
+    return f"{hint}the choices are {', '.join(words.values())}"

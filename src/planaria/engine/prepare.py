@@ -96,9 +96,13 @@ def split_model(
     if model.kind == "python":
         return split_user_model(model.target, seed=seed)
     if model.kind != "hf":
-        raise ConfigError("model.kind", model.kind, 'only "hf" and "python" have layers to split')
+        raise ConfigError(
+            "model.kind", model.kind, 'only models of kind "hf" and "python" have layers to split'
+        )
     if importlib.util.find_spec("transformers") is None:
-        raise ConfigError("model.kind", model.kind, "pip install 'planaria[hf]'")
+        raise ConfigError(
+            "model.kind", model.kind, "it needs more packages: pip install 'planaria[hf]'"
+        )
     # Importing transformers takes seconds, and jobs with user-defined layers do not need it.
     from planaria.models.hf_layers import split_hf_model
 
@@ -192,7 +196,10 @@ def _check_profile(job: JobConfig, profile: ModelProfile, model: SplitModel) -> 
     Raises:
         ConfigError: the profile differs from the job; the message names the first difference.
     """
-    remedy = "is not of this job: {}; measure it anew with planaria profile JOB -o FILE"
+    remedy = (
+        "this profile belongs to another job: {}; measure this job with planaria profile JOB "
+        "-o FILE"
+    )
     facts: list[tuple[str, object, object]] = [
         ("microbatch_size", profile.microbatch_size, job.training.microbatch_size),
         ("dtype", profile.dtype, job.training.dtype),
@@ -204,5 +211,5 @@ def _check_profile(job: JobConfig, profile: ModelProfile, model: SplitModel) -> 
         facts.append((f"parameter_bytes of layer {name}", measured.parameter_bytes, num_bytes))
     for what, there, here in facts:
         if there != here:
-            difference = f"{what} is {there} there and {here} here"
+            difference = f"{what} is {there} in the profile and {here} in the job"
             raise ConfigError("model.profile", job.model.profile, remedy.format(difference))

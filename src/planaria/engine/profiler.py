@@ -177,7 +177,7 @@ def _answer(own: Links, other: Links, num_messages: int) -> None:
             own.send(other.rank, tag, np.zeros(8, dtype=np.uint8))
     except PeerLostError as error:
         # Both ends are in this process, and the other end raises the error.
-        logger.info("a link was measured in part: %s", error)
+        logger.info("only a part of a link was measured: %s", error)
 
 
 def _round_trips(own: Links, other: Links, sizes: Sequence[int]) -> dict[int, list[float]]:

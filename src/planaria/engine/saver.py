@@ -65,8 +65,8 @@ class Saver:
             self._attempt(layers, iteration, epoch)
             return True
         reason = (
-            f"rank {self._rank} was still writing that of iteration {self._iteration}, "
-            f"for {time.monotonic() - self._begin_s:.1f} s"
+            f"rank {self._rank} was still writing the save of iteration {self._iteration}, "
+            f"which it began {time.monotonic() - self._begin_s:.1f} s before"
         )
         self._report_failure(iteration, epoch, reason, is_skipped=True)
         return False

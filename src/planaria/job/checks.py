@@ -101,7 +101,9 @@ def _check_ranges(job: JobConfig) -> None:
         )
     _check_domains(job.checkpoint.failure_domains)
     if job.checkpoint.path == "device" and job.model.kind != "paced":
-        remedy = 'only model.kind = "paced" has it: copies travel from host to host'
+        remedy = (
+            'is possible only with model.kind = "paced"; in other jobs copies go from host to host'
+        )
         raise ConfigError("checkpoint.path", "device", remedy)
     for name in _POSITIVE:
         if (value := attrgetter(name)(job)) <= 0:
@@ -115,9 +117,17 @@ def _check_domains(domains: Sequence[Sequence[int]]) -> None:
     seen: set[int] = set()
     for node in (node for domain in domains for node in domain):
         if not 0 <= node < NODES_MAX:
-            raise ConfigError("checkpoint.failure_domains", node, "is the number of no node")
+            raise ConfigError(
+                "checkpoint.failure_domains",
+                node,
+                f"must be the number of a node, from 0 to {NODES_MAX - 1}",
+            )
         if node in seen:
-            raise ConfigError("checkpoint.failure_domains", node, "is in two domains")
+            raise ConfigError(
+                "checkpoint.failure_domains",
+                node,
+                "this node is in two domains; name it in one of them",
+            )
         seen.add(node)
 
 
@@ -152,7 +162,10 @@ def _check_kinds(job: JobConfig) -> None:
         kind, value = getattr(job, table).kind, attrgetter(name)(job)
         if kind not in kinds and value != attrgetter(name)(unset):
             allowed = " or ".join(f'"{one}"' for one in kinds)
-            remedy = f'goes with {table}.kind = {allowed}, and the kind here is "{kind}"'
+            remedy = (
+                f"has a meaning only with {table}.kind = {allowed}, and this job has "
+                f'{table}.kind = "{kind}"'
+            )
             raise ConfigError(name, value, remedy)
 
 
@@ -165,7 +178,9 @@ def _check_model(model: ModelConfig) -> None:
     elif model.kind == "python":
         _check_target("model.target", model.target, returned="the layers")
     elif not model.profile:
-        raise ConfigError("model.profile", "", "must name a profile: a paced model is made of one")
+        raise ConfigError(
+            "model.profile", "", "must name a profile, because a paced model is made from one"
+        )
 
 
 def _check_target(name: str, target: str, *, returned: str) -> None:
@@ -181,7 +196,7 @@ def _check_data(data: DataConfig) -> None:
         _check_target("data.target", data.target, returned="an indexable dataset")
     # A byte-pair encoding starts with the single bytes and learns the tokens above them.
     if data.tokenizer == "bpe" and data.vocabulary_size <= _BYTE_TOKENS:
-        remedy = f"must be more than the {_BYTE_TOKENS} single bytes"
+        remedy = f"must be more than {_BYTE_TOKENS}, because each single byte is a token"
         raise ConfigError("data.vocabulary_size", data.vocabulary_size, remedy)
 
 
@@ -203,13 +218,13 @@ def _check_batch(job: JobConfig) -> None:
         f"{fewest} to {NUM_MICROBATCHES_MAX} times it"
     )
     if nearest:
-        remedy += f": {' or '.join(map(str, nearest))} would do"
+        remedy += f": {' or '.join(map(str, nearest))} would work"
     raise ConfigError("training.global_batch_size", batch, remedy)
 
 
 def _check_cluster(cluster: ClusterConfig) -> None:
     if 0 < cluster.max_nodes < cluster.nodes:
-        remedy = f"must be at least cluster.nodes = {cluster.nodes}; or 0, for as many"
+        remedy = f"must be at least cluster.nodes = {cluster.nodes}, or 0 for the same number"
         raise ConfigError("cluster.max_nodes", cluster.max_nodes, remedy)
 
 
@@ -218,7 +233,7 @@ def _missing(data: DataConfig) -> str:
     needed, other = ("directory", "file") if data.kind == "hf" else ("file", "directory")
     if Path(data.path).exists():
         return f'is a {other}; kind = "{data.kind}" needs a {needed}'
-    return f"no such {needed}"
+    return f"there is no such {needed}"
 
 
 def _check_paths(job: JobConfig) -> None:
@@ -235,4 +250,6 @@ def _check_paths(job: JobConfig) -> None:
         raise ConfigError("data.path", job.data.path, "the file is empty")
     directory = job.checkpoint.directory
     if not directory or (Path(directory).exists() and not Path(directory).is_dir()):
-        raise ConfigError("checkpoint.directory", directory, "must name a directory, new or old")
+        raise ConfigError(
+            "checkpoint.directory", directory, "must name a directory, which may be new"
+        )

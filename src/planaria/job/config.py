@@ -128,7 +128,7 @@ def _parsed(path: Path) -> dict[str, Any]:
         raise ConfigError("job file", str(path), f"is not UTF-8 at byte {error.start}") from None
     except FileNotFoundError:
         near = sorted(file.name for file in path.parent.glob("*.toml"))
-        remedy = "no such file" + _nearest_or_all(path.name, near)
+        remedy = "there is no such file" + _nearest_or_all(path.name, near)
         raise ConfigError("job file", str(path), remedy) from None
     except OSError as error:
         raise ConfigError("job file", str(path), f"cannot be read: {error.strerror}") from None
@@ -165,7 +165,7 @@ def _with_value(
         return {**data, first: value}
     inner = data.get(first, {})
     if not isinstance(inner, Mapping):
-        raise ConfigError(name, value, f"{first} is no table, so nothing can be set inside it")
+        raise ConfigError(name, value, f"{first} is not a table, so no key can be set inside it")
     return {**data, first: _with_value(inner, rest, value=value, name=name)}
 
 
@@ -228,7 +228,7 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def _nearest_or_all(name: str, known: Collection[str]) -> str:
     """The end of a remedy that names the nearest known name, or all if none is near."""
-    all_names = f"; known are {', '.join(known)}" if known else ""
+    all_names = f"; there are {', '.join(known)}" if known else ""
     return _did_you_mean(name, known) or all_names
 
 

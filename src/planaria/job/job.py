@@ -347,7 +347,7 @@ def _begin(
         for text in skipped_texts(tier, manifest) if manifest else ():
             display.note(text)
     except LateError as error:  # Before training, a disk that hangs is the user's to repair.
-        remedy = f"{error} (checkpoint.timeout_s): see to that disk or store; nothing was trained"
+        remedy = f"{error} (checkpoint.timeout_s); check that disk or store; nothing was trained"
         raise ConfigError("checkpoint.directory", directory, remedy) from error
     return journal, manifest
 

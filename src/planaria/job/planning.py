@@ -151,13 +151,15 @@ def starting_point(config: JobConfig, tier: Tier, *, resume: bool) -> Manifest |
             raise ConfigError(
                 "checkpoint.directory",
                 directory,
-                f"it holds a checkpoint of iteration {manifest.iteration}: go on from it with "
-                "--resume, or name another directory",
+                f"it holds a checkpoint of iteration {manifest.iteration}; go on from it "
+                "with --resume, or name another directory",
             )
         return None
     if manifest is None:
         why = f" ({versions[0].name}: {versions[0].reason})" if versions else ""
-        remedy = f"it holds no complete checkpoint to resume from{why}; leave --resume out"
+        remedy = (
+            f"it holds no complete checkpoint to resume from{why}; leave --resume out to begin anew"
+        )
         raise ConfigError("checkpoint.directory", directory, remedy)
     _check_same_job(config, manifest)
     return manifest
@@ -167,8 +169,8 @@ def skipped_texts(tier: Tier, manifest: Manifest) -> tuple[str, ...]:
     """Notices of the versions that are newer than the checkpoint to go on from, but incomplete."""
     newest = (manifest.iteration, manifest.epoch)
     return tuple(
-        f"{tier.storage.where(version.name)} is not complete, and not used ({version.reason}): "
-        f"going on from {tier.where(*newest)}"
+        f"{tier.storage.where(version.name)} is not complete ({version.reason}), so the "
+        f"job goes on from {tier.where(*newest)}"
         for version in tier.versions()
         if (version.iteration, version.epoch) > newest
     )
@@ -184,7 +186,8 @@ def _check_same_job(config: JobConfig, manifest: Manifest) -> None:
         raise ConfigError(
             "training.iterations",
             config.training.iterations,
-            f"the checkpoint has {manifest.iteration} already; ask for more to train on",
+            f"the checkpoint already has {manifest.iteration} iterations; set a larger "
+            "number to train on",
         )
 
 
@@ -271,8 +274,8 @@ def given_profile(config: JobConfig) -> ModelProfile | None:
     if config.model.kind == "paced" and size != profile.microbatch_size:
         there = profile.microbatch_size
         remedy = (
-            "its seconds are of whole microbatches, and microbatch_size is "
-            f"{there} there and {size} here; training.microbatch_size = {there} would do"
+            f"its seconds are those of a whole microbatch, and microbatch_size is {there} "
+            f"in the profile and {size} in the job; set training.microbatch_size = {there}"
         )
         raise ConfigError("model.profile", config.model.profile, remedy)
     return replace(one_device_profile(profile), device_memory_bytes=memory_bytes)
@@ -402,7 +405,9 @@ def infeasible_mistake(
         text: wording of a value with which there is a plan, as the user would give it.
     """
     field, value = setting(error.limit, error.value)
-    remedies = f"; would do: {', '.join(map(text, error.remedies))}" if error.remedies else ""
+    remedies = (
+        f"; values that work: {', '.join(map(text, error.remedies))}" if error.remedies else ""
+    )
     return ConfigError(field, value, error.why + remedies)
 
 
@@ -497,5 +502,5 @@ def short_actions_text(planned: Planned) -> str:
     text += f"{1000 * ACTION_S_MIN:.0f} ms a sleep is not exact"
     if shortest_s > 0:
         time_scale = model.time_scale * ACTION_S_MIN / shortest_s
-        text += f"; model.time_scale = {time_scale:.3g} would do"
+        text += f"; set model.time_scale = {time_scale:.3g}"
     return text

@@ -188,7 +188,7 @@ def final_record(
                 progress=_told_once(len(manifest.layers), watcher),
             )
     except CheckpointError as error:
-        watcher.on_message(Warned(text=f"the report has no hashes of what was saved: {error}"))
+        watcher.on_message(Warned(text=f"the report has no hashes of the last save: {error}"))
     return FinalRecord(
         iteration=iteration,
         loss=records[-1].loss if records else float("nan"),  # null in JSON
@@ -207,7 +207,10 @@ def _told_once(num_layers: int, watcher: Watcher) -> Callable[[int], None]:
     def progress(num_read: int) -> None:
         nonlocal tell_s
         if time.monotonic() >= tell_s and num_read < num_layers:
-            text = f"the last save is read for its hashes: {num_read} of {num_layers} layers so far"
+            text = (
+                f"the job reads its last save for the hashes: {num_read} of {num_layers} "
+                "layers so far"
+            )
             watcher.on_message(Warned(text=text))
             tell_s = inf
 

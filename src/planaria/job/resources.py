@@ -35,13 +35,14 @@ def _check_disk(planned: Planned) -> None:
     try:
         free_bytes = answer_in_time(partial(_free, directory), where=directory, timeout_s=timeout_s)
     except LateError as error:
-        remedy = f"{error} (checkpoint.timeout_s): see to that disk"
+        remedy = f"{error} (checkpoint.timeout_s); check that disk"
         raise ConfigError("checkpoint.directory", directory, remedy) from error
     if free_bytes < needed_bytes:
         raise ConfigError(
             "checkpoint.directory",
             directory,
-            f"one save takes {needed_bytes:_} bytes and {free_bytes:_} are free there",
+            f"one save takes {needed_bytes:_} bytes and {free_bytes:_} are free there; "
+            "free some space, or name another directory",
         )
 
 
@@ -67,8 +68,9 @@ def check_memory(planned: Planned, *, free_bytes: int) -> None:
         raise ConfigError(
             "checkpoint.copies",
             config.checkpoint.copies,
-            f"two versions of these copies take {needed_bytes:_} bytes of memory on all nodes "
-            f"together, and {free_bytes:_} are free on this machine, which they share",
+            f"two versions of these copies take {needed_bytes:_} bytes of memory on all "
+            f"nodes together, and {free_bytes:_} are free on this machine, which they "
+            "share; make fewer copies",
         )
 
 

@@ -33,7 +33,7 @@ def _script_job(path: Path) -> Job:
         TrainingError: the script raised.
     """
     if not path.is_file():
-        raise ConfigError("script", str(path), "no such file")
+        raise ConfigError("script", str(path), "there is no such file")
     sys.path.insert(0, str(absolute_path(path).parent))
     try:
         names = runpy.run_path(str(path), run_name=SCRIPT_NAME)
@@ -47,6 +47,8 @@ def _script_job(path: Path) -> Job:
         raise TrainingError(-1, "".join(whole.format())) from error
     job = names.get("job")
     if not isinstance(job, Job):
-        remedy = "defines no job: write job = planaria.Job(planaria.JobConfig(...)) in it"
+        remedy = (
+            "this script defines no job; write job = planaria.Job(planaria.JobConfig(...)) in it"
+        )
         raise ConfigError("script", str(path), remedy)
     return job

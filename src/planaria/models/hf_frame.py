@@ -121,7 +121,7 @@ class Frame:
             self.logits(ids_BL, visit)
         except Reached as reached:
             return reached.hidden_BLD
-        raise refusal(self.model, "its forward passes by some of its blocks")
+        raise refusal(self.model, "its forward does not use all of its blocks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,9 +269,9 @@ def _walk_blocks(
     def walk(index: int, hidden_BLD: Tensor, call: Call) -> Tensor:
         is_chain = index == len(taken) and (index == 0 or hidden_BLD is returned[-1])
         if not is_chain:
-            raise refusal(frame.model, "its blocks are no chain")
+            raise refusal(frame.model, "its blocks do not form a chain")
         if any(tensor.requires_grad for tensor in call.tensors()):
-            raise refusal(frame.model, "its blocks take more than hidden states")
+            raise refusal(frame.model, "its blocks take more inputs than hidden states")
         taken.append(hidden_BLD)
         returned.append(hidden_BLD.detach().requires_grad_())
         block = blocks[index]
@@ -301,7 +301,7 @@ def _logits_after(frame: Frame, ids_BL: Tensor, hidden_BLD: Tensor) -> Tensor:
     try:
         logits = frame.logits(ids_BL, pass_by)
     except (RuntimeError, NotImplementedError) as error:
-        why = f"what comes after its blocks cannot run alone ({error})"
+        why = f"the part after its blocks cannot run alone ({error})"
         raise refusal(frame.model, why) from error
     if visited != list(range(len(frame.doorways))):
         raise refusal(frame.model, "it runs a block more than once")
@@ -316,7 +316,9 @@ def _num_outputs(frame: Frame, block: nn.Module, hidden_BLD: Tensor, call: Call)
     try:
         output = Call(call.is_named, args, kwargs).output(block, meta_BLD)
     except (RuntimeError, NotImplementedError) as error:
-        raise refusal(frame.model, f"a block cannot run without values ({error})") from error
+        raise refusal(
+            frame.model, f"a block needs values, not only shapes, to run ({error})"
+        ) from error
     hidden = output[0] if isinstance(output, tuple) and output else output
     if not isinstance(hidden, Tensor) or hidden.shape != hidden_BLD.shape:
         raise refusal(frame.model, "its blocks do not return hidden states")

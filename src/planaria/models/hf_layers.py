@@ -118,7 +118,7 @@ class _BlockArguments:
 
         self.frame.hidden(ids_BL, note)
         if any(bool(tensor.isnan().any()) for call in calls for tensor in call.tensors()):
-            raise refusal(model, "its blocks take more than hidden states")
+            raise refusal(model, "its blocks take more inputs than hidden states")
         return tuple(calls)
 
 
@@ -348,7 +348,7 @@ def _examined(
     calls = [arguments.noted(ids, torch.float32) for ids in (ids_BL, torch.zeros_like(ids_BL))]
     for call, other in zip(*calls, strict=True):
         if not all(map(torch.equal, call.tensors(), other.tensors())):
-            raise refusal(model, "its blocks take more than hidden states")
+            raise refusal(model, "its blocks take more inputs than hidden states")
     return own, arguments
 
 
@@ -403,6 +403,10 @@ def _check_weights(
             for alias in stored:
                 weights.check_shape(alias, shapes[alias])
             if not stored and 0 < layer < len(leaves) - 1:
-                raise ConfigError("model.path", weights.directory, f"no file there holds {name}")
+                raise ConfigError(
+                    "model.path", weights.directory, f"no file in it holds the parameter {name}"
+                )
             if not stored:
-                logger.warning("%s is not in %s: it is drawn anew", name, weights.directory)
+                logger.warning(
+                    "%s is not in %s, so it starts with random values", name, weights.directory
+                )

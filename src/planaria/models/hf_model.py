@@ -82,7 +82,7 @@ def meta_model(config: Any) -> tuple[Any, str]:
     elif config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         auto_class, objective = AutoModelForCausalLM, "causal"
     else:
-        remedy = f"neither a causal nor a masked language model; {OWN_LAYERS}"
+        remedy = f"it is neither a causal nor a masked language model; {OWN_LAYERS}"
         raise ConfigError("model.config.model_type", config.model_type, remedy)
     try:
         with torch.device("meta"), _Undrawn():
@@ -192,7 +192,10 @@ def _weight_files(directory: Path) -> list[Path]:
     if missing:
         raise ConfigError("model.path", str(directory), f"lacks {', '.join(missing)}")
     if not files and any(directory.glob("*.bin")):
-        remedy = "its weights are pickled; load them with transformers and save_pretrained them"
+        remedy = (
+            "its weights are pickled; load them with transformers, and write them with "
+            "save_pretrained"
+        )
         raise ConfigError("model.path", str(directory), remedy)
     return files
 
@@ -202,22 +205,29 @@ def _keys_on_disk(path: str) -> dict[str, Any]:
         return {}
     file = Path(path) / "config.json"
     if not file.is_file():
-        raise ConfigError("model.path", path, "not a directory with a config.json")
+        raise ConfigError("model.path", path, "it is not a directory with a config.json")
     try:
         keys: dict[str, Any] = json.loads(file.read_text())
     except ValueError as error:
-        raise ConfigError("model.path", path, f"config.json is no JSON: {error}") from error
+        raise ConfigError("model.path", path, f"config.json is not JSON: {error}") from error
     return keys
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(key, list(known), n=3, cutoff=0.5)
-    return f"unknown; near it: {', '.join(close)}" if close else "unknown to transformers"
+    return (
+        f"transformers does not know it; similar names are {', '.join(close)}"
+        if close
+        else "transformers does not know it"
+    )
 
 
 def _check_sizes(config: Any, *, vocabulary_size: int, sequence_length: int) -> None:
     if config.vocab_size < vocabulary_size:
-        remedy = f"the data has {vocabulary_size} tokens; give as many, or leave the key out"
+        remedy = (
+            f"the data has {vocabulary_size} different tokens; set it to this number, or leave "
+            "the key out"
+        )
         raise ConfigError("model.config.vocab_size", config.vocab_size, remedy)
     num_positions = getattr(config, "max_position_embeddings", None)
     if isinstance(num_positions, int) and num_positions < sequence_length:
@@ -230,17 +240,18 @@ def too_few_positions(config: Any, sequence_length: int) -> ConfigError:
     return ConfigError(
         f"model.config.{config.attribute_map.get(key, key)}",  # n_positions in GPT-2, for example.
         getattr(config, key, None),
-        f"too few for data.sequence_length = {sequence_length}; raise it, or shorten the samples",
+        f"it is too small for data.sequence_length = {sequence_length}; raise it, or make "
+        "the samples shorter",
     )
 
 
 def _refuse_what_no_chain_does(config: Any) -> None:
     if config.is_encoder_decoder:
-        remedy = f"an encoder and a decoder are no chain of layers; {OWN_LAYERS}"
+        remedy = f"a model with an encoder and a decoder is not a chain of layers; {OWN_LAYERS}"
         raise ConfigError("model.config.model_type", config.model_type, remedy)
     if getattr(config, "output_router_logits", False):
-        remedy = f"a loss of the routers needs more than one tensor a layer; {OWN_LAYERS}"
+        remedy = f"the loss of the routers needs more than one tensor from a layer; {OWN_LAYERS}"
         raise ConfigError("model.config.output_router_logits", True, remedy)
     if getattr(config, "layerdrop", 0.0):
-        remedy = "a layer runs for every microbatch; set it to 0.0"
+        remedy = "planaria runs every layer for every microbatch; set it to 0.0"
         raise ConfigError("model.config.layerdrop", config.layerdrop, remedy)

@@ -143,7 +143,7 @@ class SplitModel:
         loss = self._loss(output, targets)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ConfigError("model.target", shape, "the loss function returns one number")
+            raise ConfigError("model.target", shape, "the loss function must return one number")
         return loss.float().reshape(())
 
 
@@ -158,8 +158,8 @@ def boundary(output: object, layer_name: str) -> Tensor:
     raise ConfigError(
         f"model (layer {layer_name})",
         type(output).__name__,
-        "a layer takes and returns exactly one tensor; pack what the next layers need into one, "
-        f"or {OWN_LAYERS}",
+        "a layer must take and return exactly one tensor; pack what the next layers need "
+        f"into one tensor, or {OWN_LAYERS}",
     )
 
 
@@ -217,6 +217,6 @@ def _batch_statistics_error(layer_name: str, value: str) -> ConfigError:
     return ConfigError(
         f"model (layer {layer_name})",
         value,
-        "a forward must not change state by the statistics of its batch, for these depend on how "
-        "samples are spread over nodes; use GroupNorm (or LayerNorm)",
+        "a forward must not change the layer's state by statistics of its batch, because "
+        "these depend on how samples are spread over nodes; use GroupNorm or LayerNorm",
     )

@@ -166,7 +166,7 @@ def _built(item: LayerItem) -> nn.Module:
     module = item if isinstance(item, nn.Module) else item()
     if not isinstance(module, nn.Module):
         raise ConfigError(
-            "model.target", type(module).__name__, "a layer's function returns a module"
+            "model.target", type(module).__name__, "the function of a layer must return a module"
         )
     return module
 

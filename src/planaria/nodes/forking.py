@@ -170,7 +170,7 @@ class Forker:
         loss = self._server.loss
         self._num_lost += 1
         if self._num_lost > RENEWALS_MAX:
-            await self._give_up(f"{loss}, as those before it")
+            await self._give_up(f"{loss}, like the fork servers before it")
             return
         await asyncio.sleep(_pause_s(self._num_lost - 1))
         num_tries = num_awaited = 0
@@ -180,7 +180,7 @@ class Forker:
             except InsufficientError as error:
                 num_tries += 1
                 if num_tries == 1:
-                    self._note(f"{loss}; {error}, which is tried again")
+                    self._note(f"{loss}; {error}; planaria tries again")
                 logger.info("%s; %s, try %d", loss, error, num_tries)
                 num_awaited = num_awaited + 1 if self._num_waiting else 0
                 if num_awaited >= TRIES_MAX:
@@ -220,7 +220,7 @@ class Forker:
         except InsufficientError:
             return
         except OSError as error:
-            shortage = f"node {node} cannot be started now ({error.strerror}), which is tried again"
+            shortage = f"node {node} cannot be started now ({error.strerror}); planaria tries again"
             if shortage != self._shortage:
                 self._note(shortage)
             self._shortage = shortage

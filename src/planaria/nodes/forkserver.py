@@ -166,7 +166,7 @@ class ForkServer:
             self._start()
         except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started.
             reason = getattr(error, "strerror", None) or error
-            raise InsufficientError(f"no other can be started ({reason})") from error
+            raise InsufficientError(f"no other one can be started ({reason})") from error
 
     @property
     def pid(self) -> int:
@@ -226,7 +226,7 @@ class ForkServer:
         """
         request = self._requests.get(number)
         if request is None:
-            raise InsufficientError(self._loss or "the fork server is gone that was asked")
+            raise InsufficientError(self._loss or "the fork server that was asked is gone")
         if request.error:
             self.forget(number)
             raise OSError(request.error, os.strerror(request.error))
@@ -417,7 +417,7 @@ def exit_text(status: int) -> str:
     """An exit status in words; a negative one is a signal."""
     if status == UNKNOWN:
         return "has ended"
-    return f"was killed by signal {-status}" if status < 0 else f"left with status {status}"
+    return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
 
 
 def serve(fd: int, lifeline_fd: int) -> None:

@@ -159,9 +159,9 @@ class Injector:
             writer.write(self._own_fault(node, reached) + b"\n")
             await writer.drain()
         except (AuthenticationError, asyncio.IncompleteReadError, ConnectionError) as error:
-            logger.info("a probe went away: %s", error)
+            logger.info("a probe has closed its connection: %s", error)
         except msgspec.DecodeError as error:
-            logger.warning("a probe said what none says: %s", error)
+            logger.warning("a probe sent an unknown message: %s", error)
         finally:
             writer.close()
 

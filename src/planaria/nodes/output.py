@@ -96,7 +96,7 @@ class Outlet:
     def _queue_note(self) -> None:
         if self._num_dropped:
             lines = "1 line is" if self._num_dropped == 1 else f"{self._num_dropped} lines are"
-            text = f"({lines} left out here: nobody took them in time)"
+            text = f"({lines} left out here: nobody read them in time)"
             self._num_dropped = 0
             self._append(partial(self._note, text), _PIECE_BYTES)
 

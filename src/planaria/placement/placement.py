@@ -58,7 +58,7 @@ def paper_placement(num_nodes: int, copies: int, strategy: PaperStrategy) -> Pla
     """
     check_copies(num_nodes, copies)
     if strategy == "group" and num_nodes % copies:
-        remedy = f"has to divide {num_nodes} nodes with --strategy group; use mixed"
+        remedy = f"with --strategy group it must divide the {num_nodes} nodes; use --strategy mixed"
         raise ConfigError("copies", copies, remedy)
     if strategy == "ring":
         return _placement(num_nodes, [range(num_nodes)], copies)
@@ -73,7 +73,9 @@ def paper_placement(num_nodes: int, copies: int, strategy: PaperStrategy) -> Pla
 def check_copies(num_nodes: int, copies: int) -> None:
     """Raises ConfigError if `num_nodes` nodes cannot keep `copies` copies of a state."""
     if not 1 <= copies <= num_nodes:
-        remedy = f"has to be from 1 to the number of nodes, {num_nodes}: a node keeps one copy"
+        remedy = (
+            f"it must be from 1 to the number of nodes, {num_nodes}, because a node keeps one copy"
+        )
         raise ConfigError("copies", copies, remedy)
 
 

@@ -69,9 +69,13 @@ def optimised_placement(
     if not candidates:
         missing = -sum(limits.memory) + copies * sum(limits.state)
         remedy = (
-            "does not fit: no way was found to keep so many copies within what each node can keep "
+            "planaria found no way to keep so many copies within what each node can keep "
             "and receive"
-        ) + (f", {missing} bytes short in all" if missing > 0 else "; have fewer, or allow more")
+        ) + (
+            f"; the nodes lack {missing} bytes in all"
+            if missing > 0
+            else "; make fewer copies, or allow more"
+        )
         raise ConfigError("copies", copies, remedy)
     best = min(candidates.values(), key=lambda holders: risk(failures, holders))
     return as_placement(best)

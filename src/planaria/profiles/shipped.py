@@ -89,7 +89,9 @@ SHIPPED: Final = (
     (LLAMA2_7B, 1),
 )
 NAMES: Final = tuple(shape.name for shape, _ in SHIPPED)
-NOT_FOUND: Final = f"no such file, and no shipped profile of that name: {', '.join(NAMES)}"
+NOT_FOUND: Final = (
+    f"there is no such file, and no shipped profile has that name; shipped are {', '.join(NAMES)}"
+)
 
 
 def shipped_profiles() -> tuple[ModelProfile, ...]:

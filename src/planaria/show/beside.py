@@ -25,7 +25,7 @@ def beside_table(report: Report) -> Table:
     """The table of a report: iterations of every epoch, actions and memory of the newest epoch that
     reported them, and all transitions."""
     rows = list(_texts(report))
-    table = Table(title="predicted beside measured", title_justify="left", box=None, pad_edge=False)
+    table = Table(title="predicted and measured", title_justify="left", box=None, pad_edge=False)
     # On a narrow terminal names are wrapped, numbers never: a cut number would be a wrong number.
     table.add_column("", style="bold", overflow="fold", min_width=_NAME_LETTERS_MIN)
     for index, heading in enumerate(("predicted", "corrected", "measured", "off by"), start=1):
@@ -53,7 +53,7 @@ def _texts(report: Report) -> Iterator[tuple[str, ...]]:
             yield _recovery_texts(event)
         if event.answer and event.predicted_downtime_s:
             is_part = event.predicted_recovery_s_max > 0.0
-            name = f"{_transition_name(event)}{', once told' if is_part else ''}"
+            name = f"{_transition_name(event)}{', after the decision' if is_part else ''}"
             yield _row_texts(name, event.predicted_downtime_s, 0.0, event.transition_s)
     for one in report.memory:
         if one.epoch == report.memory[-1].epoch:

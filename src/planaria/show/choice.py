@@ -15,9 +15,9 @@ def back_text(event: EventRecord) -> str:
 
 
 def choice_text(event: EventRecord) -> str:
-    """The chosen answer and the other candidates with their prices, such as "borrow: 1.23 s an
-    iteration after 300.0 ms; reroute would be 1.41 s after 100.0 ms, layers move for 4.00 s; the
-    next failure is expected in 40 min".
+    """The chosen answer and the other candidates with their prices, such as "borrow: an iteration
+    takes 1.23 s after a pause of 300.0 ms; reroute would take 1.41 s after 100.0 ms, layers move
+    for 4.00 s; the next failure is expected in 40 min".
 
     The samples at risk are included only where candidates differ in them.
 
@@ -28,17 +28,20 @@ def choice_text(event: EventRecord) -> str:
     others = [c for c in event.candidates if _name(c) != (event.policy, event.answer)]
     is_risk_told = differs_in_risk(event)
     parts = [
-        f"{event.answer}: {_price(c, 'an iteration ', is_risk_told=is_risk_told)}"
+        f"{event.answer}: an iteration takes {_price(c, 'a pause of ', is_risk_told=is_risk_told)}"
         for c in taken[:1]
     ] or [event.answer]
     parts += [
-        f"{candidate['answer']} would be {_price(candidate, is_risk_told=is_risk_told)}"
+        f"{candidate['answer']} would take {_price(candidate, is_risk_told=is_risk_told)}"
         for candidate in others
     ]
     if others and event.time_to_failure_s:
         parts.append(f"the next failure is expected in {duration_text(event.time_to_failure_s)}")
     if is_risk_told:
-        parts.append("a failure costs the samples at risk on average, as it may take a last copy")
+        parts.append(
+            "the samples at risk are what a failure costs on average, because it may destroy "
+            "the last copy of a layer"
+        )
     return "; ".join(parts)
 
 
@@ -51,8 +54,12 @@ def _name(candidate: Mapping[str, object]) -> tuple[object, object]:
     return candidate["policy"], candidate["answer"]
 
 
-def _price(candidate: Mapping[str, object], of_what: str = "", *, is_risk_told: bool) -> str:
-    """The costs of a candidate."""
+def _price(candidate: Mapping[str, object], of_pause: str = "", *, is_risk_told: bool) -> str:
+    """The costs of a candidate.
+
+    Args:
+        of_pause: words before the downtime.
+    """
     iteration_s, downtime_s, moving_s, pause_s, then_s = (
         _number(candidate, key)
         for key in ("iteration_s", "downtime_s", "moving_s", "pause_s", "then_s")
@@ -62,7 +69,7 @@ def _price(candidate: Mapping[str, object], of_what: str = "", *, is_risk_told: 
         [f"then {seconds_text(then_s)} after a pause of {seconds_text(pause_s)}"] if then_s else []
     )
     risk = [_risk_text(candidate)] if is_risk_told else []
-    parts = [f"{seconds_text(iteration_s)} {of_what}after {seconds_text(downtime_s)}"]
+    parts = [f"{seconds_text(iteration_s)} after {of_pause}{seconds_text(downtime_s)}"]
     return ", ".join([*parts, *moving, *then, *risk])
 
 

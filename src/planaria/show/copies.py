@@ -73,7 +73,7 @@ def placement_table(placed: Placed) -> Group:
         survives.add_row(str(lost), probability_text(estimate))
     parts: list[RenderableType] = [Text(placed.title, style="bold"), holders]
     if len(groups) > _ROWS_MAX:
-        parts.append(Text(f"and {len(groups) - _ROWS_MAX} more rows: see --json"))
+        parts.append(Text(f"{len(groups) - _ROWS_MAX} more rows are not shown; --json prints all"))
     parts.append(survives)
     if placed.risks:
         told = ", ".join(f"{name} {risk:.3g}" for name, risk in placed.risks.items())
@@ -153,7 +153,7 @@ def sending_text(sending: Mapping[int, Sending], copies: int) -> Text:
     """Sentences about the node that takes longest to send its copies: a version of the copies is
     complete only when that node has sent its part."""
     if not sending:
-        return Text("No copies travel: every node keeps its own, and all hold every layer.")
+        return Text("No copies are sent: every node keeps its own, and all nodes hold every layer.")
     node, slowest = _slowest(sending)
     text = Text.assemble(
         (f"{counted(copies, 'copy')} of each layer", "bold"),
@@ -199,7 +199,7 @@ def _slowest(sending: Mapping[int, Sending]) -> tuple[int, Sending]:
 def survival_table(survival: Sequence[LayerSurvival]) -> Table:
     """The probability that every layer survives, a row for each number of lost nodes."""
     title, is_cut = "Every layer survives", len(survival) == LOST_MAX
-    caption = f"more than {LOST_MAX} lost nodes are not told" if is_cut else None
+    caption = f"not shown: more than {LOST_MAX} lost nodes" if is_cut else None
     table = Table(box=box.SIMPLE, title=title, title_justify="left", caption=caption)
     for name in ("lost nodes", "by live holders alone", "by copies, too"):
         table.add_column(name, justify="right")

@@ -122,14 +122,14 @@ def _captions(
     if len(windows) > 1:
         start_s, end_s = windows[0].end_s, windows[1].start_s
         yield (
-            f"Of the time, {seconds_text(end_s - start_s)} in the middle are cut out, "
-            f"from {seconds_text(start_s)} to {seconds_text(end_s)}."
+            f"{seconds_text(end_s - start_s)} in the middle of the time are cut out, from "
+            f"{seconds_text(start_s)} to {seconds_text(end_s)}."
         )
     if any(one.num_left_out for one in drawn):
         yield "Of long pipelines, the stages in the middle are left out of the timeline."
     for what, num_max in (("stages", ROWS_MAX), ("timelines", TIMELINES_MAX)):
         if len(groups) > num_max:
-            yield f"Not drawn are the {what} of {_names(groups[num_max:])}."
+            yield f"The {what} of {_names(groups[num_max:])} are not drawn."
 
 
 def _names(groups: Sequence[Alike]) -> str:

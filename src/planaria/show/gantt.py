@@ -75,7 +75,7 @@ def compared_figure(
     page = Page()
     page.text((LEFT_PT, 42), page.shortened(title, PLOT_WIDTH_PT, TITLE), TITLE)
     drawn = list(_median_iterations(iterations))
-    text = "of each rank what was predicted, and below it what was measured"
+    text = "each rank has two lanes: the predicted one, and below it the measured one"
     if len(drawn) > ITERATIONS_MAX:
         text += f"; the last {ITERATIONS_MAX} of {len(drawn)} predictions"
     page.text((LEFT_PT, 58), text, SUBTITLE)
@@ -172,7 +172,10 @@ def _draw_box(
 
 def _draw_peaks(page: Page, one: Comparison, *, top: float) -> float:
     """Draws two bars of peak memory for each rank; returns the y at which they end."""
-    note = f"tensors of each rank in iteration {one.iteration}, predicted and below it measured"
+    note = (
+        f"tensors of each rank in iteration {one.iteration}: the predicted bytes, and below "
+        "them the measured ones"
+    )
     draw_heading(page, top, heading="Peak memory", note=note, legend=((MEMORY_COLOUR, "bytes"),))
     top += 16
     shown = one.peaks[:RANKS_MAX]

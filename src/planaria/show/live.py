@@ -122,7 +122,7 @@ class LiveDisplay:
         alive = [set(pipeline.nodes).difference(plan.gone) for pipeline in plan.pipelines]
         sizes = "+".join(str(len(nodes)) for nodes in alive if nodes)
         go = "goes" if len(plan.nodes) == 1 else "go"
-        self.note(f"{counted(len(plan.nodes), 'node')} {go} on as {sizes}", at_s=at_s)
+        self.note(f"{counted(len(plan.nodes), 'node')} {go} on in pipelines of {sizes}", at_s=at_s)
 
     def note(self, text: str, *, at_s: float) -> None:
         """Shows a line; on a terminal, the time of day `at_s` (time.time()) precedes it."""

@@ -124,7 +124,11 @@ def picture_format(option: str, name: str) -> Format:
     if picture is None:
         raise ConfigError(option, name, f"name a file that ends in {', '.join(_FORMATS)}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(option, name, "matplotlib draws it: pip install 'planaria[plots]'")
+        raise ConfigError(
+            option,
+            name,
+            "matplotlib draws the picture, and it is not installed: pip install 'planaria[plots]'",
+        )
     return picture
 
 

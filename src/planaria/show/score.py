@@ -37,7 +37,7 @@ def run_text(run: Run) -> str:
     """One line with the faults of a run and its result."""
     came = "survived, the same bits"
     if run.wrongs:
-        came = "NOT AS IT MUST BE"
+        came = "DID NOT END AS IT MUST"
     elif run.undecidable:
         came = f"not judged: {run.undecidable}"
     elif run.reason:
@@ -84,10 +84,14 @@ def score_table(runs: Sequence[Run]) -> Table:
     rows = (
         ("runs", "runs", f"the slowest took {numbers['slowest_s']:.1f} s"),
         ("faults", "faults", kinds),
-        ("survived", "survived_identical", "with the bits of the run in peace"),
-        ("ended early", "ended_early", "too little was left, workers ended alike, or SIGHUP"),
-        ("  with good reason", "justified", "as worked out from what was struck"),
-        ("  resumed", "resumed_identical", "to the bits of the run in peace"),
+        ("survived", "survived_identical", "with the bits of the baseline run"),
+        (
+            "ended early",
+            "ended_early",
+            "too few nodes or layers were left, workers failed alike, or SIGHUP came",
+        ),
+        ("  with good reason", "justified", "as the faults that struck explain"),
+        ("  resumed", "resumed_identical", "to the bits of the baseline run"),
         ("not judged", "undecidable", "a bit flipped in the only holder that was left"),
         ("failures", "failures", ""),
     )

@@ -16,11 +16,11 @@ _HAPPENED = {
     "flip": "had a bit of its parameters flipped",
     "preempt": "was told to leave",
     "slow": "became slow",
-    "unslowed": "had its speed back",
-    "fast": "was taken for fast again",
+    "unslowed": "got its speed back",
+    "fast": "was no longer taken for slow",
     "join": "joined",
     "joined": "joined",
-    "drained": "left in peace",
+    "drained": "left, as the user asked",
     "reformed": "got other work",
     "lost": "was lost",
 }
@@ -29,7 +29,7 @@ _NOBODYS = {
     "leader": "the coordinator was lost",
     "forkserver": "the fork server was killed",
     "store": "the checkpoint directory became slow",
-    "disk": "the disk of the journal stood still",
+    "disk": "the disk of the journal did not answer",
 }
 
 
@@ -41,13 +41,13 @@ def event_lines(event: EventRecord) -> Iterator[str]:
     if event.detect_s and not _is_restart(event):
         yield f"Every rank had stopped for it after {seconds_text(event.detect_s)}."
     if event.answer:
-        yield f"Chosen was {choice_text(event)}."
+        yield f"planaria chose {choice_text(event)}."
     if len(event.candidates) > 1:
         yield _why(event)
     if not event.answer:
         return
     if event.predicted_downtime_s and not event.downtime_s:
-        yield "Nobody has gone on by it."
+        yield "No node has gone on with this answer."
         return
     if event.downtime_s:
         yield _took(event)
@@ -62,7 +62,7 @@ def _happened(event: EventRecord) -> str:
     nodes = ", ".join(map(str, event.nodes))
     if not event.fired:
         what = f"{event.kind} of node {nodes}" if nodes else event.kind
-        return f"{where}: {what} was never injected: its place never came"
+        return f"{where}: {what} was never injected, because the job never came to that place"
     if _is_restart(event):
         return f"{where}: {_restart(event)}"
     if event.nodes and event.kind in _HAPPENED:
@@ -106,7 +106,7 @@ def _restart(event: EventRecord) -> str:
     what = f"the coordinator was {'killed' if event.step else 'lost'}"
     if not event.detect_s:
         return f"{what} ({event.reason})" if event.reason else what
-    meanwhile = event.reason or "training goes on without it"
+    meanwhile = event.reason or "training went on without it"
     return f"{what}; it ran again after {seconds_text(event.detect_s)}, {meanwhile}"
 
 
@@ -116,10 +116,10 @@ def _why(event: EventRecord) -> str:
         ((float(str(c["score"])), str(c["answer"])) for c in event.candidates), reverse=True
     )
     told = ", ".join(f"{answer} {score:.2f}" for score, answer in scores)
-    less = ", less what that costs" if differs_in_risk(event) else ""
+    less = ", less what that failure costs" if differs_in_risk(event) else ""
     return (
-        "It makes the most samples a second that are expected to count until the next failure"
-        f"{less}: {told}."
+        "It is expected to train the most samples a second that count until the next "
+        f"failure{less}: {told}."
     )
 
 
@@ -135,21 +135,22 @@ def _took(event: EventRecord) -> str:
     """Predicted and measured times of the phases of a transition."""
     if not event.detect_s:
         return (
-            f"Training paused for {seconds_text(event.downtime_s)}, predicted were "
-            f"{seconds_text(event.predicted_downtime_s)}."
+            f"Training paused for {seconds_text(event.downtime_s)}; "
+            f"{seconds_text(event.predicted_downtime_s)} was predicted."
         )
     rest_s = event.predicted_downtime_s - event.predicted_transfer_s
     whole = (
-        f"All went on {seconds_text(event.recovery_s)} after it was noticed, "
+        f"All nodes went on {seconds_text(event.recovery_s)} after the loss was noticed, "
         f"{expected_text(event)}. "
         if event.predicted_recovery_s_max and event.recovery_s
         else ""
     )
     return (
-        f"{whole}To decide took {seconds_text(event.decide_s)}. From then on it took "
-        f"{seconds_text(event.transition_s)}, predicted were "
-        f"{seconds_text(event.predicted_downtime_s)} "
+        f"{whole}The decision took {seconds_text(event.decide_s)}. The transition after it "
+        f"took {seconds_text(event.transition_s)}; "
+        f"{seconds_text(event.predicted_downtime_s)} was predicted "
         f"({off_text(event.predicted_downtime_s, event.transition_s)}): regroup "
         f"{seconds_text(event.regroup_s)} ({seconds_text(rest_s)} predicted), transfer "
-        f"{seconds_text(event.transfer_s)} ({seconds_text(event.predicted_transfer_s)} predicted)."
+        f"{seconds_text(event.transfer_s)} ({seconds_text(event.predicted_transfer_s)} "
+        "predicted)."
     )

@@ -360,8 +360,8 @@ def _joins_note(problem: Problem, plan: Plan, templates: Sequence[RankedTemplate
     if not gap:
         return ""
     return (
-        f"With {range_text(gap[0], gap[-1])} nodes, should some join, not all could work: "
-        f"templates of {ranges_text(sizes)} nodes do not add up to so many."
+        f"If nodes join and there are {range_text(gap[0], gap[-1])}, not all of them can "
+        f"work: templates of {ranges_text(sizes)} nodes do not add up to that many."
     )
 
 

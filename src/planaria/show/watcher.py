@@ -135,13 +135,15 @@ class Watcher:
 
     def on_grant(self, node: int, *, replaced_node: int) -> None:
         """See `Observer`."""
-        reason = f"another machine is granted in the stead of node {replaced_node}'s: node {node}"
+        reason = f"another machine is granted in place of that of node {replaced_node}: node {node}"
         self._recorder.add_event("granted", iteration=self._recorder.next_iteration, reason=reason)
         self._display.note(reason)
 
     def on_stop_request(self) -> None:
         """See `Observer`."""
-        self._display.note("stopping at the next commit; Ctrl-C again stops at once, unsaved")
+        self._display.note(
+            "the job stops at the next commit; a second Ctrl-C stops it at once, without a save"
+        )
 
     def events_json(self) -> str:
         """See `Observer`."""
@@ -159,7 +161,9 @@ class Watcher:
         self._recorder.on_end()
         for injection in unfired:
             self._recorder.add_missed_fault(injection)
-            self._display.note(f"never injected, for its place never came: {injection.spec}")
+            self._display.note(
+                f"never injected, because the job never came to that place: {injection.spec}"
+            )
 
     def checkpoints(self, *, every: int, is_resumed: bool) -> dict[str, float]:
         """The report's table of checkpoints: seconds to complete a save after its commit and to
@@ -188,7 +192,7 @@ class Watcher:
         if not self._has_begun:
             self._starting_s = message.now_s
             is_one = message.num_nodes == 1
-            they = "is up, it takes its" if is_one else "are up, they take their"
+            they = "is up and takes its" if is_one else "are up and take their"
             self._display.note(f"{counted(message.num_nodes, 'node')} {they} layers")
 
     def _running(self, message: Running) -> None:
@@ -212,8 +216,8 @@ class Watcher:
             nodes = ", ".join(str(node) for node in event.nodes)
             self._display.note(
                 f"{event.kind}: node {nodes}: {choice_text(event)}; "
-                f"{event.transfer_bytes / 1e6:.1f} MB moved while training went on, which paused "
-                f"for {1000 * event.downtime_s:.0f} ms"
+                f"{event.transfer_bytes / 1000000.0:.1f} MB moved while training went on; "
+                f"it paused for {1000 * event.downtime_s:.0f} ms"
             )
         self._degraded(message)
         self._display.replanned(message.plan)
@@ -245,10 +249,10 @@ def _event_texts(event: EventRecord) -> tuple[str, ...]:
     back = back_text(event)
     expected = ""
     if event.predicted_recovery_s_max and event.recovery_s:
-        noticed = f"{1000 * event.recovery_s:.0f} ms of it since it was noticed"
+        noticed = f"{1000 * event.recovery_s:.0f} ms of it after the loss was noticed"
         expected = f"; {noticed}, {expected_text(event)}"
     return (
-        f"re-formed in {1000 * event.downtime_s:.0f} ms: {parts}{expected}",
+        f"training went on after {1000 * event.downtime_s:.0f} ms: {parts}{expected}",
         choice_text(event),
         f"{back}: {moved}" if back else moved,
     )

@@ -157,7 +157,7 @@ def _attached(place: _Place, given: Sequence[int]) -> tuple[socket.socket, "_Fil
             sock, file = _found(directory, place.idle_s)
     sock.close()
     if said[:1] == _HELD:
-        what = f"place {place.slot} of the copies in {directory} is held by process"
+        what = f"place {place.slot} of the copies in {directory} is used by process"
         remedy = "give each job a name of its own, and each rank of a machine its own LOCAL_RANK"
         raise CheckpointError(f"{what} {said[1:].decode()}: {remedy}")
     raise CheckpointError(f"the process that owns copies in {directory} has ended")
@@ -169,12 +169,12 @@ def _found(directory: Path, idle_s: float) -> tuple[socket.socket, "_File"]:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for path in (directory, directory.parent):
             if path.stat().st_uid not in (0, os.getuid()):
-                raise CheckpointError(f"{path} is another user's: name another directory")
+                raise CheckpointError(f"{path} belongs to another user; name another directory")
         with _locked(directory):
             sock = _connected(directory) or _started(directory, idle_s)
             return sock, _socket_file(directory)
     except OSError as error:
-        raise CheckpointError(f"{directory} is of no use for copies: {error}") from error
+        raise CheckpointError(f"{directory} cannot hold copies: {error}") from error
 
 
 def _answer(sock: socket.socket, asked: bytes, given: Sequence[int]) -> tuple[bytes, list[int]]:
@@ -204,8 +204,8 @@ def _connected(directory: Path) -> socket.socket | None:
         except (FileNotFoundError, ConnectionRefusedError):
             return None
         if not _is_trusted(sock):
-            what = f"the process that owns copies in {directory} is another user's"
-            raise CheckpointError(f"{what}: name another directory")
+            what = f"the process that owns copies in {directory} belongs to another user"
+            raise CheckpointError(f"{what}; name another directory")
         failing.pop_all()
     return sock
 
@@ -226,7 +226,7 @@ def _started(directory: Path, idle_s: float) -> socket.socket:
         if sock := _connected(directory):
             return sock
         time.sleep(0.01)
-    raise CheckpointError(f"the process that is to own copies did not start: see {log}")
+    raise CheckpointError(f"the process that is to own the copies did not start; see {log}")
 
 
 # The device and inode of a socket, which no other file has while a keeper has it open; or None.
@@ -367,7 +367,7 @@ def _answered(client: socket.socket, keeping: _Keeping) -> bool:
                 client, [_GIVEN + keeping.keeper_id], [slots[slot], *further][:_FDS_MAX]
             )
         except (OSError, ValueError) as error:
-            sys.stderr.write(f"a client said nothing of use: {error}\n")
+            sys.stderr.write(f"a client sent an unusable request: {error}\n")
             return False
     return True
 
@@ -376,7 +376,7 @@ def _wish(line: bytes) -> tuple[int, int, float] | None:
     """Slot, number of slots and idle_s of a client that asks for a slot; None: it ends the keeper.
 
     Raises:
-        ValueError: the line is no request.
+        ValueError: the line is not a request.
     """
     match json.loads(line):
         case {"ends": True}:
@@ -385,7 +385,7 @@ def _wish(line: bytes) -> tuple[int, int, float] | None:
             slot >= 0 and num_slots >= 1
         ):
             return slot, num_slots, float(idle_s)
-    raise ValueError(f"{line!r} is no request")
+    raise ValueError(f"{line!r} is not a request")
 
 
 def _is_trusted(sock: socket.socket) -> bool:

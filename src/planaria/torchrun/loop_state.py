@@ -24,8 +24,9 @@ _NUMPY: Final[tuple[Any, ...]] = (
     *{type(np.dtype(code)) for code in f"?{np.typecodes['AllInteger']}{np.typecodes['AllFloat']}"},
 )
 _REMEDY: Final = (
-    "torch.load with weights_only=True does not read it back: make it of numbers, strings, tensors,"
-    " lists and dicts, or tell torch.serialization.add_safe_globals of its type"
+    "torch.load with weights_only=True does not read it back; build it from numbers, "
+    "strings, tensors, lists and dicts, or pass its type to "
+    "torch.serialization.add_safe_globals"
 )
 
 
@@ -65,7 +66,9 @@ def read(raw: bytes) -> Beside:
     try:
         numbers, groups, others = _value_of(raw)
     except Exception as error:  # Each type raises its own errors.
-        raise CheckpointError(f"what was saved beside tensors cannot be read: {error}") from error
+        raise CheckpointError(
+            f"the saved values that are not tensors cannot be read: {error}"
+        ) from error
     return Beside(numbers, groups, others)
 
 
@@ -78,7 +81,7 @@ def check(beside: Beside) -> None:
     for name, value in beside.numbers.items():
         if not isinstance(value, float | int | str | None):
             remedy = (
-                "of an optimizer's state tensors and numbers are saved, and nothing that has parts"
+                "only tensors and numbers of an optimizer's state can be saved, not lists or dicts"
             )
             raise ConfigError(name, type(value).__name__, remedy)
     try:

@@ -125,7 +125,7 @@ class MemoryCheckpointer:
         idle_s: float = 600.0,
     ) -> None:
         if not dist.is_initialized():
-            remedy = "call torch.distributed.init_process_group before"
+            remedy = "call torch.distributed.init_process_group first"
             raise ConfigError("MemoryCheckpointer", "no process group", remedy)
         check_least(
             copies=copies,
@@ -154,7 +154,7 @@ class MemoryCheckpointer:
         told = [msgspec.json.decode(raw, type=_Rank) for raw in gathered(msgspec.json.encode(mine))]
         self._nodes = [rank.node for rank in told]
         if not self._rank and (num_nodes := len({*self._nodes})) < copies:
-            logger.warning("%s of %s copies are made: there are no more nodes", num_nodes, copies)
+            logger.warning("only %s of %s copies are made: too few nodes", num_nodes, copies)
         self._restores = self._restores_of([rank.labels for rank in told])
         addresses = {number: rank.address for number, rank in enumerate(told)}
         others_than_this = addresses.keys() - {self._rank}
@@ -244,7 +244,11 @@ class MemoryCheckpointer:
         """
         self._check_open()
         if iteration <= self._saved:
-            raise ConfigError("iteration", iteration, f"must be above {self._saved}, saved before")
+            raise ConfigError(
+                "iteration",
+                iteration,
+                f"must be above {self._saved}, the iteration that was saved before",
+            )
         with self._unwatched():
             begins = self._begin(iteration)
         if self._turns is not None:
@@ -277,7 +281,7 @@ class MemoryCheckpointer:
             is_free = not copier.has_begun or copier.has_ended
             is_whole = copier.has_begun and not copier.has_failed
         except (AbortedError, PeerLostError) as error:
-            logger.warning("rank %s copies no more: %s", self._rank, error)
+            logger.warning("rank %s makes no copies any more: %s", self._rank, error)
             is_free, is_whole = False, False
         is_checked = parts_of_state(self._held.optimizer) == self._checked
         are_free, are_whole, are_owned, self._are_checked = on_all(
@@ -296,11 +300,11 @@ class MemoryCheckpointer:
             gone = f"rank {self._rank}: the process that owned copies on this machine is gone"
             try:
                 self._kept.renew()
-                logger.warning("%s: another one owns them now", gone)
+                logger.warning("%s; another process owns them now", gone)
             except CheckpointError as error:
                 self._can_be_kept = False
                 lost = "copies here end with this rank, and nothing is saved any more"
-                logger.warning("%s, and there is no other: %s: %s", gone, lost, error)
+                logger.warning("%s, and no other one can be started: %s: %s", gone, lost, error)
         return self._can_be_kept
 
     def _states(self) -> dict[int, State]:
@@ -389,7 +393,7 @@ class MemoryCheckpointer:
         try:
             wait()
         except (AbortedError, PeerLostError) as error:
-            logger.warning("rank %s copies no more: %s", self._rank, error)
+            logger.warning("rank %s makes no copies any more: %s", self._rank, error)
 
     def close(self) -> None:
         """Ends copying and the keeper at the end of the job, so all copies are gone.
@@ -411,7 +415,7 @@ class MemoryCheckpointer:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            remedy = "it is closed: make another MemoryCheckpointer"
+            remedy = "it is closed; make another MemoryCheckpointer"
             raise ConfigError("MemoryCheckpointer", "closed", remedy)
 
     def _versions(self) -> dict[int, tuple[Label, ...]]:
@@ -450,14 +454,18 @@ def check_least(*, copies: int, buffer_bytes: int, profile_iterations: int, idle
         ConfigError: a number is refused; the error names the first such.
     """
     for field, value, least, why in (
-        ("copies", copies, 1, "the node's own"),
-        ("buffer_bytes", buffer_bytes, BUFFER_BYTES_MIN, "or copies are slow to go"),
-        ("profile_iterations", profile_iterations, 0, "to send copies at once"),
+        ("copies", copies, 1, "the node's own copy counts"),
+        ("buffer_bytes", buffer_bytes, BUFFER_BYTES_MIN, "smaller buffers make copies slow"),
+        ("profile_iterations", profile_iterations, 0, "with 0 copies are sent at once"),
     ):
         if not isinstance(value, int) or value < least:
-            raise ConfigError(field, value, f"a whole number, at least {least}, {why}")
+            raise ConfigError(field, value, f"must be a whole number of at least {least}; {why}")
     if not idle_s > 0:
-        raise ConfigError("idle_s", idle_s, "above 0, or copies are gone with the ranks")
+        raise ConfigError(
+            "idle_s",
+            idle_s,
+            "must be above 0, because else copies are lost together with the ranks",
+        )
 
 
 def own_host() -> str:
@@ -521,4 +529,4 @@ def check_room_on_all(
     needed, room = 2 * kept[here], available_bytes() + there
     short = "" if needed <= room else f"{here} has {room} bytes, and they take {needed} there"
     for reason in filter(None, gathered_as(str, short)):
-        raise ConfigError("copies", num_copies, f"{reason}: make fewer, or use more nodes")
+        raise ConfigError("copies", num_copies, f"{reason}; make fewer copies, or use more nodes")

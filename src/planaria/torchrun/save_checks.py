@@ -120,13 +120,15 @@ def _refuse_on_all(check_own: Callable[[], None]) -> None:
 def _check_tensors(held: Held) -> None:
     for name, tensor in held.tensors():
         if is_lazy(tensor):
-            remedy = "it has no shape yet: run the model once before"
+            remedy = "it has no shape yet; run the model once first"
             raise ConfigError(name, "uninitialized", remedy)
         if tensor.layout != torch.strided:
-            remedy = "only dense tensors are saved: make it one, or a buffer that is not persistent"
+            remedy = (
+                "only dense tensors can be saved; make it one, or a buffer that is not persistent"
+            )
             raise ConfigError(name, str(tensor.layout), remedy)
         if tensor.is_meta:
-            raise ConfigError(name, "meta", "it has no numbers yet: call to_empty, and fill it")
+            raise ConfigError(name, "meta", "it has no numbers yet; call to_empty, and fill it")
 
 
 def _check_own(held: Held) -> None:
@@ -141,11 +143,11 @@ def _check_shapes(held: Held, told: Sequence[_Said]) -> None:
     """Refuses ranks whose tensors have other names, shapes or dtypes than those of rank 0."""
     for rank, one in enumerate(told):
         if one.model != told[0].model:
-            remedy = f"rank {rank} holds other tensors than rank 0: make them DTensors of the whole"
+            remedy = f"rank {rank} holds other tensors than rank 0; make them DTensors of the whole"
             raise ConfigError("model", type(held.model).__name__, remedy)
         if one.optimizer != told[0].optimizer:
             remedy = (
-                f"rank {rank} holds other parts of its state than rank 0: {_SHARD}, or not at all"
+                f"rank {rank} holds other parts of its state than rank 0; {_SHARD}, or not at all"
             )
             raise ConfigError("optimizer", type(held.optimizer).__name__, remedy)
 
@@ -160,8 +162,8 @@ def _check_names(held: Held, told: Sequence[_Said]) -> None:
     name = min(names[0] ^ names[odd])
     having, lacking = (0, odd) if name in names[0] else (odd, 0)
     remedy = (
-        f"rank {lacking} has no {name!r}, and rank {having} has: give all ranks a model of the same"
-        " names, cut by DTensors; stages of a pipeline cannot be saved"
+        f"rank {lacking} has no {name!r}, and rank {having} has; give all ranks a model "
+        "with the same names, sharded by DTensors; stages of a pipeline cannot be saved"
     )
     raise ConfigError("model", type(held.model).__name__, remedy)
 
@@ -180,8 +182,9 @@ def _check_values(held: Held) -> None:
     by_name = gathered_as(dict[str, str], hashes if dist.get_rank() in odd[0] else {})
     name = next(name for name, one in by_name[like].items() if by_name[rank][name] != one)
     remedy = (
-        f"rank {rank} holds other values than rank {like}, and what is no DTensor of all ranks is"
-        " restored on all as one has it: make it a DTensor of the whole, or the same on all"
+        f"rank {rank} holds other values than rank {like}, and a tensor that is not a "
+        "DTensor of all ranks is restored on all ranks with the values of one; make it a "
+        "DTensor of the whole, or equal on all ranks"
     )
     raise ConfigError("model", name, remedy)
 
@@ -203,8 +206,8 @@ def _check_within(optimizer: Optimizer) -> None:
         is_apart = isinstance(one, Optimizer) and one.state is not optimizer.state
         if is_apart and any(one.state.values()):
             remedy = (
-                f"the state of the {type(one).__name__} within it would not be saved: give that"
-                f" one if it has the state of all parameters, else {_SHARD}"
+                f"the state of the {type(one).__name__} within it would not be saved; pass "
+                f"that optimizer if it has the state of all parameters, else {_SHARD}"
             )
             raise ConfigError("optimizer", type(optimizer).__name__, remedy)
 
@@ -217,7 +220,7 @@ def _check_parameters(held: Held) -> None:
             if id(parameter) not in own:
                 field = f"optimizer.param_groups[{index}]['params'][{position}]"
                 value = f"a parameter of shape {tuple(parameter.shape)}"
-                raise ConfigError(field, value, f"it is not of the model: {_HOLD}")
+                raise ConfigError(field, value, f"the model does not have it; {_HOLD}")
 
 
 def _check_state(held: Held) -> None:
@@ -230,9 +233,9 @@ def _check_state(held: Held) -> None:
             _check_kept(names[id(owner)], owner, values)
         elif isinstance(owner, Tensor):
             value = f"a tensor of shape {tuple(owner.shape)}"
-            raise ConfigError("optimizer.state", value, f"it is not of the model: {_HOLD}")
+            raise ConfigError("optimizer.state", value, f"the model does not have it; {_HOLD}")
         else:
-            remedy = "only state of parameters is saved: keep it in a param group"
+            remedy = "only the state of parameters can be saved; keep it in a param group"
             raise ConfigError("optimizer.state", str(owner), remedy)
 
 
@@ -244,8 +247,11 @@ def _check_kept(parameter: str, owner: Tensor, values: Mapping[object, object]) 
     for key, value in values.items():
         if isinstance(value, DTensor) and value.shape != owner.shape:
             field = f"optimizer.state of {parameter}, {key}"
-            remedy = "a DTensor of another shape than its parameter's would come back as a tensor"
+            remedy = (
+                "a DTensor whose shape is not that of its parameter would be restored as a "
+                "plain tensor"
+            )
             raise ConfigError(field, tuple(value.shape), remedy)
         if not isinstance(key, str) or "/" in key:
             field = f"a key of optimizer.state of {parameter}"
-            raise ConfigError(field, repr(key), "state is saved under strings without a /")
+            raise ConfigError(field, repr(key), "the keys of state must be strings without a /")

@@ -211,11 +211,14 @@ class Held:
         there = [group["params"] for group in beside.groups]
         if here != there:
             raise CheckpointError(
-                f"the optimizer's groups are of {here} parameters here, and were of {there}"
+                f"the optimizer's groups have {here} parameters now, and had {there} when "
+                "they were saved"
             )
         owners = {_owner(name) for name in beside.numbers}
         if strange := owners - self._parameters().keys():
-            raise CheckpointError(f"{min(strange)} was optimized, and is not of this model")
+            raise CheckpointError(
+                f"{min(strange)} was optimized in the saved run, and this model does not have it"
+            )
 
     def load_others(self, raw: bytes) -> None:
         """Loads the states of the objects that are saved beside model and optimizer.
@@ -231,7 +234,7 @@ class Held:
             try:
                 one.load_state_dict(states[name])
             except Exception as error:  # Each type raises its own errors.
-                what = f"others.{name} does not take over what was saved of it"
+                what = f"others.{name} does not accept the state that was saved of it"
                 raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
 
     def load(self, tensors: Mapping[str, Tensor], told: Shard) -> None:
@@ -284,16 +287,18 @@ class Held:
         for name, place in places.items():
             if name not in saved or saved[name].whole != place.whole:
                 there = saved[name].whole if name in saved else "nothing"
-                raise CheckpointError(f"{name} is {place.whole} here, and {there} was saved of it")
+                raise CheckpointError(f"{name} has shape {place.whole} now, and {there} was saved")
             if saved[name].dtype != place.dtype:
                 there = saved[name].dtype
-                raise CheckpointError(f"{name} is of {place.dtype} here, and was of {there}")
+                raise CheckpointError(
+                    f"{name} has type {place.dtype} now, and had {there} when it was saved"
+                )
         for name, one in saved.items():
             if name in places:
                 continue
             of_parameter = places.get(f"parameter/{_owner(name)}")
             if of_parameter is None:
-                raise CheckpointError(f"{name} was saved, and is not of this model")
+                raise CheckpointError(f"{name} was saved, and this model does not have it")
             place = Slice(one.whole, (0,) * len(one.whole), one.whole, one.dtype)
             if of_parameter.whole == one.whole:
                 place = msgspec.structs.replace(of_parameter, dtype=one.dtype)

@@ -261,7 +261,9 @@ class Connection:
         """Handles a complete header, or yields the message once its payload is complete."""
         epoch, channel, iteration, a, b, num_bytes = _HEADER.unpack(self._head)
         if channel not in _CHANNELS or num_bytes > _MESSAGE_BYTES_MAX:
-            reason = f"a message of {num_bytes} bytes on channel {channel} is not one of ours"
+            reason = (
+                f"a message of {num_bytes} bytes on channel {channel} does not come from planaria"
+            )
             raise AuthenticationError(reason)
         if self._payload is None:
             tag = Tag(Channel(channel), iteration, a, b)

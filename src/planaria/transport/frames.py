@@ -75,7 +75,7 @@ class FrameDecoder:
             (length,) = _LENGTH.unpack_from(self._buffer)
             is_deflated, length = length & _DEFLATED, length & ~_DEFLATED
             if length > FRAME_BYTES_MAX:
-                raise AuthenticationError(f"a frame of {length} bytes is not one of ours")
+                raise AuthenticationError(f"a frame of {length} bytes does not come from planaria")
             if len(self._buffer) < _LENGTH.size + length:
                 break
             body = bytes(self._buffer[_LENGTH.size : _LENGTH.size + length])
@@ -104,9 +104,9 @@ def _inflated_body(deflated: bytes) -> bytes:
     try:
         body = inflater.decompress(deflated, FRAME_BYTES_MAX)
     except zlib.error as error:
-        raise AuthenticationError(f"a frame is not one of ours: {error}") from error
+        raise AuthenticationError(f"a frame does not come from planaria: {error}") from error
     if not inflater.eof:
-        raise AuthenticationError("a frame is not one of ours: it does not end")
+        raise AuthenticationError("a frame does not come from planaria: it does not end")
     return body
 
 

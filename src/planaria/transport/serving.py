@@ -165,8 +165,8 @@ class Server:
             now_s = time.monotonic()
             self._paused_end_s = now_s + ACCEPT_PAUSE_S
             if now_s >= self._quiet_end_s:
-                what = "a link is not accepted for now, and it is tried again and again"
-                remedy = "where descriptors are too few, raise the limit (ulimit -n)"
+                what = "a link cannot be accepted now; it is tried again and again"
+                remedy = "if there are too few file descriptors, raise the limit (ulimit -n)"
                 logger.warning("rank %s: %s: %s; %s", self._rank, what, error, remedy)
             self._quiet_end_s = now_s + _QUIET_S
             return

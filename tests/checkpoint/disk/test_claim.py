@@ -116,7 +116,7 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for place, why in (
         ("/proc/nope", "/proc/nope cannot be written to"),
-        (str(tmp_path / "file" / "below"), "file is no directory"),
+        (str(tmp_path / "file" / "below"), "file is not a directory"),
     ):
         with (
             pytest.raises(ConfigError, match=why),
@@ -151,7 +151,7 @@ def test_a_file_system_without_locks_is_told_of(
         for job in ("one", "two"):
             held.enter_context(claim(str(tmp_path), job, note=notes.append))
     assert len(notes) == 2
-    assert f"see that no other job saves in {tmp_path}" in notes[0]
+    assert f"{tmp_path} cannot be locked" in notes[0]
 
 
 def test_a_store_is_not_claimed() -> None:

@@ -135,11 +135,11 @@ def test_a_version_is_published_once(place: str) -> None:
     tier = tier_of(place)
     manifest = saved(tier, 5)
 
-    with pytest.raises(CheckpointError, match="published already"):
+    with pytest.raises(CheckpointError, match="belongs to another job"):
         tier.publish(Manifest(iteration=5, epoch=0, job={"other": 1}, layers=manifest.layers))
-    with pytest.raises(CheckpointError, match="published and final"):
+    with pytest.raises(CheckpointError, match="is complete and must not change"):
         tier.write_layer(5, 0, 0, tensors(1))
-    with pytest.raises(CheckpointError, match="it is published"):
+    with pytest.raises(CheckpointError, match="its version is complete"):
         tier.discard(5, 0)
     assert tier.newest() == manifest
     assert_whole(tier, manifest)
@@ -154,7 +154,9 @@ def test_what_was_changed_or_cut_is_not_read(place: str) -> None:
     changed = content[:-1] + bytes([content[-1] ^ 1])
     tier.storage.write(name, changed, may_write=lambda: True)
 
-    with pytest.raises(CheckpointError, match=r"layer-00001\.safetensors is not what was written"):
+    with pytest.raises(
+        CheckpointError, match=r"layer-00001\.safetensors does not hold what was written"
+    ):
         tier.read_layer(newer, 1)
     assert tier.newest() == newer
     tier.storage.write(name, content[:-1], may_write=lambda: True)
@@ -391,7 +393,7 @@ def test_a_named_save_is_nobodys_but_the_users(place: str) -> None:
     assert kept.newest() == manifest
     assert_whole(kept, manifest)
     assert [version.name for version in tier.versions()] == ["8-0"]
-    with pytest.raises(ConfigError, match="it holds 6-0 already"):
+    with pytest.raises(ConfigError, match="it already holds 6-0"):
         save_as(place, "before-warmup")
 
 
@@ -399,7 +401,7 @@ def test_a_named_save_is_nobodys_but_the_users(place: str) -> None:
 def test_a_name_that_is_none_is_refused(place: str, name: str) -> None:
     """It would be taken for a version, or lead out of the place."""
     saved(tier_of(place), 6)
-    with pytest.raises(ConfigError, match="make a name"):
+    with pytest.raises(ConfigError, match="a name consists of"):
         save_as(place, name)
 
 
@@ -411,7 +413,7 @@ def test_a_named_save_of_a_damaged_version_is_none(place: str) -> None:
     content = tier.storage.read(name)
     tier.storage.write(name, b"x" + content[1:], may_write=lambda: True)
 
-    with pytest.raises(CheckpointError, match="is not what was written"):
+    with pytest.raises(CheckpointError, match="does not hold what was written"):
         save_as(place, "good")
     assert tier_of(f"{place}/good").newest() is None
     tier.storage.write(name, content, may_write=lambda: True)
@@ -442,7 +444,7 @@ def test_a_bucket_that_is_not_there_is_named(store: str) -> None:
     tier = tier_of(store.replace(BUCKET, "no-such-bucket"))
     with pytest.raises(CheckpointError, match=r"cannot list s3://no-such-bucket.*NoSuchBucket"):
         tier.versions()
-    with pytest.raises(CheckpointError, match="see to the store"):
+    with pytest.raises(CheckpointError, match="repair the store"):
         tier.storage.create("1-0/manifest.json", b"{}")
 
 

@@ -122,7 +122,9 @@ def test_a_flipped_bit_is_refused_by_file_name(tmp_path: Path, position: int) ->
     content[position] ^= 1
     path.write_bytes(content)
 
-    with pytest.raises(CheckpointError, match=r"layer-00001\.safetensors is not what was written"):
+    with pytest.raises(
+        CheckpointError, match=r"layer-00001\.safetensors does not hold what was written"
+    ):
         tier.read_layer(manifest, 1)
     assert_same(layer_tensors(0), tier.read_layer(manifest, 0))
 
@@ -162,7 +164,7 @@ def test_an_unpublished_version_is_not_seen(tmp_path: Path) -> None:
 
     assert older == tier.newest()
     assert tier.versions()[0].manifest is None
-    assert tier.versions()[0].reason == "no manifest: never published"
+    assert tier.versions()[0].reason == "it has no manifest, so its save was never completed"
 
 
 @pytest.mark.parametrize(
@@ -172,7 +174,7 @@ def test_an_unpublished_version_is_not_seen(tmp_path: Path) -> None:
         (b'{"version": 1, "iteration": 6', "bad manifest"),
         (b'{"version": 1, "iteration": "6", "epoch": 0, "job": {}, "layers": []}', "bad manifest"),
         (b'{"version": 2, "iteration": 6, "epoch": 0, "job": {}, "layers": []}', "version 2"),
-        (b'{"version": 1, "iteration": 7, "epoch": 0, "job": {}, "layers": []}', "of 7-0"),
+        (b'{"version": 1, "iteration": 7, "epoch": 0, "job": {}, "layers": []}', "version 7-0"),
         (b'{"version": 1, "iteration": 6, "epoch": 0, "job": {}, "layers": []}', "no layers"),
         (
             b'{"version": 1, "iteration": 6, "epoch": 0, "job": {}, "layers": [OUTSIDE]}',
@@ -235,11 +237,11 @@ def test_publishing_twice_is_refused(tmp_path: Path) -> None:
     manifest = saved(tier, iteration=5)
     other = Manifest(iteration=5, epoch=0, job={"model": "other"}, layers=manifest.layers)
 
-    with pytest.raises(CheckpointError, match="published already"):
+    with pytest.raises(CheckpointError, match="belongs to another job"):
         tier.publish(other)
-    with pytest.raises(CheckpointError, match="published and final"):
+    with pytest.raises(CheckpointError, match="is complete and must not change"):
         tier.write_layer(5, 0, 0, layer_tensors(3))
-    with pytest.raises(CheckpointError, match="it is published"):
+    with pytest.raises(CheckpointError, match="its version is complete"):
         tier.discard(5, 0)
     assert manifest == tier.newest()
     assert_same(layer_tensors(0), tier.read_layer(manifest, 0))
@@ -295,13 +297,13 @@ def test_a_version_that_cannot_be_read_now_is_not_taken_for_none(tmp_path: Path)
         ):
             tier.newest()
         assert newest_checkpoint_text(tier).startswith(
-            "which checkpoint is the newest is not known: cannot read"
+            "the newest checkpoint is not known: cannot read"
         )
     with refused_reads(tmp_path / "5-0"):
         assert tier.newest() == newer
     assert (
         newest_checkpoint_text(tier)
-        == "the newest checkpoint is of iteration 6, go on from it with --resume"
+        == "the newest checkpoint is of iteration 6; go on from it with --resume"
     )
 
 

@@ -128,5 +128,5 @@ def test_a_job_that_is_done_ends_well_where_its_files_cannot_be_removed(
         pass
 
     reasons = ("a disk: can't start new thread", "[Errno 5] Input/output error")
-    behind = "files of the job that has ended may stay there"
-    assert caplog.messages == [f"{reason}: {behind}" for reason in reasons]
+    behind = "files of the ended job may stay there"
+    assert caplog.messages == [f"{reason}, so {behind}" for reason in reasons]

@@ -110,8 +110,8 @@ def test_with_too_few_left_a_machine_is_waited_for() -> None:
     (waiting,) = of_type(cluster.commands, AwaitingMachine)
     assert waiting.now_s == NOW_S
     assert waiting.text == (
-        "1 node is left, fewer than n0 = 2 that hold the model: waiting for a machine that is "
-        "asked for, 130 s at most"
+        "1 node is left, fewer than the n0 = 2 that the model needs; the job has asked for a "
+        "machine and waits for it, 130 s at most"
     )
     assert cluster.state.phase is Phase.STOPPING
     history = cluster.state.membership.history
@@ -134,7 +134,7 @@ def test_a_machine_is_not_waited_for_forever() -> None:
 
     (end,) = [command for command in cluster.commands if isinstance(command, End)]
     assert end.ending is Ending.LOST
-    assert "fewer than n0 = 2" in end.reason
+    assert "fewer than the n0 = 2" in end.reason
 
 
 def test_nobody_waits_who_was_told_to_stop() -> None:

@@ -243,7 +243,9 @@ def test_a_full_disk_ends_the_store_and_loses_nothing(
         async with open_store(tmp_path, now_s=lambda: 0.0, rewrite_bytes=800) as store:
             await store.put("a", b"")
             monkeypatch.setattr(os, call, fail)
-            with pytest.raises(StoreError, match="No space left on device; free the disk"):
+            with pytest.raises(
+                StoreError, match="No space left on device; free some space on the disk"
+            ):
                 await store.put("b", b"x" * 600)
             monkeypatch.undo()
             with pytest.raises(StoreError, match="No space left on device"):
@@ -290,7 +292,7 @@ def test_a_journal_that_cannot_be_made_smaller_grows_and_ends_nothing(
 
     assert 2 <= num_tries <= 10
     assert len(notes) == 1
-    assert "grows, while training goes on: No space left on device" in notes[0]
+    assert "grows (No space left on device), while training goes on" in notes[0]
     assert len(asyncio.run(contents(tmp_path)).entries) == 1
     keys = [entry.key for entry in superseded_entries(tmp_path)]
     assert [f"plan/{index}" for index in range(num_plans)] == keys
@@ -381,7 +383,7 @@ def test_a_disk_that_hangs_is_told_of_and_counts_as_one_that_refuses_in_the_end(
     assert len(reasons) == 1
     assert f"{tmp_path} has not answered for 0 s" in reasons[0]
     assert len(notes) == 3  # After 1, 2 and 4 hundredths of a second.
-    assert f"{tmp_path} is slow: to keep a record of the coordinator takes" in notes[0]
+    assert f"{tmp_path} is slow: writing a record of the coordinator has taken" in notes[0]
     descriptors = Path("/proc/self/fd").iterdir()
     assert not [one for one in descriptors if tmp_path in one.resolve().parents]
 

@@ -155,7 +155,7 @@ def test_without_a_home_the_user_is_asked_for_a_place(
     monkeypatch.setattr(os.path, "expanduser", str)
 
     with (
-        pytest.raises(ConfigError, match=r"--state.*no home of yours is known"),
+        pytest.raises(ConfigError, match=r"--state.*because you have no home directory"),
         journal_place(saving_to("s3://bucket/saves"), "", note=pytest.fail),
     ):
         pytest.fail("there is no place")

@@ -293,12 +293,12 @@ def test_where_no_fork_server_stays_the_words_are_true(launch: Launch) -> None:
 
     reason = job.run().reason
 
-    no_coordinator = f"no coordinator could be started: {LOSS}, as those before it"
+    no_coordinator = f"no coordinator could be started: {LOSS}, like the fork servers before it"
     assert reason == f"{no_coordinator}; no process could be started to save"
     assert job.observer.notes == [
         *[f"{LOSS}: another one is started"] * RENEWALS_MAX,
         f"{no_coordinator}; the job saves and ends",
-        *[f"{LOSS}: another one is started, to save what is live"] * RENEWALS_MAX,
+        *[f"{LOSS}: another one is started, to save the live layers"] * RENEWALS_MAX,
     ]
 
 

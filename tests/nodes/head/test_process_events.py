@@ -189,6 +189,6 @@ def test_a_job_without_any_node_left_says_how_they_ended_by_themselves() -> None
     lost = Ended(ending=Ending.LOST, reason="no node is left", failure=None, nodes=(), epoch=3)
 
     reason = with_agent_exits(lost, {-9, 1}).reason
-    assert reason == "no node is left: their agents ended: killed by signal 9, left with status 1"
+    assert reason == "no node is left: their agents ended: ended with status 1, killed by signal 9"
     assert with_agent_exits(lost, ()) == lost
     assert with_agent_exits(structs.replace(lost, nodes=(2,)), {-9}).reason == lost.reason

@@ -79,14 +79,14 @@ def test_a_version_that_another_job_published_is_not_told_as_saved(tmp_path: Pat
     second.publisher.publish(Publish(1, 0, (file,)))
     (failed,) = second.events
     assert isinstance(failed, SaveFailed)
-    assert f"{tmp_path / '1-0'} is another job's" in failed.reason
+    assert f"{tmp_path / '1-0'} belongs to another job" in failed.reason
     second.publisher.discard(1, 0)
     newest = first.tier.newest()
     assert newest is not None
     assert first.tier.read_layer(newest, 0)["parameter/w"].tolist() == [0.0] * 3
     (refused,) = second.notices
     assert isinstance(refused, Warned)
-    assert "it is published" in refused.text
+    assert "its version is complete" in refused.text
 
 
 def test_a_manifest_that_cannot_be_written_is_a_save_that_failed(
@@ -326,7 +326,7 @@ def test_a_disk_that_is_slow_after_training_holds_up_the_end_and_that_is_said(
 
     (slow,) = threaded.notices
     assert isinstance(slow, Warned)
-    assert "takes 11 s so far; the job waits for it, 600 s at most" in slow.text
+    assert "complete; the job waits for it, 600 s at most" in slow.text
 
 
 def test_that_a_disk_is_slow_is_told_less_and_less_often(threaded: _Threaded) -> None:
@@ -343,7 +343,9 @@ def test_that_a_disk_is_slow_is_told_less_and_less_often(threaded: _Threaded) ->
     assert told_s == [10.0 * 2**n for n in range(9)]
     (first, *_) = threaded.notices
     assert isinstance(first, Warned)
-    assert "is slow: to make the save of iteration 1 complete takes 10 s so far" in first.text
+    assert (
+        "is slow: it has taken 10 s so far to make the save of iteration 1 complete" in first.text
+    )
 
 
 def test_a_disk_that_was_slow_before_is_told_of_again_once_the_job_waits_for_it(
@@ -366,7 +368,7 @@ def test_a_disk_that_was_slow_before_is_told_of_again_once_the_job_waits_for_it(
 
     (slow,) = threaded.notices
     assert isinstance(slow, Warned)
-    assert "takes 11 s so far; the job waits for it, 600 s at most" in slow.text
+    assert "complete; the job waits for it, 600 s at most" in slow.text
 
 
 def test_saves_that_could_not_be_listed_are_asked_for_again(

@@ -173,7 +173,7 @@ def test_a_desk_that_others_may_have_put_there_is_not_asked(
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(runtime / "planaria" / "job-7.sock"))
         listening.listen()
-        with pytest.raises(ConfigError, match=f"runs here; {runtime}/planaria is not looked into"):
+        with pytest.raises(ConfigError, match=f"runs here; {runtime}/planaria cannot be read"):
             ask(TellEvents(), job="", timeout_s=1.0)
 
 

@@ -251,7 +251,7 @@ def test_a_planner_answers_for_those_that_are_left() -> None:
     assert left.nodes == (0, 2, 4)
     assert left.epoch == 7
     assert sorted(pipeline_microbatches(left)) == [4, 8, 8]
-    with pytest.raises(InfeasibleError, match="would do: 1 failures tolerated"):
+    with pytest.raises(InfeasibleError, match="values that work: 1 failures tolerated"):
         planner.plan((0, 4), min_pipelines=3, epoch=8)
 
 

@@ -57,7 +57,7 @@ def claim(place: str, job: str, *, note: Callable[[str], None]) -> Iterator[None
 def _check_writable(directory: Path) -> None:
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     if not existing.is_dir():
-        raise _mistake(directory, f"{existing} is no directory")
+        raise _mistake(directory, f"{existing} is not a directory; name a directory")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise _mistake(directory, f"{existing} cannot be written to")
 
@@ -77,10 +77,13 @@ def _lock_file(directory: Path, note: Callable[[str], None]) -> int:
         except BlockingIOError as error:
             holder = os.pread(descriptor, _HOLDER_BYTES_MAX, 0).decode(errors="replace").strip()
             os.close(descriptor)
-            remedy = f"{holder or 'another job'} saves there: wait until it has ended, or name "
+            remedy = f"{holder or 'another job'} saves there; wait until it has ended, or name "
             raise _mistake(directory, remedy + "another directory") from error
         except OSError as error:  # Not all shared file systems have locks.
-            note(f"see that no other job saves in {directory}: no lock there, {error.strerror}")
+            note(
+                f"{directory} cannot be locked ({error.strerror}); make sure that no other job "
+                "saves there"
+            )
             return descriptor
         if _has_name(descriptor, directory / _FILE):
             return descriptor

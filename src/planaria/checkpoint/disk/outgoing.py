@@ -42,11 +42,15 @@ def save_as(place: str, name: str) -> str:
             name then.
     """
     if not _NAME.fullmatch(name):
-        remedy = "letters, digits, '.', '_' and '-' make a name, and not those of a version"
+        remedy = (
+            "a name consists of letters, digits, '.', '_' and '-', and must not look like a version"
+        )
         raise ConfigError("--name", name, remedy)
     tier, kept = tier_of(place), tier_of(f"{place.rstrip('/')}/{name}")
     if there := [version.name for version in kept.versions() if version.manifest]:
-        raise ConfigError("--name", name, f"is taken: it holds {there[0]} already")
+        raise ConfigError(
+            "--name", name, f"this name is taken: it already holds {there[0]}; choose another name"
+        )
     for number in count(1):
         manifest = newest_of(tier, place)
         try:
@@ -102,7 +106,8 @@ def newest_of(tier: Tier, place: str) -> Manifest:
     manifest = tier.newest()
     if manifest is None or not manifest.layers:
         remedy = (
-            "holds no complete version; a job saves at its end, or see checkpoint.persist_every"
+            "holds no complete version; a job saves at its end, and also before that if "
+            "checkpoint.persist_every is set"
         )
         raise ConfigError("DIRECTORY", place, remedy)
     return manifest

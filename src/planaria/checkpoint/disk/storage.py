@@ -108,8 +108,8 @@ def absolute_path(path: Path) -> Path:
         return path.absolute()
     except FileNotFoundError as error:
         remedy = (
-            f"{path} is relative to the working directory, which is not there any more: change to "
-            "one that is, or use absolute paths"
+            f"{path} is relative to the current directory, which no longer exists; change "
+            "to another directory, or use absolute paths"
         )
         raise ConfigError("", str(path), remedy) from error
 
@@ -208,7 +208,7 @@ class Objects:
             from obstore.exceptions import BaseError
             from obstore.store import from_url
         except ImportError as error:
-            remedy = "object stores need obstore: pip install 'planaria[store]'"
+            remedy = "object stores need the package obstore: pip install 'planaria[store]'"
             raise ConfigError("checkpoint.directory", url, remedy) from error
         self._url = url.rstrip("/")
         self._obstore: Any = obstore
@@ -283,8 +283,8 @@ class Objects:
 
     def _write_error(self, name: str, error: Exception) -> CheckpointError:
         return CheckpointError(
-            f"cannot write {self.where(name)}: {_error_text(error)}; see to the store, or set "
-            "checkpoint.directory to another (older versions are intact)"
+            f"cannot write {self.where(name)}: {_error_text(error)}; repair the store, or "
+            "set checkpoint.directory to another one (older versions are intact)"
         )
 
 
@@ -359,10 +359,10 @@ def _sync_directory(directory: Path) -> None:
 
 
 _REMEDIES: Final[Mapping[int, str]] = {
-    errno.ENOSPC: "free space there, or set checkpoint.directory to a larger disk",
+    errno.ENOSPC: "free some space there, or set checkpoint.directory to a larger disk",
     errno.EDQUOT: "free some of the quota, or set checkpoint.directory to another disk",
-    errno.EACCES: "make it writable, or set checkpoint.directory to a place that is",
-    errno.EROFS: "it is read-only: set checkpoint.directory to a place that is not",
+    errno.EACCES: "make it writable, or set checkpoint.directory to a writable place",
+    errno.EROFS: "it is read-only; set checkpoint.directory to a writable place",
     errno.EPERM: "set checkpoint.directory to a file system with hard links",
 }
 

@@ -53,7 +53,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 }
 _MANIFEST = "manifest.json"
 _DAMAGED = "damaged.json"
-UNPUBLISHED = "no manifest: never published"
+UNPUBLISHED = "it has no manifest, so its save was never completed"
 SET_ASIDE = "it was damaged, and set aside"
 _VERSION_NAME = re.compile(r"(0|[1-9]\d*)-(0|[1-9]\d*)", re.ASCII)
 
@@ -165,7 +165,9 @@ class Tier:
         name = f"{version}/{file}"
         if f"{version}/{_MANIFEST}" in self.storage.entries(version):
             where = self.storage.where(name)
-            raise CheckpointError(f"cannot write {where}: its version is published and final")
+            raise CheckpointError(
+                f"cannot write {where}: its version is complete and must not change"
+            )
         content = safetensors_bytes(tensors)
         check_member(self.storage.where(name), may_write)
         self.storage.write(name, content, may_write=may_write)
@@ -188,8 +190,9 @@ class Tier:
         content = msgspec.json.format(msgspec.json.encode(manifest))
         if not self.storage.create(name, content):
             raise CheckpointError(
-                f"{self.storage.where(version)} is another job's, and published already: set "
-                "checkpoint.directory of one to another place"
+                f"{self.storage.where(version)} belongs to another job, which has "
+                "completed it; set checkpoint.directory of one of the two jobs to another "
+                "place"
             )
 
     def versions(self) -> tuple[SavedVersion, ...]:
@@ -250,11 +253,13 @@ class Tier:
         where, content = self.storage.where(name), self.storage.read(name)
         if len(content) != entry.num_bytes:
             raise CheckpointError(
-                f"{where} has {len(content)} bytes instead of {entry.num_bytes}: it was cut or "
-                "replaced; use an older version"
+                f"{where} has {len(content)} bytes instead of {entry.num_bytes}, so it was "
+                "cut or replaced; use an older version"
             )
         if xxhash.xxh3_128_hexdigest(content) != entry.xxh3_128:
-            raise CheckpointError(f"{where} is not what was written to it; use an older version")
+            raise CheckpointError(
+                f"{where} does not hold what was written to it; use an older version"
+            )
         return _tensors_in(where, content)
 
     def prune(self, keep: int, *, unused: Collection[str] = ()) -> tuple[str, ...]:
@@ -298,7 +303,9 @@ class Tier:
         version = version_name(iteration, epoch)
         if f"{version}/{_MANIFEST}" in self.storage.entries(version):
             where = self.storage.where(version)
-            raise CheckpointError(f"cannot discard {where}: it is published; prune removes it")
+            raise CheckpointError(
+                f"cannot discard {where}: its version is complete; prune removes it"
+            )
         self._remove(version)
 
     def set_aside(self, version: str) -> None:
@@ -358,7 +365,7 @@ def _reason_unusable(version: str, entries: Mapping[str, ContentInfo], manifest:
     if manifest.version != 1:
         return f"its format is version {manifest.version}, this planaria reads version 1"
     if version_name(manifest.iteration, manifest.epoch) != version:
-        return f"its manifest is of {manifest.iteration}-{manifest.epoch}"
+        return f"its manifest belongs to version {manifest.iteration}-{manifest.epoch}"
     if not manifest.layers and manifest.iteration > 0:
         return "its manifest lists no layers"
     return _missing_files(entries, version, manifest)
@@ -414,7 +421,7 @@ def _tensors_in(where: str, content: bytes) -> dict[str, np.ndarray]:
             for name, tensor in tensors
         }
     except (SafetensorError, KeyError) as error:
-        raise CheckpointError(f"{where} is no safetensors file of planaria: {error}") from error
+        raise CheckpointError(f"{where} is not a safetensors file of planaria: {error}") from error
 
 
 def newest_checkpoint_text(tier: Tier) -> str:
@@ -422,7 +429,7 @@ def newest_checkpoint_text(tier: Tier) -> str:
     try:
         newest = tier.newest()
     except CheckpointError as error:
-        return f"which checkpoint is the newest is not known: {error}"
+        return f"the newest checkpoint is not known: {error}"
     if newest is None:
         return "there is no checkpoint"
-    return f"the newest checkpoint is of iteration {newest.iteration}, go on from it with --resume"
+    return f"the newest checkpoint is of iteration {newest.iteration}; go on from it with --resume"

@@ -156,7 +156,7 @@ def context_with_time_limit(
                 lambda: manager.__exit__(None, None, None), where=where, timeout_s=timeout_s
             )
         except (LateError, MemoryError, OSError) as error:
-            logger.warning("%s: files of the job that has ended may stay there", error)
+            logger.warning("%s, so files of the ended job may stay there", error)
 
 
 def with_time_limit(tier: Tier, *, timeout_s: float) -> Tier:
@@ -181,7 +181,10 @@ def discard(tier: Tier, versions: Sequence[tuple[int, int]]) -> Iterator[str]:
     for iteration, epoch in versions:
         if time.monotonic() > end_s:
             where = tier.storage.where("")
-            yield f"{where} is slow, so parts of failed saves stay: planaria checkpoint prune"
+            yield (
+                f"{where} is slow, so parts of failed saves stay there; planaria checkpoint "
+                "prune removes them"
+            )
             return
         try:
             tier.discard(iteration, epoch)

@@ -199,7 +199,7 @@ class Arena:
             raise CheckpointError(f"{what} is not there any more")
         if not version.is_intact():
             self.drop(version)
-            raise CheckpointError(f"{what} is not what was written there")
+            raise CheckpointError(f"{what} has changed since it was written")
         return version
 
     def drop(self, version: Version) -> None:
@@ -229,7 +229,7 @@ class Arena:
         for index in range(_TABLE_BYTES // _ENTRY_BYTES):
             if index not in self._entries:
                 return index
-        raise CheckpointError(f"{len(self._entries)} copies of layers are all that a rank can keep")
+        raise CheckpointError(f"a rank can keep at most {len(self._entries)} copies of layers")
 
     def _extent(self, layer: int, needed: int) -> tuple[int, int]:
         """An extent (offset, capacity) for a version of the layer: a free one or a new one."""
@@ -246,14 +246,17 @@ class Arena:
         # The kernel would give memory until it has to kill a process for lack of it.
         if (available := available_bytes()) < needed:
             raise CheckpointError(
-                f"no memory for a copy of layer {layer}: it takes {needed} bytes, and {available} "
-                "are left"
+                f"there is no memory for a copy of layer {layer}: it takes {needed} bytes, "
+                f"and {available} are free"
             )
         offset = self._end
         try:
             os.posix_fallocate(self._fd, offset, needed)  # It touches the memory, too.
         except OSError as error:
-            text = f"no memory for a copy of layer {layer} of {needed} bytes: {error.strerror}"
+            text = (
+                f"there is no memory for a copy of layer {layer} of {needed} bytes: "
+                f"{error.strerror}"
+            )
             raise CheckpointError(text) from error
         self._end += needed
         return offset, needed

@@ -104,7 +104,7 @@ class CopyReceiver:
                     answer = GOOD if is_good else BAD
                     if not is_good:
                         self._place(source, version, index)
-                        logger.warning("a piece of a copy from rank %s is bad", source)
+                        logger.warning("a piece of a copy from rank %s is damaged", source)
                     self._links.send(source, answer_tag(label, layer, index), answer)
             if version is not None:
                 self._arena.finish(version)

@@ -65,7 +65,9 @@ def receive_copy(
     raw = links.receive(source, _tag(layer, label, _OPENING), timeout_s=timeout_s)
     opening = checked_opening(raw)
     if opening is None:
-        raise CheckpointError(f"what a copy of layer {layer} begins with is not what was sent")
+        raise CheckpointError(
+            f"the first bytes of a copy of layer {layer} are not those that were sent"
+        )
     if memory is None:
         memory = np.empty(opening.num_bytes, dtype=np.uint8)
     memory = memory[: opening.num_bytes]
@@ -78,7 +80,9 @@ def receive_copy(
     for index, (piece, expected_hash) in enumerate(zip(pieces, opening.hashes, strict=True)):
         received = links.receive(source, _tag(layer, label, 1 + index), timeout_s=timeout_s)
         if len(received) != len(piece) or hash_of(received) != expected_hash:
-            raise CheckpointError(f"layer {layer} did not arrive as rank {source} keeps it")
+            raise CheckpointError(
+                f"the bytes of layer {layer} that arrived are not those that rank {source} keeps"
+            )
         if received is not piece:  # The piece came before its memory was offered.
             piece[:] = received
     tensors = msgspec.json.decode(opening.head, type=tuple[Tensor, ...])

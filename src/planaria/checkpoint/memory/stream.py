@@ -246,7 +246,7 @@ class Copier:
                     self._error = self._error or error
                     self._changed.notify_all()
                 if not isinstance(error, AbortedError | PeerLostError):
-                    logger.exception("rank %s: a thread that copies died", self._links.rank)
+                    logger.exception("rank %s: a thread that sends copies died", self._links.rank)
                 return
             with self._changed:
                 self._ended_s = max(self._ended_s, self._links.timekeeper.now_s())
@@ -349,7 +349,7 @@ class Copier:
             message.send()
         else:
             what = f"a copy of layer {message.answer.a}"
-            raise PeerLostError(target, f"{what} did not arrive as it was sent, {TRIES} times")
+            raise PeerLostError(target, f"{what} arrived damaged {TRIES} times")
 
     def _receive_answer(self, target: int, answer: Tag) -> bool:
         """Waits for a receiver's answer; returns whether the message was good."""

@@ -278,8 +278,8 @@ def _warning(factors: tuple[float, ...]) -> str:
     least, most = f"{min(factors):.2f}", f"{max(factors):.2f}"
     times = least if least == most else f"{least} to {most}"
     return (
-        f"layers take {times} times as long as the profile says; "
-        "what is predicted from now on is corrected"
+        f"layers take {times} times as long as the profile says; planaria corrects its "
+        "predictions from now on"
     )
 
 

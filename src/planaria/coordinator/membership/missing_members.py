@@ -41,7 +41,7 @@ def check_missing(rules: Rules, state: JobState, now_s: float) -> Step:
     if missing_ticks < ceil(limit_s * TICKS_PER_LEASE / lease_s):
         return state, ()
     reason = (
-        f"no agent of it has reached the coordinator in {limit_s:.0f} s; look whether its process "
-        "still runs, and what it has printed"
+        f"its agent has not reached the coordinator in {limit_s:.0f} s; check whether its "
+        "process still runs, and what it has printed"
     )
     return begin_recovery(rules, state, LossKind.LOST, missing, reason=reason, now_s=now_s)

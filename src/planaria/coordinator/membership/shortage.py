@@ -15,7 +15,7 @@ def shortage_text(rules: Rules, num_left: int) -> str:
     """Why `num_left` nodes are too few to go on by themselves; empty if they can go on."""
     wanted = (rules.job.resilience.failures_tolerated + 1) * rules.n0
     if num_left < rules.n0:
-        return f"{left_text(num_left)}, fewer than n0 = {rules.n0} that hold the model"
+        return f"{left_text(num_left)}, fewer than the n0 = {rules.n0} that the model needs"
     if num_left < wanted and rules.job.resilience.when_below == "stop":
         return (
             f"{left_text(num_left)}, fewer than (f + 1) * n0 = {wanted}, and "
@@ -58,9 +58,9 @@ def degraded_text(rules: Rules, state: JobState, plan: Plan) -> str:
     why = (
         f"{left_text(num_nodes)}, fewer than (f + 1) * n0 = {wanted}"
         if num_nodes < wanted
-        else f"some layer is on {left + 1} of {num_nodes} nodes only"
+        else f"a layer is on only {left + 1} of {num_nodes} nodes"
     )
-    return f"{why}: from now on only f' = {left} failures at once are survived"
+    return f"{why}; from now on the job survives only f' = {left} failures at once"
 
 
 def num_tolerated(rules: Rules, state: JobState, plan: Plan) -> int:

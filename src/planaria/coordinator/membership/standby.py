@@ -75,7 +75,10 @@ def await_machine(rules: Rules, state: JobState, shortage: str, now_s: float) ->
     assert loss is not None
     if loss.is_waiting:
         return state, ()
-    text = f"{shortage}: waiting for a machine that is asked for, {_longest_s(rules):.0f} s at most"
+    text = (
+        f"{shortage}; the job has asked for a machine and waits for it, "
+        f"{_longest_s(rules):.0f} s at most"
+    )
     notice = AwaitingMachine(text=text, now_s=now_s)
     facts = replace(state.facts, loss=replace(loss, is_waiting=True))
     return replace(state, facts=facts), (Notify(notice),)

@@ -72,8 +72,9 @@ def refuse_divergence(iteration: int, vector: CommitVector, training: TrainingCo
     raise DivergedError(
         "",
         vector.loss,
-        f"training diverged in iteration {iteration}, which has loss {vector.loss} and gradient "
-        f"norm {vector.gradient_norm}, and was not applied; lower training.learning_rate = "
-        f"{training.learning_rate}, set training.gradient_clip, or mend the data, and --resume "
-        "from the newest save (checkpoint.persist_every) if there is one",
+        f"training diverged in iteration {iteration}, which has loss {vector.loss} and "
+        f"gradient norm {vector.gradient_norm}, and was not applied; lower "
+        f"training.learning_rate = {training.learning_rate}, set training.gradient_clip, "
+        "or correct the data; then go on from the newest save, if there is one, with "
+        "--resume (checkpoint.persist_every)",
     )

@@ -162,7 +162,7 @@ class ResidentPeak:
 
     def _give_up(self, error: Exception) -> None:
         self._can_reset = False
-        what = "peaks of memory are what is resident between iterations"
+        what = "peaks of memory are taken from the resident memory between iterations"
         logger.warning("%s: the kernel does not measure them: %r", what, error)
 
     def _kernel_bytes(self) -> int:

@@ -315,15 +315,15 @@ class _FileJournal:
                 if wait_s >= self._timeout_s:
                     self._close_timeout_s = 0.0
                     raise StoreError(
-                        f"{self._path.parent} has not answered for {wait_s:.0f} s; see to the "
+                        f"{self._path.parent} has not answered for {wait_s:.0f} s; check the "
                         "disk, or name another place with --state"
                     )
                 if wait_s >= 2.0 * self._told_s:  # Later notes need ever longer waits.
                     self._told_s = wait_s
                     self._note(
-                        f"{self._path.parent} is slow: to keep a record of the coordinator takes "
-                        f"{wait_s:.0f} s so far, and an answer to a loss would wait for it. See "
-                        "to the disk, or name another place with --state"
+                        f"{self._path.parent} is slow: writing a record of the coordinator has "
+                        f"taken {wait_s:.0f} s so far, and an answer to a loss would wait for it. "
+                        "Check the disk, or name another place with --state"
                     )
                 more_s = min(wait_s or SLOW_S, self._timeout_s - wait_s)
                 await asyncio.wait({write}, timeout=more_s)
@@ -382,8 +382,8 @@ class _FileJournal:
                 ""
                 if is_known
                 else (
-                    f"{self._path} cannot be made smaller and grows, while training goes on: "
-                    f"{error.strerror}; free the disk or mend it"
+                    f"{self._path} cannot be made smaller and grows ({error.strerror}), "
+                    "while training goes on; free some space on the disk, or repair it"
                 )
             )
         self._is_growing = False
@@ -540,7 +540,9 @@ def _decode(path: Path, bodies: Sequence[bytes]) -> tuple[StoreState, list[Chang
         decoder = msgspec.json.Decoder(tuple[Change, ...])
         changes = [change for body in bodies[1:] for change in decoder.decode(body)]
     except msgspec.DecodeError as error:
-        raise StoreError(f"{path} is no journal that this planaria can read: {error}") from error
+        raise StoreError(
+            f"{path} is not a journal that this version of planaria can read: {error}"
+        ) from error
     if snapshot.version != _FORMAT:
         raise StoreError(f"{path} has format {snapshot.version}, this planaria reads {_FORMAT}")
     return snapshot.state, changes
@@ -583,13 +585,13 @@ def _sync_directory(directory: Path) -> None:
 
 def _damaged_error(path: Path, num_bytes: int) -> StoreError:
     return StoreError(
-        f"{path} is damaged at byte {num_bytes}, which no crash can do; restore the file, or move "
-        "it away to start without it"
+        f"{path} is damaged at byte {num_bytes}, which a crash cannot cause; restore the "
+        "file, or move it away to start without it"
     )
 
 
 def _disk_error(path: Path, error: OSError) -> StoreError:
     return StoreError(
-        f"cannot use {path}: {error.strerror}; free the disk or mend it, or name another place "
-        "with --state"
+        f"cannot use {path}: {error.strerror}; free some space on the disk, repair it, or "
+        "name another place with --state"
     )

@@ -74,7 +74,7 @@ def other_journal_place(config: JobConfig, state: str) -> Iterator[str]:
             directory = stack.enter_context(_new_directory(parent, config.name))
         except OSError as error:
             remedy = (
-                f"{_error_text(error)}; name a directory for the coordinator's journal that can be"
+                f"{_error_text(error)}; name a writable directory for the coordinator's journal"
             )
             raise ConfigError("--state", str(parent), remedy) from error
         yield str(directory)
@@ -84,7 +84,9 @@ def _user_state(state: str) -> Path:
     """The parent directory that the user wants, or else the user's state directory."""
     parent = absolute_path(Path(state)) if state else state_directory()
     if parent is None:
-        remedy = "name a directory for the coordinator's journal: no home of yours is known"
+        remedy = (
+            "name a directory for the coordinator's journal, because you have no home directory"
+        )
         raise ConfigError("--state", state, remedy)
     return parent
 

@@ -354,7 +354,7 @@ class Launcher:
     def _no_save_reason(self) -> str:
         """Why another coordinator that only saves would be of no use; "": it may be."""
         if self._rescues == RESCUES_MAX:
-            return f"{RESCUES_MAX} more ended before they had it saved"
+            return f"{RESCUES_MAX} more coordinators ended before they had saved it"
         if not any(node in self._processes.live_agents for node in self._records.nodes):
             return "no node is left to save"
         return ""
@@ -421,7 +421,7 @@ class Launcher:
     def _training_text(self) -> str:
         """Text about the job to show while a fork server is renewed."""
         if self._save_only_reason:
-            return ", to save what is live"
+            return ", to save the live layers"
         is_led = self._is_training and self._to_leader is not None
         return ", and training goes on meanwhile" if is_led else ""
 

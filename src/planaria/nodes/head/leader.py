@@ -174,8 +174,9 @@ class _Leader:
             logbook = await open_logbook(self._store, job.name, lease_s=lease_s)
             if logbook.term <= self._spec.led_term:
                 raise StoreError(
-                    f"what was recorded is not in {self._spec.directory} any more: somebody has "
-                    "removed the journal; name a place with --state that nobody cleans"
+                    f"{self._spec.directory} no longer holds the coordinator's records: "
+                    "somebody has removed the journal; with --state name a place that "
+                    "nobody cleans"
                 )
             return logbook
         logbook = await open_logbook(self._store, job.name, lease_s=lease_s, first_term=rescue.term)
@@ -253,19 +254,22 @@ class _Leader:
         text = {
             Unfinished.NOTHING: "",
             Unfinished.REMOVALS: (
-                f"the job does not wait until all that it needs no more is removed from {where}: "
-                "planaria checkpoint prune removes it"
+                "the job does not wait until files that it no longer needs are removed "
+                f"from {where}; planaria checkpoint prune removes them"
             ),
             Unfinished.SAVES: (
-                f"{where} does not answer, and the job does not wait for it: "
-                "planaria checkpoint ls tells what is complete there"
+                f"{where} does not answer, and the job does not wait for it; planaria "
+                "checkpoint ls shows which saves are complete there"
             ),
         }[unfinished]
         if self._publisher_error.done():
             # A bug here, but the job has ended, and another coordinator would have the same bug.
             error = self._publisher_error.exception()
             logger.error("the publisher of saves raised", exc_info=error)
-            text = f"the publisher of saves raised {error!r}: planaria checkpoint ls, and prune"
+            text = (
+                f"the publisher of saves raised {error!r}; planaria checkpoint ls shows which "
+                "saves are complete, and planaria checkpoint prune removes the others"
+            )
         if text:
             self.notify(Warned(text=text))
 

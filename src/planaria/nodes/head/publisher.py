@@ -77,7 +77,7 @@ class Publisher:
         except CheckpointError as error:  # No SavesListed is sent: a recovery goes on waiting.
             refusals.append(str(error))
         if refusals:
-            text = f"older saves are of no use until they can be read: {refusals[0]}"
+            text = f"older saves cannot be used until they can be read: {refusals[0]}"
             self._notify(Warned(text=text))
         return not refusals
 
@@ -256,7 +256,10 @@ class PublisherThread:
             waiting_text = self._waiting_text()
         if slow_s >= 2.0 * self._warned_s:
             self._warned_s = slow_s
-            text = f"{self._where} is slow: to {what} takes {slow_s:.0f} s so far; {waiting_text}"
+            text = (
+                f"{self._where} is slow: it has taken {slow_s:.0f} s so far to {what}; "
+                f"{waiting_text}"
+            )
             self._notify(Warned(text=text))
 
     def end_training(self, *, timeout_s: float, removal_timeout_s: float) -> None:
@@ -298,10 +301,10 @@ class PublisherThread:
     def _waiting_text(self) -> str:
         """Text that says what the job does while a request takes long, and what the user can do."""
         if self._patience_s is None:
-            todo = "See to the disk or store, or save less often"
+            todo = "Check the disk or store, or save less often"
             return f"training goes on, and newer saves wait. {todo}"
         patience_s = self._patience_s[0 if self._unfinished_kind() is Unfinished.SAVES else 1]
-        return f"the job waits for it, {patience_s:g} s at most. See to the disk or store"
+        return f"the job waits for it, {patience_s:g} s at most. Check the disk or store"
 
     def _list_saves(self, source: str) -> None:
         is_listed = self._publisher.tell_saves(source=source)

@@ -171,7 +171,7 @@ def _listener(name: str, stack: contextlib.ExitStack) -> socket.socket:
                 return listener
         except (OSError, ValueError) as error:  # ValueError: the locale cannot encode a name.
             reasons.append(f"{path}: {getattr(error, 'strerror', None) or error}")
-    raise OSError(f"no directory will do for its socket ({'; '.join(reasons)})")
+    raise OSError(f"there is no usable directory for its socket ({'; '.join(reasons)})")
 
 
 def ask(request: Request, *, job: str, timeout_s: float) -> RequestReply:
@@ -219,7 +219,7 @@ def _running_sockets(
         try:
             descriptor = stack.enter_context(_own_directory(path))
         except PermissionError as error:
-            refusals.append(f"{path} is not looked into: {error.strerror}")
+            refusals.append(f"{path} cannot be read: {error.strerror}")
             continue
         except OSError:
             continue

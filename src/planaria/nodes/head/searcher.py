@@ -102,7 +102,9 @@ class Searcher:
                 (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
                 self._on_answers(*pickle.loads(await self._reader.readexactly(length)))
         except (asyncio.IncompleteReadError, ConnectionError):
-            logger.warning("the process that looks for answers ahead has ended; on without it")
+            logger.warning(
+                "the process that looks for answers ahead has ended; the job goes on without it"
+            )
         self._is_alive = False
         if self._request is not None:
             self._on_found(self._request.plan.epoch)

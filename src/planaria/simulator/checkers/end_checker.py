@@ -113,7 +113,7 @@ class EndChecker:
             live_members = [n for n in records.nodes if self._cluster.agents[n].process.is_alive]
             if live_members:
                 yield f"nodes {live_members} are left, and the job ends unsaved: {reason}"
-        elif "more ended before" in reason_text:
+        elif "more coordinators ended before" in reason_text:
             if records.num_rescues < RESCUES_MAX:
                 yield f"ended after {records.num_rescues} coordinators that only save: {reason}"
         else:
