@@ -361,7 +361,14 @@ def test_both_workers_run_the_same_decisions() -> None:
     assert all(
         f"{protocol}.{name}" in names
         for names in called
-        for name in ("on_order", "on_settled", "on_exchanged", "on_computed", "on_told", "votes")
+        for name in (
+            "on_order",
+            "on_settled",
+            "on_exchanged",
+            "on_computed",
+            "on_iteration_told",
+            "votes",
+        )
     )
 
 

@@ -89,7 +89,7 @@ class _Line:
 
 
 @dataclass(slots=True)
-class _Hands:
+class _Effects:
     queued: list[Event] = field(default_factory=list)
 
     def queue(self, event: Event) -> None:
@@ -98,10 +98,10 @@ class _Hands:
     def notify(self, message: ToLauncher) -> None:
         pass
 
-    def keep(self, command: Publish | Discard | SetAside) -> None:
+    def carry_out(self, command: Publish | Discard | SetAside) -> None:
         pass
 
-    def reached(self, place: str, iteration: int) -> None:
+    def on_place_reached(self, place: str, iteration: int) -> None:
         pass
 
 
@@ -126,12 +126,12 @@ class _Recovery:
         self._action_s = action_s
         self._costs = costs
         self._told: list[ToNode] = []
-        self._hands = _Hands()
+        self._effects = _Effects()
 
     async def run(self, directory: Path, lost: int) -> Phases:
         async with open_store(directory, now_s=time.monotonic) as store:
             logbook = await open_logbook(store, "growth", lease_s=3600.0)
-            self._leadership = Leadership[_Line](self._rules, logbook, self._hands)
+            self._leadership = Leadership[_Line](self._rules, logbook, self._effects)
             await self._begin()
             return await self._recover(lost)
 
@@ -209,8 +209,8 @@ class _Recovery:
         begin_s = time.perf_counter()
         for event in events:
             await self._leadership.handle(event, time.monotonic())
-            while self._hands.queued:
-                await self._leadership.handle(self._hands.queued.pop(0), time.monotonic())
+            while self._effects.queued:
+                await self._leadership.handle(self._effects.queued.pop(0), time.monotonic())
         return time.perf_counter() - begin_s
 
     def _newest(self, kind: type[_Order]) -> _Order:

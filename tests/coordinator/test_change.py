@@ -34,7 +34,7 @@ from planaria.core.messages import (
 from planaria.core.plan import Link, Plan, Transition
 from planaria.core.records import Changed, Committed, Decision, Recovering, Warned
 from planaria.policies.policy import Prices
-from planaria.protocol.agent_state import AgentState, said, said_again
+from planaria.protocol.agent_state import AgentState, on_report, repeated_reports
 from planaria.restorer.sources import balanced_transfers, transfer_rounds
 
 PLAN = shaped_plan((1, 1), 6)  # Two nodes, each of which holds all ten layers.
@@ -176,10 +176,10 @@ def test_a_node_that_leaves_is_kept_for_others_that_are_about_to_join() -> None:
 
 def test_a_new_coordinator_keeps_a_node_no_longer_than_it_is_there() -> None:
     """It is told after 25 seconds of the notice's thirty."""
-    agent = said(AgentState(node=1), NoticeTaken(node=1, rank=1, after_s=30.0), NOW_S)
+    agent = on_report(AgentState(node=1), NoticeTaken(node=1, rank=1, after_s=30.0), NOW_S)
     cluster = training(rules())
     cluster.hear(NodeArrived(node=2, rank=2, machine="m"))
-    cluster.hear(*said_again(agent, NOW_S + 25.0), now_s=NOW_S + 25.0)
+    cluster.hear(*repeated_reports(agent, NOW_S + 25.0), now_s=NOW_S + 25.0)
     assert cluster.state.change is None
     cluster.hear(Tick(), now_s=NOW_S + 29.0)
 

@@ -35,7 +35,7 @@ from planaria.coordinator.step import Event, step
 from planaria.core.kinds import Ending
 from planaria.core.messages import Abort, Corrupted, SaveLayers, StartEpoch, Stopped
 from planaria.core.records import Committed, Recovering
-from planaria.protocol.agent_state import AgentState, said
+from planaria.protocol.agent_state import AgentState, on_report
 
 PLAN = shaped_plan((2, 2, 2), 6)  # Ranks 0, 2 and 4 hold layers 0 to 4, the others the rest.
 LOWER, UPPER = range(5), range(5, 10)
@@ -247,7 +247,7 @@ def test_whenever_the_coordinator_is_killed_the_odd_one_is_gone_in_the_end() -> 
 
 def test_an_agent_forgets_what_an_epoch_has_answered() -> None:
     """And keeps it until then."""
-    state = said(AgentState(node=1), corrupted(1, {7: BAD}), NOW_S)
+    state = on_report(AgentState(node=1), corrupted(1, {7: BAD}), NOW_S)
     assert list(state.facts.values()) == [corrupted(1, {7: BAD})]
 
     cluster = FakeCluster(RULES, PLAN)

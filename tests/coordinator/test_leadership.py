@@ -60,10 +60,10 @@ class FakeHands:
     def notify(self, message: ToLauncher) -> None:
         pass
 
-    def keep(self, command: Saving) -> None:
+    def carry_out(self, command: Saving) -> None:
         pass
 
-    def reached(self, place: str, iteration: int) -> None:
+    def on_place_reached(self, place: str, iteration: int) -> None:
         self.places.append((place, iteration))
 
 
@@ -120,7 +120,7 @@ def test_a_node_that_is_lost_while_it_is_admitted_is_told_so() -> None:
         gate.clear()
         admission = asyncio.create_task(leadership.admit(NODE, new))
         await settle()
-        leadership.left(NODE, old)
+        leadership.on_disconnect(NODE, old)
         loss = asyncio.create_task(leadership.handle(gone(NODE), NOW_S))
         await settle()
         gate.set()

@@ -272,7 +272,7 @@ def test_a_job_that_cannot_go_on_saves_what_is_whole_then_ends(case: str) -> Non
     assert isinstance(end, End)
     assert end.ending is Ending.LOST
     assert reason in end.reason
-    assert cluster.state.saves.published == FIRST + 2
+    assert cluster.state.saves.newest_iteration == FIRST + 2
 
 
 def test_the_holders_share_the_last_save() -> None:

@@ -23,7 +23,7 @@ from planaria.coordinator.state import Phase
 from planaria.core.kinds import Ending
 from planaria.core.messages import Abort, PeerUnreachable
 from planaria.core.records import Committed, Members, Progress
-from planaria.protocol.agent_state import said
+from planaria.protocol.agent_state import on_report
 
 PLAN = shaped_plan((2, 2), 6)
 
@@ -163,7 +163,7 @@ def test_a_link_that_broke_before_a_coordinator_was_killed_is_answered_by_the_ne
     cluster = trained()
     agent = cluster.nodes[1].agent
     unreachable = PeerUnreachable(rank=1, epoch=cluster.state.epoch, peer=0, reason="closed")
-    cluster.nodes[1].agent = said(agent, unreachable, NOW_S)
+    cluster.nodes[1].agent = on_report(agent, unreachable, NOW_S)
     epoch = cluster.state.epoch
     cluster.restart()
     cluster.hear(Tick(), now_s=NOW_S + 2 * LEASE_S)

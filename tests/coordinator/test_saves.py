@@ -41,7 +41,7 @@ from planaria.coordinator.step import Event, step
 from planaria.core.kinds import Ending
 from planaria.core.messages import BY_PUBLISHER, Corrupted, Raised, SaveFailed
 from planaria.core.records import AwaitingSaves, Origin, Unsaved, Warned
-from planaria.protocol.agent_state import AgentState, said
+from planaria.protocol.agent_state import AgentState, on_report
 
 RULES = small_rules()
 TIMEOUT_S = RULES.job.checkpoint.timeout_s
@@ -218,8 +218,8 @@ def test_versions_that_could_not_be_read_are_none_of_those_that_are_kept() -> No
 
 def test_an_agent_forgets_no_save_for_those_that_were_skipped() -> None:
     """A new coordinator needs what was written before, and can do without these."""
-    state = said(AgentState(node=0), saved(0, NEXT, epoch=0, layers=LOWER), NOW_S)
-    again = said(state, skipped(0, NEXT + 1), NOW_S)
+    state = on_report(AgentState(node=0), saved(0, NEXT, epoch=0, layers=LOWER), NOW_S)
+    again = on_report(state, skipped(0, NEXT + 1), NOW_S)
 
     assert again == state
 

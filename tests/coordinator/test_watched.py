@@ -4,21 +4,21 @@ from math import inf
 from unittest.mock import patch
 
 from planaria.nodes.agent import CpuSteal
-from planaria.protocol.agent_lease import Watched, is_late, watched
+from planaria.protocol.agent_lease import WatchedAction, is_late, watched_action
 
 
 def test_an_action_is_late_after_its_limit() -> None:
     """Seen again it is the same action, with the same limit."""
-    action = watched(Watched(), 13.0, 5.0)
+    action = watched_action(WatchedAction(), 13.0, 5.0)
 
-    assert watched(action, 13.0, 5.0) is action
+    assert watched_action(action, 13.0, 5.0) is action
     assert not is_late(action, 12.9, 5.0)
     assert is_late(action, 13.1, 5.0)
 
 
 def test_time_that_was_taken_is_given_back() -> None:
     """A processor was gone for two seconds of the three that the action had."""
-    action = watched(Watched(), 13.0, 5.0)
+    action = watched_action(WatchedAction(), 13.0, 5.0)
 
     assert not is_late(action, 14.9, 7.0)
     assert is_late(action, 15.1, 7.0)
@@ -26,8 +26,8 @@ def test_time_that_was_taken_is_given_back() -> None:
 
 def test_what_was_taken_before_an_action_does_not_count() -> None:
     """Nor while it waited for others, which takes as long as it takes."""
-    waiting = watched(watched(Watched(), 13.0, 5.0), inf, 6.0)
-    action = watched(waiting, 40.0, 20.0)
+    waiting = watched_action(watched_action(WatchedAction(), 13.0, 5.0), inf, 6.0)
+    action = watched_action(waiting, 40.0, 20.0)
 
     assert not is_late(waiting, 1e9, 5.0)
     assert is_late(action, 40.1, 20.0)

@@ -38,7 +38,7 @@ from planaria.core.messages import (
 from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, Transition, plain_plan
 from planaria.core.records import Decision, Members, Outcome
 from planaria.policies.policy import Prices
-from planaria.protocol.agent_state import AgentState, heard, said
+from planaria.protocol.agent_state import AgentState, on_coordinator_message, on_report
 
 ITERATION = 5
 ONE = PipelineTemplate((Stage(0, 1, 1),), 1)
@@ -179,7 +179,9 @@ def first_world(protocol: Protocol) -> World:
     for event in events:
         state, _ = step(RULES, state, event, 0.0)
     assert state.phase is Phase.TRAINING
-    agents = [said(said(AgentState(node=n), worker(n), 0.0), ready(n), 0.0) for n in range(3)]
+    agents = [
+        on_report(on_report(AgentState(node=n), worker(n), 0.0), ready(n), 0.0) for n in range(3)
+    ]
     nodes = tuple(Node(Rank(), agent) for agent in agents)
     return World(nodes, state, (), (), tuple(records), protocol.num_losses, protocol.num_kills)
 
@@ -257,7 +259,7 @@ def put(world: World, number: int, node: Node) -> World:
 
 def obey(node: Node, order: ToNode, protocol: Protocol) -> Node:
     """As the agent and then the worker take an order."""
-    result = heard(node.agent, order)
+    result = on_coordinator_message(node.agent, order)
     node = node._replace(agent=result.state)
     if result.ends:
         return node._replace(is_alive=False, inbox=())
@@ -273,7 +275,9 @@ def obey(node: Node, order: ToNode, protocol: Protocol) -> Node:
             vector_iteration=ITERATION if rank.has_vector else ITERATION - 1,
             vector=VECTOR,
         )
-        return node._replace(agent=said(node.agent, stopped, 0.0), outbox=(*node.outbox, stopped))
+        return node._replace(
+            agent=on_report(node.agent, stopped, 0.0), outbox=(*node.outbox, stopped)
+        )
     if isinstance(order, StartEpoch) and order.epoch == rank.epoch > rank.started:
         return node._replace(rank=settled(rank, order.iteration))
     return node

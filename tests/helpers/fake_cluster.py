@@ -52,9 +52,9 @@ from planaria.core.plan import Plan
 from planaria.core.records import Decision, Members, Outcome, Progress
 from planaria.protocol.agent_state import (
     AgentState,
-    heard,
-    said,
-    said_again,
+    on_coordinator_message,
+    on_report,
+    repeated_reports,
     successor_order,
 )
 
@@ -79,7 +79,7 @@ class FakeNode:
 
     def take(self, message: ToNode) -> list[Word]:
         """What the node says to a message."""
-        result = heard(self.agent, message)
+        result = on_coordinator_message(self.agent, message)
         self.agent = result.state
         self.is_alive = self.is_alive and not result.ends
         return self.obey(message) if self.is_alive and result.forwards else []
@@ -140,7 +140,7 @@ class FakeNode:
         return words
 
     def say(self, message: Word) -> list[Word]:
-        self.agent = said(self.agent, message, NOW_S)
+        self.agent = on_report(self.agent, message, NOW_S)
         return [message]
 
 
@@ -160,7 +160,9 @@ class FakeCluster:
         self.rules = rules
         self.plan = plan
         self.nodes = {
-            node: FakeNode(said(AgentState(node=node), worker(node), NOW_S), pid=worker(node).pid)
+            node: FakeNode(
+                on_report(AgentState(node=node), worker(node), NOW_S), pid=worker(node).pid
+            )
             for node in plan.nodes
         }
         self.state: JobState
@@ -276,7 +278,7 @@ class FakeCluster:
         for number, node in list(self.nodes.items()):
             if number not in self.state.membership.gone:
                 self._connected.add(number)
-                self.hear(*said_again(node.agent, NOW_S))
+                self.hear(*repeated_reports(node.agent, NOW_S))
                 told = self._order
                 if told is not None and number in (told.nodes or self.state.nodes):
                     self.hear(*node.take(told.message))

@@ -72,10 +72,10 @@ class FakeHands:
     def notify(self, message: ToLauncher) -> None:
         pass
 
-    def keep(self, command: Saving) -> None:
+    def carry_out(self, command: Saving) -> None:
         pass
 
-    def reached(self, place: str, iteration: int) -> None:
+    def on_place_reached(self, place: str, iteration: int) -> None:
         pass
 
 

@@ -21,7 +21,12 @@ from planaria.core.messages import (
     Welcome,
     WorkerFailed,
 )
-from planaria.protocol.agent_state import AgentState, heard, said, said_again
+from planaria.protocol.agent_state import (
+    AgentState,
+    on_coordinator_message,
+    on_report,
+    repeated_reports,
+)
 
 NODE = 1
 RAISED = WorkerFailed(node=NODE, rank=1, traceback="of the user's code")
@@ -32,9 +37,9 @@ def after(*messages: Fact | ToNode, state: AgentState | None = None) -> AgentSta
     state = state or AgentState(node=NODE)
     for message in messages:
         if isinstance(message, Fact):
-            state = said(state, message, NOW_S)
+            state = on_report(state, message, NOW_S)
         else:
-            result = heard(state, message)
+            result = on_coordinator_message(state, message)
             assert not result.ends
             state = result.state
     return state
@@ -42,7 +47,7 @@ def after(*messages: Fact | ToNode, state: AgentState | None = None) -> AgentSta
 
 def facts(*messages: Fact | ToNode) -> list[Fact]:
     """What such an agent tells a new coordinator, in order."""
-    return list(said_again(after(*messages), NOW_S))
+    return list(repeated_reports(after(*messages), NOW_S))
 
 
 def abort(epoch: int) -> Abort:
@@ -134,10 +139,10 @@ def test_of_a_notice_is_told_what_is_left() -> None:
     one, may say it again: the node is gone no later for that."""
     state = AgentState(node=NODE)
     for rank, now_s in ((2, 100.0), (3, 110.0), (2, 112.0)):
-        state = said(state, NoticeTaken(node=NODE, rank=rank, after_s=30.0), now_s)
+        state = on_report(state, NoticeTaken(node=NODE, rank=rank, after_s=30.0), now_s)
 
     for now_s, left_s in ((112.0, 18.0), (125.0, 5.0), (140.0, 0.0)):
-        again = [fact for fact in said_again(state, now_s) if isinstance(fact, NoticeTaken)]
+        again = [fact for fact in repeated_reports(state, now_s) if isinstance(fact, NoticeTaken)]
         assert [fact.after_s for fact in again] == [left_s, left_s]
 
 
@@ -168,14 +173,14 @@ def test_a_worker_that_ends_in_an_epoch_is_told_of_whoever_asks_again() -> None:
 def test_an_order_of_an_older_epoch_is_not_passed_on() -> None:
     """The coordinator that sent it did not know the newest members."""
     state = after(abort(2))
-    result = heard(state, Abort(epoch=1, nodes=(0,)))
+    result = on_coordinator_message(state, Abort(epoch=1, nodes=(0,)))
 
     assert (result.state, result.forwards, result.ends) == (state, False, "")
 
 
 def test_a_node_that_is_evicted_ends_itself() -> None:
     """Others have taken its place; it says of which epoch."""
-    result = heard(after(worker(1)), Abort(epoch=3, nodes=(0, 2)))
+    result = on_coordinator_message(after(worker(1)), Abort(epoch=3, nodes=(0, 2)))
 
     assert result.ends == "it is no member of epoch 3"
     assert not result.forwards
@@ -186,7 +191,7 @@ def test_a_coordinator_of_an_older_term_is_not_obeyed() -> None:
     state = after(Welcome(term=2), Welcome(term=2), Welcome(term=4))
 
     assert state.term == 4
-    assert "term 3 is out of date" in heard(state, Welcome(term=3)).ends
+    assert "term 3 is out of date" in on_coordinator_message(state, Welcome(term=3)).ends
 
 
 ORDERS: dict[str, tuple[ToNode, bool]] = {
@@ -205,6 +210,6 @@ ORDERS: dict[str, tuple[ToNode, bool]] = {
 def test_workers_get_what_is_for_them(order: str) -> None:
     """And only that: their decoder knows no other words."""
     message, forwards = ORDERS[order]
-    result = heard(AgentState(node=NODE), message)
+    result = on_coordinator_message(AgentState(node=NODE), message)
 
     assert (result.forwards, result.ends) == (forwards, "")

@@ -28,19 +28,19 @@ from planaria.errors import (
 from planaria.protocol import worker_actions as act
 from planaria.protocol.worker_state import (
     EpochError,
-    Line,
+    Inbox,
     WorkerRules,
     WorkerState,
     WorkerStep,
     on_computed,
     on_epoch_left,
     on_exchanged,
+    on_iteration_told,
     on_message,
     on_order,
     on_raised,
     on_save_begun,
     on_settled,
-    on_told,
     votes,
 )
 
@@ -94,7 +94,7 @@ def told(state: WorkerState, iteration: int, committed: CommitVector) -> WorkerS
     """What follows once an iteration is told."""
     state, actions = on_computed(state, iteration, committed)
     assert isinstance(actions[-1], act.TellIteration)
-    return on_told(state, actions[-1])
+    return on_iteration_told(state, actions[-1])
 
 
 def kinds(actions: tuple[act.Action, ...]) -> list[type]:
@@ -144,7 +144,7 @@ def test_a_rank_leaves_if_another_process_takes_its_place() -> None:
     other = Abort(epoch=1, nodes=(0, 1), replaced={RANK: PID + 1})
 
     assert on_order(NEW, replaced)[1] == (act.Leave(waits=False),)
-    assert on_order(NEW, other)[1] == (act.Answer(1),)
+    assert on_order(NEW, other)[1] == (act.TellHeld(1),)
     assert on_order(NEW, Shutdown())[1] == (act.Leave(waits=True),)
 
 
@@ -272,7 +272,7 @@ def test_a_save_that_could_not_begin_is_made_when_all_ranks_can() -> None:
     state, actions = begun(NEW, start(persists=True))
     assert actions[-2:] == (act.Compare(0), act.SaveFirst(0))
     state, _ = on_save_begun(state, False)
-    ballot = votes(state, Line(), copied=0, uncopied=0, is_writing=True)
+    ballot = votes(state, Inbox(), copied=0, uncopied=0, is_writing=True)
     state, _ = told(state, 0, vector(unsaved=1, writing=1))
     _, later = on_computed(state, 1, vector(unsaved=1))
     state, _ = told(state, 1, vector(unsaved=1))
@@ -348,7 +348,7 @@ def test_steps_of_a_recovery_are_known_as_such_until_it_is_over() -> None:
 
 def test_a_save_is_wanted_until_its_epoch_is_left_or_the_job_is_over() -> None:
     """An order that comes again, or one to begin the next epoch at a commit, ends nothing."""
-    line, _ = on_message(Line(), start(epoch=1))
+    line, _ = on_message(Inbox(), start(epoch=1))
     line, _ = on_message(line, start(epoch=2, iteration=AT_COMMIT))
 
     assert not line.is_over(1)
@@ -358,7 +358,7 @@ def test_a_save_is_wanted_until_its_epoch_is_left_or_the_job_is_over() -> None:
 
 def test_a_rank_votes_as_it_was_told_meanwhile() -> None:
     """A stop is asked for until an epoch begins after it; the next epoch until it is begun."""
-    line, order = on_message(Line(), StopRequested())
+    line, order = on_message(Inbox(), StopRequested())
     line, _ = on_message(line, start(epoch=1, iteration=AT_COMMIT))
     ballot = votes(training(), line, copied=1, uncopied=0, is_writing=False)
     resumed, _ = on_message(line, start(epoch=3))

@@ -207,7 +207,7 @@ def evicted_nodes_are_admitted(patch: pytest.MonkeyPatch) -> None:
     async def admit(self: Leadership[Any], node: int, line: Any) -> bool:
         line.tell(Welcome(term=self.term))
         await self._logbook.grant((node,))
-        self._lines[node] = line
+        self._connections[node] = line
         return True
 
     patch.setattr(Leadership, "admit", admit)
@@ -228,7 +228,7 @@ def agents_forget(patch: pytest.MonkeyPatch) -> None:
     def said(state: Any, *_: Any) -> Any:
         return state
 
-    patch.setattr("planaria.simulator.modelled.agent.said", said)
+    patch.setattr("planaria.simulator.modelled.agent.on_report", said)
 
 
 def everybody_is_trusted(patch: pytest.MonkeyPatch) -> None:
@@ -275,8 +275,8 @@ def broken_links_are_forgotten(patch: pytest.MonkeyPatch) -> None:
     def said(state: AgentState, message: Fact, now_s: float) -> AgentState:
         return state if isinstance(message, PeerUnreachable) else real(state, message, now_s)
 
-    real = agent_state.said
-    patch.setattr("planaria.simulator.modelled.agent.said", said)
+    real = agent_state.on_report
+    patch.setattr("planaria.simulator.modelled.agent.on_report", said)
 
 
 PLANTS: tuple[Plant, ...] = (

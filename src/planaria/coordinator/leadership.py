@@ -72,10 +72,10 @@ class Effects(Protocol):
     def notify(self, message: ToLauncher) -> None:
         """Sends a message to the launcher."""
 
-    def keep(self, command: Saving) -> None:
+    def carry_out(self, command: Saving) -> None:
         """Carries out a command that concerns saves on disk."""
 
-    def reached(self, place: str, iteration: int) -> None:
+    def on_place_reached(self, place: str, iteration: int) -> None:
         """Says that a recovery has reached a place at which a fault can be injected."""
 
 
@@ -90,17 +90,17 @@ class Leadership(Generic[Agent]):
         ended: the end of the job; None while it goes on.
     """
 
-    def __init__(self, rules: Rules, logbook: Logbook, hands: Effects) -> None:
+    def __init__(self, rules: Rules, logbook: Logbook, effects: Effects) -> None:
         self.state: JobState
         self.ended: Ended | None = None
         self._rules = rules
         self._logbook = logbook
-        self._hands = hands
-        self._lines: dict[int, Agent] = {}
+        self._effects = effects
+        self._connections: dict[int, Agent] = {}
         self._order: Tell | None = None
         self._progress: Progress | None = None
         self._is_restored = False
-        self._lost_at = 0  # The iteration at which the loss struck; the job may go back further.
+        self._loss_iteration = 0  # The job may go back further.
 
     @property
     def term(self) -> int:
@@ -113,26 +113,26 @@ class Leadership(Generic[Agent]):
 
         Which saves exist is not known yet: events say so afterwards.
         """
-        found = await self._logbook.read()
-        if found is None:
+        records = await self._logbook.read()
+        if records is None:
             self.state, commands = first_step(
                 self._rules, plan, term=self.term, predicted_s=predicted_s
             )
         else:
             self.state, commands = restored_step(
                 self._rules,
-                found.plan or plan,
+                records.plan or plan,
                 term=self.term,
-                members=found.members,
-                outcome=found.outcome,
-                decision=found.decision,
-                progress=found.progress,
+                members=records.members,
+                outcome=records.outcome,
+                decision=records.decision,
+                progress=records.progress,
                 predicted_s=predicted_s,
                 now_s=now_s,
             )
         self.state = replace(self.state, saves=replace(self.state.saves, is_listing=True))
         await self._carry_out(commands)
-        self._is_restored = found is not None
+        self._is_restored = records is not None
 
     async def begin_leases(self) -> None:
         """Gives each member on record a whole lease to find this coordinator.
@@ -155,55 +155,55 @@ class Leadership(Generic[Agent]):
         await self._logbook.record_progress(progress)
         if progress.since != self.state.commits.origin.epoch:
             return  # The job has gone back since this commit.
-        self._tell(Acknowledged(num_committed=progress.num_committed), self._lines.keys())
+        self._tell(Acknowledged(num_committed=progress.num_committed), self._connections.keys())
 
     # -- agents -----------------------------------------------------------------------------------
 
-    async def admit(self, node: int, line: Agent) -> bool:
+    async def admit(self, node: int, connection: Agent) -> bool:
         """Admits the agent of a member, or of a node that wants to join; returns whether it did.
 
         An agent whose node is out for good is told so, and False is returned.
         """
-        line.tell(Welcome(term=self.term))
+        connection.tell(Welcome(term=self.term))
         if node not in self.state.membership.gone:
             await self._logbook.grant((node,))
         # Its older connection may have closed while the lease began.
         if node in self.state.membership.gone:
             await self._logbook.revoke(node)
-            line.tell(Abort(epoch=self.state.epoch, nodes=self.state.nodes))
+            connection.tell(Abort(epoch=self.state.epoch, nodes=self.state.nodes))
             return False
         if self._order is not None and node in (self._order.nodes or self.state.nodes):
-            line.tell(self._order.message)
+            connection.tell(self._order.message)
         if self.state.stop.is_requested:  # Last, because an order to begin an epoch revokes a stop.
-            line.tell(StopRequested())
-        self._lines[node] = line
+            connection.tell(StopRequested())
+        self._connections[node] = connection
         return True
 
-    async def take(self, node: int, message: FromNode) -> None:
+    async def on_message(self, node: int, message: FromNode) -> None:
         """Renews the lease on a heartbeat; queues any other message of an agent as an event."""
         if not isinstance(message, Heartbeat):
-            self._hands.queue(message)
-        elif await self._logbook.renew(node) and node in self._lines:
-            self._lines[node].tell(HeartbeatTaken(sent_s=message.sent_s))
+            self._effects.queue(message)
+        elif await self._logbook.renew(node) and node in self._connections:
+            self._connections[node].tell(HeartbeatTaken(sent_s=message.sent_s))
 
-    def left(self, node: int, line: Agent) -> None:
+    def on_disconnect(self, node: int, connection: Agent) -> None:
         """Reports a node whose connection has closed as lost, unless it has a newer connection."""
-        if self._lines.get(node) is line:
-            del self._lines[node]
-            self._hands.queue(NodeLost(node=node, reason="its connection closed"))
+        if self._connections.get(node) is connection:
+            del self._connections[node]
+            self._effects.queue(NodeLost(node=node, reason="its connection closed"))
 
     async def watch_leases(self) -> None:
         """Reports nodes whose leases have run out as lost; never returns."""
         async for node in self._logbook.ended_leases():
-            self._hands.queue(NodeLost(node=node, reason="its lease ran out"))
+            self._effects.queue(NodeLost(node=node, reason="its lease ran out"))
 
     # -- events -----------------------------------------------------------------------------------
 
     async def handle(self, event: Event, now_s: float) -> None:
         """Handles one event, and carries out the commands that follow from it."""
         if isinstance(event, Stopped):  # Its commit vector may be newer than all reports.
-            self._lost_at = max(self._lost_at, event.vector_iteration + 1)
-            self._reached("detect")
+            self._loss_iteration = max(self._loss_iteration, event.vector_iteration + 1)
+            self._report_place("detect")
         self.state, commands = step(self._rules, self.state, event, now_s)
         await self._carry_out(commands)
 
@@ -218,42 +218,42 @@ class Leadership(Generic[Agent]):
                     await self._evict(nodes)
                 case RecordMembers(members):
                     if self.state.phase is Phase.RECORDING:
-                        self._lost_at = self.state.commits.next_iteration
-                        self._reached("detect")
+                        self._loss_iteration = self.state.commits.next_iteration
+                        self._report_place("detect")
                     await self._logbook.record_members(members)
-                    self._hands.notify(Recorded(members=members))
-                    self._hands.queue(MembersRecorded(members.epoch))
+                    self._effects.notify(Recorded(members=members))
+                    self._effects.queue(MembersRecorded(members.epoch))
                 case RecordDecision(outcome, decision):
                     if self.state.phase is Phase.DECIDING:
-                        self._lost_at = max(self._lost_at, outcome.iteration)
-                        self._reached("decide")
+                        self._loss_iteration = max(self._loss_iteration, outcome.iteration)
+                        self._report_place("decide")
                     await self._logbook.record_decision(outcome, decision)
-                    self._hands.notify(Recorded(outcome=outcome))
-                    self._hands.queue(DecisionRecorded(outcome.epoch))
+                    self._effects.notify(Recorded(outcome=outcome))
+                    self._effects.queue(DecisionRecorded(outcome.epoch))
                 case Notify(message):
-                    self._hands.notify(message)
+                    self._effects.notify(message)
                     if isinstance(message, Committed):
                         self._progress = progress_of(self.state, message)
                 case Publish() | Discard() | SetAside():
-                    self._hands.keep(command)
+                    self._effects.carry_out(command)
                 case End():
                     self.ended = _ended_notice(self.state, command)
 
-    def _reached(self, place: str) -> None:
+    def _report_place(self, place: str) -> None:
         if self.state.facts.loss is not None:
-            self._hands.reached(place, self._lost_at)
+            self._effects.on_place_reached(place, self._loss_iteration)
 
     def _tell(self, message: ToNode, nodes: Collection[int]) -> None:
-        told = set(nodes)
-        for node, line in self._lines.items():
-            if node in told:
-                line.tell(message)
+        recipients = set(nodes)
+        for node, connection in self._connections.items():
+            if node in recipients:
+                connection.tell(message)
 
     async def _evict(self, nodes: tuple[int, ...]) -> None:
         for node in nodes:
-            line = self._lines.pop(node, None)
-            if line is not None:
-                line.close()
+            connection = self._connections.pop(node, None)
+            if connection is not None:
+                connection.close()
             await self._logbook.revoke(node)
 
 
@@ -290,4 +290,4 @@ def _ended_notice(state: JobState, end: End) -> Ended:
 
 def is_lost(ended: Ended) -> bool:
     """Whether a job ended because too few nodes, or not all layers, were left."""
-    return ended.ending == Ending.LOST
+    return ended.ending is Ending.LOST

@@ -232,7 +232,7 @@ def _choose_continuation(rules: Rules, state: JobState, now_s: float) -> Step:
         vector = decode_vector(outcome.vector, rules.layout)
         ends = vector.is_last(outcome.iteration - 1, rules.job.training)
     answered, missing = state, cluster.lost_layers(rules.num_layers)
-    is_saved = ends and state.saves.published >= outcome.iteration
+    is_saved = ends and state.saves.newest_iteration >= outcome.iteration
     point = back_point(rules, state, outcome) if missing and not is_saved else None
     if missing and not is_saved and not (point and point.copied):
         # A job that ends need not go back to a save: that save is on disk anyway.
@@ -422,7 +422,7 @@ def _save_then_end(
     if not is_begun and not origin.copied:  # Nothing was trained since the save or the seed.
         failed_or_lost = Ending.FAILED if state.stop.failure else Ending.LOST
         return end_job(state, End(failed_or_lost, reason, state.stop.failure))
-    if state.saves.published >= outcome.iteration:
+    if state.saves.newest_iteration >= outcome.iteration:
         layers: dict[int, tuple[int, ...]] = {}
     else:
         layers = _writers(held)

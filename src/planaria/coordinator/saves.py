@@ -49,7 +49,7 @@ def _layers_saved(state: JobState, event: LayersSaved) -> Step:
     """Notes layers that are on disk, and publishes the save if it has all its layers."""
     key = (event.iteration, event.epoch)
     saves = state.saves
-    is_settled = event.iteration <= saves.published or key in saves.unsaved
+    is_settled = event.iteration <= saves.newest_iteration or key in saves.unsaved
     is_settled = is_settled or key in saves.publishing
     if event.epoch < saves.since_epoch or is_settled:
         return state, ()
@@ -126,8 +126,8 @@ def newest_save(rules: Rules, state: JobState) -> tuple[int, str] | None:
     and no save is sound.
     """
     saves, is_spoilt = state.saves, rules.source in state.saves.spoilt
-    if saves.versions and (is_spoilt or saves.published > rules.first_iteration):
-        return saves.published, version_name(*saves.versions[0])
+    if saves.versions and (is_spoilt or saves.newest_iteration > rules.first_iteration):
+        return saves.newest_iteration, version_name(*saves.versions[0])
     return None if is_spoilt else (rules.first_iteration, rules.source)
 
 
@@ -148,7 +148,7 @@ def _drop_save(state: JobState, event: SaveFailed) -> Step:
         state = _without_publishing(state, key)
     saves = state.saves
     is_awaited = is_whole or saves.since_epoch <= event.epoch <= state.epoch
-    if not is_awaited or iteration <= saves.published or key in saves.unsaved:
+    if not is_awaited or iteration <= saves.newest_iteration or key in saves.unsaved:
         return state, ()
     failed = {key: reason, **saves.unsaved}
     rest = {k: v for k, v in files.items() if k != key}

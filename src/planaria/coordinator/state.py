@@ -194,7 +194,7 @@ class Saves:
     since_epoch: int = 0
 
     @property
-    def published(self) -> int:
+    def newest_iteration(self) -> int:
         """The number of iterations in the newest published save; -1: there is none."""
         return self.versions[0][0] if self.versions else -1
 
@@ -320,7 +320,7 @@ class JobState:
         return self.ranks_of(self.nodes)
 
     @property
-    def trains(self) -> bool:
+    def is_training(self) -> bool:
         """Whether the job trains by its plan, and nothing else is under way."""
         is_busy = self.change is not None or self.commits.ends or self.stop.is_requested
         return self.phase is Phase.TRAINING and self.facts.is_entered and not is_busy
@@ -359,7 +359,7 @@ class JobState:
         """Whether every rank of the node has a worker."""
         return all(rank in self.workers for rank in self.ranks_of((node,)))
 
-    def is_told_by_all(self, facts: Mapping[int, object]) -> bool:
+    def has_all_ranks(self, facts: Mapping[int, object]) -> bool:
         """Whether every rank of the members has an entry; see `has_all`."""
         num_ranks = len(self.nodes) * self.devices_per_node
         return len(facts) >= num_ranks and all(rank in facts for rank in self.ranks)

@@ -242,7 +242,7 @@ def advance(rules: Rules, state: JobState, now_s: float) -> Step:
 def _advance_phase(rules: Rules, state: JobState, now_s: float) -> Step:
     """The state advanced by at most one phase."""
     match state.phase:
-        case Phase.STOPPING if state.is_told_by_all(state.facts.answers):
+        case Phase.STOPPING if state.has_all_ranks(state.facts.answers):
             return decide(rules, state, now_s)
         case Phase.JOINING:
             return _tell_order(rules, state, now_s)
@@ -479,7 +479,7 @@ def _end_when_saved(rules: Rules, state: JobState, now_s: float) -> Step:
     if unsaved is not None:
         return end_job(state, End(Ending.UNSAVED, unsaved))
     has_nothing_to_save = isinstance(order, SaveLayers) and not order.layers
-    if state.saves.published < number and not has_nothing_to_save:
+    if state.saves.newest_iteration < number and not has_nothing_to_save:
         return await_last_save(rules, state, now_s)
     if decision.ending:
         return end_job(state, End(Ending(decision.ending), decision.reason, decision.failure))

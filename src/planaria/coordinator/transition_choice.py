@@ -143,7 +143,7 @@ def outlook(rules: Rules, state: JobState, now_s: float) -> Outlook:
     memory a failure costs at most `_BACK_MAX` versions of them: copies are assumed to survive.
     """
     training, job = rules.job.training, rules.job.checkpoint
-    saved = max(rules.first_iteration, state.saves.published)
+    saved = max(rules.first_iteration, state.saves.newest_iteration)
     back_max = _BACK_MAX * rules.version_iterations if job.copies > 1 else inf
     return Outlook(
         failures_per_s=1.0 / time_to_failure_s(rules, state, now_s),

@@ -63,11 +63,11 @@ from planaria.protocol.worker_state import (
     on_computed,
     on_epoch_left,
     on_exchanged,
+    on_iteration_told,
     on_order,
     on_raised,
     on_save_begun,
     on_settled,
-    on_told,
     transfer_peers,
     votes,
 )
@@ -219,7 +219,7 @@ class Worker:
         match action:
             case act.Leave():
                 self._leave(action)
-            case act.Answer():
+            case act.TellHeld():
                 self._answer(action.epoch)
             case act.KeepLayers():
                 self._stage.keep_only(action.layers)
@@ -272,7 +272,7 @@ class Worker:
                 self._stall_s += time.monotonic() - begin_s
             case act.TellIteration():
                 self._tell_iteration(action)
-                return on_told(self._state, action)
+                return on_iteration_told(self._state, action)
             case act.SaveLast():
                 epoch, owned = self._state.epoch, self._owned_layers(self._current_start().plan)
                 self._saver.save_last(owned, iteration=action.age, epoch=epoch)

@@ -51,17 +51,23 @@ from planaria.nodes.output import flush_own
 from planaria.protocol.agent_lease import (
     TICKS_PER_LEASE,
     AgentLease,
-    Watched,
+    WatchedAction,
+    can_judge_workers,
     first_lease,
     is_given_up,
     is_late,
-    renewed,
-    ticked,
-    unconnected,
-    watched,
-    watches_workers,
+    lease_after_tick,
+    renewed_lease,
+    unconnected_lease,
+    watched_action,
 )
-from planaria.protocol.agent_state import AgentState, heard, said, said_again, successor_order
+from planaria.protocol.agent_state import (
+    AgentState,
+    on_coordinator_message,
+    on_report,
+    repeated_reports,
+    successor_order,
+)
 from planaria.transport.frames import (
     FrameDecoder,
     Role,
@@ -132,7 +138,7 @@ class _Worker:
         """Forks a worker, with a pulse and a socket of its own."""
         self.is_stalled = False
         self.ending: asyncio.Task[None] | None = None  # Ends a worker that is stalled.
-        self.action = Watched()
+        self.action = WatchedAction()
         self.writer: asyncio.StreamWriter | None = None
         self._waiting_orders: list[bytes] = []  # Orders that arrived before `connect`.
         self.pulse = Pulse()
@@ -234,7 +240,7 @@ class _Agent:
             # There is no await from here until _to_coordinator is set, so that no fact is said
             # twice or left out.
             writer.write(
-                b"".join(frame(fact) for fact in said_again(self._state, time.monotonic()))
+                b"".join(frame(fact) for fact in repeated_reports(self._state, time.monotonic()))
             )
             self._to_coordinator = writer
             self._send_heartbeat()
@@ -246,12 +252,12 @@ class _Agent:
             writer.close()
 
     def _on_message(self, message: ToNode) -> None:
-        result = heard(self._state, message)
+        result = on_coordinator_message(self._state, message)
         self._state = result.state
         if result.ends:
             self._end_node(result.ends)
         if isinstance(message, HeartbeatTaken):
-            self._set_lease(renewed(self._lease, message.sent_s))
+            self._set_lease(renewed_lease(self._lease, message.sent_s))
         if result.forwards:
             for worker in self._workers:
                 worker.tell(frame(message))
@@ -259,7 +265,7 @@ class _Agent:
             self._is_shut_down = True
 
     def _report(self, message: Fact) -> None:
-        self._state = said(self._state, message, time.monotonic())
+        self._state = on_report(self._state, message, time.monotonic())
         if self._to_coordinator is not None:
             self._to_coordinator.write(frame(message))
 
@@ -280,17 +286,17 @@ class _Agent:
         while True:
             await asyncio.sleep(self._lease_s / TICKS_PER_LEASE)
             now_s = time.monotonic()
-            self._lease = ticked(self._lease, now_s)
+            self._lease = lease_after_tick(self._lease, now_s)
             self._send_heartbeat()
             self._cpu_steal.measure()
-            if watches_workers(self._lease, now_s):
+            if can_judge_workers(self._lease, now_s):
                 for worker in self._workers:
                     self._check_pulse(worker, now_s)
 
     def _send_heartbeat(self) -> None:
         now_s = time.monotonic()
         if self._to_coordinator is None:
-            self._set_lease(unconnected(self._lease, now_s))
+            self._set_lease(unconnected_lease(self._lease, now_s))
             return
         self._to_coordinator.write(frame(Heartbeat(node=self._spec.node, sent_s=now_s)))
         if is_given_up(self._lease, now_s):
@@ -306,7 +312,7 @@ class _Agent:
         if worker.is_stalled:
             return
         steal_s, pulse = self._cpu_steal.total_s, worker.pulse
-        worker.action = watched(worker.action, pulse.deadline_s, steal_s)
+        worker.action = watched_action(worker.action, pulse.deadline_s, steal_s)
         silent_s = pulse.silent_s(now_s) - self._cpu_steal.recent_s
         if silent_s > self._lease_s or is_late(worker.action, now_s, steal_s):
             worker.is_stalled = True

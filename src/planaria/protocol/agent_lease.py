@@ -38,24 +38,24 @@ def first_lease(lease_s: float, now_s: float) -> AgentLease:
     return AgentLease(lease_s=lease_s, end_s=now_s + lease_s, awake_since_s=now_s, ticked_s=now_s)
 
 
-def ticked(lease: AgentLease, now_s: float) -> AgentLease:
+def lease_after_tick(lease: AgentLease, now_s: float) -> AgentLease:
     """The lease after the agent looks at its clock; call it TICKS_PER_LEASE times per lease."""
     was_stopped = now_s - lease.ticked_s > lease.lease_s / 2
     awake_since_s = now_s if was_stopped else lease.awake_since_s
     return replace(lease, ticked_s=now_s, awake_since_s=awake_since_s)
 
 
-def renewed(lease: AgentLease, sent_s: float) -> AgentLease:
+def renewed_lease(lease: AgentLease, sent_s: float) -> AgentLease:
     """The lease after the answer to a heartbeat that was sent at sent_s."""
     return replace(lease, end_s=sent_s + lease.lease_s)
 
 
-def unconnected(lease: AgentLease, now_s: float) -> AgentLease:
+def unconnected_lease(lease: AgentLease, now_s: float) -> AgentLease:
     """The lease while there is no coordinator: full again, unless it has run out.
 
     Meanwhile nobody is evicted, and the next coordinator grants each member a full lease.
     """
-    return renewed(lease, now_s) if now_s < lease.end_s else lease
+    return renewed_lease(lease, now_s) if now_s < lease.end_s else lease
 
 
 def is_given_up(lease: AgentLease, now_s: float) -> bool:
@@ -63,13 +63,13 @@ def is_given_up(lease: AgentLease, now_s: float) -> bool:
     return now_s > max(lease.end_s, lease.awake_since_s) + lease.lease_s
 
 
-def watches_workers(lease: AgentLease, now_s: float) -> bool:
+def can_judge_workers(lease: AgentLease, now_s: float) -> bool:
     """Whether the agent ran long enough, one lease without a stop, to judge its workers."""
     return now_s - lease.awake_since_s > lease.lease_s
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class WatchedAction:
     """A worker's action, as its agent first saw it.
 
     Attributes:
@@ -81,11 +81,11 @@ class Watched:
     stolen_s: float = 0.0
 
 
-def watched(before: Watched, deadline_s: float, stolen_s: float) -> Watched:
+def watched_action(before: WatchedAction, deadline_s: float, stolen_s: float) -> WatchedAction:
     """The action after the agent has looked again; another deadline means another action."""
-    return before if before.deadline_s == deadline_s else Watched(deadline_s, stolen_s)
+    return before if before.deadline_s == deadline_s else WatchedAction(deadline_s, stolen_s)
 
 
-def is_late(action: Watched, now_s: float, stolen_s: float) -> bool:
+def is_late(action: WatchedAction, now_s: float, stolen_s: float) -> bool:
     """Whether an action is past its deadline, less the CPU steal since the agent first saw it."""
     return now_s - (stolen_s - action.stolen_s) > action.deadline_s

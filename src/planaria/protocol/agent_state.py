@@ -65,7 +65,7 @@ class AgentState:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class Consequence:
     """Consequence of a message from the coordinator.
 
     Attributes:
@@ -78,7 +78,7 @@ class Heard:
     ends: str = ""
 
 
-def said(state: AgentState, message: Fact, now_s: float) -> AgentState:
+def on_report(state: AgentState, message: Fact, now_s: float) -> AgentState:
     """The state after a report of a worker, or of the agent about a worker."""
     iteration = 0
     match message:
@@ -102,7 +102,7 @@ def said(state: AgentState, message: Fact, now_s: float) -> AgentState:
     return replace(state, facts={**facts, key: message})
 
 
-def said_again(state: AgentState, now_s: float) -> tuple[Fact, ...]:
+def repeated_reports(state: AgentState, now_s: float) -> tuple[Fact, ...]:
     """The reports to repeat to a coordinator on a new connection, oldest first."""
     ago_s = now_s - state.noticed_s
     return tuple(
@@ -113,33 +113,35 @@ def said_again(state: AgentState, now_s: float) -> tuple[Fact, ...]:
     )
 
 
-def heard(state: AgentState, message: ToNode) -> Heard:
+def on_coordinator_message(state: AgentState, message: ToNode) -> Consequence:
     """The consequence of a message from the coordinator."""
     match message:
         case Welcome():
             if message.term < state.term:
-                return Heard(state, ends=f"a coordinator of term {message.term} is out of date")
-            return Heard(replace(state, term=message.term))
+                return Consequence(
+                    state, ends=f"a coordinator of term {message.term} is out of date"
+                )
+            return Consequence(replace(state, term=message.term))
         case Acknowledged():
-            return Heard(_acknowledged(state, message.num_committed))
+            return Consequence(_without_acknowledged(state, message.num_committed))
         case Abort() if message.epoch < state.epoch:
-            return Heard(state)
+            return Consequence(state)
         case Abort():
             if state.node not in message.nodes:
-                return Heard(state, ends=f"it is no member of epoch {message.epoch}")
+                return Consequence(state, ends=f"it is no member of epoch {message.epoch}")
             facts = state.facts
             if message.epoch > state.epoch:  # Else a repeated order, which ends no fact.
                 facts = {key: f for key, f in facts.items() if not _is_over(f, message.epoch)}
-            return Heard(
+            return Consequence(
                 replace(state, epoch=message.epoch, abort=message, facts=facts), forwards=True
             )
         case HeartbeatTaken():
-            return Heard(state)
+            return Consequence(state)
         case StartEpoch() | SaveLayers() | StopRequested() | Shutdown():
-            return Heard(state, forwards=True)
+            return Consequence(state, forwards=True)
 
 
-def _acknowledged(state: AgentState, num_committed: int) -> AgentState:
+def _without_acknowledged(state: AgentState, num_committed: int) -> AgentState:
     facts = {
         key: fact
         for key, fact in state.facts.items()

@@ -26,7 +26,7 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TellHeld:
     """Tells the coordinator what this rank holds (`Stopped`)."""
 
     epoch: int
@@ -174,7 +174,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class TellIteration:
-    """Tells the coordinator that the iteration is done (`IterationDone`); see `on_told`.
+    """Tells the coordinator that the iteration is done (`IterationDone`); see `on_iteration_told`.
 
     Attributes:
         ends: training ends after it.
@@ -222,7 +222,7 @@ class Complain:
 
 Action = (
     Leave
-    | Answer
+    | TellHeld
     | KeepLayers
     | Settle
     | WriteLast

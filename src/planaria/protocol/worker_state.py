@@ -11,12 +11,12 @@ result. The docstring of such an action names the function that takes its result
     on_exchanged      Exchange is done: the rank has the layers of its plan
     on_save_begun     SaveFirst is done
     on_computed       Compute is done: the rank has the commit vector of an iteration
-    on_told           TellIteration is done
+    on_iteration_told TellIteration is done
     on_epoch_left     an action raised an error that ends the epoch, such as a lost peer
     on_raised         an action raised another error
 
 This state belongs to the thread that computes. Another thread, with a state of its own, sorts the
-messages that arrive meanwhile: see `Line` and `on_message`.
+messages that arrive meanwhile: see `Inbox` and `on_message`.
 
 Source: docs/protocol.md.
 """
@@ -145,7 +145,7 @@ def on_order(state: WorkerState, order: Order) -> WorkerStep:
         case Abort() if order.epoch >= state.epoch:
             recovers_from = state.vector_iteration + 1
             state = replace(state, epoch=order.epoch, owes_save=False, recovers_from=recovers_from)
-            return state, (act.Answer(order.epoch),)
+            return state, (act.TellHeld(order.epoch),)
         case SaveLayers() if order.epoch == state.epoch > state.saved_epoch:
             return _settle(replace(state, saved_epoch=order.epoch), order)
         case StartEpoch() if _is_for_this(state, order):
@@ -213,7 +213,7 @@ def _start_epoch(state: WorkerState, start: StartEpoch) -> WorkerStep:
 
 def on_exchanged(state: WorkerState, iteration: int) -> WorkerStep:
     """The step after Exchange: the rank has its layers, and the epoch begins at this iteration."""
-    start = _served(state)
+    start = _start_order(state)
     start = msgspec.structs.replace(start, iteration=iteration)
     if not state.takes_part:
         return state, ()
@@ -228,7 +228,7 @@ def on_exchanged(state: WorkerState, iteration: int) -> WorkerStep:
 
 def on_save_begun(state: WorkerState, is_begun: bool) -> WorkerStep:
     """The step after SaveFirst: the first save of the epoch has begun, or could not begin."""
-    iteration = _served(state).iteration
+    iteration = _start_order(state).iteration
     state = replace(state, owes_save=not is_begun)
     return _train(state, iteration, ends=_is_done(state, iteration))
 
@@ -241,13 +241,13 @@ def _train(state: WorkerState, iteration: int, *, ends: bool) -> WorkerStep:
     """The step to the next iteration, or to the end of the epoch if training has ended."""
     if not ends:
         return state, (act.Reach("start", iteration), act.Compute(iteration))
-    epoch = _served(state).epoch
+    epoch = _start_order(state).epoch
     return state, (act.WaitWritten(epoch), act.EndEpoch(epoch))
 
 
 def on_computed(state: WorkerState, iteration: int, vector: CommitVector) -> WorkerStep:
     """The step after Compute: the rank has the vector, so all gradients are complete everywhere."""
-    start, rules = _served(state), state.rules
+    start, rules = _start_order(state), state.rules
     state = replace(state, vector=(iteration, vector))
     ends = vector.is_last(iteration, rules.training)
     switches = not ends and vector.is_switch_agreed(start.plan)
@@ -278,20 +278,20 @@ def _persists(rules: WorkerRules, age: int) -> bool:
     return rules.persist_every > 0 and age % rules.persist_every == 0
 
 
-def on_told(state: WorkerState, told: act.TellIteration) -> WorkerStep:
+def on_iteration_told(state: WorkerState, report: act.TellIteration) -> WorkerStep:
     """The step after TellIteration: the iteration is over for this rank."""
-    epoch, vector = _served(state).epoch, told.vector
+    epoch, vector = _start_order(state).epoch, report.vector
     state = replace(state, owes_save=vector.votes.unsaved > 0 and not vector.is_save_due)
-    next_iteration = told.iteration + 1
-    if told.switches:
+    next_iteration = report.iteration + 1
+    if report.switches:
         return replace(state, switches_at=next_iteration), (act.EndEpoch(epoch),)
-    state, actions = _train(state, next_iteration, ends=told.ends)
-    return state, ((act.SaveLast(next_iteration), *actions) if told.ends else actions)
+    state, actions = _train(state, next_iteration, ends=report.ends)
+    return state, ((act.SaveLast(next_iteration), *actions) if report.ends else actions)
 
 
 def on_epoch_left(state: WorkerState, error: EpochError) -> WorkerStep:
     """The step after an error that ends the epoch for this rank; it reports its own reasons."""
-    epoch = _served(state).epoch
+    epoch = _start_order(state).epoch
     state, actions = on_raised(state)
     if isinstance(error, CorruptedError):
         # The save may be all that remains, if two holders differ and none can be trusted.
@@ -331,7 +331,7 @@ def _complaint(error: EpochError, *, rank: int, epoch: int) -> Fact | None:
             return None
 
 
-def _served(state: WorkerState) -> StartEpoch:
+def _start_order(state: WorkerState) -> StartEpoch:
     assert state.start is not None
     return state.start
 
@@ -351,7 +351,7 @@ def transfer_peers(rounds: Sequence[Sequence[Transfer]], rank: int) -> set[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Inbox:
     """Summary of the messages that have arrived, also of those not yet handled.
 
     Attributes:
@@ -376,37 +376,39 @@ class Line:
         return epoch < self.first_epoch or self.is_shut_down
 
 
-def on_message(line: Line, message: ToNode) -> tuple[Line, Order | None]:
-    """The line after a message, and the order to queue if the message is one.
+def on_message(inbox: Inbox, message: ToNode) -> tuple[Inbox, Order | None]:
+    """The inbox after a message, and the order to queue if the message is one.
 
     The caller must end waits for peers in epochs that an `Abort` makes older.
     """
     match message:
         case StopRequested():
-            return replace(line, stop_requested=True), None
+            return replace(inbox, stop_requested=True), None
         case StartEpoch() if message.iteration == AT_COMMIT:
-            return replace(line, next_epoch=message.epoch), message
+            return replace(inbox, next_epoch=message.epoch), message
         case StartEpoch():
-            return replace(line, stop_requested=False), message
+            return replace(inbox, stop_requested=False), message
         case Abort():
-            return replace(line, first_epoch=max(line.first_epoch, message.epoch)), message
+            return replace(inbox, first_epoch=max(inbox.first_epoch, message.epoch)), message
         case Shutdown():
-            return replace(line, is_shut_down=True), message
+            return replace(inbox, is_shut_down=True), message
         case SaveLayers():
-            return line, message
+            return inbox, message
     raise AssertionError(message)
 
 
-def votes(state: WorkerState, line: Line, *, copied: int, uncopied: int, is_writing: bool) -> Votes:
+def votes(
+    state: WorkerState, inbox: Inbox, *, copied: int, uncopied: int, is_writing: bool
+) -> Votes:
     """The votes of this rank in the commit vector of the iteration that it computes.
 
     Args:
         copied, uncopied: votes about its copies in memory, see `Votes`.
         is_writing: a save is being written, so another one cannot begin now.
     """
-    switches = line.next_epoch > _served(state).epoch
+    switches = inbox.next_epoch > _start_order(state).epoch
     return Votes(
-        int(line.stop_requested),
+        int(inbox.stop_requested),
         int(switches),
         copied,
         uncopied,

@@ -283,7 +283,7 @@ class _Leader:
     def _look_ahead(self) -> None:
         """Requests a search for answers to the next losses, if training goes on."""
         state = self._leadership.state
-        if self._searcher is not None and state.trains:
+        if self._searcher is not None and state.is_training:
             factors = state.learning.findings.layer_factors
             self._searcher.request(state.plan, factors, prices_of(self._rules, state))
 
@@ -323,14 +323,14 @@ class _Leader:
             logger.info("node %s: %s", node, error)
         finally:
             self._agents.discard(agent)
-            self._leadership.left(node, agent)
+            self._leadership.on_disconnect(node, agent)
             agent.close()
 
     async def _take_facts(self, node: int, reader: asyncio.StreamReader) -> None:
         decoder = FrameDecoder()
         while data := await reader.read(_READ_BYTES):
             for body in decoder.feed(data):
-                await self._leadership.take(node, from_node_decoder.decode(body))
+                await self._leadership.on_message(node, from_node_decoder.decode(body))
 
     async def _queue_launcher_messages(self, reader: asyncio.StreamReader) -> None:
         decoder = FrameDecoder()
@@ -394,18 +394,18 @@ class _Leader:
             on_error=lambda error: _call(loop, lambda: self._publisher_error.set_exception(error)),
         )
 
-    # -- hands ------------------------------------------------------------------------------------
+    # -- effects ----------------------------------------------------------------------------------
 
     def queue(self, event: Event) -> None:
-        """See Hands."""
+        """See Effects."""
         self._events.put_nowait(event)
 
     def notify(self, message: ToLauncher) -> None:
-        """See Hands."""
+        """See Effects."""
         self._launcher.write(frame(message))
 
-    def keep(self, command: Saving) -> None:
-        """See Hands."""
+    def carry_out(self, command: Saving) -> None:
+        """See Effects."""
         match command:
             case Publish():
                 self._publishing.publish(command)
@@ -414,8 +414,8 @@ class _Leader:
             case SetAside(source):
                 self._publishing.set_aside(source)
 
-    def reached(self, place: str, iteration: int) -> None:
-        """See Hands."""
+    def on_place_reached(self, place: str, iteration: int) -> None:
+        """See Effects."""
         self._probe.report_step(place, iteration)
 
     async def _tell_end(self, ended: Ended) -> None:
@@ -461,10 +461,10 @@ class _AgentSocket:
         self._frames = frames
 
     def tell(self, message: ToNode) -> None:
-        """See Line."""
+        """See AgentConnection."""
         if not self._writer.is_closing():
             self._writer.write(self._frames.of(message))
 
     def close(self) -> None:
-        """See Line."""
+        """See AgentConnection."""
         self._writer.close()

@@ -22,18 +22,18 @@ from planaria.core.messages import (
 from planaria.protocol.agent_lease import (
     TICKS_PER_LEASE,
     AgentLease,
+    can_judge_workers,
     first_lease,
     is_given_up,
-    renewed,
-    ticked,
-    unconnected,
-    watches_workers,
+    lease_after_tick,
+    renewed_lease,
+    unconnected_lease,
 )
 from planaria.protocol.agent_state import (
     AgentState,
-    heard,
-    said,
-    said_again,
+    on_coordinator_message,
+    on_report,
+    repeated_reports,
     successor_order,
 )
 from planaria.simulator.loop import Future, Loop, Process
@@ -171,7 +171,7 @@ class SimulatedAgent:
                 is_over.resolve(None)
 
             end.on_close = closed
-            for fact in said_again(self.state, self.process.now_s):
+            for fact in repeated_reports(self.state, self.process.now_s):
                 end.send(fact)
             self._to_coordinator = end
             self._send_heartbeat()
@@ -180,13 +180,13 @@ class SimulatedAgent:
             self._send_heartbeat()
 
     def _on_message(self, message: ToNode) -> None:
-        result = heard(self.state, message)
+        result = on_coordinator_message(self.state, message)
         self.state = result.state
         if result.ends:
             self._end_node(result.ends)
             return
         if isinstance(message, HeartbeatTaken):
-            self._lease = renewed(self._lease, message.sent_s)
+            self._lease = renewed_lease(self._lease, message.sent_s)
         if result.forwards:
             for end in self._worker_ends:
                 end.send(message)
@@ -195,7 +195,7 @@ class SimulatedAgent:
             self.process.after(_LEAVE_S, self.kill)
 
     def _report(self, message: Fact) -> None:
-        self.state = said(self.state, message, self.process.now_s)
+        self.state = on_report(self.state, message, self.process.now_s)
         if self._to_coordinator is not None:
             self._to_coordinator.send(message)
 
@@ -210,9 +210,9 @@ class SimulatedAgent:
         while True:
             await self.process.sleep(LEASE_S / TICKS_PER_LEASE)
             now_s = self.process.now_s
-            self._lease = ticked(self._lease, now_s)
+            self._lease = lease_after_tick(self._lease, now_s)
             self._send_heartbeat()
-            if watches_workers(self._lease, now_s):
+            if can_judge_workers(self._lease, now_s):
                 for worker in self.workers:
                     stopped_s = worker.process.stopped_s
                     if stopped_s >= 0.0 and now_s - stopped_s > LEASE_S:
@@ -222,7 +222,7 @@ class SimulatedAgent:
     def _send_heartbeat(self) -> None:
         now_s = self.process.now_s
         if self._to_coordinator is None:
-            self._lease = unconnected(self._lease, now_s)
+            self._lease = unconnected_lease(self._lease, now_s)
             return
         self._to_coordinator.send(Heartbeat(node=self.node, sent_s=now_s))
         if is_given_up(self._lease, now_s):

@@ -81,11 +81,11 @@ class _AgentEndpoint:
         self.end = end
 
     def tell(self, message: ToNode) -> None:
-        """See Line."""
+        """See AgentConnection."""
         self.end.send(message)
 
     def close(self) -> None:
-        """See Line."""
+        """See AgentConnection."""
         self.end.close()
 
 
@@ -246,12 +246,12 @@ class SimulatedCoordinator:
             if await self.leadership.admit(node, line):
                 self.admitted.add(node)
                 while (message := await inbox.get()) is not None:
-                    await self.leadership.take(node, message)
+                    await self.leadership.on_message(node, message)
         except StoreError as error:
             self._launcher.log_event("gives up", node, repr(error))
         self._agents.remove(line)
         self.admitted.discard(node)
-        self.leadership.left(node, line)
+        self.leadership.on_disconnect(node, line)
         line.close()
 
     @property
@@ -269,18 +269,18 @@ class SimulatedCoordinator:
         """Takes the launcher's message that the agent of a node is gone."""
         self.queue(NodeLost(node=node, reason=reason))
 
-    # -- hands ------------------------------------------------------------------------------------
+    # -- effects ----------------------------------------------------------------------------------
 
     def queue(self, event: Event) -> None:
-        """See Hands."""
+        """See Effects."""
         self._events.put(event)
 
     def notify(self, message: ToLauncher) -> None:
-        """See Hands."""
+        """See Effects."""
         self._launcher.on_coordinator_message(self, message)
 
-    def keep(self, command: Saving) -> None:
-        """See Hands."""
+    def carry_out(self, command: Saving) -> None:
+        """See Effects."""
         if isinstance(command, Discard) and command.reason:
             iteration, epoch, reason = command.iteration, command.epoch, command.reason
             self.notify(Unsaved(iteration=iteration, epoch=epoch, reason=reason))
@@ -370,8 +370,8 @@ class SimulatedCoordinator:
         self.known_since_s.setdefault(published.source, self._launcher.loop.now_s)
         self.queue(published)
 
-    def reached(self, place: str, iteration: int) -> None:
-        """See Hands."""
+    def on_place_reached(self, place: str, iteration: int) -> None:
+        """See Effects."""
         self._launcher.on_coordinator_place(place, iteration)
 
 

@@ -34,19 +34,19 @@ from planaria.errors import CheckpointError
 from planaria.protocol import worker_actions as act
 from planaria.protocol.worker_state import (
     EPOCH_ERRORS,
-    Line,
+    Inbox,
     WorkerRules,
     WorkerState,
     WorkerStep,
     on_computed,
     on_epoch_left,
     on_exchanged,
+    on_iteration_told,
     on_message,
     on_order,
     on_raised,
     on_save_begun,
     on_settled,
-    on_told,
     transfer_peers,
     votes,
 )
@@ -182,7 +182,7 @@ class SimulatedWorker:
                 save_timeout_s=job.checkpoint.timeout_s,
             )
         )
-        self._inbox = Line()
+        self._inbox = Inbox()
         self._orders: deque[Order] = deque()
         self._order_future: Future[None] | None = None
         # State of the epoch that is served.
@@ -268,7 +268,7 @@ class SimulatedWorker:
                     self.is_leaving = True
                 else:
                     self._leave()
-            case act.Answer():
+            case act.TellHeld():
                 self._answer(action.epoch)
             case act.KeepLayers():
                 self.layers = {
@@ -316,7 +316,7 @@ class SimulatedWorker:
                 await self._save(action.age)
             case act.TellIteration():
                 self._tell_iteration(action)
-                return on_told(self.state, action)
+                return on_iteration_told(self.state, action)
             case act.SaveLast():
                 await self._save_last(self._owned_layers(), action.age, self.state.epoch)
             case act.WaitWritten():
