@@ -1,0 +1,59 @@
+"""What a launcher knows of its agents and coordinators."""
+
+import pytest
+
+from planaria.nodes.forkserver import UNKNOWN
+from planaria.nodes.head import job_processes
+from planaria.nodes.head.job_processes import JobProcesses
+
+
+def test_a_node_starts_on_a_machine_without_a_node() -> None:
+    """And on one that no node has had where a machine was granted."""
+    processes = JobProcesses()
+    first = processes.assign_machine(0, starting=(), is_new=False)
+    second = processes.assign_machine(1, starting=(0,), is_new=False)
+    processes.add_agent(0, 10)
+    processes.add_agent(1, 11)
+    processes.add_exit(10, -9)
+
+    assert len({first, second}) == 2
+    assert processes.next_node == 2
+    assert processes.assign_machine(2, starting=(), is_new=False) == first
+    assert processes.assign_machine(3, starting=(2,), is_new=True) not in {first, second}
+
+
+def test_an_agent_may_end_before_its_pid_is_known() -> None:
+    """The fork server tells exits and pids apart from each other."""
+    processes = JobProcesses()
+    nodes = processes.add_exit(10, 1)
+    processes.add_agent(0, 10)
+
+    assert nodes == ()
+    assert processes.has_ended(0)
+    assert not processes.live_agents
+    assert [end.reason for end in processes.agent_ends()] == ["its agent left with status 1"]
+
+
+def test_agents_that_were_killed_or_left_an_unknown_status_explain_no_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only how agents ended by themselves says why none is left."""
+    kills: list[int] = []
+    monkeypatch.setattr(job_processes, "kill_group", kills.append)
+    processes = JobProcesses()
+    for node in range(4):
+        processes.add_agent(node, 10 + node)
+    processes.add_coordinator(20)
+    processes.add_exit(10, 3)
+    processes.add_exit(11, UNKNOWN)
+    processes.kill_other_nodes((0, 1, 3))
+    processes.add_exit(12, -9)
+
+    assert kills == [12]
+    assert processes.agent_statuses() == {3}
+    assert not processes.have_ended()
+    processes.kill_all()
+    assert sorted(kills) == [12, 13, 20]
+    processes.add_exit(13, -9)
+    processes.add_exit(20, -9)
+    assert processes.have_ended()
