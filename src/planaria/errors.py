@@ -3,7 +3,7 @@
 PlanariaError
 |-- ConfigError          the user's mistake: exit code 2
 |   `-- DivergedError    training diverged
-|-- InfeasibleError      no plan satisfies what is asked for; faces turn it into a ConfigError
+|-- InfeasibleError      no plan satisfies what is asked for; callers turn it into a ConfigError
 |-- InsufficientError    too few nodes or copies are left to go on: exit code 3
 |-- TrainingError        the user's code raised, or workers failed again and again: exit code 1
 |-- ScheduleError        a schedule breaks a rule
@@ -35,7 +35,7 @@ class ConfigError(PlanariaError):
 
     Attributes:
         field: the key or argument at fault, as the user writes it ("training.iterations"); "" where
-            no single one is: then the remedy is all that is said.
+            no single one is at fault: then the message is the remedy alone.
         value: the value that was given.
         remedy: a sentence without a full stop that says which value works.
     """
@@ -82,8 +82,8 @@ class FeasibleValue(NamedTuple):
 class InfeasibleError(PlanariaError):
     """When no plan satisfies what is asked for.
 
-    The planner does not know who asks: a job file, or the options of a command. Whoever does words
-    it with their names, see job/planning.py.
+    The planner does not know where the values come from: a job file, or the options of a command.
+    The caller knows, and names the keys or options in its own error (job/planning.py).
 
     Attributes:
         limit: the quantity that is too small or too large.
@@ -113,17 +113,18 @@ class TrainingError(PlanariaError):
     Attributes:
         rank: the rank that failed, -1 where no rank was involved.
         traceback: the formatted traceback of the user's error, if any, and what else is known.
-        standing: description of what the job has left; "" where it had not begun.
+        checkpoint_text: description of the newest checkpoint to go on from; "" where the job had
+            not begun.
         blame: "job" where the user's code raised; else "node", or "memory" that did not do.
     """
 
     def __init__(
-        self, rank: int, traceback: str, *, standing: str = "", blame: str = "job"
+        self, rank: int, traceback: str, *, checkpoint_text: str = "", blame: str = "job"
     ) -> None:
         super().__init__(traceback)
         self.rank = rank
         self.traceback = traceback
-        self.standing = standing
+        self.checkpoint_text = checkpoint_text
         self.blame = blame
 
 
@@ -206,7 +207,7 @@ class CorruptedError(PlanariaError):
 
 
 class StoreError(PlanariaError):
-    """When the store cannot go on: its journal is damaged, held by another, or cannot grow."""
+    """When the store cannot go on: its journal is damaged, in use by another process, or full."""
 
 
 class ConflictError(StoreError):
@@ -227,7 +228,7 @@ class ConflictError(StoreError):
 
 
 class LeaseLostError(StoreError):
-    """When a lease has ended: whoever held `lease` is taken for dead and stops itself."""
+    """When a lease has ended: the process that held `lease` counts as dead and stops itself."""
 
     def __init__(self, lease: int) -> None:
         super().__init__(f"lease {lease} has ended; its holder no longer belongs to the job")

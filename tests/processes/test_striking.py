@@ -140,7 +140,7 @@ def test_what_raises_everywhere_ends_the_job_saved(
     assert isinstance(result.error, TrainingError)
     assert f"\n{error}: " in result.error.traceback
     done = len(result.report.iterations)
-    assert f"of iteration {done}; go on from it with --resume" in result.error.standing
+    assert f"of iteration {done}; go on from it with --resume" in result.error.checkpoint_text
     event = crashes(result)[-1]
     assert (event.kind, event.error) == ("failed", error)
 

@@ -43,7 +43,7 @@ def exit_codes() -> Iterator[None]:
     except ConfigError as error:
         text, code = str(error), 2
     except TrainingError as error:
-        left = f"; {error.standing}" if error.standing else ""
+        left = f"; {error.checkpoint_text}" if error.checkpoint_text else ""
         text, code = f"{_failure(error)}; see above{left}", 1
         more = (error.traceback.rstrip(),)
     except InsufficientError as error:

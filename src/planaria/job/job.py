@@ -485,7 +485,7 @@ def failure_of(ended: Ended, tier: Tier) -> PlanariaError | None:
             return TrainingError(
                 ended.failure.rank,
                 ended.failure.traceback,
-                standing=newest_checkpoint_text(tier),
+                checkpoint_text=newest_checkpoint_text(tier),
                 blame=ended.failure.blame,
             )
         case Ending.LOST:

@@ -207,8 +207,8 @@ def losses(plan: Plan, number: int) -> Iterator[tuple[int, ...]]:
             for node, num_alike in _class_representatives(plan, lost):
                 with_node = tuple(sorted((*lost, node)))
                 key = _key(plan, with_node)
-                so_far, kept = larger.get(key, (0, with_node))
-                larger[key] = so_far + weight * num_alike, kept
+                number, example = larger.get(key, (0, with_node))
+                larger[key] = number + weight * num_alike, example
         classes = larger
     for _, lost in sorted(classes.values(), key=lambda entry: (-entry[0], entry[1])):
         yield lost
@@ -292,7 +292,7 @@ class _Renaming:
         then = transition.then
         if then is not None:
             then = self.transition(then, redone_samples=redone_samples, prices=prices)
-        transfers = [transfer for each in transition.rounds for transfer in each]
+        transfers = [transfer for transfers in transition.rounds for transfer in transfers]
         priced_s = downtime_s(transfers, prices, devices_per_node=self._devices)
         return replace(
             transition,

@@ -85,9 +85,10 @@ def stage_peaks(problem: Problem, plan: Plan) -> tuple[tuple[int, ...], ...]:
 def _scheduled_peaks(problem: Problem, plan: Plan) -> tuple[tuple[int, ...], ...]:
     profile = problem.profile
     schedule = unchecked_schedule(plan, tied=profile.tied, order=problem.reduction_order)
-    held = bytes_by_rank(profile, plan, gradient_copies=problem.gradient_copies)
+    rank_bytes = bytes_by_rank(profile, plan, gradient_copies=problem.gradient_copies)
     peaks = {
-        rank: one.state_bytes + kept_bytes(profile, schedule, rank) for rank, one in held.items()
+        rank: parts.state_bytes + kept_bytes(profile, schedule, rank)
+        for rank, parts in rank_bytes.items()
     }
     return tuple(
         tuple(peaks.get(ranks[0], 0) for ranks in pipeline.ranks_by_stage())

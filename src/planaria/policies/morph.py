@@ -169,8 +169,8 @@ def grid_templates(every: EveryPlan, num_nodes: int) -> tuple[PipelineTemplate, 
         if bound_s >= best_s:
             break
         templates = (every.templates[depth],) * width
-        share, rest = divmod(num_microbatches, width)
-        microbatches = [share + (index < rest) for index in range(width)]
+        share, remainder = divmod(num_microbatches, width)
+        microbatches = [share + (index < remainder) for index in range(width)]
         iteration_s = every.times.iteration_s(templates, microbatches)
         if iteration_s < best_s:
             best_s, best = iteration_s, templates

@@ -113,13 +113,13 @@ class Reroute:
             as_is = self._rerouted_plan(emptied)
         if as_is is not None:
             yield REROUTE, as_is
-        moved = self._normalised_plan(emptied, alive, kinds)
-        if moved is not None and (
+        normalised = self._normalised_plan(emptied, alive, kinds)
+        if normalised is not None and (
             as_is is None
-            or len(moved.plan.nodes) > len(as_is.plan.nodes)
-            or moved.iteration_s < as_is.iteration_s
+            or len(normalised.plan.nodes) > len(as_is.plan.nodes)
+            or normalised.iteration_s < as_is.iteration_s
         ):
-            yield NORMALISED, moved
+            yield NORMALISED, normalised
 
     def _normalised_plan(
         self, plan: Plan, alive: Collection[int], kinds: Mapping[int, NodeKind]
@@ -128,10 +128,12 @@ class Reroute:
         num_hops = len(plan.routes) * max(len(p.template.stages) for p in plan.pipelines)
         num_run = min(_MOVES_RUN, 1 + _HOPS_MAX // max(1, num_hops))
         now = best_reroute(self.problem, plan, hops_max=0)
-        moved = plan
+        normalised = plan
         for _ in range(len(plan.gone)):
-            idle = tuple(sorted(set(alive).difference(moved.nodes)))
-            options = [with_kinds(after, kinds) for after in _moves(moved, idle or moved.nodes)]
+            idle = tuple(sorted(set(alive).difference(normalised.nodes)))
+            options = [
+                with_kinds(after, kinds) for after in _moves(normalised, idle or normalised.nodes)
+            ]
             options.sort(key=lambda option: even_work_s(self.problem, option))
             results = [
                 best_reroute(self.problem, option, hops_max=0) for option in options[:num_run]
@@ -139,10 +141,10 @@ class Reroute:
             best = min(filter(None, results), key=lambda plan: plan.iteration_s, default=None)
             if best is None or (not idle and now and best.iteration_s >= now.iteration_s):
                 break
-            now, moved = best, best.plan
-        if moved == plan:
+            now, normalised = best, best.plan
+        if normalised == plan:
             return None
-        return self._rerouted_plan(moved)
+        return self._rerouted_plan(normalised)
 
     def _rerouted_plan(self, plan: Plan) -> PricedPlan | None:
         quick = best_reroute(self.problem, plan, hops_max=0) if self.is_hurried else None

@@ -183,7 +183,8 @@ def sample_flops(shape: TransformerShape) -> int:
     """FLOPs of the forward and backward of one sample, scores that attention computes again
     included."""
     return sum(
-        count * sum(part.num_flops for part in (work.forward, work.to_input, work.to_weight))
+        count
+        * sum(part.num_flops for part in (work.forward, work.input_gradient, work.weight_gradient))
         for count, work in _works(shape, shape.sequence_length)
     )
 
@@ -207,15 +208,15 @@ class _Work:
 
     Attributes:
         activation_bytes: bytes kept from the forward to the backward.
-        to_input, to_weight: parts of the backward: gradients of the input and of the weights.
+        input_gradient, weight_gradient: parts of the backward.
     """
 
     name: str
     num_parameters: int
     activation_bytes: int
     forward: _Part
-    to_input: _Part
-    to_weight: _Part
+    input_gradient: _Part
+    weight_gradient: _Part
 
 
 def _works(shape: TransformerShape, num_tokens: int) -> tuple[tuple[int, _Work], ...]:
@@ -236,15 +237,17 @@ def _embedding(shape: TransformerShape, num_tokens: int) -> _Work:
     if shape.is_encoder:
         num_rows += NUM_SEGMENTS
         norm = _norm_parameters(shape)
-    kept = TOKEN_BYTES + shape.has_dropout * MASK_BYTES * h + shape.is_encoder * VALUE_BYTES * h
-    moved_bytes = 2 * num_tokens * (VALUE_BYTES * h + kept)
+    kept_bytes = (
+        TOKEN_BYTES + shape.has_dropout * MASK_BYTES * h + shape.is_encoder * VALUE_BYTES * h
+    )
+    moved_bytes = 2 * num_tokens * (VALUE_BYTES * h + kept_bytes)
     return _Work(
         name="embedding",
         num_parameters=num_rows * h + norm,
-        activation_bytes=num_tokens * kept,
+        activation_bytes=num_tokens * kept_bytes,
         forward=_Part(0, moved_bytes, num_reductions=1),
-        to_input=_Part(0, 0),
-        to_weight=_Part(0, moved_bytes),
+        input_gradient=_Part(0, 0),
+        weight_gradient=_Part(0, moved_bytes),
     )
 
 
@@ -258,8 +261,8 @@ def _block(shape: TransformerShape, num_tokens: int) -> _Work:
     # input of a norm; the input and the outputs of the wide matrices; the input of the last matrix.
     # The output of the activation function is the last of these, or is computed again.
     values = 2 * h + (h + 2 * kv) + h + 2 * h + num_wide * f + f
-    kept = VALUE_BYTES * values + shape.has_dropout * MASK_BYTES * 2 * h
-    activation_bytes = num_tokens * kept
+    kept_bytes = VALUE_BYTES * values + shape.has_dropout * MASK_BYTES * 2 * h
+    activation_bytes = num_tokens * kept_bytes
     parameters = weights + biases + 2 * _norm_parameters(shape)
     moved_bytes = VALUE_BYTES * parameters + 2 * activation_bytes
     product_flops = 2 * num_tokens * weights
@@ -270,8 +273,8 @@ def _block(shape: TransformerShape, num_tokens: int) -> _Work:
         num_parameters=parameters,
         activation_bytes=activation_bytes,
         forward=_Part(product_flops + score_flops, moved_bytes, num_reductions=2),
-        to_input=_Part(product_flops + 5 * score_flops // 2, moved_bytes, num_reductions=2),
-        to_weight=_Part(product_flops, moved_bytes),
+        input_gradient=_Part(product_flops + 5 * score_flops // 2, moved_bytes, num_reductions=2),
+        weight_gradient=_Part(product_flops, moved_bytes),
     )
 
 
@@ -293,8 +296,8 @@ def _head(shape: TransformerShape, num_tokens: int) -> _Work:
         num_parameters=parameters,
         activation_bytes=activation_bytes,
         forward=_Part(num_flops, moved_bytes),
-        to_input=_Part(num_flops, moved_bytes, num_reductions=1),
-        to_weight=_Part(num_flops, moved_bytes),
+        input_gradient=_Part(num_flops, moved_bytes, num_reductions=1),
+        weight_gradient=_Part(num_flops, moved_bytes),
     )
 
 
@@ -324,8 +327,8 @@ def _layer_profile(
     return LayerProfile(
         name=work.name,
         forward_s=seconds(work.forward),
-        backward_input_s=seconds(work.to_input),
-        backward_weight_s=seconds(work.to_weight),
+        backward_input_s=seconds(work.input_gradient),
+        backward_weight_s=seconds(work.weight_gradient),
         parameter_bytes=VALUE_BYTES * work.num_parameters,
         optimizer_bytes=OPTIMIZER_BYTES * work.num_parameters,
         activation_bytes=work.activation_bytes,

@@ -131,8 +131,8 @@ def crossings_of(routes: Sequence[Route]) -> list[tuple[bool, ...]]:
     """
     by_route: dict[Route, tuple[bool, ...]] = {}
     for route in set(routes):
-        ways = [source.rank != target.rank for source, target in pairwise(route)]
-        by_route[route] = (False, *ways, False)
+        crossings = [source.rank != target.rank for source, target in pairwise(route)]
+        by_route[route] = (False, *crossings, False)
     return [by_route[route] for route in routes]
 
 

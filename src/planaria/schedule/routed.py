@@ -85,9 +85,9 @@ class _HopVisit:
         action: forward of the hop.
         rank: rank of the hop.
         costs: virtual time of its forward, its whole backward and both parts of it.
-        arrives: virtual time that the activations take from the hop before, and the gradient back
-            to it; 0 if that hop is on the same rank.
-        enters: whether the microbatch comes to this rank for the first time.
+        transfer_time: virtual time that the activations take from the hop before, and the gradient
+            back to it; 0 if that hop is on the same rank.
+        is_first_on_rank: whether the microbatch comes to this rank for the first time.
         is_last: whether it is the last hop of the route.
         backward: _BACKWARD, or _INPUT if the backward has two parts.
         is_deferred: whether no other rank waits for its backward.
@@ -96,8 +96,8 @@ class _HopVisit:
     action: Action
     rank: int
     costs: _Times
-    arrives: int
-    enters: bool
+    transfer_time: int
+    is_first_on_rank: bool
     is_last: bool
     backward: int
     is_deferred: bool
@@ -110,8 +110,8 @@ class _VirtualRank:
     Attributes:
         limit: upper bound on the microbatches in flight.
         order: actions that were started so far.
-        under_way: heap of work on microbatches that are in flight on the rank.
-        entering: heap of visits by microbatches that are new to the rank.
+        in_flight_work: heap of work on microbatches that are in flight on the rank.
+        new_visits: heap of visits by microbatches that are new to the rank.
         deferred: heap of work for which no other rank waits.
         in_flight: number of microbatches in flight.
         is_busy: whether an action is running.
@@ -119,25 +119,25 @@ class _VirtualRank:
 
     limit: int
     order: list[Action] = field(default_factory=list)
-    under_way: list[int] = field(default_factory=list)
-    entering: list[int] = field(default_factory=list)
+    in_flight_work: list[int] = field(default_factory=list)
+    new_visits: list[int] = field(default_factory=list)
     deferred: list[int] = field(default_factory=list)
     in_flight: int = 0
     is_busy: bool = False
 
     def admit(self, index: int, visit: _HopVisit) -> None:
-        if visit.enters:
-            heappush(self.entering, index)
+        if visit.is_first_on_rank:
+            heappush(self.new_visits, index)
         else:
-            heappush(self.under_way, 4 * index + _FORWARD)
+            heappush(self.in_flight_work, 4 * index + _FORWARD)
 
     def next_work(self) -> int:
         """The work to start now; -1 if there is none."""
-        if self.under_way:
-            return heappop(self.under_way)
-        if self.entering and self.in_flight < self.limit:
+        if self.in_flight_work:
+            return heappop(self.in_flight_work)
+        if self.new_visits and self.in_flight < self.limit:
             self.in_flight += 1
-            return 4 * heappop(self.entering) + _FORWARD
+            return 4 * heappop(self.new_visits) + _FORWARD
         return heappop(self.deferred) if self.deferred else -1
 
 
@@ -154,12 +154,14 @@ def _visits(plan: Plan) -> list[_HopVisit]:
                     hop.rank,
                     costs.of(hop),
                     costs.arrival(route[index - 1], hop) if index else 0,
-                    enters,
+                    is_first_on_rank,
                     hop.end_layer == plan.num_layers,
                     _INPUT if plan.splits_backward and index else _BACKWARD,
                     plan.splits_backward and not index,
                 )
-                for index, (hop, enters) in enumerate(zip(route, _entries(route), strict=True))
+                for index, (hop, is_first_on_rank) in enumerate(
+                    zip(route, _entries(route), strict=True)
+                )
             ]
         visits += [
             _HopVisit(Action(FORWARD, microbatch, index), *fields)
@@ -280,12 +282,12 @@ def _run(visits: list[_HopVisit], ranks: dict[int, _VirtualRank]) -> None:
             if not rank.is_busy and (work := rank.next_work()) >= 0:
                 start(now, rank, work)
         if not times:
-            blocked = [rank for rank in ranks.values() if rank.entering]
+            blocked = [rank for rank in ranks.values() if rank.new_visits]
             if not blocked:
                 return
-            rank = min(blocked, key=lambda rank: rank.entering[0])
+            rank = min(blocked, key=lambda rank: rank.new_visits[0])
             rank.in_flight += 1
-            start(now, rank, 4 * heappop(rank.entering) + _FORWARD)
+            start(now, rank, 4 * heappop(rank.new_visits) + _FORWARD)
         # All work that ends at this instant ends before any rank chooses its next work: in steady
         # 1F1B a forward starts exactly when a backward ends and makes room for it.
         now = heappop(times)
@@ -295,9 +297,9 @@ def _run(visits: list[_HopVisit], ranks: dict[int, _VirtualRank]) -> None:
                 touched.add(_arrive(~work, visits, ranks))
                 continue
             touched.add(visits[work >> 2].rank)
-            for message, arrives in _finish(work, visits, ranks):
-                if arrives:
-                    put(now + arrives, ~message)
+            for message, transfer_time in _finish(work, visits, ranks):
+                if transfer_time:
+                    put(now + transfer_time, ~message)
                 else:
                     touched.add(_arrive(message, visits, ranks))
 
@@ -318,14 +320,14 @@ def _finish(
     if kind == _FORWARD:
         if visit.is_last:
             return [(4 * index + visit.backward, 0)]
-        return [(4 * (index + 1) + _FORWARD, visits[index + 1].arrives)]
+        return [(4 * (index + 1) + _FORWARD, visits[index + 1].transfer_time)]
     if kind == _INPUT:
         heappush(rank.deferred, 4 * index + _WEIGHT)
-    elif visit.enters:
+    elif visit.is_first_on_rank:
         rank.in_flight -= 1
     if kind == _WEIGHT or visit.action.hop == 0:
         return []
-    return [(4 * (index - 1) + visits[index - 1].backward, visit.arrives)]
+    return [(4 * (index - 1) + visits[index - 1].backward, visit.transfer_time)]
 
 
 def _arrive(work: int, visits: list[_HopVisit], ranks: dict[int, _VirtualRank]) -> int:
@@ -336,5 +338,5 @@ def _arrive(work: int, visits: list[_HopVisit], ranks: dict[int, _VirtualRank]) 
     if kind == _FORWARD:
         rank.admit(index, visit)
     else:
-        heappush(rank.deferred if visit.is_deferred else rank.under_way, work)
+        heappush(rank.deferred if visit.is_deferred else rank.in_flight_work, work)
     return visit.rank
