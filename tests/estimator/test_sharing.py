@@ -22,7 +22,7 @@ FREE = Link(0.0, float("inf"))
 
 @pytest.fixture(autouse=True)
 def _no_more_than_actions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "RANK_S", 0.0)
+    monkeypatch.setattr(time, "RANK_ITERATION_S", 0.0)
 
 
 def timeline(plan: Plan, profile: ModelProfile, *, processors: int) -> Timeline:
@@ -119,7 +119,7 @@ def test_each_rank_that_shares_takes_some_time_beside_its_actions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """0.25 s on each of two ranks, which one processor takes one after the other."""
-    monkeypatch.setattr(time, "RANK_S", 0.25)
+    monkeypatch.setattr(time, "RANK_ITERATION_S", 0.25)
     plan = plain_plan(0, (pipeline((0, 1), (0,)), pipeline((0, 1), (1,))), (1, 1))
     profile = model((layer(1.0, 2.0),))
 

@@ -41,7 +41,7 @@ def test_ends_are_those_of_a_run_for_each_number() -> None:
                 if number <= most:
                     expected = pytest.approx(makespan_s(seconds, number), rel=1e-8)
                     assert latest_s[number - 1] == expected, f"seed {SEED}, case {case}"
-                    assert ends.of(number)[0] == expected
+                    assert ends.by_stage_s(number)[0] == expected
                     num_beyond += number > len(ends.ends_s)
     assert num_beyond > 100
 
@@ -56,7 +56,7 @@ def test_ends_of_stages_by_hand() -> None:
 
     (ends,) = stage_ends([seconds], 2)
 
-    assert [ends.of(1).tolist(), ends.of(2).tolist()] == [[6.0, 4.0], [8.0, 6.0]]
+    assert [ends.by_stage_s(1).tolist(), ends.by_stage_s(2).tolist()] == [[6.0, 4.0], [8.0, 6.0]]
     # The last stage reduces for longer than the first one's backward takes.
     assert ends.latest_s([0.0, 5.0], 2).tolist() == [9.0, 11.0]
 
@@ -76,4 +76,4 @@ def test_what_does_not_repeat_soon_is_run_to_the_end() -> None:
 
     (ends,) = stage_ends([seconds], 400)
 
-    assert ends.of(400)[0] == pytest.approx(makespan_s(seconds, 400), rel=1e-8)
+    assert ends.by_stage_s(400)[0] == pytest.approx(makespan_s(seconds, 400), rel=1e-8)

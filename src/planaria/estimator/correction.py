@@ -54,14 +54,14 @@ def with_more_bytes(profile: ModelProfile, more_bytes: Sequence[int]) -> ModelPr
 
 
 def _scaled_layer(layer: LayerProfile, factor: float) -> LayerProfile:
-    def scaled(seconds: Mapping[int, float]) -> dict[int, float]:
+    def times_factor(seconds: Mapping[int, float]) -> dict[int, float]:
         return {count: value * factor for count, value in seconds.items()}
 
     return replace(
         layer,
-        forward_s=scaled(layer.forward_s),
-        backward_input_s=scaled(layer.backward_input_s),
-        backward_weight_s=scaled(layer.backward_weight_s),
+        forward_s=times_factor(layer.forward_s),
+        backward_input_s=times_factor(layer.backward_input_s),
+        backward_weight_s=times_factor(layer.backward_weight_s),
     )
 
 

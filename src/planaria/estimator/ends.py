@@ -51,7 +51,7 @@ class StageEnds:
     period: int
     period_s: float
 
-    def of(self, num_microbatches: int) -> Seconds:
+    def by_stage_s(self, num_microbatches: int) -> Seconds:
         """End of each stage, shape [S]."""
         row, periods = self._rows_and_periods(np.array([num_microbatches]))
         ends_s: Seconds = self.ends_s[row[0]] + periods[0] * self.period_s

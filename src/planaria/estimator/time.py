@@ -8,8 +8,8 @@ ends with the commit vector (reductions.py).
 
 If ranks share processors, actions last longer while other ranks are busy (sharing.py). If the
 number of processors is given, optimizer steps follow at the end; their times come from a measured
-profile. If there are fewer processors than ranks, RANK_S is added to them: the work of a rank per
-iteration that belongs to no action.
+profile. If there are fewer processors than ranks, RANK_ITERATION_S is added to them: the work of a
+rank per iteration that belongs to no action.
 
 Source: Oobleck (SOSP '23), section 4.1.2, for the parts of an iteration.
 Differs: Oobleck sums three closed terms, which is exact only for equal stages without
@@ -48,7 +48,7 @@ from planaria.schedule.lower import execution_order
 # commit vector and reports take 15 to 25 ms; its part of the search ahead takes some 10 ms.
 # Measured with two to six ranks on two processors, with little work and with much. If each rank has
 # a processor of its own, this work fits into the time in which the rank waits for others.
-RANK_S: Final = 0.025
+RANK_ITERATION_S: Final = 0.025
 
 LANES: Mapping[Kind, str] = {
     FORWARD: "compute",
@@ -138,7 +138,7 @@ def predicted_timeline(
         times = _unshared_times(schedule, costs, hop_times, cluster.num_links)
     end_s = times.end_s + reductions.commit_s()
     if processors:
-        rank_s = RANK_S if has_shared_processors else 0.0
+        rank_s = RANK_ITERATION_S if has_shared_processors else 0.0
         works_s = [rank_s + update_s for update_s in cluster.updates_s(plan)]
         end_s += last_end_s(works_s, processors=processors)
     return Timeline(_LazySpans(lambda: _spans(schedule, times)), end_s)

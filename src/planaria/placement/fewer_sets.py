@@ -224,7 +224,7 @@ def _moves(
     for layer in sorted(moving, key=lambda layer: -layers.num_bytes[layer]):
         for other in others:
             new_keepers = _keepers_after_join(layers, layer, keepers[layer], other)
-            if new_keepers is None or not _has_room(
+            if new_keepers is None or not _can_hold(
                 layers, loads_after, layer, new_keepers - keepers[layer]
             ):
                 continue
@@ -253,7 +253,7 @@ def _keepers_after_join(
     return joined if layers.num_domains(joined) >= layers.num_domains(nodes) else None
 
 
-def _has_room(layers: _Layers, loads: Sequence[int], layer: int, nodes: Iterable[int]) -> bool:
+def _can_hold(layers: _Layers, loads: Sequence[int], layer: int, nodes: Iterable[int]) -> bool:
     """Whether these nodes have room for a copy of the layer."""
     num_bytes = layers.num_bytes[layer]
     return all(loads[node] + num_bytes <= layers.free_bytes[node] for node in nodes)
@@ -288,7 +288,7 @@ def _packed_keepers(layers: _Layers) -> _Keepers:
                     for nodes in sets
                     if holders <= nodes
                     and len(nodes) == len(holders) + number
-                    and _has_room(layers, loads, layer, nodes - holders)
+                    and _can_hold(layers, loads, layer, nodes - holders)
                     and layers.num_domains(nodes) == wanted
                 ),
                 None,

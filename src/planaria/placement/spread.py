@@ -22,8 +22,10 @@ from planaria.placement.placement import Placement, check_copies, paper_placemen
 from planaria.placement.survival import Failures, TooManyStatesError, loss_under, minimal
 
 _STEPS: Final = 20_000
-_WARM: Final = 0.3  # At first a step that adds this share of the risk is taken with chance 1/e.
-_COLD: Final = 1e-4
+# Temperatures, as shares of the risk. At first a step that adds this share is taken by chance 1/e.
+_START_TEMPERATURE: Final = 0.3
+_END_TEMPERATURE: Final = 1e-4
+_COOLING: Final = _END_TEMPERATURE / _START_TEMPERATURE
 
 Holders = frozenset[int]
 
@@ -248,12 +250,12 @@ def _best_on_walk(walk: _Walk, rng: Random) -> tuple[Holders, ...]:
     best, best_cost = tuple(walk.holders), (walk.overflow, walk.risk)
     risk = walk.risk
     for number in range(_STEPS):
-        heat = risk * _WARM * (_COLD / _WARM) ** (number / _STEPS)
+        temperature = risk * _START_TEMPERATURE * _COOLING ** (number / _STEPS)
         cost = (walk.overflow, walk.risk)
         undo = walk.change(rng.choice(steps)(walk, rng))
         worse = walk.risk - cost[1]
         is_kept = walk.overflow < cost[0] or (
-            walk.overflow == cost[0] and (worse <= 0 or rng.random() < exp(-worse / heat))
+            walk.overflow == cost[0] and (worse <= 0 or rng.random() < exp(-worse / temperature))
         )
         if not is_kept:
             walk.change(undo)

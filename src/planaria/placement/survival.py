@@ -92,12 +92,12 @@ def survival_by_lost(
         kept_by: nodes that keep each piece.
         rng: source of the samples, for what is too large to count.
     """
-    kept = minimal(kept_by)
+    holder_sets = minimal(kept_by)
     states_max = min(STATES_MAX, WAYS_MAX // num_nodes)
     try:
-        numbers = survivals(num_nodes, kept, most_lost=most_lost, states_max=states_max)
+        numbers = survivals(num_nodes, holder_sets, most_lost=most_lost, states_max=states_max)
     except TooManyStatesError:
-        return _sampled_estimates(num_nodes, kept, most_lost=most_lost, rng=rng)
+        return _sampled_estimates(num_nodes, holder_sets, most_lost=most_lost, rng=rng)
     return tuple(Estimate(number / comb(num_nodes, lost)) for lost, number in enumerate(numbers))
 
 
@@ -128,12 +128,12 @@ def survivals(
     # No count has more bits than this, so one integer holds the counts of all numbers of losses.
     digits = num_nodes + 1
     fates = ((1, False, 0), (1 << digits, True, 0))
-    kept = minimal(nodes for nodes in kept_by if len(nodes) <= max_lost)
+    holder_sets = minimal(nodes for nodes in kept_by if len(nodes) <= max_lost)
     kept_bits = (1 << digits * (max_lost + 1)) - 1
-    order = _node_order(num_nodes, kept)
+    order = _node_order(num_nodes, holder_sets)
     total, _ = _totals(
         order,
-        kept,
+        holder_sets,
         lambda _node, _down: fates,
         multiply=lambda weight, factor: (
             int(weight) if factor == 1 else int(weight) << digits & kept_bits
@@ -169,11 +169,11 @@ def loss_under(
 
 
 def _probabilities(
-    failures: Failures, kept: Sequence[Holders], *, states_max: int
+    failures: Failures, holder_sets: Sequence[Holders], *, states_max: int
 ) -> tuple[float, float]:
     """The probability that no piece is lost, and the probability that some piece is."""
     domains = tuple(failures.domains)
-    order = _node_order(len(failures.node), (*kept, *domains))
+    order = _node_order(len(failures.node), (*holder_sets, *domains))
     place = {node: index for index, node in enumerate(order)}
     domain_of = {node: index for index, domain in enumerate(domains) for node in domain}
     first = {min(domain, key=place.__getitem__) for domain in domains}
@@ -190,13 +190,13 @@ def _probabilities(
         yield (1.0 - together) * alone, True, down & ~bit
         yield (1.0 - together) * (1.0 - alone), False, down & ~bit
 
-    survives, loses = _totals(order, kept, fates, multiply=mul, states_max=states_max)
+    survives, loses = _totals(order, holder_sets, fates, multiply=mul, states_max=states_max)
     return float(survives), float(loses)
 
 
 def _totals(
     order: Sequence[int],
-    kept: Sequence[Holders],
+    holder_sets: Sequence[Holders],
     fates: Callable[[int, int], Iterable[_Fate]],
     *,
     multiply: Callable[[float, float], float],
@@ -209,14 +209,14 @@ def _totals(
 
     Args:
         order: order in which the nodes are looked at.
-        kept: nodes that keep each piece.
+        holder_sets: nodes that keep each piece.
         fates: function of a node and the domains that are down (bits), returns its possible fates.
         multiply: product of a weight and a factor.
         states_max: upper bound on the states.
     """
     place = {node: index for index, node in enumerate(order)}
     begins, ends, keeps = (defaultdict[int, int](int) for _ in range(3))
-    for index, holders in enumerate(kept):
+    for index, holders in enumerate(holder_sets):
         begins[min(holders, key=place.__getitem__)] |= 1 << index
         ends[max(holders, key=place.__getitem__)] |= 1 << index
         for node in holders:
@@ -275,7 +275,7 @@ def _node_order(num_nodes: int, groups: Sequence[Holders]) -> list[int]:
 
 
 def _sampled_estimates(
-    num_nodes: int, kept: Sequence[Holders], *, most_lost: int, rng: np.random.Generator
+    num_nodes: int, holder_sets: Sequence[Holders], *, most_lost: int, rng: np.random.Generator
 ) -> tuple[Estimate, ...]:
     """The shares of sampled losses with which no piece is lost, for 0, 1, .. most_lost lost nodes.
 
@@ -290,7 +290,7 @@ def _sampled_estimates(
         number = min(samples_at_once, num_draws - begin)
         ranks = rng.random((number, num_nodes)).argsort(axis=1).argsort(axis=1)
         num_lost_at_first_loss = np.full(number, num_nodes)
-        for holders in kept:
+        for holders in holder_sets:
             np.minimum(
                 num_lost_at_first_loss,
                 ranks[:, sorted(holders)].max(axis=1) + 1,
@@ -300,7 +300,7 @@ def _sampled_estimates(
     num_alive = num_draws - num_losing.cumsum()[: most_lost + 1]
     shares = (num_alive + 1) / (num_draws + 2)
     errors = np.sqrt(shares * (1.0 - shares) / num_draws)
-    errors[: min(map(len, kept), default=num_nodes + 1)] = 0.0
+    errors[: min(map(len, holder_sets), default=num_nodes + 1)] = 0.0
     return tuple(map(Estimate, (num_alive / num_draws).tolist(), errors.tolist()))
 
 
@@ -344,11 +344,12 @@ def ring_survivals(num_nodes: int, copies: int, num_lost: int) -> int:
 
 def mixed_survivals(num_nodes: int, copies: int, num_lost: int) -> int:
     """The same number for groups of k nodes; the last k and the remaining nodes are a ring."""
-    rest = copies + num_nodes % copies
-    if rest == copies:
+    num_in_ring = copies + num_nodes % copies
+    if num_in_ring == copies:
         return group_survivals(num_nodes, copies, num_lost)
-    grouped = num_nodes - rest
+    grouped = num_nodes - num_in_ring
     return sum(
-        group_survivals(grouped, copies, num_lost - in_ring) * ring_survivals(rest, copies, in_ring)
-        for in_ring in range(max(0, num_lost - grouped), min(rest, num_lost) + 1)
+        group_survivals(grouped, copies, num_lost - in_ring)
+        * ring_survivals(num_in_ring, copies, in_ring)
+        for in_ring in range(max(0, num_lost - grouped), min(num_in_ring, num_lost) + 1)
     )

@@ -63,7 +63,7 @@ class PlainTimes:
 
     def makespan_s(self, template: PipelineTemplate, num_microbatches: int) -> float:
         """Seconds until a pipeline has done its last backward."""
-        return float(self.ends(template).of(num_microbatches)[0])
+        return float(self.ends(template).by_stage_s(num_microbatches)[0])
 
     def ends_by_count_s(self, template: PipelineTemplate, *, num_pipelines: int) -> Seconds:
         """Seconds until a pipeline has finished its reductions, if all pipelines have its template.
@@ -94,7 +94,7 @@ class PlainTimes:
     ) -> Iteration:
         """Reductions and end of the iteration whose time `iteration_s` gives."""
         pairs = list(zip(templates, microbatches, strict=True))
-        stages_s = {pair: self.ends(pair[0]).of(pair[1]).tolist() for pair in set(pairs)}
+        stages_s = {pair: self.ends(pair[0]).by_stage_s(pair[1]).tolist() for pair in set(pairs)}
         return iteration_after(self._problem, templates, [stages_s[pair] for pair in pairs])
 
     def bubble_share(

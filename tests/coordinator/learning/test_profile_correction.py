@@ -23,7 +23,7 @@ from planaria.coordinator.learning.slowness import COMPUTING_S_MIN, WINDOW
 from planaria.core.findings import Findings
 from planaria.core.messages import IterationDone
 from planaria.core.records import Changed, Committed, Decided, ProfileCorrected
-from planaria.estimator.time import RANK_S
+from planaria.estimator.time import RANK_ITERATION_S
 from planaria.planner.plans import EveryPlan, bind, every_plan, every_plan_of
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import expected_times, simulated_s
@@ -410,7 +410,7 @@ def test_answers_are_priced_by_the_processors_that_ranks_share() -> None:
     cluster.lose(5)
     (decided,) = of_type(cluster.commands, Decided)
 
-    work_s = NUM_MICROBATCHES * NUM_LAYERS * LAYER_S + 5 * RANK_S
+    work_s = NUM_MICROBATCHES * NUM_LAYERS * LAYER_S + 5 * RANK_ITERATION_S
     assert decided.predicted_s == pytest.approx(work_s, rel=0.01)
     prices_s = [one.iteration_s for one in decided.candidates]
     assert prices_s == pytest.approx([work_s] * len(prices_s), rel=0.01)

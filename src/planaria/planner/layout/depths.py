@@ -56,21 +56,23 @@ def by_share(depths: Sequence[int], num_microbatches: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def numbers_of_pipelines(
-    problem: Problem, num_nodes: int, num_present: int, ranges: Ranges
-) -> list[int]:
+def numbers_to_try(problem: Problem, num_nodes: int, num_present: int, ranges: Ranges) -> list[int]:
     """The numbers of pipelines to try, the nearest to num_present first.
 
     They are within the range, and the nodes, layers and microbatches allow them.
     """
-    most = min(num_nodes // smallest_num_nodes(problem), problem.num_microbatches)
+    max_pipelines = min(num_nodes // smallest_num_nodes(problem), problem.num_microbatches)
     num_layers = len(problem.profile.layers)
-    fewest = max(1, min(problem.failures_tolerated + 1, most), -(-num_nodes // num_layers))
-    if fewest > most:
+    min_pipelines = max(
+        1, min(problem.failures_tolerated + 1, max_pipelines), -(-num_nodes // num_layers)
+    )
+    if min_pipelines > max_pipelines:
         return []
-    nearest = min(max(num_present, fewest), most)
-    found = range(max(fewest, nearest - ranges.dp), min(most, nearest + ranges.dp) + 1)
-    return sorted(found, key=lambda number: (abs(number - nearest), number))
+    nearest = min(max(num_present, min_pipelines), max_pipelines)
+    in_range = range(
+        max(min_pipelines, nearest - ranges.dp), min(max_pipelines, nearest + ranges.dp) + 1
+    )
+    return sorted(in_range, key=lambda number: (abs(number - nearest), number))
 
 
 def spreads(

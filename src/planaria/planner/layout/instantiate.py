@@ -33,10 +33,10 @@ _LOW_STEPS: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class PipelineRange:
-    """How many pipelines a set may have; `most` is None if there is no upper limit."""
+    """How many pipelines a set may have; `max_pipelines` is None if there is no upper limit."""
 
-    fewest: int
-    most: int | None
+    min_pipelines: int
+    max_pipelines: int | None
 
 
 def instantiations(
@@ -116,8 +116,8 @@ class SizeSearch:
         nodes: largest number of nodes of each kind that will be asked for.
         times_s: end times of a pipeline, by size; entry n - 1 is for n microbatches. They never
             fall.
-        pipelines: range of the number of pipelines in a set. Its `most` must ensure that no set has
-            more pipelines than there are microbatches.
+        pipelines: range of the number of pipelines in a set. Its upper end must ensure that no set
+            has more pipelines than there are microbatches.
     """
 
     def __init__(
@@ -141,9 +141,9 @@ class SizeSearch:
     ) -> tuple[float, tuple[Counts, ...]] | None:
         """The time of the slowest pipeline in the fastest multiset, and that multiset, ascending.
 
-        Of equally fast ones it is the first in order. O(V * sizes * pipelines.fewest) for each time
-        that is tried, some 20 for the first part. V is the number of parts of the nodes: n + 1 for
-        n nodes of one kind.
+        Of equally fast ones it is the first in order. O(V * sizes * pipelines.min_pipelines) for
+        each time that is tried, some 20 for the first part. V is the number of parts of the nodes:
+        n + 1 for n nodes of one kind.
 
         Args:
             nodes: number of nodes of each kind, all of which the pipelines use.
@@ -172,13 +172,13 @@ class SizeSearch:
             else:
                 too_fast_s = middle_s
         capacities = _capacities(self._tables, fast_enough_s)
-        return fast_enough_s, self._sums.first(part, capacities, self._num_microbatches)
+        return fast_enough_s, self._sums.first_set(part, capacities, self._num_microbatches)
 
     def _is_enough(self, time_s: float, part: int) -> bool:
         assert self._sums is not None
         index = bisect_left(self._tried, time_s, key=lambda tried: tried[0])
         if index == len(self._tried) or self._tried[index][0] != time_s:
-            max_microbatches = self._sums.most(
+            max_microbatches = self._sums.max_microbatches(
                 _capacities(self._tables, time_s), self._num_microbatches
             )
             self._tried.insert(index, (time_s, max_microbatches >= self._num_microbatches))
@@ -209,50 +209,55 @@ class _Sums:
         """The number of the part that has `nodes[k]` nodes of each kind k."""
         return sum(count * step for count, step in zip(nodes, self._steps, strict=True))
 
-    def most(self, capacities: Numbers, num_microbatches: int) -> Numbers:
+    def max_microbatches(self, capacities: Numbers, num_microbatches: int) -> Numbers:
         """Array over parts: the most microbatches that a set of a part finishes.
 
         The entries may be too low if no set of any part finishes num_microbatches.
         """
-        most = self._pipelines.most
-        if most is not None and most * int(capacities.max()) < num_microbatches:
+        max_pipelines = self._pipelines.max_pipelines
+        if max_pipelines is not None and max_pipelines * int(capacities.max()) < num_microbatches:
             return np.full(len(self._index_less), _NEVER)
-        return self._rests(self._rows(capacities), capacities, 0)[0, 1:]
+        return self._max_by_used(self._max_by_count(capacities), capacities, 0)[0, 1:]
 
-    def first(self, part: int, capacities: Numbers, num_microbatches: int) -> tuple[Counts, ...]:
+    def first_set(
+        self, part: int, capacities: Numbers, num_microbatches: int
+    ) -> tuple[Counts, ...]:
         """The first in order, smallest sizes first, of the sets of a part that finish
         num_microbatches; there must be one."""
         # Where there is no upper limit, it does not matter how far the number of pipelines exceeds
         # the fewest needed.
-        last = self._pipelines.most or self._pipelines.fewest
-        rests = self._rests(self._rows(capacities), capacities, last)
+        last = self._pipelines.max_pipelines or self._pipelines.min_pipelines
+        max_by_used = self._max_by_used(self._max_by_count(capacities), capacities, last)
         chosen: list[Counts] = []
         ended = 0
         while part:
             used = min(len(chosen) + 1, last)
-            ends = ended + capacities + rests[used, self._index_less[part]]
+            ends = ended + capacities + max_by_used[used, self._index_less[part]]
             index = int(np.flatnonzero(ends >= num_microbatches)[0])
             chosen.append(self._sizes[index])
             part, ended = int(self._index_less[part, index]) - 1, ended + int(capacities[index])
         return tuple(chosen)
 
-    def _rows(self, capacities: Numbers) -> Numbers:
+    def _max_by_count(self, capacities: Numbers) -> Numbers:
         """Table [k, 1 + v]: the most microbatches that k pipelines of part v finish together."""
-        number = self._pipelines.fewest if self._pipelines.most is None else self._pipelines.most
+        min_pipelines, max_pipelines = self._pipelines.min_pipelines, self._pipelines.max_pipelines
+        number = min_pipelines if max_pipelines is None else max_pipelines
         rows = np.full((number + 1, len(self._index_less) + 1), _NEVER)
         rows[0, 1] = 0
         for row, next_row in pairwise(rows):
             np.maximum((row[self._index_less] + capacities).max(axis=1), _NEVER, out=next_row[1:])
         return rows
 
-    def _rests(self, rows: Numbers, capacities: Numbers, last: int) -> Numbers:
+    def _max_by_used(self, rows: Numbers, capacities: Numbers, last: int) -> Numbers:
         """Table [used, 1 + v]: the most microbatches that part v finishes in pipelines that, added
         to `used` others, are within the range of a set; `used` is from 0 to last."""
-        fewest, most = self._pipelines.fewest, self._pipelines.most
-        if most is None:
-            return self._with_more_pipelines(rows[fewest - last : fewest + 1][::-1], capacities)
-        first = [max(0, fewest - used) for used in range(last + 1)]
-        ends = [max(1, most - used + 1) for used in range(last + 1)]
+        min_pipelines, max_pipelines = self._pipelines.min_pipelines, self._pipelines.max_pipelines
+        if max_pipelines is None:
+            return self._with_more_pipelines(
+                rows[min_pipelines - last : min_pipelines + 1][::-1], capacities
+            )
+        first = [max(0, min_pipelines - used) for used in range(last + 1)]
+        ends = [max(1, max_pipelines - used + 1) for used in range(last + 1)]
         return np.stack([rows[a:b].max(axis=0) for a, b in zip(first, ends, strict=True)])
 
     def _with_more_pipelines(self, rows: Numbers, capacities: Numbers) -> Numbers:

@@ -79,15 +79,15 @@ class PaperSets:
     def _fastest_of_many(self, nodes: Counts, min_pipelines: int) -> PipelineSet | None:
         numbers: Seconds = np.arange(1.0, self._num_microbatches + 1)
         would_fit = sum(nodes) // min(map(sum, self._microbatch_s))
-        most = None if would_fit <= self._num_microbatches else self._num_microbatches
+        max_pipelines = None if would_fit <= self._num_microbatches else self._num_microbatches
         search = SizeSearch(
             nodes,
             {size: numbers * microbatch_s for size, microbatch_s in self._microbatch_s.items()},
             num_microbatches=self._num_microbatches,
-            pipelines=PipelineRange(min_pipelines, most),
+            pipelines=PipelineRange(min_pipelines, max_pipelines),
         )
-        found = search.fastest(nodes)
-        return None if found is None else self._pipeline_set(found[1])
+        fastest = search.fastest(nodes)
+        return None if fastest is None else self._pipeline_set(fastest[1])
 
     def _pipeline_set(self, sizes: tuple[Counts, ...]) -> PipelineSet:
         seconds = [self._microbatch_s[size] for size in sizes]
@@ -101,7 +101,7 @@ class PaperSets:
 def paper_microbatch_s(problem: Problem, template: PipelineTemplate) -> float:
     """T of equation 6: T1 + T2 + T3 of a template for 4S microbatches, divided by 4S."""
     seconds = stage_seconds(problem.profile, template)
-    stage_s = [sum(both) for both in zip(seconds.forward_s, seconds.backward_s, strict=True)]
+    stage_s = [sum(times_s) for times_s in zip(seconds.forward_s, seconds.backward_s, strict=True)]
     return max(_LEAST_S, paper_iteration_s(stage_s) / (4 * len(stage_s)))
 
 

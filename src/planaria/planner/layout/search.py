@@ -32,7 +32,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from planaria.core.plan import PipelineTemplate
-from planaria.planner.layout.depths import Ranges, by_share, numbers_of_pipelines, spreads
+from planaria.planner.layout.depths import Ranges, by_share, numbers_to_try, spreads
 from planaria.planner.layout.sets import distribute_microbatches
 from planaria.planner.partition.partitions import Partitions, Size
 from planaria.planner.problem import Problem, stage_costs
@@ -81,7 +81,7 @@ def layouts(
         present: templates of the present pipelines, whose nodes must all be as the profile says.
     """
     assert not any(template.kinds for template in present)
-    numbers = numbers_of_pipelines(problem, num_nodes, len(present), ranges)
+    numbers = numbers_to_try(problem, num_nodes, len(present), ranges)
     search = _LayoutSearch(problem, present)
     by_number = [
         spreads(problem, num_nodes, number, range_of_depths=ranges.pp) for number in numbers
@@ -387,9 +387,9 @@ class _LayoutSearch:
         self.front = tuple(sorted(front, key=lambda known_layout: known_layout.iteration_s))
 
 
-def _is_as_good(one: Layout, other: Layout) -> bool:
+def _is_as_good(layout: Layout, other: Layout) -> bool:
     return (
-        one.iteration_s <= other.iteration_s
-        and one.num_kept >= other.num_kept
-        and one.is_doubled >= other.is_doubled
+        layout.iteration_s <= other.iteration_s
+        and layout.num_kept >= other.num_kept
+        and layout.is_doubled >= other.is_doubled
     )

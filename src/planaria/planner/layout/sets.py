@@ -78,9 +78,9 @@ class SetSearch:
         for pipelines in self._ranges(sum(nodes), min_pipelines):
             # An equally fast set with more pipelines is better, so the bound is just above.
             below_s = np.nextafter(best.iteration_s, np.inf) if best else np.inf
-            found = self._search(nodes, pipelines).fastest(nodes, below_s=below_s)
-            if found is not None:
-                candidate = self._pipeline_set(found[1])
+            fastest = self._search(nodes, pipelines).fastest(nodes, below_s=below_s)
+            if fastest is not None:
+                candidate = self._pipeline_set(fastest[1])
                 best = min(best, candidate) if best else candidate
         return best
 
@@ -93,7 +93,7 @@ class SetSearch:
         if search is None or any(
             wanted > searched for wanted, searched in zip(nodes, max_nodes, strict=True)
         ):
-            num_pipelines = pipelines.fewest
+            num_pipelines = pipelines.min_pipelines
             search = SizeSearch(
                 nodes,
                 {
@@ -106,18 +106,18 @@ class SetSearch:
             self._searches[pipelines] = nodes, search
         return search
 
-    def _ranges(self, num_nodes: int, fewest: int) -> Iterator[PipelineRange]:
+    def _ranges(self, num_nodes: int, min_pipelines: int) -> Iterator[PipelineRange]:
         """The ranges of numbers of pipelines to search, largest numbers first.
 
         All numbers above NUMBERS_APART are one range, each other number is a range of its own. In a
         large cluster the first range has the fastest set, and little is then tried for the others.
         """
         would_fit = num_nodes // min(map(sum, self._templates))
-        most = min(would_fit, self._problem.num_microbatches)
-        many = max(fewest, NUMBERS_APART + 1)
-        if many <= most:
-            yield PipelineRange(many, None if most == would_fit else most)
-        for number in range(min(most, NUMBERS_APART), fewest - 1, -1):
+        max_pipelines = min(would_fit, self._problem.num_microbatches)
+        many = max(min_pipelines, NUMBERS_APART + 1)
+        if many <= max_pipelines:
+            yield PipelineRange(many, None if max_pipelines == would_fit else max_pipelines)
+        for number in range(min(max_pipelines, NUMBERS_APART), min_pipelines - 1, -1):
             yield PipelineRange(number, number)
 
     def _pipeline_set(self, sizes: tuple[Counts, ...]) -> PipelineSet:

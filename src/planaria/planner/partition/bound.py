@@ -151,7 +151,7 @@ class BoundSearch:
     def _relaxed_shape(self, counts: Counts, num_microbatches: int) -> tuple[Shape | None, float]:
         """The partition with the lowest bound under the relaxed memory limit, or None; and that
         bound."""
-        position = self._positions.of(counts)
+        position = self._positions.position_of(counts)
         table = self._relaxed_table(position, num_microbatches)
         lowest_s = table.lowest_s(position)
         return (table.shape(position) if np.isfinite(lowest_s) else None), lowest_s
@@ -188,7 +188,9 @@ class BoundSearch:
         alone_s, work_s = _layers_before_s(self._costs)[:, -1]
         speed = self._costs.devices_per_node * (asked_counts @ speeds)
         asked_s = np.maximum(alone_s, num_microbatches * work_s / speed)
-        last_position = max(self._positions.of(tuple(counts)) for counts in asked_counts.tolist())
+        last_position = max(
+            self._positions.position_of(tuple(counts)) for counts in asked_counts.tolist()
+        )
         nodes_left = self._positions.nodes_left()[: last_position + 1]
         least_s: Seconds = np.full(len(nodes_left), -np.inf)
         for counts, seconds in zip(asked_counts, asked_s.tolist(), strict=True):

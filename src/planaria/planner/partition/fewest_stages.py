@@ -45,7 +45,7 @@ class FewestStages:
         """Whether a pipeline of these numbers of nodes has a partition that fits."""
         if sum(counts) > self._costs.num_layers:  # Each node needs a stage.
             return False
-        return bool(self.fewest(self._positions.of(counts))[0] < NEVER)
+        return bool(self.fewest(self._positions.position_of(counts))[0] < NEVER)
 
     def fewest(self, position: int) -> NDArray[np.int32]:
         """Array over u: the fewest stages in which layers [u, L) fit at a position, or NEVER."""
@@ -58,7 +58,7 @@ class FewestStages:
         if not self.is_feasible(counts):
             return None
         shape: list[tuple[int, int]] = []
-        first, position = 0, self._positions.of(counts)
+        first, position = 0, self._positions.position_of(counts)
         while position:
             _, first, group, position = min(
                 (int(stages[0]), first + width + 1, option.group, option.after)

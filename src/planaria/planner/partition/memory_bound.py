@@ -6,7 +6,7 @@ It stays small because only partitions below a limit matter, the bound of some p
 For these there are, for layers [u, L) at a position,
 
 - a least number of stages, as fewer do not fit themselves (fewest_stages.py), and
-- a largest number of stages, as with more the stages in front do not fit (`_most_stages`).
+- a largest number of stages, as with more the stages in front do not fit (`_max_stages`).
 
 At each position the first is not above the second for few layers u only, and few numbers of stages
 lie between them. Exact: no partition with a bound below the limit is left out.
@@ -78,11 +78,13 @@ class MemoryBoundSearch:
             group: _within_limits(window, limits.bound_s - limits.before_s[:-1])
             for group, window in windows(costs, num_microbatches, limits.bound_s).items()
         }
-        most = _most_stages(costs.num_layers, positions, self._windows, positions.of(counts))
+        max_stages = _max_stages(
+            costs.num_layers, positions, self._windows, positions.position_of(counts)
+        )
         self._bands = [_Band(costs.num_layers, 0, np.zeros((1, 1)))]
-        for position in range(1, len(most)):
-            least = limits.fewest_stages.fewest(position)
-            self._bands.append(self._band(position, least, most[position]))
+        for position in range(1, len(max_stages)):
+            min_stages = limits.fewest_stages.fewest(position)
+            self._bands.append(self._band(position, min_stages, max_stages[position]))
 
     def lowest(self) -> tuple[float, Shape]:
         """The lowest bound, in seconds, and a partition that has it in the fewest stages."""
@@ -111,24 +113,27 @@ class MemoryBoundSearch:
             stages_left = self._stages_needed(position, first, stages_left - 1)
         return tuple(shape)
 
-    def _stages_needed(self, position: int, first: int, most: int) -> int:
-        """The fewest stages with which a suffix has the same bound as with `most` stages."""
+    def _stages_needed(self, position: int, first: int, max_stages: int) -> int:
+        """The fewest stages with which a suffix has the same bound as with `max_stages` stages."""
         band = self._bands[position]
-        bounds_s = band.bounds_s[: most - band.first_stages + 1, first - band.first_layer]
+        bounds_s = band.bounds_s[: max_stages - band.first_stages + 1, first - band.first_layer]
         return band.first_stages + int(np.argmax(bounds_s == bounds_s[-1]))
 
-    def _band(self, position: int, least: NDArray[np.int32], most: NDArray[np.int32]) -> _Band:
+    def _band(
+        self, position: int, min_stages: NDArray[np.int32], max_stages: NDArray[np.int32]
+    ) -> _Band:
         """The lowest bounds of suffixes at a position.
 
         Args:
-            least: [u], the fewest stages in which layers [u, L) fit.
-            most: [u], the most stages of layers [u, L) with which stages in front of them fit.
+            min_stages: [u], the fewest stages in which layers [u, L) fit.
+            max_stages: [u], the most stages of layers [u, L) with which stages in front of them
+                fit.
         """
-        layers = np.flatnonzero(least <= most)
+        layers = np.flatnonzero(min_stages <= max_stages)
         if not len(layers):
             return _Band(0, 0, np.full((1, 1), np.inf))
         first, end = int(layers[0]), int(layers[-1]) + 1
-        stages = np.arange(least[layers].min(), most[layers].max() + 1)
+        stages = np.arange(min_stages[layers].min(), max_stages[layers].max() + 1)
         bounds_s = np.full((len(stages), end - first), np.inf)
         for option in self._positions.options(position):
             options_s = self._options(option, slice(first, end), stages)
@@ -178,7 +183,7 @@ def _within_limits(window: StageWindow, limits_s: Seconds) -> StageWindow:
     return replace(window, stages_left=np.where(is_below, window.stages_left, np.int32(0)))
 
 
-def _most_stages(
+def _max_stages(
     num_layers: int, positions: Positions, tables: Windows, start: int
 ) -> list[NDArray[np.int32]]:
     """The most stages of layers [u, L) with which some stages for the layers before u fit.
@@ -189,12 +194,12 @@ def _most_stages(
     Returns:
         an array over u for each position from 0 to start; 0 where no stages fit.
     """
-    most = [np.zeros(num_layers + 1, dtype=np.int32) for _ in range(start + 1)]
-    most[start][0] = num_layers
+    max_stages = [np.zeros(num_layers + 1, dtype=np.int32) for _ in range(start + 1)]
+    max_stages[start][0] = num_layers
     skewed = np.zeros((widest(tables), 2 * num_layers), dtype=np.int32)
     row_step, step = skewed.strides
     for position in range(start, 0, -1):
-        if not most[position].any():
+        if not max_stages[position].any():
             continue
         for option in positions.options(position):
             stages_left = tables[option.group].stages_left
@@ -202,7 +207,7 @@ def _most_stages(
             # Stages [w, u] and [w - 1, u + 1] end at the same layer. In this skewed view all stages
             # with one end are written to one column of `skewed`.
             by_first = as_strided(skewed, (width, num_layers), (row_step + step, step))
-            np.minimum(stages_left, most[position][:-1], out=by_first)
+            np.minimum(stages_left, max_stages[position][:-1], out=by_first)
             ends = skewed[:width, :num_layers].max(axis=0, initial=0) - 1
-            np.maximum(most[option.after][1:], ends, out=most[option.after][1:])
-    return most
+            np.maximum(max_stages[option.after][1:], ends, out=max_stages[option.after][1:])
+    return max_stages

@@ -49,7 +49,7 @@ class Periods:
 
         With a memory limit there may be a partition although none is found.
         """
-        first, position = 0, self._positions.of(counts)
+        first, position = 0, self._positions.position_of(counts)
         while len(self._excess_s) <= position:
             self._append_next()
         if not self._excess_s[position][0] <= 0:

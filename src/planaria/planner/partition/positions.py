@@ -49,7 +49,7 @@ class Positions:
         self._max_nodes = max_nodes
         self._options: dict[int, tuple[Option, ...]] = {}
 
-    def of(self, counts: Counts) -> int:
+    def position_of(self, counts: Counts) -> int:
         """The position at which exactly `counts[k]` whole nodes of kind k are left."""
         steps = zip(counts, self._steps, strict=True)
         return sum(count * step for count, step in steps) * self._each

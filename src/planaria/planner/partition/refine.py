@@ -123,9 +123,9 @@ def _time_partitions(costs: StageCosts, to_time: Sequence[tuple[_NeighbourSearch
     for settled, group in groups.items():
         table = table_of(costs, rows_of([shape for _, shape in group]))
         seconds = makespans_of_each(table, settled)
-        rest = np.array([search.num_microbatches - settled for search, _ in group])
-        if rest.any():
-            seconds = seconds + rest * steady_period_s(table)
+        num_left = np.array([search.num_microbatches - settled for search, _ in group])
+        if num_left.any():
+            seconds = seconds + num_left * steady_period_s(table)
         for (search, shape), shape_s in zip(group, seconds.tolist(), strict=True):
             search.learn(shape, shape_s, _stage_ticks(len(shape), settled))
 
@@ -170,7 +170,7 @@ def _device_moves(costs: StageCosts, shape: Shape) -> Iterator[Shape]:
             before, after = shape[:index], shape[index + 2 :]
             if joint_group in costs.groups:
                 yield (*before, (end, joint_group), *after)
-            for first_group, second_group in _halves(costs, joint_group):
+            for first_group, second_group in _group_pairs(costs, joint_group):
                 for new_cut in _cuts(costs, first, end, first_group, second_group):
                     yield (*before, (new_cut, first_group), (end, second_group), *after)
         first = cut
@@ -180,18 +180,18 @@ def _stage_splits(costs: StageCosts, shape: Shape) -> Iterator[Shape]:
     """Partitions with a stage of several devices split into two."""
     first = 0
     for index, (end, group) in enumerate(shape):
-        for one, other in _halves(costs, group):
-            for cut in _cuts(costs, first, end, one, other):
-                yield (*shape[:index], (cut, one), (end, other), *shape[index + 1 :])
+        for first_group, second_group in _group_pairs(costs, group):
+            for cut in _cuts(costs, first, end, first_group, second_group):
+                yield (*shape[:index], (cut, first_group), (end, second_group), *shape[index + 1 :])
         first = end
 
 
-def _halves(costs: StageCosts, group: int) -> Iterator[tuple[int, int]]:
+def _group_pairs(costs: StageCosts, group: int) -> Iterator[tuple[int, int]]:
     """Pairs of groups of the same node that together have the devices of a given group."""
-    none = costs.group(costs.kind_of(group), 0)
+    no_devices = costs.group(costs.kind_of(group), 0)
     for count in costs.counts:
         if costs.count_of(group) - count in costs.counts:
-            yield none + count, group - count
+            yield no_devices + count, group - count
 
 
 def _node_joins(costs: StageCosts, shape: Shape) -> Iterator[Shape]:

@@ -79,17 +79,17 @@ class Detours:
         ]
         self._routes: list[Route] = []
         self._legs: list[tuple[_Leg, ...]] = []
-        whole, broken = [], []
+        without_gaps, with_gaps = [], []
         for index, pipeline in enumerate(plan.pipelines if self.covers_model() else ()):
             route = pipeline.route()
             is_live_by_hop = [hop.rank in self._layers_by_rank for hop in route]
             self._routes.append(route)
             self._legs.append(self._legs_of(route))
             if all(is_live_by_hop):
-                whole.append(index)
+                without_gaps.append(index)
             elif any(is_live_by_hop):
-                broken.append(index)
-        self._whole_pipelines, self._broken_pipelines = tuple(whole), tuple(broken)
+                with_gaps.append(index)
+        self._whole_pipelines, self._pipelines_with_gaps = tuple(without_gaps), tuple(with_gaps)
 
     def _legs_of(self, route: Route) -> tuple[_Leg, ...]:
         """The legs of a pipeline from the last to the first; neighbouring empty places are one."""
@@ -124,8 +124,8 @@ class Detours:
 
     def num_around(self, routes: Sequence[Route]) -> int:
         """How many of the routes begin in pipelines with empty places."""
-        whole = {self._routes[index] for index in self._whole_pipelines}
-        return sum(route not in whole for route in routes)
+        whole_routes = {self._routes[index] for index in self._whole_pipelines}
+        return sum(route not in whole_routes for route in routes)
 
     def can_begin_around(self, num_microbatches: int, num_around: int) -> bool:
         """Whether exactly num_around of the microbatches can begin in pipelines with empty
@@ -133,7 +133,7 @@ class Detours:
         if not 0 <= num_around <= num_microbatches:
             return False
         return bool(self._whole_pipelines or num_around == num_microbatches) and bool(
-            self._broken_pipelines or not num_around
+            self._pipelines_with_gaps or not num_around
         )
 
     def routes(self, num_microbatches: int, num_around: int | None) -> tuple[Route, ...]:
@@ -146,18 +146,18 @@ class Detours:
         load_s = dict.fromkeys(self._until_s, 0.0)
         homes: list[tuple[int, Route]] = []
         if num_around is None:
-            groups = [(num_microbatches, self._whole_pipelines + self._broken_pipelines)]
+            groups = [(num_microbatches, self._whole_pipelines + self._pipelines_with_gaps)]
         else:
             groups = [
-                (num_around, self._broken_pipelines),
+                (num_around, self._pipelines_with_gaps),
                 (num_microbatches - num_around, self._whole_pipelines),
             ]
         for count, pipelines in groups:
             if count:
-                homes += self._deal_microbatches(count, pipelines, load_s)
+                homes += self._distribute(count, pipelines, load_s)
         return tuple(route for _, route in sorted(homes, key=lambda home: home[0]))
 
-    def _deal_microbatches(
+    def _distribute(
         self, count: int, pipelines: Sequence[int], load_s: dict[int, float]
     ) -> Iterator[tuple[int, Route]]:
         """Yields the home and the route of each of `count` microbatches, and adds to the loads.

@@ -99,5 +99,5 @@ def _limit_in_flight(plan: Plan, start: Plan, rng: Random) -> Plan:
     """The plan with another limit on the microbatches in flight of one rank, at most that of the
     start."""
     rank = rng.choice(plan.ranks)
-    most = start.in_flight.get(rank, len(plan.routes))
-    return replace(plan, in_flight={**plan.in_flight, rank: rng.randint(1, most)})
+    max_in_flight = start.in_flight.get(rank, len(plan.routes))
+    return replace(plan, in_flight={**plan.in_flight, rank: rng.randint(1, max_in_flight)})
