@@ -34,7 +34,7 @@ SOURCES := src tests examples docs/draw_architecture.py $(if $(wildcard benchmar
 .PHONY: help demo unit test green sim soak sweep chaos check docs profiles bench clean
 
 help:
-	@echo 'make demo     train on six nodes, kill two, compare the bits with a run in peace'
+	@echo 'make demo     train on six nodes, kill two, compare the bits with a run without faults'
 	@echo 'make unit     the tests that start no process and need no torch: within a minute'
 	@echo 'make test     check the code, then run all tests but the long ones'
 	@echo 'make green    make test until 20 runs in a row are green (RUNS=), over several sittings'

@@ -58,7 +58,7 @@ LAST: Final = 100  # Number of last iterations whose mean loss is compared.
 DIFFERENCE_MAX: Final = 0.1
 SEED: Final = 13
 MODES: Final = {True: "deterministic", False: "fast"}
-PEACE: Final = "in peace"
+PEACE: Final = "no faults"
 OWN_SHARE: Final = 0.2
 # By policy, the beginning of the answers that no other policy gives.
 OWN_ANSWERS: Final = {

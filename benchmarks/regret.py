@@ -135,6 +135,11 @@ def main() -> int:
     return 0 if is_met else 1
 
 
+_TOLERATING: Final = "With one failure tolerated, so with every layer on two nodes, the goals are"
+_WITH_MORPH: Final = "The same cases with morph, too, which may hold a layer once (no goal)"
+_TOLERATING_NONE: Final = "With no failure tolerated, so with every policy, the goals are"
+
+
 def verdicts(results: Sequence[Result]) -> tuple[list[str], bool]:
     """The results in words, and whether all goals are met."""
     asked = [one for one in results if one.case.failures_tolerated]
@@ -142,9 +147,9 @@ def verdicts(results: Sequence[Result]) -> tuple[list[str], bool]:
     besides, _ = summary(asked)
     free, is_met_free = summary([one for one in results if not one.case.failures_tolerated])
     texts = [
-        f"Every layer on two nodes, goals {_verdict(is_met_kept)}: {kept}.",
-        f"Beside morph, too, which may hold layers once (no goal): {besides}.",
-        f"No failure tolerated, every policy, goals {_verdict(is_met_free)}: {free}.",
+        f"{_TOLERATING} {_verdict(is_met_kept)}. {kept}",
+        f"{_WITH_MORPH}. {besides}",
+        f"{_TOLERATING_NONE} {_verdict(is_met_free)}. {free}",
     ]
     return texts, is_met_kept and is_met_free
 
@@ -217,15 +222,17 @@ def summary(results: Sequence[Result]) -> tuple[str, bool]:
     is_met = mean - half >= 0.0 and p95 <= REGRET_MAX
     alive = [-one.regret for one in results if one.most_samples >= ALIVE_SAMPLES]
     text = (
-        f"{len(results)} cases, {num_runs} runs of {NUM_FAILURES} failures: adaptive has "
-        f"{100 * mean:+.2f}% (95%: {100 * (mean - half):+.2f}% to {100 * (mean + half):+.2f}%) of "
-        f"the samples of the best fixed policy more (goal: not below 0); regret p95 "
-        f"{100 * p95:.2f}% (goal: {100 * REGRET_MAX:.0f}%), at most {100 * regrets[-1]:.2f}%"
+        f"In {len(results)} cases, with {num_runs} runs of {NUM_FAILURES} failures, the samples of "
+        f"adaptive differ from those of the best fixed policy by {100 * mean:+.2f}%, on average "
+        f"over the cases (95% interval: {100 * (mean - half):+.2f}% to "
+        f"{100 * (mean + half):+.2f}%; goal: not below 0). Of the cases 95% lose at "
+        f"most {100 * p95:.2f}% (goal: {100 * REGRET_MAX:.0f}%); the worst one loses "
+        f"{100 * regrets[-1]:.2f}%."
     )
     if 1 < len(alive) < len(results):
         mean, half = mean_interval(alive)
         some = f"{len(alive)} cases with {ALIVE_SAMPLES:,} samples or more"
-        text += f"; of the {some} {100 * mean:+.2f}% (95%: +-{100 * half:.2f}%)"
+        text += f" In the {some} it is {100 * mean:+.2f}% (95% interval: +-{100 * half:.2f}%)."
     return text, is_met
 
 
@@ -235,14 +242,24 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values), half
 
 
+_HOW_TO_READ: Final = (
+    "A case is read so: the model; the number of nodes; microbatches for each node; the speed of "
+    "the links (1/10: a tenth of the profile's); the mean time between failures and the largest "
+    "number of nodes that fail at once; the time until a node is back; the time between saves; the "
+    "failures tolerated. The regret is the share by which the best fixed policy has more samples."
+)
+
+
 def page(results: Sequence[Result], texts: Sequence[str]) -> str:
     """A page with the results in words; for each number of tolerated failures it has a table of the
     fixed policies, and one of all cases in which one that counts has more samples."""
     lines = [
         "# Regret of the adaptive policy",
         "",
-        "Written by `benchmarks/regret.py --page`, which says how it is measured.",
+        "`benchmarks/regret.py --page` writes this page; the script says how it measures.",
         *(line for text in texts for line in ("", text)),
+        "",
+        _HOW_TO_READ,
     ]
     for tolerated in TOLERATED:
         some = [one for one in results if one.case.failures_tolerated == tolerated]
@@ -252,13 +269,13 @@ def page(results: Sequence[Result], texts: Sequence[str]) -> str:
             "",
             f"## Failures tolerated: {tolerated}",
             "",
-            "| fixed policy | cases | best in | more or fewer samples than adaptive, on average |",
+            "| fixed policy | cases in which it runs | best in | samples compared with adaptive |",
             "|---|---|---|---|",
             *_policy_rows(some),
             "",
-            f"Cases in which a fixed policy that counts has more samples: {len(losing)}.",
+            f"In {len(losing)} cases a fixed policy that counts trains more samples than adaptive.",
             "",
-            "| regret | best fixed | case |",
+            "| regret | best fixed policy | case |",
             "|---|---|---|",
             *(f"| {100 * one.regret:.2f}% | {one.best_fixed} | {one.case} |" for one in losing),
         ]

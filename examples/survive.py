@@ -22,7 +22,7 @@ def main() -> int:
     shutil.rmtree(directory, ignore_errors=True)
     print("six nodes, two of which will be killed\n", flush=True)
     struck = trained(directory / "struck", *FAULTS)
-    print("\nthe same job in peace\n", flush=True)
+    print("\nthe same job without faults\n", flush=True)
     calm = trained(directory / "calm")
     print()
     for event in struck["events"]:

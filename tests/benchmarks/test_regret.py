@@ -267,7 +267,7 @@ def test_cases_in_which_jobs_are_alive_are_told_apart() -> None:
     dead = Result(CASE, {"adaptive": (10.0,), "reroute": (20.0,)})
     alive = [Result(CASE, {"adaptive": (a,), "reroute": (20_000.0,)}) for a in (20_400.0, 20_000.0)]
 
-    assert "of the 2 cases with 10,000 samples or more +1.00%" in summary([dead, *alive])[0]
+    assert "In the 2 cases with 10,000 samples or more it is +1.00%" in summary([dead, *alive])[0]
     assert "or more" not in summary(alive)[0]
 
 

@@ -153,7 +153,7 @@ def test_a_recovery_stands_beside_the_range_that_was_expected_of_it() -> None:
         events=(killed, replace(killed, recovery_s=4.5), replace(killed, recovery_s=0.35))
     )
 
-    once_told = ["simple at 3, after the decision", "800.0 ms", "1.00 s", "+25.0%"]
+    once_told = ["simple at 3, transition", "800.0 ms", "1.00 s", "+25.0%"]
     assert stripped(told) == [
         ["simple at 3", "0.7-2.2 s", "1.90 s", "within"],
         once_told,

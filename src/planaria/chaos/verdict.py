@@ -93,7 +93,9 @@ def _wrong_ends(report: Report, baseline: BaselineRun) -> Iterator[str]:
     for name in ("parameters_sha256", "optimizer_sha256"):
         run_hash, baseline_hash = getattr(final, name), getattr(baseline, name)
         if run_hash != baseline_hash:
-            yield f"{name} is {run_hash or 'missing'}, in peace it is {baseline_hash}"
+            yield (
+                f"{name} is {run_hash or 'missing'}, and in the baseline run it is {baseline_hash}"
+            )
 
 
 def _wrong_sums(report: Report) -> Iterator[str]:

@@ -53,7 +53,7 @@ def _texts(report: Report) -> Iterator[tuple[str, ...]]:
             yield _recovery_texts(event)
         if event.answer and event.predicted_downtime_s:
             is_part = event.predicted_recovery_s_max > 0.0
-            name = f"{_transition_name(event)}{', after the decision' if is_part else ''}"
+            name = f"{_transition_name(event)}{', transition' if is_part else ''}"
             yield _row_texts(name, event.predicted_downtime_s, 0.0, event.transition_s)
     for one in report.memory:
         if one.epoch == report.memory[-1].epoch:

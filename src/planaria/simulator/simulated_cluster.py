@@ -203,7 +203,7 @@ class SimulatedCluster:
         """What a coordinator that only saves goes on from; None if the job ends instead."""
         live_nodes = [node for node, agent in self.agents.items() if agent.process.is_alive]
         if self.records.num_rescues >= RESCUES_MAX:
-            why = f"{RESCUES_MAX} more ended before they had it saved"
+            why = f"{RESCUES_MAX} more coordinators ended before they had saved it"
         elif not set(live_nodes).intersection(self.records.nodes):
             why = "no node is left to save"
         else:
