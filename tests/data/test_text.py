@@ -19,7 +19,7 @@ from planaria.data.datasets import (
     num_targets,
     vocabulary_size,
 )
-from planaria.data.text import made_once, masked
+from planaria.data.text import make_once, masked_pair
 from planaria.errors import ConfigError
 
 torch.set_num_threads(1)
@@ -63,7 +63,7 @@ def test_masked_samples_hide_15_percent_and_tell_what_was_there(length: int, see
     """Targets are the hidden tokens and nothing else; what is no target is shown as it is."""
     tokens = np.arange(length, dtype=np.int64) % 50
 
-    inputs, targets = masked(tokens, mask_token=50, seed=seed)
+    inputs, targets = masked_pair(tokens, mask_token=50, seed=seed)
 
     hidden = targets != IGNORED
     assert hidden.sum() == max(1, int(0.15 * length + 0.5))
@@ -80,7 +80,7 @@ def test_masks_follow_bert_and_the_seed() -> None:
     shown: list[int] = []
     places = np.zeros(length)
     for seed in range(300):
-        inputs, targets = masked(tokens, mask_token=1000, seed=seed)
+        inputs, targets = masked_pair(tokens, mask_token=1000, seed=seed)
         shown += inputs[targets != IGNORED].tolist()
         places += targets != IGNORED
 
@@ -164,7 +164,7 @@ def made_at_once(path: Path, make: Callable[[Path], None], *, num_makers: int) -
 
     def maker() -> None:
         start.wait()
-        made_once(path, make)
+        make_once(path, make)
 
     threads = [threading.Thread(target=maker) for _ in range(num_makers)]
     for thread in threads:
@@ -207,7 +207,7 @@ def test_a_maker_that_fails_leaves_nothing(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        made_once(tmp_path / "file", make)
+        make_once(tmp_path / "file", make)
     assert [path.name for path in tmp_path.iterdir()] == ["file.lock"]
 
 

@@ -33,11 +33,11 @@ from planaria.data.text import (
     IGNORED,
     TextSource,
     TokenDataset,
+    causal_pair,
     file_source,
-    made_once,
+    make_once,
     num_token_ids,
     prose_source,
-    shifted,
     text_dataset,
     tokenizer_size,
 )
@@ -104,7 +104,7 @@ def microbatch(dataset: Dataset, samples: np.ndarray, *, seed: int) -> tuple[Ten
         ConfigError: the samples have different shapes.
     """
     pairs = [_sample(dataset, number, seed) for number in samples]
-    return _stacked([pair[0] for pair in pairs]), _stacked([pair[1] for pair in pairs])
+    return _stack([pair[0] for pair in pairs]), _stack([pair[1] for pair in pairs])
 
 
 def num_targets(dataset: Dataset, samples: np.ndarray, *, seed: int) -> int:
@@ -143,7 +143,7 @@ class _UserDataset:
         return int(getattr(self.items, "vocabulary_size", 0))
 
     def sample(self, index: int, *, seed: int) -> tuple[Tensor, Tensor]:
-        with _seeded(seed):
+        with _seed_generators(seed):
             item = self.items[index]
         if not isinstance(item, tuple | list) or len(item) != 2:
             remedy = f"sample {index} is a {type(item).__name__}; return (inputs, targets)"
@@ -186,7 +186,7 @@ class _LabelledRows:
         labels = np.array(row["labels"])
         if self.objective == "causal":
             labels = labels[: self.sequence_length].astype(np.int64)
-            tokens, labels = shifted(tokens, labels, sequence_length=self.sequence_length)
+            tokens, labels = causal_pair(tokens, labels, sequence_length=self.sequence_length)
         elif self.objective == "masked":
             labels = labels[: self.sequence_length].astype(np.int64)
         return torch.from_numpy(tokens), torch.as_tensor(labels)
@@ -210,7 +210,7 @@ def _sample(dataset: Dataset, number: Any, seed: int) -> tuple[Tensor, Tensor]:
     return dataset.sample(int(number), seed=mix(seed, int(number)))
 
 
-def _stacked(tensors: list[Tensor]) -> Tensor:
+def _stack(tensors: list[Tensor]) -> Tensor:
     shapes = sorted({tuple(tensor.shape) for tensor in tensors})
     if len(shapes) > 1:
         remedy = "the samples of a microbatch have different shapes; cut or pad them to one shape"
@@ -220,7 +220,7 @@ def _stacked(tensors: list[Tensor]) -> Tensor:
 
 def _user_dataset(target: str, *, objective: str, seed: int) -> _UserDataset:
     function = user_function(target, field="data.target")
-    with _seeded(seed):
+    with _seed_generators(seed):
         items = function()
     for method in ("__len__", "__getitem__"):
         if not hasattr(items, method):
@@ -230,7 +230,7 @@ def _user_dataset(target: str, *, objective: str, seed: int) -> _UserDataset:
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def _seed_generators(seed: int) -> Iterator[None]:
     """Seeds the generators of torch (on the CPU), numpy and Python; restores their state after."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     # torch.manual_seed would also seed the generators of accelerators, which are not restored.
@@ -329,7 +329,7 @@ def _num_ids(saved: Any, path: str, cache_directory: Path) -> int:
 
     try:
         digest = _saved_digest(path)
-        return int(made_once(cache_directory / f"num-ids-{digest}", scan).read_text())
+        return int(make_once(cache_directory / f"num-ids-{digest}", scan).read_text())
     except OSError as error:
         reason = f"{error.strerror} ({error.filename})"
         raise ConfigError(

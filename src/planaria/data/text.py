@@ -68,7 +68,7 @@ class TextSource:
     pieces: Callable[[], Iterator[bytes]]
 
 
-class Rows(Protocol):
+class RowSource(Protocol):
     """Arrays of tokens, by index."""
 
     def __len__(self) -> int: ...
@@ -86,7 +86,7 @@ class TokenDataset:
         num_tokens: number of tokens of the tokenizer, which is also the id of the mask token.
     """
 
-    rows: Rows
+    rows: RowSource
     objective: str
     sequence_length: int
     num_tokens: int
@@ -108,9 +108,9 @@ class TokenDataset:
         """Inputs and targets, both int64 [sequence_length]."""
         tokens = np.asarray(self.rows[index]).astype(np.int64)
         if self.objective == "masked":
-            inputs, targets = masked(tokens, mask_token=self.num_tokens, seed=seed)
+            inputs, targets = masked_pair(tokens, mask_token=self.num_tokens, seed=seed)
         else:
-            inputs, targets = shifted(tokens, tokens, sequence_length=self.sequence_length)
+            inputs, targets = causal_pair(tokens, tokens, sequence_length=self.sequence_length)
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 
@@ -182,7 +182,7 @@ def file_source(path: str) -> TextSource:
     return TextSource(path, _digest("file", content.hexdigest()), lambda: _file_pieces(Path(path)))
 
 
-def made_once(path: Path, make: Callable[[Path], None]) -> Path:
+def make_once(path: Path, make: Callable[[Path], None]) -> Path:
     """Makes the file at `path` if it does not exist; returns the path.
 
     One process makes it while the others wait for a lock. Without the lock two processes might do
@@ -212,7 +212,7 @@ def made_once(path: Path, make: Callable[[Path], None]) -> Path:
     return path
 
 
-def shifted(
+def causal_pair(
     tokens: np.ndarray, labels: np.ndarray, *, sequence_length: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Inputs, and the next labels as targets; the last target is IGNORED if the row lacks it."""
@@ -222,7 +222,7 @@ def shifted(
     return tokens[:sequence_length], targets
 
 
-def masked(tokens: np.ndarray, *, mask_token: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def masked_pair(tokens: np.ndarray, *, mask_token: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Inputs with some tokens hidden, and those tokens as targets, both int64 [length]."""
     length = len(tokens)
     order, kind, other = random_words(seed, 3 * length).reshape(3, length)
@@ -274,7 +274,7 @@ def _token_dtype(data: DataConfig) -> np.dtype[Any]:
 def _token_file(source: TextSource, data: DataConfig, cache_directory: Path) -> Path:
     bytes_path = cache_directory / f"tokens-{_digest(source.digest, 'bytes')}"
     if data.tokenizer == "bytes":
-        return made_once(bytes_path, lambda partial: _write(partial, source.pieces()))
+        return make_once(bytes_path, lambda partial: _write(partial, source.pieces()))
     if importlib.util.find_spec("tokenizers") is None:
         raise ConfigError(
             "data.tokenizer",
@@ -290,17 +290,17 @@ def _token_file(source: TextSource, data: DataConfig, cache_directory: Path) -> 
 
     def texts() -> Iterator[str]:
         # Collecting the text can take longer than tokenising it, so its bytes are kept.
-        made_once(bytes_path, lambda partial: _write(partial, source.pieces()))
-        return _decoded(bytes_path, source.name)
+        make_once(bytes_path, lambda partial: _write(partial, source.pieces()))
+        return _text_pieces(bytes_path, source.name)
 
     def train(partial: Path) -> None:
         _trained_tokenizer(texts(), data.vocabulary_size).save(str(partial))
 
     def encode(partial: Path) -> None:
-        _write(partial, _encoded(texts(), tokenizer_path, _token_dtype(data)))
+        _write(partial, _encoded_tokens(texts(), tokenizer_path, _token_dtype(data)))
 
-    tokenizer_path = made_once(cache_directory / f"tokenizer-{digest}.json", train)
-    return made_once(cache_directory / f"tokens-{digest}", encode)
+    tokenizer_path = make_once(cache_directory / f"tokenizer-{digest}.json", train)
+    return make_once(cache_directory / f"tokens-{digest}", encode)
 
 
 def _trained_tokenizer(texts: Iterator[str], vocabulary_size: int) -> Any:
@@ -318,7 +318,9 @@ def _trained_tokenizer(texts: Iterator[str], vocabulary_size: int) -> Any:
     return tokenizer
 
 
-def _encoded(texts: Iterator[str], tokenizer_path: Path, dtype: np.dtype[Any]) -> Iterator[bytes]:
+def _encoded_tokens(
+    texts: Iterator[str], tokenizer_path: Path, dtype: np.dtype[Any]
+) -> Iterator[bytes]:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(tokenizer_path))
@@ -327,7 +329,7 @@ def _encoded(texts: Iterator[str], tokenizer_path: Path, dtype: np.dtype[Any]) -
             yield np.array(encoding.ids, dtype=dtype).tobytes()
 
 
-def _decoded(path: Path, name: str) -> Iterator[str]:
+def _text_pieces(path: Path, name: str) -> Iterator[str]:
     for piece in _file_pieces(path):
         try:
             yield piece.decode()

@@ -1,6 +1,6 @@
-"""A Hugging Face model without its blocks: doorways, visitors and ghosts.
+"""A Hugging Face model without its blocks: block stubs, visitors and ghosts.
 
-A doorway is a module that replaces a block and passes its call to a visitor, a function. So the
+A block stub is a module that replaces a block and passes its call to a visitor, a function. So the
 model's own forward can be run for the part before the blocks, for the arguments of the blocks, or
 for the part after them. A ghost is a stand-in for a parameter that must not take memory: a single
 NaN expanded to the parameter's shape, so that every value computed from it shows as NaN.
@@ -52,7 +52,7 @@ class Call:
 Visit = Callable[[int, Tensor, Call], Tensor]
 
 
-class Reached(Exception):
+class ForwardStopped(Exception):
     """Raised by a visitor to leave the model's forward with the hidden states."""
 
     def __init__(self, hidden_BLD: Tensor) -> None:
@@ -61,13 +61,13 @@ class Reached(Exception):
 
 
 class _Visitor:
-    """The function that all doorways of one model call."""
+    """The function that all block stubs of one model call."""
 
     def __init__(self) -> None:
         self.visit: Visit | None = None
 
 
-class Doorway(nn.Module):
+class BlockStub(nn.Module):
     """Replaces a block, and keeps its plain attributes, which the model's forward may read.
 
     Attributes:
@@ -97,14 +97,14 @@ class Doorway(nn.Module):
 
 
 class Frame:
-    """A model with doorways in place of its blocks; `copy.deepcopy` gives an independent one."""
+    """A model with block stubs in place of its blocks; `copy.deepcopy` gives an independent one."""
 
-    def __init__(self, model: Any, doorways: nn.ModuleList) -> None:
+    def __init__(self, model: Any, block_stubs: nn.ModuleList) -> None:
         self.model = model
-        self.doorways = doorways
+        self.block_stubs = block_stubs
         self._visitor = _Visitor()
-        for index, block in enumerate(doorways):
-            doorways[index] = Doorway(index, block, self._visitor)
+        for index, block in enumerate(block_stubs):
+            block_stubs[index] = BlockStub(index, block, self._visitor)
 
     def logits(self, ids_BL: Tensor, visit: Visit) -> Tensor:
         """The logits of the model's own forward, with `visit` called in place of each block."""
@@ -115,12 +115,12 @@ class Frame:
             self._visitor.visit = None
         return logits
 
-    def hidden(self, ids_BL: Tensor, visit: Visit) -> Tensor:
-        """The hidden states with which `visit` leaves the model's forward, by raising `Reached`."""
+    def hidden_states(self, ids_BL: Tensor, visit: Visit) -> Tensor:
+        """The hidden states with which `visit` stops the model's forward (`ForwardStopped`)."""
         try:
             self.logits(ids_BL, visit)
-        except Reached as reached:
-            return reached.hidden_BLD
+        except ForwardStopped as stop:
+            return stop.hidden_BLD
         raise refusal(self.model, "its forward does not use all of its blocks")
 
 
@@ -241,8 +241,8 @@ def ownership(frame: Frame, blocks: tuple[nn.Module, ...], *, ids_BL: Tensor) ->
         for name, parameter in parameters.items():
             if name not in embedding:
                 set_tensor(frame.model, name, parameter)
-        for doorway, count in zip(frame.doorways, num_outputs, strict=True):
-            doorway.num_outputs = count  # type: ignore[assignment]
+        for stub, count in zip(frame.block_stubs, num_outputs, strict=True):
+            stub.num_outputs = count  # type: ignore[assignment]
         logits = _logits_after(frame, ids_BL, torch.empty_like(first_BLD, device="meta"))
         head = _names_reached(logits, frame.model, parameters)
     if embedding & head:
@@ -278,11 +278,11 @@ def _walk_blocks(
         if type(block) not in num_outputs:
             num_outputs[type(block)] = _num_outputs(frame, block, hidden_BLD, call)
         if index == len(blocks) - 1:
-            raise Reached(taken[0])
-        frame.doorways[index].num_outputs = num_outputs[type(block)]  # type: ignore[assignment]
+            raise ForwardStopped(taken[0])
+        frame.block_stubs[index].num_outputs = num_outputs[type(block)]  # type: ignore[assignment]
         return returned[-1]
 
-    first_BLD = frame.hidden(ids_BL, walk)
+    first_BLD = frame.hidden_states(ids_BL, walk)
     return first_BLD, tuple(num_outputs[type(block)] for block in blocks)
 
 
@@ -303,7 +303,7 @@ def _logits_after(frame: Frame, ids_BL: Tensor, hidden_BLD: Tensor) -> Tensor:
     except (RuntimeError, NotImplementedError) as error:
         why = f"the part after its blocks cannot run alone ({error})"
         raise refusal(frame.model, why) from error
-    if visited != list(range(len(frame.doorways))):
+    if visited != list(range(len(frame.block_stubs))):
         raise refusal(frame.model, "it runs a block more than once")
     return logits
 

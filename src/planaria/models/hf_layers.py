@@ -33,9 +33,9 @@ from planaria.core.job import ModelConfig
 from planaria.errors import ConfigError
 from planaria.models.hf_frame import (
     Call,
+    ForwardStopped,
     Frame,
     Ownership,
-    Reached,
     find_blocks,
     ghost,
     initialise,
@@ -93,11 +93,11 @@ class _BlockArguments:
             if len(self._calls) == _MAX_SHAPES:
                 self._calls.clear()
             ids_BL = torch.zeros(key[0], dtype=torch.int64, device=hidden_BLD.device)
-            self._calls[key] = self.noted(ids_BL, hidden_BLD.dtype)
+            self._calls[key] = self.record_calls(ids_BL, hidden_BLD.dtype)
         return self._calls[key][block]
 
     @torch.no_grad()
-    def noted(self, ids_BL: Tensor, dtype: torch.dtype) -> tuple[Call, ...]:
+    def record_calls(self, ids_BL: Tensor, dtype: torch.dtype) -> tuple[Call, ...]:
         """The arguments of all blocks for these ids.
 
         Raises:
@@ -112,11 +112,11 @@ class _BlockArguments:
 
         def note(index: int, hidden_BLD: Tensor, call: Call) -> Tensor:
             calls.append(call)
-            if index == len(self.frame.doorways) - 1:
-                raise Reached(hidden_BLD)
+            if index == len(self.frame.block_stubs) - 1:
+                raise ForwardStopped(hidden_BLD)
             return hidden_BLD
 
-        self.frame.hidden(ids_BL, note)
+        self.frame.hidden_states(ids_BL, note)
         if any(bool(tensor.isnan().any()) for call in calls for tensor in call.tensors()):
             raise refusal(model, "its blocks take more inputs than hidden states")
         return tuple(calls)
@@ -137,7 +137,7 @@ class _Embedding(nn.Module):
         # their dtype.
         if any(buffer.device != ids_BL.device for buffer in model.buffers()):
             model.to(ids_BL.device)
-        return boundary(self._frame.hidden(ids_BL, _leave), "embedding")
+        return boundary(self._frame.hidden_states(ids_BL, _leave), "embedding")
 
 
 class _Block(nn.Module):
@@ -198,7 +198,7 @@ class HfLayers:
 
     def materialise(self, layer: int) -> nn.Module:
         """The layer with weights from disk, if they are there, else drawn by the model's rules."""
-        frame = self._assembled(layer)
+        frame = self._frame_of(layer)
         owners = {
             use.name: group.uses[0]
             for group in self.tied
@@ -219,7 +219,7 @@ class HfLayers:
 
     def structure(self, layer: int) -> nn.Module:
         """The layer with parameters of undefined value and valid buffers."""
-        frame = self._assembled(layer)
+        frame = self._frame_of(layer)
         for leaf in frame.model.parameters():
             mark_initialised(leaf)
         initialise(frame.model, seed=0)
@@ -228,11 +228,11 @@ class HfLayers:
     def parameter_shapes(self, layer: int) -> dict[str, torch.Size]:
         return dict(self.shapes[layer])
 
-    def _assembled(self, layer: int) -> Frame:
+    def _frame_of(self, layer: int) -> Frame:
         """The frame with memory for this layer's parameters, and ghosts for all others."""
         frame = copy.deepcopy(self.frame)
         if 0 < layer <= len(self.blocks):
-            frame.doorways[layer - 1] = copy.deepcopy(self.blocks[layer - 1])
+            frame.block_stubs[layer - 1] = copy.deepcopy(self.blocks[layer - 1])
         made: dict[str, nn.Parameter] = {}
         for name, old in parameters_of(frame.model).items():
             leaf = self.leaves[layer].get(name)
@@ -271,13 +271,13 @@ def split_hf_model(
     skeleton, objective = meta_model(config)
     identities = {name: id(p) for name, p in parameters_of(skeleton).items()}
     shapes = {name: p.shape for name, p in parameters_of(skeleton).items()}
-    path, doorways = find_blocks(skeleton)
-    blocks = tuple(doorways)
-    frame = Frame(skeleton.eval(), doorways)
+    path, block_stubs = find_blocks(skeleton)
+    blocks = tuple(block_stubs)
+    frame = Frame(skeleton.eval(), block_stubs)
     layer_names = ("embedding", *(f"{path}.{index}" for index in range(len(blocks))), "head")
     for name, part in zip(layer_names, (skeleton, *blocks, skeleton), strict=True):
         refuse_running_statistics(name, part)
-    own, arguments = _examined(frame, blocks, sequence_length=sequence_length)
+    own, arguments = _examine(frame, blocks, sequence_length=sequence_length)
     aliases = _aliases(identities)
     leaves = _leaves_by_layer(frame, own, aliases=aliases, layer_names=layer_names)
     weights = weights_on_disk(model.path, prefix=skeleton.base_model_prefix)
@@ -300,7 +300,7 @@ def split_hf_model(
 
 
 def _leave(_index: int, hidden_BLD: Tensor, _call: Call) -> Tensor:
-    raise Reached(hidden_BLD)
+    raise ForwardStopped(hidden_BLD)
 
 
 def _attach(target: nn.Module, source: nn.Module, prefix: str, names: frozenset[str]) -> None:
@@ -321,7 +321,7 @@ def _attach(target: nn.Module, source: nn.Module, prefix: str, names: frozenset[
             target.add_module(name, container)
 
 
-def _examined(
+def _examine(
     frame: Frame, blocks: tuple[nn.Module, ...], *, sequence_length: int
 ) -> tuple[Ownership, _BlockArguments]:
     """The owners of the model's parameters, and the arguments of its blocks.
@@ -343,9 +343,11 @@ def _examined(
             raise
         raise too_few_positions(model.config, sequence_length) from error
     for each in (frame, arguments.frame):
-        for doorway, count in zip(each.doorways, own.num_outputs, strict=True):
-            doorway.num_outputs = count  # type: ignore[assignment]
-    calls = [arguments.noted(ids, torch.float32) for ids in (ids_BL, torch.zeros_like(ids_BL))]
+        for stub, count in zip(each.block_stubs, own.num_outputs, strict=True):
+            stub.num_outputs = count  # type: ignore[assignment]
+    calls = [
+        arguments.record_calls(ids, torch.float32) for ids in (ids_BL, torch.zeros_like(ids_BL))
+    ]
     for call, other in zip(*calls, strict=True):
         if not all(map(torch.equal, call.tensors(), other.tensors())):
             raise refusal(model, "its blocks take more inputs than hidden states")

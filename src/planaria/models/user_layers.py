@@ -43,7 +43,7 @@ def split_user_model(target: str, *, seed: int) -> SplitModel:
         items, loss = _call(function, target=target, seed=seed)
         with torch.device("meta"):
             # A layer's function runs on the meta device, because only shapes are needed here.
-            modules = [_built(item) for item in items]
+            modules = [_build(item) for item in items]
     names = tuple(f"{index}.{type(module).__name__}" for index, module in enumerate(modules))
     for name, module in zip(names, modules, strict=True):
         refuse_running_statistics(name, module)
@@ -103,11 +103,11 @@ class _UserLayers:
         with torch.random.fork_rng(devices=[]):
             if factory is not None:
                 torch.manual_seed(layer_seed(self.seed, layer))
-                module = _built(factory)
+                module = _build(factory)
             else:
                 items, _ = _call(self.function, target=self.target, seed=self.seed)
                 # A copy, because a parameter shared with another layer must be a separate leaf.
-                module = copy.deepcopy(_built(items[layer]))
+                module = copy.deepcopy(_build(items[layer]))
         return _UserLayer(layer, module, self.layer_names[layer]).train()
 
     def structure(self, layer: int) -> nn.Module:
@@ -162,7 +162,7 @@ def _wrong_return(target: str, value: object) -> ConfigError:
     )
 
 
-def _built(item: LayerItem) -> nn.Module:
+def _build(item: LayerItem) -> nn.Module:
     module = item if isinstance(item, nn.Module) else item()
     if not isinstance(module, nn.Module):
         raise ConfigError(
