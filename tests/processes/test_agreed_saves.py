@@ -19,10 +19,10 @@ from helpers.forked_ranks import order, tell, told_by_ranks
 from helpers.keepers import keepers
 from planaria.errors import CheckpointError, ConfigError
 from planaria.nodes.forkserver import ForkServer
-from planaria.torchrun.gathering import gathered_as
+from planaria.torchrun.gathering import gather_records
 from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
 from planaria.torchrun.save_checks import check_on_all
-from planaria.torchrun.shards import Held
+from planaria.torchrun.shards import TrainingState
 
 
 class Sampler:
@@ -35,17 +35,17 @@ class Sampler:
         raise AssertionError(state_dict)
 
 
-def stepped(make: Callable[[nn.Module], Optimizer]) -> Held:
+def stepped(make: Callable[[nn.Module], Optimizer]) -> TrainingState:
     """A model that all ranks hold, and an optimizer that has taken a step."""
     torch.manual_seed(1)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     optimizer = make(model)
     model(torch.ones(2, 4)).square().sum().backward()
     optimizer.step()
-    return Held(model, optimizer, {})
+    return TrainingState(model, optimizer, {})
 
 
-def refusal(held: Held) -> str:
+def refusal(held: TrainingState) -> str:
     """Empty if there is none."""
     try:
         check_on_all(held)
@@ -54,11 +54,11 @@ def refusal(held: Held) -> str:
     return ""
 
 
-def _of(held: Held, name: str) -> nn.Parameter:
+def _of(held: TrainingState, name: str) -> nn.Parameter:
     return dict(held.model.named_parameters())[name]
 
 
-def sharded() -> Held:
+def sharded() -> TrainingState:
     """A model of DTensors, of whose parts the ranks have plain tensors."""
     model = nn.Linear(4, 4)
     fully_shard(model)
@@ -66,10 +66,10 @@ def sharded() -> Held:
     weight = model.weight
     assert isinstance(weight, DTensor)
     optimizer.state[weight]["momentum"] = weight.to_local().detach().clone()
-    return Held(model, optimizer, {})
+    return TrainingState(model, optimizer, {})
 
 
-def pipelined(*names: str) -> Held:
+def pipelined(*names: str) -> TrainingState:
     """A stage of layers of such names, which only this rank holds, as FSDP2 has it."""
     number = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stages", "peers"))
@@ -77,20 +77,20 @@ def pipelined(*names: str) -> Held:
     stage = nn.ModuleDict({name: nn.Linear(4, 4) for name in names})
     for layer in stage.values():
         fully_shard(layer, mesh=mesh["peers"])
-    return Held(stage, SGD(stage.parameters()), {})
+    return TrainingState(stage, SGD(stage.parameters()), {})
 
 
-def parallel() -> Held:
+def parallel() -> TrainingState:
     """A model that tensor parallelism cuts in part, and FSDP2 among those of the same part."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("peers", "parts"))
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     parallelize_module(model, mesh["parts"], {"0": ColwiseParallel()})
     fully_shard(model, mesh=mesh["peers"])
-    return Held(model, SGD(model.parameters()), {})
+    return TrainingState(model, SGD(model.parameters()), {})
 
 
-def lost_keeper(held: Held, number: int, place: Path) -> dict[str, str]:
+def lost_keeper(held: TrainingState, number: int, place: Path) -> dict[str, str]:
     """What saves tell, after the first one on a machine of rank 1 whose keeper cannot be had."""
     saver = MemoryCheckpointer(held.model, held.optimizer, directory=str(place))
     told = [saver.save(1)]
@@ -99,7 +99,7 @@ def lost_keeper(held: Held, number: int, place: Path) -> dict[str, str]:
         (process,) = keepers(place)
         process.kill()
         process.wait()
-    with patch("planaria.torchrun.keeper._started", side_effect=CheckpointError("no process")):
+    with patch("planaria.torchrun.keeper._start_keeper", side_effect=CheckpointError("no process")):
         told += [saver.save(2), saver.save(3)]
     dist.barrier()
     saver.close()
@@ -133,7 +133,7 @@ def alone(number: int, directory: str) -> None:
     saver = saver_of(float(number), f"{directory}/run{number}")
     saver.save(1)
     saver.wait_ended()
-    saver._kept.close()
+    saver._slot.close()
     saver.close()
     dist.destroy_process_group()
 
@@ -142,7 +142,7 @@ def back_from_two_runs(number: int, directory: str) -> dict[str, str]:
     """The iteration and the weights after `alone` on each rank's machine."""
     saver = saver_of(-1.0, f"{directory}/run{number}")
     first = saver.restore()
-    (weight,) = saver._held.model.parameters()
+    (weight,) = saver._state.model.parameters()
     saver.close()
     return {"two runs": f"{first} {weight.flatten().tolist()}"}
 
@@ -158,7 +158,7 @@ def of_one_name(number: int, directory: str) -> dict[str, str]:
             saver = saver_of(1.0, "place", copies=copies)
             dist.barrier()  # All are linked.
             saver.close()
-    warnings = gathered_as(list[str], [str(call) for call in warned.mock_calls])[0]
+    warnings = gather_records(list[str], [str(call) for call in warned.mock_calls])[0]
     return {"one name": f"{len({*saver._nodes})} nodes: {warnings}"}
 
 
@@ -187,7 +187,7 @@ def rank(payload: bytes, answer_fd: int) -> None:
     for index, parameter in enumerate(stateless.model.parameters()):
         dist.broadcast(parameter.data, index % 2)
     stage = nn.Linear(2, 2 + number)
-    stages = Held(stage, SGD(stage.parameters()), {})
+    stages = TrainingState(stage, SGD(stage.parameters()), {})
     own_statistics = stepped(lambda model: AdamW(model.parameters()))
     own_statistics.model.register_buffer("mean", torch.tensor(float(number)))
     by_experts = stepped(lambda model: AdamW(model.parameters()))
@@ -195,7 +195,7 @@ def rank(payload: bytes, answer_fd: int) -> None:
     own_moments = stepped(lambda model: AdamW(model.parameters()))
     moments = own_moments.optimizer.state[_of(own_moments, "module.0.bias")]
     moments["exp_avg"].add_(number)
-    odd = Held(whole.model, whole.optimizer, {"sampler": Sampler()} if number else {})
+    odd = TrainingState(whole.model, whole.optimizer, {"sampler": Sampler()} if number else {})
     told = {
         name: refusal(held)
         for name, held in (

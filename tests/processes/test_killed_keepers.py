@@ -68,7 +68,7 @@ def test_a_save_hands_the_copies_of_a_lost_keeper_to_another_one(
         for iteration in (2, 3):
             begun.append(saver.save(iteration))
             saver.wait_ended()
-    saver._kept.close()  # As if the rank were dead.
+    saver._slot.close()  # As if the rank were dead.
 
     next_one = attach(place, 0, num_slots=1, idle_s=60.0)
 
@@ -96,11 +96,11 @@ def test_nothing_is_saved_where_no_other_keeper_starts(
     def fails(directory: Path, idle_s: float) -> None:
         raise CheckpointError(f"no process in {directory} for {idle_s} s")
 
-    monkeypatch.setattr(keeper, "_started", fails)
+    monkeypatch.setattr(keeper, "_start_keeper", fails)
     kill_keeper(tmp_path / "place")
     with caplog.at_level(logging.WARNING):
         begun = [saver.save(2), saver.save(3)]
-    weight = next(saver._held.model.parameters())
+    weight = next(saver._state.model.parameters())
     weight.data.zero_()
 
     assert begun == [False, False]
@@ -134,7 +134,7 @@ def test_another_keeper_is_asked_where_one_was_about_to_end(tmp_path: Path) -> N
     with socket.socket(socket.AF_UNIX) as ending:
         ending.bind(str(tmp_path / "socket"))
         ending.listen()
-        with patch.object(keeper, "_answer", side_effect=_after(ending, keeper._answer)):
+        with patch.object(keeper, "_ask", side_effect=_after(ending, keeper._ask)):
             kept = attach(tmp_path, 0, num_slots=1, idle_s=60.0)
     assert not kept.is_gone
     kept.end()

@@ -38,7 +38,7 @@ class Savers:
     ) -> MemoryCheckpointer:
         """Another one, as if the rank had died and been started again."""
         if self._last is not None:
-            self._last._kept.close()
+            self._last._slot.close()
         where = str(self._place)
         self._last = MemoryCheckpointer(model, optimizer, others=others, copies=1, directory=where)
         return self._last

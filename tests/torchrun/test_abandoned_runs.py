@@ -36,20 +36,20 @@ def run(place: Path, *, slot: int, num_slots: int) -> Iterator[MemoryCheckpointe
         )
     yield saver
     saver.wait_ended()
-    saver._kept.close()  # As if the rank were dead.
+    saver._slot.close()  # As if the rank were dead.
     saver.close()
 
 
 def save(saver: MemoryCheckpointer, iteration: int) -> None:
     """A version whose weights are the number of its iteration."""
-    (weight,) = saver._held.model.parameters()
+    (weight,) = saver._state.model.parameters()
     weight.data.fill_(float(iteration))
     assert saver.save(iteration)
 
 
 def restored(saver: MemoryCheckpointer) -> tuple[int, list[float]]:
     first = saver.restore()
-    (weight,) = saver._held.model.parameters()
+    (weight,) = saver._state.model.parameters()
     return first, weight.flatten().tolist()
 
 

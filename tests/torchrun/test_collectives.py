@@ -87,7 +87,7 @@ def test_those_that_are_none_of_the_loops_are_not_noted(
     watch: Collectives, noted: list[tuple[float, float]]
 ) -> None:
     """Of this thread; another one may be in a backward meanwhile."""
-    with watch.unwatched():
+    with watch.pause_watching():
         dist.all_reduce(torch.ones(1))
         assert noted == []
         other = Thread(target=lambda: dist.all_reduce(torch.ones(1)))

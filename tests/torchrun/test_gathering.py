@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from planaria.torchrun.gathering import backend_of, gathered, on_all
+from planaria.torchrun.gathering import backend_of, gather_bytes, true_on_all
 
 
 def test_a_group_without_a_named_backend_gathers(tmp_path: Path) -> None:
     """Torch finds one then, and calls it undefined."""
     dist.init_process_group(init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        assert gathered(b"told") == [b"told"]
-        assert on_all(True, False) == [True, False]
+        assert gather_bytes(b"told") == [b"told"]
+        assert true_on_all(True, False) == [True, False]
     finally:
         dist.destroy_process_group()
 

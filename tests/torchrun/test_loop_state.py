@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.errors import CheckpointError, ConfigError
-from planaria.torchrun.loop_state import Beside, check, read, written
+from planaria.torchrun.loop_state import NonTensorState, check, decoded_state, encoded_state
 
 KEYS = st.one_of(st.integers(), st.text(max_size=3))
 VALUES = st.recursive(
@@ -34,10 +34,10 @@ class Odd:
 @given(value=VALUES)
 def test_values_come_back_as_they_were(value: Any) -> None:
     """With their types, which JSON does not keep."""
-    beside = Beside({"optimizer/w/step": 3}, [{"lr": 0.1}], {"sampler": {"is": value}})
+    beside = NonTensorState({"optimizer/w/step": 3}, [{"lr": 0.1}], {"sampler": {"is": value}})
     check(beside)
 
-    found = read(written(beside))
+    found = decoded_state(encoded_state(beside))
 
     assert repr(value) == repr(found.others["sampler"]["is"])
     assert found.numbers == beside.numbers
@@ -61,10 +61,10 @@ def test_values_come_back_as_they_were(value: Any) -> None:
 )
 def test_rates_of_numpy_and_states_of_generators_come_back(value: Any) -> None:
     """Schedules compute with numpy, and samplers draw."""
-    beside = Beside({}, ({"lr": value},), {})
+    beside = NonTensorState({}, ({"lr": value},), {})
     check(beside)
 
-    found = read(written(beside)).groups[0]["lr"]
+    found = decoded_state(encoded_state(beside)).groups[0]["lr"]
 
     assert type(value) is type(found)
     assert repr(value) == repr(found)
@@ -74,21 +74,25 @@ def test_rates_of_numpy_and_states_of_generators_come_back(value: Any) -> None:
 def test_what_would_not_come_back_is_named(odd: object) -> None:
     """By the key at fault, whether it is that it cannot be read or cannot be written."""
     with pytest.raises(ConfigError, match="add_safe_globals") as caught:
-        check(Beside({}, ({"lr": 0.1},), {"fine": {}, "sampler": {"state": {"at": 1, "is": odd}}}))
+        check(
+            NonTensorState(
+                {}, ({"lr": 0.1},), {"fine": {}, "sampler": {"state": {"at": 1, "is": odd}}}
+            )
+        )
     assert caught.value.field == "others.sampler.state.is"
     with pytest.raises(ConfigError) as caught:
-        check(Beside({}, ({"lr": 0.1}, {"lr": odd}), {}))
+        check(NonTensorState({}, ({"lr": 0.1}, {"lr": odd}), {}))
     assert caught.value.field == "optimizer.lr"
 
 
 def test_an_optimizer_s_state_of_many_parts_is_refused() -> None:
     """Nobody could tell which rank's part of a tensor within is whose."""
     with pytest.raises(ConfigError, match="not lists or dicts") as caught:
-        check(Beside({"optimizer/w/old": [torch.ones(2)]}, (), {}))
+        check(NonTensorState({"optimizer/w/old": [torch.ones(2)]}, (), {}))
     assert caught.value.field == "optimizer/w/old"
 
 
 def test_bytes_that_cannot_be_read_are_a_damaged_version() -> None:
     """Not an error of whoever reads it."""
     with pytest.raises(CheckpointError, match="cannot be read"):
-        read(b"something else")
+        decoded_state(b"something else")

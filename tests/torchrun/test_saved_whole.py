@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW
 
 from planaria.errors import ConfigError
 from planaria.torchrun.save_checks import check_on_all
-from planaria.torchrun.shards import Held
+from planaria.torchrun.shards import TrainingState
 
 
 @pytest.fixture(autouse=True)
@@ -31,12 +31,12 @@ def test_an_optimized_parameter_that_is_not_of_the_model_is_refused() -> None:
     optimizer.add_param_group({"params": [model.weight, temperature]})
 
     with pytest.raises(ConfigError, match="make it a parameter of the model") as caught:
-        check_on_all(Held(model, optimizer, {}))
+        check_on_all(TrainingState(model, optimizer, {}))
     assert caught.value.field == "optimizer.param_groups[1]['params'][1]"
     assert caught.value.value == "a parameter of shape (3,)"
     both = nn.Module()
     both.model, both.temperature = model, temperature
-    check_on_all(Held(both, optimizer, {}))
+    check_on_all(TrainingState(both, optimizer, {}))
 
 
 def test_state_that_is_of_no_parameter_is_refused() -> None:
@@ -46,13 +46,13 @@ def test_state_that_is_of_no_parameter_is_refused() -> None:
     state: dict[object, object] = optimizer.state  # type: ignore[assignment]
     state["all"] = {"steps": 3}
     with pytest.raises(ConfigError, match="keep it in a param group") as caught:
-        check_on_all(Held(model, optimizer, {}))
+        check_on_all(TrainingState(model, optimizer, {}))
     assert caught.value.value == "all"
     del state["all"]
     state[torch.ones(4)] = {}
     state[torch.ones(5)] = {"step": 3}
     with pytest.raises(ConfigError, match=r"shape \(5,\)'?: the model does not have it"):
-        check_on_all(Held(model, optimizer, {}))
+        check_on_all(TrainingState(model, optimizer, {}))
 
 
 @pytest.mark.parametrize("key", [0, "old/gradient"])
@@ -62,11 +62,11 @@ def test_state_under_a_name_that_is_not_kept_is_refused(key: object) -> None:
     optimizer = SGD(model.parameters())
     state: dict[object, object] = optimizer.state[model.weight]
     state["momentum_buffer"] = torch.ones(4, 4)
-    check_on_all(Held(model, optimizer, {}))
+    check_on_all(TrainingState(model, optimizer, {}))
     state[key] = torch.ones(4, 4)
 
     with pytest.raises(ConfigError, match="strings without a /") as caught:
-        check_on_all(Held(model, optimizer, {}))
+        check_on_all(TrainingState(model, optimizer, {}))
     assert caught.value.field == "a key of optimizer.state of weight"
     assert caught.value.value == repr(key)
 
@@ -77,9 +77,9 @@ def test_state_that_is_cut_otherwise_than_its_parameter_is_refused() -> None:
     model = nn.Linear(4, 4)
     optimizer = SGD(model.parameters())
     optimizer.state[model.weight]["like"] = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
-    check_on_all(Held(model, optimizer, {}))
+    check_on_all(TrainingState(model, optimizer, {}))
     optimizer.state[model.weight]["rows"] = distribute_tensor(torch.ones(4, 1), mesh, [Shard(0)])
 
     with pytest.raises(ConfigError, match="whose shape is not") as caught:
-        check_on_all(Held(model, optimizer, {}))
+        check_on_all(TrainingState(model, optimizer, {}))
     assert caught.value.field == "optimizer.state of weight, rows"

@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiStepLR, ReduceLROnPlateau, StepLR
 
 from planaria.errors import CheckpointError
-from planaria.torchrun.shards import HEAD, Held, Stateful
+from planaria.torchrun.shards import HEAD, Stateful, TrainingState
 
 
-def held(seed: int, width: int = 4) -> Held:
+def held(seed: int, width: int = 4) -> TrainingState:
     """A small model whose optimizer has taken a step."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (seed + 1), betas=(0.8, 0.9))
     model(torch.randn(5, 3)).square().sum().backward()
     optimizer.step()
-    return Held(model, optimizer, {})
+    return TrainingState(model, optimizer, {})
 
 
 def test_a_state_is_taken_over_whole() -> None:
@@ -28,9 +28,9 @@ def test_a_state_is_taken_over_whole() -> None:
     shard, state = source.shard(0, 1)
     assert source.is_replicated
     shards, states = {0: shard}, {0: {name: array.copy() for name, array in state.items()}}
-    assert target.wanted(shards, rather=frozenset()) == {0}
+    assert target.needed_shards(shards, rather=frozenset()) == {0}
 
-    target.load(target.assembled(shards, states), shard)
+    target.load(target.assemble(shards, states), shard)
 
     again, found = target.shard(0, 1)
     assert again.beside == shard.beside
@@ -63,9 +63,9 @@ def test_a_version_of_another_model_is_refused_and_changes_nothing() -> None:
     before = {name: array.copy() for name, array in target.shard(0, 1)[1].items()}
 
     with pytest.raises(CheckpointError, match=r"parameter/0\.weight has shape \(5, 3\) now"):
-        target.wanted({0: shard}, rather=frozenset())
+        target.needed_shards({0: shard}, rather=frozenset())
     with pytest.raises(CheckpointError):
-        target.assembled({0: shard}, {0: state})
+        target.assemble({0: shard}, {0: state})
     after = target.shard(0, 1)[1]
     assert all(np.array_equal(after[name], array) for name, array in before.items())
 
@@ -73,11 +73,11 @@ def test_a_version_of_another_model_is_refused_and_changes_nothing() -> None:
 @pytest.mark.parametrize(("saved", "own"), [("half", "bfloat16"), ("float", "bfloat16")])
 def test_another_dtype_is_another_model(saved: str, own: str) -> None:
     """Whether or not its bytes would fit."""
-    shard, _ = Held(*whole_of(saved), {}).shard(0, 1)
-    target = Held(*whole_of(own), {})
+    shard, _ = TrainingState(*whole_of(saved), {}).shard(0, 1)
+    target = TrainingState(*whole_of(own), {})
 
     with pytest.raises(CheckpointError, match=r"parameter/weight has type bfloat16 now, and had"):
-        target.wanted({0: shard}, rather=frozenset())
+        target.needed_shards({0: shard}, rather=frozenset())
 
 
 def whole_of(dtype: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -91,27 +91,27 @@ def test_what_was_not_saved_beside_is_named() -> None:
     source = held(1)
     shard, _ = source.shard(0, 1)
     scheduler = StepLR(source.optimizer, step_size=2)
-    target = Held(source.model, source.optimizer, {"scheduler": scheduler})
+    target = TrainingState(source.model, source.optimizer, {"scheduler": scheduler})
     with pytest.raises(CheckpointError, match="nothing was saved of scheduler"):
-        target.wanted({0: shard}, rather=frozenset())
+        target.needed_shards({0: shard}, rather=frozenset())
 
 
 def test_schedulers_go_on_as_if_nothing_had_been() -> None:
     """Also those whose state has keys that are numbers, counts, and the worst of all losses."""
 
-    def scheduled() -> tuple[Held, MultiStepLR, ReduceLROnPlateau]:
+    def scheduled() -> tuple[TrainingState, MultiStepLR, ReduceLROnPlateau]:
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
         steps, plateau = MultiStepLR(optimizer, [3, 3, 6]), ReduceLROnPlateau(optimizer)
         optimizer.step()
         others: dict[str, Stateful] = {"steps": steps, "plateau": plateau}
-        return Held(nn.Linear(2, 2), optimizer, others), steps, plateau
+        return TrainingState(nn.Linear(2, 2), optimizer, others), steps, plateau
 
     source, steps, plateau = scheduled()
     steps.step()
     shard, state = source.shard(0, 1)
     target, taken, waiting = scheduled()
     target.load_others(shard.beside)
-    target.load(target.assembled({0: shard}, {0: state}), shard)
+    target.load(target.assemble({0: shard}, {0: state}), shard)
     for _ in range(6):
         steps.step()
         taken.step()
@@ -132,7 +132,7 @@ def test_rates_may_be_tensors(saved: float | Tensor, own: float | Tensor) -> Non
     target.optimizer.param_groups[0]["lr"] = own
     shard, state = source.shard(0, 1)
 
-    target.load(target.assembled({0: shard}, {0: state}), shard)
+    target.load(target.assemble({0: shard}, {0: state}), shard)
 
     rate = target.optimizer.param_groups[0]["lr"]
     assert float(rate) == 0.25
@@ -143,11 +143,11 @@ def test_other_param_groups_are_refused_before_anything_changes() -> None:
     """Of the same parameters."""
     source, target = held(1), held(2)
     groups = [{"params": [parameter]} for parameter in target.model.parameters()]
-    target = Held(target.model, torch.optim.AdamW(groups), {})
+    target = TrainingState(target.model, torch.optim.AdamW(groups), {})
     shard, _ = source.shard(0, 1)
 
     with pytest.raises(CheckpointError, match=r"have \[1, 1, 1, 1\] parameters now, and had \[4\]"):
-        target.wanted({0: shard}, rather=frozenset())
+        target.needed_shards({0: shard}, rather=frozenset())
 
 
 @pytest.mark.parametrize("flag", ["fused", "capturable", "neither"])
@@ -162,13 +162,13 @@ def test_an_optimizer_s_state_is_on_the_device_where_torch_has_it(
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     optimizer.param_groups[0][flag] = True
-    shard, state = Held(model, optimizer, {}).shard(0, 1)
+    shard, state = TrainingState(model, optimizer, {}).shard(0, 1)
     model = nn.Linear(3, 4, device="meta")
-    target = Held(model, make(model.parameters()), {})
+    target = TrainingState(model, make(model.parameters()), {})
     oracle = make(model.parameters())
     oracle.load_state_dict(optimizer.state_dict())
 
-    target.load(target.assembled({0: shard}, {0: state}), shard)
+    target.load(target.assemble({0: shard}, {0: state}), shard)
 
     found = devices(target.optimizer)
     assert found == devices(oracle)
@@ -200,12 +200,12 @@ class Cached(nn.Module):
 def test_buffers_are_those_of_a_state_dict() -> None:
     """One that is not persistent may have any shape, and stays as it is here."""
     model = Cached()
-    shard, state = Held(model, torch.optim.AdamW(model.parameters()), {}).shard(0, 1)
+    shard, state = TrainingState(model, torch.optim.AdamW(model.parameters()), {}).shard(0, 1)
     model = Cached()
     model.positions = torch.arange(5)
-    target = Held(model, torch.optim.AdamW(model.parameters()), {})
+    target = TrainingState(model, torch.optim.AdamW(model.parameters()), {})
 
-    target.load(target.assembled({0: shard}, {0: state}), shard)
+    target.load(target.assemble({0: shard}, {0: state}), shard)
 
     buffers = {name.removeprefix("buffer/") for name in state if name.startswith("buffer/")}
     assert buffers == {"second.mean"}

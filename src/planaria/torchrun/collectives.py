@@ -48,60 +48,63 @@ class Collectives:
     """Watches this process's collectives, from its construction until `close`.
 
     Args:
-        noted: takes begin and end of each collective, by the monotonic clock; called on any thread.
+        on_collective: takes begin and end of each collective, by the monotonic clock; called on any
+            thread.
     """
 
-    def __init__(self, noted: Callable[[float, float], None]) -> None:
-        self._noted = noted
-        self._within = threading.local()  # A collective may call another one, which is not noted.
+    def __init__(self, on_collective: Callable[[float, float], None]) -> None:
+        self._on_collective = on_collective
+        self._nested = threading.local()  # A collective may call another one, which is not noted.
         self._watched: dict[str, tuple[Any, Any]] = {}
         for name in _NAMES:
             if original := getattr(dist, name, None):
-                watched = self._watching(original)
-                self._watched[name] = original, watched
-                setattr(dist, name, watched)
+                watched_collective = self._wrapper(original)
+                self._watched[name] = original, watched_collective
+                setattr(dist, name, watched_collective)
 
     def close(self) -> None:
         """Stops watching, and restores the functions of torch.distributed."""
-        for name, (original, watched) in self._watched.items():
-            if getattr(dist, name) is watched:  # Unless someone else has wrapped it since.
+        for name, (original, watched_collective) in self._watched.items():
+            if (
+                getattr(dist, name) is watched_collective
+            ):  # Unless someone else has wrapped it since.
                 setattr(dist, name, original)
-        self._noted = _unheard
+        self._on_collective = _ignore
 
     @contextmanager
-    def unwatched(self) -> Iterator[None]:
+    def pause_watching(self) -> Iterator[None]:
         """A context in which this thread's collectives are not watched."""
-        before = getattr(self._within, "any", False)
-        self._within.any = True
+        before = getattr(self._nested, "any", False)
+        self._nested.any = True
         try:
             yield
         finally:
-            self._within.any = before
+            self._nested.any = before
 
-    def _watching(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
-        def watched(*arguments: Any, **keys: Any) -> Any:
+        def watched_collective(*arguments: Any, **keys: Any) -> Any:
             if torch.compiler.is_compiling():  # The code below would break the graph.
                 return original(*arguments, **keys)
-            if getattr(self._within, "any", False):
+            if getattr(self._nested, "any", False):
                 return original(*arguments, **keys)
-            begun_s = time.monotonic()
-            with self.unwatched():
+            start_s = time.monotonic()
+            with self.pause_watching():
                 work = original(*arguments, **keys)
             try:
                 future = work.get_future() if work is not None else None
             except (AttributeError, RuntimeError):  # Gloo's reduce-scatters have no future.
                 future = None
             if future is None:
-                self._noted(begun_s, time.monotonic())
+                self._on_collective(start_s, time.monotonic())
             else:
-                future.add_done_callback(lambda _: self._noted(begun_s, time.monotonic()))
+                future.add_done_callback(lambda _: self._on_collective(start_s, time.monotonic()))
             return work
 
-        return watched
+        return watched_collective
 
 
-def _unheard(_begun_s: float, _ended_s: float) -> None:
+def _ignore(_start_s: float, _end_s: float) -> None:
     pass
 
 
@@ -129,7 +132,7 @@ class BetweenCollectives:
         self._far = min(far)  # Any rank of another node: a collective uses the links to all nodes.
         self._lock = threading.Lock()  # Guards the two numbers below; any thread notes.
         self._iteration = 0
-        self._num_noted = 0
+        self._num_recorded = 0
         self._turns = Interleaving(
             links,
             CopyPeers(targets, sources, is_far=lambda peer: peer in far),
@@ -138,12 +141,12 @@ class BetweenCollectives:
             gamma=None,
             num_iterations=iterations,
         )
-        self._collectives = Collectives(self._note)
+        self._collectives = Collectives(self._record)
 
     @property
-    def unwatched(self) -> Callable[[], Any]:
+    def pause_watching(self) -> Callable[[], Any]:
         """A context manager in which this thread's collectives are not watched."""
-        return self._collectives.unwatched
+        return self._collectives.pause_watching
 
     @property
     def spans(self) -> dict[int, tuple[IdleSpan, ...]]:
@@ -163,7 +166,7 @@ class BetweenCollectives:
             self._turns.hold()
         with self._lock:
             self._iteration += 1
-            self._num_noted = 0
+            self._num_recorded = 0
         self._turns.on_iteration_begin(self._iteration, must_end=False)
         if not self._turns.all_spans:
             self._turns.rush()
@@ -185,12 +188,12 @@ class BetweenCollectives:
         self._collectives.close()
         self._turns.close()
 
-    def _note(self, begun_s: float, ended_s: float) -> None:
+    def _record(self, start_s: float, end_s: float) -> None:
         with self._lock:
-            tag = Tag(Channel.SCATTER, self._iteration, self._num_noted)
-            self._num_noted += 1
+            tag = Tag(Channel.SCATTER, self._iteration, self._num_recorded)
+            self._num_recorded += 1
         for is_out in (True, False):
-            self._links.traffic.note(Use(is_out, self._far, tag, begun_s, ended_s))
+            self._links.traffic.note(Use(is_out, self._far, tag, start_s, end_s))
         self._turns.on_action_done()
 
 
@@ -238,7 +241,7 @@ def measured_link(links: Links, *, targets: Collection[int], sources: Collection
     sizes = [_SMALL_BYTES] * _NUM_SMALL + [_LARGE_BYTES] * _NUM_LARGE
     for index, size in enumerate(sizes):
         payload = np.zeros(size, dtype=np.uint8)
-        begun_s = time.monotonic()
+        start_s = time.monotonic()
         for target in targets:
             links.send(target, Tag(Channel.COPY_USE, index, 1), payload)
         for source in sources:
@@ -246,7 +249,7 @@ def measured_link(links: Links, *, targets: Collection[int], sources: Collection
             links.send(source, Tag(Channel.COPY_USE, index, 2), payload[:1])
         for target in targets:
             links.receive(target, Tag(Channel.COPY_USE, index, 2), timeout_s=TIMEOUT_S)
-        seconds[size].append(time.monotonic() - begun_s)
+        seconds[size].append(time.monotonic() - start_s)
     small_s, large_s = (median(seconds[size]) for size in (_SMALL_BYTES, _LARGE_BYTES))
     num_bytes = len(targets) * _LARGE_BYTES
     return Link(small_s / 2.0, num_bytes / max(large_s - small_s, 1e-6))

@@ -9,36 +9,37 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-Said = TypeVar("Said")
+Record = TypeVar("Record")
 
 
-def gathered_as(kind: type[Said], mine: Said) -> list[Said]:
+def gather_records(kind: type[Record], mine: Record) -> list[Record]:
     """The records of all ranks, by rank; all ranks must call it."""
-    return [msgspec.json.decode(raw, type=kind) for raw in gathered(msgspec.json.encode(mine))]
+    return [msgspec.json.decode(raw, type=kind) for raw in gather_bytes(msgspec.json.encode(mine))]
 
 
-def gathered(content: bytes) -> list[bytes]:
+def gather_bytes(content: bytes) -> list[bytes]:
     """The bytes of all ranks, by rank; all ranks must call it."""
     device = _device()
     size = torch.tensor([len(content)], dtype=torch.int64, device=device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, size)
-    most = max(int(one) for one in sizes)
-    padded = torch.zeros(most, dtype=torch.uint8)
+    length_max = max(int(length) for length in sizes)
+    padded = torch.zeros(length_max, dtype=torch.uint8)
     padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     padded = padded.to(device)
-    found = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(found, padded)
+    contents = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(contents, padded)
     return [
-        one[: int(length)].cpu().numpy().tobytes() for one, length in zip(found, sizes, strict=True)
+        padded[: int(length)].cpu().numpy().tobytes()
+        for padded, length in zip(contents, sizes, strict=True)
     ]
 
 
-def on_all(*flags: bool) -> list[bool]:
+def true_on_all(*flags: bool) -> list[bool]:
     """Whether each flag is set on every rank, in order; all ranks must call it."""
-    told = torch.tensor(flags, dtype=torch.int32, device=_device())
-    dist.all_reduce(told, op=dist.ReduceOp.MIN)
-    return [bool(one) for one in told.tolist()]
+    total = torch.tensor(flags, dtype=torch.int32, device=_device())
+    dist.all_reduce(total, op=dist.ReduceOp.MIN)
+    return [bool(flag) for flag in total.tolist()]
 
 
 def backend_of(device_type: str) -> str:
@@ -53,6 +54,6 @@ def _device() -> torch.device:
     """A device whose tensors the default group can exchange; the CPU if possible."""
     if backend_of("cpu"):
         return torch.device("cpu")
-    found = torch.accelerator.current_accelerator()
-    assert found is not None
-    return found
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return accelerator

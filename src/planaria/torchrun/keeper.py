@@ -33,16 +33,16 @@ from planaria.errors import CheckpointError
 START_TIMEOUT_S: Final = 60.0
 _LINE_BYTES: Final = 1 << 12
 FREE_TIMEOUT_S: Final = 10.0
-_GIVEN, _HELD = b".", b"!"
+_GRANTED, _TAKEN = b".", b"!"
 _ID_BYTES: Final = 8
 _CREDENTIALS: Final = struct.Struct("=3i")  # The ids of process, user and group.
 _PAUSE_S: Final = 0.05
 _FDS_MAX: Final = 200  # Per message.
-_LOOK_S: Final = 60.0  # A keeper without clients checks so often that its socket still exists.
+_CHECK_S: Final = 60.0  # A keeper without clients checks so often that its socket still exists.
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _SlotRequest:
     """A slot of a directory's keeper; `attach` explains the fields."""
 
     directory: Path
@@ -51,7 +51,7 @@ class _Place:
     idle_s: float
 
 
-class Kept:
+class KeeperSlot:
     """A slot of a keeper, held by this process.
 
     Attributes:
@@ -61,9 +61,9 @@ class Kept:
             machines may have the same host name.
     """
 
-    def __init__(self, place: _Place) -> None:
-        self._place = place
-        self._sock, self._file, self.keeper_id, fds = _attached(place, ())
+    def __init__(self, slot_request: _SlotRequest) -> None:
+        self._slot_request = slot_request
+        self._sock, self._file, self.keeper_id, fds = _take_slot(slot_request, ())
         self.fd, *self.further_fds = fds
         os.register_at_fork(after_in_child=partial(_leave, weakref.ref(self)))
 
@@ -73,7 +73,7 @@ class Kept:
 
         Then the copies only last for as long as this process, unless `renew` is called.
         """
-        file = _socket_file(self._place.directory)
+        file = _socket_file(self._slot_request.directory)
         if file is None or file != self._file:
             return True
         try:
@@ -89,7 +89,9 @@ class Kept:
             CheckpointError: as for `attach`.
         """
         self._sock.close()
-        self._sock, self._file, _, again = _attached(self._place, (self.fd, *self.further_fds))
+        self._sock, self._file, _, again = _take_slot(
+            self._slot_request, (self.fd, *self.further_fds)
+        )
         _close(again)
 
     def end(self) -> None:
@@ -105,13 +107,13 @@ class Kept:
         self._sock.close()
 
 
-def _leave(reference: "weakref.ref[Kept]") -> None:
+def _leave(reference: "weakref.ref[KeeperSlot]") -> None:
     """Closes a forked child's connection, which would hold the slot after its parent's death."""
     if kept := reference():
         kept.close()
 
 
-def attach(directory: Path, slot: int, *, num_slots: int, idle_s: float) -> Kept:
+def attach(directory: Path, slot: int, *, num_slots: int, idle_s: float) -> KeeperSlot:
     """Takes a slot of the directory's keeper, which is started if there is none.
 
     Args:
@@ -126,80 +128,82 @@ def attach(directory: Path, slot: int, *, num_slots: int, idle_s: float) -> Kept
         CheckpointError: the keeper does not start, another process holds the slot, or the directory
             belongs to another user.
     """
-    return Kept(_Place(directory.absolute(), slot, num_slots, idle_s))
+    return KeeperSlot(_SlotRequest(directory.absolute(), slot, num_slots, idle_s))
 
 
-def _attached(place: _Place, given: Sequence[int]) -> tuple[socket.socket, "_File", str, list[int]]:
+def _take_slot(
+    slot_request: _SlotRequest, fds_given: Sequence[int]
+) -> tuple[socket.socket, "_File", str, list[int]]:
     """Takes a slot of a keeper.
 
     Args:
-        given: descriptors of the slot's arenas that the keeper gets; empty: it has them, or makes
-            the slot's own.
+        fds_given: descriptors of the slot's arenas that the keeper gets; empty: it has them, or
+            makes the slot's own.
 
     Returns:
         The connection, the socket's file, the keeper's id in hex, and descriptors of the slot's
         arena and of further ones.
     """
-    directory = place.directory
-    wish = {"slot": place.slot, "of": place.num_slots, "idle_s": place.idle_s}
-    asked = json.dumps(wish).encode() + b"\n"
+    directory = slot_request.directory
+    wish = {"slot": slot_request.slot, "of": slot_request.num_slots, "idle_s": slot_request.idle_s}
+    request = json.dumps(wish).encode() + b"\n"
     deadline_s = time.monotonic() + FREE_TIMEOUT_S
-    sock, file = _found(directory, place.idle_s)
+    sock, file = _find_or_start(directory, slot_request.idle_s)
     while True:
-        said, fds = _answer(sock, asked, given)
-        if said[:1] == _GIVEN and fds:
-            return sock, file, said[1:].hex(), fds
+        answer, fds = _ask(sock, request, fds_given)
+        if answer[:1] == _GRANTED and fds:
+            return sock, file, answer[1:].hex(), fds
         if time.monotonic() > deadline_s:
             break
         time.sleep(0.05)  # A killed process may hold the slot for a moment longer.
-        if said[:1] != _HELD:  # The keeper was about to end when this process connected.
+        if answer[:1] != _TAKEN:  # The keeper was about to end when this process connected.
             sock.close()
-            sock, file = _found(directory, place.idle_s)
+            sock, file = _find_or_start(directory, slot_request.idle_s)
     sock.close()
-    if said[:1] == _HELD:
-        what = f"place {place.slot} of the copies in {directory} is used by process"
+    if answer[:1] == _TAKEN:
+        what = f"place {slot_request.slot} of the copies in {directory} is used by process"
         remedy = "give each job a name of its own, and each rank of a machine its own LOCAL_RANK"
-        raise CheckpointError(f"{what} {said[1:].decode()}: {remedy}")
+        raise CheckpointError(f"{what} {answer[1:].decode()}: {remedy}")
     raise CheckpointError(f"the process that owns copies in {directory} has ended")
 
 
-def _found(directory: Path, idle_s: float) -> tuple[socket.socket, "_File"]:
+def _find_or_start(directory: Path, idle_s: float) -> tuple[socket.socket, "_File"]:
     """A connection to a directory's keeper, with its socket's file; starts one if there is none."""
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for path in (directory, directory.parent):
             if path.stat().st_uid not in (0, os.getuid()):
                 raise CheckpointError(f"{path} belongs to another user; name another directory")
-        with _locked(directory):
-            sock = _connected(directory) or _started(directory, idle_s)
+        with _lock_directory(directory):
+            sock = _connect(directory) or _start_keeper(directory, idle_s)
             return sock, _socket_file(directory)
     except OSError as error:
         raise CheckpointError(f"{directory} cannot hold copies: {error}") from error
 
 
-def _answer(sock: socket.socket, asked: bytes, given: Sequence[int]) -> tuple[bytes, list[int]]:
+def _ask(sock: socket.socket, request: bytes, fds_given: Sequence[int]) -> tuple[bytes, list[int]]:
     """A keeper's answer and the descriptors with it; both empty if the keeper has ended."""
     try:
-        socket.send_fds(sock, [asked], given)
-        said, fds, *_ = socket.recv_fds(sock, _LINE_BYTES, _FDS_MAX)
+        socket.send_fds(sock, [request], fds_given)
+        answer, fds, *_ = socket.recv_fds(sock, _LINE_BYTES, _FDS_MAX)
     except OSError:
         return b"", []
-    return said, fds
+    return answer, fds
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def _lock_directory(directory: Path) -> Iterator[None]:
     """A context for one process at a time, so that only one of them starts a keeper."""
     with (directory / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _connected(directory: Path) -> socket.socket | None:
+def _connect(directory: Path) -> socket.socket | None:
     with ExitStack() as failing:
         sock = failing.enter_context(socket.socket(socket.AF_UNIX))
         try:
-            with _short(directory) as path:
+            with _short_path(directory) as path:
                 sock.connect(path)
         except (FileNotFoundError, ConnectionRefusedError):
             return None
@@ -210,7 +214,7 @@ def _connected(directory: Path) -> socket.socket | None:
     return sock
 
 
-def _started(directory: Path, idle_s: float) -> socket.socket:
+def _start_keeper(directory: Path, idle_s: float) -> socket.socket:
     log = directory / "keeper.log"
     with log.open("ab") as output:
         command = [sys.executable, "-m", "planaria.torchrun.keeper", str(directory), str(idle_s)]
@@ -223,7 +227,7 @@ def _started(directory: Path, idle_s: float) -> socket.socket:
         )
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s and process.poll() is None:
-        if sock := _connected(directory):
+        if sock := _connect(directory):
             return sock
         time.sleep(0.01)
     raise CheckpointError(f"the process that is to own the copies did not start; see {log}")
@@ -236,14 +240,14 @@ _File = tuple[int, int] | None
 def _socket_file(directory: Path) -> _File:
     """The file that has the socket's name in the directory; None if there is none."""
     try:
-        found = (directory / "socket").stat()
+        status = (directory / "socket").stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 @contextmanager
-def _short(directory: Path) -> Iterator[str]:
+def _short_path(directory: Path) -> Iterator[str]:
     """A path of the socket that is short however long the directory's path is.
 
     The kernel allows some 100 bytes for the path of a socket.
@@ -256,7 +260,7 @@ def _short(directory: Path) -> Iterator[str]:
 
 
 @dataclass(slots=True)
-class _Keeping:
+class _KeeperState:
     """The state of a keeper.
 
     Attributes:
@@ -284,9 +288,9 @@ def serve(directory: Path, idle_s: float) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     (directory / "socket").unlink(missing_ok=True)  # A killed keeper has left it.
-    keeping = _Keeping(idle_s)
+    state = _KeeperState(idle_s)
     with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
-        with _short(directory) as path:
+        with _short_path(directory) as path:
             listener.bind(path)
         file = _socket_file(directory)
         listener.listen(1024)
@@ -296,37 +300,37 @@ def serve(directory: Path, idle_s: float) -> None:
             is_alone = len(selector.get_map()) == 1
             if is_alone and _socket_file(directory) != file:
                 return
-            ready = selector.select(timeout=min(keeping.idle_s, _LOOK_S) if is_alone else None)
+            ready = selector.select(timeout=min(state.idle_s, _CHECK_S) if is_alone else None)
             if ready:
                 busy_s = time.monotonic()
-            elif is_alone and time.monotonic() >= busy_s + keeping.idle_s:
+            elif is_alone and time.monotonic() >= busy_s + state.idle_s:
                 return
             for key, _ in ready:
                 if key.fileobj is listener:
-                    if accepted := _accepted(listener, keeping):
-                        selector.register(accepted, selectors.EVENT_READ)
+                    if new_client := _accept(listener, state):
+                        selector.register(new_client, selectors.EVENT_READ)
                     continue
                 client = key.fileobj
                 assert isinstance(client, socket.socket)
-                if not _answered(client, keeping):
-                    keeping.held.pop(client, None)
+                if not _answer_client(client, state):
+                    state.held.pop(client, None)
                     selector.unregister(client)
                     client.close()
-                    if keeping.is_over:
+                    if state.is_over:
                         return
 
 
-def _accepted(listener: socket.socket, keeping: _Keeping) -> socket.socket | None:
+def _accept(listener: socket.socket, state: _KeeperState) -> socket.socket | None:
     """The client that has connected; None if it is another user's, or cannot be accepted now."""
     try:
         client, _ = listener.accept()
     except OSError as error:  # No descriptors, say. If the keeper ended, all copies would be lost.
-        if not keeping.is_short:
+        if not state.is_short:
             sys.stderr.write(f"a client has to wait: {error}\n")
-        keeping.is_short = True
+        state.is_short = True
         time.sleep(_PAUSE_S)
         return None
-    keeping.is_short = False
+    state.is_short = False
     if _is_trusted(client):
         return client
     sys.stderr.write(f"process {_peer_of(client)[0]}, of another user, was refused\n")
@@ -334,27 +338,27 @@ def _accepted(listener: socket.socket, keeping: _Keeping) -> socket.socket | Non
     return None
 
 
-def _answered(client: socket.socket, keeping: _Keeping) -> bool:
+def _answer_client(client: socket.socket, state: _KeeperState) -> bool:
     """Answers a client; returns False if the connection is to be closed."""
-    slots, held = keeping.slots, keeping.held
+    slots, held = state.slots, state.held
     with ExitStack() as unused:
         try:
-            line, given, *_ = socket.recv_fds(client, _LINE_BYTES, _FDS_MAX)
-            unused.callback(_close, given)
+            line, fds_given, *_ = socket.recv_fds(client, _LINE_BYTES, _FDS_MAX)
+            unused.callback(_close, fds_given)
             if not line:
                 return False
             wish = _wish(line)
             if wish is None:
-                keeping.is_over = True
+                state.is_over = True
                 return False
             slot, num_slots, idle_s = wish
             if holder := next((one for one, its in held.items() if its == slot), None):
-                client.sendall(_HELD + str(_peer_of(holder)[0]).encode())
+                client.sendall(_TAKEN + str(_peer_of(holder)[0]).encode())
                 return True
             held[client] = slot
-            keeping.idle_s = idle_s
+            state.idle_s = idle_s
             unused.pop_all()
-            for index, fd in enumerate(given):
+            for index, fd in enumerate(fds_given):
                 # A client holds its own slot, and reads every num_slots-th one after it.
                 number = slot + index * num_slots
                 _close([slots[number]] if number in slots else [])
@@ -364,7 +368,7 @@ def _answered(client: socket.socket, keeping: _Keeping) -> bool:
             free = sorted(slots.keys() - {*held.values()})
             further = [slots[n] for n in free if n >= num_slots and n % num_slots == slot]
             socket.send_fds(
-                client, [_GIVEN + keeping.keeper_id], [slots[slot], *further][:_FDS_MAX]
+                client, [_GRANTED + state.keeper_id], [slots[slot], *further][:_FDS_MAX]
             )
         except (OSError, ValueError) as error:
             sys.stderr.write(f"a client sent an unusable request: {error}\n")

@@ -31,7 +31,7 @@ _REMEDY: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class NonTensorState:
     """The saved state that is not a tensor of the model or of its optimizer.
 
     Attributes:
@@ -45,7 +45,7 @@ class Beside:
     others: Mapping[str, Any]
 
 
-def written(beside: Beside) -> bytes:
+def encoded_state(beside: NonTensorState) -> bytes:
     """The bytes of the state.
 
     Raises:
@@ -57,8 +57,8 @@ def written(beside: Beside) -> bytes:
         raise _refusal(beside) from error
 
 
-def read(raw: bytes) -> Beside:
-    """The state that `written` has turned into bytes.
+def decoded_state(raw: bytes) -> NonTensorState:
+    """The state that `encoded_state` has turned into bytes.
 
     Raises:
         CheckpointError: the bytes cannot be read.
@@ -69,10 +69,10 @@ def read(raw: bytes) -> Beside:
         raise CheckpointError(
             f"the saved values that are not tensors cannot be read: {error}"
         ) from error
-    return Beside(numbers, groups, others)
+    return NonTensorState(numbers, groups, others)
 
 
-def check(beside: Beside) -> None:
+def check(beside: NonTensorState) -> None:
     """Refuses state that a restore could not read back.
 
     Raises:
@@ -85,18 +85,18 @@ def check(beside: Beside) -> None:
             )
             raise ConfigError(name, type(value).__name__, remedy)
     try:
-        read(written(beside))
+        decoded_state(encoded_state(beside))
     except CheckpointError as error:
         raise _refusal(beside) from error
 
 
-def _refusal(beside: Beside) -> ConfigError:
-    refused = (pair for pair in _named(beside) if not _comes_back(pair[1]))
+def _refusal(beside: NonTensorState) -> ConfigError:
+    refused = (pair for pair in _named_values(beside) if not _comes_back(pair[1]))
     name, value = _innermost(*next(refused, ("others", beside.others)))
     return ConfigError(name, type(value).__name__, _REMEDY)
 
 
-def _named(beside: Beside) -> Iterator[tuple[str, Any]]:
+def _named_values(beside: NonTensorState) -> Iterator[tuple[str, Any]]:
     yield from beside.numbers.items()
     for group in beside.groups:
         yield from ((f"optimizer.{key}", value) for key, value in group.items())

@@ -53,11 +53,11 @@ from planaria.core.copies import IdleSpan, Label, LayerCopy
 from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
 from planaria.placement.layer_copies import shard_copies
 from planaria.torchrun.collectives import BetweenCollectives, between_collectives
-from planaria.torchrun.gathering import gathered, gathered_as, on_all
-from planaria.torchrun.keeper import Kept, attach
+from planaria.torchrun.gathering import gather_bytes, gather_records, true_on_all
+from planaria.torchrun.keeper import KeeperSlot, attach
 from planaria.torchrun.restores import Restores
 from planaria.torchrun.save_checks import check_on_all, check_tensors_on_all, parts_of_state
-from planaria.torchrun.shards import Held, Stateful
+from planaria.torchrun.shards import Stateful, TrainingState
 from planaria.transport.links import UNLIMITED_S, Address, Links
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ _LINK_TIMEOUT_S: Final = 600.0
 _EPOCH: Final = 0  # The only epoch of the links, which live as long as the ranks.
 
 
-class _Rank(msgspec.Struct, frozen=True):
+class _RankFacts(msgspec.Struct, frozen=True):
     """The facts that a rank tells all others when it begins.
 
     Attributes:
@@ -85,6 +85,8 @@ class _Rank(msgspec.Struct, frozen=True):
 
 class MemoryCheckpointer:
     """Checkpoints in memory of a model and its optimizer.
+
+    Its options are parameters, and no record, so that a script can use it with one import.
 
     Every rank makes one, and all ranks make the same calls in the same order. The default process
     group must exist. Call `save` after the optimizer's step.
@@ -133,7 +135,7 @@ class MemoryCheckpointer:
             profile_iterations=profile_iterations,
             idle_s=idle_s,
         )
-        self._held = Held(model, optimizer, others or {})
+        self._state = TrainingState(model, optimizer, others or {})
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._copies = copies
         self._buffers = Buffers(buffer_bytes, 4)
@@ -141,29 +143,29 @@ class MemoryCheckpointer:
         self._turns: BetweenCollectives | None = None
         place = Path(directory) if directory else runtime_directory() / name
         slot, num_slots = (int(os.environ.get(n, d)) for n, d in _PLACE.items())
-        self._kept: Kept = attach(place, slot, num_slots=num_slots, idle_s=idle_s)
+        self._slot: KeeperSlot = attach(place, slot, num_slots=num_slots, idle_s=idle_s)
         self._can_be_kept = True
-        self._arena = Arena(self._kept.fd)
-        self._older = [Arena(fd) for fd in self._kept.further_fds]  # Of ranks that are no more.
-        drawn = gathered(secrets.token_bytes(24))[0]
+        self._arena = Arena(self._slot.fd)
+        self._older = [Arena(fd) for fd in self._slot.further_fds]  # Of ranks that are no more.
+        random_bytes = gather_bytes(secrets.token_bytes(24))[0]
         # A random number, since unrelated runs may use the same epochs.
-        self._run = int.from_bytes(drawn[16:]) >> 2
-        self._links = Links(self._rank, token=drawn[:16], host=own_host())
-        node = f"{socket.gethostname()}:{place}#{self._kept.keeper_id}"
-        mine = _Rank(node, self._links.address, self._versions(), time.time_ns() // 1000)
-        told = [msgspec.json.decode(raw, type=_Rank) for raw in gathered(msgspec.json.encode(mine))]
-        self._nodes = [rank.node for rank in told]
+        self._run = int.from_bytes(random_bytes[16:]) >> 2
+        self._links = Links(self._rank, token=random_bytes[:16], host=own_host())
+        node = f"{socket.gethostname()}:{place}#{self._slot.keeper_id}"
+        mine = _RankFacts(node, self._links.address, self._versions(), time.time_ns() // 1000)
+        ranks = gather_records(_RankFacts, mine)
+        self._nodes = [rank.node for rank in ranks]
         if not self._rank and (num_nodes := len({*self._nodes})) < copies:
             logger.warning("only %s of %s copies are made: too few nodes", num_nodes, copies)
-        self._restores = self._restores_of([rank.labels for rank in told])
-        addresses = {number: rank.address for number, rank in enumerate(told)}
+        self._restores = self._restores_of([rank.labels for rank in ranks])
+        addresses = {number: rank.address for number, rank in enumerate(ranks)}
         others_than_this = addresses.keys() - {self._rank}
         self._links.begin(
             _EPOCH, addresses=addresses, peers=others_than_this, timeout_s=_LINK_TIMEOUT_S
         )
-        self._epoch = _epoch_after(told)  # The epoch in the labels of this run's versions.
+        self._epoch = _epoch_after(ranks)  # The epoch in the labels of this run's versions.
         # The version of earlier runs that is kept until one of this run is complete.
-        self._found = next(iter(self._restores.complete()), None)
+        self._complete_label = next(iter(self._restores.complete()), None)
         self._copier: Copier | None = None
         self._saved = -1
         self._is_closed = False
@@ -190,24 +192,24 @@ class MemoryCheckpointer:
             ConfigError: a tensor is sparse, or has no values yet, as on the meta device.
         """
         self._check_open()
-        with self._unwatched():
-            return self._restored()
+        with self._pause_watching():
+            return self._restore_newest()
 
-    def _restored(self) -> int:
+    def _restore_newest(self) -> int:
         if self._copier is not None:
             self._end_run(self._copier)
-        self._held.reshard()
-        check_tensors_on_all(self._held)
+        self._state.reshard()
+        check_tensors_on_all(self._state)
         for label in self._restores.complete():
-            reason = self._restores.restored(label)
+            reason = self._restores.restore_version(label)
             if not reason:
-                self._found, self._saved = label, label.age - 1
+                self._complete_label, self._saved = label, label.age - 1
                 return label.age
             if not self._rank:
                 logger.warning("the copies of iteration %s are not used: %s", label.age, reason)
         if self._saved >= 0:  # The model has been trained, so 0 would be wrong.
             raise CheckpointError("no version in memory is complete: the model stays as it is")
-        self._found = None
+        self._complete_label = None
         return 0
 
     def _end_run(self, copier: Copier) -> None:
@@ -216,17 +218,17 @@ class MemoryCheckpointer:
         After a restore the state of an iteration may differ from the same iteration's before.
         """
         self.wait_ended()
-        self._completed(copier)
+        self._complete_if_ended(copier)
         copier.close()
         self._copier = None
         self._epoch += 1
-        labels = gathered_as(dict[int, tuple[Label, ...]], self._versions())
+        labels = gather_records(dict[int, tuple[Label, ...]], self._versions())
         self._restores = self._restores_of(labels)
 
     def _restores_of(self, labels: Sequence[Mapping[int, tuple[Label, ...]]]) -> Restores:
         """This rank's part in restores, given the labels that each rank keeps, by shard."""
         arenas = (self._arena, *self._older)
-        return Restores(self._links, self._held, arenas, dict(enumerate(labels)))
+        return Restores(self._links, self._state, arenas, dict(enumerate(labels)))
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -249,20 +251,20 @@ class MemoryCheckpointer:
                 iteration,
                 f"must be above {self._saved}, the iteration that was saved before",
             )
-        with self._unwatched():
+        with self._pause_watching():
             begins = self._begin(iteration)
         if self._turns is not None:
             self._turns.on_iteration_begin(begins=begins)
         return begins
 
-    def _unwatched(self) -> AbstractContextManager[None]:
+    def _pause_watching(self) -> AbstractContextManager[None]:
         """A context in which this thread's collectives do not count as the loop's."""
-        return self._turns.unwatched() if self._turns else nullcontext()
+        return self._turns.pause_watching() if self._turns else nullcontext()
 
     def _begin(self, iteration: int) -> bool:
-        self._held.reshard()
-        copier = self._copier or self._begun()
-        if not self._completed(copier):
+        self._state.reshard()
+        copier = self._copier or self._make_copier()
+        if not self._complete_if_ended(copier):
             return False
         if not self._are_checked:
             self._check(copier.own)
@@ -270,7 +272,7 @@ class MemoryCheckpointer:
         self._saved = iteration
         return True
 
-    def _completed(self, copier: Copier) -> bool:
+    def _complete_if_ended(self, copier: Copier) -> bool:
         """Marks the newest version as complete if it has ended on all ranks and failed on none.
 
         Returns:
@@ -283,8 +285,8 @@ class MemoryCheckpointer:
         except (AbortedError, PeerLostError) as error:
             logger.warning("rank %s makes no copies any more: %s", self._rank, error)
             is_free, is_whole = False, False
-        is_checked = parts_of_state(self._held.optimizer) == self._checked
-        are_free, are_whole, are_owned, self._are_checked = on_all(
+        is_checked = parts_of_state(self._state.optimizer) == self._checked
+        are_free, are_whole, are_owned, self._are_checked = true_on_all(
             is_free, is_whole, self._is_owned(), is_checked
         )
         if are_free and are_whole:
@@ -296,10 +298,10 @@ class MemoryCheckpointer:
 
     def _is_owned(self) -> bool:
         """Whether a keeper owns this rank's memory; if the keeper is gone, another one is tried."""
-        if self._can_be_kept and self._kept.is_gone:
+        if self._can_be_kept and self._slot.is_gone:
             gone = f"rank {self._rank}: the process that owned copies on this machine is gone"
             try:
-                self._kept.renew()
+                self._slot.renew()
                 logger.warning("%s; another process owns them now", gone)
             except CheckpointError as error:
                 self._can_be_kept = False
@@ -309,53 +311,53 @@ class MemoryCheckpointer:
 
     def _states(self) -> dict[int, State]:
         """This rank's shard as it is now, by its number."""
-        return {self._shard: self._held.shard(self._shard, self._num_shards)[1]}
+        return {self._shard: self._state.shard(self._shard, self._num_shards)[1]}
 
-    def _begun(self) -> Copier:
+    def _make_copier(self) -> Copier:
         """Makes the copier of this run, at the run's first save."""
-        is_replicated = self._held.is_replicated
+        is_replicated = self._state.is_replicated
         self._num_shards = 1 if is_replicated else self._world_size
         self._shard = 0 if is_replicated else self._rank
         first = self._nodes.index(self._nodes[self._rank])
         own = () if is_replicated and first != self._rank else (self._shard,)
-        self._sent = () if is_replicated else shard_copies(self._nodes, self._copies)
+        self._shard_copies = () if is_replicated else shard_copies(self._nodes, self._copies)
         self._check(own)
         self._turns = self._turns or between_collectives(
             self._links,
             self._nodes,
-            self._sent,
+            self._shard_copies,
             iterations=self._profile_iterations,
-            device_type=self._held.device_type,
+            device_type=self._state.device_type,
         )
         self._copier = Copier(
             self._links,
             self._arena,
             CopyPlan(
                 own=own,
-                copies=self._sent,
+                copies=self._shard_copies,
                 since=self._num_shards,
                 epoch=self._epoch,
                 run=self._run,
-                complete_label=self._found,
+                complete_label=self._complete_label,
             ),
-            host_copy=HostCopy(self._filler, _real, no_device),
+            host_copy=HostCopy(self._filler, _no_virtual_bytes, no_device),
             flow=FlowControl(self._buffers, self._turns or AtOnce(), UNLIMITED_S),
-            on_failure=self._failed,
+            on_failure=self._on_failure,
         )
         return self._copier
 
     def _check(self, own: Sequence[int]) -> None:
         """Checks that a restore can bring back all of the state, and that memory suffices."""
-        check_on_all(self._held)
+        check_on_all(self._state)
         state = self._states()[self._shard] if own else {}
         check_room_on_all(
             self._nodes,
-            self._sent,
+            self._shard_copies,
             num_copies=self._copies,
             own_bytes=sum(array.nbytes for array in state.values()),
             arena_bytes=self._arena.num_bytes,
         )
-        self._checked = parts_of_state(self._held.optimizer)
+        self._checked = parts_of_state(self._state.optimizer)
 
     @property
     def idle_spans(self) -> dict[int, tuple[IdleSpan, ...]]:
@@ -366,7 +368,7 @@ class MemoryCheckpointer:
         """
         return self._turns.spans if self._turns else {}
 
-    def _failed(self, reason: str) -> None:
+    def _on_failure(self, reason: str) -> None:
         logger.warning("rank %s: copies are not complete: %s", self._rank, reason)
 
     def _before_step(self, *_: Any) -> None:
@@ -411,7 +413,7 @@ class MemoryCheckpointer:
             self._copier.close()
         self._filler.close()
         self._links.close()
-        self._kept.end()
+        self._slot.end()
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -419,14 +421,14 @@ class MemoryCheckpointer:
             raise ConfigError("MemoryCheckpointer", "closed", remedy)
 
     def _versions(self) -> dict[int, tuple[Label, ...]]:
-        found: dict[int, tuple[Label, ...]] = {}
+        versions: dict[int, tuple[Label, ...]] = {}
         for arena in (self._arena, *self._older):
             for shard, labels in arena.versions().items():
-                found[shard] = (*found.get(shard, ()), *labels)
-        return found
+                versions[shard] = (*versions.get(shard, ()), *labels)
+        return versions
 
 
-def _epoch_after(ranks: Sequence[_Rank]) -> int:
+def _epoch_after(ranks: Sequence[_RankFacts]) -> int:
     """An epoch above those of all known versions, whatever the clocks say.
 
     It is also at least the present time in microseconds, so that it is above the epochs of earlier
@@ -436,7 +438,7 @@ def _epoch_after(ranks: Sequence[_Rank]) -> int:
     return max([1 + max(known, default=-1), *(rank.begin_us for rank in ranks)])
 
 
-def _real(_shard: int) -> int:
+def _no_virtual_bytes(_shard: int) -> int:
     return 0
 
 
@@ -517,16 +519,16 @@ def check_room_on_all(
     Raises:
         ConfigError: a node lacks memory; raised on all ranks.
     """
-    sizes = gathered_as(int, own_bytes)
+    sizes = gather_records(int, own_bytes)
     kept = Counter[str]()
     for node, size in zip(nodes, sizes, strict=True):
         kept[node] += size
     for copy in copies:
         for target in copy.targets:
             kept[nodes[target]] += sizes[copy.source]
-    here, arenas = nodes[dist.get_rank()], gathered_as(int, arena_bytes)
+    here, arenas = nodes[dist.get_rank()], gather_records(int, arena_bytes)
     there = sum(size for size, node in zip(arenas, nodes, strict=True) if node == here)
     needed, room = 2 * kept[here], available_bytes() + there
     short = "" if needed <= room else f"{here} has {room} bytes, and they take {needed} there"
-    for reason in filter(None, gathered_as(str, short)):
+    for reason in filter(None, gather_records(str, short)):
         raise ConfigError("copies", num_copies, f"{reason}; make fewer copies, or use more nodes")

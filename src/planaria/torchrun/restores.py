@@ -19,15 +19,15 @@ from planaria.checkpoint.memory.version import Version
 from planaria.checkpoint.memory.wire import State, state_of
 from planaria.core.copies import Label
 from planaria.errors import CheckpointError, ConfigError
-from planaria.torchrun.gathering import gathered_as
-from planaria.torchrun.loop_state import written
-from planaria.torchrun.shards import HEAD, Held, Shard
+from planaria.torchrun.gathering import gather_records
+from planaria.torchrun.loop_state import encoded_state
+from planaria.torchrun.shards import HEAD, Shard, TrainingState
 from planaria.transport.links import UNLIMITED_S, Links
 
 logger = logging.getLogger(__name__)
 
 
-class _Wish(msgspec.Struct, frozen=True):
+class _RestoreMessage(msgspec.Struct, frozen=True):
     """A rank's message to all others in a step of a restore.
 
     Attributes:
@@ -41,7 +41,7 @@ class _Wish(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-class _Sound(msgspec.Struct, frozen=True):
+class _CheckedShards(msgspec.Struct, frozen=True):
     """The shards of a version that a rank keeps and has checked.
 
     Attributes:
@@ -57,21 +57,21 @@ class Restores:
 
     Args:
         arenas: arenas that this rank can read.
-        there: labels of the versions that exist, by rank and shard.
+        labels_by_rank: labels of the versions that exist, by rank and shard.
     """
 
     def __init__(
         self,
         links: Links,
-        held: Held,
+        state: TrainingState,
         arenas: Sequence[Arena],
-        there: Mapping[int, Mapping[int, tuple[Label, ...]]],
+        labels_by_rank: Mapping[int, Mapping[int, tuple[Label, ...]]],
     ) -> None:
         self._rank = links.rank
         self._links = links
-        self._held = held
+        self._state = state
         self._arenas = arenas
-        self._there = there
+        self._labels_by_rank = labels_by_rank
 
     def complete(self) -> list[Label]:
         """The labels of versions of which every shard has a copy.
@@ -80,93 +80,94 @@ class Restores:
         may have reached a later iteration than the newest run.
         """
         shards: dict[Label, set[int]] = {}
-        for versions in self._there.values():
+        for versions in self._labels_by_rank.values():
             for shard, labels in versions.items():
                 for label in labels:
                     shards.setdefault(label, set()).add(shard)
         # Here `since` of a label is the number of shards.
-        whole = [label for label, those in shards.items() if len(those) == label.since]
-        return sorted(whole, key=lambda label: (label.epoch, label.age), reverse=True)
+        complete = [label for label, kept in shards.items() if len(kept) == label.since]
+        return sorted(complete, key=lambda label: (label.epoch, label.age), reverse=True)
 
-    def restored(self, label: Label) -> str:
+    def restore_version(self, label: Label) -> str:
         """Restores a version on all ranks; returns why that failed, empty if it did not."""
-        kept, bad = self._kept(label)
-        sound = gathered_as(_Sound, _Sound(shards=tuple(kept), bad=bad))
+        kept, bad = self._checked_versions(label)
+        checked = gather_records(_CheckedShards, _CheckedShards(shards=tuple(kept), bad=bad))
         holders = {
-            n: [r for r, one in enumerate(sound) if n in one.shards] for n in range(label.since)
+            n: [rank for rank, kept_there in enumerate(checked) if n in kept_there.shards]
+            for n in range(label.since)
         }
         if not all(holders.values()):
-            reasons = (reason for one in sound for reason in one.bad)
+            reasons = (reason for shards in checked for reason in shards.bad)
             # The labels were gathered earlier; copies may have been dropped since.
             return next(reasons, "copies of it are not there any more")
         states = {n: state_of(version) for n, version in kept.items()}
-        wish = _Wish()
+        message = _RestoreMessage()
         try:
             heads = {n: _head(states[n]) for n in kept if holders[n][0] == self._rank}
-            wish = _Wish(shards=heads)
+            message = _RestoreMessage(shards=heads)
         except msgspec.DecodeError as error:
-            wish = _Wish(reason=str(error))
-        told = gathered_as(_Wish, wish)
-        if reason := next((one.reason for one in told if one.reason), ""):
+            message = _RestoreMessage(reason=str(error))
+        messages = gather_records(_RestoreMessage, message)
+        if reason := _first_reason(messages):
             return reason
-        shards = {n: shard for one in told for n, shard in one.shards.items()}
+        shards = {n: shard for message in messages for n, shard in message.shards.items()}
         try:
-            wanted = self._held.wanted(shards, rather=frozenset(states))
-            wish = _Wish(wants=tuple(sorted(wanted - states.keys())))
+            wanted = self._state.needed_shards(shards, rather=frozenset(states))
+            message = _RestoreMessage(wants=tuple(sorted(wanted - states.keys())))
         except CheckpointError as error:
-            wish = _Wish(reason=str(error))
-        told = gathered_as(_Wish, wish)
-        if reason := next((one.reason for one in told if one.reason), ""):
+            message = _RestoreMessage(reason=str(error))
+        messages = gather_records(_RestoreMessage, message)
+        if reason := _first_reason(messages):
             return reason
-        wish, tensors = _Wish(), {}
+        message, tensors = _RestoreMessage(), {}
         try:
-            states |= self._exchanged(told, holders, kept, label)
-            tensors = self._held.assembled(shards, {n: states[n] for n in sorted(wanted)})
+            states |= self._exchange_shards(messages, holders, kept, label)
+            tensors = self._state.assemble(shards, {n: states[n] for n in sorted(wanted)})
         except CheckpointError as error:
-            wish = _Wish(reason=str(error))
-        if reason := next((one.reason for one in gathered_as(_Wish, wish) if one.reason), ""):
+            message = _RestoreMessage(reason=str(error))
+        if reason := _first_reason(gather_records(_RestoreMessage, message)):
             return reason
-        return self._taken_over(tensors, shards[min(shards)])
+        return self._load_version(tensors, shards[min(shards)])
 
-    def _taken_over(self, tensors: Mapping[str, Tensor], told: Shard) -> str:
-        """Loads a version that all ranks have assembled; returns as `restored` does.
+    def _load_version(self, tensors: Mapping[str, Tensor], any_shard: Shard) -> str:
+        """Loads a version that all ranks have assembled; returns as `restore_version` does.
 
         Args:
-            told: any shard of the version, for the state beside the tensors.
+            any_shard: any shard of the version, for the state beside the tensors.
         """
-        before, wish = b"", _Wish()
+        before, message = b"", _RestoreMessage()
         try:
-            before = written(self._held.beside())
-            self._held.load_others(told.beside)
+            before = encoded_state(self._state.non_tensor_state())
+            self._state.load_others(any_shard.beside)
         except (CheckpointError, ConfigError) as error:
-            wish = _Wish(reason=str(error))
-        if reason := next((one.reason for one in gathered_as(_Wish, wish) if one.reason), ""):
+            message = _RestoreMessage(reason=str(error))
+        if reason := _first_reason(gather_records(_RestoreMessage, message)):
             if before:
-                self._held.load_others(before)
+                self._state.load_others(before)
             return reason
-        self._held.load(tensors, told)  # No rank has refused, so all ranks load.
+        self._state.load(tensors, any_shard)  # No rank has refused, so all ranks load.
         return ""
 
-    def _kept(self, label: Label) -> tuple[dict[int, Version], tuple[str, ...]]:
+    def _checked_versions(self, label: Label) -> tuple[dict[int, Version], tuple[str, ...]]:
         """The shards of a version that this rank keeps and has checked, by number.
 
         The second value has the reasons why copies of other shards cannot be used; other ranks may
         have good copies of those.
         """
-        found, bad = {}, []
+        versions, bad = {}, []
         for arena in self._arenas:
             for shard, labels in arena.versions().items():
                 if label in labels:
                     try:
-                        found[shard] = arena.read(shard, label)
+                        versions[shard] = arena.read(shard, label)
                     except CheckpointError as error:
                         logger.warning("rank %s: %s", self._rank, error)
                         bad.append(str(error))
-        return found, tuple(bad)
+        return versions, tuple(bad)
 
-    def _exchanged(
+    def _exchange_shards(
         self,
-        told: list[_Wish],
+        messages: list[_RestoreMessage],
         holders: Mapping[int, list[int]],
         kept: Mapping[int, Version],
         label: Label,
@@ -176,7 +177,7 @@ class Restores:
         The ranks that want a shard are spread over its holders.
 
         Args:
-            told: messages of all ranks, with the shards that they want.
+            messages: messages of all ranks, with the shards that they want.
             holders: ranks that keep each shard, by shard.
             kept: shards that this rank keeps.
 
@@ -184,12 +185,12 @@ class Restores:
             CheckpointError: a shard differs from the one that was sent.
         """
         received: dict[int, State] = {}
-        for target, wish in enumerate(told):
-            for shard in wish.wants:
+        for target, message in enumerate(messages):
+            for shard in message.wants:
                 source = holders[shard][target % len(holders[shard])]
                 if source == self._rank:
                     send_copy(self._links, target, kept[shard])
-        for shard in told[self._rank].wants:
+        for shard in messages[self._rank].wants:
             source = holders[shard][self._rank % len(holders[shard])]
             received[shard] = receive_copy(self._links, source, shard, label, timeout_s=UNLIMITED_S)
         return received
@@ -197,3 +198,8 @@ class Restores:
 
 def _head(state: State) -> Shard:
     return msgspec.json.decode(state[HEAD].tobytes(), type=Shard)
+
+
+def _first_reason(messages: Sequence[_RestoreMessage]) -> str:
+    """Why a rank cannot take part: the reason of the lowest such rank; empty if all can."""
+    return next((message.reason for message in messages if message.reason), "")

@@ -24,9 +24,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from planaria.errors import ConfigError
-from planaria.torchrun.gathering import gathered_as
+from planaria.torchrun.gathering import gather_records
 from planaria.torchrun.loop_state import check
-from planaria.torchrun.shards import Held
+from planaria.torchrun.shards import TrainingState
 
 _SHARD: Final = "shard it with its model, by FSDP2"
 _HOLD: Final = "make it a parameter of the model, or give a module that holds both as the model"
@@ -40,7 +40,7 @@ class _Refusal(msgspec.Struct, frozen=True):
     remedy: str = ""
 
 
-class _Said(msgspec.Struct, frozen=True):
+class _StructureDigests(msgspec.Struct, frozen=True):
     """Digests of the structure of a rank's tensors.
 
     Attributes:
@@ -54,7 +54,7 @@ class _Said(msgspec.Struct, frozen=True):
     optimizer: str
 
 
-class _Whole(msgspec.Struct, frozen=True):
+class _ValueDigests(msgspec.Struct, frozen=True):
     """Digests of the tensors of a rank that are not DTensors of all ranks.
 
     Attributes:
@@ -66,28 +66,28 @@ class _Whole(msgspec.Struct, frozen=True):
     values: str
 
 
-def check_on_all(held: Held) -> None:
+def check_on_all(state: TrainingState) -> None:
     """Refuses state that a restore could not bring back completely.
 
     Raises:
         ConfigError: the state of a rank is refused; all ranks raise the same error.
     """
-    check_tensors_on_all(held)
-    _refuse_on_all(lambda: _check_own(held))
-    told = gathered_as(_Said, _said(held))
-    if held.is_replicated:
-        _check_shapes(held, told)
-    _check_names(held, told)
-    _check_values(held)
+    check_tensors_on_all(state)
+    _refuse_on_all(lambda: _check_own(state))
+    digests = gather_records(_StructureDigests, _structure_digests(state))
+    if state.is_replicated:
+        _check_shapes(state, digests)
+    _check_names(state, digests)
+    _check_values(state)
 
 
-def check_tensors_on_all(held: Held) -> None:
+def check_tensors_on_all(state: TrainingState) -> None:
     """Refuses tensors without a stored value for each element: lazy, sparse and meta tensors.
 
     Raises:
         ConfigError: a tensor of a rank is refused; all ranks raise the same error.
     """
-    _refuse_on_all(lambda: _check_tensors(held))
+    _refuse_on_all(lambda: _check_tensors(state))
 
 
 def parts_of_state(optimizer: Optimizer) -> frozenset[tuple[int, object]]:
@@ -112,13 +112,13 @@ def _refuse_on_all(check_own: Callable[[], None]) -> None:
         check_own()
     except ConfigError as error:
         refusal = _Refusal(error.field, str(error.value), error.remedy)
-    for one in gathered_as(_Refusal, refusal):
+    for one in gather_records(_Refusal, refusal):
         if one.field:
             raise ConfigError(one.field, one.value, one.remedy)
 
 
-def _check_tensors(held: Held) -> None:
-    for name, tensor in held.tensors():
+def _check_tensors(state: TrainingState) -> None:
+    for name, tensor in state.tensors():
         if is_lazy(tensor):
             remedy = "it has no shape yet; run the model once first"
             raise ConfigError(name, "uninitialized", remedy)
@@ -131,55 +131,57 @@ def _check_tensors(held: Held) -> None:
             raise ConfigError(name, "meta", "it has no numbers yet; call to_empty, and fill it")
 
 
-def _check_own(held: Held) -> None:
+def _check_own(state: TrainingState) -> None:
     """Does the checks that a rank can do without the others."""
-    _check_within(held.optimizer)
-    _check_parameters(held)
-    _check_state(held)
-    check(held.beside())
+    _check_inner_optimizers(state.optimizer)
+    _check_parameters(state)
+    _check_state(state)
+    check(state.non_tensor_state())
 
 
-def _check_shapes(held: Held, told: Sequence[_Said]) -> None:
+def _check_shapes(state: TrainingState, digests: Sequence[_StructureDigests]) -> None:
     """Refuses ranks whose tensors have other names, shapes or dtypes than those of rank 0."""
-    for rank, one in enumerate(told):
-        if one.model != told[0].model:
+    for rank, one in enumerate(digests):
+        if one.model != digests[0].model:
             remedy = f"rank {rank} holds other tensors than rank 0; make them DTensors of the whole"
-            raise ConfigError("model", type(held.model).__name__, remedy)
-        if one.optimizer != told[0].optimizer:
+            raise ConfigError("model", type(state.model).__name__, remedy)
+        if one.optimizer != digests[0].optimizer:
             remedy = (
                 f"rank {rank} holds other parts of its state than rank 0; {_SHARD}, or not at all"
             )
-            raise ConfigError("optimizer", type(held.optimizer).__name__, remedy)
+            raise ConfigError("optimizer", type(state.optimizer).__name__, remedy)
 
 
-def _check_names(held: Held, told: Sequence[_Said]) -> None:
+def _check_names(state: TrainingState, digests: Sequence[_StructureDigests]) -> None:
     """Refuses parameters and buffers that some ranks lack, since a restore expects all of them."""
-    odd = next((rank for rank, one in enumerate(told) if one.names != told[0].names), None)
+    odd = next((rank for rank, one in enumerate(digests) if one.names != digests[0].names), None)
     if odd is None:
         return
-    own = [name for name in held.slices() if not name.startswith("optimizer/")]
-    names = [frozenset(one) for one in gathered_as(list[str], own)]
+    own = [name for name in state.slices() if not name.startswith("optimizer/")]
+    names = [frozenset(one) for one in gather_records(list[str], own)]
     name = min(names[0] ^ names[odd])
     having, lacking = (0, odd) if name in names[0] else (odd, 0)
     remedy = (
         f"rank {lacking} has no {name!r}, and rank {having} has; give all ranks a model "
         "with the same names, sharded by DTensors; stages of a pipeline cannot be saved"
     )
-    raise ConfigError("model", type(held.model).__name__, remedy)
+    raise ConfigError("model", type(state.model).__name__, remedy)
 
 
-def _check_values(held: Held) -> None:
+def _check_values(state: TrainingState) -> None:
     """Refuses tensors that differ between ranks although one rank's would be restored on all."""
-    repeated = held.repeated(dist.get_world_size())
+    repeated = state.repeated_tensors(dist.get_world_size())
     hashes = {name: xxhash.xxh3_64_hexdigest(array.data) for name, array in repeated}
-    told = gathered_as(_Whole, _Whole(_digest([*hashes]), _digest([*hashes.items()])))
-    alike = {one.names: rank for rank, one in reversed([*enumerate(told)])}
-    pairs = [(alike[one.names], rank) for rank, one in enumerate(told)]
-    odd = [(like, rank) for like, rank in pairs if told[rank].values != told[like].values]
+    digests = gather_records(
+        _ValueDigests, _ValueDigests(_digest([*hashes]), _digest([*hashes.items()]))
+    )
+    alike = {one.names: rank for rank, one in reversed([*enumerate(digests)])}
+    pairs = [(alike[one.names], rank) for rank, one in enumerate(digests)]
+    odd = [(like, rank) for like, rank in pairs if digests[rank].values != digests[like].values]
     if not odd:
         return
     like, rank = odd[0]
-    by_name = gathered_as(dict[str, str], hashes if dist.get_rank() in odd[0] else {})
+    by_name = gather_records(dict[str, str], hashes if dist.get_rank() in odd[0] else {})
     name = next(name for name, one in by_name[like].items() if by_name[rank][name] != one)
     remedy = (
         f"rank {rank} holds other values than rank {like}, and a tensor that is not a "
@@ -189,18 +191,20 @@ def _check_values(held: Held) -> None:
     raise ConfigError("model", name, remedy)
 
 
-def _said(held: Held) -> _Said:
-    slices = sorted(held.slices().items())
+def _structure_digests(state: TrainingState) -> _StructureDigests:
+    slices = sorted(state.slices().items())
     model = [pair for pair in slices if not pair[0].startswith("optimizer/")]
     optimizer = [pair for pair in slices if pair[0].startswith("optimizer/")]
-    return _Said(_digest([name for name, _ in model]), _digest(model), _digest(optimizer))
+    return _StructureDigests(
+        _digest([name for name, _ in model]), _digest(model), _digest(optimizer)
+    )
 
 
 def _digest(values: Sequence[object]) -> str:
     return sha256(msgspec.json.encode(values)).hexdigest()
 
 
-def _check_within(optimizer: Optimizer) -> None:
+def _check_inner_optimizers(optimizer: Optimizer) -> None:
     """Refuses an optimizer that contains another one with state of its own."""
     for one in vars(optimizer).values():
         is_apart = isinstance(one, Optimizer) and one.state is not optimizer.state
@@ -212,10 +216,10 @@ def _check_within(optimizer: Optimizer) -> None:
             raise ConfigError("optimizer", type(optimizer).__name__, remedy)
 
 
-def _check_parameters(held: Held) -> None:
+def _check_parameters(state: TrainingState) -> None:
     """Refuses an optimizer of parameters that do not belong to the model."""
-    own = {id(parameter) for parameter in held.model.parameters()}
-    for index, group in enumerate(held.optimizer.param_groups):
+    own = {id(parameter) for parameter in state.model.parameters()}
+    for index, group in enumerate(state.optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
             if id(parameter) not in own:
                 field = f"optimizer.param_groups[{index}]['params'][{position}]"
@@ -223,14 +227,14 @@ def _check_parameters(held: Held) -> None:
                 raise ConfigError(field, value, f"the model does not have it; {_HOLD}")
 
 
-def _check_state(held: Held) -> None:
+def _check_state(state: TrainingState) -> None:
     """Refuses optimizer state that belongs to no parameter of the model, or cannot be saved."""
-    names = {id(parameter): name for name, parameter in held.model.named_parameters()}
-    for owner, values in held.optimizer.state.items():
+    names = {id(parameter): name for name, parameter in state.model.named_parameters()}
+    for owner, values in state.optimizer.state.items():
         if values == {}:  # A mere look-up has added it: `state` is a defaultdict.
             continue
         if id(owner) in names:
-            _check_kept(names[id(owner)], owner, values)
+            _check_keys(names[id(owner)], owner, values)
         elif isinstance(owner, Tensor):
             value = f"a tensor of shape {tuple(owner.shape)}"
             raise ConfigError("optimizer.state", value, f"the model does not have it; {_HOLD}")
@@ -239,7 +243,7 @@ def _check_state(held: Held) -> None:
             raise ConfigError("optimizer.state", str(owner), remedy)
 
 
-def _check_kept(parameter: str, owner: Tensor, values: Mapping[object, object]) -> None:
+def _check_keys(parameter: str, owner: Tensor, values: Mapping[object, object]) -> None:
     """Refuses keys under which no state is saved, and DTensors of another shape than their owner's.
 
     A restore would not know how to shard the latter.

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from planaria.checkpoint.memory.wire import State
 from planaria.errors import CheckpointError
-from planaria.torchrun.loop_state import Beside, read, written
-from planaria.torchrun.slices import Slice, is_in, joined, overlap, placed
+from planaria.torchrun.loop_state import NonTensorState, decoded_state, encoded_state
+from planaria.torchrun.slices import TensorSlice, assemble_part, is_in, local_part, overlap
 
 HEAD: Final = "shard"  # The name of the bytes that encode the `Shard`, which describes the others.
 
@@ -42,17 +42,17 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
         world_size: number of shards.
         tensors: positions of tensors in the whole ones, by name; the names are "parameter/...",
             "buffer/..." and "optimizer/{parameter}/{key}".
-        beside: state that is not a tensor, as `loop_state.written` encodes it.
+        beside: state that is not a tensor, as `loop_state.encoded_state` encodes it.
     """
 
     rank: int
     world_size: int
-    tensors: dict[str, Slice]
+    tensors: dict[str, TensorSlice]
     beside: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class TrainingState:
     """A model, its optimizer and the other objects that are saved, as this rank has them."""
 
     model: nn.Module
@@ -89,24 +89,27 @@ class Held:
         Raises:
             ConfigError: a value that is not a tensor cannot be written.
         """
-        slices: dict[str, Slice] = {}
+        slices: dict[str, TensorSlice] = {}
         state: dict[str, np.ndarray] = {}
         for name, value in self.tensors():
-            local, slices[name] = placed(value)
+            local, slices[name] = local_part(value)
             # The next forward changes buffers without waiting for the copy.
             is_buffer = name.startswith("buffer/")
             state[name] = _bytes(local.to("cpu", copy=True) if is_buffer else local)
         shard = Shard(
-            rank=rank, world_size=world_size, tensors=slices, beside=written(self.beside())
+            rank=rank,
+            world_size=world_size,
+            tensors=slices,
+            beside=encoded_state(self.non_tensor_state()),
         )
         state[HEAD] = np.frombuffer(msgspec.json.encode(shard), dtype=np.uint8)
         return shard, state
 
-    def slices(self) -> dict[str, Slice]:
+    def slices(self) -> dict[str, TensorSlice]:
         """The positions of this rank's tensors in the whole ones, by name, as they are now."""
-        return {name: placed(value)[1] for name, value in self.tensors()}
+        return {name: local_part(value)[1] for name, value in self.tensors()}
 
-    def repeated(self, world_size: int) -> Iterator[tuple[str, np.ndarray]]:
+    def repeated_tensors(self, world_size: int) -> Iterator[tuple[str, np.ndarray]]:
         """Yields name and bytes of the tensors, except buffers, that are not DTensors of all ranks.
 
         Several ranks may hold the same part of such a tensor, and a restore gives them all one
@@ -118,14 +121,14 @@ class Held:
             if not isinstance(value, DTensor):
                 yield name, _bytes(value.detach())
             elif value.device_mesh.size() < world_size:
-                local, place = placed(value)
+                local, place = local_part(value)
                 yield f"{name} from {place.offset}", _bytes(local)
 
-    def beside(self) -> Beside:
+    def non_tensor_state(self) -> NonTensorState:
         """The state that is not a tensor, as it is now."""
-        optimized = self._optimized(self._parameters())
-        return Beside(
-            {name: one for name, one in optimized if not isinstance(one, Tensor)},
+        values = self._optimizer_values(self._parameters())
+        return NonTensorState(
+            {name: value for name, value in values if not isinstance(value, Tensor)},
             [{**group, "params": len(group["params"])} for group in self.optimizer.param_groups],
             {name: one.state_dict() for name, one in self.others.items()},
         )
@@ -135,11 +138,13 @@ class Held:
         parameters = self._parameters()  # In a model of many layers, finding them takes a while.
         yield from ((f"parameter/{name}", one) for name, one in parameters.items())
         yield from ((f"buffer/{name}", one) for name, one in self._buffers().items())
-        for name, value in self._optimized(parameters):
+        for name, value in self._optimizer_values(parameters):
             if isinstance(value, Tensor):
                 yield name, value
 
-    def _optimized(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Any]]:
+    def _optimizer_values(
+        self, parameters: Mapping[str, nn.Parameter]
+    ) -> Iterator[tuple[str, Any]]:
         """Yields the values of the optimizer's state, with their names."""
         for name, parameter in parameters.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
@@ -159,7 +164,7 @@ class Held:
 
     # -- restoring --------------------------------------------------------------------------------
 
-    def wanted(self, shards: Mapping[int, Shard], *, rather: frozenset[int]) -> set[int]:
+    def needed_shards(self, shards: Mapping[int, Shard], *, rather: frozenset[int]) -> set[int]:
         """The numbers of the shards of a version that this rank needs.
 
         Args:
@@ -170,7 +175,7 @@ class Held:
             CheckpointError: the version belongs to another model or optimizer, or lacks an object
                 that is saved beside them.
         """
-        self._check(read(shards[min(shards)].beside))
+        self._check(decoded_state(shards[min(shards)].beside))
         found: set[int] = set()
         for name, wanted in self._places(shards).items():
             having = [n for n, shard in shards.items() if name in shard.tensors]
@@ -184,14 +189,14 @@ class Held:
                 found.update(overlapping)
         return found or {min(shards)}
 
-    def assembled(
+    def assemble(
         self, shards: Mapping[int, Shard], states: Mapping[int, State]
     ) -> dict[str, Tensor]:
         """This rank's part of every tensor of a version, in memory of its own, by name.
 
         Args:
             shards: all shards of the version, by number.
-            states: bytes of the `wanted` shards, by number.
+            states: bytes of the `needed_shards`, by number.
 
         Raises:
             CheckpointError: the shards lack a part of a tensor.
@@ -200,10 +205,10 @@ class Held:
         for name, place in self._places(shards).items():
             there = {n: shards[n].tensors for n in states}
             parts = {n: slices[name] for n, slices in there.items() if name in slices}
-            found[name] = joined(name, place, parts, states)
+            found[name] = assemble_part(name, place, parts, states)
         return found
 
-    def _check(self, beside: Beside) -> None:
+    def _check(self, beside: NonTensorState) -> None:
         """Raises a CheckpointError if the saved state does not fit this model and optimizer."""
         if missing := self.others.keys() - beside.others.keys():
             raise CheckpointError(f"nothing was saved of {', '.join(sorted(missing))}")
@@ -224,12 +229,12 @@ class Held:
         """Loads the states of the objects that are saved beside model and optimizer.
 
         Args:
-            raw: state that is not a tensor, as `loop_state.written` encodes it.
+            raw: state that is not a tensor, as `loop_state.encoded_state` encodes it.
 
         Raises:
             CheckpointError: an object refused its state, and may have loaded half of it.
         """
-        states = read(raw).others
+        states = decoded_state(raw).others
         for name, one in self.others.items():
             try:
                 one.load_state_dict(states[name])
@@ -237,27 +242,30 @@ class Held:
                 what = f"others.{name} does not accept the state that was saved of it"
                 raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
 
-    def load(self, tensors: Mapping[str, Tensor], told: Shard) -> None:
+    def load(self, tensors: Mapping[str, Tensor], any_shard: Shard) -> None:
         """Loads a version into the model and the optimizer.
 
         Args:
-            tensors: this rank's parts of all tensors, from `assembled`.
-            told: any shard of the version.
+            tensors: this rank's parts of all tensors, from `assemble`.
+            any_shard: any shard of the version.
         """
-        beside = read(told.beside)
+        beside = decoded_state(any_shard.beside)
         left = dict(tensors)
         with torch.no_grad():
             for kind, own in (("parameter", self._parameters()), ("buffer", self._buffers())):
                 for name, tensor in own.items():
                     _local(tensor).copy_(left.pop(f"{kind}/{name}"))
-            self._load_optimizer(left, told.tensors, beside)
+            self._load_optimizer(left, any_shard.tensors, beside)
 
     def _load_optimizer(
-        self, filled: Mapping[str, Tensor], slices: Mapping[str, Slice], beside: Beside
+        self,
+        filled: Mapping[str, Tensor],
+        slices: Mapping[str, TensorSlice],
+        beside: NonTensorState,
     ) -> None:
         for group, saved in zip(self.optimizer.param_groups, beside.groups, strict=True):
             for key in saved.keys() - {"params"}:
-                group[key] = _taken_over(group.get(key), saved[key])
+                group[key] = _group_value(group.get(key), saved[key])
         groups = {one: group for group in self.optimizer.param_groups for one in group["params"]}
         state: dict[nn.Parameter, dict[str, Any]] = {}
         parameters = self._parameters()
@@ -275,7 +283,7 @@ class Held:
         for parameter, values in state.items():
             self.optimizer.state[parameter] = values
 
-    def _places(self, shards: Mapping[int, Shard]) -> dict[str, Slice]:
+    def _places(self, shards: Mapping[int, Shard]) -> dict[str, TensorSlice]:
         """The part of each tensor that this rank is to have, by name.
 
         Raises:
@@ -299,7 +307,7 @@ class Held:
             of_parameter = places.get(f"parameter/{_owner(name)}")
             if of_parameter is None:
                 raise CheckpointError(f"{name} was saved, and this model does not have it")
-            place = Slice(one.whole, (0,) * len(one.whole), one.whole, one.dtype)
+            place = TensorSlice(one.whole, (0,) * len(one.whole), one.whole, one.dtype)
             if of_parameter.whole == one.whole:
                 place = msgspec.structs.replace(of_parameter, dtype=one.dtype)
             places[name] = place
@@ -336,7 +344,7 @@ def _step(parameter: nn.Parameter, local: Tensor, group: Mapping[str, Any]) -> T
     return local.to(parameter.device, torch.float32) if is_with_parameter else local
 
 
-def _like(parameter: nn.Parameter, local: Tensor, saved: Slice | None) -> Tensor:
+def _like(parameter: nn.Parameter, local: Tensor, saved: TensorSlice | None) -> Tensor:
     """A tensor of the optimizer on its parameter's device, in the dtype in which it was saved.
 
     If its whole has the shape of the parameter, it is sharded like the parameter.
@@ -356,7 +364,7 @@ def _like(parameter: nn.Parameter, local: Tensor, saved: Slice | None) -> Tensor
     )
 
 
-def _taken_over(own: Any, saved: Any) -> Any:
+def _group_value(own: Any, saved: Any) -> Any:
     """The value to set in a param group for a saved one.
 
     If the group has a tensor of the same shape there, the value is copied into it, since a schedule

@@ -13,7 +13,7 @@ from planaria.checkpoint.memory.wire import State
 from planaria.errors import CheckpointError
 
 
-class Slice(msgspec.Struct, frozen=True):
+class TensorSlice(msgspec.Struct, frozen=True):
     """The position of a rank's part in the whole tensor.
 
     Attributes:
@@ -28,7 +28,7 @@ class Slice(msgspec.Struct, frozen=True):
     dtype: str
 
 
-def placed(tensor: Tensor) -> tuple[Tensor, Slice]:
+def local_part(tensor: Tensor) -> tuple[Tensor, TensorSlice]:
     """A rank's part of a tensor, and its position in the whole."""
     local, offset = tensor.detach(), (0,) * tensor.dim()
     if isinstance(tensor, DTensor):
@@ -38,13 +38,13 @@ def placed(tensor: Tensor) -> tuple[Tensor, Slice]:
         )
         offset = tuple(found)
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return local, Slice(tuple(tensor.shape), offset, tuple(local.shape), dtype)
+    return local, TensorSlice(tuple(tensor.shape), offset, tuple(local.shape), dtype)
 
 
-def joined(
+def assemble_part(
     name: str,
-    place: Slice,
-    parts: Mapping[int, Slice],
+    place: TensorSlice,
+    parts: Mapping[int, TensorSlice],
     states: Mapping[int, State],
 ) -> Tensor:
     """A rank's part of a tensor, assembled from saved parts.
@@ -61,7 +61,7 @@ def joined(
     dtype = getattr(torch, place.dtype)
     target = torch.empty(place.shape, dtype=dtype)
     missing = target.numel()
-    seen: list[Slice] = []  # Several shards may have the same part.
+    seen: list[TensorSlice] = []  # Several shards may have the same part.
     for n, there in parts.items():
         common = overlap(there, place)
         if common is None or there in seen:
@@ -79,7 +79,7 @@ def joined(
     return target
 
 
-def overlap(one: Slice, other: Slice) -> list[tuple[int, int]] | None:
+def overlap(one: TensorSlice, other: TensorSlice) -> list[tuple[int, int]] | None:
     """The (begin, end) in which two parts of a tensor overlap, by dimension; None: they do not."""
     found = []
     for a, n, b, m in zip(one.offset, one.shape, other.offset, other.shape, strict=True):
@@ -90,7 +90,7 @@ def overlap(one: Slice, other: Slice) -> list[tuple[int, int]] | None:
     return found
 
 
-def is_in(part: Slice, other: Slice) -> bool:
+def is_in(part: TensorSlice, other: TensorSlice) -> bool:
     """Whether a part of a tensor lies inside another one."""
     return all(
         b <= a and a + n <= b + m
