@@ -179,7 +179,7 @@ def links() -> Iterator[str]:
                         continue
                     rounds, held = _rounds(case, lost, restoring, layer_bytes)
                     bounds_s[name] = exchanging.bound_s(rounds, bytes_per_s=BYTES_PER_S)
-                    found = exchanging.exchanged(
+                    found = exchanging.run_exchange(
                         server, held, rounds, layer_bytes=layer_bytes, bytes_per_s=BYTES_PER_S
                     )
                     runs_s[name].append(exchanging.seconds(found))
@@ -289,7 +289,7 @@ def _measure_reductions(server: ForkServer, case: Case, lost: tuple[int, ...]) -
     hashes = set()
     for _ in range(NUM_RUNS):
         for order in ReductionOrder:
-            measured = reducing.reduced(
+            measured = reducing.reduce_buckets(
                 server,
                 buckets_of(found.after, order=order),
                 layer_bytes=gradients,

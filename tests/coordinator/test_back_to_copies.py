@@ -17,15 +17,15 @@ from helpers.coordinated import (
     UPPER,
     Survivors,
     after,
-    done,
-    exited,
-    gone,
+    iteration_report,
+    node_loss,
     of_type,
     ready,
     small_rules,
-    stopped,
+    stop_report,
     training_halves,
     worker,
+    worker_exit,
 )
 from helpers.jobs import NUM_LAYERS
 from planaria.coordinator.commands import (
@@ -60,7 +60,7 @@ def answers(
     rank: int, epoch: int, copies: Mapping[int, tuple[Label, ...]], *, since: int = -1
 ) -> Stopped:
     """Of a rank that computes the iteration in flight, with the upper half of the model."""
-    told = stopped(rank, epoch, layers=UPPER, age=NEXT, last=NEXT - 1)
+    told = stop_report(rank, epoch, layers=UPPER, age=NEXT, last=NEXT - 1)
     return structs.replace(told, copies=dict(copies), since=since)
 
 
@@ -74,7 +74,13 @@ def decided(
     rules: Rules, told: Iterable[Stopped], state: JobState | None = None
 ) -> tuple[JobState, Outcome, Decision]:
     """Nodes 0 and 2, the holders of the lower half, are lost at once."""
-    events: list[Event] = [gone(0), gone(2), MembersRecorded(1), MembersRecorded(2), *told]
+    events: list[Event] = [
+        node_loss(0),
+        node_loss(2),
+        MembersRecorded(1),
+        MembersRecorded(2),
+        *told,
+    ]
     state, commands = after(state or training_halves(rules), events, rules)
     (record,) = of_type(commands, RecordDecision)
     return state, record.outcome, record.decision
@@ -115,8 +121,8 @@ def test_live_layers_come_before_copies() -> None:
     """Node 0 alone is lost, and node 2 holds the same: nothing is done again but what was begun."""
     rules = rules_with()
     told = [answers(1, 1, copies_of(BOTH)), answers(3, 1, {})]
-    told.append(stopped(2, 1, layers=LOWER, age=NEXT, last=NEXT - 1))
-    events: list[Event] = [gone(0), MembersRecorded(1), *told]
+    told.append(stop_report(2, 1, layers=LOWER, age=NEXT, last=NEXT - 1))
+    events: list[Event] = [node_loss(0), MembersRecorded(1), *told]
     _, commands = after(training_halves(rules), events, rules)
 
     (record,) = of_type(commands, RecordDecision)
@@ -132,7 +138,7 @@ def test_without_copies_of_all_layers_the_job_ends(copies: int) -> None:
     """Layer 4 is nowhere."""
     some = {layer: BOTH for layer in range(NUM_LAYERS) if layer != 4}
     rules = replace(rules_with(copies), source="")
-    events: list[Event] = [gone(0), gone(2), MembersRecorded(2)]
+    events: list[Event] = [node_loss(0), node_loss(2), MembersRecorded(2)]
     events += [answers(1, 2, some if copies else {}), answers(3, 2, {})]
     state, commands = after(training_halves(rules), events, rules)
 
@@ -159,7 +165,7 @@ def test_all_go_back_to_the_newest_state_that_there_is(
     if published >= 0:
         state = replace(state, saves=replace(state.saves, versions=((published, 0),)))
     labels = dict.fromkeys(range(NUM_LAYERS), (OLDER,)) if copied else {}
-    events: list[Event] = [gone(0), gone(2), MembersRecorded(2)]
+    events: list[Event] = [node_loss(0), node_loss(2), MembersRecorded(2)]
     events += [answers(1, 2, labels), answers(3, 2, {})]
     state, commands = after(state, events, rules)
 
@@ -181,8 +187,8 @@ def test_copies_of_a_history_that_was_given_up_do_not_count() -> None:
     assert state.phase is Phase.TRAINING
 
     void = copies_of(BOTH)
-    told = structs.replace(stopped(3, 3), copies=void)
-    state, commands = after(state, [gone(1), MembersRecorded(3), told], rules)
+    told = structs.replace(stop_report(3, 3), copies=void)
+    state, commands = after(state, [node_loss(1), MembersRecorded(3), told], rules)
 
     (record,) = of_type(commands, RecordDecision)
     assert record.outcome.origin.copied == OLDER
@@ -219,8 +225,8 @@ def test_a_spoilt_copy_is_answered_by_all_anew() -> None:
     assert state.nodes == (1, 3)
 
     without = {layer: labels for layer, labels in copies.items() if layer != 3}
-    told = [structs.replace(stopped(1, 3), copies=without)]
-    told.append(structs.replace(stopped(3, 3), copies=copies))
+    told = [structs.replace(stop_report(1, 3), copies=without)]
+    told.append(structs.replace(stop_report(3, 3), copies=copies))
     _, commands = after(state, told, rules)
 
     (record,) = of_type(commands, RecordDecision)
@@ -235,8 +241,8 @@ def test_copies_that_are_lost_before_anybody_has_them_back_are_nothing_to_go_bac
     state, _, _ = decided(rules, [answers(1, 2, copies), answers(3, 2, copies)])
     state, _ = after(state, [DecisionRecorded(2)], rules)
     left = dict.fromkeys(range(1, NUM_LAYERS), BOTH)  # Rank 3 had the first one alone.
-    told = structs.replace(stopped(1, 3), copies=left)
-    after(state, [gone(3), MembersRecorded(3), told], rules)
+    told = structs.replace(stop_report(1, 3), copies=left)
+    after(state, [node_loss(3), MembersRecorded(3), told], rules)
 
     _, event = policy.seen[-1]
     assert isinstance(event, NodesLost)
@@ -279,7 +285,7 @@ def test_the_launcher_is_told_where_the_layers_came_from() -> None:
     """For the report: from memory."""
     rules = rules_with()
     copies = copies_of(BOTH)
-    events: list[Event] = [gone(0), gone(2), MembersRecorded(2)]
+    events: list[Event] = [node_loss(0), node_loss(2), MembersRecorded(2)]
     events += [answers(1, 2, copies), answers(3, 2, copies)]
     _, commands = after(training_halves(rules), events, rules)
 
@@ -293,10 +299,13 @@ def test_copies_newer_than_all_that_was_reported_are_gone_forward_to() -> None:
     after it proves that it is committed, and its report is not lost."""
     rules = rules_with()
     newer = dict.fromkeys(range(NUM_LAYERS), (NEWEST, Label(-1, 0, NEXT + 1)))
-    events: list[Event] = [done(0, NEXT, epoch=0), *(exited(rank) for rank in HALVES.ranks)]
+    events: list[Event] = [
+        iteration_report(0, NEXT, epoch=0),
+        *(worker_exit(rank) for rank in HALVES.ranks),
+    ]
     events += [MembersRecorded(epoch) for epoch in range(1, 5)]
     events += [worker(rank, pid=90 + rank) for rank in HALVES.ranks]
-    events += [structs.replace(stopped(rank, 4), copies=newer) for rank in HALVES.ranks]
+    events += [structs.replace(stop_report(rank, 4), copies=newer) for rank in HALVES.ranks]
     state, commands = after(training_halves(rules), [*events, DecisionRecorded(4)], rules)
 
     (record,) = of_type(commands, RecordDecision)
@@ -318,9 +327,9 @@ def test_what_all_went_back_to_is_told_to_policies_as_long_as_it_is_there() -> N
     assert event.saved == SavePoint(NEXT, "", NUM_MICROBATCHES, NEWEST)
 
     events: list[Event] = [DecisionRecorded(2), ready(1, 2), ready(3, 2)]
-    events += [done(rank, NEXT, epoch=2) for rank in (1, 3)]
-    told = structs.replace(stopped(3, 3, age=NEXT + 1, layers=range(NUM_LAYERS)), since=2)
-    events += [gone(1), MembersRecorded(3), told]
+    events += [iteration_report(rank, NEXT, epoch=2) for rank in (1, 3)]
+    told = structs.replace(stop_report(3, 3, age=NEXT + 1, layers=range(NUM_LAYERS)), since=2)
+    events += [node_loss(1), MembersRecorded(3), told]
     after(state, events, rules)
 
     (_, event) = policy.seen[-1]

@@ -9,7 +9,7 @@ from helpers.coordinated import (
     FIRST,
     NOW_S,
     Survivors,
-    gone,
+    node_loss,
     of_type,
     small_rules,
     worker,
@@ -313,7 +313,7 @@ def test_a_machine_that_fails_often_is_taken_back_later_each_time() -> None:
             cluster.train(FIRST + 1)
             cluster.train(FIRST + 2)
             assert 3 in cluster.state.nodes
-        cluster.hear(gone(node))
+        cluster.hear(node_loss(node))
     cluster.join_on(4, "flaky")
 
     assert cluster.state.membership.candidates[4].not_before_s == NOW_S + 10.0

@@ -14,11 +14,11 @@ from helpers.coordinated import (
     FIRST,
     NOW_S,
     SOURCE,
-    done,
     file,
+    iteration_report,
     of_type,
     ready,
-    saved,
+    save_report,
     small_rules,
     worker,
 )
@@ -59,13 +59,13 @@ RECORDED: tuple[Event, ...] = (MembersRecorded(EPOCH), DecisionRecorded(EPOCH))
 
 
 def report(rank: int, iteration: int, *, ends: bool = False, epoch: int = EPOCH) -> IterationDone:
-    return done(rank, iteration, epoch=epoch, ends=ends)
+    return iteration_report(rank, iteration, epoch=epoch, ends=ends)
 
 
 def owned(rank: int, iteration: int, epoch: int = EPOCH) -> LayersSaved:
     """The rank has written the layers that it owns."""
     layers = [layer for layer in range(NUM_LAYERS) if PLAN.holders(layer)[0] == rank]
-    return saved(rank, iteration, epoch=epoch, layers=layers)
+    return save_report(rank, iteration, epoch=epoch, layers=layers)
 
 
 def failed(rank: int, iteration: int, epoch: int = EPOCH) -> SaveFailed:

@@ -10,11 +10,11 @@ from msgspec import structs
 from helpers.coordinated import (
     FIRST,
     NOW_S,
-    gone,
+    node_loss,
     of_type,
     ready,
     small_rules,
-    stopped,
+    stop_report,
     worker,
 )
 from helpers.fake_cluster import FakeCluster
@@ -63,7 +63,7 @@ def answers(epoch: int, ranks: Iterable[int], odd: dict[int, int]) -> list[Event
         hashes = dict.fromkeys(HELD[rank], GOOD)
         if rank in odd:
             hashes[3] = odd[rank]
-        answer = stopped(rank, epoch, layers=HELD[rank])
+        answer = stop_report(rank, epoch, layers=HELD[rank])
         told.append(structs.replace(answer, hashes=hashes))
     return told
 
@@ -174,7 +174,7 @@ def test_without_a_majority_the_job_ends_and_names_all_of_them() -> None:
 
 def test_what_comes_late_of_an_older_epoch_changes_nothing() -> None:
     """The loss of a node came first, and is answered; the answers have hashes of their own."""
-    state, commands = after([gone(1), *all_report({2: BAD})])
+    state, commands = after([node_loss(1), *all_report({2: BAD})])
 
     assert (state.phase, state.epoch) == (Phase.RECORDING, 1)
     assert not state.facts.corrupted
@@ -196,7 +196,7 @@ def test_hashes_that_agree_though_their_sums_do_not_end_the_job() -> None:
 def test_an_odd_node_is_found_in_the_answers_to_a_loss() -> None:
     """It would have sent its layer to others, and they would have been the majority."""
     left = [rank for rank in PLAN.ranks if rank != 1]
-    events: list[Event] = [gone(1), MembersRecorded(1), *answers(1, left, {2: BAD})]
+    events: list[Event] = [node_loss(1), MembersRecorded(1), *answers(1, left, {2: BAD})]
     state, commands = after(events)
 
     assert (state.phase, state.nodes) == (Phase.RECORDING, (0, 3, 4, 5))
@@ -212,7 +212,9 @@ def test_two_that_differ_are_all_that_is_left_of_three() -> None:
     """The third could have told, and is lost: the job ends, and saves neither."""
     left = [rank for rank in PLAN.ranks if rank != 0]
     reports = all_report({2: BAD})[1:]
-    state, commands = after([*reports, gone(0), MembersRecorded(1), *answers(1, left, {2: BAD})])
+    state, commands = after(
+        [*reports, node_loss(0), MembersRecorded(1), *answers(1, left, {2: BAD})]
+    )
 
     end = commands[-1]
     assert isinstance(end, End)
@@ -264,7 +266,7 @@ def test_a_save_after_an_iteration_that_is_not_told_yet_counts_it() -> None:
     left = tuple(rank for rank in PLAN.ranks if rank != 2)
     reports = all_report({2: BAD}, age=FIRST + 1)
     held: list[Event] = [
-        stopped(rank, 1, layers=HELD[rank], age=FIRST + 1, last=FIRST) for rank in left
+        stop_report(rank, 1, layers=HELD[rank], age=FIRST + 1, last=FIRST) for rank in left
     ]
     events: list[Event] = [*reports, MembersRecorded(1), *held, DecisionRecorded(1)]
     state, commands = after(events)

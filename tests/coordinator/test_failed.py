@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from helpers.coordinated import NOW_S, Survivors, failed, small_rules, unsaved
+from helpers.coordinated import NOW_S, Survivors, save_failure, small_rules, worker_failure
 from helpers.fake_cluster import FakeCluster
 from helpers.raising import MISTAKE, NEXT, PLAN, UNREADABLE, ending, saves, trained
 from planaria.coordinator.commands import MembersRecorded, Tick
@@ -20,7 +20,7 @@ from planaria.protocol.agent_state import AgentState
 def test_a_mistake_that_is_told_again_does_not_end_the_last_save() -> None:
     cluster = trained()
     cluster.is_saving_slow = True
-    event = failed(1, MISTAKE, epoch=0, pid=cluster.nodes[1].pid, blame="job")
+    event = worker_failure(1, MISTAKE, epoch=0, pid=cluster.nodes[1].pid, blame="job")
     cluster.hear(event)
     assert cluster.state.phase is Phase.SAVING
     cluster.hear(event)
@@ -31,7 +31,7 @@ def test_a_mistake_that_is_told_again_does_not_end_the_last_save() -> None:
 def test_a_failed_job_saves_also_if_nodes_are_lost_meanwhile() -> None:
     """As long as every layer has a live holder."""
     cluster = trained()
-    event = failed(1, MISTAKE, epoch=0, blame="job")
+    event = worker_failure(1, MISTAKE, epoch=0, blame="job")
     cluster.state, _ = step(cluster.rules, cluster.state, event, NOW_S)
     cluster.lose(0)
 
@@ -42,7 +42,7 @@ def test_a_failed_job_saves_also_if_nodes_are_lost_meanwhile() -> None:
 def test_a_failed_job_ends_without_a_save_where_a_layer_is_lost() -> None:
     """With the traceback all the same."""
     cluster = trained(rules=replace(small_rules(), source=""))
-    event = failed(1, MISTAKE, epoch=0, blame="job")
+    event = worker_failure(1, MISTAKE, epoch=0, blame="job")
     cluster.state, _ = step(cluster.rules, cluster.state, event, NOW_S)
     cluster.lose(0, 2)
 
@@ -57,7 +57,7 @@ def test_a_failed_job_ends_unsaved_where_a_rank_does_not_answer() -> None:
     """It may hang in the job's own code, in an iteration that is exempt from being stalled."""
     cluster = trained()
     cluster.nodes[2].is_alive = False
-    event = failed(1, MISTAKE, epoch=0, blame="job")
+    event = worker_failure(1, MISTAKE, epoch=0, blame="job")
     cluster.state, _ = step(cluster.rules, cluster.state, event, NOW_S)
     cluster.restart_epoch()
     for after_s in (0.0, FAILING_S_MAX):
@@ -74,7 +74,7 @@ def test_a_failed_job_ends_unsaved_where_a_rank_does_not_answer() -> None:
 def test_a_failed_job_saves_where_the_disk_of_records_was_slow() -> None:
     """Nobody was asked before the members were on record; ticks have queued up meanwhile."""
     cluster = trained()
-    event = failed(1, MISTAKE, epoch=0, blame="job")
+    event = worker_failure(1, MISTAKE, epoch=0, blame="job")
     cluster.state, _ = step(cluster.rules, cluster.state, event, NOW_S)
     late_s = NOW_S + FAILING_S_MAX + 1.0
     cluster.hear(Tick(), now_s=late_s)
@@ -125,7 +125,7 @@ def test_only_a_job_that_has_diverged_saves_nothing(has_diverged: bool) -> None:
     """A mistake that a person can mend is nothing against what was trained before it."""
     cluster = trained()
     event = msgspec.structs.replace(
-        failed(1, MISTAKE, epoch=0, blame="job"),
+        worker_failure(1, MISTAKE, epoch=0, blame="job"),
         mistake=("data.target", '"mine:data"', "mend it"),
         has_diverged=has_diverged,
     )
@@ -142,7 +142,8 @@ def test_a_mistake_that_a_person_can_mend_is_told_with_what_was_not_saved() -> N
     """Its remedy is all that is shown of it."""
     cluster = trained(rules=replace(small_rules(), source=""))
     event = msgspec.structs.replace(
-        failed(1, MISTAKE, epoch=0, blame="job"), mistake=("data.target", '"mine:data"', "mend it")
+        worker_failure(1, MISTAKE, epoch=0, blame="job"),
+        mistake=("data.target", '"mine:data"', "mend it"),
     )
     cluster.state, _ = step(cluster.rules, cluster.state, event, NOW_S)
     cluster.lose(0, 2)
@@ -201,7 +202,7 @@ def test_a_failed_job_says_why_what_is_live_was_not_saved() -> None:
     cluster = trained()
     cluster.is_saving_slow = True
     cluster.fail(1, MISTAKE, blame="job")
-    cluster.hear(unsaved(0, NEXT, epoch=cluster.state.epoch))
+    cluster.hear(save_failure(0, NEXT, epoch=cluster.state.epoch))
 
     end = ending(cluster)
     assert end.ending is Ending.FAILED

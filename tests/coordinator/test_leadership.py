@@ -13,9 +13,9 @@ from helpers.coordinated import (
     NEXT,
     NOW_S,
     UPPER,
-    gone,
+    node_loss,
     small_rules,
-    stopped,
+    stop_report,
     training_halves,
 )
 from helpers.jobs import shaped_plan
@@ -121,7 +121,7 @@ def test_a_node_that_is_lost_while_it_is_admitted_is_told_so() -> None:
         admission = asyncio.create_task(leadership.admit(NODE, new))
         await settle()
         leadership.on_disconnect(NODE, old)
-        loss = asyncio.create_task(leadership.handle(gone(NODE), NOW_S))
+        loss = asyncio.create_task(leadership.handle(node_loss(NODE), NOW_S))
         await settle()
         gate.set()
         await loss
@@ -147,10 +147,10 @@ def test_a_recovery_is_that_of_the_newest_iteration_that_anyone_answers_from() -
         await leadership.restore(HALVES, predicted_s=1.0, now_s=NOW_S)
         leadership.state = training_halves(rules)
         events: list[Event] = [
-            gone(3),
+            node_loss(3),
             MembersRecorded(1),
-            stopped(0, 1, layers=LOWER, age=NEXT + 1, last=NEXT),
-            stopped(1, 1, layers=UPPER, age=NEXT, last=NEXT - 1),
+            stop_report(0, 1, layers=LOWER, age=NEXT + 1, last=NEXT),
+            stop_report(1, 1, layers=UPPER, age=NEXT, last=NEXT - 1),
         ]
         for event in events:
             await leadership.handle(event, NOW_S)

@@ -13,13 +13,13 @@ from helpers.coordinated import (
     SOURCE,
     Survivors,
     after,
-    done,
-    gone,
+    iteration_report,
+    node_loss,
     of_type,
     ready,
-    saved,
+    save_report,
     small_rules,
-    stopped,
+    stop_report,
     vector,
     worker,
 )
@@ -77,7 +77,9 @@ def training(rules: Rules, *, is_saved: bool = True) -> JobState:
     state, _ = first_step(rules, PLAN, term=0, predicted_s=1.0)
     events: list[Event] = [DecisionRecorded(0), *map(worker, PLAN.ranks)]
     events += [ready(rank, 0) for rank in PLAN.ranks]
-    events += [done(rank, i, epoch=0) for i in range(FIRST, LAST) for rank in PLAN.ranks]
+    events += [
+        iteration_report(rank, i, epoch=0) for i in range(FIRST, LAST) for rank in PLAN.ranks
+    ]
     if is_saved:
         events.append(Published(FIRST + 1, 0))
     state, _ = after(state, events, rules)
@@ -88,7 +90,8 @@ def training(rules: Rules, *, is_saved: bool = True) -> JobState:
 def answers(epoch: int, nodes: Iterable[int], *, since: int = -1) -> list[Event]:
     """All have what they had before anybody went back."""
     told = [
-        stopped(rank, epoch, layers=range(NUM_LAYERS), age=LAST, last=LAST - 1) for rank in nodes
+        stop_report(rank, epoch, layers=range(NUM_LAYERS), age=LAST, last=LAST - 1)
+        for rank in nodes
     ]
     return [structs.replace(one, since=since) for one in told]
 
@@ -96,7 +99,7 @@ def answers(epoch: int, nodes: Iterable[int], *, since: int = -1) -> list[Event]
 def back(policy: GoesBack, *, is_saved: bool = True) -> tuple[Rules, JobState, list[Command]]:
     """Node 5 is lost, and the policy decides; nobody has begun epoch 1 yet."""
     rules = small_rules(policy=policy)
-    events = [gone(5), MembersRecorded(1), *answers(1, range(5))]
+    events = [node_loss(5), MembersRecorded(1), *answers(1, range(5))]
     state, commands = after(training(rules, is_saved=is_saved), events, rules)
     assert state.phase is Phase.DECIDING
     return rules, state, commands
@@ -128,7 +131,7 @@ def test_what_ranks_have_from_before_counts_no_more() -> None:
     """A loss strikes before anybody has heard of going back, and the next answer goes on."""
     policy = GoesBack()
     rules, state, _ = back(policy)
-    events = [gone(4), MembersRecorded(2), *answers(2, range(4))]
+    events = [node_loss(4), MembersRecorded(2), *answers(2, range(4))]
     state, commands = after(state, events, rules)
 
     (record,) = of_type(commands, RecordDecision)
@@ -146,12 +149,14 @@ def test_what_is_trained_after_going_back_counts() -> None:
     rules, state, _ = back(policy)
     old = answers(2, (0,))
     new: list[Stopped] = [
-        stopped(rank, 2, layers=range(NUM_LAYERS), age=SAVED.iteration + 1, last=SAVED.iteration)
+        stop_report(
+            rank, 2, layers=range(NUM_LAYERS), age=SAVED.iteration + 1, last=SAVED.iteration
+        )
         for rank in (1, 2, 3)
     ]
     state, commands = after(
         state,
-        [gone(4), MembersRecorded(2), *old, *(structs.replace(one, since=1) for one in new)],
+        [node_loss(4), MembersRecorded(2), *old, *(structs.replace(one, since=1) for one in new)],
         rules,
     )
 
@@ -170,8 +175,8 @@ def test_iterations_are_committed_again_by_reports_of_now_only() -> None:
     state, _ = after(state, events, rules)
     assert state.phase is Phase.TRAINING
     again = SAVED.iteration
-    state, old = after(state, [done(rank, again, epoch=0) for rank in range(5)], rules)
-    state, new = after(state, [done(rank, again, epoch=1) for rank in range(5)], rules)
+    state, old = after(state, [iteration_report(rank, again, epoch=0) for rank in range(5)], rules)
+    state, new = after(state, [iteration_report(rank, again, epoch=1) for rank in range(5)], rules)
 
     assert not of_type(old, Committed)
     (committed,) = of_type(new, Committed)
@@ -183,9 +188,9 @@ def test_a_save_that_is_being_published_is_waited_for() -> None:
     """It may be the one to go back to, and may replace the one that would be."""
     rules = small_rules(policy=GoesBack(times=9))
     state = training(rules)
-    state, commands = after(state, [saved(0, LAST, epoch=0, layers=range(NUM_LAYERS))], rules)
+    state, commands = after(state, [save_report(0, LAST, epoch=0, layers=range(NUM_LAYERS))], rules)
     assert of_type(commands, Publish)
-    state, _ = after(state, [gone(5), MembersRecorded(1), *answers(1, range(5))], rules)
+    state, _ = after(state, [node_loss(5), MembersRecorded(1), *answers(1, range(5))], rules)
     assert state.phase is Phase.STOPPING
     state, _ = after(state, [Published(LAST, 0)], rules)
 
@@ -197,7 +202,7 @@ def test_a_new_coordinator_knows_that_all_went_back() -> None:
     policy = GoesBack(times=2)
     rules, _, commands = back(policy)
     (record,) = of_type(commands, RecordDecision)
-    _, lost = after(training(rules), [gone(5)], rules)
+    _, lost = after(training(rules), [node_loss(5)], rules)
     (members,) = of_type(lost, RecordMembers)
     state, told = restored_step(
         rules,
@@ -223,8 +228,8 @@ def test_a_new_coordinator_knows_that_all_went_back() -> None:
 def test_a_layer_without_a_live_holder_sends_all_back(times: int) -> None:
     """To the newest save, whatever policies propose."""
     rules = small_rules(policy=GoesBack(times=times))
-    empty = [stopped(rank, 1) for rank in range(5)]
-    events: list[Event] = [gone(5), MembersRecorded(1), *empty]
+    empty = [stop_report(rank, 1) for rank in range(5)]
+    events: list[Event] = [node_loss(5), MembersRecorded(1), *empty]
     state, commands = after(training(rules), events, rules)
 
     assert not of_type(commands, End)
@@ -295,7 +300,7 @@ def test_a_new_coordinator_knows_which_saves_could_not_be_read() -> None:
         now_s=NOW_S,
     )
     state, _ = after(state, [Published(FIRST + 1, 0)], rules)
-    files = [saved(0, LAST, epoch=1, layers=range(NUM_LAYERS))]
+    files = [save_report(0, LAST, epoch=1, layers=range(NUM_LAYERS))]
     _, commands = after(state, files, rules)
 
     assert newest_save(rules, state) == (FIRST, SOURCE)
@@ -318,11 +323,16 @@ def test_all_that_went_back_to_a_damaged_save_go_back_once_more() -> None:
     """To the seed, of a run that began with it; nobody has trained since, so nothing else tells
     that they are elsewhere."""
     rules = replace(small_rules(policy=GoesBack(times=2)), source="")
-    events: list[Event] = [gone(5), MembersRecorded(1), *answers(1, range(5)), DecisionRecorded(1)]
+    events: list[Event] = [
+        node_loss(5),
+        MembersRecorded(1),
+        *answers(1, range(5)),
+        DecisionRecorded(1),
+    ]
     state, _ = after(training(rules), events, rules)
     assert state.commits.origin == SAVED
     events = [CopySpoilt(rank=2, epoch=1, reason="a bit is wrong", source=SAVED.source)]
-    events += [MembersRecorded(2), *(stopped(rank, 2, layers=()) for rank in range(5))]
+    events += [MembersRecorded(2), *(stop_report(rank, 2, layers=()) for rank in range(5))]
     state, commands = after(state, events, rules)
 
     assert state.commits.origin == Origin(iteration=FIRST, source="", epoch=2)

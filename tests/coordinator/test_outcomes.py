@@ -18,13 +18,13 @@ from helpers.coordinated import (
     UPPER,
     Survivors,
     after,
-    done,
-    gone,
+    iteration_report,
+    node_loss,
     of_type,
     ready,
-    saved,
+    save_report,
     small_rules,
-    stopped,
+    stop_report,
     training_halves,
     vector,
     worker,
@@ -53,7 +53,7 @@ HELD = {0: LOWER, 1: UPPER, 2: LOWER, 3: UPPER}
 
 def holds(rank: int, *, age: int, complete: bool = False, last: int) -> Stopped:
     """The answer of a rank in epoch 1."""
-    return stopped(rank, 1, layers=HELD[rank], age=age, complete=complete, last=last)
+    return stop_report(rank, 1, layers=HELD[rank], age=age, complete=complete, last=last)
 
 
 def waits(rank: int) -> Stopped:
@@ -78,7 +78,7 @@ def applied(rank: int) -> Stopped:
 def outcome_of(answers: Iterable[Stopped], rules: Rules | None = None) -> Outcome:
     """What the survivors of a loss of node 3 agree on."""
     rules = rules or small_rules()
-    events: list[Event] = [gone(3), MembersRecorded(1), *answers]
+    events: list[Event] = [node_loss(3), MembersRecorded(1), *answers]
     _, commands = after(training_halves(rules), events, rules)
     (record,) = of_type(commands, RecordDecision)
     assert record.outcome.epoch == 1
@@ -157,8 +157,8 @@ def test_a_job_whose_workers_are_all_new_does_not_begin_again(source: str) -> No
     Found by the simulation: the worker of the only node that was left crashed.
     """
     rules = replace(small_rules(), source=source)
-    answers = [stopped(rank, 1) for rank in (0, 1, 2)]
-    events: list[Event] = [gone(3), MembersRecorded(1), *answers]
+    answers = [stop_report(rank, 1) for rank in (0, 1, 2)]
+    events: list[Event] = [node_loss(3), MembersRecorded(1), *answers]
 
     _, commands = after(training_halves(rules), events, rules)
 
@@ -178,8 +178,8 @@ def test_a_job_whose_last_save_is_on_disk_needs_no_workers_any_more() -> None:
     rules = small_rules()
     state = training_halves(rules)
     state = replace(state, commits=replace(state.commits, next_iteration=END, ends=True))
-    answers = [stopped(rank, 1) for rank in (0, 1, 2)]
-    events: list[Event] = [gone(3), Published(END, 0), MembersRecorded(1), *answers]
+    answers = [stop_report(rank, 1) for rank in (0, 1, 2)]
+    events: list[Event] = [node_loss(3), Published(END, 0), MembersRecorded(1), *answers]
 
     _, commands = after(state, [*events, DecisionRecorded(1)], rules)
 
@@ -202,8 +202,8 @@ def test_an_outcome_on_record_is_inherited_over_epochs() -> None:
     """Its only witness is lost, but others may have obeyed it by then."""
     rules = small_rules(n0=1)
     answers = (applied(0), waits(1), waits(2))
-    events: list[Event] = [gone(3), MembersRecorded(1), *answers, DecisionRecorded(1)]
-    events += [gone(0), PeerUnreachable(rank=1, epoch=2, peer=2, reason="closed")]
+    events: list[Event] = [node_loss(3), MembersRecorded(1), *answers, DecisionRecorded(1)]
+    events += [node_loss(0), PeerUnreachable(rank=1, epoch=2, peer=2, reason="closed")]
     state, _ = after(training_halves(rules), events, rules)
     state, _ = step(rules, state, Tick(), NOW_S + 2 * LEASE_S)
     assert (state.epoch, state.nodes) == (3, (1, 2))
@@ -221,8 +221,8 @@ def test_iterations_of_the_epoch_before_are_told_once_the_next_begins() -> None:
     rules = small_rules()
     answers = (applied(0), waits(1), waits(2))
     events: list[Event] = [
-        done(3, NEXT, epoch=0),
-        gone(3),
+        iteration_report(3, NEXT, epoch=0),
+        node_loss(3),
         MembersRecorded(1),
         *answers,
         DecisionRecorded(1),
@@ -233,7 +233,7 @@ def test_iterations_of_the_epoch_before_are_told_once_the_next_begins() -> None:
     assert (committed.iteration, committed.loss, committed.ends) == (NEXT, float(NEXT), False)
     assert [report.rank for report in committed.reports] == [3]
     assert state.commits.next_iteration == NEXT + 1
-    late: list[Event] = [done(rank, NEXT, epoch=0) for rank in (0, 1, 2)]
+    late: list[Event] = [iteration_report(rank, NEXT, epoch=0) for rank in (0, 1, 2)]
     _, more = after(state, [*late, *(ready(rank, 1) for rank in (0, 1, 2))], rules)
     assert not of_type(more, Committed)
 
@@ -242,9 +242,15 @@ def test_reports_that_come_after_a_loss_was_noticed_still_count() -> None:
     """A rank reports an iteration, then the next one is settled by its vector: of the first one
     only the reports tell the loss, and they come before the answers."""
     rules = small_rules()
-    reports: list[Event] = [done(rank, NEXT, epoch=0) for rank in (0, 1, 2)]
+    reports: list[Event] = [iteration_report(rank, NEXT, epoch=0) for rank in (0, 1, 2)]
     answers = [holds(rank, age=NEXT + 2, last=NEXT + 1) for rank in (0, 1, 2)]
-    events: list[Event] = [gone(3), *reports, MembersRecorded(1), *answers, DecisionRecorded(1)]
+    events: list[Event] = [
+        node_loss(3),
+        *reports,
+        MembersRecorded(1),
+        *answers,
+        DecisionRecorded(1),
+    ]
     _, commands = after(training_halves(rules), events, rules)
 
     assert [c.iteration for c in of_type(commands, Committed)] == [NEXT, NEXT + 1]
@@ -256,11 +262,16 @@ def test_a_report_of_what_is_done_again_counts_for_nothing() -> None:
     and it is committed when all of them have."""
     rules = small_rules()
     answers = (waits(0), waits(1), waits(2))
-    events: list[Event] = [done(3, NEXT, epoch=0), gone(3), MembersRecorded(1), *answers]
+    events: list[Event] = [
+        iteration_report(3, NEXT, epoch=0),
+        node_loss(3),
+        MembersRecorded(1),
+        *answers,
+    ]
     events += [DecisionRecorded(1), *(ready(rank, 1) for rank in (0, 1, 2))]
     state, _ = after(training_halves(rules), events, rules)
     assert state.phase is Phase.TRAINING
-    again: list[Event] = [done(rank, NEXT, epoch=1) for rank in (0, 1, 2)]
+    again: list[Event] = [iteration_report(rank, NEXT, epoch=1) for rank in (0, 1, 2)]
     state, early = after(state, again[:2], rules)
     _, commands = after(state, again[2:], rules)
 
@@ -273,7 +284,7 @@ def test_an_iteration_of_which_nobody_can_tell_is_warned_of() -> None:
     """It counts all the same, for the ranks have applied it."""
     rules = small_rules()
     answers = [holds(rank, age=NEXT + 2, last=NEXT + 1) for rank in (0, 1, 2)]
-    events: list[Event] = [gone(3), MembersRecorded(1), *answers, DecisionRecorded(1)]
+    events: list[Event] = [node_loss(3), MembersRecorded(1), *answers, DecisionRecorded(1)]
     state, commands = after(training_halves(rules), events, rules)
 
     (warned,) = of_type(commands, Warned)
@@ -296,7 +307,7 @@ def test_an_outcome_that_is_the_last_iteration_is_saved_and_ends_the_job(stop_vo
     rules = small_rules()
     answers = last_answers(stop_votes)
     number = answers[0].vector_iteration + 1
-    events: list[Event] = [gone(3), MembersRecorded(1), *answers, DecisionRecorded(1)]
+    events: list[Event] = [node_loss(3), MembersRecorded(1), *answers, DecisionRecorded(1)]
     state, commands = after(training_halves(rules), events, rules)
 
     assert state.phase is Phase.SAVING
@@ -304,7 +315,7 @@ def test_an_outcome_that_is_the_last_iteration_is_saved_and_ends_the_job(stop_vo
     assert (order.epoch, order.iteration, order.vector) == (1, number, answers[0].vector)
     assert not of_type(commands, Decided)
     assert of_type(commands, Committed)[-1].ends
-    parts = [saved(rank, number, epoch=1, layers=part) for rank, part in order.layers.items()]
+    parts = [save_report(rank, number, epoch=1, layers=part) for rank, part in order.layers.items()]
     _, commands = after(state, [*parts, Published(number, 1)], rules)
     assert commands[-1] == End(Ending.FINISHED)
 
@@ -314,12 +325,16 @@ def test_a_job_whose_last_save_is_on_disk_has_finished(lost: tuple[int, ...]) ->
     """Whoever is lost before its end is noted; nothing is written again."""
     rules = small_rules()
     events: list[Event] = [
-        done(rank, i, epoch=0, ends=i + 1 == END) for i in range(NEXT, END) for rank in range(4)
+        iteration_report(rank, i, epoch=0, ends=i + 1 == END)
+        for i in range(NEXT, END)
+        for rank in range(4)
     ]
-    events += [saved(rank, END, epoch=0, layers=HELD[rank]) for rank in (0, 1)]
-    events += [*map(gone, lost), Published(END, 0), MembersRecorded(len(lost))]
+    events += [save_report(rank, END, epoch=0, layers=HELD[rank]) for rank in (0, 1)]
+    events += [*map(node_loss, lost), Published(END, 0), MembersRecorded(len(lost))]
     left = [rank for rank in HALVES.ranks if rank not in lost]
-    answers = [stopped(rank, len(lost), layers=HELD[rank], age=END, last=END - 1) for rank in left]
+    answers = [
+        stop_report(rank, len(lost), layers=HELD[rank], age=END, last=END - 1) for rank in left
+    ]
     _, commands = after(
         training_halves(rules), [*events, *answers, DecisionRecorded(len(lost))], rules
     )
@@ -333,7 +348,7 @@ def test_an_epoch_begins_only_once_those_who_send_layers_have_addresses() -> Non
     moves = ((Transfer(layer=0, source=2, target=1, num_bytes=8),),)
     rules = small_rules(n0=1, policy=Survivors(num_idle=1, rounds=moves))
     events: list[Event] = [*(waits(rank) for rank in (0, 1, 2)), DecisionRecorded(1)]
-    state, _ = after(training_halves(rules), [gone(3), MembersRecorded(1)], rules)
+    state, _ = after(training_halves(rules), [node_loss(3), MembersRecorded(1)], rules)
     state = replace(state, workers=PersistentMap({rank: worker(rank) for rank in (0, 1)}))
     state, early = after(state, events, rules)
     state, commands = after(state, [worker(2)], rules)

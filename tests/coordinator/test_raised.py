@@ -10,13 +10,13 @@ from helpers.coordinated import (
     FIRST,
     NOW_S,
     after,
-    exited,
-    failed,
-    gone,
+    node_loss,
     of_type,
     ready,
     small_rules,
     worker,
+    worker_exit,
+    worker_failure,
 )
 from helpers.jobs import template
 from helpers.raising import (
@@ -92,7 +92,7 @@ def test_two_holders_that_raise_at_once_both_keep_what_they_hold() -> None:
     """If both made way the layers would be gone, and with them what was trained."""
     cluster = trained(rules=replace(small_rules(), source=""))
     for rank in (1, 3):
-        event = failed(rank, ELSEWHERE, epoch=0)
+        event = worker_failure(rank, ELSEWHERE, epoch=0)
         cluster.state, _ = step(cluster.rules, cluster.state, event, NOW_S)
     cluster.restart_epoch()
 
@@ -108,7 +108,7 @@ def test_a_worker_whose_peer_was_just_forked_is_not_replaced() -> None:
     cluster.nodes[3].pid += 1
     exited = WorkerExited(node=3, rank=3, pid=53, status=-9)
     cluster.state, _ = step(cluster.rules, cluster.state, exited, NOW_S)
-    event = failed(1, ELSEWHERE, epoch=0)
+    event = worker_failure(1, ELSEWHERE, epoch=0)
     cluster.state, _ = step(cluster.rules, cluster.state, event, NOW_S)
     cluster.nodes[3].layers = ()
     cluster.restart_epoch()
@@ -208,7 +208,7 @@ def test_a_rank_that_crashes_once_is_not_said_to_have_crashed_three_times() -> N
 def test_what_is_told_again_counts_once() -> None:
     """Agents tell it on each connection, and one may be made anew while all leave the epoch."""
     cluster = trained()
-    event, ended = failed(1, ELSEWHERE, epoch=0), exited(3, status=-9)
+    event, ended = worker_failure(1, ELSEWHERE, epoch=0), worker_exit(3, status=-9)
     for _ in range(4):
         for word in (event, ended):
             cluster.state, _ = step(cluster.rules, cluster.state, word, NOW_S)
@@ -220,8 +220,12 @@ def test_what_is_told_again_counts_once() -> None:
 def test_a_worker_that_raises_once_more_before_it_makes_way_has_one_successor() -> None:
     """Its successor was taken for the one that raised at the next loss, and waited for in vain."""
     cluster = trained(rules=replace(small_rules(), source=""))
-    state, _ = step(cluster.rules, cluster.state, failed(1, ELSEWHERE, epoch=0), NOW_S)
-    events: list[Event] = [MembersRecorded(1), exited(0), failed(1, ELSEWHERE, epoch=1)]
+    state, _ = step(cluster.rules, cluster.state, worker_failure(1, ELSEWHERE, epoch=0), NOW_S)
+    events: list[Event] = [
+        MembersRecorded(1),
+        worker_exit(0),
+        worker_failure(1, ELSEWHERE, epoch=1),
+    ]
     events += [worker(1, pid=77), MembersRecorded(2)]
     state, _ = after(state, events, cluster.rules)
 
@@ -235,12 +239,12 @@ def test_the_successor_of_a_worker_whose_end_fails_the_job_is_told_to_answer() -
     cluster.crash(3)
     cluster.crash(1)
     pid = cluster.nodes[1].pid
-    cluster.state, _ = step(cluster.rules, cluster.state, exited(1, pid=pid), NOW_S)
+    cluster.state, _ = step(cluster.rules, cluster.state, worker_exit(1, pid=pid), NOW_S)
     epoch = cluster.state.epoch
     cluster.state, _ = step(cluster.rules, cluster.state, worker(1, pid=pid + 1), NOW_S)
     cluster.state, _ = step(cluster.rules, cluster.state, MembersRecorded(epoch), NOW_S)
     assert cluster.state.phase is Phase.STOPPING
-    cluster.state, commands = step(cluster.rules, cluster.state, exited(1, pid=pid + 1), NOW_S)
+    cluster.state, commands = step(cluster.rules, cluster.state, worker_exit(1, pid=pid + 1), NOW_S)
 
     assert cluster.state.stop.failure is not None
     assert [one.members.epoch for one in of_type(commands, RecordMembers)] == [epoch + 1]
@@ -366,7 +370,7 @@ def test_a_node_is_needed_whose_layers_a_lost_one_held_too() -> None:
     cluster = trained(rules=replace(small_rules(failures_tolerated=0), source=""))
     assert not _why_needed(cluster.rules, cluster.state, 1)
 
-    cluster.state, _ = step(cluster.rules, cluster.state, gone(3), NOW_S)
+    cluster.state, _ = step(cluster.rules, cluster.state, node_loss(3), NOW_S)
 
     assert _why_needed(cluster.rules, cluster.state, 1) == "no other node holds layer 5"
 
@@ -374,8 +378,8 @@ def test_a_node_is_needed_whose_layers_a_lost_one_held_too() -> None:
 def test_what_a_node_says_that_is_no_member_any_more_changes_nothing() -> None:
     """It may have raised because it was shut out."""
     cluster = trained()
-    cluster.hear(gone(1))
+    cluster.hear(node_loss(1))
     state = cluster.state
-    event = failed(1, MISTAKE, epoch=0, blame="job")
+    event = worker_failure(1, MISTAKE, epoch=0, blame="job")
 
     assert step(cluster.rules, state, event, NOW_S)[0] is state

@@ -12,15 +12,15 @@ from helpers.coordinated import (
     NOW_S,
     SOURCE,
     Survivors,
-    done,
-    exited,
-    gone,
+    iteration_report,
+    node_loss,
     of_type,
     ready,
-    saved,
+    save_report,
     small_rules,
-    stopped,
+    stop_report,
     worker,
+    worker_exit,
 )
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import NUM_LAYERS, shaped_plan
@@ -81,28 +81,30 @@ HELD: tuple[Event, ...] = (
     *map(worker, PLAN.ranks),
     *(ready(rank, 0) for rank in PLAN.ranks),
 )
-LAST: tuple[Event, ...] = tuple(done(rank, FIRST, epoch=0, ends=True) for rank in PLAN.ranks)
-ONE_LOST: tuple[Event, ...] = (*HELD, gone(3))
+LAST: tuple[Event, ...] = tuple(
+    iteration_report(rank, FIRST, epoch=0, ends=True) for rank in PLAN.ranks
+)
+ONE_LOST: tuple[Event, ...] = (*HELD, node_loss(3))
 ALL_ANSWER: tuple[Event, ...] = (
     MembersRecorded(1),
-    stopped(0, 1, layers=LOWER),
-    stopped(1, 1, layers=UPPER),
-    stopped(2, 1, layers=LOWER),
+    stop_report(0, 1, layers=LOWER),
+    stop_report(1, 1, layers=UPPER),
+    stop_report(2, 1, layers=LOWER),
 )
 PHASES: dict[str, tuple[Phase, tuple[Event, ...]]] = {
     "deciding first": (Phase.DECIDING, ()),
     "joining": (Phase.JOINING, HELD[:4]),
     "starting": (Phase.STARTING, HELD[:7]),
-    "training": (Phase.TRAINING, (*HELD, done(1, FIRST, epoch=0))),
-    "saving": (Phase.SAVING, (*HELD, *LAST, saved(0, FIRST + 1, epoch=0, layers=LOWER))),
+    "training": (Phase.TRAINING, (*HELD, iteration_report(1, FIRST, epoch=0))),
+    "saving": (Phase.SAVING, (*HELD, *LAST, save_report(0, FIRST + 1, epoch=0, layers=LOWER))),
     "recording": (Phase.RECORDING, ONE_LOST),
     "stopping": (Phase.STOPPING, (*ONE_LOST, *ALL_ANSWER[:-1])),
     "deciding": (Phase.DECIDING, (*ONE_LOST, *ALL_ANSWER)),
 }
 LOSSES: dict[str, tuple[Event, tuple[int, ...]]] = {
-    "lost": (gone(2), (2,)),
-    "crash": (exited(2, status=1), ()),
-    "stall": (exited(2, stalled=True, stack="in forward"), ()),
+    "lost": (node_loss(2), (2,)),
+    "crash": (worker_exit(2, status=1), ()),
+    "stall": (worker_exit(2, stalled=True, stack="in forward"), ()),
 }
 
 
@@ -140,7 +142,7 @@ def test_members_are_recorded_before_anyone_is_told(phase: str) -> None:
     """Whatever comes in between, also the record of an epoch before."""
     before, _ = after(PHASES[phase][1])
     epoch = before.epoch + 1
-    early: list[Event] = [gone(2), *(stopped(rank, epoch) for rank in before.ranks)]
+    early: list[Event] = [node_loss(2), *(stop_report(rank, epoch) for rank in before.ranks)]
     state = before
     told: list[Command] = []
     for event in (*early, MembersRecorded(epoch - 1), DecisionRecorded(epoch), Tick()):
@@ -167,9 +169,9 @@ def test_the_decision_is_recorded_before_anyone_is_told() -> None:
 
 def test_a_new_worker_is_waited_for() -> None:
     """The address of the one that is gone leads nowhere."""
-    crash = (*HELD, exited(3, status=1), MembersRecorded(1))
-    answers = (stopped(0, 1, layers=LOWER), stopped(1, 1, layers=UPPER), stopped(2, 1))
-    state, _ = after((*crash, *answers, stopped(3, 1), DecisionRecorded(1)))
+    crash = (*HELD, worker_exit(3, status=1), MembersRecorded(1))
+    answers = (stop_report(0, 1, layers=LOWER), stop_report(1, 1, layers=UPPER), stop_report(2, 1))
+    state, _ = after((*crash, *answers, stop_report(3, 1), DecisionRecorded(1)))
     assert state.phase is Phase.JOINING
 
     state, commands = step(RULES, state, worker(3, pid=99), NOW_S)
@@ -181,7 +183,7 @@ def test_the_end_of_a_worker_that_has_been_replaced_is_no_loss() -> None:
     """Its successor has reported, so this epoch knows nothing of it."""
     state, _ = after((*HELD, worker(3, pid=99)))
 
-    assert step(RULES, state, exited(3), NOW_S) == (state, ())
+    assert step(RULES, state, worker_exit(3), NOW_S) == (state, ())
 
 
 def test_a_stop_is_told_to_those_who_go_on() -> None:
@@ -212,8 +214,8 @@ def test_a_policy_is_told_of_lost_nodes_only() -> None:
     """The node of a worker that crashed lives, and holds nothing."""
     policy = Survivors()
     state, _ = first_step(rules := small_rules(policy=policy), PLAN, term=0, predicted_s=1.0)
-    answers = [stopped(0, 1), stopped(1, 1), stopped(2, 1), stopped(3, 1)]
-    for fact in (*HELD, exited(3), MembersRecorded(1), *answers):
+    answers = [stop_report(0, 1), stop_report(1, 1), stop_report(2, 1), stop_report(3, 1)]
+    for fact in (*HELD, worker_exit(3), MembersRecorded(1), *answers):
         state, _ = step(rules, state, fact, NOW_S)
 
     ((cluster, event),) = policy.seen
@@ -361,7 +363,14 @@ def test_it_is_told_as_long_as_a_worker_is_forked_anew() -> None:
     state, _ = after(HELD)
     seconds = count(NOW_S)
     told: list[tuple[str, float]] = []
-    for event in (exited(1), exited(2), gone(2), worker(3, pid=83), worker(1, pid=81), gone(3)):
+    for event in (
+        worker_exit(1),
+        worker_exit(2),
+        node_loss(2),
+        worker(3, pid=83),
+        worker(1, pid=81),
+        node_loss(3),
+    ):
         now_s = next(seconds)
         state, commands = step(RULES, state, event, now_s)
         losses, forked = of_type(commands, Recovering), of_type(commands, Forked)
@@ -394,7 +403,7 @@ def test_a_link_that_breaks_between_live_nodes_begins_an_epoch_after_a_lease() -
     state, _ = after((*HELD, unreachable()))
     assert step(RULES, state, Tick(), NOW_S + LEASE_S) == (state, ())
     broken, commands = step(RULES, state, Tick(), NOW_S + LEASE_S + 0.1)
-    lost, _ = step(RULES, state, gone(2), NOW_S)
+    lost, _ = step(RULES, state, node_loss(2), NOW_S)
 
     assert (broken.epoch, broken.nodes, broken.phase) == (1, PLAN.nodes, Phase.RECORDING)
     assert not of_type(commands, Evict)

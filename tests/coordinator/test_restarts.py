@@ -9,11 +9,11 @@ from helpers.coordinated import (
     FIRST,
     LEASE_S,
     NOW_S,
-    exited,
     of_type,
-    saved,
+    save_report,
     small_rules,
     worker,
+    worker_exit,
 )
 from helpers.fake_cluster import FakeCluster, FakeNode
 from helpers.jobs import NUM_LAYERS, shaped_plan
@@ -175,7 +175,7 @@ def test_a_crash_that_nobody_heard_of_is_answered_by_the_next() -> None:
     """The new worker holds nothing of what the order of the epoch takes for granted."""
     cluster = trained()
     new = cluster.nodes[2] = FakeNode(cluster.nodes[2].agent)
-    new.say(exited(2))
+    new.say(worker_exit(2))
     new.say(worker(2))
     cluster.restart()
 
@@ -192,7 +192,7 @@ def test_a_job_whose_last_iteration_is_on_record_does_not_train_again() -> None:
     assert cluster.state.phase is Phase.SAVING
     cluster.progress = Progress(num_committed=END, ends=True)
     for rank, layers in ((0, range(5)), (1, range(5, 10))):
-        cluster.nodes[rank].say(saved(rank, END, epoch=0, layers=layers))
+        cluster.nodes[rank].say(save_report(rank, END, epoch=0, layers=layers))
     before = len(cluster.commands)
     cluster.restart()
 

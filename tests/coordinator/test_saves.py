@@ -14,14 +14,14 @@ from helpers.coordinated import (
     SOURCE,
     UPPER,
     after,
-    done,
-    failed,
-    gone,
+    iteration_report,
+    node_loss,
     of_type,
-    saved,
+    save_report,
     small_rules,
-    stopped,
+    stop_report,
     training_halves,
+    worker_failure,
 )
 from planaria.coordinator.commands import (
     Command,
@@ -49,7 +49,10 @@ TIMEOUT_S = RULES.job.checkpoint.timeout_s
 
 def whole(iteration: int) -> list[Event]:
     """Every layer of a save is on disk."""
-    return [saved(0, iteration, epoch=0, layers=LOWER), saved(1, iteration, epoch=0, layers=UPPER)]
+    return [
+        save_report(0, iteration, epoch=0, layers=LOWER),
+        save_report(1, iteration, epoch=0, layers=UPPER),
+    ]
 
 
 def skipped(rank: int, iteration: int) -> SaveFailed:
@@ -68,8 +71,8 @@ def lost(nodes: Iterable[int]) -> list[Event]:
     epoch = len(list(nodes))
     left = [rank for rank in HALVES.ranks if rank not in nodes]
     held = {0: LOWER, 1: UPPER, 2: LOWER, 3: UPPER}
-    answers = [stopped(r, epoch, layers=held[r], age=NEXT, last=NEXT - 1) for r in left]
-    return [*map(gone, nodes), MembersRecorded(epoch), *answers]
+    answers = [stop_report(r, epoch, layers=held[r], age=NEXT, last=NEXT - 1) for r in left]
+    return [*map(node_loss, nodes), MembersRecorded(epoch), *answers]
 
 
 def test_a_loss_is_answered_while_the_disk_does_not_answer() -> None:
@@ -108,9 +111,9 @@ def test_a_job_that_fails_and_has_lost_layers_goes_back_for_nothing(is_published
     if is_published:
         state, _ = after(state, [Published(NEXT, 0), SavesListed()], RULES)
     mistake = Raised(error="ValueError", first_layer=5, end_layer=10)
-    state, _ = after(state, [failed(1, mistake, epoch=0, blame="job")], RULES)
-    left = [stopped(rank, 3, layers=UPPER, age=NEXT, last=NEXT - 1) for rank in (1, 3)]
-    state, commands = after(state, [gone(0), gone(2), MembersRecorded(3), *left], RULES)
+    state, _ = after(state, [worker_failure(1, mistake, epoch=0, blame="job")], RULES)
+    left = [stop_report(rank, 3, layers=UPPER, age=NEXT, last=NEXT - 1) for rank in (1, 3)]
+    state, commands = after(state, [node_loss(0), node_loss(2), MembersRecorded(3), *left], RULES)
 
     (end,) = of_type(commands, End)
     assert (end.ending, end.failure is not None) == (Ending.FAILED, True)
@@ -130,13 +133,15 @@ def test_a_job_that_must_end_and_has_lost_layers_says_that_it_saves_nothing() ->
 def test_the_last_save_is_waited_for_as_long_as_it_gets_on() -> None:
     """It may take hours; but a disk that does not answer must not keep a job for ever."""
     state = training_halves(RULES)
-    state, _ = after(state, [done(r, NEXT, epoch=0, ends=True) for r in HALVES.ranks], RULES)
+    state, _ = after(
+        state, [iteration_report(r, NEXT, epoch=0, ends=True) for r in HALVES.ranks], RULES
+    )
     assert state.phase is Phase.SAVING
     told: list[Command] = []
     moments: list[tuple[float, Event]] = [
         (SLOW_S, Tick()),
         (SLOW_S + 1.0, Tick()),
-        (TIMEOUT_S - 1.0, saved(0, NEXT + 1, epoch=0, layers=LOWER[:1])),
+        (TIMEOUT_S - 1.0, save_report(0, NEXT + 1, epoch=0, layers=LOWER[:1])),
         (2.0 * TIMEOUT_S - 2.0, Tick()),
     ]
     for moment_s, event in moments:
@@ -189,7 +194,7 @@ def test_that_saves_are_skipped_is_told_less_and_less_often() -> None:
 
 def test_what_others_wrote_of_a_skipped_save_is_removed() -> None:
     """Nobody will complete it."""
-    events: list[Event] = [saved(0, NEXT, epoch=0, layers=LOWER), skipped(1, NEXT)]
+    events: list[Event] = [save_report(0, NEXT, epoch=0, layers=LOWER), skipped(1, NEXT)]
     state, commands = after(training_halves(RULES), events, RULES)
 
     assert of_type(commands, Discard) == [Discard(NEXT, 0, "")]
@@ -218,7 +223,7 @@ def test_versions_that_could_not_be_read_are_none_of_those_that_are_kept() -> No
 
 def test_an_agent_forgets_no_save_for_those_that_were_skipped() -> None:
     """A new coordinator needs what was written before, and can do without these."""
-    state = on_report(AgentState(node=0), saved(0, NEXT, epoch=0, layers=LOWER), NOW_S)
+    state = on_report(AgentState(node=0), save_report(0, NEXT, epoch=0, layers=LOWER), NOW_S)
     again = on_report(state, skipped(0, NEXT + 1), NOW_S)
 
     assert again == state
@@ -269,8 +274,11 @@ def test_a_save_of_before_a_loss_that_cannot_be_published_is_told_and_removed() 
 def test_few_saves_of_before_a_loss_wait() -> None:
     """Those that are skipped do not wait any more."""
     state, _ = after(publishing(), [e for n in range(NEXT + 1, NEXT + 5) for e in whole(n)], RULES)
-    state, _ = after(state, [gone(3), MembersRecorded(1)], RULES)
-    late = [saved(0, NEXT + 5, epoch=1, layers=LOWER), saved(1, NEXT + 5, epoch=1, layers=UPPER)]
+    state, _ = after(state, [node_loss(3), MembersRecorded(1)], RULES)
+    late = [
+        save_report(0, NEXT + 5, epoch=1, layers=LOWER),
+        save_report(1, NEXT + 5, epoch=1, layers=UPPER),
+    ]
     state, commands = after(state, late, RULES)
 
     assert of_type(commands, Discard) == [Discard(NEXT + 1, 0, "")]

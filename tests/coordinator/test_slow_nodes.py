@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from helpers import fake_cluster
-from helpers.coordinated import FIRST, NOW_S, NUM_MICROBATCHES, gone, of_type, small_rules
+from helpers.coordinated import FIRST, NOW_S, NUM_MICROBATCHES, node_loss, of_type, small_rules
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import template
 from helpers.strategies import layer_profile, model_profile
@@ -148,7 +148,7 @@ def test_a_loss_at_any_moment_leaves_a_plan_for_the_speeds(node: int, later: int
     """Before, during and after the change; the slow one itself, its peer, or another one."""
     cluster = training(5, (3, 2))
     train(cluster, later, slowness={1: 2.0})
-    cluster.hear(gone(node))
+    cluster.hear(node_loss(node))
     cluster.nodes[node].is_alive = False
     cluster.lose()
     train(cluster, 2 * WINDOW + 6, slowness={1: 2.0})

@@ -2,7 +2,15 @@
 
 from dataclasses import replace
 
-from helpers.coordinated import END, FIRST, Survivors, of_type, saved, small_rules, unsaved
+from helpers.coordinated import (
+    END,
+    FIRST,
+    Survivors,
+    of_type,
+    save_failure,
+    save_report,
+    small_rules,
+)
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.commands import End, MustEnd
@@ -51,7 +59,7 @@ def test_the_users_own_stop_stays_where_too_few_nodes_would_have_made_one() -> N
     assert cluster.state.stop.is_requested
     number = cluster.state.commits.next_iteration
     cluster.train(number)
-    cluster.hear(*(saved(n, number + 1, epoch=1, layers=range(NUM_LAYERS)) for n in (0, 2)))
+    cluster.hear(*(save_report(n, number + 1, epoch=1, layers=range(NUM_LAYERS)) for n in (0, 2)))
 
     (end,) = of_type(cluster.commands, End)
     assert end.ending is Ending.STOPPED
@@ -89,7 +97,7 @@ def test_a_new_coordinator_knows_that_a_notice_made_the_job_stop() -> None:
     number = FIRST + 2
     cluster.progress = Progress(num_committed=number, ends=True, stop_reason=reason)
     cluster.restart()
-    cluster.hear(saved(0, number, epoch=0, layers=range(NUM_LAYERS)))
+    cluster.hear(save_report(0, number, epoch=0, layers=range(NUM_LAYERS)))
 
     (end,) = of_type(cluster.commands, End)
     assert (end.ending, end.reason) == (Ending.LOST, reason)
@@ -102,7 +110,7 @@ def test_a_job_that_must_end_stops_at_its_next_commit_saved() -> None:
     assert all(cluster.nodes[node].stops for node in (0, 1))
     cluster.train(FIRST + 1)
     assert cluster.state.phase is Phase.SAVING
-    cluster.hear(saved(0, FIRST + 2, epoch=0, layers=range(NUM_LAYERS)))
+    cluster.hear(save_report(0, FIRST + 2, epoch=0, layers=range(NUM_LAYERS)))
 
     (end,) = of_type(cluster.commands, End)
     assert (end.ending, end.reason) == (Ending.LOST, "the disk is full")
@@ -113,7 +121,7 @@ def test_a_job_that_must_end_has_finished_if_that_was_its_last_iteration() -> No
     for iteration in range(FIRST + 1, END):
         cluster.train(iteration)
     cluster.hear(MustEnd("the disk is full"))
-    cluster.hear(saved(0, END, epoch=0, layers=range(NUM_LAYERS)))
+    cluster.hear(save_report(0, END, epoch=0, layers=range(NUM_LAYERS)))
 
     (end,) = of_type(cluster.commands, End)
     assert end.ending is Ending.FINISHED
@@ -140,7 +148,7 @@ def test_a_job_that_must_end_says_what_is_not_saved() -> None:
     cluster = training(rules())
     cluster.hear(MustEnd("the disk is full"))
     cluster.train(FIRST + 1)
-    cluster.hear(unsaved(0, FIRST + 2, epoch=0))
+    cluster.hear(save_failure(0, FIRST + 2, epoch=0))
 
     (end,) = of_type(cluster.commands, End)
     assert end.ending is Ending.LOST

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from helpers.strategies import layer_profile, model_profile, planned
+from helpers.strategies import layer_profile, model_profile, planned_problems
 from planaria.core.plan import (
     Hop,
     Link,
@@ -74,7 +74,7 @@ def test_microbatches_are_dealt_to_pipelines_in_order() -> None:
     assert plan().routes == (first, second, second)
 
 
-@given(planned())
+@given(planned_problems())
 def test_every_route_covers_the_model_once_on_holders(
     case: tuple[Problem, dict[int, PipelineTemplate], Plan],
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from helpers.chaos import long_but_the_first
 from helpers.jobs import NUM_LAYERS, shapes, template, tiny_job
-from helpers.linked import TIMEOUT_S, TOKEN, begin_all, linked, on_all, wait_until
+from helpers.linked import TIMEOUT_S, TOKEN, begin_all, link_ranks, on_all, wait_until
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.checkpoint.memory.arena import arena_fd
 from planaria.core.cluster import ClusterState, Node
@@ -62,7 +62,7 @@ def nodes(directory: Path) -> Iterator[list[Rank]]:
         tiny_job("plain_sequential", directory),
         checkpoint=CheckpointConfig(copies=2, buffer_bytes=1000, directory=str(directory)),
     )
-    with linked(NUM_NODES) as ranks, ExitStack() as stack:
+    with link_ranks(NUM_NODES) as ranks, ExitStack() as stack:
         found = []
         for links in ranks:
             fd = arena_fd()

@@ -8,7 +8,7 @@ from itertools import count
 import numpy as np
 import pytest
 
-from helpers.linked import TIMEOUT_S, TOKEN, addresses, in_threads, linked, on_all, wait_until
+from helpers.linked import TIMEOUT_S, TOKEN, addresses, in_threads, link_ranks, on_all, wait_until
 from planaria.core.job import ModelConfig, TrainingConfig
 from planaria.core.plan import NUM_CHUNKS, Transfer
 from planaria.engine.exchange import PIECE_BYTES, exchange_layers, wait_received
@@ -52,7 +52,7 @@ def test_a_layer_is_whole_from_any_number_of_holders(
         for layer in every
     ]
 
-    with linked(num_holders + 1) as ranks:
+    with link_ranks(num_holders + 1) as ranks:
 
         def run(links: Links) -> int:
             own = stages[links.rank]
@@ -117,10 +117,10 @@ def test_a_rank_that_only_sends_waits_until_all_is_taken() -> None:
         if links.rank == 1:
             wait_received(links, rounds)
 
-    with linked(2) as ranks:
+    with link_ranks(2) as ranks:
         on_all(ranks, run)
         assert sorted(stages[0].layers) == [1]
-    with linked(2) as ranks, in_threads(lambda: run(ranks[1])) as (sending,):
+    with link_ranks(2) as ranks, in_threads(lambda: run(ranks[1])) as (sending,):
         wait_until(lambda: ranks[1].sent_bytes[Channel.STATE] > 0)
         ranks[1]._peers[0].sock.shutdown(socket.SHUT_RDWR)
         with pytest.raises(PeerLostError):
@@ -169,7 +169,7 @@ def test_parts_that_did_not_arrive_as_they_were_sent_are_refused(
     stages = [stage([1]), stage([1]), stage(())]
     rounds = [[Transfer(1, 0, 2, 0, 0, 9), Transfer(1, 1, 2, 0, 9, NUM_CHUNKS)]]
 
-    with linked(3) as ranks:
+    with link_ranks(3) as ranks:
 
         def run(links: Links) -> str:
             try:

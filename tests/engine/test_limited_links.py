@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from helpers.exchanging import bound_s, exchanged, seconds
+from helpers.exchanging import bound_s, run_exchange, seconds
 from helpers.losses import NUM_LAYERS, every, plan_of, prices
 from helpers.plan_examples import figure_9_plan
-from helpers.reducing import reduced
+from helpers.reducing import reduce_buckets
 from planaria.core.cluster import NodesLost, survivors
 from planaria.nodes.forkserver import ForkServer
 from planaria.policies.reinstantiate import Reinstantiate
@@ -39,7 +39,7 @@ def test_a_transfer_takes_little_longer_than_its_most_loaded_link_needs(
 
     best_s = float("inf")
     for _ in range(NUM_TRIES):
-        found = exchanged(server, held, rounds, layer_bytes=LAYER_BYTES, bytes_per_s=BYTES_PER_S)
+        found = run_exchange(server, held, rounds, layer_bytes=LAYER_BYTES, bytes_per_s=BYTES_PER_S)
         check_holders_agree({rank: one.digests for rank, one in found.items()})
         for rank, one in found.items():
             moved = [t for transfers in rounds for t in transfers if t.target == rank]
@@ -62,7 +62,9 @@ def test_gradients_summed_in_either_order_are_the_same(server: ForkServer) -> No
     sizes = (400_000,) * plan.num_layers
 
     coloured, uncoloured = (
-        reduced(server, buckets_of(plan, order=order), layer_bytes=sizes, bytes_per_s=BYTES_PER_S)
+        reduce_buckets(
+            server, buckets_of(plan, order=order), layer_bytes=sizes, bytes_per_s=BYTES_PER_S
+        )
         for order in ReductionOrder
     )
 

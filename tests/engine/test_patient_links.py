@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from helpers.jobs import NUM_LAYERS, shaped_plan, tiny_job
-from helpers.linked import TIMEOUT_S, in_threads, linked, tag
+from helpers.linked import TIMEOUT_S, in_threads, link_ranks, tag
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.commit import Votes, vector_layout
 from planaria.core.job import JobConfig
@@ -63,7 +63,7 @@ def test_an_executor_waits_for_a_peer_that_takes_hours() -> None:
     """It may still load its layers, or compute: whether it lives its lease and its pulse tell."""
     config = tiny_job("sequential", Path(), iterations=1)
     plan = shaped_plan((2,), config.num_microbatches)
-    with linked(2) as (_, links):
+    with link_ranks(2) as (_, links):
         stage = stage_of(config, links)
         stage.hold(plan.held_by_rank[1], states={}, age=0)
         executor = Executor(
@@ -109,7 +109,7 @@ def test_a_rank_that_joins_waits_for_an_iteration_that_takes_hours(tmp_path: Pat
     spec = NodeSpec(
         job=config, node=1, token=b"", coordinator=("", 0), worker="", cache_directory=""
     )
-    with linked(2) as (_, links):
+    with link_ranks(2) as (_, links):
         stage = stage_of(config, links)
         copying = Copying(spec, links, send=print, timeout_s=TIMEOUT_S)
         tier = tier_of(config.checkpoint.directory)
@@ -119,7 +119,7 @@ def test_a_rank_that_joins_waits_for_an_iteration_that_takes_hours(tmp_path: Pat
 
 def test_a_rank_that_has_waited_for_long_says_for_whom(caplog: pytest.LogCaptureFixture) -> None:
     """Once, and again when it has waited for twice as long."""
-    with linked(3) as (_, links, _), caplog.at_level(logging.WARNING):
+    with link_ranks(3) as (_, links, _), caplog.at_level(logging.WARNING):
         call = partial(links.receive_any, {0: tag(0), 2: tag(0)}, timeout_s=UNLIMITED_S)
         assert_waits_for_ever(call, links)
 
@@ -129,7 +129,7 @@ def test_a_rank_that_has_waited_for_long_says_for_whom(caplog: pytest.LogCapture
 
 def test_the_kernel_looks_after_links_on_which_nothing_comes() -> None:
     """Nobody else ends a wait for a machine that is gone without a word."""
-    with linked(2) as ranks:
+    with link_ranks(2) as ranks:
         for links in ranks:
             (link,) = links._peers.values()
             probes = [

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from estimator.test_time import SEED, layer, model, random_profile
-from helpers.plan_examples import pipeline, random_plan, rerouted
+from helpers.plan_examples import pipeline, random_plan, rerouted_plan
 from planaria.core.plan import Link, ModelProfile, NodeKind, Plan, plain_plan
 from planaria.errors import DeadlockError
 from planaria.estimator import sharing, time
@@ -43,7 +43,7 @@ def computing_s(one: Timeline) -> float:
 def random_job(seed: int) -> tuple[Plan, ModelProfile]:
     rng = Random(seed)
     plan = random_plan(rng)
-    plan = rerouted(plan, rng) if rng.random() < 0.5 else plan
+    plan = rerouted_plan(plan, rng) if rng.random() < 0.5 else plan
     return plan, random_profile(rng, plan.num_layers)
 
 

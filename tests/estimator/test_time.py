@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.event_simulation import simulated
-from helpers.plan_examples import figure_9_plan, pipeline, random_plan, rerouted
+from helpers.event_simulation import simulated_times
+from helpers.plan_examples import figure_9_plan, pipeline, random_plan, rerouted_plan
 from planaria.core.plan import (
     LayerProfile,
     Link,
@@ -131,7 +131,7 @@ def random_profile(rng: Random, num_layers: int) -> ModelProfile:
 def routed_plan(rng: Random, *, num_layers_max: int) -> Plan:
     """A random plan of unequal pipelines, some of whose microbatches go around lost nodes."""
     while True:
-        plan = rerouted(random_plan(rng, num_layers_max=num_layers_max), rng)
+        plan = rerouted_plan(random_plan(rng, num_layers_max=num_layers_max), rng)
         own = {one.route() for one in plan.pipelines}
         if len({one.template for one in plan.pipelines}) > 1 and not own.issuperset(plan.routes):
             return plan
@@ -168,7 +168,9 @@ def assert_timeline_is_simulated(plan: Plan, rng: Random, seed: int) -> None:
 
     timeline = predicted_timeline(schedule, profile, plan=plan, reduce_bytes_factor=factor)
 
-    expected, iteration_s = simulated(schedule, profile, plan=plan, reduce_bytes_factor=factor)
+    expected, iteration_s = simulated_times(
+        schedule, profile, plan=plan, reduce_bytes_factor=factor
+    )
     times = {(span.rank, span.lane, span.action): span[3:] for span in timeline.spans}
     assert len(expected) == len(timeline.spans), f"seed {seed}"
     assert expected.keys() == times.keys(), f"seed {seed}"

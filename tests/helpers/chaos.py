@@ -109,7 +109,7 @@ def sized_plan(config: JobConfig, sizes: tuple[int, ...]) -> Plan:
     return bind(every.problem, [every.templates[size] for size in sizes], nodes, epoch=0)
 
 
-def struck(
+def run_under_faults(
     config: JobConfig,
     server: ForkServer,
     *specs: str,
@@ -131,13 +131,13 @@ def baseline_digests(server: ForkServer, iterations: int) -> tuple[str, str]:
         with TemporaryDirectory() as directory:
             run = Path(directory) / "run"
             config = chaos_job(FAMILY, run, server, nodes=N0, f=0, iterations=iterations)
-            result = struck(config, server)
+            result = run_under_faults(config, server)
         assert result.error is None
         _baseline[iterations] = digests(result)
     return _baseline[iterations]
 
 
-def sampled(cases: Sequence[tuple[str, ...]], count: int) -> list[Any]:
+def sample_cases(cases: Sequence[tuple[str, ...]], count: int) -> list[Any]:
     """A few of the cases for every run, drawn once; the others are long."""
     chosen = set(random.Random(SEED).sample(range(len(cases)), count))
     return [

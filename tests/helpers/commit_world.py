@@ -200,7 +200,7 @@ def moves(world: World, protocol: Protocol) -> Iterator[tuple[str, World]]:
     first leaves out no outcome, only orders. Being killed in the middle does not.
     """
     if world.state is None:
-        yield "a coordinator starts", restored(world)
+        yield "a coordinator starts", restore_coordinator(world)
         return
     if world.pending:
         yield f"it does {world.pending[0]}", act(world, protocol)
@@ -279,11 +279,11 @@ def obey(node: Node, order: ToNode, protocol: Protocol) -> Node:
             agent=on_report(node.agent, stopped, 0.0), outbox=(*node.outbox, stopped)
         )
     if isinstance(order, StartEpoch) and order.epoch == rank.epoch > rank.started:
-        return node._replace(rank=settled(rank, order.iteration))
+        return node._replace(rank=settle(rank, order.iteration))
     return node
 
 
-def settled(rank: Rank, iteration: int) -> Rank:
+def settle(rank: Rank, iteration: int) -> Rank:
     """Applies what it has not, drops all other gradients, and layers of another age."""
     age = rank.age
     if age == iteration - 1 and rank.is_complete:
@@ -353,7 +353,7 @@ def act(world: World, protocol: Protocol) -> World:
             return put(world, number, node._replace(inbox=(*node.inbox, message)))
 
 
-def restored(world: World) -> World:
+def restore_coordinator(world: World) -> World:
     """A new coordinator reads the records, and agents say again what they know."""
     members = [r for r in world.records if isinstance(r, Members)][-1]
     outcomes = [r for r in world.records if isinstance(r, Outcome)]

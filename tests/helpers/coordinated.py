@@ -120,14 +120,14 @@ def worker(rank: int, *, pid: int = 0) -> WorkerReady:
     return WorkerReady(node=rank, rank=rank, pid=pid, pid_start=1.0, host="h", port=rank)
 
 
-def exited(
+def worker_exit(
     rank: int, *, status: int = -9, stalled: bool = False, stack: str = "", pid: int = 0
 ) -> WorkerExited:
     pid = pid or 50 + rank
     return WorkerExited(node=rank, rank=rank, pid=pid, status=status, stalled=stalled, stack=stack)
 
 
-def failed(
+def worker_failure(
     rank: int, raised: Raised, *, epoch: int, pid: int = 0, blame: Blame = "node"
 ) -> WorkerFailed:
     return WorkerFailed(
@@ -141,7 +141,7 @@ def failed(
     )
 
 
-def gone(node: int) -> NodeLost:
+def node_loss(node: int) -> NodeLost:
     return NodeLost(node=node, reason="closed")
 
 
@@ -149,7 +149,7 @@ def ready(rank: int, epoch: int) -> EpochReady:
     return EpochReady(rank=rank, epoch=epoch, layers_materialised=rank + 1)
 
 
-def done(rank: int, iteration: int, *, epoch: int, ends: bool = False) -> IterationDone:
+def iteration_report(rank: int, iteration: int, *, epoch: int, ends: bool = False) -> IterationDone:
     return IterationDone(
         rank=rank,
         epoch=epoch,
@@ -170,7 +170,7 @@ def vector(iteration: int, *, stop_votes: int = 0) -> bytes:
     return encode_vector(CommitVector(norms, float(iteration), NUM_MICROBATCHES, "00" * 16, votes))
 
 
-def stopped(
+def stop_report(
     rank: int,
     epoch: int,
     *,
@@ -195,12 +195,12 @@ def file(layer: int) -> LayerFile:
     return LayerFile(layer, f"{layer}.safetensors", 7, "hash")
 
 
-def saved(rank: int, iteration: int, *, epoch: int, layers: Iterable[int]) -> LayersSaved:
+def save_report(rank: int, iteration: int, *, epoch: int, layers: Iterable[int]) -> LayersSaved:
     files = tuple(file(layer) for layer in layers)
     return LayersSaved(rank=rank, epoch=epoch, iteration=iteration, files=files)
 
 
-def unsaved(rank: int, iteration: int, *, epoch: int) -> SaveFailed:
+def save_failure(rank: int, iteration: int, *, epoch: int) -> SaveFailed:
     return SaveFailed(rank=rank, epoch=epoch, iteration=iteration, reason="disk full")
 
 
@@ -231,7 +231,9 @@ def training_halves(rules: Rules) -> JobState:
     state, _ = first_step(rules, HALVES, term=0, predicted_s=1.0)
     events: list[Event] = [DecisionRecorded(0), *map(worker, HALVES.ranks)]
     events += [ready(rank, 0) for rank in HALVES.ranks]
-    events += [done(rank, i, epoch=0) for i in range(FIRST, NEXT) for rank in HALVES.ranks]
+    events += [
+        iteration_report(rank, i, epoch=0) for i in range(FIRST, NEXT) for rank in HALVES.ranks
+    ]
     state, _ = after(state, events, rules)
     assert (state.phase, state.commits.next_iteration) == (Phase.TRAINING, NEXT)
     return state

@@ -24,7 +24,7 @@ RECEIVES = {
 _COMPUTING = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
-def simulated(
+def simulated_times(
     schedule: Schedule, profile: ModelProfile, *, plan: Plan, reduce_bytes_factor: float
 ) -> tuple[Times, float]:
     """Start and end of all that a lane of a rank does, and of the iteration."""

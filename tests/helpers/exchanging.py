@@ -11,7 +11,7 @@ import xxhash
 from torch import Tensor, nn
 
 from helpers.limited import TIMEOUT_S
-from helpers.ranks import joined, results
+from helpers.ranks import join_ranks, results
 from planaria.core.job import ModelConfig, TrainingConfig
 from planaria.core.plan import Transfer
 from planaria.engine.exchange import exchange_layers
@@ -40,7 +40,7 @@ class Exchanged(msgspec.Struct, frozen=True):
     digests: dict[int, str]
 
 
-def exchanged(
+def run_exchange(
     server: ForkServer,
     held: Mapping[int, Sequence[int]],
     rounds: Sequence[Sequence[Transfer]],
@@ -88,7 +88,7 @@ def serve(payload: bytes, talk_fd: int) -> None:
     order = msgspec.json.decode(payload, type=_Order)
     torch.set_num_threads(1)
     stage = _stage(order)
-    with joined(order.rank, talk_fd) as (links, addresses, tell):
+    with join_ranks(order.rank, talk_fd) as (links, addresses, tell):
         begin_s = time.monotonic()
         links.enter(0, addresses=addresses, peers=transfer_peers(order.rounds, order.rank))
         num_bytes = exchange_layers(links, stage, order.rounds, age=AGE, timeout_s=TIMEOUT_S)

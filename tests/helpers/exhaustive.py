@@ -36,8 +36,8 @@ def small_problem(rng: random.Random) -> tuple[Problem, int]:
         layers.append(
             LayerProfile(
                 name=f"layer {index}",
-                forward_s={c: _rounded(forward_s / s) for c, s in speed_up.items()},
-                backward_input_s={c: _rounded(backward_s / s) for c, s in speed_up.items()},
+                forward_s={c: _round(forward_s / s) for c, s in speed_up.items()},
+                backward_input_s={c: _round(backward_s / s) for c, s in speed_up.items()},
                 backward_weight_s=dict.fromkeys(speed_up, 0.0),
                 parameter_bytes=10 * num_bytes,
                 optimizer_bytes=20 * num_bytes,
@@ -71,7 +71,7 @@ def small_problem(rng: random.Random) -> tuple[Problem, int]:
     return problem, num_nodes
 
 
-def _rounded(seconds: float) -> float:
+def _round(seconds: float) -> float:
     """A multiple of 2^-10: sums of these are exact, in whatever order."""
     return round(seconds * 1024) / 1024
 

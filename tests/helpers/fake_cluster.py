@@ -12,14 +12,14 @@ from helpers.coordinated import (
     FIRST,
     NOW_S,
     Word,
-    done,
-    exited,
-    failed,
+    iteration_report,
     ready,
-    saved,
-    stopped,
-    unsaved,
+    save_failure,
+    save_report,
+    stop_report,
     worker,
+    worker_exit,
+    worker_failure,
 )
 from planaria.coordinator.commands import (
     Command,
@@ -89,16 +89,16 @@ class FakeNode:
         node = self.agent.node
         match order:
             case Abort() if order.replaced.get(node) == self.pid:
-                words = self.say(exited(node, status=0, pid=self.pid))
+                words = self.say(worker_exit(node, status=0, pid=self.pid))
                 self.pid += 1000
                 self.layers, self.age, self.started = (), FIRST, -1
                 assert successor_order(self.agent, node, self.pid - 1000) == order
-                answer = stopped(node, order.epoch)
+                answer = stop_report(node, order.epoch)
                 return [*words, *self.say(worker(node, pid=self.pid)), *self.say(answer)]
             case Abort():
                 self.epoch = order.epoch
                 last = self.age - 1 if self.age > FIRST else -1
-                answer = stopped(node, order.epoch, layers=self.layers, age=self.age, last=last)
+                answer = stop_report(node, order.epoch, layers=self.layers, age=self.age, last=last)
                 return self.say(answer)
             case StartEpoch() if order.epoch >= self.epoch and order.epoch > self.started:
                 assert order.addresses[node] == ("h", node)
@@ -110,9 +110,11 @@ class FakeNode:
             case SaveLayers() if order.layers.get(node):
                 layers = order.layers[node]
                 if self.is_disk_full:
-                    return self.say(unsaved(node, order.iteration, epoch=order.epoch))
+                    return self.say(save_failure(node, order.iteration, epoch=order.epoch))
                 assert set(layers) <= set(self.layers)
-                return self.say(saved(node, order.iteration, epoch=order.epoch, layers=layers))
+                return self.say(
+                    save_report(node, order.iteration, epoch=order.epoch, layers=layers)
+                )
             case StopRequested():
                 self.stops = True
         return []
@@ -131,7 +133,7 @@ class FakeNode:
         """The worker has applied an iteration, and maybe agreed to begin the next epoch."""
         self.age = iteration + 1
         is_last = self.stops or iteration + 1 == END
-        word = done(self.agent.node, iteration, epoch=self.epoch, ends=is_last)
+        word = iteration_report(self.agent.node, iteration, epoch=self.epoch, ends=is_last)
         word = msgspec.structs.replace(word, action_s={"F": self.computing_s}, seconds=self.seconds)
         words = self.say(msgspec.structs.replace(word, switches=switches and not is_last))
         if switches and not is_last:
@@ -229,7 +231,7 @@ class FakeCluster:
         for number in numbers:
             pid = self.nodes[number].pid
             self.nodes[number] = FakeNode(self.nodes[number].agent, pid=pid + 1000)
-            word = exited(number, status=status, stack="in forward\n", pid=pid)
+            word = worker_exit(number, status=status, stack="in forward\n", pid=pid)
             events += self.nodes[number].say(word)
         for number in numbers:
             events += self.nodes[number].say(worker(number, pid=self.nodes[number].pid))
@@ -238,7 +240,9 @@ class FakeCluster:
     def fail(self, number: int, raised: Raised, *, blame: Blame = "node") -> None:
         """The code in a worker raises; it keeps what it holds."""
         node = self.nodes[number]
-        self.hear(*node.say(failed(number, raised, epoch=node.epoch, pid=node.pid, blame=blame)))
+        self.hear(
+            *node.say(worker_failure(number, raised, epoch=node.epoch, pid=node.pid, blame=blame))
+        )
 
     def restart_epoch(self) -> None:
         """The members of the epoch are on record, and what follows from that."""

@@ -53,7 +53,9 @@ def begin_all(ranks: Sequence[Links], epoch: int) -> None:
 
 
 @contextmanager
-def linked(num_ranks: int, epoch: int = 0, pacing: Sequence[Pacing] = ()) -> Iterator[list[Links]]:
+def link_ranks(
+    num_ranks: int, epoch: int = 0, pacing: Sequence[Pacing] = ()
+) -> Iterator[list[Links]]:
     """That many ranks with links between all of them, paced as each of them is to be."""
     ranks = [
         Links(rank, token=TOKEN, pacing=pacing[rank] if pacing else None)

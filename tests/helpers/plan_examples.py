@@ -37,7 +37,7 @@ def plain_plans() -> st.SearchStrategy[Plan]:
 
 def rerouted_plans() -> st.SearchStrategy[Plan]:
     """Plans as `random_plan` makes them, with losses as in `rerouted`."""
-    return st.randoms(use_true_random=False).map(lambda rng: rerouted(random_plan(rng), rng))
+    return st.randoms(use_true_random=False).map(lambda rng: rerouted_plan(random_plan(rng), rng))
 
 
 def random_plan(rng: Random, *, num_layers_max: int = 8) -> Plan:
@@ -71,7 +71,7 @@ def _random_template(rng: Random, num_layers: int, per_node: int) -> PipelineTem
     return PipelineTemplate(stages, num_nodes, tuple(kinds) if rng.random() < 0.3 else ())
 
 
-def rerouted(plan: Plan, rng: Random) -> Plan:
+def rerouted_plan(plan: Plan, rng: Random) -> Plan:
     """The plan after one to three nodes are lost: microbatches take any way around them.
 
     A microbatch keeps each hop of its plain route or has it cut into parts on other ranks, so

@@ -56,7 +56,7 @@ def results(
 
 
 @contextmanager
-def joined(rank: int, talk_fd: int) -> Iterator[Joined]:
+def join_ranks(rank: int, talk_fd: int) -> Iterator[Joined]:
     """A rank's links, where all ranks are found once all are there, and what tells the result.
 
     At the end it is waited until every rank has told its own: till then others may need this one.

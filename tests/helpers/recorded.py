@@ -39,7 +39,7 @@ def report(rank: int, iteration: int, *, epoch: int = 3, eager_s: float = 0.0) -
     )
 
 
-def committed(
+def commit_message(
     iteration: int,
     now_s: float,
     *,
@@ -94,7 +94,9 @@ def recorder() -> Recorder:
     return started
 
 
-def lost(now_s: float, *nodes: int, kind: str = "lost", is_forking: bool = False) -> Recovering:
+def loss_message(
+    now_s: float, *nodes: int, kind: str = "lost", is_forking: bool = False
+) -> Recovering:
     return Recovering(
         epoch=4,
         kind=LossKind(kind),
@@ -106,7 +108,7 @@ def lost(now_s: float, *nodes: int, kind: str = "lost", is_forking: bool = False
     )
 
 
-def decided(now_s: float, *, redone_samples: int = 0, iteration: int = 7) -> Decided:
+def decision_message(now_s: float, *, redone_samples: int = 0, iteration: int = 7) -> Decided:
     candidate = Candidate(
         policy="reinstantiate",
         answer="borrow",
@@ -134,7 +136,7 @@ def decided(now_s: float, *, redone_samples: int = 0, iteration: int = 7) -> Dec
     )
 
 
-def changed(*joining: int) -> Changed:
+def change_message(*joining: int) -> Changed:
     """Nodes joined while training went on."""
     return Changed(
         epoch=4,
@@ -160,8 +162,8 @@ def starting(now_s: float) -> Starting:
 
 def recover(run: Recorder, *, redone_samples: int = 0) -> tuple[EventRecord, ...]:
     """A loss noticed at 20: answered at 21, told at 23, linked at 23.5, ready at 26."""
-    run.on_recovering(lost(20.0, 6))
-    run.on_decided(decided(21.0, redone_samples=redone_samples), predicted_peak_bytes=555)
+    run.on_recovering(loss_message(20.0, 6))
+    run.on_decided(decision_message(21.0, redone_samples=redone_samples), predicted_peak_bytes=555)
     run.on_starting(starting(23.0))
     return run.on_running(running(26.0, epoch=4, pid=80, regroup_s=0.5, transfer_s=2.5))
 

@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from helpers.limited import TIMEOUT_S
-from helpers.ranks import joined, results
+from helpers.ranks import join_ranks, results
 from planaria.engine.iteration.groups import reduce_bucket
 from planaria.nodes.forkserver import ForkServer
 from planaria.schedule.action import Bucket
@@ -31,7 +31,7 @@ class Reduced(msgspec.Struct, frozen=True):
     digests: dict[str, str]
 
 
-def reduced(
+def reduce_buckets(
     server: ForkServer,
     buckets: Sequence[Bucket],
     *,
@@ -67,7 +67,7 @@ def serve(payload: bytes, talk_fd: int) -> None:
     peers = {rank for index in own for rank in order.buckets[index].ranks} - {order.rank}
     sums = {index: _gradients(order, order.buckets[index]) for index in own}
     digests = {}
-    with joined(order.rank, talk_fd) as (links, addresses, tell):
+    with join_ranks(order.rank, talk_fd) as (links, addresses, tell):
         links.begin(0, addresses=addresses, peers=peers, timeout_s=TIMEOUT_S)
         begin_s = time.monotonic()
         for index in own:

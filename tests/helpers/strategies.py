@@ -100,7 +100,7 @@ def problems(draw: st.DrawFn, *, max_layers: int = 6, max_devices_per_node: int 
 
 
 @st.composite
-def planned(
+def planned_problems(
     draw: st.DrawFn, *, max_nodes: int = 7
 ) -> tuple[Problem, dict[int, PipelineTemplate], Plan]:
     """A problem that can be solved, its templates and the best plan on any nodes."""

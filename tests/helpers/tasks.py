@@ -21,7 +21,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def taken(store: Store, *, first_revision: int, num: int) -> list[Event]:
+async def first_events(store: Store, *, first_revision: int, num: int) -> list[Event]:
     """The first events of a watch of everything."""
     found: list[Event] = []
     async for event in store.watch("", first_revision=first_revision):

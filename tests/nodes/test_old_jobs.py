@@ -20,9 +20,9 @@ from helpers.coordinated import (
     NOW_S,
     NUM_MICROBATCHES,
     UPPER,
-    gone,
+    node_loss,
     small_rules,
-    stopped,
+    stop_report,
     training_halves,
 )
 from helpers.jobs import NUM_LAYERS, shaped_plan
@@ -151,7 +151,8 @@ def test_a_job_with_a_batch_of_a_million_survives_a_loss_and_a_restart(tmp_path:
     summed = commit_vector(total, rules.layout)
     answers = [
         msgspec.structs.replace(
-            stopped(rank, 1, layers=layers, age=NEXT + 1, last=NEXT), vector=encode_vector(summed)
+            stop_report(rank, 1, layers=layers, age=NEXT + 1, last=NEXT),
+            vector=encode_vector(summed),
         )
         for rank, layers in ((0, LOWER), (1, UPPER), (2, LOWER))
     ]
@@ -162,7 +163,7 @@ def test_a_job_with_a_batch_of_a_million_survives_a_loss_and_a_restart(tmp_path:
             leadership = Leadership[FakeLine](rules, logbook, FakeHands())
             await leadership.restore(HALVES, predicted_s=1.0, now_s=NOW_S)
             leadership.state = training_halves(rules)
-            events: list[Event] = [gone(3), MembersRecorded(1), *answers]
+            events: list[Event] = [node_loss(3), MembersRecorded(1), *answers]
             for event in events:
                 await leadership.handle(event, NOW_S)
         state = (await restarted(tmp_path, rules, HALVES)).state

@@ -4,7 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from helpers.recorded import changed, committed, decided, kill, lost, parts, recorder, recover
+from helpers.recorded import (
+    change_message,
+    commit_message,
+    decision_message,
+    kill,
+    loss_message,
+    parts,
+    recorder,
+    recover,
+)
 from planaria.core.inject import Injection
 from planaria.observe.ledger import Category
 from planaria.observe.metrics import EventRecord
@@ -27,7 +36,7 @@ def test_a_fault_that_was_injected_is_one_event_with_the_loss_that_it_made() -> 
     """Two nodes at once are noticed one after the other; the time of the fault is known."""
     run = recorder()
     run.on_fault(kill("kill:5,6@7.reduce"), now_s=19.0)
-    run.on_recovering(lost(19.5, 5))
+    run.on_recovering(loss_message(19.5, 5))
     events = recover(run)
 
     (event,) = events
@@ -39,7 +48,7 @@ def test_a_fault_that_was_injected_is_one_event_with_the_loss_that_it_made() -> 
 def test_the_ledger_counts_from_the_fault_where_its_time_is_known() -> None:
     """A node that hangs is noticed a lease later; nothing useful was done in between."""
     run = recorder()
-    run.on_committed(committed(6, 16.0))
+    run.on_committed(commit_message(6, 16.0))
     run.on_fault(kill("hang:6@7"), now_s=17.0)
     (event,) = recover(run)
 
@@ -51,7 +60,7 @@ def test_another_loss_beside_an_injected_one_is_an_event_of_its_own() -> None:
     """Both are answered by the same plan."""
     run = recorder()
     run.on_fault(kill(), now_s=19.0)
-    run.on_recovering(lost(19.5, 5))
+    run.on_recovering(loss_message(19.5, 5))
     events = recover(run)
 
     assert [(event.kind, event.nodes) for event in events] == [("kill", (6,)), ("lost", (5,))]
@@ -63,7 +72,7 @@ def test_a_slow_node_and_the_end_of_that_are_told_apart() -> None:
     run = recorder()
     run.on_fault(kill("slow=2:5@4"), now_s=15.0)
     run.on_fault(kill("slow=1:5@6"), now_s=17.0)
-    run.on_recovering(lost(19.5, 5))
+    run.on_recovering(loss_message(19.5, 5))
     recover(run)
 
     told = [(event.kind, event.iteration, event.downtime_s) for event in run.events()]
@@ -75,7 +84,7 @@ def test_a_short_stop_is_not_charged_with_the_loss_of_another_node() -> None:
     run = recorder()
     run.on_fault(kill("hang=1:5@6"), now_s=15.0)
     for iteration in range(6, 9):
-        run.on_committed(committed(iteration, 10.0 + iteration))
+        run.on_committed(commit_message(iteration, 10.0 + iteration))
     recover(run)
 
     told = {event.kind: (event.nodes, event.answer, event.downtime_s) for event in run.events()}
@@ -99,11 +108,11 @@ def test_a_recovery_waits_for_the_coordinator(kills_s: float) -> None:
     run = recorder()
     run.on_fault(kill(), now_s=kills_s)
     if kills_s < 15.0:
-        run.on_recovering(lost(14.8, 6))
+        run.on_recovering(loss_message(14.8, 6))
     run.on_fault(kill("leader:@7.decide"), now_s=15.0)
     run.on_coordinator_restart(lost_s=15.0, now_s=15.25)
     if kills_s > 15.0:
-        run.on_recovering(lost(15.3, 6))
+        run.on_recovering(loss_message(15.3, 6))
 
     (leader,) = [event for event in run.events() if event.kind == "leader"]
     assert (leader.detect_s, leader.reason) == (0.25, "all waited for it")
@@ -114,7 +123,7 @@ def test_a_later_loss_did_not_wait_for_the_coordinator() -> None:
     run = recorder()
     run.on_coordinator_restart(lost_s=15.0, now_s=15.25)
     run.on_fault(kill(), now_s=16.0)
-    run.on_recovering(lost(16.5, 6))
+    run.on_recovering(loss_message(16.5, 6))
 
     (leader,) = [event for event in run.events() if event.kind == "leader"]
     assert leader.reason == ""
@@ -129,7 +138,7 @@ def test_nodes_that_are_not_taken_are_told_by_their_numbers_and_stand_by() -> No
     """One of two is taken. The other is no member, so a later loss is none of its own."""
     run = recorder()
     run.on_fault(came(7, 8), now_s=15.0)
-    run.on_changed(changed(7), predicted_peak_bytes=555)
+    run.on_changed(change_message(7), predicted_peak_bytes=555)
     recover(run)
     before = run.events()
     run.on_end()
@@ -145,7 +154,7 @@ def test_joins_that_are_answered_together_are_both_over() -> None:
     run = recorder()
     run.on_fault(came(7), now_s=15.0)
     run.on_fault(came(8, at=7), now_s=15.5)
-    run.on_changed(changed(7, 8), predicted_peak_bytes=555)
+    run.on_changed(change_message(7, 8), predicted_peak_bytes=555)
 
     assert [(event.kind, event.nodes) for event in run.events()] == [("join", (7, 8))]
 
@@ -154,7 +163,7 @@ def test_a_standby_node_is_not_taken_for_one_that_came_to_join() -> None:
     """Node 7 waited from the start."""
     run = recorder()
     run.on_fault(came(8), now_s=15.0)
-    run.on_changed(changed(7), predicted_peak_bytes=555)
+    run.on_changed(change_message(7), predicted_peak_bytes=555)
 
     assert [(event.kind, event.nodes) for event in run.events()] == [
         ("join", (8,)),
@@ -165,7 +174,7 @@ def test_a_standby_node_is_not_taken_for_one_that_came_to_join() -> None:
 def test_faults_by_the_clock_and_faults_that_never_came_are_told_as_such() -> None:
     """A report must not look as if a place had been tested that was never reached."""
     run = recorder()
-    run.on_committed(committed(6, 16.0))
+    run.on_committed(commit_message(6, 16.0))
     run.on_fault(kill("kill:6@~2.5"), now_s=16.5)
     run.add_missed_fault(kill("kill:5@99"))
 
@@ -179,12 +188,12 @@ def test_events_are_in_the_order_in_which_they_happened() -> None:
     run = recorder()
     run.on_fault(kill("preempt:5@6"), now_s=15.0)
     run.on_fault(kill("kill:6@7"), now_s=16.0)
-    run.on_recovering(lost(16.5, 6))
-    run.on_decided(decided(17.0), predicted_peak_bytes=555)
+    run.on_recovering(loss_message(16.5, 6))
+    run.on_decided(decision_message(17.0), predicted_peak_bytes=555)
     assert run.on_degraded("one node is left", iteration=7)
     run.on_fault(kill("leader:@7.decide"), now_s=17.1)
     run.on_coordinator_restart(lost_s=17.1, now_s=17.4)
-    run.on_decided(decided(17.5), predicted_peak_bytes=555)
+    run.on_decided(decision_message(17.5), predicted_peak_bytes=555)
     run.add_event("lost", iteration=7, reason="no node is left")
 
     kinds = [event.kind for event in run.events()]
@@ -219,7 +228,7 @@ def test_a_job_is_degraded_once() -> None:
 def test_a_loss_that_ended_the_job_has_no_downtime() -> None:
     """It is there all the same."""
     run = recorder()
-    run.on_recovering(lost(20.0, 5, 6))
+    run.on_recovering(loss_message(20.0, 5, 6))
 
     (event,) = run.events()
     assert (event.kind, event.nodes, event.downtime_s) == ("lost", (5, 6), 0.0)

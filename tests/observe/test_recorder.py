@@ -7,9 +7,9 @@ from msgspec import structs
 
 from helpers.recorded import (
     SPAN,
-    committed,
-    decided,
-    lost,
+    commit_message,
+    decision_message,
+    loss_message,
     parts,
     recorder,
     recover,
@@ -22,7 +22,7 @@ from planaria.observe.ledger import Category
 
 def test_an_iteration_is_recorded_as_the_report_has_it() -> None:
     """The longest time, the largest memory, the prediction beside them."""
-    record = recorder().on_committed(committed(6, 16.0))
+    record = recorder().on_committed(commit_message(6, 16.0))
 
     assert asdict(record) == {
         "iteration": 6,
@@ -40,8 +40,8 @@ def test_an_iteration_is_recorded_as_the_report_has_it() -> None:
 def test_an_iteration_that_nobody_is_left_to_report_has_the_coordinators_seconds() -> None:
     """Since training ran, or since the iteration before."""
     run = recorder()
-    first = run.on_committed(committed(6, 16.5, ranks=()))
-    second = run.on_committed(committed(7, 17.0, ranks=()))
+    first = run.on_committed(commit_message(6, 16.5, ranks=()))
+    second = run.on_committed(commit_message(7, 17.0, ranks=()))
 
     assert (first.seconds, second.seconds) == (2.5, 0.5)
     assert (first.epoch, first.peak_bytes) == (3, 0)
@@ -50,8 +50,8 @@ def test_an_iteration_that_nobody_is_left_to_report_has_the_coordinators_seconds
 def test_spans_are_kept_of_the_ranks_that_sent_them() -> None:
     """One entry per iteration, also without tracing, so that they keep in step."""
     run = recorder()
-    run.on_committed(committed(6, 16.0))
-    run.on_committed(committed(7, 17.0, ranks=(0,)))
+    run.on_committed(commit_message(6, 16.0))
+    run.on_committed(commit_message(7, 17.0, ranks=(0,)))
 
     assert [record.iteration for record in run.iterations] == [6, 7]
     assert run.spans == [{1: (SPAN,)}, {}]
@@ -60,8 +60,8 @@ def test_spans_are_kept_of_the_ranks_that_sent_them() -> None:
 def test_the_seconds_of_a_run_go_where_they_belong() -> None:
     """Startup, training less what saves held up, and the wait for the last save."""
     run = recorder()
-    run.on_committed(committed(6, 16.0))
-    run.on_committed(committed(7, 18.0, ends=True))
+    run.on_committed(commit_message(6, 16.0))
+    run.on_committed(commit_message(7, 18.0, ends=True))
 
     expected = {"startup": 4.0, "useful": 3.5, "checkpoint_stall": 1.0, "wall": 8.5}
     assert parts(run, 18.5) == expected
@@ -89,7 +89,7 @@ def test_workers_are_listed_by_rank_each_with_its_epochs() -> None:
 def test_a_recovery_is_one_event_with_its_answer_and_its_phases() -> None:
     """The phases add up to the downtime: from the loss until every rank could go on."""
     run = recorder()
-    run.on_committed(committed(6, 16.0))
+    run.on_committed(commit_message(6, 16.0))
     (event,) = recover(run)
 
     assert run.events() == (event,)
@@ -105,11 +105,11 @@ def test_a_recovery_is_one_event_with_its_answer_and_its_phases() -> None:
 def test_a_recovery_and_what_was_expected_of_it_count_from_when_it_was_noticed() -> None:
     """A node that hangs is noticed when its lease runs out: nobody can foresee when it began to."""
     run = recorder()
-    run.on_committed(committed(6, 16.0))
+    run.on_committed(commit_message(6, 16.0))
     run.on_fault(parse_injection("hang:6@7"), now_s=19.0)
-    run.on_recovering(lost(20.0, 6))
+    run.on_recovering(loss_message(20.0, 6))
     told = structs.replace(
-        decided(21.0),
+        decision_message(21.0),
         noticed_s=20.0,
         predicted_recovery_s=5.0,
         predicted_recovery_s_min=2.0,
@@ -129,7 +129,7 @@ def test_a_recovery_and_what_was_expected_of_it_count_from_when_it_was_noticed()
 def test_the_ledger_has_the_phases_of_a_recovery() -> None:
     """The same seconds as the event, and all others as before."""
     run = recorder()
-    run.on_committed(committed(6, 16.0))
+    run.on_committed(commit_message(6, 16.0))
     recover(run)
 
     expected = {"detect": 1.0, "decide": 2.0, "regroup": 0.5, "transfer": 2.5}
@@ -142,14 +142,14 @@ def test_iterations_that_all_went_back_before_were_not_useful() -> None:
     """They are committed once more; what counts of the first time is what they cost."""
     run = recorder()
     for iteration, now_s in ((6, 16.0), (7, 18.0), (8, 20.0)):
-        run.on_committed(committed(iteration, now_s))
-    run.on_recovering(lost(20.0, 6))
-    back = structs.replace(decided(21.0, redone_samples=8), source="7-3")
+        run.on_committed(commit_message(iteration, now_s))
+    run.on_recovering(loss_message(20.0, 6))
+    back = structs.replace(decision_message(21.0, redone_samples=8), source="7-3")
     run.on_decided(back, predicted_peak_bytes=555)
     run.on_decided(back, predicted_peak_bytes=555)  # Told again by the next coordinator.
     (event,) = run.on_running(running(26.0, epoch=4, pid=80))
     spent = parts(run, 26.0)
-    again = run.on_committed(committed(7, 28.0))
+    again = run.on_committed(commit_message(7, 28.0))
 
     assert event.source_tier == "disk"
     assert [record.iteration for record in run.iterations] == [6, 7]
@@ -164,10 +164,10 @@ def test_nothing_of_iterations_that_all_went_back_before_is_left_elsewhere() -> 
     run = recorder()
     run.on_running(running(14.0, members=(5, 6, 7)))
     for iteration, now_s in ((7, 16.0), (8, 18.0)):
-        run.on_committed(committed(iteration, now_s, eager_s=0.5))
+        run.on_committed(commit_message(iteration, now_s, eager_s=0.5))
     trained = parts(run, 18.0)
-    run.on_recovering(lost(18.0, 6))
-    run.on_decided(decided(18.0), predicted_peak_bytes=555)
+    run.on_recovering(loss_message(18.0, 6))
+    run.on_decided(decision_message(18.0), predicted_peak_bytes=555)
     spent = parts(run, 18.0)
 
     assert {"useful", "redundant", "idle"} <= trained.keys()
@@ -178,7 +178,7 @@ def test_nothing_of_iterations_that_all_went_back_before_is_left_elsewhere() -> 
 def test_what_is_done_again_was_not_useful() -> None:
     """From the last commit to the loss, if the outcome is to redo it."""
     run = recorder()
-    run.on_committed(committed(6, 16.0))
+    run.on_committed(commit_message(6, 16.0))
     (event,) = recover(run, redone_samples=8)
 
     spent = parts(run, 26.0)
@@ -190,10 +190,10 @@ def test_what_is_done_again_was_not_useful() -> None:
 def test_predictions_follow_the_plan() -> None:
     """Of the iterations that come after the decision; one of before may be told later."""
     run = recorder()
-    before = run.on_committed(committed(5, 16.0))
+    before = run.on_committed(commit_message(5, 16.0))
     recover(run)
-    late = run.on_committed(committed(6, 27.0))
-    after = run.on_committed(committed(7, 28.0, epoch=4))
+    late = run.on_committed(commit_message(6, 27.0))
+    after = run.on_committed(commit_message(7, 28.0, epoch=4))
 
     for record in (before, late):
         assert (record.predicted_s, record.predicted_peak_bytes) == (0.5, 999)
@@ -203,8 +203,8 @@ def test_predictions_follow_the_plan() -> None:
 def test_an_iteration_that_is_settled_by_a_recovery_does_not_end_it() -> None:
     """It is told once its members have answered, before they go on."""
     run = recorder()
-    run.on_recovering(lost(20.0, 6))
-    run.on_decided(decided(21.0), predicted_peak_bytes=555)
-    run.on_committed(committed(6, 22.0, ranks=()))
+    run.on_recovering(loss_message(20.0, 6))
+    run.on_decided(decision_message(21.0), predicted_peak_bytes=555)
+    run.on_committed(commit_message(6, 22.0, ranks=()))
 
     assert run.ledger.category is Category.DECIDE

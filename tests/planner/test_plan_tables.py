@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given, settings
 from rich.console import Console
 
-from helpers.strategies import MEBIBYTE, equal_problem, layer_profile, model_profile, planned
+from helpers.strategies import (
+    MEBIBYTE,
+    equal_problem,
+    layer_profile,
+    model_profile,
+    planned_problems,
+)
 from planaria.core.plan import NodeKind, PipelineTemplate, Plan
 from planaria.planner.layout.unequal import unequal_plans
 from planaria.planner.plans import (
@@ -144,12 +150,12 @@ def test_a_model_may_be_called_anything_and_take_no_time() -> None:
 
 
 @settings(max_examples=20)
-@given(planned())
+@given(planned_problems())
 def test_json_holds_the_plan_and_what_each_template_would_take(
-    planned: tuple[Problem, dict[int, PipelineTemplate], Plan],
+    planned_problems: tuple[Problem, dict[int, PipelineTemplate], Plan],
 ) -> None:
     """Scripts read it: its keys, and that its numbers agree with each other."""
-    problem, found, plan = planned
+    problem, found, plan = planned_problems
     templates = {size: RankedTemplate(one, 1.1, 1.0) for size, one in found.items()}
 
     every = foreseen_plans(problem, len(plan.nodes), found)

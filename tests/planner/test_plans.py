@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.strategies import equal_problem, planned, problems
+from helpers.strategies import equal_problem, planned_problems, problems
 from planaria.core.plan import PipelineTemplate, Plan, Stage
 from planaria.errors import FeasibleValue, InfeasibleError, Limit
 from planaria.planner.layout.instantiate import instantiations
@@ -67,11 +67,13 @@ def test_too_few_microbatches_are_refused_with_the_batch_that_works() -> None:
 
 
 @settings(max_examples=40)
-@given(planned())
-def test_best_plan_uses_every_node_and_no_instantiation_is_faster(planned: Planned) -> None:
+@given(planned_problems())
+def test_best_plan_uses_every_node_and_no_instantiation_is_faster(
+    planned_problems: Planned,
+) -> None:
     """Each node once, f + 1 pipelines, all microbatches; and each alternative is priced, with its
     reductions."""
-    problem, templates, plan = planned
+    problem, templates, plan = planned_problems
     num_nodes = len(plan.nodes)
     sizes = tuple(templates)
 

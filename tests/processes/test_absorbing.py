@@ -14,7 +14,7 @@ from helpers.chaos import (
     long_but_the_first,
     only_recovery,
     recoveries,
-    struck,
+    run_under_faults,
 )
 from planaria.job.job import TrainingResult
 from planaria.nodes.forkserver import ForkServer
@@ -47,7 +47,7 @@ def absorb(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Run:
                 config.cluster, device_memory_bytes=3 * config.cluster.device_memory_bytes
             ),
         )
-        result = struck(config, server, *specs, sizes=SIZES, trace=trace)
+        result = run_under_faults(config, server, *specs, sizes=SIZES, trace=trace)
         check_survived(result, specs, calm)
         return result
 

@@ -15,9 +15,9 @@ from helpers.chaos import (
     long_but_the_first,
     only_recovery,
     recoveries,
-    sampled,
+    run_under_faults,
+    sample_cases,
     sized_plan,
-    struck,
 )
 from helpers.jobs import digests
 from planaria.core.inject import ITERATION_STEPS, RECOVERY_STEPS
@@ -60,14 +60,14 @@ def reroute(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Run:
         config = chaos_job(
             FAMILY, tmp_path / "run", server, f=2, policy="reroute", iterations=ITERATIONS
         )
-        result = struck(config, server, *specs, sizes=(2, 2, 2))
+        result = run_under_faults(config, server, *specs, sizes=(2, 2, 2))
         check_survived(result, specs, calm)
         return result
 
     return run
 
 
-@pytest.mark.parametrize("specs", sampled(SINGLE, 2))
+@pytest.mark.parametrize("specs", sample_cases(SINGLE, 2))
 def test_a_kill_at_any_time_is_gone_around(specs: tuple[str, ...], reroute: Run) -> None:
     """Nothing need be sent: peers hold what the lost node held. A node that moves to its place gets
     its layers, but for iteration 0, which all begin from the seed."""
@@ -81,7 +81,7 @@ def test_a_kill_at_any_time_is_gone_around(specs: tuple[str, ...], reroute: Run)
     assert len(result.report.final.nodes) == 5
 
 
-@pytest.mark.parametrize("specs", sampled(AT_ONCE, 1))
+@pytest.mark.parametrize("specs", sample_cases(AT_ONCE, 1))
 def test_two_kills_at_once_are_gone_around(specs: tuple[str, ...], reroute: Run) -> None:
     """In one pipeline or in two, in one stage or in two."""
     result = reroute(*specs)
@@ -91,7 +91,7 @@ def test_two_kills_at_once_are_gone_around(specs: tuple[str, ...], reroute: Run)
     assert len(result.report.final.nodes) == 4
 
 
-@pytest.mark.parametrize("specs", sampled(TWICE, 1))
+@pytest.mark.parametrize("specs", sample_cases(TWICE, 1))
 def test_a_kill_in_a_recovery_is_gone_around(specs: tuple[str, ...], reroute: Run) -> None:
     """The recovery starts over from the plan that it was about to begin."""
     result = reroute(*specs)

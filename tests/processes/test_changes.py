@@ -11,7 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from helpers.chaos import FAMILY, chaos_job, check_report, recoveries, sampled, struck
+from helpers.chaos import (
+    FAMILY,
+    chaos_job,
+    check_report,
+    recoveries,
+    run_under_faults,
+    sample_cases,
+)
 from helpers.command import keep_request_sockets_in, wait_for
 from helpers.jobs import digests
 from planaria.core.job import JobConfig
@@ -35,7 +42,7 @@ def job(directory: Path, server: ForkServer, *, nodes: int, max_nodes: int = 6) 
 def calm(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """The digests of the job without any change."""
     directory = tmp_path_factory.mktemp("calm") / "run"
-    return digests(struck(job(directory, server, nodes=4), server))
+    return digests(run_under_faults(job(directory, server, nodes=4), server))
 
 
 def check(result: TrainingResult, calm: tuple[str, str]) -> list[EventRecord]:
@@ -53,7 +60,7 @@ def test_nodes_join_and_one_is_taken_away_with_notice(
 ) -> None:
     """Two nodes more, and then the first one leaves: all its layers are elsewhere by then."""
     config = job(tmp_path / "run", server, nodes=4)
-    result = struck(config, server, "join:2@1", "preempt:0@8")
+    result = run_under_faults(config, server, "join:2@1", "preempt:0@8")
 
     *joins, left = check(result, calm)  # In one change or in two, as they come.
     assert {event.kind for event in joins} == {"join"}
@@ -69,7 +76,9 @@ def test_a_node_comes_in_the_place_of_one_that_was_killed(
     server: ForkServer, tmp_path: Path, calm: tuple[str, str]
 ) -> None:
     """The loss is answered at once; the new node comes while training goes on."""
-    result = struck(job(tmp_path / "run", server, nodes=4), server, "kill:3@2", "join:1@4")
+    result = run_under_faults(
+        job(tmp_path / "run", server, nodes=4), server, "kill:3@2", "join:1@4"
+    )
 
     lost, joined = check(result, calm)
     assert (lost.kind, joined.kind, joined.nodes) == ("kill", "join", (4,))
@@ -78,7 +87,7 @@ def test_a_node_comes_in_the_place_of_one_that_was_killed(
 
 @pytest.mark.parametrize(
     "specs",
-    sampled(
+    sample_cases(
         [
             ("join:1@2", "kill:4@~0.6"),
             ("join:1@2", "kill:1@~0.7"),
@@ -93,7 +102,7 @@ def test_what_strikes_in_the_middle_of_a_change_is_survived(
     specs: tuple[str, ...], server: ForkServer, tmp_path: Path, calm: tuple[str, str]
 ) -> None:
     """The seconds are such that the change is under way, more or less."""
-    check(struck(job(tmp_path / "run", server, nodes=4), server, *specs), calm)
+    check(run_under_faults(job(tmp_path / "run", server, nodes=4), server, *specs), calm)
 
 
 def test_a_notice_that_leaves_too_few_saves_and_ends_with_nothing_redone(
@@ -101,12 +110,12 @@ def test_a_notice_that_leaves_too_few_saves_and_ends_with_nothing_redone(
 ) -> None:
     """Two nodes hold the model, one of them is going to be taken away."""
     config = job(tmp_path / "run", server, nodes=4)
-    result = struck(config, server, "kill:2,3@1", "preempt:1@5")
+    result = run_under_faults(config, server, "kill:2,3@1", "preempt:1@5")
 
     assert isinstance(result.error, InsufficientError)
     assert "fewer than the n0 = 2" in str(result.error)
     assert result.report.final.iteration >= 6
-    assert digests(struck(config, server, resume=True)) == calm
+    assert digests(run_under_faults(config, server, resume=True)) == calm
 
 
 class Watching(Silent):

@@ -15,7 +15,7 @@ from helpers.chaos import (
     check_survived,
     only_recovery,
     recoveries,
-    struck,
+    run_under_faults,
 )
 from helpers.jobs import digests
 from planaria.core.inject import parse_injection
@@ -61,7 +61,7 @@ def adaptive(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Run:
         config = replace(
             config, resilience=replace(config.resilience, failures_ahead=failures_ahead)
         )
-        result = struck(config, server, *specs, sizes=sizes)
+        result = run_under_faults(config, server, *specs, sizes=sizes)
         check_survived(result, specs, calm)
         return result
 

@@ -19,7 +19,7 @@ from helpers.chaos import (
     long_but_the_first,
     only_recovery,
     recoveries,
-    struck,
+    run_under_faults,
 )
 from helpers.jobs import digests
 from planaria.core.job import JobConfig, PolicyName
@@ -63,7 +63,7 @@ def run(server: ForkServer, job: JobConfig) -> Run:
 
     def run(*specs: str, every: Any = "auto", display: Silent | None = None) -> TrainingResult:
         config = replace(job, checkpoint=replace(job.checkpoint, every=every))
-        result = struck(config, server, *specs, display=display)
+        result = run_under_faults(config, server, *specs, display=display)
         check_survived(result, specs, baseline_digests(server, ITERATIONS))
         return result
 
@@ -108,7 +108,9 @@ def test_every_policy_goes_on_from_copies(
     """Twice, the second time on the nodes that are left."""
     config = replace(job, resilience=replace(job.resilience, policy=policy))
     lost = ",".join(map(str, holders))
-    result = struck(config, server, f"kill:{lost}@4.forward", "crash:0,1,2,3,4,5@7.backward")
+    result = run_under_faults(
+        config, server, f"kill:{lost}@4.forward", "crash:0,1,2,3,4,5@7.backward"
+    )
 
     assert result.error is None
     assert digests(result) == baseline_digests(server, ITERATIONS)
@@ -127,7 +129,7 @@ def test_the_workers_of_all_nodes_die_at_once(run: Run) -> None:
 def test_nodes_of_several_devices_keep_copies(server: ForkServer, job: JobConfig) -> None:
     """Each rank of a node has an arena, and sends to one of another node."""
     config = replace(job, cluster=replace(job.cluster, nodes=3, devices_per_node=2))
-    result = struck(config, server, "crash:0,1,2@5.forward")
+    result = run_under_faults(config, server, "crash:0,1,2@5.forward")
 
     event = only_recovery(result)
     assert event.source_tier == "memory"
@@ -172,7 +174,7 @@ def test_whenever_copies_go(
 ) -> None:
     """Of each mode the same."""
     config = replace(job, checkpoint=replace(job.checkpoint, mode=mode))
-    result = struck(config, server, f"kill:{','.join(map(str, holders))}@5.backward")
+    result = run_under_faults(config, server, f"kill:{','.join(map(str, holders))}@5.backward")
 
     event = only_recovery(result)
     assert event.source_tier == "memory"
@@ -190,7 +192,7 @@ def test_at_first_the_network_is_watched(
 ) -> None:
     """So long there are no copies, which is said."""
     lost, display = ",".join(map(str, holders)), _Notes()
-    result = struck(watching, server, f"kill:{lost}@2.backward", display=display)
+    result = run_under_faults(watching, server, f"kill:{lost}@2.backward", display=display)
 
     assert isinstance(result.error, InsufficientError)
     assert any("there are no copies in memory before iteration 3" in note for note in display.notes)
@@ -200,7 +202,7 @@ def test_then_copies_go_where_there_was_nothing(
     server: ForkServer, watching: JobConfig, holders: tuple[int, ...]
 ) -> None:
     """And are there when they are needed."""
-    result = struck(watching, server, f"kill:{','.join(map(str, holders))}@7.backward")
+    result = run_under_faults(watching, server, f"kill:{','.join(map(str, holders))}@7.backward")
 
     event = only_recovery(result)
     assert event.source_tier == "memory"
@@ -321,7 +323,7 @@ def test_a_whole_placement_group_is_lost(server: ForkServer, job: JobConfig) -> 
     layer_bytes = (1,) * planned.plan.num_layers
     (copy, *_) = layer_copies(planned.plan, copies=2, placement=placement, layer_bytes=layer_bytes)
     lost = sorted({*planned.plan.holders(0), *copy.targets})
-    result = struck(config, server, f"kill:{','.join(map(str, lost))}@7.backward")
+    result = run_under_faults(config, server, f"kill:{','.join(map(str, lost))}@7.backward")
 
     event = only_recovery(result)
     assert event.source_tier == "disk"
@@ -334,7 +336,7 @@ def test_without_copies_of_a_layer_the_job_ends(
     """As it does if the job has none at all."""
     lost = ",".join(map(str, holders))
     config = replace(job, checkpoint=replace(job.checkpoint, copies=1))
-    result = struck(config, server, f"kill:{lost}@5.backward")
+    result = run_under_faults(config, server, f"kill:{lost}@5.backward")
 
     assert isinstance(result.error, InsufficientError)
     assert "no live node holds layer 0" in str(result.error)

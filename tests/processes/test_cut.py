@@ -13,7 +13,7 @@ from helpers.chaos import (
     long_but_the_first,
     only_recovery,
     recoveries,
-    struck,
+    run_under_faults,
 )
 from helpers.jobs import digests
 from planaria.core.job import JobConfig
@@ -30,7 +30,7 @@ LEASE_S = JobConfig().cluster.lease_s
 def calm(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """The digests of the job in peace, on four nodes."""
     directory = tmp_path_factory.mktemp("calm") / "run"
-    return digests(struck(chaos_job(FAMILY, directory, server, nodes=4), server))
+    return digests(run_under_faults(chaos_job(FAMILY, directory, server, nodes=4), server))
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def cut(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Cut:
     """Runs three pipelines of two nodes with faults, to the bits of the calm run."""
 
     def run(*specs: str) -> TrainingResult:
-        result = struck(chaos_job(FAMILY, tmp_path / "run", server), server, *specs)
+        result = run_under_faults(chaos_job(FAMILY, tmp_path / "run", server), server, *specs)
         assert result.error is None, f"{specs}: {result.error}"
         assert digests(result) == calm, specs
         numbers = [record.iteration for record in result.report.iterations]

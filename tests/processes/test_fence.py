@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from helpers.chaos import chaos_job, struck
+from helpers.chaos import chaos_job, run_under_faults
 from helpers.command import wait_for
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.errors import CheckpointError
@@ -40,7 +40,7 @@ def test_a_node_that_goes_on_after_its_eviction_ends_itself_and_says_so(
     own = fork_server(config, search_path=[TESTS], output=printed.append)
     display = _StopsOnceAlone(own, num_left=6)
     try:
-        result = struck(config, own, "hang=2:4@3.forward", display=display)
+        result = run_under_faults(config, own, "hang=2:4@3.forward", display=display)
     finally:
         own.close()
 

@@ -14,7 +14,7 @@ from helpers.chaos import (
     long_but_the_first,
     only_recovery,
     recoveries,
-    struck,
+    run_under_faults,
 )
 from helpers.jobs import digests, shaped_plan, tiny_job, train_shape
 from planaria.checkpoint.disk.tiers import tier_of
@@ -32,7 +32,7 @@ Outvoted = Callable[..., TrainingResult]
 def calm(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """The digests of the job in peace, on four nodes."""
     directory = tmp_path_factory.mktemp("calm") / "run"
-    result = struck(chaos_job(FAMILY, directory, server, nodes=4), server)
+    result = run_under_faults(chaos_job(FAMILY, directory, server, nodes=4), server)
     assert result.error is None
     return digests(result)
 
@@ -43,7 +43,7 @@ def outvoted(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Outvo
 
     def run(*specs: str) -> TrainingResult:
         config = chaos_job(FAMILY, tmp_path / "run", server)
-        result = struck(config, server, *specs, sizes=(2, 2, 2))
+        result = run_under_faults(config, server, *specs, sizes=(2, 2, 2))
         check_survived(result, specs, calm)
         return result
 
@@ -95,7 +95,7 @@ def test_holders_agree_in_fast_mode_too(server: ForkServer, tmp_path: Path) -> N
     """Sums in float32 depend on the plan, but all holders get the same one: the guard finds the
     bit that is flipped, and no other."""
     config = chaos_job(FAMILY, tmp_path / "run", server, deterministic=False)
-    result = struck(config, server, "flip:1@4", "kill:2@2.reduce", sizes=(2, 2, 2))
+    result = run_under_faults(config, server, "flip:1@4", "kill:2@2.reduce", sizes=(2, 2, 2))
 
     assert result.error is None
     assert result.report.final.nodes == (0, 3, 4, 5)
@@ -146,7 +146,7 @@ def test_two_holders_that_differ_end_the_job_and_it_goes_on_from_its_save(
     config = chaos_job(FAMILY, tmp_path / "run", server, nodes=4)
     config = replace(config, checkpoint=replace(config.checkpoint, persist_every=1))
 
-    result = struck(config, server, "flip:1@3", sizes=(2, 2))
+    result = run_under_faults(config, server, "flip:1@3", sizes=(2, 2))
 
     assert isinstance(result.error, InsufficientError)
     assert "nodes 1 and 3 have different parameters in layer" in str(result.error)
@@ -156,7 +156,7 @@ def test_two_holders_that_differ_end_the_job_and_it_goes_on_from_its_save(
     newest = tier_of(config.checkpoint.directory).newest()
     assert newest is not None
     assert newest.iteration == 3
-    resumed = struck(config, server, sizes=(2, 2), resume=True)
+    resumed = run_under_faults(config, server, sizes=(2, 2), resume=True)
     assert digests(resumed) == calm
 
 
@@ -165,7 +165,7 @@ def test_without_the_guard_nobody_looks(server: ForkServer, tmp_path: Path) -> N
     config = chaos_job(FAMILY, tmp_path / "run", server, nodes=4)
     config = replace(config, resilience=replace(config.resilience, corruption_guard=False))
 
-    result = struck(config, server, "flip:1@3", sizes=(2, 2))
+    result = run_under_faults(config, server, "flip:1@3", sizes=(2, 2))
 
     assert result.error is None
     assert [(event.kind, event.fired) for event in result.report.events] == [("flip", True)]

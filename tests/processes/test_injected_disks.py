@@ -12,7 +12,7 @@ from helpers.chaos import (
     chaos_job,
     check_survived,
     recoveries,
-    struck,
+    run_under_faults,
 )
 from planaria.nodes.forkserver import ForkServer
 
@@ -36,7 +36,7 @@ def test_a_slow_disk_changes_no_bit(
     config = chaos_job(FAMILY, tmp_path / "run", server, nodes=4)
     config = replace(config, checkpoint=replace(config.checkpoint, persist_every=2))
 
-    result = struck(config, server, *specs)
+    result = run_under_faults(config, server, *specs)
 
     check_survived(result, specs, baseline_digests(server, ITERATIONS))
     (loss,) = (event for event in recoveries(result) if event.kind == "kill")

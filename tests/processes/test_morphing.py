@@ -14,7 +14,7 @@ from helpers.chaos import (
     long_but_the_first,
     only_recovery,
     recoveries,
-    struck,
+    run_under_faults,
 )
 from planaria.job.job import TrainingResult
 from planaria.nodes.forkserver import ForkServer
@@ -47,7 +47,7 @@ def morph(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Run:
             FAMILY, tmp_path / "run", server, f=f, policy="morph", iterations=ITERATIONS
         )
         config = replace(config, checkpoint=replace(config.checkpoint, persist_every=every))
-        result = struck(config, server, *specs)
+        result = run_under_faults(config, server, *specs)
         check_survived(result, specs, calm)
         return result
 

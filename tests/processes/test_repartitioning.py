@@ -12,7 +12,7 @@ from helpers.chaos import (
     check_survived,
     only_recovery,
     recoveries,
-    struck,
+    run_under_faults,
 )
 from planaria.job.job import TrainingResult
 from planaria.nodes.forkserver import ForkServer
@@ -38,7 +38,7 @@ def repartition(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Ru
         config = chaos_job(
             FAMILY, tmp_path / "run", server, policy="repartition", iterations=ITERATIONS
         )
-        result = struck(config, server, *specs, sizes=(2, 2, 2))
+        result = run_under_faults(config, server, *specs, sizes=(2, 2, 2))
         check_survived(result, specs, calm)
         return result
 

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from helpers.chaos import chaos_job, check_report, every_plan_for, only_recovery, sized_plan, struck
+from helpers.chaos import (
+    chaos_job,
+    check_report,
+    every_plan_for,
+    only_recovery,
+    run_under_faults,
+    sized_plan,
+)
 from helpers.jobs import digests
 from planaria.core.cluster import NodesLost, survivors
 from planaria.core.job import JobConfig
@@ -30,7 +37,9 @@ def job(directory: Path, server: ForkServer) -> JobConfig:
 @pytest.fixture(scope="module")
 def calm(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """The digests of the job without losses."""
-    result = struck(job(tmp_path_factory.mktemp("wide") / "calm", server), server, sizes=SIZES)
+    result = run_under_faults(
+        job(tmp_path_factory.mktemp("wide") / "calm", server), server, sizes=SIZES
+    )
     assert result.error is None
     return digests(result)
 
@@ -57,7 +66,7 @@ def test_several_holders_send_a_layer_and_the_bits_are_those_of_a_run_in_peace(
     num_sources = Counter((transfer.layer, transfer.target) for transfer in expected)
     assert max(num_sources.values()) > 1
 
-    result = struck(config, server, f"kill:{LOST}@2.backward", sizes=SIZES)
+    result = run_under_faults(config, server, f"kill:{LOST}@2.backward", sizes=SIZES)
 
     assert result.error is None
     assert digests(result) == calm
@@ -74,7 +83,7 @@ def test_the_naive_ways_keep_the_bits_and_move_more(
     naive = replace(config.resilience, assignment="naive", reductions="uncoloured")
     expected = moved(config, NAIVE)
 
-    result = struck(
+    result = run_under_faults(
         replace(config, resilience=naive), server, f"kill:{LOST}@2.backward", sizes=SIZES
     )
 

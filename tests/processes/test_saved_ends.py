@@ -23,7 +23,7 @@ from helpers.chaos import (
     check_survived,
     long_but_the_first,
     recoveries,
-    struck,
+    run_under_faults,
 )
 from helpers.jobs import digests, tiny_job
 from planaria.errors import InsufficientError
@@ -151,7 +151,7 @@ def test_a_job_whose_fork_server_is_killed_ends_with_the_same_bits(
     before = own_server.pid
     display = At({})
 
-    result = struck(config, own_server, *specs, display=display)
+    result = run_under_faults(config, own_server, *specs, display=display)
 
     own_server.exits()
     assert own_server.pid != before
@@ -487,7 +487,7 @@ def test_a_stop_that_is_asked_for_at_any_moment_saves_and_resumes(
     config = chaos_job(FAMILY, tmp_path / "run", own_server, nodes=4, iterations=MANY)
 
     said, specs = moment
-    result = struck(config, own_server, *specs, display=Stopping(said))
+    result = run_under_faults(config, own_server, *specs, display=Stopping(said))
 
     assert result.stopped
     assert result.error is None

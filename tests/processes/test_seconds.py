@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.chaos import FAMILY, baseline_digests, chaos_job, check_survived, struck
+from helpers.chaos import FAMILY, baseline_digests, chaos_job, check_survived, run_under_faults
 from planaria.core.job import PolicyName
 from planaria.job.job import TrainingResult
 from planaria.nodes.forkserver import ForkServer
@@ -48,7 +48,7 @@ def test_a_category_has_seconds_where_it_should(
     Under morph five nodes are a grid of four. A vector that was complete makes its iteration count;
     whether the next one had begun by then is told by its samples."""
     config = chaos_job(FAMILY, tmp_path / "run", server, policy=policy, iterations=ITERATIONS)
-    result = struck(config, server, *specs.split())
+    result = run_under_faults(config, server, *specs.split())
 
     check_survived(result, specs.split(), baseline_digests(server, ITERATIONS))
     expected = set(categories.split())
@@ -62,7 +62,7 @@ def test_forwards_ahead_are_redundant(server: ForkServer, tmp_path: Path) -> Non
     config = chaos_job(FAMILY, tmp_path / "run", server, policy="absorb", iterations=ITERATIONS)
     memory_bytes = 3 * config.cluster.device_memory_bytes
     config = replace(config, cluster=replace(config.cluster, device_memory_bytes=memory_bytes))
-    result = struck(config, server, sizes=(3, 3))
+    result = run_under_faults(config, server, sizes=(3, 3))
 
     check_survived(result, (), baseline_digests(server, ITERATIONS))
     check(result, {"redundant"})
@@ -78,7 +78,7 @@ def test_a_machine_that_is_waited_for_leaves_the_job_idle(
         cluster=replace(config.cluster, grant_s=0.3),
         checkpoint=replace(config.checkpoint, copies=2, profile_iterations=0),
     )
-    result = struck(config, server, "kill:1@5.forward")
+    result = run_under_faults(config, server, "kill:1@5.forward")
 
     check_survived(result, ("kill:1@5.forward",), baseline_digests(server, ITERATIONS))
     check(result, {"redo", "detect", "decide", "idle"})

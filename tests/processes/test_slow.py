@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.chaos import FAMILY, chaos_job, check_report, struck
+from helpers.chaos import FAMILY, chaos_job, check_report, run_under_faults
 from helpers.jobs import digests
 from planaria.core.inject import parse_injection
 from planaria.core.plan import NodeKind
@@ -67,8 +67,8 @@ def test_a_slow_node_gets_less_work_and_the_job_is_as_fast_as_the_best_plan_for_
 def test_a_model_that_computes_is_slowed_too(server: ForkServer, tmp_path: Path) -> None:
     """Whatever its layers are; to nobody's bits."""
     config = chaos_job(FAMILY, tmp_path / "run", server, nodes=4)
-    calm = struck(chaos_job(FAMILY, tmp_path / "calm", server, nodes=4), server)
-    slowed = struck(config, server, "slow=30:1@2", "slow=1:1@5")
+    calm = run_under_faults(chaos_job(FAMILY, tmp_path / "calm", server, nodes=4), server)
+    slowed = run_under_faults(config, server, "slow=30:1@2", "slow=1:1@5")
 
     assert digests(slowed) == digests(calm)
     seconds = [record.seconds for record in slowed.report.iterations]

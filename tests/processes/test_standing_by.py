@@ -12,7 +12,7 @@ from helpers.chaos import (
     check_survived,
     long_but_the_first,
     recoveries,
-    struck,
+    run_under_faults,
 )
 from planaria.core.job import JobConfig, PolicyName
 from planaria.core.specs import Prepared
@@ -66,7 +66,7 @@ def test_a_standby_node_takes_the_place_of_a_lost_one(
     """It is no member before, and nobody else gets other layers."""
     config = standing_by(tmp_path, server, standby=1, policy=policy, iterations=SHORT)
     before = plan_job(config, Prepared(profile=given_profile(config))).plan
-    result = struck(config, server, "kill:1@5.backward")
+    result = run_under_faults(config, server, "kill:1@5.backward")
 
     check(result, server, "kill:1@5.backward")
     lost, *rest = recoveries(result)
@@ -87,7 +87,7 @@ def test_machines_are_granted_for_lost_ones_and_stand_by(
 ) -> None:
     """The first loss takes the standby node; the second the one that came for the first."""
     specs = ("kill:1@4", "kill:3@25")
-    result = struck(standing_by(tmp_path, server, standby=1, grant_s=0.1), server, *specs)
+    result = run_under_faults(standing_by(tmp_path, server, standby=1, grant_s=0.1), server, *specs)
 
     check(result, server, *specs)
     losses = [event for event in recoveries(result) if event.kind == "kill"]
@@ -100,7 +100,9 @@ def test_without_a_standby_node_the_others_go_on_until_a_machine_is_granted(
     server: ForkServer, tmp_path: Path
 ) -> None:
     """It gets its layers silently, while copies are made of what the others have."""
-    result = struck(standing_by(tmp_path, server, grant_s=0.2, copies=2), server, "kill:2@4")
+    result = run_under_faults(
+        standing_by(tmp_path, server, grant_s=0.2, copies=2), server, "kill:2@4"
+    )
 
     check(result, server, "kill:2@4")
     lost, joined = recoveries(result)
@@ -112,7 +114,7 @@ def test_without_a_standby_node_the_others_go_on_until_a_machine_is_granted(
 def test_no_machine_is_granted_in_time(server: ForkServer, tmp_path: Path) -> None:
     """The job is done before; nothing is left of what was asked for."""
     config = standing_by(tmp_path, server, grant_s=600.0, iterations=SHORT)
-    result = struck(config, server, "kill:2@4")
+    result = run_under_faults(config, server, "kill:2@4")
 
     check(result, server, "kill:2@4")
     assert result.report.final.nodes == (0, 1, 3)
@@ -128,7 +130,7 @@ def test_all_holders_of_a_layer_are_lost_and_standby_nodes_pull_its_copies(
     config = replace(config, checkpoint=replace(config.checkpoint, every=1))
     plan = plan_job(config, Prepared(profile=given_profile(config))).plan
     spec = f"kill:{','.join(map(str, plan.holders(0)))}@8.{step}"
-    result = struck(config, server, spec)
+    result = run_under_faults(config, server, spec)
 
     check(result, server, spec)
     lost, *_ = recoveries(result)
@@ -140,7 +142,7 @@ def test_all_holders_of_a_layer_are_lost_and_standby_nodes_pull_its_copies(
 def test_too_few_are_left_and_a_machine_is_waited_for(server: ForkServer, tmp_path: Path) -> None:
     """One of the two nodes that hold the model; the other has copies of all that it held."""
     config = standing_by(tmp_path, server, nodes=2, f=0, copies=2, grant_s=0.3)
-    result = struck(config, server, "kill:1@8.forward")
+    result = run_under_faults(config, server, "kill:1@8.forward")
 
     check(result, server, "kill:1@8.forward")
     lost, *_ = recoveries(result)
@@ -152,7 +154,7 @@ def test_too_few_are_left_and_a_machine_is_waited_for(server: ForkServer, tmp_pa
 def test_too_few_are_left_and_no_machine_comes(server: ForkServer, tmp_path: Path) -> None:
     """What is whole is saved then, and the job goes on from it when nodes are back."""
     config = standing_by(tmp_path, server, nodes=4, grant_s=0.0)
-    result = struck(config, server, "kill:0,1,2@8.forward")
+    result = run_under_faults(config, server, "kill:0,1,2@8.forward")
 
     assert isinstance(result.error, InsufficientError)
     assert granted(result) == []
@@ -164,7 +166,7 @@ def test_a_node_that_hangs_is_given_back_with_its_machine(
     """It would wake up to find itself no member; its machine belongs to others by then."""
     config = standing_by(tmp_path, server, standby=1, grant_s=0.1)
     config = replace(config, cluster=replace(config.cluster, lease_s=0.6))
-    result = struck(config, server, "hang:1@4.backward")
+    result = run_under_faults(config, server, "hang:1@4.backward")
 
     check(result, server, "hang:1@4.backward")
     (lost, *_) = recoveries(result)

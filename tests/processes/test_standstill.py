@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from helpers.chaos import chaos_job, only_recovery, struck
+from helpers.chaos import chaos_job, only_recovery, run_under_faults
 from helpers.jobs import digests
 from helpers.stopped_agent import NODE
 from planaria.coordinator.membership.missing_members import ARRIVAL_S_MIN
@@ -28,7 +28,7 @@ LEASE_S = 1.0
 @pytest.fixture(scope="module")
 def peace(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> TrainingResult:
     """The job without anything that stands still."""
-    return struck(small_job(server, tmp_path_factory.mktemp("peace") / "run"), server)
+    return run_under_faults(small_job(server, tmp_path_factory.mktemp("peace") / "run"), server)
 
 
 def small_job(server: ForkServer, directory: Path) -> JobConfig:
@@ -64,7 +64,7 @@ def test_a_coordinator_that_stands_still_is_replaced_before_nodes_give_it_up(
 
     monkeypatch.setattr(Forker, "spawn", spawn)
     display = _At(2, lambda: os.kill(leaders[0], signal.SIGSTOP))
-    result = struck(small_job(server, tmp_path / "run"), server, display=display)
+    result = run_under_faults(small_job(server, tmp_path / "run"), server, display=display)
 
     assert result.error is None
     assert len(leaders) == 2
@@ -92,7 +92,7 @@ def test_a_node_that_hangs_before_it_connects_is_lost_in_the_end(
         return await real_spawn(self, target, payload, fds)
 
     monkeypatch.setattr(Forker, "spawn", spawn)
-    result = struck(small_job(server, tmp_path / "run"), server)
+    result = run_under_faults(small_job(server, tmp_path / "run"), server)
 
     assert result.error is None
     event = only_recovery(result)

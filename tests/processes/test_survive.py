@@ -17,8 +17,8 @@ from helpers.chaos import (
     long_but_the_first,
     only_recovery,
     recoveries,
-    sampled,
-    struck,
+    run_under_faults,
+    sample_cases,
 )
 from helpers.jobs import digests
 from planaria.core.inject import ITERATION_STEPS, RECOVERY_STEPS
@@ -47,7 +47,7 @@ def calm(
     def digests_of(family: str) -> tuple[str, str]:
         if family not in found:
             directory = tmp_path_factory.mktemp(family) / "calm"
-            result = struck(chaos_job(family, directory, server, nodes=N0, f=0), server)
+            result = run_under_faults(chaos_job(family, directory, server, nodes=N0, f=0), server)
             assert result.error is None
             found[family] = digests(result)
         return found[family]
@@ -75,7 +75,7 @@ def survive(
             config = replace(
                 config, cluster=replace(config.cluster, device_memory_bytes=memory_bytes)
             )
-        result = struck(config, server, *specs, sizes=sizes)
+        result = run_under_faults(config, server, *specs, sizes=sizes)
         check_survived(result, specs, calm(family))
         return result
 
@@ -98,7 +98,7 @@ AT_ONCE = [
 ]
 
 
-@pytest.mark.parametrize("specs", sampled(SINGLE, 2))
+@pytest.mark.parametrize("specs", sample_cases(SINGLE, 2))
 def test_any_node_may_be_killed_in_any_iteration_and_at_any_step(
     specs: tuple[str, ...], survive: Run
 ) -> None:
@@ -118,7 +118,7 @@ def test_a_job_that_plans_for_joins_trains_and_survives(
     without = chaos_job("gpt2", tmp_path / "run", server)
     config = replace(without, cluster=replace(without.cluster, max_nodes=9))
 
-    result = struck(config, server, "kill:1@3")
+    result = run_under_faults(config, server, "kill:1@3")
 
     assert result.error is None
     assert digests(result) == calm("gpt2")
@@ -127,7 +127,7 @@ def test_a_job_that_plans_for_joins_trains_and_survives(
     assert result.planned.plan == every_plan_for(without).plans[6]
 
 
-@pytest.mark.parametrize("specs", sampled(AT_ONCE, 1))
+@pytest.mark.parametrize("specs", sample_cases(AT_ONCE, 1))
 def test_any_two_nodes_may_be_killed_at_once(specs: tuple[str, ...], survive: Run) -> None:
     """Eight nodes, f = 2, so three pipelines: each layer has a holder left."""
     result = survive(*specs, nodes=8, f=2)
@@ -135,7 +135,7 @@ def test_any_two_nodes_may_be_killed_at_once(specs: tuple[str, ...], survive: Ru
     assert len(result.report.final.nodes) == 6
 
 
-@pytest.mark.parametrize("specs", sampled(TWICE, 1))
+@pytest.mark.parametrize("specs", sample_cases(TWICE, 1))
 def test_a_second_node_may_be_killed_at_any_step_of_a_recovery(
     specs: tuple[str, ...], survive: Run
 ) -> None:
@@ -197,11 +197,11 @@ def test_the_fourth_loss_ends_with_a_checkpoint_that_resumes_to_the_same_bits(
     config = chaos_job("gpt2", tmp_path / "run", server)
     specs = ("kill:5@1", "kill:4@2", "kill:3@4", "kill:2@6", "kill:1@6.backward")
 
-    result = struck(config, server, *specs)
+    result = run_under_faults(config, server, *specs)
 
     assert isinstance(result.error, InsufficientError)
     assert "go on from it with --resume" in str(result.error)
-    resumed = struck(config, server, resume=True)
+    resumed = run_under_faults(config, server, resume=True)
     assert digests(resumed) == calm("gpt2")
 
 
@@ -294,7 +294,7 @@ def test_when_below_stop_saves_and_ends(server: ForkServer, tmp_path: Path) -> N
     config = chaos_job("gpt2", tmp_path / "run", server, nodes=4)
     stop = replace(config.resilience, when_below="stop")
 
-    result = struck(replace(config, resilience=stop), server, "kill:3@4")
+    result = run_under_faults(replace(config, resilience=stop), server, "kill:3@4")
 
     assert isinstance(result.error, InsufficientError)
     assert f"fewer than (f + 1) * n0 = {2 * N0}" in str(result.error)
@@ -304,7 +304,7 @@ def test_when_below_stop_saves_and_ends(server: ForkServer, tmp_path: Path) -> N
 
 def test_a_fault_whose_place_never_comes_is_told(server: ForkServer, tmp_path: Path) -> None:
     """Whoever tests his job's survival has to know that nothing was tested."""
-    result = struck(chaos_job("gpt2", tmp_path / "run", server), server, "kill:5@100")
+    result = run_under_faults(chaos_job("gpt2", tmp_path / "run", server), server, "kill:5@100")
 
     assert result.error is None
     assert [event.fired for event in result.report.events] == [False]

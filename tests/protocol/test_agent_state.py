@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.coordinated import NOW_S, done, exited, ready, saved, stopped, unsaved, worker
+from helpers.coordinated import (
+    NOW_S,
+    iteration_report,
+    ready,
+    save_failure,
+    save_report,
+    stop_report,
+    worker,
+    worker_exit,
+)
 from helpers.jobs import shaped_plan
 from planaria.core.messages import (
     Abort,
@@ -60,39 +69,48 @@ def test_facts_are_said_again_in_order_the_newest_of_each_kind_only() -> None:
         worker(1),
         worker(2),
         abort(1),
-        stopped(1, 1),
+        stop_report(1, 1),
         ready(1, 1),
         abort(2),
-        stopped(1, 2),
+        stop_report(1, 2),
         worker(1, pid=99),
-        stopped(2, 2),
-        stopped(1, 2, last=3),
+        stop_report(2, 2),
+        stop_report(1, 2, last=3),
     )
 
-    assert told == [worker(2), worker(1, pid=99), stopped(2, 2), stopped(1, 2, last=3)]
+    assert told == [worker(2), worker(1, pid=99), stop_report(2, 2), stop_report(1, 2, last=3)]
 
 
 def test_a_worker_that_has_ended_is_told_of_no_more() -> None:
     """Its successor may end before it is ready, and that must not look like the same end."""
-    told = facts(worker(1), worker(2), exited(1), abort(1))
+    told = facts(worker(1), worker(2), worker_exit(1), abort(1))
 
     assert told == [worker(2)]
 
 
 def test_an_iteration_that_is_done_again_replaces_its_report() -> None:
     """The other iterations stay, until they are acknowledged."""
-    told = facts(done(1, 5, epoch=0), done(1, 6, epoch=0), abort(1), done(1, 6, epoch=1))
+    told = facts(
+        iteration_report(1, 5, epoch=0),
+        iteration_report(1, 6, epoch=0),
+        abort(1),
+        iteration_report(1, 6, epoch=1),
+    )
 
-    assert told == [done(1, 5, epoch=0), done(1, 6, epoch=1)]
+    assert told == [iteration_report(1, 5, epoch=0), iteration_report(1, 6, epoch=1)]
 
 
 @given(st.lists(st.integers(0, 20)), st.integers(0, 25))
 def test_acknowledged_iterations_are_forgotten(iterations: list[int], number: int) -> None:
     """Whatever their order; nothing else is."""
-    reports = [done(rank, i, epoch=0) for rank in (1, 2) for i in iterations]
+    reports = [iteration_report(rank, i, epoch=0) for rank in (1, 2) for i in iterations]
     told = facts(worker(1), *reports, RAISED, Acknowledged(num_committed=number))
 
-    left = {report.iteration for report in told if isinstance(report, type(done(1, 0, epoch=0)))}
+    left = {
+        report.iteration
+        for report in told
+        if isinstance(report, type(iteration_report(1, 0, epoch=0)))
+    }
     assert left == {i for i in iterations if i >= number}
     assert worker(1) in told
     assert RAISED in told
@@ -103,8 +121,8 @@ def test_memory_has_a_bound(num_iterations: int) -> None:
     """However long a job runs, with a save after every iteration."""
     state = AgentState(node=NODE)
     for number in range(num_iterations):
-        parts = saved(1, number + 1, epoch=0, layers=[0])
-        state = after(done(1, number, epoch=0), parts, state=state)
+        parts = save_report(1, number + 1, epoch=0, layers=[0])
+        state = after(iteration_report(1, number, epoch=0), parts, state=state)
         state = after(Acknowledged(num_committed=number), state=state)
 
     assert len(state.facts) <= 4
@@ -113,11 +131,11 @@ def test_memory_has_a_bound(num_iterations: int) -> None:
 def test_of_saves_the_newest_two_are_kept() -> None:
     """Whether they were written or not: a save takes about as long as an iteration."""
     saves: list[Fact] = [
-        saved(1, 2, epoch=0, layers=[0]),
-        unsaved(1, 4, epoch=0),
-        unsaved(2, 4, epoch=0),
+        save_report(1, 2, epoch=0, layers=[0]),
+        save_failure(1, 4, epoch=0),
+        save_failure(2, 4, epoch=0),
     ]
-    newest = saved(2, 6, epoch=0, layers=[1])
+    newest = save_report(2, 6, epoch=0, layers=[1])
     told = facts(*saves, newest, Acknowledged(num_committed=0))
 
     assert told == [*saves[1:], newest]
@@ -149,25 +167,29 @@ def test_of_a_notice_is_told_what_is_left() -> None:
 def test_an_epoch_makes_what_was_said_of_older_ones_worthless() -> None:
     """Answers and readiness; the end of a worker, to which this epoch is the answer. Reports
     may still tell of iterations that are settled."""
-    kept: list[Fact] = [worker(1), done(1, 5, epoch=0), saved(1, 6, epoch=0, layers=[0])]
-    told = facts(exited(1), *kept, stopped(1, 0), ready(1, 0), abort(1))
+    kept: list[Fact] = [
+        worker(1),
+        iteration_report(1, 5, epoch=0),
+        save_report(1, 6, epoch=0, layers=[0]),
+    ]
+    told = facts(worker_exit(1), *kept, stop_report(1, 0), ready(1, 0), abort(1))
 
     assert told == kept
 
 
 def test_an_epoch_that_is_told_again_changes_nothing() -> None:
     """A coordinator that was restarted asks again; the answer was given."""
-    told = facts(abort(1), stopped(1, 1), ready(1, 1), abort(1))
+    told = facts(abort(1), stop_report(1, 1), ready(1, 1), abort(1))
 
-    assert told == [stopped(1, 1), ready(1, 1)]
+    assert told == [stop_report(1, 1), ready(1, 1)]
 
 
 def test_a_worker_that_ends_in_an_epoch_is_told_of_whoever_asks_again() -> None:
     """It had answered, and a coordinator that was killed before it heard the end has decided by
     that answer."""
-    told = facts(abort(1), stopped(1, 1), exited(1), abort(1))
+    told = facts(abort(1), stop_report(1, 1), worker_exit(1), abort(1))
 
-    assert told == [stopped(1, 1), exited(1)]
+    assert told == [stop_report(1, 1), worker_exit(1)]
 
 
 def test_an_order_of_an_older_epoch_is_not_passed_on() -> None:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 
 from helpers.command import PACED, assert_mistake, command
-from helpers.strategies import MEBIBYTE, layer_profile, model_profile, planned
+from helpers.strategies import MEBIBYTE, layer_profile, model_profile, planned_problems
 from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, plain_plan
 from planaria.planner.plans import (
     every_plan_of,
@@ -233,12 +233,12 @@ def test_what_is_left_out_is_named() -> None:
 
 
 @settings(max_examples=20)
-@given(planned())
+@given(planned_problems())
 def test_boxes_of_a_lane_are_as_long_as_its_stage_computes(
-    planned: tuple[Problem, dict[int, PipelineTemplate], Plan],
+    planned_problems: tuple[Problem, dict[int, PipelineTemplate], Plan],
 ) -> None:
     """That of each microbatch, one forward and one backward; none overlaps the next."""
-    problem, _, plan = planned
+    problem, _, plan = planned_problems
     for one in drawn_lanes(alike(problem.profile, plan)):
         whole = Window(0.0, one.computed_s, 0.0, 1.0)
         for stage, stage_s in enumerate(one.group.stages_s):
@@ -253,13 +253,13 @@ def test_boxes_of_a_lane_are_as_long_as_its_stage_computes(
 
 
 @settings(max_examples=20)
-@given(planned())
+@given(planned_problems())
 def test_reductions_of_a_lane_follow_its_last_backward(
-    planned: tuple[Problem, dict[int, PipelineTemplate], Plan],
+    planned_problems: tuple[Problem, dict[int, PipelineTemplate], Plan],
 ) -> None:
     """One after the other, up to the end of the iteration but for the commit; each of them stands
     on one lane of every pipeline."""
-    problem, _, plan = planned
+    problem, _, plan = planned_problems
     templates = [pipeline.template for pipeline in plan.pipelines]
     iteration = PlainTimes(problem).iteration(templates, pipeline_microbatches(plan))
 

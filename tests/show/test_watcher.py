@@ -2,7 +2,7 @@
 
 from msgspec import structs
 
-from helpers.recorded import decided, lost, running, starting
+from helpers.recorded import decision_message, loss_message, running, starting
 from planaria.core.inject import parse_injection
 from planaria.core.plan import Plan
 from planaria.observe.metrics import IterationRecord
@@ -51,8 +51,8 @@ def test_one_node_is_one_node() -> None:
 def test_a_job_is_degraded_once_though_two_coordinators_tell_it() -> None:
     """The second decides again what the first did not live to record."""
     watcher, recorder, notes = watched()
-    watcher.on_message(lost(20.0, 6))
-    message = structs.replace(decided(21.0), degraded="one node is left")
+    watcher.on_message(loss_message(20.0, 6))
+    message = structs.replace(decision_message(21.0), degraded="one node is left")
     watcher.on_message(message)
     watcher.on_message(message)
 
@@ -75,9 +75,9 @@ def test_a_recovery_stands_beside_what_was_expected_from_when_it_was_noticed() -
     """What passed before, until the lease of a node that hangs ran out, was in no prediction."""
     watcher, _, notes = watched()
     watcher.on_message(running(14.0))
-    watcher.on_message(lost(20.0, 6))
+    watcher.on_message(loss_message(20.0, 6))
     message = structs.replace(
-        decided(22.21),
+        decision_message(22.21),
         noticed_s=22.2,
         predicted_recovery_s_min=0.06,
         predicted_recovery_s_max=0.14,

@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from helpers.tasks import TIMEOUT_S, settle, taken, wait_until
+from helpers.tasks import TIMEOUT_S, first_events, settle, wait_until
 from planaria.errors import ConflictError, LeaseLostError, StoreError
 from planaria.nodes.head.journal import Flusher
 from planaria.store.embedded import EmbeddedStore
@@ -39,11 +39,11 @@ def test_nobody_sees_a_write_before_it_is_durable() -> None:
     """Neither its writer nor a reader nor a watch: it could still vanish."""
 
     async def run(store: EmbeddedStore, disk: GatedDisk) -> None:
-        watch = asyncio.create_task(taken(store, first_revision=1, num=1))
+        watch = asyncio.create_task(first_events(store, first_revision=1, num=1))
         write = asyncio.create_task(store.put("a", b""))
         await settle()
         assert disk.num_begun == 1
-        late_watch = asyncio.create_task(taken(store, first_revision=1, num=1))
+        late_watch = asyncio.create_task(first_events(store, first_revision=1, num=1))
         await settle()
         assert await store.get("a") is None
         assert await store.range("") == ((), 0)
@@ -169,7 +169,7 @@ def test_a_store_that_cannot_write_says_so_to_everyone() -> None:
 
         store = EmbeddedStore(Flusher(make_durable=make_durable), now_s=lambda: 0.0)
         await store.put("a", b"1")
-        watch = asyncio.create_task(taken(store, first_revision=2, num=1))
+        watch = asyncio.create_task(first_events(store, first_revision=2, num=1))
         await settle()
         broken = True
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.linked import linked
+from helpers.linked import link_ranks
 from planaria.core.plan import Link
 from planaria.torchrun import collectives
 from planaria.torchrun.collectives import BetweenCollectives, Collectives, measured_link
@@ -108,7 +108,7 @@ def test_in_the_end_all_is_as_it_was(watch: Collectives, noted: list[tuple[float
 
 
 def test_a_link_is_measured_while_all_send() -> None:
-    with linked(2) as ranks:
+    with link_ranks(2) as ranks:
         found: dict[int, Link] = {}
 
         def measure(rank: int) -> None:
@@ -128,7 +128,7 @@ def test_a_link_is_measured_while_all_send() -> None:
 @pytest.mark.usefixtures("watch")
 def test_spans_lie_between_the_collectives_of_an_iteration() -> None:
     """They are known by how many are over; before they are, pieces go at once."""
-    with linked(2) as (left, right):
+    with link_ranks(2) as (left, right):
         turns = [
             BetweenCollectives(
                 links,
@@ -176,7 +176,7 @@ def test_collectives_that_are_over_at_once_have_numbers_of_their_own(
             numbers.append(number)
         return Tag(channel, iteration, number)
 
-    with linked(2) as (links, _):
+    with link_ranks(2) as (links, _):
         turns = BetweenCollectives(
             links, link=Link(1e-4, 1e9), far={1}, targets={1}, sources={1}, iterations=2
         )

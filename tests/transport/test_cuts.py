@@ -11,7 +11,7 @@ from helpers.linked import (
     addresses,
     begin_all,
     in_threads,
-    linked,
+    link_ranks,
     payload,
     received,
     tag,
@@ -34,7 +34,7 @@ def _cut(links: Links, *peers: int, seconds: float) -> float:
 @pytest.mark.parametrize("size", [5, LARGE])
 def test_what_both_ends_send_during_a_cut_comes_when_it_is_over(size: int) -> None:
     """Only one end knows of it; a third rank is heard all the time."""
-    with linked(3) as (left, right, third):
+    with link_ranks(3) as (left, right, third):
         end_s = _cut(left, 1, seconds=0.5)
         left.send(1, tag(0), payload(1, size))
         right.send(0, tag(0), payload(2, size))
@@ -59,7 +59,7 @@ def test_what_both_ends_send_during_a_cut_comes_when_it_is_over(size: int) -> No
 
 def test_two_cuts_of_a_peer_last_until_the_later_one_ends() -> None:
     """Whichever came first."""
-    with linked(2) as (left, right):
+    with link_ranks(2) as (left, right):
         end_s = _cut(left, 1, seconds=0.4)
         _cut(left, 1, seconds=0.1)
         right.send(0, tag(0), payload(1))
@@ -70,7 +70,7 @@ def test_two_cuts_of_a_peer_last_until_the_later_one_ends() -> None:
 
 def test_that_a_peer_is_gone_is_not_heard_either() -> None:
     """Until the cut is over; a rank that is cut off for ever can still be closed."""
-    with linked(3) as (left, right, third):
+    with link_ranks(3) as (left, right, third):
         _cut(left, 1, seconds=0.3)
         _cut(third, 1, seconds=math.inf)
         right.close()
@@ -83,7 +83,7 @@ def test_that_a_peer_is_gone_is_not_heard_either() -> None:
 
 def test_nobody_is_answered_while_anything_is_cut_off() -> None:
     """A rank that calls waits, as at a machine that cannot be reached."""
-    with linked(2) as (left, right):
+    with link_ranks(2) as (left, right):
         _cut(right, 0, seconds=0.5)
         late = Links(0, token=right._own.token)  # Of the worker that is forked anew in rank 0.
         places = {**addresses([right]), 0: late.address}

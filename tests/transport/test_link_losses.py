@@ -22,7 +22,7 @@ from helpers.linked import (
     begin_all,
     blocked_receive,
     in_threads,
-    linked,
+    link_ranks,
     num_descriptors,
     payload,
     received,
@@ -40,7 +40,7 @@ LARGE = 3 << 20  # float64 numbers: 24 MiB, more than any socket buffer
 
 def test_a_lost_peer_is_named_and_what_it_said_still_counts() -> None:
     """The messages that arrived before the end can be taken, the others are lost with it."""
-    with linked(3) as (left, middle, right):
+    with link_ranks(3) as (left, middle, right):
         right.send(1, tag(0), payload(3))
         assert received(middle, 2, 0) == payload(3).tolist()
         right.send(0, tag(0), payload(3))
@@ -63,7 +63,7 @@ def test_a_lost_peer_is_named_and_what_it_said_still_counts() -> None:
 
 def test_a_lost_peer_frees_who_waits_for_it() -> None:
     """At once, not after the timeout of the receive."""
-    with linked(2) as (left, right):
+    with link_ranks(2) as (left, right):
         thread, errors = blocked_receive(left, 1)
         right.close()
         thread.join(TIMEOUT_S / 2)
@@ -75,7 +75,7 @@ def test_a_lost_peer_frees_who_waits_for_it() -> None:
 def test_what_a_peer_sent_before_it_died_arrives_with_its_end() -> None:
     """The bytes and the end of the stream are often read in one go."""
     for _ in range(20):
-        with linked(2) as (left, right):
+        with link_ranks(2) as (left, right):
             for index in range(10):
                 right.send(0, tag(index), payload(index))
             right.close()
@@ -124,7 +124,7 @@ def _is_in_epoch(links: Links, epoch: int) -> bool:
 def test_a_rank_that_comes_back_is_linked_anew(rank: int, noticed: bool) -> None:
     """Its new worker listens elsewhere, whether the old link broke before or is noticed later."""
     for _ in range(5):
-        with linked(3) as ranks:
+        with link_ranks(3) as ranks:
             old, stays = ranks[rank], ranks[1]
             back = Links(rank, token=TOKEN)
             ranks[rank] = back
@@ -148,7 +148,7 @@ def _has_lost(links: Links, peer: int) -> bool:
 
 def test_a_worker_that_comes_back_frees_who_waits_for_the_old_one() -> None:
     """The old worker's node hangs: its socket stays open, but its rank is somebody else now."""
-    with linked(2) as ranks:
+    with link_ranks(2) as ranks:
         hung, stays = ranks
         thread, errors = blocked_receive(stays, 0)
         back = Links(0, token=TOKEN)
@@ -221,7 +221,7 @@ def test_a_peer_that_is_lost_before_its_link_stands_is_told_to_who_counted_on_it
 
 def test_a_link_to_a_rank_that_is_gone_for_good_is_closed() -> None:
     """A hung node keeps its socket open: what is queued for it would stay for ever."""
-    with linked(3) as (left, middle, hung):
+    with link_ranks(3) as (left, middle, hung):
         places = addresses([left, middle])
         with in_threads(
             lambda: left.begin(1, addresses=places, peers=(1,), timeout_s=TIMEOUT_S),
@@ -235,7 +235,7 @@ def test_a_link_to_a_rank_that_is_gone_for_good_is_closed() -> None:
 
 def test_memory_of_a_lost_peers_messages_is_given_back() -> None:
     """Nobody takes what an aborted epoch left; the next begin drops it."""
-    with linked(3) as (left, middle, right):
+    with link_ranks(3) as (left, middle, right):
         for index in range(10):
             right.send(0, tag(index), payload(index))
         wait_until(lambda: len(left._inbox) == 10)
@@ -248,7 +248,7 @@ def test_memory_of_a_lost_peers_messages_is_given_back() -> None:
 
 def test_a_client_with_another_token_is_refused_and_harmless() -> None:
     """It gets no link, and those of the job go on."""
-    with linked(2) as ranks:
+    with link_ranks(2) as ranks:
         stranger = Links(0, token=b"another")
         with pytest.raises(PeerLostError) as refused:
             stranger.begin(0, addresses={1: ranks[1].address}, peers=(1,), timeout_s=TIMEOUT_S)
@@ -300,7 +300,7 @@ def _raw_link(links: Links, *, rank: int, port: int) -> socket.socket:
 )
 def test_nonsense_from_a_peer_ends_its_link_alone(garbage: bytes) -> None:
     """The thread that serves all links must not die of it."""
-    with linked(2) as (left, right):
+    with link_ranks(2) as (left, right):
         with _raw_link(right, rank=5, port=7) as sock:
             sock.sendall(garbage)
             with pytest.raises(PeerLostError, match="does not come from planaria"):
@@ -312,7 +312,7 @@ def test_nonsense_from_a_peer_ends_its_link_alone(garbage: bytes) -> None:
 
 def test_clients_that_talk_garbage_or_nothing_disturb_nobody() -> None:
     """Random bytes, half a hello, silence, and a connect that is closed at once."""
-    with linked(2) as (left, right):
+    with link_ranks(2) as (left, right):
         hello, _ = next(handshake(TOKEN, Role.CONNECT, identity=0))
         before = dict(right._peers)
         clients = [socket.create_connection(right.address, timeout=TIMEOUT_S) for _ in range(4)]
@@ -363,7 +363,7 @@ def test_a_rank_without_descriptors_serves_its_links_and_accepts_again_when_it_h
 ) -> None:
     """Whoever calls meanwhile stays in the kernel's queue; it is tried once in a while, not all the
     time, and told of once, though one was accepted in between."""
-    with linked(2) as (left, right), socket.socket() as caller, socket.socket() as again:
+    with link_ranks(2) as (left, right), socket.socket() as caller, socket.socket() as again:
         server, tried_s = right._server, []
         accept = server._accept
 
@@ -410,7 +410,7 @@ def no_descriptors() -> Iterator[None]:
 
 def test_a_socket_is_not_closed_under_a_write() -> None:
     """Its descriptor would be some other file's by the time of the write."""
-    with linked(2) as (left, right):
+    with link_ranks(2) as (left, right):
         link = left._peers[1]
         with link.lock:
             right.close()
@@ -429,7 +429,7 @@ def test_a_mistake_in_the_serving_thread_reaches_who_waits(
     def mistake(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    with linked(2) as (left, right):
+    with link_ranks(2) as (left, right):
         thread, errors = blocked_receive(left, 1)
         handlers = replace(left._server._handlers, on_message=mistake)
         monkeypatch.setattr(left._server, "_handlers", handlers)
@@ -447,7 +447,7 @@ def test_a_mistake_in_the_serving_thread_reaches_who_waits(
 def test_close_leaves_no_thread_and_no_descriptor() -> None:
     """Also with links that are being made, and when called twice."""
     threads, descriptors = threading.active_count(), num_descriptors()
-    with linked(4) as ranks:
+    with link_ranks(4) as ranks:
         stranger = socket.create_connection(ranks[0].address, timeout=TIMEOUT_S)
         for links in ranks:
             links.close()
@@ -460,7 +460,7 @@ def test_close_leaves_no_thread_and_no_descriptor() -> None:
 
 def test_close_writes_out_what_the_kernel_takes() -> None:
     """A rank that leaves has said all that fits into the buffers; here that is all."""
-    with linked(2) as (left, right):
+    with link_ranks(2) as (left, right):
         link = left._peers[1]
         with link.lock:
             link._unsent.append(memoryview(connection.header(0, tag(0), 0)))
@@ -471,7 +471,7 @@ def test_close_writes_out_what_the_kernel_takes() -> None:
 
 def test_close_frees_who_waits_and_a_late_send_is_harmless() -> None:
     """The reduction thread may still be at it when the worker leaves."""
-    with linked(2) as (left, _):
+    with link_ranks(2) as (left, _):
         thread, errors = blocked_receive(left, 1)
         link = left._peers[1]
         left.close()

@@ -13,7 +13,7 @@ from helpers.linked import (
     begin_all,
     blocked_receive,
     in_threads,
-    linked,
+    link_ranks,
     num_descriptors,
     on_all,
     payload,
@@ -30,7 +30,7 @@ LARGE = 3 << 20  # float64 numbers: 24 MiB, more than any socket buffer
 def test_a_message_waits_under_its_tag() -> None:
     """Whoever asks for a later one first gets it; channel, iteration and both numbers count."""
     tags = [Tag(c, i, a, b) for c in Channel for i in (0, 1) for a in (0, 1) for b in (0, 7)]
-    with linked(2) as (left, right):
+    with link_ranks(2) as (left, right):
         for index, name in enumerate(tags):
             left.send(1, name, payload(index))
         values = {
@@ -50,7 +50,7 @@ def test_several_buffers_are_one_message() -> None:
         np.array(7.5),
         np.frombuffer(b"abc", dtype=np.uint8),
     ]
-    with linked(2) as (left, right):
+    with link_ranks(2) as (left, right):
         right.send(0, tag(0), *buffers)
         data = left.receive(1, tag(0), timeout_s=TIMEOUT_S)
 
@@ -61,7 +61,7 @@ def test_several_buffers_are_one_message() -> None:
 
 def test_an_empty_message_arrives() -> None:
     """A segment of a small bucket is empty, and its receiver waits for it all the same."""
-    with linked(2) as (left, right):
+    with link_ranks(2) as (left, right):
         left.send(1, tag(0))
         left.send(1, tag(1), np.empty(0))
         left.send(1, tag(2), payload(2))
@@ -73,7 +73,7 @@ def test_an_empty_message_arrives() -> None:
 
 def test_large_messages_both_ways_at_once_do_not_block() -> None:
     """Both ends send 100 MiB before either receives anything: no socket buffer holds that."""
-    with linked(2) as ranks:
+    with link_ranks(2) as ranks:
         for links in ranks:
             for index in range(4):
                 links.send(1 - links.rank, tag(index), payload(index, size=LARGE))
@@ -140,7 +140,7 @@ def test_abort_frees_who_waits_for_a_link_or_for_what_it_will_bring() -> None:
 
 def test_the_first_of_several_messages_is_taken() -> None:
     """From whichever peer; the others wait."""
-    with linked(3) as (left, middle, right):
+    with link_ranks(3) as (left, middle, right):
         wanted = {1: tag(4), 2: tag(5)}
         right.send(0, tag(5), payload(5))
 
@@ -161,7 +161,7 @@ def test_many_threads_send_whole_messages() -> None:
             size = sizes[index % len(sizes)]
             links.send(1, tag(index, channel), payload(index, size=size))
 
-    with linked(2) as (left, right):
+    with link_ranks(2) as (left, right):
         channels = (Channel.FORWARD, Channel.SCATTER, Channel.GATHER)
         calls = [lambda channel=channel: send_all(left, channel) for channel in channels]
         with in_threads(*calls) as sending:
@@ -175,7 +175,7 @@ def test_many_threads_send_whole_messages() -> None:
 
 def test_eight_ranks_begin_at_once() -> None:
     """Whoever comes first, each pair has one link, and it carries both ways."""
-    with linked(8) as ranks:
+    with link_ranks(8) as ranks:
 
         def exchange(links: Links) -> list[list[float]]:
             others = [rank for rank in range(8) if rank != links.rank]
@@ -191,7 +191,7 @@ def test_eight_ranks_begin_at_once() -> None:
 
 def test_a_message_of_an_older_epoch_is_dropped() -> None:
     """The receiver has moved on: what the sender still says belongs to nobody."""
-    with linked(2) as (left, right):
+    with link_ranks(2) as (left, right):
         places = addresses([left, right])
         right.begin(1, addresses=places, peers=(0,), timeout_s=TIMEOUT_S)
         left.send(1, tag(0), payload(5))
@@ -206,7 +206,7 @@ def test_a_message_of_an_older_epoch_is_dropped() -> None:
 
 def test_what_waits_from_an_older_epoch_is_dropped_at_begin() -> None:
     """The same tag in the next epoch is another message."""
-    with linked(2) as ranks:
+    with link_ranks(2) as ranks:
         left, right = ranks
         left.send(1, tag(0), payload(5))
         left.send(1, tag(1), payload(6))
@@ -221,7 +221,7 @@ def test_what_waits_from_an_older_epoch_is_dropped_at_begin() -> None:
 
 def test_a_message_of_a_newer_epoch_is_kept_until_begin() -> None:
     """A rank that is told later than its peer must not lose the peer's first words."""
-    with linked(2) as (left, right):
+    with link_ranks(2) as (left, right):
         places = addresses([left, right])
         left.begin(3, addresses=places, peers=(1,), timeout_s=TIMEOUT_S)
         left.send(1, tag(0), payload(5))
@@ -235,7 +235,7 @@ def test_a_message_of_a_newer_epoch_is_kept_until_begin() -> None:
 
 def test_a_later_epoch_keeps_the_connections() -> None:
     """Going on after a loss costs no reconnects between survivors, and no descriptors."""
-    with linked(3) as ranks:
+    with link_ranks(3) as ranks:
         before = [dict(links._peers) for links in ranks]
         descriptors = num_descriptors()
         for epoch in range(1, 5):
@@ -250,7 +250,7 @@ def test_a_later_epoch_keeps_the_connections() -> None:
 def test_abort_frees_a_blocked_receive_long_before_its_timeout() -> None:
     """Within milliseconds on an idle machine; Gloo needs 10 s. The links work again after the next
     begin."""
-    with linked(2) as ranks:
+    with link_ranks(2) as ranks:
         thread, errors = blocked_receive(ranks[1], 0)
         start_s = time.monotonic()
         ranks[1].abort("node 7 is gone", first_epoch=1)
@@ -267,7 +267,7 @@ def test_abort_frees_a_blocked_receive_long_before_its_timeout() -> None:
 
 def test_an_abort_with_a_begin_right_behind_frees_whoever_waited() -> None:
     """The waiting thread may wake up only when the next epoch has begun already."""
-    with linked(2) as ranks:
+    with link_ranks(2) as ranks:
         left, right = ranks
         for epoch in range(1, 11):
             thread, errors = blocked_receive(right, 0)
@@ -296,7 +296,7 @@ def test_abort_frees_a_begin_that_waits_for_a_peer() -> None:
 
 def test_an_epoch_that_was_aborted_before_it_began_does_not_begin() -> None:
     """The order to leave it may overtake the order to enter it: two threads take them."""
-    with linked(2) as (left, right):
+    with link_ranks(2) as (left, right):
         left.abort("node 7 is gone", first_epoch=5)
 
         with pytest.raises(AbortedError, match="node 7"):
@@ -337,7 +337,7 @@ def test_abort_frees_a_begin_that_connects_into_the_void() -> None:
 
 def test_a_link_that_breaks_before_its_peer_is_in_the_epoch_frees_who_waits_for_others() -> None:
     """The peer would enter it with a new link, and wait for what was sent over the old one."""
-    with linked(3) as ranks:
+    with link_ranks(3) as ranks:
         left, middle, _ = ranks
         places = addresses(ranks)
         for links in (left, middle):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from helpers.linked import TIMEOUT_S, begin_all, in_threads, linked, payload, tag, wait_until
+from helpers.linked import TIMEOUT_S, begin_all, in_threads, link_ranks, payload, tag, wait_until
 from planaria.core.plan import Link
 from planaria.errors import PeerLostError
 from planaria.transport.lanes import SLICE_S
@@ -38,7 +38,7 @@ def paced(
         for _ in range(devices_per_node)
     ]
     try:
-        with linked(num_nodes * devices_per_node, pacing=pacing) as ranks:
+        with link_ranks(num_nodes * devices_per_node, pacing=pacing) as ranks:
             yield ranks
     finally:
         for descriptor in clocks:

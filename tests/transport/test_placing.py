@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from helpers.linked import TIMEOUT_S, begin_all, linked, tag, wait_until
+from helpers.linked import TIMEOUT_S, begin_all, link_ranks, tag, wait_until
 from planaria.transport.connection import header
 
 NUM_BYTES = 24 << 20  # More than any socket buffer.
@@ -13,7 +13,7 @@ def test_a_message_arrives_in_the_memory_that_is_given_for_it() -> None:
     """Not copied: what is received is that memory. Those before and after lie elsewhere."""
     content = np.random.default_rng(1).integers(0, 256, NUM_BYTES, dtype=np.uint8)
     memory = np.zeros(NUM_BYTES, dtype=np.uint8)
-    with linked(2) as (left, right):
+    with link_ranks(2) as (left, right):
         right.offer_memory(0, tag(1), memory)
         for index in range(3):
             left.send(1, tag(index), content)
@@ -28,7 +28,7 @@ def test_a_message_arrives_in_the_memory_that_is_given_for_it() -> None:
 @pytest.mark.parametrize("num_bytes", [0, 99, 101])
 def test_a_message_of_another_size_lies_elsewhere(num_bytes: int) -> None:
     memory = np.zeros(num_bytes, dtype=np.uint8)
-    with linked(2) as (left, right):
+    with link_ranks(2) as (left, right):
         right.offer_memory(0, tag(0), memory)
         left.send(1, tag(0), np.ones(100, dtype=np.uint8))
         found = right.receive(0, tag(0), timeout_s=TIMEOUT_S)
@@ -39,7 +39,7 @@ def test_a_message_of_another_size_lies_elsewhere(num_bytes: int) -> None:
 
 def test_one_that_has_arrived_before_lies_elsewhere() -> None:
     memory = np.zeros(100, dtype=np.uint8)
-    with linked(2) as (left, right):
+    with link_ranks(2) as (left, right):
         left.send(1, tag(0), np.ones(100, dtype=np.uint8))
         wait_until(lambda: right.has_any({0: tag(0)}))
         right.offer_memory(0, tag(0), memory)
@@ -51,7 +51,7 @@ def test_one_that_has_arrived_before_lies_elsewhere() -> None:
 def test_memory_is_free_once_its_message_is_taken_wherever_that_lay() -> None:
     """A later message of that tag is another one."""
     memory = np.zeros(100, dtype=np.uint8)
-    with linked(2) as (left, right):
+    with link_ranks(2) as (left, right):
         left.send(1, tag(0), np.ones(100, dtype=np.uint8))
         wait_until(lambda: right.has_any({0: tag(0)}))
         right.offer_memory(0, tag(0), memory)
@@ -65,7 +65,7 @@ def test_memory_is_free_once_its_message_is_taken_wherever_that_lay() -> None:
 def test_nothing_comes_by_a_link_that_is_retired_in_a_newer_epoch() -> None:
     """Its peer is no member any more, and still sends."""
     memory = np.zeros(NUM_BYTES, dtype=np.uint8)
-    with linked(2) as (left, right):
+    with link_ranks(2) as (left, right):
         right.offer_memory(0, tag(0), memory)
         left.send(1, tag(0), np.ones(NUM_BYTES, dtype=np.uint8))
         wait_until(lambda: bool(memory[0]))
@@ -79,7 +79,7 @@ def test_nothing_comes_by_a_link_that_is_retired_in_a_newer_epoch() -> None:
 def test_what_is_still_to_arrive_in_a_newer_epoch_gets_nowhere() -> None:
     """By then the memory may be of another version; the link serves on."""
     memory = np.zeros(100, dtype=np.uint8)
-    with linked(2) as ranks:
+    with link_ranks(2) as ranks:
         left, right = ranks
         right.offer_memory(0, tag(0), memory)
         right.offer_memory(0, tag(1), memory)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from helpers.linked import TIMEOUT_S, linked
+from helpers.linked import TIMEOUT_S, link_ranks
 from planaria.checkpoint.memory.arena import Arena, arena_fd
 from planaria.checkpoint.memory.filling import fill_alone
 from planaria.checkpoint.memory.retrieval import receive_copy, send_copy
@@ -37,7 +37,7 @@ def version() -> Iterator[Version]:
 def test_a_copy_comes_as_it_was_made(version: Version) -> None:
     """In pieces, to new memory or to what there is."""
     room = np.zeros(1 << 20, dtype=np.uint8)
-    with linked(2) as (source, target):
+    with link_ranks(2) as (source, target):
         send_copy(source, 1, version)
         found = receive_copy(target, 0, 0, LABEL, timeout_s=TIMEOUT_S, memory=room)
 
@@ -61,7 +61,7 @@ def test_a_copy_that_comes_otherwise_is_refused(
         send(links, peer, tag, content, **rest)
 
     monkeypatch.setattr(Links, "send", sent)
-    with linked(2) as (source, target):
+    with link_ranks(2) as (source, target):
         send_copy(source, 1, version)
         with pytest.raises(CheckpointError):
             receive_copy(target, 0, 0, LABEL, timeout_s=TIMEOUT_S)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from helpers.coordinated import FIRST, LEASE_S, NOW_S, gone, of_type, small_rules
+from helpers.coordinated import FIRST, LEASE_S, NOW_S, node_loss, of_type, small_rules
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import shaped_plan
 from planaria.coordinator.commands import End, Evict, Tick
@@ -96,7 +96,7 @@ def test_a_loss_in_between_does_not_begin_the_time_anew() -> None:
     cluster = begun(3)
     wait(cluster, NUM_TICKS - 1)
     cluster.nodes[2].is_alive = False
-    cluster.hear(gone(2))
+    cluster.hear(node_loss(2))
 
     wait(cluster, 1)
 

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from helpers.coordinated import FIRST, NOW_S, NUM_MICROBATCHES, gone, small_rules
+from helpers.coordinated import FIRST, NOW_S, NUM_MICROBATCHES, node_loss, small_rules
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import NUM_LAYERS, shaped_plan, template
 from helpers.strategies import layer_profile, model_profile
@@ -146,5 +146,5 @@ def test_a_machine_that_has_not_failed_for_an_hour_is_trusted_again() -> None:
     assert is_trusted(cluster.state, 1, later_s + 1.0)
     assert is_trusted(cluster.state, 0, NOW_S)
     cluster.hear(Tick(), now_s=later_s + 1.0)
-    cluster.hear(gone(1), now_s=later_s + 1.0)
+    cluster.hear(node_loss(1), now_s=later_s + 1.0)
     assert num_failures(cluster.state, 1, later_s + 1.0) == 1

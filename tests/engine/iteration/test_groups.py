@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.linked import TIMEOUT_S, linked, on_all
+from helpers.linked import TIMEOUT_S, link_ranks, on_all
 from planaria.engine.iteration.groups import reduce_bucket, reduce_vector, tree_peers
 from planaria.transport.links import Channel, Links
 
@@ -60,7 +60,7 @@ def test_a_bucket_is_the_ascending_sum_rounded_once_on_all_holders(
     num_holders: int, dtype: torch.dtype
 ) -> None:
     """Bit for bit, for sizes that the holders do not divide, and for tensors without elements."""
-    with linked(num_holders) as ranks:
+    with link_ranks(num_holders) as ranks:
         for bucket, sizes in enumerate(SIZES):
             sums = {links.rank: parts(links.rank, sizes, dtype) for links in ranks}
             expected = ascending([sums[rank] for rank in sorted(sums)])
@@ -72,7 +72,7 @@ def test_a_bucket_is_the_ascending_sum_rounded_once_on_all_holders(
 @pytest.mark.parametrize("num_holders", range(1, 7))
 def test_float32_sums_may_be_where_their_results_go(num_holders: int) -> None:
     """A part is written over once its sum is there, so whoever adds it up has got it."""
-    with linked(num_holders) as ranks:
+    with link_ranks(num_holders) as ranks:
         for bucket, sizes in enumerate(SIZES):
             sums = {links.rank: parts(links.rank, sizes, torch.float32) for links in ranks}
             expected = ascending([sums[rank] for rank in sorted(sums)])
@@ -98,7 +98,7 @@ def test_float32_sums_may_be_where_their_results_go(num_holders: int) -> None:
 
 def test_the_holders_of_a_bucket_may_be_any_ranks() -> None:
     """Ranks without the layers take no part, and the order is that of ranks."""
-    with linked(5) as ranks:
+    with link_ranks(5) as ranks:
         holders = [ranks[1], ranks[4]]
         sums = {rank: parts(rank, (9,), torch.float32) for rank in (1, 4)}
         results = reduced(holders, sums)
@@ -110,7 +110,7 @@ def test_the_holders_of_a_bucket_may_be_any_ranks() -> None:
 def test_a_sum_that_float32_cannot_hold_is_rounded_at_the_end_alone() -> None:
     """1e8 + 1 - 1e8 is 1 in float64 sums; rounding in between would give 0."""
     values = (1e8, 1.0, -1e8)
-    with linked(3) as ranks:
+    with link_ranks(3) as ranks:
         sums = {
             rank: [torch.full((4,), value, dtype=torch.float64)]
             for rank, value in enumerate(values)
@@ -122,7 +122,7 @@ def test_a_sum_that_float32_cannot_hold_is_rounded_at_the_end_alone() -> None:
 
 def test_negative_zeros_sum_to_positive_zero() -> None:
     """As in one process, whose sums start at +0."""
-    with linked(2) as ranks:
+    with link_ranks(2) as ranks:
         sums = {rank: [torch.full((3,), -0.0, dtype=torch.float64)] for rank in (0, 1)}
         results = reduced(ranks, sums)
 
@@ -131,7 +131,7 @@ def test_negative_zeros_sum_to_positive_zero() -> None:
 
 def test_a_holder_moves_no_more_than_a_ring_would() -> None:
     """2 (k-1)/k of the bucket: the scattered part as it is summed, the gathered part rounded."""
-    with linked(4) as ranks:
+    with link_ranks(4) as ranks:
         sums = {rank: parts(rank, (4000,), torch.float64) for rank in range(4)}
         reduced(ranks, sums)
 
@@ -156,7 +156,7 @@ def test_the_vector_is_exact_and_the_same_everywhere(num_ranks: int) -> None:
             timeout_s=TIMEOUT_S,
         )
 
-    with linked(num_ranks) as ranks:
+    with link_ranks(num_ranks) as ranks:
         totals = on_all(ranks, run)
 
     expected = np.array([(r + 1) / 3 for r in range(num_ranks)] + [-1e-300 / 3] * num_ranks)
@@ -165,7 +165,7 @@ def test_the_vector_is_exact_and_the_same_everywhere(num_ranks: int) -> None:
 
 def test_the_vector_counts_votes() -> None:
     """Entries that all ranks contribute to are summed, too."""
-    with linked(5) as ranks:
+    with link_ranks(5) as ranks:
         numbers = [links.rank for links in ranks]
         totals = on_all(
             ranks,

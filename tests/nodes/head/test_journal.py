@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from helpers.tasks import TIMEOUT_S, settle, taken, wait_until
+from helpers.tasks import TIMEOUT_S, first_events, settle, wait_until
 from planaria.errors import StoreError
 from planaria.nodes.head.journal import open_store, superseded_entries
 from planaria.store.embedded import EmbeddedStore
@@ -124,14 +124,14 @@ def test_the_journal_stays_small_and_loses_nothing_by_it(tmp_path: Path) -> None
             for index in range(300):
                 await store.put("commit", b"%d" % index)
                 sizes.append((tmp_path / "journal").stat().st_size)
-            seen = await taken(store, first_revision=1, num=301)
+            seen = await first_events(store, first_revision=1, num=301)
             expected = await store.range("")
         num_rewrites = sum(after < before for before, after in pairwise(sizes))
         assert num_rewrites >= 2
 
         async with open_store(tmp_path, now_s=lambda: 0.0) as store:
             assert expected == await store.range("")
-            assert seen == await taken(store, first_revision=1, num=301)
+            assert seen == await first_events(store, first_revision=1, num=301)
             await store.keep_alive(lease)
             assert ended + 1 == await store.grant(3.0)
 
