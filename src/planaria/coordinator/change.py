@@ -62,13 +62,13 @@ def begin_change(rules: Rules, state: JobState, now_s: float) -> Step:
     """Begins the best change for joining, leaving and slow nodes, or to a better plan, if any."""
     if state.change is not None or state.commits.ends or state.stop.is_requested:
         return state, ()
-    known, speeds, members = state.plan.slow_nodes, state.speeds, state.membership
+    planned, speeds, members = state.plan.slow_nodes, state.speeds, state.membership
     hurried = _hurry_text(rules, state)
-    if not (members.leaving or members.candidates or known or speeds or state.idle or hurried):
+    if not (members.leaving or members.candidates or planned or speeds or state.idle or hurried):
         return state, ()  # The usual case, decided fast because it follows nearly every report.
     situation, last = _situation(rules, state, now_s), state.search.last_situation
     joining, leaving, retried = situation.joining, situation.leaving, situation.retried
-    if not (joining or leaving or known or speeds or retried or hurried) or situation == last:
+    if not (joining or leaving or planned or speeds or retried or hurried) or situation == last:
         return state, ()
     staying = tuple(node for node in state.nodes if node not in leaving)
     num_left = len(staying) + len(joining)
@@ -79,8 +79,8 @@ def begin_change(rules: Rules, state: JobState, now_s: float) -> Step:
     exponent = situation.failure_exponent
     is_told = last is not None and replace(last, failure_exponent=exponent) == situation
     state = replace(state, search=replace(state.search, last_situation=situation))
-    news = {n for n in staying if known.get(n, 1.0) != speeds.get(n, 1.0)}.union(retried)
-    slow = tuple(sorted(news.difference(leaving)))
+    changed = {n for n in staying if planned.get(n, 1.0) != speeds.get(n, 1.0)}.union(retried)
+    slow = tuple(sorted(changed.difference(leaving)))
     if not (slow or joining or leaving):  # A better plan is looked for, with slow nodes as known.
         slow = tuple(sorted(speeds))
     event = NodesChanged(joining, leaving, slow)
@@ -93,11 +93,11 @@ def begin_change(rules: Rules, state: JobState, now_s: float) -> Step:
         warning = Warned(text=text, undrained=leaving)
         return state, (Notify(warning),)
     placed = tuple(node for node in joining if node in best.after.nodes)
-    still = tuple(node for node in slow if node in speeds)
+    still_slow = tuple(node for node in slow if node in speeds)
     if not placed and not leaving and not is_worthwhile(rules, candidates):
-        if joining or not still or is_told:
+        if joining or not still_slow or is_told:
             return state, ()
-        return state, (Notify(Warned(text=f"{_slow_text(state, still)}; no plan is faster")),)
+        return state, (Notify(Warned(text=f"{_slow_text(state, still_slow)}; no plan is faster")),)
     waves = waves_of(
         best, iteration_s=iteration_s(state), leaving=leaving, prices=prices_of(rules, state)
     )
@@ -109,7 +109,7 @@ def begin_change(rules: Rules, state: JobState, now_s: float) -> Step:
         began_s=now_s,
         time_to_failure_s=time_to_failure_s(rules, state, now_s),
         silent=state.plan.silent,
-        reason=_slow_text(state, still) if still else "" if is_asked_for else hurried,
+        reason=_slow_text(state, still_slow) if still_slow else "" if is_asked_for else hurried,
     )
     return _record_switch(replace(state, change=change))
 
@@ -270,8 +270,8 @@ def _record_switch(state: JobState) -> Step:
     else:
         wave = ()
         plan = replace(change.transition.after, epoch=epoch)
-        there = sorted({*state.nodes, *joined})
-        nodes = tuple(n for n in there if change.kinds.get(n) not in _LEAVING)
+        all_nodes = sorted({*state.nodes, *joined})
+        nodes = tuple(n for n in all_nodes if change.kinds.get(n) not in _LEAVING)
     rounds = (tuple(wave),) if wave else ()
     switch = Switch(epoch=epoch, nodes=nodes, plan=plan, rounds=rounds)
     gone = tuple(sorted({*state.membership.gone, *set(state.nodes).difference(nodes)}))
@@ -333,11 +333,11 @@ def commit_switch(rules: Rules, state: JobState) -> Step:
     # A switch with a wave keeps the old plan.
     predicted_s = iteration_s(state) if switch.rounds else change.transition.iteration_s
     decision = Decision(order=_order(rules, state, switch, number), predicted_s=predicted_s)
-    left = tuple(node for node in state.nodes if node not in switch.nodes)
+    departed = tuple(node for node in state.nodes if node not in switch.nodes)
     members = state.membership
     members = replace(
         members,
-        gone=tuple(sorted({*members.gone, *left})),
+        gone=tuple(sorted({*members.gone, *departed})),
         candidates={n: waits for n, waits in members.candidates.items() if n not in switch.nodes},
         leaving={node: leave for node, leave in members.leaving.items() if node in switch.nodes},
     )
@@ -346,7 +346,7 @@ def commit_switch(rules: Rules, state: JobState) -> Step:
         epoch=switch.epoch,
         nodes=switch.nodes,
         plan=switch.plan,
-        workers=PersistentMap({r: w for r, w in state.workers.items() if w.node not in left}),
+        workers=PersistentMap({r: w for r, w in state.workers.items() if w.node not in departed}),
         change=replace(change, switch=None, trained=state.plan.all_ranks),
         commits=replace(state.commits, outcome=outcome),
         membership=members,
@@ -355,8 +355,8 @@ def commit_switch(rules: Rules, state: JobState) -> Step:
         ),
         learning=replace(state.learning, plan_s=0.0),
     )
-    record = RecordDecision(outcome, decision)
-    return without_former_members(state), (record, *((Tell(Shutdown(), left),) if left else ()))
+    shutdowns = (Tell(Shutdown(), departed),) if departed else ()
+    return without_former_members(state), (RecordDecision(outcome, decision), *shutdowns)
 
 
 def on_epoch_entered(rules: Rules, state: JobState, now_s: float) -> Step:

@@ -226,17 +226,17 @@ def _on_crash(
         state, troubles=replace(state.troubles, crashes=(*state.troubles.crashes, crash))
     )
     node, raised = crash.node, crash.raised
-    alike = [one for one in state.troubles.crashes if one.raised.error == raised.error]
+    alike = [other for other in state.troubles.crashes if other.raised.error == raised.error]
     # Counted by rank, because a fault that ends all workers of a node at once is one fault.
-    counts = Counter(one.rank for one in alike)
-    often = {one.node for one in alike if counts[one.rank] >= CRASHES_MAX}
+    counts = Counter(other.rank for other in alike)
+    often = {other.node for other in alike if counts[other.rank] >= CRASHES_MAX}
     is_often = node in often
     others = {
-        one.node
-        for one in alike
-        if one.node != node
-        and (is_often or one.node in often)
-        and any(mine.node == node and mine.raised.is_like(one.raised) for mine in alike)
+        other.node
+        for other in alike
+        if other.node != node
+        and (is_often or other.node in often)
+        and any(mine.node == node and mine.raised.is_like(other.raised) for mine in alike)
     }
     times = (
         f"{text}, the {CRASHES_MAX}rd time in a row" if counts[crash.rank] >= CRASHES_MAX else text
@@ -292,7 +292,7 @@ def _key(failure: WorkerFailed) -> tuple[int, int, int]:
 
 
 def _is_repeated(state: JobState, crash: Crash) -> bool:
-    return any(one.key == crash.key for one in state.troubles.crashes)
+    return any(other.key == crash.key for other in state.troubles.crashes)
 
 
 def _node(state: JobState, rank: int) -> int:
@@ -325,10 +325,10 @@ def _fail_job(
         return state, ()
     state, commands = begin_recovery(rules, state, LossKind.FAILED, (), reason=reason, now_s=now_s)
     # The launcher is told of no recovery, because the job ends.
-    told = (
+    shown = (
         c for c in commands if not (isinstance(c, Notify) and isinstance(c.message, Recovering))
     )
-    return state, tuple(told)
+    return state, tuple(shown)
 
 
 def is_unsavable(state: JobState, now_s: float) -> bool:

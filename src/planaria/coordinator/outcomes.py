@@ -62,14 +62,14 @@ def held_layers(rules: Rules, state: JobState, outcome: Outcome) -> dict[int, fr
         # Nothing has been trained since the origin, so a rank that needs a layer initialises it or
         # loads it, as at the start.
         return dict.fromkeys(state.ranks, frozenset(range(rules.num_layers)))
-    told = {rank: state.facts.answers[rank] for rank in state.ranks}
+    answers = {rank: state.facts.answers[rank] for rank in state.ranks}
     if is_begun:
-        return {rank: _live_layers(answer, outcome.iteration) for rank, answer in told.items()}
+        return {rank: _live_layers(answer, outcome.iteration) for rank, answer in answers.items()}
     # If all go back in this very epoch, they drop their live layers.
     return {
         rank: _copied_layers(answer, origin)
         | (_live_layers(answer, outcome.iteration) if answer.since == origin.epoch else frozenset())
-        for rank, answer in told.items()
+        for rank, answer in answers.items()
     }
 
 
@@ -95,15 +95,19 @@ def newest_copies(rules: Rules, state: JobState, *, most: float = inf) -> Label 
         most: highest age that counts.
     """
     origin = state.commits.origin
-    there: dict[Label, set[int]] = {}
+    layers_by_label: dict[Label, set[int]] = {}
     for answer in state.facts.answers.values():
         for layer, labels in answer.copies.items():
             for label in labels:
                 if label.since == origin.epoch or label == origin.copied:
-                    there.setdefault(label, set()).add(layer)
+                    layers_by_label.setdefault(label, set()).add(layer)
     num_layers = rules.num_layers
-    whole = [one for one, those in there.items() if len(those) == num_layers and one.age <= most]
-    return max(whole, key=lambda label: (label.age, label.epoch), default=None)
+    complete = [
+        label
+        for label, layers in layers_by_label.items()
+        if len(layers) == num_layers and label.age <= most
+    ]
+    return max(complete, key=lambda label: (label.age, label.epoch), default=None)
 
 
 def back_point(rules: Rules, state: JobState, outcome: Outcome) -> SavePoint | None:
@@ -151,8 +155,8 @@ def save_point(rules: Rules, state: JobState, outcome: Outcome, redone: int) -> 
 def is_elsewhere(state: JobState, outcome: Outcome, saved: SavePoint) -> bool:
     """Whether going back to the save point changes the state that all have now."""
     origin = state.commits.origin
-    there = (saved.iteration, saved.source, saved.copied)
-    return outcome.iteration > origin.iteration or there != (
+    target = (saved.iteration, saved.source, saved.copied)
+    return outcome.iteration > origin.iteration or target != (
         origin.iteration,
         origin.source,
         origin.copied,
@@ -170,7 +174,7 @@ def go_back(state: JobState, saved: SavePoint) -> tuple[JobState, Outcome]:
     origin = Origin(
         iteration=saved.iteration, source=saved.source, epoch=state.epoch, copied=saved.copied
     )
-    reports = {i: told for i, told in state.commits.reports.items() if i < origin.iteration}
+    reports = {i: done for i, done in state.commits.reports.items() if i < origin.iteration}
     state = replace(
         state,
         commits=replace(
@@ -210,12 +214,12 @@ class Verdict:
 
 def votes(facts: Iterable[Stopped | Corrupted]) -> Votes:
     """The hash that each rank has, by (layer, age)."""
-    found: dict[tuple[int, int], dict[int, int]] = {}
+    hashes: dict[tuple[int, int], dict[int, int]] = {}
     for fact in facts:
         for layer, hashed in fact.hashes.items():
             age = fact.age if isinstance(fact, Corrupted) else fact.ages[layer]
-            found.setdefault((layer, age), {})[fact.rank] = hashed
-    return found
+            hashes.setdefault((layer, age), {})[fact.rank] = hashed
+    return hashes
 
 
 def verdict(votes: Votes, *, devices_per_node: int) -> Verdict:

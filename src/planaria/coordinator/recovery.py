@@ -106,15 +106,15 @@ def begin_recovery(
     members = state.membership
     num_left = sum(member not in members.leaving for member in alive)
     joined = replacements_at_loss(rules, state, num_left, now_s)
-    left = tuple(sorted({*alive, *joined}))
+    remaining = tuple(sorted({*alive, *joined}))
     if state.facts.loss is not None and state.phase in (Phase.RECORDING, Phase.STOPPING):
-        joined += tuple(node for node in state.facts.loss.joined if node in left)
+        joined += tuple(node for node in state.facts.loss.joined if node in remaining)
     epoch = max(state.epochs) + 1
     loss = Loss(kind, concerned, reason, now_s, joined)
     members = replace(
         members,
         gone=tuple(sorted({*members.gone, *nodes})),
-        candidates={n: waits for n, waits in members.candidates.items() if n not in left},
+        candidates={n: waits for n, waits in members.candidates.items() if n not in remaining},
         history=history,
     )
     # A save with all layers on disk lacks only its manifest; the job may go back to it.
@@ -122,7 +122,7 @@ def begin_recovery(
     state = replace(
         state,
         epoch=epoch,
-        nodes=left,
+        nodes=remaining,
         phase=Phase.RECORDING,
         workers=PersistentMap({r: w for r, w in state.workers.items() if w.node not in nodes}),
         change=None,
@@ -134,7 +134,7 @@ def begin_recovery(
     state = without_former_members(state)
     notice = _notice(state, raised)
     evict: tuple[Command, ...] = (Evict(nodes),) if nodes else ()
-    if not left:
+    if not remaining:
         end = End(Ending.LOST, "no node is left")
         return replace(state, phase=Phase.ENDED), (Notify(notice), *evict, end)
     return state, (Notify(notice), *evict, RecordMembers(_members(state)))
@@ -265,7 +265,9 @@ def _choose_continuation(rules: Rules, state: JobState, now_s: float) -> Step:
         proposed = policy_of(rules, state).propose(
             state.plan, cluster, event, prices_of(rules, state)
         )
-        transitions = tuple(one for one in proposed if one.goes_back or not missing)
+        transitions = tuple(
+            transition for transition in proposed if transition.goes_back or not missing
+        )
         if transitions:
             return _resume(rules, state, outcome, event, transitions, now_s)
         reason = f"{left_text(num_nodes)}, and no policy knows an answer"

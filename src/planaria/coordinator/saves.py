@@ -66,19 +66,19 @@ def publish_next(state: JobState) -> Step:
     the oldest of them are skipped.
     """
     num_layers = state.plan.num_layers
-    whole = sorted(k for k, files in state.saves.files.items() if len(files) == num_layers)
+    complete = sorted(k for k, files in state.saves.files.items() if len(files) == num_layers)
     commands: list[Command] = []
-    for older in whole[:-_WAITING_MAX]:
+    for older in complete[:-_WAITING_MAX]:
         reason = f"{_WAITING_MAX} newer saves also wait until the coordinator makes them complete"
         skipped = SaveFailed(
             rank=BY_PUBLISHER, iteration=older[0], epoch=older[1], reason=reason, is_skipped=True
         )
-        state, more = _drop_save(state, skipped)
-        commands += more
+        state, new_commands = _drop_save(state, skipped)
+        commands += new_commands
     saves = state.saves
-    if saves.publishing or not whole:
+    if saves.publishing or not complete:
         return state, tuple(commands)
-    key = whole[-_WAITING_MAX:][0]
+    key = complete[-_WAITING_MAX:][0]
     files = saves.files[key]
     newer = {k: v for k, v in saves.files.items() if k > key}
     publish = Publish(*key, tuple(files[layer] for layer in sorted(files)), unused=saves.spoilt)
@@ -105,7 +105,7 @@ def _without_pruned(rules: Rules, state: JobState, event: Pruned) -> JobState:
 
     If the run or the origin began with that version, it counts as spoilt.
     """
-    versions = tuple(one for one in state.saves.versions if version_name(*one) != event.source)
+    versions = tuple(key for key in state.saves.versions if version_name(*key) != event.source)
     is_origin = event.source in (rules.source, state.commits.origin.source)
     spoilt = state.saves.spoilt | {event.source} if is_origin else state.saves.spoilt
     return replace(state, saves=replace(state.saves, versions=versions, spoilt=spoilt))

@@ -233,8 +233,8 @@ def advance(rules: Rules, state: JobState, now_s: float) -> Step:
     commands: list[Command] = []
     while True:
         before = state.phase
-        state, more = _advance_phase(rules, state, now_s)
-        commands += more
+        state, new_commands = _advance_phase(rules, state, now_s)
+        commands += new_commands
         if state.phase is before:
             return state, tuple(commands)
 
@@ -267,8 +267,8 @@ def _advance_phase(rules: Rules, state: JobState, now_s: float) -> Step:
 
 def _has_different_hashes(state: JobState) -> bool:
     """Whether every rank has left this epoch because holders of a layer have different hashes."""
-    told = {r: fact for r, fact in state.facts.corrupted.items() if fact.epoch == state.epoch}
-    return has_all(told, state.plan.all_ranks)
+    complaints = {r: fact for r, fact in state.facts.corrupted.items() if fact.epoch == state.epoch}
+    return has_all(complaints, state.plan.all_ranks)
 
 
 def _tell_order(rules: Rules, state: JobState, now_s: float) -> Step:
@@ -314,15 +314,15 @@ def _running_notice(state: JobState, now_s: float) -> Notify:
 def _advance_training(rules: Rules, state: JobState, now_s: float) -> Step:
     """Commits what every rank has reported, then continues a change or begins one."""
     commands: list[Command] = []
-    for further in (
+    for advance_one in (
         _note_entered,
         _commit_reported,
         _note_entered,
         _order_next_switch,
         begin_change,
     ):
-        state, more = further(rules, state, now_s)
-        commands += more
+        state, new_commands = advance_one(rules, state, now_s)
+        commands += new_commands
         if state.phase is not Phase.TRAINING:
             break
     return state, tuple(commands)
@@ -401,14 +401,16 @@ def _commit_reported(rules: Rules, state: JobState, now_s: float) -> Step:
         values = (first.loss, first.num_samples, first.sample_digest)
         notice = _commit_notice(state, reports, values, ends=first.ends, now_s=now_s)
         commands.append(Notify(notice))
-        state, more = with_corrections(rules, with_speeds(rules, state, now_s), before=state)
-        commands += more
+        state, new_commands = with_corrections(
+            rules, with_speeds(rules, state, now_s), before=state
+        )
+        commands += new_commands
         state = _after_commit(state, ends=first.ends)
         if first.switches and not state.commits.ends:
-            state, more = commit_switch(rules, state)
-            commands += more
-            state, more = _note_entered(rules, state, now_s)
-            commands += more
+            state, new_commands = commit_switch(rules, state)
+            commands += new_commands
+            state, new_commands = _note_entered(rules, state, now_s)
+            commands += new_commands
     return _begin_last_save(state, now_s), tuple(commands)
 
 

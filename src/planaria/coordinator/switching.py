@@ -96,15 +96,15 @@ def waves_of(
     load: Counter[tuple[str, str, int]] = Counter()
     for layer, target in sorted(needs, key=lambda need: (stay[need[0]] > 0, stay[need[0]], need)):
         parts = needs[layer, target]
-        more = bytes_by_link(parts, devices_per_node=per_node)
+        num_bytes = bytes_by_link(parts, devices_per_node=per_node)
         is_full = any(
             prices.links[link[0]].seconds(load[link] + size) > iteration_s
-            for link, size in more.items()
+            for link, size in num_bytes.items()
         )
         if not waves or is_full:
             waves.append([])
             load.clear()
-        load += more
+        load += num_bytes
         waves[-1] += parts
     return tuple(tuple(wave) for wave in waves)
 
@@ -162,10 +162,10 @@ def followed_answers(
     because it is not known yet which rank will send what.
     """
     return tuple(
-        _with_sequel(one, one.then, leaving=(), prices=prices, switch_s=switch_s)
-        if one.then
-        else one
-        for one in answers
+        _with_sequel(answer, answer.then, leaving=(), prices=prices, switch_s=switch_s)
+        if answer.then
+        else answer
+        for answer in answers
     )
 
 

@@ -97,8 +97,8 @@ def weighed_answers(
     followed by another plan is left out if changing to that plan would not pay.
     """
     answers = tuple(
-        replace(one, downtime_s=one.downtime_s + scheduling_s(one.after, prices.hop_s))
-        for one in answers
+        replace(answer, downtime_s=answer.downtime_s + scheduling_s(answer.after, prices.hop_s))
+        for answer in answers
     )
     weighed = followed_answers(answers, prices=prices, switch_s=switch_s)
     return [
@@ -113,8 +113,8 @@ def _is_followed(
     answer: Transition, weighed: Transition, *, global_batch_size: int, outlook: Outlook
 ) -> bool:
     with_it, alone = (
-        expected_samples_per_s(one, global_batch_size=global_batch_size, outlook=outlook)
-        for one in (weighed, replace(answer, then=None))
+        expected_samples_per_s(transition, global_batch_size=global_batch_size, outlook=outlook)
+        for transition in (weighed, replace(answer, then=None))
     )
     return is_better(with_it, alone, samples_per_s=global_batch_size / answer.iteration_s)
 

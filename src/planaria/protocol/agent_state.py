@@ -172,5 +172,5 @@ def _is_over(fact: Fact, epoch: int) -> bool:
         return True  # The epoch is the answer to it.
     if isinstance(fact, WorkerFailed):  # Keep one that ends the job.
         return fact.blame != "job" and fact.epoch < epoch
-    told = Stopped | EpochReady | Corrupted | PeerUnreachable | CopySpoilt | CopiesFailed
-    return isinstance(fact, told) and fact.epoch < epoch
+    of_an_epoch = Stopped | EpochReady | Corrupted | PeerUnreachable | CopySpoilt | CopiesFailed
+    return isinstance(fact, of_an_epoch) and fact.epoch < epoch

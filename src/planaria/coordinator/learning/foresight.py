@@ -108,5 +108,5 @@ def _action_s(profile: ModelProfile, first_layer: int, end_layer: int) -> float:
     """The longer of a stage's forward and backward, on the fewest devices that were profiled."""
     layers = profile.layers[first_layer:end_layer]
     counts = [min(layer.forward_s) for layer in layers]
-    forward_s = sum(one.forward_s[n] for one, n in zip(layers, counts, strict=True))
-    return max(forward_s, sum(one.backward_s(n) for one, n in zip(layers, counts, strict=True)))
+    forward_s = sum(layer.forward_s[n] for layer, n in zip(layers, counts, strict=True))
+    return max(forward_s, sum(layer.backward_s(n) for layer, n in zip(layers, counts, strict=True)))

@@ -47,10 +47,16 @@ def fitted_rules(rules: Rules, findings: Findings, num_nodes: int) -> Rules | No
     except InfeasibleError:
         return None
 
-    def checked(plans: EveryPlan) -> MemoryChecked:
+    def memory_checked_policy(plans: EveryPlan) -> MemoryChecked:
         return MemoryChecked(policy_of(plans), plans)
 
-    return replace(rules, n0=min(templates), every=every, policy=checked(every), policy_of=checked)
+    return replace(
+        rules,
+        n0=min(templates),
+        every=every,
+        policy=memory_checked_policy(every),
+        policy_of=memory_checked_policy,
+    )
 
 
 def with_more_room(rules: Rules, state: JobState, rank: int) -> tuple[JobState | None, str]:
@@ -61,10 +67,10 @@ def with_more_room(rules: Rules, state: JobState, rank: int) -> tuple[JobState |
     Args:
         rules: rules that the job began with.
     """
-    found = _stage_memory(rules, state.plan, rank)
-    if found is None:
+    stage = _stage_memory(rules, state.plan, rank)
+    if stage is None:
         return None, ""
-    layers, held_bytes, limit_bytes, num_devices = found
+    layers, held_bytes, limit_bytes, num_devices = stage
     estimate = (
         f"its stage of layers {layers.start} to {layers.stop - 1} was estimated to hold "
         f"{held_bytes} of {limit_bytes} bytes"

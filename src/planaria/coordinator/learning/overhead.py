@@ -83,8 +83,9 @@ def _at_first(state: JobState) -> float:
 
 def _transfer_factor(state: JobState) -> float:
     """The expected duration of transfers, as a multiple of what the profile says."""
-    told = state.learning.findings.transfers_s
-    priced_s, took_s = sum(priced_s for priced_s, _ in told), sum(took_s for _, took_s in told)
+    transfers_s = state.learning.findings.transfers_s
+    priced_s = sum(priced_s for priced_s, _ in transfers_s)
+    took_s = sum(took_s for _, took_s in transfers_s)
     return (PRIOR_TRANSFER_S + took_s) / (PRIOR_TRANSFER_S + priced_s)
 
 

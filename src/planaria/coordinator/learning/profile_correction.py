@@ -89,16 +89,16 @@ class _RepricedPolicy:
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
     ) -> tuple[Transition, ...]:
         proposed = self.policy.propose(plan, cluster, event, prices)
-        return tuple(map(self._repriced, proposed))
+        return tuple(map(self._with_other_time, proposed))
 
-    def _repriced(self, transition: Transition) -> Transition:
+    def _with_other_time(self, transition: Transition) -> Transition:
         iteration_s = transition.iteration_s
         if self.problem is not None:
             iteration_s = self._shared_s(transition)
         return replace(
             transition,
             iteration_s=iteration_s + self.beside_s,
-            then=self._repriced(transition.then) if transition.then else None,
+            then=self._with_other_time(transition.then) if transition.then else None,
         )
 
     def _shared_s(self, transition: Transition) -> float:
@@ -162,9 +162,9 @@ def with_corrections(rules: Rules, state: JobState, *, before: JobState) -> Step
     # it twice.
     if state.commits.next_iteration <= outcome.iteration or state.speeds != before.speeds:
         return replace(state, learning=_new_measurement(rules, state)), ()
-    found = _ratios(rules, state)
-    ratios = {rank: (*learning.ratios.get(rank, ()), r)[-WINDOW:] for rank, r in found.items()}
-    rests = (*learning.rests, _rest_s(state, found))[-WINDOW:] if found else ()
+    newest = _ratios(rules, state)
+    ratios = {rank: (*learning.ratios.get(rank, ()), r)[-WINDOW:] for rank, r in newest.items()}
+    rests = (*learning.rests, _rest_s(state, newest))[-WINDOW:] if newest else ()
     state = replace(state, learning=replace(learning, ratios=ratios, rests=rests))
     if not ratios or min(map(len, ratios.values())) < WINDOW:
         return state, ()

@@ -55,9 +55,9 @@ def with_speeds(rules: Rules, state: JobState, now_s: float) -> JobState:
         return state
     reports = commits.reports_of(commits.next_iteration)
     computing_s = {rank: report.computing_s for rank, report in reports.items()}
-    found = slowness_by_node(state.plan, computing_s, layer_s=rules.layer_s, speeds=state.speeds)
+    newest = slowness_by_node(state.plan, computing_s, layer_s=rules.layer_s, speeds=state.speeds)
     before = state.facts.ratios
-    ratios = {node: (*before.get(node, ()), ratio)[-WINDOW:] for node, ratio in found.items()}
+    ratios = {node: (*before.get(node, ()), ratio)[-WINDOW:] for node, ratio in newest.items()}
     speeds = dict(state.speeds)
     for node, window in ratios.items():
         slowness = believed_slowness(1.0 / speeds.pop(node, 1.0), window)
@@ -115,18 +115,20 @@ def slowness_by_node(
     if not ratios or median_low(computing_s[rank] for rank in ratios) < COMPUTING_S_MIN:
         return {}
     per_node = plan.pipelines[0].template.devices_per_node
-    known = _without_slowness(ratios, {rank: speeds.get(rank // per_node, 1.0) for rank in ratios})
-    usual = median_low(known.values())
+    corrected = _without_slowness(
+        ratios, {rank: speeds.get(rank // per_node, 1.0) for rank in ratios}
+    )
+    usual = median_low(corrected.values())
     took_s: defaultdict[int, float] = defaultdict(float)
     usual_s: defaultdict[int, float] = defaultdict(float)
     layers_of = plan.layers_by_rank
     of_holders: list[list[float]] = [[] for _ in layer_s]
-    for rank, ratio in sorted(known.items(), key=lambda item: item[1]):
+    for rank, ratio in sorted(corrected.items(), key=lambda item: item[1]):
         for layer in layers_of[rank]:
             of_holders[layer].append(ratio)
     for rank in ratios:
         in_seconds = {layer: layer_s[layer] for layer in layers_of[rank]}
-        peers = _usual_of_peers(known[rank], in_seconds, of_holders, usual=usual)
+        peers = _usual_of_peers(corrected[rank], in_seconds, of_holders, usual=usual)
         took_s[rank // per_node] += computing_s[rank]
         usual_s[rank // per_node] += max(usual, peers) * work_s[rank]
     return {node: took / usual_s[node] for node, took in took_s.items() if usual_s[node] > 0.0}

@@ -64,8 +64,8 @@ def on_candidate_lost(state: JobState, event: NodeLost | WorkerFailed | WorkerEx
     A candidate whose worker only exited stays: its agent forks another worker.
     """
     node = event.node
-    left = {r: worker for r, worker in state.workers.items() if worker.node != node}
-    state = replace(state, workers=PersistentMap(left))
+    workers = {r: worker for r, worker in state.workers.items() if worker.node != node}
+    state = replace(state, workers=PersistentMap(workers))
     match event:
         case WorkerExited():
             return state, ()

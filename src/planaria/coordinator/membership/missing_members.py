@@ -30,8 +30,8 @@ def check_missing(rules: Rules, state: JobState, now_s: float) -> Step:
 
     Ticks are counted instead of seconds because nobody can reach a coordinator that stands still.
     """
-    come = {*state.membership.machines, *(worker.node for worker in state.workers.values())}
-    missing = tuple(node for node in state.nodes if node not in come)
+    arrived = {*state.membership.machines, *(worker.node for worker in state.workers.values())}
+    missing = tuple(node for node in state.nodes if node not in arrived)
     if not missing:
         return state, ()
     lease_s = rules.job.cluster.lease_s

@@ -51,16 +51,16 @@ def _is_drained(state: JobState, node: int) -> bool:
 def degraded_text(rules: Rules, state: JobState, plan: Plan) -> str:
     """The warning that f failures are no longer tolerated; empty if they are, or if told before."""
     f, num_nodes = rules.job.resilience.failures_tolerated, len(state.nodes)
-    left = num_tolerated(rules, state, plan)
-    if left >= f or state.membership.is_degraded:
+    num_survived = num_tolerated(rules, state, plan)
+    if num_survived >= f or state.membership.is_degraded:
         return ""
     wanted = (f + 1) * rules.n0
     why = (
         f"{left_text(num_nodes)}, fewer than (f + 1) * n0 = {wanted}"
         if num_nodes < wanted
-        else f"a layer is on only {left + 1} of {num_nodes} nodes"
+        else f"a layer is on only {num_survived + 1} of {num_nodes} nodes"
     )
-    return f"{why}; from now on the job survives only f' = {left} failures at once"
+    return f"{why}; from now on the job survives only f' = {num_survived} failures at once"
 
 
 def num_tolerated(rules: Rules, state: JobState, plan: Plan) -> int:

@@ -49,11 +49,11 @@ def replacements_at_loss(
     """
     needed = (rules.job.resilience.failures_tolerated + 1) * rules.n0 - num_left
     anyone = trusted_first(state, filter(state.has_workers, state.membership.candidates), now_s)
-    taken = anyone[: max(0, needed)]
+    replacements = anyone[: max(0, needed)]
     if rules.job.cluster.standby:
-        able = [node for node in able_candidates(state, now_s) if node not in taken]
-        taken += able[: max(0, rules.job.cluster.nodes - num_left - len(taken))]
-    return tuple(taken)
+        able = [node for node in able_candidates(state, now_s) if node not in replacements]
+        replacements += able[: max(0, rules.job.cluster.nodes - num_left - len(replacements))]
+    return tuple(replacements)
 
 
 def is_granted_soon(rules: Rules, state: JobState, now_s: float) -> bool:
