@@ -28,8 +28,8 @@ import msgspec
 
 from growth.costs import Costs
 from planaria.coordinator.commands import Discard, Publish, SetAside
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.leadership import Leadership
-from planaria.coordinator.rules import Rules
 from planaria.coordinator.step import Event
 from planaria.core.messages import (
     Abort,

@@ -19,7 +19,7 @@ from typing import Final
 
 from growth.costs import Costs, measured_costs
 from growth.protocol import Phases, simulated_recovery
-from planaria.coordinator.rules import Rules
+from planaria.coordinator.job_rules import Rules
 from planaria.core.commit import vector_layout
 from planaria.core.inject import parse_injection
 from planaria.core.job import JobConfig

@@ -35,7 +35,7 @@ from planaria.coordinator.commands import (
     RecordDecision,
     Tell,
 )
-from planaria.coordinator.rules import Rules
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.start import first_step
 from planaria.coordinator.state import JobState, Phase
 from planaria.coordinator.step import Event

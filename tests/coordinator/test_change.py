@@ -17,8 +17,8 @@ from helpers.coordinated import (
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.commands import Evict, RecordMembers, Tell, Tick
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.membership.candidates import rejoin_delay_s
-from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import Phase
 from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.messages import (

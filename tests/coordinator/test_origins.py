@@ -36,7 +36,7 @@ from planaria.coordinator.commands import (
     RecordMembers,
     SetAside,
 )
-from planaria.coordinator.rules import Rules
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.saves import newest_save, on_version_event, without_spoilt
 from planaria.coordinator.start import first_step, restored_step
 from planaria.coordinator.state import JobState, Phase

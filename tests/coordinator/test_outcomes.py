@@ -39,7 +39,7 @@ from planaria.coordinator.commands import (
     RecordDecision,
     Tick,
 )
-from planaria.coordinator.rules import Rules
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.state import Phase
 from planaria.coordinator.step import Event, step
 from planaria.core.kinds import Ending

@@ -9,8 +9,8 @@ import pytest
 
 from helpers.coordinated import small_rules
 from helpers.jobs import shaped_plan
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.placing import copies_of, version_iterations
-from planaria.coordinator.rules import Rules
 from planaria.core.job import CheckpointConfig
 from planaria.core.plan import Link, Plan, one_device_profile
 from planaria.job.planning import read_profile

@@ -37,7 +37,7 @@ from planaria.coordinator.commands import (
     RecordMembers,
 )
 from planaria.coordinator.crashes import _why_needed
-from planaria.coordinator.rules import Rules
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.start import first_step
 from planaria.coordinator.state import Crash, JobState, Phase
 from planaria.coordinator.step import Event, step

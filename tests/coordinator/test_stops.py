@@ -14,7 +14,7 @@ from helpers.coordinated import (
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.commands import End, MustEnd
-from planaria.coordinator.rules import Rules
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.state import Phase
 from planaria.core.kinds import Ending
 from planaria.core.messages import NoticeTaken, SaveLayers, StopRequested

@@ -18,6 +18,7 @@ from helpers.coordinated import (
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import shaped_plan
 from planaria.coordinator.commands import Tick
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.history import (
     MEMORY_S,
     PRIOR_FAILURES,
@@ -28,7 +29,6 @@ from planaria.coordinator.learning.history import (
     learned_nodes_per_failure,
     with_failure,
 )
-from planaria.coordinator.rules import Rules
 from planaria.coordinator.transition_choice import choice_among, outlook, time_to_failure_s
 from planaria.core.cluster import NodesLost, survivors
 from planaria.core.findings import FailureHistory

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from helpers.jobs import NUM_LAYERS, shaped_plan, template
 from planaria.coordinator.commands import Command, DecisionRecorded, Notify, Tell
-from planaria.coordinator.rules import Rules
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.start import first_step
 from planaria.coordinator.state import JobState, Phase
 from planaria.coordinator.step import Event, step

@@ -32,7 +32,7 @@ from planaria.coordinator.commands import (
     RecordMembers,
     Tell,
 )
-from planaria.coordinator.rules import Rules
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.start import first_step, restored_step
 from planaria.coordinator.state import JobState
 from planaria.coordinator.step import Event, step

@@ -4,7 +4,7 @@ from helpers.coordinated import FIRST, of_type, small_rules
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import shaped_plan
 from planaria.coordinator.commands import End
-from planaria.coordinator.rules import Rules
+from planaria.coordinator.job_rules import Rules
 from planaria.core.messages import Raised, SaveLayers
 from planaria.core.plan import Plan
 

@@ -27,8 +27,8 @@ from helpers.coordinated import (
 )
 from helpers.jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.commands import MembersRecorded, Saving
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.leadership import Leadership
-from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import Phase
 from planaria.coordinator.step import Event
 from planaria.core.commit import Votes, commit_vector, decode_vector, encode_vector, vector_layout

@@ -28,7 +28,7 @@ from planaria.errors import (
 from planaria.protocol import worker_actions as act
 from planaria.protocol.worker_state import (
     EpochError,
-    Inbox,
+    MessageSummary,
     WorkerRules,
     WorkerState,
     WorkerStep,
@@ -272,7 +272,7 @@ def test_a_save_that_could_not_begin_is_made_when_all_ranks_can() -> None:
     state, actions = begun(NEW, start(persists=True))
     assert actions[-2:] == (act.Compare(0), act.SaveFirst(0))
     state, _ = on_save_begun(state, False)
-    ballot = votes(state, Inbox(), copied=0, uncopied=0, is_writing=True)
+    ballot = votes(state, MessageSummary(), copied=0, uncopied=0, is_writing=True)
     state, _ = told(state, 0, vector(unsaved=1, writing=1))
     _, later = on_computed(state, 1, vector(unsaved=1))
     state, _ = told(state, 1, vector(unsaved=1))
@@ -348,7 +348,7 @@ def test_steps_of_a_recovery_are_known_as_such_until_it_is_over() -> None:
 
 def test_a_save_is_wanted_until_its_epoch_is_left_or_the_job_is_over() -> None:
     """An order that comes again, or one to begin the next epoch at a commit, ends nothing."""
-    line, _ = on_message(Inbox(), start(epoch=1))
+    line, _ = on_message(MessageSummary(), start(epoch=1))
     line, _ = on_message(line, start(epoch=2, iteration=AT_COMMIT))
 
     assert not line.is_over(1)
@@ -358,7 +358,7 @@ def test_a_save_is_wanted_until_its_epoch_is_left_or_the_job_is_over() -> None:
 
 def test_a_rank_votes_as_it_was_told_meanwhile() -> None:
     """A stop is asked for until an epoch begins after it; the next epoch until it is begun."""
-    line, order = on_message(Inbox(), StopRequested())
+    line, order = on_message(MessageSummary(), StopRequested())
     line, _ = on_message(line, start(epoch=1, iteration=AT_COMMIT))
     ballot = votes(training(), line, copied=1, uncopied=0, is_writing=False)
     resumed, _ = on_message(line, start(epoch=3))

@@ -17,9 +17,9 @@ from planaria.coordinator import (
     transition_choice,
 )
 from planaria.coordinator.commands import DecisionRecorded
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.leadership import Leadership
 from planaria.coordinator.membership import trust
-from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import JobState, Step
 from planaria.core.messages import (
     Abort,

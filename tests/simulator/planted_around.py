@@ -11,7 +11,7 @@ from planaria.coordinator import crashes, recovery
 from planaria.coordinator import step as coordinator
 from planaria.coordinator.commands import MustEnd
 from planaria.coordinator.crashes import _end_unsaved
-from planaria.coordinator.rules import Rules
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.state import JobState, Step
 from planaria.core.kinds import Ending
 from planaria.core.messages import WorkerFailed

@@ -30,6 +30,7 @@ from math import frexp
 from typing import Final
 
 from planaria.coordinator.commands import Notify, RecordDecision, RecordMembers, Tell
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.overhead import prices_of, switch_s, with_switch
 from planaria.coordinator.learning.profile_correction import iteration_s, policy_of
 from planaria.coordinator.learning.slowness import without_former_members
@@ -42,7 +43,6 @@ from planaria.coordinator.membership.shortage import (
 from planaria.coordinator.membership.standby import able_candidates, num_joining
 from planaria.coordinator.membership.trust import node_for_policies
 from planaria.coordinator.placing import copies_of, idle_of
-from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import JobState, Situation, Step
 from planaria.coordinator.switching import Change, Switch, waves_of, weighed_changes
 from planaria.coordinator.transition_choice import choice_among, is_better, time_to_failure_s

@@ -22,6 +22,7 @@ from typing import Final
 import msgspec
 
 from planaria.coordinator.commands import Command, End, Notify, SetAside, Tell
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.memory_estimates import with_more_room
 from planaria.coordinator.membership.shortage import shortage_text
 from planaria.coordinator.recovery import (
@@ -31,7 +32,6 @@ from planaria.coordinator.recovery import (
     unsaved_failure,
     with_reason,
 )
-from planaria.coordinator.rules import Rules
 from planaria.coordinator.saves import newest_save, without_spoilt
 from planaria.coordinator.state import Crash, JobState, Phase, Step
 from planaria.core.kinds import Ending, LossKind

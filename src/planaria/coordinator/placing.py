@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Final
 
-from planaria.coordinator.rules import Rules
+from planaria.coordinator.job_rules import Rules
 from planaria.core.copies import IdleSpans, LayerCopy
 from planaria.core.plan import Plan
 from planaria.placement.fewer_sets import optimised_copies

@@ -31,6 +31,7 @@ from planaria.coordinator.commands import (
     RecordDecision,
     RecordMembers,
 )
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.foresight import expected_recovery, with_likely
 from planaria.coordinator.learning.history import with_failure
 from planaria.coordinator.learning.overhead import prices_of, regroup_s, with_choice
@@ -61,7 +62,6 @@ from planaria.coordinator.outcomes import (
     votes,
 )
 from planaria.coordinator.placing import copies_of, idle_of
-from planaria.coordinator.rules import Rules
 from planaria.coordinator.saves import await_saves, has_late_answer
 from planaria.coordinator.state import EpochFacts, JobState, Loss, Phase, PlanSearch, Step
 from planaria.coordinator.transition_choice import choice_among, time_to_failure_s

@@ -17,7 +17,7 @@ from planaria.coordinator.commands import (
     Published,
     SavesListed,
 )
-from planaria.coordinator.rules import Rules
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.state import JobState, Loss, Step
 from planaria.core.copies import version_name
 from planaria.core.kinds import LossKind

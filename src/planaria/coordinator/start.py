@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 from planaria.coordinator.commands import Notify, RecordDecision, RecordMembers, Tell
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.history import begun_history
 from planaria.coordinator.learning.memory_estimates import fitted_rules
 from planaria.coordinator.learning.profile_correction import restored_learning
 from planaria.coordinator.learning.slowness import without_former_members
 from planaria.coordinator.placing import SCHEDULED, copies_of, idle_of
 from planaria.coordinator.recovery import begin_recovery
-from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import (
     Commits,
     EpochFacts,

@@ -60,6 +60,7 @@ from planaria.coordinator.crashes import (
     with_estimate,
     writers,
 )
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.foresight import with_recovery
 from planaria.coordinator.learning.history import begun_history
 from planaria.coordinator.learning.overhead import with_order, with_start
@@ -79,7 +80,6 @@ from planaria.coordinator.recovery import (
     on_hashes_differ,
     unsaved_failure,
 )
-from planaria.coordinator.rules import Rules
 from planaria.coordinator.saves import (
     VersionEvent,
     await_last_save,

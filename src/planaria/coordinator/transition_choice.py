@@ -9,9 +9,9 @@ from functools import partial
 from math import inf
 from typing import Final
 
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.history import learned_failures_per_s, learned_nodes_per_failure
 from planaria.coordinator.learning.overhead import prices_of, switch_s
-from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import JobState
 from planaria.coordinator.switching import followed_answers
 from planaria.core.plan import Plan, Transition

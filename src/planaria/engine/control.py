@@ -22,7 +22,7 @@ from planaria.core.messages import (
     Message,
     Order,
 )
-from planaria.protocol.worker_state import Inbox, on_message
+from planaria.protocol.worker_state import MessageSummary, on_message
 from planaria.transport.frames import FrameDecoder, frame, order_of
 from planaria.transport.links import Links
 from planaria.transport.pulse import Pulse
@@ -50,7 +50,7 @@ class Control:
         beat_s: float,
         notice: Message,
     ) -> None:
-        self.line = Inbox()
+        self.line = MessageSummary()
         self._socket = socket.socket(fileno=agent_fd)
         self._lifeline_fd = lifeline_fd
         self._lock = threading.Lock()
@@ -71,7 +71,7 @@ class Control:
             self._socket.sendall(frame(message))
 
     def is_over(self, epoch: int) -> bool:
-        """Whether saves of this epoch are of no use any more, see `Inbox.is_over`."""
+        """Whether saves of this epoch are of no use any more, see `MessageSummary.is_over`."""
         return self.line.is_over(epoch)
 
     def wait_order(self) -> Order:

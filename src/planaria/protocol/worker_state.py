@@ -16,7 +16,7 @@ result. The docstring of such an action names the function that takes its result
     on_raised         an action raised another error
 
 This state belongs to the thread that computes. Another thread, with a state of its own, sorts the
-messages that arrive meanwhile: see `Inbox` and `on_message`.
+messages that arrive meanwhile: see `MessageSummary` and `on_message`.
 
 Source: docs/protocol.md.
 """
@@ -351,7 +351,7 @@ def transfer_peers(rounds: Sequence[Sequence[Transfer]], rank: int) -> set[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Inbox:
+class MessageSummary:
     """Summary of the messages that have arrived, also of those not yet handled.
 
     Attributes:
@@ -376,29 +376,29 @@ class Inbox:
         return epoch < self.first_epoch or self.is_shut_down
 
 
-def on_message(inbox: Inbox, message: ToNode) -> tuple[Inbox, Order | None]:
-    """The inbox after a message, and the order to queue if the message is one.
+def on_message(summary: MessageSummary, message: ToNode) -> tuple[MessageSummary, Order | None]:
+    """The summary after a message, and the order to queue if the message is one.
 
     The caller must end waits for peers in epochs that an `Abort` makes older.
     """
     match message:
         case StopRequested():
-            return replace(inbox, stop_requested=True), None
+            return replace(summary, stop_requested=True), None
         case StartEpoch() if message.iteration == AT_COMMIT:
-            return replace(inbox, next_epoch=message.epoch), message
+            return replace(summary, next_epoch=message.epoch), message
         case StartEpoch():
-            return replace(inbox, stop_requested=False), message
+            return replace(summary, stop_requested=False), message
         case Abort():
-            return replace(inbox, first_epoch=max(inbox.first_epoch, message.epoch)), message
+            return replace(summary, first_epoch=max(summary.first_epoch, message.epoch)), message
         case Shutdown():
-            return replace(inbox, is_shut_down=True), message
+            return replace(summary, is_shut_down=True), message
         case SaveLayers():
-            return inbox, message
+            return summary, message
     raise AssertionError(message)
 
 
 def votes(
-    state: WorkerState, inbox: Inbox, *, copied: int, uncopied: int, is_writing: bool
+    state: WorkerState, summary: MessageSummary, *, copied: int, uncopied: int, is_writing: bool
 ) -> Votes:
     """The votes of this rank in the commit vector of the iteration that it computes.
 
@@ -406,9 +406,9 @@ def votes(
         copied, uncopied: votes about its copies in memory, see `Votes`.
         is_writing: a save is being written, so another one cannot begin now.
     """
-    switches = inbox.next_epoch > _start_order(state).epoch
+    switches = summary.next_epoch > _start_order(state).epoch
     return Votes(
-        int(inbox.stop_requested),
+        int(summary.stop_requested),
         int(switches),
         copied,
         uncopied,

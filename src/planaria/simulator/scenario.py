@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from planaria.coordinator.rules import Rules
+from planaria.coordinator.job_rules import Rules
 from planaria.core.commit import vector_layout
 from planaria.core.job import (
     CheckpointConfig,

@@ -8,8 +8,8 @@ from helpers.coordinated import FIRST, NOW_S, Survivors, of_type, small_rules
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import shaped_plan
 from planaria.coordinator.commands import End, Tick
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.membership.standby import nodes_to_replace, num_joining
-from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import Phase
 from planaria.core.kinds import ChangeKind, Ending, LossKind
 from planaria.core.messages import NoticeTaken, StopRequested

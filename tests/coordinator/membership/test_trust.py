@@ -10,8 +10,8 @@ from helpers.fake_cluster import FakeCluster
 from helpers.jobs import NUM_LAYERS, shaped_plan, template
 from helpers.strategies import layer_profile, model_profile
 from planaria.coordinator.commands import Tick
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.membership.trust import FORGIVEN_S, is_trusted, num_failures
-from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import Phase
 from planaria.core.messages import NodeArrived
 from planaria.core.plan import Link, Plan

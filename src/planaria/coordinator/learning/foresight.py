@@ -25,8 +25,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.overhead import NUM_NEWEST
-from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import JobState
 from planaria.core.plan import ModelProfile
 from planaria.estimator.correction import corrected_profile

@@ -7,7 +7,7 @@ repeat measurements that were not finished.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from planaria.coordinator.rules import Rules
+from planaria.coordinator.job_rules import Rules
 from planaria.core.findings import Findings
 from planaria.policies.policy import Policy
 

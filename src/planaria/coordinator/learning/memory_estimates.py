@@ -15,8 +15,8 @@ from dataclasses import replace
 
 import msgspec
 
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.profile_correction import restored_learning
-from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import JobState
 from planaria.core.findings import Findings
 from planaria.core.plan import Plan

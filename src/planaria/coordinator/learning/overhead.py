@@ -36,7 +36,7 @@ from typing import Final
 
 import msgspec
 
-from planaria.coordinator.rules import Rules
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.state import JobState
 from planaria.core.messages import EpochReady
 from planaria.core.plan import Link, Plan, Transition

@@ -33,6 +33,7 @@ from typing import Final
 import msgspec
 
 from planaria.coordinator.commands import Notify
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.learned import Learning
 from planaria.coordinator.learning.slowness import (
     BACK_FACTOR,
@@ -40,7 +41,6 @@ from planaria.coordinator.learning.slowness import (
     WINDOW,
     work_s_by_rank,
 )
-from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import JobState, Step
 from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.findings import Findings

@@ -31,7 +31,7 @@ from typing import Final
 
 import msgspec
 
-from planaria.coordinator.rules import Rules
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.state import JobState
 from planaria.core.plan import Plan
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Final
 
 from planaria.coordinator.commands import Evict, Notify
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.membership.trust import num_failures
 from planaria.coordinator.membership.waiting_nodes import LeaveRequest, WaitingNode
-from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import JobState, Step
 from planaria.core.kinds import ChangeKind
 from planaria.core.messages import (

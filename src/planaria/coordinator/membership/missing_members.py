@@ -8,8 +8,8 @@ from dataclasses import replace
 from math import ceil
 from typing import Final
 
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.recovery import begin_recovery
-from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import JobState, Step
 from planaria.core.kinds import LossKind
 from planaria.protocol.agent_lease import TICKS_PER_LEASE

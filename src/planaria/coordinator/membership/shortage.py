@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 from planaria.coordinator.commands import Notify
-from planaria.coordinator.rules import Rules
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.state import JobState, Step
 from planaria.core.kinds import ChangeKind
 from planaria.core.plan import Plan

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Final
 
 from planaria.coordinator.commands import Notify
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.membership.trust import trusted_first
-from planaria.coordinator.rules import Rules
 from planaria.coordinator.state import JobState, Step
 from planaria.core.kinds import ChangeKind, LossKind
 from planaria.core.records import AwaitingMachine, Changed, Recovering, ToLauncher, Warned

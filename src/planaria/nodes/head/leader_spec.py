@@ -7,8 +7,8 @@ from typing import Any, Final
 import msgspec
 
 from planaria.checkpoint.memory.turns import Buffers
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.placing import version_iterations
-from planaria.coordinator.rules import Rules
 from planaria.core.commit import vector_layout
 from planaria.core.inject import Place
 from planaria.core.job import JobConfig

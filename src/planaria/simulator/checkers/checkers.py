@@ -24,8 +24,8 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.membership.trust import DISTRUSTED_MIN
-from planaria.coordinator.rules import Rules
 from planaria.core.kinds import ChangeKind
 from planaria.core.messages import StartEpoch
 from planaria.core.plan import Plan

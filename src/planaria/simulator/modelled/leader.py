@@ -18,8 +18,8 @@ from planaria.coordinator.commands import (
     SetAside,
     Tick,
 )
+from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.leadership import Leadership, may_expire
-from planaria.coordinator.rules import Rules
 from planaria.coordinator.step import Event
 from planaria.core.messages import BY_PUBLISHER, NodeLost, SaveFailed, Shutdown, ToNode
 from planaria.core.records import (

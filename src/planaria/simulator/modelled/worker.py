@@ -34,7 +34,7 @@ from planaria.errors import CheckpointError
 from planaria.protocol import worker_actions as act
 from planaria.protocol.worker_state import (
     EPOCH_ERRORS,
-    Inbox,
+    MessageSummary,
     WorkerRules,
     WorkerState,
     WorkerStep,
@@ -182,7 +182,7 @@ class SimulatedWorker:
                 save_timeout_s=job.checkpoint.timeout_s,
             )
         )
-        self._inbox = Inbox()
+        self._inbox = MessageSummary()
         self._orders: deque[Order] = deque()
         self._order_future: Future[None] | None = None
         # State of the epoch that is served.
