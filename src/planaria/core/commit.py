@@ -3,10 +3,10 @@
 A rank that holds the vector of an iteration knows that every gradient of the iteration is complete
 on every rank. The ranks sum their parts. Each entry but the votes is contributed by one rank alone
 and is +0 on all others; votes are small whole numbers. So the sum is exact and the same everywhere.
-In addition to the gradient norms the parts
-carry the losses and the sample numbers, so that any one holder can report the iteration, even after
-the ranks that computed them are lost. A rank keeps only the total loss and one digest of the
-samples: a vector is sent and recorded after a loss of nodes, and must not grow with the batch.
+In addition to the gradient norms the parts carry the losses and the sample numbers, so that any one
+holder can report the iteration, even after the ranks that computed them are lost. A rank keeps only
+the total loss and one digest of the samples: a vector is sent and recorded after a loss of nodes,
+and must not grow with the batch.
 
 See docs/protocol.md, "The commit vector".
 """

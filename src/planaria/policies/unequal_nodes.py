@@ -52,7 +52,7 @@ class UnequalNodes:
     """The policy for nodes that differ in speed.
 
     Attributes:
-        alike: policy for equal nodes, whose answers it extends.
+        reinstantiate: policy for equal nodes, whose answers it extends.
     """
 
     reinstantiate: Reinstantiate
@@ -65,11 +65,11 @@ class UnequalNodes:
         kinds = {node.node: node.kind for node in (*cluster.nodes, *cluster.leaving)}
         before = with_kinds(plan, {})
         # If no node joins or leaves, the question is whether there is a better plan.
-        is_news = isinstance(event, NodesChanged) and (
+        asks_for_better = isinstance(event, NodesChanged) and (
             bool(event.slow) or not (event.joined or event.leaving)
         )
-        is_alike = before == plan and all(kind == NodeKind() for kind in kinds.values())
-        if is_alike and not is_news:
+        is_equal = before == plan and all(kind == NodeKind() for kind in kinds.values())
+        if is_equal and not asks_for_better:
             return self.reinstantiate.propose(plan, cluster, event, prices)
         answers = self._answers_for_kinds(plan, cluster, event, prices, kinds=kinds)
         if not isinstance(event, NodesChanged) or not answers:
@@ -157,8 +157,8 @@ class UnequalNodes:
         all nodes are equal, or if planning is too much work."""
         problem = self.reinstantiate.every.problem
         kinds = {node.node: node.kind for node in cluster.nodes}
-        is_alike = all(kind == NodeKind() for kind in kinds.values())
-        if is_alike or planning_effort(problem, kinds) > EFFORT_MAX:
+        is_equal = all(kind == NodeKind() for kind in kinds.values())
+        if is_equal or planning_effort(problem, kinds) > EFFORT_MAX:
             return None
         try:
             planner = UnequalPlanner(problem, kinds)

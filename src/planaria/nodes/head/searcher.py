@@ -57,7 +57,7 @@ class Searcher:
     """The coordinator's handle on the process; must be made before the coordinator has threads.
 
     Args:
-        known: collection to which the answers are added.
+        foreseen: collection to which the answers are added.
         on_found: callback, called with the epoch of a plan once it is known which plans may be
             better for the same nodes.
     """
