@@ -30,14 +30,14 @@ def timeline(plan: Plan, profile: ModelProfile, *, processors: int) -> Timeline:
     return predicted_timeline(schedule, profile, plan=plan, processors=processors)
 
 
-def spans(one: Timeline) -> dict[tuple[int, str], tuple[float, float]]:
+def spans(predicted: Timeline) -> dict[tuple[int, str], tuple[float, float]]:
     """When each action starts and ends, by rank and text."""
-    return {(span.rank, str(span.action)): (span.start_s, span.end_s) for span in one.spans}
+    return {(span.rank, str(span.action)): (span.start_s, span.end_s) for span in predicted.spans}
 
 
-def computing_s(one: Timeline) -> float:
+def computing_s(predicted: Timeline) -> float:
     """Of all ranks."""
-    return sum(span.end_s - span.start_s for span in one.spans if span.lane == "compute")
+    return sum(span.end_s - span.start_s for span in predicted.spans if span.lane == "compute")
 
 
 def random_job(seed: int) -> tuple[Plan, ModelProfile]:
@@ -53,9 +53,9 @@ def test_two_ranks_on_one_processor_take_twice_as_long() -> None:
 
     shared = timeline(plan, model((layer(1.0, 2.0),)), processors=1)
 
-    found = spans(shared)
-    assert (0.0, 2.0) == found[0, "0F0"] == found[1, "0F1"]
-    assert (2.0, 6.0) == found[0, "0B0"] == found[1, "0B1"]
+    span_of = spans(shared)
+    assert (0.0, 2.0) == span_of[0, "0F0"] == span_of[1, "0F1"]
+    assert (2.0, 6.0) == span_of[0, "0B0"] == span_of[1, "0B1"]
     assert shared.iteration_s == 6.0
 
 
@@ -65,15 +65,15 @@ def test_a_rank_that_waits_leaves_its_share_to_the_others() -> None:
     plan = plain_plan(0, pipelines, (1, 1))
     profile = model((layer(2.0, 2.0), layer(1.0, 1.0)))
 
-    found = spans(timeline(plan, profile, processors=2))
+    span_of = spans(timeline(plan, profile, processors=2))
     alone = spans(timeline(plan, profile, processors=1))
 
-    assert found[0, "0F0"] == (0.0, 2.0)
-    assert found[2, "0F1"] == (0.0, 3.0)
-    assert found[1, "1F0"] == (2.0, 3.0)
-    assert found[1, "1B0"] == (3.0, 4.0)
-    assert found[0, "0B0"] == (4.0, 6.0)
-    assert found[2, "0B1"] == (3.0, 6.0)
+    assert span_of[0, "0F0"] == (0.0, 2.0)
+    assert span_of[2, "0F1"] == (0.0, 3.0)
+    assert span_of[1, "1F0"] == (2.0, 3.0)
+    assert span_of[1, "1B0"] == (3.0, 4.0)
+    assert span_of[0, "0B0"] == (4.0, 6.0)
+    assert span_of[2, "0B1"] == (3.0, 6.0)
     # On one processor: two at half their speed until 0F0 is done, when 0F1 has 1 s left.
     assert alone[0, "0F0"] == (0.0, 4.0)
     assert alone[1, "1F0"] == (4.0, 6.0) == (alone[0, "0F0"][1], alone[2, "0F1"][1])
@@ -97,12 +97,12 @@ def test_a_slow_node_leaves_the_processor_to_others_while_it_is_slow() -> None:
     slow = replace(slow, template=replace(slow.template, kinds=(NodeKind(speed=0.5),)))
     plan = plain_plan(0, (slow, pipeline((0, 1), (1,))), (1, 1))
 
-    found = spans(timeline(plan, model((layer(1.0, 1.0),)), processors=1))
+    span_of = spans(timeline(plan, model((layer(1.0, 1.0),)), processors=1))
 
-    assert found[0, "0F0"] == (0.0, 4.0)
-    assert found[1, "0F1"] == (0.0, 2.0)
-    assert found[1, "0B1"] == (2.0, 3.0)  # Nobody else is at work.
-    assert found[0, "0B0"] == (4.0, 6.0)
+    assert span_of[0, "0F0"] == (0.0, 4.0)
+    assert span_of[1, "0F1"] == (0.0, 2.0)
+    assert span_of[1, "0B1"] == (2.0, 3.0)  # Nobody else is at work.
+    assert span_of[0, "0B0"] == (4.0, 6.0)
 
 
 def test_steps_of_the_optimizer_share_the_processors_at_the_end() -> None:
@@ -156,10 +156,14 @@ def test_with_a_processor_for_each_thread_nothing_changes(monkeypatch: pytest.Mo
             shared = predicted_timeline(schedule, profile, plan=plan, processors=1)
 
         assert enough == own, f"seed {seed}"
-        for one, other in zip(own.spans, shared.spans, strict=True):
-            assert one[:3] == other[:3], f"seed {seed}"
-            assert isclose(one.start_s, other.start_s, abs_tol=1e-9), f"seed {seed}: {one} {other}"
-            assert isclose(one.end_s, other.end_s, abs_tol=1e-9), f"seed {seed}: {one} {other}"
+        for own_span, shared_span in zip(own.spans, shared.spans, strict=True):
+            assert own_span[:3] == shared_span[:3], f"seed {seed}"
+            assert isclose(own_span.start_s, shared_span.start_s, abs_tol=1e-9), (
+                f"seed {seed}: {own_span} {shared_span}"
+            )
+            assert isclose(own_span.end_s, shared_span.end_s, abs_tol=1e-9), (
+                f"seed {seed}: {own_span} {shared_span}"
+            )
         assert isclose(own.iteration_s, shared.iteration_s), f"seed {seed}"
 
 

@@ -132,19 +132,24 @@ def routed_plan(rng: Random, *, num_layers_max: int) -> Plan:
     """A random plan of unequal pipelines, some of whose microbatches go around lost nodes."""
     while True:
         plan = rerouted_plan(random_plan(rng, num_layers_max=num_layers_max), rng)
-        own = {one.route() for one in plan.pipelines}
-        if len({one.template for one in plan.pipelines}) > 1 and not own.issuperset(plan.routes):
+        own = {pipeline.route() for pipeline in plan.pipelines}
+        if len({pipeline.template for pipeline in plan.pipelines}) > 1 and not own.issuperset(
+            plan.routes
+        ):
             return plan
 
 
 def variety(plan: Plan) -> Iterator[str]:
     """What else is in a plan."""
-    templates = {one.template for one in plan.pipelines}
-    if any(stage.num_devices > 1 for one in templates for stage in one.stages):
+    templates = {pipeline.template for pipeline in plan.pipelines}
+    if any(stage.num_devices > 1 for template in templates for stage in template.stages):
         yield "stages of several devices"
-    if any(len(one.stages) > one.num_nodes for one in templates):
+    if any(len(template.stages) > template.num_nodes for template in templates):
         yield "nodes of several stages"
-    if any(0 < plan.routes.count(one.route()) < len(one.route()) for one in plan.pipelines):
+    if any(
+        0 < plan.routes.count(pipeline.route()) < len(pipeline.route())
+        for pipeline in plan.pipelines
+    ):
         yield "fewer microbatches than stages"
     if any(a.rank == b.rank for route in plan.routes for a, b in pairwise(route)):
         yield "ranks visited twice at once"
@@ -182,15 +187,15 @@ def assert_timeline_is_simulated(plan: Plan, rng: Random, seed: int) -> None:
 @pytest.mark.parametrize("number", [300, pytest.param(1000, marks=pytest.mark.long)])
 def test_timelines_of_rerouted_plans_equal_a_simulation_by_events(number: int) -> None:
     """Links that queue, reductions that wait for each other, dozens of ranks."""
-    found: Counter[str] = Counter()
+    varieties: Counter[str] = Counter()
     for seed in range(SEED, SEED + number):
         rng = Random(seed)
         plan = routed_plan(rng, num_layers_max=40 if seed % 25 == 0 else 8)
-        found.update(variety(plan))
+        varieties.update(variety(plan))
         assert_timeline_is_simulated(plan, rng, seed)
 
-    assert len(found) == 6
-    assert min(found.values()) > number / 20, found
+    assert len(varieties) == 6
+    assert min(varieties.values()) > number / 20, varieties
 
 
 def test_timelines_of_split_backwards_equal_a_simulation_by_events() -> None:

@@ -80,7 +80,7 @@ def all_shapes(problem: Problem, num_nodes: int) -> list[Shape]:
     """Every partition that fits into memory."""
     layers, per_node = problem.profile.layers, problem.devices_per_node
 
-    def tails(first: int, devices_left: int) -> Iterator[Shape]:
+    def suffixes(first: int, devices_left: int) -> Iterator[Shape]:
         if devices_left == 0:
             if first == len(layers):
                 yield ()
@@ -89,11 +89,11 @@ def all_shapes(problem: Problem, num_nodes: int) -> list[Shape]:
             for end in range(first + 1, len(layers) + 1):
                 if count not in layers[end - 1].forward_s:
                     break
-                for tail in tails(end, devices_left - count):
-                    yield ((end, count), *tail)
+                for suffix in suffixes(end, devices_left - count):
+                    yield ((end, count), *suffix)
 
     fits = _memory_check(problem)
-    return [shape for shape in tails(0, num_nodes * per_node) if fits(shape)]
+    return [shape for shape in suffixes(0, num_nodes * per_node) if fits(shape)]
 
 
 def _memory_check(problem: Problem) -> Callable[[Shape], bool]:

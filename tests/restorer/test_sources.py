@@ -83,11 +83,11 @@ def test_each_part_comes_once_and_the_busiest_node_sends_the_least() -> None:
         held = cluster.held_by_rank()
         where = f"seed {SEED}, case {index}"
 
-        found = balanced_transfers(plan, cluster, layer_bytes=layer_bytes)
+        moves = balanced_transfers(plan, cluster, layer_bytes=layer_bytes)
 
         chunks: dict[tuple[int, int], list[int]] = defaultdict(list)
         sent: Counter[int] = Counter()
-        for transfer in found:
+        for transfer in moves:
             assert transfer.layer in held[transfer.source], where
             chunks[transfer.layer, transfer.target] += range(
                 transfer.first_chunk, transfer.end_chunk
@@ -95,8 +95,10 @@ def test_each_part_comes_once_and_the_busiest_node_sends_the_least() -> None:
             if transfer.source // per_node != transfer.target // per_node:
                 sent[transfer.source // per_node] += transfer.num_bytes
         assert sorted(chunks) == lacked(plan, cluster), where
-        assert all(sorted(one) == list(range(NUM_CHUNKS)) for one in chunks.values()), where
-        num_shared += len(found) > len(chunks)
+        assert all(
+            sorted(chunk_numbers) == list(range(NUM_CHUNKS)) for chunk_numbers in chunks.values()
+        ), where
+        num_shared += len(moves) > len(chunks)
         needs = []
         for layer, target in lacked(plan, cluster):
             nodes = {rank // per_node for rank, layers in held.items() if layer in layers}
@@ -157,7 +159,7 @@ def plan_of_one_layer() -> Plan:
 def test_transfer_rounds_use_each_rank_once_a_round_each_way(data: st.DataObject) -> None:
     """All transfers are there, and fewer rounds than twice what the busiest rank has to do."""
     rank = st.integers(0, 5)
-    found = data.draw(
+    moves = data.draw(
         st.lists(
             st.builds(Transfer, st.integers(0, 9), rank, rank, st.integers(0, 3)).filter(
                 lambda transfer: transfer.source != transfer.target
@@ -166,20 +168,20 @@ def test_transfer_rounds_use_each_rank_once_a_round_each_way(data: st.DataObject
         )
     )
 
-    rounds = transfer_rounds(found)
+    rounds = transfer_rounds(moves)
 
-    assert sorted(transfer for transfers in rounds for transfer in transfers) == sorted(found)
+    assert sorted(transfer for transfers in rounds for transfer in transfers) == sorted(moves)
     for taken in rounds:
         assert len({transfer.source for transfer in taken}) == len(taken)
         assert len({transfer.target for transfer in taken}) == len(taken)
-    sends = Counter(transfer.source for transfer in found)
-    receives = Counter(transfer.target for transfer in found)
+    sends = Counter(transfer.source for transfer in moves)
+    receives = Counter(transfer.target for transfer in moves)
     busiest = max([*sends.values(), *receives.values()], default=1)
     assert len(rounds) < 2 * busiest
 
 
 def test_transfers_between_different_ranks_run_in_one_round() -> None:
     """A ring of sends has no conflict: a rank sends and receives at the same time."""
-    found = [Transfer(0, node, (node + 1) % 4, 8) for node in range(4)]
+    moves = [Transfer(0, node, (node + 1) % 4, 8) for node in range(4)]
 
-    assert transfer_rounds(found) == (tuple(found),)
+    assert transfer_rounds(moves) == (tuple(moves),)
