@@ -197,7 +197,7 @@ def _outgoing(
     by_target: dict[int, list[Transfer]] = {}
     for transfer in transfers:
         by_target.setdefault(transfer.target, []).append(transfer)
-    waiting = deque(_messages(one, stage, state_of, age) for one in by_target.values())
+    waiting = deque(_messages(own, stage, state_of, age) for own in by_target.values())
     while waiting:
         messages = waiting.popleft()
         message = next(messages, None)

@@ -148,16 +148,16 @@ def _optimizer_class(name: object) -> type[Optimizer]:
         for key, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
     }
-    found = classes.get(str(name).lower())
-    if found is None:
+    optimizer_class = classes.get(str(name).lower())
+    if optimizer_class is None:
         names = sorted(c.__name__ for c in classes.values() if c.__name__ not in _REFUSED_CLASSES)
         raise ConfigError("training.optimizer.name", name, _choose(str(name), names))
-    if found.__name__ in _REFUSED_CLASSES:
-        reason = _REFUSED_CLASSES[found.__name__]
+    if optimizer_class.__name__ in _REFUSED_CLASSES:
+        reason = _REFUSED_CLASSES[optimizer_class.__name__]
         raise ConfigError(
             "training.optimizer.name", name, f"{reason}; use another one, such as AdamW"
         )
-    return found
+    return optimizer_class
 
 
 def _check_argument(optimizer_class: type[Optimizer], key: str, value: object) -> None:

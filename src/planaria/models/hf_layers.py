@@ -47,7 +47,7 @@ from planaria.models.hf_frame import (
 )
 from planaria.models.hf_model import (
     Weights,
-    config_told,
+    config_values,
     hf_config,
     meta_model,
     too_few_positions,
@@ -295,8 +295,8 @@ def split_hf_model(
         weights=weights,
         seed=seed,
     )
-    told = config_told(skeleton)
-    return SplitModel(builder, objective=objective, loss=cross_entropy_sum, config=told)
+    config = config_values(skeleton)
+    return SplitModel(builder, objective=objective, loss=cross_entropy_sum, config=config)
 
 
 def _leave(_index: int, hidden_BLD: Tensor, _call: Call) -> Tensor:

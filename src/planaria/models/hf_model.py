@@ -118,10 +118,10 @@ class _Undrawn(TorchFunctionMode):
         return func(*args, **named)
 
 
-def config_told(model: Any) -> dict[str, Any]:
+def config_values(model: Any) -> dict[str, Any]:
     """The content of config.json from which transformers can build the same model."""
-    told: dict[str, Any] = json.loads(model.config.to_json_string())
-    return told | {"architectures": [type(model).__name__], "use_cache": True}
+    values: dict[str, Any] = json.loads(model.config.to_json_string())
+    return values | {"architectures": [type(model).__name__], "use_cache": True}
 
 
 @dataclass(frozen=True, slots=True)

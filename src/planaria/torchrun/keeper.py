@@ -352,7 +352,9 @@ def _answer_client(client: socket.socket, state: _KeeperState) -> bool:
                 state.is_over = True
                 return False
             slot, num_slots, idle_s = wish
-            if holder := next((one for one, its in held.items() if its == slot), None):
+            if holder := next(
+                (peer for peer, peer_slot in held.items() if peer_slot == slot), None
+            ):
                 client.sendall(_TAKEN + str(_peer_of(holder)[0]).encode())
                 return True
             held[client] = slot

@@ -106,9 +106,9 @@ def _named_values(beside: NonTensorState) -> Iterator[tuple[str, Any]]:
 def _innermost(name: str, value: Any) -> tuple[str, Any]:
     """The innermost value in nested dicts that cannot be read back, with its full name."""
     if isinstance(value, dict):
-        for key, one in value.items():
-            if not _comes_back(one):
-                return _innermost(f"{name}.{key}", one)
+        for key, inner in value.items():
+            if not _comes_back(inner):
+                return _innermost(f"{name}.{key}", inner)
     return name, value
 
 

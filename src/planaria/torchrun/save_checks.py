@@ -96,11 +96,11 @@ def parts_of_state(optimizer: Optimizer) -> frozenset[tuple[int, object]]:
     Most optimizers have no state before their first step. If the parts change, the state has to be
     checked again.
     """
-    within = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
+    inner = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
     return frozenset(
         (id(owner), key)
-        for one in (optimizer, *within)
-        for owner, values in one.state.items()
+        for each in (optimizer, *inner)
+        for owner, values in each.state.items()
         for key in (values if isinstance(values, Mapping) else ("",))
     )
 
@@ -112,9 +112,9 @@ def _refuse_on_all(check_own: Callable[[], None]) -> None:
         check_own()
     except ConfigError as error:
         refusal = _Refusal(error.field, str(error.value), error.remedy)
-    for one in gather_records(_Refusal, refusal):
-        if one.field:
-            raise ConfigError(one.field, one.value, one.remedy)
+    for refused in gather_records(_Refusal, refusal):
+        if refused.field:
+            raise ConfigError(refused.field, refused.value, refused.remedy)
 
 
 def _check_tensors(state: TrainingState) -> None:
@@ -141,11 +141,11 @@ def _check_own(state: TrainingState) -> None:
 
 def _check_shapes(state: TrainingState, digests: Sequence[_StructureDigests]) -> None:
     """Refuses ranks whose tensors have other names, shapes or dtypes than those of rank 0."""
-    for rank, one in enumerate(digests):
-        if one.model != digests[0].model:
+    for rank, own in enumerate(digests):
+        if own.model != digests[0].model:
             remedy = f"rank {rank} holds other tensors than rank 0; make them DTensors of the whole"
             raise ConfigError("model", type(state.model).__name__, remedy)
-        if one.optimizer != digests[0].optimizer:
+        if own.optimizer != digests[0].optimizer:
             remedy = (
                 f"rank {rank} holds other parts of its state than rank 0; {_SHARD}, or not at all"
             )
@@ -206,11 +206,11 @@ def _digest(values: Sequence[object]) -> str:
 
 def _check_inner_optimizers(optimizer: Optimizer) -> None:
     """Refuses an optimizer that contains another one with state of its own."""
-    for one in vars(optimizer).values():
-        is_apart = isinstance(one, Optimizer) and one.state is not optimizer.state
-        if is_apart and any(one.state.values()):
+    for inner in vars(optimizer).values():
+        is_apart = isinstance(inner, Optimizer) and inner.state is not optimizer.state
+        if is_apart and any(inner.state.values()):
             remedy = (
-                f"the state of the {type(one).__name__} within it would not be saved; pass "
+                f"the state of the {type(inner).__name__} within it would not be saved; pass "
                 f"that optimizer if it has the state of all parameters, else {_SHARD}"
             )
             raise ConfigError("optimizer", type(optimizer).__name__, remedy)

@@ -67,8 +67,12 @@ class TrainingState:
     @property
     def device_type(self) -> str:
         """The type of device of the model's collectives; offloaded shards may lie elsewhere."""
-        one = next(self.model.parameters())
-        return one.device_mesh.device_type if isinstance(one, DTensor) else one.device.type
+        parameter = next(self.model.parameters())
+        return (
+            parameter.device_mesh.device_type
+            if isinstance(parameter, DTensor)
+            else parameter.device.type
+        )
 
     def reshard(self) -> None:
         """Has FSDP2 put the shards of parameters back into the model.
@@ -130,14 +134,14 @@ class TrainingState:
         return NonTensorState(
             {name: value for name, value in values if not isinstance(value, Tensor)},
             [{**group, "params": len(group["params"])} for group in self.optimizer.param_groups],
-            {name: one.state_dict() for name, one in self.others.items()},
+            {name: other.state_dict() for name, other in self.others.items()},
         )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields all tensors that are saved, with their names."""
         parameters = self._parameters()  # In a model of many layers, finding them takes a while.
-        yield from ((f"parameter/{name}", one) for name, one in parameters.items())
-        yield from ((f"buffer/{name}", one) for name, one in self._buffers().items())
+        yield from ((f"parameter/{name}", tensor) for name, tensor in parameters.items())
+        yield from ((f"buffer/{name}", tensor) for name, tensor in self._buffers().items())
         for name, value in self._optimizer_values(parameters):
             if isinstance(value, Tensor):
                 yield name, value
@@ -155,12 +159,12 @@ class TrainingState:
 
     def _buffers(self) -> dict[str, Tensor]:
         """The persistent buffers by name, each once; others, such as caches, are made again."""
-        found: dict[Tensor, str] = {}
+        names: dict[Tensor, str] = {}
         for path, module in self.model.named_modules():
             for name, buffer in module.named_buffers(path, recurse=False):
                 if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                    found.setdefault(buffer, name)
-        return {name: buffer for buffer, name in found.items()}
+                    names.setdefault(buffer, name)
+        return {name: buffer for buffer, name in names.items()}
 
     # -- restoring --------------------------------------------------------------------------------
 
@@ -176,18 +180,18 @@ class TrainingState:
                 that is saved beside them.
         """
         self._check(decoded_state(shards[min(shards)].beside))
-        found: set[int] = set()
+        needed: set[int] = set()
         for name, wanted in self._places(shards).items():
-            having = [n for n, shard in shards.items() if name in shard.tensors]
+            holders = [n for n, shard in shards.items() if name in shard.tensors]
             overlapping = [
-                n for n in having if overlap(shards[n].tensors[name], wanted) is not None
+                n for n in holders if overlap(shards[n].tensors[name], wanted) is not None
             ]
-            whole = [n for n in overlapping if is_in(wanted, shards[n].tensors[name])]
-            if whole:
-                found.add(min(whole, key=lambda n: (n not in found, n not in rather, n)))
+            sufficient = [n for n in overlapping if is_in(wanted, shards[n].tensors[name])]
+            if sufficient:
+                needed.add(min(sufficient, key=lambda n: (n not in needed, n not in rather, n)))
             else:
-                found.update(overlapping)
-        return found or {min(shards)}
+                needed.update(overlapping)
+        return needed or {min(shards)}
 
     def assemble(
         self, shards: Mapping[int, Shard], states: Mapping[int, State]
@@ -201,12 +205,12 @@ class TrainingState:
         Raises:
             CheckpointError: the shards lack a part of a tensor.
         """
-        found = {}
+        tensors = {}
         for name, place in self._places(shards).items():
             there = {n: shards[n].tensors for n in states}
             parts = {n: slices[name] for n, slices in there.items() if name in slices}
-            found[name] = assemble_part(name, place, parts, states)
-        return found
+            tensors[name] = assemble_part(name, place, parts, states)
+        return tensors
 
     def _check(self, beside: NonTensorState) -> None:
         """Raises a CheckpointError if the saved state does not fit this model and optimizer."""
@@ -235,9 +239,9 @@ class TrainingState:
             CheckpointError: an object refused its state, and may have loaded half of it.
         """
         states = decoded_state(raw).others
-        for name, one in self.others.items():
+        for name, other in self.others.items():
             try:
-                one.load_state_dict(states[name])
+                other.load_state_dict(states[name])
             except Exception as error:  # Each type raises its own errors.
                 what = f"others.{name} does not accept the state that was saved of it"
                 raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
@@ -291,7 +295,11 @@ class TrainingState:
         """
         here = self.slices()
         places = {name: here[name] for name in here if not name.startswith("optimizer/")}
-        saved = {name: one for shard in shards.values() for name, one in shard.tensors.items()}
+        saved = {
+            name: saved_slice
+            for shard in shards.values()
+            for name, saved_slice in shard.tensors.items()
+        }
         for name, place in places.items():
             if name not in saved or saved[name].whole != place.whole:
                 there = saved[name].whole if name in saved else "nothing"
@@ -301,15 +309,20 @@ class TrainingState:
                 raise CheckpointError(
                     f"{name} has type {place.dtype} now, and had {there} when it was saved"
                 )
-        for name, one in saved.items():
+        for name, saved_slice in saved.items():
             if name in places:
                 continue
             of_parameter = places.get(f"parameter/{_owner(name)}")
             if of_parameter is None:
                 raise CheckpointError(f"{name} was saved, and this model does not have it")
-            place = TensorSlice(one.whole, (0,) * len(one.whole), one.whole, one.dtype)
-            if of_parameter.whole == one.whole:
-                place = msgspec.structs.replace(of_parameter, dtype=one.dtype)
+            place = TensorSlice(
+                saved_slice.whole,
+                (0,) * len(saved_slice.whole),
+                saved_slice.whole,
+                saved_slice.dtype,
+            )
+            if of_parameter.whole == saved_slice.whole:
+                place = msgspec.structs.replace(of_parameter, dtype=saved_slice.dtype)
             places[name] = place
         return places
 

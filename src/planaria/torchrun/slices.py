@@ -33,10 +33,10 @@ def local_part(tensor: Tensor) -> tuple[Tensor, TensorSlice]:
     local, offset = tensor.detach(), (0,) * tensor.dim()
     if isinstance(tensor, DTensor):
         local = tensor.to_local().detach()
-        _, found = compute_local_shape_and_global_offset(
+        _, offsets = compute_local_shape_and_global_offset(
             tensor.shape, tensor.device_mesh, tensor.placements
         )
-        offset = tuple(found)
+        offset = tuple(offsets)
     dtype = str(tensor.dtype).removeprefix("torch.")
     return local, TensorSlice(tuple(tensor.shape), offset, tuple(local.shape), dtype)
 
@@ -79,15 +79,15 @@ def assemble_part(
     return target
 
 
-def overlap(one: TensorSlice, other: TensorSlice) -> list[tuple[int, int]] | None:
+def overlap(part: TensorSlice, other: TensorSlice) -> list[tuple[int, int]] | None:
     """The (begin, end) in which two parts of a tensor overlap, by dimension; None: they do not."""
-    found = []
-    for a, n, b, m in zip(one.offset, one.shape, other.offset, other.shape, strict=True):
+    bounds = []
+    for a, n, b, m in zip(part.offset, part.shape, other.offset, other.shape, strict=True):
         begin, end = max(a, b), min(a + n, b + m)
         if begin >= end:
             return None
-        found.append((begin, end))
-    return found
+        bounds.append((begin, end))
+    return bounds
 
 
 def is_in(part: TensorSlice, other: TensorSlice) -> bool:

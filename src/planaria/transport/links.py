@@ -87,7 +87,7 @@ class Links:
         self.address: Address = self._listener.getsockname()[:2]
         lock = threading.RLock()
         self._changed = threading.Condition(lock)  # Guards all that follows.
-        self._inbox = Inbox()
+        self._inbox = LinkInbox()
         self._own = OwnEnd(token, (rank, self.address[1]), self._inbox.memory_for)
         self._peers: dict[int, Connection] = {}
         self._connecting: dict[int, Connection] = {}
@@ -459,7 +459,7 @@ class Links:
 Payload = npt.NDArray[np.uint8]
 
 
-class Inbox:
+class LinkInbox:
     """The messages of a rank that have arrived and were not taken, by peer, epoch and tag.
 
     The caller makes sure that one thread at a time uses the messages. The memory for messages to

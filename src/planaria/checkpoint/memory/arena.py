@@ -88,12 +88,12 @@ class Arena:
 
     def versions(self) -> dict[int, tuple[Label, ...]]:
         """The labels of the whole versions of each layer, ascending."""
-        found: dict[int, list[Label]] = {}
+        labels_by_layer: dict[int, list[Label]] = {}
         with self._lock:
             for entry in self._entries.values():
                 if entry.state == _WHOLE:
-                    found.setdefault(entry.layer, []).append(entry.label)
-        return {layer: tuple(sorted(labels)) for layer, labels in sorted(found.items())}
+                    labels_by_layer.setdefault(entry.layer, []).append(entry.label)
+        return {layer: tuple(sorted(labels)) for layer, labels in sorted(labels_by_layer.items())}
 
     def begin(
         self, layer: int, label: Label, *, head: bytes, num_bytes: int, piece_bytes: int

@@ -123,10 +123,10 @@ class Version:
 
     def is_intact(self) -> bool:
         """Whether all bytes are those that were written; hashes all pieces again to tell."""
-        wanted = self._hashes.tolist()
-        found = (hash_of(self.piece(index)) for index in range(self.num_pieces))
+        expected = self._hashes.tolist()
+        actual = (hash_of(self.piece(index)) for index in range(self.num_pieces))
         return self.entry.digest == self.digest() and all(
-            a == b for a, b in zip(wanted, found, strict=True)
+            a == b for a, b in zip(expected, actual, strict=True)
         )
 
 
