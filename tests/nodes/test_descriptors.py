@@ -11,7 +11,7 @@ from planaria.nodes.descriptors import raise_open_files
 UNLIMITED = resource.RLIM_INFINITY
 
 
-def limited(
+def limits_set(
     soft: int, hard: int, monkeypatch: pytest.MonkeyPatch, *, cluster: ClusterConfig
 ) -> list[tuple[int, int]]:
     """What the limits are set to, where they are these."""
@@ -27,8 +27,8 @@ def test_a_low_soft_limit_is_raised_to_what_the_job_needs(
     hard: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no further: programs that look at each number up to the limit would take long."""
-    ((soft, kept),) = limited(40, hard, monkeypatch, cluster=ClusterConfig(nodes=32))
-    ((more, _),) = limited(40, hard, monkeypatch, cluster=ClusterConfig(nodes=8, max_nodes=64))
+    ((soft, kept),) = limits_set(40, hard, monkeypatch, cluster=ClusterConfig(nodes=32))
+    ((more, _),) = limits_set(40, hard, monkeypatch, cluster=ClusterConfig(nodes=8, max_nodes=64))
 
     assert 64 < soft < more < 1024
     assert kept == hard
@@ -36,7 +36,7 @@ def test_a_low_soft_limit_is_raised_to_what_the_job_needs(
 
 @pytest.mark.parametrize("soft", [1024, UNLIMITED])
 def test_a_limit_that_does_is_left_alone(soft: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not limited(soft, UNLIMITED, monkeypatch, cluster=ClusterConfig(nodes=32))
+    assert not limits_set(soft, UNLIMITED, monkeypatch, cluster=ClusterConfig(nodes=32))
 
 
 def test_a_hard_limit_that_is_too_low_is_the_users_to_raise(
@@ -44,4 +44,4 @@ def test_a_hard_limit_that_is_too_low_is_the_users_to_raise(
 ) -> None:
     """Which one it is, and how much a job of so many nodes needs."""
     with pytest.raises(ConfigError, match=r"may have 40 .*RLIMIT_NOFILE.*needs \d+: raise"):
-        limited(40, 40, monkeypatch, cluster=ClusterConfig(nodes=32))
+        limits_set(40, 40, monkeypatch, cluster=ClusterConfig(nodes=32))

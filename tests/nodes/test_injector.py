@@ -18,9 +18,7 @@ from planaria.transport.probe import LISTENING, Probe, StepReached
 TOKEN = b"the job's token"
 
 
-async def _flipped(
-    spec: str, calls: list[tuple[int, str, int]]
-) -> tuple[list[tuple[int, int]], int]:
+async def _flips(spec: str, calls: list[tuple[int, str, int]]) -> tuple[list[tuple[int, int]], int]:
     """Who flips in which iteration, if nodes reach these steps; how often the fault fired."""
     injections = [parse_injection(spec)]
     fired: list[Injection] = []
@@ -57,14 +55,14 @@ def test_each_named_node_flips_once_right_after_the_commit() -> None:
     calls = [(node, step, 5) for step in ("commit", "optimizer") for node in range(3)]
     calls += [(node, "applied", iteration) for iteration in (4, 5, 5, 6) for node in range(3)]
 
-    assert asyncio.run(_flipped("flip:0,2@5", calls)) == ([(0, 5), (2, 5)], 1)
+    assert asyncio.run(_flips("flip:0,2@5", calls)) == ([(0, 5), (2, 5)], 1)
 
 
 def test_a_place_that_never_comes_flips_nothing() -> None:
     """Its fault is told as not fired."""
     calls = [(0, "applied", iteration) for iteration in range(3)]
 
-    assert asyncio.run(_flipped("flip:0@5", calls)) == ([], 0)
+    assert asyncio.run(_flips("flip:0@5", calls)) == ([], 0)
 
 
 def test_every_worker_of_a_slow_node_is_told_and_told_when_it_ends() -> None:
@@ -72,7 +70,7 @@ def test_every_worker_of_a_slow_node_is_told_and_told_when_it_ends() -> None:
     specs = ["slow=2:1@4", "slow=1.5:1@6", "slow=1:1@9"]
     calls = [(node, iteration) for iteration in (3, 4, 4, 5, 6, 9) for node in range(3)]
 
-    assert asyncio.run(_slowed(specs, calls)) == [
+    assert asyncio.run(_slow_nodes(specs, calls)) == [
         (1, 4, 2.0),
         (1, 4, 2.0),
         (1, 6, 1.5),
@@ -86,10 +84,10 @@ def test_a_recovery_begins_at_the_iteration_that_was_reached_before_the_loss() -
     specs = ["crash:0@5.forward", "crash:0@5.resume", "crash:0@6.resume"]
     calls = [("resume", 4), ("forward", 5), ("resume", 4)]
 
-    assert asyncio.run(_fired(specs, calls)) == specs[:2]
+    assert asyncio.run(_fired_faults(specs, calls)) == specs[:2]
 
 
-async def _fired(specs: list[str], calls: list[tuple[str, int]]) -> list[str]:
+async def _fired_faults(specs: list[str], calls: list[tuple[str, int]]) -> list[str]:
     """The faults that fire if the workers of node 0 reach these steps."""
     injections = [parse_injection(spec) for spec in specs]
     fired: list[Injection] = []
@@ -111,11 +109,11 @@ async def _fired(specs: list[str], calls: list[tuple[str, int]]) -> list[str]:
 
 def test_nothing_strikes_once_the_job_has_ended() -> None:
     """Its nodes are leaving then, and none could come; the fault is told as not fired."""
-    assert asyncio.run(_joined(ends=False)) == ([2], [])
-    assert asyncio.run(_joined(ends=True)) == ([], ["join"])
+    assert asyncio.run(_num_joins(ends=False)) == ([2], [])
+    assert asyncio.run(_num_joins(ends=True)) == ([], ["join"])
 
 
-async def _joined(*, ends: bool) -> tuple[list[int], list[str]]:
+async def _num_joins(*, ends: bool) -> tuple[list[int], list[str]]:
     """How many nodes come 10 ms after training starts, and what is left waiting."""
     joined: list[int] = []
     came = asyncio.Event()
@@ -168,7 +166,9 @@ async def _lines_after_a_reset() -> list[asyncio.StreamWriter]:
     return injector._connections[3]
 
 
-async def _slowed(specs: list[str], calls: list[tuple[int, int]]) -> list[tuple[int, int, float]]:
+async def _slow_nodes(
+    specs: list[str], calls: list[tuple[int, int]]
+) -> list[tuple[int, int, float]]:
     """Which node is how slow from which iteration on, if nodes start these."""
     injections = [parse_injection(spec) for spec in specs]
     slowed: list[tuple[int, int, float]] = []

@@ -85,7 +85,7 @@ def _no_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, call, lambda _fd: None)
 
 
-async def restarted(directory: Path, rules: Rules, plan: Plan) -> Leadership[FakeLine]:
+async def restarted_coordinator(directory: Path, rules: Rules, plan: Plan) -> Leadership[FakeLine]:
     """A coordinator that has read its records, and could serve agents."""
     async with open_store(directory, now_s=time.monotonic) as store:
         logbook = await open_logbook(store, rules.job.name, lease_s=LEASE_S)
@@ -129,7 +129,7 @@ def test_a_job_of_ten_thousand_nodes_is_recorded_and_restarted(tmp_path: Path) -
             entries = (await store.range("")).entries
             assert max(len(entry.value) for entry in entries) == PIECE_BYTES
             assert sum(len(entry.value) for entry in entries) > VALUE_BYTES_MAX
-        leadership = await restarted(tmp_path, rules, HALVES)
+        leadership = await restarted_coordinator(tmp_path, rules, HALVES)
         assert leadership.state.plan == plan
         assert leadership.state.facts.decision == decision
         assert leadership.state.phase is Phase.JOINING
@@ -166,7 +166,7 @@ def test_a_job_with_a_batch_of_a_million_survives_a_loss_and_a_restart(tmp_path:
             events: list[Event] = [node_loss(3), MembersRecorded(1), *answers]
             for event in events:
                 await leadership.handle(event, NOW_S)
-        state = (await restarted(tmp_path, rules, HALVES)).state
+        state = (await restarted_coordinator(tmp_path, rules, HALVES)).state
         assert state.commits.outcome is not None
         assert (state.epoch, state.commits.outcome.iteration) == (1, NEXT + 1)
         assert decode_vector(state.commits.outcome.vector, rules.layout) == summed
@@ -205,11 +205,11 @@ def test_a_restart_takes_as_long_on_the_last_day_of_a_job_as_on_the_first(
     asyncio.run(recorded())
     monkeypatch.undo()
     begin_s = time.perf_counter()
-    leadership = asyncio.run(restarted(tmp_path, rules, HALVES))
+    leadership = asyncio.run(restarted_coordinator(tmp_path, rules, HALVES))
     seconds = time.perf_counter() - begin_s
     assert leadership.state.plan == last.order.plan
     tracemalloc.start()
-    asyncio.run(restarted(tmp_path, rules, HALVES))
+    asyncio.run(restarted_coordinator(tmp_path, rules, HALVES))
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
 

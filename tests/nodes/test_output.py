@@ -36,7 +36,7 @@ class Reader:
         self.lines.append(line)
 
 
-def filled(reader: Reader, *, num_lines: int) -> Outlet:
+def full_outlet(reader: Reader, *, num_lines: int) -> Outlet:
     """An outlet with room for 10 lines whose reader does not read."""
     outlet = Outlet(reader.take, queued_bytes_max=10 * 1000)
     outlet.post(partial(reader.take, "first"))
@@ -62,7 +62,7 @@ def test_what_is_posted_is_printed_in_order_before_it_closes() -> None:
 def test_who_posts_waits_for_nobody_and_what_was_dropped_is_told_in_its_place() -> None:
     """How many lines, between those that came before and those that came after."""
     reader = Reader()
-    outlet = filled(reader, num_lines=50)
+    outlet = full_outlet(reader, num_lines=50)
 
     reader.reads.set()
     wait_for(lambda: len(reader.lines) == 12, what="all that was queued is printed")
@@ -99,7 +99,7 @@ def test_once_it_is_full_it_takes_nothing_until_half_of_it_is_printed() -> None:
 def test_who_closes_waits_for_nobody_who_does_not_read() -> None:
     """What it was to say last is printed all the same where somebody reads on."""
     reader = Reader()
-    outlet = filled(reader, num_lines=50)
+    outlet = full_outlet(reader, num_lines=50)
 
     outlet.close(partial(reader.take, "last"), timeout_s=0.01)
     assert not reader.lines

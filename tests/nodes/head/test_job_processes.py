@@ -2,7 +2,7 @@
 
 import pytest
 
-from planaria.nodes.forkserver import UNKNOWN
+from planaria.nodes.forkserver import UNKNOWN, exit_text
 from planaria.nodes.head import job_processes
 from planaria.nodes.head.job_processes import JobProcesses
 
@@ -31,7 +31,7 @@ def test_an_agent_may_end_before_its_pid_is_known() -> None:
     assert nodes == ()
     assert processes.has_ended(0)
     assert not processes.live_agents
-    assert [end.reason for end in processes.agent_ends()] == ["its agent left with status 1"]
+    assert [end.reason for end in processes.agent_ends()] == [f"its agent {exit_text(1)}"]
 
 
 def test_agents_that_were_killed_or_left_an_unknown_status_explain_no_end(

@@ -74,7 +74,7 @@ def fail() -> None:
     raise ZeroDivisionError
 
 
-def ended(ending: str, reason: str = "") -> Ended:
+def end_message(ending: str, reason: str = "") -> Ended:
     return Ended(ending=Ending(ending), reason=reason, failure=None, nodes=(0,), epoch=0)
 
 
@@ -157,13 +157,13 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
 async def save(line: Line) -> None:
     """Ends as soon as it is to save."""
     if line.spec.rescue is not None:
-        line.say(ended("lost", line.spec.rescue.reason))
+        line.say(end_message("lost", line.spec.rescue.reason))
     await line.heard()
 
 
 async def finish(line: Line) -> None:
     line.say(running(line))
-    line.say(ended("finished"))
+    line.say(end_message("finished"))
     await line.heard()
 
 
@@ -243,7 +243,7 @@ async def stop(line: Line) -> None:
     assert isinstance(await line.heard(), StopRequested)
     line.say(Warned(text="saving"))
     line.say(Warned(text="saved"))
-    line.say(ended("stopped"))
+    line.say(end_message("stopped"))
     await line.heard()
 
 

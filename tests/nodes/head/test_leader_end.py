@@ -30,7 +30,7 @@ TIMEOUT_S = 20.0
 ROUNDS = 5
 
 
-def greeted(address: tuple[str, int]) -> socket.socket:
+def connect_agent(address: tuple[str, int]) -> socket.socket:
     """The connection of the agent of node 0."""
     agent = socket.create_connection(address, timeout=TIMEOUT_S)
     steps = handshake(TOKEN, Role.CONNECT, identity=0)
@@ -43,7 +43,7 @@ def greeted(address: tuple[str, int]) -> socket.socket:
         return agent
 
 
-def heard(agent: socket.socket, kind: type[Message]) -> None:
+def wait_heard(agent: socket.socket, kind: type[Message]) -> None:
     """Blocks until the agent is told a message of this kind."""
     decoder = FrameDecoder()
     while data := agent.recv(1 << 16):
@@ -52,7 +52,7 @@ def heard(agent: socket.socket, kind: type[Message]) -> None:
     raise AssertionError(f"the connection closed before any {kind.__name__}")
 
 
-def told(launcher: socket.socket) -> list[type]:
+def messages_so_far(launcher: socket.socket) -> list[type]:
     """The kinds of what has come to the launcher by now."""
     decoder, kinds = FrameDecoder(), []
     while select.select([launcher], [], [], 0)[0] and (data := launcher.recv(1 << 16)):
@@ -64,7 +64,7 @@ def wait_told(launcher: socket.socket, kind: type, kinds: list[type]) -> None:
     """Blocks until this kind has come to the launcher; adds what comes to the kinds."""
     while kind not in kinds:
         assert select.select([launcher], [], [], TIMEOUT_S)[0], f"no {kind} after {kinds}"
-        kinds += told(launcher)
+        kinds += messages_so_far(launcher)
 
 
 def wait_exit(server: ForkServer, pid: int) -> int:
@@ -89,7 +89,7 @@ def test_the_launcher_knows_the_end_before_any_agent_may_leave(
 
 def test_a_coordinator_without_nodes_leaves_in_order(server: ForkServer, tmp_path: Path) -> None:
     """The only agent is gone before it has ever connected."""
-    with coordinated(server, leader_spec(tmp_path, token=TOKEN)) as (ours, _, pid):
+    with start_coordinator(server, leader_spec(tmp_path, token=TOKEN)) as (ours, _, pid):
         ours.sendall(frame(AgentEnded(node=0, reason="it was killed")))
         wait_told(ours, Ended, [])
         ours.shutdown(socket.SHUT_RDWR)
@@ -98,11 +98,11 @@ def test_a_coordinator_without_nodes_leaves_in_order(server: ForkServer, tmp_pat
 
 def check_end(server: ForkServer, directory: Path) -> None:
     """One coordinator, from its start to the end of its job."""
-    with coordinated(server, leader_spec(directory, token=TOKEN)) as (ours, address, pid):
-        with closing(greeted(address)) as agent:
+    with start_coordinator(server, leader_spec(directory, token=TOKEN)) as (ours, address, pid):
+        with closing(connect_agent(address)) as agent:
             agent.sendall(frame(WorkerFailed(node=0, rank=0, traceback="raised")))
-            heard(agent, Shutdown)
-            assert Ended in told(ours)
+            wait_heard(agent, Shutdown)
+            assert Ended in messages_so_far(ours)
             assert agent.recv(1) == b""
         ours.sendall(frame(AgentEnded(node=0, reason="its agent left")))
         ours.shutdown(socket.SHUT_RDWR)
@@ -118,12 +118,15 @@ def test_a_journal_whose_disk_hangs_is_told_and_holds_up_no_end(tmp_path: Path) 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("HANGING", str(tmp_path / "hangs"))
         server = ForkServer(["helpers.hanging_leader"], path=[str(Path(__file__).parents[2])])
-    with closing(server), coordinated(server, spec, main="helpers.hanging_leader:main") as found:
+    with (
+        closing(server),
+        start_coordinator(server, spec, main="helpers.hanging_leader:main") as found,
+    ):
         ours, address, pid = found
         kinds: list[type] = []
         wait_told(ours, Leading, kinds)
         (tmp_path / "hangs").touch()
-        with closing(greeted(address)):  # A lease is granted to it, on record.
+        with closing(connect_agent(address)):  # A lease is granted to it, on record.
             wait_told(ours, Unrecorded, kinds)
             ours.sendall(frame(AgentEnded(node=0, reason="it was killed")))
             wait_told(ours, Ended, kinds)
@@ -151,7 +154,7 @@ def test_a_coordinator_that_another_has_succeeded_only_leaves(tmp_path: Path) ->
             leader._leadership._progress = Progress(num_committed=1, ends=False)
             leader._has_progressed.set()
             await asyncio.wait_for(leading, TIMEOUT_S)
-            kinds.extend(told(ours))
+            kinds.extend(messages_so_far(ours))
         assert not {Unrecorded, Ended}.intersection(kinds), kinds
 
     asyncio.run(run())
@@ -218,7 +221,7 @@ def test_what_was_left_undone_at_the_end_is_told_as_it_is(
 
 
 @contextmanager
-def coordinated(
+def start_coordinator(
     server: ForkServer, spec: LeaderSpec, *, main: str = "planaria.nodes.head.leader:main"
 ) -> Iterator[tuple[socket.socket, tuple[str, int], int]]:
     """A coordinator: the launcher's end of its connection, where agents find it, and its pid."""

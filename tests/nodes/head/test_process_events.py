@@ -32,7 +32,7 @@ LEASE_S = 0.3
 BEAT_S = LEASE_S / 10
 
 
-def listened(
+def hear_coordinator(
     speak: Callable[[socket.socket], Coroutine[Any, Any, None]],
     *,
     pid: int = 0,
@@ -67,7 +67,7 @@ def test_a_coordinator_that_falls_silent_is_killed_once() -> None:
     async def speak(line: socket.socket) -> None:
         line.send(b"I lead")
 
-    heard, silences_s = listened(speak)
+    heard, silences_s = hear_coordinator(speak)
 
     assert heard == b"I lead"
     (silent_s,) = silences_s
@@ -84,7 +84,7 @@ def test_a_coordinator_that_is_silent_because_it_computes_is_left_alone() -> Non
         line.close()
 
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
-        assert listened(speak, pid=busy.pid) == (b"I lead, and have decided", [])
+        assert hear_coordinator(speak, pid=busy.pid) == (b"I lead, and have decided", [])
         busy.kill()
 
 
@@ -108,7 +108,7 @@ def test_a_coordinator_that_beats_is_left_alone() -> None:
             await asyncio.sleep(BEAT_S)
         line.close()
 
-    assert listened(speak) == (b"." * 40, [])
+    assert hear_coordinator(speak) == (b"." * 40, [])
 
 
 def test_time_in_which_the_launcher_was_stopped_is_not_held_against_the_coordinator() -> None:
@@ -121,7 +121,7 @@ def test_time_in_which_the_launcher_was_stopped_is_not_held_against_the_coordina
         line.send(b", still")
         line.close()
 
-    assert listened(speak) == (b"I lead, still", [])
+    assert hear_coordinator(speak) == (b"I lead, still", [])
 
 
 def told_to_leave(number: signal.Signals, *, times: int, before: Handler) -> tuple[int, Handler]:

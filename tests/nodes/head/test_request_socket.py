@@ -41,7 +41,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def asked(job: str = "job", *, by: str = "", prepare: Callable[[], object] = bool) -> str:
+def job_answer(job: str = "job", *, by: str = "", prepare: Callable[[], object] = bool) -> str:
     """What a job of this name answers, or the note that nobody can ask it.
 
     Args:
@@ -71,7 +71,7 @@ def test_a_job_is_asked_in_the_runtime_directory(runtime: Path) -> None:
     """And nothing of it is left there but the directory, which is the user's alone."""
     found: list[Path] = []
 
-    assert asked(prepare=lambda: found.extend(sockets(runtime))) == "heard by 'job'"
+    assert job_answer(prepare=lambda: found.extend(sockets(runtime))) == "heard by 'job'"
     assert [path.parent for path in found] == [runtime / "planaria"]
     assert stat.S_IMODE(found[0].parent.stat().st_mode) == 0o700
     assert not sockets(runtime)
@@ -115,7 +115,7 @@ def test_a_job_is_asked_elsewhere_where_a_directory_will_not_do(
     before = [path.lstat().st_mode for path in runtime.rglob("*")]
     found: list[Path] = []
 
-    assert asked(prepare=lambda: found.extend(sockets(runtime.parent))) == "heard by 'job'"
+    assert job_answer(prepare=lambda: found.extend(sockets(runtime.parent))) == "heard by 'job'"
     assert [path.parent.name for path in found] == [f"planaria-{os.getuid()}"]
     assert [path.lstat().st_mode for path in runtime.rglob("*")] == before
 
@@ -128,7 +128,7 @@ def test_the_last_resort_is_the_users_state_directory(
     monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
     found: list[Path] = []
 
-    assert asked(prepare=lambda: found.extend(sockets(tmp_path / "more"))) == "heard by 'job'"
+    assert job_answer(prepare=lambda: found.extend(sockets(tmp_path / "more"))) == "heard by 'job'"
     assert [path.parent.parent.name for path in found] == ["planaria"]
 
 
@@ -140,7 +140,7 @@ def test_a_job_without_a_directory_goes_on_and_says_what_would_help(
     monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
     (tmp_path / "more").touch()
 
-    told = asked()
+    told = job_answer()
 
     assert "planaria drain and planaria events cannot reach this job, which trains on" in told
     assert f"{runtime}/planaria: No such file or directory" in told
@@ -154,7 +154,7 @@ def test_a_directory_of_the_users_that_others_may_read_is_closed_to_them(runtime
     directory.mkdir()
     directory.chmod(0o755)
 
-    assert asked() == "heard by 'job'"
+    assert job_answer() == "heard by 'job'"
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
 
 
@@ -183,19 +183,19 @@ def test_paths_of_any_length_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyP
     deep.mkdir(parents=True)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
 
-    assert asked() == "heard by 'job'"
+    assert job_answer() == "heard by 'job'"
 
 
 @pytest.mark.parametrize("job", ["\u7814\u7a76" * 20, "a" * 200, "a/b \0\udcff", "", "."])
 def test_names_of_any_length_and_letters_will_do(job: str) -> None:
     """Forty letters of Chinese are 120 bytes."""
-    assert asked(job, by=job) == f"heard by {job!a}"
+    assert job_answer(job, by=job) == f"heard by {job!a}"
 
 
 def test_long_names_that_begin_alike_are_told_apart() -> None:
     """Their end is cut off."""
     with pytest.raises(ConfigError, match="no such job of yours runs"):
-        asked("a" * 199 + "b", by="a" * 199 + "c")
+        job_answer("a" * 199 + "b", by="a" * 199 + "c")
 
 
 def test_of_killed_launchers_nothing_is_left_and_a_busy_one_keeps_its_socket(
@@ -211,5 +211,5 @@ def test_of_killed_launchers_nothing_is_left_and_a_busy_one_keeps_its_socket(
         with socket.socket(socket.AF_UNIX) as killed:
             killed.bind(str(directory / "killed-8.sock"))
 
-        assert asked() == "heard by 'job'"
+        assert job_answer() == "heard by 'job'"
         assert sockets(directory) == [directory / "busy-7.sock"]

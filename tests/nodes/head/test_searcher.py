@@ -73,12 +73,12 @@ def leader_spec(directory: Path) -> LeaderSpec:
 
 def coordinate(payload: bytes, result_fd: int) -> None:
     """In a process of its own, which has no threads."""
-    seen = asyncio.run(_coordinated(msgspec.json.decode(payload, type=LeaderSpec)))
+    seen = asyncio.run(_coordinate(msgspec.json.decode(payload, type=LeaderSpec)))
     seen.is_gone = not any(child.is_running() for child in psutil.Process().children())
     os.write(result_fd, msgspec.json.encode(seen))
 
 
-async def _coordinated(spec: LeaderSpec) -> Seen:
+async def _coordinate(spec: LeaderSpec) -> Seen:
     seen, known = Seen(), ForeseenAnswers()
     rules = rules_of(spec, known)
     policy = named_policy(spec.job, every_of(spec))

@@ -19,7 +19,7 @@ from planaria.store.store import KeyRange
 TIMEOUT_S = 20.0
 
 
-def found(directory: Path) -> KeyRange:
+def store_content(directory: Path) -> KeyRange:
     """What a process that starts on this directory finds."""
 
     async def run() -> KeyRange:
@@ -53,7 +53,7 @@ def revisions_told(process: subprocess.Popen[str]) -> list[int]:
 
 def check_written(directory: Path, *, acknowledged: int) -> None:
     """Everything acknowledged is there, and the keys tell of one moment."""
-    entries, revision = found(directory)
+    entries, revision = store_content(directory)
     assert revision >= acknowledged
     assert all(int(entry.value) == entry.revision for entry in entries)
     newest = list(range(max(revision - 3, 1), revision + 1))
@@ -107,11 +107,11 @@ def test_only_one_process_has_a_store_open(tmp_path: Path) -> None:
         assert process.stdout
         assert process.stdout.readline() == "1\n"
         with pytest.raises(StoreError, match=r"another process has .*lock locked"):
-            found(tmp_path)
+            store_content(tmp_path)
         process.kill()
         process.wait(TIMEOUT_S)
 
-        assert found(tmp_path).revision == 1
+        assert store_content(tmp_path).revision == 1
 
 
 def test_a_child_that_outlives_the_store_does_not_lock_it(tmp_path: Path) -> None:
@@ -122,6 +122,6 @@ def test_a_child_that_outlives_the_store_does_not_lock_it(tmp_path: Path) -> Non
         process.kill()
         process.wait(TIMEOUT_S)
 
-        assert found(tmp_path).revision == 1
+        assert store_content(tmp_path).revision == 1
         assert process.stdin
         process.stdin.close()
