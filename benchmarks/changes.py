@@ -20,8 +20,8 @@ from pathlib import Path
 
 from planaria.core.inject import Injection, parse_injection
 from planaria.job.config import load_job
-from planaria.job.job import Job, Silent, TrainingResult
 from planaria.job.planning import fork_server
+from planaria.job.training_job import Job, SilentDisplay, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.request_socket import Drain, ask
 from planaria.observe.metrics import EventRecord, IterationRecord
@@ -73,14 +73,14 @@ def _kills(directory: Path, server: ForkServer) -> int:
     return missed + (not is_all) + (median_s > MEDIAN_S_MAX) + (p95_s > P95_S_MAX)
 
 
-class _Drainer(Silent):
+class _Drainer(SilentDisplay):
     """Drains a node after an iteration, as a user would."""
 
     def __init__(self, node: int, iteration: int) -> None:
         self._node = node
         self._iteration = iteration
 
-    def committed(self, record: IterationRecord) -> None:
+    def show_iteration(self, record: IterationRecord) -> None:
         if record.iteration == self._iteration:
             threading.Thread(target=self._drain).start()
 
@@ -126,7 +126,7 @@ def _run(
     specs: list[str],
     *,
     iterations: int,
-    display: Silent | None = None,
+    display: SilentDisplay | None = None,
 ) -> TrainingResult:
     job = load_job(EXAMPLE, overrides=(f"training.iterations={iterations}",))
     job = replace(

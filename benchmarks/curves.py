@@ -39,8 +39,8 @@ from planaria.core.job import POLICIES, JobConfig, PolicyName
 from planaria.core.profile_json import encode_profile
 from planaria.core.specs import Prepared
 from planaria.job.config import load_job
-from planaria.job.job import Job, TrainingResult
 from planaria.job.planning import fork_server, given_profile, plan_job
+from planaria.job.training_job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.planner.plans import EveryPlan, bind
 

@@ -21,8 +21,8 @@ from planaria.core.job import JobConfig
 from planaria.core.samples import data_seed, sample_numbers
 from planaria.data.datasets import microbatch
 from planaria.engine.prepare import load_data
-from planaria.job.job import Job
 from planaria.job.planning import cache_directory, fork_server
+from planaria.job.training_job import Job
 from planaria.nodes.forkserver import ForkServer
 
 GOAL = 1.10

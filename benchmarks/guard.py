@@ -18,8 +18,8 @@ from planaria.core.job import ResilienceConfig
 from planaria.engine.iteration.guard import SAMPLE_BYTES, sampled_hashes
 from planaria.engine.prepare import load_model
 from planaria.engine.stage import RankStage
-from planaria.job.job import Job
 from planaria.job.planning import cache_directory, fork_server
+from planaria.job.training_job import Job
 from planaria.nodes.forkserver import ForkServer
 from planaria.transport.timekeeping import Timekeeper
 

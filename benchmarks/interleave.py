@@ -26,8 +26,8 @@ from pathlib import Path
 from planaria.core.plan import Pipeline, Plan, plain_plan
 from planaria.core.profile_json import encode_profile
 from planaria.core.specs import Prepared
-from planaria.job.job import Job
 from planaria.job.planning import fork_server, given_profile, plan_job
+from planaria.job.training_job import Job
 from planaria.nodes.forkserver import ForkServer
 
 GOAL = 0.01

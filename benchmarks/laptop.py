@@ -33,7 +33,7 @@ from typing import Any, Final
 import psutil
 
 from planaria.core.inject import parse_injection
-from planaria.job.job import Job
+from planaria.job.training_job import Job
 from planaria.observe.metrics import EventRecord, IterationRecord, Report
 
 VERSION: Final = 1  # Version of the figures of a run.

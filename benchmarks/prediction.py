@@ -44,8 +44,8 @@ from planaria.core.inject import parse_injection
 from planaria.core.job import POLICIES
 from planaria.core.plan import ModelProfile, Pipeline, Plan, one_device_profile, plain_plan
 from planaria.core.specs import Prepared
-from planaria.job.job import Job
 from planaria.job.planning import fork_server, given_profile, plan_job, read_profile
+from planaria.job.training_job import Job
 from planaria.models.paced import WIDTH, paced_model
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord

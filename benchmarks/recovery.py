@@ -69,8 +69,8 @@ from planaria.core.job import (
 )
 from planaria.core.plan import ModelProfile
 from planaria.core.profile_json import encode_profile
-from planaria.job.job import Job, Silent
 from planaria.job.planning import fork_server
+from planaria.job.training_job import Job, SilentDisplay
 from planaria.nodes.forkserver import ForkServer
 from planaria.planner.problem import Problem
 from planaria.planner.templates import smallest_num_nodes
@@ -194,7 +194,7 @@ def _planaria_recovery(
     shutil.rmtree(config.checkpoint.directory, ignore_errors=True)
     injection = parse_injection(f"kill:{victim}@{KILLED_ITERATION}.{step}")
     job = Job(config, search_path=[HERE])
-    result = job.run(injections=(injection,), display=Silent(), server=server)
+    result = job.run(injections=(injection,), display=SilentDisplay(), server=server)
     if result.stopped:
         raise KeyboardInterrupt
     if result.error is not None:

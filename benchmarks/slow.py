@@ -15,7 +15,7 @@ from pathlib import Path
 
 from planaria.core.inject import parse_injection
 from planaria.core.plan import NodeKind
-from planaria.job.job import Job, TrainingResult
+from planaria.job.training_job import Job, TrainingResult
 from planaria.planner.layout.unequal import UnequalPlanner
 from planaria.planner.plans import plan_iteration_s
 

@@ -18,8 +18,8 @@ from typing import Final
 
 from planaria.core.inject import parse_injection
 from planaria.job.config import load_job
-from planaria.job.job import Job, TrainingResult
 from planaria.job.planning import fork_server
+from planaria.job.training_job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 
 EXAMPLE: Final = Path(__file__).parents[1] / "examples" / "small.toml"

@@ -447,7 +447,11 @@ BAD: tuple[tuple[Rule, str, str, int], ...] = (
 )
 
 GOOD: tuple[tuple[Rule, str, str], ...] = (
-    (layers, "planaria.cli.main", "from planaria.job.job import Job\nimport planaria.job.config\n"),
+    (
+        layers,
+        "planaria.cli.main",
+        "from planaria.job.training_job import Job\nimport planaria.job.config\n",
+    ),
     (layers, "planaria.simulator.compare", "from planaria.simulator.loop import run\n"),
     (layers, "planaria.nodes.agent", "from planaria.coordinator.step import step\n"),
     (layers, "", "import planaria.cli.main\n"),
@@ -462,7 +466,7 @@ GOOD: tuple[tuple[Rule, str, str], ...] = (
     (speech, "planaria.job.config", "if __name__ == '__main__':\n    print(1)\n"),
     (handlers, "", "try:\n    x()\nexcept OSError:\n    y()\n"),
     (leftovers, "", "url = 'https://example.com/home/page'\n"),
-    (packages, "planaria", "from planaria.job.job import Job\n"),
+    (packages, "planaria", "from planaria.job.training_job import Job\n"),
     (docstrings, "planaria.core", ""),
     (sentences, "planaria.core.plan", '"""Plans.\n\nArgs:\n    x: index of it.\n"""\n'),
 )

@@ -27,8 +27,8 @@ from planaria.core.messages import Stopped
 from planaria.core.plan import ModelProfile, Plan
 from planaria.estimator.makespan import stage_seconds
 from planaria.job.config import load_job
-from planaria.job.job import Job, Silent
 from planaria.job.planning import fork_server, given_profile
+from planaria.job.training_job import Job, SilentDisplay
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.leader_spec import REGROUP_S
 from planaria.observe.metrics import EventRecord
@@ -100,7 +100,7 @@ def _measured(num_nodes: int, server: ForkServer) -> list[EventRecord]:
             job = _job(num_nodes, Path(directory) / "checkpoints")
             spec = f"kill:{(1 + run) * num_nodes // 3}@{KILLED_ITERATION}.backward"
             result = Job(job).run(
-                injections=(parse_injection(spec),), display=Silent(), server=server
+                injections=(parse_injection(spec),), display=SilentDisplay(), server=server
             )
             if result.error is not None:
                 raise result.error

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         PlanariaError,
         TrainingError,
     )
-    from planaria.job.job import Job, TrainingResult
+    from planaria.job.training_job import Job, TrainingResult
     from planaria.observe.metrics import Report
     from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
 
@@ -47,7 +47,7 @@ _MODULES = {
     "ConfigError": "errors",
     "DataConfig": "core.job",
     "InsufficientError": "errors",
-    "Job": "job.job",
+    "Job": "job.training_job",
     "JobConfig": "core.job",
     "MemoryCheckpointer": "torchrun.memory_checkpointer",
     "ModelConfig": "core.job",
@@ -56,7 +56,7 @@ _MODULES = {
     "ResilienceConfig": "core.job",
     "TrainingConfig": "core.job",
     "TrainingError": "errors",
-    "TrainingResult": "job.job",
+    "TrainingResult": "job.training_job",
 }
 
 __all__ = [

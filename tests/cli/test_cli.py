@@ -24,8 +24,8 @@ from planaria.cli.command_line import exit_codes, unfailing, write
 from planaria.core.kinds import Ending
 from planaria.core.messages import WorkerFailed
 from planaria.core.records import Ended
-from planaria.job.job import failure_of
 from planaria.job.planning import read_profile
+from planaria.job.training_job import failure_of
 from planaria.nodes.head.process_events import LEAVE_SIGNALS, restore_handlers
 
 
@@ -102,7 +102,7 @@ def test_what_follows_training_is_interrupted_by_ctrl_c_alone(
 
     trained = Trained()
     monkeypatch.setattr(cli, "named_job", lambda *_: trained)
-    monkeypatch.setattr(cli, "Shown", lambda _: trained)
+    monkeypatch.setattr(cli, "ConsoleDisplay", lambda _: trained)
     monkeypatch.setattr(cli, "write", partial(told, write))
     monkeypatch.setattr(trained, "close", partial(told, trained.close))
     with restore_handlers():

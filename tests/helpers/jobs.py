@@ -17,7 +17,7 @@ from planaria.core.job import (
     TrainingConfig,
 )
 from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, plain_plan
-from planaria.job.job import Job, TrainingResult
+from planaria.job.training_job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.leader_spec import LeaderSpec
 

@@ -16,7 +16,7 @@ from helpers.chaos import (
     recoveries,
     run_under_faults,
 )
-from planaria.job.job import TrainingResult
+from planaria.job.training_job import TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.schedule.action import Kind
 

@@ -22,7 +22,7 @@ from helpers.chaos import (
 from helpers.jobs import digests
 from planaria.core.inject import ITERATION_STEPS, RECOVERY_STEPS
 from planaria.core.plan import Ticks
-from planaria.job.job import Job, TrainingResult
+from planaria.job.training_job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.planner.reroute.orders import best_order
 from planaria.schedule.action import Kind

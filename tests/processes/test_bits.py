@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from helpers.jobs import FAMILIES, digests, shapes, tiny_job, train_shape
-from planaria.job.job import Job
+from planaria.job.training_job import Job
 from planaria.nodes.forkserver import ForkServer
 
 SIZES = (1, 2, 4, 5, 6, 7, 9)

@@ -23,7 +23,7 @@ from helpers.command import keep_request_sockets_in, wait_for
 from helpers.jobs import digests
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError, InsufficientError
-from planaria.job.job import Job, Silent, TrainingResult
+from planaria.job.training_job import Job, SilentDisplay, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.request_socket import Drain, TellEvents, ask
 from planaria.observe.metrics import EventRecord, IterationRecord
@@ -118,7 +118,7 @@ def test_a_notice_that_leaves_too_few_saves_and_ends_with_nothing_redone(
     assert digests(run_under_faults(config, server, resume=True)) == calm
 
 
-class Watching(Silent):
+class Watching(SilentDisplay):
     """Calls back once, when an iteration is committed."""
 
     def __init__(self, iteration: int, act: Callable[[], None]) -> None:
@@ -126,7 +126,7 @@ class Watching(Silent):
         self._act = act
         self.threads: list[threading.Thread] = []
 
-    def committed(self, record: IterationRecord) -> None:
+    def show_iteration(self, record: IterationRecord) -> None:
         if record.iteration == self._iteration:
             self.threads.append(threading.Thread(target=self._act))
             self.threads[-1].start()
@@ -165,7 +165,7 @@ def test_a_user_drains_a_node_and_hears_when_it_has_left(
         ask(Drain(1), job="", timeout_s=1.0)
 
 
-class Noting(Silent):
+class Noting(SilentDisplay):
     """Keeps what a person should know."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ from planaria.chaos.runs import Chaos, RunOutcome, _Bound, _RunPlace
 from planaria.cli.chaos_command import command_text
 from planaria.errors import InsufficientError
 from planaria.job.config import load_job
-from planaria.job.job import Job
+from planaria.job.training_job import Job
 
 pytestmark = pytest.mark.faults
 

@@ -23,8 +23,8 @@ from planaria.core.job import JobConfig
 from planaria.core.plan import Plan
 from planaria.core.profile_json import encode_profile
 from planaria.job.config import load_job
-from planaria.job.job import Job, Silent, TrainingResult
 from planaria.job.planning import read_profile
+from planaria.job.training_job import Job, SilentDisplay, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.policies.unequal_nodes import STAY
 
@@ -162,9 +162,9 @@ def _paced(directory: Path, *overrides: str, iterations: int, time_scale: float 
     )
 
 
-class _StopsOnceBettered(Silent):
+class _StopsOnceBettered(SilentDisplay):
     """Interrupts the job when it goes on with a plan that answers no loss; epoch 1 does."""
 
-    def replanned(self, plan: Plan) -> None:
+    def show_next_plan(self, plan: Plan) -> None:
         if plan.epoch > 1:
             os.kill(os.getpid(), signal.SIGINT)

@@ -7,7 +7,7 @@ import pytest
 
 from helpers.command import PACED, command
 from planaria.core.inject import parse_injection
-from planaria.job.job import Job, TrainingResult
+from planaria.job.training_job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.show.gantt import compared_figure
 

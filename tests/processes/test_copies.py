@@ -25,9 +25,9 @@ from helpers.jobs import digests
 from planaria.core.job import JobConfig, PolicyName
 from planaria.core.specs import Prepared
 from planaria.errors import InsufficientError
-from planaria.job.job import Silent, TrainingResult
 from planaria.job.planning import given_profile, plan_job
 from planaria.job.resources import copies_bytes
+from planaria.job.training_job import SilentDisplay, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord
 from planaria.placement.layer_copies import layer_copies
@@ -61,7 +61,9 @@ def holders(job: JobConfig) -> tuple[int, ...]:
 def run(server: ForkServer, job: JobConfig) -> Run:
     """Runs the job with faults, to the bits of the baseline run."""
 
-    def run(*specs: str, every: Any = "auto", display: Silent | None = None) -> TrainingResult:
+    def run(
+        *specs: str, every: Any = "auto", display: SilentDisplay | None = None
+    ) -> TrainingResult:
         config = replace(job, checkpoint=replace(job.checkpoint, every=every))
         result = run_under_faults(config, server, *specs, display=display)
         check_survived(result, specs, baseline_digests(server, ITERATIONS))
@@ -218,7 +220,7 @@ def test_a_version_every_so_many_iterations(run: Run, holders: tuple[int, ...]) 
     assert event.redone_samples == 3 * 12
 
 
-class _Notes(Silent):
+class _Notes(SilentDisplay):
     """What is said."""
 
     def __init__(self) -> None:
@@ -240,7 +242,7 @@ def _arenas(server: ForkServer) -> Iterator[Path]:
                     yield entry
 
 
-class _Scales(Silent):
+class _Scales(SilentDisplay):
     """Weighs the memory of all arenas after each iteration.
 
     Attributes:
@@ -251,7 +253,7 @@ class _Scales(Silent):
         self._server = server
         self.most_bytes, self.num_arenas = 0, 0
 
-    def committed(self, record: IterationRecord) -> None:
+    def show_iteration(self, record: IterationRecord) -> None:
         del record
         files = {}
         for entry in _arenas(self._server):
@@ -287,7 +289,7 @@ class _Flipper(_Notes):
         self._iteration = iteration
         self.num_flipped = 0
 
-    def committed(self, record: IterationRecord) -> None:
+    def show_iteration(self, record: IterationRecord) -> None:
         if record.iteration != self._iteration or self.num_flipped:
             return
         for entry in _arenas(self._server):

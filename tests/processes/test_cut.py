@@ -17,7 +17,7 @@ from helpers.chaos import (
 )
 from helpers.jobs import digests
 from planaria.core.job import JobConfig
-from planaria.job.job import TrainingResult
+from planaria.job.training_job import TrainingResult
 from planaria.nodes.forkserver import ForkServer
 
 pytestmark = pytest.mark.faults

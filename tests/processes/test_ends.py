@@ -13,7 +13,7 @@ import pytest
 from helpers.command import PACED, Command, listening_ports, running, train_arguments, wait_for
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.errors import InsufficientError, TrainingError
-from planaria.job.job import Job
+from planaria.job.training_job import Job
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.process_events import LEAVE_SIGNALS
 

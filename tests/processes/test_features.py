@@ -13,7 +13,7 @@ from helpers.jobs import digests, tiny_job, train_shape
 from planaria.checkpoint.disk.outgoing import export_parameters
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.job import DataConfig, JobConfig, ModelConfig
-from planaria.job.job import Job
+from planaria.job.training_job import Job
 from planaria.nodes.forkserver import ForkServer
 
 

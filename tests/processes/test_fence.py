@@ -14,8 +14,8 @@ from helpers.chaos import chaos_job, run_under_faults
 from helpers.command import wait_for
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.errors import CheckpointError
-from planaria.job.job import Silent
 from planaria.job.planning import fork_server
+from planaria.job.training_job import SilentDisplay
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord
 
@@ -49,7 +49,7 @@ def test_a_node_that_goes_on_after_its_eviction_ends_itself_and_says_so(
     assert [line for line in printed if line.startswith("node 4 ends itself: ")]
 
 
-class _StopsOnceAlone(Silent):
+class _StopsOnceAlone(SilentDisplay):
     """Interrupts the job once the node that hung is gone."""
 
     def __init__(self, server: ForkServer, *, num_left: int) -> None:
@@ -57,7 +57,7 @@ class _StopsOnceAlone(Silent):
         self._num_left = num_left
         self.num_after_wake = -1
 
-    def committed(self, record: IterationRecord) -> None:
+    def show_iteration(self, record: IterationRecord) -> None:
         children = psutil.Process(self._server.pid).children()
         if record.iteration > 5 and self.num_after_wake < 0 and len(children) == self._num_left:
             self.num_after_wake = len(children)

@@ -13,7 +13,7 @@ import pytest
 from helpers.jobs import digests, tiny_job
 from planaria.core.inject import parse_injection
 from planaria.core.job import JobConfig
-from planaria.job.job import Job, Silent
+from planaria.job.training_job import Job, SilentDisplay
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord
 
@@ -33,14 +33,14 @@ class Used(NamedTuple):
     resident_bytes: int
 
 
-class _Watching(Silent):
+class _Watching(SilentDisplay):
     """Looks at every process of the job after each iteration."""
 
     def __init__(self, root: int) -> None:
         self._root = root
         self.used: dict[int, list[Used]] = defaultdict(list)
 
-    def committed(self, record: IterationRecord) -> None:
+    def show_iteration(self, record: IterationRecord) -> None:
         del record
         for process in psutil.Process(self._root).children(recursive=True):
             try:

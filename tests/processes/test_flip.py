@@ -20,7 +20,7 @@ from helpers.jobs import digests, shaped_plan, tiny_job, train_shape
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.inject import parse_injection
 from planaria.errors import InsufficientError
-from planaria.job.job import Job, TrainingResult
+from planaria.job.training_job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 
 pytestmark = pytest.mark.faults

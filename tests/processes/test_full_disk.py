@@ -14,7 +14,7 @@ from helpers.jobs import tiny_job
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.job import JobConfig
 from planaria.errors import CheckpointError, ConfigError
-from planaria.job.job import Job, Silent
+from planaria.job.training_job import Job, SilentDisplay
 from planaria.nodes.forkserver import ForkServer
 
 
@@ -71,14 +71,14 @@ def test_a_disk_too_small_for_one_save_is_refused(
     assert not list(directory.iterdir())
 
 
-class _Filling(Silent):
+class _Filling(SilentDisplay):
     """The disk fills up when training begins, and may have space again when someone reads of it."""
 
     def __init__(self, filler: Path, *, stays: bool = False) -> None:
         self._filler = filler
         self._stays = stays
 
-    def began(self) -> None:
+    def show_training(self) -> None:
         space = os.statvfs(self._filler.parent)
         with suppress(OSError):  # A save may take some of it meanwhile.
             self._filler.write_bytes(bytes(space.f_bavail * space.f_frsize - 2 * 4096))

@@ -15,8 +15,8 @@ from helpers.command import PACED, assert_mistake, command, wait_for
 from helpers.jobs import tiny_job
 from planaria.checkpoint.disk import claim, time_limits
 from planaria.errors import ConfigError, InsufficientError
-from planaria.job import job as library
-from planaria.job.job import Job, Silent
+from planaria.job import training_job as library
+from planaria.job.training_job import Job, SilentDisplay
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head import journal_place
 
@@ -96,7 +96,7 @@ def test_a_directory_that_hangs_in_the_end_is_its_jobs_until_it_answers(
     saves, place = job.checkpoint.directory, str(tmp_path / state) if state else ""
 
     def places() -> AbstractContextManager[str]:
-        return library._places(job, place, Silent())
+        return library._places(job, place, SilentDisplay())
 
     with monkeypatch.context() as patched:
         with time_limits.context_with_time_limit(places(), where=saves, timeout_s=20.0) as journal:
@@ -140,7 +140,7 @@ def test_the_journal_stays_where_the_user_wants_it(
     job = tiny_job("sequential", tmp_path)
     saves = job.checkpoint.directory
     with ExitStack() as held:
-        journal = held.enter_context(library._places(job, saves, Silent()))
+        journal = held.enter_context(library._places(job, saves, SilentDisplay()))
         assert library._other_journal(held, job, journal, state=saves) == ""
         assert library._other_journal(held, job, journal, state="") != ""
 
@@ -165,7 +165,7 @@ def test_layers_that_nobody_gives_end_a_resume_that_says_so(
     assert "of iteration 2; go on from it with --resume" in str(result.error)
 
 
-class HangingSoon(Silent):
+class HangingSoon(SilentDisplay):
     """The last save cannot be read any more once it is complete."""
 
     def __init__(self, manifest: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from planaria.core.inject import parse_injection
-from planaria.job.job import Job, TrainingResult
+from planaria.job.training_job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.show.gantt import compared_figure
 from planaria.show.plots import chrome_trace

@@ -41,14 +41,14 @@ def _no_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a fork server was started")
 
-    monkeypatch.setattr("planaria.job.job.fork_server", refuse)
+    monkeypatch.setattr("planaria.job.training_job.fork_server", refuse)
 
 
 @pytest.fixture
 def shared(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
     """The command forks from the session's fork server; whoever it forks is gone in the end."""
     before = set(psutil.Process(server.pid).children())
-    monkeypatch.setattr("planaria.job.job.fork_server", lambda *_, **__: _Shared(server))
+    monkeypatch.setattr("planaria.job.training_job.fork_server", lambda *_, **__: _Shared(server))
     yield server
     assert set(psutil.Process(server.pid).children()) <= before
 

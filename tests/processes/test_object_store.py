@@ -14,8 +14,8 @@ from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.inject import parse_injection
 from planaria.core.job import JobConfig
 from planaria.errors import CheckpointError, InsufficientError
-from planaria.job.job import Job, Silent
 from planaria.job.planning import Planned, fork_server
+from planaria.job.training_job import Job, SilentDisplay
 from planaria.nodes.forkserver import ForkServer
 
 pytestmark = pytest.mark.faults
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.faults
 ITERATIONS = 6
 
 
-class _Notes(Silent):
+class _Notes(SilentDisplay):
     def __init__(self) -> None:
         self.notes: list[str] = []
 
@@ -152,7 +152,7 @@ class _Late(_Notes):
         self._store = store
         self._late_s = late_s
 
-    def began(self) -> None:
+    def show_training(self) -> None:
         self._store.late_s = lambda _method, _path: self._late_s
 
 
@@ -163,11 +163,11 @@ class _Refused(_Notes):
         super().__init__()
         self._store = store
 
-    def planned(self, planned: Planned) -> None:
+    def show_plan(self, planned: Planned) -> None:
         del planned
         self._store.late_s = lambda _method, _path: inf
 
-    def began(self) -> None:
+    def show_training(self) -> None:
         self._store.late_s = _nothing
 
 

@@ -19,8 +19,8 @@ from planaria.core.samples import data_seed, microbatch_samples
 from planaria.data.datasets import Dataset, microbatch
 from planaria.engine.optimizer import learning_rate
 from planaria.engine.prepare import load_data, load_model
-from planaria.job.job import Job
 from planaria.job.planning import cache_directory
+from planaria.job.training_job import Job
 from planaria.models.hf_model import hf_config
 from planaria.models.layers import SplitModel
 from planaria.nodes.forkserver import ForkServer

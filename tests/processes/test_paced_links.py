@@ -19,7 +19,7 @@ from planaria.core.job import (
 from planaria.core.plan import LayerProfile, Link, ModelProfile
 from planaria.core.profile_json import encode_profile
 from planaria.estimator.time import predicted_timeline
-from planaria.job.job import Job, TrainingResult
+from planaria.job.training_job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.schedule.lower import plan_schedule
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from helpers.chaos import long_but_the_first
-from planaria.job.job import Job
+from planaria.job.training_job import Job
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import Report
 

@@ -14,7 +14,7 @@ from helpers.chaos import (
     recoveries,
     run_under_faults,
 )
-from planaria.job.job import TrainingResult
+from planaria.job.training_job import TrainingResult
 from planaria.nodes.forkserver import ForkServer
 
 pytestmark = pytest.mark.timed

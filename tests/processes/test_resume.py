@@ -11,7 +11,7 @@ from helpers.jobs import digests, tiny_job, train_shape
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError, InsufficientError
-from planaria.job.job import Job, Silent, TrainingResult
+from planaria.job.training_job import Job, SilentDisplay, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 
 NUM_ITERATIONS = 6
@@ -95,7 +95,7 @@ def test_tied_embeddings_stay_equal_where_both_live(
         assert (one == last[f"optimizer/lm_head.weight/{name}"]).all()
 
 
-class _Notes(Silent):
+class _Notes(SilentDisplay):
     """Keeps what the user is told."""
 
     def __init__(self) -> None:

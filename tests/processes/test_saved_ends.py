@@ -27,9 +27,9 @@ from helpers.chaos import (
 )
 from helpers.jobs import digests, tiny_job
 from planaria.errors import InsufficientError
-from planaria.job import job as library
-from planaria.job.job import Job, Silent, TrainingResult
+from planaria.job import training_job as library
 from planaria.job.planning import PRELOAD, Planned
+from planaria.job.training_job import Job, SilentDisplay, TrainingResult
 from planaria.nodes.forking import Forker
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.process_events import LEAVE_SIGNALS
@@ -82,7 +82,7 @@ def fill(directory: Path) -> None:
             file.write(b"!")
 
 
-class At(Silent):
+class At(SilentDisplay):
     """Does things when iterations are committed.
 
     Attributes:
@@ -94,7 +94,7 @@ class At(Silent):
         self.acts = acts
         self.notes: list[str] = []
 
-    def committed(self, record: IterationRecord) -> None:
+    def show_iteration(self, record: IterationRecord) -> None:
         act = self.acts.pop(record.iteration, None)
         if act is not None:
             act()
@@ -239,7 +239,7 @@ class Full(At):
         super().__init__({})
         self._disk = disk
 
-    def planned(self, _: Planned) -> None:
+    def show_plan(self, _: Planned) -> None:
         fill(self._disk)
 
 
@@ -449,14 +449,14 @@ def test_a_report_is_interrupted_by_ctrl_c_alone_which_loses_nothing(
 # -- a stop that is asked for meanwhile -----------------------------------------------------------
 
 
-class Stopping(Silent):
+class Stopping(SilentDisplay):
     """Sends this process SIGTERM when something is said, once."""
 
     def __init__(self, said: str) -> None:
         self._said = said
         self._is_sent = False
 
-    def began(self) -> None:
+    def show_training(self) -> None:
         self.note("training")
 
     def note(self, text: str) -> None:
@@ -505,7 +505,7 @@ def test_a_stop_that_is_asked_for_while_the_job_has_to_end_changes_nothing(
     config = chaos_job(FAMILY, tmp_path / "run", own_server, nodes=4, iterations=MANY)
 
     class Filling(Stopping):
-        def committed(self, record: IterationRecord) -> None:
+        def show_iteration(self, record: IterationRecord) -> None:
             if record.iteration == 4:
                 fill(disk)
 

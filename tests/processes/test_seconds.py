@@ -7,7 +7,7 @@ import pytest
 
 from helpers.chaos import FAMILY, baseline_digests, chaos_job, check_survived, run_under_faults
 from planaria.core.job import PolicyName
-from planaria.job.job import TrainingResult
+from planaria.job.training_job import TrainingResult
 from planaria.nodes.forkserver import ForkServer
 
 pytestmark = pytest.mark.faults

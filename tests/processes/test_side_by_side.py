@@ -4,7 +4,7 @@ from pathlib import Path
 
 from helpers.command import PACED, running, train_arguments
 from planaria.checkpoint.disk.tiers import tier_of
-from planaria.job.job import Job
+from planaria.job.training_job import Job
 from planaria.nodes.forkserver import ForkServer
 
 SMALL = (

@@ -9,7 +9,7 @@ from helpers.chaos import FAMILY, chaos_job, check_report, run_under_faults
 from helpers.jobs import digests
 from planaria.core.inject import parse_injection
 from planaria.core.plan import NodeKind
-from planaria.job.job import Job, TrainingResult
+from planaria.job.training_job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.planner.layout.unequal import UnequalPlanner
 from planaria.planner.plans import plan_iteration_s

@@ -9,7 +9,7 @@ import pytest
 from helpers.jobs import tiny_job
 from helpers.slow_leader import LINK_S
 from planaria.checkpoint.disk.tiers import tier_of
-from planaria.job.job import Job
+from planaria.job.training_job import Job
 from planaria.nodes.forking import Forker
 from planaria.nodes.forkserver import ForkServer
 

@@ -7,7 +7,7 @@ import pytest
 
 from helpers.chaos import only_recovery
 from helpers.jobs import tiny_job
-from planaria.job.job import Job, Silent
+from planaria.job.training_job import Job, SilentDisplay
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord
 
@@ -16,13 +16,13 @@ pytestmark = pytest.mark.faults
 LEASE_S = 1.0
 
 
-class _Hanging(Silent):
+class _Hanging(SilentDisplay):
     """Has the next forward hang once two iterations are committed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def committed(self, record: IterationRecord) -> None:
+    def show_iteration(self, record: IterationRecord) -> None:
         if record.iteration == 1:
             self._path.touch()
 

@@ -17,8 +17,8 @@ from helpers.chaos import (
 from planaria.core.job import JobConfig, PolicyName
 from planaria.core.specs import Prepared
 from planaria.errors import InsufficientError
-from planaria.job.job import TrainingResult
 from planaria.job.planning import given_profile, plan_job
+from planaria.job.training_job import TrainingResult
 from planaria.nodes.forkserver import ForkServer
 
 pytestmark = pytest.mark.faults

@@ -15,7 +15,7 @@ from helpers.jobs import digests
 from helpers.stopped_agent import NODE
 from planaria.coordinator.membership.missing_members import ARRIVAL_S_MIN
 from planaria.core.job import JobConfig
-from planaria.job.job import Silent, TrainingResult
+from planaria.job.training_job import SilentDisplay, TrainingResult
 from planaria.nodes.forking import Forker
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord
@@ -36,14 +36,14 @@ def small_job(server: ForkServer, directory: Path) -> JobConfig:
     return replace(config, cluster=replace(config.cluster, lease_s=LEASE_S))
 
 
-class _At(Silent):
+class _At(SilentDisplay):
     """Does something once an iteration is committed."""
 
     def __init__(self, iteration: int, act: Callable[[], None]) -> None:
         self._iteration = iteration
         self._act = act
 
-    def committed(self, record: IterationRecord) -> None:
+    def show_iteration(self, record: IterationRecord) -> None:
         if record.iteration == self._iteration:
             self._act()
 

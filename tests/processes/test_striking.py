@@ -9,21 +9,21 @@ import pytest
 from helpers.jobs import tiny_job
 from helpers.striking_models import Strike
 from planaria.errors import ConfigError, TrainingError
-from planaria.job.job import Job, Silent, TrainingResult
+from planaria.job.training_job import Job, SilentDisplay, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import EventRecord, IterationRecord
 
 ITERATIONS = 6
 
 
-class _Striking(Silent):
+class _Striking(SilentDisplay):
     """Has something go wrong once two iterations are committed."""
 
     def __init__(self, path: Path, strike: Strike) -> None:
         self._path = path
         self._strike = strike
 
-    def committed(self, record: IterationRecord) -> None:
+    def show_iteration(self, record: IterationRecord) -> None:
         if record.iteration == 1:
             new = self._path.with_suffix(".new")
             new.write_bytes(msgspec.json.encode(self._strike))

@@ -13,7 +13,7 @@ from planaria.chaos import runs as chaos
 from planaria.chaos.draw import TEMPORARIES, Draw, DrawLimits, Surroundings
 from planaria.chaos.runs import Chaos, RunOutcome, _RunDisplay
 from planaria.chaos.surroundings import UnreadOutput, possible_temporaries, temporary_directory
-from planaria.job.job import Job
+from planaria.job.training_job import Job
 
 pytestmark = pytest.mark.faults
 

@@ -24,7 +24,7 @@ from helpers.jobs import digests
 from planaria.core.inject import ITERATION_STEPS, RECOVERY_STEPS
 from planaria.core.job import JobConfig, PolicyName
 from planaria.errors import InsufficientError
-from planaria.job.job import TrainingResult
+from planaria.job.training_job import TrainingResult
 from planaria.nodes.forkserver import ForkServer
 
 pytestmark = pytest.mark.faults

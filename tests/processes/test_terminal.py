@@ -17,7 +17,7 @@ import pytest
 from helpers.command import PACED, TIMEOUT_S, Command, running, train_arguments, wait_for
 from helpers.jobs import digests
 from planaria.checkpoint.disk.tiers import tier_of
-from planaria.job.job import Job
+from planaria.job.training_job import Job
 from planaria.nodes.forkserver import ForkServer
 
 SMALL = (

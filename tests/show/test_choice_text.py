@@ -3,7 +3,7 @@
 import pytest
 
 from planaria.observe.metrics import EventRecord
-from planaria.show.choice import choice_text
+from planaria.show.choice_text import choice_text
 from planaria.show.words import duration_text
 
 

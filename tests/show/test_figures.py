@@ -27,12 +27,12 @@ from planaria.planner.plans import (
 from planaria.planner.problem import Problem
 from planaria.planner.times import PlainTimes
 from planaria.schedule.action import FORWARD
-from planaria.show.alike import alike
+from planaria.show.alike import alike_pipelines
 from planaria.show.figures import plan_figure
 from planaria.show.page import PLOT_LEFT_PT, PLOT_WIDTH_PT, Font, Format, Page
 from planaria.show.timelines import (
     Lanes,
-    Window,
+    TimeWindow,
     drawn_lanes,
     lane_boxes,
     lane_reductions,
@@ -239,8 +239,8 @@ def test_boxes_of_a_lane_are_as_long_as_its_stage_computes(
 ) -> None:
     """That of each microbatch, one forward and one backward; none overlaps the next."""
     problem, _, plan = planned_problems
-    for one in drawn_lanes(alike(problem.profile, plan)):
-        whole = Window(0.0, one.computed_s, 0.0, 1.0)
+    for one in drawn_lanes(alike_pipelines(problem.profile, plan)):
+        whole = TimeWindow(0.0, one.computed_s, 0.0, 1.0)
         for stage, stage_s in enumerate(one.group.stages_s):
             boxes = sorted(lane_boxes(one, stage, [whole]), key=lambda box: box.start_s)
 
@@ -263,7 +263,7 @@ def test_reductions_of_a_lane_follow_its_last_backward(
     templates = [pipeline.template for pipeline in plan.pipelines]
     iteration = PlainTimes(problem).iteration(templates, pipeline_microbatches(plan))
 
-    for one in drawn_lanes(alike(problem.profile, plan)):
+    for one in drawn_lanes(alike_pipelines(problem.profile, plan)):
         lanes = [list(lane_reductions(s, iteration)) for s in one.group.template.stages]
         for stage, reductions in enumerate(lanes):
             ends_s = [one.ends.backward_s[stage].max(), *(r.end_s for r in reductions)]
@@ -293,9 +293,9 @@ def test_the_picture_has_the_iteration_that_the_command_prints(name: str) -> Non
     assert f"samples/s, {100 * bubbles:.1f}% bubbles" in text
 
 
-def windows_for(name: str) -> tuple[tuple[Lanes, ...], tuple[Window, ...]]:
+def windows_for(name: str) -> tuple[tuple[Lanes, ...], tuple[TimeWindow, ...]]:
     problem, plan = plans()[name]
-    drawn = drawn_lanes(alike(problem.profile, plan))
+    drawn = drawn_lanes(alike_pipelines(problem.profile, plan))
     return drawn, time_windows(drawn, plan_iteration_s(plan, PlainTimes(problem)))
 
 

@@ -55,13 +55,13 @@ def shown(width: int, *, is_terminal: bool) -> str:
         file=StringIO(), width=width, force_terminal=is_terminal, force_interactive=is_terminal
     )
     display = LiveDisplay(console)
-    display.doing("importing torch")
+    display.show_step("importing torch")
     display.show_plan(shaped_plan((2, 3), 10), NAMES, iterations=2, first=0)
     display.note("a note", at_s=0.0)
-    display.committed(record(0))
-    display.replan(shaped_plan((1, 3), 10), at_s=0.0)
-    display.committed(record(1))
-    display.printed("the job's own words")
+    display.show_iteration(record(0))
+    display.show_next_plan(shaped_plan((1, 3), 10), at_s=0.0)
+    display.show_iteration(record(1))
+    display.show_printed_line("the job's own words")
     display.stop()
     console.print(summary(report()), soft_wrap=True)
     output = console.file
@@ -118,7 +118,7 @@ def test_a_job_that_goes_on_with_other_nodes_says_with_which(is_terminal: bool) 
 def test_a_node_that_is_left_alone_goes_on() -> None:
     """One node is no nodes."""
     console = Console(file=StringIO(), width=80, force_terminal=False)
-    LiveDisplay(console).replan(shaped_plan((1,), 2), at_s=0.0)
+    LiveDisplay(console).show_next_plan(shaped_plan((1,), 2), at_s=0.0)
 
     assert isinstance(console.file, StringIO)
     assert console.file.getvalue() == "1 node goes on in pipelines of 1\n"

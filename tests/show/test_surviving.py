@@ -3,7 +3,7 @@
 import pytest
 
 from planaria.placement.survival import Estimate
-from planaria.show.copies import probability_text
+from planaria.show.copies_tables import probability_text
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ from planaria.core.job import JobConfig
 from planaria.core.plan import Plan
 from planaria.core.profile_json import encode_profile
 from planaria.errors import ConfigError, InsufficientError, PlanariaError, TrainingError
-from planaria.job.job import Display, Job, Silent, TrainingResult
 from planaria.job.planning import Planned, fork_server
+from planaria.job.training_job import Display, Job, SilentDisplay, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord, Report
 from planaria.planner.templates import smallest_num_nodes
@@ -212,30 +212,30 @@ class _RunDisplay:
         self.log: list[str] = []
         self._start_s = time.monotonic()
         self._output = output
-        self._shown: Display = output.display if output else Silent()
+        self._shown: Display = output.display if output else SilentDisplay()
 
-    def doing(self, text: str) -> None:
+    def show_step(self, text: str) -> None:
         self._remember(text)
-        self._shown.doing(text)
+        self._shown.show_step(text)
 
-    def planned(self, planned: Planned) -> None:
+    def show_plan(self, planned: Planned) -> None:
         self.plans.append(planned.plan)
-        self._shown.planned(planned)
+        self._shown.show_plan(planned)
 
-    def began(self) -> None:
+    def show_training(self) -> None:
         self._remember("training")
-        self._shown.began()
+        self._shown.show_training()
 
-    def committed(self, record: IterationRecord) -> None:
+    def show_iteration(self, record: IterationRecord) -> None:
         self._remember(f"iteration {record.iteration} in epoch {record.epoch}")
-        self._shown.committed(record)
+        self._shown.show_iteration(record)
         if self._output is not None:
             self._output.on_commit(record)
 
-    def replanned(self, plan: Plan) -> None:
+    def show_next_plan(self, plan: Plan) -> None:
         self.plans.append(plan)
         self._remember(f"epoch {plan.epoch}: {[list(p.nodes) for p in plan.pipelines]}")
-        self._shown.replanned(plan)
+        self._shown.show_next_plan(plan)
 
     def note(self, text: str) -> None:
         self._remember(text)

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from planaria.chaos.draw import TEMPORARIES, Surroundings
 from planaria.cli.command_line import unfailing
-from planaria.cli.shown import Shown
+from planaria.cli.console_display import ConsoleDisplay
 from planaria.observe.metrics import IterationRecord
 
 _MOUNT: Final = ("mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs")
@@ -99,7 +99,7 @@ class UnreadOutput:
         self.reader_fd, writer_fd = pty.openpty() if self._is_terminal else os.pipe()
         _fill_output(writer_fd)
         self._stream = os.fdopen(writer_fd, "w")
-        self.display = Shown(Console(file=unfailing(self._stream)))
+        self.display = ConsoleDisplay(Console(file=unfailing(self._stream)))
         self.has_hung_up = False
 
     @contextmanager

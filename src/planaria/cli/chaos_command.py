@@ -95,7 +95,7 @@ class _Console:
 
     def close(self, *last: RenderableType) -> None:
         """Prints all queued lines, then `last`; gives up if nobody reads."""
-        finish(self._outlet, *(partial(self._console.print, one) for one in last))
+        finish(self._outlet, *(partial(self._console.print, text) for text in last))
 
     def _post(self, text: str, *, style: str = "") -> None:
         line = partial(self._console.print, text, style=style, markup=False)

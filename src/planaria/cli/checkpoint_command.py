@@ -22,7 +22,7 @@ from planaria.checkpoint.disk.tiers import (
 )
 from planaria.cli.command_line import exit_codes
 from planaria.errors import CheckpointError, ConfigError
-from planaria.show.words import bytes_text, counted
+from planaria.show.words import bytes_text, count_text
 
 Place = Annotated[
     str,
@@ -47,8 +47,8 @@ def ls(directory: Place = _HERE, as_json: AsJson = False) -> None:
     """Lists all versions, the newest first; for an incomplete version it says why."""
     versions = _versions(directory)
     if as_json:
-        told = [_facts(version) for version in versions]
-        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        facts = [_facts(version) for version in versions]
+        sys.stdout.write(json.dumps(facts, indent=2) + "\n")
         return
     table = Table(
         "version", "iterations", "layers", "size", "written (UTC)", "state", box=box.SIMPLE
@@ -57,7 +57,11 @@ def ls(directory: Place = _HERE, as_json: AsJson = False) -> None:
         manifest = version.manifest
         row = ["", "", ""]
         if manifest is not None:
-            row = [str(len(manifest.layers)), bytes_text(_num_bytes(manifest)), _written(version)]
+            row = [
+                str(len(manifest.layers)),
+                bytes_text(_num_bytes(manifest)),
+                _written_text(version),
+            ]
         state = "complete" if manifest is not None else f"not complete: {version.reason}"
         table.add_row(version.name, str(version.iteration), *row, state)
     Console().print(table)
@@ -95,7 +99,7 @@ def verify(
         raise CheckpointError(f"{directory} holds no complete version")
     meant = [one.name for one in found if version or one.reason not in (UNPUBLISHED, SET_ASIDE)]
     if num_damaged := sum(bool(damage[name]) for name in meant):
-        text = f"a job cannot go on from {num_damaged} of {counted(len(meant), 'version')}"
+        text = f"a job cannot go on from {num_damaged} of {count_text(len(meant), 'version')}"
         raise CheckpointError(text)
 
 
@@ -180,13 +184,13 @@ def _versions(directory: str) -> tuple[SavedVersion, ...]:
         raise ConfigError("DIRECTORY", directory, str(error)) from error
     if not versions:
         remedy = "there is no version of a job in it; name the checkpoint.directory of a job"
-        if below := [one for one in _below(directory) if tier_of(one).versions()]:
-            remedy = f"there is no version of a job in it, but in {', '.join(below)}"
+        if subdirectories := [one for one in _subdirectories(directory) if tier_of(one).versions()]:
+            remedy = f"there is no version of a job in it, but in {', '.join(subdirectories)}"
         raise ConfigError("DIRECTORY", directory, remedy)
     return versions
 
 
-def _below(directory: str) -> list[str]:
+def _subdirectories(directory: str) -> list[str]:
     """The directories in a directory; none if it does not exist, or is an object store."""
     return sorted(str(one) for one in Path(directory).glob("*") if one.is_dir())
 
@@ -221,5 +225,5 @@ def _num_bytes(manifest: Manifest) -> int:
     return sum(entry.num_bytes for entry in manifest.layers)
 
 
-def _written(version: SavedVersion) -> str:
+def _written_text(version: SavedVersion) -> str:
     return f"{datetime.fromtimestamp(version.modified_s, tz=UTC):%Y-%m-%d %H:%M:%S}"

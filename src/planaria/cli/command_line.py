@@ -37,15 +37,15 @@ Settings = Annotated[
 @contextmanager
 def exit_codes() -> Iterator[None]:
     """Turns planaria's errors into a message and an exit code."""
-    more: tuple[str, ...] = ()
+    traceback_lines: tuple[str, ...] = ()
     try:
         yield
     except ConfigError as error:
         text, code = str(error), 2
     except TrainingError as error:
-        left = f"; {error.checkpoint_text}" if error.checkpoint_text else ""
-        text, code = f"{_failure(error)}; see above{left}", 1
-        more = (error.traceback.rstrip(),)
+        standing = f"; {error.checkpoint_text}" if error.checkpoint_text else ""
+        text, code = f"{_failure(error)}; see above{standing}", 1
+        traceback_lines = (error.traceback.rstrip(),)
     except InsufficientError as error:
         text, code = str(error), 3
     except CheckpointError as error:
@@ -55,7 +55,10 @@ def exit_codes() -> Iterator[None]:
     else:
         return
     errors = Console(file=unfailing(sys.stderr), highlight=False, soft_wrap=True)
-    lines = (partial(errors.print, line, markup=False) for line in (*more, f"planaria: {text}"))
+    lines = (
+        partial(errors.print, line, markup=False)
+        for line in (*traceback_lines, f"planaria: {text}")
+    )
     finish(Outlet(errors.print), *lines)
     raise typer.Exit(code)
 

@@ -36,25 +36,28 @@ def events(
     """Explains each event of a job: the possible answers with their prices, which answer was
     chosen and why, and how long it took compared with the prediction."""
     if report is None:
-        found = {Path(): _running(job)}
+        events_by_path = {Path(): _running(job)}
     else:
-        found = {path: _events(path) for path in _reports(report)}
+        events_by_path = {path: _events(path) for path in _reports(report)}
     if as_json:
-        by_path = {str(path): msgspec.to_builtins(told) for path, told in found.items()}
+        by_path = {
+            str(path): msgspec.to_builtins(events_of_report)
+            for path, events_of_report in events_by_path.items()
+        }
         is_one = report is None or report.is_file()
         shown = next(iter(by_path.values())) if is_one else by_path
         sys.stdout.write(json.dumps(shown, indent=2) + "\n")
         return
     console = Console(soft_wrap=True, highlight=False)
-    for path, told in found.items():
-        if len(found) > 1:
+    for path, events_of_report in events_by_path.items():
+        if len(events_by_path) > 1:
             console.print(str(path), style="bold", markup=False)
-        if not told:
+        if not events_of_report:
             console.print("nothing happened: no node was lost, and none came or left")
-        for event in told:
-            first, *more = event_lines(event)
+        for event in events_of_report:
+            first, *details = event_lines(event)
             console.print(first, style="bold", markup=False)
-            for line in more:
+            for line in details:
                 console.print(f"  {line}", markup=False)
 
 
@@ -98,13 +101,13 @@ def _events(path: Path) -> tuple[EventRecord, ...]:
         remedy = f"cannot be read: {error.strerror}"
         raise ConfigError("REPORT", str(path), remedy) from error
     try:
-        return msgspec.json.decode(data, type=_Told).events
+        return msgspec.json.decode(data, type=_ReportEvents).events
     except msgspec.DecodeError as error:
         remedy = f"is not a report of planaria train --report: {error}"
         raise ConfigError("REPORT", str(path), remedy) from error
 
 
-class _Told(msgspec.Struct, frozen=True):
+class _ReportEvents(msgspec.Struct, frozen=True):
     """The part of a report that this command reads."""
 
     events: tuple[EventRecord, ...]

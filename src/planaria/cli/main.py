@@ -41,24 +41,24 @@ from planaria.cli.command_line import (
     unfailing,
     write,
 )
+from planaria.cli.console_display import ConsoleDisplay
 from planaria.cli.events_command import events
 from planaria.cli.placement_command import placement
 from planaria.cli.plan_command import plan
-from planaria.cli.shown import Shown
 from planaria.core.inject import check_injections, parse_injection
 from planaria.core.profile_json import encode_profile
 from planaria.errors import ConfigError
 from planaria.estimator.correction import Comparison
 from planaria.estimator.time import Timeline
-from planaria.job.job import TrainingResult
 from planaria.job.scripts import named_job
+from planaria.job.training_job import TrainingResult
 from planaria.nodes.head.process_events import LEAVE_SIGNALS, restore_handlers
 from planaria.nodes.head.request_socket import Drain, ask
 from planaria.nodes.output import Outlet
 from planaria.show.gantt import compared_figure
 from planaria.show.page import Format, is_picture, picture_format
 from planaria.show.plots import chrome_trace
-from planaria.show.words import counted
+from planaria.show.words import count_text
 
 app = typer.Typer(
     add_completion=False,
@@ -77,7 +77,7 @@ app.add_typer(checkpoint, name="checkpoint")
 
 def main() -> None:
     """Runs the command line; it is the entry point of the console script."""
-    errors = _Posted(unfailing(sys.stderr))
+    errors = _QueuedStream(unfailing(sys.stderr))
     logging.basicConfig(
         level=logging.WARNING,
         format="%(name)s: %(message)s",
@@ -87,14 +87,14 @@ def main() -> None:
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP.
-            signal.signal(number, _interrupted)
+            signal.signal(number, _on_signal_to_leave)
     try:
         app()
     finally:
         finish(errors.outlet)
 
 
-class _Posted:
+class _QueuedStream:
     """A stream for log messages that never blocks its writer, not even an event loop.
 
     Args:
@@ -113,7 +113,7 @@ class _Posted:
         """Does nothing: queued messages are waited for only at the end."""
 
 
-def _interrupted(number: int, _: object) -> None:
+def _on_signal_to_leave(number: int, _: object) -> None:
     """Treats SIGTERM, sent by a scheduler, and SIGHUP, sent by a closed terminal, like Ctrl-C."""
     # A shell and the kernel may both send SIGHUP; the second must not interrupt the clean-up.
     if number == signal.SIGHUP:
@@ -122,7 +122,7 @@ def _interrupted(number: int, _: object) -> None:
 
 
 @contextmanager
-def _only_interrupted() -> Iterator[None]:
+def _ignoring_signals_to_leave() -> Iterator[None]:
     """Ignores all signals to leave except Ctrl-C: finishing takes less time than a new run."""
     with restore_handlers():
         for number in LEAVE_SIGNALS:
@@ -200,28 +200,28 @@ def train(
     injections = tuple(parse_injection(spec) for spec in inject or ())
     # A script that defines the job runs in this process, so its prints need these streams too.
     sys.stdout, sys.stderr = unfailing(sys.stdout), unfailing(sys.stderr)
-    trained = named_job(job, overrides)
-    cluster = trained.config.cluster
+    loaded_job = named_job(job, overrides)
+    cluster = loaded_job.config.cluster
     check_injections(injections, num_nodes=cluster.nodes + cluster.standby)
-    shown = Shown(Console(file=sys.stdout))
+    display = ConsoleDisplay(Console(file=sys.stdout))
     try:
-        result = trained.run(
+        result = loaded_job.run(
             resume=resume,
             state=state,
             injections=injections,
             trace=timeline is not None,
-            display=shown,
-            output=shown.output,
+            display=display,
+            output=display.output,
         )
-        with _only_interrupted():
+        with _ignoring_signals_to_leave():
             if report is not None:
                 write(report, msgspec.json.format(msgspec.json.encode(result.report), indent=2))
             if timeline is not None:
                 write(timeline, _timeline(result, picture))
-        shown.end(result)
+        display.end(result)
     finally:
-        with _only_interrupted():
-            shown.close()
+        with _ignoring_signals_to_leave():
+            display.close()
     if result.error is not None:
         raise result.error
     if result.stopped:
@@ -239,7 +239,7 @@ def profile(
     check_writable("--output", output)
     measured = named_job(job, list(settings or ())).profile()
     write(output, encode_profile(measured))
-    Console().print(f"wrote the profile of {counted(len(measured.layers), 'layer')} to {output}")
+    Console().print(f"wrote the profile of {count_text(len(measured.layers), 'layer')} to {output}")
 
 
 @app.command()

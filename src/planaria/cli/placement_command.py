@@ -30,9 +30,9 @@ from planaria.placement.survival import (
     Failures,
     survival_by_lost,
 )
-from planaria.show.copies import Placed, placement_figure, placement_table
+from planaria.show.copies_tables import PlacementResult, placement_figure, placement_table
 from planaria.show.page import picture_format
-from planaria.show.words import counted
+from planaria.show.words import count_text
 
 
 class Strategy(StrEnum):
@@ -44,7 +44,7 @@ class Strategy(StrEnum):
     OPTIMISED = "optimised"
 
 
-_PAPERS: Final[Mapping[Strategy, PaperStrategy]] = {
+_PAPER_STRATEGIES: Final[Mapping[Strategy, PaperStrategy]] = {
     Strategy.MIXED: "mixed",
     Strategy.GROUP: "group",
     Strategy.RING: "ring",
@@ -118,17 +118,17 @@ def placement(
     node = _probabilities(nodes, node_failure, probability or ())
     failures = Failures(node, _domains(nodes, domain or (), domain_failure))
     limits = _limits(nodes, copies, strategy, memory=memory, receive=receive)
-    found, risks = _found(nodes, copies, strategy, limits=limits, failures=failures)
+    found, risks = _chosen_placement(nodes, copies, strategy, limits=limits, failures=failures)
     shown = range(1, min(nodes, 2 * copies) + 1)
     numbers = (num_lost,) if as_json and plot is None else sorted({*shown, num_lost})
     by_lost = _survival(found, copies, strategy, numbers=numbers)
-    placed = Placed(strategy.value, found, copies, by_lost, risks)
+    result = PlacementResult(strategy.value, found, copies, by_lost, risks)
     if plot is not None and picture is not None:
-        write(plot, placement_figure(placed, picture=picture))
+        write(plot, placement_figure(result, picture=picture))
     if as_json:
-        sys.stdout.write(json.dumps(_json(placed, num_lost), indent=2) + "\n")
+        sys.stdout.write(json.dumps(_json(result, num_lost), indent=2) + "\n")
         return
-    Console().print(placement_table(placed))
+    Console().print(placement_table(result))
 
 
 def _check_numbers(nodes: int, copies: int, num_lost: int) -> None:
@@ -196,7 +196,7 @@ def _limits(
         if value is not None and value < least:
             raise ConfigError(option, value, f"must be at least {least}")
     if memory is not None and memory < copies:
-        missing = counted(nodes * (copies - memory), "state")
+        missing = count_text(nodes * (copies - memory), "state")
         remedy = (
             f"all nodes together lack room for {missing}; {copies} copies of each state need "
             f"--memory {copies}"
@@ -207,7 +207,7 @@ def _limits(
     return Limits((1,) * nodes, (kept,) * nodes, (received,) * nodes)
 
 
-def _found(
+def _chosen_placement(
     nodes: int, copies: int, strategy: Strategy, *, limits: Limits, failures: Failures
 ) -> tuple[Placement, Mapping[str, float]]:
     """The placement, and the risks under these failures of it and of `mixed`, by name."""
@@ -215,7 +215,7 @@ def _found(
     if strategy is Strategy.OPTIMISED:
         found = optimised_placement(copies, failures=failures, limits=limits)
     else:
-        found = paper_placement(nodes, copies, _PAPERS[strategy])
+        found = paper_placement(nodes, copies, _PAPER_STRATEGIES[strategy])
     placements = {"mixed": mixed} | {strategy.value: found}
     return found, {name: risk(failures, one.holders) for name, one in placements.items()}
 
@@ -229,20 +229,20 @@ def _survival(
         rng = np.random.default_rng(0)
         by_lost = survival_by_lost(num_nodes, found.holders, most_lost=max(numbers), rng=rng)
         return {number: by_lost[number] for number in numbers}
-    paper = _PAPERS[strategy]
+    paper = _PAPER_STRATEGIES[strategy]
     return {
         number: Estimate(paper_probability(num_nodes, copies, paper, num_lost=number))
         for number in numbers
     }
 
 
-def _json(placed: Placed, num_lost: int) -> dict[str, Any]:
-    estimate = placed.by_lost[num_lost]
+def _json(result: PlacementResult, num_lost: int) -> dict[str, Any]:
+    estimate = result.by_lost[num_lost]
     return {
-        "strategy": placed.strategy,
-        "holders": [list(nodes) for nodes in placed.placement.holders],
+        "strategy": result.strategy,
+        "holders": [list(nodes) for nodes in result.placement.holders],
         "lost": num_lost,
         "recovery_probability": estimate.probability,
         "recovery_probability_error": estimate.error,
-        "risks": dict(placed.risks),
+        "risks": dict(result.risks),
     }

@@ -33,7 +33,7 @@ from planaria.planner.problem import Problem
 from planaria.planner.templates import RankedTemplate, paper_templates, ranked_templates
 from planaria.policies.policy import profile_prices
 from planaria.profiles.shipped import NAMES
-from planaria.show.copies import sending_json, sending_text, survival_json, survival_table
+from planaria.show.copies_tables import sending_json, sending_text, survival_json, survival_table
 from planaria.show.figures import plan_figure
 from planaria.show.page import picture_format
 from planaria.show.tables import plan_json, plan_table
@@ -174,13 +174,13 @@ def _print(
         planning_s: seconds that planning took, for JSON; None: prints tables instead.
     """
     plan = every.plans[num_nodes]
-    sending, survival = _copied(every.problem, plan, copies) if copies else ({}, ())
+    sending, survival = _copy_costs(every.problem, plan, copies) if copies else ({}, ())
     if planning_s is not None:
-        shown = plan_json(every, plan, templates=templates, planning_s=planning_s)
+        content = plan_json(every, plan, templates=templates, planning_s=planning_s)
         if copies:
-            told = sending_json(sending)
-            shown["copies"] = told and told | {"survival": survival_json(survival)}
-        sys.stdout.write(json.dumps(shown, indent=2) + "\n")
+            costs = sending_json(sending)
+            content["copies"] = costs and costs | {"survival": survival_json(survival)}
+        sys.stdout.write(json.dumps(content, indent=2) + "\n")
         return
     console = Console()
     console.print(plan_table(every, plan, templates=templates))
@@ -203,8 +203,8 @@ def _plans(
             raise ConfigError("--max-nodes", max_nodes, remedy)
         check_size(problem, max_nodes, limit=Limit.MAX_NODES)
     if set(kinds.values()) == {NodeKind()}:
-        made = paper_templates if is_paper else ranked_templates
-        by_size = made(problem, len(kinds), max_nodes=max_nodes)
+        ranked_by_size = paper_templates if is_paper else ranked_templates
+        by_size = ranked_by_size(problem, len(kinds), max_nodes=max_nodes)
         sizes = {size: ranked.template for size, ranked in by_size.items()}
         method = PAPER_METHOD if is_paper else METHOD
         every = foreseen_plans(problem, len(kinds), sizes, max_nodes=max_nodes, method=method)
@@ -218,7 +218,7 @@ def _plans(
     return unequal_plans(problem, kinds)
 
 
-def _copied(
+def _copy_costs(
     problem: Problem, plan: Plan, copies: int
 ) -> tuple[Mapping[int, Sending], Sequence[LayerSurvival]]:
     """The copies that each rank of a plan sends, and how likely each layer survives with them.

@@ -114,7 +114,7 @@ def _check_ranges(job: JobConfig) -> None:
 
 def _check_domains(domains: Sequence[Sequence[int]]) -> None:
     """Refuses a node that is in two failure domains, or whose number no node can have."""
-    seen: set[int] = set()
+    nodes_of_domains: set[int] = set()
     for node in (node for domain in domains for node in domain):
         if not 0 <= node < NODES_MAX:
             raise ConfigError(
@@ -122,13 +122,13 @@ def _check_domains(domains: Sequence[Sequence[int]]) -> None:
                 node,
                 f"must be the number of a node, from 0 to {NODES_MAX - 1}",
             )
-        if node in seen:
+        if node in nodes_of_domains:
             raise ConfigError(
                 "checkpoint.failure_domains",
                 node,
                 "this node is in two domains; name it in one of them",
             )
-        seen.add(node)
+        nodes_of_domains.add(node)
 
 
 def unknown_in_domains(job: JobConfig, *, num_joining: int) -> str:
@@ -161,7 +161,7 @@ def _check_kinds(job: JobConfig) -> None:
         table = name.partition(".")[0]
         kind, value = getattr(job, table).kind, attrgetter(name)(job)
         if kind not in kinds and value != attrgetter(name)(unset):
-            allowed = " or ".join(f'"{one}"' for one in kinds)
+            allowed = " or ".join(f'"{name}"' for name in kinds)
             remedy = (
                 f"has a meaning only with {table}.kind = {allowed}, and this job has "
                 f'{table}.kind = "{kind}"'

@@ -56,9 +56,9 @@ def load_job(path: Path, *, overrides: Sequence[str] = ()) -> JobConfig:
     Raises:
         ConfigError: the file, a key or a value is wrong, or two keys do not fit together.
     """
-    data = _anchored(_parsed(path), directory=path.parent)
+    data = _with_absolute_paths(_toml_tables(path), directory=path.parent)
     data.setdefault("name", path.stem)
-    return _overridden_job(data, overrides)
+    return _job_with_overrides(data, overrides)
 
 
 def overridden_job(job: JobConfig, *, directory: Path, overrides: Sequence[str]) -> JobConfig:
@@ -67,12 +67,12 @@ def overridden_job(job: JobConfig, *, directory: Path, overrides: Sequence[str])
     Raises:
         ConfigError: the same as in `load_job`.
     """
-    return _overridden_job(_anchored(asdict(job), directory=directory), overrides)
+    return _job_with_overrides(_with_absolute_paths(asdict(job), directory=directory), overrides)
 
 
-def _overridden_job(data: dict[str, Any], overrides: Sequence[str]) -> JobConfig:
+def _job_with_overrides(data: dict[str, Any], overrides: Sequence[str]) -> JobConfig:
     for override in overrides:
-        data = _overridden(data, override)
+        data = _with_override(data, override)
     return job_from_dict(data)
 
 
@@ -82,7 +82,7 @@ def job_from_dict(data: Mapping[str, Any], *, directory: Path = Path()) -> JobCo
     Raises:
         ConfigError: the same as in `load_job`.
     """
-    tables = _anchored(data, directory=directory)
+    tables = _with_absolute_paths(data, directory=directory)
     job = _record(JobConfig, tables, prefix="")
     check_job(job)
     output = absolute(job.checkpoint.directory)
@@ -119,7 +119,7 @@ word before a colon is a value of the key, or of the `kind` of its table.
 {keys_table()}"""
 
 
-def _parsed(path: Path) -> dict[str, Any]:
+def _toml_tables(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
@@ -134,7 +134,7 @@ def _parsed(path: Path) -> dict[str, Any]:
         raise ConfigError("job file", str(path), f"cannot be read: {error.strerror}") from None
 
 
-def _anchored(data: Mapping[str, Any], *, directory: Path) -> dict[str, Any]:
+def _with_absolute_paths(data: Mapping[str, Any], *, directory: Path) -> dict[str, Any]:
     """A copy with absolute input paths; values of another type are left for the type check."""
     copy = {key: dict(v) if isinstance(v, Mapping) else v for key, v in data.items()}
     for table, key, path in _INPUT_PATHS:
@@ -144,7 +144,7 @@ def _anchored(data: Mapping[str, Any], *, directory: Path) -> dict[str, Any]:
     return copy
 
 
-def _overridden(data: Mapping[str, Any], override: str) -> dict[str, Any]:
+def _with_override(data: Mapping[str, Any], override: str) -> dict[str, Any]:
     name, equals, text = override.partition("=")
     keys = name.strip().split(".")
     if not equals or not all(keys):

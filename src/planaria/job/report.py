@@ -33,13 +33,13 @@ from planaria.observe.metrics import (
 from planaria.observe.recorder import Recorder
 from planaria.planner.problem import Problem
 from planaria.schedule.action import parse_action
-from planaria.show.watcher import Watcher
+from planaria.show.job_observer import JobObserver
 
 _SLOW_S: Final = 3.0  # Time after which the user is told that the last save is still being read.
 
 
 def report_of(
-    planned: Planned, tier: Tier, recorder: Recorder, watcher: Watcher, ended: Ended
+    planned: Planned, tier: Tier, recorder: Recorder, observer: JobObserver, ended: Ended
 ) -> Report:
     """The report of a run that has ended.
 
@@ -56,11 +56,11 @@ def report_of(
         workers=recorder.workers(),
         iterations=tuple(recorder.iterations),
         events=recorder.events(),
-        checkpoints=watcher.checkpoints(
+        checkpoints=observer.checkpoints(
             every=config.checkpoint.persist_every, is_resumed=planned.resumed is not None
         ),
         ledger=recorder.ledger.enter(recorder.ledger.category, now_s).parts(),
-        final=final_record(planned, tier, recorder.iterations, watcher, ended),
+        final=final_record(planned, tier, recorder.iterations, observer, ended),
         plan=msgspec.to_builtins(planned.plan),
         actions=tuple(
             record
@@ -106,20 +106,20 @@ def _actions(problem: Problem, epoch: int, measured: EpochMeasurements) -> Itera
 
 def _action_s(predicted: Prediction) -> dict[tuple[int, str], float]:
     """The predicted seconds that a rank computes in an iteration, by (rank, kind of action)."""
-    found: defaultdict[tuple[int, str], float] = defaultdict(float)
+    seconds: defaultdict[tuple[int, str], float] = defaultdict(float)
     for span in predicted.timeline.spans:
         if span.lane == "compute":
-            found[span.rank, span.action.kind.value] += span.end_s - span.start_s
-    return found
+            seconds[span.rank, span.action.kind.value] += span.end_s - span.start_s
+    return seconds
 
 
 def _memory(problem: Problem, epoch: int, measured: EpochMeasurements) -> Iterator[MemoryRecord]:
     """The measured peak memory of each rank in an epoch, beside the predicted one."""
-    found = measured.peak_bytes()
-    if not found:
+    bytes_by_rank = measured.peak_bytes()
+    if not bytes_by_rank:
         return
     predicted_bytes = prediction(problem, measured.plan).peak_bytes
-    for rank, (tensor_bytes, peak_bytes) in found.items():
+    for rank, (tensor_bytes, peak_bytes) in bytes_by_rank.items():
         if rank in predicted_bytes:  # Other ranks are only silent members.
             yield MemoryRecord(
                 epoch=epoch,
@@ -132,21 +132,21 @@ def _memory(problem: Problem, epoch: int, measured: EpochMeasurements) -> Iterat
 
 def compared_iterations(planned: Planned, recorder: Recorder) -> Iterator[Comparison]:
     """The traced iterations with their predictions; each rank's clock starts with the iteration."""
-    made: dict[tuple[int, tuple[float, ...]], Prediction] = {}
-    told = zip(recorder.iterations, recorder.spans, recorder.tensor_bytes, strict=True)
-    for record, by_rank, tensor_bytes in told:
+    predictions: dict[tuple[int, tuple[float, ...]], Prediction] = {}
+    traced = zip(recorder.iterations, recorder.spans, recorder.tensor_bytes, strict=True)
+    for record, by_rank, tensor_bytes in traced:
         of_epoch = recorder.measurements.epochs.get(record.epoch)
         if not by_rank or of_epoch is None:
             continue
         factors = of_epoch.layer_factors(record.iteration)
         key = (record.epoch, factors)
-        if key not in made:
-            made[key] = prediction(planned.problem, of_epoch.plan, layer_factors=factors)
+        if key not in predictions:
+            predictions[key] = prediction(planned.problem, of_epoch.plan, layer_factors=factors)
         yield Comparison(
             record.iteration,
-            made[key].timeline,
+            predictions[key].timeline,
             _measured_timeline(by_rank, record.seconds),
-            tuple(_peaks(made[key], tensor_bytes)) if _tells_bytes(planned) else (),
+            tuple(_peaks(predictions[key], tensor_bytes)) if _tells_bytes(planned) else (),
         )
 
 
@@ -171,7 +171,7 @@ def final_record(
     planned: Planned,
     tier: Tier,
     records: Sequence[IterationRecord],
-    watcher: Watcher,
+    observer: JobObserver,
     ended: Ended,
 ) -> FinalRecord:
     """The state in which the job ended; it has hashes only if its last iteration was saved."""
@@ -185,10 +185,10 @@ def final_record(
                 tier,
                 manifest,
                 parameters=planned.prepared.parameters,
-                progress=_told_once(len(manifest.layers), watcher),
+                progress=_noting_once(len(manifest.layers), observer),
             )
     except CheckpointError as error:
-        watcher.on_message(Warned(text=f"the report has no hashes of the last save: {error}"))
+        observer.on_message(Warned(text=f"the report has no hashes of the last save: {error}"))
     return FinalRecord(
         iteration=iteration,
         loss=records[-1].loss if records else float("nan"),  # null in JSON
@@ -200,19 +200,19 @@ def final_record(
     )
 
 
-def _told_once(num_layers: int, watcher: Watcher) -> Callable[[int], None]:
+def _noting_once(num_layers: int, observer: JobObserver) -> Callable[[int], None]:
     """A function that tells the user once if the last save takes long to read."""
-    tell_s = time.monotonic() + _SLOW_S
+    note_s = time.monotonic() + _SLOW_S
 
     def progress(num_read: int) -> None:
-        nonlocal tell_s
-        if time.monotonic() >= tell_s and num_read < num_layers:
+        nonlocal note_s
+        if time.monotonic() >= note_s and num_read < num_layers:
             text = (
                 f"the job reads its last save for the hashes: {num_read} of {num_layers} "
                 "layers so far"
             )
-            watcher.on_message(Warned(text=text))
-            tell_s = inf
+            observer.on_message(Warned(text=text))
+            note_s = inf
 
     return progress
 

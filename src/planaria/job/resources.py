@@ -49,7 +49,7 @@ def _check_disk(planned: Planned) -> None:
 def _free(directory: str) -> int:
     """The free bytes on the file system of a directory, which need not exist yet."""
     path = Path(directory)
-    existing = next(one for one in (path, *path.parents) if one.exists())
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
     return shutil.disk_usage(existing).free
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from planaria.checkpoint.disk.storage import absolute_path
 from planaria.errors import ConfigError, TrainingError
 from planaria.job.config import overridden_job
-from planaria.job.job import Job
+from planaria.job.training_job import Job
 
 # The name of a script's module in runpy. It is not __main__, whose guard is for running the script
 # alone, and not the name under which workers import it.
@@ -41,10 +41,10 @@ def _script_job(path: Path) -> Job:
         raise
     except BaseException as error:
         # The first frames, of planaria and runpy, are cut off.
-        whole = traceback.TracebackException.from_exception(error)
-        mine = [frame.filename == str(path) for frame in whole.stack]
-        del whole.stack[: mine.index(True) if True in mine else 0]
-        raise TrainingError(-1, "".join(whole.format())) from error
+        trace = traceback.TracebackException.from_exception(error)
+        is_of_script = [frame.filename == str(path) for frame in trace.stack]
+        del trace.stack[: is_of_script.index(True) if True in is_of_script else 0]
+        raise TrainingError(-1, "".join(trace.format())) from error
     job = names.get("job")
     if not isinstance(job, Job):
         remedy = (

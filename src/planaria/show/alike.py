@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from planaria.core.plan import ModelProfile, Pipeline, PipelineTemplate, Plan
 from planaria.estimator.makespan import StageSeconds, stage_seconds
 from planaria.planner.plans import pipeline_microbatches
-from planaria.show.words import counted
+from planaria.show.words import count_text
 
 
 @dataclass(frozen=True, slots=True)
-class Alike:
+class AlikePipelines:
     """Pipelines of one template with equal microbatches.
 
     Attributes:
@@ -27,14 +27,14 @@ class Alike:
     @property
     def name(self) -> str:
         """The number and size of the pipelines, such as "3 pipelines of 4 nodes"."""
-        nodes = counted(self.template.num_nodes, "node")
-        return f"{counted(len(self.pipelines), 'pipeline')} of {nodes}"
+        nodes = count_text(self.template.num_nodes, "node")
+        return f"{count_text(len(self.pipelines), 'pipeline')} of {nodes}"
 
     @property
     def work(self) -> str:
         """The microbatches of a pipeline, such as "16 microbatches each"."""
         each = " each" if len(self.pipelines) > 1 else ""
-        return f"{counted(self.num_microbatches, 'microbatch')}{each}"
+        return f"{count_text(self.num_microbatches, 'microbatch')}{each}"
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -54,14 +54,14 @@ class Alike:
         return max(0.0, 1.0 - busy_s / all_s) if all_s else 0.0
 
 
-def alike(profile: ModelProfile, plan: Plan) -> tuple[Alike, ...]:
+def alike_pipelines(profile: ModelProfile, plan: Plan) -> tuple[AlikePipelines, ...]:
     """The groups of a plan's pipelines, in the order of their first pipelines."""
     groups: dict[tuple[PipelineTemplate, int], list[int]] = {}
     counts = pipeline_microbatches(plan)
     for index, (pipeline, count) in enumerate(zip(plan.pipelines, counts, strict=True)):
         groups.setdefault((pipeline.template, count), []).append(index)
     return tuple(
-        Alike(
+        AlikePipelines(
             template=template,
             num_microbatches=count,
             indices=tuple(indices),

@@ -55,9 +55,9 @@ def _texts(report: Report) -> Iterator[tuple[str, ...]]:
             is_part = event.predicted_recovery_s_max > 0.0
             name = f"{_transition_name(event)}{', transition' if is_part else ''}"
             yield _row_texts(name, event.predicted_downtime_s, 0.0, event.transition_s)
-    for one in report.memory:
-        if one.epoch == report.memory[-1].epoch:
-            yield f"memory of rank {one.rank}", *_memory_texts(one)
+    for record in report.memory:
+        if record.epoch == report.memory[-1].epoch:
+            yield f"memory of rank {record.rank}", *_memory_texts(record)
 
 
 def _row_texts(
@@ -94,17 +94,17 @@ def _range_off_text(event: EventRecord) -> str:
     return off_text(nearest_s, event.recovery_s)
 
 
-def _memory_texts(one: MemoryRecord) -> tuple[str, ...]:
+def _memory_texts(record: MemoryRecord) -> tuple[str, ...]:
     """Predicted and measured bytes of tensors.
 
     A job that is not traced knows only its resident memory. That contains much besides tensors, so
     no deviation is given for it.
     """
-    predicted = bytes_text(one.predicted_bytes)
-    if not one.tensor_bytes:
-        return predicted, "", f"resident {bytes_text(one.measured_bytes)}", ""
-    off = off_text(one.predicted_bytes, one.tensor_bytes)
-    return predicted, "", bytes_text(one.tensor_bytes), off
+    predicted = bytes_text(record.predicted_bytes)
+    if not record.tensor_bytes:
+        return predicted, "", f"resident {bytes_text(record.measured_bytes)}", ""
+    off = off_text(record.predicted_bytes, record.tensor_bytes)
+    return predicted, "", bytes_text(record.tensor_bytes), off
 
 
 _Row = tuple[str, float, float, float]

@@ -10,7 +10,7 @@ from typing import Final
 
 from planaria.core.plan import Plan
 from planaria.planner.plans import EveryPlan, pipeline_microbatches, plan_bubble_share
-from planaria.show.alike import Alike, alike
+from planaria.show.alike import AlikePipelines, alike_pipelines
 from planaria.show.page import (
     BACKWARD_COLOUR,
     FORWARD_COLOUR,
@@ -32,12 +32,12 @@ from planaria.show.tables import job_text, model_text, samples_per_s
 from planaria.show.timelines import (
     TIMELINES_MAX,
     Lanes,
-    Window,
+    TimeWindow,
     draw_timelines,
     drawn_lanes,
     time_windows,
 )
-from planaria.show.words import counted, seconds_text, share_text
+from planaria.show.words import count_text, seconds_text, share_text
 
 _CAPTION_COLUMNS: Final = 170
 _NAMED_MAX: Final = 12
@@ -50,7 +50,7 @@ def plan_figure(every: EveryPlan, plan: Plan, *, picture: Format) -> bytes:
     """
     templates = [pipeline.template for pipeline in plan.pipelines]
     iteration = every.times.iteration(templates, pipeline_microbatches(plan))
-    groups = alike(every.problem.profile, plan)
+    groups = alike_pipelines(every.problem.profile, plan)
     drawn = drawn_lanes(groups)
     windows = time_windows(drawn, iteration.end_s)
     page = Page()
@@ -65,7 +65,7 @@ def plan_figure(every: EveryPlan, plan: Plan, *, picture: Format) -> bytes:
         for line in wrap(caption, _CAPTION_COLUMNS):
             top += 11
             page.text((LEFT_PT, top), line, LABEL)
-    return page.encoded(top + 24, picture)
+    return page.content(top + 24, picture)
 
 
 _STAGE_LEGEND: Final = (
@@ -87,12 +87,12 @@ def _draw_title(page: Page, every: EveryPlan, plan: Plan, *, iteration_s: float)
     predicted = f"{seconds_text(iteration_s)} an iteration"
     bubbles = f"{share_text(plan_bubble_share(plan, every.times))} bubbles"
     speed = f"{samples_per_s(problem, iteration_s):,.1f} samples/s, {bubbles}"
-    page.text((LEFT_PT, 42), page.shortened(problem.profile.model, width - 190, TITLE), TITLE)
+    page.text((LEFT_PT, 42), page.shortened_text(problem.profile.model, width - 190, TITLE), TITLE)
     page.text((RIGHT_PT, 42), predicted, HEADING, align="right")
     page.text((RIGHT_PT, 58), speed, SUBTITLE, align="right")
     job = f"{model_text(problem)}; {job_text(problem, plan)}"
     left_over = width - page.text_width(speed, SUBTITLE) - 20
-    page.text((LEFT_PT, 58), page.shortened(job, left_over, SUBTITLE), SUBTITLE)
+    page.text((LEFT_PT, 58), page.shortened_text(job, left_over, SUBTITLE), SUBTITLE)
     return 92.0
 
 
@@ -116,7 +116,7 @@ def draw_heading(
 
 
 def _captions(
-    groups: Sequence[Alike], drawn: Sequence[Lanes], windows: Sequence[Window]
+    groups: Sequence[AlikePipelines], drawn: Sequence[Lanes], windows: Sequence[TimeWindow]
 ) -> Iterator[str]:
     """Sentences that say what the picture leaves out."""
     if len(windows) > 1:
@@ -132,7 +132,7 @@ def _captions(
             yield f"The {what} of {_names(groups[num_max:])} are not drawn."
 
 
-def _names(groups: Sequence[Alike]) -> str:
+def _names(groups: Sequence[AlikePipelines]) -> str:
     names = [f"{group.name} ({group.work})" for group in groups[:_NAMED_MAX]]
     more = len(groups) - _NAMED_MAX
-    return ", ".join(names) + (f" and {counted(more, 'other')}" if more > 0 else "")
+    return ", ".join(names) + (f" and {count_text(more, 'other')}" if more > 0 else "")

@@ -30,8 +30,8 @@ from planaria.show.page import (
     Page,
     Rectangle,
 )
-from planaria.show.timelines import Window, box_colour, draw_axis
-from planaria.show.words import bytes_text, counted, seconds_text
+from planaria.show.timelines import TimeWindow, box_colour, draw_axis
+from planaria.show.words import bytes_text, count_text, seconds_text
 
 ITERATIONS_MAX: Final = 4
 RANKS_MAX: Final = 32
@@ -73,7 +73,7 @@ def compared_figure(
         events: events of the job; those with an answer and a predicted downtime are drawn.
     """
     page = Page()
-    page.text((LEFT_PT, 42), page.shortened(title, PLOT_WIDTH_PT, TITLE), TITLE)
+    page.text((LEFT_PT, 42), page.shortened_text(title, PLOT_WIDTH_PT, TITLE), TITLE)
     drawn = list(_median_iterations(iterations))
     text = "each rank has two lanes: the predicted one, and below it the measured one"
     if len(drawn) > ITERATIONS_MAX:
@@ -87,7 +87,7 @@ def compared_figure(
     priced = [event for event in events if event.answer and event.predicted_downtime_s > 0.0]
     if priced:
         top = _draw_transitions(page, priced[-TRANSITIONS_MAX:], top=top) + 40
-    return page.encoded(top, picture)
+    return page.content(top, picture)
 
 
 def _median_iterations(iterations: Sequence[Comparison]) -> Iterator[Comparison]:
@@ -116,7 +116,7 @@ def _draw_iteration(page: Page, one: Comparison, *, top: float) -> float:
     shown = ranks[:RANKS_MAX]
     height = next(height for most, height in _LANE_PT.items() if len(shown) <= most)
     end_s = max(predicted.iteration_s, measured.iteration_s)
-    window = Window(0.0, end_s, PLOT_LEFT_PT, PLOT_WIDTH_PT)
+    window = TimeWindow(0.0, end_s, PLOT_LEFT_PT, PLOT_WIDTH_PT)
     lanes = {}
     top += 16
     for rank in shown:
@@ -131,13 +131,13 @@ def _draw_iteration(page: Page, one: Comparison, *, top: float) -> float:
     _draw_spans(page, measured, below, window=window, height=height - 0.5)
     draw_axis(page, (window,), top=top)
     if len(ranks) > RANKS_MAX:
-        text = f"{counted(len(ranks) - RANKS_MAX, 'rank')} left out"
+        text = f"{count_text(len(ranks) - RANKS_MAX, 'rank')} left out"
         page.text((LEFT_PT, top + 11), text, LABEL)
     return top + 14
 
 
 def _draw_spans(
-    page: Page, timeline: Timeline, tops: dict[int, float], *, window: Window, height: float
+    page: Page, timeline: Timeline, tops: dict[int, float], *, window: TimeWindow, height: float
 ) -> None:
     """Draws forwards and backwards, and the parts of reductions that follow a rank's last one."""
     computed_s = dict.fromkeys(tops, 0.0)
@@ -161,7 +161,7 @@ def _draw_box(
     colour: str,
     times_s: tuple[float, float],
     top: float,
-    window: Window,
+    window: TimeWindow,
     height: float,
 ) -> None:
     left, right = (window.place(time_s) for time_s in times_s)
@@ -194,7 +194,7 @@ def _draw_peaks(page: Page, one: Comparison, *, top: float) -> float:
         page.text((PLOT_LEFT_PT + _BARS_WIDTH_PT + 8, baseline), text, LABEL)
         top += 2 * height + _GAP_PT
     if len(one.peaks) > RANKS_MAX:
-        text = f"{counted(len(one.peaks) - RANKS_MAX, 'rank')} left out"
+        text = f"{count_text(len(one.peaks) - RANKS_MAX, 'rank')} left out"
         page.text((LEFT_PT, top + 11), text, LABEL)
     return top
 
@@ -207,11 +207,11 @@ def _draw_transitions(page: Page, events: Sequence[EventRecord], *, top: float) 
     end_s = max(
         e.detect_s + e.decide_s + max(e.predicted_downtime_s, e.transition_s) for e in events
     )
-    window = Window(0.0, end_s, PLOT_LEFT_PT, PLOT_WIDTH_PT)
+    window = TimeWindow(0.0, end_s, PLOT_LEFT_PT, PLOT_WIDTH_PT)
     height = _LANE_PT[8]
     for event in events:
         text = f"{event.answer} at {event.iteration}"
-        text = page.shortened(text, PLOT_LEFT_PT - LEFT_PT - 8, LABEL)
+        text = page.shortened_text(text, PLOT_LEFT_PT - LEFT_PT - 8, LABEL)
         page.text((PLOT_LEFT_PT - 8, top + height + 2.6), text, LABEL, align="right")
         rest_s = event.predicted_downtime_s - event.predicted_transfer_s
         # Predictions cover only what follows the decision: neither detect nor decide.
@@ -224,10 +224,10 @@ def _draw_transitions(page: Page, events: Sequence[EventRecord], *, top: float) 
             ground = Rectangle(PLOT_LEFT_PT, lane_top, PLOT_WIDTH_PT, height - 0.5)
             page.ground(GROUND_COLOUR, ground)
             start_s = begins_s
-            for (colour, _), lasts_s in zip(_PHASES_LEGEND, phases, strict=True):
-                times_s = (start_s, start_s + lasts_s)
+            for (colour, _), duration_s in zip(_PHASES_LEGEND, phases, strict=True):
+                times_s = (start_s, start_s + duration_s)
                 _draw_box(page, colour, times_s, lane_top, window, height - 0.5)
-                start_s += lasts_s
+                start_s += duration_s
         top += 2 * height + _GAP_PT
     draw_axis(page, (window,), top=top)
     return top + 14

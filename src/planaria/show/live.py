@@ -18,7 +18,7 @@ from planaria.core.plan import Plan
 from planaria.observe.metrics import IterationRecord, Report
 from planaria.planner.plans import pipeline_microbatches
 from planaria.show.beside import beside_table
-from planaria.show.words import counted
+from planaria.show.words import count_text
 
 _NUM_RECENT = 10
 
@@ -76,7 +76,7 @@ class LiveDisplay:
         self._first_loss = 0.0
         self._num_nodes = 0
 
-    def doing(self, text: str) -> None:
+    def show_step(self, text: str) -> None:
         """Shows what is being done before there is a plan."""
         if not self._is_live:
             self._line(f"{text} ...")
@@ -102,7 +102,7 @@ class LiveDisplay:
         if self._is_live:
             self._start(self._panel(), per_second=8.0, is_transient=False)
 
-    def committed(self, record: IterationRecord) -> None:
+    def show_iteration(self, record: IterationRecord) -> None:
         """Shows a committed iteration."""
         if not self._recent:
             self._first_loss = record.loss
@@ -116,13 +116,15 @@ class LiveDisplay:
                 f"{record.samples / record.seconds:.1f} samples/s"
             )
 
-    def replan(self, plan: Plan, *, at_s: float) -> None:
+    def show_next_plan(self, plan: Plan, *, at_s: float) -> None:
         """Shows that the job goes on with another plan since `at_s` (time.time())."""
         self._num_nodes = len(plan.nodes)
         alive = [set(pipeline.nodes).difference(plan.gone) for pipeline in plan.pipelines]
         sizes = "+".join(str(len(nodes)) for nodes in alive if nodes)
         go = "goes" if len(plan.nodes) == 1 else "go"
-        self.note(f"{counted(len(plan.nodes), 'node')} {go} on in pipelines of {sizes}", at_s=at_s)
+        self.note(
+            f"{count_text(len(plan.nodes), 'node')} {go} on in pipelines of {sizes}", at_s=at_s
+        )
 
     def note(self, text: str, *, at_s: float) -> None:
         """Shows a line; on a terminal, the time of day `at_s` (time.time()) precedes it."""
@@ -132,7 +134,7 @@ class LiveDisplay:
         else:
             self._line(text)
 
-    def printed(self, line: str) -> None:
+    def show_printed_line(self, line: str) -> None:
         """Shows a line that the job's own code printed; any thread may call it."""
         self._console.print(Text.from_ansi(line), soft_wrap=True)
 
@@ -172,7 +174,7 @@ class LiveDisplay:
                 f"loss [bold]{last.loss:.4f}[/] (first {self._first_loss:.4f})",
                 f"[bold]{samples / seconds:.1f}[/] samples/s",
                 f"{1000 * last.seconds:.0f} ms (predicted {1000 * last.predicted_s:.0f})",
-                counted(self._num_nodes, "node"),
+                count_text(self._num_nodes, "node"),
             )
             parts.append(Text.from_markup("   ".join(facts)))
         return Group(*parts)

@@ -210,7 +210,7 @@ class Page:
                 break
         return [text if does_fit else "" for text, does_fit in zip(form, fits, strict=True)]
 
-    def shortened(self, text: str, width: float, font: Font) -> str:
+    def shortened_text(self, text: str, width: float, font: Font) -> str:
         """The text, with dots in place of its end if it is wider than `width` points."""
         if self.text_width(text, font) <= width:
             return text
@@ -222,12 +222,12 @@ class Page:
         most = bisect(ends, width, key=lambda end: self.text_width(without_end(end), font))
         return without_end(max(0, most - 1))
 
-    def encoded(self, height_pt: float, picture: Format) -> bytes:
+    def content(self, height_pt: float, picture: Format) -> bytes:
         """The content of a picture file with the page, cut off at a height."""
         with _settings():
-            return self._drawn(height_pt, picture)
+            return self._content(height_pt, picture)
 
-    def _drawn(self, height_pt: float, picture: Format) -> bytes:
+    def _content(self, height_pt: float, picture: Format) -> bytes:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.patches import PathPatch
@@ -251,7 +251,7 @@ class Page:
             axes.add_artist(patch)
         for x, y, text, font, align in self._texts:
             axes.text(
-                *_rounded(x, y),
+                *_rounded_point(x, y),
                 text,
                 ha=align,
                 va="baseline",
@@ -280,7 +280,7 @@ def _path(lines: Sequence[Sequence[tuple[float, float]]]) -> "Path":
     """All lines as one path; a line that ends at its first point becomes a closed polygon."""
     from matplotlib.path import Path
 
-    points = [_rounded(*point) for line in lines for point in line]
+    points = [_rounded_point(*point) for line in lines for point in line]
     codes = [
         code
         for line in lines
@@ -299,6 +299,6 @@ def _around(box: Rectangle) -> tuple[tuple[float, float], ...]:
     return ((left, top), (right, top), (right, bottom), (left, bottom), (left, top))
 
 
-def _rounded(x: float, y: float) -> tuple[float, float]:
+def _rounded_point(x: float, y: float) -> tuple[float, float]:
     """The point, rounded to 0.01 points: more digits make files larger and no one sees them."""
     return round(x, 2), round(y, 2)

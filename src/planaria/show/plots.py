@@ -151,11 +151,11 @@ def _phases(
     )
     if not is_measured:
         start_s += event.detect_s + event.decide_s
-    for name, lasts_s in phases:
-        if lasts_s > 0.0:
+    for name, duration_s in phases:
+        if duration_s > 0.0:
             text = f"{event.answer}: {name}"
-            yield _complete(text, "transition", (start_s, start_s + lasts_s), places.of_job())
-        start_s += lasts_s
+            yield _complete(text, "transition", (start_s, start_s + duration_s), places.of_job())
+        start_s += duration_s
 
 
 def _complete(
@@ -163,5 +163,12 @@ def _complete(
 ) -> dict[str, Any]:
     """A "complete" trace event; the format wants microseconds."""
     start_s, end_s = times_s
-    lasts_us = (end_s - start_s) * 1e6
-    return {"ph": "X", "name": name, "cat": category, "ts": start_s * 1e6, "dur": lasts_us, **place}
+    duration_us = (end_s - start_s) * 1e6
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "ts": start_s * 1e6,
+        "dur": duration_us,
+        **place,
+    }

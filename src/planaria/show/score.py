@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 
-class Run(Protocol):
+class ScoredRun(Protocol):
     """The part of `Outcome` in chaos/runs.py that is shown."""
 
     @property
@@ -33,20 +33,20 @@ class Run(Protocol):
     def seconds(self) -> float: ...
 
 
-def run_text(run: Run) -> str:
+def run_text(run: ScoredRun) -> str:
     """One line with the faults of a run and its result."""
-    came = "survived, the same bits"
+    result = "survived, the same bits"
     if run.wrongs:
-        came = "DID NOT END AS IT MUST"
+        result = "DID NOT END AS IT MUST"
     elif run.undecidable:
-        came = f"not judged: {run.undecidable}"
+        result = f"not judged: {run.undecidable}"
     elif run.reason:
-        came = f"ended early: {run.justification}; resumed to the same bits"
+        result = f"ended early: {run.justification}; resumed to the same bits"
     words = " ".join((*run.specs, *run.surroundings))
-    return f"run {run.number}, {run.seconds:.1f} s: {words}: {came}"
+    return f"run {run.number}, {run.seconds:.1f} s: {words}: {result}"
 
 
-def score(runs: Sequence[Run]) -> dict[str, Any]:
+def score(runs: Sequence[ScoredRun]) -> dict[str, Any]:
     """The numbers of all runs, as JSON."""
     fired: Counter[str] = Counter()
     surroundings: Counter[str] = Counter()
@@ -70,7 +70,7 @@ def score(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def score_table(runs: Sequence[Run]) -> Table:
+def score_table(runs: Sequence[ScoredRun]) -> Table:
     """The numbers of all runs, as a table."""
     numbers = score(runs)
     kinds, surroundings = (
@@ -88,7 +88,7 @@ def score_table(runs: Sequence[Run]) -> Table:
         (
             "ended early",
             "ended_early",
-            "too few nodes or layers were left, workers failed alike, or SIGHUP came",
+            "too few nodes or layers were left, workers failed alike, or SIGHUP result",
         ),
         ("  with good reason", "justified", "as the faults that struck explain"),
         ("  resumed", "resumed_identical", "to the bits of the baseline run"),

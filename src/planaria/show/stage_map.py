@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from planaria.core.plan import PipelineTemplate, Stage
 from planaria.estimator.peak_memory import peak_bytes
 from planaria.planner.problem import Problem
-from planaria.show.alike import Alike
+from planaria.show.alike import AlikePipelines
 from planaria.show.page import (
     BACKWARD_COLOUR,
     FORWARD_COLOUR,
@@ -36,7 +36,7 @@ from planaria.show.page import (
 from planaria.show.words import (
     bytes_text,
     bytes_unit,
-    counted,
+    count_text,
     layers_text,
     nice_step,
     ranges_text,
@@ -77,7 +77,9 @@ class _Scale(NamedTuple):
     num_bytes: int
 
 
-def draw_stage_map(page: Page, problem: Problem, groups: Sequence[Alike], *, top: float) -> float:
+def draw_stage_map(
+    page: Page, problem: Problem, groups: Sequence[AlikePipelines], *, top: float
+) -> float:
     """Draws a row per group.
 
     Returns:
@@ -105,7 +107,7 @@ def draw_stage_map(page: Page, problem: Problem, groups: Sequence[Alike], *, top
     return _draw_layer_axis(page, num_layers, top=top)
 
 
-def _peak_bytes(problem: Problem, group: Alike) -> tuple[int, ...]:
+def _peak_bytes(problem: Problem, group: AlikePipelines) -> tuple[int, ...]:
     return peak_bytes(
         problem.profile,
         group.template,
@@ -114,14 +116,14 @@ def _peak_bytes(problem: Problem, group: Alike) -> tuple[int, ...]:
     )
 
 
-def _draw_name(page: Page, group: Alike, *, baseline: float) -> None:
+def _draw_name(page: Page, group: AlikePipelines, *, baseline: float) -> None:
     width = PLOT_LEFT_PT - LEFT_PT - 10
     nodes = f"{'node' if len(group.nodes) == 1 else 'nodes'} {ranges_text(group.nodes)}"
-    page.text((LEFT_PT, baseline), page.shortened(group.name, width, NAME), NAME)
-    stages = counted(len(group.template.stages), "stage")
+    page.text((LEFT_PT, baseline), page.shortened_text(group.name, width, NAME), NAME)
+    stages = count_text(len(group.template.stages), "stage")
     for index, text in enumerate((nodes, stages, group.work)):
         place = (LEFT_PT, baseline + 12 + 11 * index)
-        page.text(place, page.shortened(text, width, LABEL), LABEL)
+        page.text(place, page.shortened_text(text, width, LABEL), LABEL)
 
 
 def _columns(template: PipelineTemplate, num_layers: int) -> Iterator[_Column]:
@@ -140,7 +142,9 @@ def _columns(template: PipelineTemplate, num_layers: int) -> Iterator[_Column]:
         yield _Column(stage, left, width - before - after)
 
 
-def _draw_nodes(page: Page, group: Alike, *, columns: Sequence[_Column], baseline: float) -> None:
+def _draw_nodes(
+    page: Page, group: AlikePipelines, *, columns: Sequence[_Column], baseline: float
+) -> None:
     """Draws a bracket over the stages of each node, with that node's number in every pipeline."""
     brackets = tuple(_brackets(group.template, columns))
     y = baseline + 4
@@ -151,7 +155,7 @@ def _draw_nodes(page: Page, group: Alike, *, columns: Sequence[_Column], baselin
     texts = page.all_fitting(forms, [right - left for left, right in brackets], SMALL)
     middles = [(left + right) / 2 for left, right in brackets]
     if not all(texts):
-        texts = _spaced(page, shortest, middles)
+        texts = _thinned_texts(page, shortest, middles)
     for middle, text in zip(middles, texts, strict=True):
         page.text((middle, baseline), text, SMALL, align="center")
 
@@ -177,7 +181,7 @@ def _nodes_texts(nodes: Sequence[int]) -> tuple[str, str, str]:
     return f"nodes {ranges_text(nodes)}", ranges_text(nodes), ends
 
 
-def _spaced(page: Page, texts: Sequence[str], middles: Sequence[float]) -> list[str]:
+def _thinned_texts(page: Page, texts: Sequence[str], middles: Sequence[float]) -> list[str]:
     """The texts, with all but every second, fifth, .. one empty if neighbours would touch."""
     halves = [page.text_width(text, SMALL) / 2 + 2 for text in texts]
     num_texts = len(texts)
@@ -205,7 +209,7 @@ def _draw_scale(page: Page, scale: _Scale, *, ground: float) -> None:
 
 
 def _draw_columns(
-    page: Page, group: Alike, *, columns: Sequence[_Column], scale: _Scale, ground: float
+    page: Page, group: AlikePipelines, *, columns: Sequence[_Column], scale: _Scale, ground: float
 ) -> None:
     unit, unit_s = seconds_unit(scale.seconds)
     numbers = [
@@ -219,8 +223,8 @@ def _draw_columns(
     both = zip(group.seconds.forward_s, group.seconds.backward_s, strict=True)
     for column, text, seconds in zip(columns, texts, both, strict=True):
         top = ground
-        for colour, lasts_s in zip((FORWARD_COLOUR, BACKWARD_COLOUR), seconds, strict=True):
-            height = _COLUMNS_PT * lasts_s / (scale.seconds or 1.0)
+        for colour, duration_s in zip((FORWARD_COLOUR, BACKWARD_COLOUR), seconds, strict=True):
+            height = _COLUMNS_PT * duration_s / (scale.seconds or 1.0)
             top -= height
             page.box(colour, Rectangle(column.left, top, column.width, height))
         width = page.text_width(text, _VALUE) + 4

@@ -4,17 +4,17 @@ from collections.abc import Iterator
 
 from planaria.observe.metrics import EventRecord
 from planaria.show.beside import expected_text, off_text
-from planaria.show.choice import back_text, choice_text, differs_in_risk
-from planaria.show.words import bytes_text, counted, seconds_text
+from planaria.show.choice_text import back_text, choice_text, differs_in_risk
+from planaria.show.words import bytes_text, count_text, seconds_text
 
-_HAPPENED = {
+_NODE_TEXTS = {
     "kill": "was killed",
     "hang": "was stopped",
     "stall": "stood still",
     "crash": "had its workers killed",
     "cut": "was cut off",
     "flip": "had a bit of its parameters flipped",
-    "preempt": "was told to leave",
+    "preempt": "was scores_text to leave",
     "slow": "became slow",
     "unslowed": "got its speed back",
     "fast": "was no longer taken for slow",
@@ -24,7 +24,7 @@ _HAPPENED = {
     "reformed": "got other work",
     "lost": "was lost",
 }
-_NOBODYS = {
+_JOB_TEXTS = {
     "join": "nodes came to join",
     "leader": "the coordinator was lost",
     "forkserver": "the fork server was killed",
@@ -35,7 +35,7 @@ _NOBODYS = {
 
 def event_lines(event: EventRecord) -> Iterator[str]:
     """The sentences of an event, a line each; the first says what happened, where and why."""
-    yield _happened(event)
+    yield _event_text(event)
     if not event.fired:
         return
     if event.detect_s and not _is_restart(event):
@@ -43,21 +43,21 @@ def event_lines(event: EventRecord) -> Iterator[str]:
     if event.answer:
         yield f"planaria chose {choice_text(event)}."
     if len(event.candidates) > 1:
-        yield _why(event)
+        yield _scores_text(event)
     if not event.answer:
         return
     if event.predicted_downtime_s and not event.downtime_s:
         yield "No node has gone on with this answer."
         return
     if event.downtime_s:
-        yield _took(event)
+        yield _times_text(event)
     if back := back_text(event):
         yield f"{back.capitalize()}."
-    if done := ", ".join(_done(event)):
-        yield f"{done}."
+    if effects := ", ".join(_effect_texts(event)):
+        yield f"{effects}."
 
 
-def _happened(event: EventRecord) -> str:
+def _event_text(event: EventRecord) -> str:
     where = _where(event)
     nodes = ", ".join(map(str, event.nodes))
     if not event.fired:
@@ -65,11 +65,11 @@ def _happened(event: EventRecord) -> str:
         return f"{where}: {what} was never injected, because the job never came to that place"
     if _is_restart(event):
         return f"{where}: {_restart(event)}"
-    if event.nodes and event.kind in _HAPPENED:
+    if event.nodes and event.kind in _NODE_TEXTS:
         noun = "node" if len(event.nodes) == 1 else "nodes"
-        was = _HAPPENED[event.kind]
+        was = _NODE_TEXTS[event.kind]
         if event.error and event.kind == "crash" and not event.step:
-            was = f"had a worker that {_ended(event)}"
+            was = f"had a worker that {_end_text(event)}"
         if event.kind == "join" and not event.answer:
             was = "came to join"
         was = was if len(event.nodes) == 1 else was.replace("was ", "were ")
@@ -77,11 +77,11 @@ def _happened(event: EventRecord) -> str:
     elif event.nodes:
         what = f"{event.kind}: node {nodes}"
     else:
-        what = _NOBODYS.get(event.kind, event.kind.replace("_", " "))
+        what = _JOB_TEXTS.get(event.kind, event.kind.replace("_", " "))
     return f"{where}: {what}" + (f" ({event.reason})" if event.reason else "")
 
 
-def _ended(event: EventRecord) -> str:
+def _end_text(event: EventRecord) -> str:
     """How the code in a worker ended: an exception, or a signal or exit status."""
     verb = "was ended by" if event.error.startswith(("SIG", "signal ", "status ")) else "raised"
     layers = ", ".join(map(str, event.layers))
@@ -110,28 +110,28 @@ def _restart(event: EventRecord) -> str:
     return f"{what}; it ran again after {seconds_text(event.detect_s)}, {meanwhile}"
 
 
-def _why(event: EventRecord) -> str:
+def _scores_text(event: EventRecord) -> str:
     """A sentence with the scores of all candidates, of which the choice takes the largest."""
     scores = sorted(
         ((float(str(c["score"])), str(c["answer"])) for c in event.candidates), reverse=True
     )
-    told = ", ".join(f"{answer} {score:.2f}" for score, answer in scores)
+    scores_text = ", ".join(f"{answer} {score:.2f}" for score, answer in scores)
     less = ", less what that failure costs" if differs_in_risk(event) else ""
     return (
         "It is expected to train the most samples a second that count until the next "
-        f"failure{less}: {told}."
+        f"failure{less}: {scores_text}."
     )
 
 
-def _done(event: EventRecord) -> Iterator[str]:
+def _effect_texts(event: EventRecord) -> Iterator[str]:
     if event.transfer_bytes:
         yield f"{bytes_text(event.transfer_bytes)} of layers moved"
     if event.redone_samples:
         was = "was" if event.redone_samples == 1 else "were"
-        yield f"{counted(event.redone_samples, 'sample')} {was} done again"
+        yield f"{count_text(event.redone_samples, 'sample')} {was} done again"
 
 
-def _took(event: EventRecord) -> str:
+def _times_text(event: EventRecord) -> str:
     """Predicted and measured times of the phases of a transition."""
     if not event.detect_s:
         return (
@@ -139,14 +139,14 @@ def _took(event: EventRecord) -> str:
             f"{seconds_text(event.predicted_downtime_s)} was predicted."
         )
     rest_s = event.predicted_downtime_s - event.predicted_transfer_s
-    whole = (
+    total = (
         f"All nodes went on {seconds_text(event.recovery_s)} after the loss was noticed, "
         f"{expected_text(event)}. "
         if event.predicted_recovery_s_max and event.recovery_s
         else ""
     )
     return (
-        f"{whole}The decision took {seconds_text(event.decide_s)}. The transition after it "
+        f"{total}The decision took {seconds_text(event.decide_s)}. The transition after it "
         f"took {seconds_text(event.transition_s)}; "
         f"{seconds_text(event.predicted_downtime_s)} was predicted "
         f"({off_text(event.predicted_downtime_s, event.transition_s)}): regroup "

@@ -33,10 +33,10 @@ from planaria.planner.plans import (
 )
 from planaria.planner.problem import Problem
 from planaria.planner.templates import RankedTemplate
-from planaria.show.alike import alike
+from planaria.show.alike import alike_pipelines
 from planaria.show.words import (
     bytes_text,
-    counted,
+    count_text,
     printable,
     range_text,
     ranges_text,
@@ -152,16 +152,17 @@ def _speed(every: EveryPlan, plan: Plan) -> dict[str, float]:
 def model_text(problem: Problem) -> str:
     """The model and device on which the profile was measured, in words."""
     profile = problem.profile
-    return f"{counted(len(profile.layers), 'layer')}, {profile.dtype} on {profile.device}"
+    return f"{count_text(len(profile.layers), 'layer')}, {profile.dtype} on {profile.device}"
 
 
 def job_text(problem: Problem, plan: Plan) -> str:
     """The job's nodes, microbatches and tolerated failures, in words."""
     return (
-        f"{counted(len(plan.nodes), 'node')} of {counted(problem.devices_per_node, 'device')}, "
-        f"{counted(problem.num_microbatches, 'microbatch')} "
-        f"of {counted(problem.profile.microbatch_size, 'sample')}, "
-        f"{counted(problem.failures_tolerated, 'failure')} tolerated"
+        f"{count_text(len(plan.nodes), 'node')} of "
+        f"{count_text(problem.devices_per_node, 'device')}, "
+        f"{count_text(problem.num_microbatches, 'microbatch')} "
+        f"of {count_text(problem.profile.microbatch_size, 'sample')}, "
+        f"{count_text(problem.failures_tolerated, 'failure')} tolerated"
     )
 
 
@@ -272,7 +273,7 @@ def _pipelines_table(every: EveryPlan, plan: Plan) -> Table:
     table.add_column("computed", justify="right", no_wrap=True)
     table.add_column("bubbles", justify="right", no_wrap=True)
     table.add_column("peak\nmemory", justify="right", no_wrap=True)
-    for group in alike(problem.profile, plan):
+    for group in alike_pipelines(problem.profile, plan):
         table.add_row(
             ranges_text(group.indices),
             str(len(group.pipelines)),
@@ -342,7 +343,7 @@ def _pipelines_texts(plan: Plan, num_left: int) -> Iterator[str]:
     """
     by_size = Counter(pipeline.template.num_nodes for pipeline in plan.pipelines)
     for num_nodes, count in sorted(by_size.items()):
-        yield f"{count} x {counted(num_nodes, 'node')}"
+        yield f"{count} x {count_text(num_nodes, 'node')}"
     if num_left > len(plan.nodes):
         yield f"{num_left - len(plan.nodes)} idle"
 

@@ -17,7 +17,7 @@ from planaria.core.plan import PipelineTemplate, Stage
 from planaria.estimator.makespan import ActionEnds, action_ends
 from planaria.planner.times import Iteration, Reduction
 from planaria.schedule.action import BACKWARD, FORWARD, Kind
-from planaria.show.alike import Alike
+from planaria.show.alike import AlikePipelines
 from planaria.show.page import (
     GRID_COLOUR,
     GROUND_COLOUR,
@@ -34,7 +34,7 @@ from planaria.show.page import (
     Rectangle,
 )
 from planaria.show.words import (
-    counted,
+    count_text,
     layers_text,
     nice_step,
     seconds_text,
@@ -76,7 +76,7 @@ class Box(NamedTuple):
     end_s: float
 
 
-class Window(NamedTuple):
+class TimeWindow(NamedTuple):
     """A part of the iteration and its place on the page.
 
     Attributes:
@@ -103,7 +103,7 @@ class Lanes:
         stages: indices of the stages that are drawn, ascending.
     """
 
-    group: Alike
+    group: AlikePipelines
     ends: ActionEnds
     stages: tuple[int, ...]
 
@@ -140,7 +140,7 @@ class _Number(NamedTuple):
     font: Font
 
 
-def drawn_lanes(groups: Sequence[Alike]) -> tuple[Lanes, ...]:
+def drawn_lanes(groups: Sequence[AlikePipelines]) -> tuple[Lanes, ...]:
     """The lanes of the first TIMELINES_MAX groups, as many as there is room for."""
     drawn = groups[:TIMELINES_MAX]
     affordable = _BOXES_MAX // (4 * _num_periods(drawn) * len(drawn))
@@ -155,7 +155,7 @@ def drawn_lanes(groups: Sequence[Alike]) -> tuple[Lanes, ...]:
     )
 
 
-def _num_periods(drawn: Sequence[Alike]) -> int:
+def _num_periods(drawn: Sequence[AlikePipelines]) -> int:
     """The number of periods (forward and backward of one microbatch) to show at the beginning and
     at the end: enough for all stages to reach the steady state, and a few more."""
     depth = max(len(group.stages_s) for group in drawn)
@@ -169,9 +169,9 @@ def _shown_stages(num_stages: int, most: int) -> tuple[int, ...]:
     return (*range(most // 2), *range(num_stages - most // 2, num_stages))
 
 
-def time_windows(drawn: Sequence[Lanes], iteration_s: float) -> tuple[Window, ...]:
+def time_windows(drawn: Sequence[Lanes], iteration_s: float) -> tuple[TimeWindow, ...]:
     """The parts of an iteration that are shown: all of it, or its beginning and its end."""
-    whole = (Window(0.0, iteration_s, PLOT_LEFT_PT, PLOT_WIDTH_PT),)
+    whole = (TimeWindow(0.0, iteration_s, PLOT_LEFT_PT, PLOT_WIDTH_PT),)
     period_s = min(max(one.group.stages_s) for one in drawn)
     if not period_s or PLOT_WIDTH_PT * period_s >= _PERIOD_WHOLE_PT * iteration_s:
         return whole
@@ -182,21 +182,21 @@ def time_windows(drawn: Sequence[Lanes], iteration_s: float) -> tuple[Window, ..
     last_s = first_s + iteration_s - computed_s
     pt_per_s = (PLOT_WIDTH_PT - _CUT_PT) / (first_s + last_s)
     return (
-        Window(0.0, first_s, PLOT_LEFT_PT, pt_per_s * first_s),
-        Window(
+        TimeWindow(0.0, first_s, PLOT_LEFT_PT, pt_per_s * first_s),
+        TimeWindow(
             iteration_s - last_s, iteration_s, PLOT_RIGHT_PT - pt_per_s * last_s, pt_per_s * last_s
         ),
     )
 
 
-def lane_boxes(one: Lanes, stage: int, windows: Sequence[Window]) -> Iterator[Box]:
+def lane_boxes(one: Lanes, stage: int, windows: Sequence[TimeWindow]) -> Iterator[Box]:
     """The forwards and backwards of a lane that are at least partly inside a window."""
     seconds = one.group.seconds
-    for kind, lasts_s, ends_s in (
+    for kind, duration_s, ends_s in (
         (FORWARD, seconds.forward_s[stage], one.ends.forward_s[stage]),
         (BACKWARD, seconds.backward_s[stage], one.ends.backward_s[stage]),
     ):
-        starts_s = ends_s - lasts_s
+        starts_s = ends_s - duration_s
         inside = [(starts_s < w.end_s) & (ends_s > w.start_s) for w in windows]
         for microbatch in np.flatnonzero(np.logical_or.reduce(inside)).tolist():
             start_s, end_s = float(starts_s[microbatch]), float(ends_s[microbatch])
@@ -212,7 +212,7 @@ def lane_reductions(stage: Stage, iteration: Iteration) -> Iterator[Reduction]:
 def draw_timelines(
     page: Page,
     drawn: Sequence[Lanes],
-    windows: Sequence[Window],
+    windows: Sequence[TimeWindow],
     *,
     iteration: Iteration,
     top: float,
@@ -227,14 +227,14 @@ def draw_timelines(
     numbers: list[_Number] = []
     for one in drawn:
         _draw_title(page, one, iteration_s=iteration.end_s, baseline=top + 9)
-        placed = _placed(page, one, top=top + 16, height=height)
-        _draw_grounds(page, one, placed=placed, windows=windows)
-        for index, lane in placed.items():
+        lanes = _lanes_by_stage(page, one, top=top + 16, height=height)
+        _draw_grounds(page, one, lanes=lanes, windows=windows)
+        for index, lane in lanes.items():
             for box in lane_boxes(one, index, windows):
                 numbers += _draw_box(page, box, lane=lane, windows=windows)
             for reduction in lane_reductions(one.group.template.stages[index], iteration):
                 _draw_reduction(page, reduction, lane=lane, windows=windows)
-        bottom = placed[one.stages[-1]].top + height
+        bottom = lanes[one.stages[-1]].top + height
         draw_axis(page, windows, top=bottom + 3)
         top = bottom + 34
     _draw_numbers(page, numbers)
@@ -251,40 +251,40 @@ def _draw_title(page: Page, one: Lanes, *, iteration_s: float, baseline: float) 
     page.text((LEFT_PT + page.text_width(group.name, NAME) + 8, baseline), facts, LABEL)
 
 
-def _placed(page: Page, one: Lanes, *, top: float, height: float) -> dict[int, _Lane]:
+def _lanes_by_stage(page: Page, one: Lanes, *, top: float, height: float) -> dict[int, _Lane]:
     """The lane of each drawn stage, with gaps between nodes and where lanes are left out."""
     template = one.group.template
     font = Font(0.62 * height if height < 11 else 7.0)
     # The longest number decides for all boxes of a lane: it would be confusing if microbatch 9 had
     # a number and microbatch 10 had none.
     widest = page.text_width("0" * len(str(one.group.num_microbatches - 1)), font) + 1.5
-    placed: dict[int, _Lane] = {}
+    lanes: dict[int, _Lane] = {}
     num_devices = 0
     for stage_index, stage in enumerate(template.stages):
         if stage_index in one.stages:
             at_node = num_devices % template.devices_per_node == 0 < template.devices_per_node - 1
-            if placed:
+            if lanes:
                 top += height * (1.32 if at_node else 1.12)
-            if placed and stage_index - 1 not in placed:
+            if lanes and stage_index - 1 not in lanes:
                 top += _LEFT_OUT_PT
             numbered_width = widest if height >= _NUMBERED_PT else float("inf")
-            placed[stage_index] = _Lane(top, height, font, numbered_width)
+            lanes[stage_index] = _Lane(top, height, font, numbered_width)
         num_devices += stage.num_devices
-    return placed
+    return lanes
 
 
 def _draw_grounds(
-    page: Page, one: Lanes, *, placed: Mapping[int, _Lane], windows: Sequence[Window]
+    page: Page, one: Lanes, *, lanes: Mapping[int, _Lane], windows: Sequence[TimeWindow]
 ) -> None:
     """Draws the background of the lanes, and their names where there is room."""
     labelled = float("-inf")
-    for stage, lane in placed.items():
+    for stage, lane in lanes.items():
         for window in windows:
             ground = Rectangle(window.left, lane.top, window.width, lane.height)
             page.ground(GROUND_COLOUR, ground)
         baseline = lane.top + lane.height / 2 + 2.6
-        if stage and stage - 1 not in placed:
-            text = f"{counted(one.num_left_out, 'stage')} left out"
+        if stage and stage - 1 not in lanes:
+            text = f"{count_text(one.num_left_out, 'stage')} left out"
             page.text((PLOT_LEFT_PT - 8, lane.top - 5), text, LABEL, align="right")
         if baseline - labelled >= LABEL.size_pt + 1:
             text = _stage_text(one.group.template, stage)
@@ -305,7 +305,9 @@ def box_colour(kind: Kind, microbatch: int) -> str:
     return tints[turn - abs(turn - microbatch % (2 * turn))]
 
 
-def _draw_box(page: Page, box: Box, *, lane: _Lane, windows: Sequence[Window]) -> Iterator[_Number]:
+def _draw_box(
+    page: Page, box: Box, *, lane: _Lane, windows: Sequence[TimeWindow]
+) -> Iterator[_Number]:
     """Draws the parts of a box that are inside windows.
 
     Yields:
@@ -320,14 +322,14 @@ def _draw_box(page: Page, box: Box, *, lane: _Lane, windows: Sequence[Window]) -
 
 
 def _draw_reduction(
-    page: Page, reduction: Reduction, *, lane: _Lane, windows: Sequence[Window]
+    page: Page, reduction: Reduction, *, lane: _Lane, windows: Sequence[TimeWindow]
 ) -> None:
     for drawn in _rectangles(reduction.start_s, reduction.end_s, lane=lane, windows=windows):
         page.box(REDUCTION_COLOUR, drawn)
 
 
 def _rectangles(
-    start_s: float, end_s: float, *, lane: _Lane, windows: Sequence[Window]
+    start_s: float, end_s: float, *, lane: _Lane, windows: Sequence[TimeWindow]
 ) -> Iterator[Rectangle]:
     """The parts of a span of time that are inside windows, with a thin gap at both ends."""
     for window in windows:
@@ -346,7 +348,7 @@ def _draw_numbers(page: Page, numbers: Sequence[_Number]) -> None:
             page.text(place, str(number.microbatch), number.font, align="center")
 
 
-def draw_axis(page: Page, windows: Sequence[Window], *, top: float) -> None:
+def draw_axis(page: Page, windows: Sequence[TimeWindow], *, top: float) -> None:
     """Draws an axis with ticks at round times, and two strokes where time is cut out."""
     end_s = windows[-1].end_s
     shown_s = sum(window.end_s - window.start_s for window in windows)

@@ -28,7 +28,7 @@ def layers_text(stage: Stage) -> str:
     return f"{noun} {range_text(stage.first_layer, stage.end_layer - 1)}"
 
 
-def counted(count: int, noun: str) -> str:
+def count_text(count: int, noun: str) -> str:
     """The count with its noun in singular or plural: "1 node", "2 batches", "2 copies"."""
     if count == 1:
         return f"{count} {noun}"

@@ -1,4 +1,4 @@
-"""What the watcher shows of what the launcher tells."""
+"""What the observer shows of what the launcher tells."""
 
 from msgspec import structs
 
@@ -7,7 +7,7 @@ from planaria.core.inject import parse_injection
 from planaria.core.plan import Plan
 from planaria.observe.metrics import IterationRecord
 from planaria.observe.recorder import Recorder
-from planaria.show.watcher import Watcher
+from planaria.show.job_observer import JobObserver
 
 
 class Notes:
@@ -16,29 +16,29 @@ class Notes:
     def __init__(self) -> None:
         self.texts: list[str] = []
 
-    def began(self) -> None: ...
+    def show_training(self) -> None: ...
 
-    def committed(self, record: IterationRecord) -> None: ...
+    def show_iteration(self, record: IterationRecord) -> None: ...
 
-    def replanned(self, plan: Plan) -> None: ...
+    def show_next_plan(self, plan: Plan) -> None: ...
 
     def note(self, text: str) -> None:
         self.texts.append(text)
 
 
-def watched() -> tuple[Watcher, Recorder, Notes]:
+def watched() -> tuple[JobObserver, Recorder, Notes]:
     recorder = Recorder(start_s=10.0, predicted_s=0.5, predicted_peak_bytes=999)
     notes = Notes()
-    return Watcher(recorder, notes, predicted_peak_bytes=lambda _: 555), recorder, notes
+    return JobObserver(recorder, notes, predicted_peak_bytes=lambda _: 555), recorder, notes
 
 
 def test_one_node_is_one_node() -> None:
     """And two are two."""
-    watcher, _, notes = watched()
-    watcher.on_message(structs.replace(starting(11.0), num_nodes=1))
-    watcher.on_message(starting(11.0))
-    watcher.on_fault(parse_injection("join:1@5"), now_s=12.0)
-    watcher.on_fault(parse_injection("join:2@5"), now_s=12.0)
+    observer, _, notes = watched()
+    observer.on_message(structs.replace(starting(11.0), num_nodes=1))
+    observer.on_message(starting(11.0))
+    observer.on_fault(parse_injection("join:1@5"), now_s=12.0)
+    observer.on_fault(parse_injection("join:2@5"), now_s=12.0)
 
     assert notes.texts == [
         "1 node is up and takes its layers",
@@ -50,11 +50,11 @@ def test_one_node_is_one_node() -> None:
 
 def test_a_job_is_degraded_once_though_two_coordinators_tell_it() -> None:
     """The second decides again what the first did not live to record."""
-    watcher, recorder, notes = watched()
-    watcher.on_message(loss_message(20.0, 6))
+    observer, recorder, notes = watched()
+    observer.on_message(loss_message(20.0, 6))
     message = structs.replace(decision_message(21.0), degraded="one node is left")
-    watcher.on_message(message)
-    watcher.on_message(message)
+    observer.on_message(message)
+    observer.on_message(message)
 
     assert notes.texts.count("degraded: one node is left") == 1
     assert [event.kind for event in recorder.events()] == ["lost", "degraded"]
@@ -62,8 +62,8 @@ def test_a_job_is_degraded_once_though_two_coordinators_tell_it() -> None:
 
 def test_a_fault_that_never_came_is_told_as_it_was_asked_for() -> None:
     """Whole, for there may be several of a kind."""
-    watcher, _, notes = watched()
-    watcher.ended((parse_injection("hang=8:1@~2.5"), parse_injection("leader:@4.commit")))
+    observer, _, notes = watched()
+    observer.record_end((parse_injection("hang=8:1@~2.5"), parse_injection("leader:@4.commit")))
 
     assert notes.texts == [
         "never injected, because the job never came to that place: hang=8:1@~2.5",
@@ -73,18 +73,18 @@ def test_a_fault_that_never_came_is_told_as_it_was_asked_for() -> None:
 
 def test_a_recovery_stands_beside_what_was_expected_from_when_it_was_noticed() -> None:
     """What passed before, until the lease of a node that hangs ran out, was in no prediction."""
-    watcher, _, notes = watched()
-    watcher.on_message(running(14.0))
-    watcher.on_message(loss_message(20.0, 6))
+    observer, _, notes = watched()
+    observer.on_message(running(14.0))
+    observer.on_message(loss_message(20.0, 6))
     message = structs.replace(
         decision_message(22.21),
         noticed_s=22.2,
         predicted_recovery_s_min=0.06,
         predicted_recovery_s_max=0.14,
     )
-    watcher.on_message(message)
-    watcher.on_message(starting(22.22))
-    watcher.on_message(running(22.3, epoch=4, pid=80, regroup_s=0.01, transfer_s=0.07))
+    observer.on_message(message)
+    observer.on_message(starting(22.22))
+    observer.on_message(running(22.3, epoch=4, pid=80, regroup_s=0.01, transfer_s=0.07))
 
     (text,) = (text for text in notes.texts if "training went on after" in text)
     assert text.startswith("training went on after 2300 ms: "), text

@@ -24,12 +24,12 @@ def choice_text(event: EventRecord) -> str:
     Args:
         event: an event that has an answer.
     """
-    taken = [c for c in event.candidates if _name(c) == (event.policy, event.answer)]
+    chosen = [c for c in event.candidates if _name(c) == (event.policy, event.answer)]
     others = [c for c in event.candidates if _name(c) != (event.policy, event.answer)]
     is_risk_told = differs_in_risk(event)
     parts = [
         f"{event.answer}: an iteration takes {_price(c, 'a pause of ', is_risk_told=is_risk_told)}"
-        for c in taken[:1]
+        for c in chosen[:1]
     ] or [event.answer]
     parts += [
         f"{candidate['answer']} would take {_price(candidate, is_risk_told=is_risk_told)}"
@@ -75,10 +75,10 @@ def _price(candidate: Mapping[str, object], of_pause: str = "", *, is_risk_told:
 
 def _risk_text(candidate: Mapping[str, object]) -> str:
     """The samples that the next failure costs on average after a candidate, rounded."""
-    return f"{_rounded(_number(candidate, 'samples_at_risk'))} samples at risk"
+    return f"{_samples_text(_number(candidate, 'samples_at_risk'))} samples at risk"
 
 
-def _rounded(samples: float) -> str:
+def _samples_text(samples: float) -> str:
     """The number without decimals, or with at most one if it is below 10."""
     return f"{samples:,.0f}" if samples >= 10.0 else f"{round(samples, 1):g}"
 

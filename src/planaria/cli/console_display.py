@@ -8,15 +8,15 @@ from rich.console import Console
 
 from planaria.cli.command_line import finish
 from planaria.core.plan import Plan
-from planaria.job.job import TrainingResult
 from planaria.job.planning import Planned, short_actions_text
+from planaria.job.training_job import TrainingResult
 from planaria.nodes.output import Outlet
 from planaria.observe.metrics import IterationRecord
 from planaria.show.live import LiveDisplay, summary
-from planaria.show.words import counted
+from planaria.show.words import count_text
 
 
-class Shown:
+class ConsoleDisplay:
     """A live display of a job (see `job.Display`) that never makes the job wait."""
 
     def __init__(self, console: Console) -> None:
@@ -31,22 +31,22 @@ class Shown:
 
         It may block, so it is to be called in a thread of its own.
         """
-        return self._display.printed if self._console.is_interactive else None
+        return self._display.show_printed_line if self._console.is_interactive else None
 
-    def doing(self, text: str) -> None:
-        self._outlet.post(partial(self._display.doing, text))
+    def show_step(self, text: str) -> None:
+        self._outlet.post(partial(self._display.show_step, text))
 
-    def planned(self, planned: Planned) -> None:
-        self._outlet.post(partial(self._show_plan, planned))
+    def show_plan(self, planned: Planned) -> None:
+        self._outlet.post(partial(self._show_plan_now, planned))
 
-    def _show_plan(self, planned: Planned) -> None:
+    def _show_plan_now(self, planned: Planned) -> None:
         profile = planned.prepared.profile
         assert profile is not None
         self._note_now(
             f"{planned.prepared.num_parameters / 1e6:.2f} M parameters in {len(profile.layers)} "
             f"layers, {planned.prepared.num_samples} samples; "
-            f"{counted(len(planned.plan.nodes), 'node')} in "
-            f"{counted(len(planned.plan.pipelines), 'pipeline')}"
+            f"{count_text(len(planned.plan.nodes), 'node')} in "
+            f"{count_text(len(planned.plan.pipelines), 'pipeline')}"
         )
         self._display.show_plan(
             planned.plan,
@@ -57,16 +57,16 @@ class Shown:
         if short := short_actions_text(planned):
             self._note_now(short)
 
-    def began(self) -> None:
+    def show_training(self) -> None:
         self.note("training")
 
-    def committed(self, record: IterationRecord) -> None:
+    def show_iteration(self, record: IterationRecord) -> None:
         # On a terminal an iteration is shown in the panel, and takes no line of its own.
         num_lines = 0 if self._console.is_interactive else 1
-        self._outlet.post(partial(self._display.committed, record), num_lines=num_lines)
+        self._outlet.post(partial(self._display.show_iteration, record), num_lines=num_lines)
 
-    def replanned(self, plan: Plan) -> None:
-        self._outlet.post(partial(self._display.replan, plan, at_s=time.time()))
+    def show_next_plan(self, plan: Plan) -> None:
+        self._outlet.post(partial(self._display.show_next_plan, plan, at_s=time.time()))
 
     def note(self, text: str) -> None:
         note = partial(self._display.note, text, at_s=time.time())

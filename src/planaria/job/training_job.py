@@ -71,39 +71,39 @@ from planaria.nodes.head.process_events import restore_handlers
 from planaria.observe.metrics import IterationRecord, Report
 from planaria.observe.recorder import Recorder
 from planaria.planner.plans import EveryPlan
-from planaria.show.watcher import Progress, Watcher
+from planaria.show.job_observer import JobObserver, TrainingDisplay
 
 logger = logging.getLogger(__name__)
 
 _WORKER = "planaria.engine.process:main"
 
 
-class Display(Progress, Protocol):
+class Display(TrainingDisplay, Protocol):
     """A display of a run, from its first second on."""
 
-    def doing(self, text: str) -> None:
+    def show_step(self, text: str) -> None:
         """Shows that a step begins that takes seconds, before there is a plan."""
 
-    def planned(self, planned: Planned) -> None:
+    def show_plan(self, planned: Planned) -> None:
         """Shows that the job is planned; its nodes start now."""
 
 
-class Silent:
+class SilentDisplay:
     """A display that shows nothing."""
 
-    def doing(self, text: str) -> None:
+    def show_step(self, text: str) -> None:
         """Shows nothing."""
 
-    def planned(self, planned: Planned) -> None:
+    def show_plan(self, planned: Planned) -> None:
         """Shows nothing."""
 
-    def began(self) -> None:
+    def show_training(self) -> None:
         """Shows nothing."""
 
-    def committed(self, record: IterationRecord) -> None:
+    def show_iteration(self, record: IterationRecord) -> None:
         """Shows nothing."""
 
-    def replanned(self, plan: Plan) -> None:
+    def show_next_plan(self, plan: Plan) -> None:
         """Shows nothing."""
 
     def note(self, text: str) -> None:
@@ -131,7 +131,7 @@ class TrainingResult:
 
     def measured_timelines(self) -> tuple[Timeline, ...]:
         """The measured timeline of each traced iteration; each rank's clock starts with it."""
-        return tuple(one.measured for one in self.compared)
+        return tuple(iteration.measured for iteration in self.compared)
 
 
 class Job:
@@ -270,7 +270,7 @@ class Job:
                 `train`, except for errors that the result has.
         """
         start_s = time.monotonic()
-        config, display = self.config, display or Silent()
+        config, display = self.config, display or SilentDisplay()
         tier = tier_of(config.checkpoint.directory)
         _check_domains(config, injections, display)
         _raise_open_files(config, injections)
@@ -279,27 +279,27 @@ class Job:
             given = given_profile(config)
             if given is not None:  # A given profile shows mistakes before torch is imported.
                 plan_job(config, Prepared(profile=given), plan=plan)
-            display.doing("importing torch")
+            display.show_step("importing torch")
             running = held.enter_context(self._server(server, output))
             running.wait_ready()
-            display.doing("building the model and measuring its layers")
+            display.show_step("building the model and measuring its layers")
             prepared = prepare(config, running)
-            display.doing("planning")
+            display.show_step("planning")
             planned = plan_job(config, prepared, plan=plan, every=every, manifest=manifest)
             check_room(planned)
-            display.planned(planned)
+            display.show_plan(planned)
             recorder = _recorder(planned, start_s)
-            watcher = _watcher(planned, recorder, display)
+            observer = _job_observer(planned, recorder, display)
             left = with_short_limit(tier, config.checkpoint)
             other = partial(_other_journal, held, config, journal, state=state)
             launcher = _launcher(
-                planned, running, watcher, injections, left, journals=(journal, other), trace=trace
+                planned, running, observer, injections, left, journals=(journal, other), trace=trace
             )
             with _told_if_interrupted(launcher, left):
                 ended = launcher.run()
                 held.close()
-                watcher.ended(launcher.unfired_injections)
-                return _result(planned, ended, tier=left, recorder=recorder, watcher=watcher)
+                observer.record_end(launcher.unfired_injections)
+                return _result(planned, ended, tier=left, recorder=recorder, observer=observer)
 
     @contextmanager
     def _server(
@@ -392,15 +392,15 @@ def _recorder(planned: Planned, start_s: float) -> Recorder:
     )
 
 
-def _watcher(planned: Planned, recorder: Recorder, display: Display) -> Watcher:
+def _job_observer(planned: Planned, recorder: Recorder, display: Display) -> JobObserver:
     peak_bytes = partial(predicted_peak_bytes, planned.problem)
-    return Watcher(recorder, display, predicted_peak_bytes=peak_bytes)
+    return JobObserver(recorder, display, predicted_peak_bytes=peak_bytes)
 
 
 def _launcher(
     planned: Planned,
     server: ForkServer,
-    watcher: Watcher,
+    observer: JobObserver,
     injections: Sequence[Injection],
     tier: Tier,
     *,
@@ -436,7 +436,7 @@ def _launcher(
     return Launcher(
         LaunchSpec(spec, leader, tuple(injections)),
         server=server,
-        observer=watcher,
+        observer=observer,
         tier=tier,
         other_journal=other_journal,
     )
@@ -460,13 +460,13 @@ def _told_if_interrupted(launcher: Launcher, tier: Tier) -> Iterator[None]:
 
 
 def _result(
-    planned: Planned, ended: Ended, *, tier: Tier, recorder: Recorder, watcher: Watcher
+    planned: Planned, ended: Ended, *, tier: Tier, recorder: Recorder, observer: JobObserver
 ) -> TrainingResult:
     error = failure_of(ended, tier)
     if error is not None:
-        watcher.failed(str(error), ended)
+        observer.record_failure(str(error), ended)
     return TrainingResult(
-        report=report_of(planned, tier, recorder, watcher, ended),
+        report=report_of(planned, tier, recorder, observer, ended),
         planned=planned,
         compared=tuple(compared_iterations(planned, recorder)),
         stopped=ended.ending == Ending.STOPPED,

@@ -29,10 +29,10 @@ from planaria.core.records import (
 from planaria.observe.metrics import EventRecord, IterationRecord
 from planaria.observe.recorder import Recorder
 from planaria.show.beside import expected_text
-from planaria.show.choice import back_text, choice_text
-from planaria.show.words import counted
+from planaria.show.choice_text import back_text, choice_text
+from planaria.show.words import count_text
 
-_AROUND: Final = {
+_TARGETS: Final = {
     "leader": "the coordinator",
     "forkserver": "the fork server",
     "store": "the checkpoint directory",
@@ -40,23 +40,23 @@ _AROUND: Final = {
 }
 
 
-class Progress(Protocol):
+class TrainingDisplay(Protocol):
     """A display of a job whose nodes have started."""
 
-    def began(self) -> None:
+    def show_training(self) -> None:
         """Shows that training has begun."""
 
-    def committed(self, record: IterationRecord) -> None:
+    def show_iteration(self, record: IterationRecord) -> None:
         """Shows a committed iteration."""
 
-    def replanned(self, plan: Plan) -> None:
+    def show_next_plan(self, plan: Plan) -> None:
         """Shows that the job goes on with another plan."""
 
     def note(self, text: str) -> None:
         """Shows something else that a person should know."""
 
 
-class Watcher:
+class JobObserver:
     """Forwards the launcher's messages to the recorder and the display.
 
     Args:
@@ -66,7 +66,7 @@ class Watcher:
     def __init__(
         self,
         recorder: Recorder,
-        display: Progress,
+        display: TrainingDisplay,
         *,
         predicted_peak_bytes: Callable[[Plan], int],
     ) -> None:
@@ -82,12 +82,12 @@ class Watcher:
         """See `Observer` in nodes/head/observer.py."""
         match message:
             case Starting():
-                self._starting(message)
+                self._on_starting(message)
             case Running():
-                self._running(message)
+                self._on_running(message)
             case Committed():
                 self._committed_s = message.now_s
-                self._display.committed(self._recorder.on_committed(message))
+                self._display.show_iteration(self._recorder.on_committed(message))
             case Recovering():
                 self._recorder.on_recovering(message)
                 self._display.note(_loss_text(message))
@@ -100,9 +100,9 @@ class Watcher:
                 self._recorder.on_awaiting_saves(message)
                 self._display.note(message.text)
             case Decided():
-                self._decided(message)
+                self._on_decided(message)
             case Changed():
-                self._changed(message)
+                self._on_changed(message)
             case ProfileCorrected():
                 self._recorder.on_profile_corrected(message)
                 if message.warning:
@@ -123,9 +123,9 @@ class Watcher:
         """See `Observer`."""
         self._recorder.on_fault(injection, now_s=now_s)
         nodes = ", ".join(str(node) for node in injection.nodes)
-        target = f"node {nodes}" if nodes else _AROUND.get(injection.kind, "")
+        target = f"node {nodes}" if nodes else _TARGETS.get(injection.kind, "")
         if injection.num_nodes:
-            target = counted(injection.num_nodes, "node")
+            target = count_text(injection.num_nodes, "node")
         self._display.note(f"injecting {injection.kind}: {target}")
 
     def on_coordinator_restart(self, *, lost_s: float, now_s: float) -> None:
@@ -149,13 +149,13 @@ class Watcher:
         """See `Observer`."""
         return msgspec.json.encode(self._recorder.events()).decode()
 
-    def failed(self, reason: str, ended: Ended) -> None:
+    def record_failure(self, reason: str, ended: Ended) -> None:
         """Records that training ended too early, and why."""
         iteration = self._recorder.next_iteration
         raised = ended.failure.raised if ended.failure else None
         self._recorder.add_event(ended.ending, iteration=iteration, reason=reason, raised=raised)
 
-    def ended(self, unfired: tuple[Injection, ...]) -> None:
+    def record_end(self, unfired: tuple[Injection, ...]) -> None:
         """Records the end of the job, and the faults that were never injected because the job never
         reached their places."""
         self._recorder.on_end()
@@ -187,30 +187,30 @@ class Watcher:
             **self._recorder.copy_measurements.table(fmean(back) if back else 0.0),
         }
 
-    def _starting(self, message: Starting) -> None:
+    def _on_starting(self, message: Starting) -> None:
         self._recorder.on_starting(message)
         if not self._has_begun:
             self._starting_s = message.now_s
             is_one = message.num_nodes == 1
             they = "is up and takes its" if is_one else "are up and take their"
-            self._display.note(f"{counted(message.num_nodes, 'node')} {they} layers")
+            self._display.note(f"{count_text(message.num_nodes, 'node')} {they} layers")
 
-    def _running(self, message: Running) -> None:
+    def _on_running(self, message: Running) -> None:
         for event in self._recorder.on_running(message):
             for text in _event_texts(event):
                 self._display.note(text)
         if not self._has_begun:
             self._has_begun = True
             self._began_s = message.now_s
-            self._display.began()
+            self._display.show_training()
 
-    def _decided(self, message: Decided) -> None:
+    def _on_decided(self, message: Decided) -> None:
         peak_bytes = self._predicted_peak_bytes(message.plan)
         self._recorder.on_decided(message, predicted_peak_bytes=peak_bytes)
-        self._degraded(message)
-        self._display.replanned(message.plan)
+        self._note_degraded(message)
+        self._display.show_next_plan(message.plan)
 
-    def _changed(self, message: Changed) -> None:
+    def _on_changed(self, message: Changed) -> None:
         peak_bytes = self._predicted_peak_bytes(message.plan)
         for event in self._recorder.on_changed(message, predicted_peak_bytes=peak_bytes):
             nodes = ", ".join(str(node) for node in event.nodes)
@@ -219,10 +219,10 @@ class Watcher:
                 f"{event.transfer_bytes / 1000000.0:.1f} MB moved while training went on; "
                 f"it paused for {1000 * event.downtime_s:.0f} ms"
             )
-        self._degraded(message)
-        self._display.replanned(message.plan)
+        self._note_degraded(message)
+        self._display.show_next_plan(message.plan)
 
-    def _degraded(self, message: Decided | Changed) -> None:
+    def _note_degraded(self, message: Decided | Changed) -> None:
         text = message.degraded
         if text and self._recorder.on_degraded(text, iteration=message.iteration):
             self._display.note(f"degraded: {text}")
@@ -244,7 +244,7 @@ def _event_texts(event: EventRecord) -> tuple[str, ...]:
         ("transfer", event.transfer_s),
     )
     parts = ", ".join(f"{name} {1000 * seconds:.0f}" for name, seconds in phases)
-    redone = f"{counted(event.redone_samples, 'sample')} redone"
+    redone = f"{count_text(event.redone_samples, 'sample')} redone"
     moved = f"{event.transfer_bytes / 1e6:.1f} MB moved, {redone}"
     back = back_text(event)
     expected = ""

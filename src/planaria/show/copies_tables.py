@@ -29,7 +29,7 @@ from planaria.show.page import (
     Page,
     Rectangle,
 )
-from planaria.show.words import bytes_text, counted, ranges_text, seconds_text
+from planaria.show.words import bytes_text, count_text, ranges_text, seconds_text
 
 _ROWS_MAX: Final = 32
 _CELL_PT_MAX: Final = 16.0
@@ -37,7 +37,7 @@ _NAMES_MAX: Final = 64  # Names of nodes along an edge of the picture.
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacementResult:
     """A placement of copies and its probabilities of survival.
 
     Attributes:
@@ -56,28 +56,28 @@ class Placed:
     def title(self) -> str:
         """The numbers of nodes and copies, and the strategy."""
         num_nodes = len(self.placement.holders)
-        copies = f"{counted(self.copies, 'copy')} of each state"
-        return f"{counted(num_nodes, 'node')}, {copies}, {self.strategy}"
+        copies = f"{count_text(self.copies, 'copy')} of each state"
+        return f"{count_text(num_nodes, 'node')}, {copies}, {self.strategy}"
 
 
-def placement_table(placed: Placed) -> Group:
+def placement_table(result: PlacementResult) -> Group:
     """A table of the nodes that keep each state, and one of the probabilities of survival."""
     holders = Table("state of nodes", "is kept by", box=box.SIMPLE)
-    groups = _alike(placed.placement)
+    groups = _groups_by_holders(result.placement)
     for nodes, kept_by in groups[:_ROWS_MAX]:
         holders.add_row(ranges_text(nodes), ranges_text(kept_by))
     survives = Table(box=box.SIMPLE)
     survives.add_column("lost nodes", justify="right")
     survives.add_column("all state survives", justify="right")
-    for lost, estimate in placed.by_lost.items():
+    for lost, estimate in result.by_lost.items():
         survives.add_row(str(lost), probability_text(estimate))
-    parts: list[RenderableType] = [Text(placed.title, style="bold"), holders]
+    parts: list[RenderableType] = [Text(result.title, style="bold"), holders]
     if len(groups) > _ROWS_MAX:
         parts.append(Text(f"{len(groups) - _ROWS_MAX} more rows are not shown; --json prints all"))
     parts.append(survives)
-    if placed.risks:
-        told = ", ".join(f"{name} {risk:.3g}" for name, risk in placed.risks.items())
-        parts.append(Text(f"probability of losing state under these failures: {told}"))
+    if result.risks:
+        risks = ", ".join(f"{name} {risk:.3g}" for name, risk in result.risks.items())
+        parts.append(Text(f"probability of losing state under these failures: {risks}"))
     return Group(*parts)
 
 
@@ -92,11 +92,11 @@ def probability_text(estimate: Estimate) -> str:
     return f"{100.0 * estimate.probability:.2f}%{error}"
 
 
-def placement_figure(placed: Placed, *, picture: Format) -> bytes:
+def placement_figure(result: PlacementResult, *, picture: Format) -> bytes:
     """A picture file with a matrix of states and the nodes that keep them, and bars below it with
     the probability that all state survives."""
     page = Page()
-    page.text((LEFT_PT, 42), placed.title, TITLE)
+    page.text((LEFT_PT, 42), result.title, TITLE)
     draw_heading(
         page,
         76,
@@ -104,7 +104,7 @@ def placement_figure(placed: Placed, *, picture: Format) -> bytes:
         note="a row is a node's state, a column a node that may keep it",
         legend=((FORWARD_COLOUR, "own"), (MEMORY_COLOUR, "copy")),
     )
-    holders = placed.placement.holders
+    holders = result.placement.holders
     cell = min(_CELL_PT_MAX, PLOT_WIDTH_PT / len(holders))
     gap, top, left = cell * 0.08, 98.0, PLOT_LEFT_PT
     page.ground(GROUND_COLOUR, Rectangle(left, top, cell * len(holders), cell * len(holders)))
@@ -119,7 +119,7 @@ def placement_figure(placed: Placed, *, picture: Format) -> bytes:
             place = (left + cell * holder + gap, top + cell * node + gap)
             page.box(colour, Rectangle(*place, cell - 2 * gap, cell - 2 * gap))
     top += cell * len(holders) + 40
-    return page.encoded(_draw_survival(page, placed.by_lost, top=top) + 24, picture)
+    return page.content(_draw_survival(page, result.by_lost, top=top) + 24, picture)
 
 
 def _draw_survival(page: Page, by_lost: Mapping[int, Estimate], *, top: float) -> float:
@@ -128,7 +128,7 @@ def _draw_survival(page: Page, by_lost: Mapping[int, Estimate], *, top: float) -
     draw_heading(page, top, heading="Survival", note=note, legend=())
     top += 14
     for lost, estimate in by_lost.items():
-        page.text((PLOT_LEFT_PT - 6, top + 9), counted(lost, "node"), LABEL, align="right")
+        page.text((PLOT_LEFT_PT - 6, top + 9), count_text(lost, "node"), LABEL, align="right")
         page.ground(GROUND_COLOUR, Rectangle(PLOT_LEFT_PT, top, PLOT_WIDTH_PT, 12))
         width = PLOT_WIDTH_PT * estimate.probability
         page.box(MEMORY_COLOUR, Rectangle(PLOT_LEFT_PT, top, width, 12))
@@ -138,7 +138,7 @@ def _draw_survival(page: Page, by_lost: Mapping[int, Estimate], *, top: float) -
     return top
 
 
-def _alike(placement: Placement) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _groups_by_holders(placement: Placement) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Groups of nodes whose state is kept by the same nodes, each group with these."""
     found: dict[tuple[int, ...], list[int]] = {}
     for node, nodes in enumerate(placement.holders):
@@ -156,7 +156,7 @@ def sending_text(sending: Mapping[int, Sending], copies: int) -> Text:
         return Text("No copies are sent: every node keeps its own, and all nodes hold every layer.")
     node, slowest = _slowest(sending)
     text = Text.assemble(
-        (f"{counted(copies, 'copy')} of each layer", "bold"),
+        (f"{count_text(copies, 'copy')} of each layer", "bold"),
         f": of a version node {node} sends {bytes_text(slowest.num_bytes)}, which takes "
         f"{seconds_text(slowest.sends_s)} of the {seconds_text(slowest.idle_s)} in which its "
         "network is idle in an iteration.\n",
