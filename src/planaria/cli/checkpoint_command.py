@@ -79,15 +79,15 @@ def verify(
     For an incomplete version it says why. The exit code is 1 if a version that was once complete is
     damaged, or if no version is complete.
     """
-    found = [one for one in _versions(directory) if version in ("", one.name)]
-    if not found:
+    chosen = [saved for saved in _versions(directory) if version in ("", saved.name)]
+    if not chosen:
         raise ConfigError(
             "--version",
             version,
             f"there is no such version in {directory}; planaria checkpoint ls lists them",
         )
     tier = tier_of(str(directory))
-    damage = {one.name: _damage(tier, one) for one in found}
+    damage = {saved.name: _damage(tier, saved) for saved in chosen}
     if as_json:
         sys.stdout.write(json.dumps(damage, indent=2) + "\n")
     else:
@@ -95,11 +95,13 @@ def verify(
         for name, reasons in damage.items():
             for line in reasons or ["undamaged"]:
                 console.print(f"{name}: {line}", markup=False)
-    if not version and not any(one.manifest for one in found):
+    if not version and not any(saved.manifest for saved in chosen):
         raise CheckpointError(f"{directory} holds no complete version")
-    meant = [one.name for one in found if version or one.reason not in (UNPUBLISHED, SET_ASIDE)]
-    if num_damaged := sum(bool(damage[name]) for name in meant):
-        text = f"a job cannot go on from {num_damaged} of {count_text(len(meant), 'version')}"
+    judged = [
+        saved.name for saved in chosen if version or saved.reason not in (UNPUBLISHED, SET_ASIDE)
+    ]
+    if num_damaged := sum(bool(damage[name]) for name in judged):
+        text = f"a job cannot go on from {num_damaged} of {count_text(len(judged), 'version')}"
         raise CheckpointError(text)
 
 
@@ -158,7 +160,8 @@ def export(
 
     Hugging Face transformers can read the directory with from_pretrained.
     """
-    tier, manifests = tier_of(directory), {one.name: one.manifest for one in _versions(directory)}
+    tier = tier_of(directory)
+    manifests = {saved.name: saved.manifest for saved in _versions(directory)}
     manifest = manifests.get(version) if version else newest_of(tier, directory)
     if manifest is None:
         raise ConfigError(
@@ -184,7 +187,9 @@ def _versions(directory: str) -> tuple[SavedVersion, ...]:
         raise ConfigError("DIRECTORY", directory, str(error)) from error
     if not versions:
         remedy = "there is no version of a job in it; name the checkpoint.directory of a job"
-        if subdirectories := [one for one in _subdirectories(directory) if tier_of(one).versions()]:
+        if subdirectories := [
+            path for path in _subdirectories(directory) if tier_of(path).versions()
+        ]:
             remedy = f"there is no version of a job in it, but in {', '.join(subdirectories)}"
         raise ConfigError("DIRECTORY", directory, remedy)
     return versions
@@ -192,20 +197,20 @@ def _versions(directory: str) -> tuple[SavedVersion, ...]:
 
 def _subdirectories(directory: str) -> list[str]:
     """The directories in a directory; none if it does not exist, or is an object store."""
-    return sorted(str(one) for one in Path(directory).glob("*") if one.is_dir())
+    return sorted(str(path) for path in Path(directory).glob("*") if path.is_dir())
 
 
 def _damage(tier: Tier, version: SavedVersion) -> list[str]:
     """The errors of all layers that cannot be read, or the reason why the version is incomplete."""
     if version.manifest is None:
         return [f"not complete: {version.reason}"]
-    found = []
+    errors = []
     for entry in version.manifest.layers:
         try:
             tier.read_layer(version.manifest, entry.layer)
         except CheckpointError as error:
-            found.append(str(error))
-    return found
+            errors.append(str(error))
+    return errors
 
 
 def _facts(version: SavedVersion) -> dict[str, Any]:

@@ -73,12 +73,12 @@ def _reports(path: Path) -> list[Path]:
     """The path itself if it is a file; else the reports in the directory, sorted by name."""
     if not path.is_dir():
         return [path]
-    found = [file for file in sorted(path.glob("*.json")) if _is_report(file)]
-    if not found:
+    reports = [file for file in sorted(path.glob("*.json")) if _is_report(file)]
+    if not reports:
         raise ConfigError(
             "REPORT", str(path), "there is no report of planaria train in this directory"
         )
-    return found
+    return reports
 
 
 def _is_report(path: Path) -> bool:

@@ -118,11 +118,11 @@ def placement(
     node = _probabilities(nodes, node_failure, probability or ())
     failures = Failures(node, _domains(nodes, domain or (), domain_failure))
     limits = _limits(nodes, copies, strategy, memory=memory, receive=receive)
-    found, risks = _chosen_placement(nodes, copies, strategy, limits=limits, failures=failures)
+    chosen, risks = _chosen_placement(nodes, copies, strategy, limits=limits, failures=failures)
     shown = range(1, min(nodes, 2 * copies) + 1)
     numbers = (num_lost,) if as_json and plot is None else sorted({*shown, num_lost})
-    by_lost = _survival(found, copies, strategy, numbers=numbers)
-    result = PlacementResult(strategy.value, found, copies, by_lost, risks)
+    by_lost = _survival(chosen, copies, strategy, numbers=numbers)
+    result = PlacementResult(strategy.value, chosen, copies, by_lost, risks)
     if plot is not None and picture is not None:
         write(plot, placement_figure(result, picture=picture))
     if as_json:
@@ -150,13 +150,13 @@ def _probabilities(num_nodes: int, of_all: float, some: Sequence[str]) -> tuple[
         ConfigError: a value is no probability, or a node does not exist.
     """
     _check_probability("--node-failure", of_all, of_all)
-    found = [of_all] * num_nodes
+    probabilities = [of_all] * num_nodes
     for text in some:
         nodes, value = parse_value("--probability", text, num_nodes)
         _check_probability("--probability", text, value)
         for node in nodes:
-            found[node] = value
-    return tuple(found)
+            probabilities[node] = value
+    return tuple(probabilities)
 
 
 def _check_probability(option: str, given: str | float, value: float) -> None:
@@ -213,21 +213,21 @@ def _chosen_placement(
     """The placement, and the risks under these failures of it and of `mixed`, by name."""
     mixed = paper_placement(nodes, copies, "mixed")
     if strategy is Strategy.OPTIMISED:
-        found = optimised_placement(copies, failures=failures, limits=limits)
+        chosen = optimised_placement(copies, failures=failures, limits=limits)
     else:
-        found = paper_placement(nodes, copies, _PAPER_STRATEGIES[strategy])
-    placements = {"mixed": mixed} | {strategy.value: found}
-    return found, {name: risk(failures, one.holders) for name, one in placements.items()}
+        chosen = paper_placement(nodes, copies, _PAPER_STRATEGIES[strategy])
+    placements = {"mixed": mixed} | {strategy.value: chosen}
+    return chosen, {name: risk(failures, one.holders) for name, one in placements.items()}
 
 
 def _survival(
-    found: Placement, copies: int, strategy: Strategy, *, numbers: Sequence[int]
+    chosen: Placement, copies: int, strategy: Strategy, *, numbers: Sequence[int]
 ) -> Mapping[int, Estimate]:
     """The probability that all state survives, for each of these numbers of lost nodes."""
-    num_nodes = len(found.holders)
+    num_nodes = len(chosen.holders)
     if strategy is Strategy.OPTIMISED:
         rng = np.random.default_rng(0)
-        by_lost = survival_by_lost(num_nodes, found.holders, most_lost=max(numbers), rng=rng)
+        by_lost = survival_by_lost(num_nodes, chosen.holders, most_lost=max(numbers), rng=rng)
         return {number: by_lost[number] for number in numbers}
     paper = _PAPER_STRATEGIES[strategy]
     return {

@@ -178,7 +178,9 @@ class JobObserver:
         retrieval_s = self._began_s - self._starting_s if is_resumed else 0.0
         period_s = every * fmean(record.seconds for record in records) if records else 0.0
         wasted_s = checkpoint_s + period_s / 2.0 + retrieval_s if every else 0.0
-        back = [one.transfer_s for one in self._recorder.events() if one.source_tier == "memory"]
+        back = [
+            event.transfer_s for event in self._recorder.events() if event.source_tier == "memory"
+        ]
         return {
             "every": float(every),
             "checkpoint_s": checkpoint_s,
