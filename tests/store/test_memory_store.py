@@ -134,7 +134,8 @@ def test_keep_alives_are_answered_while_the_disk_hangs() -> None:
 
     async def run(store: EmbeddedStore, disk: GatedDisk) -> None:
         disk.gate.set()
-        lease, other = await store.grant(30.0), await store.grant(1.0)
+        (lease,) = await store.grant_each(("a",), 30.0)
+        (other,) = await store.grant_each(("b",), 1.0)
         disk.gate.clear()
         write = asyncio.create_task(store.put("a", b"", lease=lease))
         await settle()
@@ -173,7 +174,7 @@ def test_a_store_that_cannot_write_says_so_to_everyone() -> None:
         await settle()
         broken = True
 
-        for failing in (store.put("a", b"2"), store.grant(1.0), watch):
+        for failing in (store.put("a", b"2"), store.grant_each(("b",), 1.0), watch):
             with pytest.raises(StoreError, match="the disk is full"):
                 await failing
         assert await store.get("a") == Entry("a", b"1", 1, 0)

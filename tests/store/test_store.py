@@ -18,7 +18,6 @@ from planaria.store.store import (
     Event,
     Expire,
     Gone,
-    Grant,
     GrantEach,
     Guard,
     KeepAlive,
@@ -100,12 +99,12 @@ def test_every_guard_of_a_write_must_hold() -> None:
 
 def test_an_evicted_node_writes_nothing_late() -> None:
     """Also after it has joined anew: its old guard names the revision of its old membership."""
-    state = after(Grant(3.0), Put(KEYS.node(4), b"", lease=1))
+    state = after(GrantEach((KEYS.node(4),), 3.0))
     late = Put(KEYS.commit, b"late", (Guard(KEYS.node(4), 1),))
     assert step(state, late, 2.0).result == 2
 
     evicted = after(Expire(), state=state, now_s=3.0)
-    joined_again = after(Grant(3.0), Put(KEYS.node(4), b"", lease=2), state=evicted)
+    joined_again = after(GrantEach((KEYS.node(4),), 3.0), state=evicted)
 
     for state in (evicted, joined_again):
         with pytest.raises(ConflictError):
@@ -165,7 +164,7 @@ def test_a_value_that_etcd_would_refuse_is_refused_here() -> None:
 
 def test_keys_go_with_their_lease_in_one_step_and_others_stay() -> None:
     """Not before its time; each key's end is a change with a revision of its own."""
-    state = after(Grant(3.0), Grant(5.0), Put("a", b"", lease=1), Put("b", b"", lease=2))
+    state = after(GrantEach(("a",), 3.0), GrantEach(("b",), 5.0))
     state = after(Put("c", b"", lease=1), Put("d", b""), state=state)
 
     assert step(state, Expire(), 2.999).changes == ()
@@ -178,7 +177,7 @@ def test_keys_go_with_their_lease_in_one_step_and_others_stay() -> None:
 
 def test_a_lease_kept_alive_has_its_whole_time_again() -> None:
     """And one that is over stays over: its holder is told."""
-    state = after(Grant(3.0), Put("a", b"", lease=1))
+    state = after(GrantEach(("a",), 3.0))
     state = after(KeepAlive(1), state=state, now_s=2.0)
     assert "a" in after(Expire(), state=state, now_s=4.9).entries
 
@@ -193,7 +192,7 @@ def test_a_lease_kept_alive_has_its_whole_time_again() -> None:
 
 def test_a_keep_alive_that_was_read_late_still_counts() -> None:
     """A stall of the store's process ends no lease whose holder has spoken in the meantime."""
-    state = after(Grant(3.0), Put("a", b"", lease=1))
+    state = after(GrantEach(("a",), 3.0))
 
     state = after(KeepAlive(1), Expire(), state=state, now_s=60.0)
 
@@ -202,17 +201,17 @@ def test_a_keep_alive_that_was_read_late_still_counts() -> None:
 
 def test_a_key_belongs_to_the_lease_of_its_last_write() -> None:
     """A node that joins anew is not swept away by the end of its old lease."""
-    state = after(Grant(1.0), Grant(9.0), Put("a", b"", lease=1), Put("b", b"", lease=1))
+    state = after(GrantEach(("a",), 1.0), GrantEach(("c",), 9.0), Put("b", b"", lease=1))
 
     state = after(Put("a", b"", lease=2), Put("b", b""), Revoke(1), state=state)
 
-    assert set(state.entries) == {"a", "b"}
+    assert set(state.entries) == {"a", "b", "c"}
     assert set(after(Revoke(2), state=state).entries) == {"b"}
 
 
 def test_many_keys_get_a_lease_each_in_one_step() -> None:
     """In place of those that they had before, which end; another key of such a lease goes."""
-    state = after(Grant(3.0), Put("a", b"", lease=1), Put("b", b"", lease=1))
+    state = after(GrantEach(("a",), 3.0), Put("b", b"", lease=1))
     found = step(state, GrantEach(("a", "c"), 5.0), 10.0)
 
     assert found.result == 3
@@ -225,14 +224,14 @@ def test_many_keys_get_a_lease_each_in_one_step() -> None:
 
 def test_lease_numbers_are_never_used_again() -> None:
     """A late keep-alive must not keep another node's lease alive."""
-    state = after(Grant(1.0), Grant(1.0), Revoke(2))
+    state = after(GrantEach(("a", "b"), 1.0), Revoke(2))
 
-    assert step(state, Grant(1.0), 0.0).result == 3
+    assert step(state, GrantEach(("a",), 1.0), 0.0).result == 3
 
 
 def test_leases_have_their_whole_time_after_a_restart() -> None:
     """On a clock that began anew, and however long the store was down."""
-    state = after(Grant(3.0), Put("a", b"", lease=1), now_s=5000.0)
+    state = after(GrantEach(("a",), 3.0), now_s=5000.0)
 
     state = with_full_leases(state, now_s=10.0)
 
@@ -248,9 +247,10 @@ def test_a_watch_sees_every_change_once_and_in_order() -> None:
 
     async def run() -> None:
         store: Store = EmbeddedStore(Flusher(), now_s=lambda: 0.0)
-        lease = await store.grant(3.0)
-        for index in range(3):
-            await store.put(KEYS.event(index), b"%d" % index, lease=lease)
+        (lease,) = await store.grant_each((KEYS.event(0),), 3.0)
+        await store.put(KEYS.commit, b"")
+        for index in (1, 2):
+            await store.put(KEYS.event(index), b"", lease=lease)
             await store.put(KEYS.commit, b"")
         watches = [
             asyncio.create_task(taken(store, KEYS.event(0)[:-1], first_revision=first, num=num))
@@ -261,7 +261,7 @@ def test_a_watch_sees_every_change_once_and_in_order() -> None:
         await store.revoke(lease)
 
         everything = [
-            *(Entry(KEYS.event(index), b"%d" % index, 2 * index + 1, lease) for index in range(3)),
+            *(Entry(KEYS.event(index), b"", 2 * index + 1, lease) for index in range(3)),
             Entry(KEYS.event(3), b"3", 7, 0),
             *(Gone(KEYS.event(index), 8 + index) for index in range(3)),
         ]

@@ -166,27 +166,21 @@ class StoreMachine(RuleBasedStateMachine):
 
         self.change(self.store.put(key, b"new", supersedes=old), done)
 
-    @rule(keys=st.lists(st.sampled_from(KEYS), max_size=3, unique=True))
-    def grant_each(self, keys: list[str]) -> None:
+    @rule(
+        keys=st.lists(st.sampled_from(KEYS), max_size=3, unique=True),
+        ttl_s=st.sampled_from((0.5, 3.0, 20.0)),
+    )
+    def grant_each(self, keys: list[str], ttl_s: float) -> None:
         def granted(model: Model) -> None:
             old = [model.entries[key].lease for key in keys if key in model.entries]
             for key in keys:
                 model.num_leases += 1
-                model.leases[model.num_leases] = (3.0, self.now_s + 3.0)
+                model.leases[model.num_leases] = (ttl_s, self.now_s + ttl_s)
                 model.put(key, b"", model.num_leases)
             model.end(sorted(set(old) & set(model.leases)))
 
-        leases = self.change(self.store.grant_each(keys, 3.0), granted)
+        leases = self.change(self.store.grant_each(keys, ttl_s), granted)
         assert [self.model.num_leases - len(keys) + 1 + n for n in range(len(keys))] == [*leases]
-
-    @rule(ttl_s=st.sampled_from((0.5, 3.0, 20.0)))
-    def grant(self, ttl_s: float) -> None:
-        def granted(model: Model) -> None:
-            model.num_leases += 1
-            model.leases[model.num_leases] = (ttl_s, self.now_s + ttl_s)
-
-        lease = self.change(self.store.grant(ttl_s), granted)
-        assert self.model.num_leases == lease
 
     @rule(lease=st.integers(1, 5))
     def keep_alive(self, lease: int) -> None:

@@ -17,7 +17,6 @@ from planaria.store.store import (
     Entry,
     Event,
     Expire,
-    Grant,
     GrantEach,
     Guard,
     KeepAlive,
@@ -100,15 +99,21 @@ class EmbeddedStore:
         """See Store."""
         return await self._carry_out(Put(key, value, tuple(guards), lease, tuple(supersedes)))
 
-    async def grant(self, ttl_s: float) -> int:
-        """See Store."""
-        return (await self._grant(Grant(ttl_s), 1))[-1]
-
     async def grant_each(
         self, keys: Sequence[str], ttl_s: float, *, guards: Sequence[Guard] = ()
     ) -> Sequence[int]:
-        """See Store."""
-        return await self._grant(GrantEach(tuple(keys), ttl_s, tuple(guards)), len(keys))
+        """See Store. TTLs count from the moment of the return: the disk may be slow."""
+        end = self._decided_state.newest_lease + 1 + len(keys)
+        leases = range(end - len(keys), end)
+        unreturned_leases = self._unreturned_leases
+        unreturned_leases.update(leases)
+        try:
+            newest = await self._carry_out(GrantEach(tuple(keys), ttl_s, tuple(guards)))
+            assert newest == end - 1
+            self._renew(leases)
+        finally:
+            unreturned_leases.difference_update(leases)
+        return leases
 
     async def keep_alive(self, lease: int) -> None:
         """See Store. Never waits, so that a slow disk does not make a live holder give up."""
@@ -140,20 +145,6 @@ class EmbeddedStore:
     def next_deadline_s(self) -> float:
         """Time at which the next lease is due, by the store's clock; infinity without leases."""
         return min(self._decided_state.deadlines.values(), default=math.inf)
-
-    async def _grant(self, operation: Grant | GrantEach, num: int) -> Sequence[int]:
-        """New leases. Their TTL counts from the moment they are returned: the disk may be slow."""
-        end = self._decided_state.newest_lease + 1 + num
-        leases = range(end - num, end)
-        unreturned_leases = self._unreturned_leases
-        unreturned_leases.update(leases)
-        try:
-            newest = await self._carry_out(operation)
-            assert newest == end - 1
-            self._renew(leases)
-        finally:
-            unreturned_leases.difference_update(leases)
-        return leases
 
     def _renew(self, leases: Collection[int]) -> None:
         if leases:

@@ -131,13 +131,6 @@ class Store(Protocol):
             LeaseLostError: there is no such lease.
         """
 
-    async def grant(self, ttl_s: float) -> int:
-        """A new lease, which ends if it is not kept alive for ttl_s or a little longer.
-
-        A holder must count ttl_s from before its request, and stop when that time is over. Then it
-        has stopped before anyone learns that its lease has ended.
-        """
-
     async def grant_each(
         self, keys: Sequence[str], ttl_s: float, *, guards: Sequence[Guard] = ()
     ) -> Sequence[int]:
@@ -145,6 +138,10 @@ class Store(Protocol):
 
         The leases to which the keys were bound before end. The call waits for the disk once,
         whatever the number of keys.
+
+        A lease ends if it is not kept alive for ttl_s or a little longer. A holder must count ttl_s
+        from before its request, and stop when that time is over. Then it has stopped before anyone
+        learns that its lease has ended.
 
         Raises:
             ConflictError: a guard does not hold.
@@ -222,11 +219,6 @@ class Put:
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
-    ttl_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class GrantEach:
     keys: tuple[str, ...]
     ttl_s: float
@@ -248,7 +240,7 @@ class Expire:
     """Ends the leases that are due."""
 
 
-Operation = Put | Grant | GrantEach | KeepAlive | Revoke | Expire
+Operation = Put | GrantEach | KeepAlive | Revoke | Expire
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,7 +276,7 @@ class StoreStep(NamedTuple):
     """Effect of an operation; make all `changes` durable at once before you tell anyone."""
 
     state: StoreState
-    result: int  # The newest lease after a Grant or a GrantEach, else the store's revision.
+    result: int  # The newest lease after a GrantEach, else the store's revision.
     changes: tuple[Change, ...]
 
 
@@ -301,9 +293,6 @@ def step(state: StoreState, operation: Operation, now_s: float) -> StoreStep:
     match operation:
         case Put():
             changes = _put_changes(state, operation)
-        case Grant(ttl_s):
-            assert ttl_s > 0
-            changes = (LeaseGranted(state.newest_lease + 1, ttl_s),)
         case GrantEach():
             changes = _grant_each_changes(state, operation)
         case KeepAlive(lease):
@@ -316,7 +305,7 @@ def step(state: StoreState, operation: Operation, now_s: float) -> StoreStep:
             due_leases = {lease for lease, due_s in state.deadlines.items() if due_s <= now_s}
             changes = _end_changes(state, due_leases)
     state = state_after(state, changes, now_s=now_s)
-    is_grant = isinstance(operation, Grant | GrantEach)
+    is_grant = isinstance(operation, GrantEach)
     result = state.newest_lease if is_grant else state.revision
     return StoreStep(state, result, changes)
 

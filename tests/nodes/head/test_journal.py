@@ -32,7 +32,7 @@ async def fill(store: EmbeddedStore, journal: Path) -> list[tuple[int, KeyRange]
 
     async def grant() -> None:
         nonlocal lease
-        lease = await store.grant(3.0)
+        (lease,) = await store.grant_each(("node/1",), 3.0)
 
     for operation in (
         lambda: store.put("a", b"1"),
@@ -118,22 +118,21 @@ def test_the_journal_stays_small_and_loses_nothing_by_it(tmp_path: Path) -> None
     async def run() -> None:
         sizes = []
         async with open_store(tmp_path, now_s=lambda: 0.0, rewrite_bytes=1000) as store:
-            lease, ended = await store.grant(3.0), await store.grant(3.0)
+            lease, ended = await store.grant_each(("node", "other"), 3.0)
             await store.revoke(ended)
-            await store.put("node", b"", lease=lease)
             for index in range(300):
                 await store.put("commit", b"%d" % index)
                 sizes.append((tmp_path / "journal").stat().st_size)
-            seen = await first_events(store, first_revision=1, num=301)
+            seen = await first_events(store, first_revision=1, num=303)
             expected = await store.range("")
         num_rewrites = sum(after < before for before, after in pairwise(sizes))
         assert num_rewrites >= 2
 
         async with open_store(tmp_path, now_s=lambda: 0.0) as store:
             assert expected == await store.range("")
-            assert seen == await first_events(store, first_revision=1, num=301)
+            assert seen == await first_events(store, first_revision=1, num=303)
             await store.keep_alive(lease)
-            assert ended + 1 == await store.grant(3.0)
+            assert [ended + 1] == [*await store.grant_each(("other",), 3.0)]
 
     asyncio.run(run())
 
