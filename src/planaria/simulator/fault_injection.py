@@ -107,7 +107,7 @@ class FaultInjection:
             case FaultKind.PAUSE:
                 self._stop((cluster.leader.process,), fault.duration_s)
             case FaultKind.CUT:
-                self._cut(node, fault.other if fault.other != node else fault.node, fault)
+                self._cut(node, self._other_node(node, fault), fault)
             case FaultKind.ISOLATE:
                 for other in set(cluster.agents) - {node}:
                     self._cut(node, other, fault)
@@ -164,9 +164,13 @@ class FaultInjection:
                 self._cluster.network.break_all(process)
         agent.kill()
 
+    def _other_node(self, node: int, fault: Fault) -> int:
+        """The second node of a cut; the node at the fault's place may be `fault.other`."""
+        others = sorted(set(self._cluster.agents) - {node})
+        return fault.other if fault.other != node else others[node % len(others)]
+
     def _cut(self, node: int, other: int, fault: Fault) -> None:
-        if other < LAUNCHER or node == other:
-            return
+        assert node != other
         network = self._cluster.network
         network.cut(node, other, breaks=fault.breaks)
         if math.isfinite(fault.duration_s):
