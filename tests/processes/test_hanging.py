@@ -65,7 +65,7 @@ def test_a_resume_says_that_a_directory_does_not_answer(
     is_over = threading.Event()
     directory = tmp_path / "saves"
     real: Callable[..., object]
-    name = "_locked" if module is claim else "_check_writable"
+    name = "_lock_file" if module is claim else "_check_writable"
     real = getattr(module, name)
 
     def late(*arguments: object) -> object:
