@@ -312,7 +312,9 @@ def test_what_the_users_code_raises_is_shown_once_from_its_first_own_frame(
     assert len(re.findall(rf"(?:Error: |^){re.escape(error)}", result.stderr, re.M)) == 1
     frames = re.findall(r'File "(.*?)", line', result.stderr)
     assert "mistaken_models" in frames[0]
-    assert re.search(r"the job's own code raised (in rank \d|before training)", result.stderr)
+    assert re.search(
+        r"the job's own code raised an error (in rank \d|before training)", result.stderr
+    )
     assert Path(CHECKPOINTS).exists() == (model != "raises_at_once")
 
 
@@ -352,8 +354,8 @@ def test_a_profile_of_another_model_is_refused() -> None:
     assert command("profile", str(job), "-o", "tiny.json").exit_code == 0
 
     for setting, part in (
-        ("model.config.n_layer=3", "number of layers is 4 there and 5 here"),
+        ("model.config.n_layer=3", "number of layers is 4 in the profile and 5 in the job"),
         ("model.config.n_embd=8", "parameter_bytes of layer"),
-        ("training.microbatch_size=1", "microbatch_size is 2 there and 1 here"),
+        ("training.microbatch_size=1", "microbatch_size is 2 in the profile and 1 in the job"),
     ):
         assert_mistake(train(job, "model.profile=tiny.json", setting), "model.profile", part)
