@@ -86,6 +86,17 @@ PREPOSITIONS = {
     *("upon", "via", "with", "within", "without"),
 }
 RELATIVES = {"how", "if", "that", "what", "when", "where", "which", "while", "who", "whom", "whose"}
+# Participles that do not end in -ed. Not those that are verbs as they stand: cut, put, read, run.
+PARTICIPLES = {
+    *("begun", "bound", "broken", "brought", "built", "caught", "chosen", "dealt", "done"),
+    *("drawn", "driven", "fallen", "felt", "forgotten", "found", "frozen", "given", "gone"),
+    *("grown", "heard", "held", "hidden", "hung", "kept", "known", "laid", "learnt", "led"),
+    *("left", "lent", "lost", "made", "met", "paid", "said", "seen", "sent", "shown", "slept"),
+    *("sold", "sought", "spent", "spoilt", "stolen", "stood", "struck", "swept", "taken"),
+    *("thrown", "told", "torn", "undone", "understood", "withdrawn", "won", "worn", "written"),
+}
+NO_PARTICIPLES = {"exceed", "feed", "heed", "need", "proceed", "seed", "speed", "succeed"}
+PARTICLES = PREPOSITIONS | {"again", "and", "anew", "apart", "away", "back", "not", "off", "out"}
 CITATION = re.compile(r'docs/(\w+)\.md,\s+((?:"[^"]+"(?:\s+and\s+)?)+)')
 MARKERS = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|X" + r"XX)\b")
 MACHINE_PATH = re.compile(r"(?<![\w.<>])/(home|root|work)/")
@@ -265,9 +276,29 @@ def _first_word(text: str) -> str:
     return word[0].lower() if word else ""
 
 
+def verbs(file: File) -> Iterator[Problem]:
+    """No function is a bare participle: it does something, or is named for what it returns."""
+    if not file.module:
+        return
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if any(ast.unparse(mark) == "property" for mark in node.decorator_list):
+                continue  # It is read as a field.
+            words = node.name.strip("_").split("_")
+            others = [word for word in words if word not in PARTICLES]
+            is_phrase = words[0] in {"on", "with", "without"}
+            if others and not is_phrase and all(_is_participle(word) for word in others):
+                yield node.lineno, f"{node.name} is a participle; name what it does or returns"
+
+
+def _is_participle(word: str) -> bool:
+    is_regular = len(word) > 3 and word.endswith("ed") and word not in NO_PARTICIPLES
+    return is_regular or word in PARTICIPLES
+
+
 RULES: tuple[Rule, ...] = (
     *(layers, torch_is_apart, purity, sizes),
-    *(speech, handlers, leftovers, packages, docstrings, sentences),
+    *(speech, handlers, leftovers, packages, docstrings, sentences, verbs),
 )
 
 
@@ -329,6 +360,32 @@ def test_no_two_modules_of_tests_have_one_name() -> None:
     del names["__init__.py"]
 
     assert [name for name, number in names.items() if number > 1] == []
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """One name is one thing: a reader who searches for it arrives at one place."""
+    names = Counter(
+        node.name
+        for file in _tree_files()
+        if file.module
+        for node in ast.walk(file.tree)
+        if isinstance(node, ast.ClassDef)
+    )
+
+    assert [name for name, number in names.items() if number > 1] == []
+
+
+def test_no_two_modules_have_one_name() -> None:
+    """Only a modelled part has the name of what it models."""
+    names = Counter(
+        file.module.rpartition(".")[2]
+        for file in _tree_files()
+        if file.module
+        and not file.module.startswith("planaria.simulator.modelled.")
+        and not file.path.endswith("__init__.py")
+    )
+
+    assert [name for name, number in names.items() if number > 1] == ["__main__"]
 
 
 def test_a_small_module_has_more_than_one_importer() -> None:
@@ -438,6 +495,9 @@ BAD: tuple[tuple[Rule, str, str, int], ...] = (
     (packages, "planaria.core", "from planaria.core.plan import Plan\n", 1),
     (docstrings, "planaria.core.plan", "x = 1\n", 1),
     (sentences, "planaria.core.plan", '"""Of whole nodes, so many."""\n', 1),
+    (verbs, "planaria.core.plan", "def told(x):\n    return x\n", 1),
+    (verbs, "planaria.core.plan", "class A:\n    def _gone_on(self):\n        return 1\n", 2),
+    (verbs, "planaria.core.plan", "def committed_again():\n    return 1\n", 1),
     (
         sentences,
         "planaria.core.plan",
@@ -469,6 +529,9 @@ GOOD: tuple[tuple[Rule, str, str], ...] = (
     (packages, "planaria", "from planaria.job.training_job import Job\n"),
     (docstrings, "planaria.core", ""),
     (sentences, "planaria.core.plan", '"""Plans.\n\nArgs:\n    x: index of it.\n"""\n'),
+    (verbs, "planaria.core.plan", "def seed():\n    def on_lost():\n        return 1\n"),
+    (verbs, "planaria.core.plan", "def lost_nodes():\n    return 1\n"),
+    (verbs, "", "def told(x):\n    return x\n"),
 )
 
 

@@ -170,7 +170,7 @@ def samples_at_risk(transition: Transition, *, global_batch_size: int, outlook: 
     is_saving = outlook.unsaved_samples < 2 * outlook.between_saves
     between_saves = outlook.between_saves if is_saving else inf
 
-    def lost_after(at_s: float, trained: float, samples_per_s: float) -> float:
+    def samples_lost(at_s: float, trained: float, samples_per_s: float) -> float:
         if at_s == inf:
             return 0.0
         unsaved = (outlook.unsaved_samples + trained) % between_saves
@@ -185,8 +185,8 @@ def samples_at_risk(transition: Transition, *, global_batch_size: int, outlook: 
     lost = shares[0] * now * -expm1(-rate * phases[0].begins_s)
     for share, (_, samples_per_s, begins_s, ends_s, trained) in zip(shares, phases, strict=True):
         by_end = trained + samples_per_s * (ends_s - begins_s)
-        lost += share * lost_after(begins_s, trained, samples_per_s)
-        lost -= share * lost_after(ends_s, by_end, samples_per_s)
+        lost += share * samples_lost(begins_s, trained, samples_per_s)
+        lost -= share * samples_lost(ends_s, by_end, samples_per_s)
     return lost
 
 

@@ -167,10 +167,10 @@ class SimulatedAgent:
             is_over: Future[None] = Future()
             end.on_message = self._on_message
 
-            def closed(is_over: Future[None] = is_over) -> None:
+            def resolve(is_over: Future[None] = is_over) -> None:
                 is_over.resolve(None)
 
-            end.on_close = closed
+            end.on_close = resolve
             for fact in repeated_reports(self.state, self.process.now_s):
                 end.send(fact)
             self._to_coordinator = end
