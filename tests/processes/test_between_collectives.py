@@ -126,7 +126,7 @@ def test_copies_that_a_node_has_no_memory_for_are_refused_with_the_figure(
 def test_an_iteration_is_saved_once(alone: MemoryCheckpointer) -> None:
     """Or two states would have one name."""
     assert alone.save(5)
-    with pytest.raises(ConfigError, match="must be above 5, saved before"):
+    with pytest.raises(ConfigError, match="must be above 5, the iteration that was saved before"):
         alone.save(5)
 
 

@@ -278,7 +278,7 @@ def test_a_job_that_loses_all_its_nodes_says_how_they_ended(
     """And leaves something to resume from, though nothing has been trained."""
     children = set(psutil.Process(server.pid).children())
 
-    with pytest.raises(InsufficientError, match=r"killed by signal 9; .* of iteration 0, go on"):
+    with pytest.raises(InsufficientError, match=r"killed by signal 9; .* of iteration 0; go on"):
         dying_job("killed_with_its_node", tmp_path).train(server=server)
 
     assert set(psutil.Process(server.pid).children()) <= children

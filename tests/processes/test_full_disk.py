@@ -84,7 +84,7 @@ class _Filling(SilentDisplay):
             self._filler.write_bytes(bytes(space.f_bavail * space.f_frsize - 2 * 4096))
 
     def note(self, text: str) -> None:
-        if "were not saved" in text and not self._stays:
+        if "was not saved" in text and not self._stays:
             self._filler.unlink(missing_ok=True)
 
 

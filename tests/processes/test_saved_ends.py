@@ -439,7 +439,7 @@ def test_a_report_is_interrupted_by_ctrl_c_alone_which_loses_nothing(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(library, "report_of", report_of)
-    with pytest.raises(KeyboardInterrupt, match=r"after training had ended; .* of iteration 1, go"):
+    with pytest.raises(KeyboardInterrupt, match=r"after training had ended; .* of iteration 1; go"):
         Job(config).run(server=own_server)
 
     assert [signal.getsignal(number) for number in LEAVE_SIGNALS] == before
