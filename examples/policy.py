@@ -4,7 +4,8 @@
 
 prints its answer beside planaria's own, for GPT-3 6.7B on twelve nodes of which one is lost. It is
 what data-parallel training does on most clusters: nothing moves, and survivors of a broken pipeline
-wait. To train with a policy, give it a name in src/planaria/policies/named.py.
+wait. To train with a policy, give it a name in policies/named.py, its traits in policies/traits.py,
+and add the name to the values of `resilience.policy` in core/job.py (all below src/planaria).
 """
 
 from dataclasses import dataclass

@@ -59,7 +59,7 @@ class UnequalPlanner:
         counts = self._counts(nodes)
         num_parts = prod(count + 1 for count in counts)
         if num_parts > PARTS_MAX:
-            why = f"make {num_parts} different pipelines; at most {PARTS_MAX} would do: give "
+            why = f"make {num_parts} different pipelines; at most {PARTS_MAX} work: give "
             why += "nodes that are nearly alike the same speed and memory"
             raise InfeasibleError(Limit.KINDS, len(self._costs.kinds), why)
         self.ranked: dict[PipelineTemplate, RankedTemplate] = {}
