@@ -86,7 +86,7 @@ class KeeperSlot:
         """Hands the slot's memory to another keeper, which is started if there is none.
 
         Raises:
-            CheckpointError: as for `attach`.
+            CheckpointError: the keeper does not start; see `attach`.
         """
         self._sock.close()
         self._sock, self._file, _, again = _take_slot(

@@ -240,7 +240,7 @@ class MemoryCheckpointer:
             still being copied, if a peer was lost, or if a node has no keeper any more.
 
         Raises:
-            ConfigError: as many or more iterations were saved before. The first call, and calls
+            ConfigError: no fewer iterations were saved before. The first call, and calls
                 after the optimizer's state got other parts, also raise it if a node lacks memory
                 for the copies, or if a restore could not bring back all of the state.
         """

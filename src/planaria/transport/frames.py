@@ -151,7 +151,7 @@ async def shake_hands(
     """Does the `handshake` over an asyncio stream; returns the other end's identity.
 
     Raises:
-        AuthenticationError: as `handshake`, or it took more than HANDSHAKE_TIMEOUT_S.
+        AuthenticationError: the handshake was refused, or took more than HANDSHAKE_TIMEOUT_S.
         IncompleteReadError, ConnectionError: the stream ended.
     """
     steps = handshake(token, role, identity=identity)
