@@ -58,7 +58,6 @@ from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.cloud import LocalOperator
 from planaria.nodes.head.job_processes import JobProcesses
 from planaria.nodes.head.leader_spec import LeaderSpec
-from planaria.nodes.head.newest_records import NewestRecords
 from planaria.nodes.head.observer import Observer
 from planaria.nodes.head.process_events import (
     coordinator_data,
@@ -70,6 +69,7 @@ from planaria.nodes.head.process_events import (
 )
 from planaria.nodes.head.request_socket import Drains, reply_function, serve_requests
 from planaria.nodes.injector import Injector, Targets, coordinator_places, node_places
+from planaria.protocol.newest_records import NewestRecords
 from planaria.transport.frames import FrameDecoder, frame
 
 logger = logging.getLogger(__name__)

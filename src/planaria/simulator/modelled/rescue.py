@@ -1,6 +1,6 @@
-"""What the simulated launcher knows of a job's records, and hands to a coordinator that only saves.
+"""When the simulated launcher starts a coordinator that only saves, and from which records.
 
-Source: nodes/head/launcher.py; the steps come in the same order.
+The launcher of nodes/head/launcher.py keeps its records in the same class, `NewestRecords`.
 """
 
 from collections.abc import Collection
@@ -11,13 +11,12 @@ from planaria.core.records import (
     Committed,
     Leading,
     Members,
-    Outcome,
-    Progress,
     Recorded,
     Rescue,
     ToLauncher,
     Unrecorded,
 )
+from planaria.protocol.newest_records import NewestRecords
 
 RESTARTS_MAX: Final = 5  # Restarts of the coordinator without a commit in between.
 RESCUES_MAX: Final = 3  # Coordinators that only save.
@@ -36,15 +35,12 @@ class ReportedRecords:
         self.save_only_reason = ""
         self.num_restarts = self.num_rescues = 0
         self._led_term = -1
-        self._members = Members(epoch=plan.epoch, term=-1, nodes=plan.nodes)
-        self._outcome: Outcome | None = None
-        self._progress: Progress | None = None
-        self._reported_until = (-1, 0)
+        self._newest = NewestRecords(Members(epoch=plan.epoch, term=-1, nodes=plan.nodes))
 
     @property
     def nodes(self) -> tuple[int, ...]:
         """The newest members."""
-        return self._members.nodes
+        return self._newest.nodes
 
     def on_message(self, message: ToLauncher) -> None:
         """Takes a message of the coordinator."""
@@ -52,15 +48,10 @@ class ReportedRecords:
             case Leading():
                 self._led_term = message.term
             case Recorded():
-                self._members = message.members or self._members
-                self._outcome = message.outcome or self._outcome
+                self._newest.add_records(message)
             case Unrecorded():
                 self.save_only_reason = self.save_only_reason or message.reason
-            case Committed() if (message.since, message.iteration) >= self._reported_until:
-                self._reported_until = (message.since, message.iteration + 1)
-                self._progress = Progress(
-                    num_committed=message.iteration + 1, ends=message.ends, since=message.since
-                )
+            case Committed() if self._newest.add_commit(message):
                 self.num_restarts = 0
 
     def restart(self) -> None:
@@ -78,18 +69,6 @@ class ReportedRecords:
             live_nodes: nodes whose agents are alive.
         """
         self.num_rescues += 1
-        staying = tuple(node for node in self._members.nodes if node in live_nodes)
-        gone = {*self._members.gone, *self._members.nodes}.difference(staying)
-        self._members = Members(
-            epoch=self._members.epoch + 1,
-            term=self._members.term + 1,
-            nodes=staying,
-            gone=tuple(sorted(gone)),
-        )
-        return Rescue(
-            reason=self.save_only_reason,
-            term=self._led_term + 1,
-            members=self._members,
-            outcome=self._outcome,
-            progress=self._progress,
+        return self._newest.rescue(
+            self.save_only_reason, term=self._led_term + 1, live_nodes=live_nodes
         )

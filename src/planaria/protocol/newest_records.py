@@ -1,4 +1,7 @@
-"""The newest records that a launcher has been told of, for a coordinator that only saves."""
+"""The newest records that a launcher has been told of, for a coordinator that only saves.
+
+The launcher of nodes/head and the simulated one both keep them here.
+"""
 
 from collections.abc import Collection
 

@@ -1,7 +1,7 @@
 """What a launcher remembers of its coordinators' records."""
 
 from planaria.core.records import Committed, Members, Outcome, Recorded
-from planaria.nodes.head.newest_records import NewestRecords
+from planaria.protocol.newest_records import NewestRecords
 
 MEMBERS = Members(epoch=3, term=1, nodes=(0, 1, 2), gone=(7,))
 
