@@ -42,7 +42,7 @@ from planaria.job.config import load_job
 from planaria.job.planning import fork_server, given_profile, plan_job
 from planaria.job.training_job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
-from planaria.planner.plans import EveryPlan, bind
+from planaria.planner.plans import PlanCatalog, bind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -192,12 +192,12 @@ def _curve(job: JobConfig, server: ForkServer, name: str) -> Curve:
     if name != PEACE:
         job = _under(job, cast(PolicyName, name))
         faults = specs(job, Random(SEED))
-    every = _of_two_pipelines(job) if name == "absorb" else None
+    catalog = _of_two_pipelines(job) if name == "absorb" else None
     result = Job(job).run(
         injections=[parse_injection(spec) for spec in faults],
         server=server,
-        plan=every.plans[job.cluster.nodes] if every else None,
-        every=every,
+        plan=catalog.plans[job.cluster.nodes] if catalog else None,
+        catalog=catalog,
     )
     answered = [e for e in result.report.events if e.kind == "kill" and e.fired and e.answer]
     return Curve(
@@ -224,13 +224,13 @@ def _under(job: JobConfig, policy: PolicyName) -> JobConfig:
     return replace(job, resilience=replace(job.resilience, policy=policy), cluster=cluster)
 
 
-def _of_two_pipelines(job: JobConfig) -> EveryPlan:
+def _of_two_pipelines(job: JobConfig) -> PlanCatalog:
     """Prepared plans of which the only one, for all nodes, has two pipelines."""
     planned = plan_job(job, Prepared(profile=given_profile(job)))
     num_nodes = job.cluster.nodes
     halves = [planned.templates[num_nodes // 2]] * 2
     plan = bind(planned.problem, halves, range(num_nodes), epoch=0)
-    return replace(planned.every, plans={num_nodes: plan})
+    return replace(planned.catalog, plans={num_nodes: plan})
 
 
 def _error(result: TrainingResult, iterations: int) -> str:

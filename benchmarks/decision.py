@@ -25,7 +25,7 @@ from planaria.core.job import JobConfig, ResilienceConfig
 from planaria.core.plan import Plan, one_device_profile
 from planaria.job.planning import read_profile
 from planaria.nodes.head.leader_spec import REGROUP_S
-from planaria.planner.plans import EveryPlan, foreseen_plans
+from planaria.planner.plans import PlanCatalog, foreseen_plans
 from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_templates
 from planaria.policies.ahead import ForeseenAnswers, Lookup, look_ahead
@@ -57,14 +57,14 @@ def main() -> int:
 
 
 def _decide(num_nodes: int, goal_s: float) -> bool:
-    every, plan = _job(num_nodes)
+    catalog, plan = _job(num_nodes)
     job = JobConfig(resilience=ResilienceConfig(policy="adaptive"))
-    prices = profile_prices(every.problem.profile, regroup_s=REGROUP_S)
+    prices = profile_prices(catalog.problem.profile, regroup_s=REGROUP_S)
     prices = replace(prices, hop_s=HOP_S)
     known = ForeseenAnswers()
-    searched = layout_search(job, every.problem)
-    hurried = hurried_policy(job, every)
-    policy = Lookup(named_policy(job, every, searched), known, hurried)
+    searched = layout_search(job, catalog.problem)
+    hurried = hurried_policy(job, catalog)
+    policy = Lookup(named_policy(job, catalog, searched), known, hurried)
     began_s = last_s = process_time()
     longest_s, num_steps = 0.0, 0
     for found in look_ahead(policy.policy, searched, plan, prices=prices, failures_ahead=1):
@@ -80,7 +80,7 @@ def _decide(num_nodes: int, goal_s: float) -> bool:
         lost = plan.nodes[index * len(plan.nodes) // NUM_LOST + index]
         cluster = survivors(plan, (lost,), epoch=1)
         event = NodesLost((lost,), 0)
-        unaware = Lookup(named_policy(job, every), ForeseenAnswers(), hurried)
+        unaware = Lookup(named_policy(job, catalog), ForeseenAnswers(), hurried)
         began_s = process_time()
         unaware.propose(plan, cluster, event, prices)
         unforeseen_s = process_time() - began_s
@@ -106,7 +106,7 @@ def _decide(num_nodes: int, goal_s: float) -> bool:
     return is_fast
 
 
-def _job(num_nodes: int) -> tuple[EveryPlan, Plan]:
+def _job(num_nodes: int) -> tuple[PlanCatalog, Plan]:
     """The plans to which the job can be re-formed, and its first plan."""
     profile = one_device_profile(read_profile(Path("llama2-7b")))
     problem = Problem(
@@ -116,8 +116,8 @@ def _job(num_nodes: int) -> tuple[EveryPlan, Plan]:
         failures_tolerated=1,
     )
     templates = pipeline_templates(problem, num_nodes)
-    every = foreseen_plans(problem, num_nodes, templates)
-    return every, every.plans[num_nodes]
+    catalog = foreseen_plans(problem, num_nodes, templates)
+    return catalog, catalog.plans[num_nodes]
 
 
 if __name__ == "__main__":

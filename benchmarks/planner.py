@@ -55,10 +55,10 @@ from planaria.estimator.time import predicted_timeline
 from planaria.planner.layout.unequal import UnequalPlanner
 from planaria.planner.partition.paper import paper_partition
 from planaria.planner.plans import (
-    EveryPlan,
+    PlanCatalog,
     best_plan,
-    every_plan,
     pipeline_microbatches,
+    plan_catalog,
     plan_iteration_s,
 )
 from planaria.planner.problem import Problem, stage_costs
@@ -309,7 +309,7 @@ def every() -> Iterator[str]:
     problem = _clustered(EVERY_NODES, 0)
     templates = pipeline_templates(problem, EVERY_NODES)
     start_s = time.perf_counter()
-    found = every_plan(problem, EVERY_NODES, templates)
+    found = plan_catalog(problem, EVERY_NODES, templates)
     spent_s = time.perf_counter() - start_s
     print(
         f"{len(found.plans)} plans, for every number of {EVERY_NODES} nodes: {spent_s:.1f} s, "
@@ -324,7 +324,7 @@ def every() -> Iterator[str]:
     _print_answer(found)
 
 
-def _print_answer(found: EveryPlan) -> None:
+def _print_answer(found: PlanCatalog) -> None:
     """Prints the time of the policy's answers to the loss of a node, without and with prepared
     plans."""
     plan, profile = found.plans[EVERY_NODES], found.problem.profile

@@ -43,7 +43,7 @@ from typing import Final
 
 from planaria.job.config import load_job
 from planaria.policies.named import named_policy
-from study.cases import Case, drawn_cases, every_of, happenings, iterations_between_saves
+from study.cases import Case, catalog_of, drawn_cases, happenings, iterations_between_saves
 from study.job import Answers, Job
 
 VERSION: Final = 5  # Version of the study, kept with its samples.
@@ -178,11 +178,11 @@ def known_samples(path: Path, *, num_seeds: int) -> dict[str, Mapping[str, Seque
 
 def result(case: Case, *, num_seeds: int, num_failures: int = NUM_FAILURES) -> Result:
     """The result of a case: all policies train through the same failures."""
-    every = every_of(case)
+    catalog = catalog_of(case)
     samples: dict[str, list[float]] = {}
     for name in POLICIES:
         job = load_job(EXAMPLE, overrides=[f'resilience.policy="{name}"'])
-        answers = Answers(every, named_policy(job, every))
+        answers = Answers(catalog, named_policy(job, catalog))
         if answers.start(case.num_nodes) is not None:
             samples[name] = [
                 trained(case, answers, name, seed, num_failures=num_failures)
@@ -195,7 +195,9 @@ def trained(case: Case, answers: Answers, name: str, seed: int, *, num_failures:
     """The samples of one job until its last failure and for a mean gap after it."""
     start = answers.start(case.num_nodes)
     assert start is not None
-    batch = answers.every.problem.num_microbatches * answers.every.problem.profile.microbatch_size
+    batch = (
+        answers.catalog.problem.num_microbatches * answers.catalog.problem.profile.microbatch_size
+    )
     run = Job(
         answers=answers,
         batch=batch,

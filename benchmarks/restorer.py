@@ -49,7 +49,7 @@ from planaria.estimator.reductions import Reductions, reduction_starts_s
 from planaria.estimator.time import predicted_timeline
 from planaria.job.planning import read_profile
 from planaria.nodes.forkserver import ForkServer
-from planaria.planner.plans import EveryPlan, bind, every_plan
+from planaria.planner.plans import PlanCatalog, bind, plan_catalog
 from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_template
 from planaria.policies.building import downtime_s
@@ -86,7 +86,7 @@ MEASURED: Final[tuple[tuple[Case, tuple[int, ...]], ...]] = (
 
 
 @cache
-def job(case: Case) -> tuple[EveryPlan, Plan]:
+def job(case: Case) -> tuple[PlanCatalog, Plan]:
     """The plans to which the job can be re-formed, and its first plan."""
     name, num_blocks, sizes = case
     profile = replace(one_device_profile(read_profile(Path(name))), device_memory_bytes=0)
@@ -104,8 +104,8 @@ def job(case: Case) -> tuple[EveryPlan, Plan]:
         for size in range(smallest, num_nodes - smallest + 1)
         if (template := pipeline_template(problem, size)) is not None
     }
-    every = every_plan(problem, num_nodes, templates)
-    return every, bind(problem, [templates[size] for size in sizes], range(num_nodes), epoch=0)
+    catalog = plan_catalog(problem, num_nodes, templates)
+    return catalog, bind(problem, [templates[size] for size in sizes], range(num_nodes), epoch=0)
 
 
 def _shortened(profile: ModelProfile, num_blocks: int) -> tuple[LayerProfile, ...]:
@@ -115,10 +115,10 @@ def _shortened(profile: ModelProfile, num_blocks: int) -> tuple[LayerProfile, ..
 
 def answer(case: Case, lost: tuple[int, ...], restoring: RestoreStrategy) -> Transition | None:
     """The policy's first answer to a loss; None: there is none."""
-    every, plan = job(case)
+    catalog, plan = job(case)
     cluster, event = survivors(plan, lost, epoch=1), NodesLost(lost, 0)
-    prices = profile_prices(every.problem.profile, regroup_s=0.0)
-    found = Reinstantiate(every, restoring).propose(plan, cluster, event, prices)
+    prices = profile_prices(catalog.problem.profile, regroup_s=0.0)
+    found = Reinstantiate(catalog, restoring).propose(plan, cluster, event, prices)
     return found[0] if found else None
 
 
@@ -189,12 +189,12 @@ def links() -> Iterator[str]:
 def _rounds(
     case: Case, lost: tuple[int, ...], restoring: RestoreStrategy, layer_bytes: Sequence[int]
 ) -> tuple[tuple[tuple[Transfer, ...], ...], dict[int, list[int]]]:
-    every, plan = job(case)
+    catalog, plan = job(case)
     cluster = survivors(plan, lost, epoch=1)
     prices = replace(
-        profile_prices(every.problem.profile, regroup_s=0.0), layer_bytes=tuple(layer_bytes)
+        profile_prices(catalog.problem.profile, regroup_s=0.0), layer_bytes=tuple(layer_bytes)
     )
-    policy = Reinstantiate(every, restoring)
+    policy = Reinstantiate(catalog, restoring)
     found = policy.propose(plan, cluster, NodesLost(lost, 0), prices)[0]
     moved = [transfer for transfers in found.rounds for transfer in transfers]
     # A rank holds only the layers that it sends, to save memory.
@@ -252,8 +252,8 @@ def reductions() -> Iterator[str]:
 def _summed(case: Case, node: int) -> tuple[float, ...] | None:
     """The rounds, seconds of the sums and seconds of the iteration, each coloured and uncoloured;
     None if all pipelines are cut alike."""
-    every, _ = job(case)
-    profile = every.problem.profile
+    catalog, _ = job(case)
+    profile = catalog.problem.profile
     found = answer(case, (node,), LEAST_BYTES)
     assert found is not None
     after = found.after
@@ -278,10 +278,10 @@ def _measure_reductions(server: ForkServer, case: Case, lost: tuple[int, ...]) -
     Layers' gradients are scaled so that the fullest rank has a quarter of what a link carries in
     BOUND_S.
     """
-    every, _ = job(case)
+    catalog, _ = job(case)
     found = answer(case, lost, LEAST_BYTES)
     assert found is not None
-    sizes = [layer.parameter_bytes for layer in every.problem.profile.layers]
+    sizes = [layer.parameter_bytes for layer in catalog.problem.profile.layers]
     held = [sum(sizes[n] for n in layers) for layers in found.after.layers_by_rank.values()]
     scale = BOUND_S * BYTES_PER_S / 4 / max(held)
     gradients = [round(scale * size / 256) * 256 for size in sizes]

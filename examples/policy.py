@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesLost, survivors
 from planaria.core.plan import Plan, Transition, plain_plan
-from planaria.planner.plans import EveryPlan, best_plan, every_plan
+from planaria.planner.plans import PlanCatalog, best_plan, plan_catalog
 from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_templates
 from planaria.policies.building import transition_between
@@ -26,7 +26,7 @@ from planaria.restorer.strategies import LEAST_BYTES
 class DropPipelines:
     """The policy. `every` knows how fast any set of pipelines is."""
 
-    every: EveryPlan
+    catalog: PlanCatalog
 
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
@@ -36,7 +36,7 @@ class DropPipelines:
         whole = tuple(p for p in plan.pipelines if alive.issuperset(p.nodes))
         if not whole:
             return ()
-        iteration_s, microbatches = self.every.distribution([p.template for p in whole])
+        iteration_s, microbatches = self.catalog.distribution([p.template for p in whole])
         found = transition_between(
             plan,
             plain_plan(cluster.epoch, whole, microbatches),
@@ -58,13 +58,13 @@ def main(num_nodes: int = 12, lost: int = 5) -> list[Transition]:
         profile=profile, devices_per_node=1, num_microbatches=96, failures_tolerated=1
     )
     templates = pipeline_templates(problem, num_nodes)
-    every = every_plan(problem, num_nodes, templates)
+    catalog = plan_catalog(problem, num_nodes, templates)
     plan = best_plan(problem, range(num_nodes), templates, epoch=0)
     cluster, event = survivors(plan, (lost,), epoch=1), NodesLost((lost,), redone_samples=0)
     prices = profile_prices(profile, regroup_s=0.2)
     found = [
         answer
-        for policy in (DropPipelines(every), Reinstantiate(every))
+        for policy in (DropPipelines(catalog), Reinstantiate(catalog))
         for answer in policy.propose(plan, cluster, event, prices)
     ]
     for answer in found:

@@ -144,11 +144,11 @@ def _planned(num_nodes: int) -> tuple[Rules, Plan, ModelProfile]:
         failures_tolerated=1,
         is_deterministic=True,
     )
-    every = foreseen_plans(problem, num_nodes, pipeline_templates(problem, num_nodes))
+    catalog = foreseen_plans(problem, num_nodes, pipeline_templates(problem, num_nodes))
     num_layers = len(profile.layers)
     rules = Rules(
         job=job,
-        policy=UnequalNodes(Reinstantiate(every)),
+        policy=UnequalNodes(Reinstantiate(catalog)),
         prices=profile_prices(profile, regroup_s=REGROUP_S),
         n0=smallest_num_nodes(problem),
         max_nodes=num_nodes,
@@ -156,4 +156,4 @@ def _planned(num_nodes: int) -> tuple[Rules, Plan, ModelProfile]:
         layout=vector_layout(job, num_layers),
         first_iteration=0,
     )
-    return rules, every.plans[num_nodes], profile
+    return rules, catalog.plans[num_nodes], profile

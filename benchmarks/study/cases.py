@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from planaria.core.plan import Link, one_device_profile
 from planaria.job.planning import read_profile
-from planaria.planner.plans import EveryPlan, every_plan
+from planaria.planner.plans import PlanCatalog, plan_catalog
 from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_templates, smallest_num_nodes
 from study.job import Happening
@@ -94,16 +94,16 @@ def n0(case: Case) -> int:
     return smallest_num_nodes(_problem(_cluster(case)))
 
 
-def every_of(case: Case) -> EveryPlan:
+def catalog_of(case: Case) -> PlanCatalog:
     """All plans to which the job can be re-formed."""
-    return _every(_cluster(case))
+    return _catalog(_cluster(case))
 
 
 @cache
-def _every(cluster: _Cluster) -> EveryPlan:
+def _catalog(cluster: _Cluster) -> PlanCatalog:
     problem = _problem(cluster)
     templates = pipeline_templates(problem, cluster.num_nodes)
-    return every_plan(problem, cluster.num_nodes, templates)
+    return plan_catalog(problem, cluster.num_nodes, templates)
 
 
 def iterations_between_saves(case: Case) -> int:
@@ -113,9 +113,9 @@ def iterations_between_saves(case: Case) -> int:
 
 def _iteration_s(case: Case) -> float:
     """Seconds of an iteration of the initial plan, from its templates."""
-    every = every_of(case)
-    templates = [pipeline.template for pipeline in every.plans[case.num_nodes].pipelines]
-    return every.distribution(templates)[0]
+    catalog = catalog_of(case)
+    templates = [pipeline.template for pipeline in catalog.plans[case.num_nodes].pipelines]
+    return catalog.distribution(templates)[0]
 
 
 def _cluster(case: Case) -> _Cluster:

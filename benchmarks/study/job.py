@@ -32,7 +32,7 @@ from planaria.core.cluster import (
 )
 from planaria.core.findings import FailureHistory
 from planaria.core.plan import Hop, Plan, Transition
-from planaria.planner.plans import EveryPlan
+from planaria.planner.plans import PlanCatalog
 from planaria.planner.reroute.reroutes import PricedPlan, price_plan
 from planaria.planner.reroute.shadows import with_shadows
 from planaria.policies.absorb import Absorb
@@ -61,9 +61,9 @@ class Happening:
 class Answers:
     """Cache of the transitions that a policy proposes."""
 
-    def __init__(self, every: EveryPlan, policy: Policy) -> None:
-        self.every = every
-        self.prices: Prices = profile_prices(every.problem.profile, regroup_s=REGROUP_S)
+    def __init__(self, catalog: PlanCatalog, policy: Policy) -> None:
+        self.catalog = catalog
+        self.prices: Prices = profile_prices(catalog.problem.profile, regroup_s=REGROUP_S)
         self._policy = policy
         self._known: dict[object, tuple[Transition, ...]] = {}
         self._starts: dict[int, PricedPlan | None] = {}
@@ -79,13 +79,13 @@ class Answers:
         return self._starts[num_nodes]
 
     def _start(self, num_nodes: int) -> PricedPlan | None:
-        plan = self.every.plans.get(num_nodes)
+        plan = self.catalog.plans.get(num_nodes)
         if plan is None:
             return None
         if isinstance(self._policy, Absorb):
-            return price_plan(self.every.problem, with_shadows(plan))
+            return price_plan(self.catalog.problem, with_shadows(plan))
         templates = [pipeline.template for pipeline in plan.pipelines]
-        return PricedPlan(plan, self.every.distribution(templates)[0])
+        return PricedPlan(plan, self.catalog.distribution(templates)[0])
 
     def load_s(self, plan: Plan) -> float:
         """Seconds until all ranks have loaded their layers from a save, as under morph."""

@@ -9,7 +9,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from helpers.losses import every, plan_of
+from helpers.losses import example_catalog, plan_of
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
 from planaria.core.plan import Plan, Ticks, Transition
 from planaria.policies.absorb import Absorb
@@ -19,7 +19,7 @@ from planaria.policies.policy import Prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.unequal_nodes import UnequalNodes
 from regret import Result, known_samples, page, result_line, summary, verdicts
-from study.cases import Case, drawn_cases, every_of, happenings, iterations_between_saves
+from study.cases import Case, catalog_of, drawn_cases, happenings, iterations_between_saves
 from study.job import Answers, Happening, Job
 
 sys.path.pop()  # Or a script of benchmarks/ would be taken for a folder of tests/.
@@ -39,14 +39,14 @@ CASE = Case(
 @pytest.fixture
 def job() -> Job:
     """Two pipelines of two nodes that hold the model in one each; an iteration takes 10 s."""
-    book = every(4, n0=1, f=1)
-    answers = Answers(book, UnequalNodes(Reinstantiate(book)))
+    catalog = example_catalog(4, n0=1, f=1)
+    answers = Answers(catalog, UnequalNodes(Reinstantiate(catalog)))
     return Job(
         answers=answers,
         batch=40,
         between_saves=400,
         improves=False,
-        plan=plan_of(book, (2, 2)),
+        plan=plan_of(catalog, (2, 2)),
         iteration_s=10.0,
         alive={0, 1, 2, 3},
     )
@@ -67,9 +67,9 @@ class Asked:
 
 def test_plans_that_differ_in_their_schedule_alone_are_two_questions() -> None:
     """To stay with them takes another time; the same plan of other nodes is no new question."""
-    book, policy = every(4, n0=1, f=1), Asked()
-    answers = Answers(book, policy)
-    plan = plan_of(book, (2, 2))
+    catalog, policy = example_catalog(4, n0=1, f=1), Asked()
+    answers = Answers(catalog, policy)
+    plan = plan_of(catalog, (2, 2))
     ticks = Ticks(forward=1, backward_input=1, backward_weight=1, arrival=0)
     schedules = (
         plan,
@@ -137,14 +137,14 @@ def test_the_last_copy_takes_along_what_is_not_saved(job: Job) -> None:
 
 def test_an_answer_is_the_same_whatever_the_nodes_are_called() -> None:
     """What is remembered for one plan serves all that look like it."""
-    book = every(4, n0=1, f=1)
-    plan = plan_of(book, (2, 2))
-    other = plan_of(book, (2, 2), (7, 5, 3, 1))
+    catalog = example_catalog(4, n0=1, f=1)
+    plan = plan_of(catalog, (2, 2))
+    other = plan_of(catalog, (2, 2), (7, 5, 3, 1))
     results = []
     for one, lost in ((plan, 1), (other, 5)):
         alive = [node for node in one.nodes if node != lost]
         job = Job(
-            answers=Answers(book, Adaptive((UnequalNodes(Reinstantiate(book)),))),
+            answers=Answers(catalog, Adaptive((UnequalNodes(Reinstantiate(catalog)),))),
             batch=40,
             between_saves=400,
             improves=True,
@@ -175,13 +175,13 @@ def test_a_first_plan_that_was_not_searched_for_gives_way(job: Job, *, improves:
 
 def test_a_morphing_job_goes_back_to_its_save_at_every_loss() -> None:
     """Though all layers live: of 25 iterations at 255 s the newest save has 20."""
-    book = every(4, n0=1, f=1)
+    catalog = example_catalog(4, n0=1, f=1)
     job = Job(
-        answers=Answers(book, Morph(book)),
+        answers=Answers(catalog, Morph(catalog)),
         batch=40,
         between_saves=400,
         improves=False,
-        plan=plan_of(book, (2, 2)),
+        plan=plan_of(catalog, (2, 2)),
         iteration_s=10.0,
         alive={0, 1, 2, 3},
     )
@@ -194,8 +194,8 @@ def test_a_morphing_job_goes_back_to_its_save_at_every_loss() -> None:
 
 def test_an_absorbing_job_keeps_shadows_and_moves_nothing() -> None:
     """A neighbour computes what it kept in step, so the downtime is no more than regrouping."""
-    book = every(4, n0=2, f=1)
-    answers = Answers(book, Absorb(book, UnequalNodes(Reinstantiate(book))))
+    catalog = example_catalog(4, n0=2, f=1)
+    answers = Answers(catalog, Absorb(catalog, UnequalNodes(Reinstantiate(catalog))))
     start = answers.start(4)
     assert start is not None
     job = Job(
@@ -216,11 +216,11 @@ def test_an_absorbing_job_keeps_shadows_and_moves_nothing() -> None:
 
 def test_saves_are_as_far_apart_as_the_case_says_at_the_start() -> None:
     """In iterations, which is how a job is told."""
-    every = every_of(CASE)
+    catalog = catalog_of(CASE)
     (start,) = {
         priced.iteration_s
-        for policy in (Reinstantiate(every), Morph(every))
-        if (priced := Answers(every, policy).start(CASE.num_nodes))
+        for policy in (Reinstantiate(catalog), Morph(catalog))
+        if (priced := Answers(catalog, policy).start(CASE.num_nodes))
     }
 
     assert iterations_between_saves(CASE) == round(CASE.save_every_s / start)

@@ -92,6 +92,6 @@ def test_a_version_takes_what_it_is_sent_for(
     )
     plans = foreseen_plans(problem, 16, pipeline_templates(problem, 16))
     prices = profile_prices(problem.profile, regroup_s=0.05)
-    rules = replace(placed_by(copies=2, every=every, mode=mode), every=plans, prices=prices)
+    rules = replace(placed_by(copies=2, every=every, mode=mode), catalog=plans, prices=prices)
 
     assert version_iterations(rules, plans.plans[16], chunk_bytes=32 << 20) == iterations

@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from coordinator.test_slow_nodes import END, book, training
+from coordinator.test_slow_nodes import END, example_catalog, training
 from helpers import fake_cluster
 from helpers.cases import every_nth
 from helpers.coordinated import FIRST, NOW_S, of_type, small_rules
@@ -16,7 +16,7 @@ from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
 from planaria.core.messages import StartEpoch
 from planaria.core.plan import Link, Plan, Transition
 from planaria.core.records import Changed, Committed, Decided, Recovering
-from planaria.planner.plans import EveryPlan, bind
+from planaria.planner.plans import PlanCatalog, bind
 from planaria.policies.adaptive import Adaptive
 from planaria.policies.policy import Prices, profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
@@ -44,21 +44,21 @@ def lost_one(
     iterations: int = END,
 ) -> FakeCluster:
     """Two pipelines of three nodes train, with a failure a minute; node 1 is lost."""
-    every = book(6, n0=2)
-    around = Reroute(every.problem, Adaptive(()))
+    catalog = example_catalog(6, n0=2)
+    around = Reroute(catalog.problem, Adaptive(()))
     made = small_rules(n0=2, failure_rate=failure_rate)
     resilience = replace(made.job.resilience, policy=policy)
     training = replace(made.job.training, iterations=iterations)
-    prices = profile_prices(every.problem.profile, regroup_s=0.05)
+    prices = profile_prices(catalog.problem.profile, regroup_s=0.05)
     made = replace(
         made,
         job=replace(made.job, resilience=resilience, training=training),
         looks_ahead=looks_ahead,
-        policy=Adaptive((UnequalNodes(Reinstantiate(every)), around)),
+        policy=Adaptive((UnequalNodes(Reinstantiate(catalog)), around)),
         prices=replace(prices, links={"inter_node": Link(0.0, bytes_per_s)}),
     )
-    templates = [every.templates[3]] * 2
-    cluster = FakeCluster(made, bind(every.problem, templates, range(6), epoch=0))
+    templates = [catalog.templates[3]] * 2
+    cluster = FakeCluster(made, bind(catalog.problem, templates, range(6), epoch=0))
     cluster.begin()
     cluster.train(FIRST)
     cluster.lose(1)
@@ -236,7 +236,7 @@ def test_a_new_coordinator_gives_work_to_who_was_joining(later: int) -> None:
     cluster = training(5, (2, 3))
     slow = replace(cluster.rules.prices, links={"inter_node": Link(0.0, BYTES_PER_S)})
     cluster.rules = replace(
-        cluster.rules, prices=slow, policy=UnequalNodes(Reinstantiate(book(6, n0=2)))
+        cluster.rules, prices=slow, policy=UnequalNodes(Reinstantiate(example_catalog(6, n0=2)))
     )
     cluster.join(5)
     train(cluster, later)
@@ -252,22 +252,22 @@ def test_a_new_coordinator_gives_work_to_who_was_joining(later: int) -> None:
 class Hasty:
     """Makes two long pipelines of whoever joins, and looks further only when there is time."""
 
-    every: EveryPlan
+    catalog: PlanCatalog
 
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
     ) -> tuple[Transition, ...]:
-        equal = Reinstantiate(self.every)
+        equal = Reinstantiate(self.catalog)
         if not (isinstance(event, NodesChanged) and event.joined):
             return UnequalNodes(equal).propose(plan, cluster, event, prices)
-        long = bind(self.every.problem, [self.every.templates[3]] * 2, range(6), epoch=0)
+        long = bind(self.catalog.problem, [self.catalog.templates[3]] * 2, range(6), epoch=0)
         return (equal.transition(long.pipelines, "long", plan, cluster, event, prices),)
 
 
 def test_the_first_plan_gives_way_to_a_better_one() -> None:
     """It is the best of the templates; layouts are looked for while training goes on."""
     cluster = training(6, (3, 3))
-    cluster.rules = replace(cluster.rules, looks_ahead=True, policy=Hasty(book(6, n0=2)))
+    cluster.rules = replace(cluster.rules, looks_ahead=True, policy=Hasty(example_catalog(6, n0=2)))
     train(cluster, 20)
     assert of_type(cluster.commands, Changed) == []
 
@@ -303,7 +303,7 @@ def test_a_better_plan_that_moves_no_layer_is_told() -> None:
     """It pauses training, and all train by it."""
     cluster = lost_one(looks_ahead=True)
     cluster.rules = replace(
-        cluster.rules, policy=Splitting(UnequalNodes(Reinstantiate(book(6, n0=2))))
+        cluster.rules, policy=Splitting(UnequalNodes(Reinstantiate(example_catalog(6, n0=2))))
     )
     cluster.lose(2)
     cluster.hear(AnswersFound(cluster.state.epoch))
@@ -317,7 +317,7 @@ def test_a_better_plan_that_moves_no_layer_is_told() -> None:
 def test_what_answers_a_join_in_a_hurry_is_bettered_when_there_is_time() -> None:
     """Six nodes are faster in three pipelines of two than in two of three."""
     cluster = training(5, (2, 3))
-    cluster.rules = replace(cluster.rules, looks_ahead=True, policy=Hasty(book(6, n0=2)))
+    cluster.rules = replace(cluster.rules, looks_ahead=True, policy=Hasty(example_catalog(6, n0=2)))
     cluster.join(5)
     train(cluster, 20)
     (joined,) = of_type(cluster.commands, Changed)

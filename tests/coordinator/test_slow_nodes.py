@@ -15,7 +15,7 @@ from planaria.coordinator.learning.slowness import RETRY_S, WINDOW
 from planaria.coordinator.state import Phase
 from planaria.core.messages import DrainRequested
 from planaria.core.records import Changed, Committed, Recovering, Warned
-from planaria.planner.plans import EveryPlan, bind, every_plan
+from planaria.planner.plans import PlanCatalog, bind, plan_catalog
 from planaria.planner.problem import Problem
 from planaria.planner.templates import smallest_num_nodes
 from planaria.policies.policy import profile_prices
@@ -30,7 +30,7 @@ def _long_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_cluster, "END", END)
 
 
-def book(num_nodes: int, *, n0: int) -> EveryPlan:
+def example_catalog(num_nodes: int, *, n0: int) -> PlanCatalog:
     """Plans of a job of ten equal layers, n0 nodes of which hold them."""
     layers = tuple(
         layer_profile(f"layer {i}", 0.05, parameter_bytes=1024, activation_bytes=0)
@@ -47,23 +47,23 @@ def book(num_nodes: int, *, n0: int) -> EveryPlan:
         memory_bytes = memory_bytes * 9 // 10
         profile = replace(unlimited.profile, device_memory_bytes=memory_bytes)
         problem = replace(unlimited, profile=profile)
-    return every_plan(problem, num_nodes, {n: template(n) for n in range(n0, num_nodes - n0 + 1)})
+    return plan_catalog(problem, num_nodes, {n: template(n) for n in range(n0, num_nodes - n0 + 1)})
 
 
 def training(num_nodes: int = 4, sizes: tuple[int, ...] = (2, 2), *, n0: int = 2) -> FakeCluster:
     """A job of nodes that take what the profile says."""
-    every = book(num_nodes, n0=n0)
-    profile = every.problem.profile
+    catalog = example_catalog(num_nodes, n0=n0)
+    profile = catalog.problem.profile
     made = small_rules(n0=n0)
     made = replace(
         made,
         job=replace(made.job, training=replace(made.job.training, iterations=END)),
-        policy=UnequalNodes(Reinstantiate(every)),
+        policy=UnequalNodes(Reinstantiate(catalog)),
         prices=profile_prices(profile, regroup_s=0.05),
         layer_s=tuple(layer.forward_s[1] + layer.backward_s(1) for layer in profile.layers),
     )
-    templates = [every.templates[size] for size in sizes]
-    cluster = FakeCluster(made, bind(every.problem, templates, range(num_nodes), epoch=0))
+    templates = [catalog.templates[size] for size in sizes]
+    cluster = FakeCluster(made, bind(catalog.problem, templates, range(num_nodes), epoch=0))
     cluster.begin()
     assert cluster.state.phase is Phase.TRAINING
     return cluster

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from helpers.exchanging import bound_s, run_exchange, seconds
-from helpers.losses import NUM_LAYERS, every, plan_of, prices
+from helpers.losses import NUM_LAYERS, example_catalog, plan_of, prices
 from helpers.plan_examples import figure_9_plan
 from helpers.reducing import reduce_buckets
 from planaria.core.cluster import NodesLost, survivors
@@ -29,11 +29,11 @@ def test_a_transfer_takes_little_longer_than_its_most_loaded_link_needs(
     server: ForkServer,
 ) -> None:
     """Three pipelines of two lose a node: holders share the sending, hashes agree."""
-    book = replace(every(6, n0=1, f=1), plans={})
-    plan = plan_of(book, (2, 2, 2))
+    catalog = replace(example_catalog(6, n0=1, f=1), plans={})
+    plan = plan_of(catalog, (2, 2, 2))
     cluster = survivors(plan, (1,), epoch=1)
-    costs = replace(prices(book), layer_bytes=LAYER_BYTES)
-    answers = Reinstantiate(book).propose(plan, cluster, NodesLost((1,), 0), costs)
+    costs = replace(prices(catalog), layer_bytes=LAYER_BYTES)
+    answers = Reinstantiate(catalog).propose(plan, cluster, NodesLost((1,), 0), costs)
     rounds = answers[0].rounds
     held = {node.node: sorted(node.held[0]) for node in cluster.nodes}
 

@@ -22,7 +22,7 @@ from planaria.job.planning import given_profile, plan_job
 from planaria.job.training_job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import EventRecord
-from planaria.planner.plans import EveryPlan, bind
+from planaria.planner.plans import PlanCatalog, bind
 from planaria.planner.problem import Problem
 from planaria.planner.templates import smallest_num_nodes
 
@@ -96,17 +96,17 @@ def chaos_job(
     )
 
 
-def every_plan_for(config: JobConfig) -> EveryPlan:
+def catalog_for(config: JobConfig) -> PlanCatalog:
     """What the job can be re-formed to."""
-    return plan_job(config, Prepared(profile=given_profile(config))).every
+    return plan_job(config, Prepared(profile=given_profile(config))).catalog
 
 
 def sized_plan(config: JobConfig, sizes: tuple[int, ...]) -> Plan:
     """Pipelines of these sizes, of the job's own templates."""
-    every = every_plan_for(config)
+    catalog = catalog_for(config)
     nodes = range(config.cluster.nodes)
     assert sum(sizes) == len(nodes)
-    return bind(every.problem, [every.templates[size] for size in sizes], nodes, epoch=0)
+    return bind(catalog.problem, [catalog.templates[size] for size in sizes], nodes, epoch=0)
 
 
 def run_under_faults(
@@ -119,7 +119,7 @@ def run_under_faults(
     """The job, run with faults; pipelines of these sizes may then re-form themselves only."""
     if sizes:
         arguments["plan"] = sized_plan(config, sizes)
-        arguments["every"] = replace(every_plan_for(config), plans={})
+        arguments["catalog"] = replace(catalog_for(config), plans={})
     injections = tuple(parse_injection(spec) for spec in specs)
     return Job(config).run(injections=injections, server=server, **arguments)
 

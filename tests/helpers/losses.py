@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from helpers.strategies import MEBIBYTE, layer_profile, model_profile
 from planaria.core.cluster import ClusterState
 from planaria.core.plan import NUM_CHUNKS, PipelineTemplate, Plan, Stage, Transition
-from planaria.planner.plans import EveryPlan, bind, every_plan
+from planaria.planner.plans import PlanCatalog, bind, plan_catalog
 from planaria.planner.problem import Problem
 from planaria.policies.policy import Prices, profile_prices
 
@@ -20,7 +20,7 @@ NUM_SAMPLES = 2 * NUM_MICROBATCHES
 
 
 @cache
-def every(num_nodes: int, *, n0: int, f: int, devices_per_node: int = 1) -> EveryPlan:
+def example_catalog(num_nodes: int, *, n0: int, f: int, devices_per_node: int = 1) -> PlanCatalog:
     """All plans of a model of 16 unequal layers, with templates of n0 .. N - f * n0 nodes."""
     layers = tuple(
         layer_profile(f"layer {i}", 0.01, parameter_bytes=(1 + i % 3) * MEBIBYTE // 16)
@@ -34,7 +34,7 @@ def every(num_nodes: int, *, n0: int, f: int, devices_per_node: int = 1) -> Ever
     )
     most = min(num_nodes - f * n0, NUM_LAYERS // devices_per_node)
     sizes = range(n0, most + 1)
-    return every_plan(problem, num_nodes, {n: even_template(n, devices_per_node) for n in sizes})
+    return plan_catalog(problem, num_nodes, {n: even_template(n, devices_per_node) for n in sizes})
 
 
 def even_template(num_nodes: int, devices_per_node: int = 1) -> PipelineTemplate:
@@ -45,22 +45,24 @@ def even_template(num_nodes: int, devices_per_node: int = 1) -> PipelineTemplate
     return PipelineTemplate(stages, num_nodes)
 
 
-def plan_of(every: EveryPlan, sizes: tuple[int, ...], nodes: Sequence[int] | None = None) -> Plan:
+def plan_of(
+    catalog: PlanCatalog, sizes: tuple[int, ...], nodes: Sequence[int] | None = None
+) -> Plan:
     """The plan of epoch 0 with pipelines of these sizes, on nodes 0, 1, .. or on those given."""
-    templates = [every.templates.get(size) or even_template(size) for size in sizes]
-    return bind(every.problem, templates, nodes or range(sum(sizes)), epoch=0)
+    templates = [catalog.templates.get(size) or even_template(size) for size in sizes]
+    return bind(catalog.problem, templates, nodes or range(sum(sizes)), epoch=0)
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[EveryPlan, Plan]:
+def jobs(draw: st.DrawFn) -> tuple[PlanCatalog, Plan]:
     """Two to four pipelines of up to four nodes, that may lose any one."""
     sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=2, max_size=4)))
-    book = every(sum(sizes), n0=1, f=1)
-    return book, plan_of(book, sizes, draw(st.permutations(range(sum(sizes)))))
+    catalog = example_catalog(sum(sizes), n0=1, f=1)
+    return catalog, plan_of(catalog, sizes, draw(st.permutations(range(sum(sizes)))))
 
 
-def prices(every: EveryPlan) -> Prices:
-    return profile_prices(every.problem.profile, regroup_s=0.2)
+def prices(catalog: PlanCatalog) -> Prices:
+    return profile_prices(catalog.problem.profile, regroup_s=0.2)
 
 
 def shapes(transition: Transition) -> list[int]:
@@ -68,7 +70,7 @@ def shapes(transition: Transition) -> list[int]:
     return [len(pipeline.nodes) for pipeline in transition.after.pipelines]
 
 
-def check_is_whole(transition: Transition, cluster: ClusterState, every: EveryPlan) -> None:
+def check_is_whole(transition: Transition, cluster: ClusterState, catalog: PlanCatalog) -> None:
     """Every survivor works, every pipeline is the model, every microbatch has one of them."""
     after = transition.after
     assert transition.after.epoch == cluster.epoch
@@ -82,7 +84,7 @@ def check_is_whole(transition: Transition, cluster: ClusterState, every: EveryPl
     assert len(after.routes) == NUM_MICROBATCHES
     assert set(after.routes) == set(routes)
     assert len(set(routes)) == len(routes)
-    iteration_s, microbatches = every.distribution([p.template for p in after.pipelines])
+    iteration_s, microbatches = catalog.distribution([p.template for p in after.pipelines])
     assert transition.iteration_s == iteration_s
     assert [after.routes.count(route) for route in routes] == list(microbatches)
 

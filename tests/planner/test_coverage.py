@@ -6,7 +6,7 @@ import pytest
 
 from helpers.strategies import layer_profile, model_profile
 from planaria.core.plan import PipelineTemplate, Stage
-from planaria.planner.plans import EveryPlan, every_plan, pipeline_microbatches
+from planaria.planner.plans import PlanCatalog, pipeline_microbatches, plan_catalog
 from planaria.planner.problem import Problem
 
 SEED = 20_261_121
@@ -24,7 +24,7 @@ LARGEST = [(n0, f, NODES_MAX) for n0 in (1, N0_MAX) for f in (0, FAILURES_MAX)]
 SAMPLE = sorted({*SMALLEST, *LARGEST, *random.Random(SEED).sample(CASES, 10)})
 
 
-def cheap_job(n0: int, f: int, num_nodes: int) -> EveryPlan:
+def cheap_job(n0: int, f: int, num_nodes: int) -> PlanCatalog:
     """All plans with templates of n0 .. N - f * n0 nodes, each one stage: quick to time."""
     layer = layer_profile("layer", 0.01, device_counts=tuple(range(1, NODES_MAX + 1)))
     problem = Problem(
@@ -35,15 +35,15 @@ def cheap_job(n0: int, f: int, num_nodes: int) -> EveryPlan:
     )
     sizes = range(n0, num_nodes - f * n0 + 1)
     templates = {size: PipelineTemplate((Stage(0, 1, size),), size) for size in sizes}
-    return every_plan(problem, num_nodes, templates)
+    return plan_catalog(problem, num_nodes, templates)
 
 
 def check(n0: int, f: int, num_nodes: int) -> None:
     """Every number of nodes that is enough for f + 1 pipelines has a plan with all at work."""
-    every = cheap_job(n0, f, num_nodes)
+    catalog = cheap_job(n0, f, num_nodes)
     for survivors in range((f + 1) * n0, num_nodes + 1):
         case = f"n0 = {n0}, f = {f}, N = {num_nodes}, {survivors} left"
-        plan = every.plans[survivors]
+        plan = catalog.plans[survivors]
         sizes = [len(pipeline.nodes) for pipeline in plan.pipelines]
         assert plan.nodes == tuple(range(survivors)), case
         assert sum(sizes) == survivors, case

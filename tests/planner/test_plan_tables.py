@@ -41,9 +41,9 @@ def printed(
 ) -> str:
     """What `planaria plan` prints, each line with single spaces."""
     by_size = {size: ranked.template for size, ranked in templates.items()}
-    every = foreseen_plans(problem, len(plan.nodes), by_size, max_nodes=max_nodes)
+    catalog = foreseen_plans(problem, len(plan.nodes), by_size, max_nodes=max_nodes)
     console = Console(width=columns, record=True, file=io.StringIO())
-    console.print(plan_table(every, plan, templates=tuple(templates.values())))
+    console.print(plan_table(catalog, plan, templates=tuple(templates.values())))
     return "\n".join(" ".join(line.split()) for line in console.export_text().splitlines())
 
 
@@ -160,10 +160,10 @@ def test_json_holds_the_plan_and_what_each_template_would_take(
     problem, found, plan = planned_problems
     templates = {size: RankedTemplate(one, 1.1, 1.0) for size, one in found.items()}
 
-    every = foreseen_plans(problem, len(plan.nodes), found)
+    catalog = foreseen_plans(problem, len(plan.nodes), found)
 
     shown = json.loads(
-        json.dumps(plan_json(every, plan, templates=tuple(templates.values()), planning_s=0.25))
+        json.dumps(plan_json(catalog, plan, templates=tuple(templates.values()), planning_s=0.25))
     )
 
     assert sorted(shown) == ["fewer_nodes", "more_nodes", "plan", "planning_s", "templates"]
@@ -181,15 +181,17 @@ def test_json_holds_the_plan_and_what_each_template_would_take(
     assert iteration_s >= slowest_s * (1 - 1e-9)  # Reductions and the commit follow.
     samples = problem.num_microbatches * problem.profile.microbatch_size
     assert samples / iteration_s == pytest.approx(shown["plan"]["samples_per_s"])
-    assert plan_bubble_share(plan, every.times) == shown["plan"]["bubble_share"]
+    assert plan_bubble_share(plan, catalog.times) == shown["plan"]["bubble_share"]
     left = [fewer["nodes"] for fewer in shown["fewer_nodes"]]
-    assert left == [n for n in sorted(every.plans, reverse=True) if n < len(plan.nodes)]
+    assert left == [n for n in sorted(catalog.plans, reverse=True) if n < len(plan.nodes)]
     for fewer in shown["fewer_nodes"]:
         assert {"nodes", "pipelines", "iteration_s", "samples_per_s", "bubble_share"} == set(fewer)
         assert sum(pipeline["nodes"] for pipeline in fewer["pipelines"]) <= fewer["nodes"]
         counts = [pipeline["microbatches"] for pipeline in fewer["pipelines"]]
         assert problem.num_microbatches == sum(counts)
-        assert fewer["iteration_s"] == plan_iteration_s(every.plans[fewer["nodes"]], every.times)
+        assert fewer["iteration_s"] == plan_iteration_s(
+            catalog.plans[fewer["nodes"]], catalog.times
+        )
     assert shown["more_nodes"] == []
     assert shown["planning_s"] == 0.25
 
@@ -199,15 +201,17 @@ def test_json_has_what_joins_make() -> None:
     problem = equal_problem(device_memory_bytes=80 * MEBIBYTE)
     templates = ranked_templates(problem, 4, max_nodes=7)
     by_size = {size: ranked.template for size, ranked in templates.items()}
-    every = foreseen_plans(problem, 4, by_size, max_nodes=7)
+    catalog = foreseen_plans(problem, 4, by_size, max_nodes=7)
 
-    shown = plan_json(every, every.plans[4], templates=tuple(templates.values()), planning_s=0.25)
+    shown = plan_json(
+        catalog, catalog.plans[4], templates=tuple(templates.values()), planning_s=0.25
+    )
 
     assert [more["nodes"] for more in shown["more_nodes"]] == [5, 6, 7]
     for more in shown["more_nodes"]:
         assert set(more) == set(shown["fewer_nodes"][0])
         assert sum(pipeline["nodes"] for pipeline in more["pipelines"]) == more["nodes"]
-        assert more["iteration_s"] == plan_iteration_s(every.plans[more["nodes"]], every.times)
+        assert more["iteration_s"] == plan_iteration_s(catalog.plans[more["nodes"]], catalog.times)
 
 
 def test_json_with_the_papers_objective_has_its_value() -> None:
@@ -216,9 +220,9 @@ def test_json_with_the_papers_objective_has_its_value() -> None:
     templates = paper_templates(problem, 2)
     plan = bind(problem, [templates[2].template], (0, 1), epoch=0)
 
-    every = foreseen_plans(problem, 2, {size: one.template for size, one in templates.items()})
+    catalog = foreseen_plans(problem, 2, {size: one.template for size, one in templates.items()})
 
-    shown = plan_json(every, plan, templates=tuple(templates.values()), planning_s=0.25)
+    shown = plan_json(catalog, plan, templates=tuple(templates.values()), planning_s=0.25)
 
     two = shown["templates"][1]
     assert (two["nodes"], len(two["stages"])) == (2, 2)
@@ -230,12 +234,12 @@ def test_unequal_nodes_are_shown_with_their_speed_and_memory() -> None:
     """Nodes 0 and 2 share a pipeline; failures are those of the fastest."""
     problem = equal_problem(device_memory_bytes=120 * MEBIBYTE)
     kinds = {0: NodeKind(0.5, 80 * MEBIBYTE), 1: NodeKind(), 2: NodeKind(2.0)}
-    every, templates = unequal_plans(problem, kinds)
-    plan = every.plans[3]
+    catalog, templates = unequal_plans(problem, kinds)
+    plan = catalog.plans[3]
     console = Console(width=100, record=True, file=io.StringIO())
 
-    console.print(plan_table(every, plan, templates=templates))
-    shown = json.loads(json.dumps(plan_json(every, plan, templates=templates, planning_s=0.25)))
+    console.print(plan_table(catalog, plan, templates=templates))
+    shown = json.loads(json.dumps(plan_json(catalog, plan, templates=templates, planning_s=0.25)))
 
     text = "\n".join(" ".join(line.split()) for line in console.export_text().splitlines())
     assert "\n1 1 of 1 1 0-5 " in text

@@ -8,7 +8,7 @@ import pytest
 
 from helpers.strategies import MEBIBYTE, equal_problem, layer_profile, model_profile
 from planaria.core.plan import PipelineTemplate, Stage
-from planaria.planner.plans import best_plan, every_plan
+from planaria.planner.plans import best_plan, plan_catalog
 from planaria.planner.templates import pipeline_templates
 
 PLAN_S_MAX = 3.0
@@ -44,10 +44,10 @@ def test_a_failure_finds_its_plan_at_once() -> None:
     layer = layer_profile("layer", 0.01, device_counts=tuple(range(1, 65)))
     problem = replace(equal_problem(), profile=model_profile((layer,)))
     templates = {n: PipelineTemplate((Stage(0, 1, n),), n) for n in range(1, 64)}
-    every = every_plan(problem, 64, templates)
+    catalog = plan_catalog(problem, 64, templates)
 
     start_s = time.process_time()
-    plans = [every.plans.get(num_left) for num_left in range(1, 65)]
+    plans = [catalog.plans.get(num_left) for num_left in range(1, 65)]
 
     assert time.process_time() - start_s < LOOKUP_S_MAX
     assert None not in plans

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from helpers.losses import NUM_LAYERS, every, plan_of, prices
+from helpers.losses import NUM_LAYERS, example_catalog, plan_of, prices
 from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost
 from planaria.core.plan import Plan, Transition
 from planaria.errors import InfeasibleError
 from planaria.estimator.peak_memory import bytes_by_rank
-from planaria.planner.plans import EveryPlan
+from planaria.planner.plans import PlanCatalog
 from planaria.planner.reroute.reroutes import simulated_s
 from planaria.planner.reroute.shadows import first_plan_with_shadows, with_shadows
 from planaria.policies.absorb import ABSORB, Absorb
@@ -17,8 +17,8 @@ from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.unequal_nodes import UnequalNodes
 
 
-def policy(book: EveryPlan) -> Absorb:
-    return Absorb(book, UnequalNodes(Reinstantiate(book)))
+def policy(catalog: PlanCatalog) -> Absorb:
+    return Absorb(catalog, UnequalNodes(Reinstantiate(catalog)))
 
 
 def left_of(plan: Plan, lost: tuple[int, ...]) -> ClusterState:
@@ -27,8 +27,8 @@ def left_of(plan: Plan, lost: tuple[int, ...]) -> ClusterState:
     return ClusterState(plan.epoch + 1, tuple(node for node in nodes if node.node not in lost))
 
 
-def proposed(book: EveryPlan, plan: Plan, *lost: int) -> tuple[Transition, ...]:
-    return policy(book).propose(plan, left_of(plan, lost), NodesLost(lost, 40), prices(book))
+def proposed(catalog: PlanCatalog, plan: Plan, *lost: int) -> tuple[Transition, ...]:
+    return policy(catalog).propose(plan, left_of(plan, lost), NodesLost(lost, 40), prices(catalog))
 
 
 def stages(transition: Transition, pipeline: int) -> list[tuple[int, int]]:
@@ -47,9 +47,9 @@ def stages(transition: Transition, pipeline: int) -> list[tuple[int, int]]:
 )
 def test_the_neighbour_computes_both_stages(lost: int, ends: list[tuple[int, int]]) -> None:
     """No parameter moves, and everyone works."""
-    book = every(8, n0=2, f=1)
-    plan = with_shadows(plan_of(book, (4, 4)))
-    (found,) = proposed(book, plan, lost)
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = with_shadows(plan_of(catalog, (4, 4)))
+    (found,) = proposed(catalog, plan, lost)
 
     assert (found.policy, found.answer, found.rounds) == ("absorb", ABSORB, ())
     assert stages(found, 0) == ends
@@ -58,26 +58,26 @@ def test_the_neighbour_computes_both_stages(lost: int, ends: list[tuple[int, int
     assert len(found.after.nodes) == 7
     held = plan.held_by_rank
     assert all(layers <= held[rank] for rank, layers in found.after.held_by_rank.items())
-    assert found.iteration_s == simulated_s(book.problem, found.after)
+    assert found.iteration_s == simulated_s(catalog.problem, found.after)
 
 
 def test_losses_that_are_no_neighbours_are_absorbed_together_and_in_turn() -> None:
     """At once in two pipelines and in one, then in what is left."""
-    book = every(8, n0=2, f=1)
-    plan = with_shadows(plan_of(book, (4, 4)))
-    (found,) = proposed(book, plan, 1, 3, 4)
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = with_shadows(plan_of(catalog, (4, 4)))
+    (found,) = proposed(catalog, plan, 1, 3, 4)
 
     assert found.answer == ABSORB
     assert [len(pipeline.nodes) for pipeline in found.after.pipelines] == [2, 3]
-    (again,) = proposed(book, found.after, 7)
+    (again,) = proposed(catalog, found.after, 7)
     assert again.answer == ABSORB
 
 
 def test_neighbours_are_left_to_the_other_policy_which_protects_its_plan() -> None:
     """The layers of both are nowhere in their pipeline."""
-    book = every(8, n0=2, f=1)
-    plan = with_shadows(plan_of(book, (4, 4)))
-    found = proposed(book, plan, 1, 2)
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = with_shadows(plan_of(catalog, (4, 4)))
+    found = proposed(catalog, plan, 1, 2)
 
     assert {one.policy for one in found} == {"reinstantiate"}
     for one in found:
@@ -91,21 +91,25 @@ def test_neighbours_are_left_to_the_other_policy_which_protects_its_plan() -> No
 
 def test_a_worker_that_is_new_holds_nothing_and_cannot_stand_in() -> None:
     """Its node lives; its neighbour is lost."""
-    book = every(8, n0=2, f=1)
-    plan = with_shadows(plan_of(book, (4, 4)))
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = with_shadows(plan_of(catalog, (4, 4)))
     cluster = left_of(plan, (1,))
     nodes = (Node(0, (frozenset(),)), *cluster.nodes[1:])
-    found = policy(book).propose(plan, ClusterState(1, nodes), NodesLost((1,), 40), prices(book))
+    found = policy(catalog).propose(
+        plan, ClusterState(1, nodes), NodesLost((1,), 40), prices(catalog)
+    )
 
     assert found
     assert all(one.answer != ABSORB for one in found)
 
 
 def test_a_node_that_comes_gets_a_place_and_shadows() -> None:
-    book = every(8, n0=2, f=1)
-    plan = with_shadows(plan_of(book, (4, 3)))
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = with_shadows(plan_of(catalog, (4, 3)))
     nodes = (*left_of(plan, ()).nodes, Node(7, (frozenset(),)))
-    found = policy(book).propose(plan, ClusterState(1, nodes), NodesChanged((7,), ()), prices(book))
+    found = policy(catalog).propose(
+        plan, ClusterState(1, nodes), NodesChanged((7,), ()), prices(catalog)
+    )
 
     assert found
     assert all(7 in one.after.held_by_rank and 7 in one.after.shadows for one in found)
@@ -113,19 +117,19 @@ def test_a_node_that_comes_gets_a_place_and_shadows() -> None:
 
 def test_a_job_that_does_not_fit_is_refused_with_what_it_needs() -> None:
     """Twice the state, as the memory of a device is planned with."""
-    book = every(8, n0=2, f=1)
-    plan = plan_of(book, (4, 4))
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = plan_of(catalog, (4, 4))
 
     def most_bytes(one: Plan) -> int:
-        held = bytes_by_rank(book.problem.profile, one, gradient_copies=1)
+        held = bytes_by_rank(catalog.problem.profile, one, gradient_copies=1)
         return max(rank.state_bytes + rank.microbatch_bytes for rank in held.values())
 
     needed = most_bytes(with_shadows(plan))
     assert needed > 1.5 * most_bytes(plan)
-    small = replace(book.problem.profile, device_memory_bytes=needed - 1)
+    small = replace(catalog.problem.profile, device_memory_bytes=needed - 1)
     with pytest.raises(InfeasibleError, match=str(needed)):
-        first_plan_with_shadows(replace(book.problem, profile=small), plan)
-    enough = replace(book.problem.profile, device_memory_bytes=needed)
-    found = first_plan_with_shadows(replace(book.problem, profile=enough), plan)
+        first_plan_with_shadows(replace(catalog.problem, profile=small), plan)
+    enough = replace(catalog.problem.profile, device_memory_bytes=needed)
+    found = first_plan_with_shadows(replace(catalog.problem, profile=enough), plan)
     assert found.plan.shadows
     assert sum(len(kept) for kept in found.plan.shadows.values()) == 2 * NUM_LAYERS

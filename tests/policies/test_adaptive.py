@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.losses import NUM_SAMPLES, every, jobs, plan_of, prices
+from helpers.losses import NUM_SAMPLES, example_catalog, jobs, plan_of, prices
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesLost, survivors
 from planaria.core.plan import Plan, Transition
-from planaria.planner.plans import EveryPlan
+from planaria.planner.plans import PlanCatalog
 from planaria.planner.reroute.reroutes import num_without_work
 from planaria.policies.adaptive import Adaptive
 from planaria.policies.policy import Policy, Prices
@@ -21,16 +21,16 @@ from planaria.policies.unequal_nodes import UnequalNodes
 from planaria.policies.value import Outlook, best_transition
 
 
-def policies(book: EveryPlan) -> tuple[Policy, Policy]:
+def policies(catalog: PlanCatalog) -> tuple[Policy, Policy]:
     """Pipelines made anew, and rerouting alone."""
-    return UnequalNodes(Reinstantiate(book)), Reroute(book.problem, Adaptive(()))
+    return UnequalNodes(Reinstantiate(catalog)), Reroute(catalog.problem, Adaptive(()))
 
 
 def proposed(
-    book: EveryPlan, policy: Policy, plan: Plan, lost: tuple[int, ...]
+    catalog: PlanCatalog, policy: Policy, plan: Plan, lost: tuple[int, ...]
 ) -> tuple[Transition, ...]:
     cluster = survivors(plan, lost, epoch=plan.epoch + 1)
-    return policy.propose(plan, cluster, NodesLost(lost, NUM_SAMPLES), prices(book))
+    return policy.propose(plan, cluster, NodesLost(lost, NUM_SAMPLES), prices(catalog))
 
 
 def expected_samples(transition: Transition, outlook: Outlook) -> float:
@@ -63,11 +63,11 @@ def losing(failures_per_s: float, samples: float) -> Outlook:
 @settings(max_examples=6)
 @given(jobs(), st.data())
 def test_the_choice_is_the_best_of_all_candidates(
-    job: tuple[EveryPlan, Plan], data: st.DataObject
+    job: tuple[PlanCatalog, Plan], data: st.DataObject
 ) -> None:
     """Losses one after the other, each answered by the choice; rates from one in a second to one
     in a year. No answer of any policy is better, and none is missing or there twice."""
-    book, plan = job
+    catalog, plan = job
     while True:
         lost = tuple(
             sorted(data.draw(st.sets(st.sampled_from(plan.nodes), min_size=1, max_size=2)))
@@ -75,8 +75,8 @@ def test_the_choice_is_the_best_of_all_candidates(
         outlook = losing(
             10.0 ** data.draw(st.floats(-7.5, 0.0)), samples=data.draw(st.floats(0.0, 1e6))
         )
-        apart = [one for p in policies(book) for one in proposed(book, p, plan, lost)]
-        together = proposed(book, Adaptive(policies(book)), plan, lost)
+        apart = [one for p in policies(catalog) for one in proposed(catalog, p, plan, lost)]
+        together = proposed(catalog, Adaptive(policies(catalog)), plan, lost)
 
         plans = [one.after for one in together if one.then is None]
         assert all(one not in plans[:index] for index, one in enumerate(plans))
@@ -95,14 +95,14 @@ def test_the_choice_is_the_best_of_all_candidates(
 def test_one_job_is_answered_by_either_policy() -> None:
     """Pipelines made anew take 20 s and are a quarter faster: they pay where failures are rare, or
     where the node that rerouting leaves as the only holder of its layers would take much along."""
-    book = every(8, n0=2, f=1)
-    plan = plan_of(book, (4, 4))
-    large = tuple(10_000 * size for size in prices(book).layer_bytes)
-    found = Adaptive(policies(book)).propose(
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = plan_of(catalog, (4, 4))
+    large = tuple(10_000 * size for size in prices(catalog).layer_bytes)
+    found = Adaptive(policies(catalog)).propose(
         plan,
         survivors(plan, (2,), epoch=1),
         NodesLost((2,), NUM_SAMPLES),
-        replace(prices(book), layer_bytes=large),
+        replace(prices(catalog), layer_bytes=large),
     )
     assert {one.policy for one in found} == {"reroute", "reinstantiate"}
 
@@ -124,24 +124,24 @@ def test_one_job_is_answered_by_either_policy() -> None:
 class Idler:
     """A policy whose answers leave a node without work."""
 
-    def __init__(self, book: EveryPlan) -> None:
-        self.book = book
+    def __init__(self, catalog: PlanCatalog) -> None:
+        self.catalog = catalog
 
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
     ) -> tuple[Transition, ...]:
         fewer = ClusterState(cluster.epoch, cluster.nodes[1:])
-        return Reinstantiate(self.book).propose(plan, fewer, event, prices)
+        return Reinstantiate(self.catalog).propose(plan, fewer, event, prices)
 
 
 def test_every_survivor_works_where_some_policy_has_work_for_it() -> None:
     """Even if the others would be as fast without it."""
-    book = every(8, n0=2, f=1)
-    cluster, event = survivors(plan_of(book, (4, 4)), (2,), epoch=1), NodesLost((2,), 0)
-    plan = plan_of(book, (4, 4))
-    policy = Adaptive((Idler(book), policies(book)[0]))
+    catalog = example_catalog(8, n0=2, f=1)
+    cluster, event = survivors(plan_of(catalog, (4, 4)), (2,), epoch=1), NodesLost((2,), 0)
+    plan = plan_of(catalog, (4, 4))
+    policy = Adaptive((Idler(catalog), policies(catalog)[0]))
 
-    found = policy.propose(plan, cluster, event, prices(book))
+    found = policy.propose(plan, cluster, event, prices(catalog))
 
     assert found
     assert all(len(one.after.nodes) == 7 for one in found)
@@ -153,7 +153,7 @@ class Unvisited(Idler):
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
     ) -> tuple[Transition, ...]:
-        found = Reinstantiate(self.book).propose(plan, cluster, event, prices)
+        found = Reinstantiate(self.catalog).propose(plan, cluster, event, prices)
         return tuple(replace(one, after=self._unvisited(one.after)) for one in found)
 
     def _unvisited(self, plan: Plan) -> Plan:
@@ -162,12 +162,12 @@ class Unvisited(Idler):
 
 def test_a_place_that_no_microbatch_visits_is_no_work() -> None:
     """Seen in the simulation: a node that everybody else goes around."""
-    book = every(8, n0=2, f=1)
-    plan = plan_of(book, (4, 4))
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = plan_of(catalog, (4, 4))
     cluster, event = survivors(plan, (2,), epoch=1), NodesLost((2,), 0)
-    policy = Adaptive((Unvisited(book), policies(book)[0]))
+    policy = Adaptive((Unvisited(catalog), policies(catalog)[0]))
 
-    found = policy.propose(plan, cluster, event, prices(book))
+    found = policy.propose(plan, cluster, event, prices(catalog))
 
     assert found
     assert not any(num_without_work(one.after) for one in found)

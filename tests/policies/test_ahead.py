@@ -10,12 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.losses import NUM_LAYERS, NUM_SAMPLES, check_transfers, every, plan_of, prices
+from helpers.losses import (
+    NUM_LAYERS,
+    NUM_SAMPLES,
+    check_transfers,
+    example_catalog,
+    plan_of,
+    prices,
+)
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged, NodesLost, survivors
 from planaria.core.plan import NodeKind, Plan
 from planaria.planner.layout.depths import Ranges
 from planaria.planner.layout.search import LayoutSearches
-from planaria.planner.plans import EveryPlan
+from planaria.planner.plans import PlanCatalog
 from planaria.planner.reroute.reroutes import simulated_s
 from planaria.policies.adaptive import Adaptive
 from planaria.policies.ahead import ForeseenAnswers, Lookup, look_ahead, losses
@@ -26,38 +33,38 @@ from planaria.policies.reroute import Reroute
 from planaria.policies.unequal_nodes import UnequalNodes
 
 
-def policies(book: EveryPlan) -> tuple[Policy, LayoutSearches]:
+def policies(catalog: PlanCatalog) -> tuple[Policy, LayoutSearches]:
     """All of them in one, and where it looks for layouts."""
-    searched = LayoutSearches(book.problem, Ranges())
-    anew = UnequalNodes(Reinstantiate(book))
-    around = Reroute(book.problem, Adaptive(()))
-    return Adaptive((anew, around, Repartition(book.problem, anew, searched))), searched
+    searched = LayoutSearches(catalog.problem, Ranges())
+    anew = UnequalNodes(Reinstantiate(catalog))
+    around = Reroute(catalog.problem, Adaptive(()))
+    return Adaptive((anew, around, Repartition(catalog.problem, anew, searched))), searched
 
 
-def looked_ahead(book: EveryPlan, plan: Plan, *, failures_ahead: int) -> Lookup:
-    policy, searched = policies(book)
+def looked_ahead(catalog: PlanCatalog, plan: Plan, *, failures_ahead: int) -> Lookup:
+    policy, searched = policies(catalog)
     foreseen = ForeseenAnswers()
     for found in look_ahead(
-        policy, searched, plan, prices=prices(book), failures_ahead=failures_ahead
+        policy, searched, plan, prices=prices(catalog), failures_ahead=failures_ahead
     ):
         if found is not None:
             foreseen.add(found.plan, found.lost, partial(tuple, found.transitions))
-    return Lookup(policy, foreseen, UnequalNodes(Reinstantiate(book)))
+    return Lookup(policy, foreseen, UnequalNodes(Reinstantiate(catalog)))
 
 
 @pytest.fixture(scope="module")
-def job() -> tuple[EveryPlan, Plan, Lookup]:
+def job() -> tuple[PlanCatalog, Plan, Lookup]:
     """Pipelines of which two are alike, on shuffled nodes, and the answers to any two losses."""
-    book = every(8, n0=2, f=1)
-    plan = plan_of(book, (3, 2, 3), (4, 0, 7, 3, 5, 1, 6, 2))
-    return book, plan, looked_ahead(book, plan, failures_ahead=2)
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = plan_of(catalog, (3, 2, 3), (4, 0, 7, 3, 5, 1, 6, 2))
+    return catalog, plan, looked_ahead(catalog, plan, failures_ahead=2)
 
 
 def test_one_loss_of_each_sort_is_looked_at_the_likeliest_first() -> None:
     """Of 28 pairs of 8 nodes in pipelines of 3, 2 and 3 there are 16 sorts. Sorts are as likely as
     they have sets, and each set is of one of them."""
-    book = every(8, n0=2, f=1)
-    plan = plan_of(book, (3, 2, 3))
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = plan_of(catalog, (3, 2, 3))
 
     singles, pairs = list(losses(plan, 1)), list(losses(plan, 2))
 
@@ -74,8 +81,8 @@ def test_one_loss_of_each_sort_is_looked_at_the_likeliest_first() -> None:
 def test_every_loss_is_of_a_sort_that_is_looked_at(sizes: list[int], number: int) -> None:
     """Sorts are what is left of a set when pipelines of one template change places."""
     number = min(number, sum(sizes))
-    book = every(sum(sizes), n0=1, f=0)
-    plan = plan_of(book, tuple(sizes))
+    catalog = example_catalog(sum(sizes), n0=1, f=0)
+    plan = plan_of(catalog, tuple(sizes))
 
     def sort(lost: tuple[int, ...]) -> Counter[tuple[int, tuple[int, ...]]]:
         return Counter(
@@ -97,26 +104,26 @@ def test_every_loss_is_of_a_sort_that_is_looked_at(sizes: list[int], number: int
 
 @pytest.mark.parametrize(("number", "every_nth"), [(1, 1), (2, 3)])
 def test_the_answers_to_losses_that_are_alike_are_whole_and_at_their_price(
-    job: tuple[EveryPlan, Plan, Lookup], number: int, every_nth: int
+    job: tuple[PlanCatalog, Plan, Lookup], number: int, every_nth: int
 ) -> None:
     """Renamed answers send what is missing, leave nobody without work, and take as long."""
-    book, plan, ahead = job
+    catalog, plan, ahead = job
     for lost in islice(combinations(sorted(plan.nodes), number), 0, None, every_nth):
         cluster = survivors(plan, lost, epoch=7)
         if cluster.lost_layers(NUM_LAYERS):
             continue
         event = NodesLost(lost, NUM_SAMPLES)
-        found = ahead.foreseen.answers(plan, cluster, event, prices(book))
+        found = ahead.foreseen.answers(plan, cluster, event, prices(catalog))
         assert found
-        direct = ahead.policy.propose(plan, cluster, event, prices(book))
+        direct = ahead.policy.propose(plan, cluster, event, prices(catalog))
         assert {x.policy for x in found} == {x.policy for x in direct}
         for transition in found:
             assert transition.before == plan
             assert transition.redone_samples == NUM_SAMPLES
             assert transition.after.epoch == 7
             assert set(transition.after.nodes) == set(plan.nodes).difference(lost)
-            check_transfers(transition, cluster, prices(book).layer_bytes)
-            run_s = simulated_s(book.problem, transition.after)
+            check_transfers(transition, cluster, prices(catalog).layer_bytes)
+            run_s = simulated_s(catalog.problem, transition.after)
             assert transition.iteration_s == pytest.approx(run_s, rel=0.02)
             if transition.then is not None:
                 assert transition.then.before == plan
@@ -126,15 +133,15 @@ def test_the_answers_to_losses_that_are_alike_are_whole_and_at_their_price(
 
 
 def test_what_is_not_known_is_answered_in_a_hurry_while_everybody_waits(
-    job: tuple[EveryPlan, Plan, Lookup], monkeypatch: pytest.MonkeyPatch
+    job: tuple[PlanCatalog, Plan, Lookup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loss at once, a notice only where the plan is large; what is known stays known."""
-    book, plan, ahead = job
+    catalog, plan, ahead = job
     unknown = survivors(plan, (4, 0, 3), epoch=1)
     lost, leaves = NodesLost((0, 3, 4), 0), NodesChanged((), (4,))
 
     def policies_of(event: ClusterEvent, cluster: ClusterState) -> set[str]:
-        return {one.policy for one in ahead.propose(plan, cluster, event, prices(book))}
+        return {one.policy for one in ahead.propose(plan, cluster, event, prices(catalog))}
 
     usual = survivors(plan, (4,), epoch=1)
     assert policies_of(lost, unknown) == {"reinstantiate"}
@@ -144,11 +151,11 @@ def test_what_is_not_known_is_answered_in_a_hurry_while_everybody_waits(
     assert policies_of(leaves, usual) == {"reinstantiate"}
 
 
-def test_what_is_equal_is_found_as_one_object(job: tuple[EveryPlan, Plan, Lookup]) -> None:
+def test_what_is_equal_is_found_as_one_object(job: tuple[PlanCatalog, Plan, Lookup]) -> None:
     """So that the answers of a thousand nodes are unpickled in some ms."""
-    book, plan, _ = job
-    policy, searched = policies(book)
-    found = look_ahead(policy, searched, plan, prices=prices(book), failures_ahead=1)
+    catalog, plan, _ = job
+    policy, searched = policies(catalog)
+    found = look_ahead(policy, searched, plan, prices=prices(catalog), failures_ahead=1)
     for answers in filter(None, found):
         plans = [one.after for one in answers.transitions]
         parts = [x for one in plans for x in (*one.pipelines, *one.routes)]
@@ -158,11 +165,11 @@ def test_what_is_equal_is_found_as_one_object(job: tuple[EveryPlan, Plan, Lookup
             assert one.then is None or any(one.then.after is other for other in plans)
 
 
-def test_what_is_known_has_the_prices_of_now(job: tuple[EveryPlan, Plan, Lookup]) -> None:
+def test_what_is_known_has_the_prices_of_now(job: tuple[PlanCatalog, Plan, Lookup]) -> None:
     """A job learns from each recovery what the next one takes."""
-    book, plan, ahead = job
+    catalog, plan, ahead = job
     event, cluster = NodesLost((4,), 0), survivors(plan, (4,), epoch=1)
-    cheap = prices(book)
+    cheap = prices(catalog)
     dear = replace(cheap, regroup_s=cheap.regroup_s + 9.0)
 
     found = ahead.foreseen.answers(plan, cluster, event, cheap)
@@ -174,9 +181,9 @@ def test_what_is_known_has_the_prices_of_now(job: tuple[EveryPlan, Plan, Lookup]
         assert other.downtime_s == pytest.approx(one.downtime_s + 9.0)
 
 
-def test_the_policy_answers_what_is_not_known(job: tuple[EveryPlan, Plan, Lookup]) -> None:
+def test_the_policy_answers_what_is_not_known(job: tuple[PlanCatalog, Plan, Lookup]) -> None:
     """Survivors that hold less, are slow or distrusted, other events."""
-    book, plan, ahead = job
+    catalog, plan, ahead = job
     event = NodesLost((4,), 0)
     usual = survivors(plan, (4,), epoch=1)
     first, *others = usual.nodes
@@ -185,12 +192,12 @@ def test_the_policy_answers_what_is_not_known(job: tuple[EveryPlan, Plan, Lookup
     distrusted = replace(first, is_trusted=False)
     foreseen = ahead.foreseen
 
-    assert foreseen.answers(plan, usual, event, prices(book)) is not None
+    assert foreseen.answers(plan, usual, event, prices(catalog)) is not None
     for node in (empty, slow, distrusted):
         cluster = ClusterState(1, (node, *others))
-        assert foreseen.answers(plan, cluster, event, prices(book)) is None
-    assert foreseen.answers(plan, usual, NodesChanged((), (4,)), prices(book)) is None
+        assert foreseen.answers(plan, cluster, event, prices(catalog)) is None
+    assert foreseen.answers(plan, usual, NodesChanged((), (4,)), prices(catalog)) is None
     three = survivors(plan, (4, 0, 3), epoch=1)
-    assert foreseen.answers(plan, three, NodesLost((0, 3, 4), 0), prices(book)) is None
-    direct = ahead.hurried.propose(plan, three, NodesLost((0, 3, 4), 0), prices(book))
-    assert ahead.propose(plan, three, NodesLost((0, 3, 4), 0), prices(book)) == direct
+    assert foreseen.answers(plan, three, NodesLost((0, 3, 4), 0), prices(catalog)) is None
+    direct = ahead.hurried.propose(plan, three, NodesLost((0, 3, 4), 0), prices(catalog))
+    assert ahead.propose(plan, three, NodesLost((0, 3, 4), 0), prices(catalog)) == direct

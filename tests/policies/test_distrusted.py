@@ -4,11 +4,18 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-from helpers.losses import NUM_LAYERS, check_is_whole, check_transfers, every, plan_of, prices
+from helpers.losses import (
+    NUM_LAYERS,
+    check_is_whole,
+    check_transfers,
+    example_catalog,
+    plan_of,
+    prices,
+)
 from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost, survivors
 from planaria.core.plan import NodeKind, Plan, Transition
 from planaria.planner.layout.instantiate import instantiations
-from planaria.planner.plans import EveryPlan
+from planaria.planner.plans import PlanCatalog
 from planaria.policies.adaptive import Adaptive
 from planaria.policies.building import num_exposed
 from planaria.policies.reinstantiate import GLOBAL, TRUSTED, Reinstantiate
@@ -24,12 +31,14 @@ JOBS = (
 )  # Nodes, n0, f, devices of a node.
 
 
-def first_plan(rng: random.Random) -> tuple[EveryPlan, Plan]:
+def first_plan(rng: random.Random) -> tuple[PlanCatalog, Plan]:
     """A plan of any shape that the job allows, its nodes in any order."""
     num_nodes, n0, f, devices_per_node = rng.choice(JOBS)
-    book = every(num_nodes, n0=n0, f=f, devices_per_node=devices_per_node)
-    sets = instantiations(num_nodes, tuple(book.templates), min_pipelines=f + 1)
-    return book, plan_of(book, rng.choice(list(sets)), rng.sample(range(num_nodes), num_nodes))
+    catalog = example_catalog(num_nodes, n0=n0, f=f, devices_per_node=devices_per_node)
+    sets = instantiations(num_nodes, tuple(catalog.templates), min_pipelines=f + 1)
+    return catalog, plan_of(
+        catalog, rng.choice(list(sets)), rng.sample(range(num_nodes), num_nodes)
+    )
 
 
 def exposed(transition: Transition, cluster: ClusterState) -> int:
@@ -49,16 +58,16 @@ def distrusting(cluster: ClusterState, distrusted: set[int]) -> ClusterState:
     return replace(cluster, nodes=tuple(nodes))
 
 
-def could_be_covered(book: EveryPlan, cluster: ClusterState) -> bool:
+def could_be_covered(catalog: PlanCatalog, cluster: ClusterState) -> bool:
     """Some plan has a pipeline that trusted nodes can fill, beside pipelines for all others.
 
     With fewer trusted nodes than n0 nothing is covered here: templates cut alike, so that no
     fewer places than those of the smallest one hold the model.
     """
     num_trusted = sum(node.is_trusted for node in cluster.nodes)
-    num_nodes, n0 = len(cluster.nodes), min(book.templates)
-    wanted = min(book.problem.failures_tolerated + 1, num_nodes // n0)
-    sets = instantiations(num_nodes, tuple(book.templates), min_pipelines=max(1, wanted))
+    num_nodes, n0 = len(cluster.nodes), min(catalog.templates)
+    wanted = min(catalog.problem.failures_tolerated + 1, num_nodes // n0)
+    sets = instantiations(num_nodes, tuple(catalog.templates), min_pipelines=max(1, wanted))
     return any(min(sizes) <= num_trusted for sizes in sets)
 
 
@@ -67,21 +76,23 @@ def test_losses_leave_no_layer_to_distrusted_nodes_alone_where_a_plan_can() -> N
     met: Counter[tuple[str, bool]] = Counter()
     for index in range(NUM_JOBS):
         rng = random.Random(f"{SEED} {index}")
-        book, plan = first_plan(rng)
+        catalog, plan = first_plan(rng)
         distrusted = set(rng.sample(plan.nodes, rng.randint(1, len(plan.nodes) - 1)))
         while True:
             lost = tuple(rng.sample(plan.nodes, 1))
             cluster = distrusting(survivors(plan, lost, epoch=plan.epoch + 1), distrusted)
-            found = Reinstantiate(book).propose(plan, cluster, NodesLost(lost, 0), prices(book))
+            found = Reinstantiate(catalog).propose(
+                plan, cluster, NodesLost(lost, 0), prices(catalog)
+            )
             if not found:
                 break
             where = f"seed {SEED}, job {index}, epoch {cluster.epoch}"
-            can = could_be_covered(book, cluster)
+            can = could_be_covered(catalog, cluster)
             for transition in found:
                 left = exposed(transition, cluster)
                 assert (left == 0) == can, f"{where}, {transition.answer}: {left} layers"
-                check_is_whole(transition, cluster, book)
-                check_transfers(transition, cluster, prices(book).layer_bytes)
+                check_is_whole(transition, cluster, catalog)
+                check_transfers(transition, cluster, prices(catalog).layer_bytes)
                 met[transition.answer, can] += 1
             plan = rng.choice(found).after
     assert min(met[answer, True] for answer in ("simple", "borrow", "merge", GLOBAL, TRUSTED)) > 0
@@ -93,8 +104,8 @@ def test_slow_nodes_change_nothing_of_that() -> None:
     met: Counter[str] = Counter()
     for index in range(NUM_JOBS // 4):  # Unequal plans take long.
         rng = random.Random(f"{SEED} slow {index}")
-        book, plan = first_plan(rng)
-        if len(book.plans) < 3:
+        catalog, plan = first_plan(rng)
+        if len(catalog.plans) < 3:
             continue
         leaving = tuple(rng.sample(plan.nodes, rng.randint(0, 1)))
         slow = tuple(sorted(rng.sample(plan.nodes, 2)))
@@ -106,10 +117,10 @@ def test_slow_nodes_change_nothing_of_that() -> None:
         cluster = ClusterState(1, nodes, left)
         event = NodesChanged((), leaving, tuple(n for n in slow if n not in leaving))
 
-        found = UnequalNodes(Reinstantiate(book)).propose(plan, cluster, event, prices(book))
+        found = UnequalNodes(Reinstantiate(catalog)).propose(plan, cluster, event, prices(catalog))
 
         for transition in found:
-            if transition.keeps_plan or not could_be_covered(book, cluster):
+            if transition.keeps_plan or not could_be_covered(catalog, cluster):
                 continue
             where = f"seed {SEED}, job {index}, {transition.answer}"
             assert exposed(transition, cluster) == 0, where
@@ -119,13 +130,13 @@ def test_slow_nodes_change_nothing_of_that() -> None:
 
 def test_what_would_be_left_to_distrusted_nodes_alone_is_not() -> None:
     """Nodes 1 and 3 would hold layers alone once node 5 is lost, were they trusted."""
-    book = every(6, n0=2, f=1)
-    plan = plan_of(book, (2, 2, 2))
+    catalog = example_catalog(6, n0=2, f=1)
+    plan = plan_of(catalog, (2, 2, 2))
     cluster = distrusting(survivors(plan, (5,), epoch=1), {1, 3})
     trusting = survivors(plan, (5,), epoch=1)
 
-    found = Reinstantiate(book).propose(plan, cluster, NodesLost((5,), 0), prices(book))
-    others = Reinstantiate(book).propose(plan, trusting, NodesLost((5,), 0), prices(book))
+    found = Reinstantiate(catalog).propose(plan, cluster, NodesLost((5,), 0), prices(catalog))
+    others = Reinstantiate(catalog).propose(plan, trusting, NodesLost((5,), 0), prices(catalog))
 
     assert [exposed(transition, cluster) for transition in found] == [0] * len(found)
     assert min(exposed(transition, cluster) for transition in others) > 0
@@ -133,29 +144,31 @@ def test_what_would_be_left_to_distrusted_nodes_alone_is_not() -> None:
 
 def test_beside_a_pipeline_of_trusted_nodes_nothing_is_chosen_otherwise() -> None:
     """It covers the model, so that the others may be wherever the fewest bytes move."""
-    book = every(6, n0=2, f=1)
-    plan = plan_of(book, (2, 4))
+    catalog = example_catalog(6, n0=2, f=1)
+    plan = plan_of(catalog, (2, 4))
     for lost in range(2, 6):
         trusting = survivors(plan, (lost,), epoch=1)
         event = NodesLost((lost,), 0)
-        others = Reinstantiate(book).propose(plan, trusting, event, prices(book))
+        others = Reinstantiate(catalog).propose(plan, trusting, event, prices(catalog))
         for distrusted in {2, 3, 4, 5} - {lost}:
             cluster = distrusting(trusting, {distrusted})
-            found = Reinstantiate(book).propose(plan, cluster, event, prices(book))
+            found = Reinstantiate(catalog).propose(plan, cluster, event, prices(catalog))
 
             assert found == others
 
 
 def test_the_naive_way_knows_no_trust() -> None:
     """It is there to be measured against: nodes take places in the order of their numbers."""
-    book = replace(every(4, n0=2, f=1), plans={})
-    plan = plan_of(book, (2, 2))
+    catalog = replace(example_catalog(4, n0=2, f=1), plans={})
+    plan = plan_of(catalog, (2, 2))
     came = (Node(4, (frozenset(),)), Node(5, (frozenset(),)))
     nodes = (*survivors(plan, (1, 2), epoch=1).nodes, *came)
     cluster = distrusting(ClusterState(1, nodes), {0, 4})
 
-    (naive,) = Reinstantiate(book, NAIVE).propose(plan, cluster, NodesLost((), 0), prices(book))
-    (chosen,) = Reinstantiate(book).propose(plan, cluster, NodesLost((), 0), prices(book))
+    (naive,) = Reinstantiate(catalog, NAIVE).propose(
+        plan, cluster, NodesLost((), 0), prices(catalog)
+    )
+    (chosen,) = Reinstantiate(catalog).propose(plan, cluster, NodesLost((), 0), prices(catalog))
 
     assert [pipeline.nodes for pipeline in naive.after.pipelines] == [(0, 3), (4, 5)]
     assert exposed(naive, cluster) == NUM_LAYERS // 2
@@ -165,15 +178,15 @@ def test_the_naive_way_knows_no_trust() -> None:
 def test_an_empty_place_covers_nothing() -> None:
     """Once node 1 is lost, only node 4 has its layers, unless another takes the place: a node that
     is gone is not distrusted, for it is no part of the cluster."""
-    book = every(6, n0=2, f=1)
-    plan = plan_of(book, (3, 3))
+    catalog = example_catalog(6, n0=2, f=1)
+    plan = plan_of(catalog, (3, 3))
     trusting = survivors(plan, (1,), epoch=1)
     cluster = distrusting(trusting, {4})
-    around = Reroute(book.problem, Adaptive(()))
+    around = Reroute(catalog.problem, Adaptive(()))
     event = NodesLost((1,), 0)
 
-    others = around.propose(plan, trusting, event, prices(book))
-    found = around.propose(plan, cluster, event, prices(book))
+    others = around.propose(plan, trusting, event, prices(catalog))
+    found = around.propose(plan, cluster, event, prices(catalog))
 
     assert [num_exposed(one.after, cluster) for one in others] == [
         exposed(one, cluster) for one in others

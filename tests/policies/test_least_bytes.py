@@ -18,11 +18,11 @@ from itertools import permutations
 import numpy as np
 from numpy.typing import NDArray
 
-from helpers.losses import NUM_LAYERS, every, plan_of, prices
+from helpers.losses import NUM_LAYERS, example_catalog, plan_of, prices
 from planaria.core.cluster import ClusterState, Node, NodesLost, survivors
 from planaria.core.plan import Plan, Transition
 from planaria.planner.layout.instantiate import instantiations
-from planaria.planner.plans import EveryPlan
+from planaria.planner.plans import PlanCatalog
 from planaria.policies.reinstantiate import GLOBAL, Reinstantiate
 
 SEED = 20_261_121
@@ -39,7 +39,7 @@ def test_recoveries_move_the_fewest_bytes_that_any_assignment_could() -> None:
     num_cut_short = num_moving = 0
     for index in range(NUM_JOBS):
         rng = random.Random(f"{SEED} {index}")
-        book, plan = first_plan(rng)
+        catalog, plan = first_plan(rng)
         layer_bytes = tuple(rng.choice((0, 1, 7, 10**6, 10**10)) for _ in range(NUM_LAYERS))
         cluster = ClusterState(plan.epoch, survivors(plan, (), epoch=plan.epoch).nodes)
         is_as_planned = True
@@ -47,11 +47,11 @@ def test_recoveries_move_the_fewest_bytes_that_any_assignment_could() -> None:
             lost = rng.sample(plan.nodes, rng.randint(1, min(2, len(plan.nodes))))
             left = tuple(node for node in cluster.nodes if node.node not in lost)
             cluster = ClusterState(plan.epoch + 1, left)
-            found = Reinstantiate(book).propose(
+            found = Reinstantiate(catalog).propose(
                 plan,
                 cluster,
                 NodesLost(tuple(lost), 0),
-                replace(prices(book), layer_bytes=layer_bytes),
+                replace(prices(catalog), layer_bytes=layer_bytes),
             )
             if not found:
                 break
@@ -73,14 +73,16 @@ def test_recoveries_move_the_fewest_bytes_that_any_assignment_could() -> None:
     assert num_moving > NUM_JOBS * 0.8
 
 
-def first_plan(rng: random.Random) -> tuple[EveryPlan, Plan]:
+def first_plan(rng: random.Random) -> tuple[PlanCatalog, Plan]:
     """A plan of any shape that the job allows, its nodes in any order."""
     num_nodes, n0, f, devices_per_node = rng.choice(JOBS)
-    book = every(num_nodes, n0=n0, f=f, devices_per_node=devices_per_node)
+    catalog = example_catalog(num_nodes, n0=n0, f=f, devices_per_node=devices_per_node)
     if rng.random() < 0.5:
-        book = replace(book, plans={})
-    sizes = rng.choice(list(instantiations(num_nodes, tuple(book.templates), min_pipelines=f + 1)))
-    return book, plan_of(book, sizes, rng.sample(range(num_nodes), num_nodes))
+        catalog = replace(catalog, plans={})
+    sizes = rng.choice(
+        list(instantiations(num_nodes, tuple(catalog.templates), min_pipelines=f + 1))
+    )
+    return catalog, plan_of(catalog, sizes, rng.sample(range(num_nodes), num_nodes))
 
 
 def arrived(

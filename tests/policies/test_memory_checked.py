@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from helpers.losses import every, plan_of
+from helpers.losses import example_catalog, plan_of
 from planaria.core.plan import NodeKind, Plan
 from planaria.estimator.peak_memory import bytes_by_rank, kept_bytes
-from planaria.planner.plans import EveryPlan
+from planaria.planner.plans import PlanCatalog
 from planaria.planner.reroute.reroutes import best_reroute, with_split_backwards
 from planaria.planner.reroute.shadows import with_shadows
 from planaria.policies.memory_checked import has_room, stage_peaks
@@ -20,9 +20,9 @@ def with_memory(plan: Plan, *memory_bytes: int) -> Plan:
     return replace(plan, pipelines=(replace(pipeline, template=template),))
 
 
-def book() -> tuple[EveryPlan, Plan, int, int]:
+def book() -> tuple[PlanCatalog, Plan, int, int]:
     """A pipeline of two stages, and what a device of each holds."""
-    found = every(2, n0=1, f=0)
+    found = example_catalog(2, n0=1, f=0)
     plan = plan_of(found, (2,))
     ((first, second),) = stage_peaks(found.problem, plan)
     return found, plan, first, second
@@ -79,7 +79,7 @@ def test_what_split_backwards_keep_takes_memory() -> None:
 
 def test_who_computes_what_a_lost_node_did_needs_memory_for_it() -> None:
     """Node 2 computes for both pipelines, and an empty place needs nothing."""
-    found = every(4, n0=1, f=1)
+    found = example_catalog(4, n0=1, f=1)
     before = plan_of(found, (2, 2))
     answer = best_reroute(found.problem, replace(before, gone=(0,)))
     assert answer is not None

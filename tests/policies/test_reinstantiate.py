@@ -14,7 +14,7 @@ from helpers.losses import (
     check_is_whole,
     check_transfers,
     even_template,
-    every,
+    example_catalog,
     kept_pipelines,
     plan_of,
     prices,
@@ -23,31 +23,31 @@ from helpers.losses import (
 from planaria.core.cluster import ClusterState, Node, NodesLost, survivors
 from planaria.core.plan import Plan, Transition
 from planaria.planner.layout.instantiate import instantiations
-from planaria.planner.plans import EveryPlan
+from planaria.planner.plans import PlanCatalog
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.value import Outlook, best_transition
 
 
 def proposed(
-    every: EveryPlan, plan: Plan, lost: tuple[int, ...], *, redone_samples: int = 0
+    catalog: PlanCatalog, plan: Plan, lost: tuple[int, ...], *, redone_samples: int = 0
 ) -> tuple[Transition, ...]:
     """The answers to the loss of nodes that leaves the others with all that they had."""
     cluster = survivors(plan, lost, epoch=plan.epoch + 1)
     event = NodesLost(lost, redone_samples)
-    return Reinstantiate(every).propose(plan, cluster, event, prices(every))
+    return Reinstantiate(catalog).propose(plan, cluster, event, prices(catalog))
 
 
-def local_only(every: EveryPlan) -> EveryPlan:
-    return replace(every, plans={})
+def local_only(catalog: PlanCatalog) -> PlanCatalog:
+    return replace(catalog, plans={})
 
 
-def check(transitions: tuple[Transition, ...], cluster: ClusterState, every: EveryPlan) -> None:
+def check(transitions: tuple[Transition, ...], cluster: ClusterState, catalog: PlanCatalog) -> None:
     """What holds for every answer to every loss."""
-    f, n0 = every.problem.failures_tolerated, min(every.templates)
+    f, n0 = catalog.problem.failures_tolerated, min(catalog.templates)
     assert transitions
     for transition in transitions:
-        check_is_whole(transition, cluster, every)
-        check_transfers(transition, cluster, prices(every).layer_bytes)
+        check_is_whole(transition, cluster, catalog)
+        check_transfers(transition, cluster, prices(catalog).layer_bytes)
         assert len(transition.after.pipelines) >= min(f + 1, len(cluster.nodes) // n0)
         alive = {node.node for node in cluster.nodes}
         whole = [i for i, p in enumerate(transition.before.pipelines) if alive >= set(p.nodes)]
@@ -57,72 +57,72 @@ def check(transitions: tuple[Transition, ...], cluster: ClusterState, every: Eve
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[EveryPlan, Plan]:
+def jobs(draw: st.DrawFn) -> tuple[PlanCatalog, Plan]:
     """Any first plan with f + 1 pipelines or more, its nodes in any order."""
     n0, f = draw(st.integers(1, 4)), draw(st.integers(0, 3))
     num_nodes = draw(st.integers((f + 1) * n0, 16))
-    book = every(num_nodes, n0=n0, f=f)
-    instantiated = instantiations(num_nodes, tuple(book.templates), min_pipelines=f + 1)
+    catalog = example_catalog(num_nodes, n0=n0, f=f)
+    instantiated = instantiations(num_nodes, tuple(catalog.templates), min_pipelines=f + 1)
     sizes = draw(st.sampled_from(list(instantiated)))
-    return book, plan_of(book, sizes, draw(st.permutations(range(num_nodes))))
+    return catalog, plan_of(catalog, sizes, draw(st.permutations(range(num_nodes))))
 
 
 @settings(max_examples=30)
 @given(jobs(), st.data())
 def test_every_sequence_of_losses_is_answered_whole(
-    job: tuple[EveryPlan, Plan], data: st.DataObject
+    job: tuple[PlanCatalog, Plan], data: st.DataObject
 ) -> None:
     """While n0 nodes are left and every layer lives, every answer can be trained with; then none.
 
     The next loss strikes whichever answer was taken.
     """
-    book, plan = job
+    catalog, plan = job
     while True:
-        most = min(len(plan.nodes), book.problem.failures_tolerated + 2)
+        most = min(len(plan.nodes), catalog.problem.failures_tolerated + 2)
         lost = data.draw(st.sets(st.sampled_from(plan.nodes), min_size=1, max_size=most))
         cluster = survivors(plan, lost, epoch=plan.epoch + 1)
 
-        found = proposed(book, plan, tuple(sorted(lost)))
+        found = proposed(catalog, plan, tuple(sorted(lost)))
 
-        if len(cluster.nodes) < min(book.templates) or cluster.lost_layers(NUM_LAYERS):
+        if len(cluster.nodes) < min(catalog.templates) or cluster.lost_layers(NUM_LAYERS):
             assert not found
             return
-        check(found, cluster, book)
+        check(found, cluster, catalog)
         plan = data.draw(st.sampled_from(found)).after
 
 
 @settings(max_examples=30)
 @given(jobs(), st.data())
 def test_a_loss_during_a_recovery_is_answered_from_what_each_node_holds(
-    job: tuple[EveryPlan, Plan], data: st.DataObject
+    job: tuple[PlanCatalog, Plan], data: st.DataObject
 ) -> None:
     """Some layers have arrived, some workers are new: only what is missing moves, none twice."""
-    book, plan = job
+    catalog, plan = job
     held = st.frozensets(st.integers(0, NUM_LAYERS - 1))
     cluster = survivors(plan, data.draw(st.sets(st.sampled_from(plan.nodes))), epoch=3)
     nodes = tuple(Node(node.node, (data.draw(held),)) for node in cluster.nodes)
     cluster = ClusterState(4, nodes)
 
-    found = Reinstantiate(book).propose(plan, cluster, NodesLost((), 0), prices(book))
+    found = Reinstantiate(catalog).propose(plan, cluster, NodesLost((), 0), prices(catalog))
 
-    if len(nodes) < min(book.templates) or cluster.lost_layers(NUM_LAYERS):
+    if len(nodes) < min(catalog.templates) or cluster.lost_layers(NUM_LAYERS):
         assert not found
     else:
-        check(found, cluster, book)
+        check(found, cluster, catalog)
 
 
 def test_every_loss_of_up_to_f_nodes_is_answered_and_every_step_occurs() -> None:
     """All sets of at most f nodes, f = 1 and 2, from every small first plan, local and global."""
     answers = set()
     for num_nodes, n0, f in ((3, 1, 1), (5, 2, 1), (6, 2, 1), (6, 1, 2), (6, 2, 2), (7, 3, 1)):
-        book = every(num_nodes, n0=n0, f=f)
-        first = book.plans[num_nodes]
+        catalog = example_catalog(num_nodes, n0=n0, f=f)
+        first = catalog.plans[num_nodes]
         for num_lost in range(1, f + 1):
             for lost in combinations(first.nodes, num_lost):
                 cluster = survivors(first, lost, epoch=1)
-                for policy in (book, local_only(book)):
+                for policy in (catalog, local_only(catalog)):
                     found = proposed(policy, first, lost)
-                    check(found, cluster, book)
+                    check(found, cluster, catalog)
                     answers |= {transition.answer for transition in found}
     assert answers == {"simple", "borrow", "merge", "global"}
 
@@ -140,9 +140,9 @@ def test_local_answers_of_oobleck_figure_8(
     sizes: tuple[int, ...], lost: tuple[int, ...], answer: str, after: list[int], num_kept: int
 ) -> None:
     """A template of three, a node lent, two pipelines made one, and one lost whole."""
-    book = local_only(every(sum(sizes), n0=2, f=1))
+    catalog = local_only(example_catalog(sum(sizes), n0=2, f=1))
 
-    (found,) = proposed(book, plan_of(book, sizes), lost)
+    (found,) = proposed(catalog, plan_of(catalog, sizes), lost)
 
     assert (found.policy, found.answer, shapes(found)) == ("reinstantiate", answer, after)
     assert len(kept_pipelines(found)) == num_kept
@@ -150,10 +150,10 @@ def test_local_answers_of_oobleck_figure_8(
 
 def test_the_lender_gives_the_node_that_costs_the_fewest_bytes() -> None:
     """Node 4 of (3, 4) is lost: what the lender's three nodes and node 3 hold is used best."""
-    book = local_only(every(5, n0=2, f=1))
-    plan = plan_of(book, (3, 2))
+    catalog = local_only(example_catalog(5, n0=2, f=1))
+    plan = plan_of(catalog, (3, 2))
 
-    (found,) = proposed(book, plan, (4,))
+    (found,) = proposed(catalog, plan, (4,))
 
     # Nodes 0, 1, 2 hold layers 0-4, 5-9, 10-15 and node 3 layers 0-7; each place is one half.
     assert [set(pipeline.nodes) for pipeline in found.after.pipelines] in (
@@ -166,14 +166,14 @@ def test_the_lender_gives_the_node_that_costs_the_fewest_bytes() -> None:
 
 def test_a_local_answer_of_too_few_pipelines_is_refused_where_the_global_one_has_enough() -> None:
     """One pipeline of five survives as one of four; two of two would tolerate the next loss."""
-    book = every(6, n0=2, f=1)
-    plan = plan_of(book, (5,))
+    catalog = example_catalog(6, n0=2, f=1)
+    plan = plan_of(catalog, (5,))
     left = survivors(plan, (2,), epoch=1).nodes
     cluster = ClusterState(1, (*left[:3], Node(4, (frozenset(range(NUM_LAYERS)),))))
     event = NodesLost((2,), 0)
 
-    found = Reinstantiate(book).propose(plan, cluster, event, prices(book))
-    without = Reinstantiate(local_only(book)).propose(plan, cluster, event, prices(book))
+    found = Reinstantiate(catalog).propose(plan, cluster, event, prices(catalog))
+    without = Reinstantiate(local_only(catalog)).propose(plan, cluster, event, prices(catalog))
 
     assert [(t.answer, shapes(t)) for t in found] == [("global", [2, 2])]
     assert [(t.answer, shapes(t)) for t in without] == [("simple", [4])]
@@ -181,10 +181,10 @@ def test_a_local_answer_of_too_few_pipelines_is_refused_where_the_global_one_has
 
 def test_answers_that_are_the_same_plan_are_proposed_once() -> None:
     """The report lists candidates; one under two names would look like a choice."""
-    book = every(4, n0=1, f=1)
-    plan = plan_of(book, (1, 1, 1, 1))
+    catalog = example_catalog(4, n0=1, f=1)
+    plan = plan_of(catalog, (1, 1, 1, 1))
 
-    found = proposed(book, plan, (1,))
+    found = proposed(catalog, plan, (1,))
 
     assert [(t.answer, shapes(t)) for t in found] == [("simple", [1, 1, 1])]
     assert [pipeline.nodes for pipeline in found[0].after.pipelines] == [(0,), (2,), (3,)]
@@ -193,13 +193,13 @@ def test_answers_that_are_the_same_plan_are_proposed_once() -> None:
 
 def test_a_new_worker_gets_its_layers_from_peers_and_all_nodes_stay() -> None:
     """No node is lost when a worker ends, only what it held."""
-    book = local_only(every(4, n0=2, f=1))
-    plan = plan_of(book, (2, 2))
+    catalog = local_only(example_catalog(4, n0=2, f=1))
+    plan = plan_of(catalog, (2, 2))
     whole = survivors(plan, (), epoch=1)
     nodes = tuple(Node(1, (frozenset(),)) if n.node == 1 else n for n in whole.nodes)
 
-    (found,) = Reinstantiate(book).propose(
-        plan, ClusterState(1, nodes), NodesLost((), NUM_SAMPLES), prices(book)
+    (found,) = Reinstantiate(catalog).propose(
+        plan, ClusterState(1, nodes), NodesLost((), NUM_SAMPLES), prices(catalog)
     )
 
     assert found.after.pipelines == plan.pipelines
@@ -210,21 +210,21 @@ def test_a_new_worker_gets_its_layers_from_peers_and_all_nodes_stay() -> None:
 
 def test_a_node_without_work_takes_the_place_of_the_lost_one() -> None:
     """It holds nothing, so that all that the lost one held moves, and nobody else is touched."""
-    book = local_only(every(4, n0=2, f=1))
-    plan = plan_of(book, (2, 2))
+    catalog = local_only(example_catalog(4, n0=2, f=1))
+    plan = plan_of(catalog, (2, 2))
     left = survivors(plan, (1,), epoch=1)
     cluster = ClusterState(1, (*left.nodes, Node(7, (frozenset(),))))
 
-    (found,) = Reinstantiate(book).propose(plan, cluster, NodesLost((1,), 0), prices(book))
+    (found,) = Reinstantiate(catalog).propose(plan, cluster, NodesLost((1,), 0), prices(catalog))
 
     assert [pipeline.nodes for pipeline in found.after.pipelines] == [(0, 7), (2, 3)]
-    check_is_whole(found, cluster, book)
-    check_transfers(found, cluster, prices(book).layer_bytes)
+    check_is_whole(found, cluster, catalog)
+    check_transfers(found, cluster, prices(catalog).layer_bytes)
 
 
 def test_a_node_that_came_just_before_a_loss_has_work_after_it() -> None:
     """The local answer knows no use for it, so it is refused where the global one does."""
-    known = every(6, n0=2, f=1)
+    known = example_catalog(6, n0=2, f=1)
     plan = plan_of(known, (2, 2), nodes=(0, 1, 2, 3))
     left = survivors(plan, (3,), epoch=1)
     came = (Node(4, (frozenset(),)), Node(5, (frozenset(),)))
@@ -238,26 +238,26 @@ def test_a_node_that_came_just_before_a_loss_has_work_after_it() -> None:
 
 def test_nodes_of_two_devices_are_re_formed_by_device() -> None:
     """A place is a node with the layers of each of its devices."""
-    book = every(6, n0=2, f=1, devices_per_node=2)
-    first = plan_of(book, (3, 3))
+    catalog = example_catalog(6, n0=2, f=1, devices_per_node=2)
+    first = plan_of(catalog, (3, 3))
     assert first.pipelines[0].template == even_template(3, 2)
     for lost in first.nodes:
         cluster = survivors(first, (lost,), epoch=1)
-        check(proposed(book, first, (lost,)), cluster, book)
+        check(proposed(catalog, first, (lost,)), cluster, catalog)
 
 
 def test_every_coordinator_proposes_the_same() -> None:
     """A new leader may have to finish what another one began."""
-    book = every(12, n0=3, f=2)
-    plan = book.plans[12]
+    catalog = example_catalog(12, n0=3, f=2)
+    plan = catalog.plans[12]
 
-    assert proposed(book, plan, (2, 7)) == proposed(book, plan, (7, 2))
+    assert proposed(catalog, plan, (2, 7)) == proposed(catalog, plan, (7, 2))
 
 
 def test_the_best_answer_depends_on_when_the_next_failure_is_expected() -> None:
     """If the next one comes before the slower transfer ends, only the quicker one makes samples."""
-    book = every(12, n0=3, f=2)
-    found = proposed(book, book.plans[12], (2,))
+    catalog = example_catalog(12, n0=3, f=2)
+    found = proposed(catalog, catalog.plans[12], (2,))
     downtimes_s = sorted(transition.downtime_s for transition in found)
     iterations_s = sorted(transition.iteration_s for transition in found)
     batch = NUM_SAMPLES
@@ -276,13 +276,13 @@ def test_the_best_answer_depends_on_when_the_next_failure_is_expected() -> None:
 def test_proposals_for_32_nodes_take_less_than_100_ms(n0: int, f: int) -> None:
     """The decision is in every downtime. The best of three runs, by this process's own clock, as
     the machine is shared."""
-    book = every(32, n0=n0, f=f)
-    plan = book.plans[32]
+    catalog = example_catalog(32, n0=n0, f=f)
+    plan = catalog.plans[32]
     for lost in ((0,), (3, 30), (0, 9, 17)):
         seconds = []
         for _ in range(3):
             start_s = process_time()
-            found = proposed(book, plan, lost)
+            found = proposed(catalog, plan, lost)
             seconds.append(process_time() - start_s)
 
         assert found

@@ -10,7 +10,7 @@ from helpers.losses import (
     NUM_LAYERS,
     NUM_MICROBATCHES,
     check_transfers,
-    every,
+    example_catalog,
     jobs,
     plan_of,
     prices,
@@ -19,19 +19,19 @@ from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost, s
 from planaria.core.plan import NodeKind, PipelineTemplate, Plan, Stage, Transition
 from planaria.planner.layout.depths import Ranges
 from planaria.planner.layout.search import Layout, LayoutSearches
-from planaria.planner.plans import EveryPlan
+from planaria.planner.plans import PlanCatalog
 from planaria.planner.reroute.reroutes import simulated_s
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.repartition import Repartition, layout_names
 from planaria.policies.unequal_nodes import STAY, UnequalNodes
 
 
-def policy(book: EveryPlan) -> Repartition:
-    searched = LayoutSearches(book.problem, Ranges())
-    return Repartition(book.problem, UnequalNodes(Reinstantiate(book)), searched)
+def policy(catalog: PlanCatalog) -> Repartition:
+    searched = LayoutSearches(catalog.problem, Ranges())
+    return Repartition(catalog.problem, UnequalNodes(Reinstantiate(catalog)), searched)
 
 
-def check_is_a_layout(transition: Transition, cluster: ClusterState, book: EveryPlan) -> None:
+def check_is_a_layout(transition: Transition, cluster: ClusterState, catalog: PlanCatalog) -> None:
     """Every survivor works, each pipeline is the model with some microbatches, and the price is
     that of the schedule."""
     after = transition.after
@@ -41,22 +41,22 @@ def check_is_a_layout(transition: Transition, cluster: ClusterState, book: Every
     routes = {pipeline.route() for pipeline in after.pipelines}
     assert set(after.routes) == routes
     assert len(after.routes) == NUM_MICROBATCHES
-    assert transition.iteration_s == pytest.approx(simulated_s(book.problem, after), rel=1e-9)
-    check_transfers(transition, cluster, prices(book).layer_bytes)
+    assert transition.iteration_s == pytest.approx(simulated_s(catalog.problem, after), rel=1e-9)
+    check_transfers(transition, cluster, prices(catalog).layer_bytes)
 
 
 @settings(max_examples=5)
 @given(jobs(), st.data())
 def test_losses_one_after_the_other_are_answered_by_layouts(
-    job: tuple[EveryPlan, Plan], data: st.DataObject
+    job: tuple[PlanCatalog, Plan], data: st.DataObject
 ) -> None:
     """Until some layer has no live holder; the next loss strikes whichever answer was taken."""
-    book, plan = job
+    catalog, plan = job
     while True:
         lost = tuple(sorted(data.draw(st.sets(st.sampled_from(plan.nodes), min_size=1))))
         cluster = survivors(plan, lost, epoch=plan.epoch + 1)
 
-        found = policy(book).propose(plan, cluster, NodesLost(lost, 8), prices(book))
+        found = policy(catalog).propose(plan, cluster, NodesLost(lost, 8), prices(catalog))
 
         if cluster.lost_layers(NUM_LAYERS):
             assert found == ()
@@ -64,7 +64,7 @@ def test_losses_one_after_the_other_are_answered_by_layouts(
         assert found[0].answer == "repartition"
         assert len({transition.answer for transition in found}) == len(found)
         for transition in found:
-            check_is_a_layout(transition, cluster, book)
+            check_is_a_layout(transition, cluster, catalog)
             assert transition.redone_samples == 8
         assert found[0].iteration_s == min(transition.iteration_s for transition in found)
         plan = data.draw(st.sampled_from(found)).after
@@ -72,11 +72,11 @@ def test_losses_one_after_the_other_are_answered_by_layouts(
 
 def test_what_keeps_more_pipelines_moves_less() -> None:
     """Slower layouts are proposed for that alone."""
-    book = every(16, n0=2, f=1)
-    plan = plan_of(book, (4, 4, 4, 4))
+    catalog = example_catalog(16, n0=2, f=1)
+    plan = plan_of(catalog, (4, 4, 4, 4))
     cluster = survivors(plan, (5,), epoch=1)
 
-    found = policy(book).propose(plan, cluster, NodesLost((5,), 0), prices(book))
+    found = policy(catalog).propose(plan, cluster, NodesLost((5,), 0), prices(catalog))
 
     assert len(found) > 1
     assert found[-1].downtime_s < found[0].downtime_s
@@ -86,16 +86,16 @@ def test_what_keeps_more_pipelines_moves_less() -> None:
 
 def test_what_was_searched_before_is_not_searched_again() -> None:
     """The answer to a loss is then better than a search within the pause finds."""
-    book = every(12, n0=1, f=1)
-    plan = plan_of(book, (3, 3, 3, 3))
+    catalog = example_catalog(12, n0=1, f=1)
+    plan = plan_of(catalog, (3, 3, 3, 3))
     cluster, event = survivors(plan, (4,), epoch=1), NodesLost((4,), 0)
-    unaware, aware = policy(book), policy(book)
+    unaware, aware = policy(catalog), policy(catalog)
     for _ in aware.searched.steps(11, [pipeline.template for pipeline in plan.pipelines]):
         pass
     known = aware.searched.front(11, [pipeline.template for pipeline in plan.pipelines])
 
-    at_once = unaware.propose(plan, cluster, event, prices(book))
-    found = aware.propose(plan, cluster, event, prices(book))
+    at_once = unaware.propose(plan, cluster, event, prices(catalog))
+    found = aware.propose(plan, cluster, event, prices(catalog))
 
     assert tuple(one.iteration_s for one in found) == tuple(one.iteration_s for one in known)
     assert found[0].iteration_s <= at_once[0].iteration_s
@@ -126,51 +126,53 @@ def test_answers_are_called_by_what_they_have_that_faster_ones_lack() -> None:
 
 def test_a_node_that_joins_gets_work() -> None:
     """It holds nothing, and what it needs is sent."""
-    book = every(9, n0=2, f=1)
-    plan = plan_of(book, (4, 4))
+    catalog = example_catalog(9, n0=2, f=1)
+    plan = plan_of(catalog, (4, 4))
     held = survivors(plan, (), epoch=1).nodes
     cluster = ClusterState(1, (*held, Node(8, (frozenset(),))))
 
-    found = policy(book).propose(plan, cluster, NodesChanged((8,), ()), prices(book))
+    found = policy(catalog).propose(plan, cluster, NodesChanged((8,), ()), prices(catalog))
 
     for transition in found:
-        check_is_a_layout(transition, cluster, book)
+        check_is_a_layout(transition, cluster, catalog)
 
 
 def test_a_node_that_leaves_gives_what_it_holds() -> None:
     """It has no work afterwards."""
-    book = every(8, n0=2, f=1)
-    plan = plan_of(book, (4, 4))
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = plan_of(catalog, (4, 4))
     *others, leaving = survivors(plan, (), epoch=1).nodes
     cluster = ClusterState(1, tuple(others), (leaving,))
 
-    found = policy(book).propose(plan, cluster, NodesChanged((), (7,)), prices(book))
+    found = policy(catalog).propose(plan, cluster, NodesChanged((), (7,)), prices(catalog))
 
     for transition in found:
-        check_is_a_layout(transition, cluster, book)
+        check_is_a_layout(transition, cluster, catalog)
 
 
 def test_slow_nodes_are_left_to_the_other_policy() -> None:
     """Layouts are for nodes that are as the profile says."""
-    book = every(8, n0=2, f=1)
-    plan = plan_of(book, (4, 4))
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = plan_of(catalog, (4, 4))
     slow, *others = survivors(plan, (), epoch=1).nodes
     cluster = ClusterState(1, (replace(slow, kind=NodeKind(0.5)), *others))
     event = NodesChanged((), (), (0,))
 
-    found = policy(book).propose(plan, cluster, event, prices(book))
+    found = policy(catalog).propose(plan, cluster, event, prices(catalog))
 
-    assert found == UnequalNodes(Reinstantiate(book)).propose(plan, cluster, event, prices(book))
+    assert found == UnequalNodes(Reinstantiate(catalog)).propose(
+        plan, cluster, event, prices(catalog)
+    )
     assert found[0].answer == STAY
 
 
 def test_a_better_plan_is_compared_with_the_one_that_there_is() -> None:
     """Where nothing happened: the plan as it is, then layouts."""
-    book = every(8, n0=2, f=1)
-    plan = plan_of(book, (3, 5))
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = plan_of(catalog, (3, 5))
     cluster = survivors(plan, (), epoch=1)
 
-    stay, *found = policy(book).propose(plan, cluster, NodesChanged((), ()), prices(book))
+    stay, *found = policy(catalog).propose(plan, cluster, NodesChanged((), ()), prices(catalog))
 
     assert stay.answer == STAY
     assert found[0].answer == "repartition"
@@ -179,13 +181,13 @@ def test_a_better_plan_is_compared_with_the_one_that_there_is() -> None:
 
 def test_layers_are_not_left_to_distrusted_nodes_alone() -> None:
     """Where every layout would, the other policy's answers are there, too."""
-    book = every(8, n0=2, f=1)
-    plan = plan_of(book, (4, 4))
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = plan_of(catalog, (4, 4))
     nodes = survivors(plan, (7,), epoch=1).nodes
     distrusted = tuple(replace(node, is_trusted=node.node not in (1, 5)) for node in nodes)
     cluster = ClusterState(1, distrusted)
 
-    found = policy(book).propose(plan, cluster, NodesLost((7,), 0), prices(book))
+    found = policy(catalog).propose(plan, cluster, NodesLost((7,), 0), prices(catalog))
 
     assert found
     for transition in found:

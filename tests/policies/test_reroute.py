@@ -12,7 +12,7 @@ from helpers.losses import (
     NUM_SAMPLES,
     check_is_whole,
     check_transfers,
-    every,
+    example_catalog,
     jobs,
     plan_of,
     prices,
@@ -20,7 +20,7 @@ from helpers.losses import (
 from helpers.strategies import equal_problem
 from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost, survivors
 from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Stage, Transition
-from planaria.planner.plans import EveryPlan, bind
+from planaria.planner.plans import PlanCatalog, bind
 from planaria.planner.reroute import reroutes
 from planaria.planner.reroute.reroutes import num_without_work
 from planaria.policies import reroute
@@ -32,19 +32,19 @@ from planaria.policies.unequal_nodes import UnequalNodes
 from planaria.policies.value import Outlook, best_transition
 
 
-def policy(book: EveryPlan) -> Reroute:
-    return Reroute(book.problem, UnequalNodes(Reinstantiate(book)))
+def policy(catalog: PlanCatalog) -> Reroute:
+    return Reroute(catalog.problem, UnequalNodes(Reinstantiate(catalog)))
 
 
 def proposed(
-    book: EveryPlan, plan: Plan, lost: tuple[int, ...], *, redone_samples: int = 0
+    catalog: PlanCatalog, plan: Plan, lost: tuple[int, ...], *, redone_samples: int = 0
 ) -> tuple[Transition, ...]:
     """The answers to the loss of nodes that leaves the others with all that they had."""
     cluster = survivors(plan, lost, epoch=plan.epoch + 1)
-    return policy(book).propose(plan, cluster, NodesLost(lost, redone_samples), prices(book))
+    return policy(catalog).propose(plan, cluster, NodesLost(lost, redone_samples), prices(catalog))
 
 
-def check_goes_around(transition: Transition, cluster: ClusterState, book: EveryPlan) -> None:
+def check_goes_around(transition: Transition, cluster: ClusterState, catalog: PlanCatalog) -> None:
     """Every survivor has a place, and every microbatch covers the model over places that live."""
     after = transition.after
     assert transition.policy == "reroute"
@@ -58,38 +58,38 @@ def check_goes_around(transition: Transition, cluster: ClusterState, book: Every
         for hop in route:
             assert hop.rank in held
             assert set(range(hop.first_layer, hop.end_layer)) <= set(held[hop.rank])
-    check_transfers(transition, cluster, prices(book).layer_bytes)
+    check_transfers(transition, cluster, prices(catalog).layer_bytes)
 
 
 def test_a_loss_is_answered_without_moving_anything() -> None:
     """Pipelines keep their nodes and stages; the lost node's place is empty."""
-    book = every(8, n0=2, f=1)
-    plan = plan_of(book, (4, 4))
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = plan_of(catalog, (4, 4))
 
-    first, *more = proposed(book, plan, (2,), redone_samples=NUM_SAMPLES)
+    first, *more = proposed(catalog, plan, (2,), redone_samples=NUM_SAMPLES)
 
     assert first.answer == REROUTE
     assert all(one.answer == NORMALISED for one in more)
     assert first.after.pipelines == plan.pipelines
     assert first.after.gone == (2,)
     assert first.rounds == ()
-    assert first.downtime_s == prices(book).regroup_s
+    assert first.downtime_s == prices(catalog).regroup_s
     assert first.redone_samples == NUM_SAMPLES
-    check_goes_around(first, survivors(plan, (2,), epoch=1), book)
+    check_goes_around(first, survivors(plan, (2,), epoch=1), catalog)
 
 
 @settings(max_examples=8)
 @given(jobs(), st.data())
 def test_losses_at_once_and_in_sequence_are_gone_around(
-    job: tuple[EveryPlan, Plan], data: st.DataObject
+    job: tuple[PlanCatalog, Plan], data: st.DataObject
 ) -> None:
     """Until some layer has no live holder; the next loss strikes whichever answer was taken."""
-    book, plan = job
+    catalog, plan = job
     while True:
         lost = data.draw(st.sets(st.sampled_from(plan.nodes), min_size=1, max_size=3))
         cluster = survivors(plan, lost, epoch=plan.epoch + 1)
 
-        found = proposed(book, plan, tuple(sorted(lost)))
+        found = proposed(catalog, plan, tuple(sorted(lost)))
 
         if cluster.lost_layers(NUM_LAYERS):
             assert found == ()
@@ -99,17 +99,19 @@ def test_losses_at_once_and_in_sequence_are_gone_around(
         leaves_idle = [num_without_work(one.after) > 0 for one in found]
         assert all(leaves_idle) or not any(leaves_idle)
         for transition in found:
-            check_goes_around(transition, cluster, book)
+            check_goes_around(transition, cluster, catalog)
         plan = data.draw(st.sampled_from(found)).after
 
 
 @settings(max_examples=8)
 @given(jobs(), st.data())
-def test_a_rerouted_plan_can_be_made_anew(job: tuple[EveryPlan, Plan], data: st.DataObject) -> None:
+def test_a_rerouted_plan_can_be_made_anew(
+    job: tuple[PlanCatalog, Plan], data: st.DataObject
+) -> None:
     """Oobleck's steps see survivors of each pipeline, whatever its places were."""
-    book, plan = job
+    catalog, plan = job
     lost = (data.draw(st.sampled_from(plan.nodes)),)
-    rerouted = next(iter(proposed(book, plan, lost)), None)
+    rerouted = next(iter(proposed(catalog, plan, lost)), None)
     if rerouted is None:
         return
     more = (data.draw(st.sampled_from(rerouted.after.nodes)),)
@@ -117,35 +119,37 @@ def test_a_rerouted_plan_can_be_made_anew(job: tuple[EveryPlan, Plan], data: st.
     if cluster.lost_layers(NUM_LAYERS):
         return
 
-    found = Reinstantiate(book).propose(rerouted.after, cluster, NodesLost(more, 0), prices(book))
+    found = Reinstantiate(catalog).propose(
+        rerouted.after, cluster, NodesLost(more, 0), prices(catalog)
+    )
 
     assert found
     for transition in found:
         assert transition.after.gone == ()
-        check_is_whole(transition, cluster, book)
-        check_transfers(transition, cluster, prices(book).layer_bytes)
+        check_is_whole(transition, cluster, catalog)
+        check_transfers(transition, cluster, prices(catalog).layer_bytes)
 
 
 def test_in_a_hurry_few_plans_are_run() -> None:
     """As it is, before a move, after it, and three moves of a node; none is faster than the best of
     all tries, and a large plan is left to others."""
-    book = every(8, n0=2, f=1)
-    plan = plan_of(book, (4, 4))
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = plan_of(catalog, (4, 4))
     cluster, event = survivors(plan, (2,), epoch=1), NodesLost((2,), 0)
-    all_tries = Reroute(book.problem, Adaptive(()))
+    all_tries = Reroute(catalog.problem, Adaptive(()))
     hurried = replace(all_tries, is_hurried=True)
 
     with mock.patch.object(reroutes, "price_plan", wraps=reroutes.price_plan) as run:
-        found = hurried.propose(plan, cluster, event, prices(book))
-    best = all_tries.propose(plan, cluster, event, prices(book))
+        found = hurried.propose(plan, cluster, event, prices(catalog))
+    best = all_tries.propose(plan, cluster, event, prices(catalog))
 
     assert run.call_count <= 6
     assert [one.answer for one in found] == [one.answer for one in best]
     for one, other in zip(found, best, strict=True):
-        check_goes_around(one, cluster, book)
+        check_goes_around(one, cluster, catalog)
         assert other.iteration_s <= one.iteration_s <= 1.02 * other.iteration_s
     with mock.patch.object(reroute, "_HURRIED_HOPS_MAX", sum(map(len, plan.routes)) - 1):
-        assert hurried.propose(plan, cluster, event, prices(book)) == ()
+        assert hurried.propose(plan, cluster, event, prices(catalog)) == ()
 
 
 def test_in_a_hurry_nobody_is_without_work() -> None:
@@ -171,31 +175,31 @@ def test_in_a_hurry_nobody_is_without_work() -> None:
 
 def test_a_node_that_joins_takes_the_empty_place() -> None:
     """Re-joining is the inverse: the pipelines are whole again, one place was sent."""
-    book = every(8, n0=2, f=1)
-    plan = plan_of(book, (4, 4))
-    broken = proposed(book, plan, (2,))[0].after
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = plan_of(catalog, (4, 4))
+    broken = proposed(catalog, plan, (2,))[0].after
     nodes = (*survivors(broken, (), epoch=2).nodes, Node(8, (frozenset[int](),)))
     cluster = ClusterState(2, nodes)
 
-    (found,) = policy(book).propose(broken, cluster, NodesChanged((8,), ()), prices(book))
+    (found,) = policy(catalog).propose(broken, cluster, NodesChanged((8,), ()), prices(catalog))
 
     assert found.answer == NORMALISED
     assert found.after.gone == ()
     assert found.after.pipelines[0].nodes == (0, 1, 8, 3)
     assert {t.target for transfers in found.rounds for t in transfers} == {8}
-    check_goes_around(found, cluster, book)
-    iteration_s, _ = book.distribution([one.template for one in plan.pipelines])
+    check_goes_around(found, cluster, catalog)
+    iteration_s, _ = catalog.distribution([one.template for one in plan.pipelines])
     assert found.iteration_s <= iteration_s + 1e-9
 
 
 def test_a_node_for_which_there_is_no_place_is_left_to_the_other_policy() -> None:
     """Who joins a whole plan makes a pipeline longer."""
-    book = every(9, n0=2, f=1)
-    plan = plan_of(book, (4, 4))
+    catalog = example_catalog(9, n0=2, f=1)
+    plan = plan_of(catalog, (4, 4))
     nodes = (*survivors(plan, (), epoch=1).nodes, Node(8, (frozenset[int](),)))
     event = NodesChanged((8,), ())
 
-    found = policy(book).propose(plan, ClusterState(1, nodes), event, prices(book))
+    found = policy(catalog).propose(plan, ClusterState(1, nodes), event, prices(catalog))
 
     rare = Outlook(failures_per_s=1e-9)
     best = best_transition(found, global_batch_size=NUM_SAMPLES, outlook=rare)
@@ -205,30 +209,32 @@ def test_a_node_for_which_there_is_no_place_is_left_to_the_other_policy() -> Non
 
 def test_one_that_leaves_with_the_only_copy_gives_it_to_one_that_stays() -> None:
     """Nobody could go around it otherwise, and it can still send."""
-    book = every(5, n0=1, f=1)
-    plan = plan_of(book, (3, 2))
-    broken = proposed(book, plan, (0,))[0].after
+    catalog = example_catalog(5, n0=1, f=1)
+    plan = plan_of(catalog, (3, 2))
+    broken = proposed(catalog, plan, (0,))[0].after
     state = survivors(broken, (), epoch=2)
     leaving = next(n for n in state.nodes if n.node == 3)
     staying = tuple(node for node in state.nodes if node != leaving)
     cluster = ClusterState(2, staying, (leaving,))
 
-    (found,) = policy(book).propose(broken, cluster, NodesChanged((), (3,)), prices(book))
+    (found,) = policy(catalog).propose(broken, cluster, NodesChanged((), (3,)), prices(catalog))
 
     assert found.answer == NORMALISED
     moved = [transfer for transfers in found.rounds for transfer in transfers]
     assert {transfer.source for transfer in moved} >= {3}
-    check_goes_around(found, cluster, book)
+    check_goes_around(found, cluster, catalog)
 
 
 def test_a_new_worker_gets_the_layers_of_its_place() -> None:
     """Its node lives and holds nothing: routes stay as they are."""
-    book = every(8, n0=2, f=1)
-    plan = plan_of(book, (4, 4))
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = plan_of(catalog, (4, 4))
     held = survivors(plan, (), epoch=1).nodes
     nodes = tuple(replace(n, held=(frozenset[int](),)) if n.node == 5 else n for n in held)
 
-    (found,) = policy(book).propose(plan, ClusterState(1, nodes), NodesLost((), 0), prices(book))
+    (found,) = policy(catalog).propose(
+        plan, ClusterState(1, nodes), NodesLost((), 0), prices(catalog)
+    )
 
     assert found.after == replace(plan, epoch=1)
     assert {t.target for transfers in found.rounds for t in transfers} == {5}
@@ -236,10 +242,10 @@ def test_a_new_worker_gets_the_layers_of_its_place() -> None:
 
 def test_one_that_is_no_use_in_its_place_finds_work_elsewhere() -> None:
     """Taken from the only pipeline that is cut in two, the other half could do nothing alone."""
-    book = every(3, n0=1, f=1)
-    plan = plan_of(book, (2, 1))
+    catalog = example_catalog(3, n0=1, f=1)
+    plan = plan_of(catalog, (2, 1))
 
-    found = proposed(book, plan, (2,))
+    found = proposed(catalog, plan, (2,))
 
     assert found[0].answer == REROUTE
     assert set(found[0].after.routes) == {plan.pipelines[0].route()}
@@ -247,10 +253,10 @@ def test_one_that_is_no_use_in_its_place_finds_work_elsewhere() -> None:
 
 def test_two_losses_in_one_stage_are_normalised() -> None:
     """Four pipelines of four lack two of the same stage: a survivor of another goes there."""
-    book = every(16, n0=4, f=2)
-    plan = plan_of(book, (4, 4, 4, 4))
+    catalog = example_catalog(16, n0=4, f=2)
+    plan = plan_of(catalog, (4, 4, 4, 4))
 
-    around, normalised = proposed(book, plan, (1, 5))
+    around, normalised = proposed(catalog, plan, (1, 5))
 
     assert (around.answer, normalised.answer) == (REROUTE, NORMALISED)
     assert normalised.iteration_s < 0.95 * around.iteration_s
@@ -263,30 +269,30 @@ def test_two_losses_in_one_stage_are_normalised() -> None:
         if node in normalised.after.gone
     ]
     assert len(lacking) == len(set(lacking)) == 2
-    check_goes_around(normalised, survivors(plan, (1, 5), epoch=1), book)
+    check_goes_around(normalised, survivors(plan, (1, 5), epoch=1), catalog)
 
 
 def test_a_pipeline_that_is_lost_whole_is_done_without() -> None:
     """All its microbatches begin elsewhere."""
-    book = every(8, n0=2, f=1)
-    plan = plan_of(book, (4, 2, 2))
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = plan_of(catalog, (4, 2, 2))
 
-    found = proposed(book, plan, (4, 5))
+    found = proposed(catalog, plan, (4, 5))
 
     assert found[0].answer == REROUTE
-    check_goes_around(found[0], survivors(plan, (4, 5), epoch=1), book)
+    check_goes_around(found[0], survivors(plan, (4, 5), epoch=1), catalog)
 
 
 def test_slow_survivors_are_priced_and_dealt_as_they_are() -> None:
     """Node 6 is the lost one's only peer. The plan says who is slow, so it can be read there."""
-    book = every(8, n0=2, f=1)
-    plan = plan_of(book, (4, 4))
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = plan_of(catalog, (4, 4))
     state = survivors(plan, (2,), epoch=1)
     nodes = tuple(replace(n, kind=NodeKind(0.25)) if n.node == 6 else n for n in state.nodes)
     event = NodesLost((2,), 0)
 
-    for_equal_nodes = policy(book).propose(plan, state, event, prices(book))[0]
-    found = policy(book).propose(plan, replace(state, nodes=nodes), event, prices(book))[0]
+    for_equal_nodes = policy(catalog).propose(plan, state, event, prices(catalog))[0]
+    found = policy(catalog).propose(plan, replace(state, nodes=nodes), event, prices(catalog))[0]
 
     assert found.after.slow_nodes == {6: 0.25}
     assert found.iteration_s > for_equal_nodes.iteration_s
@@ -294,13 +300,13 @@ def test_slow_survivors_are_priced_and_dealt_as_they_are() -> None:
 
 def test_a_lost_slow_node_is_slow_no_more() -> None:
     """Else a change would be looked for on its behalf for ever."""
-    book = every(4, n0=2, f=1)
-    plan = plan_of(book, (2, 2))
+    catalog = example_catalog(4, n0=2, f=1)
+    plan = plan_of(catalog, (2, 2))
     template = replace(plan.pipelines[0].template, kinds=(NodeKind(0.5), NodeKind()))
     slow = replace(plan, pipelines=(Pipeline(template, (0, 1)), plan.pipelines[1]))
     assert slow.slow_nodes == {0: 0.5}
 
-    found = proposed(book, slow, (0,))[0]
+    found = proposed(catalog, slow, (0,))[0]
 
     assert found.after.slow_nodes == {}
 
@@ -308,13 +314,13 @@ def test_a_lost_slow_node_is_slow_no_more() -> None:
 def test_a_plan_with_an_empty_pipeline_is_priced_alike_when_it_is_looked_at_again() -> None:
     """Its routes are those of whole pipelines, but the empty one reduces nothing; counted as if it
     did, one made anew looked better, and was none. Found by the simulation."""
-    book = every(3, n0=1, f=1)
-    plan = plan_of(book, (1, 1))
-    (around,) = proposed(book, plan, (1,))
+    catalog = example_catalog(3, n0=1, f=1)
+    plan = plan_of(catalog, (1, 1))
+    (around,) = proposed(catalog, plan, (1,))
     cluster = survivors(around.after, (), epoch=2)
 
-    found = UnequalNodes(Reinstantiate(book)).propose(
-        around.after, cluster, NodesChanged((), ()), prices(book)
+    found = UnequalNodes(Reinstantiate(catalog)).propose(
+        around.after, cluster, NodesChanged((), ()), prices(catalog)
     )
 
     (stay,) = (transition for transition in found if transition.keeps_plan)
@@ -325,12 +331,12 @@ def test_a_plan_with_an_empty_pipeline_is_priced_alike_when_it_is_looked_at_agai
 def test_a_member_for_which_there_is_no_place_gets_work_from_the_other_policy() -> None:
     """A coordinator was lost while node 4 joined: to leave all as it is would leave it idle. Found
     by the simulation."""
-    book = every(5, n0=2, f=1)
-    plan = plan_of(book, (2, 2))
+    catalog = example_catalog(5, n0=2, f=1)
+    plan = plan_of(catalog, (2, 2))
     members = survivors(plan, (), epoch=1)
     cluster = ClusterState(1, (*members.nodes, Node(4, (frozenset(),))))
 
-    found = policy(book).propose(plan, cluster, NodesLost((), 0), prices(book))
+    found = policy(catalog).propose(plan, cluster, NodesLost((), 0), prices(catalog))
 
     assert found
     assert {transition.after.nodes for transition in found} == {(0, 1, 2, 3, 4)}

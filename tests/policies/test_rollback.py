@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from helpers.losses import check_is_whole, check_transfers, every, plan_of, prices
+from helpers.losses import check_is_whole, check_transfers, example_catalog, plan_of, prices
 from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost, survivors
 from planaria.core.plan import NodeKind, Plan, Transition
-from planaria.planner.plans import EveryPlan
+from planaria.planner.plans import PlanCatalog
 from planaria.policies.adaptive import Adaptive
 from planaria.policies.policy import Policy
 from planaria.policies.reinstantiate import Reinstantiate
@@ -22,23 +22,27 @@ def with_standby(plan: Plan, lost: tuple[int, ...], *standby: Node) -> ClusterSt
 
 
 def proposed(
-    book: EveryPlan, plan: Plan, cluster: ClusterState, *lost: int, fallback: Policy | None = None
+    catalog: PlanCatalog,
+    plan: Plan,
+    cluster: ClusterState,
+    *lost: int,
+    fallback: Policy | None = None,
 ) -> tuple[Transition, ...]:
-    policy = Rollback(book, fallback or Adaptive(()))
-    return policy.propose(plan, cluster, NodesLost(lost, 40), prices(book))
+    policy = Rollback(catalog, fallback or Adaptive(()))
+    return policy.propose(plan, cluster, NodesLost(lost, 40), prices(catalog))
 
 
 @pytest.mark.parametrize("lost", [(0,), (1,), (4, 6), (0, 5)])
 def test_standby_nodes_take_the_places_of_lost_ones(lost: tuple[int, ...]) -> None:
     """Pipelines are as they were, and only those who came receive anything."""
-    book = every(8, n0=2, f=1)
-    plan = plan_of(book, (4, 4))
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = plan_of(catalog, (4, 4))
     came = tuple(Node(8 + place, NOTHING) for place in range(len(lost)))
     cluster = with_standby(plan, lost, *came)
-    (found,) = proposed(book, plan, cluster, *lost)
+    (found,) = proposed(catalog, plan, cluster, *lost)
 
-    check_is_whole(found, cluster, book)
-    check_transfers(found, cluster, prices(book).layer_bytes)
+    check_is_whole(found, cluster, catalog)
+    check_transfers(found, cluster, prices(catalog).layer_bytes)
     names = (found.policy, found.answer, found.redone_samples)
     assert names == ("rollback", STANDBY, 40)
     assert [p.template for p in found.after.pipelines] == [p.template for p in plan.pipelines]
@@ -49,57 +53,57 @@ def test_standby_nodes_take_the_places_of_lost_ones(lost: tuple[int, ...]) -> No
 
 
 def test_places_that_microbatches_went_around_are_taken_too() -> None:
-    book = every(8, n0=2, f=1)
-    plan = replace(plan_of(book, (4, 4)), gone=(2,))
-    cluster = with_standby(plan_of(book, (4, 4)), (2, 5), Node(8, NOTHING), Node(9, NOTHING))
-    (found,) = proposed(book, plan, cluster, 5)
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = replace(plan_of(catalog, (4, 4)), gone=(2,))
+    cluster = with_standby(plan_of(catalog, (4, 4)), (2, 5), Node(8, NOTHING), Node(9, NOTHING))
+    (found,) = proposed(catalog, plan, cluster, 5)
 
-    check_is_whole(found, cluster, book)
+    check_is_whole(found, cluster, catalog)
     assert found.after.gone == ()
 
 
 @pytest.mark.parametrize("num_standby", [1, 3])
 def test_where_places_and_nodes_do_not_match_another_policy_answers(num_standby: int) -> None:
     """With fewer nodes a pipeline would have a gap, with more some would have no work."""
-    book = every(8, n0=2, f=1)
-    plan = plan_of(book, (4, 4))
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = plan_of(catalog, (4, 4))
     came = (Node(8 + place, NOTHING) for place in range(num_standby))
     cluster = with_standby(plan, (0, 5), *came)
 
-    assert proposed(book, plan, cluster, 0, 5) == ()
-    anew = Reinstantiate(book)
-    found = proposed(book, plan, cluster, 0, 5, fallback=anew)
-    assert found == anew.propose(plan, cluster, NodesLost((0, 5), 40), prices(book))
+    assert proposed(catalog, plan, cluster, 0, 5) == ()
+    anew = Reinstantiate(catalog)
+    found = proposed(catalog, plan, cluster, 0, 5, fallback=anew)
+    assert found == anew.propose(plan, cluster, NodesLost((0, 5), 40), prices(catalog))
     assert found
 
 
 def test_no_place_is_empty_after_a_crash_or_while_training_goes_on() -> None:
     """A worker that is new holds nothing, but its node has its place."""
-    book = every(8, n0=2, f=1)
-    plan = plan_of(book, (4, 4))
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = plan_of(catalog, (4, 4))
     cluster = with_standby(plan, (), Node(8, NOTHING))
 
-    assert proposed(book, plan, cluster) == ()
+    assert proposed(catalog, plan, cluster) == ()
     changed = NodesChanged((8,), ())
-    assert Rollback(book, Adaptive(())).propose(plan, cluster, changed, prices(book)) == ()
+    assert Rollback(catalog, Adaptive(())).propose(plan, cluster, changed, prices(catalog)) == ()
 
 
 def test_layers_that_nobody_holds_are_no_answers() -> None:
     """The coordinator goes back first; then whoever keeps copies holds them."""
-    book = every(8, n0=2, f=1)
-    plan = plan_of(book, (4, 4))
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = plan_of(catalog, (4, 4))
     cluster = with_standby(plan, (0, 4), Node(8, NOTHING), Node(9, NOTHING))
 
     assert cluster.lost_layers(plan.num_layers)
-    assert proposed(book, plan, cluster, 0, 4) == ()
+    assert proposed(catalog, plan, cluster, 0, 4) == ()
 
 
 def test_a_slow_node_that_stands_by_is_known_to_be_slow() -> None:
     """Its pipeline gets fewer microbatches."""
-    book = every(8, n0=2, f=1)
-    plan = plan_of(book, (4, 4))
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = plan_of(catalog, (4, 4))
     slow = Node(8, NOTHING, NodeKind(0.5))
-    (found,) = proposed(book, plan, with_standby(plan, (3,), slow), 3)
+    (found,) = proposed(catalog, plan, with_standby(plan, (3,), slow), 3)
 
     assert found.after.slow_nodes == {8: 0.5}
     routes = [found.after.routes.count(p.route()) for p in found.after.pipelines]
@@ -108,14 +112,14 @@ def test_a_slow_node_that_stands_by_is_known_to_be_slow() -> None:
 
 def test_it_is_refused_where_distrusted_nodes_alone_would_hold_layers() -> None:
     """Both pipelines have a distrusted node at the same place then; made anew they need not."""
-    book = every(8, n0=2, f=1)
-    plan = plan_of(book, (4, 4))
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = plan_of(catalog, (4, 4))
     nodes = tuple(
         replace(node, is_trusted=node.node != 0) for node in survivors(plan, (4,), epoch=1).nodes
     )
     cluster = ClusterState(1, (*nodes, Node(8, NOTHING, is_trusted=False)))
-    anew = Reinstantiate(book)
-    found = proposed(book, plan, cluster, 4, fallback=anew)
+    anew = Reinstantiate(catalog)
+    found = proposed(catalog, plan, cluster, 4, fallback=anew)
 
     assert found
     trusted = [layers for r, layers in found[0].after.layers_by_rank.items() if r not in (0, 8)]

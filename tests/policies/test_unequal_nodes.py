@@ -10,7 +10,7 @@ from helpers.losses import (
     NUM_LAYERS,
     check_is_whole,
     check_transfers,
-    every,
+    example_catalog,
     plan_of,
     prices,
 )
@@ -19,7 +19,7 @@ from planaria.core.cluster import survivors as alike_survivors
 from planaria.core.plan import NodeKind, Plan, Transition
 from planaria.planner.layout.instantiate import instantiations
 from planaria.planner.layout.unequal import EFFORT_MAX, UnequalPlanner, planning_effort
-from planaria.planner.plans import EveryPlan, plan_iteration_s
+from planaria.planner.plans import PlanCatalog, plan_iteration_s
 from planaria.policies import unequal_nodes
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.unequal_nodes import RECUT, STAY, UNEQUAL, WITHOUT, UnequalNodes
@@ -35,10 +35,10 @@ def survivors(
 
 
 def proposed(
-    book: EveryPlan, plan: Plan, cluster: ClusterState, event: ClusterEvent
+    catalog: PlanCatalog, plan: Plan, cluster: ClusterState, event: ClusterEvent
 ) -> dict[str, Transition]:
     """The answers by name; each node in them has its own kind, and each price is true."""
-    found = UnequalNodes(Reinstantiate(book)).propose(plan, cluster, event, prices(book))
+    found = UnequalNodes(Reinstantiate(catalog)).propose(plan, cluster, event, prices(catalog))
     kinds = {node.node: node.kind for node in cluster.nodes}
     for transition in found:
         after = transition.after
@@ -46,41 +46,41 @@ def proposed(
         for pipeline in after.pipelines:
             of_nodes = tuple(kinds[node] for node in pipeline.nodes)
             assert pipeline.template.node_kinds == of_nodes
-        assert transition.iteration_s == pytest.approx(plan_iteration_s(after, book.times))
-        check_transfers(transition, cluster, prices(book).layer_bytes)
+        assert transition.iteration_s == pytest.approx(plan_iteration_s(after, catalog.times))
+        check_transfers(transition, cluster, prices(catalog).layer_bytes)
         if transition.answer not in (STAY, WITHOUT):
-            check_is_whole(transition, cluster, book)
+            check_is_whole(transition, cluster, catalog)
     return {transition.answer: transition for transition in found}
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[EveryPlan, Plan, dict[int, float]]:
+def jobs(draw: st.DrawFn) -> tuple[PlanCatalog, Plan, dict[int, float]]:
     """Any first plan, and up to three slow nodes."""
     n0, f = draw(st.integers(1, 3)), draw(st.integers(0, 2))
     num_nodes = draw(st.integers((f + 1) * n0, 9))
-    book = every(num_nodes, n0=n0, f=f)
-    sizes = list(instantiations(num_nodes, tuple(book.templates), min_pipelines=f + 1))
-    plan = plan_of(book, draw(st.sampled_from(sizes)))
+    catalog = example_catalog(num_nodes, n0=n0, f=f)
+    sizes = list(instantiations(num_nodes, tuple(catalog.templates), min_pipelines=f + 1))
+    plan = plan_of(catalog, draw(st.sampled_from(sizes)))
     slow = draw(st.sets(st.sampled_from(plan.nodes), max_size=3))
     speeds = {node: draw(st.sampled_from((0.5, 0.25, 0.8))) for node in slow}
-    return book, plan, speeds
+    return catalog, plan, speeds
 
 
 @settings(max_examples=12)
 @given(jobs(), st.data())
 def test_every_sequence_of_losses_and_speeds_is_answered_whole(
-    job: tuple[EveryPlan, Plan, dict[int, float]], data: st.DataObject
+    job: tuple[PlanCatalog, Plan, dict[int, float]], data: st.DataObject
 ) -> None:
     """Nodes are slow, a node is lost, nodes are fast again; whichever answer is taken each time."""
-    book, plan, speeds = job
+    catalog, plan, speeds = job
     slow = tuple(sorted(speeds))
     for event_speeds, lost in ((speeds, False), (speeds, True), ({}, False)):
         nodes = (data.draw(st.sampled_from(plan.nodes)),) if lost else ()
         cluster = survivors(plan, event_speeds, epoch=plan.epoch + 1, lost=nodes)
         event = NodesLost(nodes, 0) if lost else NodesChanged((), (), slow)
-        found = proposed(book, plan, cluster, event)
+        found = proposed(catalog, plan, cluster, event)
 
-        if len(cluster.nodes) < min(book.templates):
+        if len(cluster.nodes) < min(catalog.templates):
             return  # The coordinator asks nobody then, though a smaller pipeline may be there.
         assert bool(found) != bool(cluster.lost_layers(NUM_LAYERS))
         if not found:
@@ -91,15 +91,15 @@ def test_every_sequence_of_losses_and_speeds_is_answered_whole(
 
 def test_a_slow_node_is_answered_by_the_best_of_all_plans_for_it() -> None:
     """The three ways side by side, from six nodes in two pipelines; the planner's is the best."""
-    book = every(6, n0=3, f=1)
-    plan = plan_of(book, (3, 3))
-    found = proposed(book, plan, survivors(plan, {1: 0.5}), NodesChanged((), (), (1,)))
+    catalog = example_catalog(6, n0=3, f=1)
+    plan = plan_of(catalog, (3, 3))
+    found = proposed(catalog, plan, survivors(plan, {1: 0.5}), NodesChanged((), (), (1,)))
 
     assert set(found) == {STAY, "simple", RECUT, UNEQUAL}
     kinds = {node: NodeKind(0.5 if node == 1 else 1.0) for node in range(6)}
-    best = UnequalPlanner(book.problem, kinds).plan(range(6), min_pipelines=2, epoch=0)
-    assert found[UNEQUAL].iteration_s == pytest.approx(plan_iteration_s(best, book.times))
-    as_is_s = plan_iteration_s(plan, book.times)
+    best = UnequalPlanner(catalog.problem, kinds).plan(range(6), min_pipelines=2, epoch=0)
+    assert found[UNEQUAL].iteration_s == pytest.approx(plan_iteration_s(best, catalog.times))
+    as_is_s = plan_iteration_s(plan, catalog.times)
     assert found[STAY].iteration_s > 1.4 * as_is_s
     ordered = [found[answer].iteration_s for answer in (STAY, "simple", RECUT, UNEQUAL)]
     assert ordered == sorted(ordered, reverse=True)
@@ -109,29 +109,29 @@ def test_a_slow_node_is_answered_by_the_best_of_all_plans_for_it() -> None:
 def test_a_node_is_left_out_only_where_that_is_faster_and_f_losses_are_survived() -> None:
     """Forty times slower than others it holds up any pipeline, and a layer is the least it gets."""
     speeds, event = {1: 0.025}, NodesChanged((), (), (1,))
-    book = every(4, n0=1, f=1)
-    plan = plan_of(book, (1, 1, 1, 1))
-    found = proposed(book, plan, survivors(plan, speeds), event)
+    catalog = example_catalog(4, n0=1, f=1)
+    plan = plan_of(catalog, (1, 1, 1, 1))
+    found = proposed(catalog, plan, survivors(plan, speeds), event)
     without = found[WITHOUT]
 
     assert without.after.nodes == (0, 2, 3)
     assert without.iteration_s < min(t.iteration_s for a, t in found.items() if a != WITHOUT)
-    needed = every(2, n0=1, f=1)
+    needed = example_catalog(2, n0=1, f=1)
     plan = plan_of(needed, (1, 1))
     assert WITHOUT not in proposed(needed, plan, survivors(plan, speeds), event)
     slow = replace(event, slow=(0,))
-    plan = plan_of(book, (1, 1, 1, 1))
-    assert WITHOUT not in proposed(book, plan, survivors(plan, {0: 0.9}), slow)
+    plan = plan_of(catalog, (1, 1, 1, 1))
+    assert WITHOUT not in proposed(catalog, plan, survivors(plan, {0: 0.9}), slow)
 
 
 def test_a_loss_gives_work_to_every_survivor_however_slow() -> None:
     """Also to one that had none, and at once: what takes a planner is for later."""
-    book = every(7, n0=2, f=1)
-    plan = plan_of(book, (2, 2, 2))
+    catalog = example_catalog(7, n0=2, f=1)
+    plan = plan_of(catalog, (2, 2, 2))
     cluster = survivors(plan, {}, lost=(5,))
     held = Node(6, (frozenset(),), NodeKind(0.025))
     cluster = ClusterState(1, (*cluster.nodes, held))
-    found = proposed(book, plan, cluster, NodesLost((5,), 0))
+    found = proposed(catalog, plan, cluster, NodesLost((5,), 0))
 
     assert set(found) <= {"simple", "borrow", "merge", "global"}
     assert all(6 in transition.after.nodes for transition in found.values())
@@ -142,11 +142,11 @@ def test_where_there_are_too_many_to_plan_for_the_pipelines_are_recut(
 ) -> None:
     """The coordinator has other things to do than to plan for a minute."""
     many = {node: NodeKind(0.5 if node < 3 else 1.0) for node in range(40)}
-    book = every(6, n0=3, f=1)
-    assert planning_effort(book.problem, many) > EFFORT_MAX
+    catalog = example_catalog(6, n0=3, f=1)
+    assert planning_effort(catalog.problem, many) > EFFORT_MAX
     monkeypatch.setattr(unequal_nodes, "EFFORT_MAX", 1)
-    plan = plan_of(book, (3, 3))
-    found = proposed(book, plan, survivors(plan, {1: 0.5}), NodesChanged((), (), (1,)))
+    plan = plan_of(catalog, (3, 3))
+    found = proposed(catalog, plan, survivors(plan, {1: 0.5}), NodesChanged((), (), (1,)))
 
     assert set(found) == {STAY, "simple", RECUT}
 
@@ -154,10 +154,10 @@ def test_where_there_are_too_many_to_plan_for_the_pipelines_are_recut(
 def test_a_slow_node_is_answered_also_where_no_pipeline_seems_to_fit_any_more() -> None:
     """Out of memory raises what layers are estimated to need; a coordinator that then planned for
     unequal nodes raised what the planner refuses, and so did the next one."""
-    book = every(4, n0=1, f=1)
-    plan = plan_of(book, (2, 2))
-    profile = replace(book.problem.profile, device_memory_bytes=1)
-    full = replace(book, problem=replace(book.problem, profile=profile))
+    catalog = example_catalog(4, n0=1, f=1)
+    plan = plan_of(catalog, (2, 2))
+    profile = replace(catalog.problem.profile, device_memory_bytes=1)
+    full = replace(catalog, problem=replace(catalog.problem, profile=profile))
     cluster = survivors(plan, {0: 0.5})
     event = NodesChanged((), (), slow=(0,))
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from helpers.chaos import (
+    catalog_for,
     chaos_job,
     check_report,
-    every_plan_for,
     only_recovery,
     run_under_faults,
     sized_plan,
@@ -46,13 +46,13 @@ def calm(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 def moved(config: JobConfig, restoring: RestoreStrategy) -> list[Transfer]:
     """What is sent after the loss."""
-    every = replace(every_plan_for(config), plans={})
+    catalog = replace(catalog_for(config), plans={})
     plan = sized_plan(config, SIZES)
-    (found,) = Reinstantiate(every, restoring).propose(
+    (found,) = Reinstantiate(catalog, restoring).propose(
         plan,
         survivors(plan, (LOST,), epoch=1),
         NodesLost((LOST,), 0),
-        profile_prices(every.problem.profile, regroup_s=0.0),
+        profile_prices(catalog.problem.profile, regroup_s=0.0),
     )
     return [transfer for transfers in found.rounds for transfer in transfers]
 

@@ -11,9 +11,9 @@ import pytest
 from helpers.chaos import (
     ITERATIONS,
     N0,
+    catalog_for,
     chaos_job,
     check_survived,
-    every_plan_for,
     long_but_the_first,
     only_recovery,
     recoveries,
@@ -123,8 +123,8 @@ def test_a_job_that_plans_for_joins_trains_and_survives(
     assert result.error is None
     assert digests(result) == calm("gpt2")
     assert len(result.report.final.nodes) == 5
-    assert sorted(result.planned.every.plans) == list(range(N0, 10))
-    assert result.planned.plan == every_plan_for(without).plans[6]
+    assert sorted(result.planned.catalog.plans) == list(range(N0, 10))
+    assert result.planned.plan == catalog_for(without).plans[6]
 
 
 @pytest.mark.parametrize("specs", sample_cases(AT_ONCE, 1))

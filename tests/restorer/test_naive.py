@@ -2,7 +2,7 @@
 
 from itertools import combinations
 
-from helpers.losses import check_is_whole, check_transfers, every, prices
+from helpers.losses import check_is_whole, check_transfers, example_catalog, prices
 from planaria.core.cluster import ClusterState, Node, NodesLost, survivors
 from planaria.core.plan import Pipeline, Stage, Transfer, Transition, plain_plan
 from planaria.policies.reinstantiate import Reinstantiate
@@ -41,20 +41,20 @@ def test_the_first_holder_sends_the_whole_layer() -> None:
 
 def test_naive_answers_are_whole_and_never_move_fewer_bytes() -> None:
     """All losses of one or two nodes of seven; in some of them far more moves."""
-    book = every(7, n0=2, f=1)
-    plan = book.plans[7]
+    catalog = example_catalog(7, n0=2, f=1)
+    plan = catalog.plans[7]
     ratios = []
     for lost in (*combinations(plan.nodes, 1), *combinations(plan.nodes, 2)):
         cluster = survivors(plan, lost, epoch=1)
         event = NodesLost(lost, 0)
-        least = Reinstantiate(book, LEAST_BYTES).propose(plan, cluster, event, prices(book))
-        naive = Reinstantiate(book, NAIVE).propose(plan, cluster, event, prices(book))
+        least = Reinstantiate(catalog, LEAST_BYTES).propose(plan, cluster, event, prices(catalog))
+        naive = Reinstantiate(catalog, NAIVE).propose(plan, cluster, event, prices(catalog))
 
         assert bool(least) == bool(naive)
         by_answer = {transition.answer: moved_bytes(transition) for transition in least}
         for transition in naive:
-            check_is_whole(transition, cluster, book)
-            check_transfers(transition, cluster, prices(book).layer_bytes)
+            check_is_whole(transition, cluster, catalog)
+            check_transfers(transition, cluster, prices(catalog).layer_bytes)
             if transition.answer in by_answer:
                 assert moved_bytes(transition) >= by_answer[transition.answer]
                 ratios.append(moved_bytes(transition) / max(1, by_answer[transition.answer]))

@@ -19,10 +19,10 @@ from helpers.command import PACED, assert_mistake, command
 from helpers.strategies import MEBIBYTE, layer_profile, model_profile, planned_problems
 from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, plain_plan
 from planaria.planner.plans import (
-    every_plan_of,
     pipeline_microbatches,
     plan_bubble_share,
     plan_iteration_s,
+    rebuilt_catalog,
 )
 from planaria.planner.problem import Problem
 from planaria.planner.times import PlainTimes
@@ -112,7 +112,7 @@ def plans() -> dict[str, tuple[Problem, Plan]]:
 
 def figure(problem: Problem, plan: Plan, *, picture: Format = "svg") -> bytes:
     """The picture of a plan alone: what failures would leave is not in it."""
-    return plan_figure(every_plan_of(problem, {}, {}), plan, picture=picture)
+    return plan_figure(rebuilt_catalog(problem, {}, {}), plan, picture=picture)
 
 
 class Words(NamedTuple):

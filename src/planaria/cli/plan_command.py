@@ -28,7 +28,7 @@ from planaria.placement.layer_survival import LayerSurvival, layer_survival
 from planaria.placement.placement import check_copies, paper_placement
 from planaria.planner.layout.paper_sets import PAPER_METHOD
 from planaria.planner.layout.unequal import unequal_plans
-from planaria.planner.plans import METHOD, EveryPlan, foreseen_plans
+from planaria.planner.plans import METHOD, PlanCatalog, foreseen_plans
 from planaria.planner.problem import Problem
 from planaria.planner.templates import RankedTemplate, paper_templates, ranked_templates
 from planaria.policies.policy import profile_prices
@@ -134,11 +134,11 @@ def plan(
             failures_tolerated=failures,
         )
         check_size(problem, nodes)
-        every, templates = _plans(problem, kinds, objective, max_nodes=max_nodes)
+        catalog, templates = _plans(problem, kinds, objective, max_nodes=max_nodes)
     planning_s = time.perf_counter() - start_s
     if plot is not None and picture is not None:
-        write(plot, plan_figure(every, every.plans[nodes], picture=picture))
-    _print(every, templates, nodes, copies=copies, planning_s=planning_s if as_json else None)
+        write(plot, plan_figure(catalog, catalog.plans[nodes], picture=picture))
+    _print(catalog, templates, nodes, copies=copies, planning_s=planning_s if as_json else None)
 
 
 @contextmanager
@@ -160,7 +160,7 @@ def _worded_for_options(num_nodes: int) -> Iterator[None]:
 
 
 def _print(
-    every: EveryPlan,
+    catalog: PlanCatalog,
     templates: Sequence[RankedTemplate],
     num_nodes: int,
     *,
@@ -173,17 +173,17 @@ def _print(
         copies: number of copies of each layer to tell about; 0: none.
         planning_s: seconds that planning took, for JSON; None: prints tables instead.
     """
-    plan = every.plans[num_nodes]
-    sending, survival = _copy_costs(every.problem, plan, copies) if copies else ({}, ())
+    plan = catalog.plans[num_nodes]
+    sending, survival = _copy_costs(catalog.problem, plan, copies) if copies else ({}, ())
     if planning_s is not None:
-        content = plan_json(every, plan, templates=templates, planning_s=planning_s)
+        content = plan_json(catalog, plan, templates=templates, planning_s=planning_s)
         if copies:
             costs = sending_json(sending)
             content["copies"] = costs and costs | {"survival": survival_json(survival)}
         sys.stdout.write(json.dumps(content, indent=2) + "\n")
         return
     console = Console()
-    console.print(plan_table(every, plan, templates=templates))
+    console.print(plan_table(catalog, plan, templates=templates))
     if copies:
         console.print(sending_text(sending, copies))
         console.print(survival_table(survival))
@@ -191,7 +191,7 @@ def _print(
 
 def _plans(
     problem: Problem, kinds: Mapping[int, NodeKind], objective: Objective, *, max_nodes: int
-) -> tuple[EveryPlan, Sequence[RankedTemplate]]:
+) -> tuple[PlanCatalog, Sequence[RankedTemplate]]:
     """The plans for nodes of these kinds, and the templates to choose from.
 
     For unequal nodes the second item is the templates that were chosen.
@@ -207,8 +207,8 @@ def _plans(
         by_size = ranked_by_size(problem, len(kinds), max_nodes=max_nodes)
         sizes = {size: ranked.template for size, ranked in by_size.items()}
         method = PAPER_METHOD if is_paper else METHOD
-        every = foreseen_plans(problem, len(kinds), sizes, max_nodes=max_nodes, method=method)
-        return every, tuple(by_size.values())
+        catalog = foreseen_plans(problem, len(kinds), sizes, max_nodes=max_nodes, method=method)
+        return catalog, tuple(by_size.values())
     if max_nodes:
         raise ConfigError(
             "--max-nodes", max_nodes, "works only if all nodes are as the profile says"

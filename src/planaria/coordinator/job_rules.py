@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from planaria.core.commit import VectorLayout
 from planaria.core.job import JobConfig
-from planaria.planner.plans import EveryPlan
+from planaria.planner.plans import PlanCatalog
 from planaria.policies.policy import Policy, Prices
 
 
@@ -22,7 +22,7 @@ class Rules:
             empty: slow nodes are not looked for.
         looks_ahead: whether answers to losses, and plans better than one chosen in a hurry, are
             searched ahead of need. If not, better plans are looked for at each commit.
-        every: plans that the job can be re-formed to; None: its profile is not corrected.
+        catalog: plans that the job can be re-formed to; None: its profile is not corrected.
         policy_of: function from such plans, which may have a corrected profile, to their policy.
         version_iterations: predicted number of iterations from one version of the copies in memory
             to the next.
@@ -42,7 +42,7 @@ class Rules:
     source: str = ""
     layer_s: tuple[float, ...] = ()
     looks_ahead: bool = False
-    every: EveryPlan | None = None
-    policy_of: Callable[[EveryPlan], Policy] | None = None
+    catalog: PlanCatalog | None = None
+    policy_of: Callable[[PlanCatalog], Policy] | None = None
     version_iterations: int = 1
     processors: int = 0

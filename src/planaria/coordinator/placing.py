@@ -78,7 +78,7 @@ def _predictable_problem(rules: Rules, plan: Plan) -> Problem | None:
 
     None if copies do not wait for idle spans, or if the plan is too large to be worth predicting.
     """
-    if rules.every is None or rules.job.checkpoint.mode not in SCHEDULED:
+    if rules.catalog is None or rules.job.checkpoint.mode not in SCHEDULED:
         return None
     is_long = sum(map(len, plan.routes)) > _MOST_HOPS
-    return None if is_long else rules.every.problem
+    return None if is_long else rules.catalog.problem

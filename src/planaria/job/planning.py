@@ -40,7 +40,7 @@ from planaria.estimator.time import Timeline
 from planaria.job.checks import NUM_MICROBATCHES_MAX
 from planaria.job.predictions import prediction
 from planaria.nodes.forkserver import ForkServer
-from planaria.planner.plans import EveryPlan, best_plan, every_plan
+from planaria.planner.plans import PlanCatalog, best_plan, plan_catalog
 from planaria.planner.problem import Problem, batch_error
 from planaria.planner.reroute.shadows import first_plan_with_shadows
 from planaria.planner.templates import pipeline_templates, smallest_num_nodes
@@ -74,7 +74,7 @@ class Planned:
     """A job, the facts on its model and data, and its plans.
 
     Attributes:
-        every: plans for all numbers of nodes that may be left, or may join.
+        catalog: plans for all numbers of nodes that may be left, or may join.
         plan: plan that the job begins with.
         predicted: predicted timeline of an iteration of that plan.
         predicted_peak_bytes: largest predicted peak memory of a device.
@@ -85,7 +85,7 @@ class Planned:
     prepared: Prepared
     problem: Problem
     templates: Mapping[int, PipelineTemplate]
-    every: EveryPlan
+    catalog: PlanCatalog
     plan: Plan
     predicted: Timeline
     predicted_peak_bytes: int
@@ -312,14 +312,14 @@ def plan_job(
     prepared: Prepared,
     *,
     plan: Plan | None = None,
-    every: EveryPlan | None = None,
+    catalog: PlanCatalog | None = None,
     manifest: Manifest | None = None,
 ) -> Planned:
     """The job with its templates, its plans and their predictions.
 
     Args:
         plan: plan to begin with; None: the planner's best one.
-        every: plans for all numbers of nodes that may be left; None: the planner's.
+        catalog: plans for all numbers of nodes that may be left; None: the planner's.
         manifest: checkpoint to go on from; None: a fresh start.
 
     Raises:
@@ -348,7 +348,7 @@ def plan_job(
         templates = pipeline_templates(smaller, num_nodes, max_nodes=max_nodes)
         if plan is None:
             plan = best_plan(smaller, range(num_nodes), templates, epoch=epoch)
-        every = every_plan(problem, max_nodes, templates) if every is None else every
+        catalog = plan_catalog(problem, max_nodes, templates) if catalog is None else catalog
         plan = replace(plan, epoch=epoch)
         if TRAITS[config.resilience.policy].has_shadows:
             plan = first_plan_with_shadows(problem, plan).plan
@@ -359,7 +359,7 @@ def plan_job(
         prepared=prepared,
         problem=problem,
         templates=templates,
-        every=every,
+        catalog=catalog,
         plan=plan,
         predicted=predicted.timeline,
         predicted_peak_bytes=max(predicted.peak_bytes.values()),

@@ -70,7 +70,7 @@ from planaria.nodes.head.leader_spec import LeaderSpec
 from planaria.nodes.head.process_events import restore_handlers
 from planaria.observe.metrics import IterationRecord, Report
 from planaria.observe.recorder import Recorder
-from planaria.planner.plans import EveryPlan
+from planaria.planner.plans import PlanCatalog
 from planaria.show.job_observer import JobObserver, TrainingDisplay
 
 logger = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ class Job:
         resume: bool = False,
         trace: bool = False,
         plan: Plan | None = None,
-        every: EveryPlan | None = None,
+        catalog: PlanCatalog | None = None,
         injections: Sequence[Injection] = (),
         display: Display | None = None,
         server: ForkServer | None = None,
@@ -215,7 +215,7 @@ class Job:
             resume: whether to go on from the newest checkpoint in checkpoint.directory.
             trace: whether to gather the spans of every action of every iteration.
             plan: plan to begin with, instead of the planner's; a better one may replace it later.
-            every: plans for all numbers of nodes that may be left, instead of the planner's.
+            catalog: plans for all numbers of nodes that may be left, instead of the planner's.
             injections: faults that are to happen.
             display: display of the run; None: nothing is shown.
             server: fork server to share between jobs; None: one is started for this job. It is
@@ -236,7 +236,7 @@ class Job:
             resume=resume,
             trace=trace,
             plan=plan,
-            every=every,
+            catalog=catalog,
             injections=injections,
             display=display,
             server=server,
@@ -252,7 +252,7 @@ class Job:
         resume: bool = False,
         trace: bool = False,
         plan: Plan | None = None,
-        every: EveryPlan | None = None,
+        catalog: PlanCatalog | None = None,
         injections: Sequence[Injection] = (),
         display: Display | None = None,
         server: ForkServer | None = None,
@@ -285,7 +285,7 @@ class Job:
             display.show_step("building the model and measuring its layers")
             prepared = prepare(config, running)
             display.show_step("planning")
-            planned = plan_job(config, prepared, plan=plan, every=every, manifest=manifest)
+            planned = plan_job(config, prepared, plan=plan, catalog=catalog, manifest=manifest)
             check_room(planned)
             display.show_plan(planned)
             recorder = _recorder(planned, start_s)
@@ -408,7 +408,7 @@ def _launcher(
     trace: bool,
 ) -> Launcher:
     journal, other_journal = journals
-    config, manifest, every = planned.config, planned.resumed, planned.every
+    config, manifest, catalog = planned.config, planned.resumed, planned.catalog
     spec = NodeSpec(
         job=config,
         node=0,
@@ -425,8 +425,8 @@ def _launcher(
         plan=planned.plan,
         predicted_s=planned.predicted.iteration_s,
         problem=planned.problem,
-        templates=dict(every.templates),
-        plans=dict(every.plans),
+        templates=dict(catalog.templates),
+        plans=dict(catalog.plans),
         first_iteration=manifest.iteration if manifest else 0,
         source=version_name(manifest.iteration, manifest.epoch) if manifest and has_state else "",
         fingerprint=fingerprint(config) | {"config": planned.prepared.config},

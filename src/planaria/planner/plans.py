@@ -6,7 +6,7 @@ A plan for given nodes is made in three steps:
    (distribution.py).
 3. Binding: assign the nodes to the pipelines in ascending order.
 
-`every_plan` makes a plan for every number of nodes that failures may leave or joins may make;
+`plan_catalog` makes a plan for every number of nodes that failures may leave or joins may make;
 `foreseen_plans` for all nodes, for up to f failures, and for nodes that may join.
 
 A `Method` can replace how templates are made and how the first two steps are done.
@@ -60,7 +60,7 @@ METHOD: Final = Method(template=pipeline_template, sets=SetSearch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EveryPlan:
+class PlanCatalog:
     """The plans to which a job can be re-formed, computed at its start so that none has to be
     computed after a failure.
 
@@ -117,9 +117,9 @@ def best_plan(
     return plain_plan(epoch, pipelines, best.microbatches)
 
 
-def every_plan(
+def plan_catalog(
     problem: Problem, num_nodes: int, templates: Mapping[int, PipelineTemplate]
-) -> EveryPlan:
+) -> PlanCatalog:
     """The best plan for every number of nodes from num_nodes down to n0.
 
     While (f + 1) * n0 or more nodes are left, a plan has f + 1 pipelines or more; with fewer nodes
@@ -151,10 +151,10 @@ def foreseen_plans(
     *,
     max_nodes: int = 0,
     method: Method = METHOD,
-) -> EveryPlan:
+) -> PlanCatalog:
     """The best plan for all nodes, for those left by 1 to f failures, and for up to max_nodes.
 
-    The plans are those of `every_plan`, with two differences. A plan in which not all num_nodes
+    The plans are those of `plan_catalog`, with two differences. A plan in which not all num_nodes
     nodes work is an error. Of the numbers of failures, and of the numbers of nodes that may join,
     at most FORESEEN_MAX are planned for; 1 and the largest are always among them.
 
@@ -162,7 +162,7 @@ def foreseen_plans(
         max_nodes: number of nodes once others have joined; ignored if it is below num_nodes.
 
     Raises:
-        InfeasibleError: `best_plan` or `every_plan` would raise it.
+        InfeasibleError: `best_plan` or `plan_catalog` would raise it.
     """
     f, n0 = problem.failures_tolerated, min(templates)
     check_microbatches(problem, f + 1)
@@ -177,12 +177,12 @@ def foreseen_plans(
     return plans
 
 
-def every_plan_of(
+def rebuilt_catalog(
     problem: Problem, templates: Mapping[int, PipelineTemplate], plans: Mapping[int, Plan]
-) -> EveryPlan:
-    """An `EveryPlan` rebuilt from its templates and plans; the times follow from the templates."""
+) -> PlanCatalog:
+    """A `PlanCatalog` rebuilt from its templates and plans; the times follow from the templates."""
     times = PlainTimes(problem, templates.values())
-    return EveryPlan(problem=problem, templates=templates, plans=plans, times=times)
+    return PlanCatalog(problem=problem, templates=templates, plans=plans, times=times)
 
 
 def bind(
@@ -244,7 +244,7 @@ def _plans_for(
     numbers_left: Sequence[int],
     templates: Mapping[int, PipelineTemplate],
     method: Method,
-) -> EveryPlan:
+) -> PlanCatalog:
     """The best plan for each number of nodes, with as many of them at work as possible.
 
     Args:
@@ -261,7 +261,7 @@ def _plans_for(
         pipelines = pipelines_of([templates[size] for (size,) in best.sizes], range(num_working))
         plans[num_left] = plain_plan(0, pipelines, best.microbatches)
     ascending = dict(reversed(plans.items()))
-    return EveryPlan(problem=problem, templates=templates, plans=ascending, times=times)
+    return PlanCatalog(problem=problem, templates=templates, plans=ascending, times=times)
 
 
 def _nodes_at_work(

@@ -21,7 +21,7 @@ from typing import Final
 
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesLost
 from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, Transition, plain_plan
-from planaria.planner.plans import EveryPlan
+from planaria.planner.plans import PlanCatalog
 from planaria.planner.reroute.reroutes import PricedPlan, price_plan, simulated_s
 from planaria.planner.reroute.shadows import with_shadows
 from planaria.policies.building import downtime_s, least_exposed, num_exposed
@@ -38,12 +38,12 @@ class Absorb:
     """The policy that absorbs lost nodes; if nodes have several devices, it acts as `fallback`.
 
     Attributes:
-        every: plans and templates of the job.
+        catalog: plans and templates of the job.
         fallback: policy that answers what cannot be absorbed.
         restoring: strategy that assigns nodes and finds sources of layers.
     """
 
-    every: EveryPlan
+    catalog: PlanCatalog
     fallback: Policy
     restoring: RestoreStrategy = LEAST_BYTES
 
@@ -55,7 +55,7 @@ class Absorb:
         If absorbing would leave a layer to distrusted nodes alone, the answers of both policies
         that leave the fewest such layers are returned.
         """
-        if self.every.problem.devices_per_node > 1:
+        if self.catalog.problem.devices_per_node > 1:
             return self.fallback.propose(plan, cluster, event, prices)
         absorbing: tuple[Transition, ...] = ()
         if isinstance(event, NodesLost) and not cluster.leaving:
@@ -63,7 +63,7 @@ class Absorb:
             if absorbing and not num_exposed(absorbing[0].after, cluster):
                 return absorbing
         others = tuple(
-            replace(transition, iteration_s=simulated_s(self.every.problem, transition.after))
+            replace(transition, iteration_s=simulated_s(self.catalog.problem, transition.after))
             if transition.keeps_plan
             else self._with_shadows(transition, cluster, prices)
             for transition in self.fallback.propose(plan, cluster, event, prices)
@@ -92,7 +92,7 @@ class Absorb:
         self, transition: Transition, cluster: ClusterState, prices: Prices
     ) -> Transition:
         """The transition with shadows in its plan; unchanged if there is no memory for them."""
-        priced_plan = price_plan(self.every.problem, with_shadows(transition.after))
+        priced_plan = price_plan(self.catalog.problem, with_shadows(transition.after))
         if priced_plan is None:
             return transition
         transfers = self.restoring.sources(
@@ -122,7 +122,7 @@ class Absorb:
                 return None
             pipelines.append(merged)
         templates = [pipeline.template for pipeline in pipelines]
-        _, microbatches = self.every.distribution(templates)
+        _, microbatches = self.catalog.distribution(templates)
         after = plain_plan(cluster.epoch, tuple(pipelines), microbatches)
         computed = after.layers_by_rank
         if any(not held[rank].issuperset(layers) for rank, layers in computed.items()):
@@ -133,7 +133,7 @@ class Absorb:
             if rank in computed
             and (kept := tuple(x for x in layers if x not in computed[rank] and x in held[rank]))
         }
-        return price_plan(self.every.problem, replace(after, shadows=shadows))
+        return price_plan(self.catalog.problem, replace(after, shadows=shadows))
 
 
 def _pipeline_without_lost(pipeline: Pipeline, alive: frozenset[int]) -> Pipeline | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.plan import Plan, Transition
 from planaria.estimator.peak_memory import bytes_by_rank, kept_bytes, peak_bytes
-from planaria.planner.plans import EveryPlan, pipeline_microbatches
+from planaria.planner.plans import PlanCatalog, pipeline_microbatches
 from planaria.planner.problem import Problem
 from planaria.policies.policy import Policy, Prices
 from planaria.policies.reinstantiate import Reinstantiate
@@ -24,11 +24,11 @@ class MemoryChecked:
 
     Attributes:
         policy: policy whose answers are checked.
-        every: plans and templates of the job, made with the raised estimates.
+        catalog: plans and templates of the job, made with the raised estimates.
     """
 
     policy: Policy
-    every: EveryPlan
+    catalog: PlanCatalog
 
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
@@ -41,11 +41,11 @@ class MemoryChecked:
         proposed = self.policy.propose(plan, cluster, event, prices)
         if fitting := self._fitting_answers(proposed):
             return fitting
-        new_pipelines = Reinstantiate(self.every).propose(plan, cluster, event, prices)
+        new_pipelines = Reinstantiate(self.catalog).propose(plan, cluster, event, prices)
         return self._fitting_answers(new_pipelines) or proposed
 
     def _fitting_answers(self, transitions: tuple[Transition, ...]) -> tuple[Transition, ...]:
-        problem = self.every.problem
+        problem = self.catalog.problem
         return tuple(
             transition for transition in transitions if has_room(problem, transition.after)
         )

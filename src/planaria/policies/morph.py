@@ -26,7 +26,7 @@ from typing import Final
 
 from planaria.core.cluster import ClusterEvent, ClusterState, Node, NodesLost
 from planaria.core.plan import PipelineTemplate, Plan, Transition, plain_plan
-from planaria.planner.plans import EveryPlan
+from planaria.planner.plans import PlanCatalog
 from planaria.planner.reroute.reroutes import PricedPlan
 from planaria.policies.building import transition_between
 from planaria.policies.policy import Prices
@@ -41,7 +41,7 @@ POLICY: Final = "morph"
 class Morph:
     """The policy that forms the fastest grid."""
 
-    every: EveryPlan
+    catalog: PlanCatalog
     restoring: RestoreStrategy = LEAST_BYTES
 
     def propose(
@@ -73,13 +73,13 @@ class Morph:
         if event.joined or event.leaving:
             return (best_grid,)
         kinds = {node.node: node.kind for node in cluster.nodes}
-        return (stay_answer(self.every, plan, cluster, kinds), best_grid)
+        return (stay_answer(self.catalog, plan, cluster, kinds), best_grid)
 
     def _grid(
         self, pool: Sequence[Node], plan: Plan, cluster: ClusterState, prices: Prices
     ) -> PricedPlan | None:
         """The best grid of the nodes in `pool`; None if they are too few for any."""
-        templates = grid_templates(self.every, len(pool))
+        templates = grid_templates(self.catalog, len(pool))
         if not templates:
             return None
         # The last ones idle: distrusted nodes first, then slow ones, then those without work.
@@ -100,7 +100,7 @@ class Morph:
         )
         kinds = {node.node: node.kind for node in chosen}
         pipelines = with_kinds(Plan(cluster.epoch, bound, ()), kinds).pipelines
-        iteration_s, microbatches = self.every.distribution([p.template for p in pipelines])
+        iteration_s, microbatches = self.catalog.distribution([p.template for p in pipelines])
         return PricedPlan(plain_plan(cluster.epoch, pipelines, microbatches), iteration_s)
 
     def _from_save(
@@ -109,7 +109,7 @@ class Morph:
         """The transition in which all ranks load their layers from the save, each node at the speed
         of its link to other nodes."""
         assert event.saved is not None
-        per_node = self.every.problem.devices_per_node
+        per_node = self.catalog.problem.devices_per_node
         bytes_at: Counter[int] = Counter()
         for rank, layers in grid.plan.layers_by_rank.items():
             bytes_at[rank // per_node] += sum(prices.layer_bytes[layer] for layer in layers)
@@ -151,27 +151,27 @@ class Morph:
         )
 
 
-def grid_templates(every: EveryPlan, num_nodes: int) -> tuple[PipelineTemplate, ...]:
+def grid_templates(catalog: PlanCatalog, num_nodes: int) -> tuple[PipelineTemplate, ...]:
     """The templates of the fastest grid; empty if there are too few nodes for any.
 
     A depth whose slowest pipeline alone takes no less than the best iteration so far is skipped.
     """
-    num_microbatches = every.problem.num_microbatches
+    num_microbatches = catalog.problem.num_microbatches
     bounds = []
-    for depth, template in every.templates.items():
+    for depth, template in catalog.templates.items():
         width = min(num_nodes // depth, num_microbatches)
         if width:
             most = ceil(num_microbatches / width)
-            bounds.append((every.times.makespan_s(template, most), depth, width))
+            bounds.append((catalog.times.makespan_s(template, most), depth, width))
     best_s = inf
     best: tuple[PipelineTemplate, ...] = ()
     for bound_s, depth, width in sorted(bounds):
         if bound_s >= best_s:
             break
-        templates = (every.templates[depth],) * width
+        templates = (catalog.templates[depth],) * width
         share, remainder = divmod(num_microbatches, width)
         microbatches = [share + (index < remainder) for index in range(width)]
-        iteration_s = every.times.iteration_s(templates, microbatches)
+        iteration_s = catalog.times.iteration_s(templates, microbatches)
         if iteration_s < best_s:
             best_s, best = iteration_s, templates
     return best

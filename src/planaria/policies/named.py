@@ -5,7 +5,7 @@ from typing import Final
 from planaria.core.job import JobConfig
 from planaria.planner.layout.depths import Ranges
 from planaria.planner.layout.search import LayoutSearches
-from planaria.planner.plans import EveryPlan
+from planaria.planner.plans import PlanCatalog
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import HOPS_MAX, TRIES_HOPS_MAX
 from planaria.policies.absorb import Absorb
@@ -31,58 +31,58 @@ def layout_search(job: JobConfig, problem: Problem) -> LayoutSearches:
 
 
 def named_policy(
-    job: JobConfig, every: EveryPlan, searched: LayoutSearches | None = None
+    job: JobConfig, catalog: PlanCatalog, searched: LayoutSearches | None = None
 ) -> Policy:
     """The policy that a job names; it also answers changes in the speeds of nodes.
 
     Args:
         job: configuration of the job.
-        every: plans and templates of the job.
+        catalog: plans and templates of the job.
         searched: layouts that are known; None if none are and nodes wait for the answer, so that
             the policy searches less.
     """
     hops_max = TRIES_HOPS_MAX if searched is None else HOPS_MAX
     restoring = _RESTORING[job.resilience.assignment]
-    reinstantiate = UnequalNodes(Reinstantiate(every, restoring))
-    searched = searched or layout_search(job, every.problem)
-    repartition = Repartition(every.problem, reinstantiate, searched, restoring)
+    reinstantiate = UnequalNodes(Reinstantiate(catalog, restoring))
+    searched = searched or layout_search(job, catalog.problem)
+    repartition = Repartition(catalog.problem, reinstantiate, searched, restoring)
     match job.resilience.policy:
         case "reinstantiate":
             return reinstantiate
         case "reroute":
-            return Reroute(every.problem, reinstantiate, restoring, hops_max=hops_max)
+            return Reroute(catalog.problem, reinstantiate, restoring, hops_max=hops_max)
         case "repartition":
             return repartition
         case "absorb":
-            return Absorb(every, reinstantiate, restoring)
+            return Absorb(catalog, reinstantiate, restoring)
         case "morph":
-            return Morph(every, restoring)
+            return Morph(catalog, restoring)
         case "rollback":
-            return Rollback(every, reinstantiate, restoring)
+            return Rollback(catalog, reinstantiate, restoring)
         case "adaptive":
-            reroute = Reroute(every.problem, Adaptive(()), restoring, hops_max=hops_max)
-            rollback = Rollback(every, Adaptive(()), restoring)
+            reroute = Reroute(catalog.problem, Adaptive(()), restoring, hops_max=hops_max)
+            rollback = Rollback(catalog, Adaptive(()), restoring)
             return Adaptive((reinstantiate, rollback, reroute, repartition))
 
 
-def hurried_policy(job: JobConfig, every: EveryPlan) -> Policy:
+def hurried_policy(job: JobConfig, catalog: PlanCatalog) -> Policy:
     """The policy for quick answers of a job that lets its coordinator choose among policies.
 
     An answer takes some 30 ms at tens of nodes and a second at thousands.
     """
     restoring = _RESTORING[job.resilience.assignment]
-    reroute = Reroute(every.problem, Adaptive(()), restoring, is_hurried=True)
-    rollback = Rollback(every, Adaptive(()), restoring)
-    return Adaptive((UnequalNodes(Reinstantiate(every, restoring)), rollback, reroute))
+    reroute = Reroute(catalog.problem, Adaptive(()), restoring, is_hurried=True)
+    rollback = Rollback(catalog, Adaptive(()), restoring)
+    return Adaptive((UnequalNodes(Reinstantiate(catalog, restoring)), rollback, reroute))
 
 
-def lookup_policy(job: JobConfig, every: EveryPlan, foreseen: ForeseenAnswers) -> Policy:
+def lookup_policy(job: JobConfig, catalog: PlanCatalog, foreseen: ForeseenAnswers) -> Policy:
     """The policy that a job names; if the job looks ahead, it looks up answers in `foreseen`."""
-    named = named_policy(job, every)
+    named = named_policy(job, catalog)
     if not looks_ahead(job):
         return named
     is_choice = TRAITS[job.resilience.policy].is_choice
-    return Lookup(named, foreseen, hurried_policy(job, every) if is_choice else named)
+    return Lookup(named, foreseen, hurried_policy(job, catalog) if is_choice else named)
 
 
 def looks_ahead(job: JobConfig) -> bool:

@@ -35,7 +35,7 @@ from operator import itemgetter
 from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Transition, plain_plan
 from planaria.planner.layout.instantiate import instantiations
-from planaria.planner.plans import EveryPlan
+from planaria.planner.plans import PlanCatalog
 from planaria.policies.building import least_exposed, num_exposed, transition_between
 from planaria.policies.policy import Prices
 from planaria.restorer.assignment import UnboundPipeline
@@ -87,7 +87,7 @@ class LocalAnswer:
 class Reinstantiate:
     """The policy that makes pipelines anew; without plans in `every` it has only local answers."""
 
-    every: EveryPlan
+    catalog: PlanCatalog
     restoring: RestoreStrategy = LEAST_BYTES
 
     def propose(
@@ -103,7 +103,7 @@ class Reinstantiate:
         local = self._local_pipelines(plan, cluster, prices=prices)
         overall = self._global_pipelines(plan, cluster, prices=prices)
         if local and overall:
-            wanted = min(self.every.problem.failures_tolerated + 1, len(overall[0]))
+            wanted = min(self.catalog.problem.failures_tolerated + 1, len(overall[0]))
             if len(local[0]) < wanted or _num_nodes(local[0]) < _num_nodes(overall[0]):
                 local = None
             elif local[0] == overall[0]:
@@ -126,7 +126,7 @@ class Reinstantiate:
         prices: Prices,
     ) -> Transition:
         """The transition from a plan to these pipelines, with microbatches distributed anew."""
-        iteration_s, microbatches = self.every.distribution([p.template for p in pipelines])
+        iteration_s, microbatches = self.catalog.distribution([p.template for p in pipelines])
         after = plain_plan(cluster.epoch, pipelines, microbatches)
         return transition_between(
             plan,
@@ -150,11 +150,11 @@ class Reinstantiate:
         answer = local_answer(
             [len(pipeline.nodes) for pipeline in plan.pipelines],
             remaining,
-            self.every.templates.keys(),
+            self.catalog.templates.keys(),
             num_idle=len(alive) - sum(remaining),
-            min_pipelines=self.every.problem.failures_tolerated + 1,
+            min_pipelines=self.catalog.problem.failures_tolerated + 1,
         )
-        if answer is None or len(answer.parts) > self.every.problem.num_microbatches:
+        if answer is None or len(answer.parts) > self.catalog.problem.num_microbatches:
             return None
         parts = set(answer.parts)
         kept = {
@@ -163,7 +163,7 @@ class Reinstantiate:
             if remaining[index] == len(pipeline.nodes) and Part(index, remaining[index]) in parts
         }
         unbound = [
-            UnboundPipeline(self.every.templates[part.num_nodes], part.index)
+            UnboundPipeline(self.catalog.templates[part.num_nodes], part.index)
             for part in answer.parts
             if part.index not in kept
         ]
@@ -186,7 +186,7 @@ class Reinstantiate:
         self, plan: Plan, cluster: ClusterState, *, prices: Prices
     ) -> tuple[tuple[Pipeline, ...], str] | None:
         """The pipelines of the global answer, and its name; None if there is no such plan."""
-        planned = self.every.plans.get(len(cluster.nodes))
+        planned = self.catalog.plans.get(len(cluster.nodes))
         if planned is None:
             return None
         templates = [pipeline.template for pipeline in planned.pipelines]
@@ -215,21 +215,21 @@ class Reinstantiate:
         It has f + 1 pipelines, or as many as the global answer if that has fewer, and at least as
         many nodes at work as the global answer.
         """
-        every, num_nodes = self.every, len(cluster.nodes)
+        catalog, num_nodes = self.catalog, len(cluster.nodes)
         num_trusted = sum(node.is_trusted for node in cluster.nodes)
-        planned = every.plans.get(num_nodes)
+        planned = catalog.plans.get(num_nodes)
         if planned is None or num_trusted == num_nodes:
             return ()
-        wanted = min(every.problem.failures_tolerated + 1, len(planned.pipelines))
+        wanted = min(catalog.problem.failures_tolerated + 1, len(planned.pipelines))
         options = []
-        for size, template in sorted(every.templates.items()):
-            rest = every.plans.get(num_nodes - size)
+        for size, template in sorted(catalog.templates.items()):
+            rest = catalog.plans.get(num_nodes - size)
             if rest is None or size > num_trusted:
                 continue
             templates = (template, *(pipeline.template for pipeline in rest.pipelines))
-            is_right = wanted <= len(templates) <= every.problem.num_microbatches
+            is_right = wanted <= len(templates) <= catalog.problem.num_microbatches
             if is_right and size + len(rest.nodes) >= len(planned.nodes):
-                options.append((every.distribution(templates)[0], templates))
+                options.append((catalog.distribution(templates)[0], templates))
         if not options:
             return ()
         _, templates = min(options, key=itemgetter(0))

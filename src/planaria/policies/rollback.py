@@ -19,7 +19,7 @@ from typing import Final
 
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesLost
 from planaria.core.plan import Plan, Transition, plain_plan
-from planaria.planner.plans import EveryPlan
+from planaria.planner.plans import PlanCatalog
 from planaria.policies.building import least_exposed, num_exposed, transition_between
 from planaria.policies.policy import Policy, Prices
 from planaria.policies.reinstantiate import unbound_pipelines
@@ -35,12 +35,12 @@ class Rollback:
     """The policy that fills empty places with standby nodes.
 
     Attributes:
-        every: plans and templates of the job.
+        catalog: plans and templates of the job.
         fallback: policy that answers what standby nodes cannot.
         restoring: strategy that assigns nodes and finds sources of layers.
     """
 
-    every: EveryPlan
+    catalog: PlanCatalog
     fallback: Policy
     restoring: RestoreStrategy = LEAST_BYTES
 
@@ -83,7 +83,7 @@ class Rollback:
         )
         kinds = {node.node: node.kind for node in chosen}
         pipelines = with_kinds(Plan(cluster.epoch, bound, ()), kinds).pipelines
-        iteration_s, microbatches = self.every.distribution([p.template for p in pipelines])
+        iteration_s, microbatches = self.catalog.distribution([p.template for p in pipelines])
         transition = transition_between(
             plan,
             plain_plan(cluster.epoch, pipelines, microbatches),

@@ -27,7 +27,7 @@ from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
 from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Transition
 from planaria.errors import InfeasibleError
 from planaria.planner.layout.unequal import EFFORT_MAX, UnequalPlanner, planning_effort
-from planaria.planner.plans import EveryPlan, pipeline_microbatches, plan_iteration_s
+from planaria.planner.plans import PlanCatalog, pipeline_microbatches, plan_iteration_s
 from planaria.planner.problem import stage_costs
 from planaria.planner.reroute.reroutes import simulated_s
 from planaria.planner.templates import fastest_templates
@@ -76,7 +76,7 @@ class UnequalNodes:
             return answers
         stay: tuple[Transition, ...] = ()
         if not event.joined and not event.leaving:
-            stay = (stay_answer(self.reinstantiate.every, plan, cluster, kinds),)
+            stay = (stay_answer(self.reinstantiate.catalog, plan, cluster, kinds),)
         further: list[tuple[tuple[Pipeline, ...], str]] = []
         complete = [x for x in (*stay, *answers) if not x.after.gone]
         best = min(complete, key=lambda transition: transition.iteration_s)
@@ -145,7 +145,7 @@ class UnequalNodes:
     def _fastest_template(self, pipeline: Pipeline, num_microbatches: int) -> PipelineTemplate:
         """The fastest template for nodes of the pipeline's kinds, in any order."""
         counts = Counter(pipeline.template.node_kinds)
-        costs = stage_costs(self.reinstantiate.every.problem, sorted(counts))
+        costs = stage_costs(self.reinstantiate.catalog.problem, sorted(counts))
         num_of_kind = tuple(counts[kind] for kind in costs.kinds)
         templates = fastest_templates(costs, {num_of_kind: num_microbatches})
         return templates[num_of_kind].template if num_of_kind in templates else pipeline.template
@@ -155,7 +155,7 @@ class UnequalNodes:
     ) -> tuple[Pipeline, ...] | None:
         """The pipelines of the planner's plan for nodes of these kinds; None if there is none, if
         all nodes are equal, or if planning is too much work."""
-        problem = self.reinstantiate.every.problem
+        problem = self.reinstantiate.catalog.problem
         kinds = {node.node: node.kind for node in cluster.nodes}
         is_equal = all(kind == NodeKind() for kind in kinds.values())
         if is_equal or planning_effort(problem, kinds) > EFFORT_MAX:
@@ -176,11 +176,11 @@ class UnequalNodes:
     ) -> tuple[Transition, ...]:
         """The fastest answer in which the slowest nodes have no work and only send what they hold;
         none if they are needed or no node is slow."""
-        every = self.reinstantiate.every
+        catalog = self.reinstantiate.catalog
         lowest = min(node.kind.speed for node in cluster.nodes)
         slowest = tuple(node for node in cluster.nodes if node.kind.speed == lowest)
         others = tuple(node for node in cluster.nodes if node.kind.speed > lowest)
-        needed = (every.problem.failures_tolerated + 1) * min(every.templates)
+        needed = (catalog.problem.failures_tolerated + 1) * min(catalog.templates)
         if lowest >= 1.0 or len(others) < needed:
             return ()
         without_slowest = ClusterState(cluster.epoch, others, (*cluster.leaving, *slowest))
@@ -190,14 +190,16 @@ class UnequalNodes:
         return (replace(best, answer=WITHOUT),) if best else ()
 
 
-def stay_answer(every: EveryPlan, plan: Plan, cluster: ClusterState, kinds: Kinds) -> Transition:
+def stay_answer(
+    catalog: PlanCatalog, plan: Plan, cluster: ClusterState, kinds: Kinds
+) -> Transition:
     """The transition that keeps the plan, priced for nodes of these kinds."""
     after = replace(with_kinds(plan, kinds), epoch=cluster.epoch)
     is_plain = not (after.splits_backward or after.gone or after.ticks) and (
         sum(pipeline_microbatches(after)) == len(after.routes)
     )
     iteration_s = (
-        plan_iteration_s(after, every.times) if is_plain else simulated_s(every.problem, after)
+        plan_iteration_s(after, catalog.times) if is_plain else simulated_s(catalog.problem, after)
     )
     return Transition(
         before=plan,

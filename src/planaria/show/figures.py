@@ -9,7 +9,7 @@ from textwrap import wrap
 from typing import Final
 
 from planaria.core.plan import Plan
-from planaria.planner.plans import EveryPlan, pipeline_microbatches, plan_bubble_share
+from planaria.planner.plans import PlanCatalog, pipeline_microbatches, plan_bubble_share
 from planaria.show.alike import AlikePipelines, alike_pipelines
 from planaria.show.page import (
     BACKWARD_COLOUR,
@@ -43,21 +43,21 @@ _CAPTION_COLUMNS: Final = 170
 _NAMED_MAX: Final = 12
 
 
-def plan_figure(every: EveryPlan, plan: Plan, *, picture: Format) -> bytes:
+def plan_figure(catalog: PlanCatalog, plan: Plan, *, picture: Format) -> bytes:
     """The content of the picture file, the same bytes for the same plan.
 
     64 stages with 768 microbatches take about a second.
     """
     templates = [pipeline.template for pipeline in plan.pipelines]
-    iteration = every.times.iteration(templates, pipeline_microbatches(plan))
-    groups = alike_pipelines(every.problem.profile, plan)
+    iteration = catalog.times.iteration(templates, pipeline_microbatches(plan))
+    groups = alike_pipelines(catalog.problem.profile, plan)
     drawn = drawn_lanes(groups)
     windows = time_windows(drawn, iteration.end_s)
     page = Page()
-    top = _draw_title(page, every, plan, iteration_s=iteration.end_s)
+    top = _draw_title(page, catalog, plan, iteration_s=iteration.end_s)
     note = "seconds of one microbatch, and peak memory of a device"
     draw_heading(page, top, heading="Stages", note=note, legend=_STAGE_LEGEND)
-    top = draw_stage_map(page, every.problem, groups[:ROWS_MAX], top=top + 14)
+    top = draw_stage_map(page, catalog.problem, groups[:ROWS_MAX], top=top + 14)
     note = "one iteration up to its commit, as predicted; reductions count as bubbles"
     draw_heading(page, top + 34, heading="Timeline", note=note, legend=_TIMELINE_LEGEND)
     top = draw_timelines(page, drawn, windows, iteration=iteration, top=top + 48)
@@ -81,11 +81,11 @@ _TIMELINE_LEGEND: Final = (
 )
 
 
-def _draw_title(page: Page, every: EveryPlan, plan: Plan, *, iteration_s: float) -> float:
-    problem = every.problem
+def _draw_title(page: Page, catalog: PlanCatalog, plan: Plan, *, iteration_s: float) -> float:
+    problem = catalog.problem
     width = RIGHT_PT - LEFT_PT
     predicted = f"{seconds_text(iteration_s)} an iteration"
-    bubbles = f"{share_text(plan_bubble_share(plan, every.times))} bubbles"
+    bubbles = f"{share_text(plan_bubble_share(plan, catalog.times))} bubbles"
     speed = f"{samples_per_s(problem, iteration_s):,.1f} samples/s, {bubbles}"
     page.text((LEFT_PT, 42), page.shortened_text(problem.profile.model, width - 190, TITLE), TITLE)
     page.text((RIGHT_PT, 42), predicted, HEADING, align="right")

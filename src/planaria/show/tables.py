@@ -26,7 +26,7 @@ from planaria.estimator.makespan import makespan_s, stage_seconds
 from planaria.estimator.peak_memory import peak_bytes
 from planaria.planner.layout.instantiate import first_gap
 from planaria.planner.plans import (
-    EveryPlan,
+    PlanCatalog,
     pipeline_microbatches,
     plan_bubble_share,
     plan_iteration_s,
@@ -47,32 +47,32 @@ from planaria.show.words import (
 _STAGES_MAX: Final = 8
 
 
-def plan_table(every: EveryPlan, plan: Plan, *, templates: Sequence[RankedTemplate]) -> Group:
+def plan_table(catalog: PlanCatalog, plan: Plan, *, templates: Sequence[RankedTemplate]) -> Group:
     """The tables of the templates, of the plan, and of the plans after failures and joins.
 
     Args:
-        every: all plans of the job, those for fewer and for more nodes included.
+        catalog: all plans of the job, those for fewer and for more nodes included.
     """
     parts: list[RenderableType] = [
-        _heading(every.problem, plan),
-        _templates_table(every, templates, plan),
-        _pipelines_table(every, plan),
-        _summary(every, plan),
+        _heading(catalog.problem, plan),
+        _templates_table(catalog, templates, plan),
+        _pipelines_table(catalog, plan),
+        _summary(catalog, plan),
     ]
-    fewer, more = _fewer_plans(every, plan), _more_plans(every, plan)
+    fewer, more = _fewer_plans(catalog, plan), _more_plans(catalog, plan)
     if fewer:
         title = f"After failures{' of the fastest nodes' if _is_unequal(plan) else ''}"
-        parts.append(_others_table(every, plan, fewer, title=title, nodes="nodes\nleft"))
+        parts.append(_others_table(catalog, plan, fewer, title=title, nodes="nodes\nleft"))
     if more:
-        parts.append(_others_table(every, plan, more, title="After joins", nodes="nodes"))
-    note = _joins_note(every.problem, plan, templates)
+        parts.append(_others_table(catalog, plan, more, title="After joins", nodes="nodes"))
+    note = _joins_note(catalog.problem, plan, templates)
     if note:
         parts.append(Text(note, style="yellow"))
     return Group(*(line for part in parts for line in (part, Text())))
 
 
 def plan_json(
-    every: EveryPlan,
+    catalog: PlanCatalog,
     plan: Plan,
     *,
     templates: Sequence[RankedTemplate],
@@ -85,7 +85,7 @@ def plan_json(
     Args:
         planning_s: time that it took to make templates and plans, seconds.
     """
-    costs = _costs(every, templates, plan)
+    costs = _costs(catalog, templates, plan)
     return {
         "templates": [
             {
@@ -110,15 +110,15 @@ def plan_json(
                 {"nodes": list(pipeline.nodes), "microbatches": count}
                 for pipeline, count in zip(plan.pipelines, pipeline_microbatches(plan), strict=True)
             ],
-            **_speed(every, plan),
+            **_speed(catalog, plan),
         },
-        "fewer_nodes": _others_json(every, _fewer_plans(every, plan)),
-        "more_nodes": _others_json(every, _more_plans(every, plan)),
+        "fewer_nodes": _others_json(catalog, _fewer_plans(catalog, plan)),
+        "more_nodes": _others_json(catalog, _more_plans(catalog, plan)),
         "planning_s": planning_s,
     }
 
 
-def _others_json(every: EveryPlan, others: Mapping[int, Plan]) -> list[dict[str, Any]]:
+def _others_json(catalog: PlanCatalog, others: Mapping[int, Plan]) -> list[dict[str, Any]]:
     """JSON of the plans for other numbers of nodes."""
     return [
         {
@@ -129,7 +129,7 @@ def _others_json(every: EveryPlan, others: Mapping[int, Plan]) -> list[dict[str,
                     other.pipelines, pipeline_microbatches(other), strict=True
                 )
             ],
-            **_speed(every, other),
+            **_speed(catalog, other),
         }
         for num_nodes, other in others.items()
     ]
@@ -140,12 +140,12 @@ def _kinds_json(template: PipelineTemplate) -> dict[str, Any]:
     return {"node_kinds": [asdict(kind) for kind in template.kinds]} if template.kinds else {}
 
 
-def _speed(every: EveryPlan, plan: Plan) -> dict[str, float]:
-    iteration_s = plan_iteration_s(plan, every.times)
+def _speed(catalog: PlanCatalog, plan: Plan) -> dict[str, float]:
+    iteration_s = plan_iteration_s(plan, catalog.times)
     return {
         "iteration_s": iteration_s,
-        "samples_per_s": samples_per_s(every.problem, iteration_s),
-        "bubble_share": plan_bubble_share(plan, every.times),
+        "samples_per_s": samples_per_s(catalog.problem, iteration_s),
+        "bubble_share": plan_bubble_share(plan, catalog.times),
     }
 
 
@@ -187,9 +187,11 @@ class _Cost:
     peak_bytes: int
 
 
-def _costs(every: EveryPlan, templates: Sequence[RankedTemplate], plan: Plan) -> Iterator[_Cost]:
+def _costs(
+    catalog: PlanCatalog, templates: Sequence[RankedTemplate], plan: Plan
+) -> Iterator[_Cost]:
     """The cost of each template, in their order."""
-    problem, num_nodes = every.problem, len(plan.nodes)
+    problem, num_nodes = catalog.problem, len(plan.nodes)
     largest = num_nodes - problem.failures_tolerated * templates[0].template.num_nodes
     used: dict[PipelineTemplate, list[int]] = {}
     for pipeline, count in zip(plan.pipelines, pipeline_microbatches(plan), strict=True):
@@ -197,7 +199,7 @@ def _costs(every: EveryPlan, templates: Sequence[RankedTemplate], plan: Plan) ->
     for ranked in templates:
         counts = used.get(ranked.template, [])
         size = ranked.template.num_nodes
-        would_fit = max(1, (num_nodes if size <= largest else max(every.plans)) // size)
+        would_fit = max(1, (num_nodes if size <= largest else max(catalog.plans)) // size)
         microbatches = max(counts, default=-(-problem.num_microbatches // would_fit))
         yield _cost(problem, ranked, num_used=len(counts), num_microbatches=microbatches)
 
@@ -236,7 +238,9 @@ def _table(title: str) -> Table:
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
 
 
-def _templates_table(every: EveryPlan, templates: Sequence[RankedTemplate], plan: Plan) -> Table:
+def _templates_table(
+    catalog: PlanCatalog, templates: Sequence[RankedTemplate], plan: Plan
+) -> Table:
     table = _table("Pipeline templates")
     table.add_column("nodes", justify="right")
     if _is_unequal(plan):
@@ -246,7 +250,7 @@ def _templates_table(every: EveryPlan, templates: Sequence[RankedTemplate], plan
     table.add_column("iteration", justify="right", no_wrap=True)
     table.add_column("gap", justify="right", no_wrap=True)
     table.add_column("peak\nmemory", justify="right", no_wrap=True)
-    for ranked, cost in zip(templates, _costs(every, templates, plan), strict=True):
+    for ranked, cost in zip(templates, _costs(catalog, templates, plan), strict=True):
         kinds = [", ".join(_kinds_texts(cost.template))] if _is_unequal(plan) else []
         table.add_row(
             str(cost.template.num_nodes),
@@ -261,10 +265,10 @@ def _templates_table(every: EveryPlan, templates: Sequence[RankedTemplate], plan
     return table
 
 
-def _pipelines_table(every: EveryPlan, plan: Plan) -> Table:
+def _pipelines_table(catalog: PlanCatalog, plan: Plan) -> Table:
     """The table of the plan: a row for all pipelines of one template with equal microbatches."""
-    problem = every.problem
-    iteration_s = plan_iteration_s(plan, every.times)
+    problem = catalog.problem
+    iteration_s = plan_iteration_s(plan, catalog.times)
     table = _table("Plan")
     table.add_column("pipe-\nlines")
     table.add_column("how\nmany", justify="right")
@@ -279,44 +283,44 @@ def _pipelines_table(every: EveryPlan, plan: Plan) -> Table:
             str(len(group.pipelines)),
             ranges_text(group.nodes),
             str(group.num_microbatches),
-            seconds_text(every.times.makespan_s(group.template, group.num_microbatches)),
+            seconds_text(catalog.times.makespan_s(group.template, group.num_microbatches)),
             share_text(group.bubble_share(iteration_s)),
             bytes_text(_peak_bytes(problem, group.template, group.num_microbatches)),
         )
     return table
 
 
-def _summary(every: EveryPlan, plan: Plan) -> Text:
-    iteration_s = plan_iteration_s(plan, every.times)
+def _summary(catalog: PlanCatalog, plan: Plan) -> Text:
+    iteration_s = plan_iteration_s(plan, catalog.times)
     return Text.assemble(
         "iteration ",
         (seconds_text(iteration_s), "bold"),
         "   ",
-        (f"{samples_per_s(every.problem, iteration_s):,.1f} samples/s", "bold"),
-        f"   {share_text(plan_bubble_share(plan, every.times))} bubbles",
+        (f"{samples_per_s(catalog.problem, iteration_s):,.1f} samples/s", "bold"),
+        f"   {share_text(plan_bubble_share(plan, catalog.times))} bubbles",
     )
 
 
-def _fewer_plans(every: EveryPlan, plan: Plan) -> dict[int, Plan]:
+def _fewer_plans(catalog: PlanCatalog, plan: Plan) -> dict[int, Plan]:
     """Plans for fewer nodes by number of nodes, largest first."""
     num_nodes = len(plan.nodes)
-    return {n: every.plans[n] for n in sorted(every.plans, reverse=True) if n < num_nodes}
+    return {n: catalog.plans[n] for n in sorted(catalog.plans, reverse=True) if n < num_nodes}
 
 
-def _more_plans(every: EveryPlan, plan: Plan) -> dict[int, Plan]:
+def _more_plans(catalog: PlanCatalog, plan: Plan) -> dict[int, Plan]:
     """Plans for more nodes by number of nodes, smallest first."""
-    return {n: every.plans[n] for n in sorted(every.plans) if n > len(plan.nodes)}
+    return {n: catalog.plans[n] for n in sorted(catalog.plans) if n > len(plan.nodes)}
 
 
 def _others_table(
-    every: EveryPlan, plan: Plan, others: Mapping[int, Plan], *, title: str, nodes: str
+    catalog: PlanCatalog, plan: Plan, others: Mapping[int, Plan], *, title: str, nodes: str
 ) -> Table:
     """A table of plans for other numbers of nodes, compared with the present plan.
 
     Args:
         nodes: heading of the column with the number of nodes.
     """
-    now_s = plan_iteration_s(plan, every.times)
+    now_s = plan_iteration_s(plan, catalog.times)
     table = _table(title)
     table.add_column(nodes, justify="right")
     table.add_column("pipelines")
@@ -324,12 +328,12 @@ def _others_table(
     table.add_column("samples/s", justify="right", no_wrap=True)
     table.add_column("longer\nthan now", justify="right", no_wrap=True)
     for num_nodes, other in others.items():
-        iteration_s = plan_iteration_s(other, every.times)
+        iteration_s = plan_iteration_s(other, catalog.times)
         table.add_row(
             str(num_nodes),
             ", ".join(_pipelines_texts(other, num_nodes)),
             seconds_text(iteration_s),
-            f"{samples_per_s(every.problem, iteration_s):,.1f}",
+            f"{samples_per_s(catalog.problem, iteration_s):,.1f}",
             f"{100 * (iteration_s / now_s - 1 if now_s else 0.0):+.1f}%",
         )
     return table

@@ -20,7 +20,7 @@ from planaria.core.job import (
 )
 from planaria.core.plan import LayerProfile, Link, ModelProfile, Plan, Transition
 from planaria.core.samples import sample_numbers
-from planaria.planner.plans import EveryPlan, every_plan
+from planaria.planner.plans import PlanCatalog, plan_catalog
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.shadows import with_shadows
 from planaria.planner.templates import pipeline_templates
@@ -135,7 +135,7 @@ class PlannedJob:
 
     Attributes:
         saving_rules: rules of a coordinator that only saves the live state.
-        every: prepared plans for all numbers of nodes.
+        catalog: prepared plans for all numbers of nodes.
         plan: the first plan.
         predicted_s: predicted time of an iteration by the first plan.
         forward_s: actual time of each layer's forward for a microbatch; the backward takes twice
@@ -148,7 +148,7 @@ class PlannedJob:
     scenario: Scenario
     rules: Rules
     saving_rules: Rules
-    every: EveryPlan
+    catalog: PlanCatalog
     plan: Plan
     predicted_s: float
     forward_s: tuple[float, ...]
@@ -161,11 +161,11 @@ def planned_job(scenario: Scenario) -> PlannedJob:
     further than others, and a run would depend on those before it."""
     planned = _planned_job(scenario)
     rules = planned.rules
-    return replace(planned, rules=replace(rules, policy=_policy_of(rules.job, planned.every)))
+    return replace(planned, rules=replace(rules, policy=_policy_of(rules.job, planned.catalog)))
 
 
-def _policy_of(job: JobConfig, every: EveryPlan) -> Policy:
-    return lookup_policy(job, every, ForeseenAnswers())
+def _policy_of(job: JobConfig, catalog: PlanCatalog) -> Policy:
+    return lookup_policy(job, catalog, ForeseenAnswers())
 
 
 @lru_cache(maxsize=1024)
@@ -175,26 +175,26 @@ def _planned_job(scenario: Scenario) -> PlannedJob:
     plan_scenario = replace(
         scenario, policy=PLAINEST, failures_per_hour=0.0, iterations=0, drift=1.0
     )
-    every = _every(replace(plan_scenario, copies=0, copies_every=0, num_standby=0, grant_s=0.0))
+    catalog = _catalog(replace(plan_scenario, copies=0, copies_every=0, num_standby=0, grant_s=0.0))
     policy_of = partial(_policy_of, job)
     layer_s = tuple(
-        layer.forward_s[1] + layer.backward_s(1) for layer in every.problem.profile.layers
+        layer.forward_s[1] + layer.backward_s(1) for layer in catalog.problem.profile.layers
     )
     rules = Rules(
         job=job,
-        policy=policy_of(every),
+        policy=policy_of(catalog),
         layer_s=layer_s if scenario.learns else (),
-        every=every if scenario.learns else None,
+        catalog=catalog if scenario.learns else None,
         policy_of=policy_of if scenario.learns else None,
         processors=scenario.processors,
-        prices=profile_prices(every.problem.profile, regroup_s=REGROUP_S),
-        n0=min(every.templates),
+        prices=profile_prices(catalog.problem.profile, regroup_s=REGROUP_S),
+        n0=min(catalog.templates),
         max_nodes=scenario.max_nodes,
         num_layers=scenario.num_layers,
         layout=vector_layout(job, scenario.num_layers),
         first_iteration=0,
     )
-    plan = every.plans[scenario.num_nodes]
+    plan = catalog.plans[scenario.num_nodes]
     if TRAITS[scenario.policy].has_shadows and scenario.devices_per_node == 1:
         plan = with_shadows(plan)
     counts = [plan.routes.count(pipeline.route()) for pipeline in plan.pipelines]
@@ -202,10 +202,10 @@ def _planned_job(scenario: Scenario) -> PlannedJob:
     return PlannedJob(
         scenario=scenario,
         rules=rules,
-        saving_rules=replace(rules, policy=_NoPolicy(), every=None, policy_of=None, layer_s=()),
-        every=every,
+        saving_rules=replace(rules, policy=_NoPolicy(), catalog=None, policy_of=None, layer_s=()),
+        catalog=catalog,
         plan=plan,
-        predicted_s=every.times.iteration_s([p.template for p in plan.pipelines], counts),
+        predicted_s=catalog.times.iteration_s([p.template for p in plan.pipelines], counts),
         forward_s=_forward_s(scenario, layer_s),
         samples=samples,
         contents=_contents(scenario, samples),
@@ -232,10 +232,10 @@ def _forward_s(scenario: Scenario, layer_s: tuple[float, ...]) -> tuple[float, .
 
 
 @cache
-def _every(scenario: Scenario) -> EveryPlan:
+def _catalog(scenario: Scenario) -> PlanCatalog:
     profile = _profile(scenario)
     if scenario.memory_factor:
-        unlimited = _every(replace(scenario, memory_factor=0.0))
+        unlimited = _catalog(replace(scenario, memory_factor=0.0))
         peaks = (stage_peaks(unlimited.problem, plan) for plan in unlimited.plans.values())
         peak_bytes_max = max(bytes_ for plan in peaks for stages in plan for bytes_ in stages)
         profile = replace(profile, device_memory_bytes=int(scenario.memory_factor * peak_bytes_max))
@@ -251,7 +251,7 @@ def _every(scenario: Scenario) -> EveryPlan:
         problem, scenario.num_nodes, max_nodes=scenario.max_nodes
     )
     templates = {n: t for n, t in templates_by_nodes.items() if scenario.n0 <= n <= nodes_max}
-    return every_plan(problem, scenario.max_nodes, templates)
+    return plan_catalog(problem, scenario.max_nodes, templates)
 
 
 def content_after(content: int, iteration: int, samples: tuple[int, ...]) -> int:

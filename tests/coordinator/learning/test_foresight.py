@@ -43,7 +43,7 @@ def test_ranks_stop_for_as_long_as_their_longest_action_at_most() -> None:
 
 def test_where_ranks_share_processors_their_actions_last_longer() -> None:
     """Four ranks on one processor end theirs four times as late; on four they share nothing."""
-    own, one, four = (expected(training(every=sharing(number))) for number in (0, 1, 4))
+    own, one, four = (expected(training(catalog=sharing(number))) for number in (0, 1, 4))
 
     assert own == four
     assert one.likely_s - own.likely_s == pytest.approx(3 * LONGEST_S / 2)

@@ -12,7 +12,7 @@ from planaria.core.kinds import Ending
 from planaria.core.messages import Raised, SaveLayers
 from planaria.core.plan import Plan
 from planaria.core.records import Recovering
-from planaria.planner.plans import EveryPlan, bind, every_plan
+from planaria.planner.plans import PlanCatalog, bind, plan_catalog
 from planaria.planner.problem import Problem
 from planaria.policies.memory_checked import has_room, stage_peaks
 from planaria.policies.policy import profile_prices
@@ -23,7 +23,7 @@ NUM_LAYERS = 10
 NO_MEMORY = Raised(error="MemoryError", message="no room", first_layer=5, end_layer=10)
 
 
-def book(*, num_layers_max: int) -> EveryPlan:
+def example_catalog(*, num_layers_max: int) -> PlanCatalog:
     """Plans for devices that hold so many layers, as the profile says."""
     layers = tuple(
         layer_profile(f"layer {i}", 0.05, parameter_bytes=1000, activation_bytes=0)
@@ -36,24 +36,24 @@ def book(*, num_layers_max: int) -> EveryPlan:
     )
     limited = replace(profile, device_memory_bytes=num_layers_max * layer_bytes)
     problem = replace(problem, profile=limited)
-    return every_plan(problem, 6, {n: template(n) for n in (2, 3, 4)})
+    return plan_catalog(problem, 6, {n: template(n) for n in (2, 3, 4)})
 
 
-def policy(every: EveryPlan) -> UnequalNodes:
-    return UnequalNodes(Reinstantiate(every))
+def policy(catalog: PlanCatalog) -> UnequalNodes:
+    return UnequalNodes(Reinstantiate(catalog))
 
 
 def training(*, num_layers_max: int) -> FakeCluster:
     """A job on two pipelines of two nodes, five layers each."""
-    every = book(num_layers_max=num_layers_max)
+    catalog = example_catalog(num_layers_max=num_layers_max)
     rules = replace(
         small_rules(max_nodes=6),
-        policy=policy(every),
+        policy=policy(catalog),
         policy_of=policy,
-        every=every,
-        prices=profile_prices(every.problem.profile, regroup_s=0.05),
+        catalog=catalog,
+        prices=profile_prices(catalog.problem.profile, regroup_s=0.05),
     )
-    plan = bind(every.problem, [template(2), template(2)], range(4), epoch=0)
+    plan = bind(catalog.problem, [template(2), template(2)], range(4), epoch=0)
     cluster = FakeCluster(rules, plan)
     cluster.begin()
     cluster.train(FIRST)
@@ -75,8 +75,8 @@ def test_a_stage_that_ran_out_of_memory_gets_fewer_layers() -> None:
     assert len(state.plan.pipelines) == 2
     assert all(not set(range(5, 10)) <= set(s) for s in state.plan.layers_by_rank.values())
     assert state.learning.fitted is not None
-    assert state.learning.fitted.every is not None
-    assert has_room(state.learning.fitted.every.problem, state.plan)
+    assert state.learning.fitted.catalog is not None
+    assert has_room(state.learning.fitted.catalog.problem, state.plan)
     (notice,) = of_type(cluster.commands, Recovering)
     assert "was estimated to hold" in notice.reason
     assert "is planned smaller from now on" in notice.reason
@@ -92,8 +92,8 @@ def test_a_loss_later_is_answered_with_what_fits() -> None:
 
     state = cluster.state
     assert state.learning.fitted is not None
-    assert state.learning.fitted.every is not None
-    assert has_room(state.learning.fitted.every.problem, state.plan)
+    assert state.learning.fitted.catalog is not None
+    assert has_room(state.learning.fitted.catalog.problem, state.plan)
 
 
 def test_a_new_coordinator_knows_what_was_learned() -> None:
@@ -106,9 +106,9 @@ def test_a_new_coordinator_knows_what_was_learned() -> None:
     after = cluster.state.learning.fitted
     assert before is not None
     assert after is not None
-    assert before.every is not None
-    assert after.every is not None
-    assert after.every.problem == before.every.problem
+    assert before.catalog is not None
+    assert after.catalog is not None
+    assert after.catalog.problem == before.catalog.problem
 
 
 def test_where_no_plan_fits_the_node_is_tried_again_and_then_evicted() -> None:

@@ -24,7 +24,7 @@ from planaria.core.findings import Findings
 from planaria.core.messages import IterationDone
 from planaria.core.records import Changed, Committed, Decided, ProfileCorrected
 from planaria.estimator.time import RANK_ITERATION_S
-from planaria.planner.plans import EveryPlan, bind, every_plan, every_plan_of
+from planaria.planner.plans import PlanCatalog, bind, plan_catalog, rebuilt_catalog
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import expected_times, simulated_s
 from planaria.policies.policy import profile_prices
@@ -41,7 +41,7 @@ def _long_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_cluster, "END", END)
 
 
-def book() -> EveryPlan:
+def example_catalog() -> PlanCatalog:
     """Plans of a job of ten equal layers, of one to four nodes a pipeline."""
     layers = tuple(
         layer_profile(f"layer {i}", LAYER_S / 3, parameter_bytes=1024, activation_bytes=0)
@@ -53,34 +53,34 @@ def book() -> EveryPlan:
         num_microbatches=NUM_MICROBATCHES,
         failures_tolerated=1,
     )
-    return every_plan(problem, 6, {n: template(n) for n in (1, 2, 3, 4)})
+    return plan_catalog(problem, 6, {n: template(n) for n in (1, 2, 3, 4)})
 
 
-EVERY = book()
+EVERY = example_catalog()
 
 
-def policy(every: EveryPlan) -> UnequalNodes:
-    return UnequalNodes(Reinstantiate(every))
+def policy(catalog: PlanCatalog) -> UnequalNodes:
+    return UnequalNodes(Reinstantiate(catalog))
 
 
-def training(sizes: tuple[int, ...] = (2, 2), *, every: EveryPlan = EVERY) -> FakeCluster:
+def training(sizes: tuple[int, ...] = (2, 2), *, catalog: PlanCatalog = EVERY) -> FakeCluster:
     """A job that trains on pipelines of so many nodes, with what the profile says predicted."""
     made = small_rules(n0=min(2, *sizes))
-    profile = every.problem.profile
+    profile = catalog.problem.profile
     made = replace(
         made,
         job=replace(made.job, training=replace(made.job.training, iterations=END)),
-        policy=policy(every),
+        policy=policy(catalog),
         prices=profile_prices(profile, regroup_s=0.05),
         layer_s=(LAYER_S,) * NUM_LAYERS,
-        every=every,
+        catalog=catalog,
         policy_of=policy,
     )
-    templates = [every.templates[size] for size in sizes]
-    cluster = FakeCluster(made, bind(every.problem, templates, range(sum(sizes)), epoch=0))
+    templates = [catalog.templates[size] for size in sizes]
+    cluster = FakeCluster(made, bind(catalog.problem, templates, range(sum(sizes)), epoch=0))
     cluster.begin()
     assert cluster.state.facts.decision is not None
-    predicted_s = expected_times(every.problem, cluster.plan).iteration_s
+    predicted_s = expected_times(catalog.problem, cluster.plan).iteration_s
     decision = msgspec.structs.replace(cluster.state.facts.decision, predicted_s=predicted_s)
     cluster.state = replace(cluster.state, facts=replace(cluster.state.facts, decision=decision))
     return cluster
@@ -137,7 +137,7 @@ def test_layers_that_take_longer_are_found_and_the_iteration_is_predicted_anew()
 def test_a_new_coordinator_expects_of_a_slow_node_what_the_one_before_did() -> None:
     """Otherwise its layers would be taken for slow ones, whoever computes them."""
     problem = replace(EVERY.problem, processors=2)
-    cluster = training(every=replace(EVERY, problem=problem))
+    cluster = training(catalog=replace(EVERY, problem=problem))
     plan, slow = cluster.state.plan, Findings(speeds={0: 0.5})
     fast_s, slow_s = (
         restored_learning(cluster.rules, findings, plan).computing_s
@@ -214,7 +214,7 @@ def test_a_new_coordinator_prices_as_the_one_before_did() -> None:
     learning = cluster.state.learning
     assert learning.findings.layer_factors == pytest.approx((2.0,) * NUM_LAYERS)
     assert isinstance(learning.policy, UnequalNodes)
-    profile = learning.policy.reinstantiate.every.problem.profile
+    profile = learning.policy.reinstantiate.catalog.problem.profile
     assert profile.layers[0].forward_s[1] == pytest.approx(2.0 * LAYER_S / 3)
 
 
@@ -346,17 +346,17 @@ def test_a_little_beside_layers_is_not_followed() -> None:
     assert policy_of(cluster.rules, cluster.state) is cluster.rules.policy
 
 
-def sharing(processors: int) -> EveryPlan:
+def sharing(processors: int) -> PlanCatalog:
     """As EVERY, on nodes that share so many processors."""
     problem = replace(EVERY.problem, processors=processors)
-    return every_plan_of(problem, EVERY.templates, EVERY.plans)
+    return rebuilt_catalog(problem, EVERY.templates, EVERY.plans)
 
 
 def train_sharing(cluster: FakeCluster, number: int, *, times: float) -> None:
     """So many iterations of ranks that compute so many times what is expected of them beside each
     other, by the profile as it was at the start."""
-    assert cluster.rules.every is not None
-    computing_s = expected_times(cluster.rules.every.problem, cluster.state.plan).computing_s
+    assert cluster.rules.catalog is not None
+    computing_s = expected_times(cluster.rules.catalog.problem, cluster.state.plan).computing_s
     for _ in range(number):
         for rank, seconds in computing_s.items():
             cluster.nodes[rank].computing_s = times * seconds
@@ -365,7 +365,7 @@ def train_sharing(cluster: FakeCluster, number: int, *, times: float) -> None:
 
 def test_ranks_that_share_processors_as_predicted_correct_no_layer() -> None:
     """Four ranks on one processor compute for four times what their layers take, or nearly."""
-    cluster = training(every=sharing(1))
+    cluster = training(catalog=sharing(1))
     alone_s = simulated_s(EVERY.problem, cluster.plan)
     train_sharing(cluster, 2 * WINDOW, times=1.0)
 
@@ -375,7 +375,7 @@ def test_ranks_that_share_processors_as_predicted_correct_no_layer() -> None:
 
 def test_layers_that_take_longer_are_found_where_processors_are_shared() -> None:
     """What is left when the share of the others is taken off is the layers' own."""
-    cluster = training(every=sharing(1))
+    cluster = training(catalog=sharing(1))
     predicted_s = iteration_s(cluster.state)
     train_sharing(cluster, WINDOW + 1, times=1.5)
 
@@ -388,7 +388,7 @@ def test_layers_that_take_longer_are_found_where_processors_are_shared() -> None
 def test_a_new_coordinator_knows_that_ranks_share_processors() -> None:
     """It takes over in the middle of an epoch, of which nobody tells it the first iteration; what
     it is told then is no drift."""
-    cluster = training(every=sharing(1))
+    cluster = training(catalog=sharing(1))
     train_sharing(cluster, 2, times=1.0)
     committed = of_type(cluster.commands, Committed)[-1]
     cluster.progress = progress_of(cluster.state, committed)
@@ -405,7 +405,7 @@ def test_a_new_coordinator_knows_that_ranks_share_processors() -> None:
 def test_answers_are_priced_by_the_processors_that_ranks_share() -> None:
     """On one processor every plan takes what all layers take of all microbatches, and the answer to
     a loss is no slower than what there was."""
-    cluster = training((2, 2, 2), every=sharing(1))
+    cluster = training((2, 2, 2), catalog=sharing(1))
     train_sharing(cluster, 1, times=1.0)
     cluster.lose(5)
     (decided,) = of_type(cluster.commands, Decided)

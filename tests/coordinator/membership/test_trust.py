@@ -15,7 +15,7 @@ from planaria.coordinator.membership.trust import FORGIVEN_S, is_trusted, num_fa
 from planaria.coordinator.state import Phase
 from planaria.core.messages import NodeArrived
 from planaria.core.plan import Link, Plan
-from planaria.planner.plans import every_plan
+from planaria.planner.plans import plan_catalog
 from planaria.planner.problem import Problem
 from planaria.policies.reinstantiate import Reinstantiate
 
@@ -32,7 +32,7 @@ def policy() -> Reinstantiate:
         num_microbatches=NUM_MICROBATCHES,
         failures_tolerated=1,
     )
-    return Reinstantiate(every_plan(problem, 6, {size: template(size) for size in (2, 3, 4)}))
+    return Reinstantiate(plan_catalog(problem, 6, {size: template(size) for size in (2, 3, 4)}))
 
 
 def rules(*, n0: int = 2, max_nodes: int = 6) -> Rules:

@@ -16,7 +16,7 @@ from helpers.strategies import equal_problem
 from planaria.core.cluster import NodesLost, survivors
 from planaria.core.job import ResilienceConfig
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.head.leader_spec import LeaderSpec, every_of, rules_of
+from planaria.nodes.head.leader_spec import LeaderSpec, catalog_of, rules_of
 from planaria.nodes.head.searcher import Searcher
 from planaria.planner.plans import foreseen_plans
 from planaria.planner.templates import pipeline_templates
@@ -54,15 +54,15 @@ class Seen(msgspec.Struct):
 def leader_spec(directory: Path) -> LeaderSpec:
     """Six nodes under a policy that looks ahead."""
     problem = equal_problem(num_layers=NUM_LAYERS, num_microbatches=12)
-    every = foreseen_plans(problem, NUM_NODES, pipeline_templates(problem, NUM_NODES))
+    catalog = foreseen_plans(problem, NUM_NODES, pipeline_templates(problem, NUM_NODES))
     job = tiny_job("sequential", directory)
     return LeaderSpec(
         job=replace(job, resilience=ResilienceConfig(policy="adaptive", failures_ahead=1)),
-        plan=every.plans[NUM_NODES],
+        plan=catalog.plans[NUM_NODES],
         predicted_s=1.0,
         problem=problem,
-        templates=dict(every.templates),
-        plans=dict(every.plans),
+        templates=dict(catalog.templates),
+        plans=dict(catalog.plans),
         first_iteration=0,
         source="",
         fingerprint={},
@@ -81,7 +81,7 @@ def coordinate(payload: bytes, result_fd: int) -> None:
 async def _coordinate(spec: LeaderSpec) -> Seen:
     seen, known = Seen(), ForeseenAnswers()
     rules = rules_of(spec, known)
-    policy = named_policy(spec.job, every_of(spec))
+    policy = named_policy(spec.job, catalog_of(spec))
     searcher = Searcher(spec, known, on_found=seen.found.append)
     await searcher.open()
     hearing = asyncio.create_task(searcher.receive_answers())

@@ -207,6 +207,6 @@ def test_layers_that_take_no_time_have_a_plan_too() -> None:
     problem = replace(equal_problem(), profile=model_profile((layer, layer)))
     templates = {n: one.template for n, one in paper_templates(problem, 4).items()}
 
-    every = foreseen_plans(problem, 4, templates, method=PAPER_METHOD)
+    catalog = foreseen_plans(problem, 4, templates, method=PAPER_METHOD)
 
-    assert sum(pipeline_microbatches(every.plans[4])) == problem.num_microbatches
+    assert sum(pipeline_microbatches(catalog.plans[4])) == problem.num_microbatches

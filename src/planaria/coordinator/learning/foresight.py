@@ -93,9 +93,9 @@ def with_recovery(state: JobState, now_s: float) -> JobState:
 
 def _longest_action_s(rules: Rules, state: JobState) -> float:
     """The longest action of any rank of the plan; 0 if the seconds of layers are not known."""
-    if rules.every is None:
+    if rules.catalog is None:
         return 0.0
-    problem, factors = rules.every.problem, state.learning.findings.layer_factors
+    problem, factors = rules.catalog.problem, state.learning.findings.layer_factors
     profile = corrected_profile(problem.profile, factors)
     processors = problem.processors or len(state.plan.ranks)
     shared = max(1.0, len(state.plan.ranks) / processors)

@@ -22,7 +22,7 @@ from planaria.core.findings import Findings
 from planaria.core.plan import Plan
 from planaria.errors import InfeasibleError
 from planaria.estimator.correction import with_more_bytes
-from planaria.planner.plans import EveryPlan, every_plan
+from planaria.planner.plans import PlanCatalog, plan_catalog
 from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_templates
 from planaria.policies.memory_checked import MemoryChecked, stage_peaks
@@ -33,9 +33,9 @@ def fitted_rules(rules: Rules, findings: Findings, num_nodes: int) -> Rules | No
 
     None if no estimate was raised, or if f + 1 pipelines do not fit on `num_nodes` nodes.
     """
-    if rules.every is None or rules.policy_of is None or not findings.more_bytes:
+    if rules.catalog is None or rules.policy_of is None or not findings.more_bytes:
         return None
-    problem, policy_of = rules.every.problem, rules.policy_of
+    problem, policy_of = rules.catalog.problem, rules.policy_of
     profile = with_more_bytes(problem.profile, findings.more_bytes)
     f = min(problem.failures_tolerated, max(0, num_nodes // rules.n0 - 1))
     problem = replace(problem, profile=profile)
@@ -43,18 +43,18 @@ def fitted_rules(rules: Rules, findings: Findings, num_nodes: int) -> Rules | No
         templates = pipeline_templates(
             replace(problem, failures_tolerated=f), num_nodes, max_nodes=rules.max_nodes
         )
-        every = every_plan(problem, rules.max_nodes, templates)
+        catalog = plan_catalog(problem, rules.max_nodes, templates)
     except InfeasibleError:
         return None
 
-    def memory_checked_policy(plans: EveryPlan) -> MemoryChecked:
+    def memory_checked_policy(plans: PlanCatalog) -> MemoryChecked:
         return MemoryChecked(policy_of(plans), plans)
 
     return replace(
         rules,
         n0=min(templates),
-        every=every,
-        policy=memory_checked_policy(every),
+        catalog=catalog,
+        policy=memory_checked_policy(catalog),
         policy_of=memory_checked_policy,
     )
 
@@ -96,9 +96,9 @@ def _stage_memory(rules: Rules, plan: Plan, rank: int) -> tuple[range, int, int,
     `held_bytes` is what the profile estimates for each device, and `limit_bytes` what a device can
     hold. None if the limit is not known, or if the rank has no stage.
     """
-    if rules.every is None:
+    if rules.catalog is None:
         return None
-    problem: Problem = rules.every.problem
+    problem: Problem = rules.catalog.problem
     per_node = problem.devices_per_node
     peaks = stage_peaks(problem, plan)
     for pipeline, peak in zip(plan.pipelines, peaks, strict=True):

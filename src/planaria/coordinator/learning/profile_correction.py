@@ -47,7 +47,7 @@ from planaria.core.findings import Findings
 from planaria.core.plan import NodeKind, Plan, Transition
 from planaria.core.records import ProfileCorrected
 from planaria.estimator.correction import corrected_profile, layer_ratios
-from planaria.planner.plans import EveryPlan, every_plan_of
+from planaria.planner.plans import PlanCatalog, rebuilt_catalog
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import ExpectedTimes, expected_times
 from planaria.policies.policy import Policy, Prices
@@ -116,9 +116,9 @@ class _RepricedPolicy:
 
 def _problem(rules: Rules, layer_factors: Sequence[float]) -> Problem | None:
     """The planning problem with the corrected profile; None if the profile is not corrected."""
-    if rules.every is None:
+    if rules.catalog is None:
         return None
-    problem = rules.every.problem
+    problem = rules.catalog.problem
     return replace(problem, profile=corrected_profile(problem.profile, layer_factors))
 
 
@@ -130,8 +130,8 @@ def restored_learning(rules: Rules, findings: Findings, plan: Plan) -> Learning:
         return Learning(findings=findings)
     policy = None
     if findings.layer_factors:
-        assert rules.every is not None
-        policy = _policy(rules, corrected_plans(rules.every, findings.layer_factors))
+        assert rules.catalog is not None
+        policy = _policy(rules, corrected_plans(rules.catalog, findings.layer_factors))
     plan_s, computing_s = _expected_iteration(problem, plan, findings.speeds)
     return Learning(findings=findings, policy=policy, plan_s=plan_s, computing_s=computing_s)
 
@@ -155,7 +155,7 @@ def with_corrections(rules: Rules, state: JobState, *, before: JobState) -> Step
     """
     outcome, learning = state.commits.outcome, state.learning
     assert outcome is not None
-    if rules.every is None or not rules.layer_s:
+    if rules.catalog is None or not rules.layer_s:
         return state, ()
     # As in slowness.py, the first iteration of an epoch does not count: its caches are cold. After
     # a speed has changed, measuring starts over: older ratios contain the change, and would count
@@ -253,9 +253,9 @@ def _with_findings(
     findings = msgspec.structs.replace(state.learning.findings, beside_s=beside_s)
     learning = replace(state.learning, findings=findings, plan_s=_plan_s(state))
     if ratios:
-        assert rules.every is not None
+        assert rules.catalog is not None
         findings = msgspec.structs.replace(findings, layer_factors=factors)
-        policy = _policy(rules, corrected_plans(rules.every, factors))
+        policy = _policy(rules, corrected_plans(rules.catalog, factors))
         learning = replace(learning, findings=findings, policy=policy)
         learning = _new_measurement(rules, replace(state, learning=learning))
     far = tuple(layer for layer, factor in enumerate(factors) if _is_far(factor))
@@ -283,12 +283,14 @@ def _warning(factors: tuple[float, ...]) -> str:
     )
 
 
-def corrected_plans(every: EveryPlan, layer_factors: Sequence[float]) -> EveryPlan:
+def corrected_plans(catalog: PlanCatalog, layer_factors: Sequence[float]) -> PlanCatalog:
     """The plans that the job can be re-formed to, with the times of the corrected profile."""
-    profile = corrected_profile(every.problem.profile, layer_factors)
-    return every_plan_of(replace(every.problem, profile=profile), every.templates, every.plans)
+    profile = corrected_profile(catalog.problem.profile, layer_factors)
+    return rebuilt_catalog(
+        replace(catalog.problem, profile=profile), catalog.templates, catalog.plans
+    )
 
 
-def _policy(rules: Rules, every: EveryPlan) -> Policy:
+def _policy(rules: Rules, catalog: PlanCatalog) -> Policy:
     assert rules.policy_of is not None
-    return rules.policy_of(every)
+    return rules.policy_of(catalog)

@@ -14,7 +14,7 @@ from planaria.core.inject import Place
 from planaria.core.job import JobConfig
 from planaria.core.plan import PipelineTemplate, Plan, Transition
 from planaria.core.records import Rescue
-from planaria.planner.plans import EveryPlan, every_plan_of
+from planaria.planner.plans import PlanCatalog, rebuilt_catalog
 from planaria.planner.problem import Problem
 from planaria.policies.ahead import ForeseenAnswers
 from planaria.policies.named import looks_ahead, lookup_policy
@@ -30,8 +30,8 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         plan: plan with which the job begins; used unless the journal has a plan already.
         predicted_s: predicted seconds of an iteration of `plan`.
-        templates: see `EveryPlan`.
-        plans: see `EveryPlan`.
+        templates: see `PlanCatalog`.
+        plans: see `PlanCatalog`.
         first_iteration: iteration with which the job begins.
         source: version of the disk tier from which the job begins; "": it begins without a save.
         fingerprint: description of the job to write into each checkpoint.
@@ -61,9 +61,9 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
     rescue: Rescue | None = None
 
 
-def every_of(spec: LeaderSpec) -> EveryPlan:
+def catalog_of(spec: LeaderSpec) -> PlanCatalog:
     """The templates and plans to which the job can be re-formed."""
-    return every_plan_of(spec.problem, spec.templates, spec.plans)
+    return rebuilt_catalog(spec.problem, spec.templates, spec.plans)
 
 
 class _EmptyPolicy:
@@ -100,19 +100,19 @@ def rules_of(spec: LeaderSpec, foreseen: ForeseenAnswers) -> Rules:
         foreseen: answers to losses, found before they are needed; stays empty unless the job looks
             ahead.
     """
-    every = every_of(spec)
+    catalog = catalog_of(spec)
 
-    def policy(plans: EveryPlan) -> Policy:
+    def policy(plans: PlanCatalog) -> Policy:
         return lookup_policy(spec.job, plans, foreseen)
 
     rules = replace(
         saving_rules_of(spec),
-        policy=policy(every),
+        policy=policy(catalog),
         max_nodes=max(spec.job.cluster.max_nodes, spec.job.cluster.nodes),
         layer_s=tuple(
             layer.forward_s[1] + layer.backward_s(1) for layer in spec.problem.profile.layers
         ),
-        every=every,
+        catalog=catalog,
         policy_of=policy,
         looks_ahead=looks_ahead(spec.job),
         processors=len(os.sched_getaffinity(0)),  # All nodes are processes of this machine.

@@ -24,7 +24,7 @@ from typing import Final
 from planaria.coordinator.learning.profile_correction import corrected_plans
 from planaria.core.plan import Plan, Transition
 from planaria.nodes.forkserver import close_others, die_with_parent
-from planaria.nodes.head.leader_spec import LeaderSpec, every_of
+from planaria.nodes.head.leader_spec import LeaderSpec, catalog_of
 from planaria.policies.ahead import ForeseenAnswers, look_ahead
 from planaria.policies.named import layout_search, named_policy
 from planaria.policies.policy import Prices
@@ -170,10 +170,10 @@ def _search(
     spec: LeaderSpec, request: _SearchRequest, sock: socket.socket
 ) -> _SearchRequest | None:
     """Sends answers as they are found; returns a newer request, or None if all were found first."""
-    every = corrected_plans(every_of(spec), request.layer_factors)
-    searched = layout_search(spec.job, every.problem)
+    catalog = corrected_plans(catalog_of(spec), request.layer_factors)
+    searched = layout_search(spec.job, catalog.problem)
     for foreseen in look_ahead(
-        named_policy(spec.job, every, searched),
+        named_policy(spec.job, catalog, searched),
         searched,
         request.plan,
         prices=request.prices,

@@ -28,7 +28,7 @@ from planaria.planner.layout.sets import PipelineSet, SetSearch, distribute_micr
 from planaria.planner.partition.fewest_stages import FewestStages
 from planaria.planner.partition.positions import Positions
 from planaria.planner.partition.windows import windows
-from planaria.planner.plans import EveryPlan
+from planaria.planner.plans import PlanCatalog
 from planaria.planner.problem import Counts, Problem, stage_costs
 from planaria.planner.templates import RankedTemplate, fastest_templates
 from planaria.planner.times import PlainTimes
@@ -189,7 +189,7 @@ def planning_effort(problem: Problem, nodes: Mapping[int, NodeKind]) -> int:
 
 def unequal_plans(
     problem: Problem, nodes: Mapping[int, NodeKind]
-) -> tuple[EveryPlan, tuple[RankedTemplate, ...]]:
+) -> tuple[PlanCatalog, tuple[RankedTemplate, ...]]:
     """The best plans for all nodes and for those left when the 1 to f fastest nodes fail; and the
     templates that the plan for all nodes uses.
 
@@ -208,6 +208,6 @@ def unequal_plans(
         max_pipelines = planner.most_pipelines(nodes_left, at_most=min_pipelines)
         if max_pipelines:
             plans[num_left] = planner.plan(nodes_left, min_pipelines=max_pipelines, epoch=0)
-    every = EveryPlan(problem=problem, templates={}, plans=plans, times=planner.times)
+    catalog = PlanCatalog(problem=problem, templates={}, plans=plans, times=planner.times)
     used = dict.fromkeys(pipeline.template for pipeline in plans[len(nodes)].pipelines)
-    return every, tuple(planner.ranked[template] for template in used)
+    return catalog, tuple(planner.ranked[template] for template in used)

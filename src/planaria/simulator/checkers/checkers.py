@@ -323,7 +323,7 @@ class Checkers:
         return self._fitted
 
     def _plans_of(self, rules: Rules) -> Mapping[int, Plan]:
-        return rules.every.plans if rules.every else self._job.every.plans
+        return rules.catalog.plans if rules.catalog else self._job.catalog.plans
 
     def _check_room(self, plan: Plan, rules: Rules, other: Plan) -> None:
         """Checks that the plan fits into memory, as estimated, if the prepared plan does.
@@ -331,8 +331,8 @@ class Checkers:
         Args:
             other: the prepared plan for the nodes that stay.
         """
-        assert rules.every is not None
-        problem = rules.every.problem
+        assert rules.catalog is not None
+        problem = rules.catalog.problem
         self._cluster.log_event("fitted", rules.n0)
         if has_room(problem, other) and not has_room(problem, plan):
             stages = [pipeline.template.stages for pipeline in plan.pipelines]

@@ -12,9 +12,9 @@ from planaria.errors import FeasibleValue, InfeasibleError, Limit
 from planaria.planner.layout.sets import distribute_microbatches
 from planaria.planner.plans import (
     best_plan,
-    every_plan,
     foreseen_plans,
     pipeline_microbatches,
+    plan_catalog,
     plan_iteration_s,
 )
 from planaria.planner.templates import pipeline_templates, smallest_num_nodes
@@ -39,15 +39,15 @@ def test_every_number_of_nodes_has_a_plan_with_all_of_them(data: st.DataObject) 
     num_nodes = (f + 1) * n0 + data.draw(st.integers(0, 4))
     templates = {n: t for n, t in pipeline_templates(problem, num_nodes).items() if n <= 9}
 
-    every = every_plan(problem, num_nodes, templates)
+    catalog = plan_catalog(problem, num_nodes, templates)
 
-    assert list(range(n0, num_nodes + 1)) == sorted(every.plans)
-    for num_left, plan in every.plans.items():
+    assert list(range(n0, num_nodes + 1)) == sorted(catalog.plans)
+    for num_left, plan in catalog.plans.items():
         assert tuple(range(num_left)) == plan.nodes
         assert len(plan.pipelines) >= min(f + 1, num_left // n0)
         assert len(plan.routes) == 12 == sum(pipeline_microbatches(plan))
         if num_left >= (f + 1) * n0:
-            assert best_plan(problem, range(num_left), every.templates, epoch=0) == plan
+            assert best_plan(problem, range(num_left), catalog.templates, epoch=0) == plan
 
 
 def test_templates_of_fewer_nodes_than_f_allows_are_added() -> None:
@@ -55,11 +55,11 @@ def test_templates_of_fewer_nodes_than_f_allows_are_added() -> None:
     problem = equal_problem(device_memory_bytes=80 * MEBIBYTE)
     templates = pipeline_templates(problem, 4)
 
-    every = every_plan(problem, 4, templates)
+    catalog = plan_catalog(problem, 4, templates)
 
     assert list(templates) == [2]
     assert {
-        n: [len(pipeline.nodes) for pipeline in plan.pipelines] for n, plan in every.plans.items()
+        n: [len(pipeline.nodes) for pipeline in plan.pipelines] for n, plan in catalog.plans.items()
     } == {2: [2], 3: [3], 4: [2, 2]}
 
 
@@ -68,9 +68,9 @@ def test_nodes_beyond_what_any_template_uses_are_left_without_work() -> None:
     problem = equal_problem(num_layers=3, device_memory_bytes=20 * MEBIBYTE, failures_tolerated=1)
     template = _one_stage_each(3, 3)
 
-    every = every_plan(problem, 6, {3: template})
+    catalog = plan_catalog(problem, 6, {3: template})
 
-    working = {num_left: len(plan.nodes) for num_left, plan in every.plans.items()}
+    working = {num_left: len(plan.nodes) for num_left, plan in catalog.plans.items()}
     assert working == {3: 3, 4: 3, 5: 3, 6: 6}
 
 
@@ -80,27 +80,27 @@ def test_a_batch_too_small_for_some_number_of_survivors_is_refused_at_the_start(
     templates = {n: _one_stage_each(6, n) for n in (1, 4)}
 
     with pytest.raises(InfeasibleError) as caught:
-        every_plan(problem, 5, templates)
+        plan_catalog(problem, 5, templates)
 
     assert (caught.value.limit, caught.value.value) == (Limit.MICROBATCHES, 2)
     assert "with 3 nodes" in caught.value.why
     assert caught.value.remedies == (FeasibleValue(Limit.MICROBATCHES, 3),)
     enough = equal_problem(num_microbatches=3, failures_tolerated=0)
-    assert sorted(every_plan(enough, 5, templates).plans) == [1, 2, 3, 4, 5]
+    assert sorted(plan_catalog(enough, 5, templates).plans) == [1, 2, 3, 4, 5]
 
 
 def test_distribution_is_that_of_the_planner_also_for_templates_not_planned_with() -> None:
     """A plan given by hand may have pipelines that no template made."""
     problem = equal_problem(failures_tolerated=0)
-    every = every_plan(problem, 3, {n: _one_stage_each(6, n) for n in (1, 2)})
-    templates = [every.templates[1], _one_stage_each(6, 3), every.templates[2]]
+    catalog = plan_catalog(problem, 3, {n: _one_stage_each(6, n) for n in (1, 2)})
+    templates = [catalog.templates[1], _one_stage_each(6, 3), catalog.templates[2]]
 
-    iteration_s, microbatches = every.distribution(templates)
+    iteration_s, microbatches = catalog.distribution(templates)
 
-    assert distribute_microbatches(problem, templates, times=every.times) == microbatches
-    two = every.plans[2]
-    of_two = every.distribution([pipeline.template for pipeline in two.pipelines])
-    assert (plan_iteration_s(two, every.times), pipeline_microbatches(two)) == of_two
+    assert distribute_microbatches(problem, templates, times=catalog.times) == microbatches
+    two = catalog.plans[2]
+    of_two = catalog.distribution([pipeline.template for pipeline in two.pipelines])
+    assert (plan_iteration_s(two, catalog.times), pipeline_microbatches(two)) == of_two
     assert iteration_s < of_two[0]
 
 
@@ -115,21 +115,21 @@ def test_what_joins_make_is_planned_too(f: int, memory_mebibytes: int) -> None:
     n0 = smallest_num_nodes(problem)
     num_nodes = (f + 1) * n0 + 1
 
-    without = every_plan(problem, num_nodes, pipeline_templates(problem, num_nodes))
+    without = plan_catalog(problem, num_nodes, pipeline_templates(problem, num_nodes))
     templates = pipeline_templates(problem, num_nodes, max_nodes=num_nodes + 5)
-    every = every_plan(problem, num_nodes + 5, templates)
+    catalog = plan_catalog(problem, num_nodes + 5, templates)
 
-    assert list(every.plans) == list(range(n0, num_nodes + 6))
-    for num_there, plan in every.plans.items():
+    assert list(catalog.plans) == list(range(n0, num_nodes + 6))
+    for num_there, plan in catalog.plans.items():
         if num_there >= (f + 1) * n0:
             assert tuple(range(num_there)) == plan.nodes
             assert len(plan.pipelines) > f
-            assert best_plan(problem, range(num_there), every.templates, epoch=0) == plan
+            assert best_plan(problem, range(num_there), catalog.templates, epoch=0) == plan
             assert without.plans.get(num_there, plan) == plan
     foreseen = foreseen_plans(problem, num_nodes, templates, max_nodes=num_nodes + 5)
     assert sorted(foreseen.plans) == list(range(num_nodes - f, num_nodes + 6))
     for num_there, plan in foreseen.plans.items():
-        assert every.plans[num_there] == plan
+        assert catalog.plans[num_there] == plan
 
 
 def test_a_batch_too_small_for_nodes_that_may_join_is_refused_at_the_start() -> None:
@@ -137,18 +137,18 @@ def test_a_batch_too_small_for_nodes_that_may_join_is_refused_at_the_start() -> 
     problem = equal_problem(num_microbatches=2)
 
     with pytest.raises(InfeasibleError) as caught:
-        every_plan(problem, 13, pipeline_templates(problem, 5, max_nodes=13))
+        plan_catalog(problem, 13, pipeline_templates(problem, 5, max_nodes=13))
 
     assert "with 13 nodes" in caught.value.why
     assert caught.value.remedies == (FeasibleValue(Limit.MICROBATCHES, 3),)
     enough = replace(problem, num_microbatches=3)
-    every = every_plan(enough, 13, pipeline_templates(enough, 5, max_nodes=13))
-    assert len(every.plans[13].nodes) == 13
+    catalog = plan_catalog(enough, 13, pipeline_templates(enough, 5, max_nodes=13))
+    assert len(catalog.plans[13].nodes) == 13
 
 
 @settings(max_examples=40)
 @given(st.data())
-def test_foreseen_plans_are_those_of_every_plan(data: st.DataObject) -> None:
+def test_foreseen_plans_are_those_of_the_plan_catalog(data: st.DataObject) -> None:
     """From all nodes down to f fewer; with more than eight failures eight numbers, 1 and f too."""
     memory_bytes = data.draw(st.sampled_from((0, 100, 60, 40))) * MEBIBYTE
     f = data.draw(st.sampled_from((0, 1, 2, 3, 8, 11)))
@@ -164,9 +164,9 @@ def test_foreseen_plans_are_those_of_every_plan(data: st.DataObject) -> None:
     failures = [num_nodes - num_left for num_left in sorted(foreseen.plans, reverse=True)]
     expected = {11: [0, 1, 2, 3, 5, 6, 8, 9, 11]}.get(f, list(range(f + 1)))
     assert failures == expected
-    every = every_plan(problem, num_nodes, templates)
+    catalog = plan_catalog(problem, num_nodes, templates)
     for num_left, plan in foreseen.plans.items():
-        assert plan == every.plans[num_left]
+        assert plan == catalog.plans[num_left]
 
 
 def test_all_nodes_work_in_what_is_foreseen_before_failures() -> None:
