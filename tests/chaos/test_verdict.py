@@ -13,8 +13,8 @@ from planaria.chaos.verdict import (
     injected_events,
     justification,
     undecidable,
-    wrongs,
-    wrongs_until_end,
+    violations,
+    violations_until_end,
 )
 from planaria.core.plan import Pipeline
 from planaria.observe.metrics import EventRecord, FinalRecord, IterationRecord, Report
@@ -72,9 +72,9 @@ def event(kind: str, *nodes: int, **fields: Any) -> EventRecord:
 
 def test_nothing_is_wrong_with_a_run_that_ends_as_in_peace() -> None:
     """Of which the judge knows hashes, samples and seconds."""
-    assert wrongs(report(), baseline()) == ()
+    assert violations(report(), baseline()) == ()
     assert (baseline().training_s, baseline().wall_s) == (2.0, 3.0)
-    assert wrongs(report(numbers=(2, 3)), baseline(), first=2) == ()
+    assert violations(report(numbers=(2, 3)), baseline(), first=2) == ()
 
 
 MISTAKES = {
@@ -94,7 +94,7 @@ MISTAKES = {
 @pytest.mark.parametrize("what", MISTAKES)
 def test_each_mistake_before_the_end_is_found(what: str) -> None:
     """Also in a run that ended early."""
-    (found,) = wrongs_until_end(MISTAKES[what], baseline())
+    (found,) = violations_until_end(MISTAKES[what], baseline())
 
     assert found.startswith(what)
 
@@ -106,8 +106,8 @@ def test_other_bits_in_the_end_are_found_and_none_at_all(name: str) -> None:
     wrong: Any = {name: "wrong"}
     missing: Any = {name: ""}
 
-    (other,) = wrongs(report(final=replace(final, **wrong)), baseline())
-    (none,) = wrongs(report(final=replace(final, **missing)), baseline())
+    (other,) = violations(report(final=replace(final, **wrong)), baseline())
+    (none,) = violations(report(final=replace(final, **missing)), baseline())
 
     assert other == f"{name} is wrong, and in the baseline run it is {getattr(final, name)}"
     assert none.startswith(f"{name} is missing")
@@ -117,7 +117,7 @@ def test_an_end_before_the_last_iteration_is_found() -> None:
     """Even with the right bits, which cannot be."""
     final = replace(report().final, iteration=3)
 
-    assert wrongs(report(numbers=(0, 1, 2), final=final), baseline()) == (
+    assert violations(report(numbers=(0, 1, 2), final=final), baseline()) == (
         "3 iterations are done in the end, not 4",
     )
 

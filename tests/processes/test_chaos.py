@@ -60,14 +60,14 @@ def test_every_run_ends_with_the_same_bits_or_resumes_to_them(
     with closing(Chaos(job, seed=SEED, doing=_note).outcomes(minutes=60.0)) as drawn:
         for outcome in islice(drawn, RUNS):
             line = command_text(outcome, job=SMALL, overrides=list(overrides))
-            print(line, *outcome.wrongs, sep="\n  ")
+            print(line, *outcome.violations, sep="\n  ")
             outcomes.append(outcome)
     fired = Counter[str]()
     for outcome in outcomes:
-        fired.update(outcome.fired)
+        fired.update(outcome.injected_faults)
 
     assert len(outcomes) == RUNS
-    assert [outcome.number for outcome in outcomes if outcome.wrongs] == [], f"seed {SEED}"
+    assert [outcome.number for outcome in outcomes if outcome.violations] == [], f"seed {SEED}"
     assert len(fired) >= KINDS_MIN, fired
 
 
@@ -161,8 +161,8 @@ def test_a_run_that_takes_too_long_is_ended_and_told(
 
     (outcome,) = Chaos(job, seed=1, doing=_note).outcomes(minutes=1e-6)
 
-    assert any(wrong.startswith("not over after") for wrong in outcome.wrongs)
-    assert not any(wrong.endswith("left over") for wrong in outcome.wrongs)
+    assert any(wrong.startswith("not over after") for wrong in outcome.violations)
+    assert not any(wrong.endswith("left over") for wrong in outcome.violations)
 
 
 def test_a_run_that_takes_too_long_is_interrupted_also_where_its_fork_server_is_gone(

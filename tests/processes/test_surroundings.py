@@ -52,7 +52,7 @@ class Runs:
         self._surroundings = surroundings
         found = next(self._outcomes)
         assert found.surroundings == surroundings.words
-        assert found.wrongs == (), found.log
+        assert found.violations == (), found.log
         return found
 
 
@@ -81,7 +81,7 @@ def test_a_temporary_directory_of_no_use_costs_nothing(
     found = runs.outcome(Surroundings(temporary=kind))
 
     assert not found.reason
-    assert found.fired == {"kill": 1}
+    assert found.injected_faults == {"kill": 1}
 
 
 @pytest.mark.parametrize("kind", TEMPORARIES)
@@ -115,7 +115,7 @@ def test_output_that_nobody_reads_costs_nothing(output: str, runs: Runs) -> None
     found = runs.outcome(Surroundings(output=output))
 
     assert not found.reason
-    assert found.fired == {"kill": 1}
+    assert found.injected_faults == {"kill": 1}
 
 
 def test_a_pipe_that_closes_costs_nothing(runs: Runs) -> None:
@@ -123,7 +123,7 @@ def test_a_pipe_that_closes_costs_nothing(runs: Runs) -> None:
     found = runs.outcome(Surroundings(output="pipe", closes_at=CLOSED_AT))
 
     assert not found.reason
-    assert found.fired == {"kill": 1}
+    assert found.injected_faults == {"kill": 1}
 
 
 def test_a_terminal_that_closes_stops_a_run_which_is_resumed(runs: Runs) -> None:
@@ -151,4 +151,4 @@ def test_under_nohup_a_terminal_that_closes_costs_nothing(runs: Runs) -> None:
         signal.signal(signal.SIGHUP, before)
 
     assert not found.reason
-    assert found.fired == {"kill": 1}
+    assert found.injected_faults == {"kill": 1}

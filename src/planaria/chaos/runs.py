@@ -21,6 +21,8 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
+import msgspec
+
 from planaria.chaos.draw import Draw, DrawLimits, Surroundings, draw_run
 from planaria.chaos.processes import kill_left_over, mark_processes, worker_stacks
 from planaria.chaos.surroundings import UnreadOutput, possible_temporaries, temporary_directory
@@ -31,8 +33,8 @@ from planaria.chaos.verdict import (
     injected_events,
     justification,
     undecidable,
-    wrongs,
-    wrongs_until_end,
+    violations,
+    violations_until_end,
 )
 from planaria.core.inject import KINDS, parse_injection
 from planaria.core.job import JobConfig
@@ -59,8 +61,7 @@ _SAVE_WAIT_S: Final = 1.0  # This repeats a value of engine/saver.py, which impo
 _HUNG_UP: Final = "its terminal was closed (SIGHUP)"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOutcome:
+class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of one run.
 
     Attributes:
@@ -69,13 +70,13 @@ class RunOutcome:
         settings: settings besides the job's own, as --set takes them.
         surroundings: surroundings of the run, in words.
         seconds: duration of the run, with its judgement and resumption.
-        fired: number of faults of each kind that struck.
+        injected_faults: number of faults of each kind that struck; `fired` in JSON.
         reason: why it ended early; "": it did not.
         justification: why it had to end early, as found from outside; "": it did not have to.
         undecidable: why nobody could tell that a bit had flipped, if so; then hashes are not
             judged.
         is_resumed: whether it was resumed after an early end, and reached the same hashes.
-        wrongs: violations that were found; empty if all is well.
+        violations: violations that were found, `wrongs` in JSON; empty if all is well.
         log: messages of the run and the output of its processes; empty if nothing is wrong.
     """
 
@@ -84,12 +85,12 @@ class RunOutcome:
     settings: tuple[str, ...]
     surroundings: tuple[str, ...]
     seconds: float
-    fired: Mapping[str, int]
+    injected_faults: Mapping[str, int] = msgspec.field(name="fired")
     reason: str = ""
     justification: str = ""
     undecidable: str = ""
     is_resumed: bool = False
-    wrongs: tuple[str, ...] = ()
+    violations: tuple[str, ...] = msgspec.field(default=(), name="wrongs")
     log: tuple[str, ...] = ()
     report: Report | None = None
 
@@ -286,7 +287,7 @@ class _Judgement:
     justification: str = ""
     undecidable: str = ""
     is_resumed: bool = False
-    wrongs: list[str] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
 
 
 def _outcome(
@@ -299,7 +300,7 @@ def _outcome(
     output = UnreadOutput(draw.surroundings) if draw.surroundings.output else None
     display, bound = _RunDisplay(output), _Bound(_bound_s(config, draw, baseline), place)
     with output() if output else nullcontext():
-        result = _execute(config, bound, judgement.wrongs, display, specs=draw.specs)
+        result = _execute(config, bound, judgement.violations, display, specs=draw.specs)
     report, reason = result.report if result else None, ""
     if result is not None:
         has_hung_up = output is not None and output.has_hung_up
@@ -310,23 +311,23 @@ def _outcome(
             _judge(
                 result, judgement, config=config, baseline=baseline, place=place, display=display
             )
-    judgement.wrongs += kill_left_over(
+    judgement.violations += kill_left_over(
         place.mark, except_pids={server.pid for server in place.servers}
     )
     events = injected_events(report) if report else ()
-    is_wrong = bool(judgement.wrongs)
+    is_wrong = bool(judgement.violations)
     return RunOutcome(
         number=number,
         specs=draw.specs,
         settings=_settings(config),
         surroundings=draw.surroundings.words,
         seconds=time.monotonic() - start_s,
-        fired=Counter(event.kind for event in events if event.kind in KINDS),
+        injected_faults=Counter(event.kind for event in events if event.kind in KINDS),
         reason=reason,
         justification=judgement.justification,
         undecidable=judgement.undecidable,
         is_resumed=judgement.is_resumed,
-        wrongs=tuple(judgement.wrongs),
+        violations=tuple(judgement.violations),
         log=(*display.log, *place.lines, *bound.stacks) if is_wrong else (),
         report=report,
     )
@@ -368,11 +369,13 @@ def _judge(
     undecidable_reason = "" if isinstance(error, InsufficientError) else undecidable(report, plans)
     judgement.undecidable = undecidable_reason
     if error is None and not result.stopped:
-        judgement.wrongs += (
-            wrongs_until_end(report, baseline) if undecidable_reason else wrongs(report, baseline)
+        judgement.violations += (
+            violations_until_end(report, baseline)
+            if undecidable_reason
+            else violations(report, baseline)
         )
         return
-    judgement.wrongs += wrongs_until_end(report, baseline)
+    judgement.violations += violations_until_end(report, baseline)
     match error:
         case None:
             why = _HUNG_UP
@@ -381,16 +384,16 @@ def _judge(
         case TrainingError():
             why = failure_justification(report, plans, num_needed=baseline.num_needed)
             if not error.traceback.strip():
-                judgement.wrongs.append("the job failed, and does not say where")
+                judgement.violations.append("the job failed, and does not say where")
         case _:
-            judgement.wrongs.append(f"{type(error).__name__}: {error}")
+            judgement.violations.append(f"{type(error).__name__}: {error}")
             return
     judgement.justification = why
     if not why:
-        judgement.wrongs.append(f"ended without need: {type(error).__name__}: {error}")
+        judgement.violations.append(f"ended without need: {type(error).__name__}: {error}")
     is_saved = bool(report.iterations) or not isinstance(error, TrainingError)
     num_saved = len(report.iterations) if result.stopped else -1
-    wrongs_found = _wrongs_after_resume(
+    violations_found = _violations_after_resume(
         config,
         place,
         baseline,
@@ -399,20 +402,20 @@ def _judge(
         num_saved=num_saved,
         is_hidden=bool(undecidable_reason),
     )
-    judgement.is_resumed = not wrongs_found
-    judgement.wrongs += [f"resumed: {text}" for text in wrongs_found]
+    judgement.is_resumed = not violations_found
+    judgement.violations += [f"resumed: {text}" for text in violations_found]
 
 
 def _execute(
     config: JobConfig,
     bound: _Bound,
-    wrongs_found: list[str],
+    violations_found: list[str],
     display: Display,
     *,
     specs: Sequence[str] = (),
     resume: bool = False,
 ) -> TrainingResult | None:
-    """Executes a run; None if it did not end by itself; adds what is wrong to `wrongs_found`."""
+    """Executes a run; None if it did not end by itself; adds to `violations_found`."""
     result = None
     try:
         with bound():
@@ -426,13 +429,13 @@ def _execute(
         if not bound.is_expired:
             raise
     except (PlanariaError, AssertionError, OSError) as error:
-        wrongs_found.append(f"{type(error).__name__}: {error}")
+        violations_found.append(f"{type(error).__name__}: {error}")
     if bound.is_expired:
-        wrongs_found.append(f"not over after {bound.seconds:.0f} s")
+        violations_found.append(f"not over after {bound.seconds:.0f} s")
     return result
 
 
-def _wrongs_after_resume(
+def _violations_after_resume(
     config: JobConfig,
     place: _RunPlace,
     baseline: BaselineRun,
@@ -449,21 +452,21 @@ def _wrongs_after_resume(
         num_saved: number of iterations that the save must have; -1: any.
         is_hidden: whether the save may contain a flipped bit that nobody could notice.
     """
-    wrongs_found: list[str] = []
+    violations_found: list[str] = []
     bound = _Bound(_BOUND_S + _BASELINES_IN_BOUND * baseline.wall_s, place)
     resume_display = _RunDisplay(None)
-    result = _execute(config, bound, wrongs_found, resume_display, resume=is_saved)
+    result = _execute(config, bound, violations_found, resume_display, resume=is_saved)
     display.log += ["resuming", *resume_display.log]
     if result is not None:
         resumed = result.planned.resumed
         first = resumed.iteration if resumed else 0
-        judge = wrongs_until_end if is_hidden else wrongs
-        wrongs_found += judge(result.report, baseline, first=first)
+        judge = violations_until_end if is_hidden else violations
+        violations_found += judge(result.report, baseline, first=first)
         if num_saved not in (-1, first):
-            wrongs_found.append(f"of {num_saved} iterations {first} were saved")
+            violations_found.append(f"of {num_saved} iterations {first} were saved")
         if result.error is not None:
-            wrongs_found.append(f"{type(result.error).__name__}: {result.error}")
-    return wrongs_found
+            violations_found.append(f"{type(result.error).__name__}: {result.error}")
+    return violations_found
 
 
 def _train_baseline(config: JobConfig, place: _RunPlace, name: str) -> TrainingResult:
@@ -502,7 +505,7 @@ def _settings(config: JobConfig) -> tuple[str, ...]:
 def _renew_if_lost(server: ForkServer, outcome: RunOutcome) -> None:
     """Renews the fork server, which later runs need, if an injected fault has ended it."""
     server.exits()
-    if server.loss and outcome.fired.get("forkserver"):
+    if server.loss and outcome.injected_faults.get("forkserver"):
         server.renew()
     server.wait_ready()
 

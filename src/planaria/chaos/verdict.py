@@ -63,16 +63,18 @@ def baseline_run(report: Report, *, num_needed: int, num_layers: int) -> Baselin
     )
 
 
-def wrongs(report: Report, baseline: BaselineRun, *, first: int = 0) -> tuple[str, ...]:
+def violations(report: Report, baseline: BaselineRun, *, first: int = 0) -> tuple[str, ...]:
     """What is wrong with a run that trained to its end.
 
     Args:
         first: iteration at which the run began.
     """
-    return (*wrongs_until_end(report, baseline, first=first), *_wrong_ends(report, baseline))
+    return (*violations_until_end(report, baseline, first=first), *_wrong_ends(report, baseline))
 
 
-def wrongs_until_end(report: Report, baseline: BaselineRun, *, first: int = 0) -> tuple[str, ...]:
+def violations_until_end(
+    report: Report, baseline: BaselineRun, *, first: int = 0
+) -> tuple[str, ...]:
     """What is wrong with the iterations and times of a run, even if it ended early."""
     return tuple(_wrong_iterations(report, baseline, first)) + tuple(_wrong_sums(report))
 
@@ -118,13 +120,13 @@ def justification(report: Report, plans: Sequence[Plan], *, num_needed: int) -> 
     Args:
         plans: all plans of the run, the first one included.
     """
-    fired = injected_events(report)
-    gone = _struck_nodes(fired, _LOSES_NODE) | _often_struck_nodes(fired, _LOSES_WORKER)
+    injected = injected_events(report)
+    gone = _struck_nodes(injected, _LOSES_NODE) | _often_struck_nodes(injected, _LOSES_WORKER)
     planned = {node for plan in plans for node in plan.nodes}
     if len(planned - gone) < num_needed:
         return f"{len(planned - gone)} of {len(planned)} nodes were left, {num_needed} are needed"
-    emptied = _struck_nodes(fired, _LOSES_STATE)
-    flipped = _struck_nodes(fired, ("flip",))
+    emptied = _struck_nodes(injected, _LOSES_STATE)
+    flipped = _struck_nodes(injected, ("flip",))
     since = _last_epoch_that_ran(report)
     for plan in plans:
         for layer, holders in _holders(plan).items() if plan.epoch >= since else ():
@@ -143,12 +145,12 @@ def failure_justification(report: Report, plans: Sequence[Plan], *, num_needed: 
     cannot go on without that node. All faults of the run count, even those between which an
     iteration was committed.
     """
-    fired = injected_events(report)
-    gone = _struck_nodes(fired, _LOSES_NODE)
+    injected = injected_events(report)
+    gone = _struck_nodes(injected, _LOSES_NODE)
     planned = {node for plan in plans for node in plan.nodes}
     for how, kinds in _CRASHES.items():
-        often = _often_struck_nodes(fired, kinds)
-        struck = _struck_nodes(fired, kinds)
+        often = _often_struck_nodes(injected, kinds)
+        struck = _struck_nodes(injected, kinds)
         if often and len(struck) > 1:
             return f"workers ended of the same {how} on nodes {sorted(struck)}"
         if often and len(planned - gone - often) < num_needed:
@@ -180,8 +182,8 @@ def undecidable(report: Report, plans: Sequence[Plan]) -> str:
 
     If all other holders of a layer are struck, nothing is left to compare the layer with.
     """
-    fired = injected_events(report)
-    flipped, emptied = _struck_nodes(fired, ("flip",)), _struck_nodes(fired, _LOSES_STATE)
+    injected = injected_events(report)
+    flipped, emptied = _struck_nodes(injected, ("flip",)), _struck_nodes(injected, _LOSES_STATE)
     for plan in plans:
         for layer, holders in _holders(plan).items():
             if holders & flipped and len(holders - (emptied - flipped)) == 1:

@@ -2,7 +2,6 @@
 
 import shlex
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
@@ -58,22 +57,22 @@ def chaos(
     runs = Chaos(named_job(job, overrides), seed=seed, doing=console.tell)
     try:
         for outcome in runs.outcomes(minutes=minutes):
-            outcomes.append(replace(outcome, report=None, log=()))
+            outcomes.append(msgspec.structs.replace(outcome, report=None, log=()))
             console.print(run_text(outcome))
-            if outcome.wrongs:
+            if outcome.violations:
                 directory = Path() if report is None else report.parent
                 path = directory / f"chaos-{seed}-{outcome.number}.json"
                 write(path, msgspec.json.format(msgspec.json.encode(outcome), indent=2))
                 console.print(f"  seed {seed}; all that is known of this run is in {path}")
-                for wrong in outcome.wrongs:
-                    console.print(f"  {wrong}")
+                for violation in outcome.violations:
+                    console.print(f"  {violation}")
                 console.print(f"  {command_text(outcome, job=job, overrides=overrides)}")
     finally:
         if outcomes and report is not None:
             data = msgspec.json.encode({"seed": seed, "score": score(outcomes), "runs": outcomes})
             write(report, msgspec.json.format(data, indent=2))
         console.close(*((score_table(outcomes), f"seed {seed}") if outcomes else ()))
-    if any(outcome.wrongs for outcome in outcomes):
+    if any(outcome.violations for outcome in outcomes):
         raise typer.Exit(1)
 
 

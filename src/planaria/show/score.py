@@ -9,7 +9,7 @@ from rich.table import Table
 
 
 class ScoredRun(Protocol):
-    """The part of `Outcome` in chaos/runs.py that is shown."""
+    """The part of `RunOutcome` in chaos/runs.py that is shown."""
 
     @property
     def number(self) -> int: ...
@@ -18,7 +18,7 @@ class ScoredRun(Protocol):
     @property
     def surroundings(self) -> tuple[str, ...]: ...
     @property
-    def fired(self) -> Mapping[str, int]: ...
+    def injected_faults(self) -> Mapping[str, int]: ...
     @property
     def reason(self) -> str: ...
     @property
@@ -28,7 +28,7 @@ class ScoredRun(Protocol):
     @property
     def is_resumed(self) -> bool: ...
     @property
-    def wrongs(self) -> tuple[str, ...]: ...
+    def violations(self) -> tuple[str, ...]: ...
     @property
     def seconds(self) -> float: ...
 
@@ -36,7 +36,7 @@ class ScoredRun(Protocol):
 def run_text(run: ScoredRun) -> str:
     """One line with the faults of a run and its result."""
     result = "survived, the same bits"
-    if run.wrongs:
+    if run.violations:
         result = "DID NOT END AS IT MUST"
     elif run.undecidable:
         result = f"not judged: {run.undecidable}"
@@ -48,24 +48,24 @@ def run_text(run: ScoredRun) -> str:
 
 def score(runs: Sequence[ScoredRun]) -> dict[str, Any]:
     """The numbers of all runs, as JSON."""
-    fired: Counter[str] = Counter()
+    faults: Counter[str] = Counter()
     surroundings: Counter[str] = Counter()
     for run in runs:
-        fired.update(run.fired)
+        faults.update(run.injected_faults)
         surroundings.update(word.partition("@")[0] for word in run.surroundings)
     ended = [run for run in runs if run.reason]
-    survived = [run for run in runs if not (run.reason or run.wrongs or run.undecidable)]
+    survived = [run for run in runs if not (run.reason or run.violations or run.undecidable)]
     return {
         "runs": len(runs),
-        "faults": sum(fired.values()),
-        "faults_by_kind": dict(sorted(fired.items())),
+        "faults": sum(faults.values()),
+        "faults_by_kind": dict(sorted(faults.items())),
         "surroundings": dict(sorted(surroundings.items())),
         "survived_identical": len(survived),
         "ended_early": len(ended),
         "justified": sum(bool(run.justification) for run in ended),
         "resumed_identical": sum(run.is_resumed for run in ended),
         "undecidable": sum(bool(run.undecidable) for run in runs),
-        "failures": sum(bool(run.wrongs) for run in runs),
+        "failures": sum(bool(run.violations) for run in runs),
         "slowest_s": max((run.seconds for run in runs), default=0.0),
     }
 

@@ -420,7 +420,7 @@ class Checkers:
             crashes=self._crashes,
             forsaken=self._absence.forsaken_nodes(),
         )
-        for text in EndChecker(self._cluster, self.faults, observed, ended).wrongs():
+        for text in EndChecker(self._cluster, self.faults, observed, ended).violations():
             self._fail(text)
 
     def on_crash(self, fact: CrashFact) -> None:
@@ -469,7 +469,7 @@ class Checkers:
         """Checks the invariants of a run that is over, at `until_s` at the latest."""
         if self._cluster.ended is None:
             self._fail(f"nothing came to an end by {until_s:.0f} s; {self._stuck_text()}")
-        for text in self._cluster.recording.wrongs(self._cluster.launcher_s):
+        for text in self._cluster.recording.violations(self._cluster.launcher_s):
             self._fail(text)
         for node, evicted_s in self._evicted_s.items():
             process = self._cluster.agents[node].process

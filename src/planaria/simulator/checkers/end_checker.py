@@ -68,7 +68,7 @@ class EndChecker:
         self._observed = observed
         self._ended = ended
 
-    def wrongs(self) -> Iterator[str]:
+    def violations(self) -> Iterator[str]:
         """What is wrong with the end, in words."""
         ended, number = self._ended, self._observed.num_committed
         match ended.ending:

@@ -77,7 +77,7 @@ class Recording:
         self._has_settled = False
         # Seconds of REDO that the ledger must exceed once the next plan is told; None: no check.
         self._redo_due: float | None = None
-        self._wrongs: list[str] = []
+        self._violations: list[str] = []
 
     def on_coordinator_loss(self, now_s: float) -> None:
         """Notes that the coordinator is gone."""
@@ -99,12 +99,12 @@ class Recording:
         grown = {c for c in Category if after.get(c, 0.0) > before.get(c, 0.0) + _TOLERANCE_S}
         message_text = f"{type(message).__name__} at {now_s:.4f} s"
         if wrong := sorted(grown - may_grow):
-            self._wrongs.append(f"{message_text} adds to the ledger's {wrong}, and is no cause")
+            self._violations.append(f"{message_text} adds to the ledger's {wrong}, and is no cause")
         if missing := sorted(c for c in must_grow if after.get(c, 0.0) <= before.get(c, 0.0)):
-            self._wrongs.append(f"{message_text} adds nothing to the ledger's {missing}")
+            self._violations.append(f"{message_text} adds nothing to the ledger's {missing}")
         new_category, category = self._next_category(message), self.recorder.ledger.category
         if new_category is not None and category is not new_category:
-            self._wrongs.append(f"{message_text}: {category} follows, not {new_category}")
+            self._violations.append(f"{message_text}: {category} follows, not {new_category}")
         self._check_wait(message, now_s)
 
     # -- what a message means for the ledger ------------------------------------------------------
@@ -183,7 +183,7 @@ class Recording:
                 spent_s += now_s - ledger.now_s
             if spent_s <= 0.0 and until_s - wait.since_s > _TOLERANCE_S:
                 took_s = until_s - wait.since_s
-                self._wrongs.append(f"{took_s} s of {wait.category} are not in the ledger")
+                self._violations.append(f"{took_s} s of {wait.category} are not in the ledger")
             self._wait = None
         match message:
             case Recovering() if message.is_forking:
@@ -254,13 +254,13 @@ class Recording:
         redo_s = self.recorder.ledger.seconds.get(Category.REDO, 0.0)
         is_known = not (self._was_forking and self._has_settled)
         if self._redo_due is not None and redo_s <= self._redo_due and is_known:
-            self._wrongs.append(f"samples are redone, and {redo_s} s in all")
+            self._violations.append(f"samples are redone, and {redo_s} s in all")
         self._redo_due, self._was_training = None, False
         self._was_forking = self._has_settled = False
 
-    def wrongs(self, now_s: float) -> Iterator[str]:
+    def violations(self, now_s: float) -> Iterator[str]:
         """What is wrong with the ledger, in words."""
-        yield from self._wrongs
+        yield from self._violations
         ledger = self.recorder.ledger
         parts = ledger.enter(ledger.category, max(now_s, ledger.now_s)).parts()
         wall_s = parts.pop("wall")
