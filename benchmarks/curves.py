@@ -42,7 +42,7 @@ from planaria.job.config import load_job
 from planaria.job.planning import fork_server, given_profile, plan_job
 from planaria.job.training_job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
-from planaria.planner.plans import PlanCatalog, bind
+from planaria.planner.plans import PlanCatalog, plan_of_templates
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -229,7 +229,7 @@ def _of_two_pipelines(job: JobConfig) -> PlanCatalog:
     planned = plan_job(job, Prepared(profile=given_profile(job)))
     num_nodes = job.cluster.nodes
     halves = [planned.templates[num_nodes // 2]] * 2
-    plan = bind(planned.problem, halves, range(num_nodes), epoch=0)
+    plan = plan_of_templates(planned.problem, halves, range(num_nodes), epoch=0)
     return replace(planned.catalog, plans={num_nodes: plan})
 
 

@@ -49,7 +49,7 @@ from planaria.estimator.reductions import Reductions, reduction_starts_s
 from planaria.estimator.time import predicted_timeline
 from planaria.job.planning import read_profile
 from planaria.nodes.forkserver import ForkServer
-from planaria.planner.plans import PlanCatalog, bind, plan_catalog
+from planaria.planner.plans import PlanCatalog, plan_catalog, plan_of_templates
 from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_template
 from planaria.policies.building import downtime_s
@@ -105,7 +105,9 @@ def job(case: Case) -> tuple[PlanCatalog, Plan]:
         if (template := pipeline_template(problem, size)) is not None
     }
     catalog = plan_catalog(problem, num_nodes, templates)
-    return catalog, bind(problem, [templates[size] for size in sizes], range(num_nodes), epoch=0)
+    return catalog, plan_of_templates(
+        problem, [templates[size] for size in sizes], range(num_nodes), epoch=0
+    )
 
 
 def _shortened(profile: ModelProfile, num_blocks: int) -> tuple[LayerProfile, ...]:

@@ -36,7 +36,7 @@ from planaria.planner.layout.search import Layout, layouts
 from planaria.planner.partition.fewest_stages import PartitionRows, can_fit
 from planaria.planner.partition.refine import table_of
 from planaria.planner.partition.split_times import SplitTimes, least_split_s
-from planaria.planner.plans import bind
+from planaria.planner.plans import plan_of_templates
 from planaria.planner.problem import Problem, Seconds, Shape, stage_costs
 from planaria.planner.reroute.reroutes import simulated_s, with_split_backwards
 from planaria.planner.templates import RankedTemplate, fastest_templates, template_of
@@ -72,7 +72,7 @@ def _compare(problem: Problem, cluster: dict[str, Any]) -> bool:
     count = problem.num_microbatches // number
     template = fastest_templates(stage_costs(problem), {(depth,): count})[(depth,)].template
     present = [template] * number
-    plan = bind(problem, present, range(number * depth), epoch=0)
+    plan = plan_of_templates(problem, present, range(number * depth), epoch=0)
     if problem.splits_backward:
         plan = with_split_backwards(problem, plan)
     before_s = simulated_s(problem, plan)

@@ -16,7 +16,7 @@ from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
 from planaria.core.messages import StartEpoch
 from planaria.core.plan import Link, Plan, Transition
 from planaria.core.records import Changed, Committed, Decided, Recovering
-from planaria.planner.plans import PlanCatalog, bind
+from planaria.planner.plans import PlanCatalog, plan_of_templates
 from planaria.policies.adaptive import Adaptive
 from planaria.policies.policy import Prices, profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
@@ -58,7 +58,7 @@ def lost_one(
         prices=replace(prices, links={"inter_node": Link(0.0, bytes_per_s)}),
     )
     templates = [catalog.templates[3]] * 2
-    cluster = FakeCluster(made, bind(catalog.problem, templates, range(6), epoch=0))
+    cluster = FakeCluster(made, plan_of_templates(catalog.problem, templates, range(6), epoch=0))
     cluster.begin()
     cluster.train(FIRST)
     cluster.lose(1)
@@ -260,7 +260,9 @@ class Hasty:
         equal = Reinstantiate(self.catalog)
         if not (isinstance(event, NodesChanged) and event.joined):
             return UnequalNodes(equal).propose(plan, cluster, event, prices)
-        long = bind(self.catalog.problem, [self.catalog.templates[3]] * 2, range(6), epoch=0)
+        long = plan_of_templates(
+            self.catalog.problem, [self.catalog.templates[3]] * 2, range(6), epoch=0
+        )
         return (equal.transition(long.pipelines, "long", plan, cluster, event, prices),)
 
 

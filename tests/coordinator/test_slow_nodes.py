@@ -15,7 +15,7 @@ from planaria.coordinator.learning.slowness import RETRY_S, WINDOW
 from planaria.coordinator.state import Phase
 from planaria.core.messages import DrainRequested
 from planaria.core.records import Changed, Committed, Recovering, Warned
-from planaria.planner.plans import PlanCatalog, bind, plan_catalog
+from planaria.planner.plans import PlanCatalog, plan_catalog, plan_of_templates
 from planaria.planner.problem import Problem
 from planaria.planner.templates import smallest_num_nodes
 from planaria.policies.policy import profile_prices
@@ -63,7 +63,9 @@ def training(num_nodes: int = 4, sizes: tuple[int, ...] = (2, 2), *, n0: int = 2
         layer_s=tuple(layer.forward_s[1] + layer.backward_s(1) for layer in profile.layers),
     )
     templates = [catalog.templates[size] for size in sizes]
-    cluster = FakeCluster(made, bind(catalog.problem, templates, range(num_nodes), epoch=0))
+    cluster = FakeCluster(
+        made, plan_of_templates(catalog.problem, templates, range(num_nodes), epoch=0)
+    )
     cluster.begin()
     assert cluster.state.phase is Phase.TRAINING
     return cluster

@@ -22,7 +22,7 @@ from planaria.job.planning import given_profile, plan_job
 from planaria.job.training_job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import EventRecord
-from planaria.planner.plans import PlanCatalog, bind
+from planaria.planner.plans import PlanCatalog, plan_of_templates
 from planaria.planner.problem import Problem
 from planaria.planner.templates import smallest_num_nodes
 
@@ -106,7 +106,9 @@ def sized_plan(config: JobConfig, sizes: tuple[int, ...]) -> Plan:
     catalog = catalog_for(config)
     nodes = range(config.cluster.nodes)
     assert sum(sizes) == len(nodes)
-    return bind(catalog.problem, [catalog.templates[size] for size in sizes], nodes, epoch=0)
+    return plan_of_templates(
+        catalog.problem, [catalog.templates[size] for size in sizes], nodes, epoch=0
+    )
 
 
 def run_under_faults(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from helpers.strategies import MEBIBYTE, layer_profile, model_profile
 from planaria.core.cluster import ClusterState
 from planaria.core.plan import NUM_CHUNKS, PipelineTemplate, Plan, Stage, Transition
-from planaria.planner.plans import PlanCatalog, bind, plan_catalog
+from planaria.planner.plans import PlanCatalog, plan_catalog, plan_of_templates
 from planaria.planner.problem import Problem
 from planaria.policies.policy import Prices, profile_prices
 
@@ -50,7 +50,7 @@ def plan_of(
 ) -> Plan:
     """The plan of epoch 0 with pipelines of these sizes, on nodes 0, 1, .. or on those given."""
     templates = [catalog.templates.get(size) or even_template(size) for size in sizes]
-    return bind(catalog.problem, templates, nodes or range(sum(sizes)), epoch=0)
+    return plan_of_templates(catalog.problem, templates, nodes or range(sum(sizes)), epoch=0)
 
 
 @st.composite

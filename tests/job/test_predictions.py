@@ -9,7 +9,7 @@ from helpers.strategies import layer_profile, model_profile
 from planaria.core.plan import ModelProfile
 from planaria.estimator.peak_memory import peak_bytes
 from planaria.job.predictions import predicted_peak_bytes, prediction
-from planaria.planner.plans import bind
+from planaria.planner.plans import plan_of_templates
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import best_reroute
 
@@ -39,7 +39,7 @@ PROBLEM = Problem(
     is_deterministic=True,
 )
 SIZES = (4, 3)
-PLAN = bind(PROBLEM, [template(size) for size in SIZES], range(7), epoch=0)
+PLAN = plan_of_templates(PROBLEM, [template(size) for size in SIZES], range(7), epoch=0)
 
 
 def test_of_plain_pipelines_each_rank_holds_what_equation_14_says() -> None:

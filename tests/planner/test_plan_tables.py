@@ -20,10 +20,10 @@ from planaria.core.plan import NodeKind, PipelineTemplate, Plan
 from planaria.planner.layout.unequal import unequal_plans
 from planaria.planner.plans import (
     best_plan,
-    bind,
     foreseen_plans,
     plan_bubble_share,
     plan_iteration_s,
+    plan_of_templates,
 )
 from planaria.planner.problem import Problem
 from planaria.planner.templates import RankedTemplate, paper_templates, ranked_templates
@@ -52,7 +52,9 @@ def test_table_shows_templates_pipelines_and_speed() -> None:
     three stages' 1.107 s they compute 5 * 180 + 2 * 11 * 90 ms."""
     problem = equal_problem(failures_tolerated=0)
     templates = ranked_templates(problem, 3)
-    plan = bind(problem, [templates[1].template, templates[2].template], (0, 1, 2), epoch=0)
+    plan = plan_of_templates(
+        problem, [templates[1].template, templates[2].template], (0, 1, 2), epoch=0
+    )
 
     text = printed(problem, plan, templates)
 
@@ -72,7 +74,9 @@ def test_equal_pipelines_are_one_row() -> None:
     templates = ranked_templates(problem, 4)
 
     text = printed(
-        problem, bind(problem, [templates[1].template] * 4, range(4), epoch=0), templates
+        problem,
+        plan_of_templates(problem, [templates[1].template] * 4, range(4), epoch=0),
+        templates,
     )
 
     assert "\n0 1 0 3 " in text
@@ -145,7 +149,9 @@ def test_a_model_may_be_called_anything_and_take_no_time() -> None:
     problem = replace(equal_problem(failures_tolerated=0), profile=profile)
     templates = ranked_templates(problem, 1)
 
-    text = printed(problem, bind(problem, [templates[1].template], [0], epoch=0), templates)
+    text = printed(
+        problem, plan_of_templates(problem, [templates[1].template], [0], epoch=0), templates
+    )
 
     assert text.startswith("a [31m [bold]b 1 layer, float32 on cpu\n1 node of 1 device")
     assert "iteration 0 s 0.0 samples/s 0.0% bubbles" in text
@@ -218,7 +224,7 @@ def test_json_with_the_papers_objective_has_its_value() -> None:
     """T1 + T2 + T3 at N_b = 4S: equal stages of 90 ms take (4 * 2 + 2 - 1) of them."""
     problem = equal_problem(failures_tolerated=0)
     templates = paper_templates(problem, 2)
-    plan = bind(problem, [templates[2].template], (0, 1), epoch=0)
+    plan = plan_of_templates(problem, [templates[2].template], (0, 1), epoch=0)
 
     catalog = foreseen_plans(problem, 2, {size: one.template for size, one in templates.items()})
 

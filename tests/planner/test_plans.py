@@ -13,9 +13,9 @@ from planaria.planner.layout.instantiate import instantiations
 from planaria.planner.layout.sets import distribute_microbatches
 from planaria.planner.plans import (
     best_plan,
-    bind,
     pipeline_microbatches,
     plan_iteration_s,
+    plan_of_templates,
 )
 from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_template, pipeline_templates
@@ -85,7 +85,8 @@ def test_best_plan_uses_every_node_and_no_instantiation_is_faster(
     others = instantiations(num_nodes, sizes, min_pipelines=problem.failures_tolerated + 1)
     times_s = [
         plan_iteration_s(
-            bind(problem, [templates[n] for n in other], range(num_nodes), epoch=0), times
+            plan_of_templates(problem, [templates[n] for n in other], range(num_nodes), epoch=0),
+            times,
         )
         for other in others
         if len(other) <= problem.num_microbatches
@@ -110,7 +111,7 @@ def test_bind_gives_nodes_to_templates_in_order() -> None:
     problem = equal_problem()
     templates = pipeline_templates(problem, 5)
 
-    plan = bind(problem, [templates[3], templates[2]], (4, 2, 0, 1, 3), epoch=1)
+    plan = plan_of_templates(problem, [templates[3], templates[2]], (4, 2, 0, 1, 3), epoch=1)
 
     assert [pipeline.nodes for pipeline in plan.pipelines] == [(4, 2, 0), (1, 3)]
     assert sum(pipeline_microbatches(plan)) == 16

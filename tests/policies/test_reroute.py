@@ -20,7 +20,7 @@ from helpers.losses import (
 from helpers.strategies import equal_problem
 from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost, survivors
 from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Stage, Transition
-from planaria.planner.plans import PlanCatalog, bind
+from planaria.planner.plans import PlanCatalog, plan_of_templates
 from planaria.planner.reroute import reroutes
 from planaria.planner.reroute.reroutes import num_without_work
 from planaria.policies import reroute
@@ -158,7 +158,7 @@ def test_in_a_hurry_nobody_is_without_work() -> None:
     problem = equal_problem(num_layers=4, num_microbatches=8)
     two = PipelineTemplate((Stage(0, 2, 1), Stage(2, 4, 1)), 2)
     three = PipelineTemplate((Stage(0, 1, 1), Stage(1, 2, 1), Stage(2, 4, 1)), 3)
-    plan = bind(problem, [two, three], range(5), epoch=0)
+    plan = plan_of_templates(problem, [two, three], range(5), epoch=0)
     around = replace(plan, epoch=1, gone=(4,))
     first = reroutes.best_reroute(problem, around, hops_max=0)
     assert first is not None

@@ -185,7 +185,7 @@ def rebuilt_catalog(
     return PlanCatalog(problem=problem, templates=templates, plans=plans, times=times)
 
 
-def bind(
+def plan_of_templates(
     problem: Problem, templates: Sequence[PipelineTemplate], nodes: Sequence[int], *, epoch: int
 ) -> Plan:
     """The plan with one pipeline of each of these templates, on consecutive nodes of the sequence.

@@ -12,7 +12,7 @@ from planaria.core.kinds import Ending
 from planaria.core.messages import Raised, SaveLayers
 from planaria.core.plan import Plan
 from planaria.core.records import Recovering
-from planaria.planner.plans import PlanCatalog, bind, plan_catalog
+from planaria.planner.plans import PlanCatalog, plan_catalog, plan_of_templates
 from planaria.planner.problem import Problem
 from planaria.policies.memory_checked import has_room, stage_peaks
 from planaria.policies.policy import profile_prices
@@ -32,7 +32,7 @@ def example_catalog(*, num_layers_max: int) -> PlanCatalog:
     profile = model_profile(layers)
     problem = Problem(profile=profile, devices_per_node=1, num_microbatches=6, failures_tolerated=1)
     ((layer_bytes, *_), *_) = stage_peaks(
-        problem, bind(problem, [template(10)], range(10), epoch=0)
+        problem, plan_of_templates(problem, [template(10)], range(10), epoch=0)
     )
     limited = replace(profile, device_memory_bytes=num_layers_max * layer_bytes)
     problem = replace(problem, profile=limited)
@@ -53,7 +53,7 @@ def training(*, num_layers_max: int) -> FakeCluster:
         catalog=catalog,
         prices=profile_prices(catalog.problem.profile, regroup_s=0.05),
     )
-    plan = bind(catalog.problem, [template(2), template(2)], range(4), epoch=0)
+    plan = plan_of_templates(catalog.problem, [template(2), template(2)], range(4), epoch=0)
     cluster = FakeCluster(rules, plan)
     cluster.begin()
     cluster.train(FIRST)

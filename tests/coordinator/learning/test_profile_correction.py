@@ -24,7 +24,7 @@ from planaria.core.findings import Findings
 from planaria.core.messages import IterationDone
 from planaria.core.records import Changed, Committed, Decided, ProfileCorrected
 from planaria.estimator.time import RANK_ITERATION_S
-from planaria.planner.plans import PlanCatalog, bind, plan_catalog, rebuilt_catalog
+from planaria.planner.plans import PlanCatalog, plan_catalog, plan_of_templates, rebuilt_catalog
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import expected_times, simulated_s
 from planaria.policies.policy import profile_prices
@@ -77,7 +77,9 @@ def training(sizes: tuple[int, ...] = (2, 2), *, catalog: PlanCatalog = EVERY) -
         policy_of=policy,
     )
     templates = [catalog.templates[size] for size in sizes]
-    cluster = FakeCluster(made, bind(catalog.problem, templates, range(sum(sizes)), epoch=0))
+    cluster = FakeCluster(
+        made, plan_of_templates(catalog.problem, templates, range(sum(sizes)), epoch=0)
+    )
     cluster.begin()
     assert cluster.state.facts.decision is not None
     predicted_s = expected_times(catalog.problem, cluster.plan).iteration_s

@@ -24,7 +24,7 @@ from helpers.plan_examples import pipeline, plain_plans, random_plan
 from helpers.strategies import MEBIBYTE, layer_profile, model_profile
 from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Stage, plain_plan
 from planaria.estimator.peak_memory import bytes_by_rank, kept_bytes, peak_bytes
-from planaria.planner.plans import bind, pipeline_microbatches
+from planaria.planner.plans import pipeline_microbatches, plan_of_templates
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import (
     HOPS_MAX,
@@ -150,7 +150,7 @@ def test_without_losses_routes_are_the_planners() -> None:
     problem = unit_problem(4, 22)
     short = PipelineTemplate((Stage(0, 2, 1), Stage(2, 4, 1)), 2)
     long = PipelineTemplate(tuple(Stage(i, i + 1, 1) for i in range(4)), 4)
-    known = bind(problem, (long, long, short), range(10), epoch=0)
+    known = plan_of_templates(problem, (long, long, short), range(10), epoch=0)
 
     found = best_reroute(problem, known)
 
