@@ -14,7 +14,7 @@ import pytest
 
 from helpers.chaos import long_but_the_first
 from helpers.jobs import NUM_LAYERS, shapes, template, tiny_job
-from helpers.linked import TIMEOUT_S, TOKEN, begin_all, link_ranks, on_all, wait_until
+from helpers.linked_ranks import TIMEOUT_S, TOKEN, begin_all, link_ranks, on_all, wait_until
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.checkpoint.memory.arena import arena_fd
 from planaria.core.cluster import ClusterState, Node

@@ -8,7 +8,15 @@ from itertools import count
 import numpy as np
 import pytest
 
-from helpers.linked import TIMEOUT_S, TOKEN, addresses, in_threads, link_ranks, on_all, wait_until
+from helpers.linked_ranks import (
+    TIMEOUT_S,
+    TOKEN,
+    addresses,
+    in_threads,
+    link_ranks,
+    on_all,
+    wait_until,
+)
 from planaria.core.job import ModelConfig, TrainingConfig
 from planaria.core.plan import NUM_CHUNKS, Transfer
 from planaria.engine.exchange import PIECE_BYTES, exchange_layers, wait_received

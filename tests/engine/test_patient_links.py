@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from helpers.jobs import NUM_LAYERS, shaped_plan, tiny_job
-from helpers.linked import TIMEOUT_S, in_threads, link_ranks, tag
+from helpers.linked_ranks import TIMEOUT_S, in_threads, link_ranks, tag
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.commit import Votes, vector_layout
 from planaria.core.job import JobConfig

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.jobs import tiny_job
-from helpers.linked import num_descriptors
+from helpers.linked_ranks import num_descriptors
 from planaria.core.job import JobConfig
 from planaria.core.plan import LayerProfile, Link, ModelProfile, one_device_profile, scaled_profile
 from planaria.engine import profiler, stage

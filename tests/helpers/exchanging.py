@@ -10,7 +10,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from helpers.limited import TIMEOUT_S
+from helpers.limited_network import TIMEOUT_S
 from helpers.ranks import join_ranks, results
 from planaria.core.job import ModelConfig, TrainingConfig
 from planaria.core.plan import Transfer

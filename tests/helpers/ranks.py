@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from helpers.limited import TIMEOUT_S, LimitedNetwork
+from helpers.limited_network import TIMEOUT_S, LimitedNetwork
 from planaria.nodes.forkserver import ForkServer
 from planaria.transport.links import Address, Links
 

@@ -10,7 +10,7 @@ import msgspec
 import torch
 import xxhash
 
-from helpers.limited import TIMEOUT_S
+from helpers.limited_network import TIMEOUT_S
 from helpers.ranks import join_ranks, results
 from planaria.engine.iteration.groups import reduce_bucket
 from planaria.nodes.forkserver import ForkServer

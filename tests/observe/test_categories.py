@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.recorded import (
+from helpers.recorder_messages import (
     change_message,
     commit_message,
     decision_message,

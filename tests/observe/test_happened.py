@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from helpers.recorded import (
+from helpers.recorder_messages import (
     change_message,
     commit_message,
     decision_message,

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 import pytest
 from msgspec import structs
 
-from helpers.recorded import (
+from helpers.recorder_messages import (
     SPAN,
     commit_message,
     decision_message,

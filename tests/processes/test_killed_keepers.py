@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.keepers import keepers
-from helpers.linked import wait_until
+from helpers.linked_ranks import wait_until
 from planaria.checkpoint.memory.arena import Arena
 from planaria.errors import CheckpointError
 from planaria.torchrun import keeper

@@ -14,7 +14,7 @@ import pytest
 
 from helpers.forked_ranks import told_by_ranks
 from helpers.keepers import keepers
-from helpers.linked import wait_until
+from helpers.linked_ranks import wait_until
 from planaria.checkpoint.memory.arena import Arena
 from planaria.errors import CheckpointError
 from planaria.nodes.forkserver import ForkServer

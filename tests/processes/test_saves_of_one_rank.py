@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW, Optimizer
 
 from helpers.keepers import keepers
-from helpers.linked import wait_until
+from helpers.linked_ranks import wait_until
 from planaria.checkpoint.memory.filling import Filler
 from planaria.checkpoint.memory.version import Bytes
 from planaria.errors import ConfigError

@@ -2,7 +2,7 @@
 
 from msgspec import structs
 
-from helpers.recorded import decision_message, loss_message, running, starting
+from helpers.recorder_messages import decision_message, loss_message, running, starting
 from planaria.core.inject import parse_injection
 from planaria.core.plan import Plan
 from planaria.observe.metrics import IterationRecord

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.linked import link_ranks
+from helpers.linked_ranks import link_ranks
 from planaria.core.plan import Link
 from planaria.torchrun import collectives
 from planaria.torchrun.collectives import BetweenCollectives, Collectives, measured_link

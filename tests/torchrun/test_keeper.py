@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from helpers.keepers import keepers
-from helpers.linked import TIMEOUT_S, wait_until
+from helpers.linked_ranks import TIMEOUT_S, wait_until
 from planaria.errors import CheckpointError
 from planaria.torchrun import keeper
 from planaria.torchrun.keeper import attach

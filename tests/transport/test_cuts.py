@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from helpers.linked import (
+from helpers.linked_ranks import (
     TIMEOUT_S,
     addresses,
     begin_all,

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from helpers.linked import (
+from helpers.linked_ranks import (
     TIMEOUT_S,
     TOKEN,
     addresses,

@@ -12,7 +12,15 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from helpers.linked import TIMEOUT_S, begin_all, in_threads, link_ranks, payload, tag, wait_until
+from helpers.linked_ranks import (
+    TIMEOUT_S,
+    begin_all,
+    in_threads,
+    link_ranks,
+    payload,
+    tag,
+    wait_until,
+)
 from planaria.core.plan import Link
 from planaria.errors import PeerLostError
 from planaria.transport.lanes import SLICE_S

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from helpers.linked import TIMEOUT_S, begin_all, link_ranks, tag, wait_until
+from helpers.linked_ranks import TIMEOUT_S, begin_all, link_ranks, tag, wait_until
 from planaria.transport.connection import header
 
 NUM_BYTES = 24 << 20  # More than any socket buffer.

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from helpers.linked import TIMEOUT_S, wait_until
+from helpers.linked_ranks import TIMEOUT_S, wait_until
 from planaria.checkpoint.memory.interleaving import CopyPeers, Interleaving, _AverageIteration
 from planaria.core.copies import IdleSpan
 from planaria.core.plan import Link

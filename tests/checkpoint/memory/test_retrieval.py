@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from helpers.linked import TIMEOUT_S, link_ranks
+from helpers.linked_ranks import TIMEOUT_S, link_ranks
 from planaria.checkpoint.memory.arena import Arena, arena_fd
 from planaria.checkpoint.memory.filling import fill_alone
 from planaria.checkpoint.memory.retrieval import receive_copy, send_copy

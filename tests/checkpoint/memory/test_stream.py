@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from helpers.linked import TIMEOUT_S, is_blocked, link_ranks, wait_until
+from helpers.linked_ranks import TIMEOUT_S, is_blocked, link_ranks, wait_until
 from planaria.checkpoint.memory.arena import Arena, arena_fd
 from planaria.checkpoint.memory.filling import HostCopy, fill_alone, no_device
 from planaria.checkpoint.memory.stream import TRIES, Copier, CopyPlan

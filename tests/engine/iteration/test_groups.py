@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.linked import TIMEOUT_S, link_ranks, on_all
+from helpers.linked_ranks import TIMEOUT_S, link_ranks, on_all
 from planaria.engine.iteration.groups import reduce_bucket, reduce_vector, tree_peers
 from planaria.transport.links import Channel, Links
 
