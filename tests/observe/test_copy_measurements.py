@@ -49,13 +49,20 @@ def test_without_versions_there_is_nothing_to_tell() -> None:
     assert measurements.table(0.0) == {"idle_used_s": 0.0, "idle_left_s": 0.0}
 
 
-def test_the_version_to_which_a_job_went_back_took_no_downtime() -> None:
-    """It was complete before the loss, which is told with the first commit after it alone."""
+@pytest.mark.parametrize("first", [3, 4, 5])
+def test_a_version_from_before_a_recovery_took_no_downtime(first: int) -> None:
+    """It is told with the first commit after the recovery alone, whether the job went back to it,
+    even to the newest committed state, or went on with it.
+
+    Args:
+        first: iteration with which the job goes on, and so the age of the version.
+    """
     measurements = CopyMeasurements()
     for iteration in range(5):
         measurements.add_iteration(iteration, [done(iteration, 0, -1)], float(iteration))
-    for iteration, age in ((4, 4), (5, 5), (6, 6)):
-        measurements.add_iteration(iteration, [done(iteration, 0, age)], 100.0 + iteration)
+    measurements.on_recovered()
+    for iteration in range(first, first + 3):
+        measurements.add_iteration(iteration, [done(iteration, 0, iteration)], 100.0 + iteration)
 
     table = measurements.table(0.0)
     assert table["checkpoint_s"] == pytest.approx(1.0)

@@ -15,6 +15,7 @@ from helpers.recorder_messages import (
     recover,
     running,
 )
+from planaria.core.copies import CopiesDone
 from planaria.core.inject import parse_injection
 from planaria.core.records import Starting
 from planaria.observe.ledger import Category
@@ -208,3 +209,17 @@ def test_an_iteration_that_is_settled_by_a_recovery_does_not_end_it() -> None:
     run.on_committed(commit_message(6, 22.0, ranks=()))
 
     assert run.ledger.category is Category.DECIDE
+
+
+def test_what_copies_took_contains_no_downtime() -> None:
+    """The version of iteration 8 was begun before the loss, and is told after the recovery."""
+    run = recorder()
+    run.on_committed(commit_message(7, 18.0))
+    recover(run)
+    for age, now_s in ((8, 28.0), (9, 30.0), (10, 32.0)):
+        message = commit_message(age, now_s)
+        copied = CopiesDone(age=age, idle_s=0.0, idle_used_s=0.0)
+        reports = tuple(structs.replace(report, copied=copied) for report in message.reports)
+        run.on_committed(structs.replace(message, reports=reports))
+
+    assert run.copy_measurements.table(0.0)["checkpoint_s"] == pytest.approx(2.0)

@@ -96,9 +96,6 @@ class CopyMeasurements:
 
     def add_iteration(self, iteration: int, reports: Iterable[IterationDone], now_s: float) -> None:
         """Adds what the ranks report about copies with a committed iteration."""
-        if iteration + 1 in self._committed_s:
-            # The job went back, to a version that was complete before the loss.
-            self._committed_s.clear()
         self._committed_s[iteration + 1] = now_s
         reports = list(reports)
         for done in (report.copied for report in reports):
@@ -110,6 +107,10 @@ class CopyMeasurements:
         if age in self._committed_s and (not self._complete or age > self._complete[-1][0]):
             self._complete.append((age, now_s))
             self._took_s.append(now_s - self._committed_s[age])
+
+    def on_recovered(self) -> None:
+        """Leaves out versions from before the recovery: what they took contains its downtime."""
+        self._committed_s.clear()
 
     def table(self, retrieval_s: float) -> dict[str, float]:
         """Entries of the report's table of checkpoints.

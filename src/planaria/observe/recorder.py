@@ -156,6 +156,8 @@ class Recorder:
         ]
         self._enter(Category.USEFUL, message.now_s)
         self._committed_s = message.now_s
+        if noticed:
+            self.copy_measurements.on_recovered()
         if noticed or self._in_flight.began_s == inf:  # Else a switch, in mid-iteration.
             self._in_flight = _IterationInFlight(began_s=message.now_s)
         working = {worker.node for worker in message.workers.values()}
@@ -261,14 +263,12 @@ class Recorder:
         for index, open_event in enumerate(self._open_events):
             if open_event.event.kind in ("slow", "join"):  # These lose no node.
                 continue
-            if open_event.event.nodes and set(message.nodes) <= set(
-                open_event.event.nodes
-            ):  # It was injected.
+            event = open_event.event
+            if event.nodes and set(message.nodes) <= set(event.nodes):  # It was injected.
                 self._await_leader(open_event.lost_s)
-                self._detect(
-                    message, message.lost_s if open_event.is_noticed else open_event.lost_s
-                )
-                event = replace(open_event.event, reason=open_event.event.reason or message.reason)
+                lost_s = message.lost_s if open_event.is_noticed else open_event.lost_s
+                self._detect(message, lost_s)
+                event = replace(event, reason=event.reason or message.reason)
                 event = with_error(event, message.raised)
                 self._open_events[index] = replace(open_event, event=event, is_noticed=True)
                 return
@@ -368,9 +368,8 @@ class Recorder:
             for open_event in self._open_events
             if is_answered_by(open_event, kind, nodes)
         ]
-        for open_event in (
-            matching if kind == "join" else matching[:1]
-        ):  # One change may answer two joins.
+        # One change may answer two joins.
+        for open_event in matching if kind == "join" else matching[:1]:
             self._open_events.remove(open_event)
             waiting = tuple(sorted(set(open_event.event.nodes) - set(nodes)))
             if kind == "join" and waiting:
