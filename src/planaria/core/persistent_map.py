@@ -1,8 +1,7 @@
 """Facts about thousands of nodes, kept without a pass over all nodes for each new fact.
 
 `PersistentMap` is an immutable mapping from which a mapping with one more entry is made in constant
-time.
-`has_all` and `is_among` answer the questions that are asked of it and of lists of members.
+time. `has_all` and `is_among` answer the questions that are asked of it and of lists of members.
 """
 
 from bisect import bisect_left

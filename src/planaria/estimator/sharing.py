@@ -66,7 +66,7 @@ class Costs:
 
     Attributes:
         durations_s: time of each action with a processor for itself, and of each transfer.
-        ways: link direction and times of each message.
+        link_uses: link direction and times of each message.
         speeds: speed of each rank's node; the times in `durations_s` already contain it.
     """
 

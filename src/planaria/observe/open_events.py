@@ -1,4 +1,4 @@
-"""The events of the report while they are open: what is known of each open_event, step by step.
+"""The events of the report while they are open: what is known of each, step by step.
 
 An event begins as an injected fault, or as a loss that the coordinator notices. The decision adds
 its answer and its prices; once training runs again, the times of its phases follow.

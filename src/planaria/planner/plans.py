@@ -218,7 +218,7 @@ def plan_bubble_share(plan: Plan, times: PlainTimes) -> float:
 
 
 def _sample_up_to(last: int) -> Sequence[int]:
-    """The numbers 1 to most, or FORESEEN_MAX of them with the first and the last among them."""
+    """The numbers 1 to last, or FORESEEN_MAX of them with the first and the last among them."""
     if last <= FORESEEN_MAX:
         return range(1, last + 1)
     steps = FORESEEN_MAX - 1

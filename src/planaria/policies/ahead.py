@@ -207,8 +207,8 @@ def losses(plan: Plan, number: int) -> Iterator[tuple[int, ...]]:
             for node, num_alike in _class_representatives(plan, lost):
                 with_node = tuple(sorted((*lost, node)))
                 key = _key(plan, with_node)
-                number, example = larger.get(key, (0, with_node))
-                larger[key] = number + weight * num_alike, example
+                so_far, example = larger.get(key, (0, with_node))
+                larger[key] = so_far + weight * num_alike, example
         classes = larger
     for _, lost in sorted(classes.values(), key=lambda entry: (-entry[0], entry[1])):
         yield lost
