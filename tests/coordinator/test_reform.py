@@ -21,7 +21,7 @@ from planaria.policies.adaptive import Adaptive
 from planaria.policies.policy import Prices, profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.reroute import Reroute
-from planaria.policies.unequal_nodes import UnequalNodes
+from planaria.policies.unequal_nodes import STAY, UnequalNodes
 
 pytestmark = pytest.mark.faults
 
@@ -284,9 +284,14 @@ def test_the_first_plan_gives_way_to_a_better_one() -> None:
 
 @dataclass(frozen=True)
 class Splitting:
-    """Better than what there is: the same work, with backwards split."""
+    """Better than what there is: the same work, with backwards split.
+
+    Attributes:
+        stay_name: name of the answer that keeps the plan.
+    """
 
     policy: UnequalNodes
+    stay_name: str = STAY
 
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
@@ -298,15 +303,15 @@ class Splitting:
         split = replace(plan, epoch=cluster.epoch, splits_backward=True)
         half_s = stay.iteration_s / 2
         better = replace(stay, after=split, iteration_s=half_s, answer="split", keeps_plan=False)
-        return stay, better
+        return replace(stay, answer=self.stay_name), better
 
 
-def test_a_better_plan_that_moves_no_layer_is_told() -> None:
-    """It pauses training, and all train by it."""
+@pytest.mark.parametrize("stay_name", [STAY, "as it is"])
+def test_a_better_plan_that_moves_no_layer_is_told(stay_name: str) -> None:
+    """It pauses training, and all train by it, whatever a policy calls keeping the plan."""
     cluster = lost_one(looks_ahead=True)
-    cluster.rules = replace(
-        cluster.rules, policy=Splitting(UnequalNodes(Reinstantiate(example_catalog(6, n0=2))))
-    )
+    policy = UnequalNodes(Reinstantiate(example_catalog(6, n0=2)))
+    cluster.rules = replace(cluster.rules, policy=Splitting(policy, stay_name))
     cluster.lose(2)
     cluster.hear(AnswersFound(cluster.state.epoch))
     train(cluster, 5)

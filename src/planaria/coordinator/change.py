@@ -53,7 +53,6 @@ from planaria.core.persistent_map import PersistentMap
 from planaria.core.plan import Transition
 from planaria.core.records import Candidate, Changed, Decision, Members, Outcome, Warned
 from planaria.policies.traits import TRAITS
-from planaria.policies.unequal_nodes import STAY
 
 _LEAVING: Final = (ChangeKind.DRAIN, ChangeKind.PREEMPT)
 
@@ -84,7 +83,7 @@ def begin_change(rules: Rules, state: JobState, now_s: float) -> Step:
     if not (slow or joining or leaving):  # A better plan is looked for, with slow nodes as known.
         slow = tuple(sorted(speeds))
     event = NodesChanged(joining, leaving, slow)
-    best, candidates = _best_change(rules, state, event, staying, now_s=now_s)
+    best, candidates, as_it_is = _best_change(rules, state, event, staying, now_s=now_s)
     is_asked_for = bool(slow or joining or leaving)
     if best is None:
         if not is_asked_for or is_told:
@@ -94,7 +93,7 @@ def begin_change(rules: Rules, state: JobState, now_s: float) -> Step:
         return state, (Notify(warning),)
     placed = tuple(node for node in joining if node in best.after.nodes)
     still_slow = tuple(node for node in slow if node in speeds)
-    if not placed and not leaving and not is_worthwhile(rules, candidates):
+    if not placed and not leaving and not is_worthwhile(rules, candidates, as_it_is):
         if joining or not still_slow or is_told:
             return state, ()
         return state, (Notify(Warned(text=f"{_slow_text(state, still_slow)}; no plan is faster")),)
@@ -132,14 +131,18 @@ def _retried_nodes(state: JobState) -> tuple[int, ...]:
     return tuple(node for node in state.idle if node in state.nodes and node not in others)
 
 
-def is_worthwhile(rules: Rules, candidates: Sequence[Candidate]) -> bool:
-    """Whether the best candidate is enough better than staying with the plan."""
-    as_is = [candidate for candidate in candidates if candidate.answer == STAY]
-    if not as_is:
+def is_worthwhile(
+    rules: Rules, candidates: Sequence[Candidate], as_it_is: Candidate | None
+) -> bool:
+    """Whether the best candidate is enough better than the one that keeps the plan.
+
+    False if there is none that keeps it.
+    """
+    if as_it_is is None:
         return False
     best = max(candidate.score for candidate in candidates)
-    samples_per_s = rules.job.training.global_batch_size / as_is[0].iteration_s
-    return is_better(best, as_is[0].score, samples_per_s=samples_per_s)
+    samples_per_s = rules.job.training.global_batch_size / as_it_is.iteration_s
+    return is_better(best, as_it_is.score, samples_per_s=samples_per_s)
 
 
 def _hurry_text(rules: Rules, state: JobState) -> str:
@@ -228,8 +231,9 @@ def _best_change(
     staying: tuple[int, ...],
     *,
     now_s: float,
-) -> tuple[Transition | None, tuple[Candidate, ...]]:
-    """The best transition that the policy proposes, None if none, and the prices of all."""
+) -> tuple[Transition | None, tuple[Candidate, ...], Candidate | None]:
+    """The best transition that the policy proposes, None if none; the prices of all; and those of
+    the one that keeps the plan, None if none does."""
     held, prices = state.plan.held_by_rank, prices_of(rules, state)
     cluster = ClusterState(
         state.epoch + 1,
@@ -247,7 +251,10 @@ def _best_change(
         prices=prices,
         switch_s=partial(switch_s, rules, state),
     )
-    return choice_among(rules, state, changes, now_s, weighed=weighed)
+    best, candidates = choice_among(rules, state, changes, now_s, weighed=weighed)
+    priced = zip(changes, candidates, strict=True)
+    as_it_is = next((candidate for change, candidate in priced if change.keeps_plan), None)
+    return best, candidates, as_it_is
 
 
 # -- switches -------------------------------------------------------------------------------------

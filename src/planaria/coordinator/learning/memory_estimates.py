@@ -11,7 +11,7 @@ If neither the job nor its profile says how much a device holds, there is nothin
 and nothing is learned.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -70,14 +70,14 @@ def with_more_room(rules: Rules, state: JobState, rank: int) -> tuple[JobState |
     stage = _stage_memory(rules, state.plan, rank)
     if stage is None:
         return None, ""
-    layers, held_bytes, limit_bytes, num_devices = stage
+    layers, num_devices = stage.layers, stage.num_devices
     estimate = (
         f"its stage of layers {layers.start} to {layers.stop - 1} was estimated to hold "
-        f"{held_bytes} of {limit_bytes} bytes"
+        f"{stage.held_bytes} of {stage.limit_bytes} bytes"
     )
     before = state.learning.findings.more_bytes or (0,) * rules.num_layers
-    known_bytes = held_bytes + sum(before[n] for n in layers) // num_devices
-    lacking_bytes = max(1, limit_bytes + 1 - known_bytes) * num_devices
+    known_bytes = stage.held_bytes + sum(before[n] for n in layers) // num_devices
+    lacking_bytes = max(1, stage.limit_bytes + 1 - known_bytes) * num_devices
     share = -(-lacking_bytes // len(layers))
     more = tuple(size + share * (layer in layers) for layer, size in enumerate(before))
     findings = msgspec.structs.replace(state.learning.findings, more_bytes=more)
@@ -90,12 +90,23 @@ def with_more_room(rules: Rules, state: JobState, rank: int) -> tuple[JobState |
     return replace(state, learning=learning), f"{estimate}, and is planned smaller from now on"
 
 
-def _stage_memory(rules: Rules, plan: Plan, rank: int) -> tuple[range, int, int, int] | None:
-    """The memory of a rank's stage, as (layers, held_bytes, limit_bytes, num_devices).
+@dataclass(frozen=True, slots=True)
+class _StageMemory:
+    """The memory of a stage.
 
-    `held_bytes` is what the profile estimates for each device, and `limit_bytes` what a device can
-    hold. None if the limit is not known, or if the rank has no stage.
+    Attributes:
+        held_bytes: bytes that each of its devices holds, as the profile estimates.
+        limit_bytes: bytes that each of them can hold.
     """
+
+    layers: range
+    held_bytes: int
+    limit_bytes: int
+    num_devices: int
+
+
+def _stage_memory(rules: Rules, plan: Plan, rank: int) -> _StageMemory | None:
+    """The memory of a rank's stage; None if the limit is not known, or if the rank has no stage."""
     if rules.catalog is None:
         return None
     problem: Problem = rules.catalog.problem
@@ -110,5 +121,5 @@ def _stage_memory(rules: Rules, plan: Plan, rank: int) -> tuple[range, int, int,
                 layers = range(stage.first_layer, stage.end_layer)
                 if not limit_bytes:
                     return None
-                return layers, held_bytes, limit_bytes, stage.num_devices
+                return _StageMemory(layers, held_bytes, limit_bytes, stage.num_devices)
     return None
