@@ -33,7 +33,7 @@ from planaria.coordinator.start import first_step
 from planaria.coordinator.state import JobState, Phase
 from planaria.coordinator.step import Event, step
 from planaria.core.kinds import Ending
-from planaria.core.messages import Abort, Corrupted, SaveLayers, StartEpoch, Stopped
+from planaria.core.messages import Abort, Corrupted, DrainRequested, SaveLayers, StartEpoch, Stopped
 from planaria.core.records import Committed, Recovering
 from planaria.protocol.agent_state import AgentState, on_report
 
@@ -273,3 +273,18 @@ def test_a_save_after_an_iteration_that_is_not_told_yet_counts_it() -> None:
 
     assert state.commits.next_iteration == FIRST + 1
     assert [c.iteration for c in of_type(commands, Committed)] == [FIRST]
+
+
+def test_complaints_of_an_epoch_end_with_a_switch() -> None:
+    """The next epoch knows none of the one before; those of ranks that are in it already stay."""
+    cluster = FakeCluster(small_rules(), PLAN)
+    cluster.begin()
+    cluster.train(FIRST)
+    cluster.hear(corrupted(1, {7: BAD}))
+    cluster.hear(DrainRequested(node=5))
+    next_epoch = cluster.state.epochs[-1]
+    cluster.hear(structs.replace(corrupted(2, {3: BAD}), epoch=next_epoch))
+    cluster.train(FIRST + 1)
+
+    assert cluster.state.epoch == next_epoch == 1
+    assert {rank: fact.epoch for rank, fact in cluster.state.facts.corrupted.items()} == {2: 1}

@@ -341,6 +341,7 @@ def commit_switch(rules: Rules, state: JobState) -> Step:
     predicted_s = iteration_s(state) if switch.rounds else change.transition.iteration_s
     decision = Decision(order=_order(rules, state, switch, number), predicted_s=predicted_s)
     departed = tuple(node for node in state.nodes if node not in switch.nodes)
+    complaints = {r: f for r, f in state.facts.corrupted.items() if f.epoch == switch.epoch}
     members = state.membership
     members = replace(
         members,
@@ -358,7 +359,12 @@ def commit_switch(rules: Rules, state: JobState) -> Step:
         commits=replace(state.commits, outcome=outcome),
         membership=members,
         facts=replace(
-            state.facts, ready=switch.ready, is_entered=False, decision=decision, ratios={}
+            state.facts,
+            decision=decision,
+            ready=switch.ready,
+            is_entered=False,
+            corrupted=PersistentMap(complaints),
+            ratios={},
         ),
         learning=replace(state.learning, plan_s=0.0),
     )
