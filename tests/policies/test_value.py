@@ -258,6 +258,15 @@ def test_all_that_was_trained_is_at_risk_where_no_bound_is_told() -> None:
     assert at_risk == pytest.approx(1000.0 + 8 / 2.0 / 0.1)
 
 
+@pytest.mark.parametrize("lost_max", [0.0, 8.0, inf])
+def test_nothing_is_at_risk_where_no_failure_is_expected(lost_max: float) -> None:
+    """Whatever one would take; the mean work until it was divided by its rate, which is 0."""
+    alone = replace(transition(downtime_s=0.0, iteration_s=2.0), after=held_by((0, 1), each=2))
+    outlook = Outlook(failures_per_s=0.0, unsaved_samples=1000.0, lost_max=lost_max)
+
+    assert samples_at_risk(alone, global_batch_size=8, outlook=outlook) == 0.0
+
+
 def test_a_second_holder_is_worth_getting_though_a_failure_may_come_first() -> None:
     """All is lost with the next failure, in 300 s, and nothing was trained yet: what is lost while
     layers move is what was trained meanwhile, not what is in 300 s. Then nothing is lost."""

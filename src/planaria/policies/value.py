@@ -165,7 +165,7 @@ def samples_at_risk(transition: Transition, *, global_batch_size: int, outlook: 
     If two saves in a row are missing, as on a full disk, no later save is expected.
     """
     rate = outlook.failures_per_s
-    if not rate * outlook.lost_max:
+    if not (rate and outlook.lost_max):
         return 0.0
     is_saving = outlook.unsaved_samples < 2 * outlook.between_saves
     between_saves = outlook.between_saves if is_saving else inf
