@@ -217,7 +217,9 @@ def _chosen_placement(
     else:
         chosen = paper_placement(nodes, copies, _PAPER_STRATEGIES[strategy])
     placements = {"mixed": mixed} | {strategy.value: chosen}
-    return chosen, {name: risk(failures, one.holders) for name, one in placements.items()}
+    return chosen, {
+        name: risk(failures, placement.holders) for name, placement in placements.items()
+    }
 
 
 def _survival(

@@ -234,5 +234,7 @@ def verdict(votes: Votes, *, devices_per_node: int) -> Verdict:
             undecided = {rank // devices_per_node for rank in hashes}
             return Verdict(layer, undecided=tuple(sorted(undecided)))
         first = layer if first < 0 else first
-        odd |= {rank // devices_per_node for rank, one in hashes.items() if one != common}
+        odd |= {
+            rank // devices_per_node for rank, rank_hash in hashes.items() if rank_hash != common
+        }
     return Verdict(first, odd=tuple(sorted(odd)))

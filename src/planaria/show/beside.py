@@ -135,7 +135,7 @@ def _actions(records: Sequence[ActionRecord]) -> Iterator[_Row]:
         of_ranks = list(alike)
         name = f"{_NAMES[kind]} of {layers_text(Stage(first, end, 1))}"
         predicted_s, corrected_s, measured_s = (
-            sum(getattr(one, key) for one in of_ranks) / len(of_ranks)
+            sum(getattr(record, key) for record in of_ranks) / len(of_ranks)
             for key in ("predicted_s", "corrected_s", "measured_s")
         )
         rows.append((name, predicted_s, corrected_s, measured_s))

@@ -125,7 +125,7 @@ def _captions(
             f"{seconds_text(end_s - start_s)} in the middle of the time are cut out, from "
             f"{seconds_text(start_s)} to {seconds_text(end_s)}."
         )
-    if any(one.num_left_out for one in drawn):
+    if any(group_lanes.num_left_out for group_lanes in drawn):
         yield "Of long pipelines, the stages in the middle are left out of the timeline."
     for what, num_max in (("stages", ROWS_MAX), ("timelines", TIMELINES_MAX)):
         if len(groups) > num_max:

@@ -80,8 +80,8 @@ def compared_figure(
         text += f"; the last {ITERATIONS_MAX} of {len(drawn)} predictions"
     page.text((LEFT_PT, 58), text, SUBTITLE)
     top = 92.0
-    for one in drawn[-ITERATIONS_MAX:]:
-        top = _draw_iteration(page, one, top=top) + 40
+    for comparison in drawn[-ITERATIONS_MAX:]:
+        top = _draw_iteration(page, comparison, top=top) + 40
     if drawn and drawn[-1].peaks:
         top = _draw_peaks(page, drawn[-1], top=top) + 40
     priced = [event for event in events if event.answer and event.predicted_downtime_s > 0.0]
@@ -95,15 +95,15 @@ def _median_iterations(iterations: Sequence[Comparison]) -> Iterator[Comparison]
 
     The first iteration of a run does one-time setup, so it counts only if it is the only one.
     """
-    for _, alike in groupby(iterations, key=lambda one: id(one.predicted)):
+    for _, alike in groupby(iterations, key=lambda comparison: id(comparison.predicted)):
         first, *later = alike
-        by_length = sorted(later or [first], key=lambda one: one.measured.iteration_s)
+        by_length = sorted(later or [first], key=lambda comparison: comparison.measured.iteration_s)
         yield by_length[len(by_length) // 2]
 
 
-def _draw_iteration(page: Page, one: Comparison, *, top: float) -> float:
+def _draw_iteration(page: Page, comparison: Comparison, *, top: float) -> float:
     """Draws the lanes of an iteration; returns the y at which they end."""
-    predicted, measured = one.predicted, one.measured
+    predicted, measured = comparison.predicted, comparison.measured
     note = (
         f"{seconds_text(predicted.iteration_s)} predicted, "
         f"{seconds_text(measured.iteration_s)} measured "
@@ -111,7 +111,7 @@ def _draw_iteration(page: Page, one: Comparison, *, top: float) -> float:
     )
     is_split = any(span.action.kind is BACKWARD_WEIGHT for span in predicted.spans)
     legend = [entry for entry in _LEGEND if is_split or entry[1] != _WEIGHTS]
-    draw_heading(page, top, heading=f"Iteration {one.iteration}", note=note, legend=legend)
+    draw_heading(page, top, heading=f"Iteration {comparison.iteration}", note=note, legend=legend)
     ranks = sorted({span.rank for span in (*predicted.spans, *measured.spans)})
     shown = ranks[:RANKS_MAX]
     height = next(height for most, height in _LANE_PT.items() if len(shown) <= most)
@@ -170,15 +170,15 @@ def _draw_box(
         page.box(colour, Rectangle(left + seam, top, right - left - 2 * seam, height))
 
 
-def _draw_peaks(page: Page, one: Comparison, *, top: float) -> float:
+def _draw_peaks(page: Page, comparison: Comparison, *, top: float) -> float:
     """Draws two bars of peak memory for each rank; returns the y at which they end."""
     note = (
-        f"tensors of each rank in iteration {one.iteration}: the predicted bytes, and below "
+        f"tensors of each rank in iteration {comparison.iteration}: the predicted bytes, and below "
         "them the measured ones"
     )
     draw_heading(page, top, heading="Peak memory", note=note, legend=((MEMORY_COLOUR, "bytes"),))
     top += 16
-    shown = one.peaks[:RANKS_MAX]
+    shown = comparison.peaks[:RANKS_MAX]
     most = max(max(peak.predicted, peak.measured) for peak in shown)
     height = _LANE_PT[16]
     for peak in shown:
@@ -193,8 +193,8 @@ def _draw_peaks(page: Page, one: Comparison, *, top: float) -> float:
         )
         page.text((PLOT_LEFT_PT + _BARS_WIDTH_PT + 8, baseline), text, LABEL)
         top += 2 * height + _GAP_PT
-    if len(one.peaks) > RANKS_MAX:
-        text = f"{count_text(len(one.peaks) - RANKS_MAX, 'rank')} left out"
+    if len(comparison.peaks) > RANKS_MAX:
+        text = f"{count_text(len(comparison.peaks) - RANKS_MAX, 'rank')} left out"
         page.text((LEFT_PT, top + 11), text, LABEL)
     return top
 

@@ -34,27 +34,34 @@ def chrome_trace(
         transitions: events of the job; those without an answer are ignored.
         devices_per_node: number of ranks of a node.
     """
-    ranks = {span.rank for one in iterations for line in (one[1], one[2]) for span in line.spans}
+    ranks = {
+        span.rank
+        for comparison in iterations
+        for line in (comparison.predicted, comparison.measured)
+        for span in line.spans
+    }
     num_processes = 2 + max(ranks, default=0) // devices_per_node
     answered = [event for event in transitions if event.answer and event.detect_s]
     events: list[dict[str, Any]] = []
     for group, name in enumerate(_GROUPS):
         places = _Places(group * num_processes, devices_per_node)
-        lines = [(one.predicted, one.measured)[group] for one in iterations]
+        lines = [(comparison.predicted, comparison.measured)[group] for comparison in iterations]
         lanes = sorted({(span.rank, span.lane) for line in lines for span in line.spans})
         if answered:
             events += _job_names(name, places)
         events += _names(name, lanes, places)
         start_s = 0.0
-        for one, line in zip(iterations, lines, strict=True):
-            for event in (e for e in answered if e.iteration == one.iteration):
-                events += _phases(event, start_s, places, is_measured=line is one.measured)
+        for comparison, line in zip(iterations, lines, strict=True):
+            for event in (e for e in answered if e.iteration == comparison.iteration):
+                events += _phases(event, start_s, places, is_measured=line is comparison.measured)
                 start_s += event.detect_s + event.decide_s
                 start_s += max(event.transition_s, event.predicted_downtime_s)
             events += _spans(line, start_s, places)
-            events += _counters(one.peaks, start_s, places, is_measured=line is one.measured)
+            events += _counters(
+                comparison.peaks, start_s, places, is_measured=line is comparison.measured
+            )
             # An iteration faster than its prediction must not run into the next one's.
-            start_s += max(one.measured.iteration_s, one.predicted.iteration_s)
+            start_s += max(comparison.measured.iteration_s, comparison.predicted.iteration_s)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

@@ -172,11 +172,11 @@ def _shown_stages(num_stages: int, most: int) -> tuple[int, ...]:
 def time_windows(drawn: Sequence[Lanes], iteration_s: float) -> tuple[TimeWindow, ...]:
     """The parts of an iteration that are shown: all of it, or its beginning and its end."""
     whole = (TimeWindow(0.0, iteration_s, PLOT_LEFT_PT, PLOT_WIDTH_PT),)
-    period_s = min(max(one.group.stages_s) for one in drawn)
+    period_s = min(max(group_lanes.group.stages_s) for group_lanes in drawn)
     if not period_s or PLOT_WIDTH_PT * period_s >= _PERIOD_WHOLE_PT * iteration_s:
         return whole
-    first_s = _num_periods([one.group for one in drawn]) * period_s
-    computed_s = max(one.computed_s for one in drawn)
+    first_s = _num_periods([group_lanes.group for group_lanes in drawn]) * period_s
+    computed_s = max(group_lanes.computed_s for group_lanes in drawn)
     if 2 * first_s >= _WORTH_CUTTING * computed_s:
         return whole
     last_s = first_s + iteration_s - computed_s
@@ -189,12 +189,12 @@ def time_windows(drawn: Sequence[Lanes], iteration_s: float) -> tuple[TimeWindow
     )
 
 
-def lane_boxes(one: Lanes, stage: int, windows: Sequence[TimeWindow]) -> Iterator[Box]:
+def lane_boxes(group_lanes: Lanes, stage: int, windows: Sequence[TimeWindow]) -> Iterator[Box]:
     """The forwards and backwards of a lane that are at least partly inside a window."""
-    seconds = one.group.seconds
+    seconds = group_lanes.group.seconds
     for kind, duration_s, ends_s in (
-        (FORWARD, seconds.forward_s[stage], one.ends.forward_s[stage]),
-        (BACKWARD, seconds.backward_s[stage], one.ends.backward_s[stage]),
+        (FORWARD, seconds.forward_s[stage], group_lanes.ends.forward_s[stage]),
+        (BACKWARD, seconds.backward_s[stage], group_lanes.ends.backward_s[stage]),
     ):
         starts_s = ends_s - duration_s
         inside = [(starts_s < w.end_s) & (ends_s > w.start_s) for w in windows]
@@ -206,7 +206,11 @@ def lane_boxes(one: Lanes, stage: int, windows: Sequence[TimeWindow]) -> Iterato
 def lane_reductions(stage: Stage, iteration: Iteration) -> Iterator[Reduction]:
     """The reductions that contain a layer of a stage."""
     held = range(stage.first_layer, stage.end_layer)
-    return (one for one in iteration.reductions if not set(held).isdisjoint(one.bucket.layers))
+    return (
+        reduction
+        for reduction in iteration.reductions
+        if not set(held).isdisjoint(reduction.bucket.layers)
+    )
 
 
 def draw_timelines(
@@ -222,46 +226,48 @@ def draw_timelines(
     Returns:
         the y at which they end.
     """
-    num_lanes = sum(len(one.stages) for one in drawn)
+    num_lanes = sum(len(group_lanes.stages) for group_lanes in drawn)
     height = next(height for most, height in _LANE_PT.items() if num_lanes <= most)
     numbers: list[_Number] = []
-    for one in drawn:
-        _draw_title(page, one, iteration_s=iteration.end_s, baseline=top + 9)
-        lanes = _lanes_by_stage(page, one, top=top + 16, height=height)
-        _draw_grounds(page, one, lanes=lanes, windows=windows)
+    for group_lanes in drawn:
+        _draw_title(page, group_lanes, iteration_s=iteration.end_s, baseline=top + 9)
+        lanes = _lanes_by_stage(page, group_lanes, top=top + 16, height=height)
+        _draw_grounds(page, group_lanes, lanes=lanes, windows=windows)
         for index, lane in lanes.items():
-            for box in lane_boxes(one, index, windows):
+            for box in lane_boxes(group_lanes, index, windows):
                 numbers += _draw_box(page, box, lane=lane, windows=windows)
-            for reduction in lane_reductions(one.group.template.stages[index], iteration):
+            for reduction in lane_reductions(group_lanes.group.template.stages[index], iteration):
                 _draw_reduction(page, reduction, lane=lane, windows=windows)
-        bottom = lanes[one.stages[-1]].top + height
+        bottom = lanes[group_lanes.stages[-1]].top + height
         draw_axis(page, windows, top=bottom + 3)
         top = bottom + 34
     _draw_numbers(page, numbers)
     return top - 14
 
 
-def _draw_title(page: Page, one: Lanes, *, iteration_s: float, baseline: float) -> None:
-    group = one.group
+def _draw_title(page: Page, group_lanes: Lanes, *, iteration_s: float, baseline: float) -> None:
+    group = group_lanes.group
     page.text((LEFT_PT, baseline), group.name, NAME)
     facts = (
-        f"{group.work}, computed in {seconds_text(one.computed_s)}; "
+        f"{group.work}, computed in {seconds_text(group_lanes.computed_s)}; "
         f"{share_text(group.bubble_share(iteration_s))} bubbles"
     )
     page.text((LEFT_PT + page.text_width(group.name, NAME) + 8, baseline), facts, LABEL)
 
 
-def _lanes_by_stage(page: Page, one: Lanes, *, top: float, height: float) -> dict[int, _Lane]:
+def _lanes_by_stage(
+    page: Page, group_lanes: Lanes, *, top: float, height: float
+) -> dict[int, _Lane]:
     """The lane of each drawn stage, with gaps between nodes and where lanes are left out."""
-    template = one.group.template
+    template = group_lanes.group.template
     font = Font(0.62 * height if height < 11 else 7.0)
     # The longest number decides for all boxes of a lane: it would be confusing if microbatch 9 had
     # a number and microbatch 10 had none.
-    widest = page.text_width("0" * len(str(one.group.num_microbatches - 1)), font) + 1.5
+    widest = page.text_width("0" * len(str(group_lanes.group.num_microbatches - 1)), font) + 1.5
     lanes: dict[int, _Lane] = {}
     num_devices = 0
     for stage_index, stage in enumerate(template.stages):
-        if stage_index in one.stages:
+        if stage_index in group_lanes.stages:
             at_node = num_devices % template.devices_per_node == 0 < template.devices_per_node - 1
             if lanes:
                 top += height * (1.32 if at_node else 1.12)
@@ -274,7 +280,7 @@ def _lanes_by_stage(page: Page, one: Lanes, *, top: float, height: float) -> dic
 
 
 def _draw_grounds(
-    page: Page, one: Lanes, *, lanes: Mapping[int, _Lane], windows: Sequence[TimeWindow]
+    page: Page, group_lanes: Lanes, *, lanes: Mapping[int, _Lane], windows: Sequence[TimeWindow]
 ) -> None:
     """Draws the background of the lanes, and their names where there is room."""
     labelled = float("-inf")
@@ -284,10 +290,10 @@ def _draw_grounds(
             page.ground(GROUND_COLOUR, ground)
         baseline = lane.top + lane.height / 2 + 2.6
         if stage and stage - 1 not in lanes:
-            text = f"{count_text(one.num_left_out, 'stage')} left out"
+            text = f"{count_text(group_lanes.num_left_out, 'stage')} left out"
             page.text((PLOT_LEFT_PT - 8, lane.top - 5), text, LABEL, align="right")
         if baseline - labelled >= LABEL.size_pt + 1:
-            text = _stage_text(one.group.template, stage)
+            text = _stage_text(group_lanes.group.template, stage)
             page.text((PLOT_LEFT_PT - 8, baseline), text, LABEL, align="right")
             labelled = baseline
 

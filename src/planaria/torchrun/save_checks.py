@@ -154,11 +154,13 @@ def _check_shapes(state: TrainingState, digests: Sequence[_StructureDigests]) ->
 
 def _check_names(state: TrainingState, digests: Sequence[_StructureDigests]) -> None:
     """Refuses parameters and buffers that some ranks lack, since a restore expects all of them."""
-    odd = next((rank for rank, one in enumerate(digests) if one.names != digests[0].names), None)
+    odd = next(
+        (rank for rank, digest in enumerate(digests) if digest.names != digests[0].names), None
+    )
     if odd is None:
         return
     own = [name for name in state.slices() if not name.startswith("optimizer/")]
-    names = [frozenset(one) for one in gather_records(list[str], own)]
+    names = [frozenset(rank_names) for rank_names in gather_records(list[str], own)]
     name = min(names[0] ^ names[odd])
     having, lacking = (0, odd) if name in names[0] else (odd, 0)
     remedy = (
@@ -175,14 +177,16 @@ def _check_values(state: TrainingState) -> None:
     digests = gather_records(
         _ValueDigests, _ValueDigests(_digest([*hashes]), _digest([*hashes.items()]))
     )
-    alike = {one.names: rank for rank, one in reversed([*enumerate(digests)])}
-    pairs = [(alike[one.names], rank) for rank, one in enumerate(digests)]
+    alike = {digest.names: rank for rank, digest in reversed([*enumerate(digests)])}
+    pairs = [(alike[digest.names], rank) for rank, digest in enumerate(digests)]
     odd = [(like, rank) for like, rank in pairs if digests[rank].values != digests[like].values]
     if not odd:
         return
     like, rank = odd[0]
     by_name = gather_records(dict[str, str], hashes if dist.get_rank() in odd[0] else {})
-    name = next(name for name, one in by_name[like].items() if by_name[rank][name] != one)
+    name = next(
+        name for name, value_hash in by_name[like].items() if by_name[rank][name] != value_hash
+    )
     remedy = (
         f"rank {rank} holds other values than rank {like}, and a tensor that is not a "
         "DTensor of all ranks is restored on all ranks with the values of one; make it a "

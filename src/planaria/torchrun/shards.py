@@ -270,7 +270,11 @@ class TrainingState:
         for group, saved in zip(self.optimizer.param_groups, beside.groups, strict=True):
             for key in saved.keys() - {"params"}:
                 group[key] = _group_value(group.get(key), saved[key])
-        groups = {one: group for group in self.optimizer.param_groups for one in group["params"]}
+        groups = {
+            parameter: group
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+        }
         state: dict[nn.Parameter, dict[str, Any]] = {}
         parameters = self._parameters()
         for name, local in filled.items():
