@@ -1,4 +1,4 @@
-"""The state of a training loop beside its tensors: learning rates, schedulers, samplers.
+"""The state of a training loop besides its tensors: learning rates, schedulers, samplers.
 
 It is written by torch.save, since JSON turns keys that are numbers into strings and tuples into
 lists, and cannot express inf. It is read by torch.load with weights_only=True, which runs no code
@@ -45,16 +45,16 @@ class NonTensorState:
     others: Mapping[str, Any]
 
 
-def encoded_state(beside: NonTensorState) -> bytes:
+def encoded_state(non_tensors: NonTensorState) -> bytes:
     """The bytes of the state.
 
     Raises:
         ConfigError: a value cannot be written; the error names it.
     """
     try:
-        return _bytes_of((beside.numbers, beside.groups, beside.others))
+        return _bytes_of((non_tensors.numbers, non_tensors.groups, non_tensors.others))
     except Exception as error:  # Each type raises its own errors.
-        raise _refusal(beside) from error
+        raise _refusal(non_tensors) from error
 
 
 def decoded_state(raw: bytes) -> NonTensorState:
@@ -72,35 +72,35 @@ def decoded_state(raw: bytes) -> NonTensorState:
     return NonTensorState(numbers, groups, others)
 
 
-def check(beside: NonTensorState) -> None:
+def check(non_tensors: NonTensorState) -> None:
     """Refuses state that a restore could not read back.
 
     Raises:
         ConfigError: a value cannot be written or read back; the error names it.
     """
-    for name, value in beside.numbers.items():
+    for name, value in non_tensors.numbers.items():
         if not isinstance(value, float | int | str | None):
             remedy = (
                 "only tensors and numbers of an optimizer's state can be saved, not lists or dicts"
             )
             raise ConfigError(name, type(value).__name__, remedy)
     try:
-        decoded_state(encoded_state(beside))
+        decoded_state(encoded_state(non_tensors))
     except CheckpointError as error:
-        raise _refusal(beside) from error
+        raise _refusal(non_tensors) from error
 
 
-def _refusal(beside: NonTensorState) -> ConfigError:
-    refused = (pair for pair in _named_values(beside) if not _comes_back(pair[1]))
-    name, value = _innermost(*next(refused, ("others", beside.others)))
+def _refusal(non_tensors: NonTensorState) -> ConfigError:
+    refused = (pair for pair in _named_values(non_tensors) if not _comes_back(pair[1]))
+    name, value = _innermost(*next(refused, ("others", non_tensors.others)))
     return ConfigError(name, type(value).__name__, _REMEDY)
 
 
-def _named_values(beside: NonTensorState) -> Iterator[tuple[str, Any]]:
-    yield from beside.numbers.items()
-    for group in beside.groups:
+def _named_values(non_tensors: NonTensorState) -> Iterator[tuple[str, Any]]:
+    yield from non_tensors.numbers.items()
+    for group in non_tensors.groups:
         yield from ((f"optimizer.{key}", value) for key, value in group.items())
-    yield from ((f"others.{name}", value) for name, value in beside.others.items())
+    yield from ((f"others.{name}", value) for name, value in non_tensors.others.items())
 
 
 def _innermost(name: str, value: Any) -> tuple[str, Any]:

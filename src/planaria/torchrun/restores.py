@@ -3,7 +3,7 @@
 Every rank reads the shards of the version that it keeps; the other shards that it needs come from
 ranks that keep them, from several at once. A version loads into any number of ranks, whatever
 number has saved it. The model changes only after all ranks have all the shards that they need, and
-all objects that are saved beside the model have loaded their states; otherwise these get their
+all objects that are saved besides the model have loaded their states; otherwise these get their
 former states back.
 """
 
@@ -133,7 +133,7 @@ class Restores:
         """Loads a version that all ranks have assembled; returns as `restore_version` does.
 
         Args:
-            any_shard: any shard of the version, for the state beside the tensors.
+            any_shard: any shard of the version, for the state besides the tensors.
         """
         before, message = b"", _RestoreMessage()
         try:

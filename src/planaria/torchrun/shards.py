@@ -27,7 +27,7 @@ HEAD: Final = "shard"  # The name of the bytes that encode the `Shard`, which de
 
 
 class Stateful(Protocol):
-    """An object that a script saves beside model and optimizer: a scheduler, a sampler."""
+    """An object that a script saves besides model and optimizer: a scheduler, a sampler."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -177,7 +177,7 @@ class TrainingState:
 
         Raises:
             CheckpointError: the version belongs to another model or optimizer, or lacks an object
-                that is saved beside them.
+                that is saved besides them.
         """
         self._check(decoded_state(shards[min(shards)].beside))
         needed: set[int] = set()
@@ -212,25 +212,25 @@ class TrainingState:
             tensors[name] = assemble_part(name, place, parts, states)
         return tensors
 
-    def _check(self, beside: NonTensorState) -> None:
+    def _check(self, non_tensors: NonTensorState) -> None:
         """Raises a CheckpointError if the saved state does not fit this model and optimizer."""
-        if missing := self.others.keys() - beside.others.keys():
+        if missing := self.others.keys() - non_tensors.others.keys():
             raise CheckpointError(f"nothing was saved of {', '.join(sorted(missing))}")
         here = [len(group["params"]) for group in self.optimizer.param_groups]
-        there = [group["params"] for group in beside.groups]
+        there = [group["params"] for group in non_tensors.groups]
         if here != there:
             raise CheckpointError(
                 f"the optimizer's groups have {here} parameters now, and had {there} when "
                 "they were saved"
             )
-        owners = {_owner(name) for name in beside.numbers}
+        owners = {_owner(name) for name in non_tensors.numbers}
         if strange := owners - self._parameters().keys():
             raise CheckpointError(
                 f"{min(strange)} was optimized in the saved run, and this model does not have it"
             )
 
     def load_others(self, raw: bytes) -> None:
-        """Loads the states of the objects that are saved beside model and optimizer.
+        """Loads the states of the objects that are saved besides model and optimizer.
 
         Args:
             raw: state that is not a tensor, as `loop_state.encoded_state` encodes it.
@@ -253,21 +253,21 @@ class TrainingState:
             tensors: this rank's parts of all tensors, from `assemble`.
             any_shard: any shard of the version.
         """
-        beside = decoded_state(any_shard.beside)
+        non_tensors = decoded_state(any_shard.beside)
         left = dict(tensors)
         with torch.no_grad():
             for kind, own in (("parameter", self._parameters()), ("buffer", self._buffers())):
                 for name, tensor in own.items():
                     _local(tensor).copy_(left.pop(f"{kind}/{name}"))
-            self._load_optimizer(left, any_shard.tensors, beside)
+            self._load_optimizer(left, any_shard.tensors, non_tensors)
 
     def _load_optimizer(
         self,
         filled: Mapping[str, Tensor],
         slices: Mapping[str, TensorSlice],
-        beside: NonTensorState,
+        non_tensors: NonTensorState,
     ) -> None:
-        for group, saved in zip(self.optimizer.param_groups, beside.groups, strict=True):
+        for group, saved in zip(self.optimizer.param_groups, non_tensors.groups, strict=True):
             for key in saved.keys() - {"params"}:
                 group[key] = _group_value(group.get(key), saved[key])
         groups = {
@@ -285,7 +285,7 @@ class TrainingState:
                 else _like(parameter, local, slices.get(name))
             )
             state.setdefault(parameter, {})[key] = value
-        for name, number in beside.numbers.items():
+        for name, number in non_tensors.numbers.items():
             state.setdefault(parameters[_owner(name)], {})[_key(name)] = number
         self.optimizer.state.clear()
         for parameter, values in state.items():
