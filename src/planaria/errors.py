@@ -67,7 +67,7 @@ class FeasibleValue(NamedTuple):
     """A value with which there would be a plan.
 
     Attributes:
-        or_more: whether larger values would do, too.
+        or_more: whether larger values would work, too.
     """
 
     limit: Limit
@@ -89,7 +89,7 @@ class InfeasibleError(PlanariaError):
         limit: the quantity that is too small or too large.
         value: present value of that quantity.
         why: the reason, in words that name no key and no option.
-        remedies: the nearest values that would do, each of them alone.
+        remedies: the nearest values that would work, each of them alone.
     """
 
     def __init__(self, limit: Limit, value: int, why: str, *remedies: FeasibleValue) -> None:

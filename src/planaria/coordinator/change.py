@@ -1,4 +1,4 @@
-"""Changes during training: for nodes that join, leave in peace or are slow, or for a better plan.
+"""Changes during training: for nodes that join, leave on request or are slow, or for a better plan.
 
 A change leads from the current plan to a new one in switches. Each switch begins an epoch at a
 commit on which all ranks agree, so that no iteration is done again:

@@ -5,8 +5,8 @@ code ends the job. All else (no memory, a device or library that fails, data tha
 read, a signal) counts against the node. Then the job recovers: the worker is replaced, or it goes
 on if nobody else holds its layers. The same error CRASHES_MAX times in one rank evicts its node.
 But if a second node had the error too, in layers that both computed, it counts against the job;
-otherwise the error would evict node after node until none is left. A commit in between forgives
-earlier crashes, unless the job had gone back and commits that iteration again.
+otherwise the error would evict node after node until none is left. After a commit in between,
+earlier crashes count no more, unless that commit is of an iteration that is done again.
 
 Before an error ends the job, the live layers are saved at the age that all have committed, unless
 the state itself is suspect (`WorkerFailed.has_diverged`).

@@ -272,8 +272,8 @@ def progress_of(state: JobState, committed: Committed) -> Progress:
 def may_expire(now_s: float, last_s: float, *, period_s: float) -> bool:
     """Whether overdue leases may end at this tick, if the tick before it was at `last_s`.
 
-    They may not after a gap of three periods: the coordinator itself stood still, and so heard
-    nobody meanwhile.
+    They may not after a gap of three periods: the coordinator itself stood still, and so
+    received nothing meanwhile.
     """
     return now_s - last_s < 3 * period_s
 

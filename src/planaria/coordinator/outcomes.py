@@ -2,7 +2,7 @@
 
 An older state must have a copy of every layer, in the memory of nodes that are left or on disk. It
 becomes the new origin, on which all later iterations are built. Layers and answers from before it
-count no more, however late a rank hears of it, and iterations after it are committed again. Nobody
+count no more, however late a rank learns of it, and iterations after it are committed again. Nobody
 goes back in an epoch whose outcome is on record, so that a coordinator that finds the record
 decides as the one before it did.
 

@@ -92,7 +92,7 @@ class Membership:
         failures: number of failures of each machine, and time of the last one.
         history: statistics of the job's failures.
         candidates: nodes that have arrived and are not members.
-        leaving: nodes that are to leave in peace.
+        leaving: nodes that are to leave, with the request for each.
         is_degraded: whether the launcher knows that fewer than f failures are tolerated.
     """
 

@@ -11,7 +11,7 @@ An epoch goes through the phases of `Phase`. In each phase the coordinator waits
     SAVING      the last iteration is committed; its save is complete
 
 A loss in any phase begins the next epoch. A switch also begins one, at a commit and without most of
-these phases: nodes join, or leave in peace, while the job trains (change.py). Events are facts:
+these phases: nodes join, or leave on request, while the job trains (change.py). Events are facts:
 each is noted when it arrives, in any order, and then the state advances as far as the facts allow.
 A fact that a rank tells twice, or that is about an older epoch, changes nothing. A coordinator that
 is restarted from its records is told all facts again, and so reaches the same state.
@@ -444,7 +444,7 @@ def _after_commit(state: JobState, *, ends: bool) -> JobState:
         change = replace(state.change, received_bytes=state.change.received_bytes + came)
         state = replace(state, change=change)
     number = commits.next_iteration + 1
-    # An iteration that is done again forgives no crash: the one that crashed may follow it.
+    # Crashes count on if an iteration is done again: the one that crashed may follow it.
     if number > commits.furthest:
         troubles = replace(troubles, crashes=(), broken_links=0)
     commits = replace(

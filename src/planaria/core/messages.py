@@ -38,7 +38,7 @@ class MeasuredSpan(msgspec.Struct, frozen=True, array_like=True):
     """The measured span of one action; start_s and end_s are seconds since the iteration began.
 
     Attributes:
-        lane: "compute", or "reduce" for reductions, which run beside the others.
+        lane: "compute", or "reduce" for reductions, which run at the same time.
         action: text of the action.
     """
 

@@ -28,7 +28,7 @@ class Contention:
     """Runs the body of the `with` in `num_others` forked processes too; they end with the body.
 
     Args:
-        num_others: number of processes beside this one.
+        num_others: number of processes besides this one.
     """
 
     def __init__(self, num_others: int) -> None:

@@ -7,7 +7,7 @@ of S has at most min(N_b, S - i) such microbatches.
 Source: Odyssey, section IV-C, equation 14.
 Differs: bytes are summed over the stage's own layers, while the paper takes an average layer. The
 number of in-flight microbatches is limited by N_b, which the paper leaves out. `gradient_copies` is
-the number of gradient bytes per parameter byte (1, or 3 if float64 sums are kept beside the float32
+the number of gradient bytes per parameter byte (1, or 3 if float64 sums are kept besides float32
 gradients). A stage of several devices shards parameters, gradients and optimizer states evenly over
 them. Activations are counted in full on each device, which is an upper bound for every way to
 divide the work. A parameter that two layers of a stage share counts twice, because each use has a

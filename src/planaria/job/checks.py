@@ -203,7 +203,7 @@ def _check_data(data: DataConfig) -> None:
 def _check_batch(job: JobConfig) -> None:
     """Refuses a global batch that is not a plannable number of whole microbatches.
 
-    The error names the nearest sizes that would do. Whether there are enough microbatches for the
+    The error names the nearest sizes that would work. Whether there are enough microbatches for the
     nodes is checked by the planner.
     """
     batch, size = job.training.global_batch_size, job.training.microbatch_size

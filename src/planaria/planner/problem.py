@@ -65,7 +65,7 @@ class Problem:
 
     @property
     def gradient_copies(self) -> int:
-        """Bytes of gradients kept per byte of parameters; 3 where float64 sums are kept beside the
+        """Bytes of gradients kept per byte of parameters; 3 where float64 sums are kept besides the
         float32 gradients."""
         return 3 if self.is_deterministic else 1
 

@@ -10,7 +10,7 @@ shared. The factor is learned from the newest recoveries in which layers moved:
 
     (0.02 s + sum of what they took) / (0.02 s + sum of their transfer_s)
 
-The 0.02 s are a prior, so that a few bytes, which take as long as a message, tell next to nothing.
+The 0.02 s are a prior, so that a few bytes, which take as long as a message, hardly count.
 
 `schedules_s` is the time in which each rank computes its schedule, from all hops of microbatches in
 its pipeline: 32 hops in one of many short pipelines, a thousand where routes join all pipelines.

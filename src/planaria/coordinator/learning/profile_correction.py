@@ -16,7 +16,7 @@ times the median ratio of its ranks. Its median over WINDOW iterations is added 
 of policies.
 
 If ranks share processors, the seconds of their actions are predicted with the actions of the others
-running beside them (estimator/sharing.py), so that the remaining factor is the layers' own.
+running at the same time (estimator/sharing.py), so that the remaining factor is the layers' own.
 Proposals of policies are priced in the same manner. Policies still search for plans as if each rank
 had its own processor. Such plans do well on shared ones, where all plans that compute the same take
 nearly the same time.

@@ -15,8 +15,8 @@ A slowness is believed only under these conditions:
 - It is rounded to steps of 2 ** (1 / 16), the noise of a few percent. So nodes that are nearly
   alike are of one kind, and the same seconds measured again change nothing.
 
-A slow node without work tells nothing of its speed. After RETRY_S, doubled each time, it is assumed
-to be fast. If it is, it gets work and keeps it; if not, it is found slow once more.
+The speed of a slow node without work cannot be measured. After RETRY_S, doubled each time, it is
+assumed to be fast. If it is, it gets work and keeps it; if not, it is found slow once more.
 
 Source: the thresholds are from the runs in docs/LOG.md.
 """

@@ -2,8 +2,8 @@
 
 A node that arrives is a candidate until a change (change.py) or a recovery makes it a member. A
 machine that failed before is taken back later with each failure: at once after the first, after
-`cluster.rejoin_delay_s` after the second, and after about twice as long with each further one. A
-machine that has not failed for an hour is forgiven (trust.py).
+`cluster.rejoin_delay_s` after the second, and after about twice as long with each further one. The
+failures of a machine that has not failed for an hour count no more (trust.py).
 """
 
 from dataclasses import replace
@@ -87,7 +87,7 @@ def _without_candidate(state: JobState, node: int) -> JobState:
 def on_leave_request(
     rules: Rules, state: JobState, event: NoticeTaken | DrainRequested, now_s: float
 ) -> Step:
-    """Notes that a node is to leave in peace; a candidate leaves at once."""
+    """Notes that a node is to leave; a candidate leaves at once."""
     node, members = event.node, state.membership
     leave = LeaveRequest(ChangeKind.DRAIN, now_s + rules.job.cluster.notice_s)
     if isinstance(event, NoticeTaken):

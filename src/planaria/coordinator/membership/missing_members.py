@@ -14,8 +14,8 @@ from planaria.coordinator.state import JobState, Step
 from planaria.core.kinds import LossKind
 from planaria.protocol.agent_lease import TICKS_PER_LEASE
 
-# A node arrives within a second, or within ten on a machine that many nodes share. Patience costs
-# nothing, because nothing has been trained yet.
+# A node arrives within a second, or within ten on a machine that many nodes share. A long wait
+# costs nothing, because nothing has been trained yet.
 ARRIVAL_S_MIN: Final = 60.0
 ARRIVAL_LEASES_MIN: Final = 10
 

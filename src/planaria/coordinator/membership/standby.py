@@ -1,7 +1,7 @@
 """Standby nodes, and machines granted for lost ones: which are taken, and which are waited for.
 
 While the job has as many members as `cluster.nodes`, `cluster.standby` candidates wait with their
-workers started. A loss makes them members at once; a node that leaves in peace is replaced by one
+workers started. A loss makes them members at once; a node that leaves on request is replaced by one
 while training goes on. The job waits for a machine that was asked for only if too few nodes are
 left to go on without it.
 

@@ -24,9 +24,9 @@ def is_standing_still(silent_ticks: int, *, has_begun: bool, lease_s: float) -> 
     Args:
         silent_ticks: number of the launcher's latest ticks in a row in which the coordinator
             neither said anything nor computed. These are not seconds, because a launcher that was
-            itself stopped could hear nobody.
-        has_begun: whether the coordinator was ever heard. Until then it reads its records, from a
-            disk that may be slow, and no agent is connected to it.
+            itself stopped could receive nothing.
+        has_begun: whether anything ever came from the coordinator. Until then it reads its records,
+            from a disk that may be slow, and no agent is connected to it.
     """
     most = SILENT_TICKS_MAX
     if not has_begun:

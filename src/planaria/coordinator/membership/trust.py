@@ -17,7 +17,7 @@ DISTRUSTED_MIN: Final = 2  # Number of failures. A first failure may strike any 
 
 
 def num_failures(state: JobState, node: int, now_s: float) -> int:
-    """The number of failures of the node's machine; 0 if they are forgiven."""
+    """The number of failures of the node's machine; 0 if they count no more."""
     members = state.membership
     count, last_s = members.failures.get(members.machines.get(node, ""), (0, 0.0))
     return 0 if now_s - last_s > FORGIVEN_S else count

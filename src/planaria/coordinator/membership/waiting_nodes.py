@@ -19,7 +19,7 @@ class WaitingNode:
 
 @dataclass(frozen=True, slots=True)
 class LeaveRequest:
-    """The fact that a node is to leave in peace.
+    """The request that a node leaves while training goes on.
 
     Attributes:
         kind: the reason, DRAIN or PREEMPT.

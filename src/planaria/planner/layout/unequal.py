@@ -1,10 +1,10 @@
 """Plans for nodes that differ in speed and memory.
 
-The method is that for equal nodes, with one template for each combination of numbers of nodes of
-each kind. The nodes of a template are in the order that makes it fastest; a slow node gets fewer
-layers, and a pipeline of slow nodes fewer microbatches. A template is made for the microbatches
-that a pipeline of its speed would get. The templates of the chosen set are made again for the
-microbatches that they get there, as long as that makes the set faster.
+The method is the one for equal nodes (plans.py), with one template for each combination of numbers
+of nodes of each kind. The nodes of a template are in the order that makes it fastest; a slow node
+gets fewer layers, and a pipeline of slow nodes fewer microbatches. A template is made for the
+microbatches that a pipeline of its speed would get. The templates of the chosen set are made again
+for the microbatches that they get there, as long as that makes the set faster.
 
 Not proved to find the best plan; tests/planner/layout/test_unequal.py compares it with all
 sets, orders, partitions and batches of small clusters.
@@ -34,7 +34,7 @@ from planaria.planner.templates import RankedTemplate, fastest_templates
 from planaria.planner.times import PlainTimes
 
 PARTS_MAX: Final = 1500  # Bound on combinations of numbers of nodes of each kind.
-EFFORT_MAX: Final = 16_000  # Half a second; 24 nodes and 34 layers are 39,000 and take 1.1 s.
+EFFORT_MAX: Final = 16_000  # Takes 0.5 s; 24 nodes and 34 layers are 39,000 and take 1.1 s.
 _ROUNDING: Final = 1e-9  # Tolerance for rounding errors in sums of speeds.
 
 
@@ -112,10 +112,11 @@ class UnequalPlanner:
         return tuple(kinds[kind] for kind in self._costs.kinds)
 
     def _microbatches(self, nodes: Counts) -> dict[Counts, int]:
-        """Number of microbatches that a pipeline would get if all pipelines were as fast, by its
-        number of nodes of each kind.
+        """Number of microbatches of a pipeline if all pipelines were as fast as it, by its number
+        of nodes of each kind.
 
-        It has all pipelines that hold the model and leave enough nodes for f of the smallest ones.
+        All pipelines are included that hold the model and leave enough nodes for f of the smallest
+        ones.
         """
         costs = self._costs
         fewest_stages = FewestStages(costs, Positions(costs, nodes), windows(costs, 1, np.inf))
@@ -146,7 +147,8 @@ class UnequalPlanner:
     ) -> tuple[Sequence[PipelineTemplate], tuple[int, ...]]:
         """Templates of a set and the number of microbatches of each pipeline.
 
-        They are fitted to each other in turn, as long as that makes the set faster.
+        Templates are made again for the numbers, and numbers distributed again for the templates,
+        as long as that makes the set faster.
         """
         templates: Sequence[PipelineTemplate] = [self._templates[size] for size in best.sizes]
         iteration_s, microbatches = best.iteration_s, best.microbatches
@@ -177,12 +179,12 @@ class UnequalPlanner:
             return InfeasibleError(
                 Limit.NODES, len(nodes), why, FeasibleValue(Limit.FAILURES, num_possible - 1)
             )
-        why += "; some are in none with any of the others: leave them out"
+        why += "; some fit in no pipeline with any of the others: leave them out"
         return InfeasibleError(Limit.NODES, len(nodes), why)
 
 
 def planning_effort(problem: Problem, nodes: Mapping[int, NodeKind]) -> int:
-    """Measure of the time to plan for these nodes: possible pipelines x nodes x layers."""
+    """The effort of planning for these nodes: possible pipelines x nodes x layers."""
     num_parts = prod(count + 1 for count in Counter(nodes.values()).values())
     return num_parts * len(nodes) * len(problem.profile.layers)
 

@@ -63,7 +63,7 @@ def first_plan_with_shadows(problem: Problem, plan: Plan) -> PricedPlan:
         raise InfeasibleError(
             Limit.DEVICE_MEMORY,
             problem.profile.device_memory_bytes,
-            f"{why}; more nodes or another policy would do, too",
+            f"{why}; more nodes or another policy would work, too",
             FeasibleValue(Limit.DEVICE_MEMORY, max_bytes, or_more=True),
         )
     return priced_plan
