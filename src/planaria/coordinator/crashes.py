@@ -222,9 +222,7 @@ def _on_crash(
     rules: Rules, state: JobState, crash: Crash, text: str, failure: WorkerFailed, now_s: float
 ) -> Step:
     """Begins the next epoch, with or without the node, or ends the job."""
-    state = replace(
-        state, troubles=replace(state.troubles, crashes=(*state.troubles.crashes, crash))
-    )
+    state = _with_crash(state, crash)
     node, raised = crash.node, crash.raised
     alike = [other for other in state.troubles.crashes if other.raised.error == raised.error]
     # Counted by rank, because a fault that ends all workers of a node at once is one fault.
