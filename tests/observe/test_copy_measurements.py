@@ -1,7 +1,9 @@
 """What copies in memory took, as the report tells it."""
 
 import pytest
+from msgspec import structs
 
+from helpers.recorder_messages import report
 from planaria.core.copies import CopiesDone
 from planaria.core.messages import IterationDone
 from planaria.observe.measurements import CopyMeasurements
@@ -10,19 +12,8 @@ from planaria.observe.measurements import CopyMeasurements
 def done(
     iteration: int, rank: int, age: int, *, idle_s: float = 0.0, used_s: float = 0.0
 ) -> IterationDone:
-    return IterationDone(
-        rank=rank,
-        epoch=0,
-        iteration=iteration,
-        loss=1.0,
-        num_samples=1,
-        sample_digest="",
-        seconds=1.0,
-        stall_s=0.0,
-        peak_bytes=0,
-        ends=False,
-        copied=CopiesDone(age=age, idle_s=idle_s, idle_used_s=used_s),
-    )
+    copied = CopiesDone(age=age, idle_s=idle_s, idle_used_s=used_s)
+    return structs.replace(report(rank, iteration), copied=copied)
 
 
 def test_a_failure_wastes_a_version_half_a_period_and_what_reading_takes() -> None:

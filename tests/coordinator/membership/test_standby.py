@@ -3,17 +3,19 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from helpers.coordinated import FIRST, NOW_S, Survivors, of_type, small_rules
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import shaped_plan
+from helpers.recorder_messages import change_message
 from planaria.coordinator.commands import End, Tick
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.membership.standby import nodes_to_replace, num_joining
 from planaria.coordinator.state import Phase
 from planaria.core.kinds import ChangeKind, Ending, LossKind
 from planaria.core.messages import NoticeTaken, StopRequested
-from planaria.core.records import AwaitingMachine, Changed, Decided, Recovering, Warned
+from planaria.core.records import AwaitingMachine, Decided, Recovering, Warned
 
 PLAN = shaped_plan((1, 1), 6)
 
@@ -182,20 +184,6 @@ def test_machines_are_asked_for_where_nodes_are_lost_or_taken_away() -> None:
     assert nodes_to_replace(lost) == (3,)
     assert nodes_to_replace(crash) == ()
     assert nodes_to_replace(Warned(text="node 4 cannot join", gone=(4,))) == (4,)
-    changed = Changed(
-        epoch=1,
-        kinds={1: ChangeKind.PREEMPT, 2: ChangeKind.DRAIN, 5: ChangeKind.JOIN},
-        iteration=0,
-        policy="",
-        answer="",
-        candidates=(),
-        plan=PLAN,
-        predicted_s=1.0,
-        predicted_pause_s=0.0,
-        transfer_bytes=0,
-        received_bytes=0,
-        asked_s=0.0,
-        pause_s=0.0,
-        now_s=0.0,
-    )
+    kinds = {1: ChangeKind.PREEMPT, 2: ChangeKind.DRAIN, 5: ChangeKind.JOIN}
+    changed = structs.replace(change_message(), kinds=kinds)
     assert nodes_to_replace(changed) == (1,)
