@@ -225,6 +225,10 @@ def test_a_change_is_a_pause_and_redoes_nothing() -> None:
             "iteration 4: nodes 1, 2 were cut off",
         ),
         (
+            EventRecord(kind="preempt", nodes=(3,), iteration=4, reason="by its machine"),
+            "iteration 4: node 3 was told to leave (by its machine)",
+        ),
+        (
             EventRecord(kind="unslowed", nodes=(1,), iteration=20, step="start"),
             "iteration 20, start: node 1 got its speed back",
         ),

@@ -218,7 +218,7 @@ class JobObserver:
             nodes = ", ".join(str(node) for node in event.nodes)
             self._display.note(
                 f"{event.kind}: node {nodes}: {choice_text(event)}; "
-                f"{event.transfer_bytes / 1000000.0:.1f} MB moved while training went on; "
+                f"{event.transfer_bytes / 1e6:.1f} MB moved while training went on; "
                 f"it paused for {1000 * event.downtime_s:.0f} ms"
             )
         self._note_degraded(message)

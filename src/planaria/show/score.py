@@ -88,7 +88,7 @@ def score_table(runs: Sequence[ScoredRun]) -> Table:
         (
             "ended early",
             "ended_early",
-            "too few nodes or layers were left, workers failed alike, or SIGHUP result",
+            "too few nodes or layers were left, workers failed alike, or SIGHUP came",
         ),
         ("  with good reason", "justified", "as the faults that struck explain"),
         ("  resumed", "resumed_identical", "to the bits of the baseline run"),

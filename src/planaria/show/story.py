@@ -14,7 +14,7 @@ _NODE_TEXTS = {
     "crash": "had its workers killed",
     "cut": "was cut off",
     "flip": "had a bit of its parameters flipped",
-    "preempt": "was scores_text to leave",
+    "preempt": "was told to leave",
     "slow": "became slow",
     "unslowed": "got its speed back",
     "fast": "was no longer taken for slow",
