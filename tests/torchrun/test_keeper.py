@@ -124,6 +124,10 @@ def test_a_keeper_without_descriptors_keeps_what_it_has(place: Path) -> None:
         b'{"slot": null, "of": 1, "idle_s": 60.0}\n',
         b'{"slot": 0, "of": 0, "idle_s": 60.0}\n',
         b'{"slot": 1, "of": 2, "idle_s": "long"}\n',
+        b'{"slot": 1, "of": 2, "idle_s": NaN}\n',
+        b'{"slot": 1, "of": 2, "idle_s": -1}\n',
+        b'{"slot": 1, "of": 2, "idle_s": 1%s}\n' % (b"0" * 400),
+        b"[" * 4000 + b"\n",
     ],
 )
 def test_a_malformed_request_costs_a_keeper_nothing(request_line: bytes, place: Path) -> None:

@@ -372,7 +372,7 @@ def _answer_client(client: socket.socket, state: _KeeperState) -> bool:
             socket.send_fds(
                 client, [_GRANTED + state.keeper_id], [slots[slot], *further][:_FDS_MAX]
             )
-        except (OSError, ValueError) as error:
+        except (OSError, OverflowError, RecursionError, ValueError) as error:
             sys.stderr.write(f"a client sent an unusable request: {error}\n")
             return False
     return True
@@ -383,12 +383,13 @@ def _wish(line: bytes) -> tuple[int, int, float] | None:
 
     Raises:
         ValueError: the line is not a request.
+        OverflowError, RecursionError: its numbers are too large, or it is nested too deeply.
     """
     match json.loads(line):
         case {"ends": True}:
             return None
         case {"slot": int(slot), "of": int(num_slots), "idle_s": int() | float() as idle_s} if (
-            slot >= 0 and num_slots >= 1
+            slot >= 0 and num_slots >= 1 and idle_s >= 0  # NaN is not.
         ):
             return slot, num_slots, float(idle_s)
     raise ValueError(f"{line!r} is not a request")
