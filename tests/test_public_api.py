@@ -6,10 +6,12 @@ A change here is a change of the interface; it belongs in CHANGELOG.md too.
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 import planaria
 from planaria.cli.main import app
@@ -100,6 +102,21 @@ def test_a_name_that_is_not_public_is_an_attribute_error() -> None:
 def test_the_command_line_is_this() -> None:
     """Every command with its arguments and options."""
     assert dict(_commands(typer.main.get_command(app))) == COMMANDS
+
+
+@pytest.mark.parametrize("name", ["", "checkpoint", *COMMANDS])
+def test_help_reads_well_at_80_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No bracket is doubled, nothing is cut off, and no line of a paragraph ends too early."""
+    monkeypatch.setenv("COLUMNS", "80")
+    result = CliRunner().invoke(app, [*name.split(), "--help"])
+
+    assert result.exit_code == 0
+    assert "[[" not in result.output
+    assert "\N{HORIZONTAL ELLIPSIS}" not in result.output
+    lines = [line.strip() for line in result.output.splitlines()]
+    for line, after in pairwise(lines):
+        if line[:1].isalpha() and after[:1].isalpha():  # Neither is part of a box.
+            assert len(f" {line} {after.split()[0]} ") > 80, line
 
 
 def _commands(command: Any, name: str = "") -> Iterator[tuple[str, set[str]]]:

@@ -27,17 +27,20 @@ from planaria.show.words import bytes_text, count_text
 Place = Annotated[
     str,
     typer.Argument(
-        metavar="[DIRECTORY]", help="Directory of the saves: checkpoint.directory of the job."
+        metavar="DIRECTORY", help="Directory of the saves: checkpoint.directory of the job."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 WhichVersion = Annotated[
-    str, typer.Option("--version", metavar="ITERATION-EPOCH", help="Look at this version only.")
+    str,
+    typer.Option("--version", metavar="VERSION", help="Look at this version only, such as 100-3."),
 ]
 _HERE: Final = "checkpoints"
 
 checkpoint = typer.Typer(
-    no_args_is_help=True, help="Lists, verifies, removes and exports the saves of jobs."
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="Lists, verifies, removes and exports the saves of jobs.",
 )
 
 
@@ -153,7 +156,7 @@ def export(
     ],
     directory: Place = _HERE,
     version: Annotated[
-        str, typer.Option(metavar="ITERATION-EPOCH", help="Export this version, not the newest.")
+        str, typer.Option(metavar="VERSION", help="Export this version, not the newest.")
     ] = "",
 ) -> None:
     """Writes the parameters of a version as safetensors, with config.json if the model has one.

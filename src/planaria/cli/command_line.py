@@ -29,7 +29,9 @@ JobFile = Annotated[
 Settings = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="TABLE.KEY=VALUE", help="Override a key of the job file; repeatable."
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a key of the job file, such as cluster.nodes=4; repeatable.",
     ),
 ]
 

@@ -23,7 +23,7 @@ def events(
     report: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[REPORT.json|DIRECTORY]",
+            metavar="REPORT.json|DIRECTORY",
             help="A report of `planaria train`, or a directory with reports. Default: the job that "
             "runs on this machine.",
         ),

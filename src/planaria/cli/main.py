@@ -64,6 +64,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # It wraps all paragraphs of a help text at the terminal's width.
     help="Trains large PyTorch models on nodes that fail.",
 )
 

@@ -54,8 +54,9 @@ _PAPER_STRATEGIES: Final[Mapping[Strategy, PaperStrategy]] = {
 ChosenStrategy = Annotated[
     Strategy,
     typer.Option(
-        help="How copies are placed: as Gemini does, or (optimised) with the least risk under "
-        "the failures that the options below describe."
+        metavar="STRATEGY",
+        help="How copies are placed: mixed, group or ring, as Gemini does; or optimised, with the "
+        "least risk under the failures that the options below describe.",
     ),
 ]
 Domains = Annotated[
