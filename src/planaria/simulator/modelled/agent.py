@@ -164,18 +164,18 @@ class SimulatedAgent:
             end = self._surroundings.coordinator_connection(self)
             if end is None:
                 continue
-            is_over: Future[None] = Future()
+            closed: Future[None] = Future()
             end.on_message = self._on_message
 
-            def resolve(is_over: Future[None] = is_over) -> None:
-                is_over.resolve(None)
+            def resolve(closed: Future[None] = closed) -> None:
+                closed.resolve(None)
 
             end.on_close = resolve
             for fact in repeated_reports(self.state, self.process.now_s):
                 end.send(fact)
             self._to_coordinator = end
             self._send_heartbeat()
-            await is_over
+            await closed
             self._to_coordinator = None
             self._send_heartbeat()
 

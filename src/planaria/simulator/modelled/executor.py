@@ -188,8 +188,8 @@ class SimulatedExecutor:
                         own_samples + peer_part
                         for own_samples, peer_part in zip(total, peer_samples, strict=True)
                     ]
-            for layer, samples_by_layer in zip(bucket.layers, total, strict=True):
-                reduced[layer] = tuple(sorted(samples_by_layer))
+            for layer, layer_samples in zip(bucket.layers, total, strict=True):
+                reduced[layer] = tuple(sorted(layer_samples))
         return reduced
 
     async def _commit(self, iteration: int, votes: Votes) -> CommitVector:

@@ -131,9 +131,9 @@ class SimulatedLinks:
             future.resolve(None)
 
     def _wait_change(self) -> Future[None]:
-        futures: Future[None] = Future()
-        self._futures.append(futures)
-        return futures
+        future: Future[None] = Future()
+        self._futures.append(future)
+        return future
 
     # -- connections ------------------------------------------------------------------------------
 

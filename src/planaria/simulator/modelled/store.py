@@ -188,9 +188,7 @@ class SimulatedDisk:
         if self._unwritten:
             self._flush()
         finished = [wait for wait in self._waiting if wait[0] <= self._durable.num_changes]
-        self._waiting = [
-            change for change in self._waiting if change[0] > self._durable.num_changes
-        ]
+        self._waiting = [wait for wait in self._waiting if wait[0] > self._durable.num_changes]
         for _, future in finished:
             future.resolve(None)
 
