@@ -34,7 +34,7 @@ LEVELS = (
     {"checkpoint"},
     {"data", "models"},
     {"engine", "nodes", "simulator", "torchrun"},
-    {"profiles", "show", "simulator.compare"},
+    {"profiles", "show"},
     {"__main__", "chaos", "cli", "job", "planaria"},
 )
 WALL = 10  # The levels below it decide, the others act.
@@ -116,10 +116,8 @@ class File:
 
     @property
     def part(self) -> str:
-        """The top-level module or folder, or simulator.compare, which has a level of its own."""
+        """The top-level module or folder."""
         parts = self.module.split(".")
-        if parts[1:3] == ["simulator", "compare"]:
-            return "simulator.compare"
         return parts[1] if len(parts) > 1 else parts[0]
 
 
@@ -512,7 +510,7 @@ GOOD: tuple[tuple[Rule, str, str], ...] = (
         "planaria.cli.main",
         "from planaria.job.training_job import Job\nimport planaria.job.config\n",
     ),
-    (layers, "planaria.simulator.compare", "from planaria.simulator.loop import run\n"),
+    (layers, "planaria.simulator.simulation", "from planaria.simulator.loop import run\n"),
     (layers, "planaria.nodes.agent", "from planaria.coordinator.step import step\n"),
     (layers, "", "import planaria.cli.main\n"),
     (torch_is_apart, "planaria.engine.stage", "import torch\n"),
