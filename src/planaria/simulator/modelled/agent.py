@@ -151,10 +151,6 @@ class SimulatedAgent:
         self.code_error_until_s = self._surroundings.loop.now_s + duration_s
         self.code_error = blame, place
 
-    def break_workers(self, *, device: int) -> None:
-        """Kills one worker; the node lives on."""
-        self.workers[device].process.kill()
-
     # -- the coordinator --------------------------------------------------------------------------
 
     async def _serve(self) -> None:
