@@ -5,10 +5,17 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from helpers.coordinated import NOW_S, Survivors, save_failure, small_rules, worker_failure
+from helpers.coordinated import (
+    NOW_S,
+    Survivors,
+    of_type,
+    save_failure,
+    small_rules,
+    worker_failure,
+)
 from helpers.fake_cluster import FakeCluster
 from helpers.raising import MISTAKE, NEXT, PLAN, UNREADABLE, ending, saves, trained
-from planaria.coordinator.commands import MembersRecorded, Tick
+from planaria.coordinator.commands import MembersRecorded, RecordMembers, Tell, Tick
 from planaria.coordinator.crashes import FAILING_S_MAX
 from planaria.coordinator.state import Phase
 from planaria.coordinator.step import step
@@ -86,6 +93,25 @@ def test_a_failed_job_saves_where_the_disk_of_records_was_slow() -> None:
 
     assert [order.iteration for order in saves(cluster)] == [NEXT]
     assert ending(cluster).ending is Ending.FAILED
+
+
+def test_workers_that_fail_again_and_again_hold_up_no_job_that_has_failed() -> None:
+    """On a slow disk dozens come before the members are on record: each began an epoch, which had
+    to be recorded, too. A worker that raised before its first epoch is replaced, and its successor
+    is asked with all others."""
+    cluster = trained()
+    failures = [(1, 101), *((2, pid) for pid in range(201, 206))]
+    for rank, pid in failures:
+        failure = worker_failure(rank, UNREADABLE, epoch=-1, pid=pid)
+        cluster.state, commands = step(cluster.rules, cluster.state, failure, NOW_S)
+    assert cluster.state.stop.failure is not None
+    assert (cluster.state.phase, cluster.state.epoch) == (Phase.RECORDING, 3)
+    assert not of_type(commands, RecordMembers)
+    _, (told,) = step(cluster.rules, cluster.state, MembersRecorded(3), NOW_S)
+
+    assert isinstance(told, Tell)
+    assert isinstance(told.message, Abort)
+    assert told.message.replaced == {1: 101, 2: 205}
 
 
 def test_a_failed_job_names_those_who_do_not_come_to_save() -> None:

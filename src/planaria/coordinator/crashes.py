@@ -319,7 +319,8 @@ def _fail_job(
             state, stop=replace(state.stop, failure=failure, failed_s=now_s, failed_reason=reason)
         )
     still_answers = failure.epoch >= 0 or failure.blame == "job"
-    if state.phase in _LEAVING and still_answers:
+    # A worker that does not answer has a successor, which does if it is not too late to ask it.
+    if state.phase is Phase.RECORDING or (state.phase in _LEAVING and still_answers):
         return state, ()
     state, commands = begin_recovery(rules, state, LossKind.FAILED, (), reason=reason, now_s=now_s)
     # The launcher is told of no recovery, because the job ends.
