@@ -93,7 +93,7 @@ def restored_step(
     findings = _findings(members, progress)
     shortage = progress.stop_reason if progress else ""
     loss = Loss(LossKind.LOST, (), "the coordinator before this one knew", now_s)
-    rules = (fitted := fitted_rules(rules, findings, len(members.nodes))) or rules
+    rules = (fitted := fitted_rules(rules, findings, len(members.nodes), is_new=True)) or rules
     state = JobState(
         term=term,
         epoch=members.epoch,

@@ -111,6 +111,22 @@ def test_a_new_coordinator_knows_what_was_learned() -> None:
     assert after.catalog.problem == before.catalog.problem
 
 
+def test_a_new_coordinator_knows_it_also_where_fewer_nodes_are_left() -> None:
+    """Two pipelines of what fits take more nodes than there are now; it forgot what was learned."""
+    cluster = training(num_layers_max=7)
+    cluster.rules = replace(cluster.rules, n0=1)  # As was estimated when the job began.
+    cluster.fail(1, NO_MEMORY, blame="memory")
+    cluster.train(FIRST + 1)
+    cluster.lose(0)
+    cluster.restart()
+
+    fitted = cluster.state.learning.fitted
+    assert len(cluster.state.nodes) == 3
+    assert fitted is not None
+    assert fitted.catalog is not None
+    assert has_room(fitted.catalog.problem, cluster.state.plan)
+
+
 def test_where_no_plan_fits_the_node_is_tried_again_and_then_evicted() -> None:
     """It may be the only one that is short; the reason has the figures."""
     cluster = training(num_layers_max=5)

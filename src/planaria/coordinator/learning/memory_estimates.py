@@ -28,23 +28,27 @@ from planaria.planner.templates import pipeline_templates
 from planaria.policies.memory_checked import MemoryChecked, stage_peaks
 
 
-def fitted_rules(rules: Rules, findings: Findings, num_nodes: int) -> Rules | None:
+def fitted_rules(
+    rules: Rules, findings: Findings, num_nodes: int, *, is_new: bool = False
+) -> Rules | None:
     """The rules with the raised estimates, and with plans made by them.
 
     None if no estimate was raised, or if f + 1 pipelines do not fit on `num_nodes` nodes.
+
+    Args:
+        is_new: whether the coordinator is new; then fewer pipelines will do, down to one, because
+            the estimate may have been raised when there were more nodes.
     """
     if rules.catalog is None or rules.policy_of is None or not findings.more_bytes:
         return None
     problem, policy_of = rules.catalog.problem, rules.policy_of
-    profile = with_more_bytes(problem.profile, findings.more_bytes)
+    problem = replace(problem, profile=with_more_bytes(problem.profile, findings.more_bytes))
     f = min(problem.failures_tolerated, max(0, num_nodes // rules.n0 - 1))
-    problem = replace(problem, profile=profile)
-    try:
-        templates = pipeline_templates(
-            replace(problem, failures_tolerated=f), num_nodes, max_nodes=rules.max_nodes
-        )
-        catalog = plan_catalog(problem, rules.max_nodes, templates)
-    except InfeasibleError:
+    catalog = _catalog_for(problem, num_nodes, rules.max_nodes, failures_tolerated=f)
+    while catalog is None and is_new and f:
+        f -= 1
+        catalog = _catalog_for(problem, num_nodes, rules.max_nodes, failures_tolerated=f)
+    if catalog is None:
         return None
 
     def memory_checked_policy(plans: PlanCatalog) -> MemoryChecked:
@@ -52,11 +56,23 @@ def fitted_rules(rules: Rules, findings: Findings, num_nodes: int) -> Rules | No
 
     return replace(
         rules,
-        n0=min(templates),
+        n0=min(catalog.templates),
         catalog=catalog,
         policy=memory_checked_policy(catalog),
         policy_of=memory_checked_policy,
     )
+
+
+def _catalog_for(
+    problem: Problem, num_nodes: int, max_nodes: int, *, failures_tolerated: int
+) -> PlanCatalog | None:
+    """The plans if so many failures are to be tolerated with `num_nodes` nodes; None: none fit."""
+    tolerant = replace(problem, failures_tolerated=failures_tolerated)
+    try:
+        templates = pipeline_templates(tolerant, num_nodes, max_nodes=max_nodes)
+        return plan_catalog(problem, max_nodes, templates)
+    except InfeasibleError:
+        return None
 
 
 def with_more_room(rules: Rules, state: JobState, rank: int) -> tuple[JobState | None, str]:
