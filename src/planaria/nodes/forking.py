@@ -52,7 +52,7 @@ class Forker:
         on_exit: Callable[[int, int], None],
         note: Callable[[str], None],
         meanwhile: Callable[[], str],
-        on_error: Callable[[Exception], None],
+        on_error: Callable[[Exception], object],
     ) -> None:
         self._server = server
         self._on_fork, self._on_exit = on_fork, on_exit

@@ -25,8 +25,9 @@ from planaria.core.specs import NodeSpec
 from planaria.nodes import forking
 from planaria.nodes.forking import RENEWALS_MAX
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.head import job_processes, launcher
-from planaria.nodes.head.launcher import SHORT_TRIES_MAX, Launcher, LaunchSpec
+from planaria.nodes.head import job_processes, leader_runner
+from planaria.nodes.head.launcher import Launcher, LaunchSpec
+from planaria.nodes.head.leader_runner import SHORT_TRIES_MAX
 from planaria.nodes.head.process_events import LEAVE_SIGNALS, restore_handlers
 
 AGAIN = OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
@@ -137,9 +138,9 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
     def kill_group(pid: int) -> None:
         made[-1].server.kill_group(pid)
 
-    for module in (launcher, forking, job_processes):
+    for module in (leader_runner, forking, job_processes):
         monkeypatch.setattr(module, "kill_group", kill_group)
-    for module in (launcher, forking):
+    for module in (leader_runner, forking):
         monkeypatch.setattr(module, "SHORTAGE_PAUSE_S", 0.001)
     monkeypatch.setattr(forking, "PAUSE_S", 0.001)
     keep_request_sockets_in(tmp_path / "desk", monkeypatch)
