@@ -102,6 +102,19 @@ def connecting_socket(peer: int, address: Address) -> socket.socket:
     return sock
 
 
+def break_when_silent(sock: socket.socket) -> None:
+    """Has a TCP connection break once its peer's machine has been silent for two minutes.
+
+    Small writes leave at once from now on, too.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_LOST_S * 1000))
+
+
 # (peer, epoch, tag, bytes of payload) to the memory that the message is to fill; None: any memory.
 MemoryFor = Callable[[int, int, Tag, int], npt.NDArray[np.uint8] | None]
 
@@ -137,13 +150,8 @@ class Connection:
 
     def __init__(self, sock: socket.socket, own: OwnEnd, *, target: int, port: int) -> None:
         sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # A wait for a peer lasts for as long as its link is up (UNLIMITED_S in links.py).
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_LOST_S * 1000))
+        break_when_silent(sock)
         self.sock = sock
         self.target = target
         self.port = port
