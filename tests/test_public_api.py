@@ -84,6 +84,7 @@ COMMANDS = {
         "--copies",
         "--plot",
     },
+    "token": {"file", "--check"},
 }
 
 

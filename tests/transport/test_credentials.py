@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from cryptography import x509
 from rich.pretty import pretty_repr
 
 from planaria.errors import ConfigError
@@ -181,10 +180,22 @@ def test_a_certificate_out_of_its_time_is_refused(
 
 def test_a_certificate_is_valid_for_ten_years_and_for_late_clocks() -> None:
     """A machine without a battery starts in 1970."""
-    certificate = x509.load_pem_x509_certificate(make_credentials().certificate.encode())
+    credentials = make_credentials()
 
-    assert certificate.not_valid_before_utc.year == 1970
-    assert NOW + 3652 * DAY < certificate.not_valid_after_utc < NOW + 3654 * DAY
+    assert credentials.first_instant().year == 1970
+    assert NOW + 3652 * DAY < credentials.last_instant() < NOW + 3654 * DAY
+
+
+def test_a_fingerprint_names_the_whole_file() -> None:
+    """People compare it across machines, so it depends on every part, and tells none."""
+    credentials, other = make_credentials(), make_credentials()
+    mixtures = [
+        msgspec.structs.replace(credentials, **{name: getattr(other, name)})
+        for name in ("secret", "certificate", "key")
+    ]
+
+    assert len({mixture.fingerprint() for mixture in (credentials, other, *mixtures)}) == 5
+    assert len(credentials.fingerprint()) == len("1234:5678:9abc:def0")
 
 
 def test_only_tls_13_is_spoken() -> None:

@@ -1,5 +1,5 @@
-"""The command line: `planaria train | profile | plan | placement | drain | events | chaos`, and
-`planaria checkpoint ls | verify | prune | save | export`.
+"""The command line: `planaria train | profile | plan | placement | drain | events | chaos | token`,
+and `planaria checkpoint ls | verify | prune | save | export`.
 
 Exit codes:
 
@@ -45,6 +45,7 @@ from planaria.cli.console_display import ConsoleDisplay
 from planaria.cli.events_command import events
 from planaria.cli.placement_command import placement
 from planaria.cli.plan_command import plan
+from planaria.cli.token_command import token
 from planaria.core.inject import check_injections, parse_injection
 from planaria.core.profile_json import encode_profile
 from planaria.errors import ConfigError
@@ -73,6 +74,7 @@ app.command()(chaos)
 app.command()(events)
 app.command()(placement)
 app.command()(plan)
+app.command()(token)
 app.add_typer(checkpoint, name="checkpoint")
 
 

@@ -17,17 +17,21 @@ import ssl
 import stat
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from planaria.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cryptography import x509
 
 FIELD: Final = "--token-file"
 VARIABLE: Final = "PLANARIA_TOKEN_FILE"
 _DEFAULT_PATH: Final = Path("~/.config/planaria/token")
 _VERSION: Final = 1
 _SECRET_BYTES: Final = 32
+_FINGERPRINT_BYTES: Final = 8
 _FILE_BYTES_MAX: Final = 1 << 16
 _VALIDITY: Final = timedelta(days=3653)  # Ten years.
 # No clock that is late makes the certificate invalid: a machine may start with a clock at 1970.
@@ -63,6 +67,19 @@ class Credentials(msgspec.Struct, frozen=True):
     def certificate_bytes(self) -> bytes:
         """The certificate as DER."""
         return ssl.PEM_cert_to_DER_cert(self.certificate)
+
+    def fingerprint(self) -> str:
+        """A text that is the same on all machines that have the same file, and tells nothing."""
+        whole = derive(self.secret, f"fingerprint {self.certificate} {self.key}")
+        return whole[:_FINGERPRINT_BYTES].hex(":", 2)
+
+    def first_instant(self) -> datetime:
+        """The time from which the certificate is valid."""
+        return _x509(self).not_valid_before_utc
+
+    def last_instant(self) -> datetime:
+        """The time until which the certificate is valid."""
+        return _x509(self).not_valid_after_utc
 
     def server_context(self) -> ssl.SSLContext:
         """TLS for the end that accepts connections. It takes about 1 ms.
@@ -137,6 +154,13 @@ def credentials_between(first: datetime, last: datetime) -> Credentials:
     )
 
 
+def _x509(credentials: Credentials) -> "x509.Certificate":
+    # Imported here for the same reason.
+    from cryptography import x509
+
+    return x509.load_pem_x509_certificate(credentials.certificate.encode())
+
+
 def token_path(option: str) -> Path:
     """The token file: the option's value, else $PLANARIA_TOKEN_FILE, else the default path."""
     return Path(option or os.environ.get(VARIABLE, "") or _DEFAULT_PATH).expanduser()
@@ -193,10 +217,7 @@ def certificate_problem(credentials: Credentials, error: ssl.SSLCertVerification
     """The reason why this machine does not accept a certificate, and the remedy."""
     if error.verify_code not in (_NOT_YET_VALID, _EXPIRED):
         return "the other end has a certificate of another token file: copy one file to both"
-    from cryptography import x509
-
-    certificate = x509.load_pem_x509_certificate(credentials.certificate.encode())
-    first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    first, last = credentials.first_instant(), credentials.last_instant()
     return (
         f"the certificate of the token file is valid from {first:%Y-%m-%d} to {last:%Y-%m-%d %H:%M}"
         f" UTC, and this machine's clock says {datetime.now(UTC):%Y-%m-%d %H:%M}: set the clock if "
