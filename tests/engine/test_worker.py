@@ -43,6 +43,9 @@ from planaria.transport.pulse import Pulse
 Write = Callable[..., LayerFile]
 
 ALONE = shaped_plan((1,), 1)
+BARE_SPEC = NodeSpec(
+    job=JobConfig(), node=0, token=b"", coordinator=("", 0), worker="", cache_directory=""
+)
 
 
 class Disk:
@@ -209,6 +212,44 @@ def test_a_rank_that_has_lost_a_peer_computes_nothing_and_is_not_late(
     assert seen == {"forward": [(0, NUM_LAYERS // 2)] * 2, "send": [(0, 0)] * 2}
 
 
+@pytest.fixture
+def _process_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a worker's main function sets for its whole process would stay set here."""
+    for place, name in (
+        (torch, "set_num_threads"),
+        (sys, "setswitchinterval"),
+        (faulthandler, "register"),
+        (faulthandler, "enable"),
+    ):
+        monkeypatch.setattr(place, name, lambda *_, **__: None)
+
+
+@pytest.mark.usefixtures("_process_stays_as_it_is")
+def test_a_worker_listens_at_the_address_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others could not reach it at the loopback of their own machines."""
+    addresses = []
+
+    class Listening:
+        """A worker that has nothing to do."""
+
+        def __init__(self, _spec: NodeSpec, _control: object, links: Links, _pulse: Pulse) -> None:
+            addresses.append(links.address)
+            links.close()
+
+        def run(self) -> None:
+            """Returns at once."""
+
+    pulse = Pulse()
+    spec = replace_struct(BARE_SPEC, host="127.0.0.3")
+    monkeypatch.setattr(process, "Worker", Listening)
+    monkeypatch.setattr(process, "Control", lambda *_, **__: None)
+    process.main(spec, -1, -1, pulse)
+    pulse.close()
+
+    assert [host for host, _ in addresses] == ["127.0.0.3"]
+
+
+@pytest.mark.usefixtures("_process_stays_as_it_is")
 def test_a_worker_whose_node_is_to_blame_leaves_once_it_has_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -225,19 +266,9 @@ def test_a_worker_whose_node_is_to_blame_leaves_once_it_has_told(
             raise OSError("Input/output error")
 
     pulse = Pulse()
-    spec = NodeSpec(
-        job=JobConfig(), node=0, token=b"", coordinator=("", 0), worker="", cache_directory=""
-    )
     monkeypatch.setattr(process, "Worker", Failing)
     monkeypatch.setattr(process, "Control", lambda *_, **__: Failing())
-    for place, name in (
-        (torch, "set_num_threads"),
-        (sys, "setswitchinterval"),
-        (faulthandler, "register"),
-        (faulthandler, "enable"),
-    ):
-        monkeypatch.setattr(place, name, lambda *_, **__: None)
-    process.main(spec, -1, -1, pulse)
+    process.main(BARE_SPEC, -1, -1, pulse)
     pulse.close()
 
     (failed,) = told

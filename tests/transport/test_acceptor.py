@@ -24,14 +24,13 @@ from planaria.transport.acceptor import (
     Purpose,
     RefusalLog,
     accept,
-    address_text,
     connect,
     listen,
     parse_address,
 )
-from planaria.transport.connection import Address
 from planaria.transport.credentials import Credentials, credentials_between, make_credentials
 from planaria.transport.frames import Role
+from planaria.transport.sockets import Address, address_text
 
 CREDENTIALS = make_credentials()
 OTHER = make_credentials()

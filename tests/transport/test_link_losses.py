@@ -30,7 +30,7 @@ from helpers.linked_ranks import (
     wait_until,
 )
 from planaria.errors import AbortedError, PeerLostError
-from planaria.transport import connection
+from planaria.transport import connection, sockets
 from planaria.transport.frames import Role, handshake
 from planaria.transport.links import Links
 from planaria.transport.serving import ACCEPT_PAUSE_S
@@ -331,7 +331,7 @@ def test_clients_that_talk_garbage_or_nothing_disturb_nobody() -> None:
 def test_a_link_that_nobody_takes_from_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one to a machine that is gone with bytes on their way, of which keep-alive says nothing:
     it would stand for a quarter of an hour."""
-    monkeypatch.setattr(connection, "_LOST_S", 0.1)
+    monkeypatch.setattr(sockets, "_LOST_S", 0.1)
     links = Links(1, token=TOKEN)
     silent = _raw_link(links, rank=0, port=7)
     links.begin(1, addresses={0: ("127.0.0.1", 7)}, peers=(0,), timeout_s=TIMEOUT_S)

@@ -19,6 +19,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         coordinator: host and port of the coordinator.
         worker: main function of workers, "module:function".
+        host: name or address of the node's machine, at which other nodes reach its workers.
         cache_directory: directory in which tokens and profiles are kept between jobs.
         machine: name of the machine that the node runs on; a node that takes the place of a lost
             one may run on the same machine.
@@ -40,6 +41,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     cache_directory: str
     machine: str = ""
+    host: str = "127.0.0.1"
     profile: ModelProfile | None = None
     trace: bool = False
     places: tuple[Place, ...] = ()

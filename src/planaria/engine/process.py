@@ -32,7 +32,7 @@ def main(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:
     # Python stacks of a worker that hangs or crashes, for its agent to read.
     faulthandler.register(signal.SIGUSR1, file=pulse.stack_fd, all_threads=True)
     faulthandler.enable(file=pulse.stack_fd, all_threads=True)
-    links = Links(spec.rank, token=spec.token, pacing=pacing_of(spec))
+    links = Links(spec.rank, token=spec.token, host=spec.host, pacing=pacing_of(spec))
     beat_s = spec.job.cluster.lease_s / _BEATS_PER_LEASE
     notice = NoticeTaken(node=spec.node, rank=spec.rank, after_s=spec.job.cluster.notice_s)
     control = Control(agent_fd, lifeline_fd, links=links, pulse=pulse, beat_s=beat_s, notice=notice)

@@ -77,6 +77,7 @@ from planaria.transport.frames import (
 )
 from planaria.transport.pacing import node_clocks
 from planaria.transport.pulse import Pulse
+from planaria.transport.sockets import open_stream
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +216,7 @@ class _Agent:
         while not self._is_shut_down:
             try:
                 await self._serve()
-            except (ConnectionError, asyncio.IncompleteReadError, AuthenticationError) as error:
+            except (OSError, asyncio.IncompleteReadError, AuthenticationError) as error:
                 logger.info("node %s: no coordinator: %s", self._spec.node, error)
             self._to_coordinator = None
             self._send_heartbeat()  # The lease may be about to expire.
@@ -228,7 +229,7 @@ class _Agent:
 
     async def _serve(self) -> None:
         """Serves one connection to a coordinator, until either end closes it."""
-        reader, writer = await asyncio.open_connection(*self._spec.coordinator)
+        reader, writer = await open_stream(self._spec.coordinator)
         try:
             await shake_hands(
                 reader,

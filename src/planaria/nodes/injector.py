@@ -31,9 +31,10 @@ from planaria.core.inject import (
     Place,
 )
 from planaria.errors import AuthenticationError
-from planaria.nodes.relay import Address, Relay
+from planaria.nodes.relay import Relay
 from planaria.transport.frames import Role, shake_hands
 from planaria.transport.probe import LISTENING, NO_NODE, Cut, LauncherMessage, Slowed, StepReached
+from planaria.transport.sockets import Address, break_when_silent
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +141,7 @@ class Injector:
         return tuple(self._waiting)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        break_when_silent(writer.get_extra_info("socket"))
         try:
             node = await shake_hands(
                 reader, writer, token=self._token, role=Role.ACCEPT, identity=NO_NODE
@@ -158,7 +160,7 @@ class Injector:
                 self._fire(place)
             writer.write(self._own_fault(node, reached) + b"\n")
             await writer.drain()
-        except (AuthenticationError, asyncio.IncompleteReadError, ConnectionError) as error:
+        except (AuthenticationError, asyncio.IncompleteReadError, OSError) as error:
             logger.info("a probe has closed its connection: %s", error)
         except msgspec.DecodeError as error:
             logger.warning("a probe sent an unknown message: %s", error)

@@ -10,7 +10,7 @@ import contextlib
 import socket
 from typing import Final
 
-Address = tuple[str, int]
+from planaria.transport.sockets import Address
 
 _READ_BYTES: Final = 1 << 16
 

@@ -23,10 +23,10 @@ from enum import Enum
 from typing import Final
 
 from planaria.errors import AuthenticationError, ConfigError
-from planaria.transport.connection import Address, break_when_silent
 from planaria.transport.credentials import Credentials, certificate_problem
 from planaria.transport.frames import HANDSHAKE_TIMEOUT_S, Role, shake_hands
 from planaria.transport.serving import ACCEPT_PAUSE_S
+from planaria.transport.sockets import Address, address_text, break_when_silent
 
 logger = logging.getLogger(__name__)
 
@@ -76,12 +76,6 @@ def parse_address(text: str, *, field: str) -> Address:
         remedy = "write HOST:PORT, [IPv6]:PORT or :PORT, the port from 0 to 65535"
         raise ConfigError(field, text, remedy)
     return host[1:-1] if is_bracketed else host, int(port_text)
-
-
-def address_text(address: Address) -> str:
-    """HOST:PORT, with brackets around an IPv6 address."""
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 # -- listening ------------------------------------------------------------------------------------

@@ -5,8 +5,6 @@ tag, length) and raw bytes. Any thread may call `append` and `withdraw_memory`; 
 serves the links calls the other methods.
 """
 
-import errno
-import os
 import socket
 import struct
 import threading
@@ -20,22 +18,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from planaria.errors import AuthenticationError, PeerLostError
+from planaria.errors import AuthenticationError
 from planaria.transport.frames import HANDSHAKE_TIMEOUT_S, Role, handshake
-
-Address = tuple[str, int]
+from planaria.transport.sockets import break_when_silent
 
 _HEADER = struct.Struct("!IBIIIQ")
 _MESSAGE_BYTES_MAX = 1 << 40
 _READ_BYTES_MAX = 1 << 22  # Per wake-up and connection, so that no peer starves the others.
 _IOV_MAX = 64
 _RANK_BITS = 32
-# TCP keepalive probes the kernel of a silent peer, but not while unacknowledged bytes are on their
-# way to it: for these TCP_USER_TIMEOUT sets the same limit. So a link breaks after two minutes if
-# the peer's machine is gone or a middlebox has dropped the connection. It also breaks if a live
-# peer takes no bytes for so long, which cannot happen while that peer's links are served.
-_SILENT_S, _PROBE_S, _NUM_PROBES = 60, 10, 6
-_LOST_S = _SILENT_S + _PROBE_S * _NUM_PROBES
 
 
 class Channel(IntEnum):
@@ -80,39 +71,6 @@ class IncomingMessage(NamedTuple):
 def header(epoch: int, tag: Tag, num_bytes: int) -> bytes:
     """The bytes that precede a message's payload of `num_bytes` bytes."""
     return _HEADER.pack(epoch, tag.channel, tag.iteration, tag.a, tag.b, num_bytes)
-
-
-def connecting_socket(peer: int, address: Address) -> socket.socket:
-    """A non-blocking socket whose connection is under way; a later write reports its failure.
-
-    Raises:
-        PeerLostError: the address does not resolve, or the connection failed at once.
-    """
-    try:
-        endpoints = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, endpoint = endpoints[0]
-        sock = socket.socket(family, kind, protocol)
-        sock.setblocking(False)
-        status = sock.connect_ex(endpoint)
-        if status not in (0, errno.EINPROGRESS):
-            sock.close()
-            raise OSError(status, os.strerror(status))
-    except OSError as error:
-        raise PeerLostError(peer, f"{address[0]}:{address[1]}: {error}") from error
-    return sock
-
-
-def break_when_silent(sock: socket.socket) -> None:
-    """Has a TCP connection break once its peer's machine has been silent for two minutes.
-
-    Small writes leave at once from now on, too.
-    """
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_LOST_S * 1000))
 
 
 # (peer, epoch, tag, bytes of payload) to the memory that the message is to fill; None: any memory.

@@ -16,7 +16,6 @@ Differs from Gloo, which cannot be aborted and then sits in its timeout (10 s, m
 """
 
 import logging
-import socket
 import threading
 import time
 from collections import Counter
@@ -29,16 +28,22 @@ import numpy.typing as npt
 
 from planaria.errors import AbortedError, PeerLostError
 from planaria.transport.connection import (
-    Address,
     Channel,
     Connection,
     IncomingMessage,
     OwnEnd,
     Tag,
-    connecting_socket,
 )
 from planaria.transport.pacing import LinkCallbacks, OutgoingMessage, Pacer, Pacing, Unpaced
 from planaria.transport.serving import Handlers, Server
+from planaria.transport.sockets import (
+    Address,
+    address_text,
+    bare_host,
+    connecting_socket,
+    is_loopback,
+    listening_socket,
+)
 from planaria.transport.traffic import Traffic
 
 __all__ = ["Address", "Buffer", "Channel", "Links", "Tag"]
@@ -60,10 +65,11 @@ class Links:
     """A rank's links to its peers.
 
     Args:
+        host: name or address of this machine that peers connect to; see `listening_socket`.
         pacing: the modelled links whose speed messages keep to; None: messages are not slowed down.
 
     Attributes:
-        address: host and port at which this rank accepts links.
+        address: host and port at which peers reach this rank.
         sent_bytes, received_bytes: bytes of payload, by channel.
         state_bytes: bytes of payload received on the channel STATE, by epoch.
         linked_s: moment at which all links of the epoch were up, by the monotonic clock; 0.0: they
@@ -82,9 +88,9 @@ class Links:
         self.received_bytes: Counter[Channel] = Counter()
         self.state_bytes: Counter[int] = Counter()
         self.linked_s = 0.0
-        self._listener = socket.create_server((host, 0), backlog=1024)
+        self._listener = listening_socket(host)
         self._listener.setblocking(False)
-        self.address: Address = self._listener.getsockname()[:2]
+        self.address: Address = bare_host(host), self._listener.getsockname()[1]
         lock = threading.RLock()
         self._changed = threading.Condition(lock)  # Guards all that follows.
         self._inbox = LinkInbox()
@@ -92,6 +98,7 @@ class Links:
         self._peers: dict[int, Connection] = {}
         self._connecting: dict[int, Connection] = {}
         self._lost: dict[int, str] = {}
+        self._addresses: dict[int, Address] = {}  # Of all ranks of the epoch.
         self._ports: dict[int, int] = {}  # The listening ports of the epoch's peers.
         self._awaited: set[int] = set()  # Peers of the epoch to which no link is up.
         self._senders: set[int] = set()  # Peers that have sent something in this epoch.
@@ -166,6 +173,7 @@ class Links:
             self._queued_messages.clear()
             self._senders = self._inbox.begin_epoch(epoch)
             self._retire({rank: address[1] for rank, address in addresses.items()})
+            self._addresses = dict(addresses)
             self._ports = {peer: addresses[peer][1] for peer in peers}
             self._awaited = set()
             self._note_links(peers)
@@ -371,7 +379,22 @@ class Links:
         for peer in lost_peers():
             raise PeerLostError(peer, self._lost[peer])
         silent = set(peers) - self._peers.keys() or peers
-        raise PeerLostError(min(silent), f"nothing came for {timeout_s:.1f} s")
+        reason = f"nothing came for {timeout_s:.1f} s"
+        if min(silent) in self._awaited:
+            reason = self._unreachable(min(silent), reason)
+        raise PeerLostError(min(silent), reason)
+
+    def _unreachable(self, peer: int, reason: str) -> str:
+        """The reason why no link to a peer of the epoch is up, with both addresses and a remedy."""
+        host, port = self._addresses[peer]
+        where = f"{address_text((host, port))} and {address_text(self.address)}"
+        text = f"no link between {where}: {reason}"
+        if is_loopback(host) and is_loopback(self.address[0]):
+            return text
+        return (
+            f"{text}; let machines reach each other at all ports above 1023 (firewall), or give "
+            "the agent of one of them another address with --advertise or --interface"
+        )
 
     def _check_epoch(self, epoch: int) -> None:
         """Raises an AbortedError if the epoch is over. The condition must be held."""
@@ -387,7 +410,10 @@ class Links:
             raise AssertionError("the links' thread died") from self._failure
 
     def _connect(self, peer: int, address: Address) -> None:
-        sock = connecting_socket(peer, address)
+        try:
+            sock = connecting_socket(address)
+        except OSError as error:
+            raise PeerLostError(peer, self._unreachable(peer, str(error))) from error
         with self._changed:
             connection = Connection(sock, self._own, target=peer, port=address[1])
             self._connecting[peer] = connection
@@ -432,6 +458,8 @@ class Links:
 
     def _on_link_lost(self, connection: Connection, reason: str) -> None:
         with self._changed:
+            if connection.peer < 0 and connection.target in self._addresses:
+                reason = self._unreachable(connection.target, reason)
             self._pacer.deliver_arrived(connection)
             for links in (self._peers, self._connecting):
                 for rank in [r for r, link in links.items() if link is connection]:

@@ -23,6 +23,7 @@ import msgspec
 
 from planaria.core.inject import Place
 from planaria.transport.frames import Role, handshake
+from planaria.transport.sockets import break_when_silent
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +127,7 @@ class Probe:
 
     def _connect(self) -> socket.socket:
         sock = socket.create_connection(self._address, timeout=_WAIT_TIMEOUT_S)
+        break_when_silent(sock)
         self._shake_hands(sock)
         return sock
 

@@ -68,6 +68,7 @@ from planaria.store.embedded import EmbeddedStore
 from planaria.store.logbook import Logbook, open_logbook
 from planaria.transport.frames import FrameDecoder, Role, frame, from_node_decoder, shake_hands
 from planaria.transport.probe import NO_NODE, Probe
+from planaria.transport.sockets import break_when_silent
 
 logger = logging.getLogger(__name__)
 
@@ -306,11 +307,12 @@ class _Leader:
     async def _serve_agent(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        break_when_silent(writer.get_extra_info("socket"))
         try:
             node = await shake_hands(
                 reader, writer, token=self._spec.token, role=Role.ACCEPT, identity=NO_NODE
             )
-        except (AuthenticationError, asyncio.IncompleteReadError, ConnectionError) as error:
+        except (AuthenticationError, asyncio.IncompleteReadError, OSError) as error:
             logger.warning("refused a connection: %s", error)
             writer.close()
             return
@@ -319,7 +321,7 @@ class _Leader:
         try:
             if await self._leadership.admit(node, agent):
                 await self._take_facts(node, reader)
-        except (ConnectionError, StoreError) as error:
+        except (OSError, StoreError) as error:
             logger.info("node %s: %s", node, error)
         finally:
             self._agents.discard(agent)

@@ -1,0 +1,120 @@
+"""Sockets between machines: addresses, a listener for links, and limits on silence.
+
+A host is a name, an IPv4 address or an IPv6 address, which may stand in brackets.
+"""
+
+import asyncio
+import errno
+import ipaddress
+import os
+import socket
+from typing import Final
+
+Address = tuple[str, int]
+
+CONNECT_TIMEOUT_S: Final = 10.0
+# TCP keepalive probes the kernel of a silent peer, but not while unacknowledged bytes are on their
+# way to it: for these TCP_USER_TIMEOUT sets the same limit. So a connection breaks after two
+# minutes if the peer's machine is gone or a middlebox has dropped the connection. It also breaks if
+# a live peer takes no bytes for so long, which cannot happen while that peer serves its sockets.
+_SILENT_S, _PROBE_S, _NUM_PROBES = 60, 10, 6
+_LOST_S = _SILENT_S + _PROBE_S * _NUM_PROBES
+_BACKLOG: Final = 1024
+
+
+def bare_host(host: str) -> str:
+    """The host without the brackets of an IPv6 address."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def address_text(address: Address) -> str:
+    """The address as HOST:PORT; an IPv6 address stands in brackets."""
+    host, port = bare_host(address[0]), address[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the host is this machine's own loopback, by its address or as localhost."""
+    host = bare_host(host)
+    return ipaddress.ip_address(host).is_loopback if _is_literal(host) else host == "localhost"
+
+
+def break_when_silent(sock: socket.socket) -> None:
+    """Has a TCP connection break once its peer's machine has been silent for two minutes.
+
+    Small writes leave at once from now on, too.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_LOST_S * 1000))
+
+
+def listening_socket(host: str) -> socket.socket:
+    """A listener at a free port of the host's address.
+
+    It listens at all addresses of this machine if the host is a name, which may stand for another
+    address here than elsewhere, or if no interface here has the address: it may be that of a router
+    that forwards connections to this machine.
+
+    Raises:
+        OSError: no socket can be made, or no port is free.
+    """
+    host = bare_host(host)
+    try:
+        if _is_literal(host):
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            return socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            raise
+    if not socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), backlog=_BACKLOG)
+    return socket.create_server(
+        ("", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+    )
+
+
+def connecting_socket(address: Address) -> socket.socket:
+    """A non-blocking socket whose connection is under way; a later write reports its failure.
+
+    Raises:
+        OSError: the host does not resolve, or the connection failed at once.
+    """
+    endpoints = socket.getaddrinfo(bare_host(address[0]), address[1], type=socket.SOCK_STREAM)
+    for family, kind, protocol, _, endpoint in endpoints:
+        sock = socket.socket(family, kind, protocol)
+        sock.setblocking(False)
+        status = sock.connect_ex(endpoint)
+        if status in (0, errno.EINPROGRESS):
+            return sock
+        sock.close()
+    raise OSError(status, os.strerror(status))
+
+
+async def open_stream(address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection to the address, which breaks once its other end has been silent for long.
+
+    Raises:
+        ConnectionError: nothing answers there within CONNECT_TIMEOUT_S; the text has the address.
+    """
+    host, port = bare_host(address[0]), address[1]
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, port)
+    except OSError as error:
+        reason = str(error) or f"nothing answered for {CONNECT_TIMEOUT_S:.0f} s"
+        raise ConnectionError(f"{address_text(address)} cannot be reached: {reason}") from error
+    break_when_silent(writer.get_extra_info("socket"))
+    return reader, writer
+
+
+def _is_literal(host: str) -> bool:
+    """Whether the host is an address, not a name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

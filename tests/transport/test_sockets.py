@@ -1,0 +1,161 @@
+"""Addresses of either family, where ranks listen for others, and how long silence may last."""
+
+import asyncio
+import errno
+import socket
+
+import pytest
+
+from helpers.linked_ranks import TIMEOUT_S, TOKEN, addresses, begin_all, payload, received, tag
+from planaria.errors import PeerLostError
+from planaria.transport import sockets
+from planaria.transport.links import Links
+from planaria.transport.sockets import (
+    address_text,
+    break_when_silent,
+    connecting_socket,
+    listening_socket,
+    open_stream,
+)
+
+ELSEWHERE = "203.0.113.7"  # An address of the documentation, which no machine has.
+
+
+@pytest.mark.parametrize(
+    ("host", "text"),
+    [
+        ("10.0.0.1", "10.0.0.1:70"),
+        ("node-1.example", "node-1.example:70"),
+        ("fd00::2", "[fd00::2]:70"),
+        ("[fd00::2]", "[fd00::2]:70"),
+    ],
+)
+def test_an_address_is_written_so_that_its_port_can_be_told(host: str, text: str) -> None:
+    """The colons of an IPv6 address would hide where the port begins."""
+    assert text == address_text((host, 70))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", "::1", "[::1]"])
+def test_a_rank_listens_at_its_own_address_alone(host: str) -> None:
+    """So that a machine with two networks offers its ports on one of them."""
+    with listening_socket(host) as listener:
+        assert listener.getsockname()[0] == host.strip("[]")
+
+
+@pytest.mark.parametrize("host", [ELSEWHERE, "a-name-that-nobody-has.invalid", "localhost"])
+def test_a_rank_listens_at_all_addresses_if_no_interface_has_its_own(host: str) -> None:
+    """A router forwards what comes for that address, or a name means something else here."""
+    with listening_socket(host) as listener:
+        for near in ("127.0.0.1", "127.0.0.2", "::1"):
+            with socket.create_connection((near, listener.getsockname()[1]), timeout=TIMEOUT_S):
+                listener.accept()[0].close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", "::1", "[::1]", "localhost"])
+def test_ranks_link_at_addresses_of_either_family(host: str) -> None:
+    """A bracketed address is told to the peers without its brackets."""
+    ranks = [Links(rank, token=TOKEN, host=host) for rank in range(2)]
+    begin_all(ranks, 0)
+    ranks[0].send(1, tag(0), payload(4))
+
+    assert received(ranks[1], 0, 0) == payload(4).tolist()
+    assert {address[0] for address in addresses(ranks).values()} == {host.strip("[]")}
+    for links in ranks:
+        links.close()
+
+
+def test_the_next_address_of_a_name_is_tried_if_one_fails_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As IPv6 does on a machine that has no route for it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoints = [
+            (socket.AF_INET, socket.SOCK_STREAM, 0, "", ("255.255.255.255", 1)),
+            (socket.AF_INET, socket.SOCK_STREAM, 0, "", listener.getsockname()),
+        ]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: endpoints)
+        with connecting_socket(("a.name", 1)) as sock:
+            listener.accept()[0].close()
+            assert sock.getpeername() == listener.getsockname()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_silent_machine_breaks_a_connection_after_two_minutes(host: str) -> None:
+    """Whether or not bytes are on their way to it."""
+    with listening_socket(host) as listener, socket.socket(listener.family) as sock:
+        break_when_silent(sock)
+
+        def option(name: int) -> int:
+            return sock.getsockopt(socket.IPPROTO_TCP, name)
+
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        probing_s = option(socket.TCP_KEEPINTVL) * option(socket.TCP_KEEPCNT)
+        assert option(socket.TCP_KEEPIDLE) + probing_s == 120
+        assert option(socket.TCP_USER_TIMEOUT) == 120_000
+
+
+def test_a_stream_tells_where_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody listens, the name means nothing, or what is sent vanishes."""
+    with listening_socket("::1") as listener:
+        closed = listener.getsockname()[:2]
+    full = socket.create_server(("127.0.0.1", 0), backlog=0)
+    fillers = [socket.socket() for _ in range(4)]
+    for filler in fillers:
+        filler.setblocking(False)
+        filler.connect_ex(full.getsockname())
+    monkeypatch.setattr(sockets, "CONNECT_TIMEOUT_S", 0.1)
+
+    for address, why in (
+        (closed, rf"\[::1\]:{closed[1]} cannot be reached: .*{errno.ECONNREFUSED}"),
+        (("no.invalid", 7), "no.invalid:7 cannot be reached"),
+        (full.getsockname(), "nothing answered for 0 s"),
+    ):
+        with pytest.raises(ConnectionError, match=why):
+            asyncio.run(open_stream(address))
+    for sock in (*fillers, full):
+        sock.close()
+
+
+@pytest.mark.parametrize("fails", ["at once", "later"])
+def test_a_peer_that_cannot_be_reached_is_named_with_both_addresses_and_a_remedy(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who reads it has to find out which of two machines, or what between them, is to be mended."""
+    links = Links(1, token=TOKEN, host=ELSEWHERE)
+    peer = (ELSEWHERE, 9) if fails == "at once" else ("127.0.0.1", 1)
+    if fails == "at once":
+
+        def refuse(*_: object) -> int:
+            return errno.ENETUNREACH
+
+        monkeypatch.setattr(socket.socket, "connect_ex", refuse)
+    with pytest.raises(PeerLostError) as lost:
+        links.begin(0, addresses={2: peer}, peers=(2,), timeout_s=TIMEOUT_S)
+    links.close()
+
+    text = str(lost.value)
+    assert f"no link between {address_text(peer)} and {address_text(links.address)}" in text
+    assert "firewall" in text
+    assert "--advertise or --interface" in text
+
+
+def test_a_peer_that_does_not_call_is_named_with_both_addresses() -> None:
+    """The higher rank waits for the lower one; nothing else tells it what to look at."""
+    links = Links(1, token=TOKEN, host=ELSEWHERE)
+    with pytest.raises(PeerLostError) as lost:
+        links.begin(0, addresses={0: ("fd00::9", 70)}, peers=(0,), timeout_s=0.05)
+    links.close()
+
+    assert "nothing came" in str(lost.value)
+    assert f"no link between [fd00::9]:70 and {address_text(links.address)}" in str(lost.value)
+
+
+def test_processes_of_one_machine_are_not_asked_about_firewalls() -> None:
+    """There is none between them: the peer has died."""
+    links, gone = Links(1, token=TOKEN), Links(2, token=TOKEN)
+    gone.close()
+    with pytest.raises(PeerLostError) as lost:
+        links.begin(0, addresses={2: gone.address}, peers=(2,), timeout_s=TIMEOUT_S)
+    links.close()
+
+    assert "firewall" not in str(lost.value)
