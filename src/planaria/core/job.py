@@ -273,6 +273,16 @@ class ClusterConfig:
     lease_s: float = _key(
         3.0, "a node counts as lost when nothing has come from it for this many seconds"
     )
+    patience_s: float = _key(
+        600.0,
+        "seconds in which a node on another machine that has lost the head keeps its workers and "
+        "copies and looks for it, once its lease has run out; then the node ends",
+    )
+    wait_s: float = _key(
+        600.0,
+        "seconds that a job on several machines waits for more of them when too few nodes are left "
+        "to go on; before that it saves what is whole; 0: it ends at once",
+    )
     notice_s: float = _key(30.0, "seconds from a SIGTERM on a node until the node is gone")
     rejoin_delay_s: float = _key(
         10.0,

@@ -23,6 +23,8 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
         cache_directory: directory in which tokens and profiles are kept between jobs.
         machine: name of the machine that the node runs on; a node that takes the place of a lost
             one may run on the same machine.
+        patience_s: seconds in which the node looks for a head that it has lost; 0: the head is on
+            this machine, and the node ends with it.
         profile: costs of the model's layers and of the links between nodes.
         trace: whether workers report the spans of every iteration.
         places: places at which faults are to be injected on this node.
@@ -42,6 +44,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     cache_directory: str
     machine: str = ""
     host: str = "127.0.0.1"
+    patience_s: float = 0.0
     profile: ModelProfile | None = None
     trace: bool = False
     places: tuple[Place, ...] = ()

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -76,7 +77,7 @@ from planaria.schedule.buckets import ReductionOrder
 from planaria.schedule.lower import rank_schedule
 from planaria.transport.links import UNLIMITED_S, Links
 from planaria.transport.probe import Probe
-from planaria.transport.pulse import Pulse
+from planaria.transport.pulse import LEASE_TIMEOUT_S, Pulse
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class Worker:
             tier,
             rank=spec.rank,
             send=control.send,
-            may_write=pulse.wait_member,
+            may_write=partial(pulse.wait_member, timeout_s=max(LEASE_TIMEOUT_S, spec.patience_s)),
             is_over=control.is_over,
         )
         self._copying = Copying(spec, links, send=control.send, timeout_s=UNLIMITED_S)

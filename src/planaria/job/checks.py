@@ -40,6 +40,7 @@ _MINIMUM = {
     "cluster.devices_per_node": 1,
     "cluster.device_memory_bytes": 0,
     "cluster.lease_s": 0.5,
+    "cluster.wait_s": 0,
 }
 NODES_MAX = 10_000  # Nobody has more, so a number with one zero too many is refused at once.
 _TIMEOUT_S_MAX = 1e8  # Three years. A thread cannot be waited for longer than 9e9 s.
@@ -49,10 +50,15 @@ _MAXIMUM: dict[str, float] = {
     "cluster.max_nodes": NODES_MAX,
     "cluster.standby": NODES_MAX,
     "cluster.devices_per_node": NODES_MAX,
+    "cluster.patience_s": _TIMEOUT_S_MAX,
+    "cluster.wait_s": _TIMEOUT_S_MAX,
 }
 # A plan has a route for each microbatch. With more than this, planning takes longer than training.
 NUM_MICROBATCHES_MAX = 1 << 16
-_POSITIVE = ("training.learning_rate", "model.time_scale", "checkpoint.timeout_s")
+_POSITIVE = (
+    *("training.learning_rate", "model.time_scale", "checkpoint.timeout_s"),
+    "cluster.patience_s",
+)
 
 # The kinds of a key's table for which the key has a meaning; other keys have one for every kind.
 _KINDS = {

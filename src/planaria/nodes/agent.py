@@ -12,6 +12,10 @@ expired nothing is written to disk. The agent and its workers end when the launc
 lifeline pipe closes, when the node is not a member any more, or when the coordinator says
 `Shutdown`.
 
+If the coordinator is on another machine, the agent also leaves a connection over which nothing
+comes, and connects again and again. It closes the connection that it left only when the coordinator
+answers it over another one: to the coordinator, a closed connection is a lost node.
+
 The agent's decisions are in protocol/agent_state.py and agent_lease.py.
 """
 
@@ -56,6 +60,8 @@ from planaria.protocol.agent_lease import (
     first_lease,
     is_given_up,
     is_late,
+    is_silent,
+    lease_after_contact,
     lease_after_tick,
     renewed_lease,
     unconnected_lease,
@@ -83,6 +89,7 @@ logger = logging.getLogger(__name__)
 
 _READ_BYTES: Final = 1 << 20
 _RECONNECT_S: Final = 0.02
+_NUM_SILENT_MAX: Final = 8  # Number of connections that were left and are still open.
 _STACK_SETTLED_S: Final = 0.05
 
 
@@ -193,10 +200,12 @@ class _Agent:
         self._spec = spec
         self._workers = workers
         self._lifeline_fd = lifeline_fd
-        self._state = AgentState(node=spec.node)
+        self._state = AgentState(node=spec.node, is_elsewhere=spec.patience_s > 0.0)
         self._to_coordinator: asyncio.StreamWriter | None = None
+        self._session: asyncio.Task[None]
+        self._silent_writers: list[asyncio.StreamWriter] = []
         self._lease_s = spec.job.cluster.lease_s
-        self._lease = first_lease(self._lease_s, time.monotonic())
+        self._lease = first_lease(self._lease_s, time.monotonic(), patience_s=spec.patience_s)
         self._cpu_steal = CpuSteal(TICKS_PER_LEASE)
         self._is_shut_down = False
 
@@ -214,10 +223,14 @@ class _Agent:
         ]
         ticks = asyncio.create_task(self._run_ticks())
         while not self._is_shut_down:
+            self._session = asyncio.create_task(self._serve())
+            await asyncio.wait((self._session,))
             try:
-                await self._serve()
+                self._session.result()
             except (OSError, asyncio.IncompleteReadError, AuthenticationError) as error:
                 logger.info("node %s: no coordinator: %s", self._spec.node, error)
+            except asyncio.CancelledError:
+                logger.info("node %s: the coordinator is silent", self._spec.node)
             self._to_coordinator = None
             self._send_heartbeat()  # The lease may be about to expire.
             if not self._is_shut_down:
@@ -228,37 +241,71 @@ class _Agent:
     # -- the coordinator --------------------------------------------------------------------------
 
     async def _serve(self) -> None:
-        """Serves one connection to a coordinator, until either end closes it."""
-        reader, writer = await open_stream(self._spec.coordinator)
+        """Serves one connection to a coordinator, until either end closes it.
+
+        It is cancelled if the coordinator is silent.
+        """
+        reader, writer = await self._connect()
+        is_silent = False
         try:
-            await shake_hands(
-                reader,
-                writer,
-                token=self._spec.token,
-                role=Role.CONNECT,
-                identity=self._spec.node,
-            )
             # There is no await from here until _to_coordinator is set, so that no fact is said
             # twice or left out.
-            writer.write(
-                b"".join(frame(fact) for fact in repeated_reports(self._state, time.monotonic()))
-            )
+            now_s = time.monotonic()
+            writer.write(b"".join(frame(fact) for fact in repeated_reports(self._state, now_s)))
             self._to_coordinator = writer
+            self._lease = lease_after_contact(self._lease, now_s)
             self._send_heartbeat()
             decoder = FrameDecoder()
             while not self._is_shut_down and (data := await reader.read(_READ_BYTES)):
                 for body in decoder.feed(data):
                     self._on_message(order_of(body))
+        except asyncio.CancelledError:
+            is_silent = True
+            raise
         finally:
-            writer.close()
+            if is_silent:
+                self._silent_writers.append(writer)
+                self._close_silent(num_kept=_NUM_SILENT_MAX)
+            else:
+                writer.close()
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection to the coordinator, after the handshake.
+
+        On the way to another machine, packets may vanish without an error. Half a lease is short
+        enough to be back in time, since after a cut each node is given a whole one.
+        """
+        async with asyncio.timeout(self._lease_s / 2 if self._spec.patience_s else None):
+            reader, writer = await open_stream(self._spec.coordinator)
+            try:
+                await shake_hands(
+                    reader,
+                    writer,
+                    token=self._spec.token,
+                    role=Role.CONNECT,
+                    identity=self._spec.node,
+                )
+            except BaseException:
+                writer.close()
+                raise
+        return reader, writer
+
+    def _close_silent(self, *, num_kept: int) -> None:
+        """Closes connections that the agent has left, the oldest first."""
+        while len(self._silent_writers) > num_kept:
+            self._silent_writers.pop(0).transport.abort()
 
     def _on_message(self, message: ToNode) -> None:
+        self._lease = lease_after_contact(self._lease, time.monotonic())
         result = on_coordinator_message(self._state, message)
         self._state = result.state
+        if result.leaves:
+            raise ConnectionRefusedError(result.leaves)
         if result.ends:
             self._end_node(result.ends)
         if isinstance(message, HeartbeatTaken):
             self._set_lease(renewed_lease(self._lease, message.sent_s))
+            self._close_silent(num_kept=0)
         if result.forwards:
             for worker in self._workers:
                 worker.tell(frame(message))
@@ -295,13 +342,15 @@ class _Agent:
                     self._check_pulse(worker, now_s)
 
     def _send_heartbeat(self) -> None:
-        now_s = time.monotonic()
-        if self._to_coordinator is None:
+        now_s, to_coordinator = time.monotonic(), self._to_coordinator
+        if to_coordinator is None:
             self._set_lease(unconnected_lease(self._lease, now_s))
-            return
-        self._to_coordinator.write(frame(Heartbeat(node=self._spec.node, sent_s=now_s)))
-        if is_given_up(self._lease, now_s):
+        else:
+            to_coordinator.write(frame(Heartbeat(node=self._spec.node, sent_s=now_s)))
+        if is_given_up(self._lease, now_s, is_connected=to_coordinator is not None):
             self._end_node(f"its lease ran out {now_s - self._lease.end_s:.1f} s ago, unanswered")
+        if to_coordinator is not None and is_silent(self._lease, now_s):
+            self._session.cancel()
 
     def _set_lease(self, lease: AgentLease) -> None:
         self._lease = lease

@@ -1,11 +1,16 @@
 """The rules by which an agent judges its node's lease, and workers that stand still.
 
 Each heartbeat that the coordinator answers renews the lease from the moment at which the heartbeat
-was sent. While the lease has run out, nothing is written to disk. If another lease passes without
-an answer, the node ends itself, because others have taken its place. Time in which the agent itself
+was sent. While the lease has run out, nothing is written to disk. Time in which the agent itself
 was stopped counts neither against the coordinator nor against workers. CPU steal during an action
 does not count against its worker: steal stops whoever computes on that processor, but not the
 agent.
+
+On the launcher's machine there is always a coordinator, or soon another one. If one that is
+connected leaves heartbeats unanswered for another lease, others have taken the node's place, and it
+ends itself. On another machine the network may be at fault (`patience_s`): a connection over which
+nothing has come for a lease is left, the agent looks for the coordinator again and again, and the
+node ends itself only when its lease ran out that long ago.
 
 Source: docs/protocol.md, "Epochs fence" (Leases) and "Software failures".
 """
@@ -25,17 +30,29 @@ class AgentLease:
         end_s: time until which the node is certainly a member.
         awake_since_s: time since which the agent has run without being stopped.
         ticked_s: time at which the agent last looked at its clock.
+        heard_s: time at which the agent last connected to, or heard from, a coordinator.
+        patience_s: time after the end of its lease in which the agent looks for the coordinator; 0:
+            the coordinator is on the same machine.
     """
 
     lease_s: float
     end_s: float
     awake_since_s: float
     ticked_s: float
+    heard_s: float
+    patience_s: float = 0.0
 
 
-def first_lease(lease_s: float, now_s: float) -> AgentLease:
+def first_lease(lease_s: float, now_s: float, *, patience_s: float = 0.0) -> AgentLease:
     """The lease of a node that starts."""
-    return AgentLease(lease_s=lease_s, end_s=now_s + lease_s, awake_since_s=now_s, ticked_s=now_s)
+    return AgentLease(
+        lease_s=lease_s,
+        end_s=now_s + lease_s,
+        awake_since_s=now_s,
+        ticked_s=now_s,
+        heard_s=now_s,
+        patience_s=patience_s,
+    )
 
 
 def lease_after_tick(lease: AgentLease, now_s: float) -> AgentLease:
@@ -45,22 +62,40 @@ def lease_after_tick(lease: AgentLease, now_s: float) -> AgentLease:
     return replace(lease, ticked_s=now_s, awake_since_s=awake_since_s)
 
 
+def lease_after_contact(lease: AgentLease, now_s: float) -> AgentLease:
+    """The lease after the agent has connected to a coordinator, or has heard from it."""
+    return replace(lease, heard_s=now_s)
+
+
 def renewed_lease(lease: AgentLease, sent_s: float) -> AgentLease:
     """The lease after the answer to a heartbeat that was sent at sent_s."""
     return replace(lease, end_s=sent_s + lease.lease_s)
 
 
 def unconnected_lease(lease: AgentLease, now_s: float) -> AgentLease:
-    """The lease while there is no coordinator: full again, unless it has run out.
+    """The lease while the agent has no connection to a coordinator.
 
-    Meanwhile nobody is evicted, and the next coordinator grants each member a full lease.
+    On the launcher's machine there is no coordinator then: nobody is evicted meanwhile, and the
+    next coordinator grants each member a full lease. So the lease is full again, unless it has run
+    out. On another machine the agent cannot know that, and the lease runs out.
     """
-    return renewed_lease(lease, now_s) if now_s < lease.end_s else lease
+    if lease.patience_s or now_s >= lease.end_s:
+        return lease
+    return renewed_lease(lease, now_s)
 
 
-def is_given_up(lease: AgentLease, now_s: float) -> bool:
-    """Whether a connected coordinator has left heartbeats unanswered for too long."""
-    return now_s > max(lease.end_s, lease.awake_since_s) + lease.lease_s
+def is_silent(lease: AgentLease, now_s: float) -> bool:
+    """Whether a connection must be left, because the network may have failed without a trace."""
+    heard_s = max(lease.heard_s, lease.awake_since_s)
+    return bool(lease.patience_s) and now_s > heard_s + lease.lease_s
+
+
+def is_given_up(lease: AgentLease, now_s: float, *, is_connected: bool) -> bool:
+    """Whether heartbeats went unanswered for so long that the node must end itself."""
+    if not (is_connected or lease.patience_s):
+        return False
+    limit_s = lease.patience_s or lease.lease_s
+    return now_s > max(lease.end_s, lease.awake_since_s) + limit_s
 
 
 def can_judge_workers(lease: AgentLease, now_s: float) -> bool:

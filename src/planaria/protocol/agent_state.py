@@ -48,6 +48,8 @@ class AgentState:
     """What an agent knows.
 
     Attributes:
+        is_elsewhere: whether the coordinator is on another machine, so that an old one may still be
+            reached.
         term: term of the newest coordinator heard; -1: none.
         epoch: the epoch that `abort` announces; -1: none.
         abort: the newest order to leave an epoch.
@@ -57,6 +59,7 @@ class AgentState:
     """
 
     node: int
+    is_elsewhere: bool = False
     term: int = -1
     epoch: int = -1
     abort: Abort | None = None
@@ -70,11 +73,14 @@ class Consequence:
 
     Attributes:
         forwards: the agent must pass the message on to the workers.
+        leaves: reason why the agent must leave this coordinator and look for another; "": it must
+            not.
         ends: reason why the node must end itself; "": it must not.
     """
 
     state: AgentState
     forwards: bool = False
+    leaves: str = ""
     ends: str = ""
 
 
@@ -118,9 +124,9 @@ def on_coordinator_message(state: AgentState, message: ToNode) -> Consequence:
     match message:
         case Welcome():
             if message.term < state.term:
-                return Consequence(
-                    state, ends=f"a coordinator of term {message.term} is out of date"
-                )
+                reason = f"a coordinator of term {message.term} is out of date"
+                leaves, ends = (reason, "") if state.is_elsewhere else ("", reason)
+                return Consequence(state, leaves=leaves, ends=ends)
             return Consequence(replace(state, term=message.term))
         case Acknowledged():
             return Consequence(_without_acknowledged(state, message.num_committed))

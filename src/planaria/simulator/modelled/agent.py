@@ -25,6 +25,8 @@ from planaria.protocol.agent_lease import (
     can_judge_workers,
     first_lease,
     is_given_up,
+    is_silent,
+    lease_after_contact,
     lease_after_tick,
     renewed_lease,
     unconnected_lease,
@@ -114,6 +116,8 @@ class SimulatedAgent:
         self._num_forked = 0
         self._worker_ends: list[Endpoint] = []
         self._to_coordinator: Endpoint | None = None
+        self._closed: Future[None]
+        self._silent_ends: list[Endpoint] = []
         self._is_shut_down = False
         self.process = Process(
             surroundings.loop, f"agent {node}", place=node, on_error=on_error, rate=rate
@@ -160,7 +164,7 @@ class SimulatedAgent:
             end = self._surroundings.coordinator_connection(self)
             if end is None:
                 continue
-            closed: Future[None] = Future()
+            closed = self._closed = Future()
             end.on_message = self._on_message
 
             def resolve(closed: Future[None] = closed) -> None:
@@ -170,19 +174,33 @@ class SimulatedAgent:
             for fact in repeated_reports(self.state, self.process.now_s):
                 end.send(fact)
             self._to_coordinator = end
+            self._lease = lease_after_contact(self._lease, self.process.now_s)
             self._send_heartbeat()
             await closed
             self._to_coordinator = None
             self._send_heartbeat()
 
+    def _leave_silent(self, end: Endpoint) -> None:
+        """Leaves a connection over which nothing comes; it stays open until another is answered."""
+        end.on_message, end.on_close = _ignore, _ignore
+        self._silent_ends.append(end)
+        self._closed.resolve(None)
+
     def _on_message(self, message: ToNode) -> None:
+        self._lease = lease_after_contact(self._lease, self.process.now_s)
         result = on_coordinator_message(self.state, message)
         self.state = result.state
+        if result.leaves and self._to_coordinator is not None:
+            self._to_coordinator.close()
+            self._closed.resolve(None)
+            return
         if result.ends:
             self._end_node(result.ends)
             return
         if isinstance(message, HeartbeatTaken):
             self._lease = renewed_lease(self._lease, message.sent_s)
+            while self._silent_ends:
+                self._silent_ends.pop().close()
         if result.forwards:
             for end in self._worker_ends:
                 end.send(message)
@@ -216,13 +234,15 @@ class SimulatedAgent:
                         worker.process.kill()
 
     def _send_heartbeat(self) -> None:
-        now_s = self.process.now_s
-        if self._to_coordinator is None:
+        now_s, to_coordinator = self.process.now_s, self._to_coordinator
+        if to_coordinator is None:
             self._lease = unconnected_lease(self._lease, now_s)
-            return
-        self._to_coordinator.send(Heartbeat(node=self.node, sent_s=now_s))
-        if is_given_up(self._lease, now_s):
+        else:
+            to_coordinator.send(Heartbeat(node=self.node, sent_s=now_s))
+        if is_given_up(self._lease, now_s, is_connected=to_coordinator is not None):
             self._end_node(UNANSWERED)
+        elif to_coordinator is not None and is_silent(self._lease, now_s):
+            self._leave_silent(to_coordinator)
 
     def _fork_worker(self, device: int) -> SimulatedWorker:
         self._num_forked += 1
@@ -298,3 +318,7 @@ class SimulatedAgent:
 
     def _is_member(self) -> bool:
         return self.process.now_s < self._lease.end_s
+
+
+def _ignore(*_: object) -> None:
+    """Takes nothing more from a connection that the agent has left."""

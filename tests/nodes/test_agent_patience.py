@@ -1,0 +1,160 @@
+"""An agent on another machine looks for its coordinator when it is lost."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+
+from planaria.core.job import ClusterConfig, JobConfig
+from planaria.core.messages import (
+    Heartbeat,
+    HeartbeatTaken,
+    NodeArrived,
+    Shutdown,
+    ToNode,
+    Welcome,
+)
+from planaria.core.specs import NodeSpec
+from planaria.nodes.agent import _Agent
+from planaria.transport.frames import FrameDecoder, Role, frame, from_node_decoder, shake_hands
+from planaria.transport.probe import NO_NODE
+
+TOKEN = b"a token of 32 bytes for this test"
+LEASE_S = 0.5
+TIMEOUT_S = 20.0
+
+
+class Line:
+    """The coordinator's end of a connection to the agent.
+
+    Attributes:
+        messages: what the agent says.
+        is_closed: whether the agent has closed the connection.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.messages: asyncio.Queue[object] = asyncio.Queue()
+        self.is_closed = asyncio.Event()
+        self._reader, self._writer = reader, writer
+
+    def tell(self, message: ToNode) -> None:
+        """Sends a message to the agent."""
+        self._writer.write(frame(message))
+
+    async def read(self) -> None:
+        """Reads what the agent says until it closes the connection."""
+        decoder = FrameDecoder()
+        with contextlib.suppress(ConnectionError):  # A connection that was left is aborted.
+            while data := await self._reader.read(1 << 16):
+                for body in decoder.feed(data):
+                    self.messages.put_nowait(from_node_decoder.decode(body))
+        self.is_closed.set()
+        self._writer.close()
+
+
+@pytest.fixture
+def lifeline_fd() -> Iterator[int]:
+    """The end of a lifeline that stays open."""
+    near, far = os.pipe()
+    yield near
+    os.close(near)
+    os.close(far)
+
+
+def with_agent(
+    play: Callable[[asyncio.Queue[Line]], Awaitable[None]], lifeline_fd: int, *, patience_s: float
+) -> None:
+    """Runs an agent without workers against a coordinator that `play` plays."""
+
+    async def run() -> None:
+        lines: asyncio.Queue[Line] = asyncio.Queue()
+
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await shake_hands(reader, writer, token=TOKEN, role=Role.ACCEPT, identity=NO_NODE)
+            lines.put_nowait(line := Line(reader, writer))
+            await line.read()
+
+        server = await asyncio.start_server(accept, "127.0.0.1", 0)
+        spec = NodeSpec(
+            job=JobConfig(cluster=ClusterConfig(lease_s=LEASE_S)),
+            node=4,
+            token=TOKEN,
+            coordinator=server.sockets[0].getsockname(),
+            worker="",
+            cache_directory="",
+            patience_s=patience_s,
+        )
+        agent = asyncio.create_task(_Agent(spec, [], lifeline_fd).run())
+        async with asyncio.timeout(TIMEOUT_S), server:
+            await play(lines)
+            await agent
+
+    asyncio.run(run())
+
+
+async def first_heartbeat(line: Line) -> Heartbeat:
+    """The next heartbeat on a connection."""
+    while True:
+        if isinstance(message := await line.messages.get(), Heartbeat):
+            return message
+
+
+def test_a_silent_connection_is_left_and_closed_only_when_another_is_answered(
+    lifeline_fd: int,
+) -> None:
+    """A coordinator takes a closed connection for a lost node, so the agent, which may be the one
+    that is cut off, closes none before it is heard elsewhere."""
+
+    async def play(lines: asyncio.Queue[Line]) -> None:
+        silent = await lines.get()
+        silent.tell(Welcome(term=0))
+        line = await lines.get()
+        first = await line.messages.get()
+        heartbeat = await first_heartbeat(line)
+        was_closed = silent.is_closed.is_set()
+        line.tell(HeartbeatTaken(sent_s=heartbeat.sent_s))
+        await silent.is_closed.wait()
+        line.tell(Shutdown())
+
+        assert isinstance(first, NodeArrived)  # What it said before may never have arrived.
+        assert not was_closed
+
+    with_agent(play, lifeline_fd, patience_s=60.0)
+
+
+def test_a_coordinator_of_an_older_term_is_left(lifeline_fd: int) -> None:
+    """An old head may go on, out of reach of the new one. The node is still a member there."""
+
+    async def play(lines: asyncio.Queue[Line]) -> None:
+        (await lines.get()).tell(Welcome(term=7))
+        old = await lines.get()
+        old.tell(Welcome(term=6))
+        await old.is_closed.wait()
+        new = await lines.get()
+        new.tell(Welcome(term=7))
+        new.tell(Shutdown())
+
+    with_agent(play, lifeline_fd, patience_s=60.0)
+
+
+def test_a_node_ends_itself_when_nobody_answered_in_its_patience(
+    lifeline_fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks for the head on several connections before that."""
+    ends: list[str] = []
+
+    async def play(lines: asyncio.Queue[Line]) -> None:
+        def end(agent: _Agent, reason: str) -> None:
+            ends.append(reason)
+            agent._is_shut_down = True
+            agent._session.cancel()
+
+        monkeypatch.setattr(_Agent, "_end_node", end)
+        for _ in range(3):
+            await lines.get()
+
+    with_agent(play, lifeline_fd, patience_s=6 * LEASE_S)
+
+    assert "unanswered" in ends[0]
