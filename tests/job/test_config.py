@@ -141,6 +141,7 @@ def test_inputs_lie_beside_the_file_and_outputs_in_the_current_directory(
         ({"checkpoint": {"timeout_s": 1e10}}, "checkpoint.timeout_s", "must be at most 1e+08"),
         ({"cluster": {"max_nodes": 10_001}}, "cluster.max_nodes", "must be at most 10000"),
         ({"cluster": {"lease_s": "3 s"}}, "cluster.lease_s", "must be a number"),
+        ({"cluster": {"notice": "leave"}}, "cluster.notice", "must be the absolute path of a file"),
         ({"cluster": {"lease_s": 0.0}}, "cluster.lease_s", "must be at least 0.5"),
         ({"checkpoint": {"every": 0}}, "checkpoint.every", 'at least 1, or "auto"'),
         ({"checkpoint": {"every": "often"}}, "checkpoint.every", 'must be: integer or "auto"'),

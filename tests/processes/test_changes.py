@@ -19,7 +19,7 @@ from helpers.chaos import (
     run_under_faults,
     sample_cases,
 )
-from helpers.command import keep_request_sockets_in, wait_for
+from helpers.command import PACED, keep_request_sockets_in, wait_for
 from helpers.jobs import digests
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError, InsufficientError
@@ -121,7 +121,7 @@ def test_a_notice_that_leaves_too_few_saves_and_ends_with_nothing_redone(
 class Watching(SilentDisplay):
     """Calls back once, when an iteration is committed."""
 
-    def __init__(self, iteration: int, act: Callable[[], None]) -> None:
+    def __init__(self, iteration: int, act: Callable[[], object]) -> None:
         self._iteration = iteration
         self._act = act
         self.threads: list[threading.Thread] = []
@@ -190,20 +190,44 @@ def test_a_job_that_nobody_can_ask_trains_and_says_so(
     assert f"{tmp_path / 'file'}: " in told
 
 
-def test_a_sigterm_on_any_process_of_a_node_is_a_notice(
-    server: ForkServer, tmp_path: Path, calm: tuple[str, str]
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_of_a_scheduler_to_a_node_is_a_notice(
+    number: signal.Signals, server: ForkServer, tmp_path: Path, calm: tuple[str, str]
 ) -> None:
-    """Schedulers signal whom they like; here it is a worker, not its agent."""
+    """SIGTERM on any process of the node, here a worker; SIGUSR1 on its agent, because a worker
+    writes its stacks at that signal."""
     config = job(tmp_path / "run", server, nodes=4)
 
-    def terminate() -> None:
-        agents = psutil.Process(server.pid).children()
+    def send() -> None:
+        agents = [p for p in psutil.Process(server.pid).children() if p.children()]
         workers = [worker for agent in agents for worker in agent.children()]
-        os.kill(max(worker.pid for worker in workers), signal.SIGTERM)
+        processes = workers if number == signal.SIGTERM else agents
+        os.kill(max(process.pid for process in processes), number)
 
-    result = Job(config).run(server=server, display=Watching(2, terminate))
+    result = Job(config).run(server=server, display=Watching(2, send))
 
     (left,) = check(result, calm)
     assert left.kind == "drained"
     assert len(result.report.final.nodes) == 3
     wait_for(lambda: not psutil.Process(server.pid).children(), what="all processes gone")
+
+
+def test_a_node_whose_notice_file_appears_is_planned_out(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """The node's own file, among those of all nodes; nothing is done twice for it."""
+    settings = (
+        "model.time_scale=0.1",
+        "training.iterations=30",
+        "cluster.nodes=7",
+        f"checkpoint.directory={tmp_path / 'checkpoints'}",
+        f"cluster.notice={tmp_path}/leave-{{node}}",
+    )
+    display = Watching(2, lambda: (tmp_path / "leave-3").write_text("60"))
+    result = Job.from_file(PACED, overrides=settings).run(server=server, display=display)
+
+    assert result.error is None
+    (left,) = recoveries(result)
+    assert (left.kind, left.nodes, left.redone_samples) == ("drained", (3,), 0)
+    assert 3 not in result.report.final.nodes
+    assert [record.iteration for record in result.report.iterations] == list(range(30))

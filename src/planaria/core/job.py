@@ -283,7 +283,17 @@ class ClusterConfig:
         "seconds that a job on several machines waits for more of them when too few nodes are left "
         "to go on; before that it saves what is whole; 0: it ends at once",
     )
-    notice_s: float = _key(30.0, "seconds from a SIGTERM on a node until the node is gone")
+    notice_s: float = _key(
+        30.0, "seconds from a notice that says no time, as a SIGTERM, until the node is gone"
+    )
+    notice: str = _key(
+        "",
+        "where each node looks for a notice that it will be taken away; the absolute path of a "
+        "file that is made as the notice, or an http:// URL that answers with one (its text may be "
+        "the number of seconds that are left, or a time such as 2026-01-31T12:00:00Z); ec2 or "
+        "gcp: the machine's own metadata in that cloud; {node} is replaced by the node's number; "
+        "empty: nowhere",
+    )
     rejoin_delay_s: float = _key(
         10.0,
         "seconds until a machine is taken back whose nodes failed twice; each further failure "

@@ -25,6 +25,8 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
             one may run on the same machine.
         patience_s: seconds in which the node looks for a head that it has lost; 0: the head is on
             this machine, and the node ends with it.
+        notice: source of preemption notices for this machine (nodes/notices.py); empty: the job's
+            own, `cluster.notice`.
         profile: costs of the model's layers and of the links between nodes.
         trace: whether workers report the spans of every iteration.
         places: places at which faults are to be injected on this node.
@@ -45,6 +47,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     machine: str = ""
     host: str = "127.0.0.1"
     patience_s: float = 0.0
+    notice: str = ""
     profile: ModelProfile | None = None
     trace: bool = False
     places: tuple[Place, ...] = ()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from planaria.core.job import ClusterConfig, DataConfig, JobConfig, ModelConfig
 from planaria.errors import ConfigError
+from planaria.nodes.notices import parse_notice_source
 from planaria.profiles.shipped import NOT_FOUND, profile_path
 
 _MINIMUM = {
@@ -232,6 +233,8 @@ def _check_cluster(cluster: ClusterConfig) -> None:
     if 0 < cluster.max_nodes < cluster.nodes:
         remedy = f"must be at least cluster.nodes = {cluster.nodes}, or 0 for the same number"
         raise ConfigError("cluster.max_nodes", cluster.max_nodes, remedy)
+    if cluster.notice:
+        parse_notice_source(cluster.notice, field="cluster.notice")
 
 
 def _missing(data: DataConfig) -> str:

@@ -6,6 +6,9 @@ messages to the coordinator, and the coordinator's orders to all workers. A work
 replaced by a new one. A worker that makes no progress is killed first, and its Python stacks are
 sent to the coordinator.
 
+SIGTERM, SIGUSR1 or a source of notices (notices.py) tells the agent that the node will be taken
+away. It reports that, and the node is planned out.
+
 When the coordinator is gone, the agent connects to the next one, which listens at the same address,
 and repeats the facts that may have been lost. Heartbeats renew the node's lease; while it has
 expired nothing is written to disk. The agent and its workers end when the launcher's end of the
@@ -51,6 +54,7 @@ from planaria.core.specs import NodeSpec
 from planaria.errors import AuthenticationError
 from planaria.nodes.descriptors import raise_open_files
 from planaria.nodes.forkserver import close_others, die_with_parent, leave_removed_directory
+from planaria.nodes.notices import fork_watcher, parse_notice_source
 from planaria.nodes.output import flush_own
 from planaria.protocol.agent_lease import (
     TICKS_PER_LEASE,
@@ -91,6 +95,9 @@ _READ_BYTES: Final = 1 << 20
 _RECONNECT_S: Final = 0.02
 _NUM_SILENT_MAX: Final = 8  # Number of connections that were left and are still open.
 _STACK_SETTLED_S: Final = 0.05
+_WATCHER_PAUSE_S: Final = 1.0
+# Signals that say that the node will be taken away.
+_NOTICES: Final = (signal.SIGTERM, signal.SIGUSR1)
 
 
 _fact_decoder: msgspec.json.Decoder[Fact] = msgspec.json.Decoder(Fact)
@@ -105,8 +112,8 @@ def main(payload: bytes, lifeline_fd: int) -> None:
     raise_open_files(spec.job.cluster)
     # Only the launcher handles Ctrl-C; the terminal's signal must not end some of the processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # SIGTERM is the notice that the node will be taken away; it must not end any process.
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    for number in _NOTICES:  # They must not end any process.
+        signal.signal(number, lambda *_: None)
     devices = spec.job.cluster.devices_per_node
     try:
         clocks_fd = node_clocks(devices) if spec.job.model.kind == "paced" else -1
@@ -213,7 +220,8 @@ class _Agent:
         """Forwards messages until the coordinator says `Shutdown`."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._lifeline_fd, _end_group)
-        loop.add_signal_handler(signal.SIGTERM, self._on_notice)
+        for number in _NOTICES:
+            loop.add_signal_handler(number, self._on_notice, self._spec.job.cluster.notice_s)
         arrived = NodeArrived(
             node=self._spec.node, rank=self._spec.rank, machine=self._spec.machine
         )
@@ -222,6 +230,7 @@ class _Agent:
             asyncio.create_task(self._forward_messages(worker)) for worker in self._workers
         ]
         ticks = asyncio.create_task(self._run_ticks())
+        watch = asyncio.create_task(self._watch_notices())
         while not self._is_shut_down:
             self._session = asyncio.create_task(self._serve())
             await asyncio.wait((self._session,))
@@ -236,6 +245,7 @@ class _Agent:
             if not self._is_shut_down:
                 await asyncio.sleep(_RECONNECT_S)
         ticks.cancel()
+        watch.cancel()
         await asyncio.gather(*forwarders)
 
     # -- the coordinator --------------------------------------------------------------------------
@@ -317,10 +327,31 @@ class _Agent:
         if self._to_coordinator is not None:
             self._to_coordinator.write(frame(message))
 
-    def _on_notice(self) -> None:
-        """Reports SIGTERM: the node will be taken away."""
-        after_s = self._spec.job.cluster.notice_s
+    def _on_notice(self, after_s: float) -> None:
+        """Reports that the node will be taken away in `after_s` seconds."""
         self._report(NoticeTaken(node=self._spec.node, rank=self._spec.rank, after_s=after_s))
+
+    async def _watch_notices(self) -> None:
+        """Reports the notice of the node's source, if it has one; replaces a watcher that dies."""
+        cluster, node = self._spec.job.cluster, self._spec.node
+        text = (self._spec.notice or cluster.notice).replace("{node}", str(node))
+        if not text:
+            return
+        source = parse_notice_source(text, default_s=cluster.notice_s)
+        while True:
+            try:
+                pid, sock = fork_watcher(source)
+            except OSError as error:
+                logger.warning("node %s: no process can watch for notices: %s", node, error)
+            else:
+                reader, writer = await asyncio.open_connection(sock=sock)
+                line = await reader.readline()
+                writer.close()
+                await _wait_exit(pid)
+                if line:
+                    self._on_notice(float(line))
+                    return
+            await asyncio.sleep(_WATCHER_PAUSE_S)
 
     def _end_node(self, reason: str) -> None:
         """Ends the node, which is not a member any more."""
@@ -421,6 +452,9 @@ def _become_worker(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse
     """Runs the worker in the forked child process, then exits; never returns."""
     status = 1
     try:
+        # The agent's handlers must not run here; a worker sets its own.
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         leave_removed_directory()
         module, _, function = spec.worker.partition(":")
         worker_main: WorkerMain = getattr(importlib.import_module(module), function)

@@ -1,0 +1,355 @@
+"""Sources of preemption notices: what a machine is told before it is taken away.
+
+    /run/leave            a file; while it exists there is a notice
+    http://HOST:PORT/X    a URL; an answer with status 2xx and a body is a notice, 404 is none
+    ec2                   the metadata of a spot instance of Amazon EC2
+    gcp                   the metadata of a virtual machine of Google Compute Engine
+
+The text of a file or body may say when the machine will be gone: a number of seconds, from when
+the notice is first seen, or a time as RFC 3339 writes it (2026-01-31T12:00:00Z), which is compared
+with this machine's clock. No proxy is asked. $PLANARIA_METADATA_URL names another server of
+metadata.
+
+A source is polled by a process of its own, the watcher, because a read of a network file system may
+hang, and because an agent, which forks workers, must not have threads.
+
+Source: "Spot Instance interruption notices" and "Use the Instance Metadata Service" (Amazon EC2);
+"Preemptible VM instances" and "Handle GPU host maintenance events" (Google Compute Engine).
+"""
+
+import contextlib
+import http.client
+import logging
+import os
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Final, Literal, NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+import msgspec
+
+from planaria.errors import ConfigError
+from planaria.nodes.forkserver import close_others, die_with_parent, leave_removed_directory
+from planaria.nodes.output import flush_own
+
+logger = logging.getLogger(__name__)
+
+_METADATA_URL: Final = "http://169.254.169.254"  # Also Google's, metadata.google.internal.
+_HTTP_TIMEOUT_S: Final = 2.0
+_TEXT_BYTES_MAX: Final = 4096
+_FILE_PAUSE_S: Final = 0.5
+_HTTP_PAUSE_S: Final = 2.0
+_WRITING_S: Final = 0.05  # Time between the making of a file and its first text.
+
+_EC2_NOTICE_S: Final = 120.0  # Amazon gives no longer notice.
+_EC2_TOKEN_S: Final = 21_600  # The longest life of a token of IMDSv2.
+_EC2_TOKEN_HEADER: Final = "X-aws-ec2-metadata-token"
+_GCP_PREEMPTION_S: Final = 30.0
+# One hour for a machine with GPUs; the metadata do not say which it is.
+_GCP_MAINTENANCE_S: Final = 60.0
+_GCP_HEADERS: Final = {"Metadata-Flavor": "Google"}
+
+
+class NoticeSource(Protocol):
+    """A place where it is said that the machine will be taken away."""
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds to wait between two reads."""
+        ...
+
+    def read(self) -> float | None:
+        """Seconds until the machine is gone; None while there is no notice.
+
+        Raises:
+            OSError: the source does not answer, or refuses to.
+            ValueError: the answer makes no sense.
+        """
+        ...
+
+
+def parse_notice_source(
+    text: str, *, field: str = "--notice", default_s: float = 30.0, metadata_url: str = ""
+) -> NoticeSource:
+    """The source that a text names: an absolute path, a URL, "ec2" or "gcp".
+
+    Args:
+        field: key or option that the text was given for, for the error.
+        default_s: seconds until the machine is gone, where a notice does not say it.
+        metadata_url: server of metadata; empty: $PLANARIA_METADATA_URL, or else the clouds' own.
+
+    Raises:
+        ConfigError: the text names no source.
+    """
+    server = metadata_url or os.environ.get("PLANARIA_METADATA_URL") or _METADATA_URL
+    if text == "ec2":
+        return _Ec2Source(server.rstrip("/"), default_s=default_s)
+    if text == "gcp":
+        return _GcpSource(server.rstrip("/"))
+    if text.startswith(("http://", "https://")):
+        if not _is_url(text):
+            raise ConfigError(field, text, "must name a host, and a port from 1 to 65535 if any")
+        return _UrlSource(text, default_s=default_s)
+    if text.startswith("/"):
+        return _FileSource(Path(text), default_s=default_s)
+    remedy = 'must be the absolute path of a file, an http:// or https:// URL, "ec2" or "gcp"'
+    raise ConfigError(field, text, remedy)
+
+
+def wait_notice(source: NoticeSource, *, pause_s: float) -> float:
+    """Polls a source until it has a notice; returns the seconds until the machine is gone.
+
+    The first error of the source is logged; it may pass.
+    """
+    has_failed = False
+    while True:
+        try:
+            after_s = source.read()
+        except (OSError, ValueError) as error:
+            if not has_failed:
+                logger.warning("no preemption notice can be read from %s: %s", source, error)
+            has_failed = True
+        else:
+            if after_s is not None:
+                return after_s
+        time.sleep(pause_s)
+
+
+def fork_watcher(source: NoticeSource) -> tuple[int, socket.socket]:
+    """Forks a process that ends once it has written the source's first notice to a socket.
+
+    It dies with its parent, and ignores the signals that are notices themselves.
+
+    Returns:
+        Pid of the process, and a socket from which a line with the seconds until the machine is
+        gone can be read. A socket that ends without a line means that the process was killed.
+    """
+    sock, watcher_socket = socket.socketpair()
+    parent_pid = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                signal.signal(number, signal.SIG_IGN)
+            die_with_parent(parent_pid)
+            close_others({0, 1, 2, watcher_socket.fileno()})
+            leave_removed_directory()
+            watcher_socket.sendall(b"%f\n" % wait_notice(source, pause_s=source.pause_s))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            flush_own()
+            os._exit(0)
+    watcher_socket.close()
+    return pid, sock
+
+
+class _FileSource:
+    """A file that somebody makes to say that the machine will be taken away."""
+
+    pause_s = _FILE_PAUSE_S
+
+    def __init__(self, path: Path, *, default_s: float) -> None:
+        self._path = path
+        self._default_s = default_s
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def read(self) -> float | None:
+        try:
+            text = self._text()
+            if not text:  # Its writer may be between making and filling it.
+                time.sleep(_WRITING_S)
+                text = self._text()
+        except FileNotFoundError:
+            if not self._path.parent.is_dir():
+                raise OSError(f"there is no directory {self._path.parent}") from None
+            return None
+        return _seconds_left(text, self._default_s)
+
+    def _text(self) -> str:
+        with self._path.open("rb") as file:
+            return file.read(_TEXT_BYTES_MAX).decode(errors="replace").strip()
+
+
+class _UrlSource:
+    """A service that says whether the machine will be taken away."""
+
+    pause_s = _HTTP_PAUSE_S
+
+    def __init__(self, url: str, *, default_s: float) -> None:
+        self._url = url
+        self._default_s = default_s
+
+    def __str__(self) -> str:
+        return self._url
+
+    def read(self) -> float | None:
+        answer = _ask("GET", self._url)
+        if answer.status == http.HTTPStatus.NOT_FOUND or not _body(answer):
+            return None
+        return _seconds_left(answer.text, self._default_s)
+
+
+class _InstanceAction(msgspec.Struct, frozen=True):
+    """What Amazon EC2 will do to a spot instance, and when."""
+
+    action: Literal["terminate", "stop", "hibernate"]
+    time: str
+
+
+class _Ec2Source:
+    """The metadata of an instance of Amazon EC2, by version 2 of its protocol (IMDSv2)."""
+
+    pause_s = _HTTP_PAUSE_S
+
+    def __init__(self, server: str, *, default_s: float) -> None:
+        self._server = server
+        self._default_s = default_s
+        self._token = ""
+        self._is_at_risk = False  # Whether Amazon recommends to rebalance, which is no notice.
+
+    def __str__(self) -> str:
+        return f"EC2's metadata at {self._server}"
+
+    def read(self) -> float | None:
+        text = self._value("spot/instance-action")
+        if not text:
+            self._log_recommendation()
+            return None
+        try:
+            action = msgspec.json.decode(text, type=_InstanceAction)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"spot/instance-action is {text[:200]!r} ({error})") from error
+        return min(_EC2_NOTICE_S, _seconds_left(action.time, self._default_s))
+
+    def _log_recommendation(self) -> None:
+        if not self._is_at_risk and self._value("events/recommendations/rebalance"):
+            self._is_at_risk = True
+            logger.warning("EC2 says that this instance is at elevated risk of interruption")
+
+    def _value(self, name: str) -> str:
+        """A value of the metadata; "" if there is none."""
+        if not self._token:
+            self._renew_token()
+        answer = self._get(name)
+        if answer.status == http.HTTPStatus.UNAUTHORIZED:  # The token has expired.
+            self._renew_token()
+            answer = self._get(name)
+        return "" if answer.status == http.HTTPStatus.NOT_FOUND else _body(answer)
+
+    def _get(self, name: str) -> "_Answer":
+        url = f"{self._server}/latest/meta-data/{name}"
+        return _ask("GET", url, headers={_EC2_TOKEN_HEADER: self._token})
+
+    def _renew_token(self) -> None:
+        headers = {f"{_EC2_TOKEN_HEADER}-ttl-seconds": str(_EC2_TOKEN_S)}
+        try:
+            answer = _ask("PUT", f"{self._server}/latest/api/token", headers=headers)
+        except TimeoutError as error:
+            hint = "in a container the instance needs a hop limit of 2 (HttpPutResponseHopLimit)"
+            raise OSError(f"{error}; {hint}") from error
+        self._token = _body(answer)
+
+
+class _GcpSource:
+    """The metadata of a virtual machine of Google Compute Engine."""
+
+    pause_s = _HTTP_PAUSE_S
+
+    def __init__(self, server: str) -> None:
+        self._server = server
+
+    def __str__(self) -> str:
+        return f"Google's metadata at {self._server}"
+
+    def read(self) -> float | None:
+        if self._value("preempted", among=("TRUE", "FALSE")) == "TRUE":
+            return _GCP_PREEMPTION_S
+        events = ("NONE", "MIGRATE_ON_HOST_MAINTENANCE", "TERMINATE_ON_HOST_MAINTENANCE")
+        if self._value("maintenance-event", among=events) == "TERMINATE_ON_HOST_MAINTENANCE":
+            return _GCP_MAINTENANCE_S
+        return None  # A machine that migrates stands still for some seconds at most.
+
+    def _value(self, name: str, *, among: tuple[str, ...]) -> str:
+        url = f"{self._server}/computeMetadata/v1/instance/{name}"
+        answer = _ask("GET", url, headers=_GCP_HEADERS)
+        value = _body(answer)
+        if answer.flavor != "Google":
+            raise ValueError(f"{url} was not answered by Google's metadata server")
+        if value not in among:
+            raise ValueError(f"{name} is {value[:200]!r}, not one of {', '.join(among)}")
+        return value
+
+
+def _seconds_left(text: str, default_s: float) -> float:
+    """The seconds until the machine is gone, as the text of a notice says them."""
+    text = text.strip()
+    with contextlib.suppress(ValueError):
+        if 0.0 <= (seconds := float(text)) < float("inf"):
+            return seconds
+    with contextlib.suppress(ValueError):
+        deadline = datetime.fromisoformat(text)
+        if deadline.tzinfo is not None:
+            return max(0.0, deadline.timestamp() - time.time())
+    if text:
+        form = "neither a number of seconds nor a time such as 2026-01-31T12:00:00Z"
+        logger.warning("a preemption notice says %r, %s; %g s are left", text[:80], form, default_s)
+    return default_s
+
+
+# -- HTTP: urllib.request would ask the proxies that the environment names -------------------------
+
+
+class _Answer(NamedTuple):
+    url: str
+    status: int
+    text: str
+    flavor: str
+
+
+def _ask(method: str, url: str, *, headers: Mapping[str, str] | None = None) -> _Answer:
+    """The answer to an HTTP request, whatever its status.
+
+    Raises:
+        OSError: there is no answer.
+    """
+    parts = urlsplit(url)
+    assert parts.hostname is not None, url
+    is_secure = parts.scheme == "https"
+    kind = http.client.HTTPSConnection if is_secure else http.client.HTTPConnection
+    connection = kind(parts.hostname, parts.port, timeout=_HTTP_TIMEOUT_S)
+    try:
+        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        connection.request(method, target, headers=dict(headers or {}))
+        response = connection.getresponse()
+        text = response.read(_TEXT_BYTES_MAX).decode(errors="replace").strip()
+        return _Answer(url, response.status, text, response.headers.get("Metadata-Flavor", ""))
+    except TimeoutError as error:
+        raise TimeoutError(f"{method} {url} got no answer in {_HTTP_TIMEOUT_S:g} s") from error
+    except http.client.HTTPException as error:
+        raise OSError(f"{method} {url} was not answered in HTTP: {error!r}") from error
+    finally:
+        connection.close()
+
+
+def _body(answer: _Answer) -> str:
+    """The text of an answer; OSError if its status says that the request failed."""
+    if not 200 <= answer.status < 300:
+        raise OSError(f"{answer.url} answered with status {answer.status}")
+    return answer.text
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:  # The port is no number, or too large.
+        return False

@@ -1,0 +1,473 @@
+"""Sources of preemption notices, against files and HTTP servers of the test's own."""
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from helpers.command import wait_for
+from planaria.errors import ConfigError
+from planaria.nodes import notices
+from planaria.nodes.notices import fork_watcher, parse_notice_source, wait_notice
+
+SLACK_S = 60.0  # A bound for what a busy machine takes between two lines of a test.
+Answer = tuple[int, str]
+
+
+class Metadata(ThreadingHTTPServer):
+    """A server whose answers a test sets.
+
+    Attributes:
+        answers: answer to the GET of each path; 404 for all others.
+        flavor: value of the header Metadata-Flavor of each answer.
+        requests: method, path and headers of each request so far.
+        token: token that a GET under /latest needs; the next PUT gives it.
+        is_silent: whether requests get no answer.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.answers: dict[str, Answer] = {}
+        self.flavor = "Google"
+        self.requests: list[tuple[str, str, dict[str, str]]] = []
+        self.token = "token-1"
+        self.is_silent = threading.Event()
+        self.is_over = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def paths(self, method: str) -> list[str]:
+        return [path for name, path, _ in self.requests if name == method]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Metadata
+
+    def do_GET(self) -> None:
+        self._note()
+        needs_token = self.path.startswith("/latest/")
+        if needs_token and self.headers["X-aws-ec2-metadata-token"] != self.server.token:
+            self._answer(401, "")
+        else:
+            self._answer(*self.server.answers.get(self.path, (404, "there is no such thing")))
+
+    def do_PUT(self) -> None:
+        self._note()
+        has_life = self.headers["X-aws-ec2-metadata-token-ttl-seconds"] == "21600"
+        is_right = self.path == "/latest/api/token" and has_life
+        self._answer(*((200, self.server.token) if is_right else (400, "")))
+
+    def _note(self) -> None:
+        self.server.requests.append((self.command, self.path, dict(self.headers)))
+        if self.server.is_silent.is_set():
+            self.server.is_over.wait()
+
+    def _answer(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.send_header("Metadata-Flavor", self.server.flavor)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        """Prints nothing."""
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Metadata]:
+    """A server, behind a proxy that does not exist: who asks the proxy gets no answer."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("PLANARIA_METADATA_URL", raising=False)
+    with Metadata() as metadata:
+        thread = threading.Thread(target=metadata.serve_forever, args=(0.01,))
+        thread.start()
+        yield metadata
+        metadata.is_over.set()
+        metadata.shutdown()
+        thread.join()
+
+
+def in_seconds(seconds: float) -> str:
+    """A time as RFC 3339 writes it."""
+    return (datetime.now(UTC) + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def read_ec2(server: Metadata) -> float | None:
+    return parse_notice_source("ec2", metadata_url=server.url).read()
+
+
+def read_gcp(server: Metadata) -> float | None:
+    return parse_notice_source("gcp", metadata_url=server.url).read()
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def test_a_file_is_a_notice_once_it_is_there(tmp_path: Path) -> None:
+    """An empty one says no time, so the job's own setting counts."""
+    path = tmp_path / "leave"
+    source = parse_notice_source(str(path), default_s=17.0)
+
+    assert source.read() is None
+    path.touch()
+    assert source.read() == 17.0
+
+
+@pytest.mark.parametrize("text", ["45", " 45.0\n", "4.5e1"])
+def test_a_file_may_say_how_many_seconds_are_left(text: str, tmp_path: Path) -> None:
+    """A newline at its end is no mistake."""
+    path = tmp_path / "leave"
+    path.write_text(text)
+
+    assert parse_notice_source(str(path)).read() == 45.0
+
+
+def test_a_deadline_is_compared_with_the_clock_of_the_machine(tmp_path: Path) -> None:
+    """In any time zone; a deadline that has passed leaves no time, not a negative one."""
+    path = tmp_path / "leave"
+    source = parse_notice_source(str(path))
+    path.write_text(in_seconds(1000.0))
+
+    after_s = source.read()
+    assert after_s is not None
+    assert 1000.0 - SLACK_S < after_s <= 1000.0
+    path.write_text("2020-01-31T12:00:00+05:30")
+    assert source.read() == 0.0
+
+
+@pytest.mark.parametrize("text", ["soon", "-3", "nan", "inf", "2099-01-31T12:00:00", "\xff"])
+def test_a_file_with_another_text_is_still_a_notice(
+    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever made it wants the machine to be left; a time without a zone may mean any."""
+    path = tmp_path / "leave"
+    path.write_bytes(text.encode("latin-1"))
+
+    assert parse_notice_source(str(path), default_s=17.0).read() == 17.0
+    assert "17 s are left" in caplog.text
+
+
+def test_a_file_that_is_being_written_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell makes it empty and fills it a moment later."""
+    path = tmp_path / "leave"
+    path.touch()
+    monkeypatch.setattr(time, "sleep", lambda _: path.write_text("45"))
+
+    assert parse_notice_source(str(path)).read() == 45.0
+
+
+def test_a_file_in_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    """It would be waited for in vain, for a misspelt name."""
+    with pytest.raises(OSError, match="there is no directory"):
+        parse_notice_source(str(tmp_path / "run" / "leave")).read()
+
+
+# -- URLs -----------------------------------------------------------------------------------------
+
+
+def test_an_answer_with_a_body_is_a_notice(server: Metadata) -> None:
+    """No file at that URL, or an empty one, is none. The query belongs to the URL."""
+    source = parse_notice_source(f"{server.url}/leave?node=3", default_s=17.0)
+
+    assert source.read() is None
+    server.answers["/leave?node=3"] = (204, "")
+    assert source.read() is None
+    server.answers["/leave?node=3"] = (200, "45")
+    assert source.read() == 45.0
+    server.answers["/leave?node=3"] = (202, "drain")
+    assert source.read() == 17.0
+
+
+@pytest.mark.parametrize("status", [301, 403, 500, 503])
+def test_another_status_is_an_error_and_no_notice(status: int, server: Metadata) -> None:
+    """A service that is restarted must not empty a cluster."""
+    server.answers["/leave"] = (status, "45")
+
+    with pytest.raises(OSError, match=f"/leave answered with status {status}"):
+        parse_notice_source(f"{server.url}/leave").read()
+
+
+def test_a_server_that_does_not_answer_is_not_waited_for(
+    server: Metadata, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the connection and says nothing."""
+    monkeypatch.setattr(notices, "_HTTP_TIMEOUT_S", 0.05)
+    server.is_silent.set()
+
+    with pytest.raises(TimeoutError, match=r"GET http://.*/leave got no answer in 0\.05 s"):
+        parse_notice_source(f"{server.url}/leave").read()
+
+
+def test_what_is_no_http_is_an_error() -> None:
+    """As from another program at that port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/leave"
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(OSError, match="was not answered in HTTP"):
+            parse_notice_source(url).read()
+        thread.join()
+
+
+# -- Amazon EC2 -----------------------------------------------------------------------------------
+
+ACTION = "/latest/meta-data/spot/instance-action"
+REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
+
+
+@pytest.mark.parametrize("action", ["terminate", "stop", "hibernate"])
+def test_ec2_says_when_a_spot_instance_is_interrupted(action: str, server: Metadata) -> None:
+    """Before, there is no such item."""
+    assert read_ec2(server) is None
+    server.answers[ACTION] = (200, f'{{"action": "{action}", "time": "{in_seconds(100.0)}"}}')
+
+    after_s = read_ec2(server)
+    assert after_s is not None
+    assert 100.0 - SLACK_S < after_s <= 100.0
+
+
+def test_ec2_gives_two_minutes_whatever_the_clock_of_the_machine_says(server: Metadata) -> None:
+    """A clock that is an hour slow does not make it an hour and two minutes."""
+    server.answers[ACTION] = (200, f'{{"action": "stop", "time": "{in_seconds(3720.0)}"}}')
+
+    assert read_ec2(server) == 120.0
+
+
+def test_ec2_is_asked_with_one_token_until_it_expires(server: Metadata) -> None:
+    """Version 2 of its protocol: a token by PUT, and another one after a 401."""
+    source = parse_notice_source("ec2", metadata_url=server.url)
+    source.read()
+    source.read()
+    assert server.paths("PUT") == ["/latest/api/token"]
+    server.token = "token-2"
+    server.answers[ACTION] = (200, f'{{"action": "stop", "time": "{in_seconds(100.0)}"}}')
+
+    assert source.read() is not None
+    assert server.paths("PUT") == ["/latest/api/token"] * 2
+    tokens = [headers.get("X-aws-ec2-metadata-token") for _, _, headers in server.requests]
+    assert tokens[-3:] == ["token-1", None, "token-2"]
+
+
+def test_ec2_with_two_refusals_in_a_row_is_an_error(server: Metadata) -> None:
+    """A new token is tried once, not for ever."""
+    server.answers[ACTION] = (401, "")
+
+    with pytest.raises(OSError, match="status 401"):
+        read_ec2(server)
+    assert len(server.paths("PUT")) == 2
+
+
+def test_a_container_without_a_token_is_told_what_to_change(
+    server: Metadata, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to the PUT does not pass a second hop, unless the instance allows it."""
+    monkeypatch.setattr(notices, "_HTTP_TIMEOUT_S", 0.05)
+    server.is_silent.set()
+
+    with pytest.raises(OSError, match="needs a hop limit of 2"):
+        read_ec2(server)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<html>log in</html>", "{}", '{"action": "reboot", "time": "2026-01-31T12:00:00Z"}', "[]"],
+)
+def test_garbage_is_no_notice_of_ec2(text: str, server: Metadata) -> None:
+    """As from a proxy that answers for everybody."""
+    server.answers[ACTION] = (200, text)
+
+    with pytest.raises(ValueError, match="spot/instance-action is"):
+        read_ec2(server)
+
+
+def test_a_recommendation_to_rebalance_is_logged_once(
+    server: Metadata, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The instance may live for hours after it, or for ever."""
+    server.answers[REBALANCE] = (200, f'{{"noticeTime": "{in_seconds(0.0)}"}}')
+    source = parse_notice_source("ec2", metadata_url=server.url)
+
+    assert source.read() is None
+    assert source.read() is None
+    assert caplog.text.count("elevated risk") == 1
+
+
+# -- Google Compute Engine ------------------------------------------------------------------------
+
+PREEMPTED = "/computeMetadata/v1/instance/preempted"
+EVENT = "/computeMetadata/v1/instance/maintenance-event"
+
+
+@pytest.mark.parametrize(
+    ("preempted", "event", "after_s"),
+    [
+        ("FALSE", "NONE", None),
+        ("TRUE", "NONE", 30.0),
+        ("FALSE", "MIGRATE_ON_HOST_MAINTENANCE", None),
+        ("FALSE", "TERMINATE_ON_HOST_MAINTENANCE", 60.0),
+    ],
+)
+def test_google_says_whether_a_machine_is_taken_away(
+    preempted: str, event: str, after_s: float | None, server: Metadata
+) -> None:
+    """A machine that migrates stays."""
+    server.answers = {PREEMPTED: (200, preempted), EVENT: (200, f"{event}\n")}
+
+    assert read_gcp(server) == after_s
+    flavors = {headers.get("Metadata-Flavor") for _, _, headers in server.requests}
+    assert flavors == {"Google"}
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "error"),
+    [(200, "yes", ValueError), (200, "", ValueError), (404, "", OSError), (503, "", OSError)],
+)
+def test_garbage_is_no_notice_of_google(
+    status: int, text: str, error: type[Exception], server: Metadata
+) -> None:
+    """These keys are there on every machine."""
+    server.answers[PREEMPTED] = (status, text)
+
+    with pytest.raises(error, match="preempted"):
+        read_gcp(server)
+
+
+def test_who_answers_for_google_must_be_google(server: Metadata) -> None:
+    """As Google asks its users to check, because others may have that address."""
+    server.answers[PREEMPTED] = (200, "TRUE")
+    server.flavor = "Other"
+
+    with pytest.raises(ValueError, match="was not answered by Google's metadata server"):
+        read_gcp(server)
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+def test_the_environment_names_another_server_of_metadata(
+    server: Metadata, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clouds that imitate one of the two have addresses of their own."""
+    monkeypatch.setenv("PLANARIA_METADATA_URL", f"{server.url}/")
+    server.answers = {PREEMPTED: (200, "TRUE")}
+
+    assert parse_notice_source("gcp").read() == 30.0
+
+
+@pytest.mark.parametrize("text", ["", "leave", "EC2", "azure", "ftp://host/leave", "./leave"])
+def test_a_text_that_names_no_source_is_refused(text: str) -> None:
+    """A relative path means another file on each machine."""
+    with pytest.raises(ConfigError, match=r'path of a file, .* "ec2" or "gcp"') as caught:
+        parse_notice_source(text, field="cluster.notice")
+    assert caught.value.field == "cluster.notice"
+
+
+@pytest.mark.parametrize("text", ["http://", "http:///x", "http://host:99999/x", "https://h:x/"])
+def test_a_url_must_name_a_host_and_a_port_that_can_be(text: str) -> None:
+    """Else the first error would come in the middle of a job."""
+    with pytest.raises(ConfigError, match="must name a host"):
+        parse_notice_source(text)
+
+
+# -- polling --------------------------------------------------------------------------------------
+
+
+class Failing:
+    """A source that fails twice before it has a notice."""
+
+    pause_s = 0.0
+
+    def __init__(self) -> None:
+        self._errors: list[Exception] = [ValueError("garbage"), OSError("no answer")]
+
+    def __str__(self) -> str:
+        return "a failing source"
+
+    def read(self) -> float | None:
+        if self._errors:
+            raise self._errors.pop()
+        return 5.0
+
+
+def test_errors_are_logged_once_and_the_source_is_asked_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A log that grows by a line every two seconds hides all others."""
+    caplog.set_level(logging.WARNING)
+
+    assert wait_notice(Failing(), pause_s=0.0) == 5.0
+    assert caplog.messages == ["no preemption notice can be read from a failing source: no answer"]
+
+
+def test_a_watcher_says_the_notice_and_ends(tmp_path: Path) -> None:
+    """It lives through the signals that are notices themselves, which may go to all processes."""
+    path = tmp_path / "leave"
+    pid, sock = fork_watcher(parse_notice_source(str(path)))
+    with sock:
+        wait_for(lambda: _ignores(pid, signal.SIGUSR1), what="it ignores the signals")
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            os.kill(pid, number)
+        path.write_text("45")
+        sock.settimeout(SLACK_S)
+
+        assert sock.recv(100) == b"45.000000\n"
+        assert sock.recv(100) == b""
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def _ignores(pid: int, number: int) -> bool:
+    (line,) = (
+        line
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith("SigIgn:")
+    )
+    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+
+
+def test_a_watcher_dies_with_its_parent(tmp_path: Path) -> None:
+    """Nothing of a node may outlive its agent."""
+    source = parse_notice_source(str(tmp_path / "leave"))
+    read_fd, write_fd = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        try:
+            pid, _ = fork_watcher(source)
+            os.write(write_fd, str(pid).encode())
+            signal.pause()
+        finally:
+            os._exit(1)
+    watcher = int(os.read(read_fd, 100))
+    os.close(read_fd)
+    os.close(write_fd)
+
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    wait_for(lambda: not _is_alive(watcher), what="the watcher is gone")
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
