@@ -2,126 +2,32 @@
 
 import asyncio
 import contextlib
-import inspect
 import logging
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from functools import partial
 
 import msgspec
 import pytest
 
+from helpers.heads import CREDENTIALS, WELCOME, assert_open, head, joined, runs
 from helpers.tasks import TIMEOUT_S, wait_until
 from planaria.errors import AuthenticationError, ConfigError
 from planaria.transport import acceptor as module
 from planaria.transport.acceptor import (
     Acceptor,
-    Handshakes,
     Purpose,
-    RefusalLog,
     accept,
     connect,
     listen,
     parse_address,
 )
-from planaria.transport.credentials import Credentials, credentials_between, make_credentials
+from planaria.transport.credentials import credentials_between, make_credentials
 from planaria.transport.frames import Role
 from planaria.transport.sockets import Address, address_text
 
-CREDENTIALS = make_credentials()
 OTHER = make_credentials()
 DAY = timedelta(days=1)
-Accepted = tuple[asyncio.StreamReader, asyncio.StreamWriter, int]
-
-
-def runs(test: Callable[..., Coroutine[None, None, None]]) -> Callable[..., None]:
-    """Runs a test on an event loop that reports whatever goes wrong behind its back."""
-
-    def run(**fixtures: object) -> None:
-        async def watched() -> None:
-            problems: list[object] = []
-            loop = asyncio.get_running_loop()
-            loop.set_exception_handler(lambda _, context: problems.append(context))
-            async with asyncio.timeout(TIMEOUT_S):
-                await test(**fixtures)
-            assert not problems
-
-        asyncio.run(watched())
-
-    run.__doc__, run.__name__ = test.__doc__, test.__name__
-    run.__signature__ = inspect.signature(test)  # type: ignore[attr-defined]
-    return run
-
-
-@dataclass
-class Head:
-    """An acceptor that accepts every purpose, with what came of it."""
-
-    address: Address
-    acceptor: Acceptor
-    accepted: list[Accepted] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-
-
-@asynccontextmanager
-async def head(
-    credentials: Credentials = CREDENTIALS,
-    *,
-    num_half_open_max: int = 16,
-    num_handshakes_max: int = 16,
-    timeout_s: float = TIMEOUT_S,
-) -> AsyncIterator[Head]:
-    """A head on this machine."""
-    sockets, address = listen("127.0.0.1:0")
-    handshakes = Handshakes(credentials, num_max=num_handshakes_max)
-    tasks = set()
-
-    async def serve(purpose: Purpose, sock: socket.socket) -> None:
-        try:
-            running.accepted.append(await handshakes.accept(sock, purpose))
-        except AuthenticationError as error:
-            running.refused.append(str(error))
-
-    def start(purpose: Purpose, sock: socket.socket) -> None:
-        tasks.add(asyncio.create_task(serve(purpose, sock)))
-
-    handlers = {purpose: partial(start, purpose) for purpose in Purpose}
-    acceptor = Acceptor(sockets, handlers, num_half_open_max=num_half_open_max, timeout_s=timeout_s)
-    running = Head(address, acceptor)
-    acceptor.start()
-    try:
-        yield running
-    finally:
-        acceptor.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for _, writer, _ in running.accepted:
-            writer.transport.abort()
-
-
-async def joined(running: Head, purpose: Purpose = Purpose.NODE, identity: int = 0) -> Accepted:
-    """Streams of a client that is let in."""
-    reader, writer = await connect(
-        running.address, purpose, CREDENTIALS, timeout_s=TIMEOUT_S, identity=identity
-    )
-    return reader, writer, identity
-
-
-async def assert_open(running: Head) -> None:
-    """A client with the token file still gets in, and is answered."""
-    before = len(running.accepted)
-    reader, writer, _ = await joined(running, identity=before)
-    await wait_until(lambda: len(running.accepted) > before)
-    running.accepted[-1][1].write(b"welcome")
-
-    assert running.accepted[-1][2] == before
-    assert await reader.readexactly(7) == b"welcome"
-    writer.transport.abort()
 
 
 @pytest.mark.parametrize("purpose", list(Purpose))
@@ -137,7 +43,7 @@ async def test_both_ends_talk_over_tls(purpose: Purpose) -> None:
 
         assert identity == (1 << 64) - 1
         assert await its_reader.readexactly(1 << 20) == b"x" * (1 << 20)
-        assert await reader.readexactly(6) == b"answer"
+        assert await reader.readexactly(13) == WELCOME + b"answer"
         assert writer.get_extra_info("ssl_object").version() == "TLSv1.3"
         writer.close()
         await writer.wait_closed()
@@ -370,22 +276,6 @@ async def test_of_too_many_connections_the_oldest_gives_way(preface: bytes) -> N
             for stranger in strangers[:3]:
                 assert await asyncio.to_thread(stranger.recv, 1) == b""
             await assert_open(running)
-
-
-@runs
-async def test_a_flood_of_refusals_is_a_few_lines(caplog: pytest.LogCaptureFixture) -> None:
-    """The rest is counted."""
-    refusals = RefusalLog(logging.getLogger("planaria"), period_s=0.01)
-    for number in range(1000):
-        refusals.add(f"stranger {number}")
-    await wait_until(lambda: len(caplog.records) > 5)
-    refusals.add("one more")
-
-    assert [record.message for record in caplog.records] == [
-        *(f"refused a connection: stranger {number}" for number in range(5)),
-        "refused 995 more connections in the last 0 s",
-        "refused a connection: one more",
-    ]
 
 
 # -- addresses ------------------------------------------------------------------------------------

@@ -5,9 +5,9 @@ reads it and hands the socket to the handler of that purpose, perhaps in another
 and `connect` go on from there: TLS with the certificate of the token file, then the handshake of
 frames.py with the key of that purpose.
 
-Strangers cost little: connections that have not yet sent their preface, and those whose handshakes
-are under way (`Handshakes`), are bounded in number and in time, and the oldest gives way. What they
-do is a line in the log (`RefusalLog`), and no flood of strangers makes it more than a few.
+Connections that have not yet sent their preface, and those whose handshakes are under way
+(`Handshakes`), are bounded in number and in time; see strangers.py. TLS begins only when the other
+end has sent something, because its buffers take 256 KiB.
 """
 
 import asyncio
@@ -20,13 +20,14 @@ import ssl
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import Final
+from typing import Any, Final
 
 from planaria.errors import AuthenticationError, ConfigError
 from planaria.transport.credentials import Credentials, certificate_problem
 from planaria.transport.frames import HANDSHAKE_TIMEOUT_S, Role, shake_hands
 from planaria.transport.serving import ACCEPT_PAUSE_S
 from planaria.transport.sockets import Address, address_text, break_when_silent
+from planaria.transport.strangers import RefusalLog, Unproven, source_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +36,9 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 _BACKLOG: Final = 4096
 _PORT_MAX: Final = (1 << 16) - 1
 _NUM_PORT_TRIES: Final = 20
-_ACCEPTS_PER_TURN: Final = 64
-_NUM_HALF_OPEN_MAX: Final = 256
+_ACCEPTS_PER_TURN: Final = 16
+_NUM_UNPROVEN_MAX: Final = 512  # Machines of a large job may come at the same time.
 _CLOSE_TIMEOUT_S: Final = 1.0
-_LOG_PERIOD_S: Final = 10.0
-_LINES_PER_PERIOD: Final = 5
 
 
 class Purpose(Enum):
@@ -154,56 +153,18 @@ def _listen_problem(error: OSError) -> str:
     return f"cannot be listened at: {error.strerror}"
 
 
-# -- refusals -------------------------------------------------------------------------------------
-
-
-class RefusalLog:
-    """The log of refused connections: a line each, but only a few lines in ten seconds.
-
-    Args:
-        log: logger to which the lines go.
-        period_s: time in which at most five lines are written, and one that counts the others.
-    """
-
-    def __init__(self, log: logging.Logger, *, period_s: float = _LOG_PERIOD_S) -> None:
-        self._log = log
-        self._period_s = period_s
-        self._num = 0
-
-    def add(self, reason: object) -> None:
-        """Logs a refusal; must be called on an event loop."""
-        if not self._num:
-            asyncio.get_running_loop().call_later(self._period_s, self._end_period)
-        self._num += 1
-        if self._num <= _LINES_PER_PERIOD:
-            self._log.warning("refused a connection: %s", reason)
-
-    def _end_period(self) -> None:
-        num_more, self._num = self._num - _LINES_PER_PERIOD, 0
-        if num_more > 0:
-            self._log.warning(
-                "refused %s more connections in the last %.0f s", num_more, self._period_s
-            )
-
-
-def _peer_text(sock: socket.socket) -> str:
-    try:
-        return address_text(sock.getpeername()[:2])
-    except OSError:
-        return "an address unknown"
-
-
 # -- the acceptor ---------------------------------------------------------------------------------
 
 
 class _HalfOpen:
     """A connection that has not sent its whole preface yet."""
 
-    def __init__(self, sock: socket.socket, deadline: asyncio.TimerHandle) -> None:
+    def __init__(self, sock: socket.socket, address: Address) -> None:
         self.sock = sock
-        self.peer_text = _peer_text(sock)
+        self.descriptor = sock.fileno()  # The event loop is slower with sockets: it formats them.
+        self.address = address
         self.preface = b""
-        self.deadline = deadline
+        self.deadline: asyncio.TimerHandle
 
 
 class Acceptor:
@@ -215,7 +176,7 @@ class Acceptor:
     Args:
         listeners: sockets that listen; `close` closes them.
         handlers: functions by purpose; a connection for another purpose is refused.
-        num_half_open_max: number of connections without preface; beyond, the oldest gives way.
+        num_half_open_max: number of connections without preface that are kept at once.
         timeout_s: time for which a preface is waited for.
     """
 
@@ -224,14 +185,13 @@ class Acceptor:
         listeners: Sequence[socket.socket],
         handlers: Mapping[Purpose, Callable[[socket.socket], None]],
         *,
-        num_half_open_max: int = _NUM_HALF_OPEN_MAX,
+        num_half_open_max: int = _NUM_UNPROVEN_MAX,
         timeout_s: float = HANDSHAKE_TIMEOUT_S,
     ) -> None:
         self._listeners = listeners
         self._handlers = handlers
-        self._num_half_open_max = num_half_open_max
         self._timeout_s = timeout_s
-        self._half_open: dict[int, _HalfOpen] = {}  # By descriptor, in the order of arrival.
+        self._half_open = Unproven[_HalfOpen](num_half_open_max)
         self._refusals = RefusalLog(logger)
         self._is_closed = False
 
@@ -248,7 +208,7 @@ class Acceptor:
         for listener in self._listeners:
             self._loop.remove_reader(listener)
             listener.close()
-        for half_open in list(self._half_open.values()):
+        for half_open in list(self._half_open):
             self._release(half_open).close()
 
     def _watch_listeners(self) -> None:
@@ -259,37 +219,37 @@ class Acceptor:
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(_ACCEPTS_PER_TURN):
             try:
-                sock, _ = listener.accept()
+                sock, peer = listener.accept()
             except (BlockingIOError, ConnectionAbortedError, InterruptedError):
                 return
             except OSError as error:
                 self._pause(error)
                 return
-            self._begin(sock)
+            self._begin(sock, peer)
 
     def _pause(self, error: OSError) -> None:
         """Stops to accept for a moment, while there are too few descriptors, say."""
         self._refusals.add(f"{error}; it is tried again; raise the limit of files (ulimit -n)")
-        if self._half_open:
-            self._refuse(next(iter(self._half_open.values())), "its descriptor is needed")
+        oldest = self._half_open.oldest_of_most()
+        if oldest is not None:
+            self._refuse(oldest, "its descriptor is needed")
         for listener in self._listeners:
             self._loop.remove_reader(listener)
         self._loop.call_later(ACCEPT_PAUSE_S, self._watch_listeners)
 
-    def _begin(self, sock: socket.socket) -> None:
-        if len(self._half_open) >= self._num_half_open_max:
-            oldest = next(iter(self._half_open.values()))
-            self._refuse(oldest, "it sent nothing, and too many others came after it")
+    def _begin(self, sock: socket.socket, peer: tuple[Any, ...]) -> None:
         sock.setblocking(False)
-        deadline = self._loop.call_later(self._timeout_s, self._expire, sock.fileno())
-        half_open = _HalfOpen(sock, deadline)
-        self._half_open[sock.fileno()] = half_open
-        self._loop.add_reader(sock, self._read, half_open)
+        half_open = _HalfOpen(sock, peer[:2])
+        half_open.deadline = self._loop.call_later(self._timeout_s, self._expire, half_open)
+        self._half_open.add(half_open, source_of(peer))
+        self._loop.add_reader(half_open.descriptor, self._read, half_open)
         self._read(half_open)  # The preface of a client that knows planaria is there mostly.
+        surplus = self._half_open.surplus()
+        if surplus is not None:
+            self._refuse(surplus, "it sent no preface, and too many others came after it")
 
-    def _expire(self, descriptor: int) -> None:
-        reason = f"no preface came for {self._timeout_s:.0f} s"
-        self._refuse(self._half_open[descriptor], reason)
+    def _expire(self, half_open: _HalfOpen) -> None:
+        self._refuse(half_open, f"no preface came for {self._timeout_s:.0f} s")
 
     def _read(self, half_open: _HalfOpen) -> None:
         num_missing = _PREFACE_BYTES - len(half_open.preface)
@@ -317,11 +277,11 @@ class Acceptor:
 
     def _refuse(self, half_open: _HalfOpen, reason: str) -> None:
         self._release(half_open).close()
-        self._refusals.add(f"{half_open.peer_text}: {reason}")
+        self._refusals.add(f"{address_text(half_open.address)}: {reason}")
 
     def _release(self, half_open: _HalfOpen) -> socket.socket:
-        del self._half_open[half_open.sock.fileno()]
-        self._loop.remove_reader(half_open.sock)
+        self._half_open.remove(half_open)
+        self._loop.remove_reader(half_open.descriptor)
         half_open.deadline.cancel()
         return half_open.sock
 
@@ -334,14 +294,13 @@ class Handshakes:
 
     Args:
         credentials: contents of this end's token file.
-        num_max: number of handshakes at once; beyond, the oldest gives way.
+        num_max: number of handshakes at once.
     """
 
-    def __init__(self, credentials: Credentials, *, num_max: int = _NUM_HALF_OPEN_MAX) -> None:
+    def __init__(self, credentials: Credentials, *, num_max: int = _NUM_UNPROVEN_MAX) -> None:
         self._credentials = credentials
         self._context = credentials.server_context()
-        self._num_max = num_max
-        self._limits: dict[asyncio.Timeout, None] = {}  # In the order of their beginnings.
+        self._limits = Unproven[asyncio.Timeout](num_max)
 
     async def accept(
         self, sock: socket.socket, purpose: Purpose
@@ -354,15 +313,16 @@ class Handshakes:
             AuthenticationError: the other end has another token file, ended the connection, took
                 more than HANDSHAKE_TIMEOUT_S, or had to give way; the message has its address.
         """
-        peer_text = _peer_text(sock)
+        peer = _peer(sock)
+        peer_text = address_text(peer[:2]) if peer else "an address unknown"
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S) as limit:
-                self._make_room()
-                self._limits[limit] = None
+                self._limits.add(limit, source_of(peer))
                 try:
+                    self._make_room()
                     return await self._accept(sock, purpose)
                 finally:
-                    self._limits.pop(limit, None)
+                    self._limits.remove(limit)
         except TimeoutError as error:
             reason = f"{peer_text}: it was slow to prove itself, or too many others came after it"
             raise AuthenticationError(reason) from error
@@ -370,10 +330,11 @@ class Handshakes:
             raise AuthenticationError(f"{peer_text}: {_refusal_text(error)}") from error
 
     def _make_room(self) -> None:
-        if len(self._limits) >= self._num_max:
-            oldest = next(iter(self._limits))
-            del self._limits[oldest]
-            oldest.reschedule(asyncio.get_running_loop().time())
+        limit = self._limits.surplus()
+        if limit is not None:
+            self._limits.remove(limit)
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time())
 
     async def _accept(
         self, sock: socket.socket, purpose: Purpose
@@ -384,6 +345,7 @@ class Handshakes:
         with _closing_on_error(sock):
             sock.setblocking(False)
             break_when_silent(sock)
+            await _wait_bytes(sock)
         with _tls_errors(self._credentials):
             transport, _ = await loop.connect_accepted_socket(
                 lambda: protocol,
@@ -493,6 +455,33 @@ async def _prove(
     except BaseException:
         writer.transport.abort()
         raise
+
+
+def _peer(sock: socket.socket) -> tuple[Any, ...]:
+    """The endpoint of the other end; () if it has left."""
+    try:
+        endpoint: tuple[Any, ...] = sock.getpeername()
+    except OSError:
+        return ()
+    return endpoint
+
+
+async def _wait_bytes(sock: socket.socket) -> None:
+    """Waits until bytes have arrived, and leaves them there.
+
+    Raises:
+        EOFError: the stream ended.
+        OSError: the connection broke.
+    """
+    loop, descriptor = asyncio.get_running_loop(), sock.fileno()
+    arrived = asyncio.Event()
+    loop.add_reader(descriptor, arrived.set)
+    try:
+        await arrived.wait()
+    finally:
+        loop.remove_reader(descriptor)
+    if not sock.recv(1, socket.MSG_PEEK):
+        raise EOFError
 
 
 @contextmanager

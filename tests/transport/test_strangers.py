@@ -1,0 +1,218 @@
+"""What strangers cost: bounded connections, and a few lines of the log."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import socket
+import threading
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.heads import WELCOME, Head, assert_open, head, joined, runs
+from helpers.tasks import TIMEOUT_S, wait_until
+from planaria.transport.acceptor import Acceptor, Purpose, listen
+from planaria.transport.strangers import RefusalLog, Unproven, source_of
+
+NUM_KEPT = 500  # A stranger keeps so many connections open; the head has dropped older ones.
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60))
+def test_the_source_with_the_most_gives_way(arrivals: list[tuple[int, bool]]) -> None:
+    """Its oldest; compared with a list in which all are counted."""
+    unproven, model = Unproven[int](5), list[tuple[int, int]]()
+    for item, (source, is_proved_at_once) in enumerate(arrivals):
+        unproven.add(item, bytes([source]))
+        model.append((item, source))
+        if is_proved_at_once:
+            unproven.remove(item)
+            model.pop()
+        surplus = unproven.surplus()
+        assert (surplus is not None) == (len(model) > 5)
+        if surplus is not None:
+            counts = [sum(its == one for _, its in model) for one in range(4)]
+            its_source = dict(model)[surplus]
+            assert counts[its_source] == max(counts)
+            assert surplus == next(one for one, its in model if its == its_source)
+            unproven.remove(surplus)
+            model.remove((surplus, its_source))
+
+        assert list(unproven) == [one for one, _ in model]
+    for one, _ in model:
+        unproven.remove(one)
+    assert unproven.oldest_of_most() is None
+
+
+def test_an_ipv6_machine_is_one_source_whatever_address_it_takes() -> None:
+    """It has 2^64 of them."""
+    assert source_of(("10.0.0.1", 5)) == source_of(("10.0.0.1", 6)) != source_of(("10.0.0.2", 5))
+    assert source_of(("fe80::1%3", 5, 0, 3)) == source_of(("fe80::2:1", 5, 0, 0))
+    assert source_of(("fe80::1", 5, 0, 0)) != source_of(("fe81::1", 5, 0, 0))
+    assert source_of(()) == b""
+
+
+@runs
+async def test_a_flood_of_refusals_is_a_few_lines(caplog: pytest.LogCaptureFixture) -> None:
+    """The rest is counted."""
+    refusals = RefusalLog(logging.getLogger("planaria"), period_s=0.01)
+    for number in range(1000):
+        refusals.add(f"stranger {number}")
+    await wait_until(lambda: len(caplog.records) > 5)
+    refusals.add("one more")
+
+    assert [record.message for record in caplog.records] == [
+        *(f"refused a connection: stranger {number}" for number in range(5)),
+        "refused 995 more connections in the last 0 s",
+        "refused a connection: one more",
+    ]
+
+
+class _Flood(threading.Thread):
+    """Opens connections one after the other, sends the same bytes on each, and reads nothing."""
+
+    def __init__(self, running: Head, num: int, sent: bytes, *, source: str) -> None:
+        super().__init__(daemon=True)
+        self._running, self._num, self._sent, self._source = running, num, sent, source
+        self.num_opened = 0
+
+    def run(self) -> None:
+        kept = deque[socket.socket]()
+        try:
+            for _ in range(self._num):
+                sock = socket.create_connection(
+                    self._running.address, timeout=TIMEOUT_S, source_address=(self._source, 0)
+                )
+                self.num_opened += 1
+                kept.append(sock)
+                with contextlib.suppress(ConnectionError):
+                    sock.sendall(self._sent)
+                if len(kept) > NUM_KEPT:
+                    kept.popleft().close()
+        finally:
+            for sock in kept:
+                sock.close()
+
+
+@contextlib.contextmanager
+def open_files(num_files: int) -> Iterator[None]:
+    """This process may open so many files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(num_files, hard), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("num_connections", "sent", "source"),
+    [
+        (10_000, b"", "127.0.0.1"),
+        (2_000, Purpose.NODE.value, "127.0.0.2"),
+        (600, Purpose.NODE.value + b"\x16\x03\x01", "127.0.0.1"),
+    ],
+)
+@runs
+async def test_a_flood_of_half_open_connections_keeps_nobody_out(
+    num_connections: int, sent: bytes, source: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also not where it comes from the same machine; nor does it use up files, or fill the log."""
+    num_clients = 0
+    with open_files(4 * NUM_KEPT):
+        async with head(num_half_open_max=256, num_handshakes_max=256) as running:
+            flood = _Flood(running, num_connections, sent, source=source)
+            flood.start()
+            while flood.is_alive():
+                await assert_open(running)
+                num_clients += 1
+
+    assert flood.num_opened == num_connections
+    assert num_clients > 0
+    assert "Too many open files" not in caplog.text
+    assert len(caplog.records) < 30
+
+
+@runs
+async def test_a_recorded_connection_is_worth_nothing() -> None:
+    """Whoever could listen on the network sends again what a client of the job has sent."""
+    recorded = bytearray()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(*running.address)
+        back = asyncio.create_task(_forward(far_reader, writer, bytearray()))
+        await _forward(reader, far_writer, recorded)
+        await back
+
+    async with head() as running:
+        server = await asyncio.start_server(relay, "127.0.0.1", 0)
+        spied = Head(server.sockets[0].getsockname(), running.acceptor)
+        reader, writer, _ = await joined(spied, identity=5)
+        assert await reader.readexactly(len(WELCOME)) == WELCOME
+        writer.transport.abort()
+        server.close()
+        await wait_until(lambda: len(recorded) > 500)
+        with socket.create_connection(running.address) as sock:
+            sock.sendall(recorded)
+            await wait_until(lambda: bool(running.refused))
+
+        assert len(running.accepted) == 1
+        await assert_open(running)
+
+
+async def _forward(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, copy: bytearray
+) -> None:
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(1 << 16):
+            copy += data
+            writer.write(data)
+    writer.close()
+
+
+@runs
+async def test_where_files_run_out_half_open_connections_give_theirs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nobody else could connect until they are given up, ten seconds later."""
+    handed: list[socket.socket] = []
+    listeners, address = listen("127.0.0.1:0")
+    acceptor = Acceptor(listeners, {Purpose.NODE: handed.append})
+    acceptor.start()
+    with socket.create_connection(address) as stranger, socket.socket() as client:
+        await wait_until(lambda: len(acceptor._half_open) > 0)
+        with open_files(_lowest_free()):
+            client.connect(address)
+            client.sendall(Purpose.NODE.value)
+            await wait_until(lambda: bool(handed))
+        assert stranger.recv(1) == b""
+    acceptor.close()
+    handed[0].close()
+
+    assert "Too many open files; it is tried again; raise the limit" in caplog.text
+    assert "its descriptor is needed" in caplog.text
+
+
+@runs
+async def test_where_files_have_run_out_clients_wait_until_there_are_some(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They are in the queue of the kernel meanwhile, and the event loop does not spin."""
+    async with head() as running:
+        with socket.socket() as client:
+            with open_files(_lowest_free()):
+                client.connect(running.address)
+                client.sendall(Purpose.NODE.value + b"x" * 100)
+                await wait_until(lambda: len(caplog.records) > 2)
+            await wait_until(lambda: bool(running.refused))
+        await assert_open(running)
+
+
+def _lowest_free() -> int:
+    descriptor = os.dup(0)
+    os.close(descriptor)
+    return descriptor
