@@ -31,7 +31,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-ch
 SOURCES := src tests examples docs/draw_architecture.py $(if $(wildcard benchmarks/*.py),benchmarks)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo unit test green sim soak sweep chaos check docs profiles bench clean
+.PHONY: help demo unit test green sim soak sweep chaos hosts check docs profiles bench clean
 
 help:
 	@echo 'make demo     train on six nodes, kill two, compare the bits with a run without faults'
@@ -42,6 +42,7 @@ help:
 	@echo 'make soak     100,000 of them; then a job of 3,500 iterations whose nodes die, its curves'
 	@echo 'make sweep    the long tests: every pipeline shape for every model family, the planner'
 	@echo 'make chaos    every loss: each node, each step, twice; then half an hour of drawn faults'
+	@echo 'make hosts    jobs on several machines, made of namespaces: as root, or else without cuts'
 	@echo 'make check    formatting, lint and types'
 	@echo 'make docs     write the generated pages and the pictures in docs/'
 	@echo 'make profiles write the shipped profiles, print what they cost'
@@ -72,13 +73,16 @@ soak: $(READY)
 	$(BIN)/python benchmarks/curves.py --iterations 3500 --plot docs/curves.svg
 
 sweep: $(READY)
-	$(BIN)/python -m pytest -m 'long and not faults'
+	$(BIN)/python -m pytest -m 'long and not faults and not hosts'
 
 chaos: $(READY)
 	$(BIN)/python -m pytest -m faults
 	mkdir -p reports
 	$(BIN)/planaria chaos examples/small.toml --minutes $(MINUTES) --seed $(SEED) \
 		--report reports/chaos.json
+
+hosts: $(READY)
+	$(PYTEST) -m hosts
 
 check: $(READY)
 	$(BIN)/ruff format --check --quiet $(SOURCES)
