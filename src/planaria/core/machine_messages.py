@@ -1,0 +1,180 @@
+"""The messages between a head and the machines that run its nodes, each one a frozen record.
+
+A machine is the process `planaria agent`, which keeps one connection to the head beside those of
+its node to the coordinator. The head sends it the job and asks it for a node; it tells the head
+what became of the node. What the node does then, its agent says to the coordinator (messages.py).
+"""
+
+from typing import Final
+
+import msgspec
+
+from planaria.core.job import JobConfig
+from planaria.core.messages import Message
+from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
+
+# The version of these messages and of all others between machines.
+PROTOCOL: Final = 1
+
+
+class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a machine reports of itself.
+
+    Attributes:
+        name: its host name.
+        host: address at which its node is reached by others.
+        domain: name of its failure domain; "": none was given.
+        processors: number of processors that its node may use.
+        memory_bytes: memory of the machine.
+        processor: model of its processor; bits may differ between models.
+        versions: version by package name, of Python, torch and planaria.
+    """
+
+    name: str
+    host: str
+    domain: str = ""
+    processors: int = 1
+    memory_bytes: int = 0
+    processor: str = ""
+    versions: dict[str, str] = {}
+
+
+class SourceFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of the user's modules.
+
+    Attributes:
+        path: path below the directory in which modules are looked for, with forward slashes.
+        data: contents; b"" where only the digest travels.
+        sha256: digest of the contents, in hexadecimal digits.
+    """
+
+    path: str
+    data: bytes
+    sha256: str
+
+
+# -- from a machine to the head --------------------------------------------------------------------
+
+
+class MachineArrived(Message, frozen=True, kw_only=True):
+    """A machine offers to run a node; the first message on each connection.
+
+    Attributes:
+        protocol: PROTOCOL of the machine.
+        has_code: whether the user's modules are there already and are not to be sent
+            (`--no-code`).
+        run: run that the machine belonged to until it lost the head; "": none.
+        node: node of that run that it runs; -1: none.
+    """
+
+    protocol: int
+    facts: MachineFacts
+    has_code: bool = False
+    run: str = ""
+    node: int = -1
+
+
+class MachineReady(Message, frozen=True):
+    """The machine has the job and can start a node."""
+
+
+class MachineUnfit(Message, frozen=True):
+    """The machine cannot take part in the job.
+
+    Attributes:
+        reason: what is missing there, and what to do.
+    """
+
+    reason: str
+
+
+class JobPrepared(Message, frozen=True):
+    """The answer to a PrepareRequested.
+
+    Attributes:
+        prepared: result; None: there is none, for the process was killed.
+        reason: how it ended then.
+    """
+
+    prepared: Prepared | None
+    reason: str = ""
+
+
+class NodeEnded(Message, frozen=True, kw_only=True):
+    """The node's agent has ended, and with it all its processes.
+
+    Attributes:
+        status: exit status; negative: the signal that killed it.
+    """
+
+    node: int
+    status: int
+
+
+class MachineLeaving(Message, frozen=True):
+    """The machine takes no further node: it has been told to leave."""
+
+
+# -- from the head to a machine --------------------------------------------------------------------
+
+
+class JobOffered(Message, frozen=True, kw_only=True):
+    """The job in which the machine is to take part.
+
+    Attributes:
+        run: random name of this run of the job.
+        sources: files of the user's modules.
+    """
+
+    run: str
+    job: JobConfig
+    sources: tuple[SourceFile, ...] = ()
+
+
+class PrepareRequested(Message, frozen=True):
+    """Asks for the facts on model, data and profile; the machine measures what is missing."""
+
+    request: PrepareRequest
+
+
+class NodeRequested(Message, frozen=True):
+    """Asks for a node; the machine fills in addresses, credentials and directories."""
+
+    spec: NodeSpec
+
+
+class NodeDropped(Message, frozen=True):
+    """Has all processes of a node killed, if it is there."""
+
+    node: int
+
+
+class JobOver(Message, frozen=True, kw_only=True):
+    """The job is over; the node leaves by itself, or is killed after a while.
+
+    Attributes:
+        is_done: whether it ended as planned, or because the user stopped it.
+        text: how it ended.
+    """
+
+    is_done: bool
+    text: str
+
+
+class MachineRefused(Message, frozen=True, kw_only=True):
+    """The head does not take the machine.
+
+    Attributes:
+        is_final: whether another try can succeed only after somebody has changed something.
+    """
+
+    reason: str
+    is_final: bool
+
+
+FromMachine = (
+    MachineArrived | MachineReady | MachineUnfit | JobPrepared | NodeEnded | MachineLeaving
+)
+ToMachine = (
+    JobOffered | PrepareRequested | NodeRequested | NodeDropped | JobOver | MachineRefused
+)

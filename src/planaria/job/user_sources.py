@@ -1,0 +1,94 @@
+"""The source of the user's modules, which a head sends to the machines of its job.
+
+A job names functions of the user's ("module:function"). Their modules are looked for in the
+directories in which the job's processes look first: beside the job file, and in the current
+directory. What these modules import is followed, as far as it is found there; of a package all
+modules are taken. Modules that are installed must be installed on every machine.
+"""
+
+import ast
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from planaria.core.job import JobConfig
+from planaria.core.machine_messages import SourceFile
+from planaria.errors import ConfigError
+
+BYTES_MAX: Final = 16 << 20
+
+
+def user_sources(config: JobConfig, search_path: Sequence[str]) -> tuple[SourceFile, ...]:
+    """The files of the user's modules, in the order of their paths.
+
+    Args:
+        search_path: directories in which modules are looked for, the first one first.
+
+    Raises:
+        ConfigError: the files have more than BYTES_MAX bytes, or one cannot be read.
+    """
+    directories = [Path(directory) for directory in search_path]
+    files: dict[str, SourceFile] = {}
+    num_bytes = 0
+    waiting = [
+        (field, target.partition(":")[0])
+        for field, target in (
+            ("model.target", config.model.target),
+            ("data.target", config.data.target),
+        )
+        if target
+    ]
+    seen: set[str] = set()
+    while waiting:
+        field, module = waiting.pop()
+        top = module.partition(".")[0]
+        if top in seen:
+            continue
+        seen.add(top)
+        for directory, path in _files_of(top, directories):
+            data = _read(path, field, module)
+            num_bytes += len(data)
+            if num_bytes > BYTES_MAX:
+                remedy = (
+                    f"its modules have more than {BYTES_MAX >> 20} MiB; install them on every "
+                    "machine, and leave only small ones beside the job"
+                )
+                raise ConfigError(field, module, remedy)
+            name = path.relative_to(directory).as_posix()
+            digest = hashlib.sha256(data).hexdigest()
+            files[name] = SourceFile(path=name, data=data, sha256=digest)
+            waiting += [(field, imported) for imported in _imports(data)]
+    return tuple(files[name] for name in sorted(files))
+
+
+def _files_of(top: str, directories: Sequence[Path]) -> Iterator[tuple[Path, Path]]:
+    """The files of a top-level module, each with its directory; none if it is not found there."""
+    for directory in directories:
+        package, module = directory / top, directory / f"{top}.py"
+        if (package / "__init__.py").is_file():
+            yield from ((directory, path) for path in sorted(package.rglob("*.py")))
+            return
+        if module.is_file():
+            yield directory, module
+            return
+
+
+def _read(path: Path, field: str, module: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(field, module, f"{path} cannot be read: {error.strerror}") from error
+
+
+def _imports(data: bytes) -> Iterator[str]:
+    """The modules that a file imports; none if it is no Python, which whoever imports it says."""
+    try:
+        tree = ast.parse(data)
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module

@@ -1,0 +1,385 @@
+"""The machines that have come to a head, and the nodes on them.
+
+Each machine (nodes/machine.py) has one connection to the head. It gets the job, says when it is
+ready, and runs one node at a time. A machine whose node has ended may run another one, which is a
+new node with a new number. If the connection breaks, the machine keeps its node and comes back: the
+coordinator alone decides whether the node is lost.
+
+`Machines` begins to serve before the job is planned, because the first machine measures the job's
+layers. It is given to the launcher afterwards, which starts nodes as on its own machine.
+"""
+
+import asyncio
+import logging
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Final
+
+import msgspec
+
+from planaria.core.job import JobConfig
+from planaria.core.kinds import Ending
+from planaria.core.machine_messages import (
+    PROTOCOL,
+    FromMachine,
+    JobOffered,
+    JobOver,
+    JobPrepared,
+    MachineArrived,
+    MachineFacts,
+    MachineLeaving,
+    MachineReady,
+    MachineRefused,
+    MachineUnfit,
+    NodeDropped,
+    NodeEnded,
+    NodeRequested,
+    PrepareRequested,
+    SourceFile,
+    ToMachine,
+)
+from planaria.core.records import AgentEnded, Ended
+from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
+from planaria.errors import AuthenticationError, InsufficientError
+from planaria.nodes.forkserver import exit_text
+from planaria.nodes.head.node_handles import EXIT_TIMEOUT_S, KILL_TIMEOUT_S
+from planaria.nodes.head.process_events import wait_until
+from planaria.transport.acceptor import Handshakes, Purpose
+from planaria.transport.credentials import Credentials
+from planaria.transport.frames import FrameDecoder, frame
+
+logger = logging.getLogger(__name__)
+
+REJOINS_MAX: Final = 5  # Nodes that a machine may lose within an hour and still get another.
+_HOUR_S: Final = 3600.0
+_READ_BYTES: Final = 1 << 20
+_decoder: msgspec.json.Decoder[FromMachine] = msgspec.json.Decoder(FromMachine)
+
+
+class _Machine:
+    """A machine as the head knows it.
+
+    Attributes:
+        name: name that no other machine of the job has.
+        writer: stream to it; None: its connection is broken.
+        is_ready: whether it can run a node as soon as it is connected.
+        node: node that it runs; -1: none.
+        ended_s: times at which its nodes have ended, the newest last.
+    """
+
+    def __init__(self, name: str, facts: MachineFacts) -> None:
+        self.name = name
+        self.facts = facts
+        self.writer: asyncio.StreamWriter | None = None
+        self.is_ready = False
+        self.node = -1
+        self.ended_s: deque[float] = deque(maxlen=REJOINS_MAX)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it can be asked for a node now."""
+        return self.writer is not None and self.is_ready and self.node < 0
+
+    def tell(self, message: ToMachine) -> None:
+        """Sends a message, unless the connection is broken."""
+        if self.writer is not None:
+            self.writer.write(frame(message))
+
+
+class Machines:
+    """The machines of one job.
+
+    Args:
+        run: random name of this run of the job.
+        sources: files of the user's modules.
+        num_max: number of machines that may run nodes at once.
+        note: shows the user a text.
+
+    Attributes:
+        on_free: callback, called when a machine can run a node; set once the job has begun.
+        on_end: callback, called with the end of each node; set once the job has begun.
+    """
+
+    def __init__(
+        self,
+        job: JobConfig,
+        credentials: Credentials,
+        *,
+        run: str,
+        sources: Sequence[SourceFile],
+        num_max: int,
+        note: Callable[[str], None],
+    ) -> None:
+        self.on_free: Callable[[], None] = _do_nothing
+        self.on_end: Callable[[AgentEnded], None] = lambda _: None
+        self._offer = JobOffered(run=run, job=job, sources=tuple(sources))
+        self._handshakes = Handshakes(credentials)
+        self._num_max = num_max
+        self._note = note
+        self._machines: dict[str, _Machine] = {}
+        self._nodes: dict[int, _Machine] = {}  # The machines of all nodes.
+        self._live_nodes: dict[int, None] = {}
+        self._ends: dict[int, NodeEnded] = {}
+        self._dropped: set[int] = set()
+        self._serving: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Condition()
+        self._prepared: asyncio.Future[JobPrepared] | None = None
+        self._unfit_reason = ""
+        self._is_stopped = False
+        self._ended: Ended | None = None
+
+    # -- before the job begins --------------------------------------------------------------------
+
+    def accept(self, sock: socket.socket) -> None:
+        """Serves a machine; for the acceptor."""
+        task = asyncio.create_task(self._serve(sock))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+
+    @property
+    def num_ready(self) -> int:
+        """The number of machines that can run a node now."""
+        return sum(machine.is_free for machine in self._machines.values())
+
+    @property
+    def facts(self) -> tuple[MachineFacts, ...]:
+        """What the machines that are ready have reported, in the order of their arrival."""
+        return tuple(machine.facts for machine in self._machines.values() if machine.is_free)
+
+    async def wait_ready(self, num_machines: int, *, timeout_s: float) -> None:
+        """Waits until so many machines can run nodes.
+
+        Raises:
+            InsufficientError: fewer have come in time.
+        """
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: self.num_ready >= num_machines)
+        except TimeoutError as error:
+            reason = f"; {self._unfit_reason}" if self._unfit_reason else ""
+            raise InsufficientError(
+                f"{self.num_ready} of {num_machines} machines have come in {timeout_s:.0f} s"
+                f"{reason}; nothing was trained"
+            ) from error
+
+    async def prepare(self, request: PrepareRequest) -> Prepared:
+        """The facts on the job that the first machine finds; another one if that one is lost.
+
+        Raises:
+            InsufficientError: the process there was killed.
+        """
+        while True:
+            await self.wait_ready(1, timeout_s=_HOUR_S)
+            machine = next(m for m in self._machines.values() if m.is_free)
+            self._prepared = asyncio.get_running_loop().create_future()
+            machine.tell(PrepareRequested(request))
+            async with self._changed:
+                await self._changed.wait_for(
+                    lambda machine=machine: self._prepared.done() or machine.writer is None
+                )
+            if not self._prepared.done():
+                continue
+            answer = self._prepared.result()
+            if answer.prepared is None:
+                raise InsufficientError(f"{machine.name}: {answer.reason}")
+            return answer.prepared
+
+    # -- nodes ------------------------------------------------------------------------------------
+
+    @property
+    def live_nodes(self) -> Collection[int]:
+        """See NodeHandles."""
+        return self._live_nodes.keys()
+
+    @property
+    def next_node(self) -> int:
+        """See NodeHandles."""
+        return max(self._nodes, default=-1) + 1
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another node may be started, on a machine that is free."""
+        has_machine = any(self._may_run(machine) for machine in self._machines.values())
+        return not self._is_stopped and has_machine and len(self._live_nodes) < self._num_max
+
+    def start(self, spec: NodeSpec, *, is_granted: bool) -> None:
+        """See NodeHandles. If no machine is free, the node counts as ended at once."""
+        del is_granted  # A machine that comes later is a new one by itself.
+        free = [machine for machine in self._machines.values() if self._may_run(machine)]
+        if not free:
+            self._nodes[spec.node] = _Machine("", MachineFacts(name="", host=""))
+            self._on_node_end(NodeEnded(node=spec.node, status=0))
+            return
+        machine = free[0]
+        machine.node = spec.node
+        self._nodes[spec.node] = machine
+        self._live_nodes[spec.node] = None
+        machine.tell(NodeRequested(msgspec.structs.replace(spec, machine=machine.name)))
+        self._note(f"node {spec.node} starts on {machine.name} ({machine.facts.host})")
+
+    def drop(self, node: int) -> None:
+        """See NodeHandles."""
+        if node in self._nodes:
+            self._dropped.add(node)
+            self._nodes[node].tell(NodeDropped(node))
+
+    def ends(self) -> tuple[AgentEnded, ...]:
+        """See NodeHandles."""
+        return tuple(_agent_ended(ended) for ended in self._ends.values())
+
+    def stop(self) -> None:
+        """See NodeHandles."""
+        self._is_stopped = True
+
+    async def wait_left(self, members: Collection[int]) -> None:
+        """See NodeHandles."""
+        for node in set(self._live_nodes).difference(members):
+            self.drop(node)
+        await wait_until(lambda: not self._reachable_nodes(), timeout_s=EXIT_TIMEOUT_S)
+        for node in self._reachable_nodes():
+            logger.warning("node %s did not leave in %.0f s", node, EXIT_TIMEOUT_S)
+
+    async def end_all(self, ended: Ended | None) -> None:
+        """See NodeHandles. The machines are told how the job has ended, and leave."""
+        is_done = ended is not None and ended.ending in (Ending.FINISHED, Ending.STOPPED)
+        text = "the head ended the job"
+        if ended is not None:
+            text = f"the job is {ended.ending}" + (f": {ended.reason}" if ended.reason else "")
+        for machine in self._machines.values():
+            machine.tell(JobOver(is_done=is_done, text=text))
+        await wait_until(lambda: not self._reachable_nodes(), timeout_s=EXIT_TIMEOUT_S)
+        for machine in self._machines.values():
+            if machine.writer is not None:
+                machine.writer.close()
+        if self._serving:
+            await asyncio.wait(self._serving, timeout=KILL_TIMEOUT_S)
+        for task in self._serving:
+            task.cancel()
+
+    def exit_statuses(self) -> Collection[int]:
+        """See NodeHandles."""
+        return {e.status for node, e in self._ends.items() if node not in self._dropped}
+
+    def _reachable_nodes(self) -> list[int]:
+        return [node for node in self._live_nodes if self._nodes[node].writer is not None]
+
+    def _may_run(self, machine: _Machine) -> bool:
+        """Whether a machine is free, and has not lost too many nodes within an hour."""
+        times = machine.ended_s
+        is_failing = len(times) == REJOINS_MAX and time.monotonic() - times[0] < _HOUR_S
+        return machine.is_free and not is_failing
+
+    def _on_node_end(self, ended: NodeEnded) -> None:
+        if ended.node in self._ends or ended.node not in self._nodes:
+            return
+        machine = self._nodes[ended.node]
+        self._ends[ended.node] = ended
+        self._live_nodes.pop(ended.node, None)
+        machine.ended_s.append(time.monotonic())
+        if machine.node == ended.node:
+            machine.node = -1
+        self.on_end(_agent_ended(ended))
+
+    # -- connections ------------------------------------------------------------------------------
+
+    async def _serve(self, sock: socket.socket) -> None:
+        """Serves the connection of a machine until it ends."""
+        try:
+            reader, writer, _ = await self._handshakes.accept(sock, Purpose.MACHINE)
+        except AuthenticationError as error:
+            logger.warning("refused a machine: %s", error)
+            return
+        machine: _Machine | None = None
+        decoder = FrameDecoder()
+        try:
+            while data := await reader.read(_READ_BYTES):
+                for body in decoder.feed(data):
+                    message = _decoder.decode(body)
+                    if machine is not None:
+                        self._on_message(machine, message)
+                    elif isinstance(message, MachineArrived):
+                        machine = self._admit(message, writer)
+                    if machine is None:
+                        return
+                    await self._tell_change()
+        except (AuthenticationError, ConnectionError, msgspec.MsgspecError) as error:
+            logger.info("a machine's connection ended: %s", error)
+        finally:
+            writer.close()
+            if machine is not None and machine.writer is writer:
+                machine.writer = None
+                self._note(
+                    f"the connection to {machine.name} is gone"
+                    + (f"; node {machine.node} may go on" if machine.node >= 0 else "")
+                )
+                await self._tell_change()
+
+    async def _tell_change(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+        if self.has_room:
+            self.on_free()
+
+    def _admit(self, arrived: MachineArrived, writer: asyncio.StreamWriter) -> _Machine | None:
+        """The machine that has arrived, or come back; None: it is refused."""
+        if arrived.protocol != PROTOCOL:
+            reason = (
+                f"it has planaria {arrived.facts.versions.get('planaria')} with protocol "
+                f"{arrived.protocol}, and the head speaks {PROTOCOL}: install one version everywhere"
+            )
+            writer.write(frame(MachineRefused(reason=reason, is_final=True)))
+            return None
+        machine = None
+        if arrived.run == self._offer.run and arrived.node >= 0:
+            machine = self._nodes.get(arrived.node)
+        if machine is None:
+            name = self._unused_name(arrived.facts.name)
+            machine = self._machines[name] = _Machine(name, arrived.facts)
+            self._note(f"{name} ({arrived.facts.host}) has come")
+        else:
+            self._note(f"{machine.name} is connected again")
+        machine.writer = writer
+        sources = self._offer.sources
+        if arrived.has_code:  # Only digests travel.
+            sources = tuple(msgspec.structs.replace(source, data=b"") for source in sources)
+        machine.tell(msgspec.structs.replace(self._offer, sources=sources))
+        return machine
+
+    def _unused_name(self, name: str) -> str:
+        """The name, or the name with a number if another machine that is connected has it."""
+        taken = {
+            other
+            for other, machine in self._machines.items()
+            if machine.writer is not None or machine.node in self._live_nodes
+        }
+        number, unused = 1, name
+        while unused in taken:
+            number += 1
+            unused = f"{name}-{number}"
+        return unused
+
+    def _on_message(self, machine: _Machine, message: FromMachine) -> None:
+        match message:
+            case MachineReady():
+                machine.is_ready = True
+            case MachineUnfit(reason):
+                machine.is_ready = False
+                self._unfit_reason = f"{machine.name} cannot take part: {reason}"
+                self._note(self._unfit_reason)
+            case MachineLeaving():
+                machine.is_ready = False
+            case JobPrepared():
+                if self._prepared is not None and not self._prepared.done():
+                    self._prepared.set_result(message)
+            case NodeEnded():
+                self._on_node_end(message)
+
+
+def _agent_ended(ended: NodeEnded) -> AgentEnded:
+    return AgentEnded(node=ended.node, reason=f"its agent {exit_text(ended.status)}")
+
+
+def _do_nothing() -> None:
+    pass

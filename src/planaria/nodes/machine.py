@@ -1,0 +1,499 @@
+"""The process `planaria agent`: offers this machine to the head of a job, and runs a node for it.
+
+It connects to the head, gets the job and the user's modules, starts a fork server, and has a node
+forked when the head asks for one. The node's agent has a connection of its own to the coordinator.
+So losing the head here costs the node nothing: this process keeps it, and looks for the head again
+and again, for `cluster.patience_s`. When the node ends, the head is told, and may ask for another.
+
+The node's processes hold the read end of this process's lifeline pipe: they end when it ends, by
+whatever signal. SIGTERM and Ctrl-C are a notice that the machine will be taken away: the node
+leaves the job in peace, then this process ends. A second Ctrl-C ends everything at once.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import platform
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+import msgspec
+import psutil
+
+from planaria.core.job import JobConfig
+from planaria.core.machine_messages import (
+    PROTOCOL,
+    FromMachine,
+    JobOffered,
+    JobOver,
+    JobPrepared,
+    MachineArrived,
+    MachineFacts,
+    MachineLeaving,
+    MachineReady,
+    MachineRefused,
+    MachineUnfit,
+    NodeDropped,
+    NodeEnded,
+    NodeRequested,
+    PrepareRequested,
+    SourceFile,
+    ToMachine,
+)
+from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
+from planaria.errors import AuthenticationError, ConfigError, InsufficientError
+from planaria.nodes.forking import Forker
+from planaria.nodes.forkserver import ForkServer, exit_text
+from planaria.nodes.head.process_events import kill_group, wait_until
+from planaria.transport.acceptor import Purpose, connect
+from planaria.transport.connection import Address
+from planaria.transport.credentials import Credentials
+from planaria.transport.frames import FrameDecoder, frame
+
+logger = logging.getLogger(__name__)
+
+EXIT_DONE: Final = 0
+EXIT_UNFINISHED: Final = 3  # The job ended before its last iteration, or the node was evicted.
+EXIT_AGAIN: Final = 75  # The head was lost for too long; start this again.
+
+_CONNECT_TIMEOUT_S: Final = 10.0
+_RETRY_S: Final = 0.5
+_LEAVE_TIMEOUT_S: Final = 10.0  # Time for a node to end by itself once the job is over.
+_KILL_TIMEOUT_S: Final = 5.0
+_READ_BYTES: Final = 1 << 20
+_PREPARE: Final = "planaria.engine.prepare:main"
+_decoder: msgspec.json.Decoder[ToMachine] = msgspec.json.Decoder(ToMachine)
+
+ServerOf = Callable[[JobConfig, Sequence[str]], ForkServer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineSpec:
+    """What a machine is told by its user.
+
+    Attributes:
+        heads: addresses at which the head may be, tried in turn.
+        host: address at which others reach this machine; "": that of its route to the head.
+        domain: name of its failure domain.
+        has_code: whether the user's modules are here already, in the current directory or on
+            Python's path, and those of the head must be the same.
+        cache_directory: directory in which tokens and profiles are kept between jobs.
+        server: returns a fork server for a job whose modules are also looked for in directories.
+        note: shows the user a text.
+    """
+
+    heads: tuple[Address, ...]
+    credentials: Credentials
+    host: str
+    domain: str
+    has_code: bool
+    cache_directory: str
+    server: ServerOf
+    note: Callable[[str], None]
+
+
+def run_machine(spec: MachineSpec) -> int:
+    """Offers this machine until the job is over or the user ends it; returns the exit code.
+
+    Raises:
+        ConfigError: the head does not take this machine, or has another token file.
+        KeyboardInterrupt: a second Ctrl-C ended everything at once.
+    """
+    return asyncio.run(_Machine(spec).run())
+
+
+class _Machine:
+    def __init__(self, spec: MachineSpec) -> None:
+        self._spec = spec
+        self._head: Address = spec.heads[0]
+        self._writer: asyncio.StreamWriter | None = None
+        self._host = spec.host
+        self._offer: JobOffered | None = None
+        self._node = _Node(self._on_node_end)
+        self._ends: list[NodeEnded] = []  # The ends of the nodes of this run.
+        self._preparing: set[asyncio.Task[None]] = set()
+        self._over: JobOver | None = None
+        self._is_leaving = False
+        self._has_been_taken = False
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._leave)
+        loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
+        self._interrupted = loop.create_future()
+        with TemporaryDirectory(prefix="planaria-modules-", ignore_cleanup_errors=True) as modules:
+            self._modules = Path(modules)
+            serving = asyncio.create_task(self._serve())
+            try:
+                await asyncio.wait(
+                    (serving, self._interrupted), return_when=asyncio.FIRST_COMPLETED
+                )
+                if self._interrupted.done():
+                    raise KeyboardInterrupt("interrupted again, so the node was killed")
+                return serving.result()
+            finally:
+                serving.cancel()
+                await asyncio.gather(serving, return_exceptions=True)
+                await self._node.close()
+
+    # -- the head ---------------------------------------------------------------------------------
+
+    async def _serve(self) -> int:
+        """Connects to the head again and again; returns the exit code once all is over."""
+        lost_s, shown = time.monotonic(), ""
+        tries = 0
+        while True:
+            self._head = self._spec.heads[tries % len(self._spec.heads)]
+            tries += 1
+            try:
+                reader, self._writer = await connect(
+                    self._head,
+                    Purpose.MACHINE,
+                    self._spec.credentials,
+                    timeout_s=_CONNECT_TIMEOUT_S,
+                )
+                await self._talk(reader, self._writer)
+                lost_s = time.monotonic()
+                problem = "the head closed the connection"
+            except AuthenticationError as error:
+                if not self._has_been_taken:
+                    raise ConfigError("--token-file", "", str(error)) from error
+                problem = str(error)
+            except (ConnectionError, asyncio.IncompleteReadError, OSError) as error:
+                problem = str(error)
+            self._drop_connection()
+            if self._over is not None:
+                return await self._end(self._over)
+            if self._is_leaving and self._node.number < 0:
+                return EXIT_DONE
+            patience_s = self._patience_s()
+            if time.monotonic() - lost_s > patience_s:
+                self._spec.note(f"there was no head for {patience_s:.0f} s: {problem}")
+                return EXIT_AGAIN
+            if problem != shown:
+                self._spec.note(f"{problem}; trying again for up to {patience_s:.0f} s")
+                shown = problem
+            await asyncio.sleep(_RETRY_S)
+
+    def _patience_s(self) -> float:
+        job = JobConfig() if self._offer is None else self._offer.job
+        return job.cluster.patience_s
+
+    def _drop_connection(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Talks to the head until the connection ends or the job is over."""
+        self._host = self._spec.host or str(writer.get_extra_info("sockname")[0])
+        run = "" if self._offer is None else self._offer.run
+        self._tell(
+            MachineArrived(
+                protocol=PROTOCOL,
+                facts=facts_of_this_machine(self._host, self._spec.domain),
+                has_code=self._spec.has_code,
+                run=run,
+                node=self._node.number,
+            )
+        )
+        decoder = FrameDecoder()
+        while self._over is None and (data := await reader.read(_READ_BYTES)):
+            for body in decoder.feed(data):
+                await self._on_message(_decoder.decode(body))
+
+    def _tell(self, message: FromMachine) -> None:
+        if self._writer is not None:
+            self._writer.write(frame(message))
+
+    async def _on_message(self, message: ToMachine) -> None:
+        match message:
+            case JobOffered():
+                await self._take_job(message)
+            case PrepareRequested(request):
+                task = asyncio.create_task(self._prepare(request))
+                self._preparing.add(task)
+                task.add_done_callback(self._preparing.discard)
+            case NodeRequested(spec):
+                self._start_node(spec)
+            case NodeDropped(node):
+                if node == self._node.number:
+                    self._node.kill()
+            case JobOver():
+                self._over = message
+            case MachineRefused(reason=reason, is_final=is_final):
+                if is_final and not self._has_been_taken:
+                    raise ConfigError("", "", f"the head does not take this machine: {reason}")
+                raise ConnectionError(f"the head does not take this machine now: {reason}")
+
+    # -- the job ----------------------------------------------------------------------------------
+
+    async def _take_job(self, offer: JobOffered) -> None:
+        """Gets ready for a job; keeps what is there if it is the run that this machine is in."""
+        is_same_run = self._offer is not None and self._offer.run == offer.run
+        if not is_same_run:
+            await self._node.close()
+            self._ends.clear()
+            self._offer = offer
+            reason = unpack_sources(offer.sources, self._modules, has_code=self._spec.has_code)
+            if reason:
+                self._tell(MachineUnfit(reason))
+                return
+            paths = () if self._spec.has_code else (str(self._modules),)
+            self._node.open(self._spec.server(offer.job, paths), self._spec.note)
+            self._spec.note(
+                f"took the job {offer.job.name!r} of {_text(self._head)}; others reach this "
+                f"machine at {self._host}"
+            )
+        self._has_been_taken = True
+        if not await self._node.wait_ready():
+            self._tell(MachineUnfit(self._node.failure))
+            return
+        for ended in self._ends:
+            self._tell(ended)
+        self._tell(MachineLeaving() if self._is_leaving else MachineReady())
+
+    async def _prepare(self, request: PrepareRequest) -> None:
+        request = msgspec.structs.replace(request, cache_directory=self._spec.cache_directory)
+        data = await self._node.call(_PREPARE, msgspec.json.encode(request))
+        try:
+            prepared = msgspec.json.decode(data, type=Prepared)
+        except msgspec.DecodeError:
+            reason = "the process that examines the job was killed"
+            self._tell(JobPrepared(None, reason))
+        else:
+            self._tell(JobPrepared(prepared))
+
+    def _start_node(self, spec: NodeSpec) -> None:
+        if self._is_leaving or self._node.number >= 0:
+            logger.warning("a request for node %s crossed another message", spec.node)
+            self._ends.append(NodeEnded(node=spec.node, status=0))
+            self._tell(self._ends[-1])
+            return
+        self._node.start(
+            msgspec.structs.replace(
+                spec,
+                host=self._host,
+                coordinator=self._head,
+                injector=self._head if spec.places or spec.heeds else spec.injector,
+                credentials=msgspec.json.encode(self._spec.credentials),
+                cache_directory=self._spec.cache_directory,
+            )
+        )
+        self._spec.note(f"runs node {spec.node}")
+
+    def _on_node_end(self, node: int, status: int) -> None:
+        ended = NodeEnded(node=node, status=status)
+        self._ends.append(ended)
+        self._tell(ended)
+        if self._over is None:
+            self._spec.note(f"node {node} {exit_text(status)}")
+        if self._is_leaving:
+            self._drop_connection()
+
+    async def _end(self, over: JobOver) -> int:
+        await wait_until(lambda: self._node.number < 0, timeout_s=_LEAVE_TIMEOUT_S)
+        self._spec.note(over.text)
+        return EXIT_DONE if over.is_done else EXIT_UNFINISHED
+
+    # -- the user ---------------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        """Handles a notice that this machine will be taken away."""
+        if not self._is_leaving:
+            self._is_leaving = True
+            self._tell(MachineLeaving())
+            if self._node.number >= 0:
+                self._spec.note(f"node {self._node.number} leaves the job")
+                self._node.notify()
+            else:
+                self._drop_connection()
+
+    def _on_interrupt(self) -> None:
+        if not self._is_leaving:
+            self._leave()
+        elif not self._interrupted.done():
+            self._interrupted.set_result(None)
+
+
+class _Node:
+    """The node of a machine, and the fork server that it comes from.
+
+    Args:
+        on_end: callback, called with the node's number and exit status when its agent has ended.
+
+    Attributes:
+        number: number of the node that runs or is about to; -1: none.
+    """
+
+    def __init__(self, on_end: Callable[[int, int], None]) -> None:
+        self.number = -1
+        self._on_end = on_end
+        self._pid = 0
+        self._has_notice = False
+        self._exits: dict[int, int] = {}  # Exit statuses of processes that are not awaited, by pid.
+        self._server: ForkServer | None = None
+
+    def open(self, server: ForkServer, note: Callable[[str], None]) -> None:
+        """Takes over a fork server; `close` closes it."""
+        self._server = server
+        self._lifeline_fd, self._write_fd = os.pipe()
+        self._forker = Forker(
+            server,
+            on_fork=self._on_fork,
+            on_exit=self._on_exit,
+            note=note,
+            meanwhile=str,
+            on_error=lambda error: note(f"this machine can fork no more: {error!r}"),
+        )
+        self._forker.begin()
+
+    @property
+    def failure(self) -> str:
+        """Why nothing can be forked."""
+        return self._forker.failure
+
+    async def wait_ready(self) -> bool:
+        """Waits until a node can be forked; False if the fork server cannot be started."""
+        return await self._forker.wait_ready()
+
+    def start(self, spec: NodeSpec) -> None:
+        """Has the node forked."""
+        self.number = spec.node
+        self._forker.add(spec.node, msgspec.json.encode(spec), (self._lifeline_fd,))
+
+    def notify(self) -> None:
+        """Tells the node that it will be taken away."""
+        self._has_notice = True
+        if self._pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kills the node."""
+        if self._pid:
+            kill_group(self._pid)
+        elif self.number >= 0:
+            self._forker.drop(self.number)
+            self._end(0)
+
+    async def call(self, target: str, payload: bytes) -> bytes:
+        """What `target(payload, fd)` writes to fd in a process of its own; b"": it was killed."""
+        read_fd, write_fd = os.pipe()
+        with os.fdopen(read_fd, "rb") as file:
+            try:
+                await self._forker.spawn(target, payload, (write_fd,))
+            except (InsufficientError, OSError) as error:
+                logger.warning("%s could not be started: %s", target, error)
+                return b""
+            finally:
+                os.close(write_fd)
+            return await asyncio.to_thread(file.read)
+
+    async def close(self) -> None:
+        """Kills the node and the fork server."""
+        if self._server is None:
+            return
+        self.kill()
+        await wait_until(lambda: self.number < 0, timeout_s=_KILL_TIMEOUT_S)
+        self._forker.close()
+        self._server.close()
+        os.close(self._lifeline_fd)
+        os.close(self._write_fd)
+        self._server = None
+
+    def _on_fork(self, _: int, pid: int) -> None:
+        self._pid = pid
+        if pid in self._exits:  # It ended before its pid was known here.
+            self._end(self._exits[pid])
+        elif self._has_notice:
+            self.notify()
+
+    def _on_exit(self, pid: int, status: int) -> None:
+        self._exits[pid] = status
+        if pid == self._pid:
+            self._end(status)
+
+    def _end(self, status: int) -> None:
+        node, self.number, self._pid = self.number, -1, 0
+        self._on_end(node, status)
+
+
+def unpack_sources(sources: Sequence[SourceFile], directory: Path, *, has_code: bool) -> str:
+    """Writes the user's modules into a private directory, or compares them with those here.
+
+    Args:
+        has_code: whether they are to be found here, on the path of this process.
+
+    Returns:
+        Why they cannot be used, and what to do; "": they can.
+    """
+    for source in sources:
+        path = Path(source.path)
+        if path.is_absolute() or ".." in path.parts:
+            return f"the head sent a module with the path {source.path!r}"
+        if not has_code:
+            target = directory / path
+            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            target.write_bytes(source.data)
+        elif not (here := _local_file(path)):
+            return f"there is no {path} in the current directory or on PYTHONPATH (--no-code)"
+        elif _sha256(here) != source.sha256:
+            return f"{here} differs from the head's {path}: copy it here, or leave out --no-code"
+    return ""
+
+
+def _local_file(path: Path) -> Path | None:
+    candidates = (Path(directory or os.getcwd()) / path for directory in ("", *sys.path))
+    return next((candidate for candidate in candidates if candidate.is_file()), None)
+
+
+def _sha256(path: Path) -> str:
+    import hashlib
+
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def facts_of_this_machine(host: str, domain: str) -> MachineFacts:
+    """The facts on this machine that its head needs."""
+    return MachineFacts(
+        name=socket.gethostname(),
+        host=host,
+        domain=domain,
+        processors=len(os.sched_getaffinity(0)),
+        memory_bytes=psutil.virtual_memory().total,
+        processor=_processor_model(),
+        versions={
+            "python": platform.python_version(),
+            **{name: _version(name) for name in ("torch", "planaria")},
+        },
+    )
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _processor_model() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _text(address: Address) -> str:
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
