@@ -43,6 +43,7 @@ from planaria.cli.command_line import (
 )
 from planaria.cli.console_display import ConsoleDisplay
 from planaria.cli.events_command import events
+from planaria.cli.machine_commands import TokenFile, agent
 from planaria.cli.placement_command import placement
 from planaria.cli.plan_command import plan
 from planaria.cli.token_command import token
@@ -51,6 +52,7 @@ from planaria.core.profile_json import encode_profile
 from planaria.errors import ConfigError
 from planaria.estimator.correction import Comparison
 from planaria.estimator.time import Timeline
+from planaria.job.on_machines import Listening
 from planaria.job.scripts import named_job
 from planaria.job.training_job import TrainingResult
 from planaria.nodes.head.process_events import LEAVE_SIGNALS, restore_handlers
@@ -60,6 +62,7 @@ from planaria.show.gantt import compared_figure
 from planaria.show.page import Format, is_picture, picture_format
 from planaria.show.plots import chrome_trace
 from planaria.show.words import count_text
+from planaria.transport.credentials import read_credentials, token_path
 
 app = typer.Typer(
     add_completion=False,
@@ -70,6 +73,7 @@ app = typer.Typer(
 )
 
 
+app.command()(agent)
 app.command()(chaos)
 app.command()(events)
 app.command()(placement)
@@ -178,7 +182,13 @@ Faults = Annotated[
 @exit_codes()
 def train(
     job: JobFile,
-    nodes: Annotated[int | None, typer.Option(help="Number of nodes to start with.")] = None,
+    nodes: Annotated[
+        str,
+        typer.Option(
+            metavar="N|MIN:MAX",
+            help="Number of nodes to start with; with --listen also the most that may train.",
+        ),
+    ] = "",
     devices_per_node: Annotated[
         int | None, typer.Option(help="Number of devices in each node.")
     ] = None,
@@ -187,12 +197,24 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest save.")] = False,
     inject: Faults = None,
     state: State = "",
+    listen: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDR:PORT",
+            help="Run the nodes on other machines, which come to this address with "
+            "`planaria agent --join`; port 0 is any free one.",
+        ),
+    ] = "",
+    wait_nodes: Annotated[
+        float,
+        typer.Option(metavar="S", help="With --listen: seconds to wait for the first nodes."),
+    ] = 600.0,
+    token_file: TokenFile = "",
     settings: Settings = None,
 ) -> None:
-    """Trains a job on emulated nodes of this machine."""
+    """Trains a job on emulated nodes of this machine, or with --listen on other machines."""
     overrides = list(settings or ())
-    if nodes is not None:
-        overrides.append(f"cluster.nodes={nodes}")
+    overrides += _node_overrides(nodes, has_max=bool(listen))
     if devices_per_node is not None:
         overrides.append(f"cluster.devices_per_node={devices_per_node}")
     for name, path in (("--report", report), ("--timeline", timeline)):
@@ -206,6 +228,17 @@ def train(
     loaded_job = named_job(job, overrides)
     cluster = loaded_job.config.cluster
     check_injections(injections, num_nodes=cluster.nodes + cluster.standby)
+    listening = None
+    if listen:
+        if injections:
+            raise ConfigError("--inject", inject, "faults are injected on one machine only")
+        listening = Listening(
+            address=listen,
+            credentials=read_credentials(token_path(token_file)),
+            nodes_min=cluster.nodes,
+            nodes_max=max(cluster.nodes, cluster.max_nodes) + cluster.standby,
+            wait_s=wait_nodes,
+        )
     display = ConsoleDisplay(Console(file=sys.stdout))
     try:
         result = loaded_job.run(
@@ -215,6 +248,7 @@ def train(
             trace=timeline is not None,
             display=display,
             output=display.output,
+            listening=listening,
         )
         with _ignoring_signals_to_leave():
             if report is not None:
@@ -265,6 +299,26 @@ def drain(
     if not answer.is_done:
         raise ConfigError("NODE", node, answer.text)
     Console().print(answer.text)
+
+
+def _node_overrides(nodes: str, *, has_max: bool) -> list[str]:
+    """The overrides that --nodes stands for.
+
+    Args:
+        has_max: whether MIN:MAX is allowed.
+
+    Raises:
+        ConfigError: the option is no number, or no pair of numbers.
+    """
+    if not nodes:
+        return []
+    least, colon, most = nodes.partition(":")
+    is_number = least.isdecimal() and (most.isdecimal() or not colon)
+    if not is_number or (colon and (not has_max or int(most) < int(least))):
+        remedy = "write a number, or with --listen MIN:MAX"
+        raise ConfigError("--nodes", nodes, remedy)
+    overrides = [f"cluster.nodes={int(least)}"]
+    return [*overrides, f"cluster.max_nodes={int(most)}"] if colon else overrides
 
 
 def _timeline(result: TrainingResult, picture: Format | None) -> bytes:

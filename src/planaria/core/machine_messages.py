@@ -175,6 +175,4 @@ class MachineRefused(Message, frozen=True, kw_only=True):
 FromMachine = (
     MachineArrived | MachineReady | MachineUnfit | JobPrepared | NodeEnded | MachineLeaving
 )
-ToMachine = (
-    JobOffered | PrepareRequested | NodeRequested | NodeDropped | JobOver | MachineRefused
-)
+ToMachine = JobOffered | PrepareRequested | NodeRequested | NodeDropped | JobOver | MachineRefused

@@ -32,6 +32,8 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
         places: places at which faults are to be injected on this node.
         injector: host and port at which the launcher listens for processes that reach such a place.
         heeds: whether workers keep a connection to the launcher, for faults that no step triggers.
+        credentials: contents of the token file with which the agent connects to a coordinator on
+            another machine; b"": the coordinator is on this machine, and the token is enough.
         device: number of the worker's device; the agent fills in this and the following for each
             worker.
         clocks_fd: descriptor of the clocks that pace the node's links; -1: the links are not paced.
@@ -53,6 +55,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     places: tuple[Place, ...] = ()
     injector: tuple[str, int] = ("", 0)
     heeds: bool = False
+    credentials: bytes = b""
     device: int = 0
     clocks_fd: int = -1
     copies_fd: int = -1

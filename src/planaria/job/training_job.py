@@ -47,6 +47,7 @@ from planaria.estimator.correction import Comparison
 from planaria.estimator.time import Timeline
 from planaria.job.checks import check_job, unknown_in_domains
 from planaria.job.config import load_job
+from planaria.job.on_machines import Listening, gather, open_head
 from planaria.job.planning import (
     Planned,
     cache_directory,
@@ -67,6 +68,7 @@ from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.journal_place import journal_place, other_journal_place
 from planaria.nodes.head.launcher import Launcher, LaunchSpec
 from planaria.nodes.head.leader_spec import LeaderSpec
+from planaria.nodes.head.open_head import OpenHead
 from planaria.nodes.head.process_events import restore_handlers
 from planaria.observe.metrics import IterationRecord, Report
 from planaria.observe.recorder import Recorder
@@ -76,6 +78,7 @@ from planaria.show.job_observer import JobObserver, TrainingDisplay
 logger = logging.getLogger(__name__)
 
 _WORKER = "planaria.engine.process:main"
+_HEAD_PRELOAD = ("planaria.nodes.head.leader",)
 
 
 class Display(TrainingDisplay, Protocol):
@@ -258,10 +261,13 @@ class Job:
         server: ForkServer | None = None,
         state: str = "",
         output: Callable[[str], None] | None = None,
+        listening: Listening | None = None,
     ) -> TrainingResult:
         """Trains like `train`, but returns an error that ends training in the result.
 
         Args:
+            listening: how to wait for machines that run the job's nodes; None: all nodes are
+                processes of this machine.
             output: function that is called, in a thread of its own, with each line that the job's
                 processes print; None: they print to this process's own output.
 
@@ -279,27 +285,46 @@ class Job:
             given = given_profile(config)
             if given is not None:  # A given profile shows mistakes before torch is imported.
                 plan_job(config, Prepared(profile=given), plan=plan)
-            display.show_step("importing torch")
-            running = held.enter_context(self._server(server, output))
-            running.wait_ready()
-            display.show_step("building the model and measuring its layers")
-            prepared = prepare(config, running)
+            if listening is None:
+                head, running = None, held.enter_context(self._server(server, output))
+                config, prepared = config, _prepared_here(config, running, display)
+            else:
+                head, running = self._open_head(held, config, listening, display)
+                display.show_step(f"waiting for {listening.nodes_min} machines")
+                config, prepared = gather(head, config, listening)
             display.show_step("planning")
             planned = plan_job(config, prepared, plan=plan, catalog=catalog, manifest=manifest)
-            check_room(planned)
+            if head is None:
+                check_room(planned)
             display.show_plan(planned)
             recorder = _recorder(planned, start_s)
             observer = _job_observer(planned, recorder, display)
             left = with_short_limit(tier, config.checkpoint)
             other = partial(_other_journal, held, config, journal, state=state)
-            launcher = _launcher(
-                planned, running, observer, injections, left, journals=(journal, other), trace=trace
+            launcher = Launcher(
+                _launch_spec(
+                    planned, injections, journal=journal, trace=trace, listening=listening
+                ),
+                server=running,
+                observer=observer,
+                tier=left,
+                other_journal=other,
+                head=head,
             )
             with _told_if_interrupted(launcher, left):
                 ended = launcher.run()
                 held.close()
                 observer.record_end(launcher.unfired_injections)
                 return _result(planned, ended, tier=left, recorder=recorder, observer=observer)
+
+    def _open_head(
+        self, held: ExitStack, config: JobConfig, listening: Listening, display: Display
+    ) -> tuple[OpenHead, ForkServer]:
+        """A head at which machines can arrive, and a fork server for its coordinators."""
+        opened = open_head(config, listening, search_path=self._search_path, note=display.note)
+        server = ForkServer(_HEAD_PRELOAD)
+        held.callback(server.close)
+        return held.enter_context(opened), server
 
     @contextmanager
     def _server(
@@ -397,19 +422,24 @@ def _job_observer(planned: Planned, recorder: Recorder, display: Display) -> Job
     return JobObserver(recorder, display, predicted_peak_bytes=peak_bytes)
 
 
-def _launcher(
+def _prepared_here(config: JobConfig, server: ForkServer, display: Display) -> Prepared:
+    """The facts on the job, found out on this machine."""
+    display.show_step("importing torch")
+    server.wait_ready()
+    display.show_step("building the model and measuring its layers")
+    return prepare(config, server)
+
+
+def _launch_spec(
     planned: Planned,
-    server: ForkServer,
-    observer: JobObserver,
     injections: Sequence[Injection],
-    tier: Tier,
     *,
-    journals: tuple[str, Callable[[], str]],
+    journal: str,
     trace: bool,
-) -> Launcher:
-    journal, other_journal = journals
+    listening: Listening | None,
+) -> LaunchSpec:
     config, manifest, catalog = planned.config, planned.resumed, planned.catalog
-    spec = NodeSpec(
+    node = NodeSpec(
         job=config,
         node=0,
         token=b"",
@@ -432,14 +462,9 @@ def _launcher(
         fingerprint=fingerprint(config) | {"config": planned.prepared.config},
         directory=journal,
         token=b"",
+        credentials=None if listening is None else listening.credentials,
     )
-    return Launcher(
-        LaunchSpec(spec, leader, tuple(injections)),
-        server=server,
-        observer=observer,
-        tier=tier,
-        other_journal=other_journal,
-    )
+    return LaunchSpec(node, leader, tuple(injections))
 
 
 @contextmanager

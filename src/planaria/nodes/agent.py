@@ -78,7 +78,10 @@ from planaria.protocol.agent_state import (
     repeated_reports,
     successor_order,
 )
+from planaria.transport.acceptor import Purpose, connect
+from planaria.transport.credentials import Credentials
 from planaria.transport.frames import (
+    HANDSHAKE_TIMEOUT_S,
     FrameDecoder,
     Role,
     frame,
@@ -280,24 +283,29 @@ class _Agent:
                 writer.close()
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection to the coordinator, after the handshake.
+        """Streams to a coordinator that has proved who it is.
 
         On the way to another machine, packets may vanish without an error. Half a lease is short
         enough to be back in time, since after a cut each node is given a whole one.
         """
-        async with asyncio.timeout(self._lease_s / 2 if self._spec.patience_s else None):
-            reader, writer = await open_stream(self._spec.coordinator)
-            try:
-                await shake_hands(
-                    reader,
-                    writer,
-                    token=self._spec.token,
-                    role=Role.CONNECT,
-                    identity=self._spec.node,
-                )
-            except BaseException:
-                writer.close()
-                raise
+        spec = self._spec
+        if spec.credentials:
+            credentials = msgspec.json.decode(spec.credentials, type=Credentials)
+            return await connect(
+                spec.coordinator,
+                Purpose.NODE,
+                credentials,
+                timeout_s=self._lease_s / 2,
+                identity=spec.node,
+            )
+        reader, writer = await open_stream(spec.coordinator)
+        try:
+            await shake_hands(
+                reader, writer, token=spec.token, role=Role.CONNECT, identity=spec.node
+            )
+        except BaseException:
+            writer.close()
+            raise
         return reader, writer
 
     def _close_silent(self, *, num_kept: int) -> None:

@@ -17,7 +17,6 @@ sent. Before training has begun, any of these signals ends the job at once.
 import asyncio
 import logging
 import secrets
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -47,6 +46,7 @@ from planaria.nodes.head.leader_runner import LeaderCallbacks, LeaderRunner
 from planaria.nodes.head.leader_spec import LeaderSpec
 from planaria.nodes.head.node_handles import LocalNodes, NodeHandles
 from planaria.nodes.head.observer import Observer
+from planaria.nodes.head.open_head import LocalSockets, OpenHead
 from planaria.nodes.head.process_events import (
     handle_signals,
     with_agent_exits,
@@ -78,6 +78,8 @@ class Launcher:
     Args:
         tier: disk tier to which the job saves; must answer or raise in bounded time.
         other_journal: returns another directory for the journal, or "" if there is none.
+        head: the open port of a head, and the machines that have come to it; None: all nodes are
+            processes of this machine.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Launcher:
         observer: Observer,
         tier: Tier,
         other_journal: Callable[[], str] = str,
+        head: OpenHead | None = None,
     ) -> None:
         token = secrets.token_bytes(32)
         self._node_spec = msgspec.structs.replace(spec.node, token=token)
@@ -108,7 +111,8 @@ class Launcher:
             self._processes,
             self._on_node_end,
         )
-        self._nodes: NodeHandles = self._local
+        self._head = head
+        self._nodes: NodeHandles = self._local if head is None else head.machines
         leader_spec = msgspec.structs.replace(spec.leader, token=token)
         self._leaders = self._leader_runner(leader_spec, other_journal)
         targets = Targets(
@@ -158,7 +162,10 @@ class Launcher:
             KeyboardInterrupt: the user ended the job at once; the text says what that cost.
             Exception: the observer or the launcher raised; the live state was saved if possible.
         """
-        ended = asyncio.run(self._run())
+        if self._head is None:
+            ended = asyncio.run(self._run())
+        else:
+            ended = self._head.runner.run(self._run())
         for text in discard(self._tier, sorted(self._unsaved)):
             self._warn(text)
         if self._error is not None:
@@ -185,28 +192,10 @@ class Launcher:
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
         self._local.open()
-        injector = await self._injector.listen() if self._injections else ("", 0)
-        with (
-            handle_signals(loop, self._on_interrupt, on_leave_signal=self._on_leave_signal),
-            socket.create_server(("127.0.0.1", 0), backlog=1024) as listener,
-        ):
-            self._listener = listener
+        self._leader_sockets = LocalSockets() if self._head is None else self._head.leader_sockets
+        with handle_signals(loop, self._on_interrupt, on_leave_signal=self._on_leave_signal):
             try:
-                self._injector_address = injector
-                for node in self._plan.nodes:
-                    self._start_node(node)
-                self._join(self._node_spec.job.cluster.standby)
-                self._leaders.set_faults(
-                    coordinator_places(self._injections),
-                    heeds=self._injector.keeps_connections,
-                    injector=injector,
-                )
-                self._local.forker.begin()
-                self._leaders.start(
-                    self._ended,
-                    listener_fd=listener.fileno,
-                    lifeline_fd=self._local.lifeline_fd,
-                )
+                await self._begin()
                 answer = reply_function(self._drains, self._observer.events_json)
                 async with serve_requests(self._node_spec.job.name, answer, note=self._warn):
                     ended = await self._ended
@@ -218,9 +207,33 @@ class Launcher:
             finally:
                 self._leaders.stop()
                 self._stop_nodes()
-                await self._nodes.end_all()
+                if self._head is not None:
+                    await self._head.close(self._ended)
+                await self._local.end_all()
+                self._leader_sockets.close()
                 self._unfired_injections = self._injector.close() if self._injections else ()
         return with_agent_exits(ended, self._nodes.exit_statuses())
+
+    async def _begin(self) -> None:
+        """Starts the nodes and the first coordinator."""
+        self._injector_address = await self._injector.listen() if self._injections else ("", 0)
+        for node in self._plan.nodes:
+            self._start_node(node)
+        if self._head is None:
+            self._join(self._node_spec.job.cluster.standby)
+        else:
+            self._head.begin(self._on_node_end, self._join_machines)
+        self._leaders.set_faults(
+            coordinator_places(self._injections),
+            heeds=self._injector.keeps_connections,
+            injector=self._injector_address,
+        )
+        self._local.forker.begin()
+        self._leaders.start(
+            self._ended,
+            listener_fd=self._leader_sockets.leader_fd,
+            lifeline_fd=self._local.lifeline_fd,
+        )
 
     # -- nodes ------------------------------------------------------------------------------------
 
@@ -229,7 +242,7 @@ class Launcher:
         spec = msgspec.structs.replace(
             self._node_spec,
             node=node,
-            coordinator=self._injector.coordinator_address(node, self._listener.getsockname()[:2]),
+            coordinator=self._injector.coordinator_address(node, self._leader_sockets.address),
             places=node_places(self._injections, node),
             injector=self._injector_address,
             heeds=self._injector.keeps_connections,
@@ -248,6 +261,13 @@ class Launcher:
         """Starts nodes with numbers that were never used before."""
         for _ in range(num_nodes):
             self._start_node(self._nodes.next_node)
+
+    def _join_machines(self) -> None:
+        """Starts a node on each machine that is free, as far as the job has room for it."""
+        assert self._head is not None
+        is_ending = self._stop_requested or bool(self._leaders.save_only_reason)
+        while self._head.machines.has_room and not is_ending:
+            self._join(1)
 
     def _on_grant(self, replaced_node: int) -> None:
         """Starts a node on a machine that was granted in place of the lost node's."""

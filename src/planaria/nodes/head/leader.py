@@ -23,7 +23,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -60,12 +60,14 @@ from planaria.errors import AuthenticationError, ConflictError, StoreError
 from planaria.nodes.descriptors import raise_open_files
 from planaria.nodes.head.journal import Flusher, open_store
 from planaria.nodes.head.leader_spec import LeaderSpec, rules_of, saving_rules_of
+from planaria.nodes.head.open_head import take_sockets
 from planaria.nodes.head.publisher import Publisher, PublisherThread, Unfinished
 from planaria.nodes.head.searcher import Searcher
 from planaria.policies.ahead import ForeseenAnswers
 from planaria.protocol.agent_lease import TICKS_PER_LEASE
 from planaria.store.embedded import EmbeddedStore
 from planaria.store.logbook import Logbook, open_logbook
+from planaria.transport.acceptor import Handshakes, Purpose
 from planaria.transport.frames import FrameDecoder, Role, frame, from_node_decoder, shake_hands
 from planaria.transport.probe import NO_NODE, Probe
 from planaria.transport.sockets import break_when_silent
@@ -75,6 +77,8 @@ logger = logging.getLogger(__name__)
 _READ_BYTES: Final = 1 << 20
 _CLOSE_TIMEOUT_S: Final = 1.0
 _REMOVAL_TIMEOUT_S: Final = 10.0  # Wait for removals of saves when the job has ended.
+AcceptedStreams = tuple[asyncio.StreamReader, asyncio.StreamWriter, int]
+
 _launcher_decoder: msgspec.json.Decoder[FromLauncher] = msgspec.json.Decoder(FromLauncher)
 
 
@@ -197,8 +201,7 @@ class _Leader:
         )
         self._publishing.tell_saves(source=self._spec.source)
         await self._leadership.begin_leases()
-        listener = socket.socket(fileno=listener_fd)
-        server = await asyncio.start_server(self._accept, sock=listener)
+        stop_listening = await self._listen(socket.socket(fileno=listener_fd))
         self.notify(Leading(term=logbook.term, now_s=time.monotonic()))
         tasks = [
             beats,
@@ -221,7 +224,7 @@ class _Leader:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            server.close()
+            stop_listening()
 
     async def _handle_events(self, tasks: Sequence[asyncio.Future[None]]) -> None:
         """Handles events until the job ends; raises what a task raises."""
@@ -299,22 +302,52 @@ class _Leader:
 
     # -- events -----------------------------------------------------------------------------------
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(self._serve_agent(reader, writer))
+    async def _listen(self, sock: socket.socket) -> Callable[[], object]:
+        """Begins to serve agents; returns a function that ends it.
+
+        Args:
+            sock: socket that listens on this machine, or the one over which the launcher passes the
+                sockets of agents on other machines.
+        """
+        if self._spec.credentials is None:
+            server = await asyncio.start_server(
+                lambda reader, writer: self._serve(self._shake_hands(reader, writer)), sock=sock
+            )
+            return server.close
+        handshakes, loop = Handshakes(self._spec.credentials), asyncio.get_running_loop()
+        sock.setblocking(False)
+
+        def take() -> None:
+            for agent_socket in take_sockets(sock):
+                self._serve(handshakes.accept(agent_socket, Purpose.NODE))
+
+        loop.add_reader(sock, take)
+        return partial(loop.remove_reader, sock)
+
+    def _serve(self, accepting: Coroutine[Any, Any, AcceptedStreams]) -> None:
+        task = asyncio.create_task(self._serve_agent(accepting))
         self._serving.add(task)
         task.add_done_callback(self._serving.discard)
 
-    async def _serve_agent(
+    async def _shake_hands(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    ) -> AcceptedStreams:
+        """The streams of an agent on this machine, and its node."""
         break_when_silent(writer.get_extra_info("socket"))
         try:
             node = await shake_hands(
                 reader, writer, token=self._spec.token, role=Role.ACCEPT, identity=NO_NODE
             )
+        except BaseException:
+            writer.close()
+            raise
+        return reader, writer, node
+
+    async def _serve_agent(self, accepting: Coroutine[Any, Any, AcceptedStreams]) -> None:
+        try:
+            reader, writer, node = await accepting
         except (AuthenticationError, asyncio.IncompleteReadError, OSError) as error:
             logger.warning("refused a connection: %s", error)
-            writer.close()
             return
         agent = _AgentSocket(writer, self._frames)
         self._agents.add(agent)

@@ -19,6 +19,7 @@ from planaria.planner.problem import Problem
 from planaria.policies.ahead import ForeseenAnswers
 from planaria.policies.named import looks_ahead, lookup_policy
 from planaria.policies.policy import Policy, profile_prices
+from planaria.transport.credentials import Credentials
 
 # Duration of a recovery besides moving layers, until the job has measured it; see docs/LOG.md.
 REGROUP_S: Final = 0.005
@@ -39,6 +40,8 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
         heeds: whether to keep a connection to the injector.
         injector: address of the injector.
         led_term: term of the last coordinator that has led; -1: none has.
+        credentials: contents of the token file, with which agents on other machines connect; None:
+            all agents are on this machine, and connect with the token.
         rescue: state to go on from instead of the journal, only to save the live state; None: go
             on from the journal.
     """
@@ -58,6 +61,7 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
     heeds: bool = False
     injector: tuple[str, int] = ("", 0)
     led_term: int = -1
+    credentials: Credentials | None = None
     rescue: Rescue | None = None
 
 
@@ -115,7 +119,8 @@ def rules_of(spec: LeaderSpec, foreseen: ForeseenAnswers) -> Rules:
         catalog=catalog,
         policy_of=policy,
         looks_ahead=looks_ahead(spec.job),
-        processors=len(os.sched_getaffinity(0)),  # All nodes are processes of this machine.
+        # Nodes on other machines share no processors.
+        processors=0 if spec.credentials else len(os.sched_getaffinity(0)),
     )
     buffers = Buffers(spec.job.checkpoint.buffer_bytes, spec.job.checkpoint.num_buffers)
     number = version_iterations(rules, spec.plan, chunk_bytes=buffers.piece_bytes)

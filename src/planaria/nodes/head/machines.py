@@ -67,6 +67,7 @@ class _Machine:
         is_ready: whether it can run a node as soon as it is connected.
         node: node that it runs; -1: none.
         ended_s: times at which its nodes have ended, the newest last.
+        prepared: what it has found out about the job; None: it was not asked, or has not answered.
     """
 
     def __init__(self, name: str, facts: MachineFacts) -> None:
@@ -76,6 +77,11 @@ class _Machine:
         self.is_ready = False
         self.node = -1
         self.ended_s: deque[float] = deque(maxlen=REJOINS_MAX)
+        self.prepared: JobPrepared | None = None
+
+    def has_answered(self) -> bool:
+        """Whether it has found out about the job, or cannot any more."""
+        return self.prepared is not None or self.writer is None
 
     @property
     def is_free(self) -> bool:
@@ -125,7 +131,6 @@ class Machines:
         self._dropped: set[int] = set()
         self._serving: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
-        self._prepared: asyncio.Future[JobPrepared] | None = None
         self._unfit_reason = ""
         self._is_stopped = False
         self._ended: Ended | None = None
@@ -173,15 +178,12 @@ class Machines:
         while True:
             await self.wait_ready(1, timeout_s=_HOUR_S)
             machine = next(m for m in self._machines.values() if m.is_free)
-            self._prepared = asyncio.get_running_loop().create_future()
+            machine.prepared = None
             machine.tell(PrepareRequested(request))
             async with self._changed:
-                await self._changed.wait_for(
-                    lambda machine=machine: self._prepared.done() or machine.writer is None
-                )
-            if not self._prepared.done():
-                continue
-            answer = self._prepared.result()
+                await self._changed.wait_for(machine.has_answered)
+            if (answer := machine.prepared) is None:
+                continue  # Its connection is broken.
             if answer.prepared is None:
                 raise InsufficientError(f"{machine.name}: {answer.reason}")
             return answer.prepared
@@ -327,7 +329,7 @@ class Machines:
         if arrived.protocol != PROTOCOL:
             reason = (
                 f"it has planaria {arrived.facts.versions.get('planaria')} with protocol "
-                f"{arrived.protocol}, and the head speaks {PROTOCOL}: install one version everywhere"
+                f"{arrived.protocol}, and the head's is {PROTOCOL}: install one version everywhere"
             )
             writer.write(frame(MachineRefused(reason=reason, is_final=True)))
             return None
@@ -371,8 +373,7 @@ class Machines:
             case MachineLeaving():
                 machine.is_ready = False
             case JobPrepared():
-                if self._prepared is not None and not self._prepared.done():
-                    self._prepared.set_result(message)
+                machine.prepared = message
             case NodeEnded():
                 self._on_node_end(message)
 

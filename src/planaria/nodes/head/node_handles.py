@@ -56,9 +56,6 @@ class NodeHandles(Protocol):
         The coordinator has told the members to leave.
         """
 
-    async def end_all(self) -> None:
-        """Kills whatever is left, and waits for its end up to KILL_TIMEOUT_S."""
-
     def exit_statuses(self) -> Collection[int]:
         """The known exit statuses of the agents that ended by themselves."""
 
@@ -149,7 +146,7 @@ class LocalNodes:
             logger.warning("node %s did not leave in %.0f s and is killed", node, EXIT_TIMEOUT_S)
 
     async def end_all(self) -> None:
-        """See NodeHandles. The coordinator is killed too."""
+        """Kills whatever is left, the coordinator too; waits for its end up to KILL_TIMEOUT_S."""
         self.stop()
         self.forker.report_exits()  # A process that has ended must not count as killed here.
         self.processes.kill_all()

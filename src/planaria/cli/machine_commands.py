@@ -1,0 +1,100 @@
+"""`planaria agent`: offers this machine to the head of a job."""
+
+import socket
+import sys
+from typing import Annotated
+
+import psutil
+import typer
+from rich.console import Console
+
+from planaria.cli.command_line import exit_codes, unfailing
+from planaria.errors import ConfigError
+from planaria.job.planning import cache_directory, fork_server
+from planaria.nodes.machine import MachineSpec, run_machine
+from planaria.transport.acceptor import parse_address
+from planaria.transport.credentials import read_credentials, token_path
+
+TokenFile = Annotated[
+    str,
+    typer.Option(
+        metavar="FILE",
+        help="File with the secret and the certificate that all machines share; "
+        "`planaria token FILE` makes it. Default: $PLANARIA_TOKEN_FILE, or "
+        "~/.config/planaria/token.",
+    ),
+]
+
+
+@exit_codes()
+def agent(
+    join: Annotated[
+        list[str],
+        typer.Option(
+            metavar="HOST:PORT", help="Address of the head; several are tried in turn; repeatable."
+        ),
+    ],
+    token_file: TokenFile = "",
+    advertise: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST",
+            help="Address at which other machines reach this one. Default: the address from which "
+            "it reaches the head.",
+        ),
+    ] = "",
+    interface: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Network interface whose address is that address."),
+    ] = "",
+    domain: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="Failure domain of this machine, such as its rack or zone."
+        ),
+    ] = "",
+    no_code: Annotated[
+        bool,
+        typer.Option(
+            "--no-code",
+            help="Take no modules from the head; the same files must be here, in the current "
+            "directory or on PYTHONPATH.",
+        ),
+    ] = False,
+) -> None:
+    """Offers this machine to the head of a job, and runs a node of it.
+
+    Exit codes: 0 the job is done, or the machine left in peace; 2 a mistake; 3 the job ended
+    unfinished; 75 the head was lost for too long: start the agent again.
+    """
+    sys.stdout, sys.stderr = unfailing(sys.stdout), unfailing(sys.stderr)
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    spec = MachineSpec(
+        heads=tuple(
+            parse_address(head, field="--join") for text in join for head in text.split(",")
+        ),
+        credentials=read_credentials(token_path(token_file)),
+        host=_advertised(advertise, interface),
+        domain=domain,
+        has_code=no_code,
+        cache_directory=cache_directory(),
+        server=lambda job, paths: fork_server(job, search_path=paths),
+        note=lambda text: console.print(text, markup=False),
+    )
+    raise typer.Exit(run_machine(spec))
+
+
+def _advertised(advertise: str, interface: str) -> str:
+    """The address at which others reach this machine; "": that of the route to the head."""
+    if not interface:
+        return advertise
+    if advertise:
+        raise ConfigError("--interface", interface, "leave it out where --advertise is given")
+    addresses = psutil.net_if_addrs()
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for address in addresses.get(interface, ()):
+            is_local = address.address.startswith(("fe80:", "127.")) or address.address == "::1"
+            if address.family == family and not is_local:
+                return str(address.address).partition("%")[0]
+    there = ", ".join(sorted(addresses))
+    raise ConfigError("--interface", interface, f"has no address; the interfaces are {there}")

@@ -1,0 +1,137 @@
+"""The open port of a head, the machines that come to it, and how agents reach the coordinator.
+
+Agents on this machine connect to a socket at 127.0.0.1, on which each coordinator listens in turn
+(`LocalSockets`). Those on other machines connect to the head's one port. The launcher, which holds
+that port, passes their sockets on to the coordinator's process (`PassedSockets`).
+"""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final
+
+from planaria.core.records import AgentEnded, Ended
+from planaria.nodes.head.machines import Machines
+from planaria.transport.acceptor import Acceptor, Purpose
+from planaria.transport.connection import Address
+
+_BACKLOG: Final = 1024
+
+
+class LocalSockets:
+    """A socket at 127.0.0.1 on which the coordinator listens.
+
+    Attributes:
+        address: its host and port.
+    """
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
+        self.address: Address = self._listener.getsockname()[:2]
+
+    def leader_fd(self) -> int:
+        """The descriptor that the next coordinator gets."""
+        return self._listener.fileno()
+
+    def close(self) -> None:
+        """Closes the socket."""
+        self._listener.close()
+
+
+class PassedSockets:
+    """Passes the sockets of agents to the coordinator's process.
+
+    A socket that comes while there is no coordinator waits for the next one; so does one that the
+    coordinator had not taken when it ended, unless it is the very one that it was about to take.
+
+    Attributes:
+        address: the head's port, to which agents connect.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self._own, self._leaders = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._own.setblocking(False)
+
+    def leader_fd(self) -> int:
+        """The descriptor that the next coordinator gets; see `take_sockets`."""
+        return self._leaders.fileno()
+
+    def pass_on(self, sock: socket.socket) -> None:
+        """Passes a socket on; closes it if too many wait, so that its agent tries again."""
+        with sock, contextlib.suppress(BlockingIOError):
+            socket.send_fds(self._own, [b"!"], [sock.fileno()])
+
+    def close(self) -> None:
+        """Closes both ends, and the sockets that wait."""
+        self._own.close()
+        self._leaders.close()
+
+
+def take_sockets(channel: socket.socket) -> list[socket.socket]:
+    """The sockets that were passed to a coordinator and not taken.
+
+    Args:
+        channel: non-blocking socket of the descriptor that the coordinator got.
+    """
+    sockets = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            data, fds, _, _ = socket.recv_fds(channel, 1, 1)
+            if not data:
+                break
+            sockets += [socket.socket(fileno=fd) for fd in fds]
+    return sockets
+
+
+class OpenHead:
+    """The port of a head while a job runs; a context that ends with the job.
+
+    Args:
+        runner: runs what concerns the port, before and during the job.
+        address: host and port at which the head listens.
+    """
+
+    def __init__(
+        self,
+        runner: asyncio.Runner,
+        listeners: list[socket.socket],
+        address: Address,
+        machines: Machines,
+    ) -> None:
+        self.runner = runner
+        self.machines = machines
+        self.leader_sockets = PassedSockets(address)
+        handlers = {Purpose.MACHINE: machines.accept, Purpose.NODE: self.leader_sockets.pass_on}
+        self._acceptor = Acceptor(listeners, handlers)
+
+    def __enter__(self) -> "OpenHead":
+        self.runner.run(self._start())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Tells the machines that the job is over, if the launcher has not."""
+        self.runner.run(self.close(None))
+        self.leader_sockets.close()
+
+    async def _start(self) -> None:
+        self._acceptor.start()
+
+    def begin(self, on_end: Callable[[AgentEnded], None], on_free: Callable[[], None]) -> None:
+        """Has the launcher told of ends of nodes, and of machines that are free."""
+        self.machines.on_end, self.machines.on_free = on_end, on_free
+        on_free()
+
+    async def close(self, ended: asyncio.Future[Ended] | None) -> None:
+        """Tells the machines how the job has ended, and closes the port. Idempotent."""
+        has_result = ended is not None and ended.done() and not ended.cancelled()
+        is_known = has_result and ended is not None and ended.exception() is None
+        await self.machines.end_all(ended.result() if is_known and ended is not None else None)
+        self._acceptor.close()
