@@ -20,8 +20,9 @@ from planaria.job.planning import given_profile, mistake_error
 from planaria.job.user_sources import user_sources
 from planaria.nodes.head.machines import Machines
 from planaria.nodes.head.open_head import OpenHead
-from planaria.transport.acceptor import address_text, listen
+from planaria.transport.acceptor import listen
 from planaria.transport.credentials import Credentials
+from planaria.transport.sockets import address_text
 
 _ANY_HOST = ("0.0.0.0", "::", "")
 

@@ -55,9 +55,9 @@ from planaria.nodes.forking import Forker
 from planaria.nodes.forkserver import ForkServer, exit_text
 from planaria.nodes.head.process_events import kill_group, wait_until
 from planaria.transport.acceptor import Purpose, connect
-from planaria.transport.connection import Address
 from planaria.transport.credentials import Credentials
 from planaria.transport.frames import FrameDecoder, frame
+from planaria.transport.sockets import Address, address_text
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,7 @@ EXIT_AGAIN: Final = 75  # The head was lost for too long; start this again.
 
 _CONNECT_TIMEOUT_S: Final = 10.0
 _RETRY_S: Final = 0.5
+_PATIENCE_S: Final = 600.0
 _LEAVE_TIMEOUT_S: Final = 10.0  # Time for a node to end by itself once the job is over.
 _KILL_TIMEOUT_S: Final = 5.0
 _READ_BYTES: Final = 1 << 20
@@ -185,8 +186,7 @@ class _Machine:
             await asyncio.sleep(_RETRY_S)
 
     def _patience_s(self) -> float:
-        job = JobConfig() if self._offer is None else self._offer.job
-        return job.cluster.patience_s
+        return _PATIENCE_S
 
     def _drop_connection(self) -> None:
         if self._writer is not None:
@@ -251,7 +251,7 @@ class _Machine:
             paths = () if self._spec.has_code else (str(self._modules),)
             self._node.open(self._spec.server(offer.job, paths), self._spec.note)
             self._spec.note(
-                f"took the job {offer.job.name!r} of {_text(self._head)}; others reach this "
+                f"took the job {offer.job.name!r} of {address_text(self._head)}; others reach this "
                 f"machine at {self._host}"
             )
         self._has_been_taken = True
@@ -492,8 +492,3 @@ def _processor_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.machine()
-
-
-def _text(address: Address) -> str:
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -15,7 +15,7 @@ from typing import Final
 from planaria.core.records import AgentEnded, Ended
 from planaria.nodes.head.machines import Machines
 from planaria.transport.acceptor import Acceptor, Purpose
-from planaria.transport.connection import Address
+from planaria.transport.sockets import Address
 
 _BACKLOG: Final = 1024
 
