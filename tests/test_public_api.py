@@ -45,7 +45,13 @@ COMMANDS = {
         "--resume",
         "--inject",
         "--state",
+        "--listen",
+        "--wait-nodes",
+        "--token-file",
         "--set",
+    },
+    "agent": {
+        *("--join", "--token-file", "--advertise", "--interface", "--domain", "--no-code"),
     },
     "chaos": {"job", "--minutes", "--seed", "--report", "--set"},
     "checkpoint export": {"directory", "--output", "-o", "--version"},

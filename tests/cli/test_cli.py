@@ -20,6 +20,7 @@ import planaria
 from helpers.command import PACED, assert_mistake, command, train
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.cli import main as cli
+from planaria.cli import train_command
 from planaria.cli.command_line import exit_codes, unfailing, write
 from planaria.core.kinds import Ending
 from planaria.core.messages import WorkerFailed
@@ -101,9 +102,9 @@ def test_what_follows_training_is_interrupted_by_ctrl_c_alone(
         act(*arguments)
 
     trained = Trained()
-    monkeypatch.setattr(cli, "named_job", lambda *_: trained)
-    monkeypatch.setattr(cli, "ConsoleDisplay", lambda _: trained)
-    monkeypatch.setattr(cli, "write", partial(told, write))
+    monkeypatch.setattr(train_command, "named_job", lambda *_: trained)
+    monkeypatch.setattr(train_command, "ConsoleDisplay", lambda _: trained)
+    monkeypatch.setattr(train_command, "write", partial(told, write))
     monkeypatch.setattr(trained, "close", partial(told, trained.close))
     with restore_handlers():
         signal.signal(number, signal.default_int_handler)

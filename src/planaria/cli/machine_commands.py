@@ -74,7 +74,7 @@ def agent(
             parse_address(head, field="--join") for text in join for head in text.split(",")
         ),
         credentials=read_credentials(token_path(token_file)),
-        host=_advertised(advertise, interface),
+        host=_address_for_others(advertise, interface),
         domain=domain,
         has_code=no_code,
         cache_directory=cache_directory(),
@@ -84,7 +84,7 @@ def agent(
     raise typer.Exit(run_machine(spec))
 
 
-def _advertised(advertise: str, interface: str) -> str:
+def _address_for_others(advertise: str, interface: str) -> str:
     """The address at which others reach this machine; "": that of the route to the head."""
     if not interface:
         return advertise

@@ -15,17 +15,13 @@ Signals to leave are SIGTERM and SIGHUP, and once nodes are started also SIGQUIT
 and SIGXCPU. Before that these four end the process without any of these codes.
 """
 
-import json
 import logging
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, TextIO
 
-import msgspec
 import typer
 from rich.console import Console
 
@@ -41,28 +37,18 @@ from planaria.cli.command_line import (
     unfailing,
     write,
 )
-from planaria.cli.console_display import ConsoleDisplay
 from planaria.cli.events_command import events
-from planaria.cli.machine_commands import TokenFile, agent
+from planaria.cli.machine_commands import agent
 from planaria.cli.placement_command import placement
 from planaria.cli.plan_command import plan
 from planaria.cli.token_command import token
-from planaria.core.inject import check_injections, parse_injection
+from planaria.cli.train_command import train
 from planaria.core.profile_json import encode_profile
 from planaria.errors import ConfigError
-from planaria.estimator.correction import Comparison
-from planaria.estimator.time import Timeline
-from planaria.job.on_machines import Listening
 from planaria.job.scripts import named_job
-from planaria.job.training_job import TrainingResult
-from planaria.nodes.head.process_events import LEAVE_SIGNALS, restore_handlers
 from planaria.nodes.head.request_socket import Drain, ask
 from planaria.nodes.output import Outlet
-from planaria.show.gantt import compared_figure
-from planaria.show.page import Format, is_picture, picture_format
-from planaria.show.plots import chrome_trace
 from planaria.show.words import count_text
-from planaria.transport.credentials import read_credentials, token_path
 
 app = typer.Typer(
     add_completion=False,
@@ -74,6 +60,7 @@ app = typer.Typer(
 
 
 app.command()(agent)
+app.command()(train)
 app.command()(chaos)
 app.command()(events)
 app.command()(placement)
@@ -128,15 +115,6 @@ def _on_signal_to_leave(number: int, _: object) -> None:
     raise KeyboardInterrupt
 
 
-@contextmanager
-def _ignoring_signals_to_leave() -> Iterator[None]:
-    """Ignores all signals to leave except Ctrl-C: finishing takes less time than a new run."""
-    with restore_handlers():
-        for number in LEAVE_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-        yield
-
-
 def _print_version(is_asked: bool) -> None:
     if is_asked:
         typer.echo(f"planaria {planaria.__version__}")
@@ -153,116 +131,6 @@ def _commands(
     ] = False,
 ) -> None:
     """Trains large PyTorch models on nodes that fail."""
-
-
-State = Annotated[
-    str,
-    typer.Option(
-        metavar="DIR",
-        help="Directory for the coordinator's journal. Default: beside the saves, or in the user's "
-        "state directory if the saves are in an object store.",
-    ),
-]
-TimelineFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="Write predicted and measured timelines to this file: a picture if its name ends "
-        "in .svg, .png or .pdf, else a Chrome trace."
-    ),
-]
-Faults = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="SPEC", help="Inject a fault: KIND[=VALUE]:NODES@ITERATION[.STEP]; repeatable."
-    ),
-]
-
-
-@app.command()
-@exit_codes()
-def train(
-    job: JobFile,
-    nodes: Annotated[
-        str,
-        typer.Option(
-            metavar="N|MIN:MAX",
-            help="Number of nodes to start with; with --listen also the most that may train.",
-        ),
-    ] = "",
-    devices_per_node: Annotated[
-        int | None, typer.Option(help="Number of devices in each node.")
-    ] = None,
-    report: Annotated[Path | None, typer.Option(help="Write the report to this JSON file.")] = None,
-    timeline: TimelineFile = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest save.")] = False,
-    inject: Faults = None,
-    state: State = "",
-    listen: Annotated[
-        str,
-        typer.Option(
-            metavar="ADDR:PORT",
-            help="Run the nodes on other machines, which come to this address with "
-            "`planaria agent --join`; port 0 is any free one.",
-        ),
-    ] = "",
-    wait_nodes: Annotated[
-        float,
-        typer.Option(metavar="S", help="With --listen: seconds to wait for the first nodes."),
-    ] = 600.0,
-    token_file: TokenFile = "",
-    settings: Settings = None,
-) -> None:
-    """Trains a job on emulated nodes of this machine, or with --listen on other machines."""
-    overrides = list(settings or ())
-    overrides += _node_overrides(nodes, has_max=bool(listen))
-    if devices_per_node is not None:
-        overrides.append(f"cluster.devices_per_node={devices_per_node}")
-    for name, path in (("--report", report), ("--timeline", timeline)):
-        check_writable(name, path)
-    picture = None
-    if timeline is not None and is_picture(timeline.name):
-        picture = picture_format("--timeline", timeline.name)
-    injections = tuple(parse_injection(spec) for spec in inject or ())
-    # A script that defines the job runs in this process, so its prints need these streams too.
-    sys.stdout, sys.stderr = unfailing(sys.stdout), unfailing(sys.stderr)
-    loaded_job = named_job(job, overrides)
-    cluster = loaded_job.config.cluster
-    check_injections(injections, num_nodes=cluster.nodes + cluster.standby)
-    listening = None
-    if listen:
-        if injections:
-            raise ConfigError("--inject", inject, "faults are injected on one machine only")
-        listening = Listening(
-            address=listen,
-            credentials=read_credentials(token_path(token_file)),
-            nodes_min=cluster.nodes,
-            nodes_max=max(cluster.nodes, cluster.max_nodes) + cluster.standby,
-            wait_s=wait_nodes,
-        )
-    display = ConsoleDisplay(Console(file=sys.stdout))
-    try:
-        result = loaded_job.run(
-            resume=resume,
-            state=state,
-            injections=injections,
-            trace=timeline is not None,
-            display=display,
-            output=display.output,
-            listening=listening,
-        )
-        with _ignoring_signals_to_leave():
-            if report is not None:
-                write(report, msgspec.json.format(msgspec.json.encode(result.report), indent=2))
-            if timeline is not None:
-                write(timeline, _timeline(result, picture))
-        display.end(result)
-    finally:
-        with _ignoring_signals_to_leave():
-            display.close()
-    if result.error is not None:
-        raise result.error
-    if result.stopped:
-        raise typer.Exit(130)
 
 
 @app.command()
@@ -299,36 +167,3 @@ def drain(
     if not answer.is_done:
         raise ConfigError("NODE", node, answer.text)
     Console().print(answer.text)
-
-
-def _node_overrides(nodes: str, *, has_max: bool) -> list[str]:
-    """The overrides that --nodes stands for.
-
-    Args:
-        has_max: whether MIN:MAX is allowed.
-
-    Raises:
-        ConfigError: the option is no number, or no pair of numbers.
-    """
-    if not nodes:
-        return []
-    least, colon, most = nodes.partition(":")
-    is_number = least.isdecimal() and (most.isdecimal() or not colon)
-    if not is_number or (colon and (not has_max or int(most) < int(least))):
-        remedy = "write a number, or with --listen MIN:MAX"
-        raise ConfigError("--nodes", nodes, remedy)
-    overrides = [f"cluster.nodes={int(least)}"]
-    return [*overrides, f"cluster.max_nodes={int(most)}"] if colon else overrides
-
-
-def _timeline(result: TrainingResult, picture: Format | None) -> bytes:
-    """The file that --timeline writes: a picture in the given format, or else a Chrome trace."""
-    if picture is not None:
-        title = f"{result.planned.config.name}: predicted and measured"
-        return compared_figure(title, result.compared, result.report.events, picture=picture)
-    trace = chrome_trace(
-        result.compared or (Comparison(0, result.planned.predicted, Timeline((), 0.0)),),
-        result.report.events,
-        devices_per_node=result.planned.problem.devices_per_node,
-    )
-    return json.dumps(trace).encode()

@@ -82,7 +82,7 @@ class MachineUnfit(Message, frozen=True):
     """The machine cannot take part in the job.
 
     Attributes:
-        reason: what is missing there, and what to do.
+        reason: fact that stands in the way, and what to do.
     """
 
     reason: str
@@ -93,7 +93,7 @@ class JobPrepared(Message, frozen=True):
 
     Attributes:
         prepared: result; None: there is none, for the process was killed.
-        reason: how it ended then.
+        reason: description of how it ended then.
     """
 
     prepared: Prepared | None
@@ -154,7 +154,7 @@ class JobOver(Message, frozen=True, kw_only=True):
 
     Attributes:
         is_done: whether it ended as planned, or because the user stopped it.
-        text: how it ended.
+        text: description of the end.
     """
 
     is_done: bool

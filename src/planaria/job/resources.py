@@ -11,8 +11,11 @@ from planaria.errors import ConfigError, LateError
 from planaria.job.planning import Planned
 
 
-def check_room(planned: Planned) -> None:
-    """Refuses a job for which this machine, on which all its nodes run, has too little room.
+def check_room(planned: Planned, *, is_here: bool = True) -> None:
+    """Refuses a job for which this machine has too little room.
+
+    Args:
+        is_here: whether all nodes run on this machine and share its memory.
 
     Raises:
         ConfigError: the free disk or memory is too small.
@@ -20,7 +23,8 @@ def check_room(planned: Planned) -> None:
     if planned.config.model.kind == "paced":  # Its profile has the bytes of another model.
         return
     _check_disk(planned)
-    check_memory(planned, free_bytes=available_bytes())
+    if is_here:
+        check_memory(planned, free_bytes=available_bytes())
 
 
 def _check_disk(planned: Planned) -> None:

@@ -74,6 +74,7 @@ from planaria.observe.metrics import IterationRecord, Report
 from planaria.observe.recorder import Recorder
 from planaria.planner.plans import PlanCatalog
 from planaria.show.job_observer import JobObserver, TrainingDisplay
+from planaria.show.words import count_text
 
 logger = logging.getLogger(__name__)
 
@@ -266,7 +267,7 @@ class Job:
         """Trains like `train`, but returns an error that ends training in the result.
 
         Args:
-            listening: how to wait for machines that run the job's nodes; None: all nodes are
+            listening: address at which machines arrive that run the nodes; None: all nodes are
                 processes of this machine.
             output: function that is called, in a thread of its own, with each line that the job's
                 processes print; None: they print to this process's own output.
@@ -278,33 +279,26 @@ class Job:
         start_s = time.monotonic()
         config, display = self.config, display or SilentDisplay()
         tier = tier_of(config.checkpoint.directory)
-        _check_domains(config, injections, display)
-        _raise_open_files(config, injections)
+        _make_ready(config, injections, display)
         with ExitStack() as held:
             journal, manifest = _begin(held, config, display, state=state, resume=resume)
-            given = given_profile(config)
-            if given is not None:  # A given profile shows mistakes before torch is imported.
-                plan_job(config, Prepared(profile=given), plan=plan)
+            _check_given_profile(config, plan)
             if listening is None:
                 head, running = None, held.enter_context(self._server(server, output))
-                config, prepared = config, _prepared_here(config, running, display)
+                prepared = _prepared_here(config, running, display)
             else:
                 head, running = self._open_head(held, config, listening, display)
-                display.show_step(f"waiting for {listening.nodes_min} machines")
                 config, prepared = gather(head, config, listening)
             display.show_step("planning")
             planned = plan_job(config, prepared, plan=plan, catalog=catalog, manifest=manifest)
-            if head is None:
-                check_room(planned)
+            check_room(planned, is_here=head is None)
             display.show_plan(planned)
-            recorder = _recorder(planned, start_s)
-            observer = _job_observer(planned, recorder, display)
             left = with_short_limit(tier, config.checkpoint)
+            observer = _job_observer(planned, recorder := _recorder(planned, start_s), display)
+            launch_spec = _launch_spec(planned, injections, journal, trace, listening)
             other = partial(_other_journal, held, config, journal, state=state)
             launcher = Launcher(
-                _launch_spec(
-                    planned, injections, journal=journal, trace=trace, listening=listening
-                ),
+                launch_spec,
                 server=running,
                 observer=observer,
                 tier=left,
@@ -324,6 +318,7 @@ class Job:
         opened = open_head(config, listening, search_path=self._search_path, note=display.note)
         server = ForkServer(_HEAD_PRELOAD)
         held.callback(server.close)
+        display.show_step(f"waiting for {count_text(listening.nodes_min, 'machine')}")
         return held.enter_context(opened), server
 
     @contextmanager
@@ -341,14 +336,18 @@ class Job:
             own.close()
 
 
-def _check_domains(config: JobConfig, injections: Sequence[Injection], display: Display) -> None:
+def _check_given_profile(config: JobConfig, plan: Plan | None) -> None:
+    """Refuses a job that a given profile shows to be wrong, before torch is imported."""
+    given = given_profile(config)
+    if given is not None:
+        plan_job(config, Prepared(profile=given), plan=plan)
+
+
+def _make_ready(config: JobConfig, injections: Sequence[Injection], display: Display) -> None:
+    """Warns of nodes in no failure domain, and makes room for the job's open files."""
     num_joining = sum(injection.num_nodes for injection in injections)
     if warning := unknown_in_domains(config, num_joining=num_joining):
         display.note(warning)
-
-
-def _raise_open_files(config: JobConfig, injections: Sequence[Injection]) -> None:
-    num_joining = sum(injection.num_nodes for injection in injections)
     raise_open_files(config.cluster, num_joining=num_joining)
 
 
@@ -433,7 +432,6 @@ def _prepared_here(config: JobConfig, server: ForkServer, display: Display) -> P
 def _launch_spec(
     planned: Planned,
     injections: Sequence[Injection],
-    *,
     journal: str,
     trace: bool,
     listening: Listening | None,
@@ -448,6 +446,7 @@ def _launch_spec(
         cache_directory=cache_directory(),
         profile=planned.prepared.profile,
         trace=trace,
+        patience_s=0.0 if listening is None else config.cluster.patience_s,
     )
     has_state = manifest is not None and bool(manifest.layers)
     leader = LeaderSpec(

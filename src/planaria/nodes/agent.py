@@ -81,7 +81,6 @@ from planaria.protocol.agent_state import (
 from planaria.transport.acceptor import Purpose, connect
 from planaria.transport.credentials import Credentials
 from planaria.transport.frames import (
-    HANDSHAKE_TIMEOUT_S,
     FrameDecoder,
     Role,
     frame,

@@ -52,7 +52,7 @@ from planaria.core.machine_messages import (
 from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
 from planaria.errors import AuthenticationError, ConfigError, InsufficientError
 from planaria.nodes.forking import Forker
-from planaria.nodes.forkserver import ForkServer, exit_text
+from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.process_events import kill_group, wait_until
 from planaria.transport.acceptor import Purpose, connect
 from planaria.transport.credentials import Credentials
@@ -67,7 +67,6 @@ EXIT_AGAIN: Final = 75  # The head was lost for too long; start this again.
 
 _CONNECT_TIMEOUT_S: Final = 10.0
 _RETRY_S: Final = 0.5
-_PATIENCE_S: Final = 600.0
 _LEAVE_TIMEOUT_S: Final = 10.0  # Time for a node to end by itself once the job is over.
 _KILL_TIMEOUT_S: Final = 5.0
 _READ_BYTES: Final = 1 << 20
@@ -186,7 +185,8 @@ class _Machine:
             await asyncio.sleep(_RETRY_S)
 
     def _patience_s(self) -> float:
-        return _PATIENCE_S
+        job = JobConfig() if self._offer is None else self._offer.job
+        return job.cluster.patience_s
 
     def _drop_connection(self) -> None:
         if self._writer is not None:
@@ -296,7 +296,7 @@ class _Machine:
         self._ends.append(ended)
         self._tell(ended)
         if self._over is None:
-            self._spec.note(f"node {node} {exit_text(status)}")
+            self._spec.note(f"node {node} has ended")
         if self._is_leaving:
             self._drop_connection()
 

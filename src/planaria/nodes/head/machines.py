@@ -58,7 +58,7 @@ _READ_BYTES: Final = 1 << 20
 _decoder: msgspec.json.Decoder[FromMachine] = msgspec.json.Decoder(FromMachine)
 
 
-class _Machine:
+class _MachineHandle:
     """A machine as the head knows it.
 
     Attributes:
@@ -67,7 +67,7 @@ class _Machine:
         is_ready: whether it can run a node as soon as it is connected.
         node: node that it runs; -1: none.
         ended_s: times at which its nodes have ended, the newest last.
-        prepared: what it has found out about the job; None: it was not asked, or has not answered.
+        prepared: its answer about the job; None: it was not asked, or has not answered.
     """
 
     def __init__(self, name: str, facts: MachineFacts) -> None:
@@ -124,8 +124,8 @@ class Machines:
         self._handshakes = Handshakes(credentials)
         self._num_max = num_max
         self._note = note
-        self._machines: dict[str, _Machine] = {}
-        self._nodes: dict[int, _Machine] = {}  # The machines of all nodes.
+        self._machines: dict[str, _MachineHandle] = {}
+        self._nodes: dict[int, _MachineHandle] = {}  # The machines of all nodes.
         self._live_nodes: dict[int, None] = {}
         self._ends: dict[int, NodeEnded] = {}
         self._dropped: set[int] = set()
@@ -211,7 +211,7 @@ class Machines:
         del is_granted  # A machine that comes later is a new one by itself.
         free = [machine for machine in self._machines.values() if self._may_run(machine)]
         if not free:
-            self._nodes[spec.node] = _Machine("", MachineFacts(name="", host=""))
+            self._nodes[spec.node] = _MachineHandle("", MachineFacts(name="", host=""))
             self._on_node_end(NodeEnded(node=spec.node, status=0))
             return
         machine = free[0]
@@ -267,7 +267,7 @@ class Machines:
     def _reachable_nodes(self) -> list[int]:
         return [node for node in self._live_nodes if self._nodes[node].writer is not None]
 
-    def _may_run(self, machine: _Machine) -> bool:
+    def _may_run(self, machine: _MachineHandle) -> bool:
         """Whether a machine is free, and has not lost too many nodes within an hour."""
         times = machine.ended_s
         is_failing = len(times) == REJOINS_MAX and time.monotonic() - times[0] < _HOUR_S
@@ -293,7 +293,7 @@ class Machines:
         except AuthenticationError as error:
             logger.warning("refused a machine: %s", error)
             return
-        machine: _Machine | None = None
+        machine: _MachineHandle | None = None
         decoder = FrameDecoder()
         try:
             while data := await reader.read(_READ_BYTES):
@@ -324,7 +324,9 @@ class Machines:
         if self.has_room:
             self.on_free()
 
-    def _admit(self, arrived: MachineArrived, writer: asyncio.StreamWriter) -> _Machine | None:
+    def _admit(
+        self, arrived: MachineArrived, writer: asyncio.StreamWriter
+    ) -> _MachineHandle | None:
         """The machine that has arrived, or come back; None: it is refused."""
         if arrived.protocol != PROTOCOL:
             reason = (
@@ -338,7 +340,7 @@ class Machines:
             machine = self._nodes.get(arrived.node)
         if machine is None:
             name = self._unused_name(arrived.facts.name)
-            machine = self._machines[name] = _Machine(name, arrived.facts)
+            machine = self._machines[name] = _MachineHandle(name, arrived.facts)
             self._note(f"{name} ({arrived.facts.host}) has come")
         else:
             self._note(f"{machine.name} is connected again")
@@ -362,7 +364,7 @@ class Machines:
             unused = f"{name}-{number}"
         return unused
 
-    def _on_message(self, machine: _Machine, message: FromMachine) -> None:
+    def _on_message(self, machine: _MachineHandle, message: FromMachine) -> None:
         match message:
             case MachineReady():
                 machine.is_ready = True

@@ -1,0 +1,167 @@
+"""A job whose nodes come by themselves: a head and agents that know only its address and the token.
+
+All of them run on this machine here; tests/hosts gives each a machine of its own.
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.command import Command, wait_for
+from planaria.transport.credentials import write_credentials
+
+JOB = """
+[model]
+kind = "hf"
+[model.config]
+model_type = "gpt2"
+vocab_size = 256
+n_positions = 16
+n_layer = 2
+n_embd = 8
+n_head = 2
+[data]
+kind = "text"
+tokenizer = "bytes"
+sequence_length = 8
+[training]
+iterations = 40
+global_batch_size = 8
+microbatch_size = 2
+seed = 7
+deterministic = true
+[resilience]
+failures_tolerated = 1
+[cluster]
+nodes = 3
+"""
+PLANARIA = (sys.executable, "-m", "planaria")
+
+
+class Machines:
+    """A head and the agents that were told to join it.
+
+    Attributes:
+        head: the command `planaria train --listen`.
+        agents: the commands `planaria agent`, in the order of their start.
+    """
+
+    def __init__(self, directory: Path, *, nodes: str, settings: tuple[str, ...] = ()) -> None:
+        self._directory = directory
+        self._token = directory / "token"
+        self.report_path = directory / "report.json"
+        write_credentials(self._token)
+        (directory / "job.toml").write_text(JOB)
+        words = [word for setting in settings for word in ("--set", setting)]
+        self.head = self._start(
+            *("train", "job.toml", "--listen", "127.0.0.1:0", "--nodes", nodes),
+            *("--report", str(self.report_path), *words),
+        )
+        self.agents: list[Command] = []
+
+    def _start(self, *arguments: str) -> Command:
+        named = ("--token-file", str(self._token))
+        return Command([*PLANARIA, *arguments, *named], directory=self._directory)
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of the head, once it says so."""
+        self.head.wait_output("planaria agent --join ")
+        return self.head.output.partition("planaria agent --join ")[2].split()[0]
+
+    def join(self) -> Command:
+        """Starts another agent."""
+        self.agents.append(self._start("agent", "--join", self.address))
+        return self.agents[-1]
+
+    def report(self) -> Any:
+        """The report, once the job has ended well."""
+        assert self.head.wait(timeout_s=120.0) == 0, self.head.output + self.head.errors
+        return json.loads(self.report_path.read_text())
+
+    def close(self) -> None:
+        """Kills what is left."""
+        for command in (self.head, *self.agents):
+            for process in command.processes():
+                process.kill()
+
+
+@contextmanager
+def machines(directory: Path, *, nodes: str, settings: tuple[str, ...] = ()) -> Iterator[Machines]:
+    """A head and agents for the length of the context."""
+    made = Machines(directory, nodes=nodes, settings=settings)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def local_hash(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The parameters that the job ends with where all nodes are processes of one machine."""
+    directory = tmp_path_factory.mktemp("local")
+    (directory / "job.toml").write_text(JOB)
+    arguments = ("train", "job.toml", "--report", "report.json")
+    command = Command([*PLANARIA, *arguments], directory=directory)
+    assert command.wait(timeout_s=120.0) == 0, command.output + command.errors
+    report = json.loads((directory / "report.json").read_text())
+    return str(report["final"]["parameters_sha256"])
+
+
+def test_nodes_that_came_by_themselves_train_to_the_same_bits(
+    tmp_path: Path, local_hash: str
+) -> None:
+    with machines(tmp_path, nodes="3") as job:
+        for _ in range(3):
+            job.join()
+        report = job.report()
+
+        assert report["final"]["parameters_sha256"] == local_hash
+        assert [agent.wait() for agent in job.agents] == [0, 0, 0]
+        assert all("the job is finished" in agent.output for agent in job.agents)
+
+
+def test_an_agent_that_is_killed_costs_its_node_alone_and_another_one_joins(
+    tmp_path: Path, local_hash: str
+) -> None:
+    with machines(tmp_path, nodes="3:4") as job:
+        first, *_ = (job.join() for _ in range(3))
+        job.head.wait_output("iteration 5 ")
+        os.kill(first.process.pid, signal.SIGKILL)
+        job.join()
+        report = job.report()
+
+        assert report["final"]["parameters_sha256"] == local_hash
+        kinds = [event["kind"] for event in report["events"]]
+        assert "lost" in kinds
+        wait_for(lambda: not first.processes(), what="the killed agent's processes end, too")
+
+
+def test_a_machine_that_is_told_to_leave_is_drained(tmp_path: Path, local_hash: str) -> None:
+    with machines(tmp_path, nodes="3:4") as job:
+        first, *_ = (job.join() for _ in range(3))
+        job.head.wait_output("iteration 5 ")
+        os.kill(first.process.pid, signal.SIGTERM)
+
+        assert first.wait(timeout_s=60.0) == 0, first.output + first.errors
+        report = job.report()
+        assert report["final"]["parameters_sha256"] == local_hash
+        assert all(event["redone_samples"] == 0 for event in report["events"])
+
+
+def test_an_agent_with_another_token_is_told_so(tmp_path: Path) -> None:
+    with machines(tmp_path, nodes="3") as job:
+        write_credentials(tmp_path / "other")
+        arguments = ("agent", "--join", job.address, "--token-file", str(tmp_path / "other"))
+        stranger = Command([*PLANARIA, *arguments], directory=tmp_path)
+
+        assert stranger.wait() == 2
+        assert "token" in stranger.errors
+        assert stranger.errors.count("\n") == 1
