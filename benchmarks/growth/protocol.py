@@ -22,12 +22,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
 from growth.costs import Costs
 from planaria.coordinator.commands import Discard, Publish, SetAside
+from planaria.coordinator.contact import HeadContact
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.leadership import Leadership
 from planaria.coordinator.step import Event
@@ -51,6 +52,7 @@ from planaria.schedule.lower import rank_schedule
 from planaria.store.logbook import open_logbook
 from planaria.transport.frames import FrameDecoder, frame, order_of
 
+_LEASE_S: Final = 3600.0
 _Result = TypeVar("_Result")
 _Order = TypeVar("_Order", bound=Message)
 
@@ -130,8 +132,11 @@ class _Recovery:
 
     async def run(self, directory: Path, lost: int) -> Phases:
         async with open_store(directory, now_s=time.monotonic) as store:
-            logbook = await open_logbook(store, "growth", lease_s=3600.0)
-            self._leadership = Leadership[_Line](self._rules, logbook, self._effects)
+            logbook = await open_logbook(store, "growth", lease_s=_LEASE_S)
+            contact = HeadContact(lease_s=_LEASE_S, patience_s=0.0, now_s=time.monotonic)
+            self._leadership = Leadership[_Line](
+                self._rules, logbook, self._effects, contact=contact
+            )
             await self._begin()
             return await self._recover(lost)
 

@@ -21,6 +21,7 @@ from helpers.coordinated import (
 from helpers.jobs import shaped_plan
 from helpers.tasks import TIMEOUT_S, settle
 from planaria.coordinator.commands import MembersRecorded, Saving
+from planaria.coordinator.contact import HeadContact
 from planaria.coordinator.leadership import Leadership
 from planaria.coordinator.step import Event
 from planaria.core.messages import Abort, ToNode
@@ -32,6 +33,7 @@ from planaria.store.logbook import open_logbook
 from planaria.store.store import Change, StoreState
 
 NODE = 3
+LOCAL = HeadContact(lease_s=LEASE_S, patience_s=0.0, now_s=lambda: NOW_S)
 
 
 @dataclass
@@ -112,7 +114,7 @@ def test_a_node_that_is_lost_while_it_is_admitted_is_told_so() -> None:
 
     async def run(store: EmbeddedStore, gate: asyncio.Event) -> None:
         logbook = await open_logbook(store, "job", lease_s=LEASE_S)
-        leadership = Leadership[FakeLine](small_rules(), logbook, FakeHands())
+        leadership = Leadership[FakeLine](small_rules(), logbook, FakeHands(), contact=LOCAL)
         await leadership.restore(shaped_plan((2, 2), 6), predicted_s=1.0, now_s=NOW_S)
         old, new = FakeLine(), FakeLine()
         assert await leadership.admit(NODE, old)
@@ -143,7 +145,7 @@ def test_a_recovery_is_that_of_the_newest_iteration_that_anyone_answers_from() -
     async def run(store: EmbeddedStore, _gate: asyncio.Event) -> None:
         rules, hands = small_rules(), FakeHands()
         logbook = await open_logbook(store, "job", lease_s=LEASE_S)
-        leadership = Leadership[FakeLine](rules, logbook, hands)
+        leadership = Leadership[FakeLine](rules, logbook, hands, contact=LOCAL)
         await leadership.restore(HALVES, predicted_s=1.0, now_s=NOW_S)
         leadership.state = training_halves(rules)
         events: list[Event] = [

@@ -27,6 +27,7 @@ from helpers.coordinated import (
 )
 from helpers.jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.commands import MembersRecorded, Saving
+from planaria.coordinator.contact import HeadContact
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.leadership import Leadership
 from planaria.coordinator.state import Phase
@@ -47,6 +48,7 @@ from planaria.nodes.head.journal import open_store, superseded_entries
 from planaria.store.logbook import PIECE_BYTES, Logbook, open_logbook
 from planaria.store.store import VALUE_BYTES_MAX
 
+LOCAL = HeadContact(lease_s=LEASE_S, patience_s=0.0, now_s=lambda: NOW_S)
 RESTART_S = 2.0
 BUSY = 3  # Times that: other tests run at the same time.
 MEMORY_BYTES = 100 << 20
@@ -89,7 +91,7 @@ async def restarted_coordinator(directory: Path, rules: Rules, plan: Plan) -> Le
     """A coordinator that has read its records, and could serve agents."""
     async with open_store(directory, now_s=time.monotonic) as store:
         logbook = await open_logbook(store, rules.job.name, lease_s=LEASE_S)
-        leadership = Leadership[FakeLine](rules, logbook, FakeHands())
+        leadership = Leadership[FakeLine](rules, logbook, FakeHands(), contact=LOCAL)
         await leadership.restore(plan, predicted_s=1.0, now_s=NOW_S)
         await leadership.begin_leases()
         return leadership
@@ -160,7 +162,7 @@ def test_a_job_with_a_batch_of_a_million_survives_a_loss_and_a_restart(tmp_path:
     async def run() -> None:
         async with open_store(tmp_path, now_s=time.monotonic) as store:
             logbook = await open_logbook(store, job.name, lease_s=LEASE_S)
-            leadership = Leadership[FakeLine](rules, logbook, FakeHands())
+            leadership = Leadership[FakeLine](rules, logbook, FakeHands(), contact=LOCAL)
             await leadership.restore(HALVES, predicted_s=1.0, now_s=NOW_S)
             leadership.state = training_halves(rules)
             events: list[Event] = [node_loss(3), MembersRecorded(1), *answers]

@@ -1,5 +1,7 @@
 """What an agent remembers and obeys: enough for the next coordinator, and no more."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +21,7 @@ from planaria.core.messages import (
     Abort,
     Acknowledged,
     Fact,
+    HeartbeatRequested,
     HeartbeatTaken,
     NoticeTaken,
     PeerUnreachable,
@@ -214,6 +217,8 @@ def test_a_coordinator_of_an_older_term_is_not_obeyed() -> None:
 
     assert state.term == 4
     assert "term 3 is out of date" in on_coordinator_message(state, Welcome(term=3)).ends
+    elsewhere = on_coordinator_message(replace(state, is_elsewhere=True), Welcome(term=3))
+    assert ("term 3" in elsewhere.leaves, elsewhere.ends) == (True, "")
 
 
 ORDERS: dict[str, tuple[ToNode, bool]] = {
@@ -225,6 +230,7 @@ ORDERS: dict[str, tuple[ToNode, bool]] = {
     "welcome": (Welcome(term=0), False),
     "acknowledged": (Acknowledged(num_committed=1), False),
     "heartbeat taken": (HeartbeatTaken(sent_s=1.0), False),
+    "heartbeat requested": (HeartbeatRequested(), False),
 }
 
 

@@ -16,7 +16,9 @@ class _Owner:
         self.heard: list[str] = []
         self.disk = SimulatedDisk(self.loop, Random(0), self._written)
         self.process = Process(self.loop, "owner", place=-1, on_error=self._failed)
-        self.store = self.disk.open(self.process, self._refused)
+        self.store = self.disk.open(
+            self.process, self._refused, lease_now_s=lambda: self.process.now_s
+        )
 
     def put(self, key: str) -> None:
         self.process.spawn(self._put(key))

@@ -156,4 +156,10 @@ class MustEnd:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed."""
+    """Time has passed.
+
+    Attributes:
+        is_cut_off: whether no member is heard, so that members cannot be blamed for their silence.
+    """
+
+    is_cut_off: bool = False

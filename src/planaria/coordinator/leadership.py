@@ -12,7 +12,7 @@ Source: docs/protocol.md, "The coordinator".
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from planaria.coordinator.commands import (
     Command,
@@ -29,6 +29,7 @@ from planaria.coordinator.commands import (
     SetAside,
     Tell,
 )
+from planaria.coordinator.contact import HeadContact
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.start import first_step, restored_step
 from planaria.coordinator.state import JobState, Phase
@@ -39,6 +40,7 @@ from planaria.core.messages import (
     Acknowledged,
     FromNode,
     Heartbeat,
+    HeartbeatRequested,
     HeartbeatTaken,
     NodeLost,
     SaveLayers,
@@ -81,21 +83,30 @@ class Effects(Protocol):
 
 Agent = TypeVar("Agent", bound=AgentConnection)
 
+_CLOSED: Final = "its connection closed"
+
 
 class Leadership(Generic[Agent]):
     """Serves agents, and handles events, from `restore` to the end of the job.
+
+    Args:
+        contact: contact with the nodes; the clock of the store's leases must be its `lease_now_s`.
 
     Attributes:
         state: everything that the coordinator knows.
         ended: the end of the job; None while it goes on.
     """
 
-    def __init__(self, rules: Rules, logbook: Logbook, effects: Effects) -> None:
+    def __init__(
+        self, rules: Rules, logbook: Logbook, effects: Effects, *, contact: HeadContact
+    ) -> None:
         self.state: JobState
         self.ended: Ended | None = None
         self._rules = rules
         self._logbook = logbook
         self._effects = effects
+        self._contact = contact
+        self._arriving: dict[int, Agent] = {}  # Connections that are being admitted.
         self._connections: dict[int, Agent] = {}
         self._order: Tell | None = None
         self._progress: Progress | None = None
@@ -166,7 +177,10 @@ class Leadership(Generic[Agent]):
         """
         connection.tell(Welcome(term=self.term))
         if node not in self.state.membership.gone:
+            self._arriving[node] = connection
             await self._logbook.grant((node,))
+            if self._arriving.get(node) is connection:
+                del self._arriving[node]
         # Its older connection may have closed while the lease began.
         if node in self.state.membership.gone:
             await self._logbook.revoke(node)
@@ -177,20 +191,49 @@ class Leadership(Generic[Agent]):
         if self.state.stop.is_requested:  # Last, because an order to begin an epoch revokes a stop.
             connection.tell(StopRequested())
         self._connections[node] = connection
+        await self._hear(node)
         return True
 
     async def on_message(self, node: int, message: FromNode) -> None:
         """Renews the lease on a heartbeat; queues any other message of an agent as an event."""
+        await self._hear(node)
         if not isinstance(message, Heartbeat):
             self._effects.queue(message)
         elif await self._logbook.renew(node) and node in self._connections:
             self._connections[node].tell(HeartbeatTaken(sent_s=message.sent_s))
 
+    async def _hear(self, node: int) -> None:
+        """Notes that a node on another machine was heard, and judges others by that."""
+        if not self._contact.is_remote:
+            return
+        if self.state.nodes and not self.state.is_member(node):
+            self._contact.forget(node)
+            return
+        heard = self._contact.hear(node, leased=self._logbook.leased_nodes)
+        for other in heard.pardoned:
+            await self._logbook.renew(other)
+        for other in heard.lost:
+            self._effects.queue(NodeLost(node=other, reason=_CLOSED))
+
     def on_disconnect(self, node: int, connection: Agent) -> None:
-        """Reports a node whose connection has closed as lost, unless it has a newer connection."""
-        if self._connections.get(node) is connection:
-            del self._connections[node]
-            self._effects.queue(NodeLost(node=node, reason="its connection closed"))
+        """Reports a node whose connection has closed as lost, unless it has a newer connection.
+
+        If nodes are on other machines, the head may have lost all of them: others must be heard.
+        """
+        if self._connections.get(node) is not connection:
+            return
+        del self._connections[node]
+        if self._contact.is_remote and node in self._arriving:
+            return
+        if self._contact.close(node, members=self.state.all_nodes):
+            self._effects.queue(NodeLost(node=node, reason=_CLOSED))
+        else:
+            self._tell(HeartbeatRequested(), self.state.all_nodes)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether no member is heard, so that nothing can be said of any."""
+        return self._contact.is_cut_off
 
     async def watch_leases(self) -> None:
         """Reports nodes whose leases have run out as lost; never returns."""
@@ -251,6 +294,7 @@ class Leadership(Generic[Agent]):
 
     async def _evict(self, nodes: tuple[int, ...]) -> None:
         for node in nodes:
+            self._contact.forget(node)
             connection = self._connections.pop(node, None)
             if connection is not None:
                 connection.close()

@@ -193,7 +193,7 @@ def _on_event(rules: Rules, state: JobState, event: Event, now_s: float) -> Step
             search = replace(state.search, searched_epoch=epoch, last_situation=None)
             return replace(state, search=search), ()
         case Tick():
-            return _on_tick(rules, state, now_s)
+            return _on_tick(rules, state, event, now_s)
     return state, ()
 
 
@@ -212,7 +212,20 @@ def _on_peer_unreachable(state: JobState, event: PeerUnreachable, now_s: float) 
     return replace(state, facts=facts), ()
 
 
-def _on_tick(rules: Rules, state: JobState, now_s: float) -> Step:
+def _without_silence(state: JobState, now_s: float) -> JobState:
+    """The state in which members are given all their time anew, because nobody can hear them."""
+    facts, stop = state.facts, state.stop
+    return replace(
+        state,
+        facts=replace(facts, unreachable_s=now_s if facts.unreachable_s else 0.0),
+        saves=replace(state.saves, wrote_s=now_s),
+        stop=replace(stop, failed_s=now_s),
+    )
+
+
+def _on_tick(rules: Rules, state: JobState, tick: Tick, now_s: float) -> Step:
+    if tick.is_cut_off:
+        return _without_silence(state, now_s), ()
     if is_unsavable(state, now_s):
         return give_up_last_save(state)
     further = on_broken_links if _is_cut(rules, state, now_s) else check_missing

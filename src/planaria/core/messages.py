@@ -363,6 +363,10 @@ class HeartbeatTaken(Message, frozen=True, kw_only=True):
     sent_s: float
 
 
+class HeartbeatRequested(Message, frozen=True, kw_only=True):
+    """The agent is to send a heartbeat at once: the coordinator asks who still hears it."""
+
+
 class Acknowledged(Message, frozen=True, kw_only=True):
     """The iterations before num_committed are on record; their reports are not needed any more."""
 
@@ -468,6 +472,7 @@ FromNode = Fact | Heartbeat
 ToNode = (
     Welcome
     | HeartbeatTaken
+    | HeartbeatRequested
     | Acknowledged
     | Abort
     | StartEpoch

@@ -43,6 +43,7 @@ from planaria.checkpoint.memory.arena import arena_fd
 from planaria.core.messages import (
     Fact,
     Heartbeat,
+    HeartbeatRequested,
     HeartbeatTaken,
     NodeArrived,
     NoticeTaken,
@@ -323,6 +324,8 @@ class _Agent:
         if isinstance(message, HeartbeatTaken):
             self._set_lease(renewed_lease(self._lease, message.sent_s))
             self._close_silent(num_kept=0)
+        if isinstance(message, HeartbeatRequested):
+            self._send_heartbeat()
         if result.forwards:
             for worker in self._workers:
                 worker.tell(frame(message))

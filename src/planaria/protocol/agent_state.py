@@ -21,6 +21,7 @@ from planaria.core.messages import (
     Corrupted,
     EpochReady,
     Fact,
+    HeartbeatRequested,
     HeartbeatTaken,
     IterationDone,
     LayersSaved,
@@ -141,7 +142,7 @@ def on_coordinator_message(state: AgentState, message: ToNode) -> Consequence:
             return Consequence(
                 replace(state, epoch=message.epoch, abort=message, facts=facts), forwards=True
             )
-        case HeartbeatTaken():
+        case HeartbeatTaken() | HeartbeatRequested():
             return Consequence(state)
         case StartEpoch() | SaveLayers() | StopRequested() | Shutdown():
             return Consequence(state, forwards=True)

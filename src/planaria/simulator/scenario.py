@@ -73,6 +73,8 @@ class Scenario:
             commit waits, and a version begins whenever the last one is complete.
         num_standby: number of standby nodes at the start.
         grant_s: upper bound on the time until a machine is granted for a lost one; 0: none is.
+        patience_s: seconds in which nodes look for a head that they have lost; 0: all are on the
+            head's machine.
         failures_per_hour: failure rate by which answers are chosen; 0: it is learned.
         link_bytes_per_s: bandwidth of links by which answers are priced.
         learns: whether the coordinator corrects its predictions by measurements.
@@ -96,6 +98,7 @@ class Scenario:
     copies_every: int = 0
     num_standby: int = 0
     grant_s: float = 0.0
+    patience_s: float = 0.0
     policy: PolicyName = PLAINEST
     failures_per_hour: float = 0.0
     link_bytes_per_s: float = 1e8
@@ -175,7 +178,8 @@ def _planned_job(scenario: Scenario) -> PlannedJob:
     plan_scenario = replace(
         scenario, policy=PLAINEST, failures_per_hour=0.0, iterations=0, drift=1.0
     )
-    catalog = _catalog(replace(plan_scenario, copies=0, copies_every=0, num_standby=0, grant_s=0.0))
+    plan_scenario = replace(plan_scenario, copies=0, copies_every=0, num_standby=0)
+    catalog = _catalog(replace(plan_scenario, grant_s=0.0, patience_s=0.0))
     policy_of = partial(_policy_of, job)
     layer_s = tuple(
         layer.forward_s[1] + layer.backward_s(1) for layer in catalog.problem.profile.layers

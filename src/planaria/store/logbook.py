@@ -12,7 +12,7 @@ a leader that was killed while it wrote; the next record of the kind deletes tho
 Source: docs/protocol.md, "The coordinator" and "Epochs fence".
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -227,6 +227,11 @@ class Logbook:
         keys = [self._keys.node(node) for node in nodes]
         leases = await self._store.grant_each(keys, self._lease_s, guards=(self._fence,))
         self._leases.update(zip(nodes, leases, strict=True))
+
+    @property
+    def leased_nodes(self) -> Collection[int]:
+        """The nodes to which a lease was granted that was not revoked."""
+        return self._leases.keys()
 
     async def renew(self, node: int) -> bool:
         """Renews a node's lease for its full time; returns False if the lease has ended."""

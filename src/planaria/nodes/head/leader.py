@@ -41,6 +41,7 @@ from planaria.coordinator.commands import (
     SetAside,
     Tick,
 )
+from planaria.coordinator.contact import HeadContact
 from planaria.coordinator.leadership import Leadership, is_lost, may_expire
 from planaria.coordinator.learning.overhead import prices_of
 from planaria.coordinator.state import Phase
@@ -96,6 +97,9 @@ class _Leader:
         self._spec = spec
         foreseen = ForeseenAnswers()
         self._rules = saving_rules_of(spec) if spec.rescue else rules_of(spec, foreseen)
+        self._contact = HeadContact(
+            lease_s=spec.job.cluster.lease_s, patience_s=spec.patience_s, now_s=time.monotonic
+        )
         self._searcher: Searcher | None = None
         if self._rules.looks_ahead:
             self._searcher = Searcher(spec, foreseen, on_found=self._on_answers_found)
@@ -144,12 +148,12 @@ class _Leader:
     async def _open_store(self) -> AsyncIterator[EmbeddedStore]:
         """The journaled store, or one in memory for a coordinator that only saves."""
         if self._spec.rescue is not None:
-            yield EmbeddedStore(Flusher(), now_s=time.monotonic)
+            yield EmbeddedStore(Flusher(), now_s=self._lease_now_s)
             return
         directory = Path(self._spec.directory)
         opened_store = open_store(
             directory,
-            now_s=time.monotonic,
+            now_s=self._lease_now_s,
             timeout_s=self._spec.job.checkpoint.timeout_s,
             on_refusal=self._on_disk_refusal,
             note=lambda text: self.notify(Warned(text=text)),
@@ -157,6 +161,9 @@ class _Leader:
         )
         async with opened_store as store:
             yield store
+
+    def _lease_now_s(self) -> float:
+        return self._contact.lease_now_s
 
     async def _on_disk_refusal(self, error: StoreError) -> None:
         """Tells the launcher that the disk keeps no records any more, then makes the job end."""
@@ -192,7 +199,9 @@ class _Leader:
     async def _lead(self, reader: asyncio.StreamReader, listener_fd: int) -> None:
         """Goes on from the records, and serves agents until the job ends."""
         logbook = await self._open_logbook()
-        self._leadership = Leadership[_AgentSocket](self._rules, logbook, self)
+        self._leadership = Leadership[_AgentSocket](
+            self._rules, logbook, self, contact=self._contact
+        )
         beats = asyncio.create_task(
             self._send_beats()
         )  # Early, because the first records may take long.
@@ -398,7 +407,7 @@ class _Leader:
                 if self._leadership.state.phase is Phase.SAVING:
                     self._publishing.end_training(**self._patience_s)
                 self._publishing.tick()
-                self.queue(Tick())
+                self.queue(Tick(is_cut_off=self._leadership.is_cut_off))
                 last_s, before_s = time.monotonic(), last_s
                 if expiring is not None and expiring.done():
                     expiring.result()

@@ -37,6 +37,8 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
         source: version of the disk tier from which the job begins; "": it begins without a save.
         fingerprint: description of the job to write into each checkpoint.
         directory: directory of the journal.
+        patience_s: seconds in which nodes look for a head that they have lost; 0: all are on this
+            machine.
         heeds: whether to keep a connection to the injector.
         injector: address of the injector.
         led_term: term of the last coordinator that has led; -1: none has.
@@ -57,6 +59,7 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: dict[str, Any]
     directory: str
     token: bytes
+    patience_s: float = 0.0
     places: tuple[Place, ...] = ()
     heeds: bool = False
     injector: tuple[str, int] = ("", 0)

@@ -11,6 +11,7 @@ from planaria.core.messages import (
     Blame,
     Fact,
     Heartbeat,
+    HeartbeatRequested,
     HeartbeatTaken,
     NodeArrived,
     NoticeTaken,
@@ -106,7 +107,7 @@ class SimulatedAgent:
         self.code_error_until_s = -1.0
         self.code_error: tuple[Blame, str] = ("node", "layers")
         self.mistake_place = ""
-        self.state = AgentState(node=node)
+        self.state = AgentState(node=node, is_elsewhere=surroundings.job.scenario.patience_s > 0.0)
         self.workers: list[SimulatedWorker] = []
         num_devices = surroundings.job.scenario.devices_per_node
         self.memories = tuple(CopyMemory() for _ in range(num_devices))
@@ -123,7 +124,8 @@ class SimulatedAgent:
             surroundings.loop, f"agent {node}", place=node, on_error=on_error, rate=rate
         )
         self.process.at_exit(lambda: on_exit(self))
-        self._lease: AgentLease = first_lease(LEASE_S, self.process.now_s)
+        patience_s = surroundings.job.scenario.patience_s
+        self._lease: AgentLease = first_lease(LEASE_S, self.process.now_s, patience_s=patience_s)
         for device in range(surroundings.job.scenario.devices_per_node):
             self.workers.append(self._fork_worker(device))
             self._worker_ends.append(self._start_worker(device))
@@ -201,6 +203,8 @@ class SimulatedAgent:
             self._lease = renewed_lease(self._lease, message.sent_s)
             while self._silent_ends:
                 self._silent_ends.pop().close()
+        if isinstance(message, HeartbeatRequested):
+            self._send_heartbeat()
         if result.forwards:
             for end in self._worker_ends:
                 end.send(message)

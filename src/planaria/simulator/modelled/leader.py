@@ -18,6 +18,7 @@ from planaria.coordinator.commands import (
     SetAside,
     Tick,
 )
+from planaria.coordinator.contact import HeadContact
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.leadership import Leadership, may_expire
 from planaria.coordinator.step import Event
@@ -130,7 +131,14 @@ class SimulatedCoordinator:
         self._is_refused = self._is_unlisted = self._is_listed = False
         self._is_expiring = False
         self._disk = disk
-        self._store = disk.open(process, self._on_disk_refusal)
+        self._contact = HeadContact(
+            lease_s=LEASE_S,
+            patience_s=launcher.job.scenario.patience_s,
+            now_s=lambda: process.now_s,
+        )
+        self._store = disk.open(
+            process, self._on_disk_refusal, lease_now_s=lambda: self._contact.lease_now_s
+        )
         self._piece_bytes = piece_bytes
         self._launcher = launcher
         self._agents: list[_AgentEndpoint] = []
@@ -177,7 +185,7 @@ class SimulatedCoordinator:
         job = self._launcher.job
         rules = job.rules if self._rescue is None else job.saving_rules
         logbook = await self._open_logbook()
-        self.leadership = Leadership(rules, logbook, self)
+        self.leadership = Leadership(rules, logbook, self, contact=self._contact)
         self.process.spawn(self._send_beats())
         await self.leadership.restore(
             job.plan, predicted_s=job.predicted_s, now_s=self.process.now_s
@@ -215,7 +223,7 @@ class SimulatedCoordinator:
         last_s = self.process.now_s
         while True:
             await self.process.sleep(period_s)
-            self.queue(Tick())
+            self.queue(Tick(is_cut_off=self.leadership.is_cut_off))
             last_s, before_s = self.process.now_s, last_s
             if not self._is_expiring and may_expire(last_s, before_s, period_s=period_s):
                 self._is_expiring = True

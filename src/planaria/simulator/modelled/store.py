@@ -90,15 +90,22 @@ class SimulatedDisk:
         self._waiting: list[tuple[int, Future[None]]] = []
         self._generation = 0
 
-    def open(self, process: Process, on_refusal: Callable[[StoreError], None]) -> EmbeddedStore:
+    def open(
+        self,
+        process: Process,
+        on_refusal: Callable[[StoreError], None],
+        *,
+        lease_now_s: Callable[[], float],
+    ) -> EmbeddedStore:
         """The store for the next coordinator's process; an earlier process may still use it.
 
         Args:
             on_refusal: callback in that process for the first write that fails because the disk is
                 full; later changes are kept in memory.
+            lease_now_s: clock of the leases in that process.
         """
         self._process, self._on_refusal = process, on_refusal
-        self._store.set_clock(lambda: process.now_s)
+        self._store.set_clock(lease_now_s)
         return self._store
 
     @property

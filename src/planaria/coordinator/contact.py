@@ -1,0 +1,108 @@
+"""A head's contact with its members: whether silence says that nodes are lost, or that the head is.
+
+On the head's own machine no network can fail: a connection that closes means that its node is lost,
+and a lease runs out by the clock. Between machines a head that hears no member may itself be cut
+off, and then it evicts nobody:
+
+1. Leases count only time in which members are heard. A while after the last message of any member,
+   their clock stands still (`lease_now_s`). With the next message it goes on, and each node is
+   given a whole lease to come back, though only once before it is heard itself.
+2. A node whose connection closes is lost as soon as another member is heard after that. All others
+   are asked for a heartbeat, so this takes as long as an answer.
+3. If the connections of all members close before that, the network or the head has failed. The
+   first node that is heard again is the end of that, and the others keep their leases.
+4. After `patience_s` without a word the leases count again: the nodes have ended themselves.
+
+Source: docs/protocol.md, "Epochs fence" (Contact).
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Final
+
+from planaria.protocol.agent_lease import TICKS_PER_LEASE
+
+# Number of heartbeats that each member sends in the longest silence that is no cut.
+_BEATS_MISSED: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What follows from a message of a node.
+
+    Attributes:
+        lost: nodes whose connections closed, and that are lost.
+        pardoned: nodes that are given a whole lease, because nobody was heard before.
+    """
+
+    lost: tuple[int, ...] = ()
+    pardoned: tuple[int, ...] = ()
+
+
+class HeadContact:
+    """When members were heard, and which connections closed since.
+
+    Args:
+        patience_s: time in which nodes look for a head that they have lost, after their leases; 0:
+            they are on the head's machine.
+        now_s: clock of the head, in seconds.
+    """
+
+    def __init__(self, *, lease_s: float, patience_s: float, now_s: Callable[[], float]) -> None:
+        self.is_remote = patience_s > 0.0
+        self._now_s = now_s
+        self._silence_s_max = _BEATS_MISSED * lease_s / TICKS_PER_LEASE
+        self._limit_s = patience_s + 2.0 * lease_s
+        self._heard_s = now_s()  # Time at which a member was last heard.
+        self._skipped_s = 0.0  # Time that the leases do not count.
+        self._closed: list[int] = []  # Nodes whose connections closed since, in order.
+        self._is_closed = False  # Whether all members are among them.
+        self._pardoned: set[int] = set()  # Nodes that were pardoned and not heard since.
+
+    @property
+    def lease_now_s(self) -> float:
+        """Time by the clock of the leases; it never goes back."""
+        now_s = self._now_s()
+        return now_s - self._skipped_s - self._uncounted_s(now_s)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether no member was heard for so long that the head may be cut off."""
+        return self._uncounted_s(self._now_s()) > 0.0
+
+    def _uncounted_s(self, now_s: float) -> float:
+        """The part of the present silence that leases do not count."""
+        silence_s = now_s - self._heard_s
+        is_counted = not self.is_remote or silence_s > self._limit_s
+        return 0.0 if is_counted else max(0.0, silence_s - self._silence_s_max)
+
+    def hear(self, node: int, *, leased: Collection[int]) -> Heard:
+        """Notes that a member has connected or said something.
+
+        Args:
+            leased: nodes that have leases.
+        """
+        self.forget(node)
+        now_s = self._now_s()
+        uncounted_s, self._heard_s = self._uncounted_s(now_s), now_s
+        self._skipped_s += uncounted_s
+        was_cut_off, self._is_closed = uncounted_s > 0.0 or self._is_closed, False
+        closed, self._closed = tuple(self._closed), []
+        if not was_cut_off:
+            return Heard(lost=closed)
+        pardoned = tuple(sorted({*leased} - self._pardoned))
+        self._pardoned |= {*leased} - {node}
+        return Heard(pardoned=pardoned)
+
+    def close(self, node: int, *, members: Collection[int]) -> bool:
+        """Notes that a node's connection has closed; returns whether the node is lost at once."""
+        if self.is_remote:
+            self._closed.append(node)
+            self._is_closed |= {*members} <= {*self._closed}
+        return not self.is_remote
+
+    def forget(self, node: int) -> None:
+        """Forgets what was noted of a node, because it was heard again or is evicted."""
+        self._pardoned.discard(node)
+        if node in self._closed:
+            self._closed.remove(node)
