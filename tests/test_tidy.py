@@ -74,7 +74,6 @@ SMALL_LINES = 60
 ALONE = {
     "planaria.__main__": "python -m",
     "planaria.simulator.__main__": "python -m",
-    "planaria.engine.process": "named to the agent that forks it",
     "planaria.schedule.warm": "named to the fork server, which imports it",
     "planaria.nodes.head.observer": "a protocol, which others implement without importing it",
 }

@@ -387,7 +387,7 @@ def test_it_is_told_as_long_as_a_worker_is_forked_anew() -> None:
 
 
 def unreachable(epoch: int = 0) -> PeerUnreachable:
-    return PeerUnreachable(rank=1, epoch=epoch, peer=2, reason="nothing came")
+    return PeerUnreachable(rank=1, epoch=epoch, peer=2, reason="lost rank 2: nothing came")
 
 
 @pytest.mark.parametrize("event", [unreachable(epoch=-1), Tick()], ids=["older epoch", "no word"])
@@ -407,6 +407,9 @@ def test_a_link_that_breaks_between_live_nodes_begins_an_epoch_after_a_lease() -
 
     assert (broken.epoch, broken.nodes, broken.phase) == (1, PLAN.nodes, Phase.RECORDING)
     assert not of_type(commands, Evict)
+    assert broken.facts.loss is not None
+    expected = "a link broke between live nodes: rank 1 lost rank 2: nothing came"
+    assert broken.facts.loss.reason == expected
     assert step(RULES, lost, Tick(), NOW_S + 10 * LEASE_S) == (lost, ())
 
 

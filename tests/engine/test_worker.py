@@ -16,6 +16,7 @@ from torch import Tensor
 
 from helpers.jobs import NUM_LAYERS, shaped_plan, tiny_job
 from helpers.served import TIMEOUT_S, Served
+from helpers.strategies import layer_profile, model_profile
 from planaria.checkpoint.disk.tiers import Tier
 from planaria.core.job import JobConfig
 from planaria.core.messages import (
@@ -225,28 +226,35 @@ def _process_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_process_stays_as_it_is")
-def test_a_worker_listens_at_the_address_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others could not reach it at the loopback of their own machines."""
-    addresses = []
+def test_the_links_of_a_worker_are_as_its_node_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others could not reach it at the loopback of their own machines, nor understand it without
+    the checksums that they expect. It takes no message that the job cannot send."""
+    told = []
 
     class Listening:
         """A worker that has nothing to do."""
 
         def __init__(self, _spec: NodeSpec, _control: object, links: Links, _pulse: Pulse) -> None:
-            addresses.append(links.address)
+            told.append((links.address[0], links._own.is_checked, links._own.num_bytes_max))
             links.close()
 
         def run(self) -> None:
             """Returns at once."""
 
     pulse = Pulse()
-    spec = replace_struct(BARE_SPEC, host="127.0.0.3")
+    layer = layer_profile("layer", 0.01, parameter_bytes=3 << 30, output_bytes=1 << 30)
+    profile = model_profile((layer,) * 2)
+    spec = replace_struct(BARE_SPEC, host="127.0.0.3", checks_links=True, profile=profile)
     monkeypatch.setattr(process, "Worker", Listening)
     monkeypatch.setattr(process, "Control", lambda *_, **__: None)
     process.main(spec, -1, -1, pulse)
     pulse.close()
 
-    assert [host for host, _ in addresses] == ["127.0.0.3"]
+    ((host, is_checked, num_bytes_max),) = told
+    assert (host, is_checked) == ("127.0.0.3", True)
+    state_bytes = 2 * (layer.parameter_bytes + layer.optimizer_bytes)
+    sums_bytes, outputs_bytes = 4 * state_bytes, 16 * layer.output_bytes
+    assert sums_bytes + outputs_bytes < num_bytes_max < (2 << 30) + sums_bytes + outputs_bytes
 
 
 @pytest.mark.usefixtures("_process_stays_as_it_is")
@@ -279,7 +287,7 @@ def test_a_worker_whose_node_is_to_blame_leaves_once_it_has_told(
 @pytest.fixture
 def _no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     """The node's lease has run out, and it gets no other one."""
-    monkeypatch.setattr(Pulse, "wait_member", lambda *_: False)
+    monkeypatch.setattr(Pulse, "wait_member", lambda *_, **__: False)
 
 
 @pytest.mark.usefixtures("_no_lease")

@@ -303,7 +303,7 @@ def test_nonsense_from_a_peer_ends_its_link_alone(garbage: bytes) -> None:
     with link_ranks(2) as (left, right):
         with _raw_link(right, rank=5, port=7) as sock:
             sock.sendall(garbage)
-            with pytest.raises(PeerLostError, match="does not come from planaria"):
+            with pytest.raises(PeerLostError, match="does not come from this job"):
                 right.receive(5, tag(0), timeout_s=TIMEOUT_S)
         left.send(1, tag(0), payload(1))
 

@@ -49,6 +49,7 @@ from planaria.core.records import Recovering, Warned
 
 CRASHES_MAX: Final = 3  # Number of crashes of one rank with the same error.
 BROKEN_LINKS_MAX: Final = 3  # Number of epochs.
+_NUM_TOLD_COMPLAINTS: Final = 2  # Those of both ends of a link, say.
 FAILING_S_MAX: Final = 60.0  # Time for all ranks to leave the epoch in which the job failed.
 # These are Linux's numbers on every processor that torch runs on.
 _SIGNALS: Final = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL"} | {
@@ -68,9 +69,11 @@ def on_broken_links(rules: Rules, state: JobState, now_s: float) -> Step:
     broken_links = state.troubles.broken_links + 1
     state = replace(state, troubles=replace(state.troubles, broken_links=broken_links))
     if broken_links < BROKEN_LINKS_MAX:
-        reason = "a link broke between live nodes"
+        complaints = state.facts.complaints[:_NUM_TOLD_COMPLAINTS]
+        texts = [f"rank {complaint.rank} {complaint.reason}" for complaint in complaints]
+        reason = f"a link broke between live nodes: {'; '.join(texts)}"
         return begin_recovery(rules, state, LossKind.LOST, (), reason=reason, now_s=now_s)
-    counts = Counter(state.facts.unreached)
+    counts = Counter(complaint.peer for complaint in state.facts.complaints)
     rank = max(counts, key=lambda rank: (counts[rank], rank))
     node = rank // (len(state.ranks) // len(state.nodes))
     reason = f"other ranks could not reach its rank {rank} {broken_links} times in a row"

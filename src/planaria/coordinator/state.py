@@ -15,6 +15,7 @@ from planaria.core.messages import (
     EpochReady,
     IterationDone,
     LayerFile,
+    PeerUnreachable,
     Raised,
     Stopped,
     WorkerFailed,
@@ -120,7 +121,7 @@ class EpochFacts:
         is_entered: whether every rank of this epoch has begun it, and the launcher knows.
         corrupted: ranks that left this epoch because holders of a layer differ, with their reports.
         unreachable_s: time since which a member cannot reach another though both live; 0: all can.
-        unreached: ranks that others cannot reach in this epoch, one entry for each complaint.
+        complaints: reports of ranks that cannot reach others in this epoch.
         ratios: slowness of each node in its newest iterations of this epoch; see slowness.py.
     """
 
@@ -132,7 +133,7 @@ class EpochFacts:
     is_entered: bool = False
     corrupted: PersistentMap[int, Corrupted] = field(default_factory=PersistentMap)
     unreachable_s: float = 0.0
-    unreached: tuple[int, ...] = ()
+    complaints: tuple[PeerUnreachable, ...] = ()
     ratios: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
 
 

@@ -208,7 +208,7 @@ def _on_worker_ready(state: JobState, event: WorkerReady, now_s: float) -> Step:
 def _on_peer_unreachable(state: JobState, event: PeerUnreachable, now_s: float) -> Step:
     facts = state.facts
     since_s = facts.unreachable_s or now_s
-    facts = replace(facts, unreachable_s=since_s, unreached=(*facts.unreached, event.peer))
+    facts = replace(facts, unreachable_s=since_s, complaints=(*facts.complaints, event))
     return replace(state, facts=facts), ()
 
 

@@ -283,6 +283,11 @@ class ClusterConfig:
         "seconds that a job on several machines waits for more of them when too few nodes are left "
         "to go on; before that it saves what is whole; 0: it ends at once",
     )
+    checksums: Literal["auto", "on", "off"] = _key(
+        "auto",
+        "auto: messages between ranks have checksums where nodes are on several machines; on, off: "
+        "they have them everywhere, or nowhere",
+    )
     notice_s: float = _key(
         30.0, "seconds from a notice that says no time, as a SIGTERM, until the node is gone"
     )

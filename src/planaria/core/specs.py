@@ -19,6 +19,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         coordinator: host and port of the coordinator.
         worker: main function of workers, "module:function".
+        checks_links: whether messages between ranks have checksums; the same on all nodes.
         host: name or address of the node's machine, at which other nodes reach its workers.
         cache_directory: directory in which tokens and profiles are kept between jobs.
         machine: name of the machine that the node runs on; a node that takes the place of a lost
@@ -48,6 +49,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     cache_directory: str
     machine: str = ""
     host: str = "127.0.0.1"
+    checks_links: bool = False
     patience_s: float = 0.0
     notice: str = ""
     profile: ModelProfile | None = None

@@ -7,6 +7,7 @@ mistakes are found and reported before anything is started.
 import importlib.util
 import os
 from pathlib import Path
+from typing import Final
 
 import msgspec
 import torch
@@ -23,8 +24,12 @@ from planaria.errors import ConfigError
 from planaria.models.layers import SplitModel
 from planaria.models.paced import PacedData, paced_model
 from planaria.models.user_layers import split_user_model
+from planaria.transport.connection import MESSAGE_BYTES_MAX
 from planaria.transport.pacing import Pacing
 from planaria.transport.timekeeping import Timekeeper
+
+# A profile that was not measured may be wrong, and commit vectors are in no profile.
+_MESSAGE_SLACK_BYTES: Final = 1 << 30
 
 
 def load_model(
@@ -70,6 +75,26 @@ def pacing_of(spec: NodeSpec) -> Pacing | None:
         devices_per_node=spec.job.cluster.devices_per_node,
         inter_node=spec.profile.links["inter_node"],
         intra_node=spec.profile.links["intra_node"],
+    )
+
+
+def message_bytes_max(spec: NodeSpec) -> int:
+    """Upper bound on the bytes of a message between ranks of the job.
+
+    The largest messages are a layer's state, or its piece in a buffer for copies; the gradient sums
+    of a bucket, which may hold all layers, in float64 where the parameters are bfloat16; and the
+    output of a layer, which is larger than the profile says where samples vary in length.
+    """
+    if spec.profile is None:
+        return MESSAGE_BYTES_MAX
+    layers = spec.profile.layers
+    state_bytes = sum(layer.parameter_bytes + layer.optimizer_bytes for layer in layers)
+    output_bytes = max(layer.output_bytes for layer in layers)
+    return (
+        _MESSAGE_SLACK_BYTES
+        + spec.job.checkpoint.buffer_bytes
+        + 4 * state_bytes
+        + 16 * output_bytes
     )
 
 

@@ -12,7 +12,7 @@ from planaria.core.messages import Abort, NoticeTaken, Shutdown, Stopped
 from planaria.core.specs import NodeSpec
 from planaria.engine.blame import failure_of
 from planaria.engine.control import Control
-from planaria.engine.prepare import pacing_of
+from planaria.engine.prepare import message_bytes_max, pacing_of
 from planaria.engine.worker import Worker
 from planaria.transport.links import Links
 from planaria.transport.pulse import Pulse
@@ -32,7 +32,14 @@ def main(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:
     # Python stacks of a worker that hangs or crashes, for its agent to read.
     faulthandler.register(signal.SIGUSR1, file=pulse.stack_fd, all_threads=True)
     faulthandler.enable(file=pulse.stack_fd, all_threads=True)
-    links = Links(spec.rank, token=spec.token, host=spec.host, pacing=pacing_of(spec))
+    links = Links(
+        spec.rank,
+        token=spec.token,
+        host=spec.host,
+        pacing=pacing_of(spec),
+        is_checked=spec.checks_links,
+        num_bytes_max=message_bytes_max(spec),
+    )
     beat_s = spec.job.cluster.lease_s / _BEATS_PER_LEASE
     notice = NoticeTaken(node=spec.node, rank=spec.rank, after_s=spec.job.cluster.notice_s)
     control = Control(agent_fd, lifeline_fd, links=links, pulse=pulse, beat_s=beat_s, notice=notice)

@@ -437,6 +437,7 @@ def _launch_spec(
     listening: Listening | None,
 ) -> LaunchSpec:
     config, manifest, catalog = planned.config, planned.resumed, planned.catalog
+    checking = ("on",) if listening is None else ("on", "auto")
     node = NodeSpec(
         job=config,
         node=0,
@@ -447,6 +448,7 @@ def _launch_spec(
         profile=planned.prepared.profile,
         trace=trace,
         patience_s=0.0 if listening is None else config.cluster.patience_s,
+        checks_links=config.cluster.checksums in checking,
     )
     has_state = manifest is not None and bool(manifest.layers)
     leader = LeaderSpec(

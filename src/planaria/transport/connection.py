@@ -1,32 +1,42 @@
 """One socket of a rank's links: the queue of unsent bytes, and the message that is being read.
 
 A connection begins with the handshake of `frames.py`. After it, a message is a header (epoch,
-tag, length) and raw bytes. Any thread may call `append` and `withdraw_memory`; only the thread that
-serves the links calls the other methods.
+tag, length) and raw bytes. On checked links the header goes on with the xxh3_64 of the payload and
+a CRC-32 of all of the header before it. Both are compared before the message is delivered, and a
+message that arrives damaged ends its connection. Both ends of a link are checked, or neither.
+
+Any thread may call `append` and `withdraw_memory`; only the thread that serves the links calls the
+other methods.
 """
 
 import socket
 import struct
 import threading
 import time
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from planaria.errors import AuthenticationError
 from planaria.transport.frames import HANDSHAKE_TIMEOUT_S, Role, handshake
 from planaria.transport.sockets import break_when_silent
 
+# A message of a job without a profile may have so many bytes.
+MESSAGE_BYTES_MAX: Final = 1 << 40
 _HEADER = struct.Struct("!IBIIIQ")
-_MESSAGE_BYTES_MAX = 1 << 40
+_DIGEST = struct.Struct("!Q")
+_CRC = struct.Struct("!I")
 _READ_BYTES_MAX = 1 << 22  # Per wake-up and connection, so that no peer starves the others.
 _IOV_MAX = 64
 _RANK_BITS = 32
+_PORT_BITS = 16
 
 
 class Channel(IntEnum):
@@ -68,9 +78,64 @@ class IncomingMessage(NamedTuple):
     payload: npt.NDArray[np.uint8]
 
 
+class MessageHeader(NamedTuple):
+    """The header of a message.
+
+    Attributes:
+        num_bytes: size of the payload.
+        digest: xxh3_64 of the payload; 0 on links that are not checked.
+    """
+
+    epoch: int
+    tag: Tag
+    num_bytes: int
+    digest: int = 0
+
+
 def header(epoch: int, tag: Tag, num_bytes: int) -> bytes:
-    """The bytes that precede a message's payload of `num_bytes` bytes."""
+    """The bytes that precede a payload of `num_bytes` bytes on links that are not checked."""
     return _HEADER.pack(epoch, tag.channel, tag.iteration, tag.a, tag.b, num_bytes)
+
+
+def checked_header(epoch: int, tag: Tag, payload: Sequence[memoryview]) -> bytes:
+    """The bytes that precede a payload on checked links."""
+    hasher = xxhash.xxh3_64()
+    for view in payload:
+        hasher.update(view)
+    plain = header(epoch, tag, sum(map(len, payload)))
+    head = plain + _DIGEST.pack(hasher.intdigest())
+    return head + _CRC.pack(zlib.crc32(head))
+
+
+def header_size(*, is_checked: bool) -> int:
+    """Number of bytes of a header."""
+    return _HEADER.size + (_DIGEST.size + _CRC.size if is_checked else 0)
+
+
+def parse_header(head: bytes, *, is_checked: bool, num_bytes_max: int) -> MessageHeader:
+    """The header in these bytes.
+
+    Args:
+        num_bytes_max: size of the largest payload that the job sends.
+
+    Raises:
+        ConnectionError: the header was damaged on its way.
+        AuthenticationError: no rank of this job sends such a message.
+    """
+    assert len(head) == header_size(is_checked=is_checked)
+    digest = 0
+    if is_checked:
+        (digest,) = _DIGEST.unpack_from(head, _HEADER.size)
+        (crc,) = _CRC.unpack_from(head, _HEADER.size + _DIGEST.size)
+        if crc != zlib.crc32(head[: -_CRC.size]):
+            raise ConnectionError("a message's header was damaged on its way; its checksum differs")
+    epoch, channel, iteration, a, b, num_bytes = _HEADER.unpack_from(head)
+    if channel not in _CHANNELS or num_bytes > num_bytes_max:
+        raise AuthenticationError(
+            f"a message of {num_bytes} bytes on channel {channel} does not come from this job; its "
+            f"messages have up to {num_bytes_max} bytes"
+        )
+    return MessageHeader(epoch, Tag(Channel(channel), iteration, a, b), num_bytes, digest)
 
 
 # (peer, epoch, tag, bytes of payload) to the memory that the message is to fill; None: any memory.
@@ -85,11 +150,15 @@ class OwnEnd:
         token: the job's secret, which the handshake proves.
         identity: the rank, and the port at which it listens.
         memory_for: returns the memory for a message that begins to arrive; None: any will do.
+        is_checked: whether messages have checksums.
+        num_bytes_max: size of the largest payload that the job sends.
     """
 
     token: bytes
     identity: tuple[int, int]
     memory_for: MemoryFor
+    is_checked: bool = False
+    num_bytes_max: int = MESSAGE_BYTES_MAX
 
 
 class Connection:
@@ -123,12 +192,14 @@ class Connection:
         self._handshake = handshake(
             own.token,
             Role.ACCEPT if target < 0 else Role.CONNECT,
-            identity=own_port << _RANK_BITS | own_rank,
+            identity=(own.is_checked << _PORT_BITS | own_port) << _RANK_BITS | own_rank,
         )
-        self._memory_for = own.memory_for
+        self._own = own
         self._reading = threading.Lock()  # Guards what follows.
         self._has_offered_memory = False
-        self._payload: npt.NDArray[np.uint8] | None = None
+        self._header: MessageHeader | None = None  # Of the message whose payload arrives.
+        self._payload = np.empty(0, dtype=np.uint8)
+        self._hasher = xxhash.xxh3_64()
         self._head = bytearray()
         self._view = memoryview(self._head)
         hello, num_bytes = next(self._handshake)
@@ -193,6 +264,8 @@ class Connection:
                 if count == 0:
                     raise ConnectionError("closed by peer")
                 num_read += count
+                if self._own.is_checked and self._header is not None:
+                    self._hasher.update(self._view[:count])
                 self._view = self._view[count:]
                 messages = tuple(self._completed_messages())
             yield from messages
@@ -207,6 +280,9 @@ class Connection:
                 self._has_offered_memory = False
                 self._view = memoryview(bytearray(len(self._view)))
 
+    def _expect_header(self) -> None:
+        self._expect(header_size(is_checked=self._own.is_checked))
+
     def _completed_messages(self) -> Iterator[IncomingMessage | None]:
         """Yields what the bytes just read complete, as `read` does."""
         while not self._view:
@@ -220,38 +296,52 @@ class Connection:
     def _expect(self, num_bytes: int) -> None:
         """Has the next `num_bytes` bytes read as a part of the handshake, or as a header."""
         self._head = bytearray(num_bytes)
-        self._payload = None
+        self._header = None
+        self._payload = np.empty(0, dtype=np.uint8)  # What was received is the receiver's alone.
         self._view = memoryview(self._head)
 
     def _step_message(self) -> Iterator[IncomingMessage]:
         """Handles a complete header, or yields the message once its payload is complete."""
-        epoch, channel, iteration, a, b, num_bytes = _HEADER.unpack(self._head)
-        if channel not in _CHANNELS or num_bytes > _MESSAGE_BYTES_MAX:
-            reason = (
-                f"a message of {num_bytes} bytes on channel {channel} does not come from planaria"
+        header, own = self._header, self._own
+        if header is None:
+            header = self._header = parse_header(
+                bytes(self._head), is_checked=own.is_checked, num_bytes_max=own.num_bytes_max
             )
-            raise AuthenticationError(reason)
-        if self._payload is None:
-            tag = Tag(Channel(channel), iteration, a, b)
-            memory = self._memory_for(self.peer, epoch, tag, num_bytes)
+            memory = own.memory_for(self.peer, header.epoch, header.tag, header.num_bytes)
             self._has_offered_memory = memory is not None
-            self._payload = np.empty(num_bytes, dtype=np.uint8) if memory is None else memory
+            if memory is None:
+                memory = np.empty(header.num_bytes, dtype=np.uint8)
+            self._payload = memory
             self._view = self._payload.data
+            self._hasher.reset()
             return
-        payload, self._has_offered_memory = self._payload, False
-        self._expect(_HEADER.size)
-        yield IncomingMessage(epoch, Tag(Channel(channel), iteration, a, b), payload)
+        self._has_offered_memory = False
+        if own.is_checked and self._hasher.intdigest() != header.digest:
+            raise ConnectionError(
+                f"a message of {header.num_bytes} bytes on channel {header.tag.channel.name} was "
+                "damaged on its way; its checksum differs"
+            )
+        payload = self._payload
+        self._expect_header()
+        yield IncomingMessage(header.epoch, header.tag, payload)
 
     def _step_handshake(self) -> None:
         try:
             answer, num_bytes = self._handshake.send(bytes(self._head))
         except StopIteration as end:
-            port, rank = divmod(int(end.value), 1 << _RANK_BITS)
+            flagged_port, rank = divmod(int(end.value), 1 << _RANK_BITS)
+            is_checked, port = divmod(flagged_port, 1 << _PORT_BITS)
+            if is_checked != self._own.is_checked:
+                checking = rank if is_checked else self._own.identity[0]
+                raise AuthenticationError(
+                    f"of ranks {self._own.identity[0]} and {rank} only rank {checking} sends "
+                    "checksums; give all nodes of a job the same cluster.checksums"
+                ) from end
             if self.target >= 0 and (rank, port) != (self.target, self.port):
                 reason = f"rank {rank} of port {port} answers for rank {self.target}"
                 raise AuthenticationError(reason) from end
             self.peer, self.port = rank, port
-            self._expect(_HEADER.size)
+            self._expect_header()
             return
         self._expect(num_bytes)
         with self.lock:

@@ -28,11 +28,14 @@ import numpy.typing as npt
 
 from planaria.errors import AbortedError, PeerLostError
 from planaria.transport.connection import (
+    MESSAGE_BYTES_MAX,
     Channel,
     Connection,
     IncomingMessage,
     OwnEnd,
     Tag,
+    checked_header,
+    header,
 )
 from planaria.transport.pacing import LinkCallbacks, OutgoingMessage, Pacer, Pacing, Unpaced
 from planaria.transport.serving import Handlers, Server
@@ -67,6 +70,9 @@ class Links:
     Args:
         host: name or address of this machine that peers connect to; see `listening_socket`.
         pacing: the modelled links whose speed messages keep to; None: messages are not slowed down.
+        is_checked: whether messages have checksums; it must be the same on all ranks.
+        num_bytes_max: size of the largest message that the job sends; a link that claims to bring a
+            larger one is closed.
 
     Attributes:
         address: host and port at which peers reach this rank.
@@ -80,7 +86,14 @@ class Links:
     """
 
     def __init__(
-        self, rank: int, *, token: bytes, host: str = "127.0.0.1", pacing: Pacing | None = None
+        self,
+        rank: int,
+        *,
+        token: bytes,
+        host: str = "127.0.0.1",
+        pacing: Pacing | None = None,
+        is_checked: bool = False,
+        num_bytes_max: int = MESSAGE_BYTES_MAX,
     ) -> None:
         self.rank = rank
         self.epoch = 0
@@ -89,12 +102,12 @@ class Links:
         self.state_bytes: Counter[int] = Counter()
         self.linked_s = 0.0
         self._listener = listening_socket(host)
-        self._listener.setblocking(False)
         self.address: Address = bare_host(host), self._listener.getsockname()[1]
         lock = threading.RLock()
         self._changed = threading.Condition(lock)  # Guards all that follows.
         self._inbox = LinkInbox()
-        self._own = OwnEnd(token, (rank, self.address[1]), self._inbox.memory_for)
+        identity = rank, self.address[1]
+        self._own = OwnEnd(token, identity, self._inbox.memory_for, is_checked, num_bytes_max)
         self._peers: dict[int, Connection] = {}
         self._connecting: dict[int, Connection] = {}
         self._lost: dict[int, str] = {}
@@ -284,12 +297,18 @@ class Links:
 
     # -- helpers ------------------------------------------------------------------------------
 
-    def _transmit(self, peer: int, message: list[memoryview]) -> None:
+    def _transmit(self, peer: int, outgoing: OutgoingMessage) -> None:
         """Writes what the kernel takes of a message now, and has the serving thread write the rest.
 
         Raises:
             PeerLostError: no link to the peer is up or being made.
         """
+        epoch, tag, views, _ = outgoing
+        if self._own.is_checked:
+            head = checked_header(epoch, tag, views)
+        else:
+            head = header(epoch, tag, outgoing.num_bytes)
+        message = [memoryview(head), *views]
         connection = self._link(peer)
         if connection is None:
             with self._changed:

@@ -32,7 +32,7 @@ from typing import Final, NamedTuple
 
 from planaria.core.plan import Link
 from planaria.errors import PeerLostError
-from planaria.transport.connection import Channel, Connection, IncomingMessage, Tag, header
+from planaria.transport.connection import Channel, Connection, IncomingMessage, Tag
 from planaria.transport.lanes import Clock, Lane, shared_clocks
 from planaria.transport.timekeeping import Timekeeper
 from planaria.transport.traffic import Traffic, Use
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S: Final = 2.0
 _STAMP: Final = struct.Struct("=dd")
-_SLICE_HEADER: Final = header(0, Tag(Channel.PACE, 0, 0), _STAMP.size)
+_SLICE_TAG: Final = Tag(Channel.PACE, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,6 @@ class OutgoingMessage(NamedTuple):
     views: Sequence[memoryview]
     virtual_bytes: int
 
-    def header(self, num_bytes: int) -> memoryview:
-        """The message's header, as it precedes a payload of `num_bytes` bytes."""
-        return memoryview(header(self.epoch, self.tag, num_bytes))
-
     @property
     def num_bytes(self) -> int:
         return sum(map(len, self.views))
@@ -104,7 +100,7 @@ class LinkCallbacks:
 
     lock: "threading.RLock"
     check: Callable[[int], object]
-    transmit: Callable[[int, list[memoryview]], None]
+    transmit: Callable[[int, OutgoingMessage], None]
     deliver: Callable[[Connection, IncomingMessage, float], None]
     fail: Callable[[Exception], None]
     traffic: Traffic
@@ -122,7 +118,7 @@ class Unpaced:
         start_s, traffic = time.monotonic(), self._callbacks.traffic
         end_s = start_s + traffic.seconds(message.num_bytes)
         traffic.note(Use(True, peer, message.tag, start_s, end_s))
-        self._callbacks.transmit(peer, [message.header(message.num_bytes), *message.views])
+        self._callbacks.transmit(peer, message)
 
     def receive(self, connection: Connection, message: IncomingMessage) -> None:
         """Delivers a message that has come."""
@@ -283,8 +279,8 @@ class Pacer:
         self, peer: int, message: OutgoingMessage | None, *, start_s: float, lasts_s: float
     ) -> None:
         stamp = memoryview(_STAMP.pack(start_s, lasts_s))
-        views = [memoryview(_SLICE_HEADER), stamp]
-        if message is not None:
-            views = [message.header(_STAMP.size + message.num_bytes), stamp, *message.views]
+        if message is None:
+            message = OutgoingMessage(0, _SLICE_TAG, (), 0)
+        stamped = message._replace(views=(stamp, *message.views))
         with contextlib.suppress(PeerLostError):  # `send` has checked; the peer was lost since.
-            self._callbacks.transmit(peer, views)
+            self._callbacks.transmit(peer, stamped)

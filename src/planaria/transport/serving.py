@@ -59,6 +59,7 @@ class Server:
     def __init__(self, rank: int, listener: socket.socket, handlers: Handlers) -> None:
         self._rank = rank
         self._listener = listener
+        listener.setblocking(False)
         self._handlers = handlers
         self._closing = False
         self._new: deque[Connection] = deque()
