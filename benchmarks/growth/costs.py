@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from planaria.core.messages import FromNode
-from planaria.transport.frames import FrameDecoder, frame, from_node_decoder
+from planaria.transport.frames import FrameDecoder, fact_of, frame
 from planaria.transport.links import Links
 
 CONNECTIONS = 200
@@ -73,7 +73,7 @@ async def _loop_costs(data: bytes) -> tuple[float, float]:
         decoder = FrameDecoder()
         while received := await reader.read(1 << 20):
             for body in decoder.feed(received):
-                from_node_decoder.decode(body)
+                fact_of(body)
                 num_heard += 1
                 if num_heard % CONNECTIONS == 0:
                     has_all.set()

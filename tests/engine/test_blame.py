@@ -3,10 +3,14 @@
 import errno
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
+from planaria.core.job import JobConfig
 from planaria.core.messages import Blame
-from planaria.engine.blame import blame_of
+from planaria.core.specs import NodeSpec
+from planaria.engine.blame import blame_of, failure_of
+from planaria.transport.frames import FROM_NODE_BYTES_MAX
 
 
 def fails_to_read() -> None:
@@ -65,3 +69,17 @@ def test_what_the_world_began_is_no_mistake_of_the_job(
         act()
 
     assert blame_of(caught.value) == blame
+
+
+def test_an_error_of_any_length_can_be_reported() -> None:
+    """The coordinator cuts off a node that says more than 16 MiB at once, and would so again."""
+    spec = NodeSpec(
+        job=JobConfig(), node=0, token=b"", coordinator=("", 0), worker="", cache_directory=""
+    )
+    error = ValueError("first" + "\u00e9" * (1 << 24) + "last")
+    failure = failure_of(error, spec, pid=1, epoch=0, layers=(0, 0))
+
+    assert len(msgspec.json.encode(failure)) < FROM_NODE_BYTES_MAX
+    assert "ValueError: first" in failure.traceback
+    assert "characters are left out" in failure.traceback
+    assert failure.traceback.endswith("last\n")

@@ -24,7 +24,7 @@ from planaria.core.messages import (
     StopRequested,
     WorkerFailed,
 )
-from planaria.transport.frames import FrameDecoder, frame, from_node_decoder
+from planaria.transport.frames import FrameDecoder, fact_of, frame
 
 TIMEOUT_S = 20.0
 
@@ -112,7 +112,7 @@ class Agent:
         while len(messages) < number:
             data = self.socket.recv(1 << 16)
             assert data
-            messages += [from_node_decoder.decode(body) for body in decoder.feed(data)]
+            messages += [fact_of(body) for body in decoder.feed(data)]
         return messages
 
 

@@ -32,7 +32,10 @@ class Line:
         self._decoder = FrameDecoder()
 
     def say(self, message: ToLauncher) -> None:
-        self._socket.send(frame(message))
+        self.say_bytes(frame(message))
+
+    def say_bytes(self, data: bytes) -> None:
+        self._socket.send(data)
 
     async def heard(self) -> FromLauncher | None:
         """What the launcher says next; None once it has closed the connection."""

@@ -18,7 +18,7 @@ from planaria.core.messages import (
 )
 from planaria.core.specs import NodeSpec
 from planaria.nodes.agent import _Agent
-from planaria.transport.frames import FrameDecoder, Role, frame, from_node_decoder, shake_hands
+from planaria.transport.frames import FrameDecoder, Role, fact_of, frame, shake_hands
 from planaria.transport.probe import NO_NODE
 
 TOKEN = b"a token of 32 bytes for this test"
@@ -41,7 +41,11 @@ class Line:
 
     def tell(self, message: ToNode) -> None:
         """Sends a message to the agent."""
-        self._writer.write(frame(message))
+        self.tell_bytes(frame(message))
+
+    def tell_bytes(self, data: bytes) -> None:
+        """Sends bytes to the agent."""
+        self._writer.write(data)
 
     async def read(self) -> None:
         """Reads what the agent says until it closes the connection."""
@@ -49,7 +53,7 @@ class Line:
         with contextlib.suppress(ConnectionError):  # A connection that was left is aborted.
             while data := await self._reader.read(1 << 16):
                 for body in decoder.feed(data):
-                    self.messages.put_nowait(from_node_decoder.decode(body))
+                    self.messages.put_nowait(fact_of(body))
         self.is_closed.set()
         self._writer.close()
 
@@ -135,6 +139,19 @@ def test_a_coordinator_of_an_older_term_is_left(lifeline_fd: int) -> None:
         new = await lines.get()
         new.tell(Welcome(term=7))
         new.tell(Shutdown())
+
+    with_agent(play, lifeline_fd, patience_s=60.0)
+
+
+def test_a_coordinator_that_breaks_the_protocol_is_left(lifeline_fd: int) -> None:
+    """The node connects again; nothing else happens to it."""
+
+    async def play(lines: asyncio.Queue[Line]) -> None:
+        for nonsense in (b"\x00\x00\x00\x02{}", b"\xff" * 4, b"\x00\x00\x00\x01["):
+            line = await lines.get()
+            line.tell_bytes(nonsense)
+            await line.is_closed.wait()
+        (await lines.get()).tell(Shutdown())
 
     with_agent(play, lifeline_fd, patience_s=60.0)
 

@@ -93,3 +93,32 @@ def test_heartbeats_go_on_while_the_stacks_of_all_stalled_workers_are_awaited(
 
 def _last(happened: list[str], what: str) -> int:
     return len(happened) - 1 - happened[::-1].index(what)
+
+
+def test_a_worker_that_breaks_the_protocol_is_killed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The user's code runs there, and may write where it should not. A new worker follows."""
+    kills: list[tuple[int, int]] = []
+
+    class Worker:
+        """A worker that has written nonsense."""
+
+        rank, pid = 0, 1234567
+
+        async def connect(self) -> asyncio.StreamReader:
+            reader = asyncio.StreamReader()
+            reader.feed_data(b"\x00\x00\x00\x02{}")
+            return reader
+
+    async def wait_exit(_: int) -> int:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(os, "kill", lambda *arguments: kills.append(arguments))
+    monkeypatch.setattr(agent, "_wait_exit", wait_exit)
+    worker: Any = Worker()
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(agent._Agent(SPEC, [worker], -1)._forward_messages(worker))
+
+    assert kills == [(1234567, signal.SIGKILL)]
+    assert "does not come from planaria" in caplog.text

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import msgspec
+import pytest
 
 from helpers.tasks import wait_until
 from planaria.core.inject import Injection, parse_injection
@@ -141,6 +142,34 @@ async def _num_joins(*, ends: bool) -> tuple[list[int], list[str]]:
 def test_a_line_that_is_reset_is_forgotten() -> None:
     """As those of nodes that are killed: what is told was written to all of them ever after."""
     assert not asyncio.run(_lines_after_a_reset())
+
+
+@pytest.mark.parametrize("line", [b"{}\n", b"[" * 5000 + b"\n", b"\xff\n", b"x" * (1 << 18)])
+def test_a_probe_that_breaks_the_protocol_is_closed(
+    line: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also one whose line never ends."""
+    assert asyncio.run(_answer_to(line)) == b""
+    assert len(caplog.records) == 1
+    assert "refused a connection" in caplog.text
+
+
+async def _answer_to(line: bytes) -> bytes:
+    injector = Injector(
+        [],
+        Targets(agents={}, leader=lambda: 0, server=lambda: 0),
+        token=TOKEN,
+        join=lambda _: None,
+        on_fire=lambda _: None,
+    )
+    reader, writer = await asyncio.open_connection(*await injector.listen())
+    await shake_hands(reader, writer, token=TOKEN, role=Role.CONNECT, identity=3)
+    writer.write(line)
+    with contextlib.suppress(ConnectionError):  # It is reset if not all was read.
+        assert not await reader.read()
+    writer.transport.abort()
+    injector.close()
+    return b""
 
 
 async def _lines_after_a_reset() -> list[asyncio.StreamWriter]:

@@ -10,6 +10,8 @@ import msgspec
 import pytest
 from rich.pretty import pretty_repr
 
+from helpers.jobs import leader_spec
+from planaria.core.specs import NodeSpec
 from planaria.errors import ConfigError
 from planaria.transport import credentials as module
 from planaria.transport.credentials import (
@@ -102,6 +104,27 @@ def test_no_text_form_shows_a_secret() -> None:
         assert text.startswith("Credentials(")
         assert str(credentials.secret)[2:8] not in text
         assert "PRIVATE" not in text
+
+
+def test_what_processes_are_told_shows_no_secret_either(tmp_path: Path) -> None:
+    """Specs hold the token and the credentials, and stand in tracebacks and logs."""
+    leader = msgspec.structs.replace(
+        leader_spec(tmp_path, token=b"SECRET"), credentials=make_credentials()
+    )
+    node = NodeSpec(
+        job=leader.job,
+        node=3,
+        token=b"SECRET",
+        coordinator=("", 0),
+        worker="",
+        cache_directory="",
+        credentials=b"SECRET",
+    )
+
+    for spec in (leader, node):
+        for text in (repr(spec), pretty_repr(spec)):
+            assert "SECRET" not in text
+            assert "PRIVATE" not in text
 
 
 def test_each_purpose_has_its_own_key() -> None:

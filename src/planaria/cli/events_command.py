@@ -102,7 +102,7 @@ def _events(path: Path) -> tuple[EventRecord, ...]:
         raise ConfigError("REPORT", str(path), remedy) from error
     try:
         return msgspec.json.decode(data, type=_ReportEvents).events
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         remedy = f"is not a report of planaria train --report: {error}"
         raise ConfigError("REPORT", str(path), remedy) from error
 

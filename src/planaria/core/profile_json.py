@@ -25,7 +25,7 @@ def decode_profile(data: bytes, *, source: str) -> ModelProfile:
     """
     try:
         profile = msgspec.json.decode(data, type=ModelProfile)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError("profile", source, f"it is not a profile: {error}") from error
     if profile.version != VERSION:
         raise ConfigError(

@@ -62,6 +62,14 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     clocks_fd: int = -1
     copies_fd: int = -1
 
+    def __repr__(self) -> str:
+        """The node alone: logs and tracebacks must not show the secrets of the job."""
+        return f"NodeSpec(node={self.node}, ...)"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        """The node alone, for the same reason."""
+        return [("node", self.node)]
+
     @property
     def rank(self) -> int:
         """The rank of the worker with this spec."""

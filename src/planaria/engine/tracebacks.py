@@ -10,17 +10,25 @@ from pathlib import Path
 import torch
 
 _OURS = str(Path(__file__).parent.parent)
+_CHARACTERS_MAX = 1 << 20  # An exception's message may be the text of a whole tensor.
 _CALLING = str(Path(torch.__file__).parent / "nn" / "modules" / "module.py")
 
 
 def user_traceback(error: BaseException) -> str:
-    """The formatted traceback of an exception and of the exceptions that led to it."""
+    """The formatted traceback of an exception and of the exceptions that led to it.
+
+    Its middle is left out if it is longer than a message to the coordinator may be.
+    """
     whole = traceback.TracebackException.from_exception(error)
     link: traceback.TracebackException | None = whole
     while link is not None:
         _shorten(link.stack)
         link = link.__cause__ or link.__context__
-    return "".join(whole.format())
+    text = "".join(whole.format())
+    if len(text) <= _CHARACTERS_MAX:
+        return text
+    half = _CHARACTERS_MAX // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters are left out ...\n{text[-half:]}"
 
 
 def _shorten(stack: traceback.StackSummary) -> None:

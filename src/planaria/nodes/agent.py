@@ -82,9 +82,11 @@ from planaria.protocol.agent_state import (
 from planaria.transport.acceptor import Purpose, connect
 from planaria.transport.credentials import Credentials
 from planaria.transport.frames import (
+    FROM_NODE_BYTES_MAX,
     FrameDecoder,
     Role,
     frame,
+    message_of,
     order_of,
     shake_hands,
 )
@@ -415,12 +417,17 @@ class _Agent:
     async def _forward_messages(self, worker: _Worker) -> None:
         """Forwards the messages of a worker, and of those that replace it, to the coordinator."""
         while True:
-            decoder = FrameDecoder()
+            decoder = FrameDecoder(bytes_max=FROM_NODE_BYTES_MAX)
             reader = await worker.connect()
-            with contextlib.suppress(ConnectionError):
+            try:
                 while data := await reader.read(_READ_BYTES):
                     for body in decoder.feed(data):
-                        self._report(_fact_decoder.decode(body))
+                        self._report(message_of(body, _fact_decoder))
+            except ConnectionError as error:
+                logger.info("the worker of rank %s is gone: %s", worker.rank, error)
+            except AuthenticationError as error:
+                logger.warning("the worker of rank %s is killed: %s", worker.rank, error)
+                os.kill(worker.pid, signal.SIGKILL)
             pid, status = worker.pid, await _wait_exit(worker.pid)
             if worker.ending is not None:
                 worker.ending.cancel()  # Another process may get the same pid from now on.

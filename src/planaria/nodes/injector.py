@@ -18,6 +18,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 import psutil
@@ -32,11 +33,15 @@ from planaria.core.inject import (
 )
 from planaria.errors import AuthenticationError
 from planaria.nodes.relay import Relay
-from planaria.transport.frames import Role, shake_hands
+from planaria.transport.frames import Role, message_of, shake_hands
 from planaria.transport.probe import LISTENING, NO_NODE, Cut, LauncherMessage, Slowed, StepReached
 from planaria.transport.sockets import Address, break_when_silent
+from planaria.transport.strangers import RefusalLog
 
 logger = logging.getLogger(__name__)
+
+_READ_BYTES: Final = 1 << 10
+_decoder: msgspec.json.Decoder[StepReached] = msgspec.json.Decoder(StepReached)
 
 
 def node_places(injections: Sequence[Injection], node: int) -> tuple[Place, ...]:
@@ -103,6 +108,7 @@ class Injector:
         self._join = join
         self._on_fire = on_fire
         self._relay = Relay()
+        self._refusals = RefusalLog(logger)
         self._connections: dict[int, list[asyncio.StreamWriter]] = {}
         # By disk, for processes that connect later: the slowness, and when it ends.
         self._slow_disks: dict[str, tuple[Slowed, float]] = {}
@@ -146,12 +152,13 @@ class Injector:
             node = await shake_hands(
                 reader, writer, token=self._token, role=Role.ACCEPT, identity=NO_NODE
             )
-            reached = msgspec.json.decode(await reader.readuntil(), type=StepReached)
+            reached = message_of(await reader.readuntil(), _decoder)
             if reached.step == LISTENING:
                 self._connections.setdefault(node, []).append(writer)
                 self._tell_slow_disks(writer)
                 try:
-                    await reader.read()  # Returns when the process is gone.
+                    while await reader.read(_READ_BYTES):  # It ends when the process is gone.
+                        continue
                 finally:
                     self._connections[node].remove(writer)
                 return
@@ -160,10 +167,10 @@ class Injector:
                 self._fire(place)
             writer.write(self._own_fault(node, reached) + b"\n")
             await writer.drain()
-        except (AuthenticationError, asyncio.IncompleteReadError, OSError) as error:
+        except (asyncio.IncompleteReadError, OSError) as error:
             logger.info("a probe has closed its connection: %s", error)
-        except msgspec.DecodeError as error:
-            logger.warning("a probe sent an unknown message: %s", error)
+        except (AuthenticationError, asyncio.LimitOverrunError) as error:
+            self._refusals.add(error)
         finally:
             writer.close()
 

@@ -56,7 +56,7 @@ from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.process_events import kill_group, wait_until
 from planaria.transport.acceptor import Purpose, connect
 from planaria.transport.credentials import Credentials
-from planaria.transport.frames import FrameDecoder, frame
+from planaria.transport.frames import FrameDecoder, frame, message_of
 from planaria.transport.sockets import Address, address_text
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,7 @@ _RETRY_S: Final = 0.5
 _LEAVE_TIMEOUT_S: Final = 10.0  # Time for a node to end by itself once the job is over.
 _KILL_TIMEOUT_S: Final = 5.0
 _READ_BYTES: Final = 1 << 20
+_FRAME_BYTES_MAX: Final = 1 << 26  # The sources of the user's modules, 16 MiB, are the largest.
 _PREPARE: Final = "planaria.engine.prepare:main"
 _decoder: msgspec.json.Decoder[ToMachine] = msgspec.json.Decoder(ToMachine)
 
@@ -206,10 +207,10 @@ class _Machine:
                 node=self._node.number,
             )
         )
-        decoder = FrameDecoder()
+        decoder = FrameDecoder(bytes_max=_FRAME_BYTES_MAX)
         while self._over is None and (data := await reader.read(_READ_BYTES)):
             for body in decoder.feed(data):
-                await self._on_message(_decoder.decode(body))
+                await self._on_message(message_of(body, _decoder))
 
     def _tell(self, message: FromMachine) -> None:
         if self._writer is not None:

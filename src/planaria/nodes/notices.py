@@ -226,7 +226,7 @@ class _Ec2Source:
             return None
         try:
             action = msgspec.json.decode(text, type=_InstanceAction)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise ValueError(f"spot/instance-action is {text[:200]!r} ({error})") from error
         return min(_EC2_NOTICE_S, _seconds_left(action.time, self._default_s))
 

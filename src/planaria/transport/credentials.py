@@ -56,9 +56,9 @@ class Credentials(msgspec.Struct, frozen=True):
         """The name of the class: logs and tracebacks must not show a secret."""
         return "Credentials(...)"
 
-    def __rich_repr__(self) -> Any:
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
         """Nothing, for the same reason."""
-        return iter(())
+        return []
 
     def derive(self, purpose: str) -> bytes:
         """The key for one purpose, 32 bytes; from it nobody learns the secret or another key."""

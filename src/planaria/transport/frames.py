@@ -18,7 +18,7 @@ import struct
 import zlib
 from collections.abc import Generator
 from enum import Enum
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -32,12 +32,18 @@ _NONCE_BYTES = 16
 _HELLO = struct.Struct(f"!8s{_NONCE_BYTES}sQ")
 _PROOF_BYTES = 32
 FRAME_BYTES_MAX = 1 << 28
+# A node says far less than it is told: it is never told by nodes which plan holds. Each of many
+# nodes may have the coordinator keep so many bytes.
+FROM_NODE_BYTES_MAX: Final = 1 << 24
 _DEFLATED = 1 << 31  # The bit of the length field that marks a deflated body.
 _DEFLATED_FROM_BYTES = 1 << 16
 HANDSHAKE_TIMEOUT_S = 10.0
 
-from_node_decoder: msgspec.json.Decoder[FromNode] = msgspec.json.Decoder(FromNode)
+_from_node_decoder: msgspec.json.Decoder[FromNode] = msgspec.json.Decoder(FromNode)
 _order_decoder: msgspec.json.Decoder[ToNode] = msgspec.json.Decoder(ToNode)
+
+
+Decoded = TypeVar("Decoded")
 
 
 class Role(Enum):
@@ -58,9 +64,16 @@ def frame(message: Message) -> bytes:
 
 
 class FrameDecoder:
-    """Cuts a byte stream into the bodies of its frames."""
+    """Cuts a byte stream into the bodies of its frames.
 
-    def __init__(self) -> None:
+    It keeps no more than has arrived, whatever length a frame claims.
+
+    Args:
+        bytes_max: largest body that is accepted, deflated or not.
+    """
+
+    def __init__(self, *, bytes_max: int = FRAME_BYTES_MAX) -> None:
+        self._bytes_max = bytes_max
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
@@ -74,12 +87,15 @@ class FrameDecoder:
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
             is_deflated, length = length & _DEFLATED, length & ~_DEFLATED
-            if length > FRAME_BYTES_MAX:
-                raise AuthenticationError(f"a frame of {length} bytes does not come from planaria")
+            if length > self._bytes_max:
+                raise AuthenticationError(
+                    f"a frame of {length} bytes does not come from planaria: {self._bytes_max} are "
+                    "allowed"
+                )
             if len(self._buffer) < _LENGTH.size + length:
                 break
             body = bytes(self._buffer[_LENGTH.size : _LENGTH.size + length])
-            bodies.append(_inflated_body(body) if is_deflated else body)
+            bodies.append(_inflated_body(body, self._bytes_max) if is_deflated else body)
             del self._buffer[: _LENGTH.size + length]
         return bodies
 
@@ -88,13 +104,37 @@ def order_of(body: bytes) -> ToNode:
     """The message to a node that a frame's body holds.
 
     Raises:
-        msgspec.DecodeError, msgspec.ValidationError: the body holds no such message.
+        AuthenticationError: the body holds no such message.
     """
     with no_collection():
-        return _order_decoder.decode(body)
+        return message_of(body, _order_decoder)
 
 
-def _inflated_body(deflated: bytes) -> bytes:
+def fact_of(body: bytes) -> FromNode:
+    """The message from a node that a frame's body holds.
+
+    Raises:
+        AuthenticationError: the body holds no such message.
+    """
+    return message_of(body, _from_node_decoder)
+
+
+def message_of(body: bytes, decoder: msgspec.json.Decoder[Decoded]) -> Decoded:
+    """The message that a frame's body holds.
+
+    Raises:
+        AuthenticationError: the body holds no message of the decoder's type.
+    """
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError, AssertionError) as error:
+        # msgspec lets errors of UTF-8 and of deep nesting out as they are, and some types assert
+        # what whoever makes them must ensure.
+        reason = str(error) or "it contradicts itself"
+        raise AuthenticationError(f"a message does not come from planaria: {reason}") from error
+
+
+def _inflated_body(deflated: bytes, bytes_max: int) -> bytes:
     """The body of a deflated frame.
 
     Raises:
@@ -102,7 +142,7 @@ def _inflated_body(deflated: bytes) -> bytes:
     """
     inflater = zlib.decompressobj()
     try:
-        body = inflater.decompress(deflated, FRAME_BYTES_MAX)
+        body = inflater.decompress(deflated, bytes_max)
     except zlib.error as error:
         raise AuthenticationError(f"a frame does not come from planaria: {error}") from error
     if not inflater.eof:

@@ -180,6 +180,26 @@ def test_what_is_raised_before_there_is_a_coordinator_kills_no_group_of_the_user
         job.run()
 
 
+def test_a_coordinator_that_breaks_the_protocol_is_replaced(
+    launch: Launch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its memory may be damaged; the next one has its records."""
+
+    async def lead(line: Line) -> None:
+        if len(job.lines) > 1:
+            await finish(line)
+        else:
+            line.say_bytes(b"\x00\x00\x00\x02{}")
+            await line.heard()
+
+    job = launch(lead)
+
+    assert job.run().ending == "finished"
+    assert len(job.lines) == 2
+    assert "the coordinator breaks the protocol and is killed" in caplog.text
+    assert len(job.server.kills) > 0
+
+
 def test_nodes_that_cannot_be_forked_hold_up_no_end(launch: Launch) -> None:
     """The agents that there were lived on: the launcher ended with the error of a closed lifeline,
     and had killed nobody."""

@@ -1,8 +1,10 @@
 """The end of a job, as its launcher hears of it; the test is the launcher, and one agent."""
 
 import asyncio
+import random
 import select
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -14,26 +16,36 @@ import msgspec
 import pytest
 
 from helpers.jobs import leader_spec
+from helpers.random_json import damaged_body, random_body
 from helpers.tasks import wait_until
 from planaria.coordinator.state import Phase
-from planaria.core.messages import Message, Shutdown, WorkerFailed
+from planaria.core.messages import (
+    FromNode,
+    Heartbeat,
+    HeartbeatTaken,
+    Message,
+    Shutdown,
+    Welcome,
+    WorkerFailed,
+)
 from planaria.core.records import AgentEnded, Ended, Leading, Progress, ToLauncher, Unrecorded
+from planaria.errors import AuthenticationError
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.leader import _Leader
 from planaria.nodes.head.leader_spec import LeaderSpec
 from planaria.nodes.head.publisher import Unfinished
 from planaria.store.logbook import open_logbook
-from planaria.transport.frames import FrameDecoder, Role, frame, handshake, order_of
+from planaria.transport.frames import FrameDecoder, Role, fact_of, frame, handshake, order_of
 
 TOKEN = b"the job's token"
 TIMEOUT_S = 20.0
 ROUNDS = 5
 
 
-def connect_agent(address: tuple[str, int]) -> socket.socket:
-    """The connection of the agent of node 0."""
+def connect_agent(address: tuple[str, int], *, node: int = 0) -> socket.socket:
+    """The connection of a node's agent."""
     agent = socket.create_connection(address, timeout=TIMEOUT_S)
-    steps = handshake(TOKEN, Role.CONNECT, identity=0)
+    steps = handshake(TOKEN, Role.CONNECT, identity=node)
     data, num_bytes = next(steps)
     try:
         while True:
@@ -94,6 +106,41 @@ def test_a_coordinator_without_nodes_leaves_in_order(server: ForkServer, tmp_pat
         wait_told(ours, Ended, [])
         ours.shutdown(socket.SHUT_RDWR)
         assert wait_exit(server, pid) == 0
+
+
+@pytest.mark.parametrize("num_strangers", [60, pytest.param(1000, marks=pytest.mark.long)])
+def test_nodes_that_break_the_protocol_are_cut_off_and_the_others_go_on(
+    num_strangers: int, server: ForkServer, tmp_path: Path
+) -> None:
+    """A node of another version, say. The job of the others ends as it would have."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    with start_coordinator(server, leader_spec(tmp_path, token=TOKEN)) as (ours, address, pid):
+        with closing(connect_agent(address)) as agent:
+            wait_heard(agent, Welcome)
+            for number in range(num_strangers):
+                with closing(connect_agent(address, node=1 + number)) as stranger:
+                    stranger.sendall(malformed_frame(rng))
+                    while stranger.recv(1 << 16):
+                        continue
+            agent.sendall(frame(Heartbeat(node=0, sent_s=0.5)))
+            wait_heard(agent, HeartbeatTaken)
+            agent.sendall(frame(WorkerFailed(node=0, rank=0, traceback="raised")))
+            wait_heard(agent, Shutdown)
+        ours.sendall(frame(AgentEnded(node=0, reason="its agent left")))
+        ours.shutdown(socket.SHUT_RDWR)
+        assert wait_exit(server, pid) == 0
+
+
+def malformed_frame(rng: random.Random) -> bytes:
+    """A frame whose body is no message of a node."""
+    while True:
+        body = damaged_body(random_body(FromNode, rng), rng)
+        try:
+            fact_of(body)
+        except AuthenticationError:
+            return struct.pack("!I", len(body)) + body
 
 
 def check_end(server: ForkServer, directory: Path) -> None:

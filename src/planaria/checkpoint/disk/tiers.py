@@ -349,7 +349,7 @@ class Tier:
         content = self.storage.read(f"{version}/{_MANIFEST}")
         try:
             manifest = msgspec.json.decode(content, type=Manifest)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise CheckpointError(f"bad manifest: {error}") from error
         if reason := _reason_unusable(version, entries, manifest):
             raise CheckpointError(reason)

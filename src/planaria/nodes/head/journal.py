@@ -539,7 +539,7 @@ def _decode(path: Path, bodies: Sequence[bytes]) -> tuple[StoreState, list[Chang
         snapshot = msgspec.json.decode(bodies[0], type=_Snapshot)
         decoder = msgspec.json.Decoder(tuple[Change, ...])
         changes = [change for body in bodies[1:] for change in decoder.decode(body)]
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise StoreError(
             f"{path} is not a journal that this version of planaria can read: {error}"
         ) from error

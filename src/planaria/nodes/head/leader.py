@@ -69,9 +69,18 @@ from planaria.protocol.agent_lease import TICKS_PER_LEASE
 from planaria.store.embedded import EmbeddedStore
 from planaria.store.logbook import Logbook, open_logbook
 from planaria.transport.acceptor import Handshakes, Purpose
-from planaria.transport.frames import FrameDecoder, Role, frame, from_node_decoder, shake_hands
+from planaria.transport.frames import (
+    FROM_NODE_BYTES_MAX,
+    FrameDecoder,
+    Role,
+    fact_of,
+    frame,
+    message_of,
+    shake_hands,
+)
 from planaria.transport.probe import NO_NODE, Probe
 from planaria.transport.sockets import break_when_silent
+from planaria.transport.strangers import RefusalLog
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +122,7 @@ class _Leader:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._agents: set[_AgentSocket] = set()
         self._frames = _Frames()
+        self._refusals = RefusalLog(logger)
         self._has_progressed = asyncio.Event()
         timeout_s = spec.job.checkpoint.timeout_s
         removal_timeout_s = min(_REMOVAL_TIMEOUT_S, timeout_s)
@@ -356,13 +366,15 @@ class _Leader:
         try:
             reader, writer, node = await accepting
         except (AuthenticationError, asyncio.IncompleteReadError, OSError) as error:
-            logger.warning("refused a connection: %s", error)
+            self._refusals.add(error)
             return
         agent = _AgentSocket(writer, self._frames)
         self._agents.add(agent)
         try:
             if await self._leadership.admit(node, agent):
                 await self._take_facts(node, reader)
+        except AuthenticationError as error:  # The node breaks the protocol; the others go on.
+            self._refusals.add(f"that of node {node}: {error}")
         except (OSError, StoreError) as error:
             logger.info("node %s: %s", node, error)
         finally:
@@ -371,16 +383,16 @@ class _Leader:
             agent.close()
 
     async def _take_facts(self, node: int, reader: asyncio.StreamReader) -> None:
-        decoder = FrameDecoder()
+        decoder = FrameDecoder(bytes_max=FROM_NODE_BYTES_MAX)
         while data := await reader.read(_READ_BYTES):
             for body in decoder.feed(data):
-                await self._leadership.on_message(node, from_node_decoder.decode(body))
+                await self._leadership.on_message(node, fact_of(body))
 
     async def _queue_launcher_messages(self, reader: asyncio.StreamReader) -> None:
         decoder = FrameDecoder()
         while data := await reader.read(_READ_BYTES):
             for body in decoder.feed(data):
-                message = _launcher_decoder.decode(body)
+                message = message_of(body, _launcher_decoder)
                 if isinstance(message, AgentEnded):
                     self.queue(NodeLost(node=message.node, reason=message.reason))
                 else:

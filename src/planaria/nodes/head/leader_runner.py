@@ -30,13 +30,13 @@ from planaria.core.records import (
     Unrecorded,
     Warned,
 )
-from planaria.errors import InsufficientError
+from planaria.errors import AuthenticationError, InsufficientError
 from planaria.nodes.forking import SHORTAGE_PAUSE_S, Forker
 from planaria.nodes.head.job_processes import JobProcesses
 from planaria.nodes.head.leader_spec import LeaderSpec
 from planaria.nodes.head.process_events import coordinator_data, kill_group
 from planaria.protocol.newest_records import NewestRecords
-from planaria.transport.frames import FrameDecoder, frame
+from planaria.transport.frames import FrameDecoder, frame, message_of
 
 logger = logging.getLogger(__name__)
 
@@ -244,6 +244,9 @@ class LeaderRunner:
             self._callbacks.on_connect()
             with contextlib.suppress(ConnectionError):
                 await self._handle_messages(reader)
+        except AuthenticationError as error:
+            logger.warning("the coordinator breaks the protocol and is killed: %s", error)
+            kill_group(self.pid)
         finally:
             self._lost_s = self._lost_s or time.monotonic()
             self._writer.close()
@@ -257,7 +260,7 @@ class LeaderRunner:
             reader, self.pid, lease_s=lease_s, on_standstill=self._kill_leader
         ):
             for body in decoder.feed(data):
-                message = _decoder.decode(body)
+                message = message_of(body, _decoder)
                 match message:
                     case Beat():
                         continue

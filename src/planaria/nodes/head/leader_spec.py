@@ -67,6 +67,14 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
     credentials: Credentials | None = None
     rescue: Rescue | None = None
 
+    def __repr__(self) -> str:
+        """The term alone: logs and tracebacks must not show the secrets of the job."""
+        return f"LeaderSpec(led_term={self.led_term}, ...)"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        """The term alone, for the same reason."""
+        return [("led_term", self.led_term)]
+
 
 def catalog_of(spec: LeaderSpec) -> PlanCatalog:
     """The templates and plans to which the job can be re-formed."""

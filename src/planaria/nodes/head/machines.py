@@ -48,7 +48,8 @@ from planaria.nodes.head.node_handles import EXIT_TIMEOUT_S, KILL_TIMEOUT_S
 from planaria.nodes.head.process_events import wait_until
 from planaria.transport.acceptor import Handshakes, Purpose
 from planaria.transport.credentials import Credentials
-from planaria.transport.frames import FrameDecoder, frame
+from planaria.transport.frames import FROM_NODE_BYTES_MAX, FrameDecoder, frame, message_of
+from planaria.transport.strangers import RefusalLog
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +123,7 @@ class Machines:
         self.on_end: Callable[[AgentEnded], None] = lambda _: None
         self._offer = JobOffered(run=run, job=job, sources=tuple(sources))
         self._handshakes = Handshakes(credentials)
+        self._refusals = RefusalLog(logger)
         self._num_max = num_max
         self._note = note
         self._machines: dict[str, _MachineHandle] = {}
@@ -291,14 +293,14 @@ class Machines:
         try:
             reader, writer, _ = await self._handshakes.accept(sock, Purpose.MACHINE)
         except AuthenticationError as error:
-            logger.warning("refused a machine: %s", error)
+            self._refusals.add(error)
             return
         machine: _MachineHandle | None = None
-        decoder = FrameDecoder()
+        decoder = FrameDecoder(bytes_max=FROM_NODE_BYTES_MAX)
         try:
             while data := await reader.read(_READ_BYTES):
                 for body in decoder.feed(data):
-                    message = _decoder.decode(body)
+                    message = message_of(body, _decoder)
                     if machine is not None:
                         self._on_message(machine, message)
                     elif isinstance(message, MachineArrived):
@@ -306,7 +308,9 @@ class Machines:
                     if machine is None:
                         return
                     await self._tell_change()
-        except (AuthenticationError, ConnectionError, msgspec.MsgspecError) as error:
+        except AuthenticationError as error:  # The machine breaks the protocol; the others go on.
+            self._refusals.add(f"that of a machine: {error}")
+        except OSError as error:
             logger.info("a machine's connection ended: %s", error)
         finally:
             writer.close()

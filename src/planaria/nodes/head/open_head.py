@@ -61,7 +61,7 @@ class PassedSockets:
 
     def pass_on(self, sock: socket.socket) -> None:
         """Passes a socket on; closes it if too many wait, so that its agent tries again."""
-        with sock, contextlib.suppress(BlockingIOError):
+        with sock, contextlib.suppress(OSError):
             socket.send_fds(self._own, [b"!"], [sock.fileno()])
 
     def close(self) -> None:
