@@ -46,6 +46,7 @@ COMMANDS = {
         "--inject",
         "--state",
         "--listen",
+        "--reattach",
         "--wait-nodes",
         "--token-file",
         "--set",

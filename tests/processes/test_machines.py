@@ -49,7 +49,7 @@ class Machines:
     """A head and the agents that were told to join it.
 
     Attributes:
-        head: the command `planaria train --listen`.
+        head: the newest command `planaria train --listen`.
         agents: the commands `planaria agent`, in the order of their start.
     """
 
@@ -59,12 +59,33 @@ class Machines:
         self.report_path = directory / "report.json"
         write_credentials(self._token)
         (directory / "job.toml").write_text(JOB)
-        words = [word for setting in settings for word in ("--set", setting)]
-        self.head = self._start(
-            *("train", "job.toml", "--listen", "127.0.0.1:0", "--nodes", nodes),
-            *("--report", str(self.report_path), *words),
-        )
+        self._nodes, self._settings, self._port = nodes, settings, 0
+        self.head = self.start_head()
         self.agents: list[Command] = []
+
+    def start_head(self, *options: str) -> Command:
+        """Starts a head, at the port of the one before it."""
+        words = [word for setting in self._settings for word in ("--set", setting)]
+        self.head = self._start(
+            *("train", "job.toml", "--listen", f"127.0.0.1:{self._port}", "--nodes", self._nodes),
+            *("--report", str(self.report_path), *options, *words),
+        )
+        return self.head
+
+    def kill_head(self) -> None:
+        """Kills the head, and waits until all its processes have ended."""
+        self._port = int(self.address.rpartition(":")[2])
+        self.head.process.kill()
+        wait_for(lambda: not self.head.processes(), what="the head's processes end")
+
+    def worker_pids(self) -> set[int]:
+        """The pids of the workers of all agents."""
+        return {
+            process.pid
+            for agent in self.agents
+            for process in agent.processes()
+            if process.parents()[2:] and process.parents()[2].pid == agent.process.pid
+        }
 
     def _start(self, *arguments: str) -> Command:
         named = ("--token-file", str(self._token))
@@ -165,3 +186,55 @@ def test_an_agent_with_another_token_is_told_so(tmp_path: Path) -> None:
         assert stranger.wait() == 2
         assert "token" in stranger.errors
         assert stranger.errors.count("\n") == 1
+
+
+def test_a_head_that_is_killed_takes_its_living_nodes_up_again(
+    tmp_path: Path, local_hash: str
+) -> None:
+    """No worker ends, and nothing but the iteration in flight may be done again."""
+    with machines(tmp_path, nodes="3") as job:
+        for _ in range(3):
+            job.join()
+        job.head.wait_output("iteration 5 ")
+        before = job.worker_pids()
+        job.kill_head()
+        refused = job.start_head()
+        assert refused.wait() == 2
+        assert "--reattach" in refused.errors
+
+        job.start_head("--reattach")
+        report = job.report()
+        assert report["final"]["parameters_sha256"] == local_hash
+        assert {worker["pid"] for worker in report["workers"]} == before
+        assert [agent.wait() for agent in job.agents] == [0, 0, 0]
+
+
+def test_resume_finds_the_living_nodes_of_a_lost_head_by_itself(
+    tmp_path: Path, local_hash: str
+) -> None:
+    with machines(tmp_path, nodes="3") as job:
+        for _ in range(3):
+            job.join()
+        job.head.wait_output("iteration 5 ")
+        job.kill_head()
+        job.start_head("--resume")
+
+        assert job.report()["final"]["parameters_sha256"] == local_hash
+
+
+def test_resume_begins_a_new_run_where_the_machines_of_a_lost_head_are_gone(
+    tmp_path: Path, local_hash: str
+) -> None:
+    settings = ("checkpoint.persist_every=2", "cluster.lease_s=1.0")
+    with machines(tmp_path, nodes="3", settings=settings) as job:
+        for _ in range(3):
+            job.join()
+        job.head.wait_output("saved iteration")
+        job.kill_head()
+        for agent in job.agents:
+            agent.process.kill()
+        job.start_head("--resume")
+        for _ in range(3):
+            job.join()
+
+        assert job.report()["final"]["parameters_sha256"] == local_hash

@@ -73,6 +73,13 @@ Listen = Annotated[
         "`planaria agent --join`; port 0 is any free one.",
     ),
 ]
+Reattach = Annotated[
+    bool,
+    typer.Option(
+        "--reattach",
+        help="With --listen: take up the machines of a head of this job that was lost.",
+    ),
+]
 WaitNodes = Annotated[
     float, typer.Option(metavar="S", help="With --listen: seconds to wait for the first nodes.")
 ]
@@ -89,6 +96,7 @@ def train(
     timeline: TimelineFile = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest save.")] = False,
     inject: Faults = None,
+    reattach: Reattach = False,
     state: State = "",
     listen: Listen = "",
     wait_nodes: WaitNodes = 600.0,
@@ -111,7 +119,7 @@ def train(
     loaded_job = named_job(job, overrides)
     cluster = loaded_job.config.cluster
     check_injections(injections, num_nodes=cluster.nodes + cluster.standby)
-    listening = _listening(listen, cluster, wait_s=wait_nodes, token_file=token_file)
+    listening = _listening(listen, cluster, wait_nodes, token_file, reattach)
     if listening is not None and inject:
         raise ConfigError("--inject", inject, "faults are injected on one machine only")
     display = ConsoleDisplay(Console(file=sys.stdout))
@@ -150,10 +158,12 @@ def _ignoring_signals_to_leave() -> Iterator[None]:
 
 
 def _listening(
-    listen: str, cluster: ClusterConfig, *, wait_s: float, token_file: str
+    listen: str, cluster: ClusterConfig, wait_s: float, token_file: str, reattach: bool
 ) -> Listening | None:
     """How the head waits for machines; None: all nodes are processes of this machine."""
     if not listen:
+        if reattach:
+            raise ConfigError("--reattach", True, "it needs --listen, for machines to come back to")
         return None
     return Listening(
         address=listen,
@@ -161,6 +171,7 @@ def _listening(
         nodes_min=cluster.nodes,
         nodes_max=max(cluster.nodes, cluster.max_nodes) + cluster.standby,
         wait_s=wait_s,
+        reattaches=reattach,
     )
 
 

@@ -12,18 +12,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from os import getcwd
+from pathlib import Path
 
 from planaria.core.job import JobConfig
 from planaria.core.specs import Prepared, PrepareRequest
-from planaria.errors import TrainingError
+from planaria.errors import ConfigError, InsufficientError, TrainingError
 from planaria.job.planning import given_profile, mistake_error
 from planaria.job.user_sources import user_sources
+from planaria.nodes.head.journal_place import left_directories
 from planaria.nodes.head.machines import Machines
 from planaria.nodes.head.open_head import OpenHead
+from planaria.nodes.head.run_record import RunRecord, read_run
 from planaria.transport.acceptor import listen
 from planaria.transport.credentials import Credentials
 from planaria.transport.sockets import address_text
 
+# Time for a machine to notice that a head is there again.
+_TAKE_UP_LEASES, _TAKE_UP_S = 2, 5.0
 _ANY_HOST = ("0.0.0.0", "::", "")
 
 
@@ -37,6 +42,7 @@ class Listening:
         nodes_min: number of machines with which training begins.
         nodes_max: number of machines that may train at once.
         wait_s: seconds that it waits for `nodes_min` machines.
+        reattaches: whether the run that a killed head has left is taken up.
     """
 
     address: str
@@ -44,6 +50,77 @@ class Listening:
     nodes_min: int
     nodes_max: int
     wait_s: float
+    reattaches: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LeftRun:
+    """A run that a killed head has left.
+
+    Attributes:
+        directory: directory of its journal.
+    """
+
+    directory: Path
+    record: RunRecord
+
+
+def find_left_run(
+    config: JobConfig, listening: Listening | None, *, state: str, resume: bool
+) -> LeftRun | None:
+    """The run of this job that a killed head has left, if it is to be taken up; None: it is not.
+
+    Args:
+        state: see `journal_place`.
+        resume: whether the job is to go on from a save if no machine of the run is left.
+
+    Raises:
+        ConfigError: there is one, and the user has not said what is to become of it; or there is
+            none to reattach to.
+    """
+    runs = [
+        LeftRun(directory, record)
+        for directory in left_directories(config, state)
+        if (record := read_run(directory)) is not None and record.job.name == config.name
+    ]
+    reattaches = listening is not None and listening.reattaches
+    if runs and listening is not None and (reattaches or resume):
+        return runs[-1]
+    if runs and not resume:
+        remedy = (
+            "a head of this job was lost and has left its journal there; its machines may still "
+            "hold the newest state. Go on from it with --listen and --reattach, or from the newest "
+            "save with --resume, or remove that directory to give both up"
+        )
+        raise ConfigError("--state", str(runs[-1].directory), remedy)
+    if reattaches:
+        remedy = (
+            "no head of this job has left its journal here; name the same --state or "
+            "checkpoint.directory as then, or go on from the newest save with --resume"
+        )
+        raise ConfigError("--reattach", True, remedy)
+    return None
+
+
+def take_up(head: OpenHead, left: LeftRun, *, resume: bool) -> bool:
+    """Waits for machines of a run that a killed head has left; returns whether any has come.
+
+    If none has and `resume` is given, the head goes on with a new run.
+
+    Raises:
+        InsufficientError: none has come, and there is no other way to go on.
+    """
+    timeout_s = _TAKE_UP_LEASES * left.record.job.cluster.lease_s + _TAKE_UP_S
+    head.is_taken_up = head.runner.run(head.machines.wait_living(timeout_s))
+    if head.is_taken_up:
+        return True
+    if not resume:
+        raise InsufficientError(
+            f"no machine of the run that was left in {left.directory} has come in {timeout_s:.0f} "
+            "s; nothing was changed there; go on from the newest save with --resume"
+        )
+    head.machines.begin_run(secrets.token_hex(8))
+    return False
 
 
 @contextmanager
@@ -52,12 +129,14 @@ def open_head(
     listening: Listening,
     *,
     search_path: Sequence[str],
+    run: str,
     note: Callable[[str], None],
 ) -> Iterator[OpenHead]:
     """A head at which machines can arrive, for the length of the context.
 
     Args:
         search_path: directories in which the job's modules are looked for first.
+        run: name of the run; "": a new one.
         note: shows the user a text.
 
     Raises:
@@ -71,7 +150,7 @@ def open_head(
         machines = Machines(
             config,
             listening.credentials,
-            run=secrets.token_hex(8),
+            run=run or secrets.token_hex(8),
             sources=sources,
             num_max=listening.nodes_max,
             note=note,

@@ -47,7 +47,7 @@ from planaria.estimator.correction import Comparison
 from planaria.estimator.time import Timeline
 from planaria.job.checks import check_job, unknown_in_domains
 from planaria.job.config import load_job
-from planaria.job.on_machines import Listening, gather, open_head
+from planaria.job.on_machines import Listening, find_left_run, gather, open_head, take_up
 from planaria.job.planning import (
     Planned,
     cache_directory,
@@ -70,6 +70,7 @@ from planaria.nodes.head.launcher import Launcher, LaunchSpec
 from planaria.nodes.head.leader_spec import LeaderSpec
 from planaria.nodes.head.open_head import OpenHead
 from planaria.nodes.head.process_events import restore_handlers
+from planaria.nodes.head.run_record import NodeLog, RunRecord, write_run
 from planaria.observe.metrics import IterationRecord, Report
 from planaria.observe.recorder import Recorder
 from planaria.planner.plans import PlanCatalog
@@ -136,6 +137,26 @@ class TrainingResult:
     def measured_timelines(self) -> tuple[Timeline, ...]:
         """The measured timeline of each traced iteration; each rank's clock starts with it."""
         return tuple(iteration.measured for iteration in self.compared)
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A run that is about to be planned.
+
+    Attributes:
+        config: the job; on machines, with as many nodes as machines have come.
+        manifest: checkpoint to go on from; None: the job begins anew.
+        journal: directory of the coordinator's journal.
+        server: fork server of the coordinator, and of nodes on this machine.
+        head: head at which machines arrive; None: all nodes are processes of this machine.
+    """
+
+    config: JobConfig
+    prepared: Prepared
+    manifest: Manifest | None
+    journal: str
+    server: ForkServer
+    head: OpenHead | None = None
 
 
 class Job:
@@ -281,29 +302,23 @@ class Job:
         tier = tier_of(config.checkpoint.directory)
         _make_ready(config, injections, display)
         with ExitStack() as held:
-            journal, manifest = _begin(held, config, display, state=state, resume=resume)
-            _check_given_profile(config, plan)
-            if listening is None:
-                head, running = None, held.enter_context(self._server(server, output))
-                prepared = _prepared_here(config, running, display)
-            else:
-                head, running = self._open_head(held, config, listening, display)
-                config, prepared = gather(head, config, listening)
+            begun = self._begin(held, display, listening, server, output, state, resume)
+            config, prepared, manifest = begun.config, begun.prepared, begun.manifest
             display.show_step("planning")
             planned = plan_job(config, prepared, plan=plan, catalog=catalog, manifest=manifest)
-            check_room(planned, is_here=head is None)
+            check_room(planned, is_here=begun.head is None)
             display.show_plan(planned)
             left = with_short_limit(tier, config.checkpoint)
             observer = _job_observer(planned, recorder := _recorder(planned, start_s), display)
-            launch_spec = _launch_spec(planned, injections, journal, trace, listening)
-            other = partial(_other_journal, held, config, journal, state=state)
+            launch_spec = _launch_spec(planned, injections, begun, trace, listening)
+            other = partial(_other_journal, held, config, begun.journal, state=state)
             launcher = Launcher(
                 launch_spec,
-                server=running,
+                server=begun.server,
                 observer=observer,
                 tier=left,
                 other_journal=other,
-                head=head,
+                head=begun.head,
             )
             with _told_if_interrupted(launcher, left):
                 ended = launcher.run()
@@ -311,15 +326,47 @@ class Job:
                 observer.record_end(launcher.unfired_injections)
                 return _result(planned, ended, tier=left, recorder=recorder, observer=observer)
 
-    def _open_head(
-        self, held: ExitStack, config: JobConfig, listening: Listening, display: Display
-    ) -> tuple[OpenHead, ForkServer]:
-        """A head at which machines can arrive, and a fork server for its coordinators."""
-        opened = open_head(config, listening, search_path=self._search_path, note=display.note)
-        server = ForkServer(_HEAD_PRELOAD)
-        held.callback(server.close)
-        display.show_step(f"waiting for {count_text(listening.nodes_min, 'machine')}")
-        return held.enter_context(opened), server
+    def _begin(
+        self,
+        held: ExitStack,
+        display: Display,
+        listening: Listening | None,
+        server: ForkServer | None,
+        output: Callable[[str], None] | None,
+        state: str,
+        resume: bool,
+    ) -> _Begun:
+        """Does what precedes planning; `held` holds what is opened for the run."""
+        config = self.config
+        left_run = find_left_run(config, listening, state=state, resume=resume)
+        if listening is None:
+            journal, manifest = _open_places(held, config, display, state=state, resume=resume)
+            _check_given_profile(config)
+            running = held.enter_context(self._server(server, output))
+            prepared = _prepared_here(config, running, display)
+            return _Begun(config, prepared, manifest, journal, running)
+        run = "" if left_run is None else left_run.record.run
+        path, note = self._search_path, display.note
+        head = held.enter_context(
+            open_head(config, listening, search_path=path, run=run, note=note)
+        )
+        running = ForkServer(_HEAD_PRELOAD)
+        held.callback(running.close)
+        if left_run is not None and take_up(head, left_run, resume=resume):
+            journal = held.enter_context(
+                _places(config, state, display, taken_up=str(left_run.directory))
+            )
+            record = left_run.record
+        else:
+            journal, manifest = _open_places(held, config, display, state=state, resume=resume)
+            _check_given_profile(config)
+            display.show_step(f"waiting for {count_text(listening.nodes_min, 'machine')}")
+            config, prepared = gather(head, config, listening)
+            record = RunRecord(run=head.run, job=config, prepared=prepared, resumed=manifest)
+            write_run(Path(journal), record)
+        log = head.machines.node_log = NodeLog(Path(journal))
+        held.callback(log.close)
+        return _Begun(record.job, record.prepared, record.resumed, journal, running, head)
 
     @contextmanager
     def _server(
@@ -336,11 +383,11 @@ class Job:
             own.close()
 
 
-def _check_given_profile(config: JobConfig, plan: Plan | None) -> None:
+def _check_given_profile(config: JobConfig) -> None:
     """Refuses a job that a given profile shows to be wrong, before torch is imported."""
     given = given_profile(config)
     if given is not None:
-        plan_job(config, Prepared(profile=given), plan=plan)
+        plan_job(config, Prepared(profile=given))
 
 
 def _make_ready(config: JobConfig, injections: Sequence[Injection], display: Display) -> None:
@@ -351,7 +398,7 @@ def _make_ready(config: JobConfig, injections: Sequence[Injection], display: Dis
     raise_open_files(config.cluster, num_joining=num_joining)
 
 
-def _begin(
+def _open_places(
     held: ExitStack, config: JobConfig, display: Display, *, state: str, resume: bool
 ) -> tuple[str, Manifest | None]:
     """The directory of the coordinator's journal, and the checkpoint to go on from.
@@ -377,7 +424,9 @@ def _begin(
 
 
 @contextmanager
-def _places(config: JobConfig, state: str, display: Display) -> Iterator[str]:
+def _places(
+    config: JobConfig, state: str, display: Display, *, taken_up: str = ""
+) -> Iterator[str]:
     """The directory of the coordinator's journal, for the length of the context.
 
     The directory of saves is claimed until the journal is removed, so that no other job has its
@@ -385,7 +434,7 @@ def _places(config: JobConfig, state: str, display: Display) -> Iterator[str]:
     """
     with (
         claim(config.checkpoint.directory, config.name, note=display.note),
-        journal_place(config, state, note=display.note) as journal,
+        journal_place(config, state, note=display.note, taken_up=taken_up) as journal,
     ):
         yield journal
 
@@ -432,16 +481,19 @@ def _prepared_here(config: JobConfig, server: ForkServer, display: Display) -> P
 def _launch_spec(
     planned: Planned,
     injections: Sequence[Injection],
-    journal: str,
+    begun: _Begun,
     trace: bool,
     listening: Listening | None,
 ) -> LaunchSpec:
     config, manifest, catalog = planned.config, planned.resumed, planned.catalog
     checking = ("on",) if listening is None else ("on", "auto")
+    token = b""
+    if begun.head is not None and listening is not None:
+        token = listening.credentials.derive(f"run {begun.head.run}")
     node = NodeSpec(
         job=config,
         node=0,
-        token=b"",
+        token=token,
         coordinator=("", 0),
         worker=_WORKER,
         cache_directory=cache_directory(),
@@ -461,8 +513,8 @@ def _launch_spec(
         first_iteration=manifest.iteration if manifest else 0,
         source=version_name(manifest.iteration, manifest.epoch) if manifest and has_state else "",
         fingerprint=fingerprint(config) | {"config": planned.prepared.config},
-        directory=journal,
-        token=b"",
+        directory=begun.journal,
+        token=token,
         credentials=None if listening is None else listening.credentials,
     )
     return LaunchSpec(node, leader, tuple(injections))

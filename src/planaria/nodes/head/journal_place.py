@@ -33,12 +33,15 @@ _PROBE_BYTES: Final = 1 << 16  # More than the records of a small job.
 
 
 @contextmanager
-def journal_place(config: JobConfig, state: str, *, note: Callable[[str], None]) -> Iterator[str]:
+def journal_place(
+    config: JobConfig, state: str, *, note: Callable[[str], None], taken_up: str = ""
+) -> Iterator[str]:
     """The directory for the journal of a run; the caller has claimed the saves' directory.
 
     For the claim see checkpoint/disk/claim.py.
 
     Args:
+        taken_up: directory with the journal of a run that is to go on; "": a new run begins.
         state: parent directory that the user wants; "": the usual places.
         note: shows the user a text if the saves' directory cannot hold the journal.
 
@@ -47,6 +50,9 @@ def journal_place(config: JobConfig, state: str, *, note: Callable[[str], None])
     """
     saves = config.checkpoint.directory
     with ExitStack() as stack:
+        if taken_up:
+            yield str(stack.enter_context(_left_directory(Path(taken_up))))
+            return
         if not state and not is_url(saves):
             try:
                 directory = stack.enter_context(_journal_directory(Path(saves) / _DIRECTORY_NAME))
@@ -120,6 +126,39 @@ def _journal_directory(directory: Path) -> Iterator[Path]:
         yield directory
     finally:
         _remove(directory)
+
+
+@contextmanager
+def _left_directory(directory: Path) -> Iterator[Path]:
+    """The same directory, with the journal that a killed launcher has left there.
+
+    Raises:
+        ConfigError: it is in use, or no journal can be kept there any more.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(_directory_lock(directory, fcntl.LOCK_NB))
+            _check_writable(directory)
+        except BlockingIOError as error:
+            raise ConfigError("--state", str(directory), "another head uses it") from error
+        except OSError as error:
+            raise ConfigError("--state", str(directory), _error_text(error)) from error
+        stack.callback(_remove, directory)
+        yield directory
+
+
+def left_directories(config: JobConfig, state: str) -> tuple[Path, ...]:
+    """The directories in which killed launchers of a job have left journals, by any machine.
+
+    Args:
+        state: see `journal_place`.
+    """
+    saves = config.checkpoint.directory
+    paths = [] if state or is_url(saves) else [Path(saves) / _DIRECTORY_NAME]
+    parent = absolute_path(Path(state)) if state else state_directory()
+    if parent is not None:
+        paths += sorted(parent.glob(f"{plain_name(config.name)}-*-{'[0-9a-f]' * 8}"))
+    return tuple(path for path in paths if path.is_dir())
 
 
 def _check_writable(directory: Path) -> None:

@@ -62,7 +62,8 @@ class LaunchSpec:
     """What a launcher starts.
 
     Attributes:
-        node: spec of every node; the launcher fills in `node`, the token and all addresses.
+        node: spec of every node; the launcher fills in `node`, all addresses, and a token if it has
+            none.
         leader: spec of the coordinator; the launcher fills in the token, addresses and places.
         injections: faults to inject.
     """
@@ -92,7 +93,8 @@ class Launcher:
         other_journal: Callable[[], str] = str,
         head: OpenHead | None = None,
     ) -> None:
-        token = secrets.token_bytes(32)
+        # Machines that outlive their head have the token already.
+        token = spec.node.token or secrets.token_bytes(32)
         self._node_spec = msgspec.structs.replace(spec.node, token=token)
         self._leader_spec = msgspec.structs.replace(spec.leader, token=token)
         self._injections = spec.injections
@@ -217,8 +219,9 @@ class Launcher:
     async def _begin(self) -> None:
         """Starts the nodes and the first coordinator."""
         self._injector_address = await self._injector.listen() if self._injections else ("", 0)
-        for node in self._plan.nodes:
-            self._start_node(node)
+        if self._head is None or not self._head.is_taken_up:
+            for node in self._plan.nodes:
+                self._start_node(node)
         if self._head is None:
             self._join(self._node_spec.job.cluster.standby)
         else:

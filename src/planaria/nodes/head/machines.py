@@ -10,6 +10,7 @@ layers. It is given to the launcher afterwards, which starts nodes as on its own
 """
 
 import asyncio
+import contextlib
 import logging
 import socket
 import time
@@ -46,6 +47,7 @@ from planaria.errors import AuthenticationError, InsufficientError
 from planaria.nodes.forkserver import exit_text
 from planaria.nodes.head.node_handles import EXIT_TIMEOUT_S, KILL_TIMEOUT_S
 from planaria.nodes.head.process_events import wait_until
+from planaria.nodes.head.run_record import NodeLog
 from planaria.transport.acceptor import Handshakes, Purpose
 from planaria.transport.credentials import Credentials
 from planaria.transport.frames import FROM_NODE_BYTES_MAX, FrameDecoder, frame, message_of
@@ -99,7 +101,7 @@ class Machines:
     """The machines of one job.
 
     Args:
-        run: random name of this run of the job.
+        run: random name of this run of the job; may be changed before the job begins.
         sources: files of the user's modules.
         num_max: number of machines that may run nodes at once.
         note: shows the user a text.
@@ -107,6 +109,7 @@ class Machines:
     Attributes:
         on_free: callback, called when a machine can run a node; set once the job has begun.
         on_end: callback, called with the end of each node; set once the job has begun.
+        node_log: numbers of the nodes that were started; set once the job has begun.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class Machines:
     ) -> None:
         self.on_free: Callable[[], None] = _do_nothing
         self.on_end: Callable[[AgentEnded], None] = lambda _: None
+        self.node_log: NodeLog | None = None
         self._offer = JobOffered(run=run, job=job, sources=tuple(sources))
         self._handshakes = Handshakes(credentials)
         self._refusals = RefusalLog(logger)
@@ -144,6 +148,11 @@ class Machines:
         task = asyncio.create_task(self._serve(sock))
         self._serving.add(task)
         task.add_done_callback(self._serving.discard)
+
+    @property
+    def run(self) -> str:
+        """The name of the run."""
+        return self._offer.run
 
     @property
     def num_ready(self) -> int:
@@ -170,6 +179,26 @@ class Machines:
                 f"{self.num_ready} of {num_machines} machines have come in {timeout_s:.0f} s"
                 f"{reason}; nothing was trained"
             ) from error
+
+    async def wait_living(self, timeout_s: float) -> bool:
+        """Waits until a machine has come back with a living node of this run.
+
+        Returns:
+            Whether one has.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: bool(self._live_nodes))
+        return bool(self._live_nodes)
+
+    def begin_run(self, run: str) -> None:
+        """Begins another run: machines that still run a node of the one before drop it."""
+        self._offer = msgspec.structs.replace(self._offer, run=run)
+        for machine in self._machines.values():
+            machine.is_ready, machine.node = False, -1
+            machine.tell(self._offer)
+        self._nodes.clear()
+        self._live_nodes.clear()
 
     async def prepare(self, request: PrepareRequest) -> Prepared:
         """The facts on the job that the first machine finds; another one if that one is lost.
@@ -200,7 +229,8 @@ class Machines:
     @property
     def next_node(self) -> int:
         """See NodeHandles."""
-        return max(self._nodes, default=-1) + 1
+        logged = self.node_log.next_node if self.node_log is not None else 0
+        return max(max(self._nodes, default=-1) + 1, logged)
 
     @property
     def has_room(self) -> bool:
@@ -216,6 +246,8 @@ class Machines:
             self._nodes[spec.node] = _MachineHandle("", MachineFacts(name="", host=""))
             self._on_node_end(NodeEnded(node=spec.node, status=0))
             return
+        if self.node_log is not None:
+            self.node_log.add(spec.node)
         machine = free[0]
         machine.node = spec.node
         self._nodes[spec.node] = machine
@@ -339,13 +371,17 @@ class Machines:
             )
             writer.write(frame(MachineRefused(reason=reason, is_final=True)))
             return None
-        machine = None
-        if arrived.run == self._offer.run and arrived.node >= 0:
-            machine = self._nodes.get(arrived.node)
+        has_node = arrived.run == self._offer.run and arrived.node >= 0
+        machine = self._nodes.get(arrived.node) if has_node else None
         if machine is None:
             name = self._unused_name(arrived.facts.name)
             machine = self._machines[name] = _MachineHandle(name, arrived.facts)
             self._note(f"{name} ({arrived.facts.host}) has come")
+            if has_node:  # The head before this one started it.
+                machine.node = arrived.node
+                self._nodes[arrived.node] = machine
+                self._live_nodes[arrived.node] = None
+                self._note(f"it runs node {arrived.node}")
         else:
             self._note(f"{machine.name} is connected again")
         machine.writer = writer

@@ -92,6 +92,9 @@ class OpenHead:
     Args:
         runner: runs what concerns the port, before and during the job.
         address: host and port at which the head listens.
+
+    Attributes:
+        is_taken_up: whether nodes of the run live on, so that the launcher starts none at first.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class OpenHead:
         machines: Machines,
     ) -> None:
         self.runner = runner
+        self.is_taken_up = False
         self.machines = machines
         self.leader_sockets = PassedSockets(address)
         handlers = {Purpose.MACHINE: machines.accept, Purpose.NODE: self.leader_sockets.pass_on}
@@ -120,6 +124,11 @@ class OpenHead:
         """Tells the machines that the job is over, if the launcher has not."""
         self.runner.run(self.close(None))
         self.leader_sockets.close()
+
+    @property
+    def run(self) -> str:
+        """The name of the run."""
+        return self.machines.run
 
     async def _start(self) -> None:
         self._acceptor.start()

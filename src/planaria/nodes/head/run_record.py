@@ -1,0 +1,105 @@
+"""The record of a run on machines, beside its coordinator's journal.
+
+    journal.run      the job, what was found out about it, and what it began from
+    journal.nodes    a number per line: each node that the head has asked a machine for
+
+A head that was killed leaves both, with the journal. A head that takes the run up
+(`planaria train --reattach`) knows by them which machines belong to it, and gives no number twice.
+"""
+
+import os
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from planaria.checkpoint.disk.tiers import Manifest
+from planaria.core.job import JobConfig
+from planaria.core.specs import Prepared
+from planaria.errors import ConfigError
+
+RUN_FILE: Final = "journal.run"
+_NODES_FILE: Final = "journal.nodes"
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a head needs to take up a run.
+
+    Attributes:
+        run: random name of the run.
+        job: the job, with the number of nodes with which it began.
+        resumed: checkpoint from which the run began; None: it began anew.
+    """
+
+    run: str
+    job: JobConfig
+    prepared: Prepared
+    resumed: Manifest | None
+
+
+def write_run(directory: Path, record: RunRecord) -> None:
+    """Writes the record of a run that begins.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    path, new_path = directory / RUN_FILE, directory / f"{RUN_FILE}.new"
+    try:
+        with open(new_path, "wb", opener=_open_private) as file:
+            file.write(msgspec.json.encode(record))
+            file.flush()
+            os.fsync(file.fileno())
+        new_path.replace(path)
+    except OSError as error:
+        remedy = f"the record of the run cannot be written there ({error.strerror})"
+        raise ConfigError("--state", str(directory), remedy) from error
+
+
+def read_run(directory: Path) -> RunRecord | None:
+    """The record of the run that a killed head has left in a directory; None: there is none.
+
+    Raises:
+        ConfigError: the record is damaged, or cannot be read.
+    """
+    path = directory / RUN_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RunRecord)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        remedy = f"the record of a run there cannot be read ({error}); remove it to begin anew"
+        raise ConfigError("--state", str(path), remedy) from error
+
+
+class NodeLog:
+    """The numbers of the nodes that a head has started.
+
+    Args:
+        directory: directory of the journal.
+
+    Attributes:
+        next_node: lowest number that no node has had.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        # It stays open for as long as the run lasts.
+        self._file = open(directory / _NODES_FILE, "a+b", opener=_open_private)  # noqa: SIM115
+        self._file.seek(0)
+        self.next_node = max((int(line) for line in self._file.read().split()), default=-1) + 1
+
+    def add(self, node: int) -> None:
+        """Notes a node before it is started.
+
+        A power loss of the head's machine may lose the newest numbers; a killed head loses none.
+        """
+        self.next_node = max(self.next_node, node + 1)
+        self._file.write(b"%d\n" % node)
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
