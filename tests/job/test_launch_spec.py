@@ -32,7 +32,7 @@ def test_messages_have_checksums_where_the_job_is_on_machines(
     listening = Listening(
         address=":0", credentials=make_credentials(), nodes_min=1, nodes_max=1, wait_s=0.0
     )
-    spec = _launch_spec(_planned(config), (), "", False, listening if has_machines else None)
+    spec = _launch_spec(_planned(config), (), _begun(), False, listening if has_machines else None)
 
     assert spec.node.checks_links is expected
 
@@ -48,3 +48,7 @@ def _planned(config: JobConfig) -> Any:
         plan=None,
         problem=None,
     )
+
+
+def _begun() -> Any:
+    return SimpleNamespace(journal="", head=None)
