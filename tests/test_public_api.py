@@ -76,6 +76,11 @@ COMMANDS = {
         "--json",
         "--plot",
     },
+    "run": {
+        "job",
+        *("--nnodes", "--nproc-per-node", "--rdzv-endpoint", "--node-rank"),
+        *("--token-file", "--report", "--resume", "--state", "--set"),
+    },
     "profile": {"job", "-o", "--output", "--set"},
     "plan": {
         "profile",

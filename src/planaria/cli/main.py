@@ -1,5 +1,5 @@
-"""The command line: `planaria train | profile | plan | placement | drain | events | chaos | token`,
-and `planaria checkpoint ls | verify | prune | save | export`.
+"""The command line: `planaria train | run | agent | token | drain | events | chaos`, `planaria
+profile | plan | placement`, and `planaria checkpoint ls | verify | prune | save | export`.
 
 Exit codes:
 
@@ -41,6 +41,7 @@ from planaria.cli.events_command import events
 from planaria.cli.machine_commands import agent
 from planaria.cli.placement_command import placement
 from planaria.cli.plan_command import plan
+from planaria.cli.run_command import run
 from planaria.cli.token_command import token
 from planaria.cli.train_command import train
 from planaria.core.profile_json import encode_profile
@@ -60,6 +61,7 @@ app = typer.Typer(
 
 
 app.command()(agent)
+app.command()(run)
 app.command()(train)
 app.command()(chaos)
 app.command()(events)

@@ -126,7 +126,7 @@ def run_role(
             raise ConfigError(place.name, place.text, "must name a port other than 0")
         port = PORT
     is_head = number == 0 if rank else is_here(host)
-    _check_place(rank, place, is_head=is_head, is_at_place=is_here(host))
+    _check_place(rank, place, is_head=is_head, is_at_place=lambda: is_here(host))
     if is_head and not machines and (rank or place):
         remedy = "must say with how many machines the job begins and how many it may use: MIN:MAX"
         raise ConfigError("--nnodes", flags.nnodes, remedy)
@@ -320,29 +320,33 @@ def _check_once_per_machine(environment: Environment, names: set[str], max_nodes
         raise ConfigError(workers.name, workers.text, remedy)
 
 
-def _check_place(rank: _Setting, place: _Setting, *, is_head: bool, is_at_place: bool) -> None:
+def _check_place(
+    rank: _Setting, place: _Setting, *, is_head: bool, is_at_place: Callable[[], bool]
+) -> None:
     """Refuses a place of which one says that the head is there, and another that it is elsewhere.
 
     Only schedulers give each rank a machine of its own; else several ranks may share one. The
     name of a service in Kubernetes may be none of the machine's own.
+
+    Args:
+        is_at_place: function that says whether the place is this machine; it may take seconds.
     """
     by_slurm = rank.name.startswith("SLURM_") and not place.name.startswith("SLURM_")
-    by_kubernetes = rank.name == "JOB_COMPLETION_INDEX"
-    says = f"as {rank.name} = {rank.text} says"
-    if is_at_place and not is_head and (by_slurm or by_kubernetes):
-        remedy = f"is this machine, but the head is on another one, {says}"
-        raise ConfigError(place.name, place.text, f"{remedy}; {_advice(by_slurm)}")
-    if is_head and not is_at_place and by_slurm:
-        remedy = f"is not this machine, but the head is here, {says}"
-        raise ConfigError(place.name, place.text, f"{remedy}; {_advice(by_slurm)}")
-
-
-def _advice(by_slurm: bool) -> str:
-    return (
+    by_kubernetes = rank.name == "JOB_COMPLETION_INDEX" and not is_head
+    if not (by_slurm or by_kubernetes) or is_at_place() == is_head:
+        return
+    remedy = (
+        "is not this machine, but the head is here"
+        if is_head
+        else "is this machine, but the head is on another one"
+    )
+    advice = (
         "leave it out, or name the first machine of the job"
         if by_slurm
         else "name the machine of index 0"
     )
+    says = f"as {rank.name} = {rank.text} says"
+    raise ConfigError(place.name, place.text, f"{remedy}, {says}; {advice}")
 
 
 def _missing_place(rank: _Setting, hostname: str) -> ConfigError:

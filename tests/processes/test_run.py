@@ -1,0 +1,130 @@
+"""`planaria run`, the same command on each machine; here all machines are this one.
+
+Each has the variables that Kubeflow would give it, and no option.
+"""
+
+import json
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from helpers.command import PACED, Command, wait_for
+from planaria.checkpoint.disk.tiers import tier_of
+from planaria.transport.credentials import write_credentials
+
+pytestmark = pytest.mark.faults
+
+# Iterations of a tenth of a second.
+SETTINGS = (
+    "model.time_scale=0.1",
+    "resilience.failures_tolerated=0",
+    "training.global_batch_size=12",
+    "cluster.device_memory_bytes=0",
+    "checkpoint.directory=checkpoints",
+)
+
+
+class Machines:
+    """Machines that were started by a scheduler, each with a rank of its own."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._directory = directory
+        self._monkeypatch = monkeypatch
+        self.commands: list[Command] = []
+        self._port = free_port()
+        write_credentials(directory / "token")
+        monkeypatch.setenv("PLANARIA_TOKEN_FILE", str(directory / "token"))
+
+    def start(self, rank: int, *settings: str, nnodes: str) -> Command:
+        """Runs the command on the machine of a rank."""
+        variables = {
+            "PET_NNODES": nnodes,
+            "PET_NODE_RANK": str(rank),
+            "PET_NPROC_PER_NODE": "auto",
+            "PET_MASTER_ADDR": "127.0.0.1",
+            "PET_MASTER_PORT": str(self._port),
+        }
+        for name, text in variables.items():
+            self._monkeypatch.setenv(name, text)
+        words = [word for setting in (*SETTINGS, *settings) for word in ("--set", setting)]
+        arguments = ("run", str(PACED), "--report", f"report-{rank}.json", *words)
+        command = Command([sys.executable, "-m", "planaria", *arguments], directory=self._directory)
+        self.commands.append(command)
+        return command
+
+    def processes(self) -> list[psutil.Process]:
+        """The processes of all commands that are alive."""
+        return [process for command in self.commands for process in command.processes()]
+
+    def everything(self) -> str:
+        """What all commands have printed."""
+        return "\n".join(f"{c.output}\n{c.errors}" for c in self.commands)
+
+
+def free_port() -> int:
+    """A port at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port: int = sock.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
+    """Machines of which no process is left in the end."""
+    started = Machines(tmp_path, monkeypatch)
+    yield started
+    for process in started.processes():
+        process.kill()
+    for command in started.commands:
+        command.wait()
+
+
+def test_machines_train_a_job_with_one_command_and_one_is_taken_back(
+    machines: Machines, tmp_path: Path
+) -> None:
+    """The one of rank 0 is the head and an agent; another one comes first here, and waits. SIGTERM
+    to the command on a machine is a notice to its node: nothing is done twice."""
+    settings = ("training.iterations=40", "cluster.notice_s=60")
+    first = machines.start(1, *settings, nnodes="3")
+    first.wait_output("this machine is an agent: rank 1 (PET_NODE_RANK); the head is at 127.0.0.1:")
+    head = machines.start(0, *settings, nnodes="3")
+    machines.start(2, *settings, nnodes="3")
+    head.wait_output("iteration 2 ")
+    first.process.send_signal(signal.SIGTERM)
+
+    assert [c.wait() for c in machines.commands] == [0, 0, 0], machines.everything()
+    assert (
+        "this machine is the head and an agent: rank 0 (PET_NODE_RANK); 3 machines" in head.output
+    )
+    report = json.loads((tmp_path / "report-0.json").read_text())
+    (left,) = (event for event in report["events"] if event["kind"] == "drained")
+    assert left["redone_samples"] == 0
+    assert len(report["iterations"]) == report["final"]["iteration"] == 40
+    assert len(report["final"]["nodes"]) == 2
+    assert [path.name for path in tmp_path.glob("report-*.json")] == ["report-0.json"]
+    wait_for(lambda: not machines.processes(), what="all processes are gone")
+
+
+@pytest.mark.long
+def test_a_killed_command_leaves_nothing_and_a_signal_to_the_head_saves_the_job(
+    machines: Machines, tmp_path: Path
+) -> None:
+    """A scheduler kills the command alone; its agent and node end with it. The head's machine ends
+    with the code of Ctrl-C, and the others have left in peace."""
+    settings = ("training.iterations=1_000_000",)
+    head, killed, other = (machines.start(rank, *settings, nnodes="3") for rank in range(3))
+    head.wait_output("iteration 2 ")
+    assert len(psutil.Process(killed.process.pid).children(recursive=True)) > 1
+    killed.process.kill()
+    wait_for(lambda: not killed.processes(), what="the agent and the node are gone")
+    head.wait_output("training went on after")
+    head.process.send_signal(signal.SIGTERM)
+
+    assert (head.wait(), other.wait()) == (130, 0), machines.everything()
+    assert tier_of(str(tmp_path / "checkpoints")).newest() is not None
+    wait_for(lambda: not machines.processes(), what="all processes are gone")
