@@ -4,6 +4,7 @@ import socket
 from collections.abc import Sequence
 from functools import partial
 from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from planaria.engine.prepare import split_model
 from planaria.engine.stage import RankStage
 from planaria.errors import AbortedError, PeerLostError
 from planaria.protocol.worker_state import transfer_peers
-from planaria.transport.links import Channel, Links
+from planaria.transport.links import Channel, Links, Tag
 
 TRAINING = TrainingConfig(learning_rate=0.1, seed=3)
 AGE = 4
@@ -155,6 +156,46 @@ def test_an_abort_frees_who_exchanges_over_links_that_do_not_stand_yet() -> None
     assert sorted(stages[0].layers) == [1]
     for links in ranks:
         links.close()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"[" * 5000,
+        b'{"tensors":[["a","\xff",[1]]]}',
+        b'{"tensors":[["a","<f4",[-1]]]}',
+        b'{"tensors":[["a","|O",[1]]]}',
+        b'{"tensors":[["a","nothing",[1]]]}',
+        b'{"tensors":[["a","<f4",[4611686018427387904]]]}',
+    ],
+)
+def test_a_layer_that_nobody_could_hold_is_refused(
+    head: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its size is not believed, and the error names who sent it."""
+    stages = [stage([1]), stage(())]
+    rounds = [[Transfer(1, 0, 1, 0, 0, NUM_CHUNKS)]]
+    send = Links.send
+
+    def sent(links: Links, peer: int, tag: Tag, *content: Any, **rest: int) -> None:
+        if tag.channel is Channel.STATE_HEAD and tag.b == 0:
+            content = (np.frombuffer(head, dtype=np.uint8),)
+        send(links, peer, tag, *content, **rest)
+
+    monkeypatch.setattr(Links, "send", sent)
+    with link_ranks(2) as ranks:
+
+        def run(links: Links) -> str:
+            try:
+                exchange_layers(links, stages[links.rank], rounds, age=AGE, timeout_s=TIMEOUT_S)
+            except PeerLostError as error:
+                return str(error)
+            return ""
+
+        text = on_all(ranks, run)[1]
+
+    assert "lost rank 0: the description of layer 1 makes no sense" in text
+    assert not stages[1].layers
 
 
 class Unequal:

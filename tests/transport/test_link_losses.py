@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -308,6 +309,23 @@ def test_nonsense_from_a_peer_ends_its_link_alone(garbage: bytes) -> None:
         left.send(1, tag(0), payload(1))
 
         assert received(right, 0, 0) == payload(1).tolist()
+
+
+def test_a_length_for_which_there_is_no_memory_ends_its_link_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A job without a profile does not know how long its messages are."""
+    make: Any = np.empty
+
+    def empty(shape: Any, **options: Any) -> Any:
+        if shape == 1 << 40:
+            raise MemoryError
+        return make(shape, **options)
+
+    monkeypatch.setattr(np, "empty", empty)
+    test_nonsense_from_a_peer_ends_its_link_alone(
+        struct.pack("!IBIIIQ", 0, 1, 0, 0, 0, 1 << 40) + b"12345678"
+    )
 
 
 def test_clients_that_talk_garbage_or_nothing_disturb_nobody() -> None:

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.heads import WELCOME, Head, assert_open, head, joined, runs
+from helpers.heads import CREDENTIALS, WELCOME, Head, assert_open, head, joined, runs
 from helpers.tasks import TIMEOUT_S, wait_until
-from planaria.transport.acceptor import Acceptor, Purpose, listen
+from planaria.transport.acceptor import Acceptor, Handshakes, Purpose, listen
 from planaria.transport.strangers import RefusalLog, Unproven, source_of
 
 NUM_KEPT = 500  # A stranger keeps so many connections open; the head has dropped older ones.
@@ -172,6 +172,16 @@ async def _forward(
             copy += data
             writer.write(data)
     writer.close()
+
+
+@runs
+async def test_where_few_files_may_be_open_few_connections_are_kept() -> None:
+    """The process needs the others."""
+    with open_files(40):
+        acceptor, handshakes = Acceptor([], {}), Handshakes(CREDENTIALS)
+
+    for connections in (acceptor._half_open, handshakes._limits):
+        assert connections._num_max == 10
 
 
 @runs

@@ -15,6 +15,8 @@ from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
 
 # The version of these messages and of all others between machines.
 PROTOCOL: Final = 1
+# The files of the user's modules have at most so many bytes together.
+SOURCES_BYTES_MAX: Final = 16 << 20
 
 
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -274,11 +274,15 @@ class _ArrivingLayers:
         for transfer in transfers:
             layer = transfer.layer
             raw = yield _head_tag(transfer, self._age)
-            head = msgspec.json.decode(raw.tobytes(), type=_StateHead)
+            try:
+                head = msgspec.json.decode(raw.tobytes(), type=_StateHead)
+                size = bytes_of(head.tensors)
+                if layer not in self._memory:
+                    self._memory[layer] = np.empty(size, dtype=np.uint8)
+            except (msgspec.DecodeError, ValueError, MemoryError, RecursionError) as error:
+                why = f"the description of layer {layer} makes no sense: {error}"
+                raise PeerLostError(transfer.source, why) from error
             is_alike = self._tensors.setdefault(layer, head.tensors) == head.tensors
-            size = bytes_of(head.tensors)
-            if layer not in self._memory:
-                self._memory[layer] = np.empty(size, dtype=np.uint8)
             hasher = xxhash.xxh3_128()
             for index, (first, end) in enumerate(_pieces(transfer, size)):
                 piece = yield _piece_tag(transfer, self._age, index)

@@ -10,13 +10,10 @@ import ast
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
 
 from planaria.core.job import JobConfig
-from planaria.core.machine_messages import SourceFile
+from planaria.core.machine_messages import SOURCES_BYTES_MAX, SourceFile
 from planaria.errors import ConfigError
-
-BYTES_MAX: Final = 16 << 20
 
 
 def user_sources(config: JobConfig, search_path: Sequence[str]) -> tuple[SourceFile, ...]:
@@ -26,7 +23,7 @@ def user_sources(config: JobConfig, search_path: Sequence[str]) -> tuple[SourceF
         search_path: directories in which modules are looked for, the first one first.
 
     Raises:
-        ConfigError: the files have more than BYTES_MAX bytes, or one cannot be read.
+        ConfigError: the files have more than SOURCES_BYTES_MAX bytes, or one cannot be read.
     """
     directories = [Path(directory) for directory in search_path]
     files: dict[str, SourceFile] = {}
@@ -49,10 +46,10 @@ def user_sources(config: JobConfig, search_path: Sequence[str]) -> tuple[SourceF
         for directory, path in _files_of(top, directories):
             data = _read(path, field, module)
             num_bytes += len(data)
-            if num_bytes > BYTES_MAX:
+            if num_bytes > SOURCES_BYTES_MAX:
                 remedy = (
-                    f"its modules have more than {BYTES_MAX >> 20} MiB; install them on every "
-                    "machine, and leave only small ones beside the job"
+                    f"its modules have more than {SOURCES_BYTES_MAX >> 20} MiB; install them on "
+                    "every machine, and leave only small ones beside the job"
                 )
                 raise ConfigError(field, module, remedy)
             name = path.relative_to(directory).as_posix()

@@ -32,6 +32,7 @@ import psutil
 from planaria.core.job import JobConfig
 from planaria.core.machine_messages import (
     PROTOCOL,
+    SOURCES_BYTES_MAX,
     FromMachine,
     JobOffered,
     JobOver,
@@ -70,7 +71,7 @@ _RETRY_S: Final = 0.5
 _LEAVE_TIMEOUT_S: Final = 10.0  # Time for a node to end by itself once the job is over.
 _KILL_TIMEOUT_S: Final = 5.0
 _READ_BYTES: Final = 1 << 20
-_FRAME_BYTES_MAX: Final = 1 << 26  # The sources of the user's modules, 16 MiB, are the largest.
+_FRAME_BYTES_MAX: Final = 4 * SOURCES_BYTES_MAX  # The modules take 4/3 of their size, in base64.
 _PREPARE: Final = "planaria.engine.prepare:main"
 _decoder: msgspec.json.Decoder[ToMachine] = msgspec.json.Decoder(ToMachine)
 
@@ -438,9 +439,11 @@ def unpack_sources(sources: Sequence[SourceFile], directory: Path, *, has_code: 
     Returns:
         Why they cannot be used, and what to do; "": they can.
     """
+    if sum(len(source.data) for source in sources) > SOURCES_BYTES_MAX:
+        return f"the head sent modules of more than {SOURCES_BYTES_MAX >> 20} MiB"
     for source in sources:
         path = Path(source.path)
-        if path.is_absolute() or ".." in path.parts:
+        if path.is_absolute() or ".." in path.parts or "\0" in source.path:
             return f"the head sent a module with the path {source.path!r}"
         if not has_code:
             target = directory / path

@@ -15,6 +15,7 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import socket
 import ssl
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ _PORT_MAX: Final = (1 << 16) - 1
 _NUM_PORT_TRIES: Final = 20
 _ACCEPTS_PER_TURN: Final = 16
 _NUM_UNPROVEN_MAX: Final = 512  # Machines of a large job may come at the same time.
+_UNPROVEN_SHARE: Final = 0.25  # Share of the files of a process that they may take.
 _CLOSE_TIMEOUT_S: Final = 1.0
 
 
@@ -156,6 +158,14 @@ def _listen_problem(error: OSError) -> str:
 # -- the acceptor ---------------------------------------------------------------------------------
 
 
+def _num_affordable(num_max: int) -> int:
+    """The number of unproven connections for which this process has enough files; at least one."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return num_max
+    return max(1, min(num_max, int(_UNPROVEN_SHARE * limit)))
+
+
 class _HalfOpen:
     """A connection that has not sent its whole preface yet."""
 
@@ -176,7 +186,8 @@ class Acceptor:
     Args:
         listeners: sockets that listen; `close` closes them.
         handlers: functions by purpose; a connection for another purpose is refused.
-        num_half_open_max: number of connections without preface that are kept at once.
+        num_half_open_max: number of connections without preface that are kept at once; fewer where
+            the process may open few files.
         timeout_s: time for which a preface is waited for.
     """
 
@@ -191,7 +202,7 @@ class Acceptor:
         self._listeners = listeners
         self._handlers = handlers
         self._timeout_s = timeout_s
-        self._half_open = Unproven[_HalfOpen](num_half_open_max)
+        self._half_open = Unproven[_HalfOpen](_num_affordable(num_half_open_max))
         self._refusals = RefusalLog(logger)
         self._is_closed = False
 
@@ -294,13 +305,13 @@ class Handshakes:
 
     Args:
         credentials: contents of this end's token file.
-        num_max: number of handshakes at once.
+        num_max: number of handshakes at once; fewer where the process may open few files.
     """
 
     def __init__(self, credentials: Credentials, *, num_max: int = _NUM_UNPROVEN_MAX) -> None:
         self._credentials = credentials
         self._context = credentials.server_context()
-        self._limits = Unproven[asyncio.Timeout](num_max)
+        self._limits = Unproven[asyncio.Timeout](_num_affordable(num_max))
 
     async def accept(
         self, sock: socket.socket, purpose: Purpose

@@ -138,6 +138,19 @@ def parse_header(head: bytes, *, is_checked: bool, num_bytes_max: int) -> Messag
     return MessageHeader(epoch, Tag(Channel(channel), iteration, a, b), num_bytes, digest)
 
 
+def _new_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Memory for a payload. Its pages are taken only as bytes arrive.
+
+    Raises:
+        AuthenticationError: this machine has less memory.
+    """
+    try:
+        return np.empty(num_bytes, dtype=np.uint8)
+    except MemoryError as error:
+        reason = f"a message of {num_bytes} bytes does not come from this job: none has such memory"
+        raise AuthenticationError(reason) from error
+
+
 # (peer, epoch, tag, bytes of payload) to the memory that the message is to fill; None: any memory.
 MemoryFor = Callable[[int, int, Tag, int], npt.NDArray[np.uint8] | None]
 
@@ -310,7 +323,7 @@ class Connection:
             memory = own.memory_for(self.peer, header.epoch, header.tag, header.num_bytes)
             self._has_offered_memory = memory is not None
             if memory is None:
-                memory = np.empty(header.num_bytes, dtype=np.uint8)
+                memory = _new_memory(header.num_bytes)
             self._payload = memory
             self._view = self._payload.data
             self._hasher.reset()

@@ -6,17 +6,16 @@ copy when it read it; the receiver hashes each piece once more, while the next o
 
 from typing import Final
 
-import msgspec
 import numpy as np
 
 from planaria.checkpoint.memory.version import Bytes, Version, hash_of
 from planaria.checkpoint.memory.wire import (
     State,
-    Tensor,
     checked_opening,
     opening_message,
     opening_of,
     tensor_views,
+    tensors_of,
 )
 from planaria.core.copies import Label
 from planaria.errors import CheckpointError
@@ -64,12 +63,12 @@ def receive_copy(
     """
     raw = links.receive(source, _tag(layer, label, _OPENING), timeout_s=timeout_s)
     opening = checked_opening(raw)
-    if opening is None:
+    if opening is None or not opening.head:
         raise CheckpointError(
             f"the first bytes of a copy of layer {layer} are not those that were sent"
         )
     if memory is None:
-        memory = np.empty(opening.num_bytes, dtype=np.uint8)
+        memory = _new_memory(layer, opening.num_bytes)
     memory = memory[: opening.num_bytes]
     pieces = [
         memory[begin : begin + opening.piece_bytes]
@@ -85,8 +84,15 @@ def receive_copy(
             )
         if received is not piece:  # The piece came before its memory was offered.
             piece[:] = received
-    tensors = msgspec.json.decode(opening.head, type=tuple[Tensor, ...])
-    return tensor_views(tensors, memory[len(opening.head) :])
+    return tensor_views(tensors_of(opening.head), memory[len(opening.head) :])
+
+
+def _new_memory(layer: int, num_bytes: int) -> Bytes:
+    try:
+        return np.empty(num_bytes, dtype=np.uint8)
+    except (MemoryError, ValueError) as error:
+        reason = f"there is no memory for a copy of layer {layer} of {num_bytes} bytes"
+        raise CheckpointError(reason) from error
 
 
 def _tag(layer: int, label: Label, number: int) -> Tag:

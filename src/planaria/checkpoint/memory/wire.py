@@ -1,5 +1,6 @@
 """The messages that carry copies: their order, their tags, and the opening of each layer."""
 
+import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
@@ -61,17 +62,36 @@ def opening_message(opening: Opening) -> Bytes:
 
 
 def checked_opening(raw: Bytes) -> Opening | None:
-    """The opening that a message carries; None if it does not match its hash."""
+    """The opening that a message carries; None if its hash or its own numbers contradict it."""
     encoded = raw[_HASH.size :]
     if raw[: _HASH.size].tobytes() != _HASH.pack(hash_of(encoded)):
         return None
-    return msgspec.json.decode(encoded.tobytes(), type=Opening)
+    try:
+        opening = msgspec.json.decode(encoded.tobytes(), type=Opening)
+        num_bytes = len(opening.head) + bytes_of(tensors_of(opening.head)) if opening.head else 0
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return None
+    is_whole = num_bytes == opening.num_bytes and opening.piece_bytes > 0
+    num_pieces = -(-num_bytes // opening.piece_bytes) if is_whole else -1
+    return opening if num_pieces == len(opening.hashes) else None
 
 
 def head_of(state: State) -> bytes:
     """The encoded description of a layer's tensors: names, dtypes and shapes."""
     tensors = tuple(Tensor(name, a.dtype.str, a.shape) for name, a in state.items())
     return msgspec.json.encode(tensors)
+
+
+def tensors_of(head: bytes) -> tuple[Tensor, ...]:
+    """The description that `head_of` has encoded.
+
+    Raises:
+        ValueError: these bytes are no such description.
+    """
+    try:
+        return msgspec.json.decode(head, type=tuple[Tensor, ...])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"no description of tensors: {error}") from error
 
 
 def fill_tensors(version: Version, state: State, fill: Fill) -> None:
@@ -86,7 +106,7 @@ def fill_tensors(version: Version, state: State, fill: Fill) -> None:
 
 def state_of(version: Version) -> State:
     """The tensors of a version, as views of its memory."""
-    return tensor_views(msgspec.json.decode(version.head, type=tuple[Tensor, ...]), version.tensors)
+    return tensor_views(tensors_of(version.head), version.tensors)
 
 
 def tensor_views(tensors: Iterable[Tensor], memory: Bytes) -> State:
@@ -101,8 +121,21 @@ def tensor_views(tensors: Iterable[Tensor], memory: Bytes) -> State:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """The size of all tensors together."""
-    return sum(np.dtype(t.dtype).itemsize * int(np.prod(t.shape, dtype=np.int64)) for t in tensors)
+    """The size of all tensors together.
+
+    Raises:
+        ValueError: no tensor can be as one is described.
+    """
+    num_bytes = 0
+    for tensor in tensors:
+        try:
+            dtype = np.dtype(tensor.dtype)
+        except TypeError as error:
+            raise ValueError(f"no dtype: {tensor.dtype!r}") from error
+        if dtype.hasobject or min(tensor.shape, default=0) < 0:
+            raise ValueError(f"no tensor: {tensor}")
+        num_bytes += dtype.itemsize * math.prod(tensor.shape)
+    return num_bytes
 
 
 def copy_peers(rank: int, copies: Sequence[LayerCopy]) -> set[int]:

@@ -1,0 +1,58 @@
+"""The user's modules on a machine that joins: where they are written, and what is refused."""
+
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from planaria.core.machine_messages import SOURCES_BYTES_MAX, SourceFile
+from planaria.nodes.machine import unpack_sources
+
+
+def source(path: str, data: bytes = b"x = 1\n") -> SourceFile:
+    return SourceFile(path=path, data=data, sha256=sha256(data).hexdigest())
+
+
+def test_modules_are_written_as_they_were(tmp_path: Path) -> None:
+    """Packages keep their directories."""
+    sources = (source("models.py"), source("pack/inner/layers.py", b"y = 2\n"))
+
+    assert unpack_sources(sources, tmp_path, has_code=False) == ""
+    assert (tmp_path / "models.py").read_bytes() == b"x = 1\n"
+    assert (tmp_path / "pack" / "inner" / "layers.py").read_bytes() == b"y = 2\n"
+
+
+@pytest.mark.parametrize("path", ["../x.py", "/x.py", "a/../../x.py", "a\0.py"])
+@pytest.mark.parametrize("has_code", [False, True])
+def test_a_path_that_leaves_the_directory_is_refused(
+    path: str, has_code: bool, tmp_path: Path
+) -> None:
+    """A head may run code anyway, but not by a mistake in a name."""
+    reason = unpack_sources((source(path),), tmp_path / "modules", has_code=has_code)
+
+    assert "the head sent a module with the path" in reason
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_modules_that_are_too_large_are_refused_before_any_is_written(tmp_path: Path) -> None:
+    """The head has the same bound, but may be another program."""
+    half = bytes(SOURCES_BYTES_MAX // 2)
+    sources = (source("a.py", half), source("b.py", half), source("c.py"))
+
+    assert "more than 16 MiB" in unpack_sources(sources, tmp_path, has_code=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_code_the_same_files_must_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is written; what is missing or differs is named."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "same.py").write_bytes(b"x = 1\n")
+    (tmp_path / "other.py").write_bytes(b"x = 2\n")
+
+    assert unpack_sources((source("same.py"),), tmp_path / "no", has_code=True) == ""
+    other = unpack_sources((source("other.py"),), tmp_path / "no", has_code=True)
+    missing = unpack_sources((source("missing.py"),), tmp_path / "no", has_code=True)
+    assert "other.py differs from the head's other.py" in other
+    assert "there is no missing.py" in missing
