@@ -3,9 +3,11 @@
 All of them run on this machine here; tests/hosts gives each a machine of its own.
 """
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,11 +65,12 @@ class Machines:
         self.head = self.start_head()
         self.agents: list[Command] = []
 
-    def start_head(self, *options: str) -> Command:
-        """Starts a head, at the port of the one before it."""
+    def start_head(self, *options: str, address: str = "") -> Command:
+        """Starts a head, at the address of the one before it unless another is given."""
+        address = address or f"127.0.0.1:{self._port}"
         words = [word for setting in self._settings for word in ("--set", setting)]
         self.head = self._start(
-            *("train", "job.toml", "--listen", f"127.0.0.1:{self._port}", "--nodes", self._nodes),
+            *("train", "job.toml", "--listen", address, "--nodes", self._nodes),
             *("--report", str(self.report_path), *options, *words),
         )
         return self.head
@@ -97,9 +100,10 @@ class Machines:
         self.head.wait_output("planaria agent --join ")
         return self.head.output.partition("planaria agent --join ")[2].split()[0]
 
-    def join(self) -> Command:
-        """Starts another agent."""
-        self.agents.append(self._start("agent", "--join", self.address))
+    def join(self, *others: str) -> Command:
+        """Starts another agent, which knows further addresses of heads."""
+        addresses = ",".join((self.address, *others))
+        self.agents.append(self._start("agent", "--join", addresses))
         return self.agents[-1]
 
     def report(self) -> Any:
@@ -112,6 +116,16 @@ class Machines:
         for command in (self.head, *self.agents):
             for process in command.processes():
                 process.kill()
+
+
+def free_port() -> int:
+    """A port at which nobody listens, and that no connection gets of itself."""
+    with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
+        end = int(file.read().split()[0])
+    for port in range(end - 1, 1024, -1):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.2", port)):
+            return port
+    raise AssertionError("no port is free")
 
 
 @contextmanager
@@ -149,6 +163,8 @@ def test_nodes_that_came_by_themselves_train_to_the_same_bits(
         assert all("the job is finished" in agent.output for agent in job.agents)
 
 
+@pytest.mark.hosts
+@pytest.mark.long
 def test_an_agent_that_is_killed_costs_its_node_alone_and_another_one_joins(
     tmp_path: Path, local_hash: str
 ) -> None:
@@ -165,6 +181,8 @@ def test_an_agent_that_is_killed_costs_its_node_alone_and_another_one_joins(
         wait_for(lambda: not first.processes(), what="the killed agent's processes end, too")
 
 
+@pytest.mark.hosts
+@pytest.mark.long
 def test_a_machine_that_is_told_to_leave_is_drained(tmp_path: Path, local_hash: str) -> None:
     with machines(tmp_path, nodes="3:4") as job:
         first, *_ = (job.join() for _ in range(3))
@@ -209,6 +227,8 @@ def test_a_head_that_is_killed_takes_its_living_nodes_up_again(
         assert [agent.wait() for agent in job.agents] == [0, 0, 0]
 
 
+@pytest.mark.hosts
+@pytest.mark.long
 def test_resume_finds_the_living_nodes_of_a_lost_head_by_itself(
     tmp_path: Path, local_hash: str
 ) -> None:
@@ -222,6 +242,8 @@ def test_resume_finds_the_living_nodes_of_a_lost_head_by_itself(
         assert job.report()["final"]["parameters_sha256"] == local_hash
 
 
+@pytest.mark.hosts
+@pytest.mark.long
 def test_resume_begins_a_new_run_where_the_machines_of_a_lost_head_are_gone(
     tmp_path: Path, local_hash: str
 ) -> None:
@@ -238,3 +260,23 @@ def test_resume_begins_a_new_run_where_the_machines_of_a_lost_head_are_gone(
             job.join()
 
         assert job.report()["final"]["parameters_sha256"] == local_hash
+
+
+@pytest.mark.hosts
+@pytest.mark.long
+def test_a_head_that_comes_back_at_another_address_is_found_there(
+    tmp_path: Path, local_hash: str
+) -> None:
+    """As one that is started on another machine, with the journal of the first."""
+    with machines(tmp_path, nodes="3") as job:
+        other = f"127.0.0.2:{free_port()}"
+        for _ in range(3):
+            job.join(other)
+        job.head.wait_output("iteration 5 ")
+        before = job.worker_pids()
+        job.kill_head()
+        job.start_head("--reattach", address=other)
+        report = job.report()
+
+        assert report["final"]["parameters_sha256"] == local_hash
+        assert {worker["pid"] for worker in report["workers"]} == before

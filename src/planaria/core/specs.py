@@ -33,6 +33,8 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
         places: places at which faults are to be injected on this node.
         injector: host and port at which the launcher listens for processes that reach such a place.
         heeds: whether workers keep a connection to the launcher, for faults that no step triggers.
+        other_coordinators: further addresses at which a coordinator on another machine may be, for
+            after a head was lost with its machine.
         credentials: contents of the token file with which the agent connects to a coordinator on
             another machine; b"": the coordinator is on this machine, and the token is enough.
         device: number of the worker's device; the agent fills in this and the following for each
@@ -57,6 +59,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     places: tuple[Place, ...] = ()
     injector: tuple[str, int] = ("", 0)
     heeds: bool = False
+    other_coordinators: tuple[tuple[str, int], ...] = ()
     credentials: bytes = b""
     device: int = 0
     clocks_fd: int = -1

@@ -220,6 +220,8 @@ class _Agent:
         self._lease = first_lease(self._lease_s, time.monotonic(), patience_s=spec.patience_s)
         self._cpu_steal = CpuSteal(TICKS_PER_LEASE)
         self._is_shut_down = False
+        # Where a coordinator may be; the first is tried next.
+        self._addresses = deque((spec.coordinator, *spec.other_coordinators))
 
     async def run(self) -> None:
         """Forwards messages until the coordinator says `Shutdown`."""
@@ -293,13 +295,18 @@ class _Agent:
         spec = self._spec
         if spec.credentials:
             credentials = msgspec.json.decode(spec.credentials, type=Credentials)
-            return await connect(
-                spec.coordinator,
+            address = self._addresses[0]
+            self._addresses.rotate(-1)  # If it is in vain, the next try goes to the next address.
+            streams = await connect(
+                address,
                 Purpose.NODE,
                 credentials,
                 timeout_s=self._lease_s / 2,
                 identity=spec.node,
             )
+            # Should this one be lost, it comes back here most probably.
+            self._addresses.rotate(1)
+            return streams
         reader, writer = await open_stream(spec.coordinator)
         try:
             await shake_hands(

@@ -286,6 +286,7 @@ class _Machine:
                 spec,
                 host=self._host,
                 coordinator=self._head,
+                other_coordinators=tuple(h for h in self._spec.heads if h != self._head),
                 injector=self._head if spec.places or spec.heeds else spec.injector,
                 credentials=msgspec.json.encode(self._spec.credentials),
                 cache_directory=self._spec.cache_directory,
