@@ -23,7 +23,8 @@ from planaria.job.config import load_job
 from planaria.job.planning import fork_server
 from planaria.job.training_job import Job, SilentDisplay, TrainingResult
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.head.request_socket import Drain, ask
+from planaria.nodes.head.request_socket import ask
+from planaria.nodes.head.requests import Drain
 from planaria.observe.metrics import EventRecord, IterationRecord
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "gpt2-text.toml"

@@ -25,7 +25,8 @@ from planaria.core.job import JobConfig
 from planaria.errors import ConfigError, InsufficientError
 from planaria.job.training_job import Job, SilentDisplay, TrainingResult
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.head.request_socket import Drain, TellEvents, ask
+from planaria.nodes.head.request_socket import ask
+from planaria.nodes.head.requests import Drain, TellEvents
 from planaria.observe.metrics import EventRecord, IterationRecord
 
 pytestmark = pytest.mark.faults

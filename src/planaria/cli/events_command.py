@@ -11,7 +11,8 @@ from rich.console import Console
 
 from planaria.cli.command_line import exit_codes
 from planaria.errors import ConfigError
-from planaria.nodes.head.request_socket import TellEvents, ask
+from planaria.nodes.head.request_socket import ask
+from planaria.nodes.head.requests import TellEvents
 from planaria.observe.metrics import EventRecord
 from planaria.show.story import event_lines
 

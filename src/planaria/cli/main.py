@@ -47,7 +47,8 @@ from planaria.cli.train_command import train
 from planaria.core.profile_json import encode_profile
 from planaria.errors import ConfigError
 from planaria.job.scripts import named_job
-from planaria.nodes.head.request_socket import Drain, ask
+from planaria.nodes.head.request_socket import ask
+from planaria.nodes.head.requests import Drain
 from planaria.nodes.output import Outlet
 from planaria.show.words import count_text
 

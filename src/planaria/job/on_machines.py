@@ -156,7 +156,7 @@ def open_head(
             note=note,
         )
         note(f"listening at {address_text(address)}; on each machine: {_join_text(address)}")
-        with OpenHead(runner, listeners, address, machines) as head:
+        with OpenHead(runner, listeners, address, machines, listening.credentials) as head:
             yield head
 
 

@@ -51,7 +51,8 @@ from planaria.nodes.head.process_events import (
     handle_signals,
     with_agent_exits,
 )
-from planaria.nodes.head.request_socket import Drains, reply_function, serve_requests
+from planaria.nodes.head.request_socket import serve_requests
+from planaria.nodes.head.requests import Drains, reply_function
 from planaria.nodes.injector import Injector, Targets, coordinator_places, node_places
 
 logger = logging.getLogger(__name__)
@@ -199,6 +200,8 @@ class Launcher:
             try:
                 await self._begin()
                 answer = reply_function(self._drains, self._observer.events_json)
+                if self._head is not None:
+                    self._head.requests.answer = answer
                 async with serve_requests(self._node_spec.job.name, answer, note=self._warn):
                     ended = await self._ended
                 self._is_over = True

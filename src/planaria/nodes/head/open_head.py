@@ -14,7 +14,10 @@ from typing import Final
 
 from planaria.core.records import AgentEnded, Ended
 from planaria.nodes.head.machines import Machines
+from planaria.nodes.head.network_requests import NetworkRequests
+from planaria.nodes.head.requests import Request, RequestReply
 from planaria.transport.acceptor import Acceptor, Purpose
+from planaria.transport.credentials import Credentials
 from planaria.transport.sockets import Address
 
 _BACKLOG: Final = 1024
@@ -95,6 +98,7 @@ class OpenHead:
 
     Attributes:
         is_taken_up: whether nodes of the run live on, so that the launcher starts none at first.
+        requests: the requests of users, which are refused until the job begins.
     """
 
     def __init__(
@@ -103,12 +107,18 @@ class OpenHead:
         listeners: list[socket.socket],
         address: Address,
         machines: Machines,
+        credentials: Credentials,
     ) -> None:
         self.runner = runner
         self.is_taken_up = False
         self.machines = machines
         self.leader_sockets = PassedSockets(address)
-        handlers = {Purpose.MACHINE: machines.accept, Purpose.NODE: self.leader_sockets.pass_on}
+        self.requests = NetworkRequests(credentials, _refuse)
+        handlers = {
+            Purpose.MACHINE: machines.accept,
+            Purpose.NODE: self.leader_sockets.pass_on,
+            Purpose.REQUEST: self.requests.accept,
+        }
         self._acceptor = Acceptor(listeners, handlers)
 
     def __enter__(self) -> "OpenHead":
@@ -144,3 +154,9 @@ class OpenHead:
         is_known = has_result and ended is not None and ended.exception() is None
         await self.machines.end_all(ended.result() if is_known and ended is not None else None)
         self._acceptor.close()
+        await self.requests.close()
+
+
+async def _refuse(_: Request) -> RequestReply:
+    """The answer to all requests before the job begins."""
+    return RequestReply(is_done=False, text="the job has not begun yet: it waits for machines")

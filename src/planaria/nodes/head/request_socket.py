@@ -3,9 +3,7 @@
 The socket is in a directory that only the user can write to, is named after the job and the
 process, and is removed with the launcher. A job takes the first of several directories that can be
 used. A client looks in all of them, because a shell, a scheduler and an ssh session set different
-environment variables. If none can be used, the job takes no requests but trains all the same. A
-request is a line of JSON, and so is the answer, which is sent when the request was carried out or
-refused.
+environment variables. If none can be used, the job takes no requests but trains all the same.
 """
 
 import asyncio
@@ -14,110 +12,25 @@ import errno
 import os
 import socket
 import stat
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
-from planaria.core.messages import DrainRequested
 from planaria.errors import ConfigError
+from planaria.nodes.head.requests import (
+    REQUEST_BYTES_MAX,
+    Answer,
+    Request,
+    RequestReply,
+    answer_requests,
+)
 from planaria.nodes.user_files import plain_name, state_directory
-
-_REQUEST_BYTES_MAX: Final = 1 << 16
-
-
-class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Request to go on without a node."""
-
-    node: int
-
-
-class TellEvents(msgspec.Struct, frozen=True, tag=True):
-    """Request for the events of the job so far."""
-
-
-Request = Drain | TellEvents
-
-
-class RequestReply(msgspec.Struct, frozen=True):
-    """The outcome of a request.
-
-    Attributes:
-        is_done: whether the request was carried out.
-        text: text for the user: the result, or the reason of a refusal.
-    """
-
-    is_done: bool
-    text: str
-
-
-class Drains:
-    """The requests of users that nodes leave, and the answers that are still to be given.
-
-    Args:
-        send: sends a request to the coordinator.
-        nodes: the live nodes; changes during the job.
-    """
-
-    def __init__(self, send: Callable[[DrainRequested], None], nodes: Collection[int]) -> None:
-        self._send = send
-        self._nodes = nodes
-        self._replies: dict[int, asyncio.Future[RequestReply]] = {}
-
-    async def answer(self, request: Drain) -> RequestReply:
-        """The answer to a request, once its outcome is known."""
-        node = request.node
-        if node not in self._nodes:
-            numbers = ", ".join(str(live_node) for live_node in sorted(self._nodes))
-            return RequestReply(is_done=False, text=f"there is no node {node}; there are {numbers}")
-        if node not in self._replies:
-            self._replies[node] = asyncio.get_running_loop().create_future()
-            self._send(DrainRequested(node=node))
-        return await asyncio.shield(self._replies[node])
-
-    def repeat(self) -> None:
-        """Sends a new coordinator the requests that are not answered yet."""
-        for node in self._replies:
-            self._send(DrainRequested(node=node))
-
-    def on_node_left(self, node: int) -> None:
-        """Answers the requests for a node that is gone."""
-        self._reply(node, RequestReply(is_done=True, text=f"node {node} has left"))
-
-    def on_refusal(self, nodes: Collection[int], why: str) -> None:
-        """Answers the requests for nodes that the job cannot do without.
-
-        Args:
-            why: text of the answer.
-        """
-        for node in nodes:
-            self._reply(node, RequestReply(is_done=False, text=why))
-
-    def _reply(self, node: int, reply: RequestReply) -> None:
-        waiting = self._replies.pop(node, None)
-        if waiting is not None:
-            waiting.set_result(reply)
-
-
-def reply_function(
-    drains: Drains, events_json: Callable[[], str]
-) -> Callable[[Request], Awaitable[RequestReply]]:
-    """The function that answers any request."""
-
-    async def answer(request: Request) -> RequestReply:
-        match request:
-            case Drain():
-                return await drains.answer(request)
-            case TellEvents():
-                return RequestReply(is_done=True, text=events_json())
-
-    return answer
 
 
 @contextlib.asynccontextmanager
 async def serve_requests(
-    job: str, answer: Callable[[Request], Awaitable[RequestReply]], *, note: Callable[[str], None]
+    job: str, answer: Answer, *, note: Callable[[str], None]
 ) -> AsyncIterator[None]:
     """Serves requests while the body of the `with` runs.
 
@@ -127,17 +40,13 @@ async def serve_requests(
     """
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, msgspec.DecodeError, ValueError):
-            request = msgspec.json.decode(await reader.readline(), type=Request)
-            writer.write(msgspec.json.encode(await answer(request)) + b"\n")
-            await writer.drain()
-        writer.close()
+        await answer_requests(reader, writer, answer)
 
     with contextlib.ExitStack() as stack:
         try:
             # Even with "/proc/self/fd/N/" before it, the name fits into a socket path (107 bytes).
             listener = _listener(f"{plain_name(job)}-{os.getpid()}.sock", stack)
-            server = await asyncio.start_unix_server(serve, sock=listener, limit=_REQUEST_BYTES_MAX)
+            server = await asyncio.start_unix_server(serve, sock=listener, limit=REQUEST_BYTES_MAX)
             stack.callback(server.close)
         except OSError as error:
             note(

@@ -1,0 +1,140 @@
+"""The requests that a user sends to a running job, and their answers.
+
+A request is a line of JSON, and so is the answer, which is sent when the request was carried out or
+refused. They come over a Unix socket (request_socket.py) or the port of a head
+(network_requests.py).
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Collection
+from typing import Final
+
+import msgspec
+
+from planaria.core.messages import DrainRequested
+
+REQUEST_BYTES_MAX: Final = 1 << 16
+_REQUEST_TIMEOUT_S: Final = 10.0  # Time for the next request of a connection to come.
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """Request to go on without a node."""
+
+    node: int
+
+
+class TellEvents(msgspec.Struct, frozen=True, tag=True):
+    """Request for the events of the job so far."""
+
+
+Request = Drain | TellEvents
+_decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
+
+
+class RequestReply(msgspec.Struct, frozen=True):
+    """The outcome of a request.
+
+    Attributes:
+        is_done: whether the request was carried out.
+        text: text for the user: the result, or the reason of a refusal.
+    """
+
+    is_done: bool
+    text: str
+
+
+Answer = Callable[[Request], Awaitable[RequestReply]]
+
+
+class Drains:
+    """The requests of users that nodes leave, and the answers that are still to be given.
+
+    Args:
+        send: sends a request to the coordinator.
+        nodes: the live nodes; changes during the job.
+    """
+
+    def __init__(self, send: Callable[[DrainRequested], None], nodes: Collection[int]) -> None:
+        self._send = send
+        self._nodes = nodes
+        self._replies: dict[int, asyncio.Future[RequestReply]] = {}
+
+    async def answer(self, request: Drain) -> RequestReply:
+        """The answer to a request, once its outcome is known."""
+        node = request.node
+        if node not in self._nodes:
+            numbers = ", ".join(str(live_node) for live_node in sorted(self._nodes))
+            return RequestReply(is_done=False, text=f"there is no node {node}; there are {numbers}")
+        if node not in self._replies:
+            self._replies[node] = asyncio.get_running_loop().create_future()
+            self._send(DrainRequested(node=node))
+        return await asyncio.shield(self._replies[node])
+
+    def repeat(self) -> None:
+        """Sends a new coordinator the requests that are not answered yet."""
+        for node in self._replies:
+            self._send(DrainRequested(node=node))
+
+    def on_node_left(self, node: int) -> None:
+        """Answers the requests for a node that is gone."""
+        self._reply(node, RequestReply(is_done=True, text=f"node {node} has left"))
+
+    def on_refusal(self, nodes: Collection[int], why: str) -> None:
+        """Answers the requests for nodes that the job cannot do without.
+
+        Args:
+            why: text of the answer.
+        """
+        for node in nodes:
+            self._reply(node, RequestReply(is_done=False, text=why))
+
+    def _reply(self, node: int, reply: RequestReply) -> None:
+        waiting = self._replies.pop(node, None)
+        if waiting is not None:
+            waiting.set_result(reply)
+
+
+def reply_function(drains: Drains, events_json: Callable[[], str]) -> Answer:
+    """The function that answers any request."""
+
+    async def answer(request: Request) -> RequestReply:
+        match request:
+            case Drain():
+                return await drains.answer(request)
+            case TellEvents():
+                return RequestReply(is_done=True, text=events_json())
+
+    return answer
+
+
+async def answer_requests(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: Answer
+) -> None:
+    """Answers the requests of a connection, one after the other, and closes it.
+
+    It is closed without an answer if a request is malformed or too long, or none comes for ten
+    seconds.
+
+    Args:
+        reader: stream whose limit is the largest size of a request.
+    """
+    try:
+        # The decoder raises a RecursionError at JSON that is nested too deeply.
+        with contextlib.suppress(OSError, RecursionError, ValueError):
+            while line := await _next_line(reader):
+                writer.write(msgspec.json.encode(await answer(_decoder.decode(line))) + b"\n")
+                await writer.drain()
+    finally:
+        writer.close()
+
+
+async def _next_line(reader: asyncio.StreamReader) -> bytes:
+    """The next line; b"" if the stream has ended.
+
+    Raises:
+        TimeoutError: none comes in time.
+        ValueError: it is longer than the reader's limit.
+    """
+    async with asyncio.timeout(_REQUEST_TIMEOUT_S):
+        return await reader.readline()
