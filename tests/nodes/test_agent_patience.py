@@ -18,7 +18,15 @@ from planaria.core.messages import (
 )
 from planaria.core.specs import NodeSpec
 from planaria.nodes.agent import _Agent
-from planaria.transport.frames import FrameDecoder, Role, fact_of, frame, shake_hands
+from planaria.transport.frames import (
+    NODES,
+    FrameDecoder,
+    Role,
+    derive,
+    fact_of,
+    frame,
+    shake_hands,
+)
 from planaria.transport.probe import NO_NODE
 
 TOKEN = b"a token of 32 bytes for this test"
@@ -76,7 +84,8 @@ def with_agent(
         lines: asyncio.Queue[Line] = asyncio.Queue()
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await shake_hands(reader, writer, token=TOKEN, role=Role.ACCEPT, identity=NO_NODE)
+            key = derive(TOKEN, NODES)
+            await shake_hands(reader, writer, token=key, role=Role.ACCEPT, identity=NO_NODE)
             lines.put_nowait(line := Line(reader, writer))
             await line.read()
 

@@ -17,7 +17,6 @@ from planaria.transport import credentials as module
 from planaria.transport.credentials import (
     Credentials,
     credentials_between,
-    derive,
     make_credentials,
     read_credentials,
     token_path,
@@ -135,7 +134,6 @@ def test_each_purpose_has_its_own_key() -> None:
     assert len(keys) == 3
     assert {len(key) for key in keys} == {32}
     assert credentials.secret not in keys
-    assert credentials.derive("node") == derive(credentials.secret, "node")
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o610, 0o601, 0o777])

@@ -16,8 +16,12 @@ from planaria.errors import AuthenticationError
 from planaria.transport import frames
 from planaria.transport.frames import (
     FRAME_BYTES_MAX,
+    LINKS,
+    NODES,
+    PROBES,
     FrameDecoder,
     Role,
+    derive,
     fact_of,
     frame,
     handshake,
@@ -99,6 +103,14 @@ def test_a_proof_serves_one_connection_only() -> None:
 
     with pytest.raises(AuthenticationError):
         replayed_on.send(recorded_proof)
+
+
+def test_each_purpose_has_its_own_key() -> None:
+    """Whoever may connect for one purpose cannot pass for another."""
+    keys = {TOKEN, *(derive(TOKEN, purpose) for purpose in (NODES, LINKS, PROBES))}
+
+    assert len(keys) == 4
+    assert derive(TOKEN, LINKS) != derive(b"another", LINKS)
 
 
 def test_the_token_never_travels() -> None:

@@ -14,6 +14,7 @@ from planaria.engine.blame import failure_of
 from planaria.engine.control import Control
 from planaria.engine.prepare import message_bytes_max, pacing_of
 from planaria.engine.worker import Worker
+from planaria.transport.frames import LINKS, derive
 from planaria.transport.links import Links
 from planaria.transport.pulse import Pulse
 
@@ -34,7 +35,7 @@ def main(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:
     faulthandler.enable(file=pulse.stack_fd, all_threads=True)
     links = Links(
         spec.rank,
-        token=spec.token,
+        token=derive(spec.token, LINKS),
         host=spec.host,
         pacing=pacing_of(spec),
         is_checked=spec.checks_links,

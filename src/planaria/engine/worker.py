@@ -75,6 +75,7 @@ from planaria.protocol.worker_state import (
 from planaria.schedule.action import Schedule
 from planaria.schedule.buckets import ReductionOrder
 from planaria.schedule.lower import rank_schedule
+from planaria.transport.frames import PROBES, derive
 from planaria.transport.links import UNLIMITED_S, Links
 from planaria.transport.probe import Probe
 from planaria.transport.pulse import LEASE_TIMEOUT_S, Pulse
@@ -116,7 +117,7 @@ class Worker:
             spec.node,
             places=spec.places,
             address=spec.injector,
-            token=spec.token,
+            token=derive(spec.token, PROBES),
             faults=faults_by_kind(self._slowness, lambda: self._stage, rank=spec.rank),
         )
         self._report_step = probe.report_step

@@ -83,8 +83,10 @@ from planaria.transport.acceptor import Purpose, connect
 from planaria.transport.credentials import Credentials
 from planaria.transport.frames import (
     FROM_NODE_BYTES_MAX,
+    NODES,
     FrameDecoder,
     Role,
+    derive,
     frame,
     message_of,
     order_of,
@@ -310,7 +312,11 @@ class _Agent:
         reader, writer = await open_stream(spec.coordinator)
         try:
             await shake_hands(
-                reader, writer, token=spec.token, role=Role.CONNECT, identity=spec.node
+                reader,
+                writer,
+                token=derive(spec.token, NODES),
+                role=Role.CONNECT,
+                identity=spec.node,
             )
         except BaseException:
             writer.close()

@@ -78,6 +78,7 @@ class Injector:
     """Injects each fault when a probe reaches its place or its time has come.
 
     Args:
+        token: key of the job's probes.
         join: starts a number of additional nodes.
         on_fire: callback, called with each fault right before it is injected.
 

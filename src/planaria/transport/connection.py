@@ -160,7 +160,7 @@ class OwnEnd:
     """The facts that all connections of a rank share.
 
     Attributes:
-        token: the job's secret, which the handshake proves.
+        token: key of the job's links, which the handshake proves.
         identity: the rank, and the port at which it listens.
         memory_for: returns the memory for a message that begins to arrive; None: any will do.
         is_checked: whether messages have checksums.

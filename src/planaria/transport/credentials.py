@@ -10,7 +10,6 @@ The file is JSON with the fields of `Credentials` and a version. Nobody but its 
 """
 
 import base64
-import hmac
 import os
 import secrets
 import ssl
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from planaria.errors import ConfigError
+from planaria.transport.frames import derive
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -110,11 +110,6 @@ class Credentials(msgspec.Struct, frozen=True):
         finally:
             os.close(descriptor)
         return context
-
-
-def derive(secret: bytes, purpose: str) -> bytes:
-    """The key for one purpose that follows from a secret, 32 bytes."""
-    return hmac.digest(secret, purpose.encode(), "sha256")
 
 
 def make_credentials() -> Credentials:

@@ -7,8 +7,10 @@ and asyncio share one implementation.
 
 Handshake: both ends send a hello (magic, a random nonce, their identity), then prove that they
 know the job's token by an HMAC over both hellos. The role is part of the proof, so that nobody can
-answer an end with its own proof. The token itself never travels. An end that sends nothing is given
-up after `HANDSHAKE_TIMEOUT_S`, so that strangers cannot use up descriptors.
+answer an end with its own proof. The token itself never travels, and never proves anything itself:
+each purpose of a connection has a key of its own, which follows from the token (`derive`). So a
+proof for one purpose is worth nothing for another. An end that sends nothing is given up after
+`HANDSHAKE_TIMEOUT_S`, so that strangers cannot use up descriptors.
 """
 
 import asyncio
@@ -39,6 +41,11 @@ _DEFLATED = 1 << 31  # The bit of the length field that marks a deflated body.
 _DEFLATED_FROM_BYTES = 1 << 16
 HANDSHAKE_TIMEOUT_S = 10.0
 
+# The purposes of connections within a job; for those to the public port of a head see acceptor.py.
+NODES: Final = "nodes"  # From a node's agent to the coordinator on the same machine.
+LINKS: Final = "links"  # From rank to rank.
+PROBES: Final = "probes"  # From any process to the launcher, where faults are injected.
+
 _from_node_decoder: msgspec.json.Decoder[FromNode] = msgspec.json.Decoder(FromNode)
 _order_decoder: msgspec.json.Decoder[ToNode] = msgspec.json.Decoder(ToNode)
 
@@ -61,6 +68,11 @@ def frame(message: Message) -> bytes:
         return _LENGTH.pack(len(body)) + body
     deflated = zlib.compress(body, level=1)
     return _LENGTH.pack(_DEFLATED | len(deflated)) + deflated
+
+
+def derive(token: bytes, purpose: str) -> bytes:
+    """The key for one purpose, 32 bytes; from it nobody learns the token or another key."""
+    return hmac.digest(token, purpose.encode(), "sha256")
 
 
 class FrameDecoder:
@@ -159,6 +171,7 @@ def handshake(
     generator returns the other end's identity.
 
     Args:
+        token: key of the connection's purpose.
         identity: number of this end, below 2^64; the other end trusts it once it has the proof.
 
     Raises:

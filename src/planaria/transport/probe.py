@@ -73,7 +73,7 @@ class Probe:
         node: node of the process; NO_NODE: the coordinator.
         places: steps at which the probe calls the launcher.
         address: host and port at which the launcher listens.
-        token: secret that the handshake with the launcher proves.
+        token: key of the job's probes, which the handshake with the launcher proves.
         faults: functions by kind, each of which injects its fault into this process; it takes the
             iteration and the fault's value.
     """

@@ -35,17 +35,31 @@ from planaria.nodes.head.leader import _Leader
 from planaria.nodes.head.leader_spec import LeaderSpec
 from planaria.nodes.head.publisher import Unfinished
 from planaria.store.logbook import open_logbook
-from planaria.transport.frames import FrameDecoder, Role, fact_of, frame, handshake, order_of
+from planaria.transport.frames import (
+    LINKS,
+    NODES,
+    PROBES,
+    FrameDecoder,
+    Role,
+    derive,
+    fact_of,
+    frame,
+    handshake,
+    order_of,
+)
 
 TOKEN = b"the job's token"
+NODE_KEY = derive(TOKEN, NODES)
 TIMEOUT_S = 20.0
 ROUNDS = 5
 
 
-def connect_agent(address: tuple[str, int], *, node: int = 0) -> socket.socket:
+def connect_agent(
+    address: tuple[str, int], *, node: int = 0, key: bytes = NODE_KEY
+) -> socket.socket:
     """The connection of a node's agent."""
     agent = socket.create_connection(address, timeout=TIMEOUT_S)
-    steps = handshake(TOKEN, Role.CONNECT, identity=node)
+    steps = handshake(key, Role.CONNECT, identity=node)
     data, num_bytes = next(steps)
     try:
         while True:
@@ -129,6 +143,20 @@ def test_nodes_that_break_the_protocol_are_cut_off_and_the_others_go_on(
             agent.sendall(frame(WorkerFailed(node=0, rank=0, traceback="raised")))
             wait_heard(agent, Shutdown)
         ours.sendall(frame(AgentEnded(node=0, reason="its agent left")))
+        ours.shutdown(socket.SHUT_RDWR)
+        assert wait_exit(server, pid) == 0
+
+
+@pytest.mark.parametrize("key", [TOKEN, derive(TOKEN, LINKS), derive(TOKEN, PROBES)])
+def test_a_proof_for_another_purpose_makes_nobody_a_node(
+    key: bytes, server: ForkServer, tmp_path: Path
+) -> None:
+    """Nor does the token itself, which every purpose could share by mistake."""
+    with start_coordinator(server, leader_spec(tmp_path, token=TOKEN)) as (ours, address, pid):
+        with pytest.raises(AuthenticationError, match="has another job token"):
+            connect_agent(address, key=key)
+        ours.sendall(frame(AgentEnded(node=0, reason="it was killed")))
+        wait_told(ours, Ended, [])
         ours.shutdown(socket.SHUT_RDWR)
         assert wait_exit(server, pid) == 0
 

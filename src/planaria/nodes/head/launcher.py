@@ -54,6 +54,7 @@ from planaria.nodes.head.process_events import (
 from planaria.nodes.head.request_socket import serve_requests
 from planaria.nodes.head.requests import Drains, reply_function
 from planaria.nodes.injector import Injector, Targets, coordinator_places, node_places
+from planaria.transport.frames import PROBES, derive
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +125,11 @@ class Launcher:
             server=lambda: server.pid,
         )
         self._injector = Injector(
-            spec.injections, targets, token=token, join=self._join, on_fire=self._on_fire
+            spec.injections,
+            targets,
+            token=derive(token, PROBES),
+            join=self._join,
+            on_fire=self._on_fire,
         )
         self._drains = Drains(self._leaders.send, self._nodes.live_nodes)
         self._operator = LocalOperator(

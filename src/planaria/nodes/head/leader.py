@@ -71,8 +71,11 @@ from planaria.store.logbook import Logbook, open_logbook
 from planaria.transport.acceptor import Handshakes, Purpose
 from planaria.transport.frames import (
     FROM_NODE_BYTES_MAX,
+    NODES,
+    PROBES,
     FrameDecoder,
     Role,
+    derive,
     fact_of,
     frame,
     message_of,
@@ -113,7 +116,11 @@ class _Leader:
         if self._rules.looks_ahead:
             self._searcher = Searcher(spec, foreseen, on_found=self._on_answers_found)
         self._probe = Probe(
-            NO_NODE, places=spec.places, address=spec.injector, token=spec.token, faults={}
+            NO_NODE,
+            places=spec.places,
+            address=spec.injector,
+            token=derive(spec.token, PROBES),
+            faults={},
         )
         self._disk, self._store_of_saves = Gate(), Gate()
         if spec.heeds:
@@ -123,6 +130,7 @@ class _Leader:
         self._agents: set[_AgentSocket] = set()
         self._frames = _Frames()
         self._refusals = RefusalLog(logger)
+        self._node_key = derive(spec.token, NODES)
         self._has_progressed = asyncio.Event()
         timeout_s = spec.job.checkpoint.timeout_s
         removal_timeout_s = min(_REMOVAL_TIMEOUT_S, timeout_s)
@@ -355,7 +363,7 @@ class _Leader:
         break_when_silent(writer.get_extra_info("socket"))
         try:
             node = await shake_hands(
-                reader, writer, token=self._spec.token, role=Role.ACCEPT, identity=NO_NODE
+                reader, writer, token=self._node_key, role=Role.ACCEPT, identity=NO_NODE
             )
         except BaseException:
             writer.close()
