@@ -52,7 +52,15 @@ COMMANDS = {
         "--set",
     },
     "agent": {
-        *("--join", "--token-file", "--advertise", "--interface", "--domain", "--no-code"),
+        *(
+            "--join",
+            "--token-file",
+            "--advertise",
+            "--interface",
+            "--domain",
+            "--notice",
+            "--no-code",
+        ),
     },
     "chaos": {"job", "--minutes", "--seed", "--report", "--set"},
     "checkpoint export": {"directory", "--output", "-o", "--version"},
@@ -79,7 +87,7 @@ COMMANDS = {
     "run": {
         "job",
         *("--nnodes", "--nproc-per-node", "--rdzv-endpoint", "--node-rank"),
-        *("--token-file", "--report", "--resume", "--state", "--set"),
+        *("--token-file", "--notice", "--report", "--resume", "--state", "--set"),
     },
     "profile": {"job", "-o", "--output", "--set"},
     "plan": {

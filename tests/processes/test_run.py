@@ -40,7 +40,9 @@ class Machines:
         write_credentials(directory / "token")
         monkeypatch.setenv("PLANARIA_TOKEN_FILE", str(directory / "token"))
 
-    def start(self, rank: int, *settings: str, nnodes: str) -> Command:
+    def start(
+        self, rank: int, *settings: str, nnodes: str, options: tuple[str, ...] = ()
+    ) -> Command:
         """Runs the command on the machine of a rank."""
         variables = {
             "PET_NNODES": nnodes,
@@ -52,7 +54,7 @@ class Machines:
         for name, text in variables.items():
             self._monkeypatch.setenv(name, text)
         words = [word for setting in (*SETTINGS, *settings) for word in ("--set", setting)]
-        arguments = ("run", str(PACED), "--report", f"report-{rank}.json", *words)
+        arguments = ("run", str(PACED), "--report", f"report-{rank}.json", *words, *options)
         command = Command([sys.executable, "-m", "planaria", *arguments], directory=self._directory)
         self.commands.append(command)
         return command
@@ -84,28 +86,33 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machin
         command.wait()
 
 
-def test_machines_train_a_job_with_one_command_and_one_is_taken_back(
+def test_machines_train_a_job_with_one_command_and_two_are_taken_back(
     machines: Machines, tmp_path: Path
 ) -> None:
     """The one of rank 0 is the head and an agent; another one comes first here, and waits. SIGTERM
-    to the command on a machine is a notice to its node: nothing is done twice."""
+    to the command on a machine and its source of notices take its node out of the job: nothing is
+    done twice, and the command ends in peace."""
     settings = ("training.iterations=40", "cluster.notice_s=60")
     first = machines.start(1, *settings, nnodes="3")
     first.wait_output("this machine is an agent: rank 1 (PET_NODE_RANK); the head is at 127.0.0.1:")
     head = machines.start(0, *settings, nnodes="3")
-    machines.start(2, *settings, nnodes="3")
+    noticed = machines.start(
+        2, *settings, nnodes="3", options=("--notice", str(tmp_path / "leave"))
+    )
     head.wait_output("iteration 2 ")
     first.process.send_signal(signal.SIGTERM)
+    (tmp_path / "leave").write_text("60")
 
-    assert [c.wait() for c in machines.commands] == [0, 0, 0], machines.everything()
+    assert (noticed.wait(), first.wait(), head.wait()) == (0, 0, 0), machines.everything()
     assert (
         "this machine is the head and an agent: rank 0 (PET_NODE_RANK); 3 machines" in head.output
     )
     report = json.loads((tmp_path / "report-0.json").read_text())
-    (left,) = (event for event in report["events"] if event["kind"] == "drained")
-    assert left["redone_samples"] == 0
+    left = [event for event in report["events"] if event["kind"] == "drained"]
+    assert sum(len(event["nodes"]) for event in left) == 2
+    assert not any(event["redone_samples"] for event in report["events"])
     assert len(report["iterations"]) == report["final"]["iteration"] == 40
-    assert len(report["final"]["nodes"]) == 2
+    assert len(report["final"]["nodes"]) == 1
     assert [path.name for path in tmp_path.glob("report-*.json")] == ["report-0.json"]
     wait_for(lambda: not machines.processes(), what="all processes are gone")
 

@@ -12,6 +12,7 @@ from planaria.cli.command_line import exit_codes, unfailing
 from planaria.errors import ConfigError
 from planaria.job.planning import cache_directory, fork_server
 from planaria.nodes.machine import MachineSpec, run_machine
+from planaria.nodes.notices import parse_notice_source
 from planaria.transport.acceptor import parse_address
 from planaria.transport.credentials import read_credentials, token_path
 
@@ -22,6 +23,14 @@ TokenFile = Annotated[
         help="File with the secret and the certificate that all machines share; "
         "`planaria token FILE` makes it. Default: $PLANARIA_TOKEN_FILE, or "
         "~/.config/planaria/token.",
+    ),
+]
+Notice = Annotated[
+    str,
+    typer.Option(
+        metavar="SOURCE",
+        help="Where this machine looks for a notice that it will be taken away: the absolute path "
+        "of a file, a URL, ec2 or gcp. Default: cluster.notice of the job.",
     ),
 ]
 
@@ -53,6 +62,7 @@ def agent(
             metavar="NAME", help="Failure domain of this machine, such as its rack or zone."
         ),
     ] = "",
+    notice: Notice = "",
     no_code: Annotated[
         bool,
         typer.Option(
@@ -68,6 +78,8 @@ def agent(
     unfinished; 75 the head was lost for too long: start the agent again.
     """
     sys.stdout, sys.stderr = unfailing(sys.stdout), unfailing(sys.stderr)
+    if notice:
+        parse_notice_source(notice)
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     spec = MachineSpec(
         heads=tuple(
@@ -76,6 +88,7 @@ def agent(
         credentials=read_credentials(token_path(token_file)),
         host=_address_for_others(advertise, interface),
         domain=domain,
+        notice=notice,
         has_code=no_code,
         cache_directory=cache_directory(),
         server=lambda job, paths: fork_server(job, search_path=paths),

@@ -22,11 +22,12 @@ import typer
 from rich.console import Console
 
 from planaria.cli.command_line import JobFile, Settings, exit_codes, unfailing
-from planaria.cli.machine_commands import TokenFile
+from planaria.cli.machine_commands import Notice, TokenFile
 from planaria.cli.run_role import RunFlags, RunRole, run_role
 from planaria.cli.train_command import State
 from planaria.nodes.forkserver import die_with_parent
 from planaria.nodes.head.process_events import LEAVE_SIGNALS
+from planaria.nodes.notices import parse_notice_source
 from planaria.transport.credentials import read_credentials, token_path
 
 _MISTAKE: Final = 2
@@ -77,6 +78,7 @@ def run(
     rdzv_endpoint: Endpoint = "",
     node_rank: Rank = "",
     token_file: TokenFile = "",
+    notice: Notice = "",
     report: Report = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest save.")] = False,
     state: State = "",
@@ -96,15 +98,18 @@ def run(
     )
     is_here = functools.cache(is_own_host)
     role = run_role(os.environ, flags, hostname=socket.gethostname(), is_here=is_here)
+    if notice:
+        parse_notice_source(notice)
     read_credentials(token_path(token_file))  # One error is better than one of each process.
     console = Console(file=unfailing(sys.stdout), highlight=False, soft_wrap=True)
     console.print(f"planaria run: {role.why}", markup=False)
     token = ("--token-file", token_file) if token_file else ()
+    source = ("--notice", notice) if notice else ()
     head = _train_arguments(job, role, report=report, resume=resume, state=state, settings=settings)
     raise typer.Exit(
         supervise(
             head=_planaria(*head, *token) if role.is_head else (),
-            agent=_planaria("agent", "--join", role.join, *token),
+            agent=_planaria("agent", "--join", role.join, *source, *token),
             note=lambda text: console.print(f"planaria run: {text}", markup=False),
         )
     )

@@ -6,8 +6,9 @@ So losing the head here costs the node nothing: this process keeps it, and looks
 and again, for `cluster.patience_s`. When the node ends, the head is told, and may ask for another.
 
 The node's processes hold the read end of this process's lifeline pipe: they end when it ends, by
-whatever signal. SIGTERM and Ctrl-C are a notice that the machine will be taken away: the node
-leaves the job in peace, then this process ends. A second Ctrl-C ends everything at once.
+whatever signal. SIGTERM, SIGUSR1 and other signals to leave, Ctrl-C and the machine's source of
+notices say that the machine will be taken away: the node leaves the job in peace, then this process
+ends. A second Ctrl-C ends everything at once.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ import platform
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,7 +56,8 @@ from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
 from planaria.errors import AuthenticationError, ConfigError, InsufficientError
 from planaria.nodes.forking import Forker
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.head.process_events import kill_group, wait_until
+from planaria.nodes.head.process_events import handle_signals, kill_group, wait_until
+from planaria.nodes.notices import parse_notice_source, wait_notice
 from planaria.transport.acceptor import Purpose, connect
 from planaria.transport.credentials import Credentials
 from planaria.transport.frames import FrameDecoder, frame, message_of
@@ -86,6 +89,7 @@ class MachineSpec:
         heads: addresses at which the head may be, tried in turn.
         host: address at which others reach this machine; "": that of its route to the head.
         domain: name of its failure domain.
+        notice: source of preemption notices (notices.py); "": that of the job, if it has one.
         has_code: whether the user's modules are here already, in the current directory or on
             Python's path, and those of the head must be the same.
         cache_directory: directory in which tokens and profiles are kept between jobs.
@@ -97,6 +101,7 @@ class MachineSpec:
     credentials: Credentials
     host: str
     domain: str
+    notice: str
     has_code: bool
     cache_directory: str
     server: ServerOf
@@ -125,15 +130,18 @@ class _Machine:
         self._preparing: set[asyncio.Task[None]] = set()
         self._over: JobOver | None = None
         self._is_leaving = False
+        self._is_watching = False  # Whether a source of notices is polled.
         self._has_been_taken = False
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._leave)
-        loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
         self._interrupted = loop.create_future()
-        with TemporaryDirectory(prefix="planaria-modules-", ignore_cleanup_errors=True) as modules:
+        with (
+            handle_signals(loop, self._on_interrupt, on_leave_signal=self._leave),
+            TemporaryDirectory(prefix="planaria-modules-", ignore_cleanup_errors=True) as modules,
+        ):
             self._modules = Path(modules)
+            self._watch_notices(self._spec.notice)
             serving = asyncio.create_task(self._serve())
             try:
                 await asyncio.wait(
@@ -256,6 +264,7 @@ class _Machine:
                 f"took the job {offer.job.name!r} of {address_text(self._head)}; others reach this "
                 f"machine at {self._host}"
             )
+            self._watch_notices(offer.job.cluster.notice)
         self._has_been_taken = True
         if not await self._node.wait_ready():
             self._tell(MachineUnfit(self._node.failure))
@@ -290,6 +299,7 @@ class _Machine:
                 injector=self._head if spec.places or spec.heeds else spec.injector,
                 credentials=msgspec.json.encode(self._spec.credentials),
                 cache_directory=self._spec.cache_directory,
+                notice=self._spec.notice,
             )
         )
         self._spec.note(f"runs node {spec.node}")
@@ -311,15 +321,39 @@ class _Machine:
     # -- the user ---------------------------------------------------------------------------------
 
     def _leave(self) -> None:
-        """Handles a notice that this machine will be taken away."""
-        if not self._is_leaving:
-            self._is_leaving = True
-            self._tell(MachineLeaving())
-            if self._node.number >= 0:
-                self._spec.note(f"node {self._node.number} leaves the job")
-                self._node.notify()
-            else:
-                self._drop_connection()
+        """Handles a signal that says that this machine will be taken away."""
+        if self._begin_leaving():
+            self._node.notify()
+
+    def _begin_leaving(self) -> bool:
+        """Takes no further node from now on; returns whether there is one that is to leave now."""
+        if self._is_leaving:
+            return False
+        self._is_leaving = True
+        self._tell(MachineLeaving())
+        if self._node.number < 0:
+            self._drop_connection()
+            return False
+        self._spec.note(f"node {self._node.number} leaves the job")
+        return True
+
+    def _watch_notices(self, text: str) -> None:
+        """Begins to poll a source of notices, unless there is none or one is polled already.
+
+        The node polls it, too: it tells the coordinator how much time is left. A source of which
+        each node has its own is polled by the nodes alone.
+        """
+        if not text or "{node}" in text or self._is_watching:
+            return
+        self._is_watching = True
+        source, loop = parse_notice_source(text), asyncio.get_running_loop()
+
+        def wait() -> None:
+            wait_notice(source, pause_s=source.pause_s)
+            with contextlib.suppress(RuntimeError):  # The loop has ended.
+                loop.call_soon_threadsafe(self._begin_leaving)
+
+        threading.Thread(target=wait, name="notices", daemon=True).start()
 
     def _on_interrupt(self) -> None:
         if not self._is_leaving:

@@ -1,0 +1,69 @@
+"""A machine that is told to leave while no head has taken it."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers.command import wait_for
+from planaria.nodes.head.process_events import restore_handlers
+from planaria.nodes.machine import MachineSpec, run_machine
+from planaria.transport.credentials import Credentials, make_credentials
+
+
+@pytest.fixture(scope="module")
+def credentials() -> Credentials:
+    return make_credentials()
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    """The test's own handlers are there again after a machine that ran in this process."""
+    with restore_handlers():
+        yield
+
+
+def exit_code(credentials: Credentials, *, notice: str, act: Callable[[], object]) -> int:
+    """The exit code of a machine, if `act` is called once it looks for its head in vain."""
+    notes: list[str] = []
+    spec = MachineSpec(
+        heads=(("127.0.0.1", 9),),
+        credentials=credentials,
+        host="",
+        domain="",
+        notice=notice,
+        has_code=False,
+        cache_directory="",
+        server=lambda *_: pytest.fail("there is no job"),
+        note=notes.append,
+    )
+
+    def wait_and_act() -> None:
+        wait_for(lambda: bool(notes), what="a first try")
+        act()
+
+    thread = threading.Thread(target=wait_and_act)
+    thread.start()
+    code = run_machine(spec)
+    thread.join()
+    return code
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_ends_a_machine_without_a_node(
+    number: signal.Signals, credentials: Credentials
+) -> None:
+    """It leaves in peace, and a scheduler need not start it again."""
+    code = exit_code(credentials, notice="", act=lambda: os.kill(os.getpid(), number))
+
+    assert code == 0
+
+
+def test_a_notice_ends_a_machine_without_a_node(credentials: Credentials, tmp_path: Path) -> None:
+    """A head that took it would give it a node that is lost at once."""
+    path = tmp_path / "leave"
+
+    assert exit_code(credentials, notice=str(path), act=path.touch) == 0
