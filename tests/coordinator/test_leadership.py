@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -25,7 +25,7 @@ from planaria.coordinator.contact import HeadContact
 from planaria.coordinator.leadership import Leadership
 from planaria.coordinator.step import Event
 from planaria.core.messages import Abort, ToNode
-from planaria.core.records import Progress, ToLauncher
+from planaria.core.records import ClockReading, Progress, ToLauncher
 from planaria.errors import ConflictError
 from planaria.nodes.head.journal import Flusher
 from planaria.store.embedded import EmbeddedStore
@@ -102,6 +102,21 @@ def test_of_two_that_become_leaders_at_once_the_second_is_one_and_the_first_writ
         await second.record_progress(Progress(num_committed=1, ends=False))
         with pytest.raises(ConflictError):
             await first.record_progress(Progress(num_committed=2, ends=False))
+
+    gated(run)
+
+
+def test_each_record_names_the_clock_of_its_moments() -> None:
+    """So that the next coordinator knows whether it reads the same one."""
+
+    async def run(store: EmbeddedStore, _gate: asyncio.Event) -> None:
+        rules = replace(small_rules(), clock="this boot's")
+        logbook = await open_logbook(store, "job", lease_s=LEASE_S)
+        leadership = Leadership[FakeLine](rules, logbook, FakeHands(), contact=LOCAL)
+        await leadership.restore(shaped_plan((2, 2), 6), predicted_s=1.0, now_s=NOW_S)
+        records = await (await open_logbook(store, "job", lease_s=LEASE_S)).read()
+        assert records is not None
+        assert records.members.recorded == ClockReading("this boot's", NOW_S)
 
     gated(run)
 

@@ -8,12 +8,15 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from helpers.linked_ranks import (
     TIMEOUT_S,
+    TOKEN,
     begin_all,
     in_threads,
     link_ranks,
@@ -25,7 +28,7 @@ from planaria.core.plan import Link
 from planaria.errors import PeerLostError
 from planaria.transport.lanes import SLICE_S
 from planaria.transport.links import Channel, Links
-from planaria.transport.pacing import Pacing, node_clocks
+from planaria.transport.pacing import Pacer, Pacing, node_clocks
 
 BANDWIDTH = 1e9
 LATENCY_S = 0.02
@@ -200,3 +203,36 @@ def test_a_stop_is_not_made_up_for() -> None:
         send(left, 1, 0, 0.01)
 
         assert arrival_s(right, 0, 0) >= now_s + 0.01 + LATENCY_S - 1e-6
+
+
+@pytest.mark.parametrize("shift_s", [-1e6, 1e6])
+def test_stamps_of_another_clock_are_not_waited_for(
+    shift_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node on another machine, whose clock tells this one nothing: slices count from arrival."""
+    clocks = [node_clocks(1) for _ in range(2)]
+    link = Link(LATENCY_S, BANDWIDTH)
+    here = Links(1, token=TOKEN, pacing=Pacing(clocks[1], 1, link, link, LATE_S))
+    there = Links(0, token=TOKEN, pacing=Pacing(clocks[0], 1, link, link, LATE_S))
+    there._own = replace(there._own, clock="another clock")
+    assert isinstance(there._pacer, Pacer)
+    write = there._pacer._write
+
+    def write_shifted(peer: int, message: Any, *, start_s: float, lasts_s: float) -> None:
+        write(peer, message, start_s=start_s + shift_s, lasts_s=lasts_s)
+
+    monkeypatch.setattr(there._pacer, "_write", write_shifted)
+    begin_all([there, here], 0)
+    there.send(1, tag(0), payload(3), virtual_bytes=SECOND // 50)
+    there.send(1, tag(1), payload(3), virtual_bytes=SECOND // 50)
+
+    start_s = time.monotonic()
+    for index in range(2):
+        assert here.receive(0, tag(index), timeout_s=TIMEOUT_S).view(np.float64)[0] == 3
+    assert time.monotonic() - start_s < TIMEOUT_S / 2
+    here.send(0, tag(0), payload(1))
+    assert there.receive(1, tag(0), timeout_s=TIMEOUT_S).size
+    for links in (here, there):
+        links.close()
+    for descriptor in clocks:
+        os.close(descriptor)

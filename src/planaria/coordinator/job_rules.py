@@ -29,6 +29,7 @@ class Rules:
         first_iteration: iteration at which this run starts.
         source: version of the disk tier that this run starts from; "": it starts from the seed.
         processors: number of processors that all ranks share; 0: each rank has its own.
+        clock: name of the monotonic clock that the coordinator reads.
     """
 
     job: JobConfig
@@ -46,3 +47,4 @@ class Rules:
     policy_of: Callable[[PlanCatalog], Policy] | None = None
     version_iterations: int = 1
     processors: int = 0
+    clock: str = ""

@@ -14,6 +14,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Final, Generic, Protocol, TypeVar
 
+import msgspec
+
 from planaria.coordinator.commands import (
     Command,
     DecisionRecorded,
@@ -51,7 +53,14 @@ from planaria.core.messages import (
     Welcome,
 )
 from planaria.core.plan import Plan
-from planaria.core.records import Committed, Ended, Progress, Recorded, ToLauncher
+from planaria.core.records import (
+    ClockReading,
+    Committed,
+    Ended,
+    Progress,
+    Recorded,
+    ToLauncher,
+)
 from planaria.store.logbook import Logbook
 
 
@@ -142,7 +151,7 @@ class Leadership(Generic[Agent]):
                 now_s=now_s,
             )
         self.state = replace(self.state, saves=replace(self.state.saves, is_listing=True))
-        await self._carry_out(commands)
+        await self._carry_out(commands, now_s)
         self._is_restored = records is not None
 
     async def begin_leases(self) -> None:
@@ -248,9 +257,9 @@ class Leadership(Generic[Agent]):
             self._loss_iteration = max(self._loss_iteration, event.vector_iteration + 1)
             self._report_place("detect")
         self.state, commands = step(self._rules, self.state, event, now_s)
-        await self._carry_out(commands)
+        await self._carry_out(commands, now_s)
 
-    async def _carry_out(self, commands: tuple[Command, ...]) -> None:
+    async def _carry_out(self, commands: tuple[Command, ...], now_s: float) -> None:
         for command in commands:
             match command:
                 case Tell(message, nodes):
@@ -263,6 +272,8 @@ class Leadership(Generic[Agent]):
                     if self.state.phase is Phase.RECORDING:
                         self._loss_iteration = self.state.commits.next_iteration
                         self._report_place("detect")
+                    recorded = ClockReading(self._rules.clock, now_s)
+                    members = msgspec.structs.replace(members, recorded=recorded)
                     await self._logbook.record_members(members)
                     self._effects.notify(Recorded(members=members))
                     self._effects.queue(MembersRecorded(members.epoch))
@@ -276,7 +287,7 @@ class Leadership(Generic[Agent]):
                 case Notify(message):
                     self._effects.notify(message)
                     if isinstance(message, Committed):
-                        self._progress = progress_of(self.state, message)
+                        self._progress = progress_of(self.state, message, clock=self._rules.clock)
                 case Publish() | Discard() | SetAside():
                     self._effects.carry_out(command)
                 case End():
@@ -301,8 +312,12 @@ class Leadership(Generic[Agent]):
             await self._logbook.revoke(node)
 
 
-def progress_of(state: JobState, committed: Committed) -> Progress:
-    """The record of a commit."""
+def progress_of(state: JobState, committed: Committed, *, clock: str = "") -> Progress:
+    """The record of a commit.
+
+    Args:
+        clock: name of the coordinator's clock.
+    """
     return Progress(
         num_committed=committed.iteration + 1,
         ends=committed.ends,
@@ -310,6 +325,7 @@ def progress_of(state: JobState, committed: Committed) -> Progress:
         since=committed.since,
         epoch=state.epoch,
         findings=state.learning.findings,
+        recorded=ClockReading(clock, committed.now_s),
     )
 
 

@@ -1,6 +1,9 @@
 """How a coordinator starts: with a new job, or from the records of the coordinator before it."""
 
 from dataclasses import replace
+from typing import Final
+
+import msgspec
 
 from planaria.coordinator.commands import Notify, RecordDecision, RecordMembers, Tell
 from planaria.coordinator.job_rules import Rules
@@ -26,7 +29,17 @@ from planaria.core.findings import FailureHistory, Findings
 from planaria.core.kinds import LossKind
 from planaria.core.messages import Abort, StartEpoch
 from planaria.core.plan import Plan
-from planaria.core.records import Decision, Members, Origin, Outcome, Progress, Warned
+from planaria.core.records import (
+    ClockReading,
+    Decision,
+    Members,
+    Origin,
+    Outcome,
+    Progress,
+    Warned,
+)
+
+_UNKNOWN_LOSS: Final = "the coordinator before this one knew"
 
 
 def first_step(rules: Rules, plan: Plan, *, term: int, predicted_s: float) -> Step:
@@ -90,9 +103,9 @@ def restored_step(
         plan: plan of the newest decision to start an epoch, or the job's first plan.
         predicted_s: predicted duration of an iteration with the job's first plan.
     """
+    members, progress = _on_own_clock(rules, members, progress, now_s)
     findings = _findings(members, progress)
     shortage = progress.stop_reason if progress else ""
-    loss = Loss(LossKind.LOST, (), "the coordinator before this one knew", now_s)
     rules = (fitted := fitted_rules(rules, findings, len(members.nodes), is_new=True)) or rules
     state = JobState(
         term=term,
@@ -106,7 +119,7 @@ def restored_step(
             history=_history(rules, members, progress, predicted_s=predicted_s, now_s=now_s),
             is_degraded=len(plan.nodes) < (rules.job.resilience.failures_tolerated + 1) * rules.n0,
         ),
-        facts=EpochFacts(loss=loss),
+        facts=EpochFacts(loss=Loss(LossKind.LOST, (), _UNKNOWN_LOSS, now_s)),
         saves=Saves(spoilt=frozenset(members.spoilt), since_epoch=members.epoch),
         stop=Stop(is_requested=bool(shortage), shortage=shortage),
         learning=replace(restored_learning(rules, findings, plan), fitted=fitted),
@@ -138,6 +151,52 @@ def _is_midway(decision: Decision | None) -> bool:
     """Whether the decision is one in the middle of a change: it gives some ranks silent layers."""
     order = decision.order if decision else None
     return isinstance(order, StartEpoch) and bool(order.plan.silent)
+
+
+def _on_own_clock(
+    rules: Rules, members: Members, progress: Progress | None, now_s: float
+) -> tuple[Members, Progress | None]:
+    """The records with all their moments by this coordinator's clock.
+
+    The machine may have been rebooted since, or be another one: monotonic clocks begin anew then,
+    and the clocks of two machines tell nothing about each other. So the newest moment on record is
+    taken for now. The time in which nobody coordinated the job makes nothing older.
+    """
+    recorded = members.recorded
+    if recorded.clock in ("", rules.clock):
+        return members, progress
+    newest_s = recorded.now_s
+    if progress is not None and progress.recorded.clock == recorded.clock:
+        newest_s = max(newest_s, progress.recorded.now_s)
+    shift_s = now_s - newest_s
+    own = ClockReading(rules.clock, now_s)
+    members = msgspec.structs.replace(
+        members,
+        recorded=own,
+        failures={name: (n, last_s + shift_s) for name, (n, last_s) in members.failures.items()},
+        history=_moved_history(members.history, shift_s),
+        findings=_moved_findings(members.findings, shift_s),
+    )
+    if progress is not None:
+        findings = _moved_findings(progress.findings, shift_s)
+        progress = msgspec.structs.replace(progress, recorded=own, findings=findings)
+    return members, progress
+
+
+def _moved_history(history: FailureHistory, shift_s: float) -> FailureHistory:
+    if not history.since_s:  # The job has not trained yet.
+        return history
+    return msgspec.structs.replace(
+        history, since_s=history.since_s + shift_s, last_s=history.last_s + shift_s
+    )
+
+
+def _moved_findings(findings: Findings, shift_s: float) -> Findings:
+    idle = {
+        node: (num_retries, since_s and since_s + shift_s)
+        for node, (num_retries, since_s) in findings.idle.items()
+    }
+    return msgspec.structs.replace(findings, idle=idle)
 
 
 def _history(

@@ -29,6 +29,17 @@ from planaria.core.messages import (
 from planaria.core.plan import Plan
 
 
+class ClockReading(msgspec.Struct, frozen=True):
+    """A moment by a monotonic clock. Readings of clocks with different names cannot be compared.
+
+    Attributes:
+        clock: name of the clock; "": the moment is unknown.
+    """
+
+    clock: str = ""
+    now_s: float = 0.0
+
+
 class Members(msgspec.Struct, frozen=True, kw_only=True):
     """The record of the nodes that belong to an epoch.
 
@@ -40,6 +51,8 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
         failures: number of failures and time of the last one, by machine.
         history: failures of the job so far.
         findings: deviations of the job's seconds and bytes from its profile.
+        recorded: moment of this record, by the clock of all moments in it. A coordinator with
+            another clock, after a reboot or on another machine, moves them onto its own.
     """
 
     epoch: int
@@ -51,6 +64,7 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
     failures: dict[str, tuple[int, float]] = {}
     history: FailureHistory = FailureHistory()
     findings: Findings = Findings()
+    recorded: ClockReading = ClockReading()
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +136,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         since: epoch in which the job last went back; -1: never, as in StartEpoch.
         epoch: epoch that the findings are of.
         findings: deviations of seconds and bytes from the profile.
+        recorded: moment of the newest commit, by the clock of all moments in this record.
     """
 
     num_committed: int
@@ -130,6 +145,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     since: int = -1
     epoch: int = -1
     findings: Findings = Findings()
+    recorded: ClockReading = ClockReading()
 
 
 Record = Members | Outcome | Decision | Progress

@@ -16,7 +16,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final, NamedTuple
 
@@ -25,6 +25,7 @@ import numpy.typing as npt
 import xxhash
 
 from planaria.errors import AuthenticationError
+from planaria.transport.clocks import clock_name
 from planaria.transport.frames import HANDSHAKE_TIMEOUT_S, Role, handshake
 from planaria.transport.sockets import break_when_silent
 
@@ -37,6 +38,7 @@ _READ_BYTES_MAX = 1 << 22  # Per wake-up and connection, so that no peer starves
 _IOV_MAX = 64
 _RANK_BITS = 32
 _PORT_BITS = 16
+_CLOCK_BITS = 15
 
 
 class Channel(IntEnum):
@@ -165,6 +167,7 @@ class OwnEnd:
         memory_for: returns the memory for a message that begins to arrive; None: any will do.
         is_checked: whether messages have checksums.
         num_bytes_max: size of the largest payload that the job sends.
+        clock: name of the monotonic clock that this rank reads.
     """
 
     token: bytes
@@ -172,6 +175,27 @@ class OwnEnd:
     memory_for: MemoryFor
     is_checked: bool = False
     num_bytes_max: int = MESSAGE_BYTES_MAX
+    clock: str = field(default_factory=clock_name)
+
+    @property
+    def number(self) -> int:
+        """What this end says of itself in the handshake, as one number."""
+        rank, port = self.identity
+        traits = self.clock_number << 1 | self.is_checked
+        return (traits << _PORT_BITS | port) << _RANK_BITS | rank
+
+    @property
+    def clock_number(self) -> int:
+        """A hash of the clock's name."""
+        return zlib.crc32(self.clock.encode()) >> 32 - _CLOCK_BITS
+
+
+def _parse_number(number: int) -> tuple[int, int, bool, int]:
+    """The other end's rank, port, `is_checked` and `clock_number`."""
+    rest, rank = divmod(number, 1 << _RANK_BITS)
+    traits, port = divmod(rest, 1 << _PORT_BITS)
+    clock_number, is_checked = divmod(traits, 2)
+    return rank, port, bool(is_checked), clock_number
 
 
 class Connection:
@@ -181,6 +205,7 @@ class Connection:
         target: the rank that this end connects to; -1: this end accepted the connection.
         port: port at which the peer listens; a worker that is forked again has another one.
         peer: the rank at the other end; -1 until the handshake has proved it.
+        has_own_clock: whether the peer reads the same monotonic clock as this rank.
         deadline_s: time at which the handshake is given up, by the monotonic clock.
         is_used: whether an epoch of this rank has relied on the connection.
         is_severed: whether a cut blocks the connection for now (transport/cuts.py).
@@ -196,17 +221,14 @@ class Connection:
         self.target = target
         self.port = port
         self.peer = -1
+        self.has_own_clock = False
         self.deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
         self.is_used = False
         self.is_severed = False
         self.lock = threading.Lock()
         self._unsent: deque[memoryview] = deque()
-        own_rank, own_port = own.identity
-        self._handshake = handshake(
-            own.token,
-            Role.ACCEPT if target < 0 else Role.CONNECT,
-            identity=(own.is_checked << _PORT_BITS | own_port) << _RANK_BITS | own_rank,
-        )
+        role = Role.ACCEPT if target < 0 else Role.CONNECT
+        self._handshake = handshake(own.token, role, identity=own.number)
         self._own = own
         self._reading = threading.Lock()  # Guards what follows.
         self._has_offered_memory = False
@@ -342,8 +364,7 @@ class Connection:
         try:
             answer, num_bytes = self._handshake.send(bytes(self._head))
         except StopIteration as end:
-            flagged_port, rank = divmod(int(end.value), 1 << _RANK_BITS)
-            is_checked, port = divmod(flagged_port, 1 << _PORT_BITS)
+            rank, port, is_checked, clock_number = _parse_number(int(end.value))
             if is_checked != self._own.is_checked:
                 checking = rank if is_checked else self._own.identity[0]
                 raise AuthenticationError(
@@ -354,6 +375,7 @@ class Connection:
                 reason = f"rank {rank} of port {port} answers for rank {self.target}"
                 raise AuthenticationError(reason) from end
             self.peer, self.port = rank, port
+            self.has_own_clock = clock_number == self._own.clock_number
             self._expect_header()
             return
         self._expect(num_bytes)

@@ -11,6 +11,8 @@ takes latency + bytes / bandwidth, and flows that meet share the bandwidth.
 
 On the wire a paced message begins with a stamp: the moment at which its last slice began, and the
 seconds that the slice lasts. The earlier slices went ahead of it, as messages of a stamp alone.
+Where the two ranks read different clocks, the moment says nothing to the receiver, and it counts a
+slice from when it arrives.
 
 Source: none; a link direction is a token bucket that saves no tokens.
 Differs from TCP: a source never learns that a target's direction in is full, so its own direction
@@ -187,6 +189,8 @@ class Pacer:
     def receive(self, connection: Connection, message: IncomingMessage) -> None:
         """Queues a slice that has come over a connection; it begins with a stamp."""
         start_s, lasts_s = _STAMP.unpack_from(message.payload.data)
+        if not connection.has_own_clock:
+            start_s = time.monotonic()
         is_last_slice = message.tag.channel is not Channel.PACE
         content = (
             message._replace(payload=message.payload[_STAMP.size :]) if is_last_slice else None

@@ -19,6 +19,7 @@ from planaria.planner.problem import Problem
 from planaria.policies.ahead import ForeseenAnswers
 from planaria.policies.named import looks_ahead, lookup_policy
 from planaria.policies.policy import Policy, profile_prices
+from planaria.transport.clocks import clock_name
 from planaria.transport.credentials import Credentials
 
 # Duration of a recovery besides moving layers, until the job has measured it; see docs/LOG.md.
@@ -105,6 +106,7 @@ def saving_rules_of(spec: LeaderSpec) -> Rules:
         layout=vector_layout(spec.job, num_layers),
         first_iteration=spec.first_iteration,
         source=spec.source,
+        clock=clock_name(),
     )
 
 
