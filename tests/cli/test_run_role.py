@@ -431,6 +431,7 @@ def test_the_script_of_a_job_of_several_machines_must_use_srun() -> None:
     assert_refused(lambda: role(SBATCH), "", "has 4 machines", "srun --ntasks-per-node=1")
     alone = role({**SBATCH, "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "gnode10"}, here="gnode10")
     assert (alone.is_head, alone.max_nodes) == (True, 1)
+    assert "1 machine (SLURM_NNODES)" in alone.why
 
 
 @pytest.mark.parametrize("tasks", ["8(x4)", "2", "1(x3),2", "2,1(x3)"])

@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from planaria.errors import ConfigError
+from planaria.show.words import count_text
 from planaria.transport.acceptor import parse_address
 from planaria.transport.sockets import Address, address_text, is_loopback
 
@@ -367,7 +368,7 @@ def _why(role: RunRole, *, machines: _Setting, rank: _Setting, place: _Setting, 
     at = f"at {role.join}" + (f" ({place.name})" if place else "")
     if not role.is_head:
         return f"this machine is an agent: {reason}; the head is {at}"
-    num = f"{role.min_nodes} to {role.max_nodes}"
-    if role.min_nodes == role.max_nodes:
-        num = str(role.min_nodes)
-    return f"this machine is the head and an agent: {reason}; {num} machines ({machines.name}) {at}"
+    num_text = count_text(role.max_nodes, "machine")
+    if role.min_nodes < role.max_nodes:
+        num_text = f"{role.min_nodes} to {num_text}"
+    return f"this machine is the head and an agent: {reason}; {num_text} ({machines.name}) {at}"
