@@ -60,6 +60,7 @@ COMMANDS = {
             "--domain",
             "--notice",
             "--no-code",
+            "--stay",
         ),
     },
     "chaos": {"job", "--minutes", "--seed", "--report", "--set"},

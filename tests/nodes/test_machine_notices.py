@@ -36,6 +36,7 @@ def exit_code(credentials: Credentials, *, notice: str, act: Callable[[], object
         domain="",
         notice=notice,
         has_code=False,
+        stays=False,
         cache_directory="",
         server=lambda *_: pytest.fail("there is no job"),
         note=notes.append,

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from helpers.command import Command, wait_for
@@ -81,6 +82,10 @@ class Machines:
         self.head.process.kill()
         wait_for(lambda: not self.head.processes(), what="the head's processes end")
 
+    def fork_servers(self, agent: Command) -> set[int]:
+        """The pids of the fork servers of an agent."""
+        return {child.pid for child in psutil.Process(agent.process.pid).children()}
+
     def worker_pids(self) -> set[int]:
         """The pids of the workers of all agents."""
         return {
@@ -100,10 +105,10 @@ class Machines:
         self.head.wait_output("planaria agent --join ")
         return self.head.output.partition("planaria agent --join ")[2].split()[0]
 
-    def join(self, *others: str) -> Command:
+    def join(self, *others: str, options: tuple[str, ...] = ()) -> Command:
         """Starts another agent, which knows further addresses of heads."""
         addresses = ",".join((self.address, *others))
-        self.agents.append(self._start("agent", "--join", addresses))
+        self.agents.append(self._start("agent", "--join", addresses, *options))
         return self.agents[-1]
 
     def report(self) -> Any:
@@ -280,3 +285,21 @@ def test_a_head_that_comes_back_at_another_address_is_found_there(
 
         assert report["final"]["parameters_sha256"] == local_hash
         assert {worker["pid"] for worker in report["workers"]} == before
+
+
+@pytest.mark.hosts
+@pytest.mark.long
+def test_an_agent_that_stays_serves_job_after_job(tmp_path: Path, local_hash: str) -> None:
+    """Its fork server, which has imported torch, stays too."""
+    with machines(tmp_path, nodes="3") as job:
+        for _ in range(3):
+            job.join("127.0.0.1:1", options=("--stay",))
+        assert job.report()["final"]["parameters_sha256"] == local_hash
+        servers = {agent.process.pid: job.fork_servers(agent) for agent in job.agents}
+        job.start_head("--set", f"checkpoint.directory={tmp_path / 'second'}", address=job.address)
+
+        assert job.report()["final"]["parameters_sha256"] == local_hash
+        assert {agent.process.pid: job.fork_servers(agent) for agent in job.agents} == servers
+        for agent in job.agents:
+            agent.process.terminate()
+        assert [agent.wait() for agent in job.agents] == [0, 0, 0]

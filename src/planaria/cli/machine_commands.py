@@ -34,6 +34,11 @@ Notice = Annotated[
     ),
 ]
 
+Domain = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="Failure domain of this machine, such as its rack or zone."),
+]
+
 
 @exit_codes()
 def agent(
@@ -56,12 +61,7 @@ def agent(
         str,
         typer.Option(metavar="NAME", help="Network interface whose address is that address."),
     ] = "",
-    domain: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", help="Failure domain of this machine, such as its rack or zone."
-        ),
-    ] = "",
+    domain: Domain = "",
     notice: Notice = "",
     no_code: Annotated[
         bool,
@@ -70,6 +70,10 @@ def agent(
             help="Take no modules from the head; the same files must be here, in the current "
             "directory or on PYTHONPATH.",
         ),
+    ] = False,
+    stay: Annotated[
+        bool,
+        typer.Option("--stay", help="Serve job after job, and wait for a head without end."),
     ] = False,
 ) -> None:
     """Offers this machine to the head of a job, and runs a node of it.
@@ -90,6 +94,7 @@ def agent(
         domain=domain,
         notice=notice,
         has_code=no_code,
+        stays=stay,
         cache_directory=cache_directory(),
         server=lambda job, paths: fork_server(job, search_path=paths),
         note=lambda text: console.print(text, markup=False),

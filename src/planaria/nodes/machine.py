@@ -24,8 +24,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from math import inf
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Final
 
 import msgspec
@@ -92,6 +93,8 @@ class MachineSpec:
         notice: source of preemption notices (notices.py); "": that of the job, if it has one.
         has_code: whether the user's modules are here already, in the current directory or on
             Python's path, and those of the head must be the same.
+        stays: whether it waits for the next job when one is over, and for the first one, without
+            end.
         cache_directory: directory in which tokens and profiles are kept between jobs.
         server: returns a fork server for a job whose modules are also looked for in directories.
         note: shows the user a text.
@@ -103,6 +106,7 @@ class MachineSpec:
     domain: str
     notice: str
     has_code: bool
+    stays: bool
     cache_directory: str
     server: ServerOf
     note: Callable[[str], None]
@@ -129,6 +133,8 @@ class _Machine:
         self._ends: list[NodeEnded] = []  # The ends of the nodes of this run.
         self._preparing: set[asyncio.Task[None]] = set()
         self._over: JobOver | None = None
+        # Model and modules of the user that the fork server has imported; None: there is no server.
+        self._imports: tuple[str, str, tuple[tuple[str, str], ...]] | None = None
         self._is_leaving = False
         self._is_watching = False  # Whether a source of notices is polled.
         self._has_been_taken = False
@@ -182,7 +188,12 @@ class _Machine:
                 problem = str(error)
             self._drop_connection()
             if self._over is not None:
-                return await self._end(self._over)
+                code = await self._end(self._over)
+                if not self._spec.stays or self._is_leaving:
+                    return code
+                self._offer = self._over = None
+                lost_s = time.monotonic()
+                continue
             if self._is_leaving and self._node.number < 0:
                 return EXIT_DONE
             patience_s = self._patience_s()
@@ -190,11 +201,15 @@ class _Machine:
                 self._spec.note(f"there was no head for {patience_s:.0f} s: {problem}")
                 return EXIT_AGAIN
             if problem != shown:
-                self._spec.note(f"{problem}; trying again for up to {patience_s:.0f} s")
+                until = "" if patience_s == inf else f" for up to {patience_s:.0f} s"
+                self._spec.note(f"{problem}; trying again{until}")
                 shown = problem
             await asyncio.sleep(_RETRY_S)
 
     def _patience_s(self) -> float:
+        """The seconds for which the head is looked for."""
+        if self._offer is None and self._spec.stays:
+            return inf
         job = JobConfig() if self._offer is None else self._offer.job
         return job.cluster.patience_s
 
@@ -251,15 +266,12 @@ class _Machine:
         """Gets ready for a job; keeps what is there if it is the run that this machine is in."""
         is_same_run = self._offer is not None and self._offer.run == offer.run
         if not is_same_run:
-            await self._node.close()
+            await self._node.end()
             self._ends.clear()
             self._offer = offer
-            reason = unpack_sources(offer.sources, self._modules, has_code=self._spec.has_code)
-            if reason:
+            if reason := await self._open_server(offer):
                 self._tell(MachineUnfit(reason))
                 return
-            paths = () if self._spec.has_code else (str(self._modules),)
-            self._node.open(self._spec.server(offer.job, paths), self._spec.note)
             self._spec.note(
                 f"took the job {offer.job.name!r} of {address_text(self._head)}; others reach this "
                 f"machine at {self._host}"
@@ -272,6 +284,26 @@ class _Machine:
         for ended in self._ends:
             self._tell(ended)
         self._tell(MachineLeaving() if self._is_leaving else MachineReady())
+
+    async def _open_server(self, offer: JobOffered) -> str:
+        """Starts a fork server for a job, unless that of the job before it will do.
+
+        Returns:
+            Why there can be none, and what to do; "": there is one.
+        """
+        digests = tuple((source.path, source.sha256) for source in offer.sources)
+        imports = (offer.job.model.kind, str(offer.job.model.config.get("model_type")), digests)
+        if self._imports == imports and not self._spec.has_code:
+            return ""
+        await self._node.close()
+        self._imports = None
+        directory = Path(mkdtemp(dir=self._modules))
+        if reason := unpack_sources(offer.sources, directory, has_code=self._spec.has_code):
+            return reason
+        paths = () if self._spec.has_code else (str(directory),)
+        self._node.open(self._spec.server(offer.job, paths), self._spec.note)
+        self._imports = imports
+        return ""
 
     async def _prepare(self, request: PrepareRequest) -> None:
         request = msgspec.structs.replace(request, cache_directory=self._spec.cache_directory)
@@ -436,12 +468,16 @@ class _Node:
                 os.close(write_fd)
             return await asyncio.to_thread(file.read)
 
+    async def end(self) -> None:
+        """Kills the node, if there is one, and waits for its end."""
+        self.kill()
+        await wait_until(lambda: self.number < 0, timeout_s=_KILL_TIMEOUT_S)
+
     async def close(self) -> None:
         """Kills the node and the fork server."""
         if self._server is None:
             return
-        self.kill()
-        await wait_until(lambda: self.number < 0, timeout_s=_KILL_TIMEOUT_S)
+        await self.end()
         self._forker.close()
         self._server.close()
         os.close(self._lifeline_fd)
