@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError
-from planaria.job.checks import unknown_in_domains
+from planaria.job.checks import check_inputs, unknown_in_domains
 from planaria.job.config import job_from_dict, keys_page, keys_table, load_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -187,7 +187,7 @@ def test_a_mistake_is_told_with_its_field_and_a_way_out(
 ) -> None:
     """The field is written as the user writes it, and what would do stands beside it."""
     with pytest.raises(ConfigError) as caught:
-        job_from_dict({**SMALLEST, **tables})
+        check_inputs(job_from_dict({**SMALLEST, **tables}))
 
     assert caught.value.field == field
     assert told in caught.value.remedy

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from planaria.core.machine_messages import SOURCES_BYTES_MAX, SourceFile
-from planaria.nodes.machine import unpack_sources
+from planaria.nodes.machine_files import unpack_sources
 
 
 def source(path: str, data: bytes = b"x = 1\n") -> SourceFile:

@@ -76,8 +76,18 @@ class MachineArrived(Message, frozen=True, kw_only=True):
     node: int = -1
 
 
-class MachineReady(Message, frozen=True):
-    """The machine has the job and can start a node."""
+class MachineReady(Message, frozen=True, kw_only=True):
+    """The machine has the job and can start a node; the head compares it with the others.
+
+    A machine that runs a node was compared before, and has nothing here.
+
+    Attributes:
+        digests: digest of each input of the job on this machine, by the key that names it.
+        answer: name that the machine has written beside the head's mark at the place of saves.
+    """
+
+    digests: dict[str, str] = msgspec.field(default_factory=dict)
+    answer: str = ""
 
 
 class MachineUnfit(Message, frozen=True):
@@ -125,11 +135,13 @@ class JobOffered(Message, frozen=True, kw_only=True):
 
     Attributes:
         run: random name of this run of the job.
+        mark: name that the head has written at the place of saves; see nodes/shared_saves.py.
         sources: files of the user's modules.
     """
 
     run: str
     job: JobConfig
+    mark: str
     sources: tuple[SourceFile, ...] = ()
 
 

@@ -1,4 +1,6 @@
-"""Refuses jobs whose values are out of range, do not fit together, or name missing inputs.
+"""Refuses jobs whose values are out of range or do not fit together, and missing inputs.
+
+Inputs are looked for where the job runs, which may be on other machines than this one.
 
 Two kinds of mistakes are not found here. Keys of model.config, of the optimizer and of the learning
 rate's schedule are known only to torch and transformers; the engine checks them before it trains,
@@ -76,7 +78,7 @@ _BYTE_TOKENS = 256
 
 
 def check_job(job: JobConfig) -> None:
-    """Refuses values out of range, keys that do not fit together, and missing inputs.
+    """Refuses values out of range, keys that do not fit together, and a missing profile.
 
     Raises:
         ConfigError: the job has a mistake; the first one found is named.
@@ -246,19 +248,27 @@ def _missing(data: DataConfig) -> str:
 
 
 def _check_paths(job: JobConfig) -> None:
-    """Refuses missing inputs, and an output directory that is a file."""
-    if job.model.path and not Path(job.model.path, "config.json").is_file():
-        raise ConfigError("model.path", job.model.path, "must be a directory with a config.json")
+    """Refuses a missing profile, and an output directory that is a file."""
     if job.model.profile and not profile_path(Path(), job.model.profile).is_file():
         remedy = f"{NOT_FOUND}; planaria profile JOB -o FILE writes one"
         raise ConfigError("model.profile", job.model.profile, remedy)
-    exists = Path.is_dir if job.data.kind == "hf" else Path.is_file
-    if job.data.path and not exists(Path(job.data.path)):
-        raise ConfigError("data.path", job.data.path, _missing(job.data))
-    if job.data.path and job.data.kind == "text" and Path(job.data.path).stat().st_size == 0:
-        raise ConfigError("data.path", job.data.path, "the file is empty")
     directory = job.checkpoint.directory
     if not directory or (Path(directory).exists() and not Path(directory).is_dir()):
         raise ConfigError(
             "checkpoint.directory", directory, "must name a directory, which may be new"
         )
+
+
+def check_inputs(job: JobConfig) -> None:
+    """Refuses a job whose model directory or data is missing on this machine.
+
+    Raises:
+        ConfigError: it names what is missing.
+    """
+    if job.model.path and not Path(job.model.path, "config.json").is_file():
+        raise ConfigError("model.path", job.model.path, "must be a directory with a config.json")
+    exists = Path.is_dir if job.data.kind == "hf" else Path.is_file
+    if job.data.path and not exists(Path(job.data.path)):
+        raise ConfigError("data.path", job.data.path, _missing(job.data))
+    if job.data.path and job.data.kind == "text" and Path(job.data.path).stat().st_size == 0:
+        raise ConfigError("data.path", job.data.path, "the file is empty")

@@ -17,12 +17,14 @@ from pathlib import Path
 from planaria.core.job import JobConfig
 from planaria.core.specs import Prepared, PrepareRequest
 from planaria.errors import ConfigError, InsufficientError, TrainingError
-from planaria.job.planning import given_profile, mistake_error
+from planaria.job.planning import cache_directory, given_profile, mistake_error
 from planaria.job.user_sources import user_sources
 from planaria.nodes.head.journal_place import left_directories
+from planaria.nodes.head.machine_checks import MachineChecks
 from planaria.nodes.head.machines import Machines
 from planaria.nodes.head.open_head import OpenHead
 from planaria.nodes.head.run_record import RunRecord, read_run
+from planaria.nodes.shared_saves import place_mark
 from planaria.transport.acceptor import listen
 from planaria.transport.credentials import Credentials
 from planaria.transport.sockets import address_text
@@ -140,19 +142,22 @@ def open_head(
         note: shows the user a text.
 
     Raises:
-        ConfigError: nobody can listen at the address, or the job's modules cannot be sent.
+        ConfigError: nobody can listen at the address, the job's modules cannot be sent, or nothing
+            can be written to the place of saves.
     """
     with suppress(FileNotFoundError):  # The current directory may have been removed.
         search_path = [*search_path, getcwd()]
     sources = user_sources(config, search_path)
-    listeners, address = listen(listening.address)
-    with Runner() as runner:
+    with place_mark(config.checkpoint.directory) as mark, Runner() as runner:
+        listeners, address = listen(listening.address)
+        checks = MachineChecks(config, mark, cache_directory=cache_directory(), note=note)
         machines = Machines(
             config,
             listening.credentials,
             run=run or secrets.token_hex(8),
             sources=sources,
             num_max=listening.nodes_max,
+            checks=checks,
             note=note,
         )
         note(f"listening at {address_text(address)}; on each machine: {_join_text(address)}")

@@ -45,7 +45,7 @@ from planaria.errors import (
 )
 from planaria.estimator.correction import Comparison
 from planaria.estimator.time import Timeline
-from planaria.job.checks import check_job, unknown_in_domains
+from planaria.job.checks import check_inputs, check_job, unknown_in_domains
 from planaria.job.config import load_job
 from planaria.job.on_machines import Listening, find_left_run, gather, open_head, take_up
 from planaria.job.planning import (
@@ -205,6 +205,7 @@ class Job:
             TrainingError: the user's model or data raised.
             InsufficientError: a process of the job was killed.
         """
+        check_inputs(self.config)
         with self._server(server, None) as running:
             profile = prepare(self.config, running).profile
         assert profile is not None
@@ -300,6 +301,8 @@ class Job:
         start_s = time.monotonic()
         config, display = self.config, display or SilentDisplay()
         tier = tier_of(config.checkpoint.directory)
+        if listening is None:  # Else the machines look for them.
+            check_inputs(config)
         _make_ready(config, injections, display)
         with ExitStack() as held:
             begun = self._begin(held, display, listening, server, output, state, resume)

@@ -18,16 +18,15 @@ import os
 import platform
 import signal
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import psutil
@@ -50,7 +49,6 @@ from planaria.core.machine_messages import (
     NodeEnded,
     NodeRequested,
     PrepareRequested,
-    SourceFile,
     ToMachine,
 )
 from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
@@ -58,6 +56,7 @@ from planaria.errors import AuthenticationError, ConfigError, InsufficientError
 from planaria.nodes.forking import Forker
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.process_events import handle_signals, kill_group, wait_until
+from planaria.nodes.machine_files import MachineFiles, unpack_sources
 from planaria.nodes.notices import parse_notice_source, wait_notice
 from planaria.transport.acceptor import Purpose, connect
 from planaria.transport.credentials import Credentials
@@ -119,7 +118,12 @@ def run_machine(spec: MachineSpec) -> int:
         ConfigError: the head does not take this machine, or has another token file.
         KeyboardInterrupt: a second Ctrl-C ended everything at once.
     """
-    return asyncio.run(_Machine(spec).run())
+    return asyncio.run(serve_machine(spec))
+
+
+async def serve_machine(spec: MachineSpec) -> int:
+    """See run_machine."""
+    return await _Machine(spec).run()
 
 
 class _Machine:
@@ -131,7 +135,10 @@ class _Machine:
         self._offer: JobOffered | None = None
         self._node = _Node(self._on_node_end)
         self._ends: list[NodeEnded] = []  # The ends of the nodes of this run.
-        self._preparing: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._taking: asyncio.Task[None] | None = None
+        self._files = MachineFiles(Path(spec.cache_directory), spec.note)
+        self._refusal = ""  # Why this machine cannot take part.
         self._over: JobOver | None = None
         # Model and modules of the user that the fork server has imported; None: there is no server.
         self._imports: tuple[str, str, tuple[tuple[str, str], ...]] | None = None
@@ -141,7 +148,7 @@ class _Machine:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        self._interrupted = loop.create_future()
+        self._interrupted: asyncio.Future[None] = loop.create_future()
         with (
             handle_signals(loop, self._on_interrupt, on_leave_signal=self._leave),
             TemporaryDirectory(prefix="planaria-modules-", ignore_cleanup_errors=True) as modules,
@@ -154,12 +161,14 @@ class _Machine:
                     (serving, self._interrupted), return_when=asyncio.FIRST_COMPLETED
                 )
                 if self._interrupted.done():
+                    self._interrupted.result()
                     raise KeyboardInterrupt("interrupted again, so the node was killed")
                 return serving.result()
             finally:
                 serving.cancel()
                 await asyncio.gather(serving, return_exceptions=True)
                 await self._node.close()
+                await self._files.close()
 
     # -- the head ---------------------------------------------------------------------------------
 
@@ -194,6 +203,8 @@ class _Machine:
                 self._offer = self._over = None
                 lost_s = time.monotonic()
                 continue
+            if self._refusal:
+                raise ConfigError("", "", self._refusal)
             if self._is_leaving and self._node.number < 0:
                 return EXIT_DONE
             patience_s = self._patience_s()
@@ -214,6 +225,8 @@ class _Machine:
         return job.cluster.patience_s
 
     def _drop_connection(self) -> None:
+        if self._taking is not None:
+            self._taking.cancel()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -234,20 +247,31 @@ class _Machine:
         decoder = FrameDecoder(bytes_max=_FRAME_BYTES_MAX)
         while self._over is None and (data := await reader.read(_READ_BYTES)):
             for body in decoder.feed(data):
-                await self._on_message(message_of(body, _decoder))
+                self._on_message(message_of(body, _decoder))
 
     def _tell(self, message: FromMachine) -> None:
         if self._writer is not None:
             self._writer.write(frame(message))
 
-    async def _on_message(self, message: ToMachine) -> None:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_end)
+        return task
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) and not self._interrupted.done():
+            self._interrupted.set_exception(error)
+
+    def _on_message(self, message: ToMachine) -> None:
         match message:
             case JobOffered():
-                await self._take_job(message)
+                if self._taking is not None:
+                    self._taking.cancel()
+                self._taking = self._start_task(self._take_job(message))
             case PrepareRequested(request):
-                task = asyncio.create_task(self._prepare(request))
-                self._preparing.add(task)
-                task.add_done_callback(self._preparing.discard)
+                self._start_task(self._prepare(request))
             case NodeRequested(spec):
                 self._start_node(spec)
             case NodeDropped(node):
@@ -256,7 +280,7 @@ class _Machine:
             case JobOver():
                 self._over = message
             case MachineRefused(reason=reason, is_final=is_final):
-                if is_final and not self._has_been_taken:
+                if is_final and self._node.number < 0:
                     raise ConfigError("", "", f"the head does not take this machine: {reason}")
                 raise ConnectionError(f"the head does not take this machine now: {reason}")
 
@@ -268,22 +292,36 @@ class _Machine:
         if not is_same_run:
             await self._node.end()
             self._ends.clear()
-            self._offer = offer
             if reason := await self._open_server(offer):
-                self._tell(MachineUnfit(reason))
+                self._refuse(reason)
                 return
+            self._offer = offer
             self._spec.note(
                 f"took the job {offer.job.name!r} of {address_text(self._head)}; others reach this "
                 f"machine at {self._host}"
             )
             self._watch_notices(offer.job.cluster.notice)
         self._has_been_taken = True
+        ready = MachineReady()
+        if self._node.number < 0:  # Else the head has compared it before it got the node.
+            try:
+                ready = await self._files.ready(offer)
+            except ConfigError as error:
+                self._refuse(str(error))
+                return
         if not await self._node.wait_ready():
             self._tell(MachineUnfit(self._node.failure))
             return
         for ended in self._ends:
             self._tell(ended)
-        self._tell(MachineLeaving() if self._is_leaving else MachineReady())
+        self._tell(MachineLeaving() if self._is_leaving else ready)
+
+    def _refuse(self, reason: str) -> None:
+        """Tells the head and the user that this machine cannot take part, and ends."""
+        self._tell(MachineUnfit(reason))
+        self._refusal = reason
+        if self._writer is not None:
+            self._writer.close()
 
     async def _open_server(self, offer: JobOffered) -> str:
         """Starts a fork server for a job, unless that of the job before it will do.
@@ -499,43 +537,6 @@ class _Node:
     def _end(self, status: int) -> None:
         node, self.number, self._pid = self.number, -1, 0
         self._on_end(node, status)
-
-
-def unpack_sources(sources: Sequence[SourceFile], directory: Path, *, has_code: bool) -> str:
-    """Writes the user's modules into a private directory, or compares them with those here.
-
-    Args:
-        has_code: whether they are to be found here, on the path of this process.
-
-    Returns:
-        Why they cannot be used, and what to do; "": they can.
-    """
-    if sum(len(source.data) for source in sources) > SOURCES_BYTES_MAX:
-        return f"the head sent modules of more than {SOURCES_BYTES_MAX >> 20} MiB"
-    for source in sources:
-        path = Path(source.path)
-        if path.is_absolute() or ".." in path.parts or "\0" in source.path:
-            return f"the head sent a module with the path {source.path!r}"
-        if not has_code:
-            target = directory / path
-            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            target.write_bytes(source.data)
-        elif not (here := _local_file(path)):
-            return f"there is no {path} in the current directory or on PYTHONPATH (--no-code)"
-        elif _sha256(here) != source.sha256:
-            return f"{here} differs from the head's {path}: copy it here, or leave out --no-code"
-    return ""
-
-
-def _local_file(path: Path) -> Path | None:
-    candidates = (Path(directory or os.getcwd()) / path for directory in ("", *sys.path))
-    return next((candidate for candidate in candidates if candidate.is_file()), None)
-
-
-def _sha256(path: Path) -> str:
-    import hashlib
-
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def facts_of_this_machine(host: str, domain: str) -> MachineFacts:

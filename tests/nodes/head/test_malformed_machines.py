@@ -4,13 +4,14 @@ import asyncio
 import logging
 import random
 import struct
+from pathlib import Path
 
 import pytest
 
 from helpers.heads import CREDENTIALS, runs
 from helpers.random_json import damaged_body, random_body
 from helpers.tasks import TIMEOUT_S, wait_until
-from planaria.core.job import JobConfig
+from planaria.core.job import CheckpointConfig, JobConfig
 from planaria.core.machine_messages import (
     PROTOCOL,
     FromMachine,
@@ -18,6 +19,7 @@ from planaria.core.machine_messages import (
     MachineFacts,
     MachineReady,
 )
+from planaria.nodes.head.machine_checks import MachineChecks
 from planaria.nodes.head.machines import Machines
 from planaria.transport.acceptor import Acceptor, Purpose, connect, listen
 from planaria.transport.frames import FROM_NODE_BYTES_MAX, frame
@@ -27,14 +29,18 @@ ARRIVED = MachineArrived(protocol=PROTOCOL, facts=MachineFacts(name="m", host="1
 
 @runs
 async def test_machines_that_break_the_protocol_are_cut_off_and_others_are_taken(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """Before they have said who they are, and after; the log counts them."""
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     rng = random.Random(seed)
+    job = JobConfig(checkpoint=CheckpointConfig(directory=str(tmp_path)))
+    (tmp_path / ".planaria-mark-mark").mkdir()
+    (tmp_path / ".planaria-mark-mark" / "answer").write_text("answer")
+    checks = MachineChecks(job, "mark", cache_directory=str(tmp_path), note=lambda _: None)
     machines = Machines(
-        JobConfig(), CREDENTIALS, run="run", sources=(), num_max=9, note=lambda _: None
+        job, CREDENTIALS, run="run", sources=(), num_max=9, checks=checks, note=lambda _: None
     )
     listeners, address = listen("127.0.0.1:0")
     acceptor = Acceptor(listeners, {Purpose.MACHINE: machines.accept})
@@ -53,7 +59,7 @@ async def test_machines_that_break_the_protocol_are_cut_off_and_others_are_taken
                 await reader.readexactly(1 << 20)
             writer.close()
     _, writer = await connect(address, Purpose.MACHINE, CREDENTIALS, timeout_s=TIMEOUT_S)
-    writer.write(frame(ARRIVED) + frame(MachineReady()))
+    writer.write(frame(ARRIVED) + frame(MachineReady(answer="answer")))
     await wait_until(lambda: machines.num_ready == 1)
     await machines.end_all(None)
     writer.close()

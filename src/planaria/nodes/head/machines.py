@@ -15,8 +15,8 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from typing import Final
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from typing import Any, Final
 
 import msgspec
 
@@ -45,6 +45,7 @@ from planaria.core.records import AgentEnded, Ended
 from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
 from planaria.errors import AuthenticationError, InsufficientError
 from planaria.nodes.forkserver import exit_text
+from planaria.nodes.head.machine_checks import MachineChecks
 from planaria.nodes.head.node_handles import EXIT_TIMEOUT_S, KILL_TIMEOUT_S
 from planaria.nodes.head.process_events import wait_until
 from planaria.nodes.head.run_record import NodeLog
@@ -68,6 +69,7 @@ class _MachineHandle:
         name: name that no other machine of the job has.
         writer: stream to it; None: its connection is broken.
         is_ready: whether it can run a node as soon as it is connected.
+        is_leaving: whether it takes no further node.
         node: node that it runs; -1: none.
         ended_s: times at which its nodes have ended, the newest last.
         prepared: its answer about the job; None: it was not asked, or has not answered.
@@ -78,6 +80,7 @@ class _MachineHandle:
         self.facts = facts
         self.writer: asyncio.StreamWriter | None = None
         self.is_ready = False
+        self.is_leaving = False
         self.node = -1
         self.ended_s: deque[float] = deque(maxlen=REJOINS_MAX)
         self.prepared: JobPrepared | None = None
@@ -89,7 +92,7 @@ class _MachineHandle:
     @property
     def is_free(self) -> bool:
         """Whether it can be asked for a node now."""
-        return self.writer is not None and self.is_ready and self.node < 0
+        return self.writer is not None and self.is_ready and not self.is_leaving and self.node < 0
 
     def tell(self, message: ToMachine) -> None:
         """Sends a message, unless the connection is broken."""
@@ -104,6 +107,7 @@ class Machines:
         run: random name of this run of the job; may be changed before the job begins.
         sources: files of the user's modules.
         num_max: number of machines that may run nodes at once.
+        checks: checks that a machine must pass.
         note: shows the user a text.
 
     Attributes:
@@ -120,12 +124,14 @@ class Machines:
         run: str,
         sources: Sequence[SourceFile],
         num_max: int,
+        checks: MachineChecks,
         note: Callable[[str], None],
     ) -> None:
         self.on_free: Callable[[], None] = _do_nothing
         self.on_end: Callable[[AgentEnded], None] = lambda _: None
         self.node_log: NodeLog | None = None
-        self._offer = JobOffered(run=run, job=job, sources=tuple(sources))
+        self._offer = JobOffered(run=run, job=job, mark=checks.mark, sources=tuple(sources))
+        self._checks = checks
         self._handshakes = Handshakes(credentials)
         self._refusals = RefusalLog(logger)
         self._num_max = num_max
@@ -145,7 +151,10 @@ class Machines:
 
     def accept(self, sock: socket.socket) -> None:
         """Serves a machine; for the acceptor."""
-        task = asyncio.create_task(self._serve(sock))
+        self._start_task(self._serve(sock))
+
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._serving.add(task)
         task.add_done_callback(self._serving.discard)
 
@@ -407,17 +416,30 @@ class Machines:
     def _on_message(self, machine: _MachineHandle, message: FromMachine) -> None:
         match message:
             case MachineReady():
-                machine.is_ready = True
+                self._start_task(self._check(machine, message))
             case MachineUnfit(reason):
-                machine.is_ready = False
-                self._unfit_reason = f"{machine.name} cannot take part: {reason}"
-                self._note(self._unfit_reason)
+                self._refuse(machine, reason)
             case MachineLeaving():
-                machine.is_ready = False
+                machine.is_leaving = True
             case JobPrepared():
                 machine.prepared = message
             case NodeEnded():
                 self._on_node_end(message)
+
+    async def _check(self, machine: _MachineHandle, ready: MachineReady) -> None:
+        """Lets a machine take part if it is like the others; one with a node was checked before."""
+        problem = "" if machine.node >= 0 else await self._checks.problem(machine.name, ready)
+        if problem:
+            machine.tell(MachineRefused(reason=problem, is_final=True))
+            self._refuse(machine, problem)
+        else:
+            machine.is_ready = True
+        await self._tell_change()
+
+    def _refuse(self, machine: _MachineHandle, reason: str) -> None:
+        machine.is_ready = False
+        self._unfit_reason = f"{machine.name} cannot take part: {reason}"
+        self._note(self._unfit_reason)
 
 
 def _agent_ended(ended: NodeEnded) -> AgentEnded:

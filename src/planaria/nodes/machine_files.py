@@ -1,0 +1,95 @@
+"""The files that a job needs on a machine: the user's modules, and what the head compares."""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from planaria.core.machine_messages import SOURCES_BYTES_MAX, JobOffered, MachineReady, SourceFile
+from planaria.nodes.daemon_threads import answer_of_thread
+from planaria.nodes.input_files import input_digests
+from planaria.nodes.shared_saves import answer_mark, remove_answer
+
+_REMOVE_TIMEOUT_S: Final = 2.0
+
+
+class MachineFiles:
+    """The files of this machine that the head compares with those of others.
+
+    Args:
+        cache: directory in which digests are kept between jobs.
+        note: shows the user a text.
+    """
+
+    def __init__(self, cache: Path, note: Callable[[str], None]) -> None:
+        self._cache = cache
+        self._note = note
+        self._run = ""
+        self._digests: asyncio.Task[dict[str, str]] | None = None
+        self._remove: Callable[[], None] | None = None
+
+    async def ready(self, offer: JobOffered) -> MachineReady:
+        """What the head is told of them.
+
+        Raises:
+            ConfigError: the job cannot run here.
+        """
+        place = offer.job.checkpoint.directory
+        await self.close()
+        answer = await answer_of_thread(partial(answer_mark, place, offer.mark), name="saves")
+        self._remove = partial(remove_answer, place, offer.mark, answer)
+        if self._run != offer.run or self._digests is None:
+            self._run = offer.run
+            read = partial(input_digests, offer.job, cache_directory=self._cache, note=self._note)
+            self._digests = asyncio.create_task(answer_of_thread(read, name="digests"))
+        # Reading goes on if the head is lost meanwhile.
+        return MachineReady(digests=await asyncio.shield(self._digests), answer=answer)
+
+    async def close(self) -> None:
+        """Removes what the head may not have removed."""
+        if self._remove is None:
+            return
+        remove, self._remove = self._remove, None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_REMOVE_TIMEOUT_S):
+                await answer_of_thread(remove, name="saves")
+
+
+def unpack_sources(sources: Sequence[SourceFile], directory: Path, *, has_code: bool) -> str:
+    """Writes the user's modules into a private directory, or compares them with those here.
+
+    Args:
+        has_code: whether they are to be found here, on the path of this process.
+
+    Returns:
+        Why they cannot be used, and what to do; "": they can.
+    """
+    if sum(len(source.data) for source in sources) > SOURCES_BYTES_MAX:
+        return f"the head sent modules of more than {SOURCES_BYTES_MAX >> 20} MiB"
+    for source in sources:
+        path = Path(source.path)
+        if path.is_absolute() or ".." in path.parts or "\0" in source.path:
+            return f"the head sent a module with the path {source.path!r}"
+        if not has_code:
+            target = directory / path
+            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            target.write_bytes(source.data)
+        elif not (here := _local_file(path)):
+            return f"there is no {path} in the current directory or on PYTHONPATH (--no-code)"
+        elif _sha256(here) != source.sha256:
+            return f"{here} differs from the head's {path}: copy it here, or leave out --no-code"
+    return ""
+
+
+def _local_file(path: Path) -> Path | None:
+    candidates = (Path(directory or os.getcwd()) / path for directory in ("", *sys.path))
+    return next((candidate for candidate in candidates if candidate.is_file()), None)
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,139 @@
+"""Finds out whether a machine saves to the place to which the head of its job saves.
+
+All nodes of a job write their parts of a save to one place, and each may read all of it. A path may
+name another directory on each machine, and a URL another store. So the head writes a mark there
+that each machine must read, and each machine writes an answer that the head must read:
+
+    {place}/.planaria-mark-{mark}/head          the mark of a head
+    {place}/.planaria-mark-{mark}/{answer}      the answer of a machine
+
+Both are removed. All functions here may block for as long as the place does not answer, up to some
+seconds; they are called in threads.
+"""
+
+import logging
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from planaria.checkpoint.disk.storage import Storage, is_url, storage_of
+from planaria.checkpoint.disk.time_limits import TimeLimitedStorage
+from planaria.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+_PREFIX: Final = ".planaria-mark-"
+_HEAD: Final = "head"
+_FIELD: Final = "checkpoint.directory"
+_TIMEOUT_S: Final = 10.0  # Time limit of a request.
+_CACHED_S: Final = 5.0  # A client of NFS may show what was there some seconds ago.
+_RETRY_S: Final = 0.2
+
+
+@contextmanager
+def place_mark(place: str) -> Iterator[str]:
+    """The mark that the head writes to a place, for the length of the context.
+
+    Args:
+        place: directory, or URL of an object store; no other job saves there.
+
+    Raises:
+        ConfigError: nothing can be written there.
+    """
+    if not is_url(place):
+        for left in Path(place).glob(f"{_PREFIX}*"):  # Of a head that was killed.
+            shutil.rmtree(left, ignore_errors=True)
+    mark = secrets.token_hex(8)
+    try:
+        _write(place, f"{_PREFIX}{mark}/{_HEAD}", mark)
+        yield mark
+    finally:
+        _remove_all(place, f"{_PREFIX}{mark}")
+
+
+def answer_mark(place: str, mark: str) -> str:
+    """The answer that this machine writes to the place of a head, once it has read the mark there.
+
+    Raises:
+        ConfigError: the mark is not there, or nothing can be written there.
+    """
+    directory = f"{_PREFIX}{mark}"
+    if not _has(place, f"{directory}/{_HEAD}", mark):
+        raise ConfigError(_FIELD, place, _stranger_text(place, "what the head wrote is not here"))
+    answer = secrets.token_hex(8)
+    _write(place, f"{directory}/{answer}", answer)
+    return answer
+
+
+def check_answer(place: str, mark: str, answer: str) -> None:
+    """Reads and removes the answer of a machine at the place of this head.
+
+    Raises:
+        ConfigError: the answer is not there.
+    """
+    if not _has(place, f"{_PREFIX}{mark}/{answer}", answer):
+        why = "what the machine wrote is not there for the head"
+        raise ConfigError(_FIELD, place, _stranger_text(place, why))
+    remove_answer(place, mark, answer)
+
+
+def remove_answer(place: str, mark: str, answer: str) -> None:
+    """Removes an answer of this machine, if it is still there; a failure is only logged."""
+    directory = f"{_PREFIX}{mark}"
+    try:
+        _storage(place).remove(directory, [f"{directory}/{answer}"])
+    except CheckpointError as error:
+        logger.warning("%s", error)
+
+
+def _remove_all(place: str, directory: str) -> None:
+    try:
+        storage = _storage(place)
+        storage.remove(directory, sorted(storage.entries(directory)))
+    except CheckpointError as error:
+        logger.warning("%s", error)
+
+
+def _storage(place: str) -> Storage:
+    return TimeLimitedStorage(storage_of(place), timeout_s=_TIMEOUT_S)
+
+
+def _write(place: str, name: str, text: str) -> None:
+    try:
+        _storage(place).write(name, text.encode(), may_write=lambda: True)
+    except CheckpointError as error:
+        raise ConfigError(_FIELD, place, str(error)) from error
+
+
+def _has(place: str, name: str, text: str) -> bool:
+    """Whether a place lists and holds a text, perhaps after a while.
+
+    Raises:
+        ConfigError: the place does not answer, or refuses.
+    """
+    storage, end_s = _storage(place), time.monotonic() + _CACHED_S
+    while True:
+        try:
+            # A name that a machine gives is among those that exist, so it leads nowhere else.
+            is_there = name in storage.entries(name.partition("/")[0])
+            if is_there and storage.read(name) == text.encode():
+                return True
+        except CheckpointError as error:
+            if time.monotonic() > end_s:
+                raise ConfigError(_FIELD, place, str(error)) from error
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(_RETRY_S)
+
+
+def _stranger_text(place: str, why: str) -> str:
+    if is_url(place):
+        return f"{why}; give all machines the same endpoint and credentials of that store"
+    return (
+        f"{why}, so machines do not share that directory; mount one file system at that path on "
+        "all machines, or name an object store, such as s3://bucket/prefix"
+    )

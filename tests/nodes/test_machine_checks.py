@@ -1,0 +1,228 @@
+"""A machine that would train on other data, or save elsewhere, is refused before it gets a node.
+
+The head and the machines are those of the commands, on this test's event loop; only their fork
+servers have no processes.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from helpers.fake_fork_server import FakeForkServer
+from helpers.heads import CREDENTIALS, runs
+from planaria.core.job import CheckpointConfig, DataConfig, JobConfig
+from planaria.errors import ConfigError
+from planaria.nodes import machine_files, shared_saves
+from planaria.nodes.forkserver import ForkServer
+from planaria.nodes.head.machine_checks import MachineChecks
+from planaria.nodes.head.machines import Machines
+from planaria.nodes.head.process_events import restore_handlers
+from planaria.nodes.input_files import input_digests
+from planaria.nodes.machine import EXIT_UNFINISHED, MachineSpec, serve_machine
+from planaria.nodes.shared_saves import place_mark
+from planaria.transport.acceptor import Acceptor, Purpose, listen
+from planaria.transport.sockets import Address
+
+TIMEOUT_S = 60.0
+TEXT = "some text"
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    """The test's own handlers of signals are there again after its machines."""
+    with restore_handlers():
+        yield
+
+
+@dataclass
+class Cluster:
+    """A head and its machines.
+
+    Attributes:
+        notes: what the head has shown.
+        told: what the machines have shown.
+        ends: the machines, each with the exit code that it ends with.
+    """
+
+    address: Address
+    machines: Machines
+    directory: Path
+    notes: list[str]
+    told: list[str] = field(default_factory=list)
+    ends: list[asyncio.Task[int]] = field(default_factory=list)
+
+    def join(self) -> asyncio.Task[int]:
+        """Starts another machine."""
+        spec = MachineSpec(
+            heads=(self.address,),
+            credentials=CREDENTIALS,
+            host="",
+            domain="",
+            has_code=False,
+            notice="",
+            stays=False,
+            cache_directory=str(self.directory / f"cache-{len(self.ends)}"),
+            server=lambda _job, _paths: cast(ForkServer, FakeForkServer()),
+            note=self.told.append,
+        )
+        self.ends.append(asyncio.create_task(serve_machine(spec)))
+        return self.ends[-1]
+
+    async def wait_ready(self, num_machines: int) -> None:
+        await self.machines.wait_ready(num_machines, timeout_s=TIMEOUT_S)
+
+
+@asynccontextmanager
+async def cluster(tmp_path: Path, job: JobConfig) -> AsyncIterator[Cluster]:
+    """A head for the length of the context, and whatever joins it."""
+    notes: list[str] = []
+    saves = str(tmp_path / "saves")
+    job = replace(job, checkpoint=CheckpointConfig(directory=saves))
+    with place_mark(saves) as mark:
+        checks = MachineChecks(
+            job, mark, cache_directory=str(tmp_path / "cache"), note=notes.append
+        )
+        machines = Machines(
+            job,
+            CREDENTIALS,
+            run="run",
+            sources=(),
+            num_max=9,
+            checks=checks,
+            note=notes.append,
+        )
+        sockets, address = listen("127.0.0.1:0")
+        acceptor = Acceptor(sockets, {Purpose.MACHINE: machines.accept})
+        acceptor.start()
+        made = Cluster(address, machines, tmp_path, notes)
+        try:
+            yield made
+        finally:
+            await machines.end_all(None)
+            await asyncio.gather(*made.ends, return_exceptions=True)
+            acceptor.close()
+
+
+def text_job(tmp_path: Path) -> JobConfig:
+    (tmp_path / "text.txt").write_text(TEXT)
+    return JobConfig(data=DataConfig(path=str(tmp_path / "text.txt")))
+
+
+@runs
+async def test_machines_with_the_same_files_take_part(tmp_path: Path) -> None:
+    """Also one that comes when the job is under way; nothing of the checks is left."""
+    async with cluster(tmp_path, text_job(tmp_path)) as made:
+        made.join()
+        await made.wait_ready(1)
+        made.join()
+        await made.wait_ready(2)
+
+    assert list((tmp_path / "saves").iterdir()) == []
+
+
+@runs
+async def test_other_data_than_the_heads_is_refused_with_both_digests(tmp_path: Path) -> None:
+    """The user reads at the machine and at the head which file differs, from whose, and what to
+    do."""
+    job = text_job(tmp_path)
+    async with cluster(tmp_path, job) as made:
+        made.join()
+        await made.wait_ready(1)
+        Path(job.data.path).write_text("another text")
+        odd = made.join()
+
+        with pytest.raises(ConfigError) as caught:
+            await odd
+        assert made.machines.num_ready == 1
+
+    reason = caught.value.remedy
+    assert f"data.path = {job.data.path!r}" in reason
+    assert "of the head" in reason
+    assert reason.count(" on ") == 2
+    assert "copy the same files" in reason
+    assert any(" cannot take part: data.path" in note for note in made.notes)
+
+
+@runs
+async def test_the_first_machines_files_count_where_the_head_has_none(tmp_path: Path) -> None:
+    """The head needs no data."""
+    job = text_job(tmp_path)
+    async with cluster(tmp_path, job) as made:
+        path = Path(job.data.path)
+
+        def written_first(*args: JobConfig, **keys: object) -> dict[str, str]:
+            path.write_text(contents.pop())
+            digests = input_digests(*args, **keys)  # type: ignore[arg-type]
+            path.unlink()
+            return digests
+
+        contents = ["another text", TEXT]
+        path.unlink()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(machine_files, "input_digests", written_first)
+            made.join()
+            await made.wait_ready(1)
+            with pytest.raises(ConfigError, match="differ from those of"):
+                await made.join()
+
+
+@runs
+async def test_missing_data_is_refused_by_the_machine(tmp_path: Path) -> None:
+    job = text_job(tmp_path)
+    async with cluster(tmp_path, job) as made:
+        Path(job.data.path).unlink()
+
+        with pytest.raises(ConfigError, match="this machine has no such files"):
+            await made.join()
+        assert any("has no such files" in note for note in made.notes)
+
+
+@runs
+async def test_a_machine_that_saves_elsewhere_is_refused(tmp_path: Path) -> None:
+    """By itself if it does not see the head's mark, by the head if that does not see the answer."""
+    answer_mark = shared_saves.answer_mark
+    async with cluster(tmp_path, text_job(tmp_path)) as made:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shared_saves, "_CACHED_S", 0.0)
+            patch.setattr(
+                machine_files,
+                "answer_mark",
+                lambda _, mark: answer_mark(str(tmp_path / "elsewhere"), mark),
+            )
+            with pytest.raises(ConfigError, match="what the head wrote is not here"):
+                await made.join()
+            patch.setattr(machine_files, "answer_mark", lambda _place, _mark: "nowhere")
+            with pytest.raises(ConfigError, match="not there for the head"):
+                await made.join()
+        made.join()
+        await made.wait_ready(1)
+
+
+@runs
+async def test_reading_goes_on_while_the_head_says_that_the_job_is_over(
+    tmp_path: Path,
+) -> None:
+    """A machine that reads for hours hears its head all the while."""
+    job = text_job(tmp_path)
+    async with cluster(tmp_path, job) as made:
+        is_over = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def hangs(*_: object, **__: object) -> dict[str, str]:
+            asyncio.run_coroutine_threadsafe(is_over.wait(), loop).result()
+            return {}
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(machine_files, "input_digests", hangs)
+            end = made.join()
+            while not made.told:
+                await asyncio.sleep(0.01)
+            await made.machines.end_all(None)
+
+            assert await end == EXIT_UNFINISHED
+        is_over.set()
