@@ -41,7 +41,11 @@ _INIT: Final = Path(__file__).with_name("host_init.py")
 _PREFIX: Final = "planaria-hosts-"
 _PACKET_BYTES_MAX: Final = 1 << 16
 # A job must not learn from the environment of the tests what another job or a scheduler put there.
-_LEFT_OUT: Final = ("PET_", "PLANARIA_", "PYTEST_", "SLURM_", "TORCHELASTIC_", "XDG_")
+# And each host imports torch, which takes twice as long where Python may not keep bytecode.
+_LEFT_OUT: Final = (
+    *("PET_", "PLANARIA_", "PYTEST_", "SLURM_", "TORCHELASTIC_", "XDG_"),
+    "PYTHONDONTWRITEBYTECODE",
+)
 
 # A process that waits in the kernel stops when it leaves it. It may do so for ever: a parent that
 # has called vfork waits for its child, which may have been stopped first.

@@ -519,6 +519,7 @@ def _launch_spec(
         directory=begun.journal,
         token=token,
         credentials=None if listening is None else listening.credentials,
+        patience_s=node.patience_s,
     )
     return LaunchSpec(node, leader, tuple(injections))
 

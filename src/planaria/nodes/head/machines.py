@@ -141,6 +141,7 @@ class Machines:
         self._live_nodes: dict[int, None] = {}
         self._ends: dict[int, NodeEnded] = {}
         self._dropped: set[int] = set()
+        self._gone: set[int] = set()  # Nodes that are out of the job, though they may live.
         self._serving: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self._unfit_reason = ""
@@ -245,7 +246,8 @@ class Machines:
     def has_room(self) -> bool:
         """Whether another node may be started, on a machine that is free."""
         has_machine = any(self._may_run(machine) for machine in self._machines.values())
-        return not self._is_stopped and has_machine and len(self._live_nodes) < self._num_max
+        num_nodes = len(self._live_nodes.keys() - self._gone)
+        return not self._is_stopped and has_machine and num_nodes < self._num_max
 
     def start(self, spec: NodeSpec, *, is_granted: bool) -> None:
         """See NodeHandles. If no machine is free, the node counts as ended at once."""
@@ -269,6 +271,12 @@ class Machines:
         if node in self._nodes:
             self._dropped.add(node)
             self._nodes[node].tell(NodeDropped(node))
+
+    def on_gone(self, nodes: Collection[int]) -> None:
+        """See NodeHandles. Other machines may take their places, and nobody waits for them."""
+        self._gone |= {*nodes}
+        if self.has_room:
+            self.on_free()
 
     def ends(self) -> tuple[AgentEnded, ...]:
         """See NodeHandles."""
@@ -296,7 +304,9 @@ class Machines:
             machine.tell(JobOver(is_done=is_done, text=text))
         await wait_until(lambda: not self._reachable_nodes(), timeout_s=EXIT_TIMEOUT_S)
         for machine in self._machines.values():
-            if machine.writer is not None:
+            if machine.writer is not None and machine.node in self._gone:
+                machine.writer.transport.abort()  # Nobody there may answer any more.
+            elif machine.writer is not None:
                 machine.writer.close()
         if self._serving:
             await asyncio.wait(self._serving, timeout=KILL_TIMEOUT_S)
@@ -308,7 +318,8 @@ class Machines:
         return {e.status for node, e in self._ends.items() if node not in self._dropped}
 
     def _reachable_nodes(self) -> list[int]:
-        return [node for node in self._live_nodes if self._nodes[node].writer is not None]
+        nodes = self._live_nodes.keys() - self._gone
+        return [node for node in nodes if self._nodes[node].writer is not None]
 
     def _may_run(self, machine: _MachineHandle) -> bool:
         """Whether a machine is free, and has not lost too many nodes within an hour."""

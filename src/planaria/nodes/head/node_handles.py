@@ -44,6 +44,9 @@ class NodeHandles(Protocol):
     def drop(self, node: int) -> None:
         """Ends all processes of a lost node, which may still run, or may not have started yet."""
 
+    def on_gone(self, nodes: Collection[int]) -> None:
+        """Takes note of all nodes that are out of the job for good, whether they live or not."""
+
     def ends(self) -> tuple[AgentEnded, ...]:
         """The messages that agents have ended, of all that have."""
 
@@ -114,6 +117,9 @@ class LocalNodes:
         """See NodeHandles."""
         self.forker.drop(node)
         self.processes.kill_node(node)
+
+    def on_gone(self, nodes: Collection[int]) -> None:
+        """Does nothing: a node is gone when its process is, and that is seen here."""
 
     def ends(self) -> tuple[AgentEnded, ...]:
         """See NodeHandles."""
