@@ -67,10 +67,10 @@ COMMANDS = {
     "checkpoint export": {"directory", "--output", "-o", "--version"},
     "checkpoint ls": {"directory", "--json"},
     "checkpoint prune": {"directory", "--keep"},
-    "checkpoint save": {"directory", "--name"},
+    "checkpoint save": {"directory", "--name", "--head", "--token-file"},
     "checkpoint verify": {"directory", "--version", "--json"},
-    "drain": {"node", "--job", "--timeout"},
-    "events": {"report", "--job", "--json"},
+    "drain": {"node", "--head", "--token-file", "--job", "--timeout"},
+    "events": {"report", "--head", "--token-file", "--job", "--json"},
     "placement": {
         "--nodes",
         "--copies",
@@ -105,6 +105,7 @@ COMMANDS = {
         "--copies",
         "--plot",
     },
+    "status": {"head", "--token-file", "--job", "--json"},
     "token": {"file", "--check"},
 }
 

@@ -20,8 +20,10 @@ from planaria.checkpoint.disk.tiers import (
     Tier,
     tier_of,
 )
+from planaria.cli.asking import HeadTokenFile, ask_job
 from planaria.cli.command_line import exit_codes
 from planaria.errors import CheckpointError, ConfigError
+from planaria.nodes.head.requests import KeepSave
 from planaria.show.words import bytes_text, count_text
 
 Place = Annotated[
@@ -35,6 +37,7 @@ WhichVersion = Annotated[
     str,
     typer.Option("--version", metavar="VERSION", help="Look at this version only, such as 100-3."),
 ]
+_KEEP_TIMEOUT_S: Final = 3600.0  # A large version is read and written.
 _HERE: Final = "checkpoints"
 
 checkpoint = typer.Typer(
@@ -138,14 +141,37 @@ def prune(
 def save(
     name: Annotated[str, typer.Option(help="Name under which the newest version is kept.")],
     directory: Place = _HERE,
+    head: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT", help="Have the head there keep it, from the saves of its job."
+        ),
+    ] = "",
+    token_file: HeadTokenFile = "",
 ) -> None:
     """Keeps the newest complete version under a name; planaria never removes it.
 
     The version gets its own directory, DIRECTORY/NAME. A job goes on from it with
     --set checkpoint.directory=DIRECTORY/NAME --resume.
     """
-    _versions(directory)
-    Console(soft_wrap=True, highlight=False).print(save_as(directory, name), markup=False)
+    if head and directory != _HERE:
+        raise ConfigError("DIRECTORY", directory, "leave it out with --head, which knows its own")
+    if head or token_file:
+        where = _keep_at(head, name, token_file=token_file)
+    else:
+        _versions(directory)
+        where = save_as(directory, name)
+    Console(soft_wrap=True, highlight=False).print(where, markup=False)
+
+
+def _keep_at(head: str, name: str, *, token_file: str) -> str:
+    """Has a head keep the newest version of its job; returns the place."""
+    answer = ask_job(
+        KeepSave(name), head=head, token_file=token_file, job="", timeout_s=_KEEP_TIMEOUT_S
+    )
+    if not answer.is_done:
+        raise ConfigError("", "", answer.text)
+    return answer.text
 
 
 @checkpoint.command()

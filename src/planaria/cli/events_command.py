@@ -3,20 +3,18 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 import msgspec
 import typer
 from rich.console import Console
 
+from planaria.cli.asking import Head, HeadTokenFile, JobName, ask_job
 from planaria.cli.command_line import exit_codes
 from planaria.errors import ConfigError
-from planaria.nodes.head.request_socket import ask
 from planaria.nodes.head.requests import TellEvents
 from planaria.observe.metrics import EventRecord
 from planaria.show.story import event_lines
-
-_TIMEOUT_S: Final = 10.0
 
 
 @exit_codes()
@@ -29,15 +27,22 @@ def events(
             "runs on this machine.",
         ),
     ] = None,
-    job: Annotated[
-        str, typer.Option(metavar="NAME", help="Name of the job, if several jobs run here.")
-    ] = "",
+    head: Head = "",
+    token_file: HeadTokenFile = "",
+    job: JobName = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Explains each event of a job: the possible answers with their prices, which answer was
     chosen and why, and how long it took compared with the prediction."""
     if report is None:
-        events_by_path = {Path(): _running(job)}
+        answer = ask_job(TellEvents(), head=head, token_file=token_file, job=job)
+        if not answer.is_done:
+            raise ConfigError("--head" if head else "", head, answer.text)
+        running = msgspec.json.decode(answer.text, type=tuple[EventRecord, ...])
+        events_by_path = {Path(): running}
+    elif head or token_file:
+        field, value = ("--head", head) if head else ("--token-file", token_file)
+        raise ConfigError(field, value, "leave it out where a report is named")
     else:
         events_by_path = {path: _events(path) for path in _reports(report)}
     if as_json:
@@ -60,14 +65,6 @@ def events(
             console.print(first, style="bold", markup=False)
             for line in details:
                 console.print(f"  {line}", markup=False)
-
-
-def _running(job: str) -> tuple[EventRecord, ...]:
-    """The events so far of a job that runs on this machine."""
-    answer = ask(TellEvents(), job=job, timeout_s=_TIMEOUT_S)
-    if not answer.is_done:
-        raise ConfigError("--job" if job else "", job, answer.text)
-    return msgspec.json.decode(answer.text, type=tuple[EventRecord, ...])
 
 
 def _reports(path: Path) -> list[Path]:

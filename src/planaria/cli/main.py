@@ -1,5 +1,6 @@
-"""The command line: `planaria train | run | agent | token | drain | events | chaos`, `planaria
-profile | plan | placement`, and `planaria checkpoint ls | verify | prune | save | export`.
+"""The command line: `planaria train | run | agent | token | status | drain | events | chaos`,
+`planaria profile | plan | placement`, and `planaria checkpoint ls | verify | prune | save |
+export`.
 
 Exit codes:
 
@@ -38,6 +39,7 @@ from planaria.cli.command_line import (
     write,
 )
 from planaria.cli.events_command import events
+from planaria.cli.job_commands import drain, status
 from planaria.cli.machine_commands import agent
 from planaria.cli.placement_command import placement
 from planaria.cli.plan_command import plan
@@ -45,10 +47,7 @@ from planaria.cli.run_command import run
 from planaria.cli.token_command import token
 from planaria.cli.train_command import train
 from planaria.core.profile_json import encode_profile
-from planaria.errors import ConfigError
 from planaria.job.scripts import named_job
-from planaria.nodes.head.request_socket import ask
-from planaria.nodes.head.requests import Drain
 from planaria.nodes.output import Outlet
 from planaria.show.words import count_text
 
@@ -65,9 +64,11 @@ app.command()(agent)
 app.command()(run)
 app.command()(train)
 app.command()(chaos)
+app.command()(drain)
 app.command()(events)
 app.command()(placement)
 app.command()(plan)
+app.command()(status)
 app.command()(token)
 app.add_typer(checkpoint, name="checkpoint")
 
@@ -148,25 +149,3 @@ def profile(
     measured = named_job(job, list(settings or ())).profile()
     write(output, encode_profile(measured))
     Console().print(f"wrote the profile of {count_text(len(measured.layers), 'layer')} to {output}")
-
-
-@app.command()
-@exit_codes()
-def drain(
-    node: Annotated[int, typer.Argument(help="Number of the node that is to leave.")],
-    job: Annotated[
-        str, typer.Option(metavar="NAME", help="Name of the job, if several jobs run here.")
-    ] = "",
-    timeout_s: Annotated[
-        float,
-        typer.Option("--timeout", help="Wait at most this many seconds for the node to leave."),
-    ] = 600.0,
-) -> None:
-    """Removes a node from a running job; returns when the node has left.
-
-    No iteration is done again. If a standby node waits, it takes the place of the node.
-    """
-    answer = ask(Drain(node), job=job, timeout_s=timeout_s)
-    if not answer.is_done:
-        raise ConfigError("NODE", node, answer.text)
-    Console().print(answer.text)

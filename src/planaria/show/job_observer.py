@@ -5,8 +5,6 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import Final, Protocol
 
-import msgspec
-
 from planaria.core.inject import Injection
 from planaria.core.plan import Plan
 from planaria.core.records import (
@@ -145,9 +143,9 @@ class JobObserver:
             "the job stops at the next commit; a second Ctrl-C stops it at once, without a save"
         )
 
-    def events_json(self) -> str:
+    def events(self) -> tuple[EventRecord, ...]:
         """See `Observer`."""
-        return msgspec.json.encode(self._recorder.events()).decode()
+        return self._recorder.events()
 
     def record_failure(self, reason: str, ended: Ended) -> None:
         """Records that training ended too early, and why."""

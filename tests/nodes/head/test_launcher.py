@@ -29,6 +29,7 @@ from planaria.nodes.head import job_processes, leader_runner
 from planaria.nodes.head.launcher import Launcher, LaunchSpec
 from planaria.nodes.head.leader_runner import SHORT_TRIES_MAX
 from planaria.nodes.head.process_events import LEAVE_SIGNALS, restore_handlers
+from planaria.observe.metrics import EventRecord
 
 AGAIN = OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
@@ -67,8 +68,8 @@ class Observer:
     def on_stop_request(self) -> None:
         self._told("stopping")
 
-    def events_json(self) -> str:
-        return "[]"
+    def events(self) -> tuple[EventRecord, ...]:
+        return ()
 
 
 def fail() -> None:

@@ -137,7 +137,7 @@ def test_a_job_without_a_directory_goes_on_and_says_what_would_help(
 
     told = job_answer()
 
-    assert "planaria drain and planaria events cannot reach this job, which trains on" in told
+    assert "planaria status, drain and events cannot reach this job, which trains on" in told
     assert f"{runtime}/planaria: No such file or directory" in told
     assert "Not a directory" in told
     assert "set XDG_RUNTIME_DIR to" in told

@@ -54,6 +54,7 @@ from planaria.nodes.head.process_events import (
 from planaria.nodes.head.request_socket import serve_requests
 from planaria.nodes.head.requests import Drains, reply_function
 from planaria.nodes.injector import Injector, Targets, coordinator_places, node_places
+from planaria.observe.status import JobStatus, Standing, job_status
 from planaria.transport.frames import PROBES, derive
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,6 @@ class Launcher:
         # Machines that outlive their head have the token already.
         token = spec.node.token or secrets.token_bytes(32)
         self._node_spec = msgspec.structs.replace(spec.node, token=token)
-        self._leader_spec = msgspec.structs.replace(spec.leader, token=token)
         self._injections = spec.injections
         self._observer = observer
         self._error: Exception | None = None  # Raised in this process; makes the job end.
@@ -136,6 +136,7 @@ class Launcher:
             spec.node.job.cluster.grant_s, give_back=self._nodes.drop, start_node=self._on_grant
         )
         self._plan = spec.leader.plan
+        self._standing = Standing(plan=spec.leader.plan, num_committed=spec.leader.first_iteration)
         self._is_training = False
         self._stop_requested = False
         self._is_interrupted = False
@@ -205,7 +206,12 @@ class Launcher:
         with handle_signals(loop, self._on_interrupt, on_leave_signal=self._on_leave_signal):
             try:
                 await self._begin()
-                answer = reply_function(self._drains, self._observer.events_json)
+                answer = reply_function(
+                    self._drains,
+                    events=self._observer.events,
+                    status=self._status,
+                    directory=self._node_spec.job.checkpoint.directory,
+                )
                 if self._head is not None:
                     self._head.requests.answer = answer
                 async with serve_requests(self._node_spec.job.name, answer, note=self._warn):
@@ -333,6 +339,7 @@ class Launcher:
 
     def _on_message(self, message: ToLauncher) -> None:
         """Handles a message of the coordinator."""
+        self._standing = self._standing.after(message)
         match message:
             case Running() if not self._is_training:
                 self._is_training = True
@@ -351,6 +358,21 @@ class Launcher:
             self._call_observer(call)
 
     # -- the user, and faults ---------------------------------------------------------------------
+
+    def _status(self) -> JobStatus:
+        """What the job does at the moment."""
+        live, plan = self._nodes.live_nodes, self._standing.plan
+        known = {*live, *(plan.nodes if plan is not None else ())}
+        events = self._observer.events()
+        return job_status(
+            self._node_spec.job,
+            self._standing,
+            hosts={node: self._nodes.host(node) for node in known},
+            live=live,
+            unreachable=[node for node in live if not self._nodes.is_reachable(node)],
+            leaving=self._drains.nodes,
+            last_event=events[-1] if events else None,
+        )
 
     def _on_fire(self, injection: Injection) -> None:
         first = self._nodes.next_node

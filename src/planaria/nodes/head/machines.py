@@ -165,6 +165,11 @@ class Machines:
         return self._offer.run
 
     @property
+    def job(self) -> JobConfig:
+        """The job as it is offered to machines."""
+        return self._offer.job
+
+    @property
     def num_ready(self) -> int:
         """The number of machines that can run a node now."""
         return sum(machine.is_free for machine in self._machines.values())
@@ -241,6 +246,14 @@ class Machines:
         """See NodeHandles."""
         logged = self.node_log.next_node if self.node_log is not None else 0
         return max(max(self._nodes, default=-1) + 1, logged)
+
+    def host(self, node: int) -> str:
+        """See NodeHandles."""
+        return self._nodes[node].facts.host if node in self._nodes else ""
+
+    def is_reachable(self, node: int) -> bool:
+        """See NodeHandles."""
+        return node in self._nodes and self._nodes[node].writer is not None
 
     @property
     def has_room(self) -> bool:

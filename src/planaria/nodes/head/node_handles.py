@@ -33,6 +33,12 @@ class NodeHandles(Protocol):
     @property
     def next_node(self) -> int: ...
 
+    def host(self, node: int) -> str:
+        """The address at which others reach a node; "": the node is not known."""
+
+    def is_reachable(self, node: int) -> bool:
+        """Whether the head can tell a node's machine something now."""
+
     def start(self, spec: NodeSpec, *, is_granted: bool) -> None:
         """Starts a node as soon as possible.
 
@@ -100,6 +106,15 @@ class LocalNodes:
     def next_node(self) -> int:
         """See NodeHandles."""
         return self.processes.next_node
+
+    def host(self, node: int) -> str:
+        """See NodeHandles."""
+        del node
+        return "127.0.0.1"
+
+    def is_reachable(self, node: int) -> bool:
+        """See NodeHandles."""
+        return node in self.live_nodes
 
     def open(self) -> None:
         """Makes the lifeline; `end_all` closes it."""

@@ -4,6 +4,7 @@ from typing import Protocol
 
 from planaria.core.inject import Injection
 from planaria.core.records import ToLauncher
+from planaria.observe.metrics import EventRecord
 
 
 class Observer(Protocol):
@@ -29,5 +30,5 @@ class Observer(Protocol):
     def on_stop_request(self) -> None:
         """Notes that the user asked to stop."""
 
-    def events_json(self) -> str:
-        """The events so far as JSON, in the form of the report."""
+    def events(self) -> tuple[EventRecord, ...]:
+        """The events of the report so far."""

@@ -15,7 +15,8 @@ from typing import Final
 from planaria.core.records import AgentEnded, Ended
 from planaria.nodes.head.machines import Machines
 from planaria.nodes.head.network_requests import NetworkRequests
-from planaria.nodes.head.requests import Request, RequestReply
+from planaria.nodes.head.requests import Request, RequestReply, TellStatus, json_reply
+from planaria.observe.status import Standing, job_status
 from planaria.transport.acceptor import Acceptor, Purpose
 from planaria.transport.credentials import Credentials
 from planaria.transport.sockets import Address
@@ -98,7 +99,7 @@ class OpenHead:
 
     Attributes:
         is_taken_up: whether nodes of the run live on, so that the launcher starts none at first.
-        requests: the requests of users, which are refused until the job begins.
+        requests: the requests of users; until the job begins only its status is told.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class OpenHead:
         self.is_taken_up = False
         self.machines = machines
         self.leader_sockets = PassedSockets(address)
-        self.requests = NetworkRequests(credentials, _refuse)
+        self.requests = NetworkRequests(credentials, self._answer_early)
         handlers = {
             Purpose.MACHINE: machines.accept,
             Purpose.NODE: self.leader_sockets.pass_on,
@@ -156,7 +157,9 @@ class OpenHead:
         self._acceptor.close()
         await self.requests.close()
 
-
-async def _refuse(_: Request) -> RequestReply:
-    """The answer to all requests before the job begins."""
-    return RequestReply(is_done=False, text="the job has not begun yet: it waits for machines")
+    async def _answer_early(self, request: Request) -> RequestReply:
+        """The answer to a request before the job begins."""
+        if isinstance(request, TellStatus):
+            return json_reply(job_status(self.machines.job, Standing(), hosts={}))
+        text = "the job has not begun yet: it waits for machines, or is being planned"
+        return RequestReply(is_done=False, text=text)

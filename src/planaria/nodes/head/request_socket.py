@@ -50,7 +50,7 @@ async def serve_requests(
             stack.callback(server.close)
         except OSError as error:
             note(
-                f"planaria drain and planaria events cannot reach this job, which trains on: "
+                f"planaria status, drain and events cannot reach this job, which trains on: "
                 f"{error}; set XDG_RUNTIME_DIR to a directory of yours that nobody else can enter"
             )
         yield

@@ -7,12 +7,18 @@ refused. They come over a Unix socket (request_socket.py) or the port of a head
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 from typing import Final
 
 import msgspec
 
+from planaria.checkpoint.disk.outgoing import save_as
 from planaria.core.messages import DrainRequested
+from planaria.errors import CheckpointError, ConfigError
+from planaria.observe.metrics import EventRecord
+from planaria.observe.status import JobStatus
 
 REQUEST_BYTES_MAX: Final = 1 << 16
 _REQUEST_TIMEOUT_S: Final = 10.0  # Time for the next request of a connection to come.
@@ -28,7 +34,17 @@ class TellEvents(msgspec.Struct, frozen=True, tag=True):
     """Request for the events of the job so far."""
 
 
-Request = Drain | TellEvents
+class TellStatus(msgspec.Struct, frozen=True, tag=True):
+    """Request for what the job does at the moment."""
+
+
+class KeepSave(msgspec.Struct, frozen=True, tag=True):
+    """Request to keep the newest save under a name."""
+
+    name: str
+
+
+Request = Drain | TellEvents | TellStatus | KeepSave
 _decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 
 
@@ -52,19 +68,24 @@ class Drains:
 
     Args:
         send: sends a request to the coordinator.
-        nodes: the live nodes; changes during the job.
+        live_nodes: the live nodes; changes during the job.
     """
 
-    def __init__(self, send: Callable[[DrainRequested], None], nodes: Collection[int]) -> None:
+    def __init__(self, send: Callable[[DrainRequested], None], live_nodes: Collection[int]) -> None:
         self._send = send
-        self._nodes = nodes
+        self._live_nodes = live_nodes
         self._replies: dict[int, asyncio.Future[RequestReply]] = {}
+
+    @property
+    def nodes(self) -> Collection[int]:
+        """The nodes that are to leave and have not left yet."""
+        return self._replies.keys()
 
     async def answer(self, request: Drain) -> RequestReply:
         """The answer to a request, once its outcome is known."""
         node = request.node
-        if node not in self._nodes:
-            numbers = ", ".join(str(live_node) for live_node in sorted(self._nodes))
+        if node not in self._live_nodes:
+            numbers = ", ".join(str(live_node) for live_node in sorted(self._live_nodes))
             return RequestReply(is_done=False, text=f"there is no node {node}; there are {numbers}")
         if node not in self._replies:
             self._replies[node] = asyncio.get_running_loop().create_future()
@@ -95,17 +116,72 @@ class Drains:
             waiting.set_result(reply)
 
 
-def reply_function(drains: Drains, events_json: Callable[[], str]) -> Answer:
-    """The function that answers any request."""
+def reply_function(
+    drains: Drains,
+    *,
+    events: Callable[[], tuple[EventRecord, ...]],
+    status: Callable[[], JobStatus],
+    directory: str,
+) -> Answer:
+    """The function that answers any request.
+
+    Args:
+        events: returns the events of the job so far.
+        status: returns what the job does at the moment.
+        directory: place of the job's saves.
+    """
 
     async def answer(request: Request) -> RequestReply:
         match request:
             case Drain():
                 return await drains.answer(request)
             case TellEvents():
-                return RequestReply(is_done=True, text=events_json())
+                return json_reply(events())
+            case TellStatus():
+                return json_reply(status())
+            case KeepSave(name):
+                return await _keep_save(directory, name)
 
     return answer
+
+
+def json_reply(value: object) -> RequestReply:
+    """The reply whose text is a value in JSON."""
+    return RequestReply(is_done=True, text=msgspec.json.encode(value).decode())
+
+
+async def _keep_save(directory: str, name: str) -> RequestReply:
+    try:
+        where = await _in_own_thread(partial(save_as, directory, name))
+    except (CheckpointError, ConfigError) as error:
+        return RequestReply(is_done=False, text=str(error))
+    return RequestReply(is_done=True, text=where)
+
+
+async def _in_own_thread(call: Callable[[], str]) -> str:
+    """What a function returns or raises; its thread is left behind if a disk never answers."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[str] = loop.create_future()
+
+    def settle(result: str, error: Exception | None) -> None:
+        if future.done():  # Nobody waits any more.
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result, problem = "", None
+        try:
+            result = call()
+        except Exception as error:
+            problem = error
+        with contextlib.suppress(RuntimeError):  # The job has ended, and the loop with it.
+            loop.call_soon_threadsafe(settle, result, problem)
+
+    threading.Thread(target=run, name="request", daemon=True).start()
+    return await future
 
 
 async def answer_requests(
