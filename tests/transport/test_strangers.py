@@ -177,11 +177,11 @@ async def _forward(
 @runs
 async def test_where_few_files_may_be_open_few_connections_are_kept() -> None:
     """The process needs the others."""
-    with open_files(40):
+    with open_files(400):
         acceptor, handshakes = Acceptor([], {}), Handshakes(CREDENTIALS)
 
     for connections in (acceptor._half_open, handshakes._limits):
-        assert connections._num_max == 10
+        assert connections._num_max == 100
 
 
 @runs
