@@ -14,9 +14,10 @@ from planaria.coordinator.learning.history import learned_failures_per_s
 from planaria.coordinator.membership.trust import num_failures, with_failures
 from planaria.coordinator.start import restored_step
 from planaria.coordinator.state import JobState
+from planaria.core.clock_offsets import ClockReading
 from planaria.core.findings import FailureHistory, Findings
 from planaria.core.persistent_map import PersistentMap
-from planaria.core.records import ClockReading, Members, Progress
+from planaria.core.records import Members, Progress
 
 PLAN = shaped_plan((2, 2), 6)
 RULES = small_rules()

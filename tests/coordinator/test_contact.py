@@ -271,7 +271,7 @@ def test_a_connection_that_closes_while_the_next_one_is_admitted_is_no_loss() ->
         assert await admission
         assert await head.lost_nodes() == []
         await leadership.on_message(1, Heartbeat(node=1, sent_s=7.0))
-        assert new.told[-1] == HeartbeatTaken(sent_s=7.0)
+        assert new.told[-1] == HeartbeatTaken(sent_s=7.0, taken_s=_clock.now_s)
 
     play(run, patience_s=PATIENCE_S)
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import pytest
 
 from helpers.coordinated import (
@@ -13,6 +14,7 @@ from helpers.coordinated import (
     NEXT,
     NOW_S,
     UPPER,
+    iteration_report,
     node_loss,
     small_rules,
     stop_report,
@@ -24,8 +26,16 @@ from planaria.coordinator.commands import MembersRecorded, Saving
 from planaria.coordinator.contact import HeadContact
 from planaria.coordinator.leadership import Leadership
 from planaria.coordinator.step import Event
-from planaria.core.messages import Abort, ToNode
-from planaria.core.records import ClockReading, Progress, ToLauncher
+from planaria.core.clock_offsets import ClockOffset, ClockReading
+from planaria.core.messages import (
+    Abort,
+    Heartbeat,
+    HeartbeatTaken,
+    IterationDone,
+    NodeArrived,
+    ToNode,
+)
+from planaria.core.records import Progress, ToLauncher
 from planaria.errors import ConflictError
 from planaria.nodes.head.journal import Flusher
 from planaria.store.embedded import EmbeddedStore
@@ -173,5 +183,41 @@ def test_a_recovery_is_that_of_the_newest_iteration_that_anyone_answers_from() -
             await leadership.handle(event, NOW_S)
 
         assert hands.places == [("detect", NEXT), ("detect", NEXT + 1), ("detect", NEXT + 1)]
+
+    gated(run)
+
+
+def _report(began_s: float) -> IterationDone:
+    return msgspec.structs.replace(iteration_report(0, 0, epoch=0), began_s=began_s)
+
+
+def test_a_node_s_moments_are_placed_on_the_clock_of_the_head() -> None:
+    """Not before its offset is known; exactly if it reads the same clock, whatever it measured."""
+
+    async def run(store: EmbeddedStore, _gate: asyncio.Event) -> None:
+        rules = replace(small_rules(), clock="this boot's")
+        logbook = await open_logbook(store, "job", lease_s=LEASE_S)
+        hands = FakeHands()
+        leadership = Leadership[FakeLine](rules, logbook, hands, contact=LOCAL)
+        await leadership.restore(shaped_plan((2, 2), 6), predicted_s=1.0, now_s=NOW_S)
+        lines = {node: FakeLine() for node in (0, 1)}
+        for node, line in lines.items():
+            assert await leadership.admit(node, line)
+        hands.queued.clear()
+        arrived = NodeArrived(node=1, rank=1, machine="m", clock="this boot's")
+        offset = ClockOffset(1e6, 0.25, measured_s=50.0, drift=0.001)
+        await leadership.on_message(0, _report(7.0))
+        await leadership.on_message(1, arrived)
+        for node in lines:
+            await leadership.on_message(node, Heartbeat(node=node, sent_s=40.0, offset=offset))
+            await leadership.on_message(node, _report(40.0))
+
+        placed = [
+            (message.began_s, message.clock_error_s)
+            for message in hands.queued
+            if isinstance(message, IterationDone)
+        ]
+        assert placed == [(None, 0.0), (1e6 + 40.0, 0.26), (40.0, 0.0)]
+        assert lines[0].told[-1] == HeartbeatTaken(sent_s=40.0, taken_s=NOW_S)
 
     gated(run)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import time
 from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
@@ -18,6 +19,7 @@ from planaria.core.messages import (
 )
 from planaria.core.specs import NodeSpec
 from planaria.nodes.agent import _Agent
+from planaria.transport.clocks import clock_name
 from planaria.transport.frames import (
     NODES,
     FrameDecoder,
@@ -54,6 +56,10 @@ class Line:
     def tell_bytes(self, data: bytes) -> None:
         """Sends bytes to the agent."""
         self._writer.write(data)
+
+    def close(self) -> None:
+        """Closes the connection, as the coordinator's end does when its process ends."""
+        self._writer.close()
 
     async def read(self) -> None:
         """Reads what the agent says until it closes the connection."""
@@ -184,3 +190,34 @@ def test_a_node_ends_itself_when_nobody_answered_in_its_patience(
     with_agent(play, lifeline_fd, patience_s=6 * LEASE_S)
 
     assert "unanswered" in ends[0]
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 60.0])
+def test_an_agent_measures_how_far_the_head_s_clock_is_from_its_own(
+    patience_s: float, lifeline_fd: int
+) -> None:
+    """It tells so with its heartbeats, from the first answer on. Another head has another clock."""
+    shifts_s = (1e6, -7e5)
+
+    async def play(lines: asyncio.Queue[Line]) -> None:
+        for shift_s in shifts_s:
+            line = await lines.get()
+            arrived = await line.messages.get()
+            assert isinstance(arrived, NodeArrived)
+            assert arrived.clock == clock_name()
+            line.tell(Welcome(term=0))
+            heartbeat = await first_heartbeat(line)
+            assert heartbeat.offset is None
+            now_s = time.monotonic()
+            line.tell(HeartbeatTaken(sent_s=heartbeat.sent_s, taken_s=now_s + shift_s))
+            heartbeat = await first_heartbeat(line)
+            while heartbeat.offset is None:  # One that was on its way when it heard the answer.
+                heartbeat = await first_heartbeat(line)
+            assert heartbeat.offset.offset_s == pytest.approx(shift_s, abs=heartbeat.offset.error_s)
+            assert 0.0 < heartbeat.offset.error_s <= time.monotonic() - now_s + LEASE_S
+            if shift_s == shifts_s[-1]:
+                line.tell(Shutdown())
+            else:
+                line.close()
+
+    with_agent(play, lifeline_fd, patience_s=patience_s)

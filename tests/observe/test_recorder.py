@@ -13,6 +13,7 @@ from helpers.recorder_messages import (
     parts,
     recorder,
     recover,
+    report,
     running,
 )
 from planaria.core.copies import CopiesDone
@@ -35,6 +36,7 @@ def test_an_iteration_is_recorded_as_the_report_has_it() -> None:
         "predicted_s": 0.5,
         "peak_bytes": 200,
         "predicted_peak_bytes": 999,
+        "clock_error_s": None,  # Rank 1 does not say when it began.
     }
 
 
@@ -46,6 +48,35 @@ def test_an_iteration_that_nobody_is_left_to_report_has_the_coordinators_seconds
 
     assert (first.seconds, second.seconds) == (2.5, 0.5)
     assert (first.epoch, first.peak_bytes) == (3, 0)
+
+
+@pytest.mark.parametrize("shift_s", [0.0, 1e6])
+def test_spans_of_all_ranks_count_from_when_the_first_one_began(shift_s: float) -> None:
+    """On the clock of the head, whose value tells nothing. The two least certain ranks may both be
+    off, in opposite directions."""
+    begins_s = {0: (16.5, 0.125), 1: (16.0, 0.25), 2: (17.0, 0.0)}
+    reports = tuple(
+        structs.replace(report(1, 6), rank=rank, began_s=shift_s + began_s, clock_error_s=error_s)
+        for rank, (began_s, error_s) in begins_s.items()
+    )
+    run = recorder()
+    record = run.on_committed(structs.replace(commit_message(6, 18.0), reports=reports))
+
+    starts_s = {rank: spans[0].start_s for rank, spans in run.spans[0].items()}
+    assert starts_s == {0: 0.5, 1: 0.0, 2: 1.0}
+    assert {spans[0].end_s - spans[0].start_s for spans in run.spans[0].values()} == {0.5}
+    assert record.clock_error_s == 0.375
+
+
+def test_spans_count_from_each_rank_s_begin_if_one_cannot_be_placed() -> None:
+    """Its node has not measured the offset of the head's clock yet."""
+    known = structs.replace(report(1, 6), began_s=16.0)
+    unknown = structs.replace(report(1, 6), rank=2)
+    run = recorder()
+    record = run.on_committed(structs.replace(commit_message(6, 18.0), reports=(known, unknown)))
+
+    assert run.spans == [{1: (SPAN,), 2: (SPAN,)}]
+    assert record.clock_error_s is None
 
 
 def test_spans_are_kept_of_the_ranks_that_sent_them() -> None:

@@ -40,6 +40,7 @@ def test_each_traced_iteration_stands_beside_the_prediction_of_its_own_plan(
     for one, record in zip(traced.compared, traced.report.iterations, strict=True):
         assert one.predicted.iteration_s == pytest.approx(record.predicted_s)
         assert one.measured.iteration_s == record.seconds
+        assert one.clock_error_s == record.clock_error_s == 0.0  # All ranks have one clock.
         computing = [
             {(span.rank, span.action) for span in line.spans if span.lane == "compute"}
             for line in (one.predicted, one.measured)

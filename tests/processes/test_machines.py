@@ -6,8 +6,10 @@ All of them run on this machine here; tests/hosts gives each a machine of its ow
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,14 +58,21 @@ class Machines:
         agents: the commands `planaria agent`, in the order of their start.
     """
 
-    def __init__(self, directory: Path, *, nodes: str, settings: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        nodes: str,
+        settings: tuple[str, ...] = (),
+        options: tuple[str, ...] = (),
+    ) -> None:
         self._directory = directory
         self._token = directory / "token"
         self.report_path = directory / "report.json"
         write_credentials(self._token)
         (directory / "job.toml").write_text(JOB)
         self._nodes, self._settings, self._port = nodes, settings, 0
-        self.head = self.start_head()
+        self.head = self.start_head(*options)
         self.agents: list[Command] = []
 
     def start_head(self, *options: str, address: str = "") -> Command:
@@ -95,9 +104,9 @@ class Machines:
             if process.parents()[2:] and process.parents()[2].pid == agent.process.pid
         }
 
-    def _start(self, *arguments: str) -> Command:
+    def _start(self, *arguments: str, around: tuple[str, ...] = ()) -> Command:
         named = ("--token-file", str(self._token))
-        return Command([*PLANARIA, *arguments, *named], directory=self._directory)
+        return Command([*around, *PLANARIA, *arguments, *named], directory=self._directory)
 
     @property
     def address(self) -> str:
@@ -105,10 +114,16 @@ class Machines:
         self.head.wait_output("planaria agent --join ")
         return self.head.output.partition("planaria agent --join ")[2].split()[0]
 
-    def join(self, *others: str, options: tuple[str, ...] = ()) -> Command:
-        """Starts another agent, which knows further addresses of heads."""
+    def join(
+        self, *others: str, options: tuple[str, ...] = (), around: tuple[str, ...] = ()
+    ) -> Command:
+        """Starts another agent, which knows further addresses of heads.
+
+        Args:
+            around: a command that runs the agent's.
+        """
         addresses = ",".join((self.address, *others))
-        self.agents.append(self._start("agent", "--join", addresses, *options))
+        self.agents.append(self._start("agent", "--join", addresses, *options, around=around))
         return self.agents[-1]
 
     def report(self) -> Any:
@@ -134,9 +149,9 @@ def free_port() -> int:
 
 
 @contextmanager
-def machines(directory: Path, *, nodes: str, settings: tuple[str, ...] = ()) -> Iterator[Machines]:
+def machines(directory: Path, **arguments: Any) -> Iterator[Machines]:
     """A head and agents for the length of the context."""
-    made = Machines(directory, nodes=nodes, settings=settings)
+    made = Machines(directory, **arguments)
     try:
         yield made
     finally:
@@ -303,3 +318,34 @@ def test_an_agent_that_stays_serves_job_after_job(tmp_path: Path, local_hash: st
         for agent in job.agents:
             agent.process.terminate()
         assert [agent.wait() for agent in job.agents] == [0, 0, 0]
+
+
+# A time namespace, whose processes have a monotonic clock of their own.
+ELSEWHEN = ("unshare", "--time", "--monotonic", "1000000")
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0
+    or not shutil.which("unshare")
+    or subprocess.run([*ELSEWHEN, "true"], capture_output=True, check=False).returncode != 0,
+    reason="only root has another clock on this machine",
+)
+def test_a_machine_whose_clock_is_far_ahead_trains_like_any_other(tmp_path: Path) -> None:
+    """Leases hold, and the timeline has its ranks beside the others', to within what is told."""
+    timeline = tmp_path / "timeline.json"
+    settings = ("training.iterations=12", "resilience.failures_tolerated=0")
+    options = ("--timeline", str(timeline))
+    with machines(tmp_path, nodes="2", settings=settings, options=options) as job:
+        job.join()
+        job.join(around=ELSEWHEN)
+        report = job.report()
+
+    trace = json.loads(timeline.read_text())
+    errors_s = [iteration["clock_error_s"] for iteration in report["iterations"]]
+    assert all(0.0 < error_s < 0.5 for error_s in errors_s), errors_s
+    assert trace["otherData"] == {"clock_error_s": max(errors_s)}
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    wall_s = sum(max(i["seconds"], i["predicted_s"]) for i in report["iterations"])
+    assert len({event["pid"] for event in spans}) == 2 * 2  # Predicted and measured, of two nodes.
+    assert max(event["ts"] + event["dur"] for event in spans) < 1e6 * (wall_s + 60.0)
+    assert report["events"] == []

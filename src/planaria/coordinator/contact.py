@@ -60,6 +60,11 @@ class HeadContact:
         self._pardoned: set[int] = set()  # Nodes that were pardoned and not heard since.
 
     @property
+    def now_s(self) -> float:
+        """Time by the clock of the head."""
+        return self._now_s()
+
+    @property
     def lease_now_s(self) -> float:
         """Time by the clock of the leases; it never goes back."""
         now_s = self._now_s()

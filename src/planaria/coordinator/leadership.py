@@ -36,14 +36,18 @@ from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.start import first_step, restored_step
 from planaria.coordinator.state import JobState, Phase
 from planaria.coordinator.step import Event, step
+from planaria.core.clock_offsets import NO_OFFSET, ClockOffset, ClockReading
 from planaria.core.kinds import Ending
 from planaria.core.messages import (
     Abort,
     Acknowledged,
+    Fact,
     FromNode,
     Heartbeat,
     HeartbeatRequested,
     HeartbeatTaken,
+    IterationDone,
+    NodeArrived,
     NodeLost,
     SaveLayers,
     StartEpoch,
@@ -54,7 +58,6 @@ from planaria.core.messages import (
 )
 from planaria.core.plan import Plan
 from planaria.core.records import (
-    ClockReading,
     Committed,
     Ended,
     Progress,
@@ -121,6 +124,7 @@ class Leadership(Generic[Agent]):
         self._progress: Progress | None = None
         self._is_restored = False
         self._loss_iteration = 0  # The job may go back further.
+        self._offsets: dict[int, ClockOffset] = {}  # Of this clock from each node's.
 
     @property
     def term(self) -> int:
@@ -207,9 +211,27 @@ class Leadership(Generic[Agent]):
         """Renews the lease on a heartbeat; queues any other message of an agent as an event."""
         await self._hear(node)
         if not isinstance(message, Heartbeat):
-            self._effects.queue(message)
-        elif await self._logbook.renew(node) and node in self._connections:
-            self._connections[node].tell(HeartbeatTaken(sent_s=message.sent_s))
+            self._effects.queue(self._on_own_clock(node, message))
+            return
+        if message.offset is not None and self._offsets.get(node) is not NO_OFFSET:
+            self._offsets[node] = message.offset
+        if await self._logbook.renew(node) and node in self._connections:
+            answer = HeartbeatTaken(sent_s=message.sent_s, taken_s=self._contact.now_s)
+            self._connections[node].tell(answer)
+
+    def _on_own_clock(self, node: int, message: Fact) -> Fact:
+        """The message with its moments, if it has any, by the clock of this coordinator."""
+        match message:
+            case NodeArrived() if message.clock and message.clock == self._rules.clock:
+                self._offsets[node] = NO_OFFSET
+            case IterationDone(began_s=float(began_s)):
+                offset = self._offsets.get(node)
+                return msgspec.structs.replace(
+                    message,
+                    began_s=began_s + offset.offset_s if offset else None,
+                    clock_error_s=offset.error_at(began_s) if offset else 0.0,
+                )
+        return message
 
     async def _hear(self, node: int) -> None:
         """Notes that a node on another machine was heard, and judges others by that."""
@@ -306,6 +328,7 @@ class Leadership(Generic[Agent]):
     async def _evict(self, nodes: tuple[int, ...]) -> None:
         for node in nodes:
             self._contact.forget(node)
+            self._offsets.pop(node, None)
             connection = self._connections.pop(node, None)
             if connection is not None:
                 connection.close()

@@ -25,12 +25,12 @@ from planaria.coordinator.state import (
     Stop,
 )
 from planaria.coordinator.step import advance
+from planaria.core.clock_offsets import ClockReading
 from planaria.core.findings import FailureHistory, Findings
 from planaria.core.kinds import LossKind
 from planaria.core.messages import Abort, StartEpoch
 from planaria.core.plan import Plan
 from planaria.core.records import (
-    ClockReading,
     Decision,
     Members,
     Origin,

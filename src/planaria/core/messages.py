@@ -11,6 +11,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from planaria.core.clock_offsets import ClockOffset
 from planaria.core.copies import CopiesDone, IdleSpans, Label, LayerCopy
 from planaria.core.plan import Plan, Transfer
 
@@ -55,11 +56,13 @@ class NodeArrived(Message, frozen=True, kw_only=True):
         rank: first rank of the node.
         machine: name of the machine that the agent runs on. A node that has been lost may have run
             there before.
+        clock: name of the monotonic clock that the node reads.
     """
 
     node: int
     rank: int
     machine: str
+    clock: str = ""
 
 
 class WorkerReady(Message, frozen=True, kw_only=True):
@@ -141,6 +144,9 @@ class IterationDone(Message, frozen=True, kw_only=True):
             and "BW" for the parts of split backwards; waits and reductions are left out.
         eager_s: seconds, part of `seconds`, for eager forwards of shadowed layers.
         spans: measured spans of the iteration; empty if the job is not traced.
+        began_s: moment from which the spans count, by the node's clock; from the coordinator on by
+            the head's clock; None: unknown.
+        clock_error_s: bound on the error of `began_s` by the head's clock, in seconds.
     """
 
     rank: int
@@ -160,6 +166,8 @@ class IterationDone(Message, frozen=True, kw_only=True):
     action_s: dict[str, float] = {}
     eager_s: float = 0.0
     spans: tuple[MeasuredSpan, ...] = ()
+    began_s: float | None = None
+    clock_error_s: float = 0.0
 
     @property
     def computing_s(self) -> float:
@@ -328,10 +336,12 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
     Attributes:
         sent_s: time of sending by the node's own clock; the coordinator sends it back.
+        offset: offset of the coordinator's clock from the node's; None: not measured yet.
     """
 
     node: int
     sent_s: float
+    offset: ClockOffset | None = None
 
 
 class NodeLost(Message, frozen=True, kw_only=True):
@@ -358,9 +368,15 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 
 class HeartbeatTaken(Message, frozen=True, kw_only=True):
-    """A heartbeat has renewed the node's lease; `sent_s` is that of the heartbeat."""
+    """A heartbeat has renewed the node's lease.
+
+    Attributes:
+        sent_s: the same as in the heartbeat.
+        taken_s: time by the coordinator's clock.
+    """
 
     sent_s: float
+    taken_s: float = 0.0
 
 
 class HeartbeatRequested(Message, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
+from planaria.core.clock_offsets import ClockReading
 from planaria.core.copies import Label
 from planaria.core.findings import FailureHistory, Findings
 from planaria.core.kinds import ChangeKind, Ending, LossKind
@@ -27,17 +28,6 @@ from planaria.core.messages import (
     WorkerReady,
 )
 from planaria.core.plan import Plan
-
-
-class ClockReading(msgspec.Struct, frozen=True):
-    """A moment by a monotonic clock. Readings of clocks with different names cannot be compared.
-
-    Attributes:
-        clock: name of the clock; "": the moment is unknown.
-    """
-
-    clock: str = ""
-    now_s: float = 0.0
 
 
 class Members(msgspec.Struct, frozen=True, kw_only=True):

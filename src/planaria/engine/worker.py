@@ -485,5 +485,6 @@ class Worker:
                 received_bytes=received_bytes,
                 copied=self._copying.take_done(),
                 spans=self._spans if self._spec.trace else (),
+                began_s=executor.start_s,
             )
         )

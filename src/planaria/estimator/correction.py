@@ -27,12 +27,25 @@ class PeakBytes(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """An iteration as predicted when it began, and as measured; `peaks` are sorted by rank."""
+    """An iteration as predicted when it began, and as measured.
+
+    Attributes:
+        peaks: peak memory, sorted by rank.
+        clock_error_s: the same as in IterationRecord.
+    """
 
     iteration: int
     predicted: Timeline
     measured: Timeline
     peaks: tuple[PeakBytes, ...] = ()
+    clock_error_s: float | None = 0.0
+
+    @property
+    def end_s(self) -> float:
+        """End of the last span, or of the iteration if that is later. Ranks begin one by one, so
+        the last ones may end later than an iteration takes."""
+        ends_s = (span.end_s for span in self.measured.spans)
+        return max(self.predicted.iteration_s, self.measured.iteration_s, *ends_s)
 
 
 def corrected_profile(profile: ModelProfile, layer_factors: Sequence[float]) -> ModelProfile:

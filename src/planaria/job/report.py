@@ -131,7 +131,7 @@ def _memory(problem: Problem, epoch: int, measured: EpochMeasurements) -> Iterat
 
 
 def compared_iterations(planned: Planned, recorder: Recorder) -> Iterator[Comparison]:
-    """The traced iterations with their predictions; each rank's clock starts with the iteration."""
+    """The traced iterations with their predictions; the clock starts with the first rank."""
     predictions: dict[tuple[int, tuple[float, ...]], Prediction] = {}
     traced = zip(recorder.iterations, recorder.spans, recorder.tensor_bytes, strict=True)
     for record, by_rank, tensor_bytes in traced:
@@ -147,6 +147,7 @@ def compared_iterations(planned: Planned, recorder: Recorder) -> Iterator[Compar
             predictions[key].timeline,
             _measured_timeline(by_rank, record.seconds),
             tuple(_peaks(predictions[key], tensor_bytes)) if _tells_bytes(planned) else (),
+            record.clock_error_s,
         )
 
 

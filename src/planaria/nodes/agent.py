@@ -40,6 +40,7 @@ import msgspec
 import psutil
 
 from planaria.checkpoint.memory.arena import arena_fd
+from planaria.core.clock_offsets import ClockOffset
 from planaria.core.messages import (
     Fact,
     Heartbeat,
@@ -68,6 +69,7 @@ from planaria.protocol.agent_lease import (
     is_silent,
     lease_after_contact,
     lease_after_tick,
+    offset_after,
     renewed_lease,
     unconnected_lease,
     watched_action,
@@ -80,6 +82,7 @@ from planaria.protocol.agent_state import (
     successor_order,
 )
 from planaria.transport.acceptor import Purpose, connect
+from planaria.transport.clocks import clock_name
 from planaria.transport.credentials import Credentials
 from planaria.transport.frames import (
     FROM_NODE_BYTES_MAX,
@@ -220,6 +223,7 @@ class _Agent:
         self._silent_writers: list[asyncio.StreamWriter] = []
         self._lease_s = spec.job.cluster.lease_s
         self._lease = first_lease(self._lease_s, time.monotonic(), patience_s=spec.patience_s)
+        self._offset: ClockOffset | None = None  # Of the coordinator's clock from this one.
         self._cpu_steal = CpuSteal(TICKS_PER_LEASE)
         self._is_shut_down = False
         # Where a coordinator may be; the first is tried next.
@@ -232,7 +236,10 @@ class _Agent:
         for number in _NOTICES:
             loop.add_signal_handler(number, self._on_notice, self._spec.job.cluster.notice_s)
         arrived = NodeArrived(
-            node=self._spec.node, rank=self._spec.rank, machine=self._spec.machine
+            node=self._spec.node,
+            rank=self._spec.rank,
+            machine=self._spec.machine,
+            clock=clock_name(),
         )
         self._report(arrived)
         forwarders = [
@@ -272,6 +279,7 @@ class _Agent:
             now_s = time.monotonic()
             writer.write(b"".join(frame(fact) for fact in repeated_reports(self._state, now_s)))
             self._to_coordinator = writer
+            self._offset = None
             self._lease = lease_after_contact(self._lease, now_s)
             self._send_heartbeat()
             decoder = FrameDecoder()
@@ -329,7 +337,9 @@ class _Agent:
             self._silent_writers.pop(0).transport.abort()
 
     def _on_message(self, message: ToNode) -> None:
-        self._lease = lease_after_contact(self._lease, time.monotonic())
+        now_s, offset = time.monotonic(), self._offset
+        self._lease = lease_after_contact(self._lease, now_s)
+        self._offset = offset_after(offset, message, now_s)
         result = on_coordinator_message(self._state, message)
         self._state = result.state
         if result.leaves:
@@ -339,7 +349,8 @@ class _Agent:
         if isinstance(message, HeartbeatTaken):
             self._set_lease(renewed_lease(self._lease, message.sent_s))
             self._close_silent(num_kept=0)
-        if isinstance(message, HeartbeatRequested):
+        is_offset_new = offset is None and self._offset is not None
+        if isinstance(message, HeartbeatRequested) or is_offset_new:
             self._send_heartbeat()
         if result.forwards:
             for worker in self._workers:
@@ -402,7 +413,8 @@ class _Agent:
         if to_coordinator is None:
             self._set_lease(unconnected_lease(self._lease, now_s))
         else:
-            to_coordinator.write(frame(Heartbeat(node=self._spec.node, sent_s=now_s)))
+            heartbeat = Heartbeat(node=self._spec.node, sent_s=now_s, offset=self._offset)
+            to_coordinator.write(frame(heartbeat))
         if is_given_up(self._lease, now_s, is_connected=to_coordinator is not None):
             self._end_node(f"its lease ran out {now_s - self._lease.end_s:.1f} s ago, unanswered")
         if to_coordinator is not None and is_silent(self._lease, now_s):

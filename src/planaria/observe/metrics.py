@@ -16,6 +16,9 @@ class IterationRecord:
         predicted_s: the estimator's iteration time for the plan in use, from the profile with its
             corrections so far.
         peak_bytes: highest peak memory of a rank, without what a worker without layers uses.
+        clock_error_s: bound on the error with which spans of ranks on several machines are placed
+            on one clock, in seconds; 0: all have one clock, or the job is not traced; None: the
+            clocks are not known to each other, and the spans of each rank count from when it began.
     """
 
     iteration: int
@@ -27,6 +30,7 @@ class IterationRecord:
     predicted_s: float
     peak_bytes: int
     predicted_peak_bytes: int
+    clock_error_s: float | None = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

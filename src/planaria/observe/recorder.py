@@ -102,8 +102,8 @@ class Recorder:
     Attributes:
         ledger: seconds so far by category.
         iterations: the committed iterations, in order.
-        spans: measured spans by rank, one mapping per committed iteration; the mappings are empty
-            unless workers trace.
+        spans: measured spans by rank, one mapping per committed iteration, in seconds since the
+            first rank began it; the mappings are empty unless workers trace.
         tensor_bytes: peak bytes of tensors by rank, in the same form.
         measurements: times and memory that ranks measured.
         copy_measurements: measured cost of copies in memory.
@@ -171,6 +171,7 @@ class Recorder:
         epoch = max((r.epoch for r in reports), default=message.epoch)
         # An iteration of the old epoch may be reported after the decision about a loss.
         predicted_s, peak_bytes = self._prediction(epoch)
+        spans, clock_error_s = _placed_spans(reports)
         record = IterationRecord(
             iteration=message.iteration,
             loss=message.loss,
@@ -182,9 +183,10 @@ class Recorder:
             predicted_s=predicted_s,
             peak_bytes=max((report.peak_bytes for report in reports), default=0),
             predicted_peak_bytes=peak_bytes,
+            clock_error_s=clock_error_s,
         )
         self.iterations.append(record)
-        self.spans.append({report.rank: report.spans for report in reports if report.spans})
+        self.spans.append(spans)
         self.tensor_bytes.append({r.rank: r.tensor_bytes for r in reports if r.tensor_bytes})
         self.measurements.add_iteration(message.iteration, reports)
         self.copy_measurements.add_iteration(message.iteration, reports, message.now_s)
@@ -472,3 +474,30 @@ class Recorder:
         self._move(training_s, Category.USEFUL, Category.REDO)
         self._move(leaving_s, Category.DETECT, Category.REDO)
         self._in_flight = _IterationInFlight()  # A later loss must not count it again.
+
+
+def _placed_spans(
+    reports: Sequence[IterationDone],
+) -> tuple[dict[int, tuple[MeasuredSpan, ...]], float | None]:
+    """The spans of an iteration by rank, in seconds since the first rank began it, and a bound on
+    the error with which they are placed.
+
+    The bound is None if it is not known when each rank began; then each rank's spans count from its
+    own begin.
+    """
+    traced = [report for report in reports if report.spans]
+    begins_s = [report.began_s for report in traced if report.began_s is not None]
+    if len(begins_s) < len(traced):
+        return {report.rank: report.spans for report in traced}, None
+    first_s = min(begins_s, default=0.0)
+    spans = {
+        report.rank: tuple(_later(span, began_s - first_s) for span in report.spans)
+        for report, began_s in zip(traced, begins_s, strict=True)
+    }
+    # Each of two moments that are set side by side may be off.
+    errors_s = sorted(report.clock_error_s for report in traced)
+    return spans, sum(errors_s[-2:])
+
+
+def _later(span: MeasuredSpan, by_s: float) -> MeasuredSpan:
+    return MeasuredSpan(span.lane, span.action, span.start_s + by_s, span.end_s + by_s)

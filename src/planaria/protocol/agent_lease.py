@@ -18,6 +18,9 @@ Source: docs/protocol.md, "Epochs fence" (Leases) and "Software failures".
 from dataclasses import dataclass, replace
 from math import inf
 
+from planaria.core.clock_offsets import ClockOffset, better_offset, measured_offset
+from planaria.core.messages import HeartbeatTaken, ToNode
+
 TICKS_PER_LEASE = 6  # Looks at the clock per lease, by an agent and by the coordinator.
 
 
@@ -101,6 +104,19 @@ def is_given_up(lease: AgentLease, now_s: float, *, is_connected: bool) -> bool:
 def can_judge_workers(lease: AgentLease, now_s: float) -> bool:
     """Whether the agent ran long enough, one lease without a stop, to judge its workers."""
     return now_s - lease.awake_since_s > lease.lease_s
+
+
+def offset_after(before: ClockOffset | None, message: ToNode, now_s: float) -> ClockOffset | None:
+    """The offset of the coordinator's clock from the agent's after a message from the coordinator.
+
+    Args:
+        before: offset by earlier messages on the same connection; None: unknown. On the next
+            connection there may be a coordinator on another machine.
+        now_s: moment at which the message arrived, by the agent's clock.
+    """
+    if not isinstance(message, HeartbeatTaken) or message.sent_s > now_s:
+        return before
+    return better_offset(before, measured_offset(message.sent_s, message.taken_s, now_s))
 
 
 @dataclass(frozen=True, slots=True)

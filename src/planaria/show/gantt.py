@@ -107,7 +107,7 @@ def _draw_iteration(page: Page, comparison: Comparison, *, top: float) -> float:
     note = (
         f"{seconds_text(predicted.iteration_s)} predicted, "
         f"{seconds_text(measured.iteration_s)} measured "
-        f"({off_text(predicted.iteration_s, measured.iteration_s)})"
+        f"({off_text(predicted.iteration_s, measured.iteration_s)}){_clock_text(comparison)}"
     )
     is_split = any(span.action.kind is BACKWARD_WEIGHT for span in predicted.spans)
     legend = [entry for entry in _LEGEND if is_split or entry[1] != _WEIGHTS]
@@ -115,8 +115,7 @@ def _draw_iteration(page: Page, comparison: Comparison, *, top: float) -> float:
     ranks = sorted({span.rank for span in (*predicted.spans, *measured.spans)})
     shown = ranks[:RANKS_MAX]
     height = next(height for most, height in _LANE_PT.items() if len(shown) <= most)
-    end_s = max(predicted.iteration_s, measured.iteration_s)
-    window = TimeWindow(0.0, end_s, PLOT_LEFT_PT, PLOT_WIDTH_PT)
+    window = TimeWindow(0.0, comparison.end_s, PLOT_LEFT_PT, PLOT_WIDTH_PT)
     lanes = {}
     top += 16
     for rank in shown:
@@ -134,6 +133,14 @@ def _draw_iteration(page: Page, comparison: Comparison, *, top: float) -> float:
         text = f"{count_text(len(ranks) - RANKS_MAX, 'rank')} left out"
         page.text((LEFT_PT, top + 11), text, LABEL)
     return top + 14
+
+
+def _clock_text(comparison: Comparison) -> str:
+    """How well ranks of several machines are placed; "" if all have one clock."""
+    error_s = comparison.clock_error_s
+    if error_s is None:
+        return ", each measured rank from its own begin"
+    return f", measured ranks placed to within {seconds_text(error_s)}" if error_s else ""
 
 
 def _draw_spans(

@@ -4,7 +4,8 @@ In the Trace Event Format a node is a process, and a lane of a rank is a thread.
 measured nodes are separate processes, the predicted ones above. Iterations follow each other; the
 predicted and the measured timeline of an iteration start at the same time, so that they can be
 compared by eye. The phases of a transition stand before the iteration that follows it, in a process
-of the whole job. The peak memory of a rank in an iteration is a counter of its node.
+of the whole job. The peak memory of a rank in an iteration is a counter of its node. The largest
+error with which ranks of several machines are placed is `otherData.clock_error_s`, in seconds.
 
 Source: the torch.profiler and torch.distributed.pipelining traces, which use the same format.
 """
@@ -61,8 +62,19 @@ def chrome_trace(
                 comparison.peaks, start_s, places, is_measured=line is comparison.measured
             )
             # An iteration faster than its prediction must not run into the next one's.
-            start_s += max(comparison.measured.iteration_s, comparison.predicted.iteration_s)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+            start_s += comparison.end_s
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"clock_error_s": _clock_error_s(iterations)},
+    }
+
+
+def _clock_error_s(iterations: Sequence[Comparison]) -> float | None:
+    """The largest error of the iterations; None if one is unknown."""
+    errors_s = [comparison.clock_error_s for comparison in iterations]
+    known_s = [error_s for error_s in errors_s if error_s is not None]
+    return max(known_s, default=0.0) if len(known_s) == len(errors_s) else None
 
 
 class _Places(NamedTuple):

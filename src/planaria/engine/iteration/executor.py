@@ -92,6 +92,7 @@ class Executor:
     Attributes:
         action_s: seconds of the newest iteration's forwards and backwards, by kind.
         eager_s: seconds of the newest iteration's eager forwards of shadowed layers.
+        start_s: moment at which the newest iteration began, by the clock of paced work.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Executor:
         callbacks: ExecutorCallbacks,
     ) -> None:
         self.action_s: dict[str, float] = {}
+        self.start_s = 0.0
         self.eager_s = 0.0
         self._plan = plan
         self._schedule = schedule
@@ -167,7 +169,7 @@ class Executor:
         self._ready: set[int] = set()
         self._submitted: list[Future[float]] = []
         self._spans: list[MeasuredSpan] = []
-        self._start_s = self._now_s()
+        self.start_s = self._now_s()
         self.action_s, self.eager_s = {}, 0.0
         for held in self._own_layers():
             held.clear()
@@ -235,7 +237,7 @@ class Executor:
 
     def _record(self, lane: str, action: Action, start_s: float) -> None:
         self._spans.append(
-            MeasuredSpan(lane, str(action), start_s - self._start_s, self._now_s() - self._start_s)
+            MeasuredSpan(lane, str(action), start_s - self.start_s, self._now_s() - self.start_s)
         )
 
     # -- actions --------------------------------------------------------------------------------

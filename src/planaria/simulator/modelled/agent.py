@@ -7,6 +7,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Literal, Protocol
 
+from planaria.core.clock_offsets import ClockOffset
 from planaria.core.messages import (
     Blame,
     Fact,
@@ -29,6 +30,7 @@ from planaria.protocol.agent_lease import (
     is_silent,
     lease_after_contact,
     lease_after_tick,
+    offset_after,
     renewed_lease,
     unconnected_lease,
 )
@@ -120,6 +122,7 @@ class SimulatedAgent:
         self._closed: Future[None]
         self._silent_ends: list[Endpoint] = []
         self._is_shut_down = False
+        self._offset: ClockOffset | None = None
         self.process = Process(
             surroundings.loop, f"agent {node}", place=node, on_error=on_error, rate=rate
         )
@@ -176,6 +179,7 @@ class SimulatedAgent:
             for fact in repeated_reports(self.state, self.process.now_s):
                 end.send(fact)
             self._to_coordinator = end
+            self._offset = None
             self._lease = lease_after_contact(self._lease, self.process.now_s)
             self._send_heartbeat()
             await closed
@@ -189,7 +193,9 @@ class SimulatedAgent:
         self._closed.resolve(None)
 
     def _on_message(self, message: ToNode) -> None:
-        self._lease = lease_after_contact(self._lease, self.process.now_s)
+        now_s, offset = self.process.now_s, self._offset
+        self._lease = lease_after_contact(self._lease, now_s)
+        self._offset = offset_after(offset, message, now_s)
         result = on_coordinator_message(self.state, message)
         self.state = result.state
         if result.leaves and self._to_coordinator is not None:
@@ -203,7 +209,8 @@ class SimulatedAgent:
             self._lease = renewed_lease(self._lease, message.sent_s)
             while self._silent_ends:
                 self._silent_ends.pop().close()
-        if isinstance(message, HeartbeatRequested):
+        is_offset_new = offset is None and self._offset is not None
+        if isinstance(message, HeartbeatRequested) or is_offset_new:
             self._send_heartbeat()
         if result.forwards:
             for end in self._worker_ends:
@@ -242,7 +249,7 @@ class SimulatedAgent:
         if to_coordinator is None:
             self._lease = unconnected_lease(self._lease, now_s)
         else:
-            to_coordinator.send(Heartbeat(node=self.node, sent_s=now_s))
+            to_coordinator.send(Heartbeat(node=self.node, sent_s=now_s, offset=self._offset))
         if is_given_up(self._lease, now_s, is_connected=to_coordinator is not None):
             self._end_node(UNANSWERED)
         elif to_coordinator is not None and is_silent(self._lease, now_s):
