@@ -18,6 +18,7 @@ from planaria.transport.sockets import Address
 CREDENTIALS = make_credentials()
 WELCOME = b"welcome"  # What a head sends to whom it has let in.
 NUM_TRIES = 20
+TEST_TIMEOUT_S = 90.0  # A machine that does other things serves a flood slowly.
 Accepted = tuple[asyncio.StreamReader, asyncio.StreamWriter, int]
 
 
@@ -29,7 +30,7 @@ def runs(test: Callable[..., Coroutine[None, None, None]]) -> Callable[..., None
             problems: list[object] = []
             loop = asyncio.get_running_loop()
             loop.set_exception_handler(lambda _, context: problems.append(context))
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(TEST_TIMEOUT_S):
                 await test(**fixtures)
             assert not problems, problems
 

@@ -171,6 +171,27 @@ async def test_a_head_that_cannot_be_reached_is_named_with_both_addresses() -> N
 
 
 @runs
+async def test_a_connection_that_gives_way_is_broken_at_once() -> None:
+    """Whenever it does: else its client would wait for the whole handshake in vain."""
+    sockets, address = listen("127.0.0.1:0")
+    handed: list[socket.socket] = []
+    acceptor = Acceptor(sockets, {Purpose.NODE: handed.append})
+    acceptor.start()
+    for num_turns in range(1, 8):
+        client = asyncio.create_task(
+            connect(address, Purpose.NODE, CREDENTIALS, timeout_s=TIMEOUT_S)
+        )
+        await wait_until(lambda: bool(handed))
+        accepting = asyncio.create_task(accept(handed.pop(), Purpose.NODE, CREDENTIALS))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        accepting.cancel()
+        with pytest.raises((ConnectionError, AuthenticationError)):
+            await client
+    acceptor.close()
+
+
+@runs
 async def test_a_socket_is_accepted_once_alone() -> None:
     """As in a process to which an acceptor of another one hands a socket."""
     sockets, address = listen("127.0.0.1:0")

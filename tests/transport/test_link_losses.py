@@ -6,6 +6,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -344,6 +345,37 @@ def test_clients_that_talk_garbage_or_nothing_disturb_nobody() -> None:
         assert before == right._peers
         for client in clients:
             client.close()
+
+
+def test_a_flood_of_half_open_links_keeps_no_peer_out(caplog: pytest.LogCaptureFixture) -> None:
+    """Nor does it use up files, or fill the log: the port of a rank is open to its network."""
+    strangers = deque[socket.socket]()
+    with _files(1200), link_ranks(2) as (left, right):
+        for index in range(2000):
+            strangers.append(socket.create_connection(right.address, timeout=TIMEOUT_S))
+            if len(strangers) > 400:
+                strangers.popleft().close()
+            if index == 1000:
+                left.send(1, tag(0), payload(1))
+        num_open = num_descriptors()
+
+        assert received(right, 0, 0) == payload(1).tolist()
+        for stranger in strangers:
+            stranger.close()
+    assert num_open < 1100
+    assert "Too many open files" not in caplog.text
+    assert len(caplog.records) < 10
+
+
+@contextmanager
+def _files(num_files: int) -> Iterator[None]:
+    """This process may open so many files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_link_that_nobody_takes_from_breaks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ import contextlib
 import errno
 import logging
 import os
-import resource
 import socket
 import ssl
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from planaria.transport.credentials import Credentials, certificate_problem
 from planaria.transport.frames import HANDSHAKE_TIMEOUT_S, Role, shake_hands
 from planaria.transport.serving import ACCEPT_PAUSE_S
 from planaria.transport.sockets import Address, address_text, break_when_silent
-from planaria.transport.strangers import RefusalLog, Unproven, source_of
+from planaria.transport.strangers import NUM_UNPROVEN_MAX, RefusalLog, Unproven, source_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +37,6 @@ _BACKLOG: Final = 4096
 _PORT_MAX: Final = (1 << 16) - 1
 _NUM_PORT_TRIES: Final = 20
 _ACCEPTS_PER_TURN: Final = 16
-_NUM_UNPROVEN_MAX: Final = 512  # Machines of a large job may come at the same time.
-_UNPROVEN_SHARE: Final = 0.25  # Share of the files of a process that they may take.
 _CLOSE_TIMEOUT_S: Final = 1.0
 
 
@@ -58,6 +55,7 @@ class Purpose(Enum):
 
 
 _PREFACE_BYTES: Final = 16
+_TLS_HANDSHAKE: Final = b"\x16"  # The first byte that a client of TLS sends.
 _PURPOSES: Final = {purpose.value: purpose for purpose in Purpose}
 
 
@@ -158,14 +156,6 @@ def _listen_problem(error: OSError) -> str:
 # -- the acceptor ---------------------------------------------------------------------------------
 
 
-def _num_affordable(num_max: int) -> int:
-    """The number of unproven connections for which this process has enough files; at least one."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:
-        return num_max
-    return max(1, min(num_max, int(_UNPROVEN_SHARE * limit)))
-
-
 class _HalfOpen:
     """A connection that has not sent its whole preface yet."""
 
@@ -196,13 +186,13 @@ class Acceptor:
         listeners: Sequence[socket.socket],
         handlers: Mapping[Purpose, Callable[[socket.socket], None]],
         *,
-        num_half_open_max: int = _NUM_UNPROVEN_MAX,
+        num_half_open_max: int = NUM_UNPROVEN_MAX,
         timeout_s: float = HANDSHAKE_TIMEOUT_S,
     ) -> None:
         self._listeners = listeners
         self._handlers = handlers
         self._timeout_s = timeout_s
-        self._half_open = Unproven[_HalfOpen](_num_affordable(num_half_open_max))
+        self._half_open = Unproven[_HalfOpen](num_half_open_max)
         self._refusals = RefusalLog(logger)
         self._is_closed = False
 
@@ -308,10 +298,10 @@ class Handshakes:
         num_max: number of handshakes at once; fewer where the process may open few files.
     """
 
-    def __init__(self, credentials: Credentials, *, num_max: int = _NUM_UNPROVEN_MAX) -> None:
+    def __init__(self, credentials: Credentials, *, num_max: int = NUM_UNPROVEN_MAX) -> None:
         self._credentials = credentials
         self._context = credentials.server_context()
-        self._limits = Unproven[asyncio.Timeout](_num_affordable(num_max))
+        self._limits = Unproven[asyncio.Timeout](num_max)
 
     async def accept(
         self, sock: socket.socket, purpose: Purpose
@@ -356,7 +346,7 @@ class Handshakes:
         with _closing_on_error(sock):
             sock.setblocking(False)
             break_when_silent(sock)
-            await _wait_bytes(sock)
+            await _wait_tls(sock)
         with _tls_errors(self._credentials):
             transport, _ = await loop.connect_accepted_socket(
                 lambda: protocol,
@@ -477,10 +467,11 @@ def _peer(sock: socket.socket) -> tuple[Any, ...]:
     return endpoint
 
 
-async def _wait_bytes(sock: socket.socket) -> None:
-    """Waits until bytes have arrived, and leaves them there.
+async def _wait_tls(sock: socket.socket) -> None:
+    """Waits until TLS begins to arrive, and leaves it there.
 
     Raises:
+        AuthenticationError: something else arrives.
         EOFError: the stream ended.
         OSError: the connection broke.
     """
@@ -491,8 +482,11 @@ async def _wait_bytes(sock: socket.socket) -> None:
         await arrived.wait()
     finally:
         loop.remove_reader(descriptor)
-    if not sock.recv(1, socket.MSG_PEEK):
+    first = sock.recv(1, socket.MSG_PEEK)
+    if not first:
         raise EOFError
+    if first != _TLS_HANDSHAKE:
+        raise AuthenticationError("the other end does not speak TLS")
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from typing import Final
 from planaria.errors import AuthenticationError
 from planaria.transport.connection import Connection, IncomingMessage
 from planaria.transport.cuts import READ_AND_WRITE, Cuts
+from planaria.transport.strangers import RefusalLog, Unproven, source_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ class Server:
         self._blocked: set[Connection] = set()
         # Only the thread uses this and what follows, up to the selector.
         self._unproven: set[Connection] = set()
+        self._accepted = Unproven[Connection]()  # Those of them that peers or strangers opened.
+        self._refusals = RefusalLog(logger)
         self._is_listening = True  # Whether the selector watches the listener.
         self._paused_end_s = 0.0  # End of a pause without accepting links; 0.0: there is none.
         self._quiet_end_s = 0.0  # Until then, failed accepts are not logged.
@@ -138,6 +141,8 @@ class Server:
         while self._new:
             connection = self._new.popleft()
             self._unproven.add(connection)
+            if connection.target < 0:
+                self._keep(connection)
             self._selector.register(connection.sock, READ_AND_WRITE, connection)
         while self._retired:
             self._drop(self._retired.popleft(), "an older epoch's")
@@ -147,6 +152,16 @@ class Server:
             self._drop(connection, "no handshake")
         self.cuts.apply()
         self._update_listening()
+
+    def _keep(self, connection: Connection) -> None:
+        """Keeps a connection that was accepted; has another one closed if there are too many."""
+        try:
+            source = source_of(connection.sock.getpeername())
+        except OSError:  # Whoever connected has left.
+            source = b""
+        self._accepted.add(connection, source)
+        if (surplus := self._accepted.surplus()) is not None:
+            self._drop(surplus, "it proved nothing, and too many others came after it")
 
     def _patience_s(self) -> float | None:
         """Seconds after which a deadline, cut or pause ends first; None: there is none."""
@@ -194,6 +209,7 @@ class Server:
                 for message in connection.read():
                     if message is None:
                         self._unproven.discard(connection)
+                        self._accepted.remove(connection)
                         self._handlers.on_link_up(connection)
                     else:
                         self._handlers.on_message(connection, message)
@@ -208,9 +224,12 @@ class Server:
             return
         self.cuts.forget(connection)
         self._unproven.discard(connection)
+        self._accepted.remove(connection)
         self._handlers.on_lost(connection, reason)
         connection.close()
-        if connection.peer < 0:
+        if connection.peer < 0 and connection.target < 0:
+            self._refusals.add(f"that to rank {self._rank}: {reason}")
+        elif connection.peer < 0:
             logger.warning("rank %s: gave up a link: %s", self._rank, reason)
 
     def _close_all(self) -> None:

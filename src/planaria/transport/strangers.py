@@ -5,12 +5,16 @@ that have proved nothing are kept at once (`Unproven`). When one more comes, the
 most of them loses its oldest: so a flood from one machine takes no place from the others.
 """
 
-import asyncio
 import logging
+import math
+import resource
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Generic, TypeVar
 
+NUM_UNPROVEN_MAX: Final = 512  # Machines of a large job may come at the same time.
+_FILES_SHARE: Final = 0.25  # Share of the files of a process that unproven connections may take.
 _LOG_PERIOD_S: Final = 10.0
 _LINES_PER_PERIOD: Final = 5
 _PREFIX_BYTES: Final = 8  # A machine has all IPv6 addresses that begin alike.
@@ -22,11 +26,13 @@ class Unproven(Generic[Item]):
     """Items that stand for unproven connections, in the order of their arrival.
 
     Args:
-        num_max: number of items that are kept.
+        num_max: number of items that are kept; fewer where the process may open few files.
     """
 
-    def __init__(self, num_max: int) -> None:
-        self._num_max = num_max
+    def __init__(self, num_max: int = NUM_UNPROVEN_MAX) -> None:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        num_affordable = num_max if limit == resource.RLIM_INFINITY else int(_FILES_SHARE * limit)
+        self._num_max = max(1, min(num_max, num_affordable))
         self._sources: dict[Item, bytes] = {}
         self._by_source: dict[bytes, dict[Item, None]] = {}
 
@@ -67,28 +73,26 @@ class RefusalLog:
 
     Args:
         log: logger to which the lines go.
-        period_s: time in which at most five lines are written, and one that counts the others.
+        now_s: clock.
     """
 
-    def __init__(self, log: logging.Logger, *, period_s: float = _LOG_PERIOD_S) -> None:
+    def __init__(self, log: logging.Logger, *, now_s: Callable[[], float] = time.monotonic) -> None:
         self._log = log
-        self._period_s = period_s
+        self._now_s = now_s
+        self._end_s = -math.inf  # End of the period in which the next refusals are counted.
         self._num = 0
 
     def add(self, reason: object) -> None:
-        """Logs a refusal; must be called on an event loop."""
-        if not self._num:
-            asyncio.get_running_loop().call_later(self._period_s, self._end_period)
+        """Logs a refusal, or counts it for the line that the next one after the period brings."""
+        now_s = self._now_s()
+        if now_s >= self._end_s:
+            num_more, self._num = self._num - _LINES_PER_PERIOD, 0
+            if num_more > 0:
+                self._log.warning("refused %s more connections before that", num_more)
+            self._end_s = now_s + _LOG_PERIOD_S
         self._num += 1
         if self._num <= _LINES_PER_PERIOD:
             self._log.warning("refused a connection: %s", reason)
-
-    def _end_period(self) -> None:
-        num_more, self._num = self._num - _LINES_PER_PERIOD, 0
-        if num_more > 0:
-            self._log.warning(
-                "refused %s more connections in the last %.0f s", num_more, self._period_s
-            )
 
 
 def source_of(address: tuple[Any, ...]) -> bytes:
