@@ -5,107 +5,19 @@ servers have no processes.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
 
 import pytest
 
-from helpers.fake_fork_server import FakeForkServer
-from helpers.heads import CREDENTIALS, runs
-from planaria.core.job import CheckpointConfig, DataConfig, JobConfig
+from helpers.heads import runs
+from helpers.joined_machines import cluster
+from planaria.core.job import DataConfig, JobConfig
 from planaria.errors import ConfigError
 from planaria.nodes import machine_files, shared_saves
-from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.head.machine_checks import MachineChecks
-from planaria.nodes.head.machines import Machines
-from planaria.nodes.head.process_events import restore_handlers
 from planaria.nodes.input_files import input_digests
-from planaria.nodes.machine import EXIT_UNFINISHED, MachineSpec, serve_machine
-from planaria.nodes.shared_saves import place_mark
-from planaria.transport.acceptor import Acceptor, Purpose, listen
-from planaria.transport.sockets import Address
+from planaria.nodes.machine import EXIT_UNFINISHED
 
-TIMEOUT_S = 60.0
 TEXT = "some text"
-
-
-@pytest.fixture(autouse=True)
-def _handlers() -> Iterator[None]:
-    """The test's own handlers of signals are there again after its machines."""
-    with restore_handlers():
-        yield
-
-
-@dataclass
-class Cluster:
-    """A head and its machines.
-
-    Attributes:
-        notes: what the head has shown.
-        told: what the machines have shown.
-        ends: the machines, each with the exit code that it ends with.
-    """
-
-    address: Address
-    machines: Machines
-    directory: Path
-    notes: list[str]
-    told: list[str] = field(default_factory=list)
-    ends: list[asyncio.Task[int]] = field(default_factory=list)
-
-    def join(self) -> asyncio.Task[int]:
-        """Starts another machine."""
-        spec = MachineSpec(
-            heads=(self.address,),
-            credentials=CREDENTIALS,
-            host="",
-            domain="",
-            has_code=False,
-            notice="",
-            stays=False,
-            cache_directory=str(self.directory / f"cache-{len(self.ends)}"),
-            server=lambda _job, _paths: cast(ForkServer, FakeForkServer()),
-            note=self.told.append,
-        )
-        self.ends.append(asyncio.create_task(serve_machine(spec)))
-        return self.ends[-1]
-
-    async def wait_ready(self, num_machines: int) -> None:
-        await self.machines.wait_ready(num_machines, timeout_s=TIMEOUT_S)
-
-
-@asynccontextmanager
-async def cluster(tmp_path: Path, job: JobConfig) -> AsyncIterator[Cluster]:
-    """A head for the length of the context, and whatever joins it."""
-    notes: list[str] = []
-    saves = str(tmp_path / "saves")
-    job = replace(job, checkpoint=CheckpointConfig(directory=saves))
-    with place_mark(saves) as mark:
-        checks = MachineChecks(
-            job, mark, cache_directory=str(tmp_path / "cache"), note=notes.append
-        )
-        machines = Machines(
-            job,
-            CREDENTIALS,
-            run="run",
-            sources=(),
-            num_max=9,
-            checks=checks,
-            note=notes.append,
-        )
-        sockets, address = listen("127.0.0.1:0")
-        acceptor = Acceptor(sockets, {Purpose.MACHINE: machines.accept})
-        acceptor.start()
-        made = Cluster(address, machines, tmp_path, notes)
-        try:
-            yield made
-        finally:
-            await machines.end_all(None)
-            await asyncio.gather(*made.ends, return_exceptions=True)
-            acceptor.close()
 
 
 def text_job(tmp_path: Path) -> JobConfig:

@@ -42,7 +42,7 @@ from planaria.coordinator.membership.shortage import (
 )
 from planaria.coordinator.membership.standby import able_candidates, num_joining
 from planaria.coordinator.membership.trust import node_for_policies
-from planaria.coordinator.placing import copies_of, idle_of
+from planaria.coordinator.placing import copies_of, idle_of, with_exposed_domains
 from planaria.coordinator.state import JobState, Situation, Step
 from planaria.coordinator.switching import Change, Switch, waves_of, weighed_changes
 from planaria.coordinator.transition_choice import choice_among, is_better, time_to_failure_s
@@ -303,11 +303,12 @@ def on_switch_recorded(rules: Rules, state: JobState) -> Step:
     assert switch is not None
     state = replace(state, change=replace(change, switch=replace(switch, is_told=True)))
     order = _order(rules, state, switch, AT_COMMIT)
-    return state, (Tell(order, tuple(sorted({*state.nodes, *switch.nodes}))),)
+    state, warnings = with_exposed_domains(rules, state, switch.plan, order.copies)
+    return state, (Tell(order, tuple(sorted({*state.nodes, *switch.nodes}))), *warnings)
 
 
 def _order(rules: Rules, state: JobState, switch: Switch, iteration: int) -> StartEpoch:
-    copies = copies_of(rules, switch.plan)
+    copies = copies_of(rules, switch.plan, state.membership.domains)
     return StartEpoch(
         epoch=switch.epoch,
         plan=switch.plan,

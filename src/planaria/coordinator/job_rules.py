@@ -1,7 +1,7 @@
 """The rules of a run: its settings, which do not change while a coordinator lives."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from planaria.core.commit import VectorLayout
 from planaria.core.job import JobConfig
@@ -28,6 +28,7 @@ class Rules:
             to the next.
         first_iteration: iteration at which this run starts.
         source: version of the disk tier that this run starts from; "": it starts from the seed.
+        domains: name of the failure domain of each first node that is in one.
         processors: number of processors that all ranks share; 0: each rank has its own.
         clock: name of the monotonic clock that the coordinator reads.
     """
@@ -46,5 +47,6 @@ class Rules:
     catalog: PlanCatalog | None = None
     policy_of: Callable[[PlanCatalog], Policy] | None = None
     version_iterations: int = 1
+    domains: Mapping[int, str] = field(default_factory=dict)
     processors: int = 0
     clock: str = ""

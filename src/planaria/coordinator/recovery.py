@@ -61,7 +61,7 @@ from planaria.coordinator.outcomes import (
     verdict,
     votes,
 )
-from planaria.coordinator.placing import copies_of, idle_of
+from planaria.coordinator.placing import copies_of, idle_of, with_exposed_domains
 from planaria.coordinator.saves import await_saves, has_late_answer
 from planaria.coordinator.state import EpochFacts, JobState, Loss, Phase, PlanSearch, Step
 from planaria.coordinator.transition_choice import choice_among, time_to_failure_s
@@ -382,8 +382,9 @@ def _resume(
     state = replace(
         state, plan=best.after, membership=replace(state.membership, is_degraded=is_degraded)
     )
+    state, warnings = with_exposed_domains(rules, state, best.after, order.copies)
     state, commands = _record_decision(state, outcome, decision)
-    return state, (Notify(notice), *commands)
+    return state, (Notify(notice), *warnings, *commands)
 
 
 def _order(
@@ -391,7 +392,7 @@ def _order(
 ) -> StartEpoch:
     origin = state.commits.origin
     is_begun = outcome.iteration > origin.iteration
-    copies = copies_of(rules, best.after)
+    copies = copies_of(rules, best.after, state.membership.domains)
     return StartEpoch(
         epoch=state.epoch,
         plan=best.after,

@@ -11,7 +11,7 @@ from planaria.coordinator.learning.history import begun_history
 from planaria.coordinator.learning.memory_estimates import fitted_rules
 from planaria.coordinator.learning.profile_correction import restored_learning
 from planaria.coordinator.learning.slowness import without_former_members
-from planaria.coordinator.placing import SCHEDULED, copies_of, idle_of
+from planaria.coordinator.placing import SCHEDULED, copies_of, idle_of, with_exposed_domains
 from planaria.coordinator.recovery import begin_recovery
 from planaria.coordinator.state import (
     Commits,
@@ -69,7 +69,8 @@ def first_step(rules: Rules, plan: Plan, *, term: int, predicted_s: float) -> St
     )
     members = Members(epoch=plan.epoch, term=term, nodes=plan.nodes)
     recorded = (RecordMembers(members), RecordDecision(outcome, decision))
-    return state, (*recorded, *_unprotected_warning(rules, start))
+    state, warnings = with_exposed_domains(rules, state, plan, copies)
+    return state, (*recorded, *_unprotected_warning(rules, start), *warnings)
 
 
 def _unprotected_warning(rules: Rules, start: StartEpoch) -> tuple[Notify, ...]:

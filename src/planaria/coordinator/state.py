@@ -89,6 +89,8 @@ class Membership:
     Attributes:
         gone: nodes that are out for good: former members, and candidates that were dropped.
         machines: machine of each node.
+        domains: name of the failure domain of each node that is in one.
+        exposed: domains of which the user knows that their loss takes all holders of some layer.
         missing_ticks: number of this coordinator's ticks in which members had not arrived.
         failures: number of failures of each machine, and time of the last one.
         history: statistics of the job's failures.
@@ -99,6 +101,8 @@ class Membership:
 
     gone: tuple[int, ...] = ()
     machines: PersistentMap[int, str] = field(default_factory=PersistentMap)
+    domains: PersistentMap[int, str] = field(default_factory=PersistentMap)
+    exposed: frozenset[str] = frozenset()
     missing_ticks: int = 0
     failures: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     history: FailureHistory = field(default_factory=FailureHistory)

@@ -216,7 +216,7 @@ class CheckpointConfig:
     failure_domains: tuple[tuple[int, ...], ...] = _key(
         (),
         "nodes that may fail together, by number, such as [[0, 1], [2, 3]]; their copies are kept "
-        "outside their domain",
+        "outside their domain; with agents on several machines use planaria agent --domain NAME",
     )
     buffer_bytes: int = _key(
         8 << 20, "bytes of the buffers in which each rank sends copies to each node that keeps them"

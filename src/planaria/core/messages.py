@@ -57,12 +57,14 @@ class NodeArrived(Message, frozen=True, kw_only=True):
         machine: name of the machine that the agent runs on. A node that has been lost may have run
             there before.
         clock: name of the monotonic clock that the node reads.
+        domain: name of the failure domain of that machine; "": none is known.
     """
 
     node: int
     rank: int
     machine: str
     clock: str = ""
+    domain: str = ""
 
 
 class WorkerReady(Message, frozen=True, kw_only=True):

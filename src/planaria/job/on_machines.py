@@ -143,8 +143,14 @@ def open_head(
 
     Raises:
         ConfigError: nobody can listen at the address, the job's modules cannot be sent, or nothing
-            can be written to the place of saves.
+            can be written to the place of saves. Or failure domains are given by numbers of nodes.
     """
+    if domains := config.checkpoint.failure_domains:
+        remedy = (
+            "numbers of nodes cannot name machines that come by themselves; leave the key out, and "
+            "start each agent with --domain NAME"
+        )
+        raise ConfigError("checkpoint.failure_domains", domains, remedy)
     with suppress(FileNotFoundError):  # The current directory may have been removed.
         search_path = [*search_path, getcwd()]
     sources = user_sources(config, search_path)

@@ -505,6 +505,7 @@ def _launch_spec(
         patience_s=0.0 if listening is None else config.cluster.patience_s,
         checks_links=config.cluster.checksums in checking,
     )
+    machines = {} if begun.head is None else begun.head.machines.reserve(planned.plan.nodes)
     has_state = manifest is not None and bool(manifest.layers)
     leader = LeaderSpec(
         job=config,
@@ -518,6 +519,7 @@ def _launch_spec(
         fingerprint=fingerprint(config) | {"config": planned.prepared.config},
         directory=begun.journal,
         token=token,
+        domains={node: facts.domain for node, facts in machines.items() if facts.domain},
         credentials=None if listening is None else listening.credentials,
         patience_s=node.patience_s,
     )

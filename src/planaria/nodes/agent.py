@@ -240,6 +240,7 @@ class _Agent:
             rank=self._spec.rank,
             machine=self._spec.machine,
             clock=clock_name(),
+            domain=self._spec.domain,
         )
         self._report(arrived)
         forwarders = [

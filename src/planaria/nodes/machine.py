@@ -167,6 +167,7 @@ class _Machine:
             finally:
                 serving.cancel()
                 await asyncio.gather(serving, return_exceptions=True)
+                self._drop_connection()
                 await self._node.close()
                 await self._files.close()
 

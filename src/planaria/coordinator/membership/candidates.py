@@ -38,6 +38,8 @@ def on_arrival(rules: Rules, state: JobState, event: NodeArrived, now_s: float) 
     if node in members.gone or node in members.candidates:
         return state, ()
     members = replace(members, machines=members.machines.plus(node, event.machine))
+    if event.domain:
+        members = replace(members, domains=members.domains.plus(node, event.domain))
     state = replace(state, membership=members)
     if state.is_member(node):
         return state, ()

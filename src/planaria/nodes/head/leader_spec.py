@@ -43,6 +43,7 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
         heeds: whether to keep a connection to the injector.
         injector: address of the injector.
         led_term: term of the last coordinator that has led; -1: none has.
+        domains: name of the failure domain of each first node that is in one.
         credentials: contents of the token file, with which agents on other machines connect; None:
             all agents are on this machine, and connect with the token.
         rescue: state to go on from instead of the journal, only to save the live state; None: go
@@ -65,6 +66,7 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
     heeds: bool = False
     injector: tuple[str, int] = ("", 0)
     led_term: int = -1
+    domains: dict[int, str] = {}
     credentials: Credentials | None = None
     rescue: Rescue | None = None
 
@@ -106,6 +108,7 @@ def saving_rules_of(spec: LeaderSpec) -> Rules:
         layout=vector_layout(spec.job, num_layers),
         first_iteration=spec.first_iteration,
         source=spec.source,
+        domains=spec.domains,
         clock=clock_name(),
     )
 

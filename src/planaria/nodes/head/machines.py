@@ -139,6 +139,7 @@ class Machines:
         self._machines: dict[str, _MachineHandle] = {}
         self._nodes: dict[int, _MachineHandle] = {}  # The machines of all nodes.
         self._live_nodes: dict[int, None] = {}
+        self._reserved: dict[int, _MachineHandle] = {}  # The machines of the first nodes.
         self._ends: dict[int, NodeEnded] = {}
         self._dropped: set[int] = set()
         self._gone: set[int] = set()  # Nodes that are out of the job, though they may live.
@@ -262,6 +263,19 @@ class Machines:
         num_nodes = len(self._live_nodes.keys() - self._gone)
         return not self._is_stopped and has_machine and num_nodes < self._num_max
 
+    def reserve(self, nodes: Sequence[int]) -> dict[int, MachineFacts]:
+        """Chooses the machines of the first nodes; returns what they have reported, by node.
+
+        Machines of one failure domain get neighbouring numbers, and so most pipelines lie within
+        one domain: the loss of a domain leaves others whole. Nodes that live have machines.
+        """
+        free = [machine for machine in self._machines.values() if self._may_run(machine)]
+        free.sort(key=lambda machine: machine.facts.domain)  # Ties keep the order of arrival.
+        missing = [node for node in nodes if node not in self._nodes]
+        self._reserved = dict(zip(missing, free, strict=False))
+        machines = self._reserved | self._nodes
+        return {node: machines[node].facts for node in nodes if node in machines}
+
     def start(self, spec: NodeSpec, *, is_granted: bool) -> None:
         """See NodeHandles. If no machine is free, the node counts as ended at once."""
         del is_granted  # A machine that comes later is a new one by itself.
@@ -272,11 +286,13 @@ class Machines:
             return
         if self.node_log is not None:
             self.node_log.add(spec.node)
-        machine = free[0]
+        reserved = self._reserved.pop(spec.node, None)
+        machine = reserved if reserved in free else free[0]
         machine.node = spec.node
         self._nodes[spec.node] = machine
         self._live_nodes[spec.node] = None
-        machine.tell(NodeRequested(msgspec.structs.replace(spec, machine=machine.name)))
+        spec = msgspec.structs.replace(spec, machine=machine.name, domain=machine.facts.domain)
+        machine.tell(NodeRequested(spec))
         self._note(f"node {spec.node} starts on {machine.name} ({machine.facts.host})")
 
     def drop(self, node: int) -> None:
