@@ -140,6 +140,7 @@ class _Machine:
         self._files = MachineFiles(Path(spec.cache_directory), spec.note)
         self._refusal = ""  # Why this machine cannot take part.
         self._over: JobOver | None = None
+        self._has_offer = False  # Whether the head has offered its job over this connection.
         # Model and modules of the user that the fork server has imported; None: there is no server.
         self._imports: tuple[str, str, tuple[tuple[str, str], ...]] | None = None
         self._is_leaving = False
@@ -188,7 +189,6 @@ class _Machine:
                     timeout_s=_CONNECT_TIMEOUT_S,
                 )
                 await self._talk(reader, self._writer)
-                lost_s = time.monotonic()
                 problem = "the head closed the connection"
             except AuthenticationError as error:
                 if not self._has_been_taken:
@@ -197,6 +197,8 @@ class _Machine:
             except (ConnectionError, asyncio.IncompleteReadError, OSError) as error:
                 problem = str(error)
             self._drop_connection()
+            if self._has_offer:
+                self._has_offer, lost_s = False, time.monotonic()
             if self._over is not None:
                 code = await self._end(self._over)
                 if not self._spec.stays or self._is_leaving:
@@ -268,6 +270,7 @@ class _Machine:
     def _on_message(self, message: ToMachine) -> None:
         match message:
             case JobOffered():
+                self._has_offer = True
                 if self._taking is not None:
                     self._taking.cancel()
                 self._taking = self._start_task(self._take_job(message))
@@ -291,8 +294,9 @@ class _Machine:
         """Gets ready for a job; keeps what is there if it is the run that this machine is in."""
         is_same_run = self._offer is not None and self._offer.run == offer.run
         if not is_same_run:
-            await self._node.end()
+            self._offer = None  # So that the head is not told how the node of another run ends.
             self._ends.clear()
+            await self._node.end()
             if reason := await self._open_server(offer):
                 self._refuse(reason)
                 return
@@ -376,9 +380,9 @@ class _Machine:
         self._spec.note(f"runs node {spec.node}")
 
     def _on_node_end(self, node: int, status: int) -> None:
-        ended = NodeEnded(node=node, status=status)
-        self._ends.append(ended)
-        self._tell(ended)
+        if self._offer is not None:
+            self._ends.append(NodeEnded(node=node, status=status))
+            self._tell(self._ends[-1])
         if self._over is None:
             self._spec.note(f"node {node} has ended")
         if self._is_leaving:

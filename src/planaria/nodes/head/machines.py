@@ -281,8 +281,8 @@ class Machines:
         del is_granted  # A machine that comes later is a new one by itself.
         free = [machine for machine in self._machines.values() if self._may_run(machine)]
         if not free:
-            self._nodes[spec.node] = _MachineHandle("", MachineFacts(name="", host=""))
-            self._on_node_end(NodeEnded(node=spec.node, status=0))
+            machine = self._nodes[spec.node] = _MachineHandle("", MachineFacts(name="", host=""))
+            self._on_node_end(machine, NodeEnded(node=spec.node, status=0))
             return
         if self.node_log is not None:
             self.node_log.add(spec.node)
@@ -356,10 +356,10 @@ class Machines:
         is_failing = len(times) == REJOINS_MAX and time.monotonic() - times[0] < _HOUR_S
         return machine.is_free and not is_failing
 
-    def _on_node_end(self, ended: NodeEnded) -> None:
-        if ended.node in self._ends or ended.node not in self._nodes:
+    def _on_node_end(self, machine: _MachineHandle, ended: NodeEnded) -> None:
+        """Notes the end of a node, unless another machine runs the node of that number."""
+        if ended.node in self._ends or self._nodes.get(ended.node) is not machine:
             return
-        machine = self._nodes[ended.node]
         self._ends[ended.node] = ended
         self._live_nodes.pop(ended.node, None)
         machine.ended_s.append(time.monotonic())
@@ -464,7 +464,7 @@ class Machines:
             case JobPrepared():
                 machine.prepared = message
             case NodeEnded():
-                self._on_node_end(message)
+                self._on_node_end(machine, message)
 
     async def _check(self, machine: _MachineHandle, ready: MachineReady) -> None:
         """Lets a machine take part if it is like the others; one with a node was checked before."""

@@ -1,0 +1,139 @@
+"""A machine that offers itself to a head of the test's, and forks nothing."""
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from helpers.fake_fork_server import FakeForkServer
+from helpers.heads import CREDENTIALS
+from helpers.machine_lines import FakeHead, MachineLine, fake_head
+from helpers.tasks import TIMEOUT_S
+from planaria.core.job import CheckpointConfig, JobConfig
+from planaria.core.machine_messages import (
+    FromMachine,
+    JobOffered,
+    MachineReady,
+    NodeRequested,
+    SourceFile,
+)
+from planaria.core.specs import NodeSpec
+from planaria.nodes import forking, machine
+from planaria.nodes.forkserver import ForkServer
+from planaria.nodes.head.process_events import restore_handlers
+from planaria.nodes.machine import MachineSpec, serve_machine
+from planaria.nodes.shared_saves import place_mark
+
+
+class Clock:
+    """The module `time` as a machine sees it; `ahead_s` is added to it."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return asyncio.get_running_loop().time() + self.ahead_s
+
+
+class OfferedMachine:
+    """A machine that runs, and its head.
+
+    Attributes:
+        notes: what its user is shown.
+        servers: its fork servers, the newest last.
+        clock: its clock.
+    """
+
+    def __init__(
+        self, head: FakeHead, job: JobConfig, mark: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.head = head
+        self._mark = mark
+        self.notes: list[str] = []
+        self.servers: list[FakeForkServer] = []
+        self.clock = Clock()
+        self._job = job
+        monkeypatch.setattr(machine, "time", self.clock)
+        for module in (machine, forking):
+            monkeypatch.setattr(module, "kill_group", lambda pid: self.server.kill_group(pid))
+
+    @property
+    def server(self) -> FakeForkServer:
+        """The newest fork server."""
+        return self.servers[-1]
+
+    def spec(self, cache: str, *, stays: bool = False, has_code: bool = False) -> MachineSpec:
+        """What the machine is told by its user."""
+
+        def server(*_: object) -> ForkServer:
+            self.servers.append(FakeForkServer())
+            return cast(ForkServer, self.server)
+
+        return MachineSpec(
+            heads=(self.head.address,),
+            credentials=CREDENTIALS,
+            host="",
+            domain="",
+            notice="",
+            has_code=has_code,
+            stays=stays,
+            cache_directory=cache,
+            server=server,
+            note=self.notes.append,
+        )
+
+    def offer(self, run: str = "run", *, sources: tuple[SourceFile, ...] = ()) -> JobOffered:
+        """The job, as a run of the head."""
+        return JobOffered(run=run, job=self._job, mark=self._mark, sources=sources)
+
+    async def join(self, run: str = "run") -> MachineLine[FromMachine]:
+        """The connection of the machine once it is ready for a run."""
+        line = await self.head.next_line()
+        line.tell(self.offer(run))
+        await line.wait(MachineReady)
+        return line
+
+    def request(self, node: int) -> NodeRequested:
+        """The request for a node."""
+        spec = NodeSpec(
+            job=self._job,
+            node=node,
+            token=b"",
+            coordinator=("", 0),
+            worker="",
+            cache_directory="",
+        )
+        return NodeRequested(spec)
+
+
+@asynccontextmanager
+async def offered_machine(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    job: JobConfig,
+    stays: bool = False,
+    has_code: bool = False,
+) -> AsyncIterator[tuple[OfferedMachine, asyncio.Task[int]]]:
+    """A machine, and the task that returns its exit code."""
+    saves = str(tmp_path / "saves")
+    job = replace(job, checkpoint=CheckpointConfig(directory=saves))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with restore_handlers(), place_mark(saves) as mark:
+        async with fake_head() as head, asyncio.timeout(TIMEOUT_S):
+            made = OfferedMachine(head, job, mark, monkeypatch)
+            spec = made.spec(str(tmp_path / "cache"), stays=stays, has_code=has_code)
+            running = asyncio.create_task(serve_machine(spec))
+            try:
+                yield made, running
+            finally:
+                running.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await running
