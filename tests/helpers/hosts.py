@@ -89,19 +89,22 @@ class Process:
         assert self.status is not None
         return self.status
 
-    def wait_for_line(self, pattern: str, timeout_s: float = TIMEOUT_S) -> re.Match[str]:
+    def wait_for_line(
+        self, pattern: str, timeout_s: float = TIMEOUT_S, *, start: int = 0
+    ) -> re.Match[str]:
         """The first match in what it prints.
 
         AssertionError if it ends, or the time is over, without one.
 
         Args:
             pattern: regular expression, in which ^ and $ stand for the ends of a line.
+            start: length of the output before which matches do not count.
         """
         matches: list[re.Match[str]] = []
 
         def is_there() -> bool:
             has_ended = self.returncode is not None  # Before reading, or the last line is missed.
-            match = re.search(pattern, self.output, re.MULTILINE)
+            match = re.search(pattern, self.output[start:], re.MULTILINE)
             assert match or not has_ended, f"{self.name} has ended with {self.status}:{self._told}"
             matches.extend([match] if match else [])
             return bool(match)
@@ -284,12 +287,17 @@ class Host:
 
     def restore(self) -> None:
         """Makes the host as after `boot`: without processes, and reached by all; its disk stays."""
-        if not self.is_up:
+        if self.is_up:
+            self.kill_processes()
+        self.mend()
+
+    def mend(self) -> None:
+        """Ends all that was done to the host; the processes that it still has go on."""
+        if self.is_up:
+            self.go_on()
+            self._network.restore(self.index, self._init_pid)
+        else:
             self.boot()
-            return
-        self.kill_processes()
-        self.go_on()
-        self._network.restore(self.index, self._init_pid)
 
     def receive(self) -> None:
         """Takes the news of processes that have ended."""

@@ -6,9 +6,8 @@ token file and the directory of the saves.
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,17 @@ from helpers.slow_layers import HURRY
 from planaria.job.config import load_job
 from planaria.job.training_job import Job
 from planaria.nodes.forkserver import ForkServer
+from planaria.transport.credentials import write_credentials
 
 ITERATIONS = 120
 TIMEOUT_S = 100.0
 LEASE_S = 3.0
+NUM_NODES = 4
 
+_FREE_PORT = """
+import socket, sys
+print(socket.create_server((sys.argv[1], 0)).getsockname()[1])
+"""
 _MODULE = Path(__file__).with_name("slow_layers.py")
 _TARGETS = {"model": "layers", "data": "points"}
 _JOB = f"""
@@ -42,87 +47,138 @@ gradient_clip = 1.0
 seed = 7
 
 [cluster]
-nodes = 4
+nodes = {NUM_NODES}
 device_memory_bytes = 100_000  # Two nodes can hold the model, one cannot.
 lease_s = {LEASE_S}
 """
 
 
-@dataclass
-class MachineJob:
-    """A job whose head listens, and the agents that have been told to join it.
+class Machines:
+    """Hosts whose agents serve job after job, so that they import torch once.
+
+    The first host is the head's. The last one has no agent of its own accord, see `join`.
 
     Attributes:
-        hosts: machines of the job, the head's first.
         directory: directory that all hosts see.
-        head: the command of the head.
+        node_hosts: hosts with such agents.
         agents: commands of the newest agents, by the index of their host.
     """
 
-    hosts: Hosts
-    directory: Path
-    head: Process
-    agents: dict[int, Process] = field(default_factory=dict)
+    def __init__(self, hosts: Hosts, directory: Path) -> None:
+        self.hosts = hosts
+        self.directory = directory
+        self.node_hosts = tuple(hosts)[1:-1]
+        self.agents: dict[int, Process] = {}
+        self.hurry_path = directory / "hurry"
+        self._token = directory / "token"
+        write_credentials(self._token)
+        port = hosts[0].run("python", "-c", _FREE_PORT, hosts[0].address).strip()
+        self.address = f"{hosts[0].address}:{port}"
+
+    def make_ready(self) -> None:
+        """Ends whatever was done to the hosts, and starts the agents that are missing."""
+        for host in self.hosts:
+            host.mend()
+            if host not in self.node_hosts:
+                host.kill_processes()
+        for host in self.node_hosts:
+            agent = self.agents.get(host.index)
+            if agent is None or agent.returncode is not None:
+                host.kill_processes()
+                self.join(host, "--stay")
+
+    def end_agents(self) -> None:
+        """Ends all agents, because they may wait for the head of a job that has failed."""
+        for host in self.hosts:
+            host.mend()
+            host.kill_processes()
+
+    def join(self, host: Host, *options: str) -> Process:
+        """Starts an agent on a host."""
+        words = ("agent", "--join", self.address, "--token-file", str(self._token), *options)
+        self.agents[host.index] = host.start("planaria", *words, env=self._environment)
+        return self.agents[host.index]
+
+    def start_head(self, nodes: str, directory: Path) -> Process:
+        """Starts the head of a job, whose saves and report go to the directory."""
+        head = self.hosts[0]
+        job = _write_job(head.directory, directory / "checkpoints")
+        return head.start(
+            *("planaria", "train", str(job), "--listen", self.address, "--nodes", nodes),
+            *("--token-file", str(self._token), "--report", str(directory / "report.json")),
+            env=self._environment,
+        )
 
     @property
-    def address(self) -> str:
-        """HOST:PORT of the head, once it says so."""
-        return self.head.wait_for_line(r"planaria agent --join (\S+)")[1]
+    def _environment(self) -> dict[str, str]:
+        return {HURRY: str(self.hurry_path)}
 
-    def join(self, host: Host) -> Process:
-        """Starts an agent on a host."""
-        words = ("agent", "--join", self.address, "--token-file", str(_token(self.directory)))
-        agent = host.start("planaria", *words, env=_environment(self.directory))
-        self.agents[host.index] = agent
-        return agent
 
-    def wait_iteration(self, iteration: int) -> None:
-        """Blocks until this iteration is committed."""
-        self.head.wait_for_line(rf"^iteration {iteration} ", timeout_s=TIMEOUT_S)
+class MachineJob:
+    """A job on such hosts.
+
+    Attributes:
+        head: the command of its head.
+    """
+
+    def __init__(self, machines: Machines, directory: Path, *, max_nodes: int) -> None:
+        self._machines = machines
+        self._report_path = directory / "report.json"
+        self._starts = {index: len(one.output) for index, one in machines.agents.items()}
+        machines.hurry_path.unlink(missing_ok=True)
+        self.head = machines.start_head(f"{NUM_NODES}:{max_nodes}", directory)
+
+    def wait_training(self) -> None:
+        """Blocks until a few iterations are committed."""
+        self.head.wait_for_line("^training$", timeout_s=TIMEOUT_S)
+        self._wait_iteration(3)
 
     def wait_progress(self, num_iterations: int = 5) -> None:
         """Blocks until so many more iterations are committed."""
-        self.wait_iteration(self.iteration + num_iterations)
-
-    @property
-    def iteration(self) -> int:
-        """The newest iteration that the head has shown."""
         lines = self.head.output.splitlines()
-        return max(int(line.split()[1]) for line in lines if line.startswith("iteration "))
+        newest = max(int(line.split()[1]) for line in lines if line.startswith("iteration "))
+        self._wait_iteration(newest + num_iterations)
+
+    def _wait_iteration(self, iteration: int) -> None:
+        self.head.wait_for_line(rf"^iteration {iteration} ", timeout_s=TIMEOUT_S)
 
     def node(self, host: Host, *, num_nodes: int = 1) -> int:
-        """The node that a host runs, once it has run so many of them with its agent."""
-        agent = self.agents[host.index]
+        """The node that a host runs, once its agent has run so many of them in this job."""
         runs = r"(?s:^runs node (\d+)$.*?)" * num_nodes
-        return int(agent.wait_for_line(runs, timeout_s=TIMEOUT_S)[num_nodes])
+        start = self._starts.get(host.index, 0)
+        agent = self._machines.agents[host.index]
+        return int(agent.wait_for_line(runs, timeout_s=TIMEOUT_S, start=start)[num_nodes])
 
-    def hurry(self) -> None:
-        """Ends the slowness of the model."""
-        _hurry_path(self.directory).touch()
+    def join(self, host: Host) -> Process:
+        """Starts an agent for this job alone."""
+        self._starts.pop(host.index, None)
+        return self._machines.join(host)
 
     def report(self) -> Any:
-        """The report, once the job has ended well."""
-        self.hurry()
+        """The report, once the job has ended well, and without the slowness of the model."""
+        self._machines.hurry_path.touch()
         assert self.head.wait(TIMEOUT_S) == 0, self.head.output
-        return json.loads((self.directory / "report.json").read_text())
+        assert "Traceback" not in self.head.output
+        return json.loads(self._report_path.read_text())
 
 
 @contextmanager
 def machine_job(
-    hosts: Hosts, directory: Path, *, nodes: Sequence[int] = (1, 2, 3, 4), max_nodes: int = 4
+    machines: Machines, directory: Path, *, max_nodes: int = NUM_NODES
 ) -> Iterator[MachineJob]:
-    """A job that trains, with the hosts as its nodes that have these indices.
+    """A job that trains on four machines.
 
     Args:
         directory: directory that all hosts see, for this job alone.
     """
-    head = _start_head(hosts[0], directory, f"{len(nodes)}:{max_nodes}")
-    job = MachineJob(hosts, directory, head)
-    for index in nodes:
-        job.join(hosts[index])
-    job.head.wait_for_line("^training$", timeout_s=TIMEOUT_S)
-    job.wait_iteration(3)
-    yield job
+    machines.make_ready()
+    job = MachineJob(machines, directory, max_nodes=max_nodes)
+    try:
+        job.wait_training()
+        yield job
+    except BaseException:
+        machines.end_agents()
+        raise
 
 
 def local_digests(directory: Path, server: ForkServer) -> tuple[str, str]:
@@ -140,33 +196,9 @@ def digests(report: Any) -> tuple[str, str]:
     return report["final"]["parameters_sha256"], report["final"]["optimizer_sha256"]
 
 
-def _start_head(host: Host, directory: Path, nodes: str) -> Process:
-    """Starts `planaria train --listen` on a host."""
-    job = _write_job(host.directory, directory / "checkpoints")
-    token = _token(directory)
-    host.run("planaria", "token", str(token))
-    return host.start(
-        *("planaria", "train", str(job), "--listen", f"{host.address}:0", "--nodes", nodes),
-        *("--token-file", str(token), "--report", str(directory / "report.json")),
-        env=_environment(directory),
-    )
-
-
 def _write_job(directory: Path, saves: Path) -> Path:
     """Writes the job file and the module of its model."""
     shutil.copy(_MODULE, directory)
     path = directory / "job.toml"
     path.write_text(f'{_JOB}\n[checkpoint]\ndirectory = "{saves}"\n')
     return path
-
-
-def _token(directory: Path) -> Path:
-    return directory / "token"
-
-
-def _hurry_path(directory: Path) -> Path:
-    return directory / "hurry"
-
-
-def _environment(directory: Path) -> dict[str, str]:
-    return {HURRY: str(_hurry_path(directory))}
