@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+import pytest
+
 from planaria.estimator.correction import Comparison, PeakBytes
 from planaria.estimator.time import Span, Timeline
 from planaria.observe.metrics import EventRecord
@@ -70,6 +72,29 @@ def test_each_measured_iteration_has_the_prediction_at_its_start() -> None:
             starts[event["pid"] >= 4].append(event["ts"])
     assert starts[False] == [0.0, 3e6, 5e6]
     assert starts[True] == [0.25e6, 3.25e6, 5.25e6]
+
+
+def test_a_rank_that_began_late_does_not_run_into_the_next_iteration() -> None:
+    """It stands where it began, so it may end later than an iteration takes."""
+    late = Timeline((Span(0, "compute", parse_action("0F0"), 2.5, 4.0),), 3.0)
+
+    trace = chrome_trace([Comparison(i, PREDICTED, late) for i in range(2)])
+
+    starts = [e["ts"] for e in events(trace, "X") if e["name"] == "0F0" and e["pid"] >= 4]
+    assert starts == [2.5e6, 4e6 + 2.5e6]
+
+
+@pytest.mark.parametrize(
+    ("errors_s", "expected"),
+    [((), 0.0), ((0.0, 0.0), 0.0), ((0.25, 0.5, 0.0), 0.5), ((0.25, None), None)],
+)
+def test_a_trace_says_how_well_its_ranks_are_placed(
+    errors_s: tuple[float | None, ...], expected: float | None
+) -> None:
+    """The worst iteration counts, and one of which it is unknown above all."""
+    trace = chrome_trace([COMPARED._replace(clock_error_s=error_s) for error_s in errors_s])
+
+    assert trace["otherData"] == {"clock_error_s": expected}
 
 
 def test_peak_memory_is_a_counter_of_each_rank_in_both_groups() -> None:

@@ -287,3 +287,20 @@ def test_a_picture_has_the_peaks_of_the_newest_iteration_that_it_shows() -> None
 def test_a_picture_without_iterations_can_be_drawn(events: tuple[EventRecord, ...]) -> None:
     """A job may end in its first iteration."""
     assert "predicted" in picture([], *events)
+
+
+@pytest.mark.parametrize(
+    ("clock_error_s", "expected"),
+    [
+        (0.0, ""),
+        (0.002, ", measured ranks placed to within 2.0 ms"),
+        (None, ", each measured rank from its own begin"),
+    ],
+)
+def test_a_picture_says_how_well_ranks_of_several_machines_are_placed(
+    clock_error_s: float | None, expected: str
+) -> None:
+    """Or a gap between two ranks that is the clocks' own would be looked into."""
+    comparison = Comparison(0, timeline(1.0), timeline(1.1), clock_error_s=clock_error_s)
+
+    assert f"measured (+10.0%){expected}<" in picture([comparison])
