@@ -84,7 +84,7 @@ def lifeline_fd() -> Iterator[int]:
 def with_agent(
     play: Callable[[asyncio.Queue[Line]], Awaitable[None]], lifeline_fd: int, *, patience_s: float
 ) -> None:
-    """Runs an agent without workers against a coordinator that `play` plays."""
+    """Runs an agent without workers against a coordinator that `play` plays, and then ends."""
 
     async def run() -> None:
         lines: asyncio.Queue[Line] = asyncio.Queue()
@@ -108,6 +108,7 @@ def with_agent(
         agent = asyncio.create_task(_Agent(spec, [], lifeline_fd).run())
         async with asyncio.timeout(TIMEOUT_S), server:
             await play(lines)
+            server.close()
             await agent
 
     asyncio.run(run())
@@ -174,7 +175,7 @@ def test_a_coordinator_that_breaks_the_protocol_is_left(lifeline_fd: int) -> Non
 def test_a_node_ends_itself_when_nobody_answered_in_its_patience(
     lifeline_fd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It looks for the head on several connections before that."""
+    """It looks for the head on several connections before that, and then there is none."""
     ends: list[str] = []
 
     async def play(lines: asyncio.Queue[Line]) -> None:
@@ -187,7 +188,7 @@ def test_a_node_ends_itself_when_nobody_answered_in_its_patience(
         for _ in range(3):
             await lines.get()
 
-    with_agent(play, lifeline_fd, patience_s=6 * LEASE_S)
+    with_agent(play, lifeline_fd, patience_s=2 * LEASE_S)
 
     assert "unanswered" in ends[0]
 

@@ -72,6 +72,15 @@ def test_time_in_which_the_agent_was_stopped_counts_against_nobody() -> None:
     assert is_given_up(stopped, 260.1, is_connected=False)
 
 
+def test_a_coordinator_that_is_heard_is_not_given_up() -> None:
+    """It may admit the node only once its disk has written so."""
+    heard = lease_after_contact(ELSEWHERE, 150.0)
+
+    assert not is_given_up(heard, 209.9, is_connected=True)
+    assert is_given_up(heard, 210.1, is_connected=True)
+    assert is_given_up(lease_after_contact(LOCAL, 150.0), 150.1, is_connected=True)
+
+
 def test_an_answer_ends_the_search_for_a_coordinator() -> None:
     """The patience begins anew with each answer."""
     answered = renewed_lease(ELSEWHERE, 160.0)

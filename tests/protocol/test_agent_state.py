@@ -230,7 +230,7 @@ ORDERS: dict[str, tuple[ToNode, bool]] = {
     "welcome": (Welcome(term=0), False),
     "acknowledged": (Acknowledged(num_committed=1), False),
     "heartbeat taken": (HeartbeatTaken(sent_s=1.0), False),
-    "heartbeat requested": (HeartbeatRequested(), False),
+    "heartbeat requested": (HeartbeatRequested(number=1), False),
 }
 
 

@@ -9,12 +9,13 @@ from planaria.simulator.fault_draws import (
     draw_code_errors,
     draw_faults,
     draw_full_disk,
+    draw_head_faults,
     draw_unheard_node,
     draw_witness_loss,
 )
 from planaria.simulator.scenario import PLAINEST
 from planaria.simulator.simulation import DrawFaults, run
-from simulator import planted, planted_around, planted_copies
+from simulator import planted, planted_around, planted_copies, planted_machines
 from simulator.planted import Plant
 
 # Where to look, and from which seed on: from 0 on the longest search takes 2,354 seeds.
@@ -84,7 +85,7 @@ def test_the_simulation_finds_a_bug_planted_in_other_answers(
     [
         (planted_copies.spoilt_copies_are_read, POLICIES, 360),
         (planted_copies.damaged_saves_are_used_again, ("morph",), 220),
-        (planted_copies.who_was_granted_is_not_taken, POLICIES, 170),
+        (planted_copies.who_was_granted_is_not_taken, POLICIES, 430),
         (planted_copies.a_store_is_waited_for_without_end, (PLAINEST,), 0),
         (planted_copies.saves_are_not_skipped, (PLAINEST,), 90),
     ],
@@ -140,6 +141,27 @@ def test_the_simulation_finds_a_plan_without_room(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
+    ("plant", "first"),
+    [
+        (planted_machines.leases_run_out_while_nobody_is_heard, 0),
+        (planted_machines.closed_connections_are_lost_nodes, 0),
+        (planted_machines.any_message_is_an_answer, 120),
+        (planted_machines.nodes_have_no_patience, 0),
+    ],
+)
+def test_the_simulation_finds_planted_bugs_between_machines(
+    plant: Plant, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rule of a head that may be cut off is switched off in turn."""
+    plant(monkeypatch)
+
+    seeds = range(first, first + WITHIN)
+    found = (run(seed, keeps_log=False, draw=draw_head_faults) for seed in seeds)
+
+    assert any(one.violations for one in found)
+
+
+@pytest.mark.parametrize(
     "draw",
     [
         draw_faults,
@@ -148,6 +170,7 @@ def test_the_simulation_finds_a_plan_without_room(monkeypatch: pytest.MonkeyPatc
         draw_unheard_node,
         draw_code_errors,
         draw_full_disk,
+        draw_head_faults,
     ],
 )
 def test_without_a_bug_there_is_nothing_to_find(draw: DrawFaults) -> None:

@@ -7,11 +7,12 @@ off, and then it evicts nobody:
 1. Leases count only time in which members are heard. A while after the last message of any member,
    their clock stands still (`lease_now_s`). With the next message it goes on, and each node is
    given a whole lease to come back, though only once before it is heard itself.
-2. A node whose connection closes is lost as soon as another member is heard after that. All others
-   are asked for a heartbeat, so this takes as long as an answer.
+2. A node whose connection closes is lost as soon as another member answers: all others are asked
+   for a heartbeat that says so. Other messages may have been sent before the connection closed.
 3. If the connections of all members close before that, the network or the head has failed. The
    first node that is heard again is the end of that, and the others keep their leases.
-4. After `patience_s` without a word the leases count again: the nodes have ended themselves.
+4. A lease and `patience_s` after the last message of any member the clock goes on, and leases run
+   out: the nodes have ended themselves.
 
 Source: docs/protocol.md, "Epochs fence" (Contact).
 """
@@ -52,10 +53,11 @@ class HeadContact:
         self.is_remote = patience_s > 0.0
         self._now_s = now_s
         self._silence_s_max = _BEATS_MISSED * lease_s / TICKS_PER_LEASE
-        self._limit_s = patience_s + 2.0 * lease_s
+        self._limit_s = patience_s + lease_s
         self._heard_s = now_s()  # Time at which a member was last heard.
         self._skipped_s = 0.0  # Time that the leases do not count.
-        self._closed: list[int] = []  # Nodes whose connections closed since, in order.
+        self._num_requests = 0
+        self._closed: dict[int, int] = {}  # Nodes whose connections closed since, with requests.
         self._is_closed = False  # Whether all members are among them.
         self._pardoned: set[int] = set()  # Nodes that were pardoned and not heard since.
 
@@ -73,41 +75,50 @@ class HeadContact:
     @property
     def is_cut_off(self) -> bool:
         """Whether no member was heard for so long that the head may be cut off."""
-        return self._uncounted_s(self._now_s()) > 0.0
+        silence_s = self._now_s() - self._heard_s
+        return self.is_remote and self._silence_s_max < silence_s <= self._limit_s
 
     def _uncounted_s(self, now_s: float) -> float:
         """The part of the present silence that leases do not count."""
-        silence_s = now_s - self._heard_s
-        is_counted = not self.is_remote or silence_s > self._limit_s
-        return 0.0 if is_counted else max(0.0, silence_s - self._silence_s_max)
+        if not self.is_remote:
+            return 0.0
+        return max(0.0, min(now_s - self._heard_s, self._limit_s) - self._silence_s_max)
 
-    def hear(self, node: int, *, leased: Collection[int]) -> Heard:
+    def hear(self, node: int, *, leased: Collection[int], request: int = 0) -> Heard:
         """Notes that a member has connected or said something.
 
         Args:
             leased: nodes that have leases.
+            request: the request that the message answers; 0: it answers none. Only an answer shows
+                that it was sent after a connection had closed.
         """
         self.forget(node)
         now_s = self._now_s()
         uncounted_s, self._heard_s = self._uncounted_s(now_s), now_s
         self._skipped_s += uncounted_s
         was_cut_off, self._is_closed = uncounted_s > 0.0 or self._is_closed, False
-        closed, self._closed = tuple(self._closed), []
-        if not was_cut_off:
-            return Heard(lost=closed)
-        pardoned = tuple(sorted({*leased} - self._pardoned))
-        self._pardoned |= {*leased} - {node}
-        return Heard(pardoned=pardoned)
+        if was_cut_off:
+            self._closed = {}
+            pardoned = tuple(sorted({*leased} - self._pardoned))
+            self._pardoned |= {*leased} - {node}
+            return Heard(pardoned=pardoned)
+        lost = tuple(other for other, number in self._closed.items() if number <= request)
+        self._closed = {other: n for other, n in self._closed.items() if other not in lost}
+        return Heard(lost=lost)
 
-    def close(self, node: int, *, members: Collection[int]) -> bool:
-        """Notes that a node's connection has closed; returns whether the node is lost at once."""
-        if self.is_remote:
-            self._closed.append(node)
-            self._is_closed |= {*members} <= {*self._closed}
-        return not self.is_remote
+    def close(self, node: int, *, members: Collection[int]) -> int:
+        """Notes that a node's connection has closed; returns the request to send to all others."""
+        self._num_requests += 1
+        self._closed[node] = self._num_requests
+        self._is_closed |= {*members} <= self._closed.keys()
+        return self._num_requests
+
+    @property
+    def open_request(self) -> int:
+        """The request that a node is to answer that connects now; 0: none."""
+        return max(self._closed.values(), default=0)
 
     def forget(self, node: int) -> None:
         """Forgets what was noted of a node, because it was heard again or is evicted."""
         self._pardoned.discard(node)
-        if node in self._closed:
-            self._closed.remove(node)
+        self._closed.pop(node, None)

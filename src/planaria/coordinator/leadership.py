@@ -30,6 +30,7 @@ from planaria.coordinator.commands import (
     Saving,
     SetAside,
     Tell,
+    Tick,
 )
 from planaria.coordinator.contact import HeadContact
 from planaria.coordinator.job_rules import Rules
@@ -204,12 +205,13 @@ class Leadership(Generic[Agent]):
         if self.state.stop.is_requested:  # Last, because an order to begin an epoch revokes a stop.
             connection.tell(StopRequested())
         self._connections[node] = connection
-        await self._hear(node)
+        if number := self._contact.open_request:
+            connection.tell(HeartbeatRequested(number=number))
         return True
 
     async def on_message(self, node: int, message: FromNode) -> None:
         """Renews the lease on a heartbeat; queues any other message of an agent as an event."""
-        await self._hear(node)
+        await self._hear(node, request=message.request if isinstance(message, Heartbeat) else 0)
         if not isinstance(message, Heartbeat):
             self._effects.queue(self._on_own_clock(node, message))
             return
@@ -233,14 +235,14 @@ class Leadership(Generic[Agent]):
                 )
         return message
 
-    async def _hear(self, node: int) -> None:
+    async def _hear(self, node: int, *, request: int) -> None:
         """Notes that a node on another machine was heard, and judges others by that."""
         if not self._contact.is_remote:
             return
         if self.state.nodes and not self.state.is_member(node):
             self._contact.forget(node)
             return
-        heard = self._contact.hear(node, leased=self._logbook.leased_nodes)
+        heard = self._contact.hear(node, leased=self._logbook.leased_nodes, request=request)
         for other in heard.pardoned:
             await self._logbook.renew(other)
         for other in heard.lost:
@@ -254,17 +256,17 @@ class Leadership(Generic[Agent]):
         if self._connections.get(node) is not connection:
             return
         del self._connections[node]
-        if self._contact.is_remote and node in self._arriving:
-            return
-        if self._contact.close(node, members=self.state.all_nodes):
+        if not self._contact.is_remote:
             self._effects.queue(NodeLost(node=node, reason=_CLOSED))
-        else:
-            self._tell(HeartbeatRequested(), self.state.all_nodes)
+        elif node not in self._arriving:
+            number = self._contact.close(node, members=self.state.all_nodes)
+            self._tell(HeartbeatRequested(number=number), self.state.all_nodes)
 
-    @property
-    def is_cut_off(self) -> bool:
-        """Whether no member is heard, so that nothing can be said of any."""
-        return self._contact.is_cut_off
+    def tick(self) -> None:
+        """Queues a tick; tells agents that wait for a slow disk that they are being admitted."""
+        self._effects.queue(Tick(is_cut_off=self._contact.is_cut_off))
+        for connection in self._arriving.values() if self._contact.is_remote else ():
+            connection.tell(Welcome(term=self.term))
 
     async def watch_leases(self) -> None:
         """Reports nodes whose leases have run out as lost; never returns."""

@@ -339,11 +339,13 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     Attributes:
         sent_s: time of sending by the node's own clock; the coordinator sends it back.
         offset: offset of the coordinator's clock from the node's; None: not measured yet.
+        request: number of the request that it answers; 0: nobody asked for it.
     """
 
     node: int
     sent_s: float
     offset: ClockOffset | None = None
+    request: int = 0
 
 
 class NodeLost(Message, frozen=True, kw_only=True):
@@ -382,7 +384,13 @@ class HeartbeatTaken(Message, frozen=True, kw_only=True):
 
 
 class HeartbeatRequested(Message, frozen=True, kw_only=True):
-    """The agent is to send a heartbeat at once: the coordinator asks who still hears it."""
+    """The agent is to send a heartbeat at once: the coordinator asks who still hears it.
+
+    Attributes:
+        number: number of the request, from 1.
+    """
+
+    number: int
 
 
 class Acknowledged(Message, frozen=True, kw_only=True):

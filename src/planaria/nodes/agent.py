@@ -350,8 +350,9 @@ class _Agent:
         if isinstance(message, HeartbeatTaken):
             self._set_lease(renewed_lease(self._lease, message.sent_s))
             self._close_silent(num_kept=0)
-        is_offset_new = offset is None and self._offset is not None
-        if isinstance(message, HeartbeatRequested) or is_offset_new:
+        if isinstance(message, HeartbeatRequested):
+            self._send_heartbeat(request=message.number)
+        elif offset is None and self._offset is not None:
             self._send_heartbeat()
         if result.forwards:
             for worker in self._workers:
@@ -409,12 +410,14 @@ class _Agent:
                 for worker in self._workers:
                     self._check_pulse(worker, now_s)
 
-    def _send_heartbeat(self) -> None:
+    def _send_heartbeat(self, *, request: int = 0) -> None:
         now_s, to_coordinator = time.monotonic(), self._to_coordinator
         if to_coordinator is None:
             self._set_lease(unconnected_lease(self._lease, now_s))
         else:
-            heartbeat = Heartbeat(node=self._spec.node, sent_s=now_s, offset=self._offset)
+            heartbeat = Heartbeat(
+                node=self._spec.node, sent_s=now_s, offset=self._offset, request=request
+            )
             to_coordinator.write(frame(heartbeat))
         if is_given_up(self._lease, now_s, is_connected=to_coordinator is not None):
             self._end_node(f"its lease ran out {now_s - self._lease.end_s:.1f} s ago, unanswered")

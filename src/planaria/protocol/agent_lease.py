@@ -10,7 +10,7 @@ On the launcher's machine there is always a coordinator, or soon another one. If
 connected leaves heartbeats unanswered for another lease, others have taken the node's place, and it
 ends itself. On another machine the network may be at fault (`patience_s`): a connection over which
 nothing has come for a lease is left, the agent looks for the coordinator again and again, and the
-node ends itself only when its lease ran out that long ago.
+node ends itself only when it has heard of none for that long after its lease.
 
 Source: docs/protocol.md, "Epochs fence" (Leases) and "Software failures".
 """
@@ -34,8 +34,8 @@ class AgentLease:
         awake_since_s: time since which the agent has run without being stopped.
         ticked_s: time at which the agent last looked at its clock.
         heard_s: time at which the agent last connected to, or heard from, a coordinator.
-        patience_s: time after the end of its lease in which the agent looks for the coordinator; 0:
-            the coordinator is on the same machine.
+        patience_s: time after the end of its lease in which the agent looks for a coordinator that
+            it does not hear; 0: the coordinator is on the same machine.
     """
 
     lease_s: float
@@ -94,11 +94,12 @@ def is_silent(lease: AgentLease, now_s: float) -> bool:
 
 
 def is_given_up(lease: AgentLease, now_s: float, *, is_connected: bool) -> bool:
-    """Whether heartbeats went unanswered for so long that the node must end itself."""
-    if not (is_connected or lease.patience_s):
-        return False
-    limit_s = lease.patience_s or lease.lease_s
-    return now_s > max(lease.end_s, lease.awake_since_s) + limit_s
+    """Whether a coordinator was away, or left heartbeats unanswered, for so long that the node must
+    end itself."""
+    since_s = max(lease.end_s, lease.awake_since_s)
+    if lease.patience_s:  # Who says something, if only while its disk is slow, is not away.
+        return now_s > max(since_s, lease.heard_s) + lease.patience_s
+    return is_connected and now_s > since_s + lease.lease_s
 
 
 def can_judge_workers(lease: AgentLease, now_s: float) -> bool:

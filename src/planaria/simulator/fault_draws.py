@@ -45,6 +45,8 @@ class FaultKind(Enum):
     DRAIN = "the user asks that the job go on without the node"
     RAISE = "the code in the node's workers raises for a while, and it is not the job's fault"
     MISTAKE = "the code in one of the node's workers raises, and it is the job's fault"
+    HEAD_CUT = "the coordinator is cut off from all nodes for a while"
+    HEAD_DOWN = "the coordinator is killed, and started again only after a while"
 
 
 _LAST: Final = (FaultKind.HANG, FaultKind.STALL, FaultKind.DETACH)  # Some of these last for ever.
@@ -54,7 +56,11 @@ _LOSSES: Final = (
 )
 _OF_COPIES: Final = (FaultKind.SPOIL, FaultKind.DAMAGE)
 _OF_CODE: Final = (FaultKind.RAISE, FaultKind.MISTAKE)
-_NOT_OTHERS: Final = (*_LOSSES, *_OF_COPIES, *_OF_CODE, FaultKind.FULL, FaultKind.STUCK)
+OF_HEAD: Final = (FaultKind.HEAD_CUT, FaultKind.HEAD_DOWN)  # Between machines only.
+_NOT_OTHERS: Final = (
+    *(*_LOSSES, *_OF_COPIES, *_OF_CODE, *OF_HEAD),
+    *(FaultKind.FULL, FaultKind.STUCK),
+)
 _PLACES: Final = ("layers", "layers", "start", "step", ANY_PLACE)  # Where code raises.
 # Faults after which the struck node, or any node, may be evicted; faults that make nodes drain.
 LOOK_LIKE_LOSS: Final = (FaultKind.KILL, FaultKind.HANG, FaultKind.DETACH, FaultKind.BREAK)
@@ -70,6 +76,7 @@ RECOVERING: Final = (
     *("recorded members", "recorded outcome", "recorded plan"),
 )
 DURATIONS_S: Final = (0.005, 0.05, 0.5, 2.0, LEASE_S + 0.5, 2 * LEASE_S + 1.0, 4 * LEASE_S)
+OUTAGES_S: Final = (0.02, 0.5, 1.5, LEASE_S + 0.5, 2 * LEASE_S + 1.0, 4 * LEASE_S)
 AT_PLACE: Final = -1  # The node that is at the fault's place.
 AT_PREVIOUS_PLACE: Final = -2  # The node that was at the place of the previous fault.
 FAULTS_S_MAX: Final = 12.0
@@ -237,6 +244,19 @@ def draw_code_errors(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
 def draw_rare_code_errors(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
     """The faults of `draw_code_errors` in 3 of 10 runs, otherwise nothing."""
     return draw_code_errors(rng, num_nodes) if rng.random() >= 0.7 else ()
+
+
+def draw_head_faults(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
+    """One to three faults of a job on several machines: most of them cut off its head or take it
+    away; the others are nodes that are lost or come meanwhile."""
+    others = (FaultKind.KILL, FaultKind.DETACH, FaultKind.BREAK, FaultKind.JOIN, FaultKind.NOTICE)
+    first = rng.choice(OF_HEAD)
+    kinds = [first, *rng.choices((*OF_HEAD, *OF_HEAD, *others), k=rng.randint(0, 2))]
+    faults = [_draw_fault(rng, kind, num_nodes) for kind in kinds]
+    return tuple(
+        replace(fault, duration_s=rng.choice(OUTAGES_S)) if fault.kind in OF_HEAD else fault
+        for fault in faults
+    )
 
 
 def draw_witness_loss(rng: Random, num_nodes: int) -> tuple[Fault, ...]:

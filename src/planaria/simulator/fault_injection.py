@@ -100,12 +100,10 @@ class FaultInjection:
                 self._stop(processes, fault.duration_s)
             case FaultKind.STALL:
                 self._stop((worker.process,), fault.duration_s)
-            case FaultKind.LEADER if cluster.can_lose_leader:
-                cluster.kill_leader()
-            case FaultKind.REPLACE if cluster.can_lose_leader:
-                cluster.replace_leader(max(fault.duration_s, _REPLACED_S_MIN))
-            case FaultKind.PAUSE:
-                self._stop((cluster.leader.process,), fault.duration_s)
+            case FaultKind.LEADER | FaultKind.REPLACE | FaultKind.PAUSE:
+                self._inject_leader_fault(fault)
+            case FaultKind.HEAD_CUT | FaultKind.HEAD_DOWN:
+                self._inject_leader_fault(fault)
             case FaultKind.CUT:
                 self._cut(node, self._other_node(node, fault), fault)
             case FaultKind.ISOLATE:
@@ -138,6 +136,21 @@ class FaultInjection:
             case FaultKind.MISTAKE:
                 agent.raise_once(fault.where)
 
+    def _inject_leader_fault(self, fault: Fault) -> None:
+        cluster = self._cluster
+        match fault.kind:
+            case FaultKind.LEADER if cluster.can_lose_leader:
+                cluster.kill_leader()
+            case FaultKind.HEAD_DOWN if cluster.can_lose_leader:
+                cluster.kill_leader(fault.duration_s)
+            case FaultKind.REPLACE if cluster.can_lose_leader:
+                cluster.replace_leader(max(fault.duration_s, _REPLACED_S_MIN))
+            case FaultKind.PAUSE:
+                self._stop((cluster.leader.process,), fault.duration_s)
+            case FaultKind.HEAD_CUT:
+                cluster.network.isolate(LAUNCHER, breaks=fault.breaks)
+                cluster.loop.after(fault.duration_s, lambda: cluster.network.rejoin(LAUNCHER))
+
     def _inject_disk_fault(self, fault: Fault) -> None:
         disk = self._cluster.disk
         match fault.kind:
@@ -158,9 +171,12 @@ class FaultInjection:
         self._end_s = max(self._end_s, now_s + (duration_s if math.isfinite(duration_s) else 0.0))
 
     def _kill(self, node: int, *, loses: bool) -> None:
-        agent = self._cluster.agents[node]
+        agent, scenario = self._cluster.agents[node], self._cluster.job.scenario
+        if loses and scenario.patience_s:  # Nobody is left who could close its connections.
+            self._cluster.network.cut(node, LAUNCHER, breaks=False)
         if loses:  # The machine is gone, and so is what its kernel had not sent yet.
-            for process in (agent.process, *(worker.process for worker in agent.workers)):
+            processes = [worker.process for worker in agent.workers]
+            for process in processes if scenario.patience_s else (agent.process, *processes):
                 self._cluster.network.break_all(process)
         agent.kill()
 

@@ -5,7 +5,7 @@ connection breaks, and messages in flight are lost. While two places are cut off
 messages wait until the places are joined again, unless the cut broke the connection.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -33,6 +33,7 @@ class Network:
         self._loop = loop
         self._rng = rng
         self._cuts: set[frozenset[int]] = set()
+        self._num_isolated: Counter[int] = Counter()  # How often each place is isolated now.
         self._ends: list[Endpoint] = []
 
     def pair(self, near: Process, far: Process) -> "tuple[Endpoint, Endpoint]":
@@ -47,7 +48,10 @@ class Network:
 
     def is_cut(self, place: int, other: int) -> bool:
         """Whether two places are cut off from each other."""
-        return frozenset((place, other)) in self._cuts
+        is_isolated = self._num_isolated and (
+            self._num_isolated[place] > 0 or self._num_isolated[other] > 0
+        )
+        return bool(is_isolated) or frozenset((place, other)) in self._cuts
 
     def cut(self, place: int, other: int, *, breaks: bool) -> None:
         """Cuts two places off from each other."""
@@ -59,8 +63,21 @@ class Network:
     def reconnect(self, place: int, other: int) -> None:
         """Joins two places again; messages that waited arrive."""
         self._cuts.discard(frozenset((place, other)))
-        for end in self._between(place, other):
+        for end in self._between(place, other) if not self.is_cut(place, other) else ():
             end.send_waiting()
+
+    def isolate(self, place: int, *, breaks: bool) -> None:
+        """Cuts a place off from all others, also from those that come later."""
+        self._num_isolated[place] += 1
+        for end in self._ends_at(place) if breaks else ():
+            end.break_off()
+
+    def rejoin(self, place: int) -> None:
+        """Ends one isolation of a place; if it was the last one, messages that waited arrive."""
+        self._num_isolated[place] -= 1
+        for end in self._ends_at(place) if not self._num_isolated[place] else ():
+            if not self.is_cut(end.process.place, end.other.process.place):
+                end.send_waiting()
 
     def break_all(self, process: Process) -> None:
         """Breaks every connection of a process: messages in flight are lost, and both ends learn
@@ -85,6 +102,10 @@ class Network:
     @property
     def now_s(self) -> float:
         return self._loop.now_s
+
+    def _ends_at(self, place: int) -> "list[Endpoint]":
+        self._ends = [end for end in self._ends if not end.is_over]
+        return [end for end in self._ends if place in (end.process.place, end.other.process.place)]
 
     def _between(self, place: int, other: int) -> "list[Endpoint]":
         self._ends = [end for end in self._ends if not end.is_over]

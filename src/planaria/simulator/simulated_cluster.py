@@ -33,6 +33,8 @@ from planaria.store.store import Event
 LAUNCHER = -1
 _RESTART_S = 0.03
 _NOTICE_S = 0.002
+_REJOIN_S = 0.5
+_REJOINS_MAX = 5  # Number of nodes that come anew in place of those that ended themselves.
 
 
 class SimulationObserver(Protocol):
@@ -111,6 +113,7 @@ class SimulatedCluster:
         self._replaced: set[int] = set()
         self._newest_vector = -1
         self.records = ReportedRecords(job.plan)
+        self._num_rejoined = 0
         self._replaced_leaders: list[Process] = []
         self._num_leaders = 0
         self._is_starting = True
@@ -192,7 +195,7 @@ class SimulatedCluster:
         )
         process.spawn(leader.run())
         for node, agent in self.agents.items():
-            if not agent.process.is_alive:
+            if not (agent.process.is_alive or self.job.scenario.patience_s):
                 self.leader.on_agent_loss(node, "its agent ended")
         for node in self.drained:
             self.leader.queue(DrainRequested(node=node))
@@ -240,8 +243,8 @@ class SimulatedCluster:
         if is_silent and not self._is_starting and self.ended is None:
             self.kill_leader()
 
-    def kill_leader(self) -> None:
-        """Kills the coordinator and starts another soon."""
+    def kill_leader(self, pause_s: float = 0.0) -> None:
+        """Kills the coordinator and starts another soon after a pause."""
         self.log_event("coordinator killed")
         self.recording.on_coordinator_loss(self.launcher_s)
         self.leader.process.kill()
@@ -249,7 +252,7 @@ class SimulatedCluster:
         self.records.restart()
         self._is_starting = True
         delay_s = _RESTART_S * (1.0 + 5.0 * self.rng.random())
-        self.loop.after(delay_s, self._start_leader)
+        self.loop.after(pause_s + delay_s, self._start_leader)
 
     def replace_leader(self, duration_s: float) -> None:
         """Stops the coordinator for a while and meanwhile starts another.
@@ -316,8 +319,22 @@ class SimulatedCluster:
             self.leader.queue(StopRequested())
 
     def _on_agent_exit(self, agent: SimulatedAgent) -> None:
+        """Tells the coordinator; on another machine, a process there tells it if it still can."""
         self.log_event("agent ended", agent.node)
-        self.loop.after(_NOTICE_S, lambda: self._tell_loss(agent.node))
+        patience_s = self.job.scenario.patience_s
+        if not patience_s:
+            self.loop.after(_NOTICE_S, lambda: self._tell_loss(agent.node))
+            return
+        if not self.network.is_cut(agent.node, LAUNCHER):
+            self.loop.after(0.3 * self.rng.random(), lambda: self._tell_loss(agent.node))
+        if agent.end_reason and self._num_rejoined < _REJOINS_MAX:
+            self._num_rejoined += 1
+            self.loop.after(_REJOIN_S, self._rejoin)
+
+    def _rejoin(self) -> None:
+        """Starts a new node where one ended itself."""
+        if self.ended is None:
+            self.add_node()
 
     def _tell_loss(self, node: int) -> None:
         leader = self.leader

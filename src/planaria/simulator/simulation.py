@@ -7,13 +7,14 @@ from random import Random
 
 from planaria.core.job import POLICIES, PolicyName
 from planaria.policies.traits import TRAITS
-from planaria.simulator.checkers.checkers import PATIENCE_S, Checkers
+from planaria.simulator.checkers.checkers import PATIENCE_S, Checkers, vain_s
 from planaria.simulator.fault_draws import (
     FAULTS_S_MAX,
     Fault,
     FaultKind,
     draw_disk_faults,
     draw_faults,
+    draw_head_faults,
     draw_more_faults,
     draw_rare_code_errors,
     draw_store_trouble,
@@ -29,6 +30,9 @@ _DELAYS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01)
 # and a better plan follows at a later commit. That takes some more iterations.
 _HURRIED = ((1000.0, 1e7), (100.0, 1e6))
 _ITERATIONS_MORE = 8
+MACHINES_SHARE = 0.2  # Share of jobs whose nodes are on other machines than the head.
+_PATIENCE_S = (15.0, 20.0)  # Longer than any outage of the head.
+_HEAD_ALONE_SHARE = 0.4  # Share of these in which nothing but faults of the head is drawn.
 LEARNING_SHARE = 0.3  # Share of jobs whose coordinator corrects the profile by measurements.
 _LOG_TAIL = 40
 _NEXT_S = 30.0  # Longest time from a commit to the next one, where messages are slow.
@@ -71,6 +75,9 @@ def run(
 ) -> SimulatedRun:
     """The run of a seed.
 
+    With `draw_head_faults` the nodes are on other machines than the head; they also are in a share
+    of MACHINES_SHARE of the runs with `draw_faults` and all policies.
+
     Args:
         keeps_log: whether the result has a log even if there are no violations.
         draw: function that draws the faults for a number of nodes.
@@ -78,15 +85,7 @@ def run(
             except that a job with another policy than PLAINEST may be hurried.
     """
     rng = Random(seed)
-    scenario = _with_policy(rng.choice(SCENARIOS), Random(f"policy {seed}"), policies)
-    faults = draw(rng, scenario.num_nodes)
-    more_rng = Random(f"more {seed}")
-    scenario = _with_learning(_with_copies(scenario, more_rng), Random(f"learns {seed}"))
-    if scenario.copies or scenario.persist_every or scenario.num_standby:
-        faults += draw_more_faults(more_rng, scenario.num_nodes + scenario.num_standby)
-    if draw is draw_faults:
-        faults += draw_rare_code_errors(Random(f"raising {seed}"), scenario.num_nodes)
-    faults += draw_disk_faults(Random(f"full {seed}"))
+    scenario, faults = _drawn_job(seed, rng, draw, policies)
     store_rng = Random(f"store {seed}")
     store_trouble = draw_store_trouble(store_rng)
     cluster = SimulatedCluster(
@@ -113,6 +112,35 @@ def run(
         epochs=ended.epoch if ended else -1,
         log=tuple(cluster.log) if keeps_log or checkers.violations else (),
     )
+
+
+def _drawn_job(
+    seed: int, rng: Random, draw: DrawFaults, policies: Sequence[PolicyName]
+) -> tuple[Scenario, tuple[Fault, ...]]:
+    """The job of a seed and its faults; see `run`.
+
+    Args:
+        rng: generator of the seed, which goes on with the rest of the run.
+    """
+    scenario = _with_policy(rng.choice(SCENARIOS), Random(f"policy {seed}"), policies)
+    faults = draw(rng, scenario.num_nodes)
+    more_rng = Random(f"more {seed}")
+    scenario = _with_learning(_with_copies(scenario, more_rng), Random(f"learns {seed}"))
+    if scenario.copies or scenario.persist_every or scenario.num_standby:
+        faults += draw_more_faults(more_rng, scenario.num_nodes + scenario.num_standby)
+    if draw is draw_faults:
+        faults += draw_rare_code_errors(Random(f"raising {seed}"), scenario.num_nodes)
+    faults += draw_disk_faults(Random(f"full {seed}"))
+    machines_rng = Random(f"machines {seed}")
+    may_have_machines = draw is draw_faults and policies is POLICIES
+    if draw is draw_head_faults:
+        scenario = _on_machines(scenario, machines_rng)
+    elif machines_rng.random() < MACHINES_SHARE and may_have_machines:
+        if machines_rng.random() < _HEAD_ALONE_SHARE:
+            faults = ()
+        faults += draw_head_faults(machines_rng, scenario.num_nodes)
+        scenario = _on_machines(scenario, machines_rng)
+    return scenario, faults
 
 
 def _with_policy(scenario: Scenario, rng: Random, policies: Sequence[PolicyName]) -> Scenario:
@@ -159,17 +187,23 @@ def _with_learning(scenario: Scenario, rng: Random) -> Scenario:
     )
 
 
+def _on_machines(scenario: Scenario, rng: Random) -> Scenario:
+    """The job with its nodes on other machines than the head."""
+    return replace(scenario, patience_s=rng.choice(_PATIENCE_S))
+
+
 def _run_to_end(cluster: SimulatedCluster, checkers: Checkers, faults: FaultInjection) -> None:
     """Runs the loop until the job ends, a checker finds a violation, or the job takes too long."""
 
     def is_over() -> bool:
         return cluster.ended is not None or bool(checkers.violations)
 
-    until_s = FAULTS_S_MAX + PATIENCE_S
+    patience_s = PATIENCE_S + vain_s(cluster.job.scenario)
+    until_s = FAULTS_S_MAX + patience_s
     while True:
         cluster.loop.run(until_s=until_s, is_over=is_over)
         next_s = min(checkers.moved_s + _NEXT_S, faults.end_s + _LONGEST_S)
-        later_s = max(faults.end_s + PATIENCE_S, next_s)
+        later_s = max(faults.end_s + patience_s, next_s)
         if is_over() or later_s <= until_s:
             break
         until_s = later_s

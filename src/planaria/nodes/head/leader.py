@@ -39,7 +39,6 @@ from planaria.coordinator.commands import (
     Publish,
     Saving,
     SetAside,
-    Tick,
 )
 from planaria.coordinator.contact import HeadContact
 from planaria.coordinator.leadership import Leadership, is_lost, may_expire
@@ -427,7 +426,7 @@ class _Leader:
                 if self._leadership.state.phase is Phase.SAVING:
                     self._publishing.end_training(**self._patience_s)
                 self._publishing.tick()
-                self.queue(Tick(is_cut_off=self._leadership.is_cut_off))
+                self._leadership.tick()
                 last_s, before_s = time.monotonic(), last_s
                 if expiring is not None and expiring.done():
                     expiring.result()

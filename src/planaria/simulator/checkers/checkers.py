@@ -40,6 +40,7 @@ from planaria.core.records import (
     Outcome,
     Progress,
     Recorded,
+    Recovering,
     Rescue,
     Running,
     ToLauncher,
@@ -52,6 +53,7 @@ from planaria.errors import DeadlockError
 from planaria.policies.memory_checked import has_room
 from planaria.policies.traits import TRAITS
 from planaria.schedule.lower import plan_schedule
+from planaria.simulator.checkers.absence import Absence
 from planaria.simulator.checkers.back_checker import newest_copy, newest_known_save
 from planaria.simulator.checkers.crash_log import CrashFact, CrashLog
 from planaria.simulator.checkers.end_checker import EndChecker, ObservedEnd
@@ -62,16 +64,23 @@ from planaria.simulator.fault_draws import (
     FaultKind,
 )
 from planaria.simulator.fault_injection import FaultInjection
-from planaria.simulator.modelled.agent import UNANSWERED, machine_of
+from planaria.simulator.modelled.agent import machine_of
 from planaria.simulator.modelled.executor import NOT_YET
 from planaria.simulator.modelled.worker import SimulatedWorker
-from planaria.simulator.scenario import LEASE_S
+from planaria.simulator.scenario import LEASE_S, Scenario
 from planaria.simulator.simulated_cluster import LAUNCHER, SimulatedCluster
 from planaria.store.store import Entry, Event
 
 _STILL_S: Final = 60.0  # Longest time between commits without a fault: that of a wait in vain.
 PATIENCE_S: Final = 75.0  # Time from the last fault to the job's end: such a wait, and a recovery.
+_COST_NOTHING: Final = {FaultKind.HEAD_CUT, FaultKind.JOIN, FaultKind.STOP, FaultKind.CLOCK}
 _LEAVES_S: Final = 4 * LEASE_S  # Longest time from an eviction to the end of a reachable node.
+
+
+def vain_s(scenario: Scenario) -> float:
+    """How much longer a job on several machines may wait in vain: for members that are lost, and
+    that the head takes for cut off."""
+    return scenario.patience_s + 3.0 * LEASE_S if scenario.patience_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,6 +382,8 @@ class Checkers:
                 self.moved_s = self.moved_s or self._cluster.loop.now_s
                 if message.epoch != self._epoch:
                     self._fail(f"epoch {message.epoch} runs in epoch {self._epoch}")
+            case Recovering() if not self._may_recover():
+                self._fail(f"{message.reason}: only the head was cut off, and all recover")
             case Changed() if {*message.kinds.values()} == {ChangeKind.REFORM}:
                 if not is_another(*self._plans):
                     self._fail(f"epoch {message.epoch} begins with a change to the same plan")
@@ -386,7 +397,7 @@ class Checkers:
         if commit.iteration > self._num_committed:
             self._fail(f"iteration {commit.iteration} follows {self._num_committed - 1}")
         still_s = self._cluster.loop.now_s - max(self.moved_s, self.faults.end_s)
-        if still_s > _STILL_S:
+        if still_s > _STILL_S + vain_s(self._job.scenario):
             self._fail(f"nothing was committed for {still_s:.0f} s before {commit.iteration}")
         self.moved_s = self._cluster.loop.now_s
         if commit.iteration >= self._furthest:  # A repeated iteration does not reset error counts.
@@ -458,6 +469,11 @@ class Checkers:
         if node not in struck and not anywhere:
             self._fail(f"node {node} is given up, and nothing happened to it")
 
+    def _may_recover(self) -> bool:
+        """Whether anything happened that costs an epoch: a head that is cut off does not."""
+        kinds = {fault.kind for _, fault, _ in self.faults.injected}
+        return not kinds <= _COST_NOTHING
+
     def _leaving_nodes(self) -> set[int]:
         """The nodes that the user drained or that got a preemption notice."""
         return set(self._struck_nodes(*MAKE_NODES_LEAVE))
@@ -485,57 +501,6 @@ class Checkers:
             return "the coordinator does not serve"
         state = leader.leadership.state
         return f"epoch {state.epoch} of {state.nodes} waits for {state.phase.value}"
-
-
-# -- absence ---------------------------------------------------------------------------------------
-# An agent that nobody answers for two leases ends itself. That is justified where no coordinator
-# could answer it: there was none, or it stood still, or its disk did before the node was admitted.
-
-_CHECK_S: Final = 0.05
-_ADMITTED_S: Final = 1.0  # Time in which a coordinator whose disk is idle admits a node.
-_ANSWERED_S: Final = 0.5  # Time in which an admitted node hears of it.
-# What an agent's wait may fall short of two leases: a tick between heartbeats, the time of
-# messages, and wrong clocks.
-_SHORT_S: Final = 1.2
-
-
-class Absence:
-    """Records, at regular intervals, which nodes the coordinator could have answered."""
-
-    def __init__(self, cluster: SimulatedCluster) -> None:
-        self._cluster = cluster
-        self._answerable_s: dict[int, float] = {}
-        self._admitted_s: dict[int, float] = {}  # Since when each admitted node is.
-        self._idle_since_s = 0.0
-        cluster.loop.after(_CHECK_S, self._check)
-
-    def _check(self) -> None:
-        cluster = self._cluster
-        cluster.loop.after(_CHECK_S, self._check)
-        leader, now_s = cluster.leader, cluster.loop.now_s
-        process = leader.process
-        is_there = leader.is_serving and process.is_alive and process.stopped_s < 0.0
-        if not is_there or leader.is_writing:
-            self._idle_since_s = now_s
-        admitted = leader.admitted if is_there else ()
-        self._admitted_s = {node: self._admitted_s.get(node, now_s) for node in admitted}
-        if not is_there:
-            return
-        admits = now_s - self._idle_since_s > _ADMITTED_S
-        for node, agent in cluster.agents.items():
-            is_answered = now_s - self._admitted_s.get(node, now_s) > _ANSWERED_S
-            if agent.process.is_alive and (admits or is_answered):
-                self._answerable_s[node] = now_s
-
-    def forsaken_nodes(self) -> frozenset[int]:
-        """The nodes that ended themselves because no coordinator could answer them."""
-        agents = self._cluster.agents.items()
-        return frozenset(
-            node
-            for node, agent in agents
-            if agent.end_reason == UNANSWERED
-            and agent.ended_s - self._answerable_s.get(node, 0.0) > 2.0 * LEASE_S - _SHORT_S
-        )
 
 
 # -- what must hold of a single plan: it covers the model, and can be run to its end ---------------

@@ -209,8 +209,9 @@ class SimulatedAgent:
             self._lease = renewed_lease(self._lease, message.sent_s)
             while self._silent_ends:
                 self._silent_ends.pop().close()
-        is_offset_new = offset is None and self._offset is not None
-        if isinstance(message, HeartbeatRequested) or is_offset_new:
+        if isinstance(message, HeartbeatRequested):
+            self._send_heartbeat(request=message.number)
+        elif offset is None and self._offset is not None:
             self._send_heartbeat()
         if result.forwards:
             for end in self._worker_ends:
@@ -244,12 +245,15 @@ class SimulatedAgent:
                         self._surroundings.log_event("stalled", worker.rank)
                         worker.process.kill()
 
-    def _send_heartbeat(self) -> None:
+    def _send_heartbeat(self, *, request: int = 0) -> None:
         now_s, to_coordinator = self.process.now_s, self._to_coordinator
         if to_coordinator is None:
             self._lease = unconnected_lease(self._lease, now_s)
         else:
-            to_coordinator.send(Heartbeat(node=self.node, sent_s=now_s, offset=self._offset))
+            heartbeat = Heartbeat(
+                node=self.node, sent_s=now_s, offset=self._offset, request=request
+            )
+            to_coordinator.send(heartbeat)
         if is_given_up(self._lease, now_s, is_connected=to_coordinator is not None):
             self._end_node(UNANSWERED)
         elif to_coordinator is not None and is_silent(self._lease, now_s):

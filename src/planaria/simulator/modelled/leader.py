@@ -16,7 +16,6 @@ from planaria.coordinator.commands import (
     SavesListed,
     Saving,
     SetAside,
-    Tick,
 )
 from planaria.coordinator.contact import HeadContact
 from planaria.coordinator.job_rules import Rules
@@ -223,7 +222,7 @@ class SimulatedCoordinator:
         last_s = self.process.now_s
         while True:
             await self.process.sleep(period_s)
-            self.queue(Tick(is_cut_off=self.leadership.is_cut_off))
+            self.leadership.tick()
             last_s, before_s = self.process.now_s, last_s
             if not self._is_expiring and may_expire(last_s, before_s, period_s=period_s):
                 self._is_expiring = True
