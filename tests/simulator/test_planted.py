@@ -112,7 +112,7 @@ def test_the_simulation_finds_a_bug_planted_in_copies_or_grants(
         (planted_around.any_error_is_the_jobs, draw_code_errors, 30),
         (planted_around.jobs_go_on_without_records, draw_full_disk, 0),
         (planted_around.what_is_live_is_given_up, draw_full_disk, 0),
-        (planted_around.who_saves_begins_a_new_job, draw_full_disk, 10),
+        (planted_around.who_saves_begins_a_new_job, draw_full_disk, 650),
         (planted_around.restarts_take_no_time, draw_faults, 0),
         (planted_around.nobody_is_idle, draw_faults, 0),
         (planted_around.nothing_is_redundant, draw_faults, 0),

@@ -250,12 +250,12 @@ def test_time_goes_on_while_the_journals_disk_hangs(tmp_path: Path) -> None:
 
     async def run() -> None:
         leader = _Leader(msgspec.structs.replace(spec, job=job))
-        leader._leadership = Mock(state=Mock(phase=Phase.TRAINING))
+        leader._leadership = leadership = Mock(state=Mock(phase=Phase.TRAINING))
         leader._publishing, leader._store = Mock(), Mock(expire=expire)
         ticking = asyncio.create_task(leader._tick())
         await wait_until(lambda: num_expired > 0)
-        num_ticks = leader._events.qsize()
-        await wait_until(lambda: leader._events.qsize() >= num_ticks + 5)
+        num_ticks = leadership.tick.call_count
+        await wait_until(lambda: leadership.tick.call_count >= num_ticks + 5)
         ticking.cancel()
         assert leader._publishing.tick.call_count >= 5
         assert not leader._publishing.end_training.called
