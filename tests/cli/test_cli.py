@@ -26,7 +26,7 @@ from planaria.core.kinds import Ending
 from planaria.core.messages import WorkerFailed
 from planaria.core.records import Ended
 from planaria.job.planning import read_profile
-from planaria.job.training_job import failure_of
+from planaria.job.report import failure_of
 from planaria.nodes.head.process_events import LEAVE_SIGNALS, restore_handlers
 
 

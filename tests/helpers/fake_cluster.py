@@ -212,11 +212,11 @@ class FakeCluster:
         """A node arrives on a machine of its own, with a worker."""
         self.join_on(number, f"machine-{number}")
 
-    def join_on(self, number: int, machine: str) -> None:
+    def join_on(self, number: int, machine: str, *, speed: float = 1.0) -> None:
         """A node arrives on a machine, with a worker."""
         node = self.nodes[number] = FakeNode(AgentState(node=number))
         self._connected.add(number)
-        arrived = NodeArrived(node=number, rank=number, machine=machine)
+        arrived = NodeArrived(node=number, rank=number, machine=machine, speed=speed)
         self.hear(*node.say(arrived), *node.say(worker(number)))
 
     def lose(self, *numbers: int) -> None:

@@ -1,6 +1,7 @@
 """A head and machines as the commands have them, on a test's event loop, without processes."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ import msgspec
 from helpers.fake_fork_server import FakeForkServer
 from helpers.heads import CREDENTIALS
 from planaria.core.job import JobConfig
-from planaria.core.specs import NodeSpec
+from planaria.core.specs import NodeSpec, Prepared
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.machine_checks import MachineChecks
 from planaria.nodes.head.machines import Machines
@@ -23,17 +24,26 @@ from planaria.transport.acceptor import Acceptor, Purpose, listen
 from planaria.transport.sockets import Address
 
 TIMEOUT_S: Final = 60.0
+_NOTHING: Final = Prepared()
 
 
 class SpecForkServer(FakeForkServer):
-    """A fork server that keeps the specs of nodes that it was asked for, and ends them at once."""
+    """A fork server that keeps the specs of nodes that it was asked for, and ends them at once.
 
-    def __init__(self, specs: list[NodeSpec]) -> None:
+    Args:
+        specs: list that gets the specs.
+        prepared: facts on the job that are found by whoever looks for them.
+    """
+
+    def __init__(self, specs: list[NodeSpec], prepared: Prepared) -> None:
         super().__init__()
         self._specs = specs
+        self._prepared = prepared
 
     def ask(self, target: str, payload: bytes, fds: Sequence[int] = ()) -> int:
         """See FakeForkServer."""
+        if "prepare" in target:
+            os.write(fds[0], msgspec.json.encode(self._prepared))
         if "agent" in target:
             self._specs.append(msgspec.json.decode(payload, type=NodeSpec))
         pid = super().ask(target, payload, fds)
@@ -60,7 +70,7 @@ class Cluster:
     ends: list[asyncio.Task[int]] = field(default_factory=list)
     specs: list[NodeSpec] = field(default_factory=list)
 
-    def join(self, *, domain: str = "") -> asyncio.Task[int]:
+    def join(self, *, domain: str = "", prepared: Prepared = _NOTHING) -> asyncio.Task[int]:
         """Starts another machine."""
         spec = MachineSpec(
             heads=(self.address,),
@@ -71,7 +81,7 @@ class Cluster:
             notice="",
             stays=False,
             cache_directory=str(self.directory / f"cache-{len(self.ends)}"),
-            server=lambda _job, _paths: cast(ForkServer, SpecForkServer(self.specs)),
+            server=lambda _job, _paths: cast(ForkServer, SpecForkServer(self.specs, prepared)),
             note=self.told.append,
         )
         self.ends.append(asyncio.create_task(serve_machine(spec)))

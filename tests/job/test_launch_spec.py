@@ -45,10 +45,10 @@ def _planned(config: JobConfig) -> Any:
         catalog=SimpleNamespace(templates={}, plans={}),
         prepared=SimpleNamespace(profile=None, config={}),
         predicted=SimpleNamespace(iteration_s=1.0),
-        plan=None,
+        plan=SimpleNamespace(slow_nodes={}),
         problem=None,
     )
 
 
 def _begun() -> Any:
-    return SimpleNamespace(journal="", head=None)
+    return SimpleNamespace(journal="", head=None, machines={})

@@ -34,7 +34,7 @@ async def test_machines_with_the_same_files_take_part(tmp_path: Path) -> None:
         made.join()
         await made.wait_ready(2)
 
-    assert list((tmp_path / "saves").iterdir()) == []
+    assert not (tmp_path / "saves").exists()
 
 
 @runs

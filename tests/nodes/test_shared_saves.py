@@ -9,7 +9,13 @@ from helpers.object_store import object_store
 from planaria.checkpoint.disk.time_limits import TimeLimitedStorage
 from planaria.errors import ConfigError
 from planaria.nodes import shared_saves
-from planaria.nodes.shared_saves import answer_mark, check_answer, place_mark, remove_answer
+from planaria.nodes.shared_saves import (
+    answer_mark,
+    check_answer,
+    place_mark,
+    remove_answer,
+    remove_other_marks,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -110,8 +116,17 @@ def test_the_mark_of_a_head_that_was_killed_is_removed(tmp_path: Path) -> None:
     left = killed.__enter__()
 
     with place_mark(str(tmp_path)) as mark:
+        remove_other_marks(str(tmp_path), mark)
         assert [path.name for path in tmp_path.iterdir()] == [f".planaria-mark-{mark}"]
     assert left != mark
+
+
+def test_directories_that_were_made_for_a_mark_are_removed(tmp_path: Path) -> None:
+    """A job that ends before it saves leaves nothing."""
+    with place_mark(str(tmp_path / "new" / "saves")):
+        pass
+
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_place_that_cannot_be_written_is_the_users_to_mend(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from planaria.coordinator.commands import Notify, RecordDecision, RecordMembers,
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.overhead import prices_of, switch_s, with_switch
 from planaria.coordinator.learning.profile_correction import iteration_s, policy_of
-from planaria.coordinator.learning.slowness import without_former_members
+from planaria.coordinator.learning.slowness import with_joining_speeds, without_former_members
 from planaria.coordinator.membership.shortage import (
     degraded_text,
     num_tolerated,
@@ -342,6 +342,7 @@ def commit_switch(rules: Rules, state: JobState) -> Step:
     predicted_s = iteration_s(state) if switch.rounds else change.transition.iteration_s
     decision = Decision(order=_order(rules, state, switch, number), predicted_s=predicted_s)
     departed = tuple(node for node in state.nodes if node not in switch.nodes)
+    state = with_joining_speeds(state, switch.nodes)
     complaints = {r: f for r, f in state.facts.corrupted.items() if f.epoch == switch.epoch}
     members = state.membership
     members = replace(

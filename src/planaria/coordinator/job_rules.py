@@ -29,6 +29,7 @@ class Rules:
         first_iteration: iteration at which this run starts.
         source: version of the disk tier that this run starts from; "": it starts from the seed.
         domains: name of the failure domain of each first node that is in one.
+        speeds: speed of each first node whose machine is slower than the job's profile.
         processors: number of processors that all ranks share; 0: each rank has its own.
         clock: name of the monotonic clock that the coordinator reads.
     """
@@ -48,5 +49,6 @@ class Rules:
     policy_of: Callable[[PlanCatalog], Policy] | None = None
     version_iterations: int = 1
     domains: Mapping[int, str] = field(default_factory=dict)
+    speeds: Mapping[int, float] = field(default_factory=dict)
     processors: int = 0
     clock: str = ""

@@ -36,7 +36,7 @@ from planaria.coordinator.learning.foresight import expected_recovery, with_like
 from planaria.coordinator.learning.history import with_failure
 from planaria.coordinator.learning.overhead import prices_of, regroup_s, with_choice
 from planaria.coordinator.learning.profile_correction import policy_of
-from planaria.coordinator.learning.slowness import without_former_members
+from planaria.coordinator.learning.slowness import with_joining_speeds, without_former_members
 from planaria.coordinator.membership.shortage import (
     degraded_text,
     left_text,
@@ -110,6 +110,7 @@ def begin_recovery(
     if state.facts.loss is not None and state.phase in (Phase.RECORDING, Phase.STOPPING):
         joined += tuple(node for node in state.facts.loss.joined if node in remaining)
     epoch = max(state.epochs) + 1
+    state = with_joining_speeds(state, remaining)
     loss = Loss(kind, concerned, reason, now_s, joined)
     members = replace(
         members,

@@ -8,6 +8,7 @@ import msgspec
 from planaria.coordinator.commands import Notify, RecordDecision, RecordMembers, Tell
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.history import begun_history
+from planaria.coordinator.learning.learned import Learning
 from planaria.coordinator.learning.memory_estimates import fitted_rules
 from planaria.coordinator.learning.profile_correction import restored_learning
 from planaria.coordinator.learning.slowness import without_former_members
@@ -66,8 +67,10 @@ def first_step(rules: Rules, plan: Plan, *, term: int, predicted_s: float) -> St
         commits=Commits(next_iteration=first, outcome=outcome, origin=origin),
         facts=EpochFacts(decision=decision),
         saves=Saves(since_epoch=plan.epoch),
+        learning=Learning(findings=Findings(speeds=dict(rules.speeds))),
     )
-    members = Members(epoch=plan.epoch, term=term, nodes=plan.nodes)
+    findings = state.learning.findings
+    members = Members(epoch=plan.epoch, term=term, nodes=plan.nodes, findings=findings)
     recorded = (RecordMembers(members), RecordDecision(outcome, decision))
     state, warnings = with_exposed_domains(rules, state, plan, copies)
     return state, (*recorded, *_unprotected_warning(rules, start), *warnings)

@@ -375,8 +375,9 @@ class JobState:
         return tuple(node * per_node + device for node in nodes for device in range(per_node))
 
     def kind_of(self, node: int) -> NodeKind:
-        """The node's kind, by the speed that it is seen to have."""
-        return NodeKind(self.speeds.get(node, 1.0))
+        """The node's kind, by the speed that it is seen to have, or that its machine has."""
+        candidate = self.membership.candidates.get(node)
+        return NodeKind(self.speeds.get(node, candidate.speed if candidate else 1.0))
 
     @property
     def devices_per_node(self) -> int:

@@ -111,6 +111,16 @@ class JobPrepared(Message, frozen=True):
     prepared: Prepared | None
     reason: str = ""
 
+    @property
+    def failure(self) -> str:
+        """Why there is no profile."""
+        if self.prepared is None:
+            return self.reason
+        if self.prepared.mistake is not None:
+            field, value, remedy = self.prepared.mistake
+            return f"{field} = {value}: {remedy}"
+        return self.prepared.traceback
+
 
 class NodeEnded(Message, frozen=True, kw_only=True):
     """The node's agent has ended, and with it all its processes.

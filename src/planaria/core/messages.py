@@ -58,6 +58,7 @@ class NodeArrived(Message, frozen=True, kw_only=True):
             there before.
         clock: name of the monotonic clock that the node reads.
         domain: name of the failure domain of that machine; "": none is known.
+        speed: speed of that machine relative to the job's profile, as far as it is known.
     """
 
     node: int
@@ -65,6 +66,7 @@ class NodeArrived(Message, frozen=True, kw_only=True):
     machine: str
     clock: str = ""
     domain: str = ""
+    speed: float = 1.0
 
 
 class WorkerReady(Message, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
         machine: name of the machine that the node runs on; a node that takes the place of a lost
             one may run on the same machine.
         domain: name of the failure domain of that machine; "": none is known.
+        speed: speed of that machine relative to the job's profile, as far as it is known.
         patience_s: seconds in which the node looks for a head that it has lost; 0: the head is on
             this machine, and the node ends with it.
         notice: source of preemption notices for this machine (nodes/notices.py); empty: the job's
@@ -52,6 +53,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     cache_directory: str
     machine: str = ""
     domain: str = ""
+    speed: float = 1.0
     host: str = "127.0.0.1"
     checks_links: bool = False
     patience_s: float = 0.0

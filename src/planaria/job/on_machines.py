@@ -8,7 +8,7 @@ and measures its layers, and the job is planned by what it found.
 import secrets
 import socket
 from asyncio import Runner
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from os import getcwd
@@ -17,14 +17,16 @@ from pathlib import Path
 from planaria.core.job import JobConfig
 from planaria.core.specs import Prepared, PrepareRequest
 from planaria.errors import ConfigError, InsufficientError, TrainingError
+from planaria.job.machine_kinds import of_fastest_kind, with_memory_limit
 from planaria.job.planning import cache_directory, given_profile, mistake_error
 from planaria.job.user_sources import user_sources
 from planaria.nodes.head.journal_place import left_directories
+from planaria.nodes.head.kind_speeds import Kind
 from planaria.nodes.head.machine_checks import MachineChecks
 from planaria.nodes.head.machines import Machines
 from planaria.nodes.head.open_head import OpenHead
 from planaria.nodes.head.run_record import RunRecord, read_run
-from planaria.nodes.shared_saves import place_mark
+from planaria.nodes.shared_saves import place_mark, remove_other_marks
 from planaria.transport.acceptor import listen
 from planaria.transport.credentials import Credentials
 from planaria.transport.sockets import address_text
@@ -179,6 +181,8 @@ def _join_text(address: tuple[str, int]) -> str:
 def gather(head: OpenHead, config: JobConfig, listening: Listening) -> tuple[JobConfig, Prepared]:
     """The job with the machines that have come as its nodes, and the facts on it.
 
+    The first machine of each kind looks for the facts, and those of the fastest kind count.
+
     Raises:
         ConfigError: the job is wrong.
         TrainingError: the user's code raised.
@@ -186,13 +190,37 @@ def gather(head: OpenHead, config: JobConfig, listening: Listening) -> tuple[Job
             killed.
     """
     machines = head.machines
+    remove_other_marks(config.checkpoint.directory, machines.checks.mark)
     head.runner.run(machines.wait_ready(listening.nodes_min, timeout_s=listening.wait_s))
-    request = PrepareRequest(job=config, cache_directory="", profile=given_profile(config))
-    prepared = head.runner.run(machines.prepare(request))
-    if prepared.mistake is not None:
-        raise mistake_error(prepared.mistake)
-    if prepared.traceback:
-        raise TrainingError(-1, prepared.traceback)
+    measured = head.runner.run(machines.prepare(_prepare_request(config)))
+    for answer in measured.values():
+        if answer.mistake is not None:
+            raise mistake_error(answer.mistake)
+        if answer.traceback:
+            raise TrainingError(-1, answer.traceback)
+    prepared = of_fastest_kind(measured)
     head.runner.run(machines.wait_ready(listening.nodes_min, timeout_s=listening.wait_s))
+    prepared = with_memory_limit(prepared, config, machines.facts)
+    begin_kinds(head, config, prepared, measured)
     num_nodes = min(machines.num_ready, listening.nodes_max)
     return replace(config, cluster=replace(config.cluster, nodes=num_nodes)), prepared
+
+
+def begin_kinds(
+    head: OpenHead, config: JobConfig, prepared: Prepared, measured: Mapping[Kind, Prepared]
+) -> None:
+    """Tells the head by what the job is planned, so that it knows what to ask of later machines.
+
+    Args:
+        measured: facts that the first machine of each kind has found.
+    """
+    machines, request = head.machines, _prepare_request(config)
+    machines.kinds.begin(request, prepared, measured)
+    if request.profile is None and not config.cluster.device_memory_bytes:
+        assert prepared.profile is not None
+        limit_bytes = prepared.profile.device_memory_bytes
+        machines.checks.memory_bytes_min = limit_bytes * config.cluster.devices_per_node
+
+
+def _prepare_request(config: JobConfig) -> PrepareRequest:
+    return PrepareRequest(job=config, cache_directory="", profile=given_profile(config))

@@ -19,6 +19,7 @@ from planaria.checkpoint.disk.tiers import Manifest, Tier, newest_complete
 from planaria.core.job import JobConfig
 from planaria.core.plan import (
     ModelProfile,
+    NodeKind,
     PipelineTemplate,
     Plan,
     one_device_profile,
@@ -38,6 +39,7 @@ from planaria.errors import (
 )
 from planaria.estimator.time import Timeline
 from planaria.job.checks import NUM_MICROBATCHES_MAX
+from planaria.job.machine_kinds import plan_for_kinds
 from planaria.job.predictions import prediction
 from planaria.nodes.forkserver import ForkServer
 from planaria.planner.plans import PlanCatalog, best_plan, plan_catalog
@@ -314,6 +316,7 @@ def plan_job(
     plan: Plan | None = None,
     catalog: PlanCatalog | None = None,
     manifest: Manifest | None = None,
+    kinds: Mapping[int, NodeKind] | None = None,
 ) -> Planned:
     """The job with its templates, its plans and their predictions.
 
@@ -321,11 +324,11 @@ def plan_job(
         plan: plan to begin with; None: the planner's best one.
         catalog: plans for all numbers of nodes that may be left; None: the planner's.
         manifest: checkpoint to go on from; None: a fresh start.
+        kinds: kinds of the nodes' machines; None: all nodes are processes of this one.
 
     Raises:
         ConfigError: the nodes are too few or too small for the model, f or the batch.
-        InsufficientError: the nodes are too few to resume with f, and the job file says to stop
-            then.
+        InsufficientError: the nodes are too few to resume with f, and the job is to stop then.
     """
     assert prepared.profile is not None
     epoch = manifest.epoch + 1 if manifest else 0
@@ -340,15 +343,16 @@ def plan_job(
             is_deterministic=config.training.deterministic,
             splits_backward=not config.training.activation_checkpointing,
             reduction_order=ReductionOrder(config.resilience.reductions),
-            processors=shared_processors(config),
+            processors=shared_processors(config) if kinds is None else 0,
         )
         check_size(problem, num_nodes)
         check_size(problem, max_nodes, limit=Limit.MAX_NODES)
         smaller = _smaller_problem(config, problem, num_nodes) if manifest else problem
         templates = pipeline_templates(smaller, num_nodes, max_nodes=max_nodes)
         if plan is None:
-            plan = best_plan(smaller, range(num_nodes), templates, epoch=epoch)
-        catalog = plan_catalog(problem, max_nodes, templates) if catalog is None else catalog
+            best = best_plan(smaller, range(num_nodes), templates, epoch=epoch)
+            plan = plan_for_kinds(smaller, best, kinds or {})
+        catalog = catalog or plan_catalog(problem, max_nodes, templates)
         plan = replace(plan, epoch=epoch)
         if TRAITS[config.resilience.policy].has_shadows:
             plan = first_plan_with_shadows(problem, plan).plan

@@ -1,4 +1,5 @@
-"""Makes the report of a run from its records and from the predictions of its plans."""
+"""Makes the report of a run from its records and from the predictions of its plans, and the error
+that ended it."""
 
 import hashlib
 import importlib.metadata
@@ -14,13 +15,19 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from planaria.checkpoint.disk.tiers import Manifest, Tier
+from planaria.checkpoint.disk.tiers import Manifest, Tier, newest_checkpoint_text
+from planaria.core.kinds import Ending
 from planaria.core.messages import MeasuredSpan
 from planaria.core.records import Ended, Warned
-from planaria.errors import CheckpointError
+from planaria.errors import (
+    CheckpointError,
+    InsufficientError,
+    PlanariaError,
+    TrainingError,
+)
 from planaria.estimator.correction import Comparison, PeakBytes
 from planaria.estimator.time import Span, Timeline
-from planaria.job.planning import Planned
+from planaria.job.planning import Planned, mistake_error
 from planaria.job.predictions import Prediction, prediction
 from planaria.observe.measurements import EpochMeasurements
 from planaria.observe.metrics import (
@@ -260,3 +267,27 @@ def digests(
 
 def _bytes(array: npt.NDArray[np.generic]) -> bytes:
     return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def failure_of(ended: Ended, tier: Tier) -> PlanariaError | None:
+    """The error that ended a job early, with what the job has saved; None if nothing did."""
+    match Ending(ended.ending):
+        case Ending.FAILED:
+            assert ended.failure is not None
+            if ended.failure.mistake is not None:
+                field, value, remedy = ended.failure.mistake
+                return mistake_error((field, value, f"{remedy}; {newest_checkpoint_text(tier)}"))
+            return TrainingError(
+                ended.failure.rank,
+                ended.failure.traceback,
+                checkpoint_text=newest_checkpoint_text(tier),
+                blame=ended.failure.blame,
+            )
+        case Ending.LOST:
+            return InsufficientError(f"{ended.reason}; {newest_checkpoint_text(tier)}")
+        case Ending.UNSAVED:
+            return CheckpointError(
+                f"the last save failed: {ended.reason}; {newest_checkpoint_text(tier)}"
+            )
+        case Ending.FINISHED | Ending.STOPPED:
+            return None

@@ -11,9 +11,9 @@ The job runs in processes of its own; the calling process holds no part of the m
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -32,36 +32,41 @@ from planaria.core.copies import version_name
 from planaria.core.inject import Injection
 from planaria.core.job import JobConfig
 from planaria.core.kinds import Ending
-from planaria.core.plan import ModelProfile, Plan
+from planaria.core.machine_messages import MachineFacts
+from planaria.core.plan import ModelProfile, NodeKind, Plan
 from planaria.core.records import Ended
 from planaria.core.specs import NodeSpec, Prepared
 from planaria.errors import (
-    CheckpointError,
     ConfigError,
-    InsufficientError,
     LateError,
     PlanariaError,
-    TrainingError,
 )
 from planaria.estimator.correction import Comparison
 from planaria.estimator.time import Timeline
 from planaria.job.checks import check_inputs, check_job, unknown_in_domains
 from planaria.job.config import load_job
-from planaria.job.on_machines import Listening, find_left_run, gather, open_head, take_up
+from planaria.job.machine_kinds import node_kinds
+from planaria.job.on_machines import (
+    Listening,
+    begin_kinds,
+    find_left_run,
+    gather,
+    open_head,
+    take_up,
+)
 from planaria.job.planning import (
     Planned,
     cache_directory,
     fingerprint,
     fork_server,
     given_profile,
-    mistake_error,
     plan_job,
     prepare,
     skipped_texts,
     starting_point,
 )
 from planaria.job.predictions import predicted_peak_bytes
-from planaria.job.report import compared_iterations, report_of
+from planaria.job.report import compared_iterations, failure_of, report_of
 from planaria.job.resources import check_room
 from planaria.nodes.descriptors import raise_open_files
 from planaria.nodes.forkserver import ForkServer
@@ -149,6 +154,7 @@ class _Begun:
         journal: directory of the coordinator's journal.
         server: fork server of the coordinator, and of nodes on this machine.
         head: head at which machines arrive; None: all nodes are processes of this machine.
+        machines: reports of the machines of the first nodes, by node.
     """
 
     config: JobConfig
@@ -157,6 +163,12 @@ class _Begun:
     journal: str
     server: ForkServer
     head: OpenHead | None = None
+    machines: Mapping[int, MachineFacts] = field(default_factory=dict)
+
+    @property
+    def kinds(self) -> dict[int, NodeKind] | None:
+        """The kinds of the first nodes' machines; None: all nodes are on this machine."""
+        return None if self.head is None else node_kinds(self.machines, self.head.machines.kinds)
 
 
 class Job:
@@ -308,7 +320,9 @@ class Job:
             begun = self._begin(held, display, listening, server, output, state, resume)
             config, prepared, manifest = begun.config, begun.prepared, begun.manifest
             display.show_step("planning")
-            planned = plan_job(config, prepared, plan=plan, catalog=catalog, manifest=manifest)
+            planned = plan_job(
+                config, prepared, plan=plan, catalog=catalog, manifest=manifest, kinds=begun.kinds
+            )
             check_room(planned, is_here=begun.head is None)
             display.show_plan(planned)
             left = with_short_limit(tier, config.checkpoint)
@@ -360,6 +374,7 @@ class Job:
                 _places(config, state, display, taken_up=str(left_run.directory))
             )
             record = left_run.record
+            begin_kinds(head, record.job, record.prepared, {})
         else:
             journal, manifest = _open_places(held, config, display, state=state, resume=resume)
             _check_given_profile(config)
@@ -369,7 +384,8 @@ class Job:
             write_run(Path(journal), record)
         log = head.machines.node_log = NodeLog(Path(journal))
         held.callback(log.close)
-        return _Begun(record.job, record.prepared, record.resumed, journal, running, head)
+        machines = head.machines.reserve(range(record.job.cluster.nodes))
+        return _Begun(record.job, record.prepared, record.resumed, journal, running, head, machines)
 
     @contextmanager
     def _server(
@@ -505,7 +521,6 @@ def _launch_spec(
         patience_s=0.0 if listening is None else config.cluster.patience_s,
         checks_links=config.cluster.checksums in checking,
     )
-    machines = {} if begun.head is None else begun.head.machines.reserve(planned.plan.nodes)
     has_state = manifest is not None and bool(manifest.layers)
     leader = LeaderSpec(
         job=config,
@@ -519,7 +534,8 @@ def _launch_spec(
         fingerprint=fingerprint(config) | {"config": planned.prepared.config},
         directory=begun.journal,
         token=token,
-        domains={node: facts.domain for node, facts in machines.items() if facts.domain},
+        domains={node: facts.domain for node, facts in begun.machines.items() if facts.domain},
+        speeds=dict(planned.plan.slow_nodes),
         credentials=None if listening is None else listening.credentials,
         patience_s=node.patience_s,
     )
@@ -556,27 +572,3 @@ def _result(
         stopped=ended.ending == Ending.STOPPED,
         error=error,
     )
-
-
-def failure_of(ended: Ended, tier: Tier) -> PlanariaError | None:
-    """The error that ended a job early, with what the job has saved; None if nothing did."""
-    match Ending(ended.ending):
-        case Ending.FAILED:
-            assert ended.failure is not None
-            if ended.failure.mistake is not None:
-                field, value, remedy = ended.failure.mistake
-                return mistake_error((field, value, f"{remedy}; {newest_checkpoint_text(tier)}"))
-            return TrainingError(
-                ended.failure.rank,
-                ended.failure.traceback,
-                checkpoint_text=newest_checkpoint_text(tier),
-                blame=ended.failure.blame,
-            )
-        case Ending.LOST:
-            return InsufficientError(f"{ended.reason}; {newest_checkpoint_text(tier)}")
-        case Ending.UNSAVED:
-            return CheckpointError(
-                f"the last save failed: {ended.reason}; {newest_checkpoint_text(tier)}"
-            )
-        case Ending.FINISHED | Ending.STOPPED:
-            return None

@@ -241,6 +241,7 @@ class _Agent:
             machine=self._spec.machine,
             clock=clock_name(),
             domain=self._spec.domain,
+            speed=self._spec.speed,
         )
         self._report(arrived)
         forwarders = [

@@ -29,8 +29,8 @@ from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any, Final
 
 import msgspec
-import psutil
 
+from planaria.checkpoint.memory.room import total_bytes
 from planaria.core.job import JobConfig
 from planaria.core.machine_messages import (
     PROTOCOL,
@@ -551,7 +551,7 @@ def facts_of_this_machine(host: str, domain: str) -> MachineFacts:
         host=host,
         domain=domain,
         processors=len(os.sched_getaffinity(0)),
-        memory_bytes=psutil.virtual_memory().total,
+        memory_bytes=total_bytes(),
         processor=_processor_model(),
         versions={
             "python": platform.python_version(),

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -38,21 +38,36 @@ _RETRY_S: Final = 0.2
 def place_mark(place: str) -> Iterator[str]:
     """The mark that the head writes to a place, for the length of the context.
 
+    Directories that are made for it are removed, too, if nothing else is in them.
+
     Args:
-        place: directory, or URL of an object store; no other job saves there.
+        place: directory, or URL of an object store.
 
     Raises:
         ConfigError: nothing can be written there.
     """
-    if not is_url(place):
-        for left in Path(place).glob(f"{_PREFIX}*"):  # Of a head that was killed.
-            shutil.rmtree(left, ignore_errors=True)
-    mark = secrets.token_hex(8)
+    mark, path = secrets.token_hex(8), Path(place)
+    made = [] if is_url(place) else [p for p in (path, *path.parents) if not p.exists()]
     try:
         _write(place, f"{_PREFIX}{mark}/{_HEAD}", mark)
         yield mark
     finally:
         _remove_all(place, f"{_PREFIX}{mark}")
+        with suppress(OSError):  # Something was saved there.
+            for directory in made:
+                directory.rmdir()
+
+
+def remove_other_marks(place: str, mark: str) -> None:
+    """Removes what killed heads have left in a directory.
+
+    Args:
+        mark: mark of the only head that lives, since no other job saves there.
+    """
+    if not is_url(place):
+        for left in Path(place).glob(f"{_PREFIX}*"):
+            if left.name != f"{_PREFIX}{mark}":
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def answer_mark(place: str, mark: str) -> str:

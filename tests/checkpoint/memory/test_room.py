@@ -4,7 +4,7 @@ from pathlib import Path
 
 import psutil
 
-from planaria.checkpoint.memory.room import available_bytes
+from planaria.checkpoint.memory.room import available_bytes, total_bytes
 
 
 def group(path: Path, limit: str) -> Path:
@@ -26,3 +26,11 @@ def test_without_a_limit_it_is_the_machine_s(tmp_path: Path) -> None:
     machine = psutil.virtual_memory().total
     assert 0 < available_bytes(group(tmp_path, "max\n")) <= machine
     assert 0 < available_bytes(tmp_path / "none") <= machine
+
+
+def test_the_whole_memory_is_the_machine_s_or_its_control_group_s(tmp_path: Path) -> None:
+    """By which a machine says how much it has, in a container, too."""
+    machine = psutil.virtual_memory().total
+    assert total_bytes(group(tmp_path, "2100000000\n")) == 2_100_000_000
+    assert total_bytes(group(tmp_path, "max\n")) == machine
+    assert total_bytes(tmp_path / "none") == machine

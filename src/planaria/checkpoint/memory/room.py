@@ -1,4 +1,4 @@
-"""The memory that is available for copies."""
+"""The memory of this machine, and what of it is available for copies."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +17,14 @@ def available_bytes(group: Path = _GROUP) -> int:
         taken = int((group / "memory.current").read_text())
         available = min(available, limit - taken + _reclaimable_bytes(group))
     return available
+
+
+def total_bytes(group: Path = _GROUP) -> int:
+    """The bytes of the machine's memory, or of its control group's if that has less."""
+    total: int = psutil.virtual_memory().total
+    with suppress(OSError, ValueError):
+        total = min(total, int((group / "memory.max").read_text()))
+    return total
 
 
 def _reclaimable_bytes(group: Path) -> int:

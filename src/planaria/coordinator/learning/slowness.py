@@ -23,7 +23,7 @@ Source: the thresholds are from the runs in docs/LOG.md.
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import log2
 from statistics import median, median_low
@@ -78,6 +78,14 @@ def _with_retries(state: JobState, now_s: float) -> JobState:
             idle[node] = (times + 1, 0.0)
             del speeds[node]
     return _with_slow_nodes(state, speeds, idle) if waiting else state
+
+
+def with_joining_speeds(state: JobState, nodes: Collection[int]) -> JobState:
+    """The state with the speeds of those candidates that are among `nodes` and become members."""
+    candidates = state.membership.candidates
+    joining = {n: waits.speed for n, waits in candidates.items() if n in nodes}
+    slow = {node: speed for node, speed in joining.items() if speed < 1.0}
+    return _with_slow_nodes(state, {**state.speeds, **slow}, dict(state.idle)) if slow else state
 
 
 def without_former_members(state: JobState) -> JobState:
@@ -144,9 +152,14 @@ def believed_slowness(before: float, window: Sequence[float]) -> float:
     has_changed = min(window) >= before * SLOW_FACTOR or max(window) * BACK_FACTOR <= before
     if len(window) < WINDOW or not has_changed:
         return before
-    steps = round(_STEPS * log2(max(1.0, median(window))))
-    slowness = float(2.0 ** (steps / _STEPS))
-    return slowness if slowness >= BACK_FACTOR else 1.0
+    return known_slowness(median(window))
+
+
+def known_slowness(slowness: float) -> float:
+    """A measured slowness in the steps in which slowness is known; 1 if the node is hardly slow."""
+    steps = round(_STEPS * log2(max(1.0, slowness)))
+    stepped = float(2.0 ** (steps / _STEPS))
+    return stepped if stepped >= BACK_FACTOR else 1.0
 
 
 def work_s_by_rank(plan: Plan, layer_s: Sequence[float]) -> dict[int, float]:

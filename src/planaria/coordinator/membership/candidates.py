@@ -46,7 +46,7 @@ def on_arrival(rules: Rules, state: JobState, event: NodeArrived, now_s: float) 
     count = num_failures(state, node, now_s)
     _, last_s = members.failures.get(event.machine, (0, now_s))
     delay_s = rejoin_delay_s(count, rules.job.cluster.rejoin_delay_s)
-    candidate = WaitingNode(event.machine, last_s + delay_s if count else now_s)
+    candidate = WaitingNode(event.machine, last_s + delay_s if count else now_s, event.speed)
     members = replace(members, candidates={**members.candidates, node: candidate})
     return replace(state, membership=members), ()
 

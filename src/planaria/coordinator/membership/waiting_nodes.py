@@ -11,10 +11,12 @@ class WaitingNode:
 
     Attributes:
         not_before_s: earliest time at which it is taken; later for machines that failed often.
+        speed: speed of its machine relative to the job's profile, as far as it is known.
     """
 
     machine: str
     not_before_s: float
+    speed: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
         injector: address of the injector.
         led_term: term of the last coordinator that has led; -1: none has.
         domains: name of the failure domain of each first node that is in one.
+        speeds: speed of each first node whose machine is slower than the profile.
         credentials: contents of the token file, with which agents on other machines connect; None:
             all agents are on this machine, and connect with the token.
         rescue: state to go on from instead of the journal, only to save the live state; None: go
@@ -67,6 +68,7 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
     injector: tuple[str, int] = ("", 0)
     led_term: int = -1
     domains: dict[int, str] = {}
+    speeds: dict[int, float] = {}
     credentials: Credentials | None = None
     rescue: Rescue | None = None
 
@@ -109,6 +111,7 @@ def saving_rules_of(spec: LeaderSpec) -> Rules:
         first_iteration=spec.first_iteration,
         source=spec.source,
         domains=spec.domains,
+        speeds=spec.speeds,
         clock=clock_name(),
     )
 

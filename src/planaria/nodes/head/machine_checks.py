@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from planaria.core.job import JobConfig
-from planaria.core.machine_messages import MachineReady
+from planaria.core.machine_messages import MachineFacts, MachineReady
 from planaria.errors import ConfigError
 from planaria.nodes.daemon_threads import answer_of_thread
 from planaria.nodes.input_files import PROSE_KEY, input_digest, input_paths
@@ -30,12 +30,16 @@ class MachineChecks:
 
     Attributes:
         mark: mark of the head.
+        memory_bytes_min: memory for which the job is planned, of each machine; 0: any will do.
     """
 
     def __init__(
         self, job: JobConfig, mark: str, *, cache_directory: str, note: Callable[[str], None]
     ) -> None:
         self.mark = mark
+        self.memory_bytes_min = 0
+        self._first: tuple[str, MachineFacts] | None = None  # The first machine that was fit.
+        self._differing: set[str] = set()  # What the user knows to differ between machines.
         self._job = job
         self._cache = Path(cache_directory)
         self._note = note
@@ -43,8 +47,14 @@ class MachineChecks:
         # The machine that gave the digest that counts, and that digest, by key.
         self._digests: dict[str, tuple[str, str]] = {}
 
-    async def problem(self, machine: str, ready: MachineReady) -> str:
+    async def problem(self, machine: str, facts: MachineFacts, ready: MachineReady) -> str:
         """Why a machine cannot take part, and what to do; "": it can."""
+        if facts.memory_bytes < self.memory_bytes_min:
+            return (
+                f"it has {facts.memory_bytes:_} bytes of memory, and the job is planned for "
+                f"machines with {self.memory_bytes_min:_} or more; take a larger machine, or start "
+                "the job with a smaller cluster.device_memory_bytes"
+            )
         check = partial(check_answer, self._job.checkpoint.directory, self.mark, ready.answer)
         try:
             await answer_of_thread(check, name="check of saves")
@@ -57,7 +67,32 @@ class MachineChecks:
             other, expected = self._digests.setdefault(key, (machine, digest))
             if digest != expected:
                 return self._difference(key, (machine, digest), (other, expected))
+        self._compare_with_first(machine, facts)
         return ""
+
+    def _compare_with_first(self, machine: str, facts: MachineFacts) -> None:
+        """Warns once of each fact that makes the bits of machines differ."""
+        if self._first is None:
+            self._first = machine, facts
+        other, others_facts = self._first
+        for what, here, there in (
+            ("processor", facts.processor, others_facts.processor),
+            ("torch", facts.versions.get("torch"), others_facts.versions.get("torch")),
+        ):
+            if here != there and what not in self._differing:
+                self._differing.add(what)
+                self._note(
+                    f"{machine} has {what} {here!r} and {other} has {there!r}, which may round "
+                    f"in other ways, so the result depends on which computes what{self._remedy()}"
+                )
+
+    def _remedy(self) -> str:
+        if not self._job.resilience.corruption_guard:
+            return ""
+        return (
+            "; set resilience.corruption_guard = false, or holders of a layer that compare it take "
+            "that for damage"
+        )
 
     async def _read_own(self) -> None:
         """Finds out the digests of the head's own files, as far as it has any.

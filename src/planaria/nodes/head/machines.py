@@ -45,6 +45,7 @@ from planaria.core.records import AgentEnded, Ended
 from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
 from planaria.errors import AuthenticationError, InsufficientError
 from planaria.nodes.forkserver import exit_text
+from planaria.nodes.head.kind_speeds import Kind, KindSpeeds, kind_of
 from planaria.nodes.head.machine_checks import MachineChecks
 from planaria.nodes.head.node_handles import EXIT_TIMEOUT_S, KILL_TIMEOUT_S
 from planaria.nodes.head.process_events import wait_until
@@ -114,6 +115,8 @@ class Machines:
         on_free: callback, called when a machine can run a node; set once the job has begun.
         on_end: callback, called with the end of each node; set once the job has begun.
         node_log: numbers of the nodes that were started; set once the job has begun.
+        kinds: kinds of the machines, and their speeds.
+        checks: checks that a machine must pass.
     """
 
     def __init__(
@@ -131,7 +134,8 @@ class Machines:
         self.on_end: Callable[[AgentEnded], None] = lambda _: None
         self.node_log: NodeLog | None = None
         self._offer = JobOffered(run=run, job=job, mark=checks.mark, sources=tuple(sources))
-        self._checks = checks
+        self.kinds = KindSpeeds(note)
+        self.checks = checks
         self._handshakes = Handshakes(credentials)
         self._refusals = RefusalLog(logger)
         self._num_max = num_max
@@ -216,24 +220,38 @@ class Machines:
         self._nodes.clear()
         self._live_nodes.clear()
 
-    async def prepare(self, request: PrepareRequest) -> Prepared:
-        """The facts on the job that the first machine finds; another one if that one is lost.
+    async def prepare(self, request: PrepareRequest) -> dict[Kind, Prepared]:
+        """The facts on the job that the first machine of each kind finds, one after the other.
+
+        Only one machine looks if the job is wrong, or if its profile is given.
 
         Raises:
             InsufficientError: the process there was killed.
         """
+        measured: dict[Kind, Prepared] = {}
         while True:
-            await self.wait_ready(1, timeout_s=_HOUR_S)
-            machine = next(m for m in self._machines.values() if m.is_free)
-            machine.prepared = None
-            machine.tell(PrepareRequested(request))
-            async with self._changed:
-                await self._changed.wait_for(machine.has_answered)
-            if (answer := machine.prepared) is None:
+            if not measured:
+                await self.wait_ready(1, timeout_s=_HOUR_S)
+            free = [machine for machine in self._machines.values() if machine.is_free]
+            others = [machine for machine in free if kind_of(machine.facts) not in measured]
+            if not others:
+                return measured
+            answer = await self._ask(others[0], request)
+            if answer is None:
                 continue  # Its connection is broken.
             if answer.prepared is None:
-                raise InsufficientError(f"{machine.name}: {answer.reason}")
-            return answer.prepared
+                raise InsufficientError(f"{others[0].name}: {answer.reason}")
+            measured[kind_of(others[0].facts)] = answer.prepared
+            if request.profile is not None or answer.prepared.profile is None:
+                return measured
+
+    async def _ask(self, machine: _MachineHandle, request: PrepareRequest) -> JobPrepared | None:
+        """What a machine finds out about the job; None: its connection is broken."""
+        machine.prepared = None
+        machine.tell(PrepareRequested(request))
+        async with self._changed:
+            await self._changed.wait_for(machine.has_answered)
+        return machine.prepared
 
     # -- nodes ------------------------------------------------------------------------------------
 
@@ -291,7 +309,12 @@ class Machines:
         machine.node = spec.node
         self._nodes[spec.node] = machine
         self._live_nodes[spec.node] = None
-        spec = msgspec.structs.replace(spec, machine=machine.name, domain=machine.facts.domain)
+        spec = msgspec.structs.replace(
+            spec,
+            machine=machine.name,
+            domain=machine.facts.domain,
+            speed=self.kinds.speed(machine.facts),
+        )
         machine.tell(NodeRequested(spec))
         self._note(f"node {spec.node} starts on {machine.name} ({machine.facts.host})")
 
@@ -468,13 +491,32 @@ class Machines:
 
     async def _check(self, machine: _MachineHandle, ready: MachineReady) -> None:
         """Lets a machine take part if it is like the others; one with a node was checked before."""
-        problem = "" if machine.node >= 0 else await self._checks.problem(machine.name, ready)
+        problem = ""
+        if machine.node < 0:
+            problem = await self.checks.problem(machine.name, machine.facts, ready)
+            if not problem and not self.kinds.is_known(machine.facts):
+                problem = await self._measure(machine)
         if problem:
             machine.tell(MachineRefused(reason=problem, is_final=True))
             self._refuse(machine, problem)
         else:
             machine.is_ready = True
         await self._tell_change()
+
+    async def _measure(self, machine: _MachineHandle) -> str:
+        """Has a machine of a kind that has come first after the start measure the job's layers.
+
+        Returns:
+            Why it cannot take part; "": it can.
+        """
+        assert self.kinds.request is not None
+        answer = await self._ask(machine, self.kinds.request)
+        if answer is None:
+            return ""  # Its connection is broken, and it has to come again.
+        if answer.prepared is None or answer.prepared.profile is None:
+            return f"it could not measure the job's layers: {answer.failure}"
+        self.kinds.add(kind_of(machine.facts), answer.prepared)
+        return ""
 
     def _refuse(self, machine: _MachineHandle, reason: str) -> None:
         machine.is_ready = False

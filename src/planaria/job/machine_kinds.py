@@ -1,0 +1,81 @@
+"""Machines of a job that differ: what it is planned by, and its first plan.
+
+The job is planned by the layers' seconds on the fastest kind of machine, with the speeds of the
+others, and with the least memory that any of the machines has.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+import msgspec
+
+from planaria.core.job import JobConfig
+from planaria.core.machine_messages import MachineFacts
+from planaria.core.plan import NodeKind, Plan
+from planaria.core.specs import Prepared
+from planaria.errors import InfeasibleError
+from planaria.job.predictions import prediction
+from planaria.nodes.head.kind_speeds import Kind, KindSpeeds, layers_s
+from planaria.planner.layout.unequal import EFFORT_MAX, UnequalPlanner, planning_effort
+from planaria.planner.problem import Problem
+from planaria.policies.unequal_nodes import with_kinds
+
+# Share of a machine's memory that the job's devices may use. The rest is for the operating system,
+# the processes themselves, and machines that are sold as alike and differ by some percent.
+_MEMORY_SHARE: Final = 0.9
+
+
+def of_fastest_kind(measured: Mapping[Kind, Prepared]) -> Prepared:
+    """The facts on the job that the fastest kind of machine has found."""
+
+    def seconds(prepared: Prepared) -> float:
+        return layers_s(prepared.profile) if prepared.profile is not None else 0.0
+
+    return min(measured.values(), key=seconds)
+
+
+def with_memory_limit(
+    prepared: Prepared, config: JobConfig, machines: Sequence[MachineFacts]
+) -> Prepared:
+    """The facts on the job, with a limit on the memory of each device.
+
+    The least memory of the machines limits it, unless the job or its profile has a limit, or its
+    layers only sleep.
+    """
+    profile = prepared.profile
+    known_bytes = [facts.memory_bytes for facts in machines if facts.memory_bytes]
+    is_paced = config.model.kind == "paced"
+    if profile is None or profile.device_memory_bytes or is_paced or not known_bytes:
+        return prepared
+    limit_bytes = int(_MEMORY_SHARE * min(known_bytes)) // config.cluster.devices_per_node
+    profile = replace(profile, device_memory_bytes=limit_bytes)
+    return msgspec.structs.replace(prepared, profile=profile)
+
+
+def node_kinds(machines: Mapping[int, MachineFacts], kinds: KindSpeeds) -> dict[int, NodeKind]:
+    """The kind of each node, by its machine."""
+    return {node: NodeKind(kinds.speed(facts)) for node, facts in machines.items()}
+
+
+def plan_for_kinds(problem: Problem, plan: Plan, kinds: Mapping[int, NodeKind]) -> Plan:
+    """The better of a plan for equal nodes and one that is made for the kinds of its nodes.
+
+    Args:
+        problem: problem with as many failures as the plan tolerates.
+    """
+    kinds = {node: kinds.get(node, NodeKind()) for node in plan.nodes}
+    plan = with_kinds(plan, kinds)
+    if not plan.slow_nodes or planning_effort(problem, kinds) > EFFORT_MAX:
+        return plan
+    min_pipelines = problem.failures_tolerated + 1
+    try:
+        planner = UnequalPlanner(problem, kinds)
+        unequal = planner.plan(plan.nodes, min_pipelines=min_pipelines, epoch=plan.epoch)
+    except InfeasibleError:
+        return plan
+
+    def iteration_s(plan: Plan) -> float:
+        return prediction(problem, plan).timeline.iteration_s
+
+    return min(unequal, plan, key=iteration_s)

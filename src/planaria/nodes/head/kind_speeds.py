@@ -1,0 +1,76 @@
+"""Kinds of machines, and how fast each of them computes the layers of a job.
+
+Machines of one kind have the same processors and the same versions of what computes. The first
+machine of each kind that comes measures the layers. The job is planned by the profile of the
+fastest kind that is there at first, so a speed is at most 1. How much memory a machine has does not
+change its speed.
+"""
+
+from collections.abc import Callable, Mapping
+
+from planaria.coordinator.learning.slowness import known_slowness
+from planaria.core.machine_messages import MachineFacts
+from planaria.core.plan import ModelProfile
+from planaria.core.specs import Prepared, PrepareRequest
+
+Kind = tuple[str, int, tuple[tuple[str, str], ...]]
+
+
+def kind_of(facts: MachineFacts) -> Kind:
+    """The kind of a machine: model and number of its processors, and versions."""
+    return facts.processor, facts.processors, tuple(sorted(facts.versions.items()))
+
+
+def layers_s(profile: ModelProfile) -> float:
+    """The seconds of forward and backward of all layers for one microbatch, on one device."""
+    return sum(layer.forward_s[1] + layer.backward_s(1) for layer in profile.layers)
+
+
+class KindSpeeds:
+    """The kinds of one job's machines; nobody measures before `begin`.
+
+    Args:
+        note: shows the user a text.
+    """
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._speeds: dict[Kind, float] = {}
+        self._profile_s = 0.0
+        self.request: PrepareRequest | None = None
+
+    def begin(
+        self, request: PrepareRequest, prepared: Prepared, measured: Mapping[Kind, Prepared]
+    ) -> None:
+        """Notes by what the job is planned, and what else was measured.
+
+        Args:
+            request: request with which machines of other kinds are asked to measure later.
+            prepared: facts on the job that count, with the profile of the fastest kind.
+        """
+        assert prepared.profile is not None
+        self._profile_s = layers_s(prepared.profile)
+        if request.profile is not None or self._profile_s <= 0.0:
+            return  # There are no seconds to compare.
+        self.request = request
+        for kind, of_kind in measured.items():
+            self.add(kind, of_kind)
+
+    def add(self, kind: Kind, prepared: Prepared) -> None:
+        """Notes the speed of a kind."""
+        assert prepared.profile is not None
+        slowness = known_slowness(layers_s(prepared.profile) / self._profile_s)
+        self._speeds[kind] = 1.0 / slowness
+        if slowness > 1.0:
+            processor, number, _ = kind
+            self._note(
+                f"machines with {number} processors {processor!r} take {slowness:.2f} times as long"
+            )
+
+    def is_known(self, facts: MachineFacts) -> bool:
+        """Whether a machine need not measure: its kind has, or nobody does."""
+        return self.request is None or kind_of(facts) in self._speeds
+
+    def speed(self, facts: MachineFacts) -> float:
+        """The speed of a machine relative to the job's profile; 1 if its kind has not measured."""
+        return self._speeds.get(kind_of(facts), 1.0)

@@ -1,0 +1,105 @@
+"""The first plan of a job whose machines differ in speed and memory."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from helpers.command import PACED
+from planaria.core.job import JobConfig
+from planaria.core.machine_messages import MachineFacts
+from planaria.core.plan import NodeKind
+from planaria.core.specs import Prepared
+from planaria.job.config import load_job
+from planaria.job.machine_kinds import of_fastest_kind, with_memory_limit
+from planaria.job.planning import Planned, given_profile, plan_job
+from planaria.policies.unequal_nodes import with_kinds
+
+GIB = 1 << 30
+PACED_JOB = load_job(PACED)
+# As another kind of job, the same layers are not paced.
+JOB = replace(PACED_JOB, model=replace(PACED_JOB.model, kind="python", target="m:f"))
+PREPARED = Prepared(profile=given_profile(PACED_JOB))
+assert PREPARED.profile is not None
+UNLIMITED = Prepared(profile=replace(PREPARED.profile, device_memory_bytes=0))
+SLOW = NodeKind(0.5)
+
+
+def planned_for(
+    kinds: Mapping[int, NodeKind] | None, prepared: Prepared = PREPARED, **resilience: Any
+) -> Planned:
+    config = replace(JOB, resilience=replace(JOB.resilience, **resilience))
+    return plan_job(config, prepared, kinds=kinds)
+
+
+def slow_work(planned: Planned) -> int:
+    """How many layers the slow node computes, once for each microbatch."""
+    hops = [hop for route in planned.plan.routes for hop in route if hop.rank == 1]
+    return sum(hop.end_layer - hop.first_layer for hop in hops)
+
+
+def test_a_slow_machine_gets_less_work_from_the_start() -> None:
+    """The plan is faster than the plan for equal nodes would be on these nodes."""
+    equal = planned_for({})
+    unequal = planned_for({1: SLOW})
+    as_if_equal = plan_job(JOB, PREPARED, plan=with_kinds(equal.plan, {1: SLOW}), kinds={1: SLOW})
+
+    assert unequal.plan.slow_nodes == {1: 0.5}
+    assert slow_work(unequal) < slow_work(equal)
+    assert unequal.predicted.iteration_s < as_if_equal.predicted.iteration_s
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "reinstantiate", "rollback", "morph", "absorb"])
+def test_every_policy_begins_with_a_plan_for_machines_that_differ(policy: str) -> None:
+    assert planned_for({1: SLOW}, UNLIMITED, policy=policy).plan.slow_nodes == {1: 0.5}
+
+
+def test_machines_that_are_alike_get_the_plan_of_equal_nodes() -> None:
+    alike = {node: NodeKind() for node in range(JOB.cluster.nodes)}
+
+    assert planned_for(alike).plan == planned_for({}).plan
+
+
+def test_nodes_on_machines_of_their_own_share_no_processors() -> None:
+    assert planned_for(None).problem.processors > 0
+    assert planned_for({}).problem.processors == 0
+
+
+def test_the_fastest_kind_of_machine_counts() -> None:
+    assert PREPARED.profile is not None
+    layer = PREPARED.profile.layers[0]
+    slower = replace(layer, forward_s={1: 10.0 * layer.forward_s[1]})
+    layers = (slower, *PREPARED.profile.layers[1:])
+    slow = Prepared(profile=replace(PREPARED.profile, layers=layers))
+
+    fastest = of_fastest_kind({("A", 1, ()): slow, ("B", 1, ()): PREPARED, ("C", 1, ()): slow})
+
+    assert fastest is PREPARED
+
+
+def machines(*memory_bytes: int) -> list[MachineFacts]:
+    return [MachineFacts(name="m", host="h", memory_bytes=number) for number in memory_bytes]
+
+
+def limit_bytes(config: JobConfig, prepared: Prepared, *memory_bytes: int) -> int:
+    limited = with_memory_limit(prepared, config, machines(*memory_bytes))
+    assert limited.profile is not None
+    return limited.profile.device_memory_bytes
+
+
+def test_the_machine_with_the_least_memory_limits_what_a_device_holds() -> None:
+    """With a tenth for all else; machines of which nothing is known set no limit."""
+    two_devices = replace(JOB, cluster=replace(JOB.cluster, devices_per_node=2))
+
+    assert limit_bytes(JOB, UNLIMITED, 20 * GIB, 10 * GIB, 0) == 9 * GIB
+    assert limit_bytes(two_devices, UNLIMITED, 10 * GIB) == 9 * GIB // 2
+    assert limit_bytes(JOB, UNLIMITED, 0) == 0
+
+
+def test_a_limit_of_the_job_counts_more_than_memory_and_paced_layers_need_none() -> None:
+    assert PREPARED.profile is not None
+    limited = Prepared(profile=replace(PREPARED.profile, device_memory_bytes=7))
+
+    assert limit_bytes(JOB, limited, 10 * GIB) == 7
+    assert limit_bytes(PACED_JOB, UNLIMITED, 10 * GIB) == 0

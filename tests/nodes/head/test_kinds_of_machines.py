@@ -1,0 +1,152 @@
+"""Machines of different kinds: who measures, what nodes are told, who is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from helpers.heads import runs
+from helpers.joined_machines import Cluster, cluster
+from helpers.tasks import wait_until
+from planaria.core.job import DataConfig, JobConfig, ResilienceConfig
+from planaria.core.machine_messages import MachineFacts
+from planaria.core.plan import LayerProfile, Link, ModelProfile
+from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
+from planaria.errors import ConfigError
+from planaria.nodes import machine as machine_module
+from planaria.nodes.head.kind_speeds import kind_of
+
+JOB = JobConfig(data=DataConfig(kind="python", target="module:function"))
+REQUEST = PrepareRequest(job=JOB, cache_directory="")
+GIB = 1 << 30
+LINK = Link(latency_s=0.0, bandwidth_bytes_per_s=1e9)
+FACTS = {
+    "fast": MachineFacts(name="fast", host="h", processors=8, memory_bytes=16 * GIB, processor="A"),
+    "slow": MachineFacts(name="slow", host="h", processors=2, memory_bytes=16 * GIB, processor="B"),
+    "small": MachineFacts(name="small", host="h", processors=8, memory_bytes=GIB, processor="A"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine is what its domain is called."""
+    monkeypatch.setattr(machine_module, "facts_of_this_machine", lambda _, domain: FACTS[domain])
+
+
+def profile(seconds: float) -> Prepared:
+    """Two layers that take so long together."""
+    times = {1: seconds / 6.0}
+    layer = LayerProfile(
+        name="layer",
+        forward_s=times,
+        backward_input_s=times,
+        backward_weight_s=times,
+        parameter_bytes=4,
+        optimizer_bytes=8,
+        activation_bytes=4,
+        output_bytes=4,
+    )
+    return Prepared(
+        profile=ModelProfile(
+            model="m",
+            microbatch_size=1,
+            dtype="float32",
+            device="cpu",
+            device_memory_bytes=0,
+            layers=(layer, layer),
+            links={"inter_node": LINK, "intra_node": LINK},
+        )
+    )
+
+
+async def join(made: Cluster, *kinds: tuple[str, float]) -> None:
+    """Machines of these kinds come, which take these seconds."""
+    for name, seconds in kinds:
+        made.join(domain=name, prepared=profile(seconds))
+        await made.wait_ready(len(made.ends))
+
+
+@runs
+async def test_the_first_machine_of_each_kind_measures_once(tmp_path: Path) -> None:
+    async with cluster(tmp_path, JOB) as made:
+        await join(made, ("slow", 4.0), ("fast", 1.0), ("slow", 9.0))
+
+        measured = await made.machines.prepare(REQUEST)
+
+    assert measured == {kind_of(FACTS["slow"]): profile(4.0), kind_of(FACTS["fast"]): profile(1.0)}
+
+
+@runs
+async def test_nobody_else_measures_where_a_profile_is_given(tmp_path: Path) -> None:
+    """There are no seconds to compare."""
+    given = profile(1.0).profile
+    request = PrepareRequest(job=JOB, cache_directory="", profile=given)
+    async with cluster(tmp_path, JOB) as made:
+        await join(made, ("slow", 4.0), ("fast", 1.0))
+
+        measured = await made.machines.prepare(request)
+        made.machines.kinds.begin(request, profile(1.0), measured)
+        await join(made, ("small", 1.0))
+
+    assert list(measured) == [kind_of(FACTS["slow"])]
+    assert made.machines.kinds.speed(FACTS["slow"]) == 1.0
+
+
+@runs
+async def test_nodes_are_told_the_speed_of_their_machine(tmp_path: Path) -> None:
+    """Also on a machine of a kind that comes later, which measures before it gets a node."""
+    async with cluster(tmp_path, JOB) as made:
+        await join(made, ("fast", 1.0))
+        measured = await made.machines.prepare(REQUEST)
+        made.machines.kinds.begin(REQUEST, profile(1.0), measured)
+        await join(made, ("slow", 4.0))
+
+        for node in range(2):
+            spec = NodeSpec(
+                job=JOB, node=node, token=b"", coordinator=("", 0), worker="", cache_directory=""
+            )
+            made.machines.start(spec, is_granted=False)
+        await wait_until(lambda: len(made.specs) == 2)
+
+    assert sorted((spec.machine, spec.speed) for spec in made.specs) == [
+        ("fast", 1.0),
+        ("slow", 0.25),
+    ]
+    assert "machines with 2 processors 'B' take 4.00 times as long" in made.notes
+
+
+@runs
+async def test_a_later_machine_that_cannot_measure_is_told_why(tmp_path: Path) -> None:
+    mistake = Prepared(mistake=("data.target", '"module:function"', "no such module"))
+    async with cluster(tmp_path, JOB) as made:
+        await join(made, ("fast", 1.0))
+        made.machines.kinds.begin(REQUEST, profile(1.0), await made.machines.prepare(REQUEST))
+
+        with pytest.raises(ConfigError, match=r"could not measure.*data\.target.*no such module"):
+            await made.join(domain="slow", prepared=mistake)
+
+
+@runs
+async def test_a_machine_with_less_memory_than_planned_is_told_so(tmp_path: Path) -> None:
+    async with cluster(tmp_path, JOB) as made:
+        made.machines.checks.memory_bytes_min = 8 * GIB
+        await join(made, ("fast", 1.0))
+
+        with pytest.raises(ConfigError, match=r"1_073_741_824 bytes.*8_589_934_592 or more"):
+            await made.join(domain="small")
+
+
+@pytest.mark.parametrize("guards", [True, False])
+@runs
+async def test_machines_that_round_in_other_ways_are_warned_of_once(
+    tmp_path: Path, guards: bool
+) -> None:
+    job = replace(JOB, resilience=ResilienceConfig(corruption_guard=guards))
+    async with cluster(tmp_path, job) as made:
+        await join(made, ("fast", 1.0), ("fast", 1.0))
+        assert not any("round" in note for note in made.notes)
+        await join(made, ("slow", 1.0), ("slow", 1.0))
+
+    [warning] = [note for note in made.notes if "round" in note]
+    assert "slow has processor 'B' and fast has 'A'" in warning
+    assert ("corruption_guard = false" in warning) == guards
