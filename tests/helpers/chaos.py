@@ -159,11 +159,15 @@ def _begins_anew(event: EventRecord, *, batch: int) -> bool:
     return event.source_tier == "memory" and event.redone_samples >= event.iteration * batch
 
 
+def events_besides_load(result: TrainingResult) -> list[EventRecord]:
+    """The events, without those that how busy the machine is decides: nodes that it makes slow, and
+    better plans than the first answer that are found in time."""
+    return [e for e in result.report.events if e.kind not in ("slow", "fast", "reformed")]
+
+
 def recoveries(result: TrainingResult) -> list[EventRecord]:
-    """The events that were answered, without those that how busy the machine is decides: nodes
-    that it makes slow, and better plans than the first answer that are found in time."""
-    left_out = ("slow", "fast", "reformed")
-    return [event for event in result.report.events if event.answer and event.kind not in left_out]
+    """The events of `events_besides_load` that were answered."""
+    return [event for event in events_besides_load(result) if event.answer]
 
 
 def only_recovery(result: TrainingResult) -> EventRecord:

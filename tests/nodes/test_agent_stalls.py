@@ -76,7 +76,7 @@ def test_heartbeats_go_on_while_the_stacks_of_all_stalled_workers_are_awaited(
         line: Any = Line()
         made._to_coordinator = line
         for worker in workers:
-            worker.pulse._write(pulse._BEAT, -1e9)
+            worker.pulse._times_s[pulse._BEAT] = -1e9
         ticks = asyncio.create_task(made._run_ticks())
         async with asyncio.timeout(2 * LEASE_S):
             while happened.count("SIGKILL") < 2:

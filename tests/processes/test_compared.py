@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from helpers.chaos import recoveries
 from helpers.command import PACED, command
 from planaria.core.inject import parse_injection
 from planaria.job.training_job import Job, TrainingResult
@@ -72,7 +73,7 @@ def test_the_second_recovery_is_priced_by_the_first(traced: TrainingResult) -> N
 
     Or less by schedules: fewer ranks compute them, and the first took a quarter longer for them.
     """
-    first, second = (event for event in traced.report.events if event.answer)
+    first, second = recoveries(traced)
 
     predicted_s = second.predicted_downtime_s - second.predicted_transfer_s
     assert first.predicted_transfer_s > 0.0

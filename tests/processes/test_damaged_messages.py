@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from helpers.chaos import FAMILY, ITERATIONS, baseline_digests, chaos_job, run_under_faults
+from helpers.chaos import (
+    FAMILY,
+    ITERATIONS,
+    baseline_digests,
+    chaos_job,
+    events_besides_load,
+    run_under_faults,
+)
 from helpers.flipping_sender import ITERATION
 from helpers.jobs import digests
 from planaria.job import training_job as library
@@ -27,7 +34,7 @@ def test_a_job_goes_on_to_the_same_bits_after_a_message_was_damaged(
     assert result.error is None
     assert digests(result) == expected
     assert result.report.final.nodes == (0, 1)
-    (event,) = result.report.events
+    (event,) = events_besides_load(result)
     assert (event.nodes, event.iteration) == ((), ITERATION)
     assert "a link broke between live nodes" in event.reason
     assert "bytes on channel FORWARD was damaged on its way" in event.reason

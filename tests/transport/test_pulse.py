@@ -42,6 +42,33 @@ def test_a_new_worker_is_neither_silent_nor_late_and_may_write(pulse: Pulse) -> 
     assert pulse.is_member
 
 
+def test_nobody_sees_a_word_that_is_half_written(pulse: Pulse) -> None:
+    """A worker that lost its processor in the middle of a word looked late, and was killed."""
+    limit_s = 1234.5
+    begun_s = time.monotonic()
+
+    def toggle() -> None:
+        while time.monotonic() < begun_s + 60.0 and pulse.layers != (0, 1):
+            pulse.begin_action(limit_s)
+            pulse.begin_wait()
+
+    pid = os.fork()
+    if pid == 0:
+        try:
+            toggle()
+        finally:
+            os._exit(0)
+    deadlines_s: set[float] = set()
+    while len(deadlines_s) < 1000 and time.monotonic() < begun_s + 60.0:
+        deadlines_s |= {pulse.deadline_s for _ in range(100_000)}
+    pulse.layers = (0, 1)
+    os.waitpid(pid, 0)
+
+    first_s, last_s = begun_s + limit_s, time.monotonic() + limit_s
+    assert [s for s in deadlines_s - {math.inf} if not first_s <= s <= last_s] == []
+    assert len(deadlines_s) >= 1000
+
+
 def test_silence_counts_from_the_last_beat(pulse: Pulse) -> None:
     """The agent looks by the same clock."""
     before_s = time.monotonic()

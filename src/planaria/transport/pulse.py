@@ -1,7 +1,9 @@
 """Memory that an agent shares with a worker: the node's lease, and the worker's signs of life.
 
 The agent makes the memory before it forks the worker, so it needs no name and vanishes with the
-last of the two. Each field is one aligned word and has one writer:
+last of the two. Each field is one aligned word, has one writer, and is read and written as a whole:
+a worker may lose its processor in the middle of a field that is written byte by byte, and the agent
+would see a deadline that nobody set.
 
     lease_end_s   agent    end of the node's membership, by the machine's monotonic clock
     beat_s        worker   when its control thread last ran, or by when it should first run
@@ -12,16 +14,14 @@ last of the two. Each field is one aligned word and has one writer:
 import math
 import mmap
 import os
-import struct
 import time
 from typing import Final
 
 LEASE_TIMEOUT_S: Final = 60.0  # Long enough for a lost coordinator to be replaced.
 FIRST_BEAT_S: Final = 60.0  # A fork takes milliseconds, but seconds on a machine that many share.
-_WORD: Final = struct.Struct("=d")
 _LOOK_S: Final = 0.01
-_LAYERS: Final = struct.Struct("=II")
-_LEASE_END, _BEAT, _DEADLINE, _COMPUTING = 0, 8, 16, 24
+_LEASE_END, _BEAT, _DEADLINE, _COMPUTING = range(4)  # Places of the words.
+_LAYER_BITS: Final = 32
 
 
 class Pulse:
@@ -33,18 +33,21 @@ class Pulse:
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+        # A view copies a word of its own size at once; `struct` would pack it byte by byte.
+        self._times_s = memoryview(self._memory).cast("d")
+        self._numbers = memoryview(self._memory).cast("Q")
         self.stack_fd = os.memfd_create("stack")
         self.lease_end_s = math.inf
-        self._write(_BEAT, time.monotonic() + FIRST_BEAT_S)
+        self._times_s[_BEAT] = time.monotonic() + FIRST_BEAT_S
         self.begin_wait()
 
     @property
     def lease_end_s(self) -> float:
-        return self._read(_LEASE_END)
+        return self._times_s[_LEASE_END]
 
     @lease_end_s.setter
     def lease_end_s(self, value: float) -> None:
-        self._write(_LEASE_END, value)
+        self._times_s[_LEASE_END] = value
 
     @property
     def is_member(self) -> bool:
@@ -64,15 +67,15 @@ class Pulse:
 
     def beat(self) -> None:
         """Notes that the worker's control thread runs."""
-        self._write(_BEAT, time.monotonic())
+        self._times_s[_BEAT] = time.monotonic()
 
     def begin_action(self, limit_s: float) -> None:
         """Notes that an action begins that should end within limit_s."""
-        self._write(_DEADLINE, time.monotonic() + limit_s)
+        self._times_s[_DEADLINE] = time.monotonic() + limit_s
 
     def begin_wait(self) -> None:
         """Notes that the worker now waits for others, so it has no deadline."""
-        self._write(_DEADLINE, math.inf)
+        self._times_s[_DEADLINE] = math.inf
 
     def become_idle(self) -> None:
         """Notes that the worker computes no layer and has no deadline."""
@@ -82,21 +85,21 @@ class Pulse:
     @property
     def layers(self) -> tuple[int, int]:
         """First and end of the layers that are being computed; both 0: none are."""
-        first_layer, end_layer = _LAYERS.unpack_from(self._memory, _COMPUTING)
-        return int(first_layer), int(end_layer)
+        return divmod(self._numbers[_COMPUTING], 1 << _LAYER_BITS)
 
     @layers.setter
     def layers(self, value: tuple[int, int]) -> None:
-        _LAYERS.pack_into(self._memory, _COMPUTING, *value)
+        first_layer, end_layer = value
+        self._numbers[_COMPUTING] = first_layer << _LAYER_BITS | end_layer
 
     def silent_s(self, now_s: float) -> float:
         """Seconds since the control thread last ran; negative before its first beat is due."""
-        return now_s - self._read(_BEAT)
+        return now_s - self._times_s[_BEAT]
 
     @property
     def deadline_s(self) -> float:
         """The moment from which the current action is late; infinite while it waits for others."""
-        return self._read(_DEADLINE)
+        return self._times_s[_DEADLINE]
 
     def read_stack(self) -> str:
         """The stacks that the worker has written so far."""
@@ -105,12 +108,7 @@ class Pulse:
 
     def close(self) -> None:
         """Closes the memory and the stack file in this process; the other one keeps its own."""
+        self._times_s.release()
+        self._numbers.release()
         self._memory.close()
         os.close(self.stack_fd)
-
-    def _read(self, offset: int) -> float:
-        value: float = _WORD.unpack_from(self._memory, offset)[0]
-        return value
-
-    def _write(self, offset: int, value: float) -> None:
-        _WORD.pack_into(self._memory, offset, value)
