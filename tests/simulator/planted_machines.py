@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from planaria.coordinator import change, recovery
 from planaria.coordinator.contact import HeadContact, Heard
 from planaria.coordinator.leadership import Leadership
+from planaria.coordinator.membership import standby
 from planaria.core.messages import NodeLost
 from planaria.protocol.agent_lease import AgentLease, is_given_up
 from planaria.simulator.modelled import agent
@@ -46,3 +48,14 @@ def nodes_have_no_patience(patch: pytest.MonkeyPatch) -> None:
         return is_given_up(replace(lease, patience_s=0.1), now_s, is_connected=is_connected)
 
     patch.setattr(agent, "is_given_up", given_up)
+
+
+def nobody_is_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """A job ends as soon as fewer than n0 nodes are left."""
+    for module in (recovery, change, standby):
+        patch.setattr(module, "can_await", lambda *_: False)
+
+
+def who_comes_while_all_wait_is_not_taken(patch: pytest.MonkeyPatch) -> None:
+    """Machines come, and the job ends all the same."""
+    patch.setattr(recovery, "replacements_at_loss", lambda *_: ())

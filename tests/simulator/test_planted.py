@@ -10,6 +10,7 @@ from planaria.simulator.fault_draws import (
     draw_faults,
     draw_full_disk,
     draw_head_faults,
+    draw_spot_faults,
     draw_unheard_node,
     draw_witness_loss,
 )
@@ -141,22 +142,24 @@ def test_the_simulation_finds_a_plan_without_room(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("plant", "first"),
+    ("plant", "draw", "first"),
     [
-        (planted_machines.leases_run_out_while_nobody_is_heard, 0),
-        (planted_machines.closed_connections_are_lost_nodes, 0),
-        (planted_machines.any_message_is_an_answer, 120),
-        (planted_machines.nodes_have_no_patience, 0),
+        (planted_machines.leases_run_out_while_nobody_is_heard, draw_head_faults, 0),
+        (planted_machines.closed_connections_are_lost_nodes, draw_head_faults, 0),
+        (planted_machines.any_message_is_an_answer, draw_head_faults, 120),
+        (planted_machines.nodes_have_no_patience, draw_head_faults, 0),
+        (planted_machines.nobody_is_waited_for, draw_spot_faults, 0),
+        (planted_machines.who_comes_while_all_wait_is_not_taken, draw_spot_faults, 0),
     ],
 )
 def test_the_simulation_finds_planted_bugs_between_machines(
-    plant: Plant, first: int, monkeypatch: pytest.MonkeyPatch
+    plant: Plant, draw: DrawFaults, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rule of a head that may be cut off is switched off in turn."""
+    """The rules of a head that may be cut off, and of a job that waits for machines."""
     plant(monkeypatch)
 
     seeds = range(first, first + WITHIN)
-    found = (run(seed, keeps_log=False, draw=draw_head_faults) for seed in seeds)
+    found = (run(seed, keeps_log=False, draw=draw) for seed in seeds)
 
     assert any(one.violations for one in found)
 
@@ -171,6 +174,7 @@ def test_the_simulation_finds_planted_bugs_between_machines(
         draw_code_errors,
         draw_full_disk,
         draw_head_faults,
+        draw_spot_faults,
     ],
 )
 def test_without_a_bug_there_is_nothing_to_find(draw: DrawFaults) -> None:

@@ -40,14 +40,15 @@ from planaria.coordinator.membership.shortage import (
     refuse_drains,
     shortage_text,
 )
-from planaria.coordinator.membership.standby import able_candidates, num_joining
+from planaria.coordinator.membership.standby import able_candidates, can_await, num_joining
 from planaria.coordinator.membership.trust import node_for_policies
 from planaria.coordinator.placing import copies_of, idle_of, with_exposed_domains
+from planaria.coordinator.recovery import begin_recovery
 from planaria.coordinator.state import JobState, Situation, Step
 from planaria.coordinator.switching import Change, Switch, waves_of, weighed_changes
 from planaria.coordinator.transition_choice import choice_among, is_better, time_to_failure_s
 from planaria.core.cluster import ClusterState, NodesChanged
-from planaria.core.kinds import ChangeKind
+from planaria.core.kinds import ChangeKind, LossKind
 from planaria.core.messages import AT_COMMIT, EpochReady, Shutdown, StartEpoch, StopRequested
 from planaria.core.persistent_map import PersistentMap
 from planaria.core.plan import Transition
@@ -74,7 +75,7 @@ def begin_change(rules: Rules, state: JobState, now_s: float) -> Step:
     if leaving and _is_help_coming(rules, state, num_left, now_s):
         return state, ()
     if leaving and (short := shortage_text(rules, num_left)):
-        return _refuse_or_stop(rules, state, num_left, short)
+        return _refuse_or_stop(rules, state, num_left, short, now_s)
     exponent = situation.failure_exponent
     is_told = last is not None and replace(last, failure_exponent=exponent) == situation
     state = replace(state, search=replace(state.search, last_situation=situation))
@@ -212,14 +213,18 @@ def _is_help_coming(rules: Rules, state: JobState, num_left: int, now_s: float) 
     return is_coming and all(now_s < leave.until_s for leave in state.membership.leaving.values())
 
 
-def _refuse_or_stop(rules: Rules, state: JobState, num_left: int, shortage: str) -> Step:
+def _refuse_or_stop(
+    rules: Rules, state: JobState, num_left: int, shortage: str, now_s: float
+) -> Step:
     """Keeps drained nodes, since too few would be left; if there are none, stops the job, saved.
 
-    So only preempted nodes end a job.
+    So only preempted nodes end a job. It may wait for machines first, but trains no more meanwhile.
     """
     kept, refused = refuse_drains(rules, state, num_left)
     if refused:
         return kept, refused
+    if can_await(rules, state):
+        return begin_recovery(rules, state, LossKind.SHORT, (), reason=shortage, now_s=now_s)
     stopping = replace(state, stop=replace(state.stop, is_requested=True, shortage=shortage))
     return stopping, (Tell(StopRequested()),)
 

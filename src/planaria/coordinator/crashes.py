@@ -119,7 +119,8 @@ def stop_members(state: JobState, now_s: float) -> Step:
         # Read only if the job has failed: its timeout starts with this order.
         stop=replace(state.stop, failed_s=now_s),
     )
-    return state, (Tell(order),)
+    # Without members, the decision follows at once, and may have made others members.
+    return state, (Tell(order),) if state.nodes else ()
 
 
 def on_worker_failed(rules: Rules, state: JobState, event: WorkerFailed, now_s: float) -> Step:

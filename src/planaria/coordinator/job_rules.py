@@ -51,4 +51,5 @@ class Rules:
     domains: Mapping[int, str] = field(default_factory=dict)
     speeds: Mapping[int, float] = field(default_factory=dict)
     processors: int = 0
+    wait_s: float = 0.0
     clock: str = ""

@@ -200,14 +200,22 @@ class Leadership(Generic[Agent]):
             await self._logbook.revoke(node)
             connection.tell(Abort(epoch=self.state.epoch, nodes=self.state.nodes))
             return False
-        if self._order is not None and node in (self._order.nodes or self.state.nodes):
+        if self._order is not None and self._concerns(node, self._order):
             connection.tell(self._order.message)
-        if self.state.stop.is_requested:  # Last, because an order to begin an epoch revokes a stop.
+        # Last, because an order to begin an epoch revokes a stop. A node that joins later must not
+        # ask for a stop that was revoked meanwhile.
+        if self.state.stop.is_requested and self.state.is_member(node):
             connection.tell(StopRequested())
         self._connections[node] = connection
         if number := self._contact.open_request:
             connection.tell(HeartbeatRequested(number=number))
         return True
+
+    def _concerns(self, node: int, order: Tell) -> bool:
+        """Whether the newest order is for a node that connects, and did not join after it."""
+        if isinstance(order.message, Abort):
+            return node in order.message.nodes
+        return node in (order.nodes or self.state.nodes)
 
     async def on_message(self, node: int, message: FromNode) -> None:
         """Renews the lease on a heartbeat; queues any other message of an agent as an event."""

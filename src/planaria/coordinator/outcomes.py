@@ -31,19 +31,22 @@ def answer_since_origin(state: JobState, answer: Stopped) -> Stopped:
 
 
 def outcome_of(state: JobState) -> Outcome:
-    """The outcome by the newest vector that a member holds or that is on record."""
-    assert state.facts.answers
-    newest = max(state.facts.answers.values(), key=lambda answer: answer.vector_iteration)
-    iteration, vector = newest.vector_iteration + 1, newest.vector
-    if not vector:
-        iteration = state.commits.origin.iteration
+    """The outcome by the newest vector that a member holds or that is on record.
+
+    There are no answers if no member is left and the job waits for machines.
+    """
+    answers = state.facts.answers.values()
+    iteration, vector = state.commits.origin.iteration, b""
+    newest = max(answers, key=lambda answer: answer.vector_iteration, default=None)
+    if newest is not None and newest.vector:
+        iteration, vector = newest.vector_iteration + 1, newest.vector
     recorded = state.commits.outcome
     if recorded is not None and recorded.iteration > iteration:
         iteration, vector = recorded.iteration, recorded.vector
     # If it is older, all ranks that trained are new workers without layers.
     if iteration < state.commits.next_iteration:
         iteration, vector = state.commits.next_iteration, b""
-    ages = {age for answer in state.facts.answers.values() for age in answer.ages.values()}
+    ages = {age for answer in answers for age in answer.ages.values()}
     is_redo = iteration - 1 not in ages
     return Outcome(
         epoch=state.epoch,

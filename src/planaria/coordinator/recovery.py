@@ -45,6 +45,7 @@ from planaria.coordinator.membership.shortage import (
 )
 from planaria.coordinator.membership.standby import (
     await_machine,
+    can_await,
     is_granted_soon,
     replacements_at_loss,
 )
@@ -135,7 +136,7 @@ def begin_recovery(
     state = without_former_members(state)
     notice = _notice(state, raised)
     evict: tuple[Command, ...] = (Evict(nodes),) if nodes else ()
-    if not remaining:
+    if not remaining and not can_await(rules, state):
         end = End(Ending.LOST, "no node is left")
         return replace(state, phase=Phase.ENDED), (Notify(notice), *evict, end)
     return state, (Notify(notice), *evict, RecordMembers(_members(state)))
@@ -187,7 +188,7 @@ def _history(
     rules: Rules, state: JobState, kind: LossKind, concerned: tuple[int, ...], *, now_s: float
 ) -> FailureHistory:
     """The failure history with this loss added, if the loss is a failure of the job's nodes."""
-    if kind in (LossKind.LEADER, LossKind.GRANTED):
+    if kind in (LossKind.LEADER, LossKind.GRANTED, LossKind.SHORT):
         return state.membership.history
     # A spoilt copy leaves the live layers intact.
     struck = () if kind is LossKind.COPY else concerned
@@ -227,12 +228,12 @@ def _choose_continuation(rules: Rules, state: JobState, now_s: float) -> Step:
     outcome = outcome_of(state)
     held = held_layers(rules, state, outcome)
     cluster = _cluster(rules, state, held, now_s)
-    num_nodes = len(cluster.nodes)
+    num_nodes = _num_going_on(rules, state, len(cluster.nodes))
     ends = state.commits.ends
     if outcome.vector:
         vector = decode_vector(outcome.vector, rules.layout)
         ends = vector.is_last(outcome.iteration - 1, rules.job.training)
-    answered, missing = state, cluster.lost_layers(rules.num_layers)
+    answered, missing = state, _missing_layers(rules, state, outcome, cluster)
     is_saved = ends and state.saves.newest_iteration >= outcome.iteration
     point = back_point(rules, state, outcome) if missing and not is_saved else None
     if missing and not is_saved and not (point and point.copied):
@@ -276,11 +277,57 @@ def _choose_continuation(rules: Rules, state: JobState, now_s: float) -> Step:
         if replacements_at_loss(rules, answered, num_nodes, now_s):
             reason = "a node has joined"
             return begin_recovery(rules, answered, LossKind.GRANTED, (), reason=reason, now_s=now_s)
-        return await_machine(rules, answered, reason, now_s)
+        if not (can_await(rules, state) and _has_unsaved(state, outcome)):
+            return await_machine(rules, answered, reason, now_s)
     if missing:
         text = f"no live node holds layer {missing[0]}, and no copy of it is left"
         return _end_unsaved(state, f"{text}{_after_crash(state)}")
     return _save_then_end(state, outcome, held, ending=Ending.LOST, reason=reason)
+
+
+def _missing_layers(
+    rules: Rules, state: JobState, outcome: Outcome, cluster: ClusterState
+) -> tuple[int, ...]:
+    """The layers that nobody holds; none if no node is left of a job that was not trained yet."""
+    origin = state.commits.origin
+    is_begun = outcome.iteration > origin.iteration or origin.copied is not None
+    if not (cluster.nodes or is_begun or origin.source in state.saves.spoilt):
+        return ()
+    return cluster.lost_layers(rules.num_layers)
+
+
+def _num_going_on(rules: Rules, state: JobState, num_nodes: int) -> int:
+    """The number of nodes that go on; those that leave do not if the job waits for others."""
+    if not can_await(rules, state):
+        return num_nodes
+    return sum(node not in state.membership.leaving for node in state.nodes)
+
+
+def _has_unsaved(state: JobState, outcome: Outcome) -> bool:
+    """Whether the state at the outcome is not on disk as a save."""
+    origin = state.commits.origin
+    is_trained = outcome.iteration > origin.iteration or origin.copied is not None
+    return is_trained and state.saves.newest_iteration < outcome.iteration
+
+
+def await_machines(rules: Rules, state: JobState, reason: str, now_s: float) -> Step | None:
+    """Has members that hold saved layers wait for machines; None if the job ends instead.
+
+    The time counts from the first call.
+    """
+    if not can_await(rules, state):
+        return None
+    loss = state.facts.loss
+    if loss is None or not loss.is_waiting:
+        facts = replace(state.facts, loss=Loss(LossKind.SHORT, (), reason, now_s))
+        state = replace(state, facts=facts)
+    if not is_granted_soon(rules, state, now_s):
+        return None
+    num_staying = _num_going_on(rules, state, len(state.nodes))
+    if replacements_at_loss(rules, state, num_staying, now_s):
+        reason = "a node has joined"
+        return begin_recovery(rules, state, LossKind.GRANTED, (), reason=reason, now_s=now_s)
+    return await_machine(rules, state, reason, now_s)
 
 
 def _loss_event(rules: Rules, state: JobState, outcome: Outcome, redone: int) -> NodesLost:

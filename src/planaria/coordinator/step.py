@@ -74,6 +74,7 @@ from planaria.coordinator.membership.candidates import (
 from planaria.coordinator.membership.missing_members import check_missing
 from planaria.coordinator.outcomes import answer_since_origin
 from planaria.coordinator.recovery import (
+    await_machines,
     begin_recovery,
     decide,
     end_job,
@@ -484,6 +485,12 @@ def _end_when_saved(rules: Rules, state: JobState, now_s: float) -> Step:
     assert decision is not None
     order = decision.order
     unsaved = state.saves.unsaved.get((number, state.epoch))
+    has_nothing_to_save = isinstance(order, SaveLayers) and not order.layers
+    is_saved = state.saves.newest_iteration >= number or has_nothing_to_save
+    if decision.ending == Ending.LOST and (is_saved or unsaved is not None):
+        waiting = await_machines(rules, state, decision.reason, now_s)
+        if waiting is not None:
+            return waiting
     if decision.ending and unsaved is not None:
         why, failure = f"the live layers were not saved: {unsaved}", decision.failure
         failure = unsaved_failure(failure, why) if failure else None
@@ -493,8 +500,7 @@ def _end_when_saved(rules: Rules, state: JobState, now_s: float) -> Step:
         return end_job(state, End(Ending.LOST, reason))
     if unsaved is not None:
         return end_job(state, End(Ending.UNSAVED, unsaved))
-    has_nothing_to_save = isinstance(order, SaveLayers) and not order.layers
-    if state.saves.newest_iteration < number and not has_nothing_to_save:
+    if not is_saved:
         return await_last_save(rules, state, now_s)
     if decision.ending:
         return end_job(state, End(Ending(decision.ending), decision.reason, decision.failure))

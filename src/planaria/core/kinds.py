@@ -12,6 +12,7 @@ class LossKind(StrEnum):
     COPY = "copy"  # A copy or a save turned out to be spoilt.
     LEADER = "leader"  # The coordinator before this one was changing the members.
     GRANTED = "granted"  # A node that was waited for has come.
+    SHORT = "short"  # Too few nodes stay: the job saves, and waits for machines.
     FAILED = "failed"  # The job has failed, and ends once its live layers are saved.
 
 

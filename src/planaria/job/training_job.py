@@ -538,6 +538,7 @@ def _launch_spec(
         speeds=dict(planned.plan.slow_nodes),
         credentials=None if listening is None else listening.credentials,
         patience_s=node.patience_s,
+        wait_s=0.0 if listening is None else config.cluster.wait_s,
     )
     return LaunchSpec(node, leader, tuple(injections))
 

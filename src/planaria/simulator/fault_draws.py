@@ -259,6 +259,31 @@ def draw_head_faults(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
     )
 
 
+def draw_spot_faults(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
+    """Many nodes that are lost at about the same time, most of them with a notice, and one to three
+    that come later."""
+    at_s = CONNECTED_S + 2.0 * rng.random()
+    nodes = rng.sample(range(num_nodes), rng.randint(max(1, num_nodes // 2), num_nodes))
+    kinds = (FaultKind.NOTICE, FaultKind.NOTICE, FaultKind.KILL)
+    lost = [
+        replace(
+            _draw_fault(rng, rng.choice(kinds), num_nodes),
+            node=node,
+            at_s=at_s + rng.random() * rng.choice((0.01, 0.5)),
+            duration_s=rng.choice((0.05, 0.5, 2.0)),
+            place="",
+            follows=False,
+        )
+        for node in nodes
+    ]
+    later = [
+        replace(_draw_fault(rng, FaultKind.JOIN, num_nodes), node=0, place="", follows=False)
+        for _ in range(rng.randint(1, 3))
+    ]
+    come = [replace(fault, at_s=at_s + rng.random() * FAULTS_S_MAX) for fault in later]
+    return (*lost, *come)
+
+
 def draw_witness_loss(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
     """Four faults: the only rank that has a commit vector is isolated, another node is lost, the
     holder is lost in the recovery, and then a node or the coordinator.

@@ -75,6 +75,7 @@ class Scenario:
         grant_s: upper bound on the time until a machine is granted for a lost one; 0: none is.
         patience_s: seconds in which nodes look for a head that they have lost; 0: all are on the
             head's machine.
+        wait_s: seconds that the job waits for machines with fewer than n0 nodes; 0: it ends.
         failures_per_hour: failure rate by which answers are chosen; 0: it is learned.
         link_bytes_per_s: bandwidth of links by which answers are priced.
         learns: whether the coordinator corrects its predictions by measurements.
@@ -99,6 +100,7 @@ class Scenario:
     num_standby: int = 0
     grant_s: float = 0.0
     patience_s: float = 0.0
+    wait_s: float = 0.0
     policy: PolicyName = PLAINEST
     failures_per_hour: float = 0.0
     link_bytes_per_s: float = 1e8
@@ -179,7 +181,7 @@ def _planned_job(scenario: Scenario) -> PlannedJob:
         scenario, policy=PLAINEST, failures_per_hour=0.0, iterations=0, drift=1.0
     )
     plan_scenario = replace(plan_scenario, copies=0, copies_every=0, num_standby=0)
-    catalog = _catalog(replace(plan_scenario, grant_s=0.0, patience_s=0.0))
+    catalog = _catalog(replace(plan_scenario, grant_s=0.0, patience_s=0.0, wait_s=0.0))
     policy_of = partial(_policy_of, job)
     layer_s = tuple(
         layer.forward_s[1] + layer.backward_s(1) for layer in catalog.problem.profile.layers
@@ -191,6 +193,7 @@ def _planned_job(scenario: Scenario) -> PlannedJob:
         catalog=catalog if scenario.learns else None,
         policy_of=policy_of if scenario.learns else None,
         processors=scenario.processors,
+        wait_s=scenario.wait_s,
         prices=profile_prices(catalog.problem.profile, regroup_s=REGROUP_S),
         n0=min(catalog.templates),
         max_nodes=scenario.max_nodes,
@@ -206,7 +209,7 @@ def _planned_job(scenario: Scenario) -> PlannedJob:
     return PlannedJob(
         scenario=scenario,
         rules=rules,
-        saving_rules=replace(rules, policy=_NoPolicy(), catalog=None, policy_of=None, layer_s=()),
+        saving_rules=_saving_rules(rules),
         catalog=catalog,
         plan=plan,
         predicted_s=catalog.times.iteration_s([p.template for p in plan.pipelines], counts),
@@ -214,6 +217,10 @@ def _planned_job(scenario: Scenario) -> PlannedJob:
         samples=samples,
         contents=_contents(scenario, samples),
     )
+
+
+def _saving_rules(rules: Rules) -> Rules:
+    return replace(rules, policy=_NoPolicy(), catalog=None, policy_of=None, layer_s=(), wait_s=0.0)
 
 
 class _NoPolicy:

@@ -81,7 +81,8 @@ class SimulatedCluster:
         set_aside: sources of those that are known to be damaged.
         recording: recorder of the launcher's messages.
         records: the launcher's knowledge of the coordinators' records.
-        granted_s: time when each node on a granted machine came.
+        granted_s: time when each node on a granted machine came; in a job that waits for machines,
+            of each node that came later than the first ones.
         leader_rate: rate of the clock of the coordinator and the launcher.
     """
 
@@ -144,6 +145,8 @@ class SimulatedCluster:
         """Starts a new node."""
         node = max(self.agents) + 1
         self.log_event("comes", node)
+        if self.job.scenario.wait_s:
+            self.granted_s[node] = self.loop.now_s
         self._start_agent(node, 1.0)
 
     def _replace(self, nodes: tuple[int, ...]) -> None:

@@ -17,6 +17,7 @@ from planaria.simulator.fault_draws import (
     draw_head_faults,
     draw_more_faults,
     draw_rare_code_errors,
+    draw_spot_faults,
     draw_store_trouble,
 )
 from planaria.simulator.fault_injection import FaultInjection
@@ -33,6 +34,7 @@ _ITERATIONS_MORE = 8
 MACHINES_SHARE = 0.2  # Share of jobs whose nodes are on other machines than the head.
 _PATIENCE_S = (15.0, 20.0)  # Longer than any outage of the head.
 _HEAD_ALONE_SHARE = 0.4  # Share of these in which nothing but faults of the head is drawn.
+_SPOT_SHARE = 0.3  # Share of these in which many nodes are lost at once, and others come later.
 LEARNING_SHARE = 0.3  # Share of jobs whose coordinator corrects the profile by measurements.
 _LOG_TAIL = 40
 _NEXT_S = 30.0  # Longest time from a commit to the next one, where messages are slow.
@@ -75,8 +77,8 @@ def run(
 ) -> SimulatedRun:
     """The run of a seed.
 
-    With `draw_head_faults` the nodes are on other machines than the head; they also are in a share
-    of MACHINES_SHARE of the runs with `draw_faults` and all policies.
+    With `draw_head_faults` and `draw_spot_faults` the nodes are on other machines than the head;
+    they also are in a share of MACHINES_SHARE of the runs with `draw_faults` and all policies.
 
     Args:
         keeps_log: whether the result has a log even if there are no violations.
@@ -133,13 +135,15 @@ def _drawn_job(
     faults += draw_disk_faults(Random(f"full {seed}"))
     machines_rng = Random(f"machines {seed}")
     may_have_machines = draw is draw_faults and policies is POLICIES
-    if draw is draw_head_faults:
+    if draw in (draw_head_faults, draw_spot_faults):
         scenario = _on_machines(scenario, machines_rng)
     elif machines_rng.random() < MACHINES_SHARE and may_have_machines:
         if machines_rng.random() < _HEAD_ALONE_SHARE:
             faults = ()
         faults += draw_head_faults(machines_rng, scenario.num_nodes)
         scenario = _on_machines(scenario, machines_rng)
+        if machines_rng.random() < _SPOT_SHARE:
+            faults += draw_spot_faults(machines_rng, scenario.num_nodes)
     return scenario, faults
 
 
@@ -189,7 +193,9 @@ def _with_learning(scenario: Scenario, rng: Random) -> Scenario:
 
 def _on_machines(scenario: Scenario, rng: Random) -> Scenario:
     """The job with its nodes on other machines than the head."""
-    return replace(scenario, patience_s=rng.choice(_PATIENCE_S))
+    return replace(
+        scenario, patience_s=rng.choice(_PATIENCE_S), wait_s=rng.choice((0.0, 5.0, 15.0))
+    )
 
 
 def _run_to_end(cluster: SimulatedCluster, checkers: Checkers, faults: FaultInjection) -> None:

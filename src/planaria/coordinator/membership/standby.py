@@ -2,8 +2,9 @@
 
 While the job has as many members as `cluster.nodes`, `cluster.standby` candidates wait with their
 workers started. A loss makes them members at once; a node that leaves on request is replaced by one
-while training goes on. The job waits for a machine that was asked for only if too few nodes are
-left to go on without it.
+while training goes on. The job waits for a machine only if too few nodes are left to go on without
+it: for one that was asked for (`cluster.grant_s`), or, if nodes are on several machines and fewer
+than n0 of them are left, for any that joins (`Rules.wait_s`).
 
 Source: Gemini (SOSP '23), section 6.2 (standby machines).
 """
@@ -56,17 +57,29 @@ def replacements_at_loss(
     return tuple(replacements)
 
 
+def can_await(rules: Rules, state: JobState) -> bool:
+    """Whether the job, once it is saved, waits for machines because fewer than n0 nodes stay."""
+    stop = state.stop
+    is_ending = bool(stop.must_end or stop.failure) or (stop.is_requested and not stop.shortage)
+    num_staying = sum(node not in state.membership.leaving for node in state.nodes)
+    return rules.wait_s > 0.0 and not is_ending and num_staying < rules.n0
+
+
 def is_granted_soon(rules: Rules, state: JobState, now_s: float) -> bool:
-    """Whether a machine that replaces a lost one may still be granted in time."""
-    grant_s, loss = rules.job.cluster.grant_s, state.facts.loss
-    if not grant_s or loss is None or state.stop.is_requested:
+    """Whether a machine that is asked for or waited for may still come in time."""
+    loss = state.facts.loss
+    if loss is None or (state.stop.is_requested and not can_await(rules, state)):
         return False
-    return now_s < loss.lost_s + _longest_s(rules)
+    # A slow disk may have kept the losses before this one waiting; that time does not count.
+    has_to_begin = can_await(rules, state) and not loss.is_waiting
+    return has_to_begin or now_s < loss.lost_s + _longest_s(rules, state)
 
 
-def _longest_s(rules: Rules) -> float:
+def _longest_s(rules: Rules, state: JobState) -> float:
     """The longest time that a machine is waited for, which includes the start of its node."""
-    return _PATIENCE * rules.job.cluster.grant_s + _START_S
+    grant_s = rules.job.cluster.grant_s
+    granted_s = _PATIENCE * grant_s + _START_S if grant_s else 0.0
+    return max(granted_s, rules.wait_s if can_await(rules, state) else 0.0)
 
 
 def await_machine(rules: Rules, state: JobState, shortage: str, now_s: float) -> Step:
@@ -75,12 +88,12 @@ def await_machine(rules: Rules, state: JobState, shortage: str, now_s: float) ->
     assert loss is not None
     if loss.is_waiting:
         return state, ()
-    text = (
-        f"{shortage}; the job has asked for a machine and waits for it, "
-        f"{_longest_s(rules):.0f} s at most"
-    )
+    is_asked_for = rules.job.cluster.grant_s > 0.0
+    wait = "has asked for a machine and waits for it" if is_asked_for else "waits for machines"
+    text = f"{shortage}; the job {wait}, {_longest_s(rules, state):.0f} s at most"
     notice = AwaitingMachine(text=text, now_s=now_s)
-    facts = replace(state.facts, loss=replace(loss, is_waiting=True))
+    since_s = now_s if can_await(rules, state) else loss.lost_s
+    facts = replace(state.facts, loss=replace(loss, is_waiting=True, lost_s=since_s))
     return replace(state, facts=facts), (Notify(notice),)
 
 

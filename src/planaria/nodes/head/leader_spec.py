@@ -40,6 +40,7 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
         directory: directory of the journal.
         patience_s: seconds in which nodes look for a head that they have lost; 0: all are on this
             machine.
+        wait_s: see `Rules`.
         heeds: whether to keep a connection to the injector.
         injector: address of the injector.
         led_term: term of the last coordinator that has led; -1: none has.
@@ -63,6 +64,7 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
     directory: str
     token: bytes
     patience_s: float = 0.0
+    wait_s: float = 0.0
     places: tuple[Place, ...] = ()
     heeds: bool = False
     injector: tuple[str, int] = ("", 0)
@@ -138,6 +140,7 @@ def rules_of(spec: LeaderSpec, foreseen: ForeseenAnswers) -> Rules:
         catalog=catalog,
         policy_of=policy,
         looks_ahead=looks_ahead(spec.job),
+        wait_s=spec.wait_s,
         # Nodes on other machines share no processors.
         processors=0 if spec.credentials else len(os.sched_getaffinity(0)),
     )

@@ -80,7 +80,7 @@ _LEAVES_S: Final = 4 * LEASE_S  # Longest time from an eviction to the end of a 
 def vain_s(scenario: Scenario) -> float:
     """How much longer a job on several machines may wait in vain: for members that are lost, and
     that the head takes for cut off."""
-    return scenario.patience_s + 3.0 * LEASE_S if scenario.patience_s else 0.0
+    return scenario.patience_s + 3.0 * LEASE_S + scenario.wait_s if scenario.patience_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +115,7 @@ class Checkers:
         self._term = -1
         self._epoch = -1
         self._members: tuple[int, ...] = cluster.job.plan.nodes
+        self._lost_s = 0.0  # Time at which the launcher was last told of a loss.
         self._outcome = -1
         self._origin = Origin()
         # The grid of this policy may leave nodes without work, and ignores trust.
@@ -382,8 +383,10 @@ class Checkers:
                 self.moved_s = self.moved_s or self._cluster.loop.now_s
                 if message.epoch != self._epoch:
                     self._fail(f"epoch {message.epoch} runs in epoch {self._epoch}")
-            case Recovering() if not self._may_recover():
-                self._fail(f"{message.reason}: only the head was cut off, and all recover")
+            case Recovering():
+                self._lost_s = self._cluster.loop.now_s
+                if not self._may_recover():
+                    self._fail(f"{message.reason}: only the head was cut off, and all recover")
             case Changed() if {*message.kinds.values()} == {ChangeKind.REFORM}:
                 if not is_another(*self._plans):
                     self._fail(f"epoch {message.epoch} begins with a change to the same plan")
@@ -429,6 +432,7 @@ class Checkers:
             gone=frozenset(self._gone),
             n0=self._fitted_rules().n0,
             crashes=self._crashes,
+            lost_s=self._lost_s,
             forsaken=self._absence.forsaken_nodes(),
         )
         for text in EndChecker(self._cluster, self.faults, observed, ended).violations():

@@ -28,6 +28,7 @@ from planaria.simulator.modelled.worker import SimulatedWorker
 from planaria.simulator.simulated_cluster import LAUNCHER, SimulatedCluster
 
 _END_A_LEASE = (FaultKind.HANG, FaultKind.DETACH, FaultKind.SLOW, FaultKind.DISK, FaultKind.STUCK)
+_WAITED_SHARE = 0.9  # Clocks are wrong by some percent.
 _TOLD_S = 1.0  # The coordinator knows of a save that was reported this long ago.
 
 
@@ -43,6 +44,7 @@ class ObservedEnd:
         gone: nodes that are no members any more.
         n0: number of nodes of the smallest pipeline.
         crashes: errors in workers.
+        lost_s: time at which the launcher was last told of a loss.
         forsaken: nodes that ended themselves because no coordinator could answer them.
     """
 
@@ -53,6 +55,7 @@ class ObservedEnd:
     gone: frozenset[int]
     n0: int
     crashes: CrashLog
+    lost_s: float
     forsaken: frozenset[int]
 
 
@@ -143,12 +146,22 @@ class EndChecker:
         if layer:
             yield from self._wrong_in_missing(int(layer[1]))
             yield from self._wrong_in_going_back()
-        elif not ended.nodes:
+        elif not ended.nodes and not scenario.wait_s:
             pass  # No member is left that a granted machine could help.
+        elif self._is_early:
+            yield f"ended {self._cluster.loop.now_s - observed.lost_s} s after: {ended.reason}"
         elif idle := unused_grants(self._cluster, self._faults) - {*ended.nodes, *observed.gone}:
             yield f"node {idle} had been granted, and the job ends: {ended.reason}"
         elif not self._is_short(num_left):
             yield f"{num_left} nodes are left, and the job ends: {ended.reason}"
+
+    @property
+    def _is_early(self) -> bool:
+        """Whether the job should still have waited for machines, because fewer than n0 are left."""
+        waited_s = self._cluster.loop.now_s - self._observed.lost_s
+        is_below = len(self._ended.nodes) < self._observed.n0
+        is_asked = self._cluster.stop_requested
+        return is_below and not is_asked and waited_s < _WAITED_SHARE * self._scenario.wait_s
 
     def _is_short(self, num_left: int) -> bool:
         """Whether a number of nodes is too small to go on."""
