@@ -173,6 +173,12 @@ class NodeDropped(Message, frozen=True):
     node: int
 
 
+class MachineReleased(Message, frozen=True):
+    """The user has drained the machine's node, so the machine leaves; it may come again later."""
+
+    text: str
+
+
 class JobOver(Message, frozen=True, kw_only=True):
     """The job is over; the node leaves by itself, or is killed after a while.
 
@@ -199,4 +205,12 @@ class MachineRefused(Message, frozen=True, kw_only=True):
 FromMachine = (
     MachineArrived | MachineReady | MachineUnfit | JobPrepared | NodeEnded | MachineLeaving
 )
-ToMachine = JobOffered | PrepareRequested | NodeRequested | NodeDropped | JobOver | MachineRefused
+ToMachine = (
+    JobOffered
+    | PrepareRequested
+    | NodeRequested
+    | NodeDropped
+    | MachineReleased
+    | JobOver
+    | MachineRefused
+)

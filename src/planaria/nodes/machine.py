@@ -44,6 +44,7 @@ from planaria.core.machine_messages import (
     MachineLeaving,
     MachineReady,
     MachineRefused,
+    MachineReleased,
     MachineUnfit,
     NodeDropped,
     NodeEnded,
@@ -281,6 +282,9 @@ class _Machine:
             case NodeDropped(node):
                 if node == self._node.number:
                     self._node.kill()
+            case MachineReleased(text):
+                self._is_leaving = True
+                self._over = JobOver(is_done=True, text=text)
             case JobOver():
                 self._over = message
             case MachineRefused(reason=reason, is_final=is_final):

@@ -268,6 +268,8 @@ class Launcher:
         self._nodes.start(spec, is_granted=is_granted)
 
     def _on_node_end(self, ended: AgentEnded) -> None:
+        if ended.node in self._drains.nodes:
+            self._nodes.release(ended.node)
         self._drains.on_node_left(ended.node)
         self._leaders.send(ended)
 

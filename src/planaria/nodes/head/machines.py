@@ -33,6 +33,7 @@ from planaria.core.machine_messages import (
     MachineLeaving,
     MachineReady,
     MachineRefused,
+    MachineReleased,
     MachineUnfit,
     NodeDropped,
     NodeEnded,
@@ -329,6 +330,12 @@ class Machines:
         self._gone |= {*nodes}
         if self.has_room:
             self.on_free()
+
+    def release(self, node: int) -> None:
+        """See NodeHandles. The machine could run another node, which nobody wants."""
+        machine = self._nodes[node]
+        machine.is_leaving = True
+        machine.tell(MachineReleased(f"node {node} has left the job, as the user asked"))
 
     def ends(self) -> tuple[AgentEnded, ...]:
         """See NodeHandles."""

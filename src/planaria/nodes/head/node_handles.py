@@ -53,6 +53,9 @@ class NodeHandles(Protocol):
     def on_gone(self, nodes: Collection[int]) -> None:
         """Takes note of all nodes that are out of the job for good, whether they live or not."""
 
+    def release(self, node: int) -> None:
+        """Has the machine of a node that was drained and has ended leave, too."""
+
     def ends(self) -> tuple[AgentEnded, ...]:
         """The messages that agents have ended, of all that have."""
 
@@ -135,6 +138,9 @@ class LocalNodes:
 
     def on_gone(self, nodes: Collection[int]) -> None:
         """Does nothing: a node is gone when its process is, and that is seen here."""
+
+    def release(self, node: int) -> None:
+        """See NodeHandles. There is nothing but the node."""
 
     def ends(self) -> tuple[AgentEnded, ...]:
         """See NodeHandles."""

@@ -7,7 +7,6 @@ refused. They come over a Unix socket (request_socket.py) or the port of a head
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from typing import Final
@@ -17,6 +16,7 @@ import msgspec
 from planaria.checkpoint.disk.outgoing import save_as
 from planaria.core.messages import DrainRequested
 from planaria.errors import CheckpointError, ConfigError
+from planaria.nodes.daemon_threads import answer_of_thread
 from planaria.observe.metrics import EventRecord
 from planaria.observe.status import JobStatus
 
@@ -152,36 +152,10 @@ def json_reply(value: object) -> RequestReply:
 
 async def _keep_save(directory: str, name: str) -> RequestReply:
     try:
-        where = await _in_own_thread(partial(save_as, directory, name))
+        where = await answer_of_thread(partial(save_as, directory, name), name="save")
     except (CheckpointError, ConfigError) as error:
         return RequestReply(is_done=False, text=str(error))
     return RequestReply(is_done=True, text=where)
-
-
-async def _in_own_thread(call: Callable[[], str]) -> str:
-    """What a function returns or raises; its thread is left behind if a disk never answers."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[str] = loop.create_future()
-
-    def settle(result: str, error: Exception | None) -> None:
-        if future.done():  # Nobody waits any more.
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        result, problem = "", None
-        try:
-            result = call()
-        except Exception as error:
-            problem = error
-        with contextlib.suppress(RuntimeError):  # The job has ended, and the loop with it.
-            loop.call_soon_threadsafe(settle, result, problem)
-
-    threading.Thread(target=run, name="request", daemon=True).start()
-    return await future
 
 
 async def answer_requests(
