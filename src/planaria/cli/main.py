@@ -1,12 +1,12 @@
-"""The command line: `planaria train | run | agent | token | status | drain | events | chaos`,
-`planaria profile | plan | placement`, and `planaria checkpoint ls | verify | prune | save |
+"""The command line: `planaria train | run | agent | token | doctor | status | drain | events`,
+`planaria chaos | profile | plan | placement`, and `planaria checkpoint ls | verify | prune | save |
 export`.
 
 Exit codes:
 
     0    The command succeeded.
     1    The user's code raised, workers failed again and again, the last save failed, a check
-         failed (`checkpoint verify`, `chaos`), or planaria has a bug.
+         failed (`checkpoint verify`, `chaos`, `doctor`), or planaria has a bug.
     2    The user made a mistake in the job or on the command line.
     3    Too few nodes or copies are left, or the job could not go on and was saved.
     130  Ctrl-C or a signal to leave stopped the command. The job is saved, unless training had not
@@ -38,6 +38,7 @@ from planaria.cli.command_line import (
     unfailing,
     write,
 )
+from planaria.cli.doctor_command import doctor
 from planaria.cli.events_command import events
 from planaria.cli.job_commands import drain, status
 from planaria.cli.machine_commands import agent
@@ -64,6 +65,7 @@ app.command()(agent)
 app.command()(run)
 app.command()(train)
 app.command()(chaos)
+app.command()(doctor)
 app.command()(drain)
 app.command()(events)
 app.command()(placement)

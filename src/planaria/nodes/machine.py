@@ -15,14 +15,11 @@ import asyncio
 import contextlib
 import logging
 import os
-import platform
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
@@ -30,7 +27,6 @@ from typing import Any, Final
 
 import msgspec
 
-from planaria.checkpoint.memory.room import total_bytes
 from planaria.core.job import JobConfig
 from planaria.core.machine_messages import (
     PROTOCOL,
@@ -40,7 +36,6 @@ from planaria.core.machine_messages import (
     JobOver,
     JobPrepared,
     MachineArrived,
-    MachineFacts,
     MachineLeaving,
     MachineReady,
     MachineRefused,
@@ -54,6 +49,7 @@ from planaria.core.machine_messages import (
 )
 from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
 from planaria.errors import AuthenticationError, ConfigError, InsufficientError
+from planaria.nodes.examination import facts_of_this_machine
 from planaria.nodes.forking import Forker
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.process_events import handle_signals, kill_group, wait_until
@@ -546,34 +542,3 @@ class _Node:
     def _end(self, status: int) -> None:
         node, self.number, self._pid = self.number, -1, 0
         self._on_end(node, status)
-
-
-def facts_of_this_machine(host: str, domain: str) -> MachineFacts:
-    """The facts on this machine that its head needs."""
-    return MachineFacts(
-        name=socket.gethostname(),
-        host=host,
-        domain=domain,
-        processors=len(os.sched_getaffinity(0)),
-        memory_bytes=total_bytes(),
-        processor=_processor_model(),
-        versions={
-            "python": platform.python_version(),
-            **{name: _version(name) for name in ("torch", "planaria")},
-        },
-    )
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-def _processor_model() -> str:
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
