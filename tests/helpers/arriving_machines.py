@@ -6,11 +6,11 @@ from pathlib import Path
 
 from helpers.heads import CREDENTIALS
 from helpers.machine_lines import MachineLine, arrive
+from helpers.offered_machines import node_spec
 from helpers.tasks import wait_until
 from planaria.core.job import CheckpointConfig, ClusterConfig, JobConfig
 from planaria.core.machine_messages import JobOffered, MachineReady, ToMachine
 from planaria.core.records import AgentEnded
-from planaria.core.specs import NodeSpec
 from planaria.nodes.head.machine_checks import MachineChecks
 from planaria.nodes.head.machines import Machines
 from planaria.nodes.shared_saves import answer_mark, place_mark
@@ -50,9 +50,10 @@ class ArrivingMachines:
         await line.wait(JobOffered)
         return line
 
-    def ready(self) -> MachineReady:
+    def ready(self, run: str = "run") -> MachineReady:
         """What a machine says when it can run a node."""
-        return MachineReady(answer=answer_mark(self._job.checkpoint.directory, self._mark))
+        answer = answer_mark(self._job.checkpoint.directory, self._mark)
+        return MachineReady(run=run, answer=answer)
 
     async def join(
         self, name: str = "m", *, host: str = "127.0.0.1", run: str = ""
@@ -66,15 +67,7 @@ class ArrivingMachines:
 
     def start(self, node: int) -> None:
         """Starts a node, as the launcher does."""
-        spec = NodeSpec(
-            job=self._job,
-            node=node,
-            token=b"",
-            coordinator=("", 0),
-            worker="",
-            cache_directory="",
-        )
-        self.machines.start(spec, is_granted=False)
+        self.machines.start(node_spec(self._job, node), is_granted=False)
 
 
 @asynccontextmanager

@@ -1,7 +1,6 @@
 """A machine that offers itself to a head of the test's, and forks nothing."""
 
 import asyncio
-import contextlib
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -24,7 +23,7 @@ from planaria.core.machine_messages import (
     SourceFile,
 )
 from planaria.core.specs import NodeSpec
-from planaria.nodes import forking, machine
+from planaria.nodes import forking, machine, machine_node
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.process_events import restore_handlers
 from planaria.nodes.machine import MachineSpec, serve_machine
@@ -48,6 +47,7 @@ class OfferedMachine:
         notes: what its user is shown.
         servers: its fork servers, the newest last.
         clock: its clock.
+        are_servers_ready: whether further fork servers have imported torch at once.
     """
 
     def __init__(
@@ -58,9 +58,10 @@ class OfferedMachine:
         self.notes: list[str] = []
         self.servers: list[FakeForkServer] = []
         self.clock = Clock()
+        self.are_servers_ready = True
         self._job = job
         monkeypatch.setattr(machine, "time", self.clock)
-        for module in (machine, forking):
+        for module in (machine_node, forking):
             monkeypatch.setattr(module, "kill_group", lambda pid: self.server.kill_group(pid))
 
     @property
@@ -73,6 +74,7 @@ class OfferedMachine:
 
         def server(*_: object) -> ForkServer:
             self.servers.append(FakeForkServer())
+            self.server.is_ready = self.are_servers_ready
             return cast(ForkServer, self.server)
 
         return MachineSpec(
@@ -101,15 +103,14 @@ class OfferedMachine:
 
     def request(self, node: int) -> NodeRequested:
         """The request for a node."""
-        spec = NodeSpec(
-            job=self._job,
-            node=node,
-            token=b"",
-            coordinator=("", 0),
-            worker="",
-            cache_directory="",
-        )
-        return NodeRequested(spec)
+        return NodeRequested(node_spec(self._job, node))
+
+
+def node_spec(job: JobConfig, node: int) -> NodeSpec:
+    """What a node is told."""
+    return NodeSpec(
+        job=job, node=node, token=b"", coordinator=("", 0), worker="", cache_directory=""
+    )
 
 
 @asynccontextmanager
@@ -135,5 +136,4 @@ async def offered_machine(
                 yield made, running
             finally:
                 running.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await running
+                await asyncio.gather(running, return_exceptions=True)

@@ -1,5 +1,10 @@
 """What a machine does with its node when its head is lost, comes back or begins anew."""
 
+import asyncio
+import errno
+import os
+import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -8,7 +13,17 @@ from helpers.heads import runs
 from helpers.offered_machines import offered_machine
 from helpers.tasks import wait_until
 from planaria.core.job import ClusterConfig, JobConfig
-from planaria.core.machine_messages import MachineArrived, NodeEnded
+from planaria.core.machine_messages import (
+    JobPrepared,
+    MachineArrived,
+    MachineUnfit,
+    NodeEnded,
+    PrepareRequested,
+)
+from planaria.core.specs import PrepareRequest
+from planaria.errors import ConfigError
+from planaria.nodes import forking, machine, machine_node
+from planaria.nodes.forking import RENEWALS_MAX
 
 JOB = JobConfig(cluster=ClusterConfig(patience_s=60.0))
 
@@ -18,17 +33,17 @@ async def test_patience_counts_from_the_loss_of_the_head(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connection that was reset counted from the first try, and took the node with it."""
-    async with offered_machine(tmp_path, monkeypatch, job=JOB) as (machine, running):
-        line = await machine.join()
-        line.tell(machine.request(0))
-        await wait_until(lambda: "runs node 0" in machine.notes)
-        machine.clock.ahead_s += 2 * JOB.cluster.patience_s
+    async with offered_machine(tmp_path, monkeypatch, job=JOB) as (made, running):
+        line = await made.join()
+        line.tell(made.request(0))
+        await wait_until(lambda: "runs node 0" in made.notes)
+        made.clock.ahead_s += 2 * JOB.cluster.patience_s
         line.reset()
-        line = await machine.head.next_line()
+        line = await made.head.next_line()
 
         arrived = await line.wait(MachineArrived)
         assert (arrived.run, arrived.node) == ("run", 0)
-        assert not machine.server.kills
+        assert not made.server.kills
         assert not running.done()
 
 
@@ -37,12 +52,128 @@ async def test_the_end_of_a_node_of_another_run_is_not_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The new run has a node of the same number, on another machine."""
-    async with offered_machine(tmp_path, monkeypatch, job=JOB) as (machine, _):
-        line = await machine.join()
-        line.tell(machine.request(0))
-        await wait_until(lambda: "runs node 0" in machine.notes)
+    async with offered_machine(tmp_path, monkeypatch, job=JOB) as (made, _):
+        line = await made.join()
+        line.tell(made.request(0))
+        await wait_until(lambda: "runs node 0" in made.notes)
         line.reset()
-        line = await machine.join("another run")
+        line = await made.join("another run")
 
-        assert machine.server.kills
+        assert made.server.kills
         assert not any(isinstance(message, NodeEnded) for message in line.heard)
+
+
+@runs
+async def test_a_machine_that_is_told_to_leave_while_it_connects_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It connected, and stayed until the end of the job without a node."""
+    monkeypatch.setattr(machine, "_CONNECT_TIMEOUT_S", 1e6)
+    async with offered_machine(tmp_path, monkeypatch, job=JOB) as (made, running):
+        line = await made.head.next_line()
+        line.close()
+        made.head.close()
+        with socket.create_server(made.head.address) as listener:
+            listener.setblocking(False)
+            sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+            assert await running == 0
+            sock.close()
+
+
+@runs
+async def test_a_machine_that_is_told_to_leave_during_the_import_of_torch_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may take minutes from a slow disk."""
+    async with offered_machine(tmp_path, monkeypatch, job=JOB) as (made, running):
+        line = await made.head.next_line()
+        made.are_servers_ready = False
+        line.tell(made.offer())
+        await wait_until(lambda: bool(made.servers))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+        assert await running == 0
+
+
+@runs
+async def test_the_head_hears_of_the_end_of_a_node_with_which_its_machine_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with offered_machine(tmp_path, monkeypatch, job=JOB) as (made, running):
+        line = await made.join()
+        made.server.is_still = True
+        line.tell(made.request(0))
+        await wait_until(lambda: "agent" in made.server.targets)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+        assert (await line.wait(NodeEnded)).node == 0
+        assert await running == 0
+
+
+@runs
+async def test_a_machine_whose_disk_is_full_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the head and to its user; it ended with a traceback, or crashed when it came back."""
+
+    def refuse(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "models.py")
+
+    monkeypatch.setattr(machine, "unpack_sources", refuse)
+    async with offered_machine(tmp_path, monkeypatch, job=JOB) as (made, running):
+        line = await made.head.next_line()
+        line.tell(made.offer())
+
+        reason = (await line.wait(MachineUnfit)).reason
+        assert "No space left on device: 'models.py'; make room" in reason
+        with pytest.raises(ConfigError, match="No space left on device"):
+            await running
+
+
+@runs
+async def test_a_machine_that_can_fork_nothing_is_to_be_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stayed there, idle, and its user was not told why."""
+    monkeypatch.setattr(forking, "PAUSE_S", 0.0)
+    monkeypatch.setattr(machine_node, "_LOOK_PERIOD_S", 0.0)
+    async with offered_machine(tmp_path, monkeypatch, job=JOB) as (made, running):
+        line = await made.join()
+        made.server.renewals.extend(["hangs", *["it is gone"] * 3 * RENEWALS_MAX])
+        made.server.lose("it is gone")
+        line.tell(made.request(0))
+        await wait_until(lambda: made.server.num_renewals == 1)
+        made.server.lose("it is gone")
+
+        assert (await line.wait(NodeEnded)).node == 0
+        assert "it is gone" in (await line.wait(MachineUnfit)).reason
+        assert await running == 75
+        assert any("cannot take part: it is gone" in note for note in made.notes)
+
+
+@runs
+async def test_what_a_machine_finds_for_an_earlier_run_is_not_told_in_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head would plan the next run by it; and two measurements disturb one another."""
+    asked: list[asyncio.Future[bytes]] = []
+
+    async def prepare(*_: object) -> bytes:
+        asked.append(asyncio.get_running_loop().create_future())
+        return await asked[-1]
+
+    monkeypatch.setattr(machine_node.MachineNode, "prepare", prepare)
+    async with offered_machine(tmp_path, monkeypatch, job=JOB) as (made, _):
+        line = await made.join()
+        line.tell(PrepareRequested(PrepareRequest(job=JOB, cache_directory="")))
+        await wait_until(lambda: len(asked) == 1)
+        line.reset()
+        line = await made.join("another run")
+
+        assert asked[0].cancelled()
+        line.tell(PrepareRequested(PrepareRequest(job=JOB, cache_directory="")))
+        await wait_until(lambda: len(asked) == 2)
+        asked[1].set_result(b"")
+        await line.wait(JobPrepared)

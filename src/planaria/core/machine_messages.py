@@ -82,10 +82,12 @@ class MachineReady(Message, frozen=True, kw_only=True):
     A machine that runs a node was compared before, and has nothing here.
 
     Attributes:
+        run: run of the job.
         digests: digest of each input of the job on this machine, by the key that names it.
         answer: name that the machine has written beside the head's mark at the place of saves.
     """
 
+    run: str
     digests: dict[str, str] = msgspec.field(default_factory=dict)
     answer: str = ""
 

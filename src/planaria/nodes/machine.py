@@ -14,15 +14,14 @@ ends. A second Ctrl-C ends everything at once.
 import asyncio
 import contextlib
 import logging
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import msgspec
@@ -48,12 +47,12 @@ from planaria.core.machine_messages import (
     ToMachine,
 )
 from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
-from planaria.errors import AuthenticationError, ConfigError, InsufficientError
+from planaria.errors import AuthenticationError, ConfigError
 from planaria.nodes.examination import facts_of_this_machine
-from planaria.nodes.forking import Forker
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.head.process_events import handle_signals, kill_group, wait_until
+from planaria.nodes.head.process_events import handle_signals, wait_until
 from planaria.nodes.machine_files import MachineFiles, unpack_sources
+from planaria.nodes.machine_node import MachineNode
 from planaria.nodes.notices import parse_notice_source, wait_notice
 from planaria.transport.acceptor import Purpose, connect
 from planaria.transport.credentials import Credentials
@@ -68,11 +67,10 @@ EXIT_AGAIN: Final = 75  # The head was lost for too long; start this again.
 
 _CONNECT_TIMEOUT_S: Final = 10.0
 _RETRY_S: Final = 0.5
+_CLOSE_TIMEOUT_S: Final = 2.0
 _LEAVE_TIMEOUT_S: Final = 10.0  # Time for a node to end by itself once the job is over.
-_KILL_TIMEOUT_S: Final = 5.0
 _READ_BYTES: Final = 1 << 20
 _FRAME_BYTES_MAX: Final = 4 * SOURCES_BYTES_MAX  # The modules take 4/3 of their size, in base64.
-_PREPARE: Final = "planaria.engine.prepare:main"
 _decoder: msgspec.json.Decoder[ToMachine] = msgspec.json.Decoder(ToMachine)
 
 ServerOf = Callable[[JobConfig, Sequence[str]], ForkServer]
@@ -130,10 +128,12 @@ class _Machine:
         self._writer: asyncio.StreamWriter | None = None
         self._host = spec.host
         self._offer: JobOffered | None = None
-        self._node = _Node(self._on_node_end)
+        self._node = MachineNode(self._on_node_end, on_failure=self._on_failure)
         self._ends: list[NodeEnded] = []  # The ends of the nodes of this run.
         self._tasks: set[asyncio.Task[None]] = set()
         self._taking: asyncio.Task[None] | None = None
+        self._preparing: asyncio.Task[None] | None = None
+        self._modules = ExitStack()  # Removes the user's modules.
         self._files = MachineFiles(Path(spec.cache_directory), spec.note)
         self._refusal = ""  # Why this machine cannot take part.
         self._over: JobOver | None = None
@@ -147,25 +147,26 @@ class _Machine:
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         self._interrupted: asyncio.Future[None] = loop.create_future()
+        self._left: asyncio.Future[int] = loop.create_future()  # The exit code of this process.
         with (
             handle_signals(loop, self._on_interrupt, on_leave_signal=self._leave),
-            TemporaryDirectory(prefix="planaria-modules-", ignore_cleanup_errors=True) as modules,
+            self._modules,
         ):
-            self._modules = Path(modules)
             self._watch_notices(self._spec.notice)
             serving = asyncio.create_task(self._serve())
+            ends = (self._interrupted, self._left, serving)
             try:
-                await asyncio.wait(
-                    (serving, self._interrupted), return_when=asyncio.FIRST_COMPLETED
-                )
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 if self._interrupted.done():
                     self._interrupted.result()
                     raise KeyboardInterrupt("interrupted again, so the node was killed")
-                return serving.result()
+                return self._left.result() if self._left.done() else serving.result()
             finally:
-                serving.cancel()
-                await asyncio.gather(serving, return_exceptions=True)
-                self._drop_connection()
+                tasks = (serving, *self._tasks)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await self._close_connection()
                 await self._node.close()
                 await self._files.close()
 
@@ -205,8 +206,6 @@ class _Machine:
                 continue
             if self._refusal:
                 raise ConfigError("", "", self._refusal)
-            if self._is_leaving and self._node.number < 0:
-                return EXIT_DONE
             patience_s = self._patience_s()
             if time.monotonic() - lost_s > patience_s:
                 self._spec.note(f"there was no head for {patience_s:.0f} s: {problem}")
@@ -230,6 +229,15 @@ class _Machine:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+    async def _close_connection(self) -> None:
+        """Closes the connection once all is sent that the head was told."""
+        writer = self._writer
+        self._drop_connection()
+        if writer is not None:
+            with contextlib.suppress(OSError):  # TimeoutError is an OSError.
+                async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                    await writer.wait_closed()
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Talks to the head until the connection ends or the job is over."""
@@ -272,7 +280,8 @@ class _Machine:
                     self._taking.cancel()
                 self._taking = self._start_task(self._take_job(message))
             case PrepareRequested(request):
-                self._start_task(self._prepare(request))
+                self._end_preparing()
+                self._preparing = self._start_task(self._prepare(request))
             case NodeRequested(spec):
                 self._start_node(spec)
             case NodeDropped(node):
@@ -296,6 +305,7 @@ class _Machine:
         if not is_same_run:
             self._offer = None  # So that the head is not told how the node of another run ends.
             self._ends.clear()
+            self._end_preparing()
             await self._node.end()
             if reason := await self._open_server(offer):
                 self._refuse(reason)
@@ -307,15 +317,15 @@ class _Machine:
             )
             self._watch_notices(offer.job.cluster.notice)
         self._has_been_taken = True
-        ready = MachineReady()
+        ready = MachineReady(run=offer.run)
         if self._node.number < 0:  # Else the head has compared it before it got the node.
             try:
                 ready = await self._files.ready(offer)
             except ConfigError as error:
                 self._refuse(str(error))
                 return
-        if not await self._node.wait_ready():
-            self._tell(MachineUnfit(self._node.failure))
+        if failure := await self._node.wait_ready():
+            self._on_failure(failure)
             return
         for ended in self._ends:
             self._tell(ended)
@@ -340,17 +350,29 @@ class _Machine:
             return ""
         await self._node.close()
         self._imports = None
-        directory = Path(mkdtemp(dir=self._modules))
-        if reason := unpack_sources(offer.sources, directory, has_code=self._spec.has_code):
-            return reason
-        paths = () if self._spec.has_code else (str(directory),)
-        self._node.open(self._spec.server(offer.job, paths), self._spec.note)
+        self._modules.close()
+        try:
+            made = TemporaryDirectory(prefix="planaria-modules-", ignore_cleanup_errors=True)
+            directory = self._modules.enter_context(made)
+            sources, has_code = offer.sources, self._spec.has_code
+            if reason := unpack_sources(sources, Path(directory), has_code=has_code):
+                return reason
+        except OSError as error:
+            return f"the job's modules cannot be kept here: {error}; make room, or set TMPDIR"
+        try:
+            server = self._spec.server(offer.job, () if has_code else (directory,))
+        except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started.
+            return f"no fork server can be started here: {error}"
+        self._node.open(server, self._spec.note)
         self._imports = imports
         return ""
 
     async def _prepare(self, request: PrepareRequest) -> None:
+        if failure := await self._node.wait_ready():
+            self._on_failure(failure)
+            return
         request = msgspec.structs.replace(request, cache_directory=self._spec.cache_directory)
-        data = await self._node.call(_PREPARE, msgspec.json.encode(request))
+        data = await self._node.prepare(msgspec.json.encode(request))
         try:
             prepared = msgspec.json.decode(data, type=Prepared)
         except msgspec.DecodeError:
@@ -359,8 +381,12 @@ class _Machine:
         else:
             self._tell(JobPrepared(prepared))
 
+    def _end_preparing(self) -> None:
+        if self._preparing is not None:
+            self._preparing.cancel()
+
     def _start_node(self, spec: NodeSpec) -> None:
-        if self._is_leaving or self._node.number >= 0:
+        if self._is_leaving or self._offer is None or self._node.number >= 0:
             logger.warning("a request for node %s crossed another message", spec.node)
             self._ends.append(NodeEnded(node=spec.node, status=0))
             self._tell(self._ends[-1])
@@ -386,10 +412,21 @@ class _Machine:
         if self._over is None:
             self._spec.note(f"node {node} has ended")
         if self._is_leaving:
-            self._drop_connection()
+            self._end_with(EXIT_DONE)
+
+    def _on_failure(self, failure: str) -> None:
+        """Handles that nothing can be forked here any more; another process may succeed."""
+        self._tell(MachineUnfit(failure))
+        self._spec.note(f"this machine cannot take part: {failure}")
+        self._end_with(EXIT_AGAIN)
+
+    def _end_with(self, code: int) -> None:
+        if not self._left.done():
+            self._left.set_result(code)
 
     async def _end(self, over: JobOver) -> int:
         await wait_until(lambda: self._node.number < 0, timeout_s=_LEAVE_TIMEOUT_S)
+        await self._node.end()
         self._spec.note(over.text)
         return EXIT_DONE if over.is_done else EXIT_UNFINISHED
 
@@ -406,8 +443,9 @@ class _Machine:
             return False
         self._is_leaving = True
         self._tell(MachineLeaving())
+        self._node.give_up()
         if self._node.number < 0:
-            self._drop_connection()
+            self._end_with(EXIT_DONE)
             return False
         self._spec.note(f"node {self._node.number} leaves the job")
         return True
@@ -435,110 +473,3 @@ class _Machine:
             self._leave()
         elif not self._interrupted.done():
             self._interrupted.set_result(None)
-
-
-class _Node:
-    """The node of a machine, and the fork server that it comes from.
-
-    Args:
-        on_end: callback, called with the node's number and exit status when its agent has ended.
-
-    Attributes:
-        number: number of the node that runs or is about to; -1: none.
-    """
-
-    def __init__(self, on_end: Callable[[int, int], None]) -> None:
-        self.number = -1
-        self._on_end = on_end
-        self._pid = 0
-        self._has_notice = False
-        self._exits: dict[int, int] = {}  # Exit statuses of processes that are not awaited, by pid.
-        self._server: ForkServer | None = None
-
-    def open(self, server: ForkServer, note: Callable[[str], None]) -> None:
-        """Takes over a fork server; `close` closes it."""
-        self._server = server
-        self._lifeline_fd, self._write_fd = os.pipe()
-        self._forker = Forker(
-            server,
-            on_fork=self._on_fork,
-            on_exit=self._on_exit,
-            note=note,
-            meanwhile=str,
-            on_error=lambda error: note(f"this machine can fork no more: {error!r}"),
-        )
-        self._forker.begin()
-
-    @property
-    def failure(self) -> str:
-        """Why nothing can be forked."""
-        return self._forker.failure
-
-    async def wait_ready(self) -> bool:
-        """Waits until a node can be forked; False if the fork server cannot be started."""
-        return await self._forker.wait_ready()
-
-    def start(self, spec: NodeSpec) -> None:
-        """Has the node forked."""
-        self.number = spec.node
-        self._forker.add(spec.node, msgspec.json.encode(spec), (self._lifeline_fd,))
-
-    def notify(self) -> None:
-        """Tells the node that it will be taken away."""
-        self._has_notice = True
-        if self._pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGTERM)
-
-    def kill(self) -> None:
-        """Kills the node."""
-        if self._pid:
-            kill_group(self._pid)
-        elif self.number >= 0:
-            self._forker.drop(self.number)
-            self._end(0)
-
-    async def call(self, target: str, payload: bytes) -> bytes:
-        """What `target(payload, fd)` writes to fd in a process of its own; b"": it was killed."""
-        read_fd, write_fd = os.pipe()
-        with os.fdopen(read_fd, "rb") as file:
-            try:
-                await self._forker.spawn(target, payload, (write_fd,))
-            except (InsufficientError, OSError) as error:
-                logger.warning("%s could not be started: %s", target, error)
-                return b""
-            finally:
-                os.close(write_fd)
-            return await asyncio.to_thread(file.read)
-
-    async def end(self) -> None:
-        """Kills the node, if there is one, and waits for its end."""
-        self.kill()
-        await wait_until(lambda: self.number < 0, timeout_s=_KILL_TIMEOUT_S)
-
-    async def close(self) -> None:
-        """Kills the node and the fork server."""
-        if self._server is None:
-            return
-        await self.end()
-        self._forker.close()
-        self._server.close()
-        os.close(self._lifeline_fd)
-        os.close(self._write_fd)
-        self._server = None
-
-    def _on_fork(self, _: int, pid: int) -> None:
-        self._pid = pid
-        if pid in self._exits:  # It ended before its pid was known here.
-            self._end(self._exits[pid])
-        elif self._has_notice:
-            self.notify()
-
-    def _on_exit(self, pid: int, status: int) -> None:
-        self._exits[pid] = status
-        if pid == self._pid:
-            self._end(status)
-
-    def _end(self, status: int) -> None:
-        node, self.number, self._pid = self.number, -1, 0
-        self._on_end(node, status)

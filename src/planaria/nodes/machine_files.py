@@ -48,7 +48,8 @@ class MachineFiles:
             read = partial(input_digests, offer.job, cache_directory=self._cache, note=self._note)
             self._digests = asyncio.create_task(answer_of_thread(read, name="digests"))
         # Reading goes on if the head is lost meanwhile.
-        return MachineReady(digests=await asyncio.shield(self._digests), answer=answer)
+        digests = await asyncio.shield(self._digests)
+        return MachineReady(run=offer.run, digests=digests, answer=answer)
 
     async def close(self) -> None:
         """Removes what the head may not have removed."""

@@ -59,7 +59,7 @@ async def test_machines_that_break_the_protocol_are_cut_off_and_others_are_taken
                 await reader.readexactly(1 << 20)
             writer.close()
     _, writer = await connect(address, Purpose.MACHINE, CREDENTIALS, timeout_s=TIMEOUT_S)
-    writer.write(frame(ARRIVED) + frame(MachineReady(answer="answer")))
+    writer.write(frame(ARRIVED) + frame(MachineReady(run="run", answer="answer")))
     await wait_until(lambda: machines.num_ready == 1)
     await machines.end_all(None)
     writer.close()

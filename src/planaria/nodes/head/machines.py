@@ -503,6 +503,8 @@ class Machines:
             problem = await self.checks.problem(machine.name, machine.facts, ready)
             if not problem and not self.kinds.is_known(machine.facts):
                 problem = await self._measure(machine)
+        if ready.run != self._offer.run:
+            return  # Another run has begun meanwhile, which the machine is told of.
         if problem:
             machine.tell(MachineRefused(reason=problem, is_final=True))
             self._refuse(machine, problem)

@@ -1,0 +1,210 @@
+"""The node of a machine, and what else is forked there: `planaria agent` has one node at a time.
+
+All is forked from the machine's own fork server, which has imported the modules of the job. The
+node's processes hold the read end of a lifeline, and end when this process ends, by whatever
+signal. So does a process that examines the job, which has a lifeline of its own.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+import msgspec
+
+from planaria.core.specs import NodeSpec
+from planaria.errors import InsufficientError
+from planaria.nodes.forking import Forker
+from planaria.nodes.forkserver import UNKNOWN, ForkServer, end_with
+from planaria.nodes.head.process_events import kill_group, wait_until
+
+logger = logging.getLogger(__name__)
+
+_KILL_TIMEOUT_S: Final = 5.0
+_NOTICE_PERIOD_S: Final = 1.0
+_LOOK_PERIOD_S: Final = 1.0  # Period in which it is looked whether a node can still be forked.
+_READ_BYTES: Final = 1 << 20
+_FAILED: Final = 1  # Exit status of a node that could not be forked.
+_PREPARE: Final = "planaria.nodes.machine_node:prepare"
+
+
+class MachineNode:
+    """The node of a machine, and the fork server that it comes from.
+
+    Args:
+        on_end: callback, called with the node's number and exit status when its agent has ended.
+        on_failure: callback, called with the reason why nothing can be forked here any more.
+
+    Attributes:
+        number: number of the node that runs or is about to; -1: none.
+    """
+
+    def __init__(
+        self, on_end: Callable[[int, int], None], *, on_failure: Callable[[str], None]
+    ) -> None:
+        self.number = -1
+        self._on_end = on_end
+        self._on_failure = on_failure
+        self._pid = 0
+        self._exits: dict[int, int] = {}  # Exit statuses of processes that are not awaited, by pid.
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: ForkServer | None = None
+
+    def open(self, server: ForkServer, note: Callable[[str], None]) -> None:
+        """Takes over a fork server; `close` closes it."""
+        self._server = server
+        self._lifeline_fd, self._write_fd = os.pipe()
+        self._forker = Forker(
+            server,
+            on_fork=self._on_fork,
+            on_exit=self._on_exit,
+            note=note,
+            meanwhile=str,
+            on_error=lambda error: self._on_failure(f"the agent raised {error!r}"),
+        )
+        self._forker.begin()
+
+    async def wait_ready(self) -> str:
+        """Waits until a node can be forked.
+
+        Returns:
+            Why none can be forked here; "": it can.
+        """
+        return "" if await self._forker.wait_ready() else self._forker.failure
+
+    def start(self, spec: NodeSpec) -> None:
+        """Has the node forked."""
+        assert self.number < 0
+        self.number = spec.node
+        self._exits.clear()  # Another process may get the same pid.
+        self._forker.add(spec.node, msgspec.json.encode(spec), (self._lifeline_fd,))
+        self._start_task(self._watch_fork(spec.node))
+
+    async def _watch_fork(self, node: int) -> None:
+        """Gives a node up if no fork server can be had before it is forked."""
+        while self.number == node and not self._pid:
+            if failure := await self.wait_ready():
+                self._end_waiting(_FAILED)
+                self._on_failure(failure)
+                return
+            await asyncio.sleep(_LOOK_PERIOD_S)
+
+    def notify(self) -> None:
+        """Tells the node that it will be taken away; it is given up if it is not forked yet."""
+        if self._pid:
+            self._start_task(self._keep_notifying(self._pid))
+        else:
+            self.give_up()
+
+    async def _keep_notifying(self, pid: int) -> None:
+        """Repeats the notice until the node has ended; its agent may be too young to heed it."""
+        while self._pid == pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+            await asyncio.sleep(_NOTICE_PERIOD_S)
+
+    def give_up(self) -> None:
+        """Ends the node if it is not forked yet."""
+        self._end_waiting(0)
+
+    def _end_waiting(self, status: int) -> None:
+        if self.number >= 0 and not self._pid:
+            self._forker.drop(self.number)
+            self._end(status)
+
+    def kill(self) -> None:
+        """Kills the node."""
+        if self._pid:
+            kill_group(self._pid)
+        else:
+            self.give_up()
+
+    async def prepare(self, request: bytes) -> bytes:
+        """What a process finds that examines the job; b"": it was killed.
+
+        The process is killed if this is cancelled.
+        """
+        lifeline_fd, own_fd = os.pipe()
+        read_fd, write_fd = os.pipe()
+        with os.fdopen(read_fd, "rb") as file, os.fdopen(own_fd, "wb"):
+            try:
+                await self._forker.spawn(_PREPARE, request, (write_fd, lifeline_fd))
+            except (InsufficientError, OSError) as error:
+                logger.warning("the job could not be examined: %s", error)
+                return b""
+            finally:
+                os.close(write_fd)
+                os.close(lifeline_fd)
+            return await _all_bytes(file.fileno())
+
+    async def end(self) -> None:
+        """Kills the node, if there is one, and waits for its end."""
+        self.kill()
+        await wait_until(lambda: self.number < 0, timeout_s=_KILL_TIMEOUT_S)
+
+    async def close(self) -> None:
+        """Kills the node and the fork server."""
+        if self._server is None:
+            return
+        await self.end()
+        for task in self._tasks:
+            task.cancel()
+        self._forker.close()
+        self._server.close()
+        self._server = None
+        os.close(self._lifeline_fd)
+        os.close(self._write_fd)
+        if self.number >= 0:  # It cannot end, and nobody will hear of its end.
+            self._end(UNKNOWN)
+
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _on_fork(self, _: int, pid: int) -> None:
+        self._pid = pid
+        self._forker.on_commit()  # A server that has forked a node is none that always ends.
+        if pid in self._exits:  # It ended before its pid was known here.
+            self._end(self._exits[pid])
+
+    def _on_exit(self, pid: int, status: int) -> None:
+        self._exits[pid] = status
+        if pid == self._pid:
+            self._end(status)
+
+    def _end(self, status: int) -> None:
+        node, self.number, self._pid = self.number, -1, 0
+        self._on_end(node, status)
+
+
+async def _all_bytes(read_fd: int) -> bytes:
+    """What is written to a pipe until its last write end is closed."""
+    loop, parts = asyncio.get_running_loop(), list[bytes]()
+    ended = loop.create_future()
+
+    def read() -> None:
+        parts.append(os.read(read_fd, _READ_BYTES))
+        if not parts[-1]:
+            loop.remove_reader(read_fd)
+            ended.set_result(None)
+
+    loop.add_reader(read_fd, read)
+    try:
+        await ended
+    finally:
+        loop.remove_reader(read_fd)
+    return b"".join(parts)
+
+
+def prepare(payload: bytes, result_fd: int, lifeline_fd: int) -> None:
+    """Examines the job in a forked process, which ends with its agent; see engine/prepare.py."""
+    end_with(lifeline_fd)
+    # Processes that the user's code starts inherit the handling of SIGTERM, and must end by it: a
+    # pool of multiprocessing would wait for them for ever.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    importlib.import_module("planaria.engine.prepare").main(payload, result_fd)

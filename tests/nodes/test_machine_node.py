@@ -1,0 +1,167 @@
+"""What a machine forks: one node at a time, and a process that examines the job."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import psutil
+import pytest
+
+from helpers.fake_fork_server import LOSS, NO_PID, FakeForkServer
+from helpers.heads import runs
+from helpers.offered_machines import node_spec
+from helpers.tasks import settle, wait_until
+from planaria.core.job import JobConfig
+from planaria.nodes import forking, machine_node
+from planaria.nodes.forking import RENEWALS_MAX
+from planaria.nodes.forkserver import ForkServer
+from planaria.nodes.machine_node import MachineNode
+
+SPEC = node_spec(JobConfig(), 3)
+
+
+class Machine:
+    """A machine's node, and what is told of it.
+
+    Attributes:
+        ends: the nodes that have ended, each with its exit status.
+        failures: reasons why nothing can be forked.
+    """
+
+    def __init__(self, server: FakeForkServer) -> None:
+        self.server = server
+        self.ends: list[tuple[int, int]] = []
+        self.failures: list[str] = []
+        self.node = MachineNode(
+            lambda node, status: self.ends.append((node, status)), on_failure=self.failures.append
+        )
+        self.node.open(cast(ForkServer, server), lambda _: None)
+
+
+@asynccontextmanager
+async def machine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Machine]:
+    """A machine for the length of the context."""
+    server = FakeForkServer()
+    for module in (machine_node, forking):
+        monkeypatch.setattr(module, "kill_group", server.kill_group)
+    for name in ("PAUSE_S", "PAUSE_S_MAX"):
+        monkeypatch.setattr(forking, name, 0.001)
+    made = Machine(server)
+    yield made
+    await made.node.close()
+
+
+def has_happened(count: Callable[[], int], num_times: int) -> bool:
+    return count() == num_times
+
+
+@runs
+async def test_a_process_that_had_the_pid_of_the_node_before_it_is_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The node was taken for ended, ran on without anybody, and the machine got another one."""
+    async with machine(monkeypatch) as made:
+        made.server.end(NO_PID + 1, 0)
+        await wait_until(lambda: not made.server.exits())
+        await settle()
+        made.node.start(SPEC)
+        await wait_until(lambda: made.server.targets == ["agent"])
+        await settle()
+
+        assert made.ends == []
+        assert made.node.number == SPEC.node
+
+
+@runs
+async def test_a_node_that_is_not_forked_yet_is_given_up_at_a_notice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A signal to one that has just been forked is ignored there."""
+    async with machine(monkeypatch) as made:
+        made.server.is_still = True
+        made.node.start(SPEC)
+        await wait_until(lambda: made.server.targets == ["agent"])
+        made.node.notify()
+
+        assert made.ends == [(SPEC.node, 0)]
+        assert made.node.number < 0
+
+
+@runs
+async def test_a_notice_is_repeated_until_the_node_heeds_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An agent that was forked a moment ago ignores signals."""
+    signals: list[tuple[int, int]] = []
+    monkeypatch.setattr(machine_node, "_NOTICE_PERIOD_S", 0.0)
+    monkeypatch.setattr(os, "kill", lambda pid, number: signals.append((pid, number)))
+    async with machine(monkeypatch) as made:
+        made.node.start(SPEC)
+        await wait_until(lambda: made.server.targets == ["agent"])
+        await settle()
+        made.node.notify()
+        await wait_until(lambda: len(signals) > 1)
+        made.server.end(signals[0][0], 0)
+        await wait_until(lambda: made.ends == [(SPEC.node, 0)])
+
+        assert set(signals) == {(NO_PID + 1, signal.SIGTERM)}
+
+
+@runs
+async def test_a_node_ends_where_no_fork_server_can_be_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The head waited for it for ever."""
+    monkeypatch.setattr(machine_node, "_LOOK_PERIOD_S", 0.0)
+    async with machine(monkeypatch) as made:
+        made.server.renewals.extend([LOSS] * 3 * RENEWALS_MAX)
+        made.server.is_still = True
+        made.node.start(SPEC)
+        await wait_until(lambda: made.server.targets == ["agent"])
+        made.server.lose(LOSS)
+        await wait_until(lambda: bool(made.failures))
+
+        assert made.ends == [(SPEC.node, 1)]
+        assert made.failures == [f"{LOSS}, like the fork servers before it"]
+
+
+@runs
+async def test_a_fork_server_that_has_forked_a_node_is_renewed_however_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a machine that serves for weeks some are killed, say for memory."""
+    async with machine(monkeypatch) as made:
+        for num in range(RENEWALS_MAX + 2):
+            made.node.start(SPEC)
+            await wait_until(partial(has_happened, made.server.targets.__len__, num + 1))
+            await settle()
+            made.server.end(NO_PID + 1 + num, 0)
+            await wait_until(lambda: made.node.number < 0)
+            made.server.lose(LOSS)
+            await wait_until(partial(has_happened, lambda: made.server.num_renewals, num + 1))
+
+        assert made.failures == []
+
+
+@runs
+async def test_a_process_that_examines_the_job_ends_with_its_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ran on, and the agent waited for it before it ended."""
+    monkeypatch.setattr(machine_node, "_PREPARE", "helpers.hanging_prepare:main")
+    node = MachineNode(lambda *_: None, on_failure=pytest.fail)
+    node.open(ForkServer(("planaria.nodes.machine_node",)), lambda _: None)
+    assert await node.wait_ready() == ""
+    pid_path = tmp_path / "pid"
+    preparing = asyncio.create_task(node.prepare(str(pid_path).encode()))
+    await wait_until(lambda: pid_path.is_file() and bool(pid_path.read_text()))
+    process = psutil.Process(int(pid_path.read_text()))
+    preparing.cancel()
+
+    await wait_until(lambda: not process.is_running())
+    await node.close()
