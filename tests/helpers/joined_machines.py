@@ -70,12 +70,14 @@ class Cluster:
     ends: list[asyncio.Task[int]] = field(default_factory=list)
     specs: list[NodeSpec] = field(default_factory=list)
 
-    def join(self, *, domain: str = "", prepared: Prepared = _NOTHING) -> asyncio.Task[int]:
+    def join(
+        self, *, domain: str = "", host: str = "", prepared: Prepared = _NOTHING
+    ) -> asyncio.Task[int]:
         """Starts another machine."""
         spec = MachineSpec(
             heads=(self.address,),
             credentials=CREDENTIALS,
-            host="",
+            host=host,
             domain=domain,
             has_code=False,
             notice="",

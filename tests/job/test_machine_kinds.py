@@ -9,11 +9,12 @@ import pytest
 from helpers.command import PACED
 from planaria.core.job import JobConfig
 from planaria.core.machine_messages import MachineFacts
-from planaria.core.plan import NodeKind
+from planaria.core.plan import Link, NodeKind
 from planaria.core.specs import Prepared
 from planaria.job.config import load_job
-from planaria.job.machine_kinds import of_fastest_kind, with_memory_limit
+from planaria.job.machine_kinds import of_fastest_kind, with_measured_links, with_memory_limit
 from planaria.job.planning import Planned, given_profile, plan_job
+from planaria.nodes.head.link_classes import LinkClass
 from planaria.policies.unequal_nodes import with_kinds
 
 GIB = 1 << 30
@@ -95,6 +96,28 @@ def test_the_machine_with_the_least_memory_limits_what_a_device_holds() -> None:
     assert limit_bytes(JOB, UNLIMITED, 20 * GIB, 10 * GIB, 0) == 9 * GIB
     assert limit_bytes(two_devices, UNLIMITED, 10 * GIB) == 9 * GIB // 2
     assert limit_bytes(JOB, UNLIMITED, 0) == 0
+
+
+NEAR, FAR = Link(1e-4, 1e9), Link(1e-2, 1e8)
+
+
+def links_with(measured: Mapping[LinkClass, Link]) -> Mapping[str, Link]:
+    prepared = with_measured_links(UNLIMITED, measured)
+    assert prepared.profile is not None
+    return prepared.profile.links
+
+
+def test_links_are_those_that_machines_have_measured() -> None:
+    """Where no two machines are near, all are as far as those that were measured."""
+    assert UNLIMITED.profile is not None
+    own = UNLIMITED.profile.links
+
+    both = links_with({LinkClass.NEAR: NEAR, LinkClass.FAR: FAR})
+
+    assert links_with({}) == own
+    assert both == {**own, "inter_node": NEAR, "inter_domain": FAR}
+    assert links_with({LinkClass.NEAR: NEAR}) == {**own, "inter_node": NEAR}
+    assert links_with({LinkClass.FAR: FAR}) == {**own, "inter_node": FAR}
 
 
 def test_a_limit_of_the_job_counts_more_than_memory_and_paced_layers_need_none() -> None:

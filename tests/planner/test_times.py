@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from helpers.exhaustive import all_shapes, small_problem, template_of
-from planaria.core.plan import PipelineTemplate, TiedParameters, plain_plan
+from planaria.core.plan import Link, ModelProfile, PipelineTemplate, TiedParameters, plain_plan
 from planaria.estimator.reductions import Reductions, equal_reduce_s
 from planaria.estimator.time import predicted_timeline
 from planaria.planner.problem import Problem
@@ -96,11 +96,35 @@ def test_reductions_of_an_iteration_are_those_of_its_schedule() -> None:
             assert (reduction.start_s, reduction.end_s) == pytest.approx(spans[index]), where
 
 
+def with_far_link(profile: ModelProfile) -> ModelProfile:
+    """The profile with a link between failure domains that is ten times as slow."""
+    near = profile.links["inter_node"]
+    far = Link(10.0 * near.latency_s, near.bandwidth_bytes_per_s / 10.0)
+    return replace(profile, links={**profile.links, "inter_domain": far})
+
+
+def test_gradients_are_summed_over_links_between_failure_domains() -> None:
+    """Pipelines lie within them, so what stages send one another does not get slower."""
+    rng = random.Random(SEED)
+    problem = random_problem(rng)
+    template = next(iter(random_templates(rng, problem)))
+
+    def reduce_s(profile: ModelProfile, num_pipelines: int) -> float:
+        return sum(equal_reduce_s(profile, template, num_pipelines=num_pipelines, bytes_factor=1.0))
+
+    far = with_far_link(problem.profile)
+    assert reduce_s(far, 2) == pytest.approx(10.0 * reduce_s(problem.profile, 2))
+    assert reduce_s(far, 1) == pytest.approx(reduce_s(problem.profile, 1))
+
+
 def test_reductions_among_equal_pipelines_are_those_of_their_buckets() -> None:
-    """By stage, the sum of the buckets that its ranks take part in."""
+    """By stage, the sum of the buckets that its ranks take part in; also where pipelines lie in
+    different failure domains."""
     rng = random.Random(SEED)
     for case in range(25):
         problem = random_problem(rng)
+        if case % 2:
+            problem = replace(problem, profile=with_far_link(problem.profile))
         for template in random_templates(rng, problem):
             num_pipelines = rng.randint(1, 4)
             nodes = range(num_pipelines * template.num_nodes)

@@ -1,5 +1,7 @@
 """What a transition costs."""
 
+from dataclasses import replace
+
 import pytest
 
 from helpers.strategies import MEBIBYTE, layer_profile, model_profile
@@ -24,6 +26,16 @@ def test_downtime_is_regrouping_and_what_the_busiest_link_needs() -> None:
     assert downtime_s(transfers, PRICES, devices_per_node=1) == pytest.approx(3.0 + 3.5)
     assert downtime_s((within,), PRICES, devices_per_node=2) == pytest.approx(3.0 + 0.2)
     assert downtime_s((), PRICES, devices_per_node=1) == 3.0
+
+
+def test_layers_come_from_other_failure_domains_over_their_links() -> None:
+    """Most pipelines lie within one, so whoever holds a lost layer is in another."""
+    links = {**PRICES.links, "inter_domain": Link(0.5, 10.0)}
+    far = replace(PRICES, links=links)
+    transfer = Transfer(0, 0, 1, 100)
+
+    assert downtime_s((transfer,), far, devices_per_node=1) == pytest.approx(3.0 + 10.5)
+    assert downtime_s((transfer,), far, devices_per_node=2) == pytest.approx(3.0 + 0.1)
 
 
 def test_prices_count_parameters_and_optimizer_state() -> None:

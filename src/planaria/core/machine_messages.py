@@ -11,6 +11,7 @@ import msgspec
 
 from planaria.core.job import JobConfig
 from planaria.core.messages import Message
+from planaria.core.plan import Link
 from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
 
 # The version of these messages and of all others between machines.
@@ -124,6 +125,28 @@ class JobPrepared(Message, frozen=True):
         return self.prepared.traceback
 
 
+class LinkServed(Message, frozen=True):
+    """The answer to a LinkServeRequested.
+
+    Attributes:
+        port: port at which the machine waits for another to measure the link; 0: at none.
+    """
+
+    port: int
+
+
+class LinkMeasured(Message, frozen=True, kw_only=True):
+    """The answer to a LinkMeasureRequested.
+
+    Attributes:
+        link: measured latency and bandwidth; None: the other machine cannot be reached.
+        reason: description of why not.
+    """
+
+    link: Link | None = None
+    reason: str = ""
+
+
 class NodeEnded(Message, frozen=True, kw_only=True):
     """The node's agent has ended, and with it all its processes.
 
@@ -161,6 +184,28 @@ class PrepareRequested(Message, frozen=True):
     """Asks for the facts on model, data and profile; the machine measures what is missing."""
 
     request: PrepareRequest
+
+
+class LinkServeRequested(Message, frozen=True):
+    """Asks to wait for another machine that measures the link to this one.
+
+    Attributes:
+        secret: bytes by which the two know each other; see transport/link_measurement.py.
+    """
+
+    secret: bytes
+
+
+class LinkMeasureRequested(Message, frozen=True, kw_only=True):
+    """Asks to measure the link to a machine that waits for that.
+
+    Attributes:
+        address: host and port at which it waits.
+        secret: the bytes that it was given.
+    """
+
+    address: tuple[str, int]
+    secret: bytes
 
 
 class NodeRequested(Message, frozen=True):
@@ -205,11 +250,20 @@ class MachineRefused(Message, frozen=True, kw_only=True):
 
 
 FromMachine = (
-    MachineArrived | MachineReady | MachineUnfit | JobPrepared | NodeEnded | MachineLeaving
+    MachineArrived
+    | MachineReady
+    | MachineUnfit
+    | JobPrepared
+    | LinkServed
+    | LinkMeasured
+    | NodeEnded
+    | MachineLeaving
 )
 ToMachine = (
     JobOffered
     | PrepareRequested
+    | LinkServeRequested
+    | LinkMeasureRequested
     | NodeRequested
     | NodeDropped
     | MachineReleased

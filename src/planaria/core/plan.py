@@ -30,6 +30,14 @@ class Link:
         return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
 
 
+def link_between_pipelines(links: Mapping[str, Link]) -> Link:
+    """The link between nodes of different pipelines, by kind of link as in `ModelProfile`.
+
+    Most pipelines lie within one failure domain, so it is that between domains where there is one.
+    """
+    return links.get("inter_domain", links["inter_node"])
+
+
 @dataclass(frozen=True, slots=True)
 class LayerProfile:
     """What one layer costs for one microbatch.
@@ -80,7 +88,7 @@ class ModelProfile:
 
     Attributes:
         links: costs by kind of link: "intra_node", "inter_node", and where measured
-            "device_to_host".
+            "inter_domain", between nodes of different failure domains, and "device_to_host".
         device_memory_bytes: memory that one device may use; 0: unlimited.
     """
 

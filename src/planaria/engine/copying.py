@@ -22,7 +22,7 @@ from planaria.checkpoint.memory.wire import State, incoming_layers, outgoing_cop
 from planaria.core.commit import CommitVector
 from planaria.core.copies import CopiesDone, Label
 from planaria.core.messages import CopiesFailed, Message, StartEpoch
-from planaria.core.plan import Link, Plan
+from planaria.core.plan import Link, Plan, link_between_pipelines
 from planaria.core.specs import NodeSpec
 from planaria.engine.stage import RankStage
 from planaria.errors import CheckpointError
@@ -150,7 +150,7 @@ class Copying:
                 sources=incoming_layers(rank, start.copies).keys(),
                 is_far=lambda peer: peer // per_node != rank // per_node,
             ),
-            link=profile.links["inter_node"],
+            link=link_between_pipelines(profile.links),
             idle={entry.target: entry.spans for entry in start.idle if entry.source == rank},
             gamma=None if job.gamma == "auto" else job.gamma,
             num_iterations=job.profile_iterations - 1,

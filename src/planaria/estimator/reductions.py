@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate
 from math import ceil, log2
 
-from planaria.core.plan import Link, ModelProfile, PipelineTemplate, Plan
+from planaria.core.plan import Link, ModelProfile, PipelineTemplate, Plan, link_between_pipelines
 from planaria.schedule.action import Bucket
 
 
@@ -32,6 +32,7 @@ class Reductions:
         self._profile = profile
         self._bytes_factor = bytes_factor
         self._devices_per_node = plan.pipelines[0].template.devices_per_node
+        self._num_pipelines = len(plan.pipelines)
         self._own_bytes = _own_bytes(profile)
         at_work = plan.layers_by_rank
         self._num_devices = {
@@ -52,15 +53,19 @@ class Reductions:
             num_bytes = sum(self._own_bytes[layer] for layer in bucket.layers)
         devices = [self._num_devices[rank] for rank in bucket.ranks]
         return _seconds(
-            _link(self._profile, bucket.ranks, self._devices_per_node),
+            self._link(bucket.ranks),
             num_stages=round(sum(1 / count for count in devices)),
             num_bytes=self._bytes_factor * num_bytes / min(devices),
         )
 
     def commit_s(self) -> float:
         """Seconds of the commit vector among all ranks."""
-        link = _link(self._profile, self._num_devices.keys(), self._devices_per_node)
+        link = self._link(self._num_devices.keys())
         return 2 * ceil(log2(len(self._num_devices))) * link.latency_s
+
+    def _link(self, ranks: Collection[int]) -> Link:
+        nodes = {rank // self._devices_per_node for rank in ranks}
+        return _link(self._profile, num_nodes=len(nodes), num_pipelines=self._num_pipelines)
 
 
 def reduction_starts_s(
@@ -95,10 +100,10 @@ def equal_reduce_s(
 
     def sum_s(stages: Sequence[int], num_bytes: float) -> float:
         nodes = {firsts[index] // per_node for index in stages}
-        kind = "intra_node" if num_pipelines == len(nodes) == 1 else "inter_node"
         num_devices = min(template.stages[index].num_devices for index in stages)
         return _seconds(
-            profile.links[kind],
+            # Pipelines have nodes of their own.
+            _link(profile, num_nodes=num_pipelines * len(nodes), num_pipelines=num_pipelines),
             num_stages=num_pipelines * len(stages),
             num_bytes=bytes_factor * num_bytes / num_devices,
         )
@@ -136,6 +141,9 @@ def _own_bytes(profile: ModelProfile) -> list[int]:
     return own_bytes
 
 
-def _link(profile: ModelProfile, ranks: Collection[int], devices_per_node: int) -> Link:
-    nodes = {rank // devices_per_node for rank in ranks}
-    return profile.links["intra_node" if len(nodes) == 1 else "inter_node"]
+def _link(profile: ModelProfile, *, num_nodes: int, num_pipelines: int) -> Link:
+    """The link over which stages on so many nodes, of so many pipelines, sum their gradients."""
+    if num_nodes == 1:
+        return profile.links["intra_node"]
+    is_between = num_pipelines > 1
+    return link_between_pipelines(profile.links) if is_between else profile.links["inter_node"]

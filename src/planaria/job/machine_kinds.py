@@ -1,7 +1,7 @@
 """Machines of a job that differ: what it is planned by, and its first plan.
 
 The job is planned by the layers' seconds on the fastest kind of machine, with the speeds of the
-others, and with the least memory that any of the machines has.
+others, with the least memory that any of the machines has, and with links as they were measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,11 +12,12 @@ import msgspec
 
 from planaria.core.job import JobConfig
 from planaria.core.machine_messages import MachineFacts
-from planaria.core.plan import NodeKind, Plan
+from planaria.core.plan import Link, NodeKind, Plan
 from planaria.core.specs import Prepared
 from planaria.errors import InfeasibleError
 from planaria.job.predictions import prediction
 from planaria.nodes.head.kind_speeds import Kind, KindSpeeds, layers_s
+from planaria.nodes.head.link_classes import LinkClass
 from planaria.planner.layout.unequal import EFFORT_MAX, UnequalPlanner, planning_effort
 from planaria.planner.problem import Problem
 from planaria.policies.unequal_nodes import with_kinds
@@ -50,6 +51,22 @@ def with_memory_limit(
         return prepared
     limit_bytes = int(_MEMORY_SHARE * min(known_bytes)) // config.cluster.devices_per_node
     profile = replace(profile, device_memory_bytes=limit_bytes)
+    return msgspec.structs.replace(prepared, profile=profile)
+
+
+def with_measured_links(prepared: Prepared, links: Mapping[LinkClass, Link]) -> Prepared:
+    """The facts on the job, with links between machines as they were measured.
+
+    Without any, the links are those that a machine has to itself. If only far machines were
+    measured, all others are as far.
+    """
+    profile = prepared.profile
+    if profile is None or not links:
+        return prepared
+    named = {str(kind): link for kind, link in links.items()}
+    if LinkClass.NEAR not in links:
+        named = {LinkClass.NEAR.value: links[LinkClass.FAR]}
+    profile = replace(profile, links={**profile.links, **named})
     return msgspec.structs.replace(prepared, profile=profile)
 
 

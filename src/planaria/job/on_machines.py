@@ -17,7 +17,7 @@ from pathlib import Path
 from planaria.core.job import JobConfig
 from planaria.core.specs import Prepared, PrepareRequest
 from planaria.errors import ConfigError, InsufficientError, TrainingError
-from planaria.job.machine_kinds import of_fastest_kind, with_memory_limit
+from planaria.job.machine_kinds import of_fastest_kind, with_measured_links, with_memory_limit
 from planaria.job.planning import cache_directory, given_profile, mistake_error
 from planaria.job.user_sources import user_sources
 from planaria.nodes.head.journal_place import left_directories
@@ -201,6 +201,9 @@ def gather(head: OpenHead, config: JobConfig, listening: Listening) -> tuple[Job
     prepared = of_fastest_kind(measured)
     head.runner.run(machines.wait_ready(listening.nodes_min, timeout_s=listening.wait_s))
     prepared = with_memory_limit(prepared, config, machines.facts)
+    if not config.model.profile:
+        links = head.runner.run(machines.measure_links())
+        prepared = with_measured_links(prepared, links)
     begin_kinds(head, config, prepared, measured)
     num_nodes = min(machines.num_ready, listening.nodes_max)
     return replace(config, cluster=replace(config.cluster, nodes=num_nodes)), prepared

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,6 +35,8 @@ from planaria.core.machine_messages import (
     JobOffered,
     JobOver,
     JobPrepared,
+    LinkMeasureRequested,
+    LinkServeRequested,
     MachineArrived,
     MachineLeaving,
     MachineReady,
@@ -48,10 +51,12 @@ from planaria.core.machine_messages import (
 )
 from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
 from planaria.errors import AuthenticationError, ConfigError
+from planaria.nodes.daemon_threads import answer_of_thread
 from planaria.nodes.examination import facts_of_this_machine
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.process_events import handle_signals, wait_until
 from planaria.nodes.machine_files import MachineFiles, unpack_sources
+from planaria.nodes.machine_links import measured_link, serve_link
 from planaria.nodes.machine_node import MachineNode
 from planaria.nodes.notices import parse_notice_source, wait_notice
 from planaria.transport.acceptor import Purpose, connect
@@ -282,6 +287,10 @@ class _Machine:
             case PrepareRequested(request):
                 self._end_preparing()
                 self._preparing = self._start_task(self._prepare(request))
+            case LinkServeRequested(secret):
+                self._start_task(self._serve_link(secret))
+            case LinkMeasureRequested():
+                self._start_task(self._measure_link(message))
             case NodeRequested(spec):
                 self._start_node(spec)
             case NodeDropped(node):
@@ -384,6 +393,14 @@ class _Machine:
     def _end_preparing(self) -> None:
         if self._preparing is not None:
             self._preparing.cancel()
+
+    async def _serve_link(self, secret: bytes) -> None:
+        served, acknowledge = serve_link(self._host, secret)
+        self._tell(served)
+        await answer_of_thread(acknowledge, name="link")
+
+    async def _measure_link(self, request: LinkMeasureRequested) -> None:
+        self._tell(await answer_of_thread(partial(measured_link, request), name="link"))
 
     def _start_node(self, spec: NodeSpec) -> None:
         if self._is_leaving or self._offer is None or self._node.number >= 0:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from planaria.core.copies import IdleSpans, LayerCopy
-from planaria.core.plan import Link, Plan
+from planaria.core.plan import Link, Plan, link_between_pipelines
 from planaria.estimator.time import Timeline, predicted_timeline
 from planaria.placement.interleave import (
     Chunk,
@@ -82,7 +82,7 @@ def predicted_sending(
     Source: Gemini (SOSP '23), section 5.3, algorithm 2.
     """
     occupation = _LinkOccupation(problem, plan)
-    link = problem.profile.links["inter_node"]
+    link = link_between_pipelines(problem.profile.links)
     targets: defaultdict[int, set[int]] = defaultdict(set)
     num_bytes: defaultdict[int, int] = defaultdict(int)
     for copy in (copy for copy in copies if copy.targets):

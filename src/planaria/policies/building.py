@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from planaria.core.cluster import ClusterState
-from planaria.core.plan import Plan, Transfer, Transition
+from planaria.core.plan import Link, Plan, Transfer, Transition, link_between_pipelines
 from planaria.policies.policy import Prices
 from planaria.restorer.cover import trusted_layers
 from planaria.restorer.sources import transfer_rounds
@@ -60,7 +60,12 @@ def downtime_s(transfers: Iterable[Transfer], prices: Prices, *, devices_per_nod
 def transfer_s(transfers: Iterable[Transfer], prices: Prices, *, devices_per_node: int) -> float:
     """Seconds for which simultaneous transfers keep the busiest link direction busy."""
     bytes_on = bytes_by_link(transfers, devices_per_node=devices_per_node)
-    return max((prices.links[link[0]].seconds(n) for link, n in bytes_on.items()), default=0.0)
+
+    def link(kind: str) -> Link:
+        is_between = kind == "inter_node"
+        return link_between_pipelines(prices.links) if is_between else prices.links[kind]
+
+    return max((link(key[0]).seconds(n) for key, n in bytes_on.items()), default=0.0)
 
 
 def bytes_by_link(

@@ -18,7 +18,7 @@ class Prices:
     """The costs from which the downtime of a recovery is predicted.
 
     Attributes:
-        links: links by kind, "intra_node" and "inter_node".
+        links: links by kind, "intra_node" and "inter_node", and others that were measured.
         layer_bytes: bytes of each layer's state, parameters and optimizer state.
         regroup_s: seconds that every recovery takes, whatever moves, to make links and groups anew.
         hop_s: seconds to compute a plan's schedules, per hop of the largest schedule.

@@ -12,11 +12,12 @@ layers. It is given to the launcher afterwards, which starts nodes as on its own
 import asyncio
 import contextlib
 import logging
+import secrets
 import socket
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -28,6 +29,10 @@ from planaria.core.machine_messages import (
     JobOffered,
     JobOver,
     JobPrepared,
+    LinkMeasured,
+    LinkMeasureRequested,
+    LinkServed,
+    LinkServeRequested,
     MachineArrived,
     MachineFacts,
     MachineLeaving,
@@ -42,11 +47,13 @@ from planaria.core.machine_messages import (
     SourceFile,
     ToMachine,
 )
+from planaria.core.plan import Link
 from planaria.core.records import AgentEnded, Ended
 from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
 from planaria.errors import AuthenticationError, InsufficientError
 from planaria.nodes.forkserver import exit_text
 from planaria.nodes.head.kind_speeds import Kind, KindSpeeds, kind_of
+from planaria.nodes.head.link_classes import LinkClass, first_pairs
 from planaria.nodes.head.machine_checks import MachineChecks
 from planaria.nodes.head.node_handles import EXIT_TIMEOUT_S, KILL_TIMEOUT_S
 from planaria.nodes.head.process_events import wait_until
@@ -54,6 +61,7 @@ from planaria.nodes.head.run_record import NodeLog
 from planaria.transport.acceptor import Handshakes, Purpose
 from planaria.transport.credentials import Credentials
 from planaria.transport.frames import FROM_NODE_BYTES_MAX, FrameDecoder, frame, message_of
+from planaria.transport.link_measurement import SECRET_BYTES
 from planaria.transport.strangers import RefusalLog
 
 logger = logging.getLogger(__name__)
@@ -61,6 +69,7 @@ logger = logging.getLogger(__name__)
 REJOINS_MAX: Final = 5  # Nodes that a machine may lose within an hour and still get another.
 _HOUR_S: Final = 3600.0
 _READ_BYTES: Final = 1 << 20
+Answer = TypeVar("Answer", JobPrepared, LinkServed, LinkMeasured)
 _decoder: msgspec.json.Decoder[FromMachine] = msgspec.json.Decoder(FromMachine)
 
 
@@ -74,7 +83,7 @@ class _MachineHandle:
         is_leaving: whether it takes no further node.
         node: node that it runs; -1: none.
         ended_s: times at which its nodes have ended, the newest last.
-        prepared: its answer about the job; None: it was not asked, or has not answered.
+        answer: its answer to what it was asked last; None: it has not answered.
     """
 
     def __init__(self, name: str, facts: MachineFacts) -> None:
@@ -85,11 +94,11 @@ class _MachineHandle:
         self.is_leaving = False
         self.node = -1
         self.ended_s: deque[float] = deque(maxlen=REJOINS_MAX)
-        self.prepared: JobPrepared | None = None
+        self.answer: JobPrepared | LinkServed | LinkMeasured | None = None
 
     def has_answered(self) -> bool:
-        """Whether it has found out about the job, or cannot any more."""
-        return self.prepared is not None or self.writer is None
+        """Whether it has found out what it was asked, or cannot any more."""
+        return self.answer is not None or self.writer is None
 
     @property
     def is_free(self) -> bool:
@@ -237,7 +246,7 @@ class Machines:
             others = [machine for machine in free if kind_of(machine.facts) not in measured]
             if not others:
                 return measured
-            answer = await self._ask(others[0], request)
+            answer = await self._ask(others[0], PrepareRequested(request), JobPrepared)
             if answer is None:
                 continue  # Its connection is broken.
             if answer.prepared is None:
@@ -246,13 +255,52 @@ class Machines:
             if request.profile is not None or answer.prepared.profile is None:
                 return measured
 
-    async def _ask(self, machine: _MachineHandle, request: PrepareRequest) -> JobPrepared | None:
-        """What a machine finds out about the job; None: its connection is broken."""
-        machine.prepared = None
-        machine.tell(PrepareRequested(request))
+    async def _ask(
+        self, machine: _MachineHandle, message: ToMachine, kind: type[Answer]
+    ) -> Answer | None:
+        """The answer of a machine; None: its connection is broken."""
+        machine.answer = None
+        machine.tell(message)
         async with self._changed:
             await self._changed.wait_for(machine.has_answered)
-        return machine.prepared
+        return machine.answer if isinstance(machine.answer, kind) else None
+
+    async def measure_links(self) -> dict[LinkClass, Link]:
+        """The link between the first two machines of each class; it takes about half a second each.
+
+        A class whose machines cannot reach one another is left out, and the user is told.
+        """
+        free = [machine for machine in self._machines.values() if machine.is_free]
+        links: dict[LinkClass, Link] = {}
+        for kind, pair in first_pairs([machine.facts for machine in free]).items():
+            server, client = (free[index] for index in pair)
+            link = await self._link(server, client)
+            if link is not None:
+                links[kind] = link
+        return links
+
+    async def _link(self, server: _MachineHandle, client: _MachineHandle) -> Link | None:
+        secret = secrets.token_bytes(SECRET_BYTES)
+        served = await self._ask(server, LinkServeRequested(secret), LinkServed)
+        if served is None:
+            return None
+        address = (server.facts.host, served.port)
+        question = LinkMeasureRequested(address=address, secret=secret)
+        measured = await self._ask(client, question, LinkMeasured)
+        if measured is None or measured.link is None:
+            reason = measured.reason if measured is not None else "its connection to the head broke"
+            self._note(
+                f"{client.name} ({client.facts.host}) could not measure its link to {server.name}: "
+                f"{reason}; open all TCP ports between the machines, or have {server.name} name "
+                "another address with --advertise"
+            )
+            return None
+        link = measured.link
+        self._note(
+            f"between {client.name} and {server.name}: {link.latency_s * 1e3:.2f} ms, "
+            f"{link.bandwidth_bytes_per_s * 8e-9:.2f} Gbit/s"
+        )
+        return link
 
     # -- nodes ------------------------------------------------------------------------------------
 
@@ -491,8 +539,8 @@ class Machines:
                 self._refuse(machine, reason)
             case MachineLeaving():
                 machine.is_leaving = True
-            case JobPrepared():
-                machine.prepared = message
+            case JobPrepared() | LinkServed() | LinkMeasured():
+                machine.answer = message
             case NodeEnded():
                 self._on_node_end(machine, message)
 
@@ -519,7 +567,7 @@ class Machines:
             Why it cannot take part; "": it can.
         """
         assert self.kinds.request is not None
-        answer = await self._ask(machine, self.kinds.request)
+        answer = await self._ask(machine, PrepareRequested(self.kinds.request), JobPrepared)
         if answer is None:
             return ""  # Its connection is broken, and it has to come again.
         if answer.prepared is None or answer.prepared.profile is None:
