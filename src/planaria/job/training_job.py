@@ -85,7 +85,8 @@ from planaria.show.words import count_text
 logger = logging.getLogger(__name__)
 
 _WORKER = "planaria.engine.process:main"
-_HEAD_PRELOAD = ("planaria.nodes.head.leader",)
+# Without scipy here, the first decision that moves layers takes half a second to import it.
+HEAD_PRELOAD = ("scipy.optimize", "scipy.sparse.csgraph", "planaria.nodes.head.leader")
 
 
 class Display(TrainingDisplay, Protocol):
@@ -362,12 +363,14 @@ class Job:
             running = held.enter_context(self._server(server, output))
             prepared = _prepared_here(config, running, display)
             return _Begun(config, prepared, manifest, journal, running)
+        if left_run is None:  # No machine waits for an answer while this plans.
+            _check_given_profile(config)
         run = "" if left_run is None else left_run.record.run
         path, note = self._search_path, display.note
         head = held.enter_context(
             open_head(config, listening, search_path=path, run=run, note=note)
         )
-        running = ForkServer(_HEAD_PRELOAD)
+        running = ForkServer(HEAD_PRELOAD)
         held.callback(running.close)
         if left_run is not None and take_up(head, left_run, resume=resume):
             journal = held.enter_context(
@@ -377,7 +380,6 @@ class Job:
             begin_kinds(head, record.job, record.prepared, {})
         else:
             journal, manifest = _open_places(held, config, display, state=state, resume=resume)
-            _check_given_profile(config)
             display.show_step(f"waiting for {count_text(listening.nodes_min, 'machine')}")
             config, prepared = gather(head, config, listening)
             record = RunRecord(run=head.run, job=config, prepared=prepared, resumed=manifest)
