@@ -10,6 +10,7 @@ process does nothing any more. The clock of a process may have another rate than
 Source: SimPy's Environment (a heap of time, counter, event); trio's mock clock.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from heapq import heappop, heappush
@@ -39,6 +40,11 @@ class Loop:
         """Calls something after a delay."""
         self._count += 1
         heappush(self._heap, (self.now_s + delay_s, self._count, callback))
+
+    @property
+    def next_s(self) -> float:
+        """Time of the next event; infinity if there is none."""
+        return self._heap[0][0] if self._heap else math.inf
 
     def run(self, *, until_s: float, is_over: Callable[[], bool]) -> None:
         """Runs events until `is_over`, none is left, or the next one is later than `until_s`."""

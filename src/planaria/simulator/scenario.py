@@ -67,6 +67,8 @@ class Scenario:
     """A job; `n0` to `max_nodes` nodes can train it, and it starts with `num_nodes`.
 
     Attributes:
+        num_machines: number of machines, to which nodes are dealt out in turn. There are few, so
+            that machines fail more than once.
         num_more: number of nodes that can work besides the first ones.
         copies: number of copies of each layer in memory.
         copies_every: number of iterations after which a commit waits for complete copies; 0: no
@@ -94,6 +96,7 @@ class Scenario:
     iterations: int = 6
     persist_every: int = 0
     stops_below: bool = False
+    num_machines: int = 2
     num_more: int = 0
     copies: int = 0
     copies_every: int = 0

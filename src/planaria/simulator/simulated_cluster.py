@@ -19,7 +19,7 @@ from planaria.protocol.agent_lease import TICKS_PER_LEASE
 from planaria.simulator.checkers.crash_log import CrashFact
 from planaria.simulator.checkers.recording import Recording
 from planaria.simulator.loop import Loop, Process
-from planaria.simulator.modelled.agent import SimulatedAgent
+from planaria.simulator.modelled.agent import SimulatedAgent, port_step
 from planaria.simulator.modelled.leader import SimulatedCoordinator
 from planaria.simulator.modelled.links import SimulatedLinks
 from planaria.simulator.modelled.rescue import RESCUES_MAX, ReportedRecords
@@ -352,8 +352,9 @@ class SimulatedCluster:
 
     def links_at(self, port: int) -> SimulatedLinks | None:
         """See AgentSurroundings."""
-        for worker in self.workers():
-            if worker.links.address[1] == port:
+        scenario = self.job.scenario
+        for worker in self.agents[port % port_step(scenario) // scenario.devices_per_node].workers:
+            if worker.links.address[1] == port and worker.process.is_alive:
                 return worker.links
         return None
 

@@ -353,7 +353,8 @@ class Checkers:
         pipeline and no more nodes are idle than otherwise."""
         rules = self._fitted_rules()
         n0, plans = rules.n0, self._plans_of(rules)
-        machines = {node: machine_of(node) for node in self._members}
+        num_machines = self._job.scenario.num_machines
+        machines = {node: machine_of(node, num_machines=num_machines) for node in self._members}
         trusted = {
             n for n, machine in machines.items() if self._failures.get(machine, 0) < DISTRUSTED_MIN
         }

@@ -46,7 +46,7 @@ from planaria.simulator.modelled.copying import CopyMemory
 from planaria.simulator.modelled.links import SimulatedLinks
 from planaria.simulator.modelled.worker import SimulatedWorker, WorkerSpec, WorkerSurroundings
 from planaria.simulator.network import Endpoint, Network
-from planaria.simulator.scenario import LEASE_S, PlannedJob
+from planaria.simulator.scenario import LEASE_S, PlannedJob, Scenario
 
 _RECONNECT_S = 0.02
 _STARTUP_S = 0.05
@@ -74,9 +74,18 @@ class AgentSurroundings(WorkerSurroundings, Protocol):
         """Adds an entry to the log."""
 
 
-def machine_of(node: int) -> str:
-    """The machine of a node; there are only two, so that machines fail more than once."""
-    return f"machine {node % 2}"
+def machine_of(node: int, *, num_machines: int) -> str:
+    """The machine of a node."""
+    return f"machine {node % num_machines}"
+
+
+def port_step(scenario: Scenario) -> int:
+    """The step from the port and pid of a rank's process to those of the one that replaces it.
+
+    The first process of rank r has this plus r. It is as small as it can be, for the time that a
+    record takes grows with its bytes, and each number of a run's log with it.
+    """
+    return 1000 if scenario.max_nodes * scenario.devices_per_node < 500 else 100_000
 
 
 class SimulatedAgent:
@@ -133,7 +142,8 @@ class SimulatedAgent:
             self.workers.append(self._fork_worker(device))
             self._worker_ends.append(self._start_worker(device))
         rank = node * surroundings.job.scenario.devices_per_node
-        self._report(NodeArrived(node=node, rank=rank, machine=machine_of(node)))
+        machine = machine_of(node, num_machines=surroundings.job.scenario.num_machines)
+        self._report(NodeArrived(node=node, rank=rank, machine=machine))
         self.process.spawn(self._serve())
         self.process.spawn(self._run_ticks())
 
@@ -262,7 +272,7 @@ class SimulatedAgent:
     def _fork_worker(self, device: int) -> SimulatedWorker:
         self._num_forked += 1
         rank = self.node * self._surroundings.job.scenario.devices_per_node + device
-        port = pid = rank + 1000 * self._num_forked
+        port = pid = rank + port_step(self._surroundings.job.scenario) * self._num_forked
         name = f"worker {rank}.{self._num_forked}"
         process = Process(
             self._surroundings.loop, name, place=self.node, on_error=self._failed, rate=self._rate

@@ -1,8 +1,8 @@
 """A modelled iteration of one rank, up to and including the commit vector.
 
 A rank computes forwards and backwards along the routes, reduces gradients bucket by bucket, and
-sums the commit vector up and down a binary tree. The samples that went into a gradient stand for
-it.
+sums the commit vector up and down a binary tree, and the buckets of many holders like it. The
+samples that went into a gradient stand for it.
 
 Source: engine/iteration/executor.py and groups.py; the steps come in the same order.
 """
@@ -10,16 +10,25 @@ Source: engine/iteration/executor.py and groups.py; the steps come in the same o
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 
 from planaria.core.commit import CommitVector, Votes, commit_vector
 from planaria.core.plan import Plan
-from planaria.simulator.modelled.layout import Samples, Visit, layout_of, tree_peers
+from planaria.schedule.action import Bucket
+from planaria.simulator.modelled.layout import (
+    Samples,
+    Visit,
+    is_summed_up_a_tree,
+    layout_of,
+    reduction_peers,
+    tree_peers,
+)
 from planaria.simulator.modelled.links import SimulatedLinks
 from planaria.simulator.scenario import PlannedJob
 
+Addend = TypeVar("Addend", float, Samples)
 NOT_YET: Final = -1  # Age of a silent layer whose state has not arrived.
 
 
@@ -176,34 +185,50 @@ class SimulatedExecutor:
         """Sums the gradients of each bucket over its holders; returns their samples by layer."""
         reduced: dict[int, Samples] = {}
         for index, bucket in self._layout.buckets[self._rank]:
-            peers = [rank for rank in bucket.ranks if rank != self._rank]
             # A silent holder adds nothing.
             total = [samples.get(layer, ()) for layer in bucket.layers]
-            for rank in peers:
-                self._links.send(rank, ("reduce", iteration, index), tuple(total))
-            with self._pulse.computing(min(bucket.layers), max(bucket.layers) + 1):
-                for rank in peers:
-                    peer_samples = await self._links.receive(rank, ("reduce", iteration, index))
-                    total = [
-                        own_samples + peer_part
-                        for own_samples, peer_part in zip(total, peer_samples, strict=True)
-                    ]
+            tag = (iteration, index)
+            if is_summed_up_a_tree(bucket):
+                with self._pulse.computing(min(bucket.layers), max(bucket.layers) + 1):
+                    total = await self._sum_up_tree(bucket.ranks, tag, total)
+            else:
+                total = await self._sum_directly(bucket, tag, total)
             for layer, layer_samples in zip(bucket.layers, total, strict=True):
                 reduced[layer] = tuple(sorted(layer_samples))
         return reduced
 
-    async def _commit(self, iteration: int, votes: Votes) -> CommitVector:
-        """Sums the commit vector over all ranks, up and down a tree."""
-        peers, has_parent = tree_peers(self._rank, self._layout.ranks)
+    async def _sum_directly(
+        self, bucket: Bucket, tag: tuple[int, int], total: list[Samples]
+    ) -> list[Samples]:
+        """The sum over all holders of a bucket; each sends its part to all others."""
+        peers = reduction_peers(self._rank, bucket)
+        for rank in peers:
+            self._links.send(rank, ("reduce", *tag), tuple(total))
+        with self._pulse.computing(min(bucket.layers), max(bucket.layers) + 1):
+            for rank in peers:
+                peer_samples = await self._links.receive(rank, ("reduce", *tag))
+                total = [a + b for a, b in zip(total, peer_samples, strict=True)]
+        return total
+
+    async def _sum_up_tree(
+        self, ranks: Sequence[int], tag: tuple[int, ...], total: list[Addend]
+    ) -> list[Addend]:
+        """The sum over ranks, entry by entry, up and down a binary tree of them."""
+        peers, has_parent = tree_peers(self._rank, ranks)
         children = peers[has_parent:]
-        total = self._layout.contribution(self._rank, self._job, iteration)
-        total[-len(votes) :] = votes
         for child in children:
-            part = await self._links.receive(child, ("up", iteration))
+            part = await self._links.receive(child, ("up", *tag))
             total = [a + b for a, b in zip(total, part, strict=True)]
         if has_parent:
-            self._links.send(peers[0], ("up", iteration), total)
-            total = await self._links.receive(peers[0], ("down", iteration))
+            self._links.send(peers[0], ("up", *tag), total)
+            total = await self._links.receive(peers[0], ("down", *tag))
         for child in children:
-            self._links.send(child, ("down", iteration), total)
+            self._links.send(child, ("down", *tag), total)
+        return total
+
+    async def _commit(self, iteration: int, votes: Votes) -> CommitVector:
+        """Sums the commit vector over all ranks."""
+        part = self._layout.contribution(self._rank, self._job, iteration)
+        part[-len(votes) :] = votes
+        total = await self._sum_up_tree(self._layout.ranks, (iteration,), part)
         return commit_vector(np.array(total), self._job.rules.layout)

@@ -7,6 +7,7 @@ then all backwards. So each wait is for work that is earlier in this order, and 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Final
 
 from planaria.core.plan import Pipeline, Plan, Route
 from planaria.schedule.action import Bucket
@@ -14,6 +15,7 @@ from planaria.schedule.buckets import buckets_of
 from planaria.simulator.scenario import PlannedJob
 
 Samples = tuple[int, ...]
+_DIRECT_RANKS_MAX: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class IterationLayout:
         for visit in self.visits.get(rank, ()):
             peers |= {visit.before, visit.after}
         for _, bucket in self.buckets[rank]:
-            peers |= set(bucket.ranks)
+            peers |= set(reduction_peers(rank, bucket))
         return peers - {rank, -1}
 
     def layers_of(self, rank: int) -> tuple[int, ...]:
@@ -93,8 +95,28 @@ class IterationLayout:
         return entries
 
 
+class _Same:
+    """A plan as a key that is equal to itself alone: all ranks have the same object, and comparing
+    the routes of a thousand nodes takes milliseconds."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __hash__(self) -> int:
+        return id(self.plan)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.plan is self.plan
+
+
 def layout_of(plan: Plan) -> IterationLayout:
     """The layout of a plan."""
+    return _layout_of(_Same(plan))
+
+
+@lru_cache(maxsize=64)
+def _layout_of(same: _Same) -> IterationLayout:
+    plan = same.plan
     own = plan.layers_by_rank
     # Shadow layers are reduced and stepped like silent ones; eager forwards change nothing here.
     silent_layers = {
@@ -141,6 +163,19 @@ def _visits(routes: Sequence[Route]) -> dict[int, tuple[Visit, ...]]:
             visit = Visit(index, number, layers, before, after, microbatches)
             visits.setdefault(hop.rank, []).append(visit)
     return {rank: tuple(of_rank) for rank, of_rank in visits.items()}
+
+
+def is_summed_up_a_tree(bucket: Bucket) -> bool:
+    """Whether so many ranks hold a bucket that they sum it along a tree, instead of each with each:
+    the messages of hundreds of ranks would grow with the square of their number."""
+    return len(bucket.ranks) > _DIRECT_RANKS_MAX
+
+
+def reduction_peers(rank: int, bucket: Bucket) -> tuple[int, ...]:
+    """The peers with which a rank reduces a bucket."""
+    if is_summed_up_a_tree(bucket):
+        return tree_peers(rank, bucket.ranks)[0]
+    return tuple(peer for peer in bucket.ranks if peer != rank)
 
 
 def tree_peers(rank: int, ranks: Sequence[int]) -> tuple[tuple[int, ...], bool]:
