@@ -56,12 +56,12 @@ from planaria.nodes.examination import facts_of_this_machine
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.process_events import handle_signals, wait_until
 from planaria.nodes.machine_files import MachineFiles, unpack_sources
-from planaria.nodes.machine_links import measured_link, serve_link
 from planaria.nodes.machine_node import MachineNode
 from planaria.nodes.notices import parse_notice_source, wait_notice
 from planaria.transport.acceptor import Purpose, connect
 from planaria.transport.credentials import Credentials
 from planaria.transport.frames import FrameDecoder, frame, message_of
+from planaria.transport.link_measurement import measured_link, serve_link
 from planaria.transport.sockets import Address, address_text
 
 logger = logging.getLogger(__name__)

@@ -15,10 +15,13 @@ import socket
 import statistics
 import struct
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
+from planaria.core.machine_messages import LinkMeasured, LinkMeasureRequested, LinkServed
 from planaria.core.plan import Link
-from planaria.transport.sockets import Address, address_text, bare_host
+from planaria.transport.sockets import Address, address_text, bare_host, listening_socket
 
 logger = logging.getLogger(__name__)
 
@@ -118,3 +121,26 @@ def _read(sock: socket.socket, num_bytes: int) -> bytes:
 def _set_options(sock: socket.socket) -> None:
     sock.settimeout(_TIMEOUT_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def serve_link(host: str, secret: bytes) -> tuple[LinkServed, Callable[[], None]]:
+    """The port at which another machine can measure the link to this one.
+
+    Returns:
+        What the head is told, and what has to run in a thread meanwhile, up to some seconds.
+    """
+    try:
+        listener = listening_socket(host)
+    except OSError as error:
+        logger.warning("no link can be measured: %s", error)
+        return LinkServed(0), lambda: None
+    served = LinkServed(listener.getsockname()[1])
+    return served, partial(serve_measurement, listener, secret)
+
+
+def measured_link(request: LinkMeasureRequested) -> LinkMeasured:
+    """The link to a machine that serves the measurement. Blocks for about half a second."""
+    try:
+        return LinkMeasured(link=measure_link(request.address, request.secret))
+    except ConnectionError as error:
+        return LinkMeasured(reason=str(error))

@@ -8,8 +8,8 @@ from helpers.heads import runs
 from helpers.joined_machines import Cluster, cluster
 from planaria.core.job import JobConfig, ModelConfig
 from planaria.core.machine_messages import MachineFacts
-from planaria.nodes import machine_facts
 from planaria.nodes.head.link_classes import LinkClass, first_pairs
+from planaria.transport import link_measurement
 from planaria.transport.sockets import Address
 
 JOB = JobConfig(model=ModelConfig(kind="paced", profile="gpt3-xl"))
@@ -69,8 +69,10 @@ async def test_machines_that_cannot_reach_one_another_are_named(tmp_path: Path) 
     async with cluster(tmp_path, JOB) as made:
         await join(made, ("127.0.0.2", ""), ("127.0.0.3", ""))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(machine_facts, "measure_link", refuse)
-            patch.setattr(machine_facts, "serve_measurement", lambda listener, _: listener.close())
+            patch.setattr(link_measurement, "measure_link", refuse)
+            patch.setattr(
+                link_measurement, "serve_measurement", lambda listener, _: listener.close()
+            )
 
             assert await made.machines.measure_links() == {}
 
