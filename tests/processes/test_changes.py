@@ -103,7 +103,11 @@ def test_what_strikes_in_the_middle_of_a_change_is_survived(
     specs: tuple[str, ...], server: ForkServer, tmp_path: Path, calm: tuple[str, str]
 ) -> None:
     """The seconds are such that the change is under way, more or less."""
-    check(run_under_faults(job(tmp_path / "run", server, nodes=4), server, *specs), calm)
+    # Of two losses without a node that joins in time, which takes seconds on a busy machine, four
+    # nodes survive one.
+    nodes = 3 + len([spec for spec in specs if spec.startswith(("preempt", "kill"))])
+    config = job(tmp_path / "run", server, nodes=max(4, nodes), max_nodes=7)
+    check(run_under_faults(config, server, *specs), calm)
 
 
 def test_a_notice_that_leaves_too_few_saves_and_ends_with_nothing_redone(
