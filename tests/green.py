@@ -4,7 +4,8 @@
 
 The commit is cloned into a temporary directory with an environment of its own, so that the working
 tree may change meanwhile. Each finished run appends a line to the results file, so a sitting may
-end at any moment: the next one goes on from what the file holds. A red run starts the count over.
+end at any moment: the next one goes on from what the file holds. A red run prints what failed and
+why, and starts the count over.
 
     {"commit": .., "started": .., "seconds": .., "status": .., "failures": [..], "steal": ..}
 
@@ -29,6 +30,7 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = ROOT / "benchmarks" / "results" / "green.jsonl"
 GOAL_S: Final = 12 * 60.0
 _FAILURE_STARTS: Final = ("FAILED", "ERROR", "make: ***")
+_REPORT_START: Final = "= FAILURES ="
 _FAILURES_MAX: Final = 50
 
 
@@ -78,7 +80,10 @@ def run_once(clone: Path, commit: str) -> Run:
             check=False,
         )
         output.seek(0)
-        failures = [line.rstrip() for line in output if line.startswith(_FAILURE_STARTS)]
+        text = output.read()
+    failures = [line for line in text.splitlines() if line.startswith(_FAILURE_STARTS)]
+    if made.returncode:
+        print(text.partition(_REPORT_START)[2] or text)
     after = psutil.cpu_times()
     total_s = sum(after) - sum(before)
     return Run(

@@ -42,12 +42,15 @@ def test_a_red_run_is_named_and_starts_the_count_over(
 ) -> None:
     """One failure among green runs is what the count is to find."""
     counter = tmp_path / "counter"
-    recipe = f"echo x >> {counter}; test $$(wc -l < {counter}) -ne 2 || (echo FAILED a::b; exit 1)"
+    red = "(echo '= FAILURES ='; echo this is why; echo FAILED a::b; exit 1)"
+    recipe = f"echo x >> {counter}; test $$(wc -l < {counter}) -ne 2 || {red}"
     repository = _repository(tmp_path / "repository", recipe=recipe)
     results = tmp_path / "green.jsonl"
 
     assert _main(repository, results, runs=3) == 1
-    assert "red: FAILED a::b" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "this is why" in printed
+    assert "red: FAILED a::b" in printed
     assert _main(repository, results, runs=2) == 0
     runs = green.read_runs(results)
     assert [run.status == 0 for run in runs] == [True, False, True, True]
