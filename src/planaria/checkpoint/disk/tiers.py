@@ -260,7 +260,7 @@ class Tier:
             raise CheckpointError(
                 f"{where} does not hold what was written to it; use an older version"
             )
-        return _tensors_in(where, content)
+        return tensors_in(where, content)
 
     def prune(self, keep: int, *, unused: Collection[str] = ()) -> tuple[str, ...]:
         """Removes versions that are no longer needed and returns their names, oldest first.
@@ -412,7 +412,15 @@ def _plain(array: np.ndarray) -> np.ndarray:
     return np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
 
 
-def _tensors_in(where: str, content: bytes) -> dict[str, np.ndarray]:
+def tensors_in(where: str, content: bytes) -> dict[str, np.ndarray]:
+    """The tensors of a safetensors file.
+
+    Args:
+        where: place of the file, as people name it.
+
+    Raises:
+        CheckpointError: the content is of another format.
+    """
     try:
         # The stubs of safetensors leave this one function untyped.
         tensors = deserialize(content)  # type: ignore[no-untyped-call]

@@ -1,0 +1,252 @@
+"""Parts of a save: what ranks write by themselves when their head does not come back.
+
+Each run of a job on machines has a directory of its own at the place of saves. Readers of saves do
+not look there:
+
+    {place}/run-000002-4f1c/epoch-00003                          mark of the head: an epoch began
+                           /answer-00001                         what a rank knows, written first
+                           /layer-00004-17-00001.safetensors     layer 4 of age 17, by rank 1
+                           /part-00001                           the files of rank 1, written last
+
+The number of a run is higher than those of the runs before it. A rank writes only while its run is
+the newest, and while no head has marked an epoch without its node. assembly.py makes a save of the
+parts.
+
+Source: docs/protocol.md, "Nodes without a head".
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import msgspec
+import numpy as np
+import xxhash
+
+from planaria.checkpoint.disk.storage import Storage
+from planaria.checkpoint.disk.tiers import safetensors_bytes, tensors_in
+from planaria.core.messages import LayerFile
+from planaria.errors import CheckpointError
+
+_RUN_NAME: Final = re.compile(r"run-(\d{6})-([0-9a-f]+)", re.ASCII)
+
+
+class EpochMark(msgspec.Struct, frozen=True, kw_only=True):
+    """The mark of the head that an epoch has begun.
+
+    Attributes:
+        version: version of the mark's format.
+        nodes: members of the epoch.
+        job: facts that identify the job, as in a manifest.
+    """
+
+    version: int = 1
+    epoch: int
+    nodes: tuple[int, ...]
+    job: dict[str, Any]
+
+
+class PartAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank says to the others before it writes its part; like `Stopped` to a coordinator.
+
+    Attributes:
+        epoch: newest epoch that the rank has heard of; it has left it for good.
+        since: epoch in which the job last went back, as far as the rank knows.
+        vector_iteration: iteration of `vector`; -1: the rank has no vector.
+        vector: newest commit vector that the rank holds; empty: none.
+    """
+
+    node: int
+    rank: int
+    epoch: int
+    since: int
+    vector_iteration: int = -1
+    vector: bytes = b""
+
+
+class PartLayer(msgspec.Struct, frozen=True, kw_only=True):
+    """A layer in a part.
+
+    Attributes:
+        age: number of iterations applied to the layer.
+    """
+
+    age: int
+    file: LayerFile
+
+
+class RankPart(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a rank has written.
+
+    Attributes:
+        version: version of the part's format.
+        epoch, since: the same as in the rank's answer.
+        num_layers: number of layers of the model.
+    """
+
+    version: int = 1
+    node: int
+    rank: int
+    epoch: int
+    since: int
+    num_layers: int
+    layers: tuple[PartLayer, ...]
+
+
+Record = TypeVar("Record", EpochMark, PartAnswer, RankPart)
+
+
+@dataclass(frozen=True, slots=True)
+class RunContents:
+    """What lies in the directory of a run.
+
+    Attributes:
+        marks: marks of its heads, the oldest epoch first.
+        damage: names of what could not be decoded.
+    """
+
+    marks: tuple[EpochMark, ...] = ()
+    answers: tuple[PartAnswer, ...] = ()
+    parts: tuple[RankPart, ...] = ()
+    damage: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlace:
+    """The directory of a run. All methods raise a CheckpointError if the storage refuses.
+
+    Attributes:
+        name: name of the directory.
+    """
+
+    storage: Storage
+    name: str
+
+    @property
+    def where(self) -> str:
+        """The directory, as people name it."""
+        return self.storage.where(self.name)
+
+    def write_mark(self, mark: EpochMark) -> None:
+        """Marks that an epoch has begun; for the head."""
+        self._write(f"epoch-{mark.epoch:05d}", msgspec.json.encode(mark), _always)
+
+    def refusal(self, *, node: int, epoch: int) -> str:
+        """Why a node of an epoch must write nothing here; "": it may."""
+        newest = newest_run(self.storage)
+        if newest != self.name:
+            return "another run of the job has begun, or this one has ended"
+        marks = self.contents().marks
+        if marks and marks[-1].epoch > epoch and node not in marks[-1].nodes:
+            return f"epoch {marks[-1].epoch} has begun without node {node}"
+        return ""
+
+    def write_answer(self, answer: PartAnswer) -> None:
+        """Tells the other ranks what this one holds."""
+        self._write(f"answer-{answer.rank:05d}", msgspec.json.encode(answer), _always)
+
+    def write_layer(
+        self,
+        layer: int,
+        tensors: dict[str, np.ndarray],
+        *,
+        age: int,
+        rank: int,
+        may_write: Callable[[], bool],
+    ) -> PartLayer:
+        """Writes a layer of a part.
+
+        Args:
+            may_write: whether the rank may still write here.
+        """
+        file, content = layer_file_name(layer, age=age, rank=rank), safetensors_bytes(tensors)
+        self._write(file, content, may_write)
+        digest = xxhash.xxh3_128_hexdigest(content)
+        return PartLayer(age=age, file=LayerFile(layer, file, len(content), digest))
+
+    def write_part(self, part: RankPart, *, may_write: Callable[[], bool]) -> None:
+        """Makes a part complete; all its layers must be written."""
+        self._write(f"part-{part.rank:05d}", msgspec.json.encode(part), may_write)
+
+    def read_layer(self, file: LayerFile) -> dict[str, np.ndarray]:
+        """The tensors in a layer's file.
+
+        Raises:
+            CheckpointError: it is not what was written; an UnreadableError if it might be read
+                another time.
+        """
+        name = f"{self.name}/{file.file}"
+        where, content = self.storage.where(name), self.storage.read(name)
+        if xxhash.xxh3_128_hexdigest(content) != file.xxh3_128:
+            raise CheckpointError(f"{where} does not hold what was written to it")
+        return tensors_in(where, content)
+
+    def contents(self) -> RunContents:
+        """All records in the directory."""
+        names = sorted(self.storage.entries(self.name))
+        damage: list[str] = []
+
+        def records(kind: str, record: type[Record]) -> tuple[Record, ...]:
+            matches = [name for name in names if name.startswith(f"{self.name}/{kind}-")]
+            decoded = [self._record(name, record) for name in matches]
+            damage.extend(n for n, value in zip(matches, decoded, strict=True) if value is None)
+            return tuple(value for value in decoded if value is not None)
+
+        marks = records("epoch", EpochMark)
+        answers, parts = records("answer", PartAnswer), records("part", RankPart)
+        return RunContents(marks, answers, parts, tuple(damage))
+
+    def _record(self, name: str, record: type[Record]) -> Record | None:
+        """A record; None: it is damaged, or of another format."""
+        try:
+            value = msgspec.json.decode(self.storage.read(name), type=record)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        return None if getattr(value, "version", 1) != 1 else value
+
+    def _write(self, file: str, content: bytes, may_write: Callable[[], bool]) -> None:
+        self.storage.write(f"{self.name}/{file}", content, may_write=may_write)
+
+
+def layer_file_name(layer: int, *, age: int, rank: int) -> str:
+    """The name of the file of a layer in a part."""
+    return f"layer-{layer:05d}-{age}-{rank:05d}.safetensors"
+
+
+def newest_run(storage: Storage) -> str:
+    """The name of the directory of the newest run; "": there is none."""
+    return max(_run_names(storage), default="")
+
+
+def next_run(storage: Storage, run: str) -> str:
+    """The name of the directory of a run that begins.
+
+    Args:
+        run: random name of the run, in hexadecimal digits.
+    """
+    match = _RUN_NAME.fullmatch(newest_run(storage))
+    name = f"run-{int(match[1]) + 1 if match else 1:06d}-{run}"
+    assert _RUN_NAME.fullmatch(name), name
+    return name
+
+
+def remove_runs(storage: Storage, *, before: str = "") -> None:
+    """Removes the directories of runs, their marks last.
+
+    Args:
+        before: name of the run whose predecessors are removed; "": all runs are.
+    """
+    for name in sorted(_run_names(storage)):
+        if not before or name < before:
+            names = sorted(storage.entries(name), key=lambda n: (n.startswith(f"{name}/epoch"), n))
+            storage.remove(name, names)
+
+
+def _run_names(storage: Storage) -> set[str]:
+    names = {name.partition("/")[0] for name in storage.entries("")}
+    return {name for name in names if _RUN_NAME.fullmatch(name)}
+
+
+def _always() -> bool:
+    return True
