@@ -10,9 +10,14 @@ from functools import partial
 import msgspec
 import pytest
 
+from helpers.heads import CREDENTIALS
 from helpers.tasks import wait_until
 from planaria.core.inject import Injection, parse_injection
+from planaria.core.machine_messages import FaultRequested
 from planaria.nodes.injector import Injector, Targets, node_places
+from planaria.nodes.node_faults import LocalFaults, MachineFaults
+from planaria.transport.acceptor import Acceptor, Purpose, listen
+from planaria.transport.credentials import Credentials, make_credentials
 from planaria.transport.frames import Role, shake_hands
 from planaria.transport.probe import LISTENING, Probe, StepReached
 
@@ -30,7 +35,7 @@ async def _flips(spec: str, calls: list[tuple[int, str, int]]) -> tuple[list[tup
 
     injector = Injector(
         injections,
-        Targets(agents={0: 0, 1: 0, 2: 0}, leader=lambda: 0, server=lambda: 0),
+        Targets(nodes=LocalFaults({0: 0, 1: 0, 2: 0}), leader=lambda: 0, server=lambda: 0),
         token=TOKEN,
         join=lambda _: None,
         on_fire=fired.append,
@@ -94,7 +99,7 @@ async def _fired_faults(specs: list[str], calls: list[tuple[str, int]]) -> list[
     fired: list[Injection] = []
     injector = Injector(
         injections,
-        Targets(agents={}, leader=lambda: 0, server=lambda: 0),
+        Targets(nodes=LocalFaults({}), leader=lambda: 0, server=lambda: 0),
         token=TOKEN,
         join=lambda _: None,
         on_fire=fired.append,
@@ -125,7 +130,7 @@ async def _num_joins(*, ends: bool) -> tuple[list[int], list[str]]:
 
     injector = Injector(
         [parse_injection("join:2@~0.01")],
-        Targets(agents={}, leader=lambda: 0, server=lambda: 0),
+        Targets(nodes=LocalFaults({}), leader=lambda: 0, server=lambda: 0),
         token=TOKEN,
         join=join,
         on_fire=lambda _: None,
@@ -154,10 +159,63 @@ def test_a_probe_that_breaks_the_protocol_is_closed(
     assert "refused a connection" in caplog.text
 
 
+def test_a_step_on_another_machine_waits_until_that_machine_has_injected_the_fault() -> None:
+    """What kills the node must strike before its step goes on."""
+    assert asyncio.run(_fault_of_a_machine(CREDENTIALS)) == [("kill", 1), "struck", "answered"]
+
+
+def test_a_stranger_cannot_reach_a_step_for_a_machine(caplog: pytest.LogCaptureFixture) -> None:
+    """Its fault does not strike, and the stranger goes on."""
+    assert asyncio.run(_fault_of_a_machine(make_credentials())) == ["answered"]
+    assert "another token file" in caplog.text
+
+
+async def _fault_of_a_machine(credentials: Credentials) -> list[object]:
+    """What happens, in its order, if a worker with these credentials reaches the step of a kill."""
+    happened: list[object] = []
+
+    def tell(node: int, fault: FaultRequested) -> None:
+        happened.append((fault.kind, node))
+        loop.call_later(0.2, strike, node)
+
+    def strike(node: int) -> None:
+        happened.append("struck")
+        faults.on_injected(node)
+
+    loop = asyncio.get_running_loop()
+    faults = MachineFaults({0, 1}, tell)
+    injections = [parse_injection("kill:1@5.reduce")]
+    injector = Injector(
+        injections,
+        Targets(nodes=faults, leader=lambda: 0, server=lambda: 0),
+        token=TOKEN,
+        credentials=CREDENTIALS,
+        join=lambda _: None,
+        on_fire=lambda _: None,
+    )
+    await injector.listen()
+    sockets, address = listen("127.0.0.1:0")
+    acceptor = Acceptor(sockets, {Purpose.PROBE: injector.accept})
+    acceptor.start()
+    probe = Probe(
+        1,
+        places=node_places(injections, 1),
+        address=address,
+        token=b"",
+        credentials=credentials,
+        faults={},
+    )
+    await loop.run_in_executor(None, probe.report_step, "reduce", 5)
+    happened.append("answered")
+    injector.close()
+    acceptor.close()
+    return happened
+
+
 async def _answer_to(line: bytes) -> bytes:
     injector = Injector(
         [],
-        Targets(agents={}, leader=lambda: 0, server=lambda: 0),
+        Targets(nodes=LocalFaults({}), leader=lambda: 0, server=lambda: 0),
         token=TOKEN,
         join=lambda _: None,
         on_fire=lambda _: None,
@@ -175,7 +233,7 @@ async def _answer_to(line: bytes) -> bytes:
 async def _lines_after_a_reset() -> list[asyncio.StreamWriter]:
     injector = Injector(
         [],
-        Targets(agents={}, leader=lambda: 0, server=lambda: 0),
+        Targets(nodes=LocalFaults({}), leader=lambda: 0, server=lambda: 0),
         token=TOKEN,
         join=lambda _: None,
         on_fire=lambda _: None,
@@ -203,7 +261,7 @@ async def _slow_nodes(
     slowed: list[tuple[int, int, float]] = []
     injector = Injector(
         injections,
-        Targets(agents={0: 0, 1: 0, 2: 0}, leader=lambda: 0, server=lambda: 0),
+        Targets(nodes=LocalFaults({0: 0, 1: 0, 2: 0}), leader=lambda: 0, server=lambda: 0),
         token=TOKEN,
         join=lambda _: None,
         on_fire=lambda _: None,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.command import Command, wait_for
+from helpers.command import Command, command, wait_for
 from helpers.machines import JOB, PLANARIA, free_port, machines
 from planaria.transport.credentials import write_credentials
 
@@ -98,6 +98,9 @@ def test_a_head_that_is_killed_takes_its_living_nodes_up_again(
         refused = job.start_head()
         assert refused.wait() == 2
         assert "--reattach" in refused.errors
+        refused = job.start_head("--reattach", "--inject", "kill:1@30")
+        assert refused.wait() == 2
+        assert "know of no faults" in " ".join(refused.errors.split())
 
         job.start_head("--reattach")
         report = job.report()
@@ -208,3 +211,74 @@ def test_a_machine_whose_clock_is_far_ahead_trains_like_any_other(tmp_path: Path
     assert len({event["pid"] for event in spans}) == 2 * 2  # Predicted and measured, of two nodes.
     assert max(event["ts"] + event["dur"] for event in spans) < 1e6 * (wall_s + 60.0)
     assert report["events"] == []
+
+
+FURTHER = (pytest.mark.hosts, pytest.mark.long)
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        ("kill:1@5.reduce",),
+        pytest.param(("hang:1@5", "leader:@15.commit"), marks=FURTHER),
+        pytest.param(("crash:1@5.backward", "kill:0@5.transfer", "store=0.1:@8"), marks=FURTHER),
+        pytest.param(("stall:1@5.forward", "forkserver:@9"), marks=FURTHER),
+        pytest.param(("slow=3:1@5", "slow=1:1@25", "disk=1:@8"), marks=FURTHER),
+    ],
+)
+def test_faults_strike_nodes_of_other_machines_at_their_step(
+    faults: tuple[str, ...], tmp_path: Path, local_hash: str
+) -> None:
+    """What kills a node strikes before its step goes on, so that the iteration is not committed."""
+    options = tuple(word for fault in faults for word in ("--inject", fault))
+    settings = ("cluster.lease_s=2.0",)
+    with machines(tmp_path, nodes="3:4", options=options, settings=settings) as job:
+        for _ in range(4):
+            job.join()
+        report = job.report()
+
+        assert report["final"]["parameters_sha256"] == local_hash
+        injected = {fault.partition(":")[0].partition("=")[0] for fault in faults}
+        events = [event for event in report["events"] if event["kind"] in injected]
+        assert {event["kind"] for event in events} == injected
+        assert all(event["fired"] for event in events)
+        assert "never injected" not in job.head.output
+        assert "cannot be injected" not in job.head.errors
+
+
+@pytest.mark.hosts
+@pytest.mark.long
+def test_a_preemption_takes_the_machine_away_and_a_join_lets_another_one_in(
+    tmp_path: Path, local_hash: str
+) -> None:
+    """The place of the join is kept free until then."""
+    options = ("--inject", "join:1@20", "--inject", "preempt:0@5")
+    with machines(tmp_path, nodes="3:4", options=options) as job:
+        for _ in range(4):
+            job.join()
+        report = job.report()
+
+        assert report["final"]["parameters_sha256"] == local_hash
+        assert all(event["redone_samples"] == 0 for event in report["events"])
+        by_kind = {event["kind"]: event for event in report["events"]}
+        assert by_kind["preempt"]["nodes"] == [0]
+        assert by_kind["join"]["iteration"] >= 20
+        assert sum("leaves the job" in agent.output for agent in job.agents) == 1
+
+
+def test_faults_that_cannot_strike_other_machines_are_refused(tmp_path: Path) -> None:
+    """Each with what would do."""
+    (tmp_path / "job.toml").write_text(JOB)
+    write_credentials(tmp_path / "token")
+    train = ("train", str(tmp_path / "job.toml"), "--listen", "127.0.0.1:0")
+    refusals = {
+        "cut=4:1@5": "ip link set DEV down",
+        "kill:9@5": "the job has nodes 0 to 4",
+        "join:2@5": "write --nodes 3:5 or more",
+    }
+    for fault, remedy in refusals.items():
+        options = ("--nodes", "3:4", "--inject", fault, "--token-file", str(tmp_path / "token"))
+        result = command(*train, *options)
+
+        assert result.exit_code == 2
+        assert remedy in " ".join(result.stderr.split())

@@ -3,8 +3,9 @@
 import json
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,7 @@ from planaria.cli.command_line import (
 )
 from planaria.cli.console_display import ConsoleDisplay
 from planaria.cli.machine_commands import TokenFile
-from planaria.core.inject import check_injections, parse_injection
+from planaria.core.inject import Injection, check_injections, check_on_machines, parse_injection
 from planaria.core.job import ClusterConfig
 from planaria.errors import ConfigError
 from planaria.estimator.correction import Comparison
@@ -118,10 +119,8 @@ def train(
     sys.stdout, sys.stderr = unfailing(sys.stdout), unfailing(sys.stderr)
     loaded_job = named_job(job, overrides)
     cluster = loaded_job.config.cluster
-    check_injections(injections, num_nodes=cluster.nodes + cluster.standby)
     listening = _listening(listen, cluster, wait_nodes, token_file, reattach)
-    if listening is not None and inject:
-        raise ConfigError("--inject", inject, "faults are injected on one machine only")
+    listening = _with_faults(listening, cluster, injections)
     display = ConsoleDisplay(Console(file=sys.stdout))
     try:
         result = loaded_job.run(
@@ -173,6 +172,34 @@ def _listening(
         wait_s=wait_s,
         reattaches=reattach,
     )
+
+
+def _with_faults(
+    listening: Listening | None, cluster: ClusterConfig, injections: Sequence[Injection]
+) -> Listening | None:
+    """How the head waits if faults are injected: places of joins are kept free until then.
+
+    Raises:
+        ConfigError: a fault names a node that the job never has, cannot be injected on other
+            machines, or lets more of them join than there are places.
+    """
+    if listening is None:
+        check_injections(injections, num_nodes=cluster.nodes + cluster.standby)
+        return None
+    check_on_machines(injections)
+    # The machine of a lost node comes back with a new one.
+    num_again = sum(len(injection.nodes) for injection in injections)
+    num_joining = sum(injection.num_nodes for injection in injections)
+    nodes_max = listening.nodes_max - num_joining
+    if nodes_max < listening.nodes_min:
+        first = next(injection for injection in injections if injection.num_nodes)
+        remedy = (
+            "the places of machines that join are kept free until then; write "
+            f"--nodes {listening.nodes_min}:{listening.nodes_min + num_joining} or more"
+        )
+        raise ConfigError("--inject", first.spec, remedy)
+    check_injections(injections, num_nodes=nodes_max + num_again)
+    return replace(listening, nodes_max=nodes_max)
 
 
 def _node_overrides(nodes: str, *, has_max: bool) -> list[str]:

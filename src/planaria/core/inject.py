@@ -23,7 +23,7 @@ Source: torchft's failure injection at (rank, step).
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planaria.errors import ConfigError
 
@@ -156,6 +156,22 @@ def _join(text: str, nodes: tuple[int, ...], place: Place) -> Injection:
     if len(nodes) != 1 or nodes == (0,):
         raise ConfigError("--inject", text, "say how many nodes join, as in join:2@5")
     return Injection("join", (), place, num_nodes=nodes[0])
+
+
+def check_on_machines(injections: Sequence[Injection]) -> None:
+    """Refuses injections that cannot reach nodes on other machines than their head.
+
+    Raises:
+        ConfigError: a node is to be cut off.
+    """
+    for injection in injections:
+        if injection.kind == "cut":
+            remedy = (
+                "the network between machines is not this program's to cut; take the machine's "
+                "interface down and up again (ip link set DEV down), or stop its node for as "
+                f"long: {replace(injection, kind='hang').spec}"
+            )
+            raise ConfigError("--inject", injection.spec, remedy)
 
 
 def check_injections(injections: Sequence[Injection], *, num_nodes: int) -> None:

@@ -158,6 +158,12 @@ class NodeEnded(Message, frozen=True, kw_only=True):
     status: int
 
 
+class FaultInjected(Message, frozen=True):
+    """The machine has injected the fault that it was asked for, or its node was gone before."""
+
+    node: int
+
+
 class MachineLeaving(Message, frozen=True):
     """The machine takes no further node: it has been told to leave."""
 
@@ -220,6 +226,19 @@ class NodeDropped(Message, frozen=True):
     node: int
 
 
+class FaultRequested(Message, frozen=True, kw_only=True):
+    """Asks to inject a fault into a node, if it is there.
+
+    Attributes:
+        kind: kill, hang, stall, crash or preempt; see core/inject.py.
+        value: value of the fault, in seconds.
+    """
+
+    kind: str
+    node: int
+    value: float
+
+
 class MachineReleased(Message, frozen=True):
     """The user has drained the machine's node, so the machine leaves; it may come again later."""
 
@@ -257,6 +276,7 @@ FromMachine = (
     | LinkServed
     | LinkMeasured
     | NodeEnded
+    | FaultInjected
     | MachineLeaving
 )
 ToMachine = (
@@ -266,6 +286,7 @@ ToMachine = (
     | LinkMeasureRequested
     | NodeRequested
     | NodeDropped
+    | FaultRequested
     | MachineReleased
     | JobOver
     | MachineRefused

@@ -75,6 +75,7 @@ from planaria.protocol.worker_state import (
 from planaria.schedule.action import Schedule
 from planaria.schedule.buckets import ReductionOrder
 from planaria.schedule.lower import rank_schedule
+from planaria.transport.credentials import credentials_of
 from planaria.transport.frames import PROBES, derive
 from planaria.transport.links import UNLIMITED_S, Links
 from planaria.transport.probe import Probe
@@ -118,6 +119,7 @@ class Worker:
             places=spec.places,
             address=spec.injector,
             token=derive(spec.token, PROBES),
+            credentials=credentials_of(spec.credentials),
             faults=faults_by_kind(self._slowness, lambda: self._stage, rank=spec.rank),
         )
         self._report_step = probe.report_step

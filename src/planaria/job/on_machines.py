@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from os import getcwd
 from pathlib import Path
 
+from planaria.core.inject import Injection
 from planaria.core.job import JobConfig
 from planaria.core.specs import Prepared, PrepareRequest
 from planaria.errors import ConfigError, InsufficientError, TrainingError
@@ -70,17 +71,23 @@ class LeftRun:
 
 
 def find_left_run(
-    config: JobConfig, listening: Listening | None, *, state: str, resume: bool
+    config: JobConfig,
+    listening: Listening | None,
+    *,
+    state: str,
+    resume: bool,
+    injections: Sequence[Injection] = (),
 ) -> LeftRun | None:
     """The run of this job that a killed head has left, if it is to be taken up; None: it is not.
 
     Args:
         state: see `journal_place`.
         resume: whether the job is to go on from a save if no machine of the run is left.
+        injections: faults that are to happen.
 
     Raises:
         ConfigError: there is one, and the user has not said what is to become of it; or there is
-            none to reattach to.
+            none to reattach to. Or faults are to be injected into its nodes.
     """
     runs = [
         LeftRun(directory, record)
@@ -89,6 +96,12 @@ def find_left_run(
     ]
     reattaches = listening is not None and listening.reattaches
     if runs and listening is not None and (reattaches or resume):
+        if injections:
+            remedy = (
+                "the nodes of the lost head know of no faults; take them up without --inject, or "
+                f"remove {runs[-1].directory} to give them up"
+            )
+            raise ConfigError("--inject", injections[0].spec, remedy)
         return runs[-1]
     if runs and not resume:
         remedy = (

@@ -318,7 +318,7 @@ class Job:
             check_inputs(config)
         _make_ready(config, injections, display)
         with ExitStack() as held:
-            begun = self._begin(held, display, listening, server, output, state, resume)
+            begun = self._begin(held, display, listening, injections, server, output, state, resume)
             config, prepared, manifest = begun.config, begun.prepared, begun.manifest
             display.show_step("planning")
             planned = plan_job(
@@ -349,6 +349,7 @@ class Job:
         held: ExitStack,
         display: Display,
         listening: Listening | None,
+        injections: Sequence[Injection],
         server: ForkServer | None,
         output: Callable[[str], None] | None,
         state: str,
@@ -356,7 +357,9 @@ class Job:
     ) -> _Begun:
         """Does what precedes planning; `held` holds what is opened for the run."""
         config = self.config
-        left_run = find_left_run(config, listening, state=state, resume=resume)
+        left_run = find_left_run(
+            config, listening, state=state, resume=resume, injections=injections
+        )
         if listening is None:
             journal, manifest = _open_places(held, config, display, state=state, resume=resume)
             _check_given_profile(config)

@@ -83,7 +83,7 @@ from planaria.protocol.agent_state import (
 )
 from planaria.transport.acceptor import Purpose, connect
 from planaria.transport.clocks import clock_name
-from planaria.transport.credentials import Credentials
+from planaria.transport.credentials import credentials_of
 from planaria.transport.frames import (
     FROM_NODE_BYTES_MAX,
     NODES,
@@ -305,8 +305,8 @@ class _Agent:
         enough to be back in time, since after a cut each node is given a whole one.
         """
         spec = self._spec
-        if spec.credentials:
-            credentials = msgspec.json.decode(spec.credentials, type=Credentials)
+        credentials = credentials_of(spec.credentials)
+        if credentials is not None:
             address = self._addresses[0]
             self._addresses.rotate(-1)  # If it is in vain, the next try goes to the next address.
             streams = await connect(

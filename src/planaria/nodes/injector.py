@@ -1,11 +1,11 @@
 """Injects faults: the launcher's end of the probes (transport/probe.py).
 
 A probe that reaches a step waits until the faults of that place have been injected. The injector
-sends signals to a node's whole process group, or to its workers. The answer to a probe tells the
-calling worker to flip a bit or to be slow. To cut a node off, the injector tells the node's
-workers, over a connection that they keep to it, and a relay between the node's agent and the
-coordinator. To make a disk slow it tells the workers and the coordinator, which keeps such a
-connection too.
+has signals sent to a node's whole process group, or to its workers (node_faults.py). The answer to
+a probe tells the calling worker to flip a bit or to be slow. To cut a node off, the injector tells
+the node's workers, over a connection that they keep to it, and a relay between the node's agent and
+the coordinator. To make a disk slow it tells the workers and the coordinator, which keeps such a
+connection too. The probes of other machines come to the head's port (`accept`).
 """
 
 import asyncio
@@ -15,13 +15,13 @@ import logging
 import math
 import os
 import signal
+import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import msgspec
-import psutil
 
 from planaria.core.inject import (
     AFTER_COMMIT,
@@ -32,7 +32,10 @@ from planaria.core.inject import (
     Place,
 )
 from planaria.errors import AuthenticationError
+from planaria.nodes.node_faults import NodeFaults
 from planaria.nodes.relay import Relay
+from planaria.transport.acceptor import Handshakes, Purpose
+from planaria.transport.credentials import Credentials
 from planaria.transport.frames import Role, message_of, shake_hands
 from planaria.transport.probe import LISTENING, NO_NODE, Cut, LauncherMessage, Slowed, StepReached
 from planaria.transport.sockets import Address, break_when_silent
@@ -61,15 +64,15 @@ def coordinator_places(injections: Sequence[Injection]) -> tuple[Place, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The processes that faults act on.
+    """What faults act on.
 
     Attributes:
-        agents: pid of the agent of each live node, by node; changes during the job.
+        nodes: the job's nodes.
         leader: returns the coordinator's current pid.
         server: returns the fork server's current pid.
     """
 
-    agents: Mapping[int, int]
+    nodes: NodeFaults
     leader: Callable[[], int]
     server: Callable[[], int]
 
@@ -79,6 +82,7 @@ class Injector:
 
     Args:
         token: key of the job's probes.
+        credentials: contents of the token file, for probes of other machines; None: there are none.
         join: starts a number of additional nodes.
         on_fire: callback, called with each fault right before it is injected.
 
@@ -94,6 +98,7 @@ class Injector:
         targets: Targets,
         *,
         token: bytes,
+        credentials: Credentials | None = None,
         join: Callable[[int], None],
         on_fire: Callable[[Injection], None],
     ) -> None:
@@ -103,7 +108,9 @@ class Injector:
         self._to_flip: set[tuple[int, int]] = set()  # Node and iteration of flips still to do.
         self._slow: list[Injection] = []
         self._token = token
-        self._agents = targets.agents
+        self._handshakes = Handshakes(credentials) if credentials is not None else None
+        self._serving: set[asyncio.Task[None]] = set()
+        self._nodes = targets.nodes
         # The process that a fault of this kind kills.
         self._pids = {"leader": targets.leader, "forkserver": targets.server}
         self._join = join
@@ -119,10 +126,19 @@ class Injector:
         )
 
     async def listen(self) -> tuple[str, int]:
-        """Starts to serve probes; returns the address."""
+        """Starts to serve the probes of this machine; returns the address."""
         self._server = await asyncio.start_server(self._serve, host="127.0.0.1", port=0)
         host, port = self._server.sockets[0].getsockname()[:2]
         return str(host), int(port)
+
+    def accept(self, sock: socket.socket) -> None:
+        """Serves a probe of another machine; for the acceptor of the head."""
+        self._start_task(self._serve_machine(sock))
+
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
 
     def coordinator_address(self, node: int, coordinator: Address) -> Address:
         """The address at which the agent of a node is to connect to the coordinator."""
@@ -143,6 +159,8 @@ class Injector:
         self.on_job_end()
         self._server.close()
         self._relay.close()
+        for task in self._serving:
+            task.cancel()
         for connection in itertools.chain(*self._connections.values()):
             connection.close()
         return tuple(self._waiting)
@@ -153,6 +171,29 @@ class Injector:
             node = await shake_hands(
                 reader, writer, token=self._token, role=Role.ACCEPT, identity=NO_NODE
             )
+        except (asyncio.IncompleteReadError, OSError) as error:
+            logger.info("a probe has closed its connection: %s", error)
+            writer.close()
+        except AuthenticationError as error:
+            self._refusals.add(error)
+            writer.close()
+        else:
+            await self._answer(node, reader, writer)
+
+    async def _serve_machine(self, sock: socket.socket) -> None:
+        assert self._handshakes is not None
+        try:
+            reader, writer, node = await self._handshakes.accept(sock, Purpose.PROBE)
+        except AuthenticationError as error:
+            self._refusals.add(f"a probe: {error}")
+        else:
+            await self._answer(node, reader, writer)
+
+    async def _answer(
+        self, node: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Injects the faults of a step that a process of the node has reached, then answers it."""
+        try:
             reached = message_of(await reader.readuntil(), _decoder)
             if reached.step == LISTENING:
                 self._connections.setdefault(node, []).append(writer)
@@ -166,6 +207,7 @@ class Injector:
             reached = self._with_beginning(reached)
             for place in self._places_at(node, reached):
                 self._fire(place)
+            await self._nodes.wait_injected()
             writer.write(self._own_fault(node, reached) + b"\n")
             await writer.drain()
         except (asyncio.IncompleteReadError, OSError) as error:
@@ -222,7 +264,8 @@ class Injector:
             if injection.kind == "slow":
                 self._slow.append(injection)
             if injection.kind in self._pids:
-                _kill(self._pids[injection.kind](), signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._pids[injection.kind](), signal.SIGKILL)
             if injection.kind in DISKS:
                 self._make_disk_slow(injection.kind, injection.value)
             self._join(injection.num_nodes)
@@ -244,38 +287,17 @@ class Injector:
                 _tell(connection, Slowed(slowed.disk, min(slowed.seconds, left_s)))
 
     def _inject_into(self, injection: Injection, node: int) -> None:
-        pid = self._agents.get(node)
-        if pid is None:  # The node is gone already.
+        if node not in self._nodes.live_nodes:  # The node is gone already.
             return
         match injection.kind:
-            case "kill":
-                _kill_group(pid, signal.SIGKILL)
-            case "hang":
-                _kill_group(pid, signal.SIGSTOP)
-                if injection.value:
-                    loop = asyncio.get_running_loop()
-                    loop.call_later(injection.value, _kill_group, pid, signal.SIGCONT)
             case "flip":
                 self._to_flip.add((node, injection.place.iteration))
             case "cut":
                 self._relay.cut(node, injection.value)
                 for connection in self._connections.get(node, ()):
                     _tell(connection, Cut(nodes=injection.nodes, seconds=injection.value))
-            case "preempt":
-                _kill(pid, signal.SIGTERM)
-                asyncio.get_running_loop().call_later(
-                    injection.value, self._kill_after_notice, node
-                )
-            case "stall" | "crash":
-                number = signal.SIGSTOP if injection.kind == "stall" else signal.SIGKILL
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    for worker in psutil.Process(pid).children():
-                        _kill(worker.pid, number)
-
-    def _kill_after_notice(self, node: int) -> None:
-        """Kills a node whose notice has run out, unless it has left."""
-        if node in self._agents:
-            _kill_group(self._agents[node], signal.SIGKILL)
+            case "kill" | "hang" | "stall" | "crash" | "preempt":
+                self._nodes.inject(injection.kind, node, value=injection.value)
 
 
 def _is_at(place: Place, reached: StepReached) -> bool:
@@ -287,13 +309,3 @@ def _is_at(place: Place, reached: StepReached) -> bool:
 
 def _tell(connection: asyncio.StreamWriter, message: LauncherMessage) -> None:
     connection.write(msgspec.json.encode(message) + b"\n")
-
-
-def _kill(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def _kill_group(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, number)

@@ -31,6 +31,8 @@ from planaria.core.job import JobConfig
 from planaria.core.machine_messages import (
     PROTOCOL,
     SOURCES_BYTES_MAX,
+    FaultInjected,
+    FaultRequested,
     FromMachine,
     JobOffered,
     JobOver,
@@ -296,6 +298,8 @@ class _Machine:
             case NodeDropped(node):
                 if node == self._node.number:
                     self._node.kill()
+            case FaultRequested():
+                self._inject(message)
             case MachineReleased(text):
                 self._is_leaving = True
                 self._over = JobOver(is_done=True, text=text)
@@ -421,6 +425,17 @@ class _Machine:
             )
         )
         self._spec.note(f"runs node {spec.node}")
+
+    def _inject(self, fault: FaultRequested) -> None:
+        """Injects a fault into the node; a preemption takes this machine away, too."""
+        if fault.node == self._node.number:
+            self._spec.note(f"injecting {fault.kind}: node {fault.node}")
+            if fault.kind == "preempt":
+                self._leave()
+                asyncio.get_running_loop().call_later(fault.value, self._node.kill)
+            else:
+                self._node.inject(fault.kind, value=fault.value)
+        self._tell(FaultInjected(fault.node))
 
     def _on_node_end(self, node: int, status: int) -> None:
         if self._offer is not None:

@@ -21,6 +21,7 @@ from planaria.errors import InsufficientError
 from planaria.nodes.forking import Forker
 from planaria.nodes.forkserver import UNKNOWN, ForkServer, end_with
 from planaria.nodes.head.process_events import kill_group, wait_until
+from planaria.nodes.node_faults import inject_into_group
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +123,11 @@ class MachineNode:
             kill_group(self._pid)
         else:
             self.give_up()
+
+    def inject(self, kind: str, *, value: float) -> None:
+        """Injects a fault of kind kill, hang, stall or crash, unless the node is not forked yet."""
+        if self._pid:
+            inject_into_group(kind, self._pid, value=value)
 
     async def prepare(self, request: bytes) -> bytes:
         """What a process finds that examines the job; b"": it was killed.

@@ -438,6 +438,22 @@ async def _connect(
     return streams
 
 
+def tls_socket(sock: socket.socket, purpose: Purpose, credentials: Credentials) -> ssl.SSLSocket:
+    """TLS over a blocking socket that is connected to a head; the handshake of frames.py follows.
+
+    Raises:
+        AuthenticationError: the head has another token file, or is none; the socket is closed.
+        OSError: the connection broke.
+    """
+    with _closing_on_error(sock), _tls_errors(credentials):
+        sock.sendall(purpose.value)
+        wrapped = credentials.client_context().wrap_socket(sock)
+    if wrapped.getpeercert(binary_form=True) != credentials.certificate_bytes():
+        wrapped.close()
+        raise AuthenticationError("the other end has a certificate of another token file")
+    return wrapped
+
+
 async def _prove(
     streams: Streams, purpose: Purpose, credentials: Credentials, *, role: Role, identity: int
 ) -> int:

@@ -112,6 +112,11 @@ class Credentials(msgspec.Struct, frozen=True):
         return context
 
 
+def credentials_of(data: bytes) -> Credentials | None:
+    """The credentials in JSON, as a node's spec has them; None: b"", there are none."""
+    return msgspec.json.decode(data, type=Credentials) if data else None
+
+
 def make_credentials() -> Credentials:
     """A new secret and a new certificate, which is valid for ten years from now."""
     return credentials_between(_FIRST_INSTANT, datetime.now(UTC) + _VALIDITY)

@@ -22,6 +22,9 @@ from typing import Any
 import msgspec
 
 from planaria.core.inject import Place
+from planaria.errors import AuthenticationError
+from planaria.transport.acceptor import Purpose, tls_socket
+from planaria.transport.credentials import Credentials
 from planaria.transport.frames import Role, handshake
 from planaria.transport.sockets import break_when_silent
 
@@ -74,6 +77,8 @@ class Probe:
         places: steps at which the probe calls the launcher.
         address: host and port at which the launcher listens.
         token: key of the job's probes, which the handshake with the launcher proves.
+        credentials: contents of the token file, if the launcher is the head of a job on several
+            machines; they stand in for the token.
         faults: functions by kind, each of which injects its fault into this process; it takes the
             iteration and the fault's value.
     """
@@ -85,13 +90,15 @@ class Probe:
         places: Collection[Place],
         address: tuple[str, int],
         token: bytes,
+        credentials: Credentials | None = None,
         faults: Mapping[str, Callable[[int, float], None]],
     ) -> None:
         self._node = node
         self._faults = faults
         self._places = places
         self._address = address
-        self._token = token
+        self._credentials = credentials
+        self._token = token if credentials is None else credentials.derive(Purpose.PROBE.key_name)
 
     def report_step(self, step: str, iteration: int) -> None:
         """Reports that a step begins; returns when all faults for that step have been injected."""
@@ -115,7 +122,7 @@ class Probe:
     def _serve(
         self, cut: Callable[[Cut, float], None], slow: Mapping[str, Callable[[float], None]]
     ) -> None:
-        with contextlib.suppress(OSError), self._connect() as sock:
+        with contextlib.suppress(AuthenticationError, OSError), self._connect() as sock:
             sock.sendall(msgspec.json.encode(StepReached(LISTENING, -1)) + b"\n")
             sock.settimeout(None)  # The connection stays for as long as both processes live.
             for line in sock.makefile("rb"):
@@ -128,6 +135,8 @@ class Probe:
     def _connect(self) -> socket.socket:
         sock = socket.create_connection(self._address, timeout=_WAIT_TIMEOUT_S)
         break_when_silent(sock)
+        if self._credentials is not None:
+            sock = tls_socket(sock, Purpose.PROBE, self._credentials)
         self._shake_hands(sock)
         return sock
 
@@ -139,7 +148,7 @@ class Probe:
                 sock.sendall(msgspec.json.encode(reached) + b"\n")
                 while not answer.endswith(b"\n"):
                     answer += _read(sock, 1)
-        except OSError as error:
+        except (AuthenticationError, OSError) as error:
             logger.warning("a fault cannot be injected at %s: %s", reached, error)
         return answer.decode().split()
 

@@ -54,6 +54,7 @@ from planaria.nodes.head.process_events import (
 from planaria.nodes.head.request_socket import serve_requests
 from planaria.nodes.head.requests import Drains, reply_function
 from planaria.nodes.injector import Injector, Targets, coordinator_places, node_places
+from planaria.nodes.node_faults import LocalFaults, MachineFaults, NodeFaults
 from planaria.observe.status import JobStatus, Standing, job_status
 from planaria.transport.frames import PROBES, derive
 
@@ -119,18 +120,7 @@ class Launcher:
         self._nodes: NodeHandles = self._local if head is None else head.machines
         leader_spec = msgspec.structs.replace(spec.leader, token=token)
         self._leaders = self._leader_runner(leader_spec, other_journal)
-        targets = Targets(
-            agents=self._processes.live_agents,
-            leader=lambda: self._leaders.pid,
-            server=lambda: server.pid,
-        )
-        self._injector = Injector(
-            spec.injections,
-            targets,
-            token=derive(token, PROBES),
-            join=self._join,
-            on_fire=self._on_fire,
-        )
+        self._injector = self._made_injector(token, server)
         self._drains = Drains(self._leaders.send, self._nodes.live_nodes)
         self._operator = LocalOperator(
             spec.node.job.cluster.grant_s, give_back=self._nodes.drop, start_node=self._on_grant
@@ -146,6 +136,24 @@ class Launcher:
         self._unfired_injections: tuple[Injection, ...] = ()
         self._ended: asyncio.Future[Ended]
         self._is_over = False
+
+    def _made_injector(self, token: bytes, server: ForkServer) -> Injector:
+        nodes: NodeFaults
+        join, credentials = self._join, None
+        if self._head is None:
+            nodes = LocalFaults(self._processes.live_agents)
+        else:
+            machines, credentials = self._head.machines, self._head.credentials
+            nodes, join = MachineFaults(machines.live_nodes, machines.tell), machines.open_places
+            machines.on_injected = nodes.on_injected
+        return Injector(
+            self._injections,
+            Targets(nodes, leader=lambda: self._leaders.pid, server=lambda: server.pid),
+            token=derive(token, PROBES),
+            credentials=credentials,
+            join=join,
+            on_fire=self._on_fire,
+        )
 
     def _leader_runner(self, spec: LeaderSpec, other_journal: Callable[[], str]) -> LeaderRunner:
         return LeaderRunner(
@@ -240,6 +248,8 @@ class Launcher:
         if self._head is None:
             self._join(self._node_spec.job.cluster.standby)
         else:
+            if self._injections:
+                self._head.serve_probes(self._injector.accept)
             self._head.begin(self._on_node_end, self._join_machines)
         self._leaders.set_faults(
             coordinator_places(self._injections),

@@ -25,6 +25,7 @@ from planaria.core.job import JobConfig
 from planaria.core.kinds import Ending
 from planaria.core.machine_messages import (
     PROTOCOL,
+    FaultInjected,
     FromMachine,
     JobOffered,
     JobOver,
@@ -124,6 +125,7 @@ class Machines:
     Attributes:
         on_free: callback, called when a machine can run a node; set once the job has begun.
         on_end: callback, called with the end of each node; set once the job has begun.
+        on_injected: callback, called with the node that a machine has injected a fault into.
         node_log: numbers of the nodes that were started; set once the job has begun.
         kinds: kinds of the machines, and their speeds.
         checks: checks that a machine must pass.
@@ -140,8 +142,9 @@ class Machines:
         checks: MachineChecks,
         note: Callable[[str], None],
     ) -> None:
-        self.on_free: Callable[[], None] = _do_nothing
+        self.on_free: Callable[[], None] = lambda: None
         self.on_end: Callable[[AgentEnded], None] = lambda _: None
+        self.on_injected: Callable[[int], None] = lambda _: None
         self.node_log: NodeLog | None = None
         self._offer = JobOffered(run=run, job=job, mark=checks.mark, sources=tuple(sources))
         self.kinds = KindSpeeds(note)
@@ -211,11 +214,7 @@ class Machines:
             ) from error
 
     async def wait_living(self, timeout_s: float) -> bool:
-        """Waits until a machine has come back with a living node of this run.
-
-        Returns:
-            Whether one has.
-        """
+        """Waits until a machine is back with a living node of this run; returns whether one is."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: bool(self._live_nodes))
@@ -371,7 +370,17 @@ class Machines:
         """See NodeHandles."""
         if node in self._nodes:
             self._dropped.add(node)
-            self._nodes[node].tell(NodeDropped(node))
+            self.tell(node, NodeDropped(node))
+
+    def tell(self, node: int, message: ToMachine) -> None:
+        """Sends a message to the machine of a node, unless the connection is broken."""
+        self._nodes[node].tell(message)
+
+    def open_places(self, num_nodes: int) -> None:
+        """Lets so many more machines run nodes at once."""
+        self._num_max += num_nodes
+        if self.has_room:
+            self.on_free()
 
     def on_gone(self, nodes: Collection[int]) -> None:
         """See NodeHandles. Other machines may take their places, and nobody waits for them."""
@@ -543,6 +552,8 @@ class Machines:
                 machine.answer = message
             case NodeEnded():
                 self._on_node_end(machine, message)
+            case FaultInjected(node):
+                self.on_injected(node)
 
     async def _check(self, machine: _MachineHandle, ready: MachineReady) -> None:
         """Lets a machine take part if it is like the others; one with a node was checked before."""
@@ -583,7 +594,3 @@ class Machines:
 
 def _agent_ended(ended: NodeEnded) -> AgentEnded:
     return AgentEnded(node=ended.node, reason=f"its agent {exit_text(ended.status)}")
-
-
-def _do_nothing() -> None:
-    pass

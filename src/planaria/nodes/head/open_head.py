@@ -100,6 +100,7 @@ class OpenHead:
     Attributes:
         is_taken_up: whether nodes of the run live on, so that the launcher starts none at first.
         requests: the requests of users; until the job begins only its status is told.
+        credentials: contents of the token file.
     """
 
     def __init__(
@@ -111,16 +112,17 @@ class OpenHead:
         credentials: Credentials,
     ) -> None:
         self.runner = runner
+        self.credentials = credentials
         self.is_taken_up = False
         self.machines = machines
         self.leader_sockets = PassedSockets(address)
         self.requests = NetworkRequests(credentials, self._answer_early)
-        handlers = {
+        self._handlers: dict[Purpose, Callable[[socket.socket], None]] = {
             Purpose.MACHINE: machines.accept,
             Purpose.NODE: self.leader_sockets.pass_on,
             Purpose.REQUEST: self.requests.accept,
         }
-        self._acceptor = Acceptor(listeners, handlers)
+        self._acceptor = Acceptor(listeners, self._handlers)
 
     def __enter__(self) -> "OpenHead":
         self.runner.run(self._start())
@@ -148,6 +150,10 @@ class OpenHead:
         """Has the launcher told of ends of nodes, and of machines that are free."""
         self.machines.on_end, self.machines.on_free = on_end, on_free
         on_free()
+
+    def serve_probes(self, accept: Callable[[socket.socket], None]) -> None:
+        """Has the sockets of probes handed to a function; without it they are refused."""
+        self._handlers[Purpose.PROBE] = accept
 
     async def close(self, ended: asyncio.Future[Ended] | None) -> None:
         """Tells the machines how the job has ended, and closes the port. Idempotent."""
