@@ -134,9 +134,9 @@ def take_up(head: OpenHead, left: LeftRun, *, resume: bool) -> bool:
     if not resume:
         raise InsufficientError(
             f"no machine of the run that was left in {left.directory} has come in {timeout_s:.0f} "
-            "s; nothing was changed there; go on from the newest save with --resume"
+            "s; go on from the newest save with --resume"
         )
-    head.machines.begin_run(secrets.token_hex(8))
+    head.begin_run(secrets.token_hex(8))
     return False
 
 
@@ -153,7 +153,7 @@ def open_head(
 
     Args:
         search_path: directories in which the job's modules are looked for first.
-        run: name of the run; "": a new one.
+        run: name of the run that a head before this one has left; "": a new one.
         note: shows the user a text.
 
     Raises:
@@ -182,8 +182,22 @@ def open_head(
             note=note,
         )
         note(f"listening at {address_text(address)}; on each machine: {_join_text(address)}")
-        with OpenHead(runner, listeners, address, machines, listening.credentials) as head:
-            yield head
+        head = OpenHead(
+            runner, listeners, address, machines, listening.credentials, keeps_run=bool(run)
+        )
+        try:
+            with head:
+                yield head
+        finally:
+            if head.keeps_run:
+                note(_kept_text(config.cluster.patience_s))
+
+
+def _kept_text(patience_s: float) -> str:
+    return (
+        "the nodes of the run that was left, and its journal, are as they were; the nodes look for "
+        f"a head for up to {patience_s:.0f} s more: try again with --reattach"
+    )
 
 
 def _join_text(address: tuple[str, int]) -> str:

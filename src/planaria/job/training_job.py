@@ -377,7 +377,13 @@ class Job:
         held.callback(running.close)
         if left_run is not None and take_up(head, left_run, resume=resume):
             journal = held.enter_context(
-                _places(config, state, display, taken_up=str(left_run.directory))
+                _places(
+                    config,
+                    state,
+                    display,
+                    taken_up=str(left_run.directory),
+                    keeps=lambda: head.keeps_run,
+                )
             )
             record = left_run.record
             begin_kinds(head, record.job, record.prepared, {})
@@ -449,7 +455,12 @@ def _open_places(
 
 @contextmanager
 def _places(
-    config: JobConfig, state: str, display: Display, *, taken_up: str = ""
+    config: JobConfig,
+    state: str,
+    display: Display,
+    *,
+    taken_up: str = "",
+    keeps: Callable[[], bool] = bool,
 ) -> Iterator[str]:
     """The directory of the coordinator's journal, for the length of the context.
 
@@ -458,7 +469,7 @@ def _places(
     """
     with (
         claim(config.checkpoint.directory, config.name, note=display.note),
-        journal_place(config, state, note=display.note, taken_up=taken_up) as journal,
+        journal_place(config, state, note=display.note, taken_up=taken_up, keeps=keeps) as journal,
     ):
         yield journal
 

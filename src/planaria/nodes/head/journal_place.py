@@ -34,7 +34,12 @@ _PROBE_BYTES: Final = 1 << 16  # More than the records of a small job.
 
 @contextmanager
 def journal_place(
-    config: JobConfig, state: str, *, note: Callable[[str], None], taken_up: str = ""
+    config: JobConfig,
+    state: str,
+    *,
+    note: Callable[[str], None],
+    taken_up: str = "",
+    keeps: Callable[[], bool] = bool,
 ) -> Iterator[str]:
     """The directory for the journal of a run; the caller has claimed the saves' directory.
 
@@ -42,6 +47,7 @@ def journal_place(
 
     Args:
         taken_up: directory with the journal of a run that is to go on; "": a new run begins.
+        keeps: says, at the end, whether that journal is to stay, because its run does not go on.
         state: parent directory that the user wants; "": the usual places.
         note: shows the user a text if the saves' directory cannot hold the journal.
 
@@ -51,7 +57,7 @@ def journal_place(
     saves = config.checkpoint.directory
     with ExitStack() as stack:
         if taken_up:
-            yield str(stack.enter_context(_left_directory(Path(taken_up))))
+            yield str(stack.enter_context(_left_directory(Path(taken_up), keeps)))
             return
         if not state and not is_url(saves):
             try:
@@ -129,8 +135,11 @@ def _journal_directory(directory: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _left_directory(directory: Path) -> Iterator[Path]:
+def _left_directory(directory: Path, keeps: Callable[[], bool]) -> Iterator[Path]:
     """The same directory, with the journal that a killed launcher has left there.
+
+    Args:
+        keeps: says, at the end, whether the journal is to stay.
 
     Raises:
         ConfigError: it is in use, or no journal can be kept there any more.
@@ -143,8 +152,11 @@ def _left_directory(directory: Path) -> Iterator[Path]:
             raise ConfigError("--state", str(directory), "another head uses it") from error
         except OSError as error:
             raise ConfigError("--state", str(directory), _error_text(error)) from error
-        stack.callback(_remove, directory)
-        yield directory
+        try:
+            yield directory
+        finally:
+            if not keeps():
+                _remove(directory)
 
 
 def left_directories(config: JobConfig, state: str) -> tuple[Path, ...]:

@@ -135,7 +135,7 @@ class Launcher:
         self._unsaved: set[tuple[int, int]] = set()
         self._unfired_injections: tuple[Injection, ...] = ()
         self._ended: asyncio.Future[Ended]
-        self._is_over = False
+        self._is_over = self._has_given_up = False  # Given up: no coordinator has ended the job.
 
     def _made_injector(self, token: bytes, server: ForkServer) -> Injector:
         nodes: NodeFaults
@@ -161,6 +161,7 @@ class Launcher:
             forker=self._local.forker,
             processes=self._processes,
             live_nodes=self._nodes.live_nodes,
+            is_taken_up=self._head is not None and self._head.is_taken_up,
             callbacks=LeaderCallbacks(
                 on_connect=self._repeat_messages,
                 on_message=self._on_message,
@@ -224,6 +225,8 @@ class Launcher:
                     self._head.requests.answer = answer
                 async with serve_requests(self._node_spec.job.name, answer, note=self._warn):
                     ended = await self._ended
+                if self._head is not None and not self._has_given_up:
+                    self._head.keeps_run = False
                 self._is_over = True
                 self._injector.on_job_end()
                 self._stop_nodes()
@@ -355,6 +358,8 @@ class Launcher:
         match message:
             case Running() if not self._is_training:
                 self._is_training = True
+                if self._head is not None:
+                    self._head.keeps_run = False
                 if self._injections:
                     self._injector.on_training_start()
             case Warned():
@@ -422,5 +427,6 @@ class Launcher:
     def _end(self, reason: str) -> None:
         """Ends the job for a reason that the coordinator does not know."""
         if not self._ended.done():
+            self._has_given_up = True
             ended = Ended(ending=Ending.LOST, reason=reason, failure=None, nodes=(), epoch=0)
             self._ended.set_result(ended)

@@ -419,6 +419,10 @@ class Machines:
         for machine in self._machines.values():
             machine.tell(JobOver(is_done=is_done, text=text))
         await wait_until(lambda: not self._reachable_nodes(), timeout_s=EXIT_TIMEOUT_S)
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connections. A machine that was told nothing looks for a head again."""
         for machine in self._machines.values():
             if machine.writer is not None and machine.node in self._gone:
                 machine.writer.transport.abort()  # Nobody there may answer any more.

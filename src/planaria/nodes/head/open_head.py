@@ -96,9 +96,12 @@ class OpenHead:
     Args:
         runner: runs what concerns the port, before and during the job.
         address: host and port at which the head listens.
+        keeps_run: whether the run is that of a head before this one.
 
     Attributes:
         is_taken_up: whether nodes of the run live on, so that the launcher starts none at first.
+        keeps_run: whether nodes of a head before this one may live with which this one has not gone
+            on yet. They and their journal are left as they are if this head ends.
         requests: the requests of users; until the job begins only its status is told.
         credentials: contents of the token file.
     """
@@ -110,10 +113,13 @@ class OpenHead:
         address: Address,
         machines: Machines,
         credentials: Credentials,
+        *,
+        keeps_run: bool = False,
     ) -> None:
         self.runner = runner
         self.credentials = credentials
         self.is_taken_up = False
+        self.keeps_run = keeps_run
         self.machines = machines
         self.leader_sockets = PassedSockets(address)
         self.requests = NetworkRequests(credentials, self._answer_early)
@@ -134,7 +140,7 @@ class OpenHead:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Tells the machines that the job is over, if the launcher has not."""
+        """Tells the machines that the job is over, unless the launcher has, or the run is kept."""
         self.runner.run(self.close(None))
         self.leader_sockets.close()
 
@@ -146,6 +152,11 @@ class OpenHead:
     async def _start(self) -> None:
         self._acceptor.start()
 
+    def begin_run(self, run: str) -> None:
+        """Gives up the nodes of the head before this one, and begins another run."""
+        self.keeps_run = False
+        self.machines.begin_run(run)
+
     def begin(self, on_end: Callable[[AgentEnded], None], on_free: Callable[[], None]) -> None:
         """Has the launcher told of ends of nodes, and of machines that are free."""
         self.machines.on_end, self.machines.on_free = on_end, on_free
@@ -156,10 +167,16 @@ class OpenHead:
         self._handlers[Purpose.PROBE] = accept
 
     async def close(self, ended: asyncio.Future[Ended] | None) -> None:
-        """Tells the machines how the job has ended, and closes the port. Idempotent."""
+        """Tells the machines how the job has ended, and closes the port. Idempotent.
+
+        Machines of a run that is kept are told nothing, and look for the next head.
+        """
         has_result = ended is not None and ended.done() and not ended.cancelled()
         is_known = has_result and ended is not None and ended.exception() is None
-        await self.machines.end_all(ended.result() if is_known and ended is not None else None)
+        if self.keeps_run:
+            await self.machines.close()
+        else:
+            await self.machines.end_all(ended.result() if is_known and ended is not None else None)
         self._acceptor.close()
         await self.requests.close()
 

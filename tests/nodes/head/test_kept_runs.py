@@ -1,0 +1,164 @@
+"""A head that does not go on with the run of a lost head leaves its nodes as they were."""
+
+import os
+import signal
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from helpers.command import keep_request_sockets_in
+from helpers.fake_fork_server import FakeForkServer, Line
+from helpers.jobs import leader_spec
+from helpers.left_runs import come_back, is_told_the_end, open_left_head
+from planaria.checkpoint.disk.tiers import tier_of
+from planaria.core.kinds import Ending
+from planaria.core.records import Ended, Leading, Unrecorded
+from planaria.core.specs import NodeSpec
+from planaria.nodes.forkserver import ForkServer
+from planaria.nodes.head import job_processes, leader_runner
+from planaria.nodes.head.launcher import Launcher, LaunchSpec
+from planaria.nodes.head.leader_runner import RESTARTS_MAX
+from planaria.nodes.head.open_head import OpenHead
+from planaria.nodes.head.process_events import restore_handlers
+
+
+def test_machines_of_a_run_that_is_kept_are_told_nothing(tmp_path: Path) -> None:
+    """They ended their nodes, which alone had the newest state."""
+    with open_left_head(tmp_path) as (head, runner):
+        with head:
+            line = runner.run(come_back(head.leader_sockets.address))
+
+        assert not runner.run(is_told_the_end(line))
+
+
+def test_machines_of_a_run_that_is_given_up_are_told_its_end(tmp_path: Path) -> None:
+    with open_left_head(tmp_path) as (head, runner):
+        with head:
+            line = runner.run(come_back(head.leader_sockets.address))
+            head.begin_run("another run")
+
+        assert runner.run(is_told_the_end(line))
+
+
+class TakenUp:
+    """The launcher of a head that takes a run up, and that says what its coordinators say.
+
+    Attributes:
+        lines: connections of its coordinators.
+    """
+
+    def __init__(self, head: OpenHead, directory: Path, *says: object) -> None:
+        self.lines: list[Line] = []
+        self.server = FakeForkServer(self._lead)
+        self._says = says
+        head.is_taken_up = True
+        spec = leader_spec(directory)
+        node = NodeSpec(
+            job=spec.job, node=0, token=b"", coordinator=("", 0), worker="", cache_directory=""
+        )
+        self.launcher = Launcher(
+            LaunchSpec(node, spec),
+            server=cast(ForkServer, self.server),
+            observer=_Observer(),
+            tier=tier_of(spec.job.checkpoint.directory),
+            other_journal=lambda: str(directory),
+            head=head,
+        )
+
+    async def _lead(self, line: Line) -> None:
+        self.lines.append(line)
+        for message in self._says:
+            if callable(message):
+                message()
+            else:
+                line.say(message)  # type: ignore[arg-type]
+        if self._says:
+            await line.heard()
+
+    def run(self) -> Ended:
+        with restore_handlers():
+            return self.launcher.run()
+
+
+class _Observer:
+    """See Observer; it does nothing."""
+
+    def on_message(self, *_: object) -> None:
+        """See Observer."""
+
+    def on_fault(self, *_: object, **__: object) -> None:
+        """See Observer."""
+
+    on_coordinator_restart = on_grant = on_fault
+
+    def on_stop_request(self) -> None:
+        """See Observer."""
+
+    def events(self) -> tuple[()]:
+        """See Observer."""
+        return ()
+
+
+@pytest.fixture(autouse=True)
+def _no_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process is killed, and no socket is left."""
+    for module in (leader_runner, job_processes):
+        monkeypatch.setattr(module, "kill_group", lambda _: None)
+    keep_request_sockets_in(tmp_path / "desk", monkeypatch)
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_head_that_is_interrupted_before_it_trains_keeps_the_run(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """Its coordinator leads already, but has not put the nodes to work again."""
+    with open_left_head(tmp_path) as (head, runner):
+        job = TakenUp(
+            head, tmp_path, Leading(term=2, now_s=0.0), lambda: os.kill(os.getpid(), number)
+        )
+        with head:
+            line = runner.run(come_back(head.leader_sockets.address))
+            with pytest.raises(KeyboardInterrupt, match="before training began"):
+                job.run()
+
+            assert head.keeps_run
+        assert not runner.run(is_told_the_end(line))
+        job.server.close()
+
+
+def test_a_run_that_its_coordinator_ends_is_over(tmp_path: Path) -> None:
+    """As when the nodes that live hold too little to go on."""
+    ended = Ended(ending=Ending.LOST, reason="layer 1", failure=None, nodes=(), epoch=3)
+    with open_left_head(tmp_path) as (head, runner):
+        job = TakenUp(head, tmp_path, Leading(term=2, now_s=0.0), ended)
+        with head:
+            line = runner.run(come_back(head.leader_sockets.address))
+            assert job.run() == ended
+
+            assert not head.keeps_run
+        assert runner.run(is_told_the_end(line))
+        job.server.close()
+
+
+@pytest.mark.parametrize("says", [(), (Unrecorded(reason="the journal is damaged"),)])
+def test_a_run_whose_records_nobody_can_read_is_kept(
+    says: tuple[object, ...], tmp_path: Path
+) -> None:
+    """A coordinator without them would begin anew with the living nodes, or have them save what
+    belongs to no iteration."""
+    with open_left_head(tmp_path) as (head, runner):
+        job = TakenUp(head, tmp_path, *says)
+        with head:
+            line = runner.run(come_back(head.leader_sockets.address))
+            assert job.run().ending == Ending.LOST
+
+            assert head.keeps_run
+        assert not runner.run(is_told_the_end(line))
+        assert len(job.lines) == (1 if says else RESTARTS_MAX + 1)
+        assert all(line.spec.rescue is None for line in job.lines)
+        job.server.close()
