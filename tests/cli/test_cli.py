@@ -21,13 +21,14 @@ from helpers.command import PACED, assert_mistake, command, train
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.cli import main as cli
 from planaria.cli import train_command
-from planaria.cli.command_line import exit_codes, unfailing, write
+from planaria.cli.command_line import exit_codes, write
 from planaria.core.kinds import Ending
 from planaria.core.messages import WorkerFailed
 from planaria.core.records import Ended
 from planaria.job.planning import read_profile
 from planaria.job.report import failure_of
 from planaria.nodes.head.process_events import LEAVE_SIGNALS, restore_handlers
+from planaria.nodes.output import unfailing
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,8 @@ from typing import Final
 from rich.console import Console
 
 from planaria.chaos.draw import TEMPORARIES, Surroundings
-from planaria.cli.command_line import unfailing
-from planaria.cli.console_display import ConsoleDisplay
+from planaria.job.console_display import ConsoleDisplay
+from planaria.nodes.output import unfailing
 from planaria.observe.metrics import IterationRecord
 
 _MOUNT: Final = ("mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs")

@@ -11,18 +11,10 @@ import typer
 from rich.console import Console, RenderableType
 
 from planaria.chaos.runs import Chaos, RunOutcome
-from planaria.cli.command_line import (
-    JobFile,
-    Settings,
-    check_writable,
-    exit_codes,
-    finish,
-    unfailing,
-    write,
-)
+from planaria.cli.command_line import JobFile, Settings, check_writable, exit_codes, write
 from planaria.errors import ConfigError
 from planaria.job.scripts import named_job
-from planaria.nodes.output import Outlet
+from planaria.nodes.output import Outlet, finish, unfailing
 from planaria.show.score import run_text, score, score_table
 
 _MINUTES_MAX: Final = 60.0 * 24 * 30

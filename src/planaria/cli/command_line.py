@@ -1,24 +1,19 @@
 """Shared parts of the commands: arguments, output files, and errors as messages and exit codes."""
 
-import contextlib
-import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Final, TextIO, cast
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from planaria.checkpoint.disk.storage import absolute_path
 from planaria.errors import CheckpointError, ConfigError, InsufficientError, TrainingError
-from planaria.nodes.output import Outlet, descriptor_of, write_all
-
-_STDERR_FD: Final = 2
-OUTPUT_TIMEOUT_S: Final = 10.0  # Time that a command waits at its end for a reader of its output.
+from planaria.nodes.output import Outlet, finish, unfailing
 
 JobFile = Annotated[
     Path,
@@ -71,57 +66,6 @@ def _failure(error: TrainingError) -> str:
         return f"the worker of rank {error.rank} failed again and again"
     where = f"in rank {error.rank}" if error.rank >= 0 else "before training began"
     return f"the job's own code raised an error {where}"
-
-
-def finish(outlet: Outlet, *last: Callable[[], object]) -> None:
-    """Prints what is queued, then `last`; gives up if nobody reads, or on Ctrl-C."""
-    with contextlib.suppress(KeyboardInterrupt):
-        outlet.close(*last, timeout_s=OUTPUT_TIMEOUT_S)
-
-
-def unfailing(stream: TextIO | None) -> TextIO:
-    """A stream to the same descriptor that never fails: text that nobody reads is dropped.
-
-    It bypasses the buffer of the given stream and has no buffer itself, because flushing one at the
-    end could fail, or wait for a reader, again.
-    """
-    descriptor = descriptor_of(stream)
-    if stream is not None and descriptor < 0:  # A test's stream is in memory.
-        return stream
-    encoding = (stream and stream.encoding) or "utf-8"
-    errors = "backslashreplace" if descriptor == _STDERR_FD else "replace"
-    raw = _Unfailing(descriptor)
-    # A TextIOWrapper accepts an unbuffered stream, as `python -u` uses it; typeshed does not know.
-    return io.TextIOWrapper(
-        cast(BinaryIO, raw), encoding=encoding, errors=errors, write_through=True
-    )
-
-
-class _Unfailing(io.RawIOBase):
-    """A raw stream to a descriptor, which it never closes; a descriptor of -1 drops all data."""
-
-    def __init__(self, descriptor: int) -> None:
-        super().__init__()
-        self._descriptor = descriptor
-
-    def writable(self) -> bool:
-        """True: the stream only writes."""
-        return True
-
-    def write(self, data: Any) -> int:
-        """Writes all data, or drops it."""
-        write_all(self._descriptor, bytes(data))
-        return len(data)
-
-    def fileno(self) -> int:
-        """The descriptor, as in `io.IOBase`."""
-        if self._descriptor < 0:
-            raise io.UnsupportedOperation("it has no descriptor")
-        return self._descriptor
-
-    def isatty(self) -> bool:
-        """Whether the descriptor is a terminal."""
-        return self._descriptor >= 0 and os.isatty(self._descriptor)
 
 
 def check_writable(option: str, path: Path | None) -> None:

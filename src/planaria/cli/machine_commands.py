@@ -8,11 +8,12 @@ import psutil
 import typer
 from rich.console import Console
 
-from planaria.cli.command_line import exit_codes, unfailing
+from planaria.cli.command_line import exit_codes
 from planaria.errors import ConfigError
 from planaria.job.planning import cache_directory, fork_server
 from planaria.nodes.machine import MachineSpec, run_machine
 from planaria.nodes.notices import parse_notice_source
+from planaria.nodes.output import unfailing
 from planaria.transport.acceptor import parse_address
 from planaria.transport.credentials import read_credentials, token_path
 

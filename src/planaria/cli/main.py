@@ -29,15 +29,7 @@ from rich.console import Console
 import planaria
 from planaria.cli.chaos_command import chaos
 from planaria.cli.checkpoint_command import checkpoint
-from planaria.cli.command_line import (
-    JobFile,
-    Settings,
-    check_writable,
-    exit_codes,
-    finish,
-    unfailing,
-    write,
-)
+from planaria.cli.command_line import JobFile, Settings, check_writable, exit_codes, write
 from planaria.cli.doctor_command import doctor
 from planaria.cli.events_command import events
 from planaria.cli.job_commands import drain, status
@@ -49,7 +41,7 @@ from planaria.cli.token_command import token
 from planaria.cli.train_command import train
 from planaria.core.profile_json import encode_profile
 from planaria.job.scripts import named_job
-from planaria.nodes.output import Outlet
+from planaria.nodes.output import Outlet, finish, unfailing
 from planaria.show.words import count_text
 
 app = typer.Typer(

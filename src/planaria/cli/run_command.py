@@ -21,13 +21,14 @@ from typing import Annotated, Final
 import typer
 from rich.console import Console
 
-from planaria.cli.command_line import JobFile, Settings, exit_codes, unfailing
+from planaria.cli.command_line import JobFile, Settings, exit_codes
 from planaria.cli.machine_commands import Notice, TokenFile
 from planaria.cli.run_role import RunFlags, RunRole, run_role
 from planaria.cli.train_command import State
 from planaria.nodes.forkserver import die_with_parent
 from planaria.nodes.head.process_events import LEAVE_SIGNALS
 from planaria.nodes.notices import parse_notice_source
+from planaria.nodes.output import unfailing
 from planaria.transport.credentials import read_credentials, token_path
 
 _MISTAKE: Final = 2

@@ -13,25 +13,19 @@ import msgspec
 import typer
 from rich.console import Console
 
-from planaria.cli.command_line import (
-    JobFile,
-    Settings,
-    check_writable,
-    exit_codes,
-    unfailing,
-    write,
-)
-from planaria.cli.console_display import ConsoleDisplay
+from planaria.cli.command_line import JobFile, Settings, check_writable, exit_codes, write
 from planaria.cli.machine_commands import TokenFile
 from planaria.core.inject import Injection, check_injections, check_on_machines, parse_injection
 from planaria.core.job import ClusterConfig
 from planaria.errors import ConfigError
 from planaria.estimator.correction import Comparison
 from planaria.estimator.time import Timeline
+from planaria.job.console_display import ConsoleDisplay
 from planaria.job.on_machines import Listening
 from planaria.job.scripts import named_job
 from planaria.job.training_job import TrainingResult
 from planaria.nodes.head.process_events import LEAVE_SIGNALS, restore_handlers
+from planaria.nodes.output import unfailing
 from planaria.show.gantt import compared_figure
 from planaria.show.page import Format, is_picture, picture_format
 from planaria.show.plots import chrome_trace

@@ -13,6 +13,7 @@ planaria, and ends after the last process that prints.
 
 import atexit
 import contextlib
+import io
 import logging
 import os
 import select
@@ -23,7 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Final, TextIO
+from typing import Any, BinaryIO, Final, TextIO, cast
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ _QUEUED_BYTES_MAX: Final = 4 << 20
 _PIECE_BYTES: Final = 400  # Memory that a piece takes in the queue besides its text.
 _READ_BYTES: Final = 1 << 16
 _LINE_BYTES_MAX: Final = 1 << 16
+_STDERR_FD: Final = 2
+OUTPUT_TIMEOUT_S: Final = 10.0  # Time that a command waits at its end for a reader of its output.
 _ENVIRONMENT: Final = ("LD_LIBRARY_PATH",)  # Variables without which Python may not start.
 
 
@@ -312,6 +315,57 @@ def write_all(descriptor: int, data: bytes) -> None:
                 writable = select.poll()
                 writable.register(descriptor, select.POLLOUT)
                 writable.poll()
+
+
+def finish(outlet: Outlet, *last: Callable[[], object]) -> None:
+    """Prints what is queued, then `last`; gives up if nobody reads, or on Ctrl-C."""
+    with contextlib.suppress(KeyboardInterrupt):
+        outlet.close(*last, timeout_s=OUTPUT_TIMEOUT_S)
+
+
+def unfailing(stream: TextIO | None) -> TextIO:
+    """A stream to the same descriptor that never fails: text that nobody reads is dropped.
+
+    It bypasses the buffer of the given stream and has no buffer itself, because flushing one at the
+    end could fail, or wait for a reader, again.
+    """
+    descriptor = descriptor_of(stream)
+    if stream is not None and descriptor < 0:  # A test's stream is in memory.
+        return stream
+    encoding = (stream and stream.encoding) or "utf-8"
+    errors = "backslashreplace" if descriptor == _STDERR_FD else "replace"
+    raw = _Unfailing(descriptor)
+    # A TextIOWrapper accepts an unbuffered stream, as `python -u` uses it; typeshed does not know.
+    return io.TextIOWrapper(
+        cast(BinaryIO, raw), encoding=encoding, errors=errors, write_through=True
+    )
+
+
+class _Unfailing(io.RawIOBase):
+    """A raw stream to a descriptor, which it never closes; a descriptor of -1 drops all data."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+
+    def writable(self) -> bool:
+        """True: the stream only writes."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Writes all data, or drops it."""
+        write_all(self._descriptor, bytes(data))
+        return len(data)
+
+    def fileno(self) -> int:
+        """The descriptor, as in `io.IOBase`."""
+        if self._descriptor < 0:
+            raise io.UnsupportedOperation("it has no descriptor")
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        """Whether the descriptor is a terminal."""
+        return self._descriptor >= 0 and os.isatty(self._descriptor)
 
 
 def flush_own() -> None:

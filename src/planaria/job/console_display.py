@@ -6,11 +6,10 @@ from functools import partial
 
 from rich.console import Console
 
-from planaria.cli.command_line import finish
 from planaria.core.plan import Plan
 from planaria.job.planning import Planned, short_actions_text
 from planaria.job.training_job import TrainingResult
-from planaria.nodes.output import Outlet
+from planaria.nodes.output import Outlet, finish
 from planaria.observe.metrics import IterationRecord
 from planaria.show.live import LiveDisplay, summary
 from planaria.show.words import count_text
