@@ -69,7 +69,7 @@ COMMANDS = {
     "checkpoint prune": {"directory", "--keep"},
     "checkpoint save": {"directory", "--name", "--head", "--token-file"},
     "checkpoint verify": {"directory", "--version", "--json"},
-    "doctor": {"--token-file", "--json"},
+    "doctor": {"head", "--bandwidth", "--token-file", "--json"},
     "drain": {"node", "--head", "--token-file", "--job", "--timeout"},
     "events": {"report", "--head", "--token-file", "--job", "--json"},
     "placement": {

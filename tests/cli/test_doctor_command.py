@@ -1,13 +1,15 @@
-"""`planaria doctor`: what it prints of this machine, and its exit codes."""
+"""`planaria doctor`: what it prints of this machine and of those of a head, and its exit codes."""
 
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from helpers.command import command
 from planaria.cli import doctor_command
-from planaria.core.checkups import CheckResult
+from planaria.core.checkups import CheckResult, ClusterCheckup, MachineCheckup, PathCheck
+from planaria.nodes.head.requests import Examine, RequestReply
 from planaria.transport.credentials import read_credentials, write_credentials
 
 FINE = CheckResult(subject="memory", value="1.0 GiB")
@@ -70,3 +72,58 @@ def test_a_token_file_that_will_not_do_is_told(tmp_path: Path) -> None:
     assert "chmod 600" in refused["remedy"]
     missing = json.loads(command("doctor", "--token-file", "none", "--json").output)["checks"][-1]
     assert "cannot be read" in missing["remedy"]
+
+
+def test_without_a_head_there_the_user_is_told_what_to_start(tmp_path: Path) -> None:
+    write_credentials(tmp_path / "token")
+    result = command("doctor", "127.0.0.1:1", "--token-file", "token")
+
+    assert result.exit_code == 2
+    assert "planaria train JOB --listen" in result.stderr
+    assert "planaria agent --join" in result.stderr
+
+
+def test_bandwidth_needs_machines_between_which_it_is_measured() -> None:
+    result = command("doctor", "--bandwidth")
+
+    assert result.exit_code == 2
+    assert "HOST:PORT" in result.stderr
+
+
+CHECKUP = ClusterCheckup(
+    head_versions={},
+    machines=(
+        MachineCheckup(name="a", host="10.0.0.1", node=0, processor="x", versions={"torch": "1"}),
+        MachineCheckup(name="b", host="10.0.0.2", node=1, processor="x", versions={"torch": "2"}),
+    ),
+    paths=(PathCheck(source="a", target="b", latency_s=1e-3),),
+)
+
+
+def test_the_machines_of_a_head_are_told_in_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And in JSON, with the facts that the rows are made of."""
+    requests = []
+
+    def reply(request: Examine, **_: object) -> RequestReply:
+        requests.append(request)
+        return RequestReply(is_done=True, text=msgspec.json.encode(CHECKUP).decode())
+
+    monkeypatch.setattr(doctor_command, "ask_job", reply)
+    result = command("doctor", "head:1")
+    facts = json.loads(command("doctor", "head:1", "--bandwidth", "--json").output)
+
+    assert result.exit_code == 1  # The machines have not answered.
+    assert "versions of torch" in result.output
+    assert "a to b" in result.output
+    assert facts["paths"][0]["latency_s"] == 1e-3
+    assert {check["where"] for check in facts["checks"]} == {"a, b", "machines", "a to b"}
+    assert requests == [Examine(has_bandwidth=False), Examine(has_bandwidth=True)]
+
+
+def test_what_a_head_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    reply = RequestReply(is_done=False, text="the machines are being examined already")
+    monkeypatch.setattr(doctor_command, "ask_job", lambda _, **__: reply)
+
+    result = command("doctor", "head:1")
+    assert result.exit_code == 2
+    assert "being examined already" in result.stderr

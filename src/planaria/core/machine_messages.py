@@ -9,6 +9,7 @@ from typing import Final
 
 import msgspec
 
+from planaria.core.checkups import CheckResult
 from planaria.core.job import JobConfig
 from planaria.core.messages import Message
 from planaria.core.plan import Link
@@ -18,6 +19,8 @@ from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
 PROTOCOL: Final = 1
 # The files of the user's modules have at most so many bytes together.
 SOURCES_BYTES_MAX: Final = 16 << 20
+# Time in which the bandwidth of a link is measured.
+LINK_BUDGET_S: Final = 0.4
 
 
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,10 +112,12 @@ class JobPrepared(Message, frozen=True):
     Attributes:
         prepared: result; None: there is none, for the process was killed.
         reason: description of how it ended then.
+        number: number of the question.
     """
 
     prepared: Prepared | None
     reason: str = ""
+    number: int = 0
 
     @property
     def failure(self) -> str:
@@ -130,9 +135,11 @@ class LinkServed(Message, frozen=True):
 
     Attributes:
         port: port at which the machine waits for another to measure the link; 0: at none.
+        number: number of the question.
     """
 
     port: int
+    number: int = 0
 
 
 class LinkMeasured(Message, frozen=True, kw_only=True):
@@ -141,10 +148,28 @@ class LinkMeasured(Message, frozen=True, kw_only=True):
     Attributes:
         link: measured latency and bandwidth; None: the other machine cannot be reached.
         reason: description of why not.
+        number: number of the question.
     """
 
     link: Link | None = None
     reason: str = ""
+    number: int = 0
+
+
+class MachineExamined(Message, frozen=True, kw_only=True):
+    """The answer to an ExaminationRequested.
+
+    Attributes:
+        checks: results of its checks.
+        received_s: time of its clock (seconds since 1970) when the question came.
+        sent_s: time of its clock when the answer went.
+        number: number of the question.
+    """
+
+    checks: tuple[CheckResult, ...]
+    received_s: float
+    sent_s: float
+    number: int = 0
 
 
 class NodeEnded(Message, frozen=True, kw_only=True):
@@ -187,9 +212,14 @@ class JobOffered(Message, frozen=True, kw_only=True):
 
 
 class PrepareRequested(Message, frozen=True):
-    """Asks for the facts on model, data and profile; the machine measures what is missing."""
+    """Asks for the facts on model, data and profile; the machine measures what is missing.
+
+    Attributes:
+        number: number of the question.
+    """
 
     request: PrepareRequest
+    number: int = 0
 
 
 class LinkServeRequested(Message, frozen=True):
@@ -197,9 +227,11 @@ class LinkServeRequested(Message, frozen=True):
 
     Attributes:
         secret: bytes by which the two know each other; see transport/link_measurement.py.
+        number: number of the question.
     """
 
     secret: bytes
+    number: int = 0
 
 
 class LinkMeasureRequested(Message, frozen=True, kw_only=True):
@@ -208,10 +240,24 @@ class LinkMeasureRequested(Message, frozen=True, kw_only=True):
     Attributes:
         address: host and port at which it waits.
         secret: the bytes that it was given.
+        budget_s: time for the bandwidth; 0.0: only the latency is measured.
+        number: number of the question.
     """
 
     address: tuple[str, int]
     secret: bytes
+    budget_s: float = LINK_BUDGET_S
+    number: int = 0
+
+
+class ExaminationRequested(Message, frozen=True):
+    """Asks what the machine is like, for `planaria doctor`.
+
+    Attributes:
+        number: number of the question.
+    """
+
+    number: int = 0
 
 
 class NodeRequested(Message, frozen=True):
@@ -275,6 +321,7 @@ FromMachine = (
     | JobPrepared
     | LinkServed
     | LinkMeasured
+    | MachineExamined
     | NodeEnded
     | FaultInjected
     | MachineLeaving
@@ -284,6 +331,7 @@ ToMachine = (
     | PrepareRequested
     | LinkServeRequested
     | LinkMeasureRequested
+    | ExaminationRequested
     | NodeRequested
     | NodeDropped
     | FaultRequested

@@ -31,6 +31,7 @@ from planaria.core.job import JobConfig
 from planaria.core.machine_messages import (
     PROTOCOL,
     SOURCES_BYTES_MAX,
+    ExaminationRequested,
     FaultInjected,
     FaultRequested,
     FromMachine,
@@ -40,6 +41,7 @@ from planaria.core.machine_messages import (
     LinkMeasureRequested,
     LinkServeRequested,
     MachineArrived,
+    MachineExamined,
     MachineLeaving,
     MachineReady,
     MachineRefused,
@@ -51,10 +53,10 @@ from planaria.core.machine_messages import (
     PrepareRequested,
     ToMachine,
 )
-from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
+from planaria.core.specs import NodeSpec, Prepared
 from planaria.errors import AuthenticationError, ConfigError
 from planaria.nodes.daemon_threads import answer_of_thread
-from planaria.nodes.examination import facts_of_this_machine
+from planaria.nodes.examination import checks_of_this_machine, facts_of_this_machine
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.process_events import handle_signals, wait_until
 from planaria.nodes.machine_files import MachineFiles, unpack_sources
@@ -286,11 +288,13 @@ class _Machine:
                 if self._taking is not None:
                     self._taking.cancel()
                 self._taking = self._start_task(self._take_job(message))
-            case PrepareRequested(request):
+            case PrepareRequested():
                 self._end_preparing()
-                self._preparing = self._start_task(self._prepare(request))
-            case LinkServeRequested(secret):
-                self._start_task(self._serve_link(secret))
+                self._preparing = self._start_task(self._prepare(message))
+            case LinkServeRequested():
+                self._start_task(self._serve_link(message))
+            case ExaminationRequested(number):
+                self._start_task(self._examine(number, received_s=time.time()))
             case LinkMeasureRequested():
                 self._start_task(self._measure_link(message))
             case NodeRequested(spec):
@@ -380,31 +384,41 @@ class _Machine:
         self._imports = imports
         return ""
 
-    async def _prepare(self, request: PrepareRequest) -> None:
+    async def _prepare(self, question: PrepareRequested) -> None:
         if failure := await self._node.wait_ready():
             self._on_failure(failure)
             return
+        request, number = question.request, question.number
         request = msgspec.structs.replace(request, cache_directory=self._spec.cache_directory)
         data = await self._node.prepare(msgspec.json.encode(request))
         try:
             prepared = msgspec.json.decode(data, type=Prepared)
         except msgspec.DecodeError:
             reason = "the process that examines the job was killed"
-            self._tell(JobPrepared(None, reason))
+            self._tell(JobPrepared(None, reason, number))
         else:
-            self._tell(JobPrepared(prepared))
+            self._tell(JobPrepared(prepared, number=number))
 
     def _end_preparing(self) -> None:
         if self._preparing is not None:
             self._preparing.cancel()
 
-    async def _serve_link(self, secret: bytes) -> None:
-        served, acknowledge = serve_link(self._host, secret)
+    async def _serve_link(self, request: LinkServeRequested) -> None:
+        served, acknowledge = serve_link(self._host, request)
         self._tell(served)
         await answer_of_thread(acknowledge, name="link")
 
     async def _measure_link(self, request: LinkMeasureRequested) -> None:
         self._tell(await answer_of_thread(partial(measured_link, request), name="link"))
+
+    async def _examine(self, number: int, *, received_s: float) -> None:
+        """Tells what this machine is like; in a thread, because a file system may be slow."""
+        examine = partial(checks_of_this_machine, self._host)
+        checks = await answer_of_thread(examine, name="examination")
+        answer = MachineExamined(
+            checks=checks, received_s=received_s, sent_s=time.time(), number=number
+        )
+        self._tell(answer)
 
     def _start_node(self, spec: NodeSpec) -> None:
         if self._is_leaving or self._offer is None or self._node.number >= 0:

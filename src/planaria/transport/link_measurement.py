@@ -19,14 +19,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from planaria.core.machine_messages import LinkMeasured, LinkMeasureRequested, LinkServed
+from planaria.core.machine_messages import (
+    LINK_BUDGET_S,
+    LinkMeasured,
+    LinkMeasureRequested,
+    LinkServed,
+    LinkServeRequested,
+)
 from planaria.core.plan import Link
 from planaria.transport.sockets import Address, address_text, bare_host, listening_socket
 
 logger = logging.getLogger(__name__)
 
 SECRET_BYTES: Final = 32
-BUDGET_S: Final = 0.4  # Time for messages that double in size.
 _WAIT_S: Final = 10.0  # Time for the peer to come.
 _TIMEOUT_S: Final = 2.0  # Time without a byte, after which the link is given up.
 _NUM_SMALL: Final = 20
@@ -72,8 +77,11 @@ def _acknowledge_all(peer: socket.socket, secret: bytes) -> bool:
     return True
 
 
-def measure_link(address: Address, secret: bytes) -> Link:
+def measure_link(address: Address, secret: bytes, *, budget_s: float = LINK_BUDGET_S) -> Link:
     """Latency and bandwidth of the link to a machine that serves the measurement. Blocks.
+
+    Args:
+        budget_s: time for the bandwidth; 0.0: it is not measured, and the result has 0.0 of it.
 
     Raises:
         ConnectionError: the machine cannot be reached, or does not answer; the text has its
@@ -85,17 +93,18 @@ def measure_link(address: Address, secret: bytes) -> Link:
             peer.sendall(secret)
             small_s = [_round_trip_s(peer, b"!") for _ in range(_NUM_SMALL)]
             round_trip_s = statistics.median(small_s)
-            return Link(round_trip_s / 2, _bandwidth(peer, round_trip_s))
+            bandwidth = _bandwidth(peer, round_trip_s, budget_s=budget_s) if budget_s else 0.0
+            return Link(round_trip_s / 2, bandwidth)
     except OSError as error:
         raise ConnectionError(f"{address_text(address)} cannot be reached: {error}") from error
 
 
-def _bandwidth(peer: socket.socket, round_trip_s: float) -> float:
+def _bandwidth(peer: socket.socket, round_trip_s: float, *, budget_s: float) -> float:
     """The bytes per second of the largest message for which there is time."""
     num_bytes, begin_s = _FIRST_BYTES, time.monotonic()
     while True:
         took_s = _round_trip_s(peer, bytes(num_bytes))
-        is_late = time.monotonic() - begin_s + 2.0 * took_s > BUDGET_S
+        is_late = time.monotonic() - begin_s + 2.0 * took_s > budget_s
         if is_late or num_bytes >= _LAST_BYTES:
             return num_bytes / max(took_s - round_trip_s, 1e-6)
         num_bytes *= 2
@@ -123,7 +132,7 @@ def _set_options(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def serve_link(host: str, secret: bytes) -> tuple[LinkServed, Callable[[], None]]:
+def serve_link(host: str, request: LinkServeRequested) -> tuple[LinkServed, Callable[[], None]]:
     """The port at which another machine can measure the link to this one.
 
     Returns:
@@ -133,14 +142,15 @@ def serve_link(host: str, secret: bytes) -> tuple[LinkServed, Callable[[], None]
         listener = listening_socket(host)
     except OSError as error:
         logger.warning("no link can be measured: %s", error)
-        return LinkServed(0), lambda: None
-    served = LinkServed(listener.getsockname()[1])
-    return served, partial(serve_measurement, listener, secret)
+        return LinkServed(0, request.number), lambda: None
+    served = LinkServed(listener.getsockname()[1], request.number)
+    return served, partial(serve_measurement, listener, request.secret)
 
 
 def measured_link(request: LinkMeasureRequested) -> LinkMeasured:
     """The link to a machine that serves the measurement. Blocks for about half a second."""
     try:
-        return LinkMeasured(link=measure_link(request.address, request.secret))
+        link = measure_link(request.address, request.secret, budget_s=request.budget_s)
     except ConnectionError as error:
-        return LinkMeasured(reason=str(error))
+        return LinkMeasured(reason=str(error), number=request.number)
+    return LinkMeasured(link=link, number=request.number)

@@ -63,7 +63,8 @@ async def test_machines_that_cannot_reach_one_another_are_named(tmp_path: Path) 
     """Before training, where it would only show as a broken link; the job is not refused, because
     the measurement may be at fault."""
 
-    def refuse(_address: Address, _secret: bytes) -> None:
+    def refuse(_address: Address, _secret: bytes, *, budget_s: float) -> None:
+        del budget_s
         raise ConnectionError("127.0.0.2:1 cannot be reached: no route")
 
     async with cluster(tmp_path, JOB) as made:

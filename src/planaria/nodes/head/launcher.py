@@ -222,7 +222,7 @@ class Launcher:
                     directory=self._node_spec.job.checkpoint.directory,
                 )
                 if self._head is not None:
-                    self._head.requests.answer = answer
+                    self._head.answer_job = answer
                 async with serve_requests(self._node_spec.job.name, answer, note=self._warn):
                     ended = await self._ended
                 if self._head is not None and not self._has_given_up:

@@ -15,9 +15,8 @@ import logging
 import secrets
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 
@@ -35,6 +34,7 @@ from planaria.core.machine_messages import (
     LinkServed,
     LinkServeRequested,
     MachineArrived,
+    MachineExamined,
     MachineFacts,
     MachineLeaving,
     MachineReady,
@@ -56,6 +56,7 @@ from planaria.nodes.forkserver import exit_text
 from planaria.nodes.head.kind_speeds import Kind, KindSpeeds, kind_of
 from planaria.nodes.head.link_classes import LinkClass, first_pairs
 from planaria.nodes.head.machine_checks import MachineChecks
+from planaria.nodes.head.machine_handle import REJOINS_MAX, MachineHandle
 from planaria.nodes.head.node_handles import EXIT_TIMEOUT_S, KILL_TIMEOUT_S
 from planaria.nodes.head.process_events import wait_until
 from planaria.nodes.head.run_record import NodeLog
@@ -67,49 +68,9 @@ from planaria.transport.strangers import RefusalLog
 
 logger = logging.getLogger(__name__)
 
-REJOINS_MAX: Final = 5  # Nodes that a machine may lose within an hour and still get another.
 _HOUR_S: Final = 3600.0
 _READ_BYTES: Final = 1 << 20
-Answer = TypeVar("Answer", JobPrepared, LinkServed, LinkMeasured)
 _decoder: msgspec.json.Decoder[FromMachine] = msgspec.json.Decoder(FromMachine)
-
-
-class _MachineHandle:
-    """A machine as the head knows it.
-
-    Attributes:
-        name: name that no other machine of the job has.
-        writer: stream to it; None: its connection is broken.
-        is_ready: whether it can run a node as soon as it is connected.
-        is_leaving: whether it takes no further node.
-        node: node that it runs; -1: none.
-        ended_s: times at which its nodes have ended, the newest last.
-        answer: its answer to what it was asked last; None: it has not answered.
-    """
-
-    def __init__(self, name: str, facts: MachineFacts) -> None:
-        self.name = name
-        self.facts = facts
-        self.writer: asyncio.StreamWriter | None = None
-        self.is_ready = False
-        self.is_leaving = False
-        self.node = -1
-        self.ended_s: deque[float] = deque(maxlen=REJOINS_MAX)
-        self.answer: JobPrepared | LinkServed | LinkMeasured | None = None
-
-    def has_answered(self) -> bool:
-        """Whether it has found out what it was asked, or cannot any more."""
-        return self.answer is not None or self.writer is None
-
-    @property
-    def is_free(self) -> bool:
-        """Whether it can be asked for a node now."""
-        return self.writer is not None and self.is_ready and not self.is_leaving and self.node < 0
-
-    def tell(self, message: ToMachine) -> None:
-        """Sends a message, unless the connection is broken."""
-        if self.writer is not None:
-            self.writer.write(frame(message))
 
 
 class Machines:
@@ -129,6 +90,7 @@ class Machines:
         node_log: numbers of the nodes that were started; set once the job has begun.
         kinds: kinds of the machines, and their speeds.
         checks: checks that a machine must pass.
+        is_waiting: whether the job waits for machines, so that nothing that they do disturbs it.
     """
 
     def __init__(
@@ -142,6 +104,7 @@ class Machines:
         checks: MachineChecks,
         note: Callable[[str], None],
     ) -> None:
+        self.is_waiting = False
         self.on_free: Callable[[], None] = lambda: None
         self.on_end: Callable[[AgentEnded], None] = lambda _: None
         self.on_injected: Callable[[int], None] = lambda _: None
@@ -153,10 +116,10 @@ class Machines:
         self._refusals = RefusalLog(logger)
         self._num_max = num_max
         self._note = note
-        self._machines: dict[str, _MachineHandle] = {}
-        self._nodes: dict[int, _MachineHandle] = {}  # The machines of all nodes.
+        self._machines: dict[str, MachineHandle] = {}
+        self._nodes: dict[int, MachineHandle] = {}  # The machines of all nodes.
         self._live_nodes: dict[int, None] = {}
-        self._reserved: dict[int, _MachineHandle] = {}  # The machines of the first nodes.
+        self._reserved: dict[int, MachineHandle] = {}  # The machines of the first nodes.
         self._ends: dict[int, NodeEnded] = {}
         self._dropped: set[int] = set()
         self._gone: set[int] = set()  # Nodes that are out of the job, though they may live.
@@ -188,6 +151,11 @@ class Machines:
         return self._offer.job
 
     @property
+    def connected(self) -> tuple[MachineHandle, ...]:
+        """The machines whose connection is there, in the order of their arrival."""
+        return tuple(each for each in self._machines.values() if each.writer is not None)
+
+    @property
     def num_ready(self) -> int:
         """The number of machines that can run a node now."""
         return sum(machine.is_free for machine in self._machines.values())
@@ -203,6 +171,7 @@ class Machines:
         Raises:
             InsufficientError: fewer have come in time.
         """
+        self.is_waiting = True
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: self.num_ready >= num_machines)
@@ -212,6 +181,8 @@ class Machines:
                 f"{self.num_ready} of {num_machines} machines have come in {timeout_s:.0f} s"
                 f"{reason}; nothing was trained"
             ) from error
+        finally:
+            self.is_waiting = False
 
     async def wait_living(self, timeout_s: float) -> bool:
         """Waits until a machine is back with a living node of this run; returns whether one is."""
@@ -245,7 +216,7 @@ class Machines:
             others = [machine for machine in free if kind_of(machine.facts) not in measured]
             if not others:
                 return measured
-            answer = await self._ask(others[0], PrepareRequested(request), JobPrepared)
+            answer = await others[0].ask(PrepareRequested(request), JobPrepared)
             if answer is None:
                 continue  # Its connection is broken.
             if answer.prepared is None:
@@ -253,16 +224,6 @@ class Machines:
             measured[kind_of(others[0].facts)] = answer.prepared
             if request.profile is not None or answer.prepared.profile is None:
                 return measured
-
-    async def _ask(
-        self, machine: _MachineHandle, message: ToMachine, kind: type[Answer]
-    ) -> Answer | None:
-        """The answer of a machine; None: its connection is broken."""
-        machine.answer = None
-        machine.tell(message)
-        async with self._changed:
-            await self._changed.wait_for(machine.has_answered)
-        return machine.answer if isinstance(machine.answer, kind) else None
 
     async def measure_links(self) -> dict[LinkClass, Link]:
         """The link between the first two machines of each class; it takes about half a second each.
@@ -278,14 +239,14 @@ class Machines:
                 links[kind] = link
         return links
 
-    async def _link(self, server: _MachineHandle, client: _MachineHandle) -> Link | None:
+    async def _link(self, server: MachineHandle, client: MachineHandle) -> Link | None:
         secret = secrets.token_bytes(SECRET_BYTES)
-        served = await self._ask(server, LinkServeRequested(secret), LinkServed)
+        served = await server.ask(LinkServeRequested(secret), LinkServed)
         if served is None:
             return None
         address = (server.facts.host, served.port)
         question = LinkMeasureRequested(address=address, secret=secret)
-        measured = await self._ask(client, question, LinkMeasured)
+        measured = await client.ask(question, LinkMeasured)
         if measured is None or measured.link is None:
             reason = measured.reason if measured is not None else "its connection to the head broke"
             self._note(
@@ -347,7 +308,7 @@ class Machines:
         del is_granted  # A machine that comes later is a new one by itself.
         free = [machine for machine in self._machines.values() if self._may_run(machine)]
         if not free:
-            machine = self._nodes[spec.node] = _MachineHandle("", MachineFacts(name="", host=""))
+            machine = self._nodes[spec.node] = MachineHandle("", MachineFacts(name="", host=""))
             self._on_node_end(machine, NodeEnded(node=spec.node, status=0))
             return
         if self.node_log is not None:
@@ -441,13 +402,13 @@ class Machines:
         nodes = self._live_nodes.keys() - self._gone
         return [node for node in nodes if self._nodes[node].writer is not None]
 
-    def _may_run(self, machine: _MachineHandle) -> bool:
+    def _may_run(self, machine: MachineHandle) -> bool:
         """Whether a machine is free, and has not lost too many nodes within an hour."""
         times = machine.ended_s
         is_failing = len(times) == REJOINS_MAX and time.monotonic() - times[0] < _HOUR_S
         return machine.is_free and not is_failing
 
-    def _on_node_end(self, machine: _MachineHandle, ended: NodeEnded) -> None:
+    def _on_node_end(self, machine: MachineHandle, ended: NodeEnded) -> None:
         """Notes the end of a node, unless another machine runs the node of that number."""
         if ended.node in self._ends or self._nodes.get(ended.node) is not machine:
             return
@@ -467,7 +428,7 @@ class Machines:
         except AuthenticationError as error:
             self._refusals.add(error)
             return
-        machine: _MachineHandle | None = None
+        machine: MachineHandle | None = None
         decoder = FrameDecoder(bytes_max=FROM_NODE_BYTES_MAX)
         try:
             while data := await reader.read(_READ_BYTES):
@@ -487,7 +448,7 @@ class Machines:
         finally:
             writer.close()
             if machine is not None and machine.writer is writer:
-                machine.writer = None
+                machine.on_break()
                 self._note(
                     f"the connection to {machine.name} is gone"
                     + (f"; node {machine.node} may go on" if machine.node >= 0 else "")
@@ -500,9 +461,7 @@ class Machines:
         if self.has_room:
             self.on_free()
 
-    def _admit(
-        self, arrived: MachineArrived, writer: asyncio.StreamWriter
-    ) -> _MachineHandle | None:
+    def _admit(self, arrived: MachineArrived, writer: asyncio.StreamWriter) -> MachineHandle | None:
         """The machine that has arrived, or come back; None: it is refused."""
         if arrived.protocol != PROTOCOL:
             reason = (
@@ -515,7 +474,7 @@ class Machines:
         machine = self._nodes.get(arrived.node) if has_node else None
         if machine is None:
             name = self._unused_name(arrived.facts.name)
-            machine = self._machines[name] = _MachineHandle(name, arrived.facts)
+            machine = self._machines[name] = MachineHandle(name, arrived.facts)
             self._note(f"{name} ({arrived.facts.host}) has come")
             if has_node:  # The head before this one started it.
                 machine.node = arrived.node
@@ -544,7 +503,7 @@ class Machines:
             unused = f"{name}-{number}"
         return unused
 
-    def _on_message(self, machine: _MachineHandle, message: FromMachine) -> None:
+    def _on_message(self, machine: MachineHandle, message: FromMachine) -> None:
         match message:
             case MachineReady():
                 self._start_task(self._check(machine, message))
@@ -552,14 +511,14 @@ class Machines:
                 self._refuse(machine, reason)
             case MachineLeaving():
                 machine.is_leaving = True
-            case JobPrepared() | LinkServed() | LinkMeasured():
-                machine.answer = message
+            case JobPrepared() | LinkServed() | LinkMeasured() | MachineExamined():
+                machine.on_answer(message)
             case NodeEnded():
                 self._on_node_end(machine, message)
             case FaultInjected(node):
                 self.on_injected(node)
 
-    async def _check(self, machine: _MachineHandle, ready: MachineReady) -> None:
+    async def _check(self, machine: MachineHandle, ready: MachineReady) -> None:
         """Lets a machine take part if it is like the others; one with a node was checked before."""
         problem = ""
         if machine.node < 0:
@@ -575,14 +534,14 @@ class Machines:
             machine.is_ready = True
         await self._tell_change()
 
-    async def _measure(self, machine: _MachineHandle) -> str:
+    async def _measure(self, machine: MachineHandle) -> str:
         """Has a machine of a kind that has come first after the start measure the job's layers.
 
         Returns:
             Why it cannot take part; "": it can.
         """
         assert self.kinds.request is not None
-        answer = await self._ask(machine, PrepareRequested(self.kinds.request), JobPrepared)
+        answer = await machine.ask(PrepareRequested(self.kinds.request), JobPrepared)
         if answer is None:
             return ""  # Its connection is broken, and it has to come again.
         if answer.prepared is None or answer.prepared.profile is None:
@@ -590,7 +549,7 @@ class Machines:
         self.kinds.add(kind_of(machine.facts), answer.prepared)
         return ""
 
-    def _refuse(self, machine: _MachineHandle, reason: str) -> None:
+    def _refuse(self, machine: MachineHandle, reason: str) -> None:
         machine.is_ready = False
         self._unfit_reason = f"{machine.name} cannot take part: {reason}"
         self._note(self._unfit_reason)

@@ -33,7 +33,7 @@ class NetworkRequests:
         credentials: contents of the head's token file.
 
     Attributes:
-        answer: function that answers requests; may be replaced as the job goes on.
+        answer: function that answers requests.
     """
 
     def __init__(self, credentials: Credentials, answer: Answer) -> None:

@@ -13,9 +13,17 @@ from types import TracebackType
 from typing import Final
 
 from planaria.core.records import AgentEnded, Ended
+from planaria.nodes.head.cluster_examination import examine_machines
 from planaria.nodes.head.machines import Machines
 from planaria.nodes.head.network_requests import NetworkRequests
-from planaria.nodes.head.requests import Request, RequestReply, TellStatus, json_reply
+from planaria.nodes.head.requests import (
+    Answer,
+    Examine,
+    Request,
+    RequestReply,
+    TellStatus,
+    json_reply,
+)
 from planaria.observe.status import Standing, job_status
 from planaria.transport.acceptor import Acceptor, Purpose
 from planaria.transport.credentials import Credentials
@@ -102,7 +110,8 @@ class OpenHead:
         is_taken_up: whether nodes of the run live on, so that the launcher starts none at first.
         keeps_run: whether nodes of a head before this one may live with which this one has not gone
             on yet. They and their journal are left as they are if this head ends.
-        requests: the requests of users; until the job begins only its status is told.
+        answer_job: function that answers what users ask about the job; until the job begins only
+            its status is told.
         credentials: contents of the token file.
     """
 
@@ -122,11 +131,13 @@ class OpenHead:
         self.keeps_run = keeps_run
         self.machines = machines
         self.leader_sockets = PassedSockets(address)
-        self.requests = NetworkRequests(credentials, self._answer_early)
+        self.answer_job: Answer = self._answer_early
+        self._requests = NetworkRequests(credentials, self._answer)
+        self._is_examining = False
         self._handlers: dict[Purpose, Callable[[socket.socket], None]] = {
             Purpose.MACHINE: machines.accept,
             Purpose.NODE: self.leader_sockets.pass_on,
-            Purpose.REQUEST: self.requests.accept,
+            Purpose.REQUEST: self._requests.accept,
         }
         self._acceptor = Acceptor(listeners, self._handlers)
 
@@ -178,7 +189,21 @@ class OpenHead:
         else:
             await self.machines.end_all(ended.result() if is_known and ended is not None else None)
         self._acceptor.close()
-        await self.requests.close()
+        await self._requests.close()
+
+    async def _answer(self, request: Request) -> RequestReply:
+        """The answer to any request."""
+        if not isinstance(request, Examine):
+            return await self.answer_job(request)
+        if self._is_examining:
+            text = "the machines are being examined already; ask again in a minute"
+            return RequestReply(is_done=False, text=text)
+        self._is_examining = True
+        try:
+            can_load = lambda: request.has_bandwidth or self.machines.is_waiting  # noqa: E731
+            return json_reply(await examine_machines(self.machines.connected, can_load=can_load))
+        finally:
+            self._is_examining = False
 
     async def _answer_early(self, request: Request) -> RequestReply:
         """The answer to a request before the job begins."""

@@ -44,7 +44,17 @@ class KeepSave(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
-Request = Drain | TellEvents | TellStatus | KeepSave
+class Examine(msgspec.Struct, frozen=True, tag=True):
+    """Request for what the machines of the job and the paths between them are like.
+
+    Attributes:
+        has_bandwidth: whether bandwidth is measured also while the job trains.
+    """
+
+    has_bandwidth: bool = False
+
+
+Request = Drain | TellEvents | TellStatus | KeepSave | Examine
 _decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 
 
@@ -141,6 +151,9 @@ def reply_function(
                 return json_reply(status())
             case KeepSave(name):
                 return await _keep_save(directory, name)
+            case Examine():  # A head answers it itself (open_head.py).
+                text = "all nodes of this job are on this machine: planaria doctor examines it"
+                return RequestReply(is_done=False, text=text)
 
     return answer
 

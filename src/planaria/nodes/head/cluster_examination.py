@@ -1,0 +1,194 @@
+"""Examines the machines of a job, and the paths between them, for `planaria doctor HOST:PORT`.
+
+Each machine is asked what it is like, and by the same exchange how far its clock is from the
+head's. Then each two machines measure the paths between them, both ways. The pairs are taken in
+rounds in which each machine is in one pair at most, as in a tournament. The head measures its paths
+to the machines; that from a machine to the head is the connection over which it was asked.
+
+All of it takes at most a minute. A path whose bandwidth is measured is busy for half a second, with
+at most 128 MiB; one whose latency alone is measured gets 21 bytes and as many lengths.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from planaria.core.checkups import ClusterCheckup, MachineCheckup, PathCheck
+from planaria.core.machine_messages import (
+    LINK_BUDGET_S,
+    ExaminationRequested,
+    LinkMeasured,
+    LinkMeasureRequested,
+    LinkServed,
+    LinkServeRequested,
+    MachineExamined,
+)
+from planaria.nodes.daemon_threads import answer_of_thread
+from planaria.nodes.examination import facts_of_this_machine
+from planaria.nodes.head.link_classes import LinkClass, link_class
+from planaria.nodes.head.machine_handle import MachineHandle
+from planaria.transport.link_measurement import SECRET_BYTES, measured_link
+
+HEAD: Final = "head"
+_TIME_S_MAX: Final = 60.0
+_ANSWER_TIMEOUT_S: Final = 15.0
+_TRAINING_NOTE: Final = (
+    "bandwidth was not measured, so that the job is not disturbed; --bandwidth measures it all the "
+    "same"
+)
+_Result = TypeVar("_Result")
+
+
+async def examine_machines(
+    machines: Sequence[MachineHandle], *, can_load: Callable[[], bool]
+) -> ClusterCheckup:
+    """What the machines and the paths between them are like.
+
+    Args:
+        machines: machines that are connected.
+        can_load: returns whether the bandwidth of a path may be measured now.
+    """
+    end_s = asyncio.get_running_loop().time() + _TIME_S_MAX
+    examinations = [_examination(machine) for machine in machines]
+    examined = await asyncio.gather(*examinations)
+    measuring = _Paths(can_load, end_s=end_s)
+    for machine, (_, latency_s) in zip(machines, examined, strict=True):
+        if latency_s >= 0.0:
+            path = PathCheck(source=machine.name, target=HEAD, latency_s=latency_s)
+            measuring.paths.append(path)
+        await measuring.measure_from_head(machine)
+    for pairs in tournament(len(machines)):
+        await asyncio.gather(
+            *(measuring.measure_pair(machines[one], machines[other]) for one, other in pairs)
+        )
+    return ClusterCheckup(
+        head_versions=facts_of_this_machine("", "").versions,
+        machines=tuple(checkup for checkup, _ in examined),
+        paths=tuple(measuring.paths),
+        num_paths_left=measuring.num_left,
+        note="" if measuring.has_loaded_all else _TRAINING_NOTE,
+    )
+
+
+async def _examination(machine: MachineHandle) -> tuple[MachineCheckup, float]:
+    """What a machine is like, and the latency of its connection; -1.0: it has not answered."""
+    sent_s = time.time()
+    answer = await _in_time(machine.ask(ExaminationRequested(), MachineExamined))
+    received_s = time.time()
+    checkup = MachineCheckup(
+        name=machine.name,
+        host=machine.facts.host,
+        node=machine.node,
+        processor=machine.facts.processor,
+        versions=machine.facts.versions,
+    )
+    if answer is None:
+        return checkup, -1.0
+    on_way_s = max(0.0, received_s - sent_s - (answer.sent_s - answer.received_s))
+    offset_s = ((answer.received_s - sent_s) + (answer.sent_s - received_s)) / 2
+    checkup = MachineCheckup(
+        name=checkup.name,
+        host=checkup.host,
+        node=checkup.node,
+        processor=checkup.processor,
+        versions=checkup.versions,
+        checks=answer.checks,
+        clock_offset_s=offset_s,
+        clock_error_s=on_way_s / 2,
+    )
+    return checkup, on_way_s / 2
+
+
+class _Paths:
+    """The paths that have been measured.
+
+    Args:
+        can_load: see `examine_machines`.
+        end_s: time of the loop after which no measurement begins.
+
+    Attributes:
+        paths: results so far.
+        num_left: number of paths for which there was no time.
+        has_loaded_all: whether each path was to be measured with its bandwidth.
+    """
+
+    def __init__(self, can_load: Callable[[], bool], *, end_s: float) -> None:
+        self.paths: list[PathCheck] = []
+        self.num_left = 0
+        self.has_loaded_all = True
+        self._can_load = can_load
+        self._end_s = end_s
+
+    async def measure_pair(self, one: MachineHandle, other: MachineHandle) -> None:
+        """Measures both directions, unless two agents of one machine are meant."""
+        if link_class(one.facts, other.facts) is not LinkClass.MACHINE:
+            for source, target in ((one, other), (other, one)):
+                measure = partial(_link_from, source)
+                await self._measure(source.name, target, measure)
+
+    async def measure_from_head(self, target: MachineHandle) -> None:
+        """Measures the path from the head to a machine."""
+        await self._measure(HEAD, target, _link_from_here)
+
+    async def _measure(
+        self,
+        source: str,
+        target: MachineHandle,
+        measure: Callable[[LinkMeasureRequested], Coroutine[Any, Any, LinkMeasured | None]],
+    ) -> None:
+        if asyncio.get_running_loop().time() >= self._end_s:
+            self.num_left += 1
+            return
+        budget_s = LINK_BUDGET_S if self._can_load() else 0.0
+        self.has_loaded_all = self.has_loaded_all and budget_s > 0.0
+        secret = secrets.token_bytes(SECRET_BYTES)
+        served = await _in_time(target.ask(LinkServeRequested(secret), LinkServed))
+        measured = LinkMeasured(reason=f"{target.name} opens no port")
+        if served is not None and served.port:
+            address = (target.facts.host, served.port)
+            question = LinkMeasureRequested(address=address, secret=secret, budget_s=budget_s)
+            answer = await _in_time(measure(question))
+            measured = answer or LinkMeasured(reason=f"{source} did not answer")
+        link = measured.link
+        self.paths.append(
+            PathCheck(
+                source=source,
+                target=target.name,
+                latency_s=link.latency_s if link else 0.0,
+                bandwidth_bytes_per_s=link.bandwidth_bytes_per_s if link else 0.0,
+                problem=measured.reason,
+            )
+        )
+
+
+async def _link_from(source: MachineHandle, question: LinkMeasureRequested) -> LinkMeasured | None:
+    return await source.ask(question, LinkMeasured)
+
+
+async def _link_from_here(question: LinkMeasureRequested) -> LinkMeasured:
+    return await answer_of_thread(partial(measured_link, question), name="link")
+
+
+async def _in_time(work: Coroutine[Any, Any, _Result | None]) -> _Result | None:
+    """The result of the work; None: there is none in time."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+            return await work
+    return None
+
+
+def tournament(num_players: int) -> Iterator[list[tuple[int, int]]]:
+    """Rounds of pairs, so that each two players meet once and none plays twice in a round.
+
+    The first player keeps its place while the others move on by one: the circle method.
+    """
+    circle = [*range(num_players)] + ([-1] if num_players % 2 else [])  # -1: nobody.
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
+        yield [(one, other) for one, other in pairs if one >= 0 and other >= 0]
+        circle[1:] = [circle[-1], *circle[1:-1]]

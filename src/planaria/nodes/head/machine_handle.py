@@ -1,0 +1,92 @@
+"""A machine as its head knows it, and the questions that the head asks it.
+
+The head may ask a machine several things at once, such as to measure layers for the job and a path
+for `planaria doctor`. So each question has a number, which the answer repeats.
+"""
+
+import asyncio
+from collections import deque
+from typing import Final, TypeVar
+
+import msgspec
+
+from planaria.core.machine_messages import (
+    ExaminationRequested,
+    JobPrepared,
+    LinkMeasured,
+    LinkMeasureRequested,
+    LinkServed,
+    LinkServeRequested,
+    MachineExamined,
+    MachineFacts,
+    PrepareRequested,
+    ToMachine,
+)
+from planaria.transport.frames import frame
+
+REJOINS_MAX: Final = 5  # Nodes that a machine may lose within an hour and still get another.
+Question = PrepareRequested | LinkServeRequested | LinkMeasureRequested | ExaminationRequested
+Answer = JobPrepared | LinkServed | LinkMeasured | MachineExamined
+Kind = TypeVar("Kind", JobPrepared, LinkServed, LinkMeasured, MachineExamined)
+
+
+class MachineHandle:
+    """A machine of a job, connected or not.
+
+    Attributes:
+        name: name that no other machine of the job has.
+        facts: facts that it has reported of itself.
+        writer: stream to it; None: its connection is broken.
+        is_ready: whether it can run a node as soon as it is connected.
+        is_leaving: whether it takes no further node.
+        node: node that it runs; -1: none.
+        ended_s: times at which its nodes have ended, the newest last.
+    """
+
+    def __init__(self, name: str, facts: MachineFacts) -> None:
+        self.name = name
+        self.facts = facts
+        self.writer: asyncio.StreamWriter | None = None
+        self.is_ready = False
+        self.is_leaving = False
+        self.node = -1
+        self.ended_s: deque[float] = deque(maxlen=REJOINS_MAX)
+        self._questions: dict[int, asyncio.Future[Answer | None]] = {}
+        self._num_asked = 0
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it can be asked for a node now."""
+        return self.writer is not None and self.is_ready and not self.is_leaving and self.node < 0
+
+    def tell(self, message: ToMachine) -> None:
+        """Sends a message, unless the connection is broken."""
+        if self.writer is not None:
+            self.writer.write(frame(message))
+
+    async def ask(self, question: Question, kind: type[Kind]) -> Kind | None:
+        """The machine's answer; None: its connection is broken, or breaks before it answers."""
+        if self.writer is None:
+            return None
+        self._num_asked += 1
+        number = self._num_asked
+        future = self._questions[number] = asyncio.get_running_loop().create_future()
+        self.tell(msgspec.structs.replace(question, number=number))
+        try:
+            answer = await future
+        finally:
+            self._questions.pop(number, None)
+        return answer if isinstance(answer, kind) else None
+
+    def on_answer(self, answer: Answer) -> None:
+        """Gives an answer to who has asked; does nothing if nobody waits for it."""
+        future = self._questions.get(answer.number)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    def on_break(self) -> None:
+        """Handles the end of the connection: no question will be answered."""
+        self.writer = None
+        for future in self._questions.values():
+            if not future.done():
+                future.set_result(None)
