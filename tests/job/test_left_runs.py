@@ -1,15 +1,27 @@
 """What becomes of the run of a killed head if the head that takes it up does not go on."""
 
+import os
+import time
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
-from helpers.left_runs import LISTENING, ReturningMachine, leave_run, left_job
+from helpers.left_runs import (
+    LISTENING,
+    RUN,
+    ReturningMachine,
+    come_back,
+    leave_run,
+    left_job,
+    open_left_head,
+)
+from helpers.tasks import wait_until
 from planaria.errors import ConfigError
-from planaria.job import training_job
+from planaria.job import on_machines, training_job
+from planaria.job.on_machines import LeftRun, take_up
 from planaria.job.training_job import Job
-from planaria.nodes.head.run_record import RUN_FILE
+from planaria.nodes.head.run_record import RUN_FILE, TOUCH_PERIOD_S, NodeLog, read_run, record_age_s
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ConfigError("model.kind", "", "wrong")])
@@ -34,3 +46,79 @@ def test_a_head_that_ends_while_it_takes_a_run_up_leaves_all_as_it_was(
     assert machine.is_told is False
     assert (journal / RUN_FILE).read_bytes() == before
     assert "try again with --reattach" in machine.display.notes[-1]
+
+
+def make_older(directory: Path, age_s: float) -> None:
+    """Makes a head have been lost so many seconds ago."""
+    then_s = time.time() - age_s
+    for path in directory.iterdir():
+        os.utime(path, (then_s, then_s))
+
+
+def left_run(saves: Path) -> LeftRun:
+    """A run that has just been left."""
+    leave_run(saves / ".journal", left_job(saves))
+    record = read_run(saves / ".journal")
+    assert record is not None
+    return LeftRun(saves / ".journal", record)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_nodes_of_a_lost_head_are_waited_for_as_long_as_they_look_for_one(
+    resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine notices only later that a head has lost its power. The next head began anew while
+    the nodes lived, and these were killed when they came."""
+    left, notes = left_run(tmp_path), list[str]()
+    monkeypatch.setattr(on_machines, "_TAKE_UP_LEASES", 0)
+    monkeypatch.setattr(on_machines, "_TAKE_UP_S", 0.0)
+    with open_left_head(tmp_path) as (head, runner), head:
+        address = head.leader_sockets.address
+        loop = runner.get_loop()
+
+        def note(text: str) -> None:
+            notes.append(text)
+            loop.call_soon(lambda: lines.append(loop.create_task(come_back(address))))
+
+        lines: list[object] = []
+        assert take_up(head, left, resume=resume, note=note)
+
+        assert head.run == RUN
+        assert "waiting up to 600 s" in notes[0] or "waiting up to 599 s" in notes[0]
+
+
+def test_a_head_begins_anew_at_once_where_all_nodes_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their patience is over."""
+
+    async def nobody(_: float) -> bool:
+        return False
+
+    left, notes = left_run(tmp_path), list[str]()
+    patience_s = left.record.job.cluster.patience_s
+    make_older(left.directory, patience_s)
+    with open_left_head(tmp_path) as (head, _), head:
+        monkeypatch.setattr(head.machines, "wait_living", nobody)
+
+        assert not take_up(head, left, resume=True, note=notes.append)
+        assert head.run != RUN
+        assert "waiting up to 11 s" in notes[0]
+
+
+def test_a_head_at_work_says_so_in_its_journal(tmp_path: Path) -> None:
+    """A job that waits for machines commits nothing for minutes, and then its head may be lost."""
+    directory = left_run(tmp_path).directory
+    make_older(directory, 1e6)
+    before_s = record_age_s(directory)
+    with open_left_head(tmp_path) as (head, runner), head:
+        log = head.machines.node_log = NodeLog(directory)
+
+        async def begin() -> None:
+            head.begin(lambda _: None, lambda: None)
+            await wait_until(lambda: record_age_s(directory) < TOUCH_PERIOD_S)
+
+        runner.run(begin())
+        log.close()
+
+    assert before_s >= 1e6 - 1.0

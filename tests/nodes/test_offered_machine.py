@@ -177,3 +177,19 @@ async def test_what_a_machine_finds_for_an_earlier_run_is_not_told_in_the_next(
         await wait_until(lambda: len(asked) == 2)
         asked[1].set_result(b"")
         await line.wait(JobPrepared)
+
+
+@runs
+async def test_a_machine_hears_within_a_lease_that_its_head_has_lost_its_power(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node looked for the next head, but the machine did not for minutes, and that head waits
+    for machines."""
+    asked_s: list[float] = []
+    monkeypatch.setattr(
+        machine, "break_when_silent", lambda _sock, silent_s: asked_s.append(silent_s)
+    )
+    async with offered_machine(tmp_path, monkeypatch, job=JOB) as (made, _):
+        await made.join()
+
+        assert asked_s == [JOB.cluster.lease_s]

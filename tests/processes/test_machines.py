@@ -129,7 +129,7 @@ def test_resume_finds_the_living_nodes_of_a_lost_head_by_itself(
 def test_resume_begins_a_new_run_where_the_machines_of_a_lost_head_are_gone(
     tmp_path: Path, local_hash: str
 ) -> None:
-    settings = ("checkpoint.persist_every=2", "cluster.lease_s=1.0")
+    settings = ("checkpoint.persist_every=2", "cluster.lease_s=1.0", "cluster.patience_s=1.0")
     with machines(tmp_path, nodes="3", settings=settings) as job:
         for _ in range(3):
             job.join()

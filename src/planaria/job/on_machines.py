@@ -26,13 +26,14 @@ from planaria.nodes.head.kind_speeds import Kind
 from planaria.nodes.head.machine_checks import MachineChecks
 from planaria.nodes.head.machines import Machines
 from planaria.nodes.head.open_head import OpenHead
-from planaria.nodes.head.run_record import RunRecord, read_run
+from planaria.nodes.head.run_record import RunRecord, read_run, record_age_s
 from planaria.nodes.shared_saves import place_mark, remove_other_marks
 from planaria.transport.acceptor import listen
 from planaria.transport.credentials import Credentials
 from planaria.transport.sockets import address_text
 
-# Time for a machine to notice that a head is there again.
+# A node ends itself once its lease and its patience are over. Before that, a machine notices within
+# as long again as its lease that a head is lost, and needs a few seconds to find the next one.
 _TAKE_UP_LEASES, _TAKE_UP_S = 2, 5.0
 _ANY_HOST = ("0.0.0.0", "::", "")
 
@@ -119,15 +120,30 @@ def find_left_run(
     return None
 
 
-def take_up(head: OpenHead, left: LeftRun, *, resume: bool) -> bool:
+def take_up(head: OpenHead, left: LeftRun, *, resume: bool, note: Callable[[str], None]) -> bool:
     """Waits for machines of a run that a killed head has left; returns whether any has come.
 
-    If none has and `resume` is given, the head goes on with a new run.
+    They are waited for as long as a node may look for a head. If none has come by then and
+    `resume` is given, the head goes on with a new run.
+
+    Args:
+        note: shows the user a text.
 
     Raises:
         InsufficientError: none has come, and there is no other way to go on.
     """
-    timeout_s = _TAKE_UP_LEASES * left.record.job.cluster.lease_s + _TAKE_UP_S
+    cluster = left.record.job.cluster
+    timeout_s = _TAKE_UP_LEASES * cluster.lease_s + _TAKE_UP_S
+    timeout_s += max(0.0, cluster.patience_s - record_age_s(left.directory))
+    note(
+        f"waiting up to {timeout_s:.0f} s for nodes of the run that was left in {left.directory}, "
+        "which may live so long"
+        + (
+            "; to go on from the newest save at once, stop this and remove that directory"
+            if resume
+            else ""
+        )
+    )
     head.is_taken_up = head.runner.run(head.machines.wait_living(timeout_s))
     if head.is_taken_up:
         return True

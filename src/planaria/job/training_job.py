@@ -375,7 +375,7 @@ class Job:
         )
         running = ForkServer(HEAD_PRELOAD)
         held.callback(running.close)
-        if left_run is not None and take_up(head, left_run, resume=resume):
+        if left_run is not None and take_up(head, left_run, resume=resume, note=note):
             journal = held.enter_context(
                 _places(
                     config,

@@ -66,7 +66,7 @@ from planaria.transport.acceptor import Purpose, connect
 from planaria.transport.credentials import Credentials
 from planaria.transport.frames import FrameDecoder, frame, message_of
 from planaria.transport.link_measurement import measured_link, serve_link
-from planaria.transport.sockets import Address, address_text
+from planaria.transport.sockets import Address, address_text, break_when_silent
 
 logger = logging.getLogger(__name__)
 
@@ -266,6 +266,15 @@ class _Machine:
             for body in decoder.feed(data):
                 self._on_message(message_of(body, _decoder))
 
+    def _watch_head(self, lease_s: float) -> None:
+        """Has the connection break if the head's machine is silent for a lease.
+
+        A machine that loses its power closes nothing. The node looks for a head then, too, and the
+        next head waits for both.
+        """
+        if self._writer is not None:
+            break_when_silent(self._writer.get_extra_info("socket"), silent_s=lease_s)
+
     def _tell(self, message: FromMachine) -> None:
         if self._writer is not None:
             self._writer.write(frame(message))
@@ -285,6 +294,7 @@ class _Machine:
         match message:
             case JobOffered():
                 self._has_offer = True
+                self._watch_head(message.job.cluster.lease_s)
                 if self._taking is not None:
                     self._taking.cancel()
                 self._taking = self._start_task(self._take_job(message))

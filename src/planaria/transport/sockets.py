@@ -17,8 +17,8 @@ CONNECT_TIMEOUT_S: Final = 10.0
 # way to it: for these TCP_USER_TIMEOUT sets the same limit. So a connection breaks after two
 # minutes if the peer's machine is gone or a middlebox has dropped the connection. It also breaks if
 # a live peer takes no bytes for so long, which cannot happen while that peer serves its sockets.
-_SILENT_S, _PROBE_S, _NUM_PROBES = 60, 10, 6
-_LOST_S = _SILENT_S + _PROBE_S * _NUM_PROBES
+_LOST_S: Final = 120.0
+_NUM_PROBES: Final = 6  # In the second half of that time.
 _BACKLOG: Final = 1024
 
 
@@ -39,17 +39,22 @@ def is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host).is_loopback if _is_literal(host) else host == "localhost"
 
 
-def break_when_silent(sock: socket.socket) -> None:
-    """Has a TCP connection break once its peer's machine has been silent for two minutes.
+def break_when_silent(sock: socket.socket, *, silent_s: float = _LOST_S) -> None:
+    """Has a TCP connection break once its peer's machine has been silent for so long.
 
-    Small writes leave at once from now on, too.
+    The peer's kernel answers however busy its processes are. Small writes leave at once from now
+    on, too.
+
+    Args:
+        silent_s: seconds of silence; the kernel probes once a second at most.
     """
+    probe_s = max(1, round(silent_s / (2 * _NUM_PROBES)))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(silent_s / 2)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_LOST_S * 1000))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(silent_s * 1000))
 
 
 def listening_socket(host: str) -> socket.socket:

@@ -6,6 +6,7 @@ for `planaria doctor`. So each question has a number, which the answer repeats.
 
 import asyncio
 from collections import deque
+from collections.abc import Mapping
 from typing import Final, TypeVar
 
 import msgspec
@@ -23,8 +24,10 @@ from planaria.core.machine_messages import (
     ToMachine,
 )
 from planaria.transport.frames import frame
+from planaria.transport.sockets import break_when_silent
 
 REJOINS_MAX: Final = 5  # Nodes that a machine may lose within an hour and still get another.
+_HOUR_S: Final = 3600.0
 Question = PrepareRequested | LinkServeRequested | LinkMeasureRequested | ExaminationRequested
 Answer = JobPrepared | LinkServed | LinkMeasured | MachineExamined
 Kind = TypeVar("Kind", JobPrepared, LinkServed, LinkMeasured, MachineExamined)
@@ -59,6 +62,24 @@ class MachineHandle:
         """Whether it can be asked for a node now."""
         return self.writer is not None and self.is_ready and not self.is_leaving and self.node < 0
 
+    def may_run(self, now_s: float) -> bool:
+        """Whether it is free, and has not lost too many nodes within an hour.
+
+        Args:
+            now_s: time by the clock of `ended_s`.
+        """
+        times = self.ended_s
+        is_failing = len(times) == REJOINS_MAX and now_s - times[0] < _HOUR_S
+        return self.is_free and not is_failing
+
+    def connect(self, writer: asyncio.StreamWriter, *, silent_s: float) -> None:
+        """Takes a new connection, which breaks when the machine is silent for so long.
+
+        A machine that loses its power closes no connection.
+        """
+        self.writer = writer
+        break_when_silent(writer.get_extra_info("socket"), silent_s=silent_s)
+
     def tell(self, message: ToMachine) -> None:
         """Sends a message, unless the connection is broken."""
         if self.writer is not None:
@@ -90,3 +111,17 @@ class MachineHandle:
         for future in self._questions.values():
             if not future.done():
                 future.set_result(None)
+
+
+def unused_name(name: str, machines: Mapping[str, MachineHandle]) -> str:
+    """The name, or the name with a number if another machine that may come back has it."""
+    taken = {
+        other
+        for other, machine in machines.items()
+        if machine.writer is not None or machine.node >= 0
+    }
+    number, unused = 1, name
+    while unused in taken:
+        number += 1
+        unused = f"{name}-{number}"
+    return unused

@@ -56,7 +56,7 @@ from planaria.nodes.forkserver import exit_text
 from planaria.nodes.head.kind_speeds import Kind, KindSpeeds, kind_of
 from planaria.nodes.head.link_classes import LinkClass, first_pairs
 from planaria.nodes.head.machine_checks import MachineChecks
-from planaria.nodes.head.machine_handle import REJOINS_MAX, MachineHandle
+from planaria.nodes.head.machine_handle import MachineHandle, unused_name
 from planaria.nodes.head.node_handles import EXIT_TIMEOUT_S, KILL_TIMEOUT_S
 from planaria.nodes.head.process_events import wait_until
 from planaria.nodes.head.run_record import NodeLog
@@ -286,7 +286,7 @@ class Machines:
     @property
     def has_room(self) -> bool:
         """Whether another node may be started, on a machine that is free."""
-        has_machine = any(self._may_run(machine) for machine in self._machines.values())
+        has_machine = any(machine.may_run(time.monotonic()) for machine in self._machines.values())
         num_nodes = len(self._live_nodes.keys() - self._gone)
         return not self._is_stopped and has_machine and num_nodes < self._num_max
 
@@ -296,7 +296,7 @@ class Machines:
         Machines of one failure domain get neighbouring numbers, and so most pipelines lie within
         one domain: the loss of a domain leaves others whole. Nodes that live have machines.
         """
-        free = [machine for machine in self._machines.values() if self._may_run(machine)]
+        free = [machine for machine in self._machines.values() if machine.may_run(time.monotonic())]
         free.sort(key=lambda machine: machine.facts.domain)  # Ties keep the order of arrival.
         missing = [node for node in nodes if node not in self._nodes]
         self._reserved = dict(zip(missing, free, strict=False))
@@ -306,7 +306,7 @@ class Machines:
     def start(self, spec: NodeSpec, *, is_granted: bool) -> None:
         """See NodeHandles. If no machine is free, the node counts as ended at once."""
         del is_granted  # A machine that comes later is a new one by itself.
-        free = [machine for machine in self._machines.values() if self._may_run(machine)]
+        free = [machine for machine in self._machines.values() if machine.may_run(time.monotonic())]
         if not free:
             machine = self._nodes[spec.node] = MachineHandle("", MachineFacts(name="", host=""))
             self._on_node_end(machine, NodeEnded(node=spec.node, status=0))
@@ -402,12 +402,6 @@ class Machines:
         nodes = self._live_nodes.keys() - self._gone
         return [node for node in nodes if self._nodes[node].writer is not None]
 
-    def _may_run(self, machine: MachineHandle) -> bool:
-        """Whether a machine is free, and has not lost too many nodes within an hour."""
-        times = machine.ended_s
-        is_failing = len(times) == REJOINS_MAX and time.monotonic() - times[0] < _HOUR_S
-        return machine.is_free and not is_failing
-
     def _on_node_end(self, machine: MachineHandle, ended: NodeEnded) -> None:
         """Notes the end of a node, unless another machine runs the node of that number."""
         if ended.node in self._ends or self._nodes.get(ended.node) is not machine:
@@ -473,7 +467,7 @@ class Machines:
         has_node = arrived.run == self._offer.run and arrived.node >= 0
         machine = self._nodes.get(arrived.node) if has_node else None
         if machine is None:
-            name = self._unused_name(arrived.facts.name)
+            name = unused_name(arrived.facts.name, self._machines)
             machine = self._machines[name] = MachineHandle(name, arrived.facts)
             self._note(f"{name} ({arrived.facts.host}) has come")
             if has_node:  # The head before this one started it.
@@ -483,25 +477,12 @@ class Machines:
                 self._note(f"it runs node {arrived.node}")
         else:
             self._note(f"{machine.name} is connected again")
-        machine.writer = writer
+        machine.connect(writer, silent_s=self.job.cluster.lease_s)
         sources = self._offer.sources
         if arrived.has_code:  # Only digests travel.
             sources = tuple(msgspec.structs.replace(source, data=b"") for source in sources)
         machine.tell(msgspec.structs.replace(self._offer, sources=sources))
         return machine
-
-    def _unused_name(self, name: str) -> str:
-        """The name, or the name with a number if another machine that is connected has it."""
-        taken = {
-            other
-            for other, machine in self._machines.items()
-            if machine.writer is not None or machine.node in self._live_nodes
-        }
-        number, unused = 1, name
-        while unused in taken:
-            number += 1
-            unused = f"{name}-{number}"
-        return unused
 
     def _on_message(self, machine: MachineHandle, message: FromMachine) -> None:
         match message:

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Final
 
 from planaria.core.records import AgentEnded, Ended
+from planaria.nodes.daemon_threads import answer_of_thread
 from planaria.nodes.head.cluster_examination import examine_machines
 from planaria.nodes.head.machines import Machines
 from planaria.nodes.head.network_requests import NetworkRequests
@@ -24,6 +25,7 @@ from planaria.nodes.head.requests import (
     TellStatus,
     json_reply,
 )
+from planaria.nodes.head.run_record import TOUCH_PERIOD_S
 from planaria.observe.status import Standing, job_status
 from planaria.transport.acceptor import Acceptor, Purpose
 from planaria.transport.credentials import Credentials
@@ -129,6 +131,7 @@ class OpenHead:
         self.credentials = credentials
         self.is_taken_up = False
         self.keeps_run = keeps_run
+        self._touching: asyncio.Task[None] | None = None
         self.machines = machines
         self.leader_sockets = PassedSockets(address)
         self.answer_job: Answer = self._answer_early
@@ -171,11 +174,19 @@ class OpenHead:
     def begin(self, on_end: Callable[[AgentEnded], None], on_free: Callable[[], None]) -> None:
         """Has the launcher told of ends of nodes, and of machines that are free."""
         self.machines.on_end, self.machines.on_free = on_end, on_free
+        self._touching = asyncio.create_task(self._keep_touching())
         on_free()
 
     def serve_probes(self, accept: Callable[[socket.socket], None]) -> None:
         """Has the sockets of probes handed to a function; without it they are refused."""
         self._handlers[Purpose.PROBE] = accept
+
+    async def _keep_touching(self) -> None:
+        """Notes again and again that this head runs; the disk may hang or refuse."""
+        while (log := self.machines.node_log) is not None:
+            with contextlib.suppress(OSError):
+                await answer_of_thread(log.touch, name="journal")
+            await asyncio.sleep(TOUCH_PERIOD_S)
 
     async def close(self, ended: asyncio.Future[Ended] | None) -> None:
         """Tells the machines how the job has ended, and closes the port. Idempotent.
@@ -184,6 +195,8 @@ class OpenHead:
         """
         has_result = ended is not None and ended.done() and not ended.cancelled()
         is_known = has_result and ended is not None and ended.exception() is None
+        if self._touching is not None:
+            self._touching.cancel()
         if self.keeps_run:
             await self.machines.close()
         else:

@@ -5,8 +5,11 @@
 
 A head that was killed leaves both, with the journal. A head that takes the run up
 (`planaria train --reattach`) knows by them which machines belong to it, and gives no number twice.
+While a head runs it sets the time of journal.nodes again and again (`NodeLog.touch`), so that the
+next one knows how long its nodes have been without one (`record_age_s`).
 """
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Final
@@ -20,6 +23,8 @@ from planaria.errors import ConfigError
 
 RUN_FILE: Final = "journal.run"
 _NODES_FILE: Final = "journal.nodes"
+_NOW_FILE: Final = "journal.now"
+TOUCH_PERIOD_S: Final = 10.0
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +76,21 @@ def read_run(directory: Path) -> RunRecord | None:
         raise ConfigError("--state", str(path), remedy) from error
 
 
+def record_age_s(directory: Path) -> float:
+    """The seconds since a head last was at work with the records in a directory, or a few less.
+
+    The disk's clock counts, whichever machine that is on. 0.0 where the disk does not say.
+    """
+    now_path = directory / _NOW_FILE
+    newest_s = now_s = 0.0
+    with contextlib.suppress(OSError):
+        newest_s = max(path.stat().st_mtime for path in directory.iterdir() if path != now_path)
+        now_path.write_bytes(b"")
+        now_s = now_path.stat().st_mtime
+        now_path.unlink()
+    return max(0.0, now_s - newest_s)
+
+
 class NodeLog:
     """The numbers of the nodes that a head has started.
 
@@ -83,7 +103,8 @@ class NodeLog:
 
     def __init__(self, directory: Path) -> None:
         # It stays open for as long as the run lasts.
-        self._file = open(directory / _NODES_FILE, "a+b", opener=_open_private)  # noqa: SIM115
+        self._path = directory / _NODES_FILE
+        self._file = open(self._path, "a+b", opener=_open_private)  # noqa: SIM115
         self._file.seek(0)
         self.next_node = max((int(line) for line in self._file.read().split()), default=-1) + 1
 
@@ -95,6 +116,14 @@ class NodeLog:
         self.next_node = max(self.next_node, node + 1)
         self._file.write(b"%d\n" % node)
         self._file.flush()
+
+    def touch(self) -> None:
+        """Notes that a head runs now; call it every TOUCH_PERIOD_S.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        os.utime(self._path)
 
     def close(self) -> None:
         """Closes the file."""
