@@ -1,7 +1,7 @@
 """A fake cluster for tests of the coordinator: nodes that answer at once, and its records."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
@@ -61,7 +61,11 @@ from planaria.protocol.agent_state import (
 
 @dataclass
 class FakeNode:
-    """A node of one rank: a real agent's memory, and a worker that holds what it is told to."""
+    """A node of one rank: a real agent's memory, and a worker that holds what it is told to.
+
+    Attributes:
+        is_linked: whether its links of a plan hold; if not, it begins nothing and receives nothing.
+    """
 
     agent: AgentState
     epoch: int = -1
@@ -76,6 +80,7 @@ class FakeNode:
     computing_s: float = 0.0
     seconds: float = 0.1
     pid: int = 0
+    is_linked: Callable[[Plan], bool] = lambda _: True
 
     def take(self, message: ToNode) -> list[Word]:
         """What the node says to a message."""
@@ -124,6 +129,8 @@ class FakeNode:
         node = self.agent.node
         self.epoch = self.started = order.epoch
         self.next_order = None
+        if not self.is_linked(order.plan):
+            return []
         self.age = iteration
         self.layers = tuple(sorted(order.plan.held_by_rank.get(node, ())))
         self.takes_part = node in order.plan.all_ranks

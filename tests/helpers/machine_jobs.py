@@ -1,12 +1,12 @@
 """A job on test hosts: a head, and an agent on each machine, as a user starts them.
 
 The head has the job file and the module of its model, and nobody else has. What all have is the
-token file and the directory of the saves.
+token file and the directory of the saves. A job may be another one, see `Machines`.
 """
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from planaria.nodes.forkserver import ForkServer
 from planaria.transport.credentials import write_credentials
 
 ITERATIONS = 120
-TIMEOUT_S = 100.0
+TIMEOUT_S = 300.0  # Six hosts that import torch at once on two cores take two minutes.
 LEASE_S = 3.0
 NUM_NODES = 4
 
@@ -53,10 +53,18 @@ lease_s = {LEASE_S}
 """
 
 
+# The words of `planaria train` that name a job, given a host's own directory and that of the saves.
+JobWords = Callable[[Path, Path], tuple[str, ...]]
+
+
 class Machines:
     """Hosts whose agents serve job after job, so that they import torch once.
 
-    The first host is the head's. The last one has no agent of its own accord, see `join`.
+    The first host is the head's. The last one has no agent of its own accord, see `join`; it may
+    run another head, at the other address that all agents know.
+
+    Args:
+        job_words: words that name the job.
 
     Attributes:
         directory: directory that all hosts see.
@@ -64,7 +72,8 @@ class Machines:
         agents: commands of the newest agents, by the index of their host.
     """
 
-    def __init__(self, hosts: Hosts, directory: Path) -> None:
+    def __init__(self, hosts: Hosts, directory: Path, *, job_words: JobWords | None = None) -> None:
+        self._job_words = job_words or _slow_job_words
         self.hosts = hosts
         self.directory = directory
         self.node_hosts = tuple(hosts)[1:-1]
@@ -72,8 +81,11 @@ class Machines:
         self.hurry_path = directory / "hurry"
         self._token = directory / "token"
         write_credentials(self._token)
-        port = hosts[0].run("python", "-c", _FREE_PORT, hosts[0].address).strip()
-        self.address = f"{hosts[0].address}:{port}"
+        self._head_hosts = (hosts[0], tuple(hosts)[-1])
+        self._addresses = {}
+        for host in self._head_hosts:
+            port = host.run("python", "-c", _FREE_PORT, host.address).strip()
+            self._addresses[host] = f"{host.address}:{port}"
 
     def make_ready(self) -> None:
         """Ends whatever was done to the hosts, and starts the agents that are missing."""
@@ -95,17 +107,26 @@ class Machines:
 
     def join(self, host: Host, *options: str) -> Process:
         """Starts an agent on a host."""
-        words = ("agent", "--join", self.address, "--token-file", str(self._token), *options)
+        addresses = ",".join(self._addresses.values())
+        words = ("agent", "--join", addresses, "--token-file", str(self._token), *options)
         self.agents[host.index] = host.start("planaria", *words, env=self._environment)
         return self.agents[host.index]
 
-    def start_head(self, nodes: str, directory: Path) -> Process:
-        """Starts the head of a job, whose saves and report go to the directory."""
-        head = self.hosts[0]
-        job = _write_job(head.directory, directory / "checkpoints")
+    def start_head(
+        self, nodes: str, directory: Path, *options: str, is_elsewhere: bool = False
+    ) -> Process:
+        """Starts the head of a job, whose journal, saves and report go to the directory.
+
+        Args:
+            options: further options of `planaria train`.
+            is_elsewhere: whether it runs on the last host.
+        """
+        head = self._head_hosts[is_elsewhere]
         return head.start(
-            *("planaria", "train", str(job), "--listen", self.address, "--nodes", nodes),
+            *("planaria", "train", *self._job_words(head.directory, directory / "checkpoints")),
+            *("--listen", self._addresses[head], "--nodes", nodes, *options),
             *("--token-file", str(self._token), "--report", str(directory / "report.json")),
+            *("--state", str(directory / "state")),
             env=self._environment,
         )
 
@@ -121,12 +142,25 @@ class MachineJob:
         head: the command of its head.
     """
 
-    def __init__(self, machines: Machines, directory: Path, *, max_nodes: int) -> None:
+    def __init__(
+        self, machines: Machines, directory: Path, options: tuple[str, ...], *, max_nodes: int
+    ) -> None:
         self._machines = machines
+        self._directory = directory
         self._report_path = directory / "report.json"
+        num_nodes = len(machines.node_hosts)
+        self._nodes = f"{num_nodes}:{max_nodes or num_nodes}"
         self._starts = {index: len(one.output) for index, one in machines.agents.items()}
         machines.hurry_path.unlink(missing_ok=True)
-        self.head = machines.start_head(f"{NUM_NODES}:{max_nodes}", directory)
+        self.head = machines.start_head(self._nodes, directory, *options)
+
+    def take_up(self, *, is_elsewhere: bool) -> None:
+        """Starts the head again once it has been lost."""
+        options = ("--reattach",)
+        self.head = self._machines.start_head(
+            self._nodes, self._directory, *options, is_elsewhere=is_elsewhere
+        )
+        self.head.wait_for_line("^iteration ", timeout_s=TIMEOUT_S)
 
     def wait_training(self) -> None:
         """Blocks until a few iterations are committed."""
@@ -138,6 +172,11 @@ class MachineJob:
         lines = self.head.output.splitlines()
         newest = max(int(line.split()[1]) for line in lines if line.startswith("iteration "))
         self._wait_iteration(newest + num_iterations)
+
+    def wait_lost(self, node: int, *, timeout_s: float = TIMEOUT_S) -> None:
+        """Blocks until a node is lost and the others train again."""
+        self.head.wait_for_line(rf"^lost: node {node}\b", timeout_s=timeout_s)
+        self.wait_progress()
 
     def _wait_iteration(self, iteration: int) -> None:
         self.head.wait_for_line(rf"^iteration {iteration} ", timeout_s=TIMEOUT_S)
@@ -154,25 +193,27 @@ class MachineJob:
         self._starts.pop(host.index, None)
         return self._machines.join(host)
 
-    def report(self) -> Any:
+    def report(self, timeout_s: float = TIMEOUT_S) -> Any:
         """The report, once the job has ended well, and without the slowness of the model."""
         self._machines.hurry_path.touch()
-        assert self.head.wait(TIMEOUT_S) == 0, self.head.output
+        assert self.head.wait(timeout_s) == 0, self.head.output
         assert "Traceback" not in self.head.output
         return json.loads(self._report_path.read_text())
 
 
 @contextmanager
 def machine_job(
-    machines: Machines, directory: Path, *, max_nodes: int = NUM_NODES
+    machines: Machines, directory: Path, *options: str, max_nodes: int = 0
 ) -> Iterator[MachineJob]:
-    """A job that trains on four machines.
+    """A job that trains on all machines with agents.
 
     Args:
         directory: directory that all hosts see, for this job alone.
+        options: further options of `planaria train`.
+        max_nodes: number of machines that may train; 0: no more than at the start.
     """
     machines.make_ready()
-    job = MachineJob(machines, directory, max_nodes=max_nodes)
+    job = MachineJob(machines, directory, options, max_nodes=max_nodes)
     try:
         job.wait_training()
         yield job
@@ -191,9 +232,28 @@ def local_digests(directory: Path, server: ForkServer) -> tuple[str, str]:
     return final.parameters_sha256, final.optimizer_sha256
 
 
+def losses(report: Any) -> list[tuple[int, ...]]:
+    """The nodes that were lost, loss by loss."""
+    return [tuple(event["nodes"]) for event in report["events"] if event["kind"] == "lost"]
+
+
+def joins(report: Any) -> list[tuple[int, ...]]:
+    """The nodes that joined, join by join."""
+    return [tuple(event["nodes"]) for event in report["events"] if event["kind"] == "joined"]
+
+
+def pids(host: Host) -> set[int]:
+    """The processes of a host."""
+    return {process.pid for process in host.processes()}
+
+
 def digests(report: Any) -> tuple[str, str]:
     """What must not depend on anything but the job."""
     return report["final"]["parameters_sha256"], report["final"]["optimizer_sha256"]
+
+
+def _slow_job_words(directory: Path, saves: Path) -> tuple[str, ...]:
+    return (str(_write_job(directory, saves)),)
 
 
 def _write_job(directory: Path, saves: Path) -> Path:

@@ -6,7 +6,6 @@ However it goes, the job ends with the bits that it has on one machine.
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,15 +16,17 @@ from helpers.machine_jobs import (
     LEASE_S,
     NUM_NODES,
     TIMEOUT_S,
-    MachineJob,
     Machines,
     digests,
+    joins,
     local_digests,
+    losses,
     machine_job,
+    pids,
 )
 from planaria.nodes.forkserver import ForkServer
 
-pytestmark = [pytest.mark.hosts, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(600)]
 
 LINK_SILENCE_S = 120.0  # A connection between nodes breaks after that.
 CUT_S = 10.0
@@ -58,27 +59,6 @@ def shared(directory: Path, request: pytest.FixtureRequest) -> Path:
     return path
 
 
-def losses(report: Any) -> list[tuple[int, ...]]:
-    """The nodes that were lost, loss by loss."""
-    return [tuple(event["nodes"]) for event in report["events"] if event["kind"] == "lost"]
-
-
-def joins(report: Any) -> list[tuple[int, ...]]:
-    """The nodes that joined, join by join."""
-    return [tuple(event["nodes"]) for event in report["events"] if event["kind"] == "joined"]
-
-
-def pids(host: Host) -> set[int]:
-    """The processes of a host."""
-    return {process.pid for process in host.processes()}
-
-
-def wait_lost(job: MachineJob, node: int, *, timeout_s: float = TIMEOUT_S) -> None:
-    """Blocks until a node is lost and the others train again."""
-    job.head.wait_for_line(rf"^lost: node {node}\b", timeout_s=timeout_s)
-    job.wait_progress()
-
-
 def test_a_job_goes_on_when_a_machine_loses_power(
     machines: Machines, shared: Path, expected: tuple[str, str]
 ) -> None:
@@ -88,7 +68,7 @@ def test_a_job_goes_on_when_a_machine_loses_power(
         node = job.node(hosts[1])
         before = [pids(host) for host in machines.node_hosts[1:]]
         hosts[1].kill()
-        wait_lost(job, node)
+        job.wait_lost(node)
         assert [pids(host) for host in machines.node_hosts[1:]] == before
         report = job.report()
 
@@ -130,7 +110,7 @@ def test_another_agent_takes_the_place_of_one_that_is_killed(
     with machine_job(machines, shared) as job:
         node = job.node(hosts[1])
         assert machines.agents[1].kill() == -signal.SIGKILL
-        wait_lost(job, node)
+        job.wait_lost(node)
         wait_for(lambda: not hosts[1].processes(), what="the node ends with its agent")
         job.join(hosts[1])
         assert job.node(hosts[1]) == 4
@@ -152,7 +132,7 @@ def test_a_machine_that_is_back_after_its_lease_joins_as_a_new_node(
     with machine_job(machines, shared) as job:
         node = job.node(hosts[1])
         begin(hosts[1])
-        wait_lost(job, node)
+        job.wait_lost(node)
         end(hosts[1])
         assert job.node(hosts[1], num_nodes=2) == 4
         job.head.wait_for_line("^joined: node 4", timeout_s=TIMEOUT_S)
@@ -189,7 +169,7 @@ def test_half_of_the_machines_are_lost_if_they_are_cut_off_from_the_head(
         near = [host for host in machines.node_hosts if job.node(host) < 2]
         far = [host for host in machines.node_hosts if job.node(host) >= 2]
         hosts.cut_between([hosts[0], *near], far)
-        wait_lost(job, 2)
+        job.wait_lost(2)
         hosts.heal_between([hosts[0], *near], far)
         for host in far:
             job.node(host, num_nodes=2)
@@ -203,20 +183,39 @@ def test_half_of_the_machines_are_lost_if_they_are_cut_off_from_the_head(
 
 @pytest.mark.long
 @needs_namespaces
-@pytest.mark.parametrize("cut", ["one way", "halves"])
+@pytest.mark.parametrize("cut", ["one way", "between pipelines"])
 def test_machines_that_reach_the_head_but_not_one_another_are_found_out(
     cut: str, machines: Machines, shared: Path, expected: tuple[str, str]
 ) -> None:
     """Their leases never run out, but their links break: who is complained of most has to go."""
     hosts = machines.hosts
     with machine_job(machines, shared) as job:
+        first, second, third, fourth = sorted(machines.node_hosts, key=job.node)
         if cut == "one way":
-            hosts.cut_one_way(hosts[1], hosts[2])
+            hosts.cut_one_way(first, second)
         else:
-            hosts.cut_between([hosts[1], hosts[2]], [hosts[3], hosts[4]])
+            hosts.cut_between([first, second], [third, fourth])
         job.head.wait_for_line("^lost: node", timeout_s=2 * LINK_SILENCE_S)
+        report = job.report(timeout_s=2 * LINK_SILENCE_S)  # Machines come back, and go again.
+
+        assert digests(report) == expected
+        assert losses(report)
+
+
+@pytest.mark.long
+@needs_namespaces
+def test_nodes_that_hold_what_others_lack_wait_for_the_network(
+    machines: Machines, shared: Path, expected: tuple[str, str]
+) -> None:
+    """The stages of all pipelines are parted: whoever went would take the last copies along."""
+    hosts = machines.hosts
+    with machine_job(machines, shared) as job:
+        first, second, third, fourth = sorted(machines.node_hosts, key=job.node)
+        hosts.cut_between([first, third], [second, fourth])
+        tries = r"(?s:^a link broke.*?)" * 4
+        job.head.wait_for_line(tries, timeout_s=3 * LINK_SILENCE_S)
+        hosts.heal_between([first, third], [second, fourth])
         job.wait_progress()
         report = job.report()
 
         assert digests(report) == expected
-        assert losses(report)

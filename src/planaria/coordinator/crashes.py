@@ -11,11 +11,11 @@ earlier crashes count no more, unless that commit is of an iteration that is don
 Before an error ends the job, the live layers are saved at the age that all have committed, unless
 the state itself is suspect (`WorkerFailed.has_diverged`).
 
-Links that break between live nodes, and spoilt copies, end the epoch too. When links break in
-BROKEN_LINKS_MAX epochs, the node that others complained of most is evicted.
+A spoilt copy ends the epoch, too. Links that break between live nodes: see broken_links.py.
 """
 
 from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -48,8 +48,6 @@ from planaria.core.persistent_map import PersistentMap
 from planaria.core.records import Recovering, Warned
 
 CRASHES_MAX: Final = 3  # Number of crashes of one rank with the same error.
-BROKEN_LINKS_MAX: Final = 3  # Number of epochs.
-_NUM_TOLD_COMPLAINTS: Final = 2  # Those of both ends of a link, say.
 FAILING_S_MAX: Final = 60.0  # Time for all ranks to leave the epoch in which the job failed.
 # These are Linux's numbers on every processor that torch runs on.
 _SIGNALS: Final = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL"} | {
@@ -58,26 +56,6 @@ _SIGNALS: Final = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGK
 }
 _STALL: Final = "stall"  # The error of a worker that stands still.
 _LEAVING: Final = (Phase.RECORDING, Phase.STOPPING)
-
-
-def on_broken_links(rules: Rules, state: JobState, now_s: float) -> Step:
-    """Ends an epoch in which live nodes cannot reach each other.
-
-    The next epoch has the same nodes at first; after BROKEN_LINKS_MAX such epochs it leaves out the
-    node of the rank with the most complaints.
-    """
-    broken_links = state.troubles.broken_links + 1
-    state = replace(state, troubles=replace(state.troubles, broken_links=broken_links))
-    if broken_links < BROKEN_LINKS_MAX:
-        complaints = state.facts.complaints[:_NUM_TOLD_COMPLAINTS]
-        texts = [f"rank {complaint.rank} {complaint.reason}" for complaint in complaints]
-        reason = f"a link broke between live nodes: {'; '.join(texts)}"
-        return begin_recovery(rules, state, LossKind.LOST, (), reason=reason, now_s=now_s)
-    counts = Counter(complaint.peer for complaint in state.facts.complaints)
-    rank = max(counts, key=lambda rank: (counts[rank], rank))
-    node = rank // (len(state.ranks) // len(state.nodes))
-    reason = f"other ranks could not reach its rank {rank} {broken_links} times in a row"
-    return begin_recovery(rules, state, LossKind.LOST, (node,), reason=reason, now_s=now_s)
 
 
 def on_copy_spoilt(rules: Rules, state: JobState, event: CopySpoilt, now_s: float) -> Step:
@@ -269,24 +247,39 @@ def _with_crash(state: JobState, crash: Crash) -> JobState:
 
 def _why_needed(rules: Rules, state: JobState, node: int) -> str:
     """The reason why the job cannot go on without a node; empty if it can."""
-    joining = [n for n in state.membership.candidates if state.has_workers(n)]
-    others = [n for n in (*state.all_nodes, *joining) if n not in (node, *state.membership.leaving)]
-    is_asked_for = rules.job.cluster.grant_s > 0.0 and not state.stop.is_requested
-    if not is_asked_for and (shortage := shortage_text(rules, len(others))):
+    if shortage := shortage_without(rules, state, node):
         return f"without that node {shortage}"
-    # Nodes that were lost since the plan was made no longer hold layers.
-    elsewhere = {
-        layer
-        for rank, layers in state.plan.layers_by_rank.items()
-        if _node(state, rank) != node and state.is_member(_node(state, rank))
-        for layer in layers
-    }
     saved = newest_save(rules, state)
     can_go_back = rules.job.checkpoint.copies > 1 or bool(saved and saved[1])
-    missing = set(range(rules.num_layers)) - elsewhere
+    missing = missing_without(rules, state, node, held=state.plan.layers_by_rank)
     if missing and not can_go_back:
         return f"no other node holds layer {min(missing)}"
     return ""
+
+
+def shortage_without(rules: Rules, state: JobState, node: int) -> str:
+    """Why too few nodes would be left without a node; empty if there would be enough."""
+    joining = [n for n in state.membership.candidates if state.has_workers(n)]
+    others = [n for n in (*state.all_nodes, *joining) if n not in (node, *state.membership.leaving)]
+    is_asked_for = rules.job.cluster.grant_s > 0.0 and not state.stop.is_requested
+    return "" if is_asked_for else shortage_text(rules, len(others))
+
+
+def missing_without(
+    rules: Rules, state: JobState, node: int, *, held: Mapping[int, Collection[int]]
+) -> set[int]:
+    """The layers that no other member holds.
+
+    Args:
+        held: layers that each rank holds; also ranks of nodes that were lost meanwhile.
+    """
+    elsewhere = {
+        layer
+        for rank, layers in held.items()
+        if _node(state, rank) != node and state.is_member(_node(state, rank))
+        for layer in layers
+    }
+    return set(range(rules.num_layers)) - elsewhere
 
 
 def _key(failure: WorkerFailed) -> tuple[int, int, int]:

@@ -206,7 +206,7 @@ class Saves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Troubles:
-    """Failures of workers and links while their nodes live; see crashes.py.
+    """Failures of workers and links while their nodes live; see crashes.py and broken_links.py.
 
     Attributes:
         crashes: crashes of workers since the last first-time commit of an iteration.
@@ -214,12 +214,16 @@ class Troubles:
             replaced.
         replaced: process id, by rank, of the newest worker that ends because another replaces it.
         broken_links: number of epochs that ended for broken links since the last first-time commit.
+        unlinked: pairs of nodes that could not reach each other in these epochs, the lower first.
+        unlinked_s: time of the end of the first of these epochs.
     """
 
     crashes: tuple[Crash, ...] = ()
     raised: Mapping[int, int] = field(default_factory=dict)
     replaced: Mapping[int, int] = field(default_factory=dict)
     broken_links: int = 0
+    unlinked: frozenset[tuple[int, int]] = frozenset()
+    unlinked_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

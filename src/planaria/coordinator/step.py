@@ -26,6 +26,7 @@ from dataclasses import replace
 
 import msgspec
 
+from planaria.coordinator.broken_links import on_broken_links
 from planaria.coordinator.change import (
     begin_change,
     commit_switch,
@@ -52,7 +53,6 @@ from planaria.coordinator.crashes import (
     give_up_last_save,
     is_awaited,
     is_unsavable,
-    on_broken_links,
     on_copy_spoilt,
     on_worker_exited,
     on_worker_failed,
@@ -460,7 +460,7 @@ def _after_commit(state: JobState, *, ends: bool) -> JobState:
     number = commits.next_iteration + 1
     # Crashes count on if an iteration is done again: the one that crashed may follow it.
     if number > commits.furthest:
-        troubles = replace(troubles, crashes=(), broken_links=0)
+        troubles = replace(troubles, crashes=(), broken_links=0, unlinked=frozenset())
     commits = replace(
         commits,
         next_iteration=number,

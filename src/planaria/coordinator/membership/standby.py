@@ -47,11 +47,16 @@ def replacements_at_loss(
 
     If fewer than (f + 1) * n0 nodes are left, any candidates with workers fill the gap, even those
     that are to be taken back later. Then standby nodes take the places of lost ones.
+
+    While links break between live nodes, only n0 nodes are filled up, and only after a commit the
+    rest: the candidates may be cut off, too, and each would cost another epoch.
     """
-    needed = (rules.job.resilience.failures_tolerated + 1) * rules.n0 - num_left
+    is_cut = state.troubles.broken_links > 0
+    num_pipelines = 1 if is_cut else rules.job.resilience.failures_tolerated + 1
+    needed = num_pipelines * rules.n0 - num_left
     anyone = trusted_first(state, filter(state.has_workers, state.membership.candidates), now_s)
     replacements = anyone[: max(0, needed)]
-    if rules.job.cluster.standby:
+    if rules.job.cluster.standby and not is_cut:
         able = [node for node in able_candidates(state, now_s) if node not in replacements]
         replacements += able[: max(0, rules.job.cluster.nodes - num_left - len(replacements))]
     return tuple(replacements)
