@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import socket
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from helpers.command import Command, command, wait_for
+from helpers.command import CHECKPOINTS, Command, command, wait_for
 from planaria.transport.credentials import write_credentials
 
 JOB = """
@@ -82,6 +83,25 @@ class Machines:
         self._port = int(self.address.rpartition(":")[2])
         self.head.process.kill()
         wait_for(lambda: not self.head.processes(), what="the head's processes end")
+
+    def lose_head_machine(self, agent: Command) -> None:
+        """Loses the machine on which the head and an agent run, and the head's journal with it.
+
+        All at once: the head does nothing more once the node is gone.
+        """
+        stopped = self.head.processes()
+        for process in stopped:
+            process.suspend()
+        agent.process.kill()
+        for process in stopped:
+            process.kill()
+        self.kill_head()
+        shutil.rmtree(self.saves / ".journal")
+
+    @property
+    def saves(self) -> Path:
+        """The place of the saves."""
+        return self._directory / CHECKPOINTS
 
     def fork_servers(self, agent: Command) -> set[int]:
         """The pids of the fork servers of an agent."""

@@ -51,4 +51,4 @@ def _planned(config: JobConfig) -> Any:
 
 
 def _begun() -> Any:
-    return SimpleNamespace(journal="", head=None, machines={})
+    return SimpleNamespace(journal="", head=None, machines={}, parts="")

@@ -19,6 +19,7 @@ from planaria.core.messages import (
 )
 from planaria.core.specs import NodeSpec
 from planaria.nodes.agent import _Agent
+from planaria.nodes.part_reports import PartReports
 from planaria.transport.clocks import clock_name
 from planaria.transport.frames import (
     NODES,
@@ -82,7 +83,11 @@ def lifeline_fd() -> Iterator[int]:
 
 
 def with_agent(
-    play: Callable[[asyncio.Queue[Line]], Awaitable[None]], lifeline_fd: int, *, patience_s: float
+    play: Callable[[asyncio.Queue[Line]], Awaitable[None]],
+    lifeline_fd: int,
+    *,
+    patience_s: float,
+    parts: str = "",
 ) -> None:
     """Runs an agent without workers against a coordinator that `play` plays, and then ends."""
 
@@ -104,6 +109,7 @@ def with_agent(
             worker="",
             cache_directory="",
             patience_s=patience_s,
+            parts=parts,
         )
         agent = asyncio.create_task(_Agent(spec, [], lifeline_fd).run())
         async with asyncio.timeout(TIMEOUT_S), server:
@@ -191,6 +197,30 @@ def test_a_node_ends_itself_when_nobody_answered_in_its_patience(
     with_agent(play, lifeline_fd, patience_s=2 * LEASE_S)
 
     assert "unanswered" in ends[0]
+
+
+def test_a_node_that_saves_by_itself_leaves_the_head_for_good_first(
+    lifeline_fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a head that comes back meanwhile would wait for its answer."""
+    saves: list[int] = []
+
+    async def save(agent: _Agent, _: PartReports) -> None:
+        session = agent._session
+        await asyncio.sleep(LEASE_S)  # Time to connect again, if it would.
+        assert agent._to_coordinator is None
+        assert agent._session is session
+        assert not agent._silent_writers
+        saves.append(agent._spec.node)
+
+    async def play(lines: asyncio.Queue[Line]) -> None:
+        for _ in range(3):
+            await lines.get()
+
+    monkeypatch.setattr(_Agent, "_save_parts", save)
+    with_agent(play, lifeline_fd, patience_s=2 * LEASE_S, parts="run-000001-00")
+
+    assert saves == [4]
 
 
 @pytest.mark.parametrize("patience_s", [0.0, 60.0])

@@ -144,6 +144,31 @@ def test_resume_begins_a_new_run_where_the_machines_of_a_lost_head_are_gone(
         assert job.report()["final"]["parameters_sha256"] == local_hash
 
 
+def test_nodes_without_a_head_save_what_they_hold_and_another_head_goes_on_from_it(
+    tmp_path: Path, local_hash: str
+) -> None:
+    """The head is lost with a node on its machine, and with its journal. The other nodes cannot end
+    the iteration, and nothing else was ever saved."""
+    settings = ("cluster.lease_s=1.0", "cluster.patience_s=2.0")
+    with machines(tmp_path, nodes="3", settings=settings) as job:
+        first, *others = (job.join() for _ in range(3))
+        job.head.wait_output("iteration 5 ")
+        job.lose_head_machine(first)
+        codes = [agent.wait(timeout_s=120.0) for agent in others]
+        assert codes == [3, 3], [agent.output + agent.errors for agent in others]
+        assert all("by itself in" in agent.output + agent.errors for agent in others)
+        assert [path.name[:4] for path in job.saves.glob("[!.]*")] == ["run-"]
+
+        job.start_head("--resume")
+        for _ in range(3):
+            job.join()
+        report = job.report()
+        assert report["final"]["parameters_sha256"] == local_hash
+        assert report["iterations"][0]["iteration"] >= 5
+        assert "made a save of iteration" in job.head.output + job.head.errors
+        assert not any(path.name.startswith("run-") for path in job.saves.iterdir())
+
+
 @pytest.mark.hosts
 @pytest.mark.long
 def test_a_head_that_comes_back_at_another_address_is_found_there(

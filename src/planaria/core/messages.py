@@ -479,6 +479,27 @@ class Shutdown(Message, frozen=True, kw_only=True):
     """The job is over; end the process."""
 
 
+class SavePart(Message, frozen=True, kw_only=True):
+    """Leave all epochs for good, and save what you hold; an agent says so when it gives its head up
+    (docs/protocol.md, "Nodes without a head")."""
+
+
+class PartSaved(Message, frozen=True, kw_only=True):
+    """A rank has written some of its layers by itself; said to the agent alone.
+
+    Attributes:
+        iteration: highest age of these layers; -1: there are none.
+        is_done: whether the rank writes nothing more.
+        reason: why it could not write all that it holds; "": it could, so far.
+    """
+
+    rank: int
+    iteration: int = -1
+    num_layers: int = 0
+    is_done: bool = False
+    reason: str = ""
+
+
 # What workers and their agent report to the coordinator as facts.
 Fact = (
     NodeArrived
@@ -508,4 +529,6 @@ ToNode = (
     | StopRequested
     | Shutdown
 )
-Order = Abort | StartEpoch | SaveLayers | Shutdown
+ToWorker = ToNode | SavePart
+FromWorker = Fact | PartSaved
+Order = Abort | StartEpoch | SaveLayers | SavePart | Shutdown

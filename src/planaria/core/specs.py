@@ -37,6 +37,8 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
         heeds: whether workers keep a connection to the launcher, for faults that no step triggers.
         other_coordinators: further addresses at which a coordinator on another machine may be, for
             after a head was lost with its machine.
+        parts: directory of the run at the place of saves, in which ranks save what they hold if the
+            head never comes back (checkpoint/disk/parts.py); "": they do not.
         credentials: contents of the token file with which the agent connects to a coordinator on
             another machine; b"": the coordinator is on this machine, and the token is enough.
         device: number of the worker's device; the agent fills in this and the following for each
@@ -64,6 +66,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     injector: tuple[str, int] = ("", 0)
     heeds: bool = False
     other_coordinators: tuple[tuple[str, int], ...] = ()
+    parts: str = ""
     credentials: bytes = b""
     device: int = 0
     clocks_fd: int = -1

@@ -21,9 +21,10 @@ from planaria.core.messages import (
     Abort,
     Message,
     Order,
+    SavePart,
 )
-from planaria.protocol.worker_state import MessageSummary, on_message
-from planaria.transport.frames import FrameDecoder, frame, order_of
+from planaria.protocol.worker_state import EVERY_EPOCH, MessageSummary, on_message
+from planaria.transport.frames import FrameDecoder, frame, worker_order_of
 from planaria.transport.links import Links
 from planaria.transport.pulse import Pulse
 
@@ -110,9 +111,11 @@ class Control:
                 if not data:
                     return
                 for body in decoder.feed(data):
-                    message = order_of(body)
+                    message = worker_order_of(body)
                     self.line, order = on_message(self.line, message)
                     if isinstance(message, Abort):
                         self._links.abort("a member is lost", first_epoch=message.epoch)
+                    if isinstance(message, SavePart):
+                        self._links.abort("there is no head", first_epoch=EVERY_EPOCH)
                     if order is not None:
                         self._orders.put(order)

@@ -21,15 +21,17 @@ import psutil
 from torch import Tensor
 
 from planaria.checkpoint.disk.gate import Gate, behind_gate
+from planaria.checkpoint.disk.parts import PartAnswer, RunPlace
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.checkpoint.disk.time_limits import with_time_limit
 from planaria.checkpoint.memory.wire import copy_peers
-from planaria.core.commit import CommitVector, Votes, vector_layout
+from planaria.core.commit import CommitVector, Votes, decode_vector, vector_layout
 from planaria.core.messages import (
     EpochReady,
     IterationDone,
     MeasuredSpan,
     Order,
+    PartSaved,
     SaveFailed,
     SaveLayers,
     StartEpoch,
@@ -49,6 +51,7 @@ from planaria.engine.iteration.groups import iteration_peers
 from planaria.engine.iteration.guard import refuse_divergence, sampled_hashes
 from planaria.engine.iteration.memory_peaks import ResidentPeak, TensorPeak
 from planaria.engine.optimizer import clip_scale, learning_rate
+from planaria.engine.part_writing import save_part
 from planaria.engine.prepare import load_data, load_model, storage_of
 from planaria.engine.profiler import tied_parameters
 from planaria.engine.saver import Saver
@@ -56,6 +59,7 @@ from planaria.engine.stage import HeldLayer, RankStage
 from planaria.engine.worker_faults import Slowness, cutter, faults_by_kind
 from planaria.errors import CheckpointError
 from planaria.protocol import worker_actions as act
+from planaria.protocol.agent_lease import meeting_s
 from planaria.protocol.worker_state import (
     EPOCH_ERRORS,
     WorkerRules,
@@ -232,6 +236,8 @@ class Worker:
                 return on_settled(self._state, action)
             case act.WriteLast():
                 self._write_last(action.order)
+            case act.WritePart():
+                self._write_part(action)
             case act.Reach():
                 self._reach(action)
             case act.Regroup():
@@ -348,6 +354,36 @@ class Worker:
         self._stage.hold(states, states=states, age=age)
         held = self._stage.layers
         self._saver.save_last({n: held[n] for n in layers}, iteration=age, epoch=order.epoch)
+
+    def _write_part(self, write: act.WritePart) -> None:
+        """Saves what this rank holds, by itself; tells the agent if the storage refuses."""
+        spec, job = self._spec, self._job
+        answer = PartAnswer(
+            node=spec.node,
+            rank=spec.rank,
+            epoch=write.epoch,
+            since=write.since,
+            vector_iteration=self._state.vector_iteration,
+            vector=self._state.encoded_vector,
+        )
+        try:
+            save_part(
+                RunPlace(self._timed_tier.storage, spec.parts),
+                answer,
+                self._stage.complete_layers,
+                num_layers=self._stage.model.num_layers,
+                devices_per_node=job.cluster.devices_per_node,
+                timeout_s=meeting_s(job.cluster.lease_s),
+                apply=self._apply_encoded,
+                tell=self._control.send,
+            )
+        except CheckpointError as error:
+            self._control.send(PartSaved(rank=spec.rank, is_done=True, reason=str(error)))
+
+    def _apply_encoded(self, iteration: int, data: bytes) -> None:
+        vector = decode_vector(data, self._layout)
+        refuse_divergence(iteration, vector, self._job.training)
+        self._apply(iteration, vector)
 
     # -- an epoch ---------------------------------------------------------------------------------
 

@@ -283,6 +283,17 @@ def given_profile(config: JobConfig) -> ModelProfile | None:
     return replace(one_device_profile(profile), device_memory_bytes=memory_bytes)
 
 
+def check_given_profile(config: JobConfig) -> None:
+    """Refuses a job that a given profile shows to be wrong, before torch is imported.
+
+    Raises:
+        ConfigError: it is.
+    """
+    given = given_profile(config)
+    if given is not None:
+        plan_job(config, Prepared(profile=given))
+
+
 def read_profile(path: Path) -> ModelProfile:
     """The profile in a file, or the shipped profile of that name.
 

@@ -45,6 +45,7 @@ from planaria.estimator.correction import Comparison
 from planaria.estimator.time import Timeline
 from planaria.job.checks import check_inputs, check_job, unknown_in_domains
 from planaria.job.config import load_job
+from planaria.job.lost_heads import assemble_parts, next_parts, remove_parts
 from planaria.job.machine_kinds import node_kinds
 from planaria.job.on_machines import (
     Listening,
@@ -57,9 +58,9 @@ from planaria.job.on_machines import (
 from planaria.job.planning import (
     Planned,
     cache_directory,
+    check_given_profile,
     fingerprint,
     fork_server,
-    given_profile,
     plan_job,
     prepare,
     skipped_texts,
@@ -156,6 +157,7 @@ class _Begun:
         server: fork server of the coordinator, and of nodes on this machine.
         head: head at which machines arrive; None: all nodes are processes of this machine.
         machines: reports of the machines of the first nodes, by node.
+        parts: the field of this name in NodeSpec.
     """
 
     config: JobConfig
@@ -165,6 +167,7 @@ class _Begun:
     server: ForkServer
     head: OpenHead | None = None
     machines: Mapping[int, MachineFacts] = field(default_factory=dict)
+    parts: str = ""
 
     @property
     def kinds(self) -> dict[int, NodeKind] | None:
@@ -362,12 +365,12 @@ class Job:
         )
         if listening is None:
             journal, manifest = _open_places(held, config, display, state=state, resume=resume)
-            _check_given_profile(config)
+            check_given_profile(config)
             running = held.enter_context(self._server(server, output))
             prepared = _prepared_here(config, running, display)
             return _Begun(config, prepared, manifest, journal, running)
         if left_run is None:  # No machine waits for an answer while this plans.
-            _check_given_profile(config)
+            check_given_profile(config)
         run = "" if left_run is None else left_run.record.run
         path, note = self._search_path, display.note
         head = held.enter_context(
@@ -391,12 +394,18 @@ class Job:
             journal, manifest = _open_places(held, config, display, state=state, resume=resume)
             display.show_step(f"waiting for {count_text(listening.nodes_min, 'machine')}")
             config, prepared = gather(head, config, listening)
-            record = RunRecord(run=head.run, job=config, prepared=prepared, resumed=manifest)
+            parts = next_parts(config, head.run)
+            record = RunRecord(
+                run=head.run, job=config, prepared=prepared, resumed=manifest, parts=parts
+            )
             write_run(Path(journal), record)
         log = head.machines.node_log = NodeLog(Path(journal))
         held.callback(log.close)
         machines = head.machines.reserve(range(record.job.cluster.nodes))
-        return _Begun(record.job, record.prepared, record.resumed, journal, running, head, machines)
+        return _Begun(
+            *(record.job, record.prepared, record.resumed, journal),
+            *(running, head, machines, record.parts),
+        )
 
     @contextmanager
     def _server(
@@ -411,13 +420,6 @@ class Job:
             yield own
         finally:
             own.close()
-
-
-def _check_given_profile(config: JobConfig) -> None:
-    """Refuses a job that a given profile shows to be wrong, before torch is imported."""
-    given = given_profile(config)
-    if given is not None:
-        plan_job(config, Prepared(profile=given))
 
 
 def _make_ready(config: JobConfig, injections: Sequence[Injection], display: Display) -> None:
@@ -444,6 +446,7 @@ def _open_places(
     tier = with_time_limit(tier_of(directory), timeout_s=timeout_s)
     try:
         journal = held.enter_context(places)
+        assemble_parts(config, tier, resume=resume, note=display.note)
         manifest = starting_point(config, tier, resume=resume)
         for text in skipped_texts(tier, manifest) if manifest else ():
             display.note(text)
@@ -535,6 +538,7 @@ def _launch_spec(
         profile=planned.prepared.profile,
         trace=trace,
         patience_s=0.0 if listening is None else config.cluster.patience_s,
+        parts=begun.parts,
         checks_links=config.cluster.checksums in checking,
     )
     has_state = manifest is not None and bool(manifest.layers)
@@ -554,6 +558,7 @@ def _launch_spec(
         speeds=dict(planned.plan.slow_nodes),
         credentials=None if listening is None else listening.credentials,
         patience_s=node.patience_s,
+        parts=begun.parts,
         wait_s=0.0 if listening is None else config.cluster.wait_s,
     )
     return LaunchSpec(node, leader, tuple(injections))
@@ -580,7 +585,9 @@ def _result(
     planned: Planned, ended: Ended, *, tier: Tier, recorder: Recorder, observer: JobObserver
 ) -> TrainingResult:
     error = failure_of(ended, tier)
-    if error is not None:
+    if error is None:
+        remove_parts(tier)
+    else:
         observer.record_failure(str(error), ended)
     return TrainingResult(
         report=report_of(planned, tier, recorder, observer, ended),

@@ -43,14 +43,18 @@ from planaria.checkpoint.memory.arena import arena_fd
 from planaria.core.clock_offsets import ClockOffset
 from planaria.core.messages import (
     Fact,
+    FromWorker,
     Heartbeat,
     HeartbeatRequested,
     HeartbeatTaken,
     NodeArrived,
     NoticeTaken,
+    PartSaved,
+    SavePart,
     Shutdown,
     ToNode,
     WorkerExited,
+    WorkerFailed,
 )
 from planaria.core.specs import NodeSpec
 from planaria.errors import AuthenticationError
@@ -58,6 +62,7 @@ from planaria.nodes.descriptors import raise_open_files
 from planaria.nodes.forkserver import close_others, die_with_parent, leave_removed_directory
 from planaria.nodes.notices import fork_watcher, parse_notice_source
 from planaria.nodes.output import flush_own
+from planaria.nodes.part_reports import STATUS_SAVED, PartReports, end_group_with
 from planaria.protocol.agent_lease import (
     TICKS_PER_LEASE,
     AgentLease,
@@ -69,6 +74,7 @@ from planaria.protocol.agent_lease import (
     is_silent,
     lease_after_contact,
     lease_after_tick,
+    meeting_s,
     offset_after,
     renewed_lease,
     unconnected_lease,
@@ -110,7 +116,7 @@ _WATCHER_PAUSE_S: Final = 1.0
 _NOTICES: Final = (signal.SIGTERM, signal.SIGUSR1)
 
 
-_fact_decoder: msgspec.json.Decoder[Fact] = msgspec.json.Decoder(Fact)
+_from_worker_decoder: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
 
 WorkerMain = Callable[[NodeSpec, int, int, Pulse], None]
 
@@ -226,6 +232,7 @@ class _Agent:
         self._offset: ClockOffset | None = None  # Of the coordinator's clock from this one.
         self._cpu_steal = CpuSteal(TICKS_PER_LEASE)
         self._is_shut_down = False
+        self._parts: PartReports | None = None  # There are some once the head is given up.
         # Where a coordinator may be; the first is tried next.
         self._addresses = deque((spec.coordinator, *spec.other_coordinators))
 
@@ -249,7 +256,7 @@ class _Agent:
         ]
         ticks = asyncio.create_task(self._run_ticks())
         watch = asyncio.create_task(self._watch_notices())
-        while not self._is_shut_down:
+        while not self._is_shut_down and self._parts is None:
             self._session = asyncio.create_task(self._serve())
             await asyncio.wait((self._session,))
             try:
@@ -262,6 +269,9 @@ class _Agent:
             self._send_heartbeat()  # The lease may be about to expire.
             if not self._is_shut_down:
                 await asyncio.sleep(_RECONNECT_S)
+        if self._parts is not None:
+            self._close_silent(num_kept=0)  # For good: a head must not wait for this node.
+            await self._save_parts(self._parts)
         ticks.cancel()
         watch.cancel()
         await asyncio.gather(*forwarders)
@@ -398,6 +408,34 @@ class _Agent:
             sys.stderr.write(f"node {self._spec.node} ends itself: {reason}\n")
         _end_group()
 
+    def _give_up(self, reason: str) -> None:
+        """Ends the node, for which there is no head any more, once it has saved what it holds."""
+        if not self._spec.parts:
+            self._end_node(reason)
+        elif self._parts is None:
+            self._parts = PartReports([worker.rank for worker in self._workers])
+            self._session.cancel()
+
+    async def _save_parts(self, parts: PartReports) -> None:
+        """Has the workers save what they hold, then ends the node."""
+        for worker in self._workers:
+            worker.tell(frame(SavePart()))
+        job = self._spec.job
+        silent_s_max = meeting_s(job.cluster.lease_s) + job.checkpoint.timeout_s
+        await parts.wait_done(silent_s_max=silent_s_max)
+        with contextlib.suppress(OSError):
+            text = parts.text(job.checkpoint.directory)
+            sys.stderr.write(f"node {self._spec.node} {text}\n")
+        if parts.has_saved:
+            end_group_with(STATUS_SAVED)
+        _end_group()
+
+    def _on_worker_message(self, message: FromWorker) -> None:
+        if self._parts is not None and isinstance(message, PartSaved | WorkerFailed):
+            self._parts.add(message)
+        elif not isinstance(message, PartSaved):
+            self._report(message)
+
     # -- the lease and the workers' pulses --------------------------------------------------------
 
     async def _run_ticks(self) -> None:
@@ -421,7 +459,7 @@ class _Agent:
             )
             to_coordinator.write(frame(heartbeat))
         if is_given_up(self._lease, now_s, is_connected=to_coordinator is not None):
-            self._end_node(f"its lease ran out {now_s - self._lease.end_s:.1f} s ago, unanswered")
+            self._give_up(f"its lease ran out {now_s - self._lease.end_s:.1f} s ago, unanswered")
         if to_coordinator is not None and is_silent(self._lease, now_s):
             self._session.cancel()
 
@@ -452,7 +490,7 @@ class _Agent:
             try:
                 while data := await reader.read(_READ_BYTES):
                     for body in decoder.feed(data):
-                        self._report(message_of(body, _fact_decoder))
+                        self._on_worker_message(message_of(body, _from_worker_decoder))
             except ConnectionError as error:
                 logger.info("the worker of rank %s is gone: %s", worker.rank, error)
             except AuthenticationError as error:
@@ -473,7 +511,9 @@ class _Agent:
             if worker.writer is not None:
                 worker.writer.close()
             worker.pulse.close()
-            if self._is_shut_down:
+            if self._parts is not None:
+                self._parts.add_exit(worker.rank)
+            if self._is_shut_down or self._parts is not None:
                 return
             # The new worker must exist before the coordinator, told of the loss, can send orders.
             worker.fork()

@@ -3,7 +3,8 @@
 It connects to the head, gets the job and the user's modules, starts a fork server, and has a node
 forked when the head asks for one. The node's agent has a connection of its own to the coordinator.
 So losing the head here costs the node nothing: this process keeps it, and looks for the head again
-and again, for `cluster.patience_s`. When the node ends, the head is told, and may ask for another.
+and again, for `cluster.patience_s`; then the node saves what it holds by itself, and ends. When the
+node ends, the head is told, and may ask for another.
 
 The node's processes hold the read end of this process's lifeline pipe: they end when it ends, by
 whatever signal. SIGTERM, SIGUSR1 and other signals to leave, Ctrl-C and the machine's source of
@@ -62,6 +63,7 @@ from planaria.nodes.head.process_events import handle_signals, wait_until
 from planaria.nodes.machine_files import MachineFiles, unpack_sources
 from planaria.nodes.machine_node import MachineNode
 from planaria.nodes.notices import parse_notice_source, wait_notice
+from planaria.nodes.part_reports import STATUS_SAVED
 from planaria.transport.acceptor import Purpose, connect
 from planaria.transport.credentials import Credentials
 from planaria.transport.frames import FrameDecoder, frame, message_of
@@ -71,7 +73,8 @@ from planaria.transport.sockets import Address, address_text, break_when_silent
 logger = logging.getLogger(__name__)
 
 EXIT_DONE: Final = 0
-EXIT_UNFINISHED: Final = 3  # The job ended before its last iteration, or the node was evicted.
+# The job ended before its last iteration; or its head was lost, and the node saved what it held.
+EXIT_UNFINISHED: Final = 3
 EXIT_AGAIN: Final = 75  # The head was lost for too long; start this again.
 
 _CONNECT_TIMEOUT_S: Final = 10.0
@@ -152,6 +155,7 @@ class _Machine:
         self._is_leaving = False
         self._is_watching = False  # Whether a source of notices is polled.
         self._has_been_taken = False
+        self._has_saved = False  # Whether its last node has saved what it held by itself.
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -216,9 +220,10 @@ class _Machine:
             if self._refusal:
                 raise ConfigError("", "", self._refusal)
             patience_s = self._patience_s()
-            if time.monotonic() - lost_s > patience_s:
+            # A node gives the head up later, since its lease ends later, and then saves.
+            if time.monotonic() - lost_s > patience_s and self._node.number < 0:
                 self._spec.note(f"there was no head for {patience_s:.0f} s: {problem}")
-                return EXIT_AGAIN
+                return EXIT_UNFINISHED if self._has_saved else EXIT_AGAIN
             if problem != shown:
                 until = "" if patience_s == inf else f" for up to {patience_s:.0f} s"
                 self._spec.note(f"{problem}; trying again{until}")
@@ -436,6 +441,7 @@ class _Machine:
             self._ends.append(NodeEnded(node=spec.node, status=0))
             self._tell(self._ends[-1])
             return
+        self._has_saved = False
         self._node.start(
             msgspec.structs.replace(
                 spec,
@@ -462,6 +468,7 @@ class _Machine:
         self._tell(FaultInjected(fault.node))
 
     def _on_node_end(self, node: int, status: int) -> None:
+        self._has_saved = status == STATUS_SAVED
         if self._offer is not None:
             self._ends.append(NodeEnded(node=node, status=status))
             self._tell(self._ends[-1])

@@ -21,6 +21,8 @@ from math import inf
 from planaria.core.clock_offsets import ClockOffset, better_offset, measured_offset
 from planaria.core.messages import HeartbeatTaken, ToNode
 
+# Some of it is for a client of NFS, which may show what was there some seconds ago.
+_MEETING_LEASES, _MEETING_S = 2.0, 5.0
 TICKS_PER_LEASE = 6  # Looks at the clock per lease, by an agent and by the coordinator.
 
 
@@ -100,6 +102,14 @@ def is_given_up(lease: AgentLease, now_s: float, *, is_connected: bool) -> bool:
     if lease.patience_s:  # Who says something, if only while its disk is slow, is not away.
         return now_s > max(since_s, lease.heard_s) + lease.patience_s
     return is_connected and now_s > since_s + lease.lease_s
+
+
+def meeting_s(lease_s: float) -> float:
+    """The seconds for which a rank that has given its head up waits for the answers of others.
+
+    Agents give a head up at nearly the same time, each so long after it has heard its last word.
+    """
+    return _MEETING_LEASES * lease_s + _MEETING_S
 
 
 def can_judge_workers(lease: AgentLease, now_s: float) -> bool:

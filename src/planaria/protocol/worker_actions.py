@@ -66,6 +66,18 @@ class WriteLast:
 
 
 @dataclass(frozen=True, slots=True)
+class WritePart:
+    """Saves all layers of this rank by itself, since there is no head any more.
+
+    Attributes:
+        epoch, since: the fields of these names in WorkerState.
+    """
+
+    epoch: int
+    since: int
+
+
+@dataclass(frozen=True, slots=True)
 class Reach:
     """Marks a place at which an injected fault may strike.
 
@@ -226,6 +238,7 @@ Action = (
     | KeepLayers
     | Settle
     | WriteLast
+    | WritePart
     | Reach
     | Regroup
     | Exchange

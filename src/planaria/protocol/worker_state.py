@@ -38,10 +38,11 @@ from planaria.core.messages import (
     Order,
     PeerUnreachable,
     SaveLayers,
+    SavePart,
     Shutdown,
     StartEpoch,
     StopRequested,
-    ToNode,
+    ToWorker,
 )
 from planaria.core.plan import Transfer
 from planaria.errors import (
@@ -54,6 +55,7 @@ from planaria.errors import (
 from planaria.protocol import worker_actions as act
 
 EpochError = AbortedError | CheckpointError | CorruptedError | PeerLostError
+EVERY_EPOCH: Final = 1 << 62  # As the first epoch that is not over: all epochs are.
 EPOCH_ERRORS: Final = (AbortedError, CheckpointError, CorruptedError, PeerLostError)
 
 
@@ -140,6 +142,8 @@ def on_order(state: WorkerState, order: Order) -> WorkerStep:
     match order:
         case Shutdown():
             return state, (act.Leave(waits=True),)
+        case SavePart():
+            return state, (act.WritePart(state.epoch, state.since),)
         case Abort() if order.replaced.get(rank) == state.rules.pid:
             return state, (act.Leave(waits=False),)
         case Abort() if order.epoch >= state.epoch:
@@ -369,17 +373,17 @@ class MessageSummary:
     def is_over(self, epoch: int) -> bool:
         """Whether saves of this epoch are useless by now.
 
-        Only an `Abort` of a later epoch or a `Shutdown` ends an epoch. A restarted coordinator
-        repeats the orders to begin an epoch or to save in it, and an order to begin the next epoch
-        at a commit leaves this one running.
+        Only an `Abort` of a later epoch, a `SavePart` or a `Shutdown` ends an epoch. A restarted
+        coordinator repeats the orders to begin an epoch or to save in it, and an order to begin the
+        next epoch at a commit leaves this one running.
         """
         return epoch < self.first_epoch or self.is_shut_down
 
 
-def on_message(summary: MessageSummary, message: ToNode) -> tuple[MessageSummary, Order | None]:
+def on_message(summary: MessageSummary, message: ToWorker) -> tuple[MessageSummary, Order | None]:
     """The summary after a message, and the order to queue if the message is one.
 
-    The caller must end waits for peers in epochs that an `Abort` makes older.
+    The caller must end waits for peers in epochs that an `Abort` makes older, or a `SavePart`.
     """
     match message:
         case StopRequested():
@@ -394,6 +398,8 @@ def on_message(summary: MessageSummary, message: ToNode) -> tuple[MessageSummary
             return replace(summary, is_shut_down=True), message
         case SaveLayers():
             return summary, message
+        case SavePart():
+            return replace(summary, first_epoch=EVERY_EPOCH), message
     raise AssertionError(message)
 
 

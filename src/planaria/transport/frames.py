@@ -25,7 +25,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from planaria.core.garbage import no_collection
-from planaria.core.messages import FromNode, Message, ToNode
+from planaria.core.messages import FromNode, Message, ToNode, ToWorker
 from planaria.errors import AuthenticationError
 
 _LENGTH = struct.Struct("!I")
@@ -48,6 +48,7 @@ PROBES: Final = "probes"  # From any process to the launcher, where faults are i
 
 _from_node_decoder: msgspec.json.Decoder[FromNode] = msgspec.json.Decoder(FromNode)
 _order_decoder: msgspec.json.Decoder[ToNode] = msgspec.json.Decoder(ToNode)
+_worker_order_decoder: msgspec.json.Decoder[ToWorker] = msgspec.json.Decoder(ToWorker)
 
 
 Decoded = TypeVar("Decoded")
@@ -120,6 +121,16 @@ def order_of(body: bytes) -> ToNode:
     """
     with no_collection():
         return message_of(body, _order_decoder)
+
+
+def worker_order_of(body: bytes) -> ToWorker:
+    """The message to a worker that a frame's body holds.
+
+    Raises:
+        AuthenticationError: the body holds no such message.
+    """
+    with no_collection():
+        return message_of(body, _worker_order_decoder)
 
 
 def fact_of(body: bytes) -> FromNode:

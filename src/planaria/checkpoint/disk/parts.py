@@ -137,7 +137,7 @@ class RunPlace:
         newest = newest_run(self.storage)
         if newest != self.name:
             return "another run of the job has begun, or this one has ended"
-        marks = self.contents().marks
+        marks = self.marks()
         if marks and marks[-1].epoch > epoch and node not in marks[-1].nodes:
             return f"epoch {marks[-1].epoch} has begun without node {node}"
         return ""
@@ -182,20 +182,31 @@ class RunPlace:
             raise CheckpointError(f"{where} does not hold what was written to it")
         return tensors_in(where, content)
 
+    def marks(self) -> tuple[EpochMark, ...]:
+        """The marks of the heads, the oldest epoch first."""
+        return self._records("epoch", EpochMark)[0]
+
+    def answers(self) -> tuple[PartAnswer, ...]:
+        """The answers of the ranks."""
+        return self._records("answer", PartAnswer)[0]
+
     def contents(self) -> RunContents:
         """All records in the directory."""
-        names = sorted(self.storage.entries(self.name))
-        damage: list[str] = []
+        marks, damaged_marks = self._records("epoch", EpochMark)
+        answers, damaged_answers = self._records("answer", PartAnswer)
+        parts, damaged_parts = self._records("part", RankPart)
+        damage = (*damaged_marks, *damaged_answers, *damaged_parts)
+        return RunContents(marks, answers, parts, damage)
 
-        def records(kind: str, record: type[Record]) -> tuple[Record, ...]:
-            matches = [name for name in names if name.startswith(f"{self.name}/{kind}-")]
-            decoded = [self._record(name, record) for name in matches]
-            damage.extend(n for n, value in zip(matches, decoded, strict=True) if value is None)
-            return tuple(value for value in decoded if value is not None)
-
-        marks = records("epoch", EpochMark)
-        answers, parts = records("answer", PartAnswer), records("part", RankPart)
-        return RunContents(marks, answers, parts, tuple(damage))
+    def _records(
+        self, kind: str, record: type[Record]
+    ) -> tuple[tuple[Record, ...], tuple[str, ...]]:
+        """The records of a kind, and the names of those that are damaged."""
+        prefix = f"{self.name}/{kind}-"
+        names = sorted(n for n in self.storage.entries(self.name) if n.startswith(prefix))
+        decoded = {name: self._record(name, record) for name in names}
+        records = tuple(value for value in decoded.values() if value is not None)
+        return records, tuple(name for name, value in decoded.items() if value is None)
 
     def _record(self, name: str, record: type[Record]) -> Record | None:
         """A record; None: it is damaged, or of another format."""

@@ -31,6 +31,7 @@ from typing import Any, Final
 import msgspec
 
 from planaria.checkpoint.disk.gate import Gate, behind_gate
+from planaria.checkpoint.disk.parts import RunPlace
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.coordinator.commands import (
     AnswersFound,
@@ -131,6 +132,7 @@ class _Leader:
         self._refusals = RefusalLog(logger)
         self._node_key = derive(spec.token, NODES)
         self._has_progressed = asyncio.Event()
+        self._marked: tuple[int, tuple[int, ...]] = (-1, ())  # The epoch that was marked last.
         timeout_s = spec.job.checkpoint.timeout_s
         removal_timeout_s = min(_REMOVAL_TIMEOUT_S, timeout_s)
         self._patience_s = {"timeout_s": timeout_s, "removal_timeout_s": removal_timeout_s}
@@ -264,6 +266,7 @@ class _Leader:
             if event.done():
                 await self._leadership.handle(event.result(), time.monotonic())
                 self._look_ahead()
+                self._mark_epoch()
                 if self._leadership.has_progressed:
                     self._has_progressed.set()
             else:
@@ -316,6 +319,15 @@ class _Leader:
         if self._searcher is not None and state.is_training:
             factors = state.learning.findings.layer_factors
             self._searcher.request(state.plan, factors, prices_of(self._rules, state))
+
+    def _mark_epoch(self) -> None:
+        """Marks an epoch whose members are on record, for nodes that lose their head."""
+        state = self._leadership.state
+        if not self._spec.parts or state.phase is Phase.RECORDING:
+            return
+        if (mark := (state.epoch, state.nodes)) != self._marked:
+            self._marked = mark
+            self._publishing.mark_epoch(*mark)
 
     def _on_answers_found(self, epoch: int) -> None:
         self.queue(AnswersFound(epoch))
@@ -443,8 +455,11 @@ class _Leader:
         """The thread that acts on saves; its messages are handled on this event loop."""
         loop, checkpoint = asyncio.get_running_loop(), self._spec.job.checkpoint
         self._publisher_error: asyncio.Future[None] = loop.create_future()
+        tier = behind_gate(tier_of(checkpoint.directory), self._store_of_saves)
+        parts = self._spec.parts
         publisher = Publisher(
-            behind_gate(tier_of(checkpoint.directory), self._store_of_saves),
+            tier,
+            run=RunPlace(tier.storage, parts) if parts else None,
             fingerprint=self._spec.fingerprint,
             keep=checkpoint.keep,
             queue=lambda event: _call(loop, lambda: self.queue(event)),

@@ -40,6 +40,8 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
         directory: directory of the journal.
         patience_s: seconds in which nodes look for a head that they have lost; 0: all are on this
             machine.
+        parts: directory of the run at the place of saves, in which epochs are marked for nodes that
+            lose their head; "": they are not.
         wait_s: see `Rules`.
         heeds: whether to keep a connection to the injector.
         injector: address of the injector.
@@ -64,6 +66,7 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
     directory: str
     token: bytes
     patience_s: float = 0.0
+    parts: str = ""
     wait_s: float = 0.0
     places: tuple[Place, ...] = ()
     heeds: bool = False

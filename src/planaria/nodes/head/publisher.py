@@ -15,6 +15,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, Final
 
+from planaria.checkpoint.disk.parts import EpochMark, RunPlace, remove_runs
 from planaria.checkpoint.disk.tiers import UNPUBLISHED, Manifest, Tier
 from planaria.coordinator.commands import Discard, Pruned, Publish, Published, SavesListed
 from planaria.coordinator.saves import SLOW_S, VersionEvent
@@ -35,6 +36,7 @@ class Publisher:
     Args:
         fingerprint: description of the job to write into each checkpoint.
         keep: number of newest checkpoints to keep; 0: all.
+        run: directory of the run, for nodes that lose their head; None: they end with it.
         queue: sends an event to the coordinator.
         notify: sends a message to the launcher.
     """
@@ -45,12 +47,14 @@ class Publisher:
         *,
         fingerprint: Mapping[str, Any],
         keep: int,
+        run: RunPlace | None = None,
         queue: Callable[[VersionEvent | SaveFailed], None],
         notify: Callable[[ToLauncher], None],
     ) -> None:
         self._tier = tier
         self._fingerprint = fingerprint
         self._keep = keep
+        self._run = run
         self._queue = queue
         self._notify = notify
 
@@ -107,8 +111,19 @@ class Publisher:
         self._notify(Saved(iteration=command.iteration, epoch=command.epoch))
         return True
 
+    def mark_epoch(self, epoch: int, nodes: tuple[int, ...]) -> None:
+        """Marks an epoch's members for nodes that lose their head (docs/protocol.md, P1)."""
+        if self._run is None:
+            return
+        try:
+            self._run.write_mark(EpochMark(epoch=epoch, nodes=nodes, job=dict(self._fingerprint)))
+        except CheckpointError as error:
+            self._notify(Warned(text=f"if the head is lost, nodes cannot save: {error}"))
+
     def prune(self, unused: frozenset[str]) -> None:
         """Removes saves that are too old, and incomplete ones, these even if all saves are kept.
+
+        What nodes of earlier runs have saved by themselves is older than the newest save.
 
         Args:
             unused: versions that do not count as saves to keep.
@@ -116,6 +131,8 @@ class Publisher:
         try:
             for source in self._tier.prune(self._keep, unused=unused):
                 self._queue(Pruned(source))
+            if self._run is not None:
+                remove_runs(self._tier.storage, before=self._run.name)
         except CheckpointError as error:
             self._notify(Warned(text=f"old checkpoints stay: {error}"))
 
@@ -234,6 +251,11 @@ class PublisherThread:
         self._add_request(
             lambda: self._publisher.set_aside(source), f"set the damaged {source} aside"
         )
+
+    def mark_epoch(self, epoch: int, nodes: tuple[int, ...]) -> None:
+        """See Publisher."""
+        act = partial(self._publisher.mark_epoch, epoch, nodes)
+        self._add_request(act, f"mark epoch {epoch}")
 
     def publish_start(self, epoch: int) -> None:
         """See Publisher."""

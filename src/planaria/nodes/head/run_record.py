@@ -34,12 +34,14 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
         run: random name of the run.
         job: the job, with the number of nodes with which it began.
         resumed: checkpoint from which the run began; None: it began anew.
+        parts: the field of this name in NodeSpec.
     """
 
     run: str
     job: JobConfig
     prepared: Prepared
     resumed: Manifest | None
+    parts: str = ""
 
 
 def write_run(directory: Path, record: RunRecord) -> None:
