@@ -1,11 +1,12 @@
-"""Measures what checksums of messages cost on links over loopback.
+"""Measures what checksums and encryption of messages cost on links over loopback.
 
-Three pairs of processes send messages of three sizes, in batches that end with an answer: two pairs
-without checksums and one with them. The pairs take turns, in an order drawn anew in every round.
-The cost is the median over the rounds of the seconds with checksums over those without; the A/A
-ratio is that of the two pairs without. Loopback moves more bytes per second than most networks, so
-the cost over a network is smaller. There is no goal: the price is the reason why processes of one
-machine have no checksums (`cluster.checksums`).
+Four pairs of processes send messages of three sizes, in batches that end with an answer: two plain
+pairs, one with checksums, and one with TLS. The pairs take turns, in an order drawn anew in every
+round. The cost is the median over the rounds of the seconds of a pair over those of a plain one;
+the A/A ratio is that of the two plain pairs. Loopback moves more bytes per second than most
+networks, so the cost over a network is smaller, as long as processors are free. There is no goal:
+the price is the reason why processes of one machine have no checksums (`cluster.checksums`), and
+why links are not encrypted unless asked (`cluster.encryption`).
 """
 
 import argparse
@@ -21,13 +22,14 @@ from multiprocessing.connection import Connection as Pipe
 import numpy as np
 
 from planaria.errors import PeerLostError
+from planaria.transport.link_tls import link_security
 from planaria.transport.links import Channel, Links, Tag
 
 SIZES = (64 << 10, 1 << 20, 16 << 20)
 BATCH_BYTES = 64 << 20
 TIMEOUT_S = 60.0
 TOKEN = b"checksums"
-PAIRS = {"plain": False, "plain again": False, "checked": True}  # Name to whether it is checked.
+PAIRS = ("plain", "plain again", "checked", "encrypted")
 
 
 def main() -> None:
@@ -38,10 +40,7 @@ def main() -> None:
     options = parser.parse_args()
     rng = random.Random(options.seed)
     with ExitStack() as opened:
-        pairs = {
-            name: opened.enter_context(_linked_pair(is_checked=is_checked))
-            for name, is_checked in PAIRS.items()
-        }
+        pairs = {name: opened.enter_context(_linked_pair(name)) for name in PAIRS}
         for size in SIZES:
             _measure_size(pairs, size, num_rounds=options.rounds, rng=rng)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[1]:.1f} in the last five minutes")
@@ -64,8 +63,10 @@ def _measure_size(
 
     bytes_per_s = BATCH_BYTES / statistics.median(seconds["plain"])
     print(
-        f"{size >> 10:6} KiB: {bytes_per_s / 1e9:.2f} GB/s without checksums; "
-        f"with them {ratio('checked'):.3f} times as long; A/A {ratio('plain again'):.3f}"
+        f"{size >> 10:6} KiB: {bytes_per_s / 1e9:.2f} GB/s plain; "
+        f"with checksums {ratio('checked'):.3f} times as long, "
+        f"encrypted {ratio('encrypted'):.3f}; A/A {ratio('plain again'):.3f}",
+        flush=True,
     )
 
 
@@ -93,22 +94,28 @@ class _Sender:
 
 
 @contextmanager
-def _linked_pair(*, is_checked: bool) -> Iterator[_Sender]:
+def _linked_pair(name: str) -> Iterator[_Sender]:
     """A sender that is linked with a receiver in another process."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    receiver = context.Process(target=_answer, args=(theirs, is_checked))
+    receiver = context.Process(target=_answer, args=(theirs, name))
     receiver.start()
-    with closing(Links(0, token=TOKEN, is_checked=is_checked)) as links:
+    with closing(_links(0, name)) as links:
         ours.send(links.address)
         links.begin(0, addresses={1: ours.recv()}, peers=(1,), timeout_s=TIMEOUT_S)
         yield _Sender(links)
     receiver.join()
 
 
-def _answer(pipe: Pipe, is_checked: bool) -> None:
+def _links(rank: int, name: str) -> Links:
+    """A rank of a pair."""
+    security = link_security(TOKEN) if name == "encrypted" else None
+    return Links(rank, token=TOKEN, is_checked=name == "checked", security=security)
+
+
+def _answer(pipe: Pipe, name: str) -> None:
     """Receives messages and answers the empty ones, until the sender is gone."""
-    with closing(Links(1, token=TOKEN, is_checked=is_checked)) as links:
+    with closing(_links(1, name)) as links:
         pipe.send(links.address)
         links.begin(0, addresses={0: pipe.recv()}, peers=(0,), timeout_s=TIMEOUT_S)
         num_received = 0

@@ -42,6 +42,19 @@ def test_nodes_that_came_by_themselves_train_to_the_same_bits(
         assert all("the job is finished" in agent.output for agent in job.agents)
 
 
+def test_encrypted_links_carry_the_same_bits_before_and_after_a_loss(
+    tmp_path: Path, local_hash: str
+) -> None:
+    with machines(tmp_path, nodes="3", settings=("cluster.encryption=on",)) as job:
+        first, *_ = (job.join() for _ in range(3))
+        job.head.wait_output("iteration 5 ")
+        os.kill(first.process.pid, signal.SIGKILL)
+        report = job.report()
+
+        assert report["final"]["parameters_sha256"] == local_hash
+        assert "lost" in [event["kind"] for event in report["events"]]
+
+
 @pytest.mark.hosts
 @pytest.mark.long
 def test_an_agent_that_is_killed_costs_its_node_alone_and_another_one_joins(

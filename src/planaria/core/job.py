@@ -288,6 +288,11 @@ class ClusterConfig:
         "auto: messages between ranks have checksums where nodes are on several machines; on, off: "
         "they have them everywhere, or nowhere",
     )
+    encryption: Literal["off", "on"] = _key(
+        "off",
+        "on: messages between ranks are encrypted by TLS 1.3, so that nobody can read or change "
+        "them on their way; off: they are plain; what goes to a head is encrypted in any case",
+    )
     notice_s: float = _key(
         30.0, "seconds from a notice that says no time, as a SIGTERM, until the node is gone"
     )

@@ -15,6 +15,7 @@ from planaria.engine.control import Control
 from planaria.engine.prepare import message_bytes_max, pacing_of
 from planaria.engine.worker import Worker
 from planaria.transport.frames import LINKS, derive
+from planaria.transport.link_tls import link_security
 from planaria.transport.links import Links
 from planaria.transport.pulse import Pulse
 
@@ -40,6 +41,7 @@ def main(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:
         pacing=pacing_of(spec),
         is_checked=spec.checks_links,
         num_bytes_max=message_bytes_max(spec),
+        security=link_security(spec.token) if spec.job.cluster.encryption == "on" else None,
     )
     beat_s = spec.job.cluster.lease_s / _BEATS_PER_LEASE
     notice = NoticeTaken(node=spec.node, rank=spec.rank, after_s=spec.job.cluster.notice_s)

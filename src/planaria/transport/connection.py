@@ -1,6 +1,7 @@
 """One socket of a rank's links: the queue of unsent bytes, and the message that is being read.
 
-A connection begins with the handshake of `frames.py`. After it, a message is a header (epoch,
+A connection begins with the handshake of `frames.py`, and where links are encrypted, with that of
+TLS before it (`link_tls.py`). After it, a message is a header (epoch,
 tag, length) and raw bytes. On checked links the header goes on with the xxh3_64 of the payload and
 a CRC-32 of all of the header before it. Both are compared before the message is delivered, and a
 message that arrives damaged ends its connection. Both ends of a link are checked, or neither.
@@ -27,6 +28,7 @@ import xxhash
 from planaria.errors import AuthenticationError
 from planaria.transport.clocks import clock_name
 from planaria.transport.frames import HANDSHAKE_TIMEOUT_S, Role, handshake
+from planaria.transport.link_tls import LinkSecurity, LinkTls
 from planaria.transport.sockets import break_when_silent
 
 # A message of a job without a profile may have so many bytes.
@@ -168,6 +170,7 @@ class OwnEnd:
         is_checked: whether messages have checksums.
         num_bytes_max: size of the largest payload that the job sends.
         clock: name of the monotonic clock that this rank reads.
+        security: TLS of all connections; None: they are plain.
     """
 
     token: bytes
@@ -176,6 +179,7 @@ class OwnEnd:
     is_checked: bool = False
     num_bytes_max: int = MESSAGE_BYTES_MAX
     clock: str = field(default_factory=clock_name)
+    security: LinkSecurity | None = None
 
     @property
     def number(self) -> int:
@@ -227,6 +231,7 @@ class Connection:
         self.is_severed = False
         self.lock = threading.Lock()
         self._unsent: deque[memoryview] = deque()
+        self._tls = LinkTls(own.security, is_server=target < 0) if own.security else None
         role = Role.ACCEPT if target < 0 else Role.CONNECT
         self._handshake = handshake(own.token, role, identity=own.number)
         self._own = own
@@ -256,11 +261,18 @@ class Connection:
         return is_waited_for or self.flush()
 
     def flush(self) -> bool:
-        """Writes what the kernel takes now; True if nothing is left. The lock must be held.
+        """Writes what the kernel takes now. The lock must be held.
+
+        Returns:
+            Whether nothing is left that the kernel can take later. With TLS, bytes may be left for
+            which the other end has to send something first.
 
         Raises:
             OSError: the connection broke.
+            AuthenticationError: the other end is no process of this run.
         """
+        if self._tls is not None:
+            return self._flush_encrypted(self._tls)
         while self._unsent:
             if self.is_severed:
                 return False
@@ -276,6 +288,18 @@ class Connection:
                 sent -= len(self._unsent.popleft())
         return True
 
+    def _flush_encrypted(self, tls: LinkTls) -> bool:
+        """See `flush`."""
+        while not self.is_severed:
+            try:
+                while tls.unsent:
+                    tls.unsent = tls.unsent[self.sock.send(tls.unsent) :]
+            except (BlockingIOError, InterruptedError):
+                return False
+            if not tls.encrypt(self._unsent):
+                return True
+        return not self._unsent and not tls.unsent
+
     def close(self) -> None:
         """Closes the socket and drops what is unsent."""
         with self.lock:
@@ -290,10 +314,10 @@ class Connection:
             AuthenticationError: the bytes that came are not those of a peer of this job.
         """
         num_read = 0
-        while num_read < _READ_BYTES_MAX:
+        while True:
             with self._reading:
                 try:
-                    count = self.sock.recv_into(self._view)
+                    count = self._receive(can_receive=num_read < _READ_BYTES_MAX)
                 except (BlockingIOError, InterruptedError):
                     return
                 if count == 0:
@@ -304,6 +328,20 @@ class Connection:
                 self._view = self._view[count:]
                 messages = tuple(self._completed_messages())
             yield from messages
+
+    def _receive(self, *, can_receive: bool) -> int:
+        """The number of bytes that have been read into the view; 0: the stream has ended.
+
+        What TLS has received and not decrypted yet is read in any case: no event will tell of it.
+
+        Raises:
+            BlockingIOError: nothing more is there now, or may be received.
+        """
+        if self._tls is not None:
+            return self._tls.read_into(self.sock, self._view, can_receive=can_receive)
+        if not can_receive:
+            raise BlockingIOError
+        return self.sock.recv_into(self._view)
 
     def withdraw_memory(self) -> None:
         """Stops writing to the memory that was offered for the message that is arriving.

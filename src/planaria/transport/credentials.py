@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from planaria.errors import ConfigError
-from planaria.transport.frames import derive
+from planaria.transport.frames import LINK_CERTIFICATES, derive
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -36,6 +36,7 @@ _FILE_BYTES_MAX: Final = 1 << 16
 _VALIDITY: Final = timedelta(days=3653)  # Ten years.
 # No clock that is late makes the certificate invalid: a machine may start with a clock at 1970.
 _FIRST_INSTANT: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_LAST_INSTANT: Final = datetime(9999, 12, 31, tzinfo=UTC)
 _MAKE_ANEW: Final = "make a new file with `planaria token` and copy it to all machines"
 
 
@@ -145,6 +146,42 @@ def credentials_between(first: datetime, last: datetime) -> Credentials:
     )
     return Credentials(
         secret=secrets.token_bytes(_SECRET_BYTES),
+        certificate=certificate.public_bytes(serialization.Encoding.PEM).decode(),
+        key=key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        ).decode(),
+    )
+
+
+def run_credentials(token: bytes) -> Credentials:
+    """The secret and certificate of a run, which all that know its token derive alike.
+
+    Key and signature are Ed25519, which needs no random numbers. The certificate is valid at any
+    time: it is the token that ends with the run.
+    """
+    # Imported here for the same reason.
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.x509.oid import NameOID
+
+    key = Ed25519PrivateKey.from_private_bytes(derive(token, LINK_CERTIFICATES))
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "planaria run")])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(_FIRST_INSTANT)
+        .not_valid_after(_LAST_INSTANT)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .sign(key, None)
+    )
+    return Credentials(
+        secret=token,
         certificate=certificate.public_bytes(serialization.Encoding.PEM).decode(),
         key=key.private_bytes(
             serialization.Encoding.PEM,

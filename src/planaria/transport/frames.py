@@ -44,6 +44,7 @@ HANDSHAKE_TIMEOUT_S = 10.0
 # The purposes of connections within a job; for those to the public port of a head see acceptor.py.
 NODES: Final = "nodes"  # From a node's agent to the coordinator on the same machine.
 LINKS: Final = "links"  # From rank to rank.
+LINK_CERTIFICATES: Final = "link certificates"  # For TLS from rank to rank (link_tls.py).
 PROBES: Final = "probes"  # From any process to the launcher, where faults are injected.
 
 _from_node_decoder: msgspec.json.Decoder[FromNode] = msgspec.json.Decoder(FromNode)

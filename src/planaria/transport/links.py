@@ -26,7 +26,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from planaria.errors import AbortedError, PeerLostError
+from planaria.errors import AbortedError, AuthenticationError, PeerLostError
 from planaria.transport.connection import (
     MESSAGE_BYTES_MAX,
     Channel,
@@ -37,6 +37,7 @@ from planaria.transport.connection import (
     checked_header,
     header,
 )
+from planaria.transport.link_tls import LinkSecurity
 from planaria.transport.pacing import LinkCallbacks, OutgoingMessage, Pacer, Pacing, Unpaced
 from planaria.transport.serving import Handlers, Server
 from planaria.transport.sockets import (
@@ -73,6 +74,7 @@ class Links:
         is_checked: whether messages have checksums; it must be the same on all ranks.
         num_bytes_max: size of the largest message that the job sends; a link that claims to bring a
             larger one is closed.
+        security: TLS of the links; None: they are plain. It must be the same on all ranks.
 
     Attributes:
         address: host and port at which peers reach this rank.
@@ -94,6 +96,7 @@ class Links:
         pacing: Pacing | None = None,
         is_checked: bool = False,
         num_bytes_max: int = MESSAGE_BYTES_MAX,
+        security: LinkSecurity | None = None,
     ) -> None:
         self.rank = rank
         self.epoch = 0
@@ -107,7 +110,9 @@ class Links:
         self._changed = threading.Condition(lock)  # Guards all that follows.
         self._inbox = LinkInbox()
         identity = rank, self.address[1]
-        self._own = OwnEnd(token, identity, self._inbox.memory_for, is_checked, num_bytes_max)
+        self._own = OwnEnd(
+            token, identity, self._inbox.memory_for, is_checked, num_bytes_max, security=security
+        )
         self._peers: dict[int, Connection] = {}
         self._connecting: dict[int, Connection] = {}
         self._lost: dict[int, str] = {}
@@ -121,13 +126,9 @@ class Links:
         self._abort_reason = ""
         self._failure: Exception | None = None
         self.traffic = Traffic()
+        on_failure = self._on_thread_failure
         callbacks = LinkCallbacks(
-            lock,
-            self._checked_link,
-            self._transmit,
-            self._deliver,
-            self._on_thread_failure,
-            self.traffic,
+            lock, self._checked_link, self._transmit, self._deliver, on_failure, self.traffic
         )
         self._pacer = Pacer(rank, pacing, callbacks) if pacing else Unpaced(callbacks)
         self.timekeeper = self._pacer.timekeeper
@@ -139,7 +140,7 @@ class Links:
                 on_link_up=self._on_link_up,
                 on_message=self._pacer.receive,
                 on_lost=self._on_link_lost,
-                on_failure=self._on_thread_failure,
+                on_failure=on_failure,
                 on_end=self._on_thread_end,
             ),
         )
@@ -317,7 +318,8 @@ class Links:
                     self._queued_messages.setdefault(peer, []).append(message)
                     return
         is_done = True
-        with connection.lock, suppress(OSError):  # The serving thread sees and reports it, too.
+        # The serving thread sees and reports it, too.
+        with connection.lock, suppress(OSError, AuthenticationError):
             is_done = connection.append(message)
         if not is_done:
             self._server.write(connection)

@@ -235,7 +235,7 @@ class Server:
     def _close_all(self) -> None:
         connections = {key.data for key in self._selector.get_map().values() if key.data}
         for connection in connections | set(self._new) | self.cuts.severed:
-            with contextlib.suppress(OSError), connection.lock:
+            with contextlib.suppress(OSError, AuthenticationError), connection.lock:
                 connection.flush()
             connection.close()
         self._listener.close()
