@@ -43,10 +43,18 @@ class ArrivingMachines:
         self.machines.on_end = self.ends.append
 
     async def arrive(
-        self, name: str = "m", *, host: str = "127.0.0.1", run: str = "", node: int = -1
+        self,
+        name: str = "m",
+        *,
+        host: str = "127.0.0.1",
+        run: str = "",
+        node: int = -1,
+        machine_id: str = "",
     ) -> MachineLine[ToMachine]:
         """A machine that has been offered the job."""
-        line = await arrive(self._address, name=name, host=host, run=run, node=node)
+        line = await arrive(
+            self._address, name=name, host=host, run=run, node=node, machine_id=machine_id
+        )
         await line.wait(JobOffered)
         return line
 
@@ -56,11 +64,11 @@ class ArrivingMachines:
         return MachineReady(run=run, answer=answer)
 
     async def join(
-        self, name: str = "m", *, host: str = "127.0.0.1", run: str = ""
+        self, name: str = "m", *, host: str = "127.0.0.1", run: str = "", machine_id: str = ""
     ) -> MachineLine[ToMachine]:
         """A machine that is ready."""
         num_ready = self.machines.num_ready
-        line = await self.arrive(name, host=host, run=run)
+        line = await self.arrive(name, host=host, run=run, machine_id=machine_id)
         line.tell(self.ready())
         await wait_until(lambda: self.machines.num_ready == num_ready + 1)
         return line

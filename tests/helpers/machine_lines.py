@@ -140,12 +140,20 @@ async def fake_head() -> AsyncIterator[FakeHead]:
 
 
 async def arrive(
-    address: Address, *, name: str = "m", host: str = "127.0.0.1", run: str = "", node: int = -1
+    address: Address,
+    *,
+    name: str = "m",
+    host: str = "127.0.0.1",
+    run: str = "",
+    node: int = -1,
+    machine_id: str = "",
 ) -> MachineLine[ToMachine]:
     """The end of a machine that arrives at a head."""
     reader, writer = await connect(address, Purpose.MACHINE, CREDENTIALS, timeout_s=TIMEOUT_S)
     decoder: msgspec.json.Decoder[ToMachine] = msgspec.json.Decoder(ToMachine)
     line: MachineLine[ToMachine] = MachineLine(reader, writer, decoder)
     facts = MachineFacts(name=name, host=host)
-    line.tell(MachineArrived(protocol=PROTOCOL, facts=facts, run=run, node=node))
+    line.tell(
+        MachineArrived(protocol=PROTOCOL, facts=facts, run=run, node=node, machine_id=machine_id)
+    )
     return line

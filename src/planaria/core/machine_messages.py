@@ -71,10 +71,12 @@ class MachineArrived(Message, frozen=True, kw_only=True):
             (`--no-code`).
         run: run that the machine belonged to until it lost the head; "": none.
         node: node of that run that it runs; -1: none.
+        machine_id: random name of its process, the same on each connection; "": it has none.
     """
 
     protocol: int
     facts: MachineFacts
+    machine_id: str = ""
     has_code: bool = False
     run: str = ""
     node: int = -1

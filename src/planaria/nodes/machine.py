@@ -15,6 +15,7 @@ ends. A second Ctrl-C ends everything at once.
 import asyncio
 import contextlib
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -136,6 +137,7 @@ async def serve_machine(spec: MachineSpec) -> int:
 class _Machine:
     def __init__(self, spec: MachineSpec) -> None:
         self._spec = spec
+        self._id = secrets.token_hex(8)
         self._head: Address = spec.heads[0]
         self._writer: asyncio.StreamWriter | None = None
         self._host = spec.host
@@ -264,6 +266,7 @@ class _Machine:
                 has_code=self._spec.has_code,
                 run=run,
                 node=self._node.number,
+                machine_id=self._id,
             )
         )
         decoder = FrameDecoder(bytes_max=_FRAME_BYTES_MAX)

@@ -5,7 +5,8 @@ from pathlib import Path
 from helpers.arriving_machines import arriving_machines
 from helpers.heads import runs
 from helpers.tasks import wait_until
-from planaria.core.machine_messages import NodeEnded, NodeRequested
+from planaria.core.machine_messages import JobOffered, NodeEnded, NodeRequested
+from planaria.nodes.head.machine_handle import REJOINS_MAX
 
 
 @runs
@@ -23,3 +24,74 @@ async def test_a_machine_ends_no_node_of_another_one(tmp_path: Path) -> None:
         assert head.ends == []
         first.tell(NodeEnded(node=0, status=1))
         await wait_until(lambda: [ended.node for ended in head.ends] == [0])
+
+
+@runs
+async def test_a_node_whose_request_was_lost_with_the_connection_counts_as_ended(
+    tmp_path: Path,
+) -> None:
+    """It counted as live, and no machine got another node in its place."""
+    async with arriving_machines(tmp_path, num_max=1) as head:
+        first = await head.join("first", machine_id="a")
+        head.start(0)
+        first.reset()
+        await wait_until(lambda: not head.machines.is_reachable(0))
+        await head.join("first", run="run", machine_id="a")
+
+        assert [ended.node for ended in head.ends] == [0]
+        assert list(head.machines.live_nodes) == []
+        assert head.machines.has_room
+        assert "first is connected again" in head.notes
+
+
+@runs
+async def test_a_machine_is_the_same_one_however_often_it_comes_back(tmp_path: Path) -> None:
+    """The count of the nodes that it had lost within the hour began anew each time."""
+    async with arriving_machines(tmp_path) as head:
+        for node in range(REJOINS_MAX):
+            line = await head.join(run="run", machine_id="a")
+            assert head.machines.has_room
+            head.start(node)
+            line.tell(NodeEnded(node=node, status=1))
+            await wait_until(lambda num=node + 1: len(head.ends) == num)  # type: ignore[misc]
+            line.reset()
+            await wait_until(lambda: head.machines.num_ready == 0)
+        await head.join(run="run", machine_id="a")
+
+        assert not head.machines.has_room
+
+
+@runs
+async def test_a_machine_that_comes_back_before_its_connection_breaks_is_the_same_one(
+    tmp_path: Path,
+) -> None:
+    """A broken path is seen at one end first."""
+    async with arriving_machines(tmp_path) as head:
+        old = await head.join(machine_id="a")
+        new = await head.arrive(run="run", machine_id="a")
+        await old.wait_end()
+        new.tell(head.ready())
+        await wait_until(lambda: head.machines.num_ready == 1)
+
+        assert len(head.machines.connected) == 1
+
+
+@runs
+async def test_another_run_has_its_own_nodes(tmp_path: Path) -> None:
+    """The end of its node 0 was taken for one that was known, and nobody was told of it."""
+    async with arriving_machines(tmp_path) as head:
+        line = await head.join()
+        head.start(0)
+        head.machines.on_gone((0,))
+        line.tell(NodeEnded(node=0, status=1))
+        await wait_until(lambda: len(head.ends) == 1)
+        head.machines.begin_run("next")
+        assert head.machines.ends() == ()
+        await line.wait(JobOffered)
+        line.tell(head.ready("next"))
+        await wait_until(lambda: head.machines.num_ready == 1)
+        head.start(0)
+        line.tell(NodeEnded(node=0, status=1))
+        await wait_until(lambda: len(head.ends) == 2)
+
+        assert [ended.node for ended in head.machines.ends()] == [0]

@@ -39,20 +39,23 @@ class MachineHandle:
     Attributes:
         name: name that no other machine of the job has.
         facts: facts that it has reported of itself.
+        machine_id: random name that it gave itself; "": none.
         writer: stream to it; None: its connection is broken.
         is_ready: whether it can run a node as soon as it is connected.
         is_leaving: whether it takes no further node.
         node: node that it runs; -1: none.
+        missing_node: node that it was asked for and did not have when it came back; -1: none.
         ended_s: times at which its nodes have ended, the newest last.
     """
 
-    def __init__(self, name: str, facts: MachineFacts) -> None:
+    def __init__(self, name: str, facts: MachineFacts, *, machine_id: str = "") -> None:
         self.name = name
         self.facts = facts
+        self.machine_id = machine_id
         self.writer: asyncio.StreamWriter | None = None
         self.is_ready = False
         self.is_leaving = False
-        self.node = -1
+        self.node = self.missing_node = -1
         self.ended_s: deque[float] = deque(maxlen=REJOINS_MAX)
         self._questions: dict[int, asyncio.Future[Answer | None]] = {}
         self._num_asked = 0
@@ -77,6 +80,9 @@ class MachineHandle:
 
         A machine that loses its power closes no connection.
         """
+        if self.writer is not None:  # Nobody answers on the old one any more.
+            self.writer.transport.abort()
+            self.on_break()
         self.writer = writer
         break_when_silent(writer.get_extra_info("socket"), silent_s=silent_s)
 

@@ -195,10 +195,12 @@ class Machines:
         """Begins another run: machines that still run a node of the one before drop it."""
         self._offer = msgspec.structs.replace(self._offer, run=run)
         for machine in self._machines.values():
-            machine.is_ready, machine.node = False, -1
+            machine.is_ready, machine.node, machine.missing_node = False, -1, -1
             machine.tell(self._offer)
-        self._nodes.clear()
-        self._live_nodes.clear()
+        for noted in (self._nodes, self._live_nodes, self._reserved, self._ends):
+            noted.clear()
+        self._dropped.clear()
+        self._gone.clear()
 
     async def prepare(self, request: PrepareRequest) -> dict[Kind, Prepared]:
         """The facts on the job that the first machine of each kind finds, one after the other.
@@ -465,10 +467,13 @@ class Machines:
             writer.write(frame(MachineRefused(reason=reason, is_final=True)))
             return None
         has_node = arrived.run == self._offer.run and arrived.node >= 0
-        machine = self._nodes.get(arrived.node) if has_node else None
+        machine = (
+            self._nodes.get(arrived.node) if has_node else self._known_machine(arrived.machine_id)
+        )
         if machine is None:
-            name = unused_name(arrived.facts.name, self._machines)
-            machine = self._machines[name] = MachineHandle(name, arrived.facts)
+            name, machine_id = unused_name(arrived.facts.name, self._machines), arrived.machine_id
+            machine = MachineHandle(name, arrived.facts, machine_id=machine_id)
+            self._machines[name] = machine
             self._note(f"{name} ({arrived.facts.host}) has come")
             if has_node:  # The head before this one started it.
                 machine.node = arrived.node
@@ -476,6 +481,7 @@ class Machines:
                 self._live_nodes[arrived.node] = None
                 self._note(f"it runs node {arrived.node}")
         else:
+            machine.missing_node = machine.node if arrived.node < 0 else -1
             self._note(f"{machine.name} is connected again")
         machine.connect(writer, silent_s=self.job.cluster.lease_s)
         sources = self._offer.sources
@@ -484,9 +490,19 @@ class Machines:
         machine.tell(msgspec.structs.replace(self._offer, sources=sources))
         return machine
 
+    def _known_machine(self, machine_id: str) -> MachineHandle | None:
+        """The machine that has come back without a node; None: it was not here before."""
+        for machine in self._machines.values():
+            if machine_id and machine.machine_id == machine_id:
+                machine.is_ready = False  # It is compared anew.
+                return machine
+        return None
+
     def _on_message(self, machine: MachineHandle, message: FromMachine) -> None:
         match message:
             case MachineReady():
+                # It has told the ends of its nodes before: the request for this one was lost.
+                self._on_node_end(machine, NodeEnded(node=machine.missing_node, status=0))
                 self._start_task(self._check(machine, message))
             case MachineUnfit(reason):
                 self._refuse(machine, reason)
