@@ -24,12 +24,13 @@ class ArrivingMachines:
     Attributes:
         notes: what the user is shown.
         ends: ends of nodes that the launcher is told of.
+        address: address at which it listens.
     """
 
     def __init__(self, job: JobConfig, mark: str, address: Address, *, num_max: int) -> None:
         self.notes: list[str] = []
         self.ends: list[AgentEnded] = []
-        self._job, self._mark, self._address = job, mark, address
+        self._job, self._mark, self.address = job, mark, address
         checks = MachineChecks(job, mark, cache_directory="", note=self.notes.append)
         self.machines = Machines(
             job,
@@ -53,7 +54,7 @@ class ArrivingMachines:
     ) -> MachineLine[ToMachine]:
         """A machine that has been offered the job."""
         line = await arrive(
-            self._address, name=name, host=host, run=run, node=node, machine_id=machine_id
+            self.address, name=name, host=host, run=run, node=node, machine_id=machine_id
         )
         await line.wait(JobOffered)
         return line

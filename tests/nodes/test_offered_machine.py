@@ -14,6 +14,7 @@ from helpers.offered_machines import offered_machine
 from helpers.tasks import wait_until
 from planaria.core.job import ClusterConfig, JobConfig
 from planaria.core.machine_messages import (
+    JobOver,
     JobPrepared,
     MachineArrived,
     MachineUnfit,
@@ -193,3 +194,40 @@ async def test_a_machine_hears_within_a_lease_that_its_head_has_lost_its_power(
         await made.join()
 
         assert asked_s == [JOB.cluster.lease_s]
+
+
+@runs
+async def test_a_machine_that_stays_takes_no_job_that_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came back before the head had closed its port, and waited for that head in vain, at the
+    end of its patience with exit code 75."""
+    async with offered_machine(tmp_path, monkeypatch, job=JOB, stays=True) as (made, running):
+        line = await made.join()
+        line.tell(JobOver(is_done=True, text="the job is finished"))
+        line = await made.head.next_line()
+        line.tell(made.offer())
+        await line.wait_end()
+        made.clock.ahead_s += 2 * JOB.cluster.patience_s
+        await made.join("another run")
+
+        assert not running.done()
+
+
+@runs
+async def test_a_machine_that_stays_waits_without_end_for_the_next_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node has ended by then. It ended with exit code 75."""
+    async with offered_machine(tmp_path, monkeypatch, job=JOB, stays=True) as (made, running):
+        line = await made.join()
+        line.tell(made.request(0))
+        await wait_until(lambda: "runs node 0" in made.notes)
+        line.reset()
+        for _ in range(3):
+            made.clock.ahead_s += 2 * JOB.cluster.patience_s
+            (await made.head.next_line()).reset()
+        line = await made.join("another run")
+
+        assert not running.done()
+        assert made.server.kills

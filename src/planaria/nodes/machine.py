@@ -142,6 +142,7 @@ class _Machine:
         self._writer: asyncio.StreamWriter | None = None
         self._host = spec.host
         self._offer: JobOffered | None = None
+        self._ended_run = ""  # The run that was over last; its head may still answer.
         self._node = MachineNode(self._on_node_end, on_failure=self._on_failure)
         self._ends: list[NodeEnded] = []  # The ends of the nodes of this run.
         self._tasks: set[asyncio.Task[None]] = set()
@@ -216,6 +217,7 @@ class _Machine:
                 code = await self._end(self._over)
                 if not self._spec.stays or self._is_leaving:
                     return code
+                self._ended_run = "" if self._offer is None else self._offer.run
                 self._offer = self._over = None
                 lost_s = time.monotonic()
                 continue
@@ -225,7 +227,9 @@ class _Machine:
             # A node gives the head up later, since its lease ends later, and then saves.
             if time.monotonic() - lost_s > patience_s and self._node.number < 0:
                 self._spec.note(f"there was no head for {patience_s:.0f} s: {problem}")
-                return EXIT_UNFINISHED if self._has_saved else EXIT_AGAIN
+                if not self._spec.stays or self._is_leaving:
+                    return EXIT_UNFINISHED if self._has_saved else EXIT_AGAIN
+                self._offer = None
             if problem != shown:
                 until = "" if patience_s == inf else f" for up to {patience_s:.0f} s"
                 self._spec.note(f"{problem}; trying again{until}")
@@ -300,6 +304,8 @@ class _Machine:
 
     def _on_message(self, message: ToMachine) -> None:
         match message:
+            case JobOffered(run=run) if run == self._ended_run:
+                raise ConnectionError(f"the job {message.job.name!r} is over")
             case JobOffered():
                 self._has_offer = True
                 self._watch_head(message.job.cluster.lease_s)

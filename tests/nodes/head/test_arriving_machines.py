@@ -4,8 +4,9 @@ from pathlib import Path
 
 from helpers.arriving_machines import arriving_machines
 from helpers.heads import runs
+from helpers.machine_lines import arrive
 from helpers.tasks import wait_until
-from planaria.core.machine_messages import JobOffered, NodeEnded, NodeRequested
+from planaria.core.machine_messages import JobOffered, MachineRefused, NodeEnded, NodeRequested
 from planaria.nodes.head.machine_handle import REJOINS_MAX
 
 
@@ -95,3 +96,15 @@ async def test_another_run_has_its_own_nodes(tmp_path: Path) -> None:
         await wait_until(lambda: len(head.ends) == 2)
 
         assert [ended.node for ended in head.machines.ends()] == [0]
+
+
+@runs
+async def test_a_head_that_ends_takes_no_machine(tmp_path: Path) -> None:
+    """One that was told the end came back at once, and was offered the same job."""
+    async with arriving_machines(tmp_path) as head:
+        await head.machines.end_all(None)
+        line = await arrive(head.address)
+
+        assert not (await line.wait(MachineRefused)).is_final
+        await line.wait_end()
+        assert not any(isinstance(message, JobOffered) for message in line.heard)

@@ -126,7 +126,7 @@ class Machines:
         self._serving: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self._unfit_reason = ""
-        self._is_stopped = False
+        self._is_stopped = self._is_closed = False
         self._ended: Ended | None = None
 
     # -- before the job begins --------------------------------------------------------------------
@@ -379,6 +379,7 @@ class Machines:
         text = "the head ended the job"
         if ended is not None:
             text = f"the job is {ended.ending}" + (f": {ended.reason}" if ended.reason else "")
+        self._is_closed = True
         for machine in self._machines.values():
             machine.tell(JobOver(is_done=is_done, text=text))
         await wait_until(lambda: not self._reachable_nodes(), timeout_s=EXIT_TIMEOUT_S)
@@ -386,6 +387,7 @@ class Machines:
 
     async def close(self) -> None:
         """Closes the connections. A machine that was told nothing looks for a head again."""
+        self._is_closed = True
         for machine in self._machines.values():
             if machine.writer is not None and machine.node in self._gone:
                 machine.writer.transport.abort()  # Nobody there may answer any more.
@@ -459,6 +461,9 @@ class Machines:
 
     def _admit(self, arrived: MachineArrived, writer: asyncio.StreamWriter) -> MachineHandle | None:
         """The machine that has arrived, or come back; None: it is refused."""
+        if self._is_closed:
+            writer.write(frame(MachineRefused(reason="the head ends", is_final=False)))
+            return None
         if arrived.protocol != PROTOCOL:
             reason = (
                 f"it has planaria {arrived.facts.versions.get('planaria')} with protocol "
