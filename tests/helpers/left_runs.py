@@ -103,16 +103,20 @@ class NoteDisplay(SilentDisplay):
 
     Attributes:
         notes: all notes so far.
+        acts: what is done once a note has a text in it.
     """
 
     def __init__(self, on_note: Callable[[str], None]) -> None:
         self.notes: list[str] = []
+        self.acts: dict[str, Callable[[], object]] = {}
         self._on_note = on_note
 
     def note(self, text: str) -> None:
         """See Display."""
         self.notes.append(text)
         self._on_note(text)
+        for part in [part for part in self.acts if part in text]:
+            self.acts.pop(part)()
 
 
 class ReturningMachine:

@@ -1,7 +1,9 @@
 """What becomes of the run of a killed head if the head that takes it up does not go on."""
 
 import os
+import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,6 +23,7 @@ from planaria.errors import ConfigError
 from planaria.job import on_machines, training_job
 from planaria.job.on_machines import LeftRun, take_up
 from planaria.job.training_job import Job
+from planaria.nodes.head.process_events import restore_handlers
 from planaria.nodes.head.run_record import RUN_FILE, TOUCH_PERIOD_S, NodeLog, read_run, record_age_s
 
 
@@ -122,3 +125,38 @@ def test_a_head_at_work_says_so_in_its_journal(tmp_path: Path) -> None:
         log.close()
 
     assert before_s >= 1e6 - 1.0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("place", "is_left"), [("it waits", False), ("it waits", True), ("it plans", True)]
+)
+def test_a_head_that_is_told_to_leave_before_it_trains_tells_its_machines(
+    place: str,
+    number: signal.Signals,
+    is_left: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was killed by the signal, and they looked for it until the end of their patience."""
+    job, machine = left_job(tmp_path / "saves"), ReturningMachine()
+    if is_left:
+        leave_run(tmp_path / "saves" / ".journal", job)
+
+    def leave(*_: object, **__: object) -> NoReturn:
+        os.kill(os.getpid(), number)
+        raise AssertionError("it does not leave")
+
+    if place == "it waits":
+        machine.display.acts["has come"] = lambda: os.kill(os.getpid(), number)
+    else:
+        monkeypatch.setattr(training_job, "plan_job", leave)
+    listening = replace(LISTENING, reattaches=is_left, nodes_min=2)
+    with restore_handlers():
+        signal.signal(number, signal.SIG_DFL)  # Tests that run under nohup ignore it.
+        with pytest.raises(KeyboardInterrupt):
+            Job(job).run(listening=listening, display=machine.display)
+        assert signal.getsignal(number) is signal.SIG_DFL
+    machine.join()
+
+    assert machine.is_told is not is_left

@@ -15,6 +15,7 @@ from helpers.command import PACED, assert_mistake, command, wait_for
 from helpers.jobs import tiny_job
 from planaria.checkpoint.disk import claim, time_limits
 from planaria.errors import ConfigError, InsufficientError
+from planaria.job import places as job_places
 from planaria.job import training_job as library
 from planaria.job.training_job import Job, SilentDisplay
 from planaria.nodes.forkserver import ForkServer
@@ -96,7 +97,7 @@ def test_a_directory_that_hangs_in_the_end_is_its_jobs_until_it_answers(
     saves, place = job.checkpoint.directory, str(tmp_path / state) if state else ""
 
     def places() -> AbstractContextManager[str]:
-        return library._places(job, place, SilentDisplay())
+        return job_places.places(job, place, pytest.fail)
 
     with monkeypatch.context() as patched:
         with time_limits.context_with_time_limit(places(), where=saves, timeout_s=20.0) as journal:
@@ -116,7 +117,7 @@ def test_the_launcher_does_not_wait_long_for_another_directory_for_the_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It hears of no node meanwhile, however long saves may take."""
-    monkeypatch.setattr(library, "LOOK_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(job_places, "LOOK_TIMEOUT_S", TIMEOUT_S)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     is_over, prove = threading.Event(), journal_place._check_writable
 
@@ -128,7 +129,7 @@ def test_the_launcher_does_not_wait_long_for_another_directory_for_the_journal(
     job = tiny_job("sequential", tmp_path)
     journal = str(Path(job.checkpoint.directory) / ".journal")
     with ExitStack() as held:
-        assert library._other_journal(held, job, journal, state="") == ""
+        assert job_places.other_journal(held, job, journal, state="") == ""
     is_over.set()
 
 
@@ -140,9 +141,9 @@ def test_the_journal_stays_where_the_user_wants_it(
     job = tiny_job("sequential", tmp_path)
     saves = job.checkpoint.directory
     with ExitStack() as held:
-        journal = held.enter_context(library._places(job, saves, SilentDisplay()))
-        assert library._other_journal(held, job, journal, state=saves) == ""
-        assert library._other_journal(held, job, journal, state="") != ""
+        journal = held.enter_context(job_places.places(job, saves, pytest.fail))
+        assert job_places.other_journal(held, job, journal, state=saves) == ""
+        assert job_places.other_journal(held, job, journal, state="") != ""
 
 
 def test_layers_that_nobody_gives_end_a_resume_that_says_so(

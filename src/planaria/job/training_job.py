@@ -12,21 +12,17 @@ The job runs in processes of its own; the calling process holds no part of the m
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from planaria.checkpoint.disk.claim import claim
 from planaria.checkpoint.disk.outgoing import save_as
 from planaria.checkpoint.disk.storage import absolute, absolute_path
 from planaria.checkpoint.disk.tiers import Manifest, Tier, newest_checkpoint_text, tier_of
 from planaria.checkpoint.disk.time_limits import (
-    LOOK_TIMEOUT_S,
-    context_with_time_limit,
     with_short_limit,
-    with_time_limit,
 )
 from planaria.core.copies import version_name
 from planaria.core.inject import Injection
@@ -37,15 +33,13 @@ from planaria.core.plan import ModelProfile, NodeKind, Plan
 from planaria.core.records import Ended
 from planaria.core.specs import NodeSpec, Prepared
 from planaria.errors import (
-    ConfigError,
-    LateError,
     PlanariaError,
 )
 from planaria.estimator.correction import Comparison
 from planaria.estimator.time import Timeline
 from planaria.job.checks import check_inputs, check_job, unknown_in_domains
 from planaria.job.config import load_job
-from planaria.job.lost_heads import assemble_parts, next_parts, remove_parts
+from planaria.job.lost_heads import next_parts, remove_parts
 from planaria.job.machine_kinds import node_kinds
 from planaria.job.on_machines import (
     Listening,
@@ -55,6 +49,7 @@ from planaria.job.on_machines import (
     open_head,
     take_up,
 )
+from planaria.job.places import open_places, other_journal, places
 from planaria.job.planning import (
     Planned,
     cache_directory,
@@ -63,19 +58,16 @@ from planaria.job.planning import (
     fork_server,
     plan_job,
     prepare,
-    skipped_texts,
-    starting_point,
 )
 from planaria.job.predictions import predicted_peak_bytes
 from planaria.job.report import compared_iterations, failure_of, report_of
 from planaria.job.resources import check_room
 from planaria.nodes.descriptors import raise_open_files
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.head.journal_place import journal_place, other_journal_place
 from planaria.nodes.head.launcher import Launcher, LaunchSpec
 from planaria.nodes.head.leader_spec import LeaderSpec
 from planaria.nodes.head.open_head import OpenHead
-from planaria.nodes.head.process_events import restore_handlers
+from planaria.nodes.head.process_events import interrupt_at_leave_signals, restore_handlers
 from planaria.nodes.head.run_record import NodeLog, RunRecord, write_run
 from planaria.observe.metrics import IterationRecord, Report
 from planaria.observe.recorder import Recorder
@@ -320,19 +312,19 @@ class Job:
         if listening is None:  # Else the machines look for them.
             check_inputs(config)
         _make_ready(config, injections, display)
-        with ExitStack() as held:
-            begun = self._begin(held, display, listening, injections, server, output, state, resume)
-            config, prepared, manifest = begun.config, begun.prepared, begun.manifest
-            display.show_step("planning")
-            planned = plan_job(
-                config, prepared, plan=plan, catalog=catalog, manifest=manifest, kinds=begun.kinds
-            )
-            check_room(planned, is_here=begun.head is None)
+        early = nullcontext() if listening is None else interrupt_at_leave_signals()
+        with restore_handlers(), ExitStack() as held:
+            with early:  # Machines that wait must be told.
+                begun = self._begin(
+                    held, display, listening, injections, server, output, state, resume
+                )
+                planned = _plan_of(begun, display, plan=plan, catalog=catalog)
+            config = begun.config
             display.show_plan(planned)
             left = with_short_limit(tier, config.checkpoint)
             observer = _job_observer(planned, recorder := _recorder(planned, start_s), display)
             launch_spec = _launch_spec(planned, injections, begun, trace, listening)
-            other = partial(_other_journal, held, config, begun.journal, state=state)
+            other = partial(other_journal, held, config, begun.journal, state=state)
             launcher = Launcher(
                 launch_spec,
                 server=begun.server,
@@ -364,7 +356,7 @@ class Job:
             config, listening, state=state, resume=resume, injections=injections
         )
         if listening is None:
-            journal, manifest = _open_places(held, config, display, state=state, resume=resume)
+            journal, manifest = open_places(held, config, display.note, state=state, resume=resume)
             check_given_profile(config)
             running = held.enter_context(self._server(server, output))
             prepared = _prepared_here(config, running, display)
@@ -380,10 +372,10 @@ class Job:
         held.callback(running.close)
         if left_run is not None and take_up(head, left_run, resume=resume, note=note):
             journal = held.enter_context(
-                _places(
+                places(
                     config,
                     state,
-                    display,
+                    note,
                     taken_up=str(left_run.directory),
                     keeps=lambda: head.keeps_run,
                 )
@@ -391,7 +383,7 @@ class Job:
             record = left_run.record
             begin_kinds(head, record.job, record.prepared, {})
         else:
-            journal, manifest = _open_places(held, config, display, state=state, resume=resume)
+            journal, manifest = open_places(held, config, display.note, state=state, resume=resume)
             display.show_step(f"waiting for {count_text(listening.nodes_min, 'machine')}")
             config, prepared = gather(head, config, listening)
             parts = next_parts(config, head.run)
@@ -422,77 +414,28 @@ class Job:
             own.close()
 
 
+def _plan_of(
+    begun: _Begun, display: Display, *, plan: Plan | None, catalog: PlanCatalog | None
+) -> Planned:
+    display.show_step("planning")
+    planned = plan_job(
+        begun.config,
+        begun.prepared,
+        plan=plan,
+        catalog=catalog,
+        manifest=begun.manifest,
+        kinds=begun.kinds,
+    )
+    check_room(planned, is_here=begun.head is None)
+    return planned
+
+
 def _make_ready(config: JobConfig, injections: Sequence[Injection], display: Display) -> None:
     """Warns of nodes in no failure domain, and makes room for the job's open files."""
     num_joining = sum(injection.num_nodes for injection in injections)
     if warning := unknown_in_domains(config, num_joining=num_joining):
         display.note(warning)
     raise_open_files(config.cluster, num_joining=num_joining)
-
-
-def _open_places(
-    held: ExitStack, config: JobConfig, display: Display, *, state: str, resume: bool
-) -> tuple[str, Manifest | None]:
-    """The directory of the coordinator's journal, and the checkpoint to go on from.
-
-    The directory is held until `held` is closed. The display is told which newer versions are
-    skipped.
-    """
-    directory, timeout_s = config.checkpoint.directory, config.checkpoint.timeout_s
-    where = f"{directory} or {state}" if state else directory
-    places = context_with_time_limit(
-        _places(config, state, display), where=where, timeout_s=timeout_s
-    )
-    tier = with_time_limit(tier_of(directory), timeout_s=timeout_s)
-    try:
-        journal = held.enter_context(places)
-        assemble_parts(config, tier, resume=resume, note=display.note)
-        manifest = starting_point(config, tier, resume=resume)
-        for text in skipped_texts(tier, manifest) if manifest else ():
-            display.note(text)
-    except LateError as error:  # Before training, a disk that hangs is the user's to repair.
-        remedy = f"{error} (checkpoint.timeout_s); check that disk or store; nothing was trained"
-        raise ConfigError("checkpoint.directory", directory, remedy) from error
-    return journal, manifest
-
-
-@contextmanager
-def _places(
-    config: JobConfig,
-    state: str,
-    display: Display,
-    *,
-    taken_up: str = "",
-    keeps: Callable[[], bool] = bool,
-) -> Iterator[str]:
-    """The directory of the coordinator's journal, for the length of the context.
-
-    The directory of saves is claimed until the journal is removed, so that no other job has its
-    journal there before that.
-    """
-    with (
-        claim(config.checkpoint.directory, config.name, note=display.note),
-        journal_place(config, state, note=display.note, taken_up=taken_up, keeps=keeps) as journal,
-    ):
-        yield journal
-
-
-def _other_journal(held: ExitStack, config: JobConfig, journal: str, *, state: str) -> str:
-    """Another directory for the coordinator's journal, which is held as long as the first.
-
-    "" if the user named the first, if the first is not beside the saves, or if there is no other.
-    """
-    if state or Path(journal).parent != Path(config.checkpoint.directory):
-        return ""
-    # The launcher's loop waits meanwhile, so the timeout is short.
-    timeout_s = min(LOOK_TIMEOUT_S, config.checkpoint.timeout_s)
-    place = other_journal_place(config, state)
-    other = context_with_time_limit(place, where="the user's state directory", timeout_s=timeout_s)
-    try:
-        return held.enter_context(other)
-    except (ConfigError, LateError, MemoryError) as error:
-        logger.warning("%s", error)
-        return ""
 
 
 def _recorder(planned: Planned, start_s: float) -> Recorder:

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from types import FrameType
 from typing import Final
 
 import msgspec
@@ -129,6 +130,36 @@ def _is_handled_here(number: signal.Signals) -> bool:
     if number in (signal.SIGTERM, signal.SIGHUP):
         return handler is not signal.SIG_IGN
     return handler is signal.SIG_DFL
+
+
+@contextlib.contextmanager
+def interrupt_at_leave_signals() -> Iterator[None]:
+    """Has the signals in `LEAVE_SIGNALS` act like Ctrl-C while the body of the `with` runs.
+
+    It does nothing outside the main thread. After the first of them all are ignored, until
+    `restore_handlers` ends: the process is leaving.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handled = [number for number in LEAVE_SIGNALS if _is_handled_here(number)]
+    has_come = False
+
+    def interrupt(_: int, frame: FrameType | None) -> None:
+        nonlocal has_come
+        has_come = True
+        for number in handled:
+            signal.signal(number, signal.SIG_IGN)
+        handler = signal.getsignal(signal.SIGINT)  # That of an event loop, if one runs.
+        act = handler if callable(handler) else signal.default_int_handler
+        act(signal.SIGINT, frame)
+
+    before = {number: signal.signal(number, interrupt) for number in handled}
+    try:
+        yield
+    finally:
+        for number, former in before.items() if not has_come else ():
+            signal.signal(number, former)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,84 @@
+"""Where a job saves, and where its coordinator keeps its journal: both are claimed for the run."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from planaria.checkpoint.disk.claim import claim
+from planaria.checkpoint.disk.tiers import Manifest, tier_of
+from planaria.checkpoint.disk.time_limits import (
+    LOOK_TIMEOUT_S,
+    context_with_time_limit,
+    with_time_limit,
+)
+from planaria.core.job import JobConfig
+from planaria.errors import ConfigError, LateError
+from planaria.job.lost_heads import assemble_parts
+from planaria.job.planning import skipped_texts, starting_point
+from planaria.nodes.head.journal_place import journal_place, other_journal_place
+
+logger = logging.getLogger(__name__)
+
+
+def open_places(
+    held: ExitStack, config: JobConfig, note: Callable[[str], None], *, state: str, resume: bool
+) -> tuple[str, Manifest | None]:
+    """The directory of the coordinator's journal, and the checkpoint to go on from.
+
+    The directory is held until `held` is closed. The user is shown which newer versions are
+    skipped.
+    """
+    directory, timeout_s = config.checkpoint.directory, config.checkpoint.timeout_s
+    where = f"{directory} or {state}" if state else directory
+    opened = context_with_time_limit(places(config, state, note), where=where, timeout_s=timeout_s)
+    tier = with_time_limit(tier_of(directory), timeout_s=timeout_s)
+    try:
+        journal = held.enter_context(opened)
+        assemble_parts(config, tier, resume=resume, note=note)
+        manifest = starting_point(config, tier, resume=resume)
+        for text in skipped_texts(tier, manifest) if manifest else ():
+            note(text)
+    except LateError as error:  # Before training, a disk that hangs is the user's to repair.
+        remedy = f"{error} (checkpoint.timeout_s); check that disk or store; nothing was trained"
+        raise ConfigError("checkpoint.directory", directory, remedy) from error
+    return journal, manifest
+
+
+@contextmanager
+def places(
+    config: JobConfig,
+    state: str,
+    note: Callable[[str], None],
+    *,
+    taken_up: str = "",
+    keeps: Callable[[], bool] = bool,
+) -> Iterator[str]:
+    """The directory of the coordinator's journal, for the length of the context.
+
+    The directory of saves is claimed until the journal is removed, so that no other job has its
+    journal there before that.
+    """
+    with (
+        claim(config.checkpoint.directory, config.name, note=note),
+        journal_place(config, state, note=note, taken_up=taken_up, keeps=keeps) as journal,
+    ):
+        yield journal
+
+
+def other_journal(held: ExitStack, config: JobConfig, journal: str, *, state: str) -> str:
+    """Another directory for the coordinator's journal, which is held as long as the first.
+
+    "" if the user named the first, if the first is not beside the saves, or if there is no other.
+    """
+    if state or Path(journal).parent != Path(config.checkpoint.directory):
+        return ""
+    # The launcher's loop waits meanwhile, so the timeout is short.
+    timeout_s = min(LOOK_TIMEOUT_S, config.checkpoint.timeout_s)
+    place = other_journal_place(config, state)
+    other = context_with_time_limit(place, where="the user's state directory", timeout_s=timeout_s)
+    try:
+        return held.enter_context(other)
+    except (ConfigError, LateError, MemoryError) as error:
+        logger.warning("%s", error)
+        return ""
