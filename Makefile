@@ -42,7 +42,8 @@ help:
 	@echo 'make soak     100,000 of them; then a job of 3,500 iterations whose nodes die, its curves'
 	@echo 'make sweep    the long tests: every pipeline shape for every model family, the planner'
 	@echo 'make chaos    every loss: each node, each step, twice; then half an hour of drawn faults'
-	@echo 'make hosts    jobs on several machines, made of namespaces: as root, or else without cuts'
+	@echo 'make hosts    jobs on several machines, made of namespaces: as root, or else without cuts;'
+	@echo '              then six machines that lose nodes, and their downtimes beside one machine'
 	@echo 'make check    formatting, lint and types'
 	@echo 'make docs     write the generated pages and the pictures in docs/'
 	@echo 'make profiles write the shipped profiles, print what they cost'
@@ -83,6 +84,7 @@ chaos: $(READY)
 
 hosts: $(READY)
 	$(PYTEST) -m hosts
+	$(BIN)/python tests/downtimes.py || [ $$? -eq 2 ]
 
 check: $(READY)
 	$(BIN)/ruff format --check --quiet $(SOURCES)

@@ -6,7 +6,7 @@ token file and the directory of the saves. A job may be another one, see `Machin
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -203,7 +203,11 @@ class MachineJob:
 
 @contextmanager
 def machine_job(
-    machines: Machines, directory: Path, *options: str, max_nodes: int = 0
+    machines: Machines,
+    directory: Path,
+    *options: str,
+    max_nodes: int = 0,
+    others: Sequence[Host] = (),
 ) -> Iterator[MachineJob]:
     """A job that trains on all machines with agents.
 
@@ -211,8 +215,11 @@ def machine_job(
         directory: directory that all hosts see, for this job alone.
         options: further options of `planaria train`.
         max_nodes: number of machines that may train; 0: no more than at the start.
+        others: further hosts that have an agent from the start.
     """
     machines.make_ready()
+    for host in others:
+        machines.join(host)
     job = MachineJob(machines, directory, options, max_nodes=max_nodes)
     try:
         job.wait_training()
