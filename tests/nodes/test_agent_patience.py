@@ -6,8 +6,10 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
 
+import msgspec
 import pytest
 
+from helpers.heads import CREDENTIALS
 from planaria.core.job import ClusterConfig, JobConfig
 from planaria.core.messages import (
     Heartbeat,
@@ -18,6 +20,7 @@ from planaria.core.messages import (
     Welcome,
 )
 from planaria.core.specs import NodeSpec
+from planaria.nodes import agent as agent_module
 from planaria.nodes.agent import _Agent
 from planaria.nodes.part_reports import PartReports
 from planaria.transport.clocks import clock_name
@@ -31,6 +34,7 @@ from planaria.transport.frames import (
     shake_hands,
 )
 from planaria.transport.probe import NO_NODE
+from planaria.transport.sockets import Address
 
 TOKEN = b"a token of 32 bytes for this test"
 LEASE_S = 0.5
@@ -252,3 +256,35 @@ def test_an_agent_measures_how_far_the_head_s_clock_is_from_its_own(
                 line.close()
 
     with_agent(play, lifeline_fd, patience_s=patience_s)
+
+
+def test_all_addresses_of_heads_are_tried_within_half_a_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many are dead: with half a lease for each, two would cost the node its lease."""
+    tries: list[tuple[Address, float]] = []
+
+    async def refuse(address: Address, *_: object, timeout_s: float, identity: int) -> None:
+        del identity
+        tries.append((address, timeout_s))
+        raise ConnectionError("no answer in time")
+
+    monkeypatch.setattr(agent_module, "connect", refuse)
+    heads = tuple((f"10.0.0.{number}", 7320) for number in range(4))
+    spec = NodeSpec(
+        job=JobConfig(cluster=ClusterConfig(lease_s=LEASE_S)),
+        node=0,
+        token=TOKEN,
+        coordinator=heads[0],
+        other_coordinators=heads[1:],
+        worker="",
+        cache_directory="",
+        credentials=msgspec.json.encode(CREDENTIALS),
+    )
+    agent = _Agent(spec, [], -1)
+    for _ in heads:
+        with pytest.raises(ConnectionError):
+            asyncio.run(agent._connect())
+
+    assert [address for address, _ in tries] == list(heads)
+    assert sum(timeout_s for _, timeout_s in tries) <= LEASE_S / 2

@@ -312,7 +312,8 @@ class _Agent:
         """Streams to a coordinator that has proved who it is.
 
         On the way to another machine, packets may vanish without an error. Half a lease is short
-        enough to be back in time, since after a cut each node is given a whole one.
+        enough to be back in time, since after a cut each node is given a whole one. All addresses
+        share it: however many are dead, each is tried within half a lease.
         """
         spec = self._spec
         credentials = credentials_of(spec.credentials)
@@ -323,7 +324,7 @@ class _Agent:
                 address,
                 Purpose.NODE,
                 credentials,
-                timeout_s=self._lease_s / 2,
+                timeout_s=self._lease_s / 2 / len(self._addresses),
                 identity=spec.node,
             )
             # Should this one be lost, it comes back here most probably.

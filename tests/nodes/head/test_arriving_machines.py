@@ -1,11 +1,12 @@
 """What a head knows of the machines that come to it, whatever becomes of their connections."""
 
+import asyncio
 from pathlib import Path
 
 from helpers.arriving_machines import arriving_machines
 from helpers.heads import runs
 from helpers.machine_lines import arrive
-from helpers.tasks import wait_until
+from helpers.tasks import TIMEOUT_S, wait_until
 from planaria.core.machine_messages import JobOffered, MachineRefused, NodeEnded, NodeRequested
 from planaria.nodes.head.machine_handle import REJOINS_MAX
 
@@ -108,3 +109,69 @@ async def test_a_head_that_ends_takes_no_machine(tmp_path: Path) -> None:
         assert not (await line.wait(MachineRefused)).is_final
         await line.wait_end()
         assert not any(isinstance(message, JobOffered) for message in line.heard)
+
+
+@runs
+async def test_a_machine_at_a_loopback_address_is_refused_where_others_are_far(
+    tmp_path: Path,
+) -> None:
+    """Its node would be announced to them as themselves. It is told which address would do."""
+    async with arriving_machines(tmp_path) as head:
+        far = await head.join("far", host="10.0.0.2")
+        near = await head.arrive("near", host="127.0.0.1")
+        near.tell(head.ready())
+        refused = await near.wait(MachineRefused)
+
+        assert not [message for message in far.heard if isinstance(message, MachineRefused)]
+        assert refused.is_final
+        assert "far (10.0.0.2)" in refused.reason
+        assert "--advertise 127.0.0.1," in refused.reason  # Where the far one reaches this head.
+        assert head.machines.num_ready == 1
+
+
+@runs
+async def test_machines_that_are_all_at_loopback_addresses_are_on_one_machine(
+    tmp_path: Path,
+) -> None:
+    async with arriving_machines(tmp_path) as head:
+        lines = [await head.join(host, host=host) for host in ("127.0.0.1", "127.0.0.2")]
+
+        assert head.machines.num_ready == len(lines)
+
+
+@runs
+async def test_a_far_machine_takes_the_place_of_one_at_a_loopback_address_that_has_no_node(
+    tmp_path: Path,
+) -> None:
+    """While the head waits for machines, the one that is at fault has to go, whoever came first."""
+    async with arriving_machines(tmp_path) as head:
+        near = await head.join("near", host="127.0.0.1")
+        waiting = asyncio.create_task(head.machines.wait_ready(2, timeout_s=TIMEOUT_S))
+        await wait_until(lambda: head.machines.is_waiting)
+        far = await head.arrive("far", host="10.0.0.2")
+        far.tell(head.ready())
+        refused = await near.wait(MachineRefused)
+        third = await head.join("third", host="10.0.0.3")
+        await waiting
+
+        assert not [message for message in third.heard if isinstance(message, MachineRefused)]
+        assert refused.is_final
+        assert any("near cannot take part" in note for note in head.notes)
+
+
+@runs
+async def test_a_far_machine_is_refused_while_one_at_a_loopback_address_is_in_the_job(
+    tmp_path: Path,
+) -> None:
+    """It is the agent there that has to be started again."""
+    async with arriving_machines(tmp_path) as head:
+        near = await head.join("near", host="127.0.0.1")
+        head.start(0)
+        await near.wait(NodeRequested)
+        far = await head.arrive("far", host="10.0.0.2")
+        far.tell(head.ready())
+        refused = await far.wait(MachineRefused)
+
+        assert "near, which is in the job" in refused.reason
+        assert "--advertise" in refused.reason
+        assert list(head.machines.live_nodes) == [0]

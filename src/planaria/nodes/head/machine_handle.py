@@ -131,3 +131,19 @@ def unused_name(name: str, machines: Mapping[str, MachineHandle]) -> str:
         number += 1
         unused = f"{name}-{number}"
     return unused
+
+
+def loopback_problem(machine: MachineHandle, far: MachineHandle) -> str:
+    """Why others cannot reach a machine that has come by the head's loopback, and what to do.
+
+    Args:
+        far: machine that is not the head's.
+    """
+    address = "HOST"
+    if far.writer is not None:  # It reaches the head there, and so this machine, too.
+        address = str(far.writer.get_extra_info("sockname")[0])
+    return (
+        f"it is at {machine.facts.host}, where {far.name} ({far.facts.host}) would find itself; "
+        f"start its agent again with --advertise {address}, or join the head at an address that "
+        "other machines reach it by"
+    )

@@ -56,7 +56,7 @@ from planaria.nodes.forkserver import exit_text
 from planaria.nodes.head.kind_speeds import Kind, KindSpeeds, kind_of
 from planaria.nodes.head.link_classes import LinkClass, first_pairs
 from planaria.nodes.head.machine_checks import MachineChecks
-from planaria.nodes.head.machine_handle import MachineHandle, unused_name
+from planaria.nodes.head.machine_handle import MachineHandle, loopback_problem, unused_name
 from planaria.nodes.head.node_handles import EXIT_TIMEOUT_S, KILL_TIMEOUT_S
 from planaria.nodes.head.process_events import wait_until
 from planaria.nodes.head.run_record import NodeLog
@@ -64,6 +64,7 @@ from planaria.transport.acceptor import Handshakes, Purpose
 from planaria.transport.credentials import Credentials
 from planaria.transport.frames import FROM_NODE_BYTES_MAX, FrameDecoder, frame, message_of
 from planaria.transport.link_measurement import SECRET_BYTES
+from planaria.transport.sockets import is_loopback
 from planaria.transport.strangers import RefusalLog
 
 logger = logging.getLogger(__name__)
@@ -525,6 +526,7 @@ class Machines:
         problem = ""
         if machine.node < 0:
             problem = await self.checks.problem(machine.name, machine.facts, ready)
+            problem = problem or self._address_problem(machine)
             if not problem and not self.kinds.is_known(machine.facts):
                 problem = await self._measure(machine)
         if ready.run != self._offer.run:
@@ -535,6 +537,25 @@ class Machines:
         else:
             machine.is_ready = True
         await self._tell_change()
+
+    def _address_problem(self, machine: MachineHandle) -> str:
+        """Why a machine's address, or that of another one, cannot be used; "": all can.
+
+        A loopback address means another machine wherever it is read. While the head waits for
+        machines, the one at such an address is refused, whichever came first.
+        """
+        others = [other for other in self.connected if other.is_ready and other is not machine]
+        if is_loopback(machine.facts.host):
+            far = next((other for other in others if not is_loopback(other.facts.host)), None)
+            return loopback_problem(machine, far) if far is not None else ""
+        for other in others:
+            if is_loopback(other.facts.host):
+                problem = loopback_problem(other, machine)
+                if other.node >= 0 or not self.is_waiting:
+                    return f"{other.name}, which is in the job, cannot work with it: {problem}"
+                other.tell(MachineRefused(reason=problem, is_final=True))
+                self._refuse(other, problem)
+        return ""
 
     async def _measure(self, machine: MachineHandle) -> str:
         """Has a machine of a kind that has come first after the start measure the job's layers.
