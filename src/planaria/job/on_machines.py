@@ -15,7 +15,7 @@ from os import getcwd
 from pathlib import Path
 
 from planaria.core.inject import Injection
-from planaria.core.job import JobConfig
+from planaria.core.job import ClusterConfig, JobConfig
 from planaria.core.specs import Prepared, PrepareRequest
 from planaria.errors import ConfigError, InsufficientError, TrainingError
 from planaria.job.machine_kinds import of_fastest_kind, with_measured_links, with_memory_limit
@@ -174,7 +174,8 @@ def open_head(
 
     Raises:
         ConfigError: nobody can listen at the address, the job's modules cannot be sent, or nothing
-            can be written to the place of saves. Or failure domains are given by numbers of nodes.
+            can be written to the place of saves. Or failure domains are given by numbers of nodes,
+            or machines are to be granted.
     """
     if domains := config.checkpoint.failure_domains:
         remedy = (
@@ -182,6 +183,12 @@ def open_head(
             "start each agent with --domain NAME"
         )
         raise ConfigError("checkpoint.failure_domains", domains, remedy)
+    if grant_s := config.cluster.grant_s:
+        remedy = (
+            "machines come by themselves here, and nobody is asked to grant one; leave the key "
+            "out. cluster.wait_s says how long the job waits for another machine"
+        )
+        raise ConfigError("cluster.grant_s", grant_s, remedy)
     with suppress(FileNotFoundError):  # The current directory may have been removed.
         search_path = [*search_path, getcwd()]
     sources = user_sources(config, search_path)
@@ -248,8 +255,18 @@ def gather(head: OpenHead, config: JobConfig, listening: Listening) -> tuple[Job
         links = head.runner.run(machines.measure_links())
         prepared = with_measured_links(prepared, links)
     begin_kinds(head, config, prepared, measured)
-    num_nodes = min(machines.num_ready, listening.nodes_max)
+    num_nodes = num_first_nodes(machines.num_ready, config.cluster, listening)
     return replace(config, cluster=replace(config.cluster, nodes=num_nodes)), prepared
+
+
+def num_first_nodes(num_ready: int, cluster: ClusterConfig, listening: Listening) -> int:
+    """The number of nodes with which the job begins, as many as can; the others wait (`standby`).
+
+    Args:
+        num_ready: number of machines that are ready, of which some may be left over.
+    """
+    most = listening.nodes_max - cluster.standby
+    return max(listening.nodes_min, min(num_ready - cluster.standby, most))
 
 
 def begin_kinds(
