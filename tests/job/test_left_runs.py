@@ -3,9 +3,10 @@
 import os
 import signal
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import pytest
 
@@ -19,10 +20,14 @@ from helpers.left_runs import (
     open_left_head,
 )
 from helpers.tasks import wait_until
+from planaria.checkpoint.disk.claim import claim
+from planaria.core.job import JobConfig
 from planaria.errors import ConfigError
 from planaria.job import on_machines, training_job
-from planaria.job.on_machines import LeftRun, take_up
+from planaria.job.on_machines import LeftRun, find_left_run, take_up
 from planaria.job.training_job import Job
+from planaria.nodes.forkserver import ForkServer
+from planaria.nodes.head.journal_place import journal_place
 from planaria.nodes.head.process_events import restore_handlers
 from planaria.nodes.head.run_record import RUN_FILE, TOUCH_PERIOD_S, NodeLog, read_run, record_age_s
 
@@ -49,6 +54,9 @@ def test_a_head_that_ends_while_it_takes_a_run_up_leaves_all_as_it_was(
     assert machine.is_told is False
     assert (journal / RUN_FILE).read_bytes() == before
     assert "try again with --reattach" in machine.display.notes[-1]
+
+
+LISTENING_ANEW = replace(LISTENING, reattaches=False)
 
 
 def make_older(directory: Path, age_s: float) -> None:
@@ -160,3 +168,94 @@ def test_a_head_that_is_told_to_leave_before_it_trains_tells_its_machines(
     machine.join()
 
     assert machine.is_told is not is_left
+
+
+def find(job: JobConfig, state: str = "", *, resume: bool = False) -> Path | None:
+    """The directory of the run that a head takes up, which reattaches or resumes."""
+    listening = replace(LISTENING, reattaches=not resume)
+    left = find_left_run(job, listening, state=state, resume=resume)
+    return None if left is None else left.directory
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_head_that_is_at_work_is_not_taken_for_a_lost_one(
+    resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one took its machines up, or waited for them."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    job = left_job(tmp_path / "saves")
+    for place in (str(tmp_path / "saves"), "s3://bucket/saves"):
+        job = replace(job, checkpoint=replace(job.checkpoint, directory=place))
+        with (
+            claim(place, job.name, note=pytest.fail),
+            journal_place(job, "", note=pytest.fail) as directory,
+        ):
+            leave_run(Path(directory), job)
+            with pytest.raises(ConfigError, match="a head of this job is at work"):
+                find(job, resume=resume)
+
+
+def test_only_a_run_with_the_same_saves_is_taken_up(tmp_path: Path) -> None:
+    """The journals of all jobs of one name may be in one directory, and the last one was taken."""
+    state, job = tmp_path / "state", left_job(tmp_path / "saves")
+    other = replace(job, checkpoint=replace(job.checkpoint, directory="s3://bucket/others"))
+    own_directory = state / f"{job.name}-m-00000000"
+    leave_run(own_directory, job)
+    leave_run(state / f"{job.name}-m-00000001", other)
+
+    assert find(job, str(state)) == own_directory
+
+
+def test_of_several_lost_heads_the_one_whose_nodes_may_live_is_taken_up(tmp_path: Path) -> None:
+    """If that may be several, the user says which are given up."""
+    state, job = tmp_path / "state", left_job(tmp_path / "saves")
+    first, second = (state / f"{job.name}-m-0000000{index}" for index in range(2))
+    leave_run(first, job)
+    leave_run(second, job)
+
+    with pytest.raises(ConfigError, match="several heads of this job were lost"):
+        find(job, str(state))
+    make_older(second, 1e6)
+    assert find(job, str(state)) == first
+    make_older(first, 2e6)
+    assert find(job, str(state), resume=True) == second
+
+
+def test_a_head_that_had_started_no_node_is_not_missed(tmp_path: Path) -> None:
+    """The next one asked for --reattach, and waited in vain then."""
+    job = left_job(tmp_path / "saves")
+    leave_run(tmp_path / "saves" / ".journal", job, num_nodes=0)
+
+    assert find_left_run(job, LISTENING_ANEW, state="", resume=False) is None
+
+
+def test_nodes_that_may_live_are_not_given_up_for_a_run_on_one_machine(tmp_path: Path) -> None:
+    """A resume here went on from a save, and whatever the nodes held was lost."""
+    job = left_job(tmp_path / "saves")
+    leave_run(tmp_path / "saves" / ".journal", job)
+
+    with pytest.raises(ConfigError, match="its machines may still hold the newest state"):
+        find_left_run(job, None, state="", resume=True)
+    make_older(tmp_path / "saves" / ".journal", 1e6)
+    assert find_left_run(job, None, state="", resume=True) is None
+
+
+def test_the_records_of_a_run_go_with_a_journal_that_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head that was killed afterwards left a journal that no other one found."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    left = left_run(tmp_path / "saves")
+    job, record = left.record.job, left.record
+    with open_left_head(tmp_path / "saves") as (head, _), ExitStack() as held, head:
+        log = head.machines.node_log = NodeLog(left.directory)
+        held.callback(log.close)
+        begun = training_job._Begun(
+            *(job, record.prepared, None, str(left.directory)),
+            *(cast(ForkServer, None), head, {}, record),
+        )
+        moved = training_job._other_journal(held, begun, "")
+
+        assert moved != str(left.directory)
+        assert read_run(Path(moved)) == record
+        assert (Path(moved) / "journal.nodes").read_bytes() == b"0\n"

@@ -21,12 +21,12 @@ from planaria.errors import ConfigError, InsufficientError, TrainingError
 from planaria.job.machine_kinds import of_fastest_kind, with_measured_links, with_memory_limit
 from planaria.job.planning import cache_directory, given_profile, mistake_error
 from planaria.job.user_sources import user_sources
-from planaria.nodes.head.journal_place import left_directories
+from planaria.nodes.head.journal_place import is_in_use, left_directories
 from planaria.nodes.head.kind_speeds import Kind
 from planaria.nodes.head.machine_checks import MachineChecks
 from planaria.nodes.head.machines import Machines
 from planaria.nodes.head.open_head import OpenHead
-from planaria.nodes.head.run_record import RunRecord, read_run, record_age_s
+from planaria.nodes.head.run_record import RunRecord, has_nodes, read_run, record_age_s
 from planaria.nodes.shared_saves import place_mark, remove_other_marks
 from planaria.transport.acceptor import listen
 from planaria.transport.credentials import Credentials
@@ -88,14 +88,15 @@ def find_left_run(
 
     Raises:
         ConfigError: there is one, and the user has not said what is to become of it; or there is
-            none to reattach to. Or faults are to be injected into its nodes.
+            none to reattach to, or more than one. Or faults are to be injected into its nodes, or a
+            head of this job is at work.
     """
-    runs = [
-        LeftRun(directory, record)
-        for directory in left_directories(config, state)
-        if (record := read_run(directory)) is not None and record.job.name == config.name
-    ]
+    runs = _left_runs(config, state)
     reattaches = listening is not None and listening.reattaches
+    recent = [run for run in runs if _may_have_nodes(run)]
+    if len(recent) > 1:
+        remedy = "several heads of this job were lost; remove the directories of those you give up"
+        raise ConfigError("--state", ", ".join(str(run.directory) for run in recent), remedy)
     if runs and listening is not None and (reattaches or resume):
         if injections:
             remedy = (
@@ -104,7 +105,7 @@ def find_left_run(
             )
             raise ConfigError("--inject", injections[0].spec, remedy)
         return runs[-1]
-    if runs and not resume:
+    if runs and (not resume or recent):
         remedy = (
             "a head of this job was lost and has left its journal there; its machines may still "
             "hold the newest state. Go on from it with --listen and --reattach, or from the newest "
@@ -118,6 +119,32 @@ def find_left_run(
         )
         raise ConfigError("--reattach", True, remedy)
     return None
+
+
+def _left_runs(config: JobConfig, state: str) -> list[LeftRun]:
+    """The runs that save where this job does and have lost their heads, the newest last.
+
+    Raises:
+        ConfigError: a head of this job is at work.
+    """
+    runs = []
+    for directory in left_directories(config, state):
+        record = read_run(directory)
+        place = "" if record is None else record.job.checkpoint.directory
+        if record is None or place != config.checkpoint.directory or not has_nodes(directory):
+            continue
+        if is_in_use(directory):
+            remedy = "a head of this job is at work, with its journal there; end it first"
+            raise ConfigError("--state", str(directory), remedy)
+        runs.append(LeftRun(directory, record))
+    return sorted(runs, key=lambda run: -record_age_s(run.directory))
+
+
+def _may_have_nodes(left: LeftRun) -> bool:
+    """Whether nodes of the run may look for a head still."""
+    cluster = left.record.job.cluster
+    living_s = _TAKE_UP_LEASES * cluster.lease_s + cluster.patience_s
+    return record_age_s(left.directory) < living_s
 
 
 def take_up(head: OpenHead, left: LeftRun, *, resume: bool, note: Callable[[str], None]) -> bool:

@@ -32,9 +32,7 @@ from planaria.core.machine_messages import MachineFacts
 from planaria.core.plan import ModelProfile, NodeKind, Plan
 from planaria.core.records import Ended
 from planaria.core.specs import NodeSpec, Prepared
-from planaria.errors import (
-    PlanariaError,
-)
+from planaria.errors import ConfigError, PlanariaError
 from planaria.estimator.correction import Comparison
 from planaria.estimator.time import Timeline
 from planaria.job.checks import check_inputs, check_job, unknown_in_domains
@@ -149,7 +147,7 @@ class _Begun:
         server: fork server of the coordinator, and of nodes on this machine.
         head: head at which machines arrive; None: all nodes are processes of this machine.
         machines: reports of the machines of the first nodes, by node.
-        parts: the field of this name in NodeSpec.
+        record: record of the run; None: all nodes are on this machine.
     """
 
     config: JobConfig
@@ -159,7 +157,12 @@ class _Begun:
     server: ForkServer
     head: OpenHead | None = None
     machines: Mapping[int, MachineFacts] = field(default_factory=dict)
-    parts: str = ""
+    record: RunRecord | None = None
+
+    @property
+    def parts(self) -> str:
+        """See the field of this name in NodeSpec."""
+        return "" if self.record is None else self.record.parts
 
     @property
     def kinds(self) -> dict[int, NodeKind] | None:
@@ -324,7 +327,7 @@ class Job:
             left = with_short_limit(tier, config.checkpoint)
             observer = _job_observer(planned, recorder := _recorder(planned, start_s), display)
             launch_spec = _launch_spec(planned, injections, begun, trace, listening)
-            other = partial(other_journal, held, config, begun.journal, state=state)
+            other = partial(_other_journal, held, begun, state)
             launcher = Launcher(
                 launch_spec,
                 server=begun.server,
@@ -396,7 +399,7 @@ class Job:
         machines = head.machines.reserve(range(record.job.cluster.nodes))
         return _Begun(
             *(record.job, record.prepared, record.resumed, journal),
-            *(running, head, machines, record.parts),
+            *(running, head, machines, record),
         )
 
     @contextmanager
@@ -412,6 +415,21 @@ class Job:
             yield own
         finally:
             own.close()
+
+
+def _other_journal(held: ExitStack, begun: _Begun, state: str) -> str:
+    """Another directory for the journal, with the records of the run; "": there is none."""
+    directory = other_journal(held, begun.config, begun.journal, state=state)
+    if not directory or begun.head is None or begun.record is None:
+        return directory
+    try:
+        write_run(Path(directory), begun.record)
+        if begun.head.machines.node_log is not None:
+            begun.head.machines.node_log.move(Path(directory))
+    except (ConfigError, OSError) as error:
+        logger.warning("%s", error)
+        return ""
+    return directory
 
 
 def _plan_of(

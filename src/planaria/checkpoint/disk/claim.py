@@ -54,6 +54,23 @@ def claim(place: str, job: str, *, note: Callable[[str], None]) -> Iterator[None
         yield
 
 
+def is_claimed(directory: Path) -> bool:
+    """Whether a job that runs saves in a directory; False where there are no locks."""
+    try:
+        descriptor = os.open(directory / _FILE, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _check_writable(directory: Path) -> None:
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     if not existing.is_dir():

@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
+from planaria.checkpoint.disk.claim import is_claimed
 from planaria.checkpoint.disk.storage import absolute_path, is_url
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError
@@ -171,6 +172,23 @@ def left_directories(config: JobConfig, state: str) -> tuple[Path, ...]:
     if parent is not None:
         paths += sorted(parent.glob(f"{plain_name(config.name)}-*-{'[0-9a-f]' * 8}"))
     return tuple(path for path in paths if path.is_dir())
+
+
+def is_in_use(directory: Path) -> bool:
+    """Whether a launcher that lives has its journal in a directory that `left_directories` names.
+
+    The lock of the directory tells, or that of the saves that it is beside. False where there are
+    no locks.
+    """
+    if directory.name == _DIRECTORY_NAME:
+        return is_claimed(directory.parent)
+    try:
+        with _directory_lock(directory, fcntl.LOCK_NB):
+            return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
 
 
 def _check_writable(directory: Path) -> None:

@@ -10,6 +10,7 @@ next one knows how long its nodes have been without one (`record_age_s`).
 """
 
 import contextlib
+import logging
 import os
 from pathlib import Path
 from typing import Final
@@ -20,6 +21,8 @@ from planaria.checkpoint.disk.tiers import Manifest
 from planaria.core.job import JobConfig
 from planaria.core.specs import Prepared
 from planaria.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 RUN_FILE: Final = "journal.run"
 _NODES_FILE: Final = "journal.nodes"
@@ -93,6 +96,17 @@ def record_age_s(directory: Path) -> float:
     return max(0.0, now_s - newest_s)
 
 
+def has_nodes(directory: Path) -> bool:
+    """Whether the head that has left a directory may have started a node."""
+    try:
+        content = (directory / _NODES_FILE).read_bytes()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return bool(content)
+
+
 class NodeLog:
     """The numbers of the nodes that a head has started.
 
@@ -101,23 +115,61 @@ class NodeLog:
 
     Attributes:
         next_node: lowest number that no node has had.
+
+    Raises:
+        ConfigError: the file can be neither read nor made.
     """
 
     def __init__(self, directory: Path) -> None:
-        # It stays open for as long as the run lasts.
         self._path = directory / _NODES_FILE
-        self._file = open(self._path, "a+b", opener=_open_private)  # noqa: SIM115
-        self._file.seek(0)
-        self.next_node = max((int(line) for line in self._file.read().split()), default=-1) + 1
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        try:
+            self._fd = os.open(self._path, flags, 0o600)
+            content = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
+        except OSError as error:
+            remedy = f"the numbers of nodes cannot be kept there ({error.strerror})"
+            raise ConfigError("--state", str(directory), remedy) from error
+        self._nodes = [int(line) for line in content.split() if line.isdigit()]
+        # A power loss may have torn the last line.
+        self._start = b"" if not content or content.endswith(b"\n") else b"\n"
+        self.next_node = max(self._nodes, default=-1) + 1
 
     def add(self, node: int) -> None:
-        """Notes a node before it is started.
+        """Notes a node before it is started; a disk that refuses is only warned of.
 
-        A power loss of the head's machine may lose the newest numbers; a killed head loses none.
+        A power loss of the head's machine may lose the newest numbers, but not the first; a killed
+        head loses none.
         """
+        self._nodes.append(node)
         self.next_node = max(self.next_node, node + 1)
-        self._file.write(b"%d\n" % node)
-        self._file.flush()
+        try:
+            self._write(b"%d\n" % node)
+        except OSError as error:
+            logger.warning(
+                "%s cannot be written to (%s): if this head is lost, the next one may give the "
+                "number of node %s again",
+                self._path,
+                error.strerror,
+                node,
+            )
+
+    def _write(self, lines: bytes) -> None:
+        os.write(self._fd, self._start + lines)
+        self._start = b""
+        if len(self._nodes) == 1:  # That there are nodes at all must never be lost.
+            os.fsync(self._fd)
+
+    def move(self, directory: Path) -> None:
+        """Goes on with a file in another directory, into which all numbers are written.
+
+        Raises:
+            ConfigError, OSError: the disk there refuses.
+        """
+        moved = NodeLog(directory)
+        moved._nodes = list(self._nodes)
+        moved._write(b"".join(b"%d\n" % node for node in self._nodes))
+        os.close(self._fd)
+        self._path, self._fd, self._start = moved._path, moved._fd, b""
 
     def touch(self) -> None:
         """Notes that a head runs now; call it every TOUCH_PERIOD_S.
@@ -129,7 +181,7 @@ class NodeLog:
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        os.close(self._fd)
 
 
 def _open_private(path: str, flags: int) -> int:

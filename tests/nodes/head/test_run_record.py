@@ -1,0 +1,72 @@
+"""The numbers of a run's nodes, on disks that are full or have lost their power."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from planaria.nodes.head.run_record import NodeLog, has_nodes
+
+
+def log_of(directory: Path, *nodes: int) -> NodeLog:
+    log = NodeLog(directory)
+    for node in nodes:
+        log.add(node)
+    return log
+
+
+def test_no_number_is_given_twice(tmp_path: Path) -> None:
+    assert not has_nodes(tmp_path)
+    log_of(tmp_path, 0, 1, 5).close()
+
+    assert NodeLog(tmp_path).next_node == 6
+    assert has_nodes(tmp_path)
+
+
+@pytest.mark.parametrize("torn", [b"\x00\x00", b"1", b"\xff3 x"])
+def test_a_file_that_a_power_loss_has_torn_is_read_as_far_as_it_goes(
+    torn: bytes, tmp_path: Path
+) -> None:
+    """It raised, and the run could not be taken up."""
+    log_of(tmp_path, 0, 1).close()
+    with (tmp_path / "journal.nodes").open("ab") as file:
+        file.write(torn)
+
+    log = NodeLog(tmp_path)
+    assert log.next_node == 2
+    log.add(7)
+    log.close()
+    assert NodeLog(tmp_path).next_node == 8
+
+
+def test_a_full_disk_ends_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It only costs that numbers are given twice if the head is lost."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    log = log_of(tmp_path, 0)
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", refuse)
+        log.add(1)
+
+    assert log.next_node == 2
+    assert "No space left on device" in caplog.text
+
+
+def test_the_numbers_go_with_a_journal_that_moves(tmp_path: Path) -> None:
+    """The next head would find a journal without them, and take none of its nodes up."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    log = log_of(first, 0, 1)
+    log.move(second)
+    log.add(2)
+    log.touch()
+    log.close()
+
+    assert (second / "journal.nodes").read_bytes() == b"0\n1\n2\n"
+    assert (first / "journal.nodes").read_bytes() == b"0\n1\n"
