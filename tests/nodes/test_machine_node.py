@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
+import msgspec
 import psutil
 import pytest
 
@@ -21,6 +22,7 @@ from planaria.nodes import forking, machine_node
 from planaria.nodes.forking import RENEWALS_MAX
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.machine_node import MachineNode
+from planaria.nodes.part_reports import STATUS_SAVED
 
 SPEC = node_spec(JobConfig(), 3)
 
@@ -110,6 +112,29 @@ async def test_a_notice_is_repeated_until_the_node_heeds_it(
         await wait_until(lambda: made.ends == [(SPEC.node, 0)])
 
         assert set(signals) == {(NO_PID + 1, signal.SIGTERM)}
+
+
+@runs
+async def test_a_node_whose_head_was_replaced_saves_what_it_holds_before_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its state may be newer than any save, and it was killed at once."""
+    signals: list[tuple[int, int]] = []
+    monkeypatch.setattr(machine_node, "_LOOK_PERIOD_S", 0.0)
+    monkeypatch.setattr(os, "kill", lambda pid, number: signals.append((pid, number)))
+    async with machine(monkeypatch) as made:
+        made.node.start(msgspec.structs.replace(SPEC, parts="run-000001-a1"))
+        await wait_until(lambda: made.server.targets == ["agent"])
+        await settle()
+        ending = asyncio.create_task(made.node.save_and_end())
+        await wait_until(lambda: len(signals) > 1)
+        assert not ending.done()
+        made.server.end(NO_PID + 1, STATUS_SAVED)
+        await ending
+
+        assert set(signals) == {(NO_PID + 1, signal.SIGUSR2)}
+        assert made.ends == [(SPEC.node, STATUS_SAVED)]
+        assert not made.server.kills
 
 
 @runs

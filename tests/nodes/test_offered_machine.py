@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from helpers.fake_fork_server import NO_PID
 from helpers.heads import runs
 from helpers.offered_machines import offered_machine
-from helpers.tasks import wait_until
+from helpers.tasks import settle, wait_until
 from planaria.core.job import ClusterConfig, JobConfig
 from planaria.core.machine_messages import (
     JobOver,
@@ -25,6 +26,7 @@ from planaria.core.specs import PrepareRequest
 from planaria.errors import ConfigError
 from planaria.nodes import forking, machine, machine_node
 from planaria.nodes.forking import RENEWALS_MAX
+from planaria.nodes.part_reports import STATUS_SAVED
 
 JOB = JobConfig(cluster=ClusterConfig(patience_s=60.0))
 
@@ -46,6 +48,40 @@ async def test_patience_counts_from_the_loss_of_the_head(
         assert (arrived.run, arrived.node) == ("run", 0)
         assert not made.server.kills
         assert not running.done()
+
+
+@runs
+async def test_a_machine_without_a_head_waits_for_its_node_which_saves_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node gives the head up a lease later, and then writes: the machine killed it before."""
+    assert await _code_without_head(tmp_path, monkeypatch, STATUS_SAVED) == 3
+
+
+@runs
+async def test_a_machine_without_a_head_is_to_be_started_again_if_its_node_has_saved_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await _code_without_head(tmp_path, monkeypatch, -9) == 75
+
+
+async def _code_without_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> int:
+    """The exit code of a machine whose node ends with a status when there is no head any more."""
+    monkeypatch.setattr(machine, "_RETRY_S", 0.0)
+    async with offered_machine(tmp_path, monkeypatch, job=JOB) as (made, running):
+        line = await made.join()
+        line.tell(made.request(0))
+        await wait_until(lambda: "runs node 0" in made.notes)
+        await settle()
+        made.head.close()
+        line.reset()
+        await wait_until(lambda: any("trying again" in note for note in made.notes))
+        made.clock.ahead_s += 2 * JOB.cluster.patience_s
+        await settle()
+        assert not running.done()
+        assert not made.server.kills
+        made.server.end(NO_PID + 1, status)
+        return await running
 
 
 @runs

@@ -184,6 +184,25 @@ def test_nodes_without_a_head_save_what_they_hold_and_another_head_goes_on_from_
 
 @pytest.mark.hosts
 @pytest.mark.long
+def test_nodes_that_still_look_for_their_head_save_when_another_one_has_no_journal(
+    tmp_path: Path, local_hash: str
+) -> None:
+    """It cannot take them up, so their state would be lost with them."""
+    with machines(tmp_path, nodes="3", settings=("cluster.lease_s=1.0",)) as job:
+        first, *others = (job.join() for _ in range(3))
+        job.head.wait_output("iteration 5 ")
+        job.lose_head_machine(first)
+        job.start_head("--resume")
+        job.join()
+        report = job.report()
+
+        assert report["final"]["parameters_sha256"] == local_hash
+        assert report["iterations"][0]["iteration"] >= 5
+        assert [agent.wait() for agent in others] == [0, 0]
+
+
+@pytest.mark.hosts
+@pytest.mark.long
 def test_a_head_that_comes_back_at_another_address_is_found_there(
     tmp_path: Path, local_hash: str
 ) -> None:

@@ -3,29 +3,53 @@
 Source: docs/protocol.md, "Nodes without a head".
 """
 
+import asyncio
 import logging
+import time
 from collections.abc import Callable
+from functools import partial
+from typing import Final
 
-from planaria.checkpoint.disk.assembly import assemble, has_parts
-from planaria.checkpoint.disk.parts import next_run, remove_runs
+from planaria.checkpoint.disk.assembly import assemble, has_parts, lacks_parts
+from planaria.checkpoint.disk.parts import RunPlace, newest_run, next_run, remove_runs
+from planaria.checkpoint.disk.storage import ContentInfo, Storage
 from planaria.checkpoint.disk.tiers import Tier, tier_of
 from planaria.checkpoint.disk.time_limits import with_time_limit
 from planaria.core.job import JobConfig
 from planaria.errors import CheckpointError, ConfigError, LateError
+from planaria.nodes.daemon_threads import answer_of_thread
+from planaria.protocol.agent_lease import meeting_s
 
 logger = logging.getLogger(__name__)
 
-_FIELD = "checkpoint.directory"
+_FIELD: Final = "checkpoint.directory"
+_LOOK_S: Final = 0.5
+_SILENT_S: Final = 60.0  # Time for a file to grow or to become whole: one layer, in a store.
+
+
+def has_run(config: JobConfig) -> bool:
+    """Whether a run has begun there whose end is not known: its nodes may live, or have saved.
+
+    Raises:
+        ConfigError: the place of saves refuses.
+    """
+    return bool(_looked_up(config, newest_run))
 
 
 def assemble_parts(
-    config: JobConfig, tier: Tier, *, resume: bool, note: Callable[[str], None]
+    config: JobConfig,
+    tier: Tier,
+    *,
+    resume: bool,
+    note: Callable[[str], None],
+    runner: asyncio.Runner | None = None,
 ) -> None:
     """Makes a save of what nodes of a lost head have saved by themselves, if that is newer.
 
     Args:
         resume: whether the job goes on from the newest save.
         note: shows the user what was made, or why nothing was.
+        runner: runs what serves machines meanwhile; None: nothing is served.
 
     Raises:
         ConfigError: the job is to begin anew though there are such parts, or the place refuses.
@@ -44,6 +68,11 @@ def assemble_parts(
                 "--resume, or name another directory"
             )
             raise ConfigError(_FIELD, place, remedy)
+        waiting = _wait_parts(config, tier, note)
+        if runner is not None:
+            runner.run(waiting)
+        else:
+            asyncio.run(waiting)
         assembly = assemble(tier, newer_than=-1 if newest is None else newest.iteration)
     except LateError:
         raise
@@ -60,12 +89,47 @@ def next_parts(config: JobConfig, run: str) -> str:
     Raises:
         ConfigError: the place of saves refuses.
     """
+    return _looked_up(config, lambda storage: next_run(storage, run))
+
+
+def _looked_up(config: JobConfig, look: Callable[[Storage], str]) -> str:
     checkpoint = config.checkpoint
     tier = with_time_limit(tier_of(checkpoint.directory), timeout_s=checkpoint.timeout_s)
     try:
-        return next_run(tier.storage, run)
+        return look(tier.storage)
     except CheckpointError as error:
         raise ConfigError(_FIELD, checkpoint.directory, str(error)) from error
+
+
+async def _wait_parts(config: JobConfig, tier: Tier, note: Callable[[str], None]) -> None:
+    """Waits for parts that ranks are still writing, as long as new files come.
+
+    Raises:
+        CheckpointError: the storage refuses.
+    """
+    name = newest_run(tier.storage)
+    if not name:
+        return
+    run = RunPlace(tier.storage, name)
+    silent_s_max = meeting_s(config.cluster.lease_s) + _SILENT_S
+    before: dict[str, ContentInfo] = {}
+    end_s = 0.0
+    while True:
+        contents = await answer_of_thread(run.contents, name="parts")
+        if not lacks_parts(contents, devices_per_node=config.cluster.devices_per_node):
+            return
+        files = await answer_of_thread(partial(tier.storage.entries, name), name="parts")
+        now_s = time.monotonic()
+        if not before:
+            note(
+                f"nodes of a lost head are saving what they hold in {run.where}; waiting for them "
+                f"until nothing new has come for {silent_s_max:.0f} s"
+            )
+        if files != before:
+            before, end_s = files, now_s + silent_s_max
+        if now_s > end_s:
+            return
+        await asyncio.sleep(_LOOK_S)
 
 
 def remove_parts(tier: Tier) -> None:

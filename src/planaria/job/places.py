@@ -1,5 +1,6 @@
 """Where a job saves, and where its coordinator keeps its journal: both are claimed for the run."""
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,28 +22,57 @@ from planaria.nodes.head.journal_place import journal_place, other_journal_place
 logger = logging.getLogger(__name__)
 
 
-def open_places(
-    held: ExitStack, config: JobConfig, note: Callable[[str], None], *, state: str, resume: bool
-) -> tuple[str, Manifest | None]:
-    """The directory of the coordinator's journal, and the checkpoint to go on from.
+def open_journal(
+    held: ExitStack, config: JobConfig, *, state: str, note: Callable[[str], None]
+) -> str:
+    """The directory of the coordinator's journal, which is held until `held` is closed.
 
-    The directory is held until `held` is closed. The user is shown which newer versions are
-    skipped.
+    Raises:
+        ConfigError: it cannot be used, or the disk does not answer.
     """
     directory, timeout_s = config.checkpoint.directory, config.checkpoint.timeout_s
     where = f"{directory} or {state}" if state else directory
     opened = context_with_time_limit(places(config, state, note), where=where, timeout_s=timeout_s)
-    tier = with_time_limit(tier_of(directory), timeout_s=timeout_s)
-    try:
-        journal = held.enter_context(opened)
-        assemble_parts(config, tier, resume=resume, note=note)
+    with _answering_in_time(config):
+        return held.enter_context(opened)
+
+
+def find_start(
+    config: JobConfig,
+    *,
+    resume: bool,
+    note: Callable[[str], None],
+    runner: asyncio.Runner | None = None,
+) -> Manifest | None:
+    """The checkpoint to go on from; None for a fresh start.
+
+    What nodes of a lost head have saved by themselves is made a save first.
+
+    Args:
+        note: shows the user a text, such as which newer versions are skipped.
+        runner: runs what serves machines, which may bring nodes that are still saving.
+
+    Raises:
+        ConfigError: see `starting_point`; or the disk or store does not answer.
+    """
+    checkpoint = config.checkpoint
+    tier = with_time_limit(tier_of(checkpoint.directory), timeout_s=checkpoint.timeout_s)
+    with _answering_in_time(config):
+        assemble_parts(config, tier, resume=resume, note=note, runner=runner)
         manifest = starting_point(config, tier, resume=resume)
         for text in skipped_texts(tier, manifest) if manifest else ():
             note(text)
-    except LateError as error:  # Before training, a disk that hangs is the user's to repair.
+    return manifest
+
+
+@contextmanager
+def _answering_in_time(config: JobConfig) -> Iterator[None]:
+    """Makes a disk or store that does not answer the user's mistake, to repair before training."""
+    try:
+        yield
+    except LateError as error:
         remedy = f"{error} (checkpoint.timeout_s); check that disk or store; nothing was trained"
-        raise ConfigError("checkpoint.directory", directory, remedy) from error
-    return journal, manifest
+        raise ConfigError("checkpoint.directory", config.checkpoint.directory, remedy) from error
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from planaria.estimator.correction import Comparison
 from planaria.estimator.time import Timeline
 from planaria.job.checks import check_inputs, check_job, unknown_in_domains
 from planaria.job.config import load_job
-from planaria.job.lost_heads import next_parts, remove_parts
+from planaria.job.lost_heads import has_run, next_parts, remove_parts
 from planaria.job.machine_kinds import node_kinds
 from planaria.job.on_machines import (
     Listening,
@@ -47,7 +47,7 @@ from planaria.job.on_machines import (
     open_head,
     take_up,
 )
-from planaria.job.places import open_places, other_journal, places
+from planaria.job.places import find_start, open_journal, other_journal, places
 from planaria.job.planning import (
     Planned,
     cache_directory,
@@ -359,7 +359,8 @@ class Job:
             config, listening, state=state, resume=resume, injections=injections
         )
         if listening is None:
-            journal, manifest = open_places(held, config, display.note, state=state, resume=resume)
+            journal = open_journal(held, config, state=state, note=display.note)
+            manifest = find_start(config, resume=resume, note=display.note)
             check_given_profile(config)
             running = held.enter_context(self._server(server, output))
             prepared = _prepared_here(config, running, display)
@@ -386,13 +387,8 @@ class Job:
             record = left_run.record
             begin_kinds(head, record.job, record.prepared, {})
         else:
-            journal, manifest = open_places(held, config, display.note, state=state, resume=resume)
-            display.show_step(f"waiting for {count_text(listening.nodes_min, 'machine')}")
-            config, prepared = gather(head, config, listening)
-            parts = next_parts(config, head.run)
-            record = RunRecord(
-                run=head.run, job=config, prepared=prepared, resumed=manifest, parts=parts
-            )
+            journal = open_journal(held, config, state=state, note=note)
+            record = _new_run(head, config, listening, display, resume=resume)
             write_run(Path(journal), record)
         log = head.machines.node_log = NodeLog(Path(journal))
         held.callback(log.close)
@@ -446,6 +442,22 @@ def _plan_of(
     )
     check_room(planned, is_here=begun.head is None)
     return planned
+
+
+def _new_run(
+    head: OpenHead, config: JobConfig, listening: Listening, display: Display, *, resume: bool
+) -> RunRecord:
+    """The record of a run that begins on the machines that come."""
+    note = display.note
+    # Nodes of a lost head save what they hold when their machines come here.
+    is_run_left = resume and has_run(config)
+    manifest = None if is_run_left else find_start(config, resume=resume, note=note)
+    display.show_step(f"waiting for {count_text(listening.nodes_min, 'machine')}")
+    config, prepared = gather(head, config, listening)
+    if is_run_left:
+        manifest = find_start(config, resume=resume, note=note, runner=head.runner)
+    parts = next_parts(config, head.run)
+    return RunRecord(run=head.run, job=config, prepared=prepared, resumed=manifest, parts=parts)
 
 
 def _make_ready(config: JobConfig, injections: Sequence[Injection], display: Display) -> None:

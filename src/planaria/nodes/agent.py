@@ -114,6 +114,8 @@ _STACK_SETTLED_S: Final = 0.05
 _WATCHER_PAUSE_S: Final = 1.0
 # Signals that say that the node will be taken away.
 _NOTICES: Final = (signal.SIGTERM, signal.SIGUSR1)
+# Signal of `planaria agent` that the head is lost for good.
+_HEAD_LOST: Final = signal.SIGUSR2
 
 
 _from_worker_decoder: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
@@ -128,7 +130,7 @@ def main(payload: bytes, lifeline_fd: int) -> None:
     raise_open_files(spec.job.cluster)
     # Only the launcher handles Ctrl-C; the terminal's signal must not end some of the processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in _NOTICES:  # They must not end any process.
+    for number in (*_NOTICES, _HEAD_LOST):  # They must not end any process.
         signal.signal(number, lambda *_: None)
     devices = spec.job.cluster.devices_per_node
     try:
@@ -242,6 +244,7 @@ class _Agent:
         loop.add_reader(self._lifeline_fd, _end_group)
         for number in _NOTICES:
             loop.add_signal_handler(number, self._on_notice, self._spec.job.cluster.notice_s)
+        loop.add_signal_handler(_HEAD_LOST, self._give_up, "its head was replaced by another")
         arrived = NodeArrived(
             node=self._spec.node,
             rank=self._spec.rank,

@@ -347,7 +347,7 @@ class _Machine:
             self._offer = None  # So that the head is not told how the node of another run ends.
             self._ends.clear()
             self._end_preparing()
-            await self._node.end()
+            await self._node.save_and_end()
             if reason := await self._open_server(offer):
                 self._refuse(reason)
                 return

@@ -11,6 +11,7 @@ import importlib
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ _KILL_TIMEOUT_S: Final = 5.0
 _NOTICE_PERIOD_S: Final = 1.0
 _LOOK_PERIOD_S: Final = 1.0  # Period in which it is looked whether a node can still be forked.
 _READ_BYTES: Final = 1 << 20
+_SAVE_TIMEOUT_S: Final = 3600.0  # An agent that runs ends much earlier if nothing more is written.
 _FAILED: Final = 1  # Exit status of a node that could not be forked.
 _PREPARE: Final = "planaria.nodes.machine_node:prepare"
 
@@ -51,6 +53,7 @@ class MachineNode:
         self._on_end = on_end
         self._on_failure = on_failure
         self._pid = 0
+        self._can_save = False
         self._exits: dict[int, int] = {}  # Exit statuses of processes that are not awaited, by pid.
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: ForkServer | None = None
@@ -81,6 +84,7 @@ class MachineNode:
         """Has the node forked."""
         assert self.number < 0
         self.number = spec.node
+        self._can_save = bool(spec.parts)
         self._exits.clear()  # Another process may get the same pid.
         self._forker.add(spec.node, msgspec.json.encode(spec), (self._lifeline_fd,))
         self._start_task(self._watch_fork(spec.node))
@@ -146,6 +150,18 @@ class MachineNode:
                 os.close(write_fd)
                 os.close(lifeline_fd)
             return await _all_bytes(file.fileno())
+
+    async def save_and_end(self) -> None:
+        """Has the node save what it holds by itself, and waits for its end.
+
+        Its head is lost: another run has begun. A node that cannot save ends at once.
+        """
+        end_s = time.monotonic() + _SAVE_TIMEOUT_S
+        while self._can_save and self._pid and time.monotonic() < end_s:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGUSR2)  # Again and again: its agent may be too young.
+            await asyncio.sleep(_LOOK_PERIOD_S)
+        await self.end()
 
     async def end(self) -> None:
         """Kills the node, if there is one, and waits for its end."""

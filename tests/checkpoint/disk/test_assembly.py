@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from helpers.object_store import object_store
-from planaria.checkpoint.disk.assembly import assemble, has_parts
+from planaria.checkpoint.disk.assembly import assemble, has_parts, lacks_parts
 from planaria.checkpoint.disk.parts import (
     EpochMark,
     PartAnswer,
@@ -253,6 +253,34 @@ def test_only_the_newest_of_two_runs_counts(tier: Tier, run: Run) -> None:
 
     second.save(0, {0: 17, 1: 17, 2: 17})
     assert_assembled(tier, age=17)
+
+
+def lacks(run: Run) -> bool:
+    return lacks_parts(run.place.contents(), devices_per_node=1)
+
+
+def test_parts_are_lacking_until_all_layers_are_there_at_the_newest_age(run: Run) -> None:
+    """A head must not go on from an older save while nodes write a newer one."""
+    assert not lacks(run)  # Nobody has begun to save.
+    run.answer(0)
+    assert lacks(run)
+    run.save(0, {0: 17, 1: 17})
+    assert lacks(run)  # Node 1 may come.
+    run.save(1, {1: 17, 2: 17})
+    assert not lacks(run)
+
+
+def test_parts_are_not_lacking_if_all_members_have_written_theirs(run: Run) -> None:
+    run.save(0, {0: 17, 1: 17})
+    run.save(1, {1: 17})
+
+    assert not lacks(run)
+
+
+def test_parts_are_not_lacking_if_those_of_lost_nodes_are_not_needed(run: Run) -> None:
+    run.save(0, {0: 17, 1: 17, 2: 17})
+
+    assert not lacks(run)
 
 
 def test_a_run_that_another_one_has_followed_must_write_nothing(tier: Tier, run: Run) -> None:

@@ -127,6 +127,26 @@ def member_parts(contents: RunContents) -> tuple[int, tuple[RankPart, ...], str]
     return epoch, tuple(parts), reason
 
 
+def lacks_parts(contents: RunContents, *, devices_per_node: int) -> bool:
+    """Whether parts are missing that ranks may still be writing, and that would make a newer save.
+
+    None are if all layers exist at the age to which the newest vector brings all ranks.
+    """
+    if not contents.answers and not contents.parts:
+        return False
+    _, parts, _ = member_parts(contents)
+    ages = [layer.age for part in parts for layer in part.layers]
+    ages += [answer.vector_iteration + 1 for answer in contents.answers]
+    if parts and not complete_files(parts, age=max(ages))[1]:
+        return False
+    nodes = contents.marks[-1].nodes if contents.marks else ()
+    ranks = {
+        node * devices_per_node + device for node in nodes for device in range(devices_per_node)
+    }
+    ranks |= {answer.rank for answer in contents.answers}
+    return not ranks <= {part.rank for part in contents.parts}
+
+
 def complete_files(parts: Sequence[RankPart], *, age: int) -> tuple[Files, str]:
     """The files of each layer at an age, and why they are no whole state; "": they are."""
     files: dict[int, list[LayerFile]] = {}

@@ -1,0 +1,137 @@
+"""Ranks without a head come to one age by what they tell each other at the place of saves."""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from planaria.checkpoint.disk.assembly import assemble
+from planaria.checkpoint.disk.parts import EpochMark, PartAnswer, RunPlace, next_run
+from planaria.checkpoint.disk.tiers import Tier, tier_of
+from planaria.core.messages import PartSaved
+from planaria.engine.part_writing import save_part
+
+NUM_LAYERS = 3
+TIMEOUT_S = 30.0  # No test waits for it unless a rank is missing.
+VECTOR = b"the vector of iteration 17"
+
+
+class Rank:
+    """A rank that holds layers of one age, with complete gradients of the next iteration.
+
+    Attributes:
+        messages: messages to its agent.
+    """
+
+    def __init__(self, rank: int, layers: Sequence[int], *, age: int, vector: bytes = b"") -> None:
+        self.rank, self.age = rank, age
+        self.vector = vector
+        self.messages: list[PartSaved] = []
+        self._layers = layers
+
+    def layers(self) -> Any:
+        """The layers, which have the state of their age."""
+
+        def state(layer: int) -> Any:
+            array = np.full(2, 100 * self.age + layer, dtype=np.float32)
+            return SimpleNamespace(age=self.age, state_views=lambda: {"parameter/weight": array})
+
+        return {layer: state(layer) for layer in self._layers}
+
+    def apply(self, iteration: int, vector: bytes) -> None:
+        """Applies an iteration, if it is not applied yet."""
+        assert (iteration, vector) == (17, VECTOR)
+        self.age = 18
+
+    def save(self, run: RunPlace, *, since: int = -1, timeout_s: float = TIMEOUT_S) -> None:
+        save_part(
+            run,
+            PartAnswer(
+                node=self.rank,
+                rank=self.rank,
+                epoch=0,
+                since=since,
+                vector_iteration=17 if self.vector else -1,
+                vector=self.vector,
+            ),
+            self.layers,
+            num_layers=NUM_LAYERS,
+            devices_per_node=1,
+            timeout_s=timeout_s,
+            apply=self.apply,
+            tell=self.messages.append,
+        )
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Tier:
+    return tier_of(str(tmp_path / "saves"))
+
+
+@pytest.fixture
+def run(tier: Tier) -> RunPlace:
+    """A run whose epoch has nodes 0 and 1."""
+    place = RunPlace(tier.storage, next_run(tier.storage, "a1"))
+    place.write_mark(EpochMark(epoch=0, nodes=(0, 1), job={}))
+    return place
+
+
+def test_a_rank_that_does_not_know_that_an_iteration_counts_learns_it_from_another(
+    tier: Tier, run: RunPlace
+) -> None:
+    """One has applied iteration 17, the other holds its gradients alone: both save age 18."""
+    ranks = [Rank(0, (0, 1), age=18, vector=VECTOR), Rank(1, (1, 2), age=17)]
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda rank: rank.save(run), ranks))
+
+    assembly = assemble(tier, newer_than=-1)
+    assert assembly.manifest is not None, assembly.text
+    assert assembly.manifest.iteration == 18
+    for rank in ranks:
+        assert rank.messages[-1] == PartSaved(
+            rank=rank.rank, iteration=18, num_layers=2, is_done=True
+        )
+
+
+def test_a_rank_does_not_wait_for_ever_for_one_that_is_lost(tier: Tier, run: RunPlace) -> None:
+    """What one rank holds may be all that there is."""
+    rank = Rank(1, (0, 1, 2), age=17)
+    rank.save(run, timeout_s=0.1)
+
+    assembly = assemble(tier, newer_than=-1)
+    assert assembly.manifest is not None, assembly.text
+    assert assembly.manifest.iteration == 17
+
+
+def test_a_vector_from_before_the_job_went_back_is_not_applied(run: RunPlace) -> None:
+    Rank(0, (0, 1), age=18, vector=VECTOR).save(run, since=-1, timeout_s=0.0)
+    rank = Rank(1, (1, 2), age=17)
+    rank.save(run, since=3)
+
+    assert rank.age == 17
+
+
+def test_a_vector_of_a_node_that_is_out_is_not_applied(run: RunPlace) -> None:
+    """The others have done that iteration again, perhaps with other bits."""
+    Rank(2, (0, 1), age=18, vector=VECTOR).save(run, timeout_s=0.0)
+    rank = Rank(1, (1, 2), age=17)
+    rank.save(run, timeout_s=0.1)
+
+    assert rank.age == 17
+
+
+def test_a_rank_whose_node_is_out_writes_nothing(run: RunPlace) -> None:
+    run.write_mark(EpochMark(epoch=1, nodes=(0,), job={}))
+    begin_s = time.monotonic()
+    rank = Rank(1, (1, 2), age=17)
+    rank.save(run)
+
+    assert time.monotonic() - begin_s < TIMEOUT_S
+    assert rank.messages[-1].is_done
+    assert "without node 1" in rank.messages[-1].reason
+    assert (run.contents().answers, run.contents().parts) == ((), ())
