@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import msgspec
+
 from planaria.core.checkups import CheckResult, ClusterCheckup, MachineCheckup, PathCheck
 from planaria.show.checkup_rows import checkup_rows
 
@@ -126,6 +128,39 @@ def test_broken_paths_are_problems_and_slow_ones_warnings() -> None:
         ("a to c", "ok"),
     ]
     assert rows[2][2] == "100.0 us, 8.00 Gbit/s"
+
+
+def test_a_slow_machine_is_told_once_and_not_with_each_of_its_paths() -> None:
+    """Most paths of three machines are slow if one machine is, and the median with them."""
+    names = "abc"
+    paths = tuple(
+        path(one, other, RATE / 100 if "c" in (one, other) else RATE)
+        for one in (*names, "head")
+        for other in names
+        if one != other
+    )
+    rows = told(*map(machine, names), paths=paths)
+
+    assert [(row[0], row[2], row[3]) for row in rows.of("network")] == [
+        ("c", "0.08 Gbit/s at best", "warning")
+    ]
+    assert {row[3] for row in rows.of("path")} == {"ok"}
+
+
+def test_paths_between_failure_domains_are_compared_with_one_another() -> None:
+    """They are slower than those within a domain, as it has to be."""
+    domains = {"a": "x", "b": "x", "c": "y", "d": "y"}
+    machines = [
+        msgspec.structs.replace(machine(name), domain=domain) for name, domain in domains.items()
+    ]
+    paths = tuple(
+        path(one, other, RATE if domains[one] == domains[other] else RATE / 10)
+        for one in domains
+        for other in domains
+        if one != other
+    )
+
+    assert {row[3] for row in told(*machines, paths=paths).of("path")} == {"ok"}
 
 
 def test_a_path_from_the_head_is_needed_by_nobody() -> None:

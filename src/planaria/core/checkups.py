@@ -32,6 +32,7 @@ class MachineCheckup(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: name of the machine.
         host: address at which others reach it.
+        domain: name of its failure domain; "": none was given.
         node: node that it runs; -1: none.
         processor: model of its processor.
         versions: version by package name.
@@ -42,6 +43,7 @@ class MachineCheckup(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     host: str
+    domain: str = ""
     node: int
     processor: str
     versions: dict[str, str]

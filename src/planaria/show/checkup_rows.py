@@ -4,16 +4,19 @@ What is the same at several machines is one row. What needs a change comes first
 """
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple, TypeVar
 
 from planaria.core.checkups import CheckResult, ClusterCheckup, MachineCheckup, PathCheck
 from planaria.show.words import count_text, printable, seconds_range_text, seconds_text
 
 CLOCK_OFFSET_S_MAX: Final = 1.0
-SLOW_SHARE: Final = 0.5  # A path that is slower than this share of the median is told.
+SLOW_SHARE: Final = 0.5  # What is slower than this share of the median is told.
+_SLOWER: Final = "slower than half of the median"
 _ROWS_MAX: Final = 12  # Paths that are told one by one, of a sort.
 _LOOPBACK: Final = ("127.", "::1", "localhost")
+
+_Key = TypeVar("_Key", str, PathCheck)
 
 
 class Row(NamedTuple):
@@ -137,9 +140,17 @@ def _path_rows(checkup: ClusterCheckup) -> Iterator[Row]:
         check = CheckResult(subject="paths", value=value, remedy=remedy, is_fatal=True)
         yield Row("machines", check)
     well = [path for path in checkup.paths if not path.problem]
-    slow = _slow(well)
+    best = _best_rates(well)
+    slow_machines = _slow(best)
+    for name in slow_machines:
+        remedy = (
+            f"{_SLOWER} machine: look at its cable and its switch, or give its agent --interface"
+        )
+        value = f"{best[name] * 8e-9:.2f} Gbit/s at best"
+        yield Row(printable(name), CheckResult(subject="network", value=value, remedy=remedy))
+    slow = _slow_paths(well, checkup.machines, slow_machines)
     for path in slow[:_ROWS_MAX]:
-        remedy = "slower than half of the median: look at its cable, its switch or --interface"
+        remedy = f"{_SLOWER} path: look at what lies between the two"
         check = CheckResult(subject="path", value=_speed_text(path), remedy=remedy)
         yield Row(_path_text(path), check)
     if len(well) <= _ROWS_MAX:
@@ -155,12 +166,46 @@ def _path_rows(checkup: ClusterCheckup) -> Iterator[Row]:
         yield Row("machines", CheckResult(subject="paths", value=value))
 
 
-def _slow(paths: Iterable[PathCheck]) -> list[PathCheck]:
-    measured = [path for path in paths if path.bandwidth_bytes_per_s]
-    if not measured:
+def _best_rates(paths: Iterable[PathCheck]) -> dict[str, float]:
+    """The bandwidth of the fastest path of each machine to or from another one.
+
+    Those of the head do not count: it may be on the same machine.
+    """
+    best: dict[str, float] = {}
+    for path in paths:
+        if path.bandwidth_bytes_per_s and "head" not in (path.source, path.target):
+            for name in (path.source, path.target):
+                best[name] = max(best.get(name, 0.0), path.bandwidth_bytes_per_s)
+    return best
+
+
+def _slow_paths(
+    paths: Iterable[PathCheck], machines: Sequence[MachineCheckup], slow_machines: Sequence[str]
+) -> list[PathCheck]:
+    """The paths that are slow though no machine at an end is.
+
+    Paths within a failure domain are compared with one another, and so are those between domains.
+    """
+    domains = {machine.name: machine.domain for machine in machines}
+    slow: list[PathCheck] = []
+    for is_near in (True, False):
+        rates = {
+            path: path.bandwidth_bytes_per_s
+            for path in paths
+            if path.bandwidth_bytes_per_s
+            and not {path.source, path.target} & {*slow_machines, "head"}
+            and (domains[path.source] == domains[path.target]) == is_near
+        }
+        slow += _slow(rates)
+    return slow
+
+
+def _slow(rates: Mapping[_Key, float]) -> list[_Key]:
+    """The keys whose rate is far below the median."""
+    if not rates:
         return []
-    median = statistics.median(path.bandwidth_bytes_per_s for path in measured)
-    return [path for path in measured if path.bandwidth_bytes_per_s < SLOW_SHARE * median]
+    median = statistics.median(rates.values())
+    return [key for key, rate in rates.items() if rate < SLOW_SHARE * median]
 
 
 def _path_text(path: PathCheck) -> str:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
+import msgspec
+
 from planaria.core.checkups import ClusterCheckup, MachineCheckup, PathCheck
 from planaria.core.machine_messages import (
     LINK_BUDGET_S,
@@ -82,6 +84,7 @@ async def _examination(machine: MachineHandle) -> tuple[MachineCheckup, float]:
     checkup = MachineCheckup(
         name=machine.name,
         host=machine.facts.host,
+        domain=machine.facts.domain,
         node=machine.node,
         processor=machine.facts.processor,
         versions=machine.facts.versions,
@@ -90,15 +93,8 @@ async def _examination(machine: MachineHandle) -> tuple[MachineCheckup, float]:
         return checkup, -1.0
     on_way_s = max(0.0, received_s - sent_s - (answer.sent_s - answer.received_s))
     offset_s = ((answer.received_s - sent_s) + (answer.sent_s - received_s)) / 2
-    checkup = MachineCheckup(
-        name=checkup.name,
-        host=checkup.host,
-        node=checkup.node,
-        processor=checkup.processor,
-        versions=checkup.versions,
-        checks=answer.checks,
-        clock_offset_s=offset_s,
-        clock_error_s=on_way_s / 2,
+    checkup = msgspec.structs.replace(
+        checkup, checks=answer.checks, clock_offset_s=offset_s, clock_error_s=on_way_s / 2
     )
     return checkup, on_way_s / 2
 

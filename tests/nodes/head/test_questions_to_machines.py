@@ -1,0 +1,74 @@
+"""A head may ask a machine several things at once, and gets each answer where it asked."""
+
+import asyncio
+from pathlib import Path
+
+from helpers.arriving_machines import arriving_machines
+from helpers.heads import runs
+from helpers.tasks import wait_until
+from planaria.core.machine_messages import (
+    JobPrepared,
+    LinkMeasured,
+    LinkMeasureRequested,
+    LinkServed,
+    LinkServeRequested,
+    PrepareRequested,
+)
+from planaria.core.plan import Link
+from planaria.core.specs import PrepareRequest
+
+
+@runs
+async def test_answers_that_cross_reach_who_asked(tmp_path: Path) -> None:
+    """As those to `planaria doctor` do while a machine measures the job's layers."""
+    async with arriving_machines(tmp_path) as head:
+        line = await head.join()
+        (machine,) = head.machines.connected
+        request = PrepareRequest(job=head.machines.job, cache_directory="")
+        preparing = asyncio.create_task(machine.ask(PrepareRequested(request), JobPrepared))
+        prepare = await line.wait(PrepareRequested)
+        serving = asyncio.create_task(machine.ask(LinkServeRequested(b"one"), LinkServed))
+        again = asyncio.create_task(machine.ask(LinkServeRequested(b"two"), LinkServed))
+        first, second = await line.wait(LinkServeRequested), await line.wait(LinkServeRequested)
+        line.tell(
+            LinkServed(2, second.number),
+            JobPrepared(None, "killed", prepare.number),
+            LinkServed(1, first.number),
+        )
+
+        assert await serving == LinkServed(1, first.number)
+        assert await again == LinkServed(2, second.number)
+        assert await preparing == JobPrepared(None, "killed", prepare.number)
+
+
+@runs
+async def test_a_question_ends_with_the_connection_even_if_the_machine_is_back_at_once(
+    tmp_path: Path,
+) -> None:
+    """The new process knows nothing of the question, and would never answer it."""
+    async with arriving_machines(tmp_path) as head:
+        line = await head.join(machine_id="a")
+        (machine,) = head.machines.connected
+        asking = asyncio.create_task(machine.ask(LinkServeRequested(b"one"), LinkServed))
+        await line.wait(LinkServeRequested)
+        back = await head.arrive(run="run", machine_id="a")
+
+        assert await asking is None
+        assert head.machines.connected == (machine,)
+        del back
+
+
+@runs
+async def test_an_answer_that_nobody_waits_for_is_ignored(tmp_path: Path) -> None:
+    """It comes after the time for it, or was made up."""
+    async with arriving_machines(tmp_path) as head:
+        line = await head.join()
+        (machine,) = head.machines.connected
+        question = LinkMeasureRequested(address=("127.0.0.1", 1), secret=b"")
+        asking = asyncio.create_task(machine.ask(question, LinkMeasured))
+        number = (await line.wait(LinkMeasureRequested)).number
+        link = Link(1.0, 1.0)
+        line.tell(*(LinkMeasured(link=link, number=n) for n in (number + 7, number, number)))
+
+        assert await asking == LinkMeasured(link=link, number=number)
+        await wait_until(lambda: head.machines.num_ready == 1)
