@@ -14,6 +14,7 @@ from planaria.core.messages import (
     Abort,
     Order,
     SaveLayers,
+    SavePart,
     Shutdown,
     StartEpoch,
     StopRequested,
@@ -343,6 +344,16 @@ def test_steps_of_a_recovery_are_known_as_such_until_it_is_over() -> None:
     assert state.recovers_from == -1
 
 
+def test_a_rank_without_a_head_writes_its_part_of_the_newest_epoch_that_it_has_heard_of() -> None:
+    """Also one that it has only been told to leave the epoch before for."""
+    state, _ = begun(replace(NEW, since=1), start(epoch=2, since=1))
+    state, _ = on_epoch_left(state, AbortedError("there is no head"))
+    assert on_order(state, SavePart()) == (state, (act.WritePart(epoch=2, since=1),))
+
+    state, _ = on_order(state, Abort(epoch=3, nodes=(0, 1)))
+    assert on_order(state, SavePart()) == (state, (act.WritePart(epoch=3, since=1),))
+
+
 # -- what arrives meanwhile -----------------------------------------------------------------------
 
 
@@ -354,6 +365,7 @@ def test_a_save_is_wanted_until_its_epoch_is_left_or_the_job_is_over() -> None:
     assert not line.is_over(1)
     assert on_message(line, Abort(epoch=2, nodes=(0,)))[0].is_over(1)
     assert on_message(line, Shutdown())[0].is_over(1)
+    assert on_message(line, SavePart())[0].is_over(2)
 
 
 def test_a_rank_votes_as_it_was_told_meanwhile() -> None:

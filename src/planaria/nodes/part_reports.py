@@ -78,12 +78,15 @@ class PartReports:
             for report in self._newest.values()
             if report.reason or not report.is_done
         }
-        text = f"has saved its {num_layers} layers of iteration {iteration} by itself in {place}"
-        if not num_layers:
-            text = "holds no layers, and has saved nothing"
+        texts = []
+        if self.has_saved:
+            texts.append(
+                f"has saved {num_layers} layers of iteration {iteration} by itself in {place}; go "
+                "on with --resume"
+            )
         if reasons:
-            text = f"could not save all that it holds: {'; '.join(sorted(reasons))}"
-        return text if not self.has_saved else f"{text}; go on with --resume"
+            texts.append(f"could not save all that it holds: {', '.join(sorted(reasons))}")
+        return "; ".join(texts) or "holds no layers, and has saved nothing"
 
 
 def end_group_with(status: int) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from helpers.command import wait_for
 from helpers.refused_reads import refused_reads
+from planaria.checkpoint.disk.parts import RunPlace
 from planaria.checkpoint.disk.tiers import Manifest, SavedVersion, Tier, tier_of
 from planaria.coordinator.commands import Discard, Pruned, Publish, Published, SavesListed
 from planaria.coordinator.saves import VersionEvent
@@ -25,14 +26,16 @@ from planaria.nodes.head.publisher import Publisher, PublisherThread, Unfinished
 class _Told:
     """A publisher, and what it says to whom."""
 
-    def __init__(self, directory: Path, *, keep: int = 1) -> None:
+    def __init__(self, directory: Path, *, keep: int = 1, run: str = "") -> None:
         self.tier = tier_of(str(directory))
+        self.run = RunPlace(self.tier.storage, run) if run else None
         self.events: list[VersionEvent | SaveFailed] = []
         self.notices: list[ToLauncher] = []
         self.publisher = Publisher(
             self.tier,
             fingerprint={"name": "job"},
             keep=keep,
+            run=self.run,
             queue=self.events.append,
             notify=self.notices.append,
         )
@@ -56,6 +59,34 @@ def test_a_save_is_published_and_older_ones_are_removed(tmp_path: Path) -> None:
     assert told.events == [Published(1, 0), Published(2, 0), Pruned("1-0")]
     assert told.notices == [Saved(iteration=1, epoch=0), Saved(iteration=2, epoch=0)]
     assert [version.iteration for version in told.tier.versions()] == [2]
+
+
+def test_epochs_are_marked_for_nodes_that_lose_their_head(tmp_path: Path) -> None:
+    """The first save of a run makes what nodes of earlier runs have left useless."""
+    before, told = (_Told(tmp_path, run=name) for name in ("run-000001-a1", "run-000002-a2"))
+    before.publisher.mark_epoch(0, (0, 1))
+    told.publisher.mark_epoch(0, (0, 1))
+    told.publisher.mark_epoch(1, (1,))
+    assert before.run is not None
+    assert told.run is not None
+    assert before.run.marks() != ()
+    told.publish(1)
+
+    marks = told.run.marks()
+    assert [(mark.epoch, mark.nodes) for mark in marks] == [(0, (0, 1)), (1, (1,))]
+    assert marks[0].job == {"name": "job"}
+    assert before.run.marks() == ()
+
+
+def test_a_mark_that_cannot_be_written_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = _Told(tmp_path, run="run-000001-a1")
+    monkeypatch.setattr(RunPlace, "write_mark", refuse)
+    told.publisher.mark_epoch(0, (0, 1))
+
+    text = "if the head is lost, nodes cannot save: the disk refuses"
+    assert told.notices == [Warned(text=text)]
 
 
 def test_publishing_again_after_a_restart_changes_nothing(tmp_path: Path) -> None:

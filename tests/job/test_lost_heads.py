@@ -1,0 +1,136 @@
+"""A head finds what the nodes of a lost one have saved by themselves."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from planaria.checkpoint.disk.parts import EpochMark, PartAnswer, RankPart, RunPlace
+from planaria.checkpoint.disk.tiers import Manifest, tier_of
+from planaria.core.job import CheckpointConfig, JobConfig
+from planaria.errors import ConfigError
+from planaria.job import lost_heads
+from planaria.job.lost_heads import has_run, next_parts
+from planaria.job.places import find_start
+from planaria.job.planning import fingerprint
+
+RUN = "run-000001-a1"
+
+
+class Left:
+    """A place of saves that a lost head has left.
+
+    Attributes:
+        notes: texts that the user is shown.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        checkpoint = CheckpointConfig(directory=str(directory))
+        self.config = replace(JobConfig(), checkpoint=checkpoint)
+        self.tier = tier_of(str(directory))
+        self.place = RunPlace(self.tier.storage, RUN)
+        self.notes: list[str] = []
+        self.job = dict(fingerprint(self.config))
+
+    def mark(self) -> None:
+        self.place.write_mark(EpochMark(epoch=0, nodes=(0,), job=self.job))
+
+    def save_part(self, *layers: int, age: int) -> None:
+        """Saves some of two layers."""
+        self.place.write_answer(PartAnswer(node=0, rank=0, epoch=0, since=-1))
+        tensors = {"parameter/w": np.zeros(3, np.float32)}
+        files = tuple(
+            self.place.write_layer(n, tensors, age=age, rank=0, may_write=lambda: True)
+            for n in layers
+        )
+        part = RankPart(node=0, rank=0, epoch=0, since=-1, num_layers=2, layers=files)
+        self.place.write_part(part, may_write=lambda: True)
+
+    def save(self, iteration: int) -> None:
+        """Makes an ordinary save of one layer."""
+        tensors = {"parameter/w": np.zeros(3, np.float32)}
+        layers = (self.tier.write_layer(iteration, 0, 0, tensors),)
+        self.tier.publish(Manifest(iteration=iteration, epoch=0, job=self.job, layers=layers))
+
+    def start(self, *, resume: bool = True) -> int:
+        """The iteration from which a head goes on; -1: from the beginning."""
+        manifest = find_start(self.config, resume=resume, note=self.notes.append)
+        return -1 if manifest is None else manifest.iteration
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Left:
+    made = Left(tmp_path / "saves")
+    made.mark()
+    return made
+
+
+def test_a_job_goes_on_from_what_nodes_have_saved_if_that_is_newer(left: Left) -> None:
+    left.save(10)
+    left.save_part(0, 1, age=17)
+
+    assert left.start() == 17
+    assert "made a save of iteration 17" in left.notes[0]
+
+
+def test_a_job_goes_on_from_a_save_that_is_newer_than_what_nodes_have_saved(left: Left) -> None:
+    left.save(20)
+    left.save_part(0, 1, age=17)
+
+    assert left.start() == 20
+    assert left.notes == []
+
+
+def test_a_job_says_why_it_goes_on_from_an_older_save(left: Left) -> None:
+    left.save(10)
+    left.save_part(0, age=17)
+
+    assert left.start() == 10
+    assert "nobody saved layers 1" in left.notes[0]
+
+
+def test_a_job_does_not_begin_anew_over_what_nodes_have_saved(left: Left) -> None:
+    """It would be removed with the first save."""
+    assert left.start(resume=False) == -1
+    left.save_part(0, 1, age=17)
+
+    with pytest.raises(ConfigError, match="go on from it with --resume"):
+        left.start(resume=False)
+
+
+def test_a_head_waits_for_nodes_that_are_still_saving(
+    left: Left, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would go on from an older save, and what they save would be of no use."""
+    left.save(10)
+    left.place.write_answer(PartAnswer(node=0, rank=0, epoch=0, since=-1))
+
+    async def sleep(_: float) -> None:
+        left.save_part(0, 1, age=17)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+
+    assert left.start() == 17
+    assert "waiting for them" in left.notes[0]
+
+
+def test_a_head_does_not_wait_for_ever_for_nodes_that_were_saving(
+    left: Left, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lost_heads, "_SILENT_S", -1e6)
+    left.save(10)
+    left.place.write_answer(PartAnswer(node=0, rank=0, epoch=0, since=-1))
+
+    assert left.start() == 10
+
+
+def test_each_run_has_a_higher_number_than_those_before(tmp_path: Path) -> None:
+    left = Left(tmp_path / "saves")
+    assert not has_run(left.config)
+    assert next_parts(left.config, "ff") == "run-000001-ff"
+    left.mark()
+
+    assert has_run(left.config)
+    assert next_parts(left.config, "00") == "run-000002-00"
