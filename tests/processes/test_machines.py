@@ -7,9 +7,12 @@ import json
 import os
 import shutil
 import signal
+import socket
+import ssl
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from helpers.command import Command, command, wait_for
@@ -42,15 +45,31 @@ def test_nodes_that_came_by_themselves_train_to_the_same_bits(
         assert all("the job is finished" in agent.output for agent in job.agents)
 
 
+def ports(pid: int) -> list[int]:
+    """The ports at which a process listens."""
+    connections = psutil.Process(pid).net_connections("tcp")
+    return [one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN]
+
+
+def tls_version(port: int) -> str | None:
+    """The version of TLS that is spoken at a port; whoever answers may refuse this end later."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with socket.create_connection(("127.0.0.1", port), timeout=60.0) as sock:
+        return context.wrap_socket(sock).version()
+
+
 def test_encrypted_links_carry_the_same_bits_before_and_after_a_loss(
     tmp_path: Path, local_hash: str
 ) -> None:
     with machines(tmp_path, nodes="3", settings=("cluster.encryption=on",)) as job:
         first, *_ = (job.join() for _ in range(3))
         job.head.wait_output("iteration 5 ")
+        versions = [tls_version(port) for pid in job.worker_pids() for port in ports(pid)]
         os.kill(first.process.pid, signal.SIGKILL)
         report = job.report()
 
+        assert versions == ["TLSv1.3"] * 3
         assert report["final"]["parameters_sha256"] == local_hash
         assert "lost" in [event["kind"] for event in report["events"]]
 

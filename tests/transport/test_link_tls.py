@@ -18,6 +18,7 @@ from planaria.transport import connection
 from planaria.transport.credentials import run_credentials
 from planaria.transport.link_tls import LinkSecurity, link_security
 from planaria.transport.links import Links
+from planaria.transport.strangers import Unproven
 
 SECURITY = link_security(TOKEN)
 SIZES = (1, 1000, 16 << 10, (1 << 20) + 1, 9 << 20)
@@ -181,6 +182,26 @@ def test_strangers_are_given_up_in_time_and_the_ranks_of_the_run_get_in(
         for stranger in strangers:
             with closing(stranger):
                 assert is_closed(stranger)
+
+
+def test_only_so_many_handshakes_are_under_way_at_once() -> None:
+    """The oldest gives way, and a rank gets in among them."""
+    with pair() as (left, right):
+        right._server._accepted = Unproven(4)
+        strangers = []
+        for _ in range(8):
+            stranger = socket.create_connection(right.address)
+            stranger.settimeout(TIMEOUT_S)
+            stranger.sendall(tls_hello()[:60])
+            strangers.append(stranger)
+        for stranger in strangers[:4]:
+            with closing(stranger):
+                assert is_closed(stranger)
+        assert len(right._server._accepted) == 4
+        begin_all((left, right), 0)
+
+        for stranger in strangers[4:]:
+            stranger.close()
 
 
 def test_a_stranger_with_tls_of_its_own_is_refused_at_once() -> None:
