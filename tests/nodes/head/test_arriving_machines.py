@@ -3,11 +3,14 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from helpers.arriving_machines import arriving_machines
 from helpers.heads import runs
 from helpers.machine_lines import arrive
 from helpers.tasks import TIMEOUT_S, wait_until
 from planaria.core.machine_messages import JobOffered, MachineRefused, NodeEnded, NodeRequested
+from planaria.nodes.head import machines
 from planaria.nodes.head.machine_handle import REJOINS_MAX
 
 
@@ -175,3 +178,38 @@ async def test_a_far_machine_is_refused_while_one_at_a_loopback_address_is_in_th
         assert "near, which is in the job" in refused.reason
         assert "--advertise" in refused.reason
         assert list(head.machines.live_nodes) == [0]
+
+
+@runs
+async def test_a_node_whose_machine_is_lost_before_it_arrives_keeps_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator never heard of it, so nobody said that it was gone: no machine got a node in
+    its place."""
+    monkeypatch.setattr(machines, "arrival_s", lambda _: 0.05)
+    calls: list[bool] = []
+    async with arriving_machines(tmp_path, num_max=1) as head:
+        first = await head.join("first")
+        second = await head.join("second")
+        head.start(0)
+        assert not head.machines.has_room
+        head.machines.on_free = lambda: calls.append(head.machines.has_room)
+        first.reset()
+        await wait_until(lambda: bool(calls))
+
+        assert list(head.machines.live_nodes) == [0]
+        assert head.ends == []
+        second.close()
+
+
+@runs
+async def test_a_machine_that_is_away_for_a_moment_keeps_its_place(tmp_path: Path) -> None:
+    async with arriving_machines(tmp_path, num_max=1) as head:
+        first = await head.join("first")
+        second = await head.join("second")
+        head.start(0)
+        first.reset()
+        await wait_until(lambda: not head.machines.is_reachable(0))
+
+        assert not head.machines.has_room
+        second.close()

@@ -5,6 +5,7 @@ for `planaria doctor`. So each question has a number, which the answer repeats.
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Mapping
 from typing import Final, TypeVar
@@ -46,6 +47,7 @@ class MachineHandle:
         node: node that it runs; -1: none.
         missing_node: node that it was asked for and did not have when it came back; -1: none.
         ended_s: times at which its nodes have ended, the newest last.
+        broken_s: time at which its connection broke; of use only while it is broken.
     """
 
     def __init__(self, name: str, facts: MachineFacts, *, machine_id: str = "") -> None:
@@ -57,6 +59,7 @@ class MachineHandle:
         self.is_leaving = False
         self.node = self.missing_node = -1
         self.ended_s: deque[float] = deque(maxlen=REJOINS_MAX)
+        self.broken_s = 0.0
         self._questions: dict[int, asyncio.Future[Answer | None]] = {}
         self._num_asked = 0
 
@@ -74,6 +77,10 @@ class MachineHandle:
         times = self.ended_s
         is_failing = len(times) == REJOINS_MAX and now_s - times[0] < _HOUR_S
         return self.is_free and not is_failing
+
+    def is_missing(self, now_s: float, *, limit_s: float) -> bool:
+        """Whether its connection has been broken for so long that its node may never have come."""
+        return self.writer is None and now_s - self.broken_s >= limit_s
 
     def connect(self, writer: asyncio.StreamWriter, *, silent_s: float) -> None:
         """Takes a new connection, which breaks when the machine is silent for so long.
@@ -114,6 +121,7 @@ class MachineHandle:
     def on_break(self) -> None:
         """Handles the end of the connection: no question will be answered."""
         self.writer = None
+        self.broken_s = time.monotonic()
         for future in self._questions.values():
             if not future.done():
                 future.set_result(None)

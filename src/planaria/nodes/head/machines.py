@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
+from planaria.coordinator.membership.missing_members import arrival_s
 from planaria.core.job import JobConfig
 from planaria.core.kinds import Ending
 from planaria.core.machine_messages import (
@@ -113,6 +114,7 @@ class Machines:
         self._offer = JobOffered(run=run, job=job, mark=checks.mark, sources=tuple(sources))
         self.kinds = KindSpeeds(note)
         self.checks = checks
+        self._missing_s = arrival_s(job.cluster.lease_s)
         self._handshakes = Handshakes(credentials)
         self._refusals = RefusalLog(logger)
         self._num_max = num_max
@@ -289,8 +291,13 @@ class Machines:
     @property
     def has_room(self) -> bool:
         """Whether another node may be started, on a machine that is free."""
-        has_machine = any(machine.may_run(time.monotonic()) for machine in self._machines.values())
-        num_nodes = len(self._live_nodes.keys() - self._gone)
+        now_s = time.monotonic()
+        has_machine = any(machine.may_run(now_s) for machine in self._machines.values())
+        # A node that the coordinator has never seen is never gone from the job.
+        num_nodes = sum(
+            not self._nodes[node].is_missing(now_s, limit_s=self._missing_s)
+            for node in self._live_nodes.keys() - self._gone
+        )
         return not self._is_stopped and has_machine and num_nodes < self._num_max
 
     def reserve(self, nodes: Sequence[int]) -> dict[int, MachineFacts]:
@@ -343,14 +350,12 @@ class Machines:
     def open_places(self, num_nodes: int) -> None:
         """Lets so many more machines run nodes at once."""
         self._num_max += num_nodes
-        if self.has_room:
-            self.on_free()
+        self._look_for_room()
 
     def on_gone(self, nodes: Collection[int]) -> None:
         """See NodeHandles. Other machines may take their places, and nobody waits for them."""
         self._gone |= {*nodes}
-        if self.has_room:
-            self.on_free()
+        self._look_for_room()
 
     def release(self, node: int) -> None:
         """See NodeHandles. The machine could run another node, which nobody wants."""
@@ -448,6 +453,7 @@ class Machines:
             writer.close()
             if machine is not None and machine.writer is writer:
                 machine.on_break()
+                asyncio.get_running_loop().call_later(self._missing_s + 0.1, self._look_for_room)
                 self._note(
                     f"the connection to {machine.name} is gone"
                     + (f"; node {machine.node} may go on" if machine.node >= 0 else "")
@@ -457,6 +463,9 @@ class Machines:
     async def _tell_change(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+        self._look_for_room()
+
+    def _look_for_room(self) -> None:
         if self.has_room:
             self.on_free()
 
