@@ -292,6 +292,7 @@ def test_a_machine_whose_clock_is_far_ahead_trains_like_any_other(tmp_path: Path
 FURTHER = (pytest.mark.hosts, pytest.mark.long)
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "faults",
     [
@@ -324,6 +325,7 @@ def test_faults_strike_nodes_of_other_machines_at_their_step(
 
 @pytest.mark.hosts
 @pytest.mark.long
+@pytest.mark.timeout(400)
 def test_a_preemption_takes_the_machine_away_and_a_join_lets_another_one_in(
     tmp_path: Path, local_hash: str
 ) -> None:
