@@ -40,7 +40,7 @@ import msgspec
 
 from light.head import Head
 from light.nodes import LightNodes
-from planaria.nodes.head.network_requests import head_connection
+from planaria.nodes.head.remote.network_requests import head_connection
 from planaria.nodes.head.requests import TellEvents
 from planaria.observe.metrics import EventRecord
 

@@ -12,7 +12,7 @@ from typer.testing import Result
 from helpers.command import assert_mistake, command, keep_request_sockets_in
 from helpers.jobs import shaped_plan
 from planaria.core.job import JobConfig
-from planaria.nodes.head.network_requests import NetworkRequests
+from planaria.nodes.head.remote.network_requests import NetworkRequests
 from planaria.nodes.head.request_socket import serve_requests
 from planaria.nodes.head.requests import Request, RequestReply, json_reply
 from planaria.observe.metrics import EventRecord

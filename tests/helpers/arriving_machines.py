@@ -11,8 +11,8 @@ from helpers.tasks import wait_until
 from planaria.core.job import CheckpointConfig, ClusterConfig, JobConfig
 from planaria.core.machine_messages import JobOffered, MachineReady, ToMachine
 from planaria.core.records import AgentEnded
-from planaria.nodes.head.machine_checks import MachineChecks
-from planaria.nodes.head.machines import Machines
+from planaria.nodes.head.remote.machine_checks import MachineChecks
+from planaria.nodes.head.remote.machines import Machines
 from planaria.nodes.shared_saves import answer_mark, place_mark
 from planaria.transport.acceptor import Acceptor, Purpose, listen
 from planaria.transport.sockets import Address

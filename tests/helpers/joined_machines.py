@@ -15,9 +15,9 @@ from helpers.heads import CREDENTIALS
 from planaria.core.job import JobConfig
 from planaria.core.specs import NodeSpec, Prepared
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.head.machine_checks import MachineChecks
-from planaria.nodes.head.machines import Machines
 from planaria.nodes.head.process_events import restore_handlers
+from planaria.nodes.head.remote.machine_checks import MachineChecks
+from planaria.nodes.head.remote.machines import Machines
 from planaria.nodes.machine import MachineSpec, serve_machine
 from planaria.nodes.shared_saves import place_mark
 from planaria.transport.acceptor import Acceptor, Purpose, listen

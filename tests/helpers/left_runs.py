@@ -17,10 +17,10 @@ from planaria.core.machine_messages import JobOffered, JobOver, ToMachine
 from planaria.core.specs import Prepared
 from planaria.job.on_machines import Listening
 from planaria.job.training_job import SilentDisplay
-from planaria.nodes.head.machine_checks import MachineChecks
-from planaria.nodes.head.machines import Machines
-from planaria.nodes.head.open_head import OpenHead
-from planaria.nodes.head.run_record import NodeLog, RunRecord, write_run
+from planaria.nodes.head.remote.machine_checks import MachineChecks
+from planaria.nodes.head.remote.machines import Machines
+from planaria.nodes.head.remote.open_head import OpenHead
+from planaria.nodes.head.remote.run_record import NodeLog, RunRecord, write_run
 from planaria.transport.acceptor import listen
 from planaria.transport.sockets import Address
 

@@ -29,7 +29,13 @@ from planaria.job.training_job import Job
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.journal_place import journal_place
 from planaria.nodes.head.process_events import restore_handlers
-from planaria.nodes.head.run_record import RUN_FILE, TOUCH_PERIOD_S, NodeLog, read_run, record_age_s
+from planaria.nodes.head.remote.run_record import (
+    RUN_FILE,
+    TOUCH_PERIOD_S,
+    NodeLog,
+    read_run,
+    record_age_s,
+)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ConfigError("model.kind", "", "wrong")])

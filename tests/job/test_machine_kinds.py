@@ -14,7 +14,7 @@ from planaria.core.specs import Prepared
 from planaria.job.config import load_job
 from planaria.job.machine_kinds import of_fastest_kind, with_measured_links, with_memory_limit
 from planaria.job.planning import Planned, given_profile, plan_job
-from planaria.nodes.head.link_classes import LinkClass
+from planaria.nodes.head.remote.link_classes import LinkClass
 from planaria.policies.unequal_nodes import with_kinds
 
 GIB = 1 << 30

@@ -7,7 +7,7 @@ from typing import Annotated, Final
 import typer
 
 from planaria.errors import AuthenticationError, ConfigError
-from planaria.nodes.head.network_requests import ask_head
+from planaria.nodes.head.remote.network_requests import ask_head
 from planaria.nodes.head.request_socket import ask
 from planaria.nodes.head.requests import Request, RequestReply
 from planaria.transport.acceptor import parse_address

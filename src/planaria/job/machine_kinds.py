@@ -16,8 +16,8 @@ from planaria.core.plan import Link, NodeKind, Plan
 from planaria.core.specs import Prepared
 from planaria.errors import InfeasibleError
 from planaria.job.predictions import prediction
-from planaria.nodes.head.kind_speeds import Kind, KindSpeeds, layers_s
-from planaria.nodes.head.link_classes import LinkClass
+from planaria.nodes.head.remote.kind_speeds import Kind, KindSpeeds, layers_s
+from planaria.nodes.head.remote.link_classes import LinkClass
 from planaria.planner.layout.unequal import EFFORT_MAX, UnequalPlanner, planning_effort
 from planaria.planner.problem import Problem
 from planaria.policies.unequal_nodes import with_kinds

@@ -22,11 +22,11 @@ from planaria.job.machine_kinds import of_fastest_kind, with_measured_links, wit
 from planaria.job.planning import cache_directory, given_profile, mistake_error
 from planaria.job.user_sources import user_sources
 from planaria.nodes.head.journal_place import is_in_use, left_directories
-from planaria.nodes.head.kind_speeds import Kind
-from planaria.nodes.head.machine_checks import MachineChecks
-from planaria.nodes.head.machines import Machines
-from planaria.nodes.head.open_head import OpenHead
-from planaria.nodes.head.run_record import RunRecord, has_nodes, read_run, record_age_s
+from planaria.nodes.head.remote.kind_speeds import Kind
+from planaria.nodes.head.remote.machine_checks import MachineChecks
+from planaria.nodes.head.remote.machines import Machines
+from planaria.nodes.head.remote.open_head import OpenHead
+from planaria.nodes.head.remote.run_record import RunRecord, has_nodes, read_run, record_age_s
 from planaria.nodes.shared_saves import place_mark, remove_other_marks
 from planaria.transport.acceptor import listen
 from planaria.transport.credentials import Credentials

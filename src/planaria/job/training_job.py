@@ -64,9 +64,9 @@ from planaria.nodes.descriptors import raise_open_files
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.launcher import Launcher, LaunchSpec
 from planaria.nodes.head.leader_spec import LeaderSpec
-from planaria.nodes.head.open_head import OpenHead
 from planaria.nodes.head.process_events import interrupt_at_leave_signals, restore_handlers
-from planaria.nodes.head.run_record import NodeLog, RunRecord, write_run
+from planaria.nodes.head.remote.open_head import OpenHead
+from planaria.nodes.head.remote.run_record import NodeLog, RunRecord, write_run
 from planaria.observe.metrics import IterationRecord, Report
 from planaria.observe.recorder import Recorder
 from planaria.planner.plans import PlanCatalog

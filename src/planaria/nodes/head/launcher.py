@@ -46,11 +46,11 @@ from planaria.nodes.head.leader_runner import LeaderCallbacks, LeaderRunner
 from planaria.nodes.head.leader_spec import LeaderSpec
 from planaria.nodes.head.node_handles import LocalNodes, NodeHandles
 from planaria.nodes.head.observer import Observer
-from planaria.nodes.head.open_head import LocalSockets, OpenHead
 from planaria.nodes.head.process_events import (
     handle_signals,
     with_agent_exits,
 )
+from planaria.nodes.head.remote.open_head import LocalSockets, OpenHead
 from planaria.nodes.head.request_socket import serve_requests
 from planaria.nodes.head.requests import Drains, reply_function
 from planaria.nodes.injector import Injector, Targets, coordinator_places, node_places

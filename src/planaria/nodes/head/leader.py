@@ -61,8 +61,8 @@ from planaria.errors import AuthenticationError, ConflictError, StoreError
 from planaria.nodes.descriptors import raise_open_files
 from planaria.nodes.head.journal import Flusher, open_store
 from planaria.nodes.head.leader_spec import LeaderSpec, rules_of, saving_rules_of
-from planaria.nodes.head.open_head import take_sockets
 from planaria.nodes.head.publisher import Publisher, PublisherThread, Unfinished
+from planaria.nodes.head.remote.open_head import take_sockets
 from planaria.nodes.head.searcher import Searcher
 from planaria.policies.ahead import ForeseenAnswers
 from planaria.protocol.agent_lease import TICKS_PER_LEASE

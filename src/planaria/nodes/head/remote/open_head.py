@@ -14,9 +14,10 @@ from typing import Final
 
 from planaria.core.records import AgentEnded, Ended
 from planaria.nodes.daemon_threads import answer_of_thread
-from planaria.nodes.head.cluster_examination import examine_machines
-from planaria.nodes.head.machines import Machines
-from planaria.nodes.head.network_requests import NetworkRequests
+from planaria.nodes.head.remote.cluster_examination import examine_machines
+from planaria.nodes.head.remote.machines import Machines
+from planaria.nodes.head.remote.network_requests import NetworkRequests
+from planaria.nodes.head.remote.run_record import TOUCH_PERIOD_S
 from planaria.nodes.head.requests import (
     Answer,
     Examine,
@@ -25,7 +26,6 @@ from planaria.nodes.head.requests import (
     TellStatus,
     json_reply,
 )
-from planaria.nodes.head.run_record import TOUCH_PERIOD_S
 from planaria.observe.status import Standing, job_status
 from planaria.transport.acceptor import Acceptor, Purpose
 from planaria.transport.credentials import Credentials

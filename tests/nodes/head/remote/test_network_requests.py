@@ -11,7 +11,7 @@ import pytest
 from helpers.heads import CREDENTIALS, runs
 from helpers.tasks import TIMEOUT_S
 from planaria.errors import AuthenticationError
-from planaria.nodes.head.network_requests import NetworkRequests, ask_head, head_connection
+from planaria.nodes.head.remote.network_requests import NetworkRequests, ask_head, head_connection
 from planaria.nodes.head.requests import Drain, Request, RequestReply, TellEvents
 from planaria.transport.acceptor import Acceptor, Purpose, connect, listen
 from planaria.transport.credentials import make_credentials

@@ -19,8 +19,8 @@ from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head import job_processes, leader_runner
 from planaria.nodes.head.launcher import Launcher, LaunchSpec
 from planaria.nodes.head.leader_runner import RESTARTS_MAX
-from planaria.nodes.head.open_head import OpenHead
 from planaria.nodes.head.process_events import restore_handlers
+from planaria.nodes.head.remote.open_head import OpenHead
 
 
 def test_machines_of_a_run_that_is_kept_are_told_nothing(tmp_path: Path) -> None:

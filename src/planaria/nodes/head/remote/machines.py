@@ -54,13 +54,13 @@ from planaria.core.records import AgentEnded, Ended
 from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
 from planaria.errors import AuthenticationError, InsufficientError
 from planaria.nodes.forkserver import exit_text
-from planaria.nodes.head.kind_speeds import Kind, KindSpeeds, kind_of
-from planaria.nodes.head.link_classes import LinkClass, first_pairs
-from planaria.nodes.head.machine_checks import MachineChecks
-from planaria.nodes.head.machine_handle import MachineHandle, loopback_problem, unused_name
 from planaria.nodes.head.node_handles import EXIT_TIMEOUT_S, KILL_TIMEOUT_S
 from planaria.nodes.head.process_events import wait_until
-from planaria.nodes.head.run_record import NodeLog
+from planaria.nodes.head.remote.kind_speeds import Kind, KindSpeeds, kind_of
+from planaria.nodes.head.remote.link_classes import LinkClass, first_pairs
+from planaria.nodes.head.remote.machine_checks import MachineChecks
+from planaria.nodes.head.remote.machine_handle import MachineHandle, loopback_problem, unused_name
+from planaria.nodes.head.remote.run_record import NodeLog
 from planaria.transport.acceptor import Handshakes, Purpose
 from planaria.transport.credentials import Credentials
 from planaria.transport.frames import FROM_NODE_BYTES_MAX, FrameDecoder, frame, message_of

@@ -12,8 +12,8 @@ from helpers.heads import runs
 from helpers.joined_machines import Cluster, cluster
 from planaria.core.checkups import ClusterCheckup
 from planaria.core.job import JobConfig, ModelConfig
-from planaria.nodes.head import cluster_examination
-from planaria.nodes.head.cluster_examination import HEAD, examine_machines, tournament
+from planaria.nodes.head.remote import cluster_examination
+from planaria.nodes.head.remote.cluster_examination import HEAD, examine_machines, tournament
 from planaria.transport import link_measurement
 
 JOB = JobConfig(model=ModelConfig(kind="paced", profile="gpt3-xl"))

@@ -8,7 +8,7 @@ from helpers.heads import runs
 from helpers.joined_machines import Cluster, cluster
 from planaria.core.job import JobConfig, ModelConfig
 from planaria.core.machine_messages import MachineFacts
-from planaria.nodes.head.link_classes import LinkClass, first_pairs
+from planaria.nodes.head.remote.link_classes import LinkClass, first_pairs
 from planaria.transport import link_measurement
 from planaria.transport.sockets import Address
 

@@ -14,7 +14,7 @@ from planaria.core.plan import LayerProfile, Link, ModelProfile
 from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
 from planaria.errors import ConfigError
 from planaria.nodes import machine as machine_module
-from planaria.nodes.head.kind_speeds import kind_of
+from planaria.nodes.head.remote.kind_speeds import kind_of
 
 JOB = JobConfig(data=DataConfig(kind="python", target="module:function"))
 REQUEST = PrepareRequest(job=JOB, cache_directory="")

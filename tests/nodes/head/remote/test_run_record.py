@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from planaria.nodes.head.run_record import NodeLog, has_nodes
+from planaria.nodes.head.remote.run_record import NodeLog, has_nodes
 
 
 def log_of(directory: Path, *nodes: int) -> NodeLog:

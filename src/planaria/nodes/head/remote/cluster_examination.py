@@ -31,8 +31,8 @@ from planaria.core.machine_messages import (
 )
 from planaria.nodes.daemon_threads import answer_of_thread
 from planaria.nodes.examination import facts_of_this_machine
-from planaria.nodes.head.link_classes import LinkClass, link_class
-from planaria.nodes.head.machine_handle import MachineHandle
+from planaria.nodes.head.remote.link_classes import LinkClass, link_class
+from planaria.nodes.head.remote.machine_handle import MachineHandle
 from planaria.transport.link_measurement import SECRET_BYTES, measured_link
 
 HEAD: Final = "head"

@@ -10,8 +10,8 @@ from helpers.heads import runs
 from helpers.machine_lines import arrive
 from helpers.tasks import TIMEOUT_S, wait_until
 from planaria.core.machine_messages import JobOffered, MachineRefused, NodeEnded, NodeRequested
-from planaria.nodes.head import machines
-from planaria.nodes.head.machine_handle import REJOINS_MAX
+from planaria.nodes.head.remote import machines
+from planaria.nodes.head.remote.machine_handle import REJOINS_MAX
 
 
 @runs

@@ -19,8 +19,8 @@ from planaria.core.machine_messages import (
     MachineFacts,
     MachineReady,
 )
-from planaria.nodes.head.machine_checks import MachineChecks
-from planaria.nodes.head.machines import Machines
+from planaria.nodes.head.remote.machine_checks import MachineChecks
+from planaria.nodes.head.remote.machines import Machines
 from planaria.transport.acceptor import Acceptor, Purpose, connect, listen
 from planaria.transport.frames import FROM_NODE_BYTES_MAX, frame
 
