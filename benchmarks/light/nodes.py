@@ -30,6 +30,10 @@ from planaria.core.machine_messages import (
     JobOffered,
     JobOver,
     JobPrepared,
+    LinkMeasured,
+    LinkMeasureRequested,
+    LinkServed,
+    LinkServeRequested,
     MachineArrived,
     MachineFacts,
     MachineRefused,
@@ -40,7 +44,7 @@ from planaria.core.machine_messages import (
     ToMachine,
 )
 from planaria.core.messages import Abort, Blame, Raised, ToNode
-from planaria.core.plan import ModelProfile, Plan, Transition
+from planaria.core.plan import Link, ModelProfile, Plan, Transition
 from planaria.core.samples import sample_numbers
 from planaria.core.specs import NodeSpec, Prepared
 from planaria.errors import AuthenticationError
@@ -69,6 +73,8 @@ PATIENCE_S: Final = 600.0
 SEED: Final = 1
 _GATE: Final = -2  # Place of the process that stands for all connections to the coordinator.
 _LATENCY_S: Final = 1e-4
+_LINK: Final = Link(_LATENCY_S, 1e9)  # No machine measures it.
+_LINK_PORT: Final = 1
 _READ_BYTES: Final = 1 << 20
 _KILLED: Final = -9
 _IDLE_S_MAX: Final = 1.0
@@ -352,10 +358,14 @@ class LightMachine:
         match message:
             case JobOffered():
                 self._taking = asyncio.create_task(self._take_job(message))
-            case PrepareRequested(request):
+            case PrepareRequested(request, number):
                 self.asked_s = time.monotonic()
                 assert request.profile is not None
-                self._tell(JobPrepared(_prepared(request.profile)))
+                self._tell(JobPrepared(_prepared(request.profile), number=number))
+            case LinkServeRequested(number=number):
+                self._tell(LinkServed(port=_LINK_PORT, number=number))
+            case LinkMeasureRequested(number=number):
+                self._tell(LinkMeasured(link=_LINK, number=number))
             case NodeRequested(spec):
                 self.requested_s = time.monotonic()
                 self._nodes.start_node(spec, self)
@@ -365,6 +375,8 @@ class LightMachine:
                 pass
             case MachineRefused(reason=reason):
                 raise AssertionError(reason)
+            case _:
+                raise AssertionError(f"a light machine has no answer to {message}")
 
 
 def _prepared(profile: ModelProfile) -> Prepared:

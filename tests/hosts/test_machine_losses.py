@@ -59,6 +59,7 @@ def shared(directory: Path, request: pytest.FixtureRequest) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_a_job_goes_on_when_a_machine_loses_power(
     machines: Machines, shared: Path, expected: tuple[str, str]
 ) -> None:

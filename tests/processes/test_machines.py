@@ -59,6 +59,7 @@ def tls_version(port: int) -> str | None:
         return context.wrap_socket(sock).version()
 
 
+@pytest.mark.long
 def test_encrypted_links_carry_the_same_bits_before_and_after_a_loss(
     tmp_path: Path, local_hash: str
 ) -> None:
@@ -176,6 +177,7 @@ def test_resume_begins_a_new_run_where_the_machines_of_a_lost_head_are_gone(
         assert job.report()["final"]["parameters_sha256"] == local_hash
 
 
+@pytest.mark.long
 def test_nodes_without_a_head_save_what_they_hold_and_another_head_goes_on_from_it(
     tmp_path: Path, local_hash: str
 ) -> None:
@@ -268,6 +270,7 @@ ELSEWHEN = ("unshare", "--time", "--monotonic", "1000000")
     or subprocess.run([*ELSEWHEN, "true"], capture_output=True, check=False).returncode != 0,
     reason="only root has another clock on this machine",
 )
+@pytest.mark.long
 def test_a_machine_whose_clock_is_far_ahead_trains_like_any_other(tmp_path: Path) -> None:
     """Leases hold, and the timeline has its ranks beside the others', to within what is told."""
     timeline = tmp_path / "timeline.json"

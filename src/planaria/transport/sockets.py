@@ -39,15 +39,17 @@ def is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host).is_loopback if _is_literal(host) else host == "localhost"
 
 
-def break_when_silent(sock: socket.socket, *, silent_s: float = _LOST_S) -> None:
+def break_when_silent(sock: socket.socket, *, silent_s: float | None = None) -> None:
     """Has a TCP connection break once its peer's machine has been silent for so long.
 
     The peer's kernel answers however busy its processes are. Small writes leave at once from now
     on, too.
 
     Args:
-        silent_s: seconds of silence; the kernel probes once a second at most.
+        silent_s: seconds of silence, two minutes if it is None; the kernel probes once a second at
+            most.
     """
+    silent_s = _LOST_S if silent_s is None else silent_s
     probe_s = max(1, round(silent_s / (2 * _NUM_PROBES)))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
