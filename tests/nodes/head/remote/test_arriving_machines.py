@@ -164,9 +164,10 @@ async def test_a_far_machine_takes_the_place_of_one_at_a_loopback_address_that_h
 
 @runs
 async def test_a_far_machine_is_refused_while_one_at_a_loopback_address_is_in_the_job(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is the agent there that has to be started again."""
+    monkeypatch.setattr(machines, "EXIT_TIMEOUT_S", 0.2)  # The machine has no process that leaves.
     async with arriving_machines(tmp_path) as head:
         near = await head.join("near", host="127.0.0.1")
         head.start(0)

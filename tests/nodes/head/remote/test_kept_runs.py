@@ -20,6 +20,7 @@ from planaria.nodes.head import job_processes, leader_runner
 from planaria.nodes.head.launcher import Launcher, LaunchSpec
 from planaria.nodes.head.leader_runner import RESTARTS_MAX
 from planaria.nodes.head.process_events import restore_handlers
+from planaria.nodes.head.remote import machines
 from planaria.nodes.head.remote.open_head import OpenHead
 
 
@@ -105,6 +106,7 @@ def _no_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No process is killed, and no socket is left."""
     for module in (leader_runner, job_processes):
         monkeypatch.setattr(module, "kill_group", lambda _: None)
+    monkeypatch.setattr(machines, "EXIT_TIMEOUT_S", 0.2)  # Machines without processes do not leave.
     keep_request_sockets_in(tmp_path / "desk", monkeypatch)
 
 
