@@ -171,6 +171,28 @@ async def test_a_head_that_cannot_be_reached_is_named_with_both_addresses() -> N
 
 
 @runs
+async def test_a_head_is_reached_although_its_name_has_an_address_that_is_of_no_use_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A kernel without IPv6 has no such sockets; the address of IPv4 was not tried then."""
+    async with head() as running:
+        of_no_use = (99, socket.SOCK_STREAM, 6, "", ("::1", 1, 0, 0))  # No kernel has this family.
+        of_use = (socket.AF_INET, socket.SOCK_STREAM, 6, "", running.address)
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [of_no_use, of_use])
+        streams = await connect(("head", 1), Purpose.NODE, CREDENTIALS, timeout_s=TIMEOUT_S)
+
+        streams[1].close()
+
+
+@pytest.mark.parametrize("name", ["a..b", "a" * 64, "a-name-that-nobody-has.invalid"])
+@runs
+async def test_a_name_that_does_not_resolve_is_a_connection_that_fails(name: str) -> None:
+    """That of another machine may come later. A text that can be no name ended the agent."""
+    with pytest.raises(ConnectionError, match="the name does not resolve"):
+        await connect((name, 1), Purpose.NODE, CREDENTIALS, timeout_s=TIMEOUT_S)
+
+
+@runs
 async def test_a_connection_that_gives_way_is_broken_at_once() -> None:
     """Whenever it does: else its client would wait for the whole handshake in vain."""
     sockets, address = listen("127.0.0.1:0")

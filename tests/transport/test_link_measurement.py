@@ -82,6 +82,12 @@ def test_a_machine_that_nobody_can_reach_is_named() -> None:
         measure_link(address, SECRET)
 
 
+def test_a_machine_whose_address_can_be_no_name_is_named() -> None:
+    """It is what somebody has given its agent; the agents that measured the link died of it."""
+    with pytest.raises(ConnectionError, match=r"a\.\.b:70 cannot be reached"):
+        measure_link(("a..b", 70), SECRET)
+
+
 def test_a_link_whose_latency_alone_is_measured_carries_next_to_nothing() -> None:
     """So that a job that trains is not disturbed."""
     with serving() as address:

@@ -13,6 +13,7 @@ from planaria.transport.links import Links
 from planaria.transport.sockets import (
     address_text,
     break_when_silent,
+    can_be_host,
     connecting_socket,
     listening_socket,
     open_stream,
@@ -33,6 +34,19 @@ ELSEWHERE = "203.0.113.7"  # An address of the documentation, which no machine h
 def test_an_address_is_written_so_that_its_port_can_be_told(host: str, text: str) -> None:
     """The colons of an IPv6 address would hide where the port begins."""
     assert text == address_text((host, 70))
+
+
+@pytest.mark.parametrize("text", ["10.0.0.1", "fd00::2", "[fd00::2]", "node-1", "a.example."])
+def test_what_can_be_a_host(text: str) -> None:
+    assert can_be_host(text)
+
+
+@pytest.mark.parametrize("text", ["", "10.0.0.1:70", "[fd00::2]:70", "a..b", "a" * 64])
+def test_what_can_be_no_host(text: str) -> None:
+    """Other machines could not even look it up."""
+    assert not can_be_host(text)
+    with pytest.raises(OSError, match=r"can be no name|not known|failure"):
+        connecting_socket((text or ".invalid", 70))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.2", "::1", "[::1]"])

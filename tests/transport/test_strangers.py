@@ -56,6 +56,12 @@ def test_an_ipv6_machine_is_one_source_whatever_address_it_takes() -> None:
     assert source_of(()) == b""
 
 
+def test_ipv4_machines_are_different_sources_at_a_listener_of_both_families() -> None:
+    """A rank listens so. All were one source, and the flood of one took the places of all."""
+    assert source_of(("::ffff:10.0.0.1", 5, 0, 0)) == source_of(("10.0.0.1", 6))
+    assert source_of(("::ffff:10.0.0.2", 5, 0, 0)) != source_of(("10.0.0.1", 6))
+
+
 def test_a_flood_of_refusals_is_a_few_lines(caplog: pytest.LogCaptureFixture) -> None:
     """The rest is counted."""
     now_s = 100.0

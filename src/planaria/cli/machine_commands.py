@@ -16,6 +16,7 @@ from planaria.nodes.notices import parse_notice_source
 from planaria.nodes.output import unfailing
 from planaria.transport.acceptor import parse_address
 from planaria.transport.credentials import read_credentials, token_path
+from planaria.transport.sockets import Address, can_be_host
 
 TokenFile = Annotated[
     str,
@@ -87,11 +88,9 @@ def agent(
         parse_notice_source(notice)
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     spec = MachineSpec(
-        heads=tuple(
-            parse_address(head, field="--join") for text in join for head in text.split(",")
-        ),
-        credentials=read_credentials(token_path(token_file)),
+        heads=tuple(_head_address(head) for text in join for head in text.split(",")),
         host=_address_for_others(advertise, interface),
+        credentials=read_credentials(token_path(token_file)),
         domain=domain,
         notice=notice,
         has_code=no_code,
@@ -103,9 +102,18 @@ def agent(
     raise typer.Exit(run_machine(spec))
 
 
+def _head_address(text: str) -> Address:
+    host, port = parse_address(text, field="--join")
+    if not host or not port:
+        raise ConfigError("--join", text, "name the head's machine and its port: HOST:PORT")
+    return host, port
+
+
 def _address_for_others(advertise: str, interface: str) -> str:
     """The address at which others reach this machine; "": that of the route to the head."""
     if not interface:
+        if advertise and not can_be_host(advertise):
+            raise ConfigError("--advertise", advertise, "name a host or an address, without a port")
         return advertise
     if advertise:
         raise ConfigError("--interface", interface, "leave it out where --advertise is given")

@@ -394,14 +394,14 @@ async def connect(
     try:
         async with asyncio.timeout_at(end_s):
             endpoints = await loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
-    except (TimeoutError, socket.gaierror) as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: it cannot be a name.
         problem = f"the name does not resolve ({error})"
         endpoints = []
     for index, (family, _, _, _, endpoint) in enumerate(endpoints):
         now_s = loop.time()
         own_end_s = now_s + (end_s - now_s) / (len(endpoints) - index)
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
+        try:  # A kernel without IPv6 still resolves names to its addresses.
+            sock = socket.socket(family, socket.SOCK_STREAM)
             async with asyncio.timeout_at(own_end_s):
                 return await _connect(sock, endpoint, purpose, credentials, identity=identity)
         except AuthenticationError as error:

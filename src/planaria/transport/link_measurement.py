@@ -95,7 +95,7 @@ def measure_link(address: Address, secret: bytes, *, budget_s: float = LINK_BUDG
             round_trip_s = statistics.median(small_s)
             bandwidth = _bandwidth(peer, round_trip_s, budget_s=budget_s) if budget_s else 0.0
             return Link(round_trip_s / 2, bandwidth)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: the host cannot be a name.
         raise ConnectionError(f"{address_text(address)} cannot be reached: {error}") from error
 
 

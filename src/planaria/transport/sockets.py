@@ -27,6 +27,14 @@ def bare_host(host: str) -> str:
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
+def can_be_host(text: str) -> bool:
+    """Whether a text is an address, in brackets or not, or can be the name of a machine."""
+    try:
+        return _is_literal(bare_host(text)) or (bool(text.encode("idna")) and ":" not in text)
+    except UnicodeError:
+        return False
+
+
 def address_text(address: Address) -> str:
     """The address as HOST:PORT; an IPv6 address stands in brackets."""
     host, port = bare_host(address[0]), address[1]
@@ -90,7 +98,10 @@ def connecting_socket(address: Address) -> socket.socket:
     Raises:
         OSError: the host does not resolve, or the connection failed at once.
     """
-    endpoints = socket.getaddrinfo(bare_host(address[0]), address[1], type=socket.SOCK_STREAM)
+    try:
+        endpoints = socket.getaddrinfo(bare_host(address[0]), address[1], type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise OSError(f"{address[0]!r} can be no name of a machine") from error
     for family, kind, protocol, _, endpoint in endpoints:
         sock = socket.socket(family, kind, protocol)
         sock.setblocking(False)

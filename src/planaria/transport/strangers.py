@@ -5,6 +5,7 @@ that have proved nothing are kept at once (`Unproven`). When one more comes, the
 most of them loses its oldest: so a flood from one machine takes no place from the others.
 """
 
+import ipaddress
 import logging
 import math
 import resource
@@ -98,6 +99,8 @@ class RefusalLog:
 def source_of(address: tuple[Any, ...]) -> bytes:
     """The machine to which an endpoint of a socket belongs, as far as its address tells."""
     host = address[0].partition("%")[0] if address else ""
-    if ":" in host:
-        return socket.inet_pton(socket.AF_INET6, host)[:_PREFIX_BYTES]
-    return socket.inet_pton(socket.AF_INET, host) if host else b""
+    if ":" not in host:
+        return socket.inet_pton(socket.AF_INET, host) if host else b""
+    # A listener for both families shows IPv4 addresses as IPv6 ones that begin alike.
+    ip = ipaddress.IPv6Address(host)
+    return ip.ipv4_mapped.packed if ip.ipv4_mapped else ip.packed[:_PREFIX_BYTES]
