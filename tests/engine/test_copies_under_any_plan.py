@@ -26,7 +26,8 @@ from planaria.core.specs import NodeSpec
 from planaria.engine.copying import Copying
 from planaria.engine.entry import provide_layers
 from planaria.engine.prepare import split_model
-from planaria.engine.stage import RankStage, State
+from planaria.engine.stage import RankStage
+from planaria.engine.staging import State
 from planaria.placement.layer_copies import layer_copies
 from planaria.placement.placement import paper_placement
 from planaria.restorer.sources import balanced_transfers, transfer_rounds

@@ -14,7 +14,8 @@ from planaria.checkpoint.disk.tiers import Manifest, Tier, tier_of
 from planaria.core.job import TrainingConfig
 from planaria.core.messages import LayerFile, LayersSaved, Message, SaveFailed
 from planaria.engine.saver import Saver
-from planaria.engine.stage import HeldLayer, State
+from planaria.engine.stage import HeldLayer
+from planaria.engine.staging import State
 from planaria.errors import CheckpointError
 
 TRAINING = TrainingConfig()

@@ -265,10 +265,17 @@ class ClusterConfig:
         "on, the job waits twice as long and 10 s more for it; 0: the job asks for no machine",
     )
     devices_per_node: int = _key(1, "number of devices in each node")
+    device: str = _key(
+        "auto",
+        "type of the devices, as torch names it, such as cpu, cuda or xpu; auto: an accelerator if "
+        "torch finds one on the machine, else the processor; late: the processor as a device with "
+        "memory of its own, whose copies are as late as they may be, for tests; ranks share a "
+        "device if there are more of them",
+    )
     device_memory_bytes: int = _key(
         0,
-        "bytes that a device may hold; 0: the bytes that the profile says; no limit if it says "
-        "none",
+        "bytes that a device may hold; 0: the bytes that the profile says, which is a rank's share "
+        "of its accelerator, if it has one; no limit if it says none",
     )
     lease_s: float = _key(
         3.0, "a node counts as lost when nothing has come from it for this many seconds"

@@ -122,7 +122,7 @@ class Copying:
     def _layer_bytes(self, start: StartEpoch, own: Collection[int]) -> dict[int, int]:
         """Bytes of each layer that this rank keeps, as far as it can know them, by layer."""
         held = self._stage.layers
-        num_bytes = {n: sum(view.nbytes for view in held[n].state_views().values()) for n in own}
+        num_bytes = {n: held[n].state_bytes() for n in own}
         profile = self._spec.profile
         if profile is not None and self._spec.job.model.kind != "paced":
             for layers in incoming_layers(self._spec.rank, start.copies).values():

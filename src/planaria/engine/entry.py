@@ -19,7 +19,8 @@ from planaria.engine.exchange import (
     send_silently,
     wait_received,
 )
-from planaria.engine.stage import RankStage, State
+from planaria.engine.stage import RankStage
+from planaria.engine.staging import State
 from planaria.errors import CheckpointError, SpoiltError, UnreadableError
 from planaria.transport.links import UNLIMITED_S, Links
 

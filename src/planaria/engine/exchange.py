@@ -33,7 +33,8 @@ import xxhash
 
 from planaria.checkpoint.memory.wire import Tensor, bytes_of, tensor_views
 from planaria.core.plan import NUM_CHUNKS, Transfer
-from planaria.engine.stage import HeldLayer, RankStage, State
+from planaria.engine.stage import HeldLayer, RankStage
+from planaria.engine.staging import State
 from planaria.errors import PeerLostError
 from planaria.transport.links import UNLIMITED_S, Channel, Links, Tag
 

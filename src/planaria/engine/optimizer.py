@@ -7,7 +7,8 @@ parameter can be used.
 
 Differs: foreach and fused are switched off in classes that have them. Both round differently from
 the plain loop on some devices or builds, and the bits of a parameter must not depend on the node
-that steps it.
+that steps it. In fast mode a class that can step an accelerator's parameters in one kernel does so:
+all ranks then run that kernel.
 """
 
 import difflib
@@ -75,16 +76,32 @@ def optimizer_state(
     never stepped has no state, so before the first step the whole state is empty.
     """
     state = {}
+    num_steps = _num_steps(optimizer, parameters)
     for name, parameter in parameters.items():
         tensors = optimizer.state.get(parameter, {})
-        if int(tensors.get("step", 1)) == 0:
+        if num_steps.get(name) == 0:
             continue
         for key, value in tensors.items():
             assert isinstance(value, Tensor), f"{type(optimizer).__name__} keeps {key} = {value!r}"
             state[f"{name}/{key}"] = (
-                torch.tensor(int(value), dtype=torch.int64) if key == "step" else value.detach()
+                torch.tensor(num_steps[name], dtype=torch.int64)
+                if key == "step"
+                else value.detach()
             )
     return state
+
+
+def _num_steps(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
+    """The number of steps of each parameter whose optimizer counts them, by name."""
+    states = {name: optimizer.state.get(parameter, {}) for name, parameter in parameters.items()}
+    steps = {
+        name: torch.as_tensor(state["step"])
+        for name, state in states.items()
+        if state.get("step") is not None
+    }
+    # On a device, reading each one alone would wait once for each.
+    counts = torch.stack(list(steps.values())).tolist() if steps else []
+    return {name: int(count) for name, count in zip(steps, counts, strict=True)}
 
 
 def load_optimizer_state(
@@ -106,7 +123,7 @@ def load_optimizer_state(
     for name, tensors in tensors_by_name.items():
         parameter = parameters[name]
         optimizer.state[parameter] = (
-            {key: _state_value(key, value, parameter) for key, value in tensors.items()}
+            {key: _state_value(key, value, parameter, optimizer) for key, value in tensors.items()}
             if tensors
             else _initial_state(optimizer, parameter)
         )
@@ -177,6 +194,9 @@ def _optimizer(
 ) -> Optimizer:
     parameters = list(named_parameters)
     assert parameters, "a layer without parameters has no optimizer"
+    is_fast = not training.deterministic and parameters[0][1].device.type != "cpu"
+    if "fused" in settings:
+        settings = {**settings, "fused": is_fast}
     try:
         return optimizer_class(parameters, **settings)
     except (TypeError, ValueError) as error:
@@ -187,10 +207,14 @@ def _optimizer(
         ) from error
 
 
-def _state_value(key: str, value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """A copy of the value as torch keeps it: step counts as float32, and scalars on the host."""
+def _state_value(key: str, value: Tensor, parameter: nn.Parameter, optimizer: Optimizer) -> Tensor:
+    """A copy of the value as torch keeps it: step counts as float32, and scalars on the host.
+
+    A fused optimizer keeps step counts on the device.
+    """
     if key == "step":
-        return torch.tensor(float(value), dtype=torch.float32)
+        device = parameter.device if optimizer.param_groups[0].get("fused") else None
+        return torch.tensor(float(value), dtype=torch.float32, device=device)
     device = parameter.device if value.dim() > 0 else torch.device("cpu")
     return value.detach().to(device, copy=True)
 

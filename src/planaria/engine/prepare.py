@@ -17,6 +17,7 @@ from planaria.core.plan import Link, ModelProfile
 from planaria.core.samples import sample_numbers
 from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
 from planaria.data.datasets import Dataset, load_dataset, vocabulary_size
+from planaria.engine.devices import Device, find_device
 from planaria.engine.optimizer import learning_rate, optimizer_factory
 from planaria.engine.profiler import profile_model
 from planaria.engine.tracebacks import user_traceback
@@ -63,6 +64,17 @@ def load_model(
     model = split("causal")
     # A masked objective needs one token more, the mask.
     return split(model.objective) if model.objective == "masked" else model
+
+
+def device_of(job: JobConfig, *, rank: int) -> Device:
+    """The device of a rank, ready to compute; paced layers sleep on a processor.
+
+    Raises:
+        ConfigError: this machine has no device of the type that the job asks for.
+    """
+    device = find_device("cpu" if job.model.kind == "paced" else job.cluster.device, rank=rank)
+    device.begin(is_deterministic=job.training.deterministic)
+    return device
 
 
 def pacing_of(spec: NodeSpec) -> Pacing | None:
@@ -187,6 +199,7 @@ def _prepare(request: PrepareRequest) -> Prepared:
     )
     learning_rate(job.training, 0)
     optimizer_factory(job.training)
+    device = device_of(job, rank=0)
     later = {use for group in model.tied for use in group.uses[1:]}
     shapes = [model.parameter_shapes(layer) for layer in range(model.num_layers)]
     if request.profile is not None and job.model.kind != "paced":
@@ -203,6 +216,7 @@ def _prepare(request: PrepareRequest) -> Prepared:
             dataset,
             num_ranks=job.cluster.nodes * job.cluster.devices_per_node,
             processors=request.processors,
+            device=device,
         ),
         num_samples=len(dataset),
         vocabulary_size=dataset.vocabulary_size,

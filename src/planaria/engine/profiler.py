@@ -5,7 +5,8 @@ in the form in which a rank holds it: its forward, the backward to its input alo
 time for the gradients of its weights and for adding these to the sums, and, once an iteration, its
 optimizer step with everything that prepares the step. A few identical layers take turns, because
 a layer of a stage finds caches that are full of the other layers' data. The median of a few runs
-is taken. Links are measured over loopback, because emulated nodes have no other.
+is taken. Links are measured over loopback, because emulated nodes have no other. On an accelerator
+every duration ends when the device has finished, and its copies to the host are measured, too.
 
 If the ranks of a job share the processors of this machine, a layer is measured while other
 processes compute it too (contention.py), because ranks share caches, memory and often a core. If
@@ -32,6 +33,7 @@ from planaria.core.plan import LayerProfile, Link, ModelProfile, TiedParameters
 from planaria.data.batches import Batches
 from planaria.data.datasets import Dataset
 from planaria.engine.contention import Contention
+from planaria.engine.devices import PROCESSOR, Accelerator, Device, usable_bytes
 from planaria.engine.optimizer import optimizer_factory, optimizer_state
 from planaria.engine.stage import HeldLayer, RankStage
 from planaria.errors import PeerLostError
@@ -45,6 +47,7 @@ NUM_RUNS = 5
 TURNS: Final = 3
 CACHE_BYTES: Final = 1 << 26
 LINK_BYTES = 1 << 22
+COPY_BYTES: Final = 1 << 26
 # Number of ranks that compete for each processor; more would not change the measurement.
 _RANKS_EACH = 2
 _LINK_TIMEOUT_S = 30.0
@@ -64,44 +67,84 @@ class _Clock:
 
 
 def profile_model(
-    job: JobConfig, model: SplitModel, dataset: Dataset, *, num_ranks: int = 1, processors: int = 0
+    job: JobConfig,
+    model: SplitModel,
+    dataset: Dataset,
+    *,
+    num_ranks: int = 1,
+    processors: int = 0,
+    device: Device = PROCESSOR,
 ) -> ModelProfile:
     """The profile of a job's model on one device of this machine, and its links.
 
     Args:
         num_ranks: number of ranks of the job.
         processors: number of processors that all ranks share; 0: each rank has its own.
+        device: the device that is measured.
 
     Raises:
         ConfigError: a layer changes a buffer in its forward.
     """
-    shares = 0 < processors < num_ranks
+    is_accelerator = isinstance(device, Accelerator)
+    shares = 0 < processors < num_ranks and not is_accelerator
     num_others = min(num_ranks, _RANKS_EACH * processors) - 1 if processors else 0
-    with Contention(num_others) as contention:
-        clock = _Clock(contention, time.process_time if shares else time.perf_counter)
-        layers = _measured_layers(job, model, dataset, clock)
+    # A process that uses an accelerator cannot be forked.
+    with Contention(0 if is_accelerator else num_others) as contention:
+        clock = _Clock(contention, time.process_time if shares else _finished_s(device))
+        layers = _measured_layers(job, model, dataset, clock, device)
     link = measured_link()
+    links = {"intra_node": link, "inter_node": link}
+    if is_accelerator:
+        links["device_to_host"] = _measured_copy(device)
+    num_here = num_ranks if processors else job.cluster.devices_per_node
     return ModelProfile(
         model=job.name,
         microbatch_size=job.training.microbatch_size,
         dtype=job.training.dtype,
-        device="cpu",
-        device_memory_bytes=job.cluster.device_memory_bytes,
+        device=device.name,
+        device_memory_bytes=job.cluster.device_memory_bytes
+        or usable_bytes(device, num_ranks=num_here),
         layers=layers,
-        links={"intra_node": link, "inter_node": link},
+        links=links,
         tied=tied_parameters(model),
     )
 
 
+def _finished_s(device: Device) -> Callable[[], float]:
+    """A clock that waits until the device has done what it was given."""
+
+    def now_s() -> float:
+        device.finish()
+        return time.perf_counter()
+
+    return now_s
+
+
+def _measured_copy(device: Device) -> Link:
+    """Latency and bandwidth of copies from a device to its host."""
+    seconds: dict[int, float] = {}
+    for size in (64, COPY_BYTES):
+        source = torch.zeros(size, dtype=torch.uint8, device=device.place)
+        target = device.host_like(source)
+        runs = []
+        for _ in range(NUM_RUNS + 1):
+            device.finish()
+            start_s = time.perf_counter()
+            device.copy([(target, source)]).wait()
+            runs.append(time.perf_counter() - start_s)
+        seconds[size] = statistics.median(runs[1:])
+    return Link(seconds[64], COPY_BYTES / max(seconds[COPY_BYTES] - seconds[64], 1e-6))
+
+
 def _measured_layers(
-    job: JobConfig, model: SplitModel, dataset: Dataset, clock: _Clock
+    job: JobConfig, model: SplitModel, dataset: Dataset, clock: _Clock, device: Device
 ) -> tuple[LayerProfile, ...]:
     batches = Batches(dataset, job.training, iteration=0)
-    hidden = batches.inputs(0)
-    targets, num_targets = batches.targets(0), batches.num_targets()
+    hidden = batches.inputs(0).to(device.place)
+    targets, num_targets = batches.targets(0).to(device.place), batches.num_targets()
     known: dict[str, LayerProfile] = {}
     layers = []
-    stages = [RankStage(model, training=job.training) for _ in range(TURNS)]
+    stages = [RankStage(model, training=job.training, device=device) for _ in range(TURNS)]
     for layer, name in enumerate(model.layer_names):
         is_last = layer == model.num_layers - 1
         for stage in stages:

@@ -17,7 +17,8 @@ from typing import Final
 from planaria.checkpoint.disk.tiers import Tier
 from planaria.core.messages import LayersSaved, Message, SaveFailed
 from planaria.engine.blame import is_of_memory
-from planaria.engine.stage import HeldLayer, State
+from planaria.engine.stage import HeldLayer
+from planaria.engine.staging import State
 from planaria.errors import CheckpointError
 
 WAIT_S: Final = 1.0  # If a save takes longer, a save that is due meanwhile is skipped.

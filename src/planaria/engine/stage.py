@@ -5,7 +5,10 @@ were applied to it), so a layer can be sent, saved and stepped alone. The gradie
 summed in one flat tensor. Those of a tied parameter, which several layers use, have a flat tensor
 of their own for each use, because they are summed over the holders of all its uses.
 
-When a layer's forward begins, the random generator is seeded with (seed, iteration, microbatch,
+State and sums are on the rank's device. Initial weights are drawn on the processor and moved, so
+that a seed means the same everywhere.
+
+When a layer's forward begins, the random generators are seeded with (seed, iteration, microbatch,
 layer), also when activation checkpointing runs the forward again. So dropout draws the same
 values whichever rank computes the layer.
 
@@ -23,10 +26,10 @@ from torch.utils.checkpoint import checkpoint
 
 from planaria.core.job import TrainingConfig
 from planaria.core.samples import mix
+from planaria.engine.devices import PROCESSOR, Device
 from planaria.engine.optimizer import load_optimizer_state, optimizer_factory, optimizer_state
+from planaria.engine.staging import State, StateMirror, as_tensor
 from planaria.models.layers import SplitModel, TiedGroup
-
-State = Mapping[str, npt.NDArray[np.generic]]
 
 NOT_YET = -1  # Age of a layer without a valid state: not arrived yet, or its step did not finish.
 
@@ -49,11 +52,19 @@ class HeldLayer:
     """
 
     def __init__(
-        self, layer: int, module: nn.Module, *, training: TrainingConfig, tied: Collection[str]
+        self,
+        layer: int,
+        module: nn.Module,
+        *,
+        training: TrainingConfig,
+        tied: Collection[str],
+        device: Device = PROCESSOR,
     ) -> None:
         self.layer = layer
         self.age = 0
         self.gradients_of = -1
+        self._mirror = StateMirror(device)
+        module = module.to(device.place)
         self.masters: dict[str, nn.Parameter] = dict(module.named_parameters())
         if training.dtype == "bfloat16":
             self.masters = {
@@ -71,9 +82,12 @@ class HeldLayer:
         self.tied_names = tuple(name for name in self.masters if name in set(tied))
         own = [name for name in self.masters if name not in self.tied_names]
         size = sum(self.masters[name].numel() for name in own)
-        self.sums = torch.zeros(size, dtype=sum_dtype)
+        self.sums = torch.zeros(size, dtype=sum_dtype, device=device.place)
         self.gradients = _gradient_buffer(self.sums)
-        self.tied_sums = {n: torch.zeros(self.masters[n].numel(), dtype=sum_dtype) for n in tied}
+        self.tied_sums = {
+            name: torch.zeros(self.masters[name].numel(), dtype=sum_dtype, device=device.place)
+            for name in tied
+        }
         self.tied_gradients = {
             name: _gradient_buffer(sums) for name, sums in self.tied_sums.items()
         }
@@ -124,9 +138,10 @@ class HeldLayer:
 
     def squared_norm(self, names: Iterable[str]) -> float:
         """The sum of squares of the reduced gradients of the named parameters, in float64."""
+        squares = [self._gradient_views[name].double().pow_(2).sum() for name in names]
         total = 0.0
-        for name in names:
-            total += float(self._gradient_views[name].double().pow_(2).sum())
+        for square in torch.stack(squares).tolist() if squares else ():
+            total += square  # Not `sum`, which some versions of Python round differently.
         return total
 
     def apply(self, iteration: int, *, learning_rate: float, scale: float) -> None:
@@ -139,6 +154,7 @@ class HeldLayer:
             return
         assert self.gradients_of == iteration, (self.layer, self.gradients_of, iteration)
         self.age = NOT_YET
+        self._mirror.order()
         if self.optimizer is not None:
             for name, master in self._trained.items():
                 gradient = self._gradient_views[name]
@@ -156,25 +172,36 @@ class HeldLayer:
         """A copy of the parameters and the optimizer's state, by their names in the disk tier."""
         return {name: array.copy() for name, array in self.state_views().items()}
 
-    def state_views(self) -> dict[str, npt.NDArray[np.generic]]:
-        """The same as `state`, but not copied where possible: the next step changes the arrays."""
+    def state_views(self) -> State:
+        """The same as `state`, but valid only until the layer's next step.
+
+        They are views of the tensors, or of their mirror on the host, for which a reader waits.
+        """
+        return self._mirror.state(self._state_tensors(), age=self.age)
+
+    def state_bytes(self) -> int:
+        """Size of the state."""
+        return sum(tensor.nbytes for tensor in self._state_tensors().values())
+
+    def _state_tensors(self) -> dict[str, Tensor]:
         tensors = {f"parameter/{name}": master.detach() for name, master in self.masters.items()}
         if self.optimizer is not None:
             named = optimizer_state(self.optimizer, self._trained)
             tensors |= {f"optimizer/{name}": tensor for name, tensor in named.items()}
-        return {name: tensor.contiguous().numpy() for name, tensor in tensors.items()}
+        return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
     def load(self, state: State, *, age: int) -> None:
         """Loads a state that `state` returned."""
+        self._mirror.forget()
         with torch.no_grad():
             for name, master in self.masters.items():
-                master.copy_(_tensor(state[f"parameter/{name}"]))
+                master.copy_(as_tensor(state[f"parameter/{name}"]))
                 if self.parameters[name] is not master:
                     self.parameters[name].copy_(master)
         if self.optimizer is not None:
             prefix = "optimizer/"
             named = {
-                name.removeprefix(prefix): _tensor(array)
+                name.removeprefix(prefix): as_tensor(array)
                 for name, array in state.items()
                 if name.startswith(prefix)
             }
@@ -187,7 +214,7 @@ def _gradient_buffer(sums: Tensor) -> Tensor:
 
     `sums` can be overwritten: no rank needs a part of it once that part's total has arrived.
     """
-    return sums if sums.dtype is torch.float32 else torch.zeros(len(sums), dtype=torch.float32)
+    return sums if sums.dtype is torch.float32 else torch.zeros_like(sums, dtype=torch.float32)
 
 
 def _add_gradient(sums: Tensor, parameter: Tensor) -> None:
@@ -195,11 +222,6 @@ def _add_gradient(sums: Tensor, parameter: Tensor) -> None:
     assert parameter.grad is not None
     sums.add_(parameter.grad)
     parameter.grad = None
-
-
-def _tensor(array: npt.NDArray[np.generic]) -> Tensor:
-    """The array as a tensor; copied only if torch cannot use its memory."""
-    return torch.from_numpy(np.require(array, requirements=("A", "C", "W")))
 
 
 def _views(
@@ -217,7 +239,10 @@ def _views(
 class RankStage:
     """All layers that a rank holds, and how a hop runs through some of them."""
 
-    def __init__(self, model: SplitModel, *, training: TrainingConfig) -> None:
+    def __init__(
+        self, model: SplitModel, *, training: TrainingConfig, device: Device = PROCESSOR
+    ) -> None:
+        self.device = device
         self.model = model
         self.training = training
         self.layers: dict[int, HeldLayer] = {}
@@ -249,7 +274,7 @@ class RankStage:
 
     def _new_layer(self, layer: int, module: nn.Module) -> HeldLayer:
         tied = [u.name for g in self.model.tied for u in g.uses if u.layer == layer]
-        return HeldLayer(layer, module, training=self.training, tied=tied)
+        return HeldLayer(layer, module, training=self.training, tied=tied, device=self.device)
 
     def _add(self, held: HeldLayer) -> None:
         assert held.layer not in self.layers
@@ -285,7 +310,7 @@ class RankStage:
             seed = mix(self.training.seed, iteration, microbatch, layer)
             if self.training.activation_checkpointing and layer < self.model.num_layers - 1:
                 hidden = checkpoint(
-                    _seeded_forward,
+                    self._seeded_forward,
                     module,
                     hidden,
                     seed,
@@ -293,8 +318,13 @@ class RankStage:
                     preserve_rng_state=False,
                 )
             else:
-                hidden = _seeded_forward(module, hidden, seed)
+                hidden = self._seeded_forward(module, hidden, seed)
         return hidden
+
+    def _seeded_forward(self, module: nn.Module, hidden: Tensor, seed: int) -> Tensor:
+        self.device.seed(seed)
+        output: Tensor = module(hidden)
+        return output
 
     def parameters(self, first_layer: int, end_layer: int) -> list[nn.Parameter]:
         """The parameters of layers [first_layer, end_layer) that require gradients."""
@@ -315,7 +345,11 @@ class RankStage:
     ) -> tuple[Tensor, list[tuple[HeldLayer, str]]]:
         """The sum over the uses of a tied parameter in these layers, and those uses."""
         uses = [use for use in self.tied_uses(group) if use[0].layer in layers]
-        total = uses[0][0].tied_sums[uses[0][1]].clone() if uses else torch.zeros(0)
+        total = (
+            uses[0][0].tied_sums[uses[0][1]].clone()
+            if uses
+            else torch.zeros(0, device=self.device.place)
+        )
         for held, name in uses[1:]:
             total += held.tied_sums[name]
         return total, uses
@@ -324,9 +358,3 @@ class RankStage:
         """Names of the layer's parameters, without tied ones that an earlier use counts."""
         later = {use.name for g in self.model.tied for use in g.uses[1:] if use.layer == layer}
         return [name for name in self.layers[layer].masters if name not in later]
-
-
-def _seeded_forward(module: nn.Module, hidden: Tensor, seed: int) -> Tensor:
-    torch.default_generator.manual_seed(seed)
-    output: Tensor = module(hidden)
-    return output

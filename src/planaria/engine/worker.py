@@ -49,10 +49,10 @@ from planaria.engine.exchange import keep_only_age, receive_silently
 from planaria.engine.iteration.executor import Executor, ExecutorCallbacks, RankContext
 from planaria.engine.iteration.groups import iteration_peers
 from planaria.engine.iteration.guard import refuse_divergence, sampled_hashes
-from planaria.engine.iteration.memory_peaks import ResidentPeak, TensorPeak
+from planaria.engine.iteration.memory_peaks import TensorPeak, memory_peak
 from planaria.engine.optimizer import clip_scale, learning_rate
 from planaria.engine.part_writing import save_part
-from planaria.engine.prepare import load_data, load_model, storage_of
+from planaria.engine.prepare import device_of, load_data, load_model, storage_of
 from planaria.engine.profiler import tied_parameters
 from planaria.engine.saver import Saver
 from planaria.engine.stage import HeldLayer, RankStage
@@ -146,9 +146,10 @@ class Worker:
         timekeeper = self._links.timekeeper
         model = load_model(self._job, cache_directory=cache, profile=profile, timekeeper=timekeeper)
         self._dataset = load_data(self._job, objective=model.objective, cache_directory=cache)
-        self._stage = RankStage(model, training=self._job.training)
+        device = device_of(self._job, rank=self._spec.rank)
+        self._stage = RankStage(model, training=self._job.training, device=device)
         self._tensors = TensorPeak(self._stage)
-        self._peak = ResidentPeak()
+        self._peak = memory_peak(device)
         self._layout = vector_layout(self._job, model.num_layers)
         self._context = RankContext(
             stage=self._stage,
@@ -165,7 +166,6 @@ class Worker:
             on_tensors=self._tensors.count_bytes if self._spec.trace else _ignore_tensors,
         )
         self._state = WorkerState(rules=self._rules())
-        self._base_bytes = psutil.Process().memory_info().rss
         self._control.send(
             WorkerReady(
                 node=self._spec.node,
@@ -516,7 +516,7 @@ class Worker:
                 stall_s=self._stall_s,
                 action_s=executor.action_s,
                 eager_s=executor.eager_s,
-                peak_bytes=max(0, self._peak.num_bytes() - self._base_bytes),
+                peak_bytes=max(0, self._peak.num_bytes() - self._peak.base_bytes),
                 tensor_bytes=self._tensors.peak_bytes,
                 ends=done.ends,
                 switches=done.switches,

@@ -32,6 +32,7 @@ from planaria.engine.iteration.groups import reduce_bucket, reduce_vector
 from planaria.engine.iteration.guard import sampled_hashes
 from planaria.engine.iteration.split_backward import WeightGradients, input_gradient
 from planaria.engine.stage import HeldLayer, RankStage
+from planaria.engine.staging import fill_device, to_host
 from planaria.errors import CorruptedError
 from planaria.schedule.action import Action, Kind, Schedule
 from planaria.transport.links import UNLIMITED_S, Channel, Links, Tag
@@ -165,7 +166,7 @@ class Executor:
         self._iteration = iteration
         self._batches = batches
         self._drop_tensors()
-        self._losses: dict[int, float] = {}
+        self._losses: dict[int, Tensor] = {}
         self._ready: set[int] = set()
         self._submitted: list[Future[float]] = []
         self._spans: list[MeasuredSpan] = []
@@ -210,6 +211,9 @@ class Executor:
             hop = self._schedule.routes[action.microbatch][action.hop]
             self._pulse.layers = hop.first_layer, hop.end_layer
         self._handlers[action.kind](action)
+        if action.kind in _COMPUTING or action.kind is Kind.SHADOW:
+            # So an action takes as long as the device computes; the next is queued in microseconds.
+            self._stage.device.finish()
         self._pulse.layers = (0, 0)
         if action.kind in _COMPUTING:
             self._callbacks.on_tensors(self._kept_tensors())
@@ -247,7 +251,7 @@ class Executor:
         hop = route[action.hop]
         key = (action.microbatch, action.hop)
         if action.hop == 0:
-            hidden = self._batches.inputs(action.microbatch)
+            hidden = self._batches.inputs(action.microbatch).to(self._stage.device.place)
         elif key in self._inputs:
             hidden = self._inputs[key]
         else:  # The previous hop was on this rank too.
@@ -255,9 +259,9 @@ class Executor:
             hidden = self._inputs[key] = before.detach().requires_grad_()
         hidden = self._run_layers(hop, hidden, action.microbatch)
         if action.hop == len(route) - 1:
-            targets = self._batches.targets(action.microbatch)
+            targets = self._batches.targets(action.microbatch).to(self._stage.device.place)
             hidden = self._stage.model.loss_sum(hidden, targets) / self._batches.num_targets()
-            self._losses[action.microbatch] = float(hidden.detach())
+            self._losses[action.microbatch] = hidden.detach()
         self._outputs[key] = hidden
 
     def _shadow(self, action: Action) -> None:
@@ -312,7 +316,7 @@ class Executor:
     def _receive_forward(self, action: Action) -> None:
         source = self._schedule.routes[action.microbatch][action.hop - 1].rank
         tag = Tag(Channel.FORWARD, self._iteration, action.microbatch, action.hop)
-        hidden = receive_tensor(self._links, source, tag, timeout_s=UNLIMITED_S)
+        hidden = self._receive(source, tag)
         self._inputs[action.microbatch, action.hop] = hidden.requires_grad_()
 
     def _send_backward(self, action: Action) -> None:
@@ -325,7 +329,7 @@ class Executor:
     def _receive_backward(self, action: Action) -> None:
         source = self._schedule.routes[action.microbatch][action.hop + 1].rank
         tag = Tag(Channel.BACKWARD, self._iteration, action.microbatch, action.hop)
-        gradient = receive_tensor(self._links, source, tag, timeout_s=UNLIMITED_S)
+        gradient = self._receive(source, tag)
         self._output_gradients[action.microbatch, action.hop] = gradient
 
     def _reduce(self, action: Action) -> None:
@@ -360,7 +364,7 @@ class Executor:
 
     def _sum_tied(self, group_index: int, bucket: int, ranks: Sequence[int]) -> None:
         total, uses = self._stage.tied_sum(self._stage.model.tied[group_index], self._own_indices)
-        result = torch.empty(total.numel(), dtype=torch.float32)
+        result = torch.empty_like(total, dtype=torch.float32)
         self._reduce_tensors([total], [result], bucket=bucket, ranks=ranks, virtual_bytes=0)
         for held, name in uses:
             held.tied_gradients[name].copy_(result)
@@ -374,16 +378,21 @@ class Executor:
         ranks: Sequence[int],
         virtual_bytes: int,
     ) -> None:
+        device = self._stage.device
+        host_sums, host_results = to_host(device, sums), results
+        if not device.is_host:
+            host_results = [device.host_like(result) for result in results]
         reduce_bucket(
             self._links,
-            sums,
-            results,
+            host_sums,
+            host_results,
             ranks=ranks,
             iteration=self._iteration,
             bucket=bucket,
             timeout_s=UNLIMITED_S,
             virtual_bytes=virtual_bytes,
         )
+        fill_device(device, results, host_results)
 
     # -- the commit -----------------------------------------------------------------------------
 
@@ -394,7 +403,7 @@ class Executor:
             if self._plan.holders(held.layer)[0] == self._rank:
                 vector[held.layer] = held.squared_norm(self._stage.norm_parameters(held.layer))
         for microbatch, loss in self._losses.items():
-            vector[layout.losses + microbatch] = loss
+            vector[layout.losses + microbatch] = float(loss)
         for microbatch, samples in self._batches.consumed.items():
             first = layout.samples + microbatch * size
             vector[first : first + size] = samples
@@ -439,7 +448,12 @@ class Executor:
     def _send(self, target: int, tag: Tag, tensor: Tensor, *, layer: int) -> None:
         """Sends the output of a layer, or the gradient of that output."""
         virtual_bytes = self._stage.model.virtual_output_bytes(layer)
+        (tensor,) = to_host(self._stage.device, [tensor.detach()])
         send_tensor(self._links, target, tag, tensor, virtual_bytes=virtual_bytes)
+
+    def _receive(self, source: int, tag: Tag) -> Tensor:
+        received = receive_tensor(self._links, source, tag, timeout_s=UNLIMITED_S)
+        return received.to(self._stage.device.place)
 
 
 # -- tensors as messages between ranks: a head with dtype and shape, then their bytes --------------

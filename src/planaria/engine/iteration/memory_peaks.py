@@ -1,4 +1,7 @@
-"""Measures a rank's peak memory in an iteration: bytes of tensors, and resident memory.
+"""Measures a rank's peak memory in an iteration: bytes of tensors, and memory of the process.
+
+The memory of the process is that of its device, as the allocator counts it, or without a device
+its resident memory.
 
 Resident memory also includes messages, libraries, and memory that an allocator does not give back.
 Odyssey's equation 14 predicts the bytes of tensors, so `TensorPeak` counts tensors, each storage
@@ -23,6 +26,7 @@ import psutil
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from planaria.engine.devices import Accelerator, Device
 from planaria.engine.stage import RankStage
 
 
@@ -124,6 +128,26 @@ logger = logging.getLogger(__name__)
 _PROCESS: Final = Path("/proc/self")
 
 
+class DevicePeak:
+    """Peak of the memory of a device that this process uses, since the last `reset`.
+
+    Attributes:
+        base_bytes: memory before there are layers.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.base_bytes = 0
+
+    def reset(self) -> None:
+        """Starts a new measurement."""
+        self._device.reset_peak()
+
+    def num_bytes(self) -> int:
+        """Peak since `reset`, in bytes."""
+        return self._device.peak_bytes()
+
+
 class ResidentPeak:
     """Peak of the resident memory since the last `reset`.
 
@@ -133,12 +157,16 @@ class ResidentPeak:
 
     Args:
         process: directory of this process in /proc.
+
+    Attributes:
+        base_bytes: resident memory before there are layers.
     """
 
     def __init__(self, process: Path = _PROCESS) -> None:
         self._process = process
         self._can_reset = True
         self._first_bytes = 0
+        self.base_bytes = _resident_bytes()
 
     def reset(self) -> None:
         """Starts a new measurement."""
@@ -183,3 +211,8 @@ def _resident_bytes() -> int:
         return int(psutil.Process().memory_info().rss)
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def memory_peak(device: Device) -> "DevicePeak | ResidentPeak":
+    """What measures the peak memory of a rank that computes on this device."""
+    return DevicePeak(device) if isinstance(device, Accelerator) else ResidentPeak()

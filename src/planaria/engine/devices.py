@@ -1,0 +1,275 @@
+"""The table of devices on which ranks compute: what each type of device has, in one place.
+
+The processor is an entry of its own: its memory is the host's, so nothing is copied. An
+accelerator, of any type that torch knows, has its own memory, a stream on which it computes and
+another one for copies, and pinned buffers on its host. `LATE` is the processor again, for tests:
+its memory counts as a device's, and each copy is made at the last moment that its mark permits, so
+a wait that is missing shows as wrong bits, every time and not once in a thousand runs.
+
+A process may use a device only after it was forked for the last time, so `find_device` is called
+by workers and by the process that prepares a job, and never by a fork server.
+
+Source: torch.accelerator; torch.get_device_module for what it does not cover.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from planaria.errors import ConfigError
+
+AUTO: Final = "auto"
+LATE: Final = "late"
+# What a process takes of a device for its context and libraries, and what its allocator loses.
+_RESERVED_BYTES: Final = 1 << 30
+_RESERVED_SHARE: Final = 0.1
+
+Pairs = Sequence[tuple[Tensor, Tensor]]  # Targets and sources of copies.
+
+
+class Mark(Protocol):
+    """A point in the work of a device: all copies up to it."""
+
+    def wait(self) -> None:
+        """Blocks until the device has passed the point."""
+
+    def order(self) -> None:
+        """Lets what the device computes from now on begin after the point; does not block."""
+
+
+class Device:
+    """The processor: tensors in the host's memory, and no copies.
+
+    Attributes:
+        place: the device as torch names it.
+        is_host: whether its tensors are the host's memory.
+        name: model of the device, for people.
+        memory_bytes: size of its memory; 0: unknown, or the host's.
+        count: number of such devices on this machine.
+    """
+
+    def __init__(self) -> None:
+        self.place = torch.device("cpu")
+        self.is_host = True
+        self.name = "cpu"
+        self.memory_bytes = 0
+        self.count = 1
+
+    def begin(self, *, is_deterministic: bool) -> None:
+        """Must be called before the process computes; chooses which kernels may be used."""
+        del is_deterministic  # One thread of a processor gives the same bits in both modes.
+
+    def seed(self, seed: int) -> None:
+        """Seeds the generators from which layers draw."""
+        torch.default_generator.manual_seed(seed)
+
+    def finish(self) -> None:
+        """Blocks until all that was computed is there."""
+
+    def host_like(self, tensor: Tensor) -> Tensor:
+        """A new tensor of the same shape in the host's memory, to or from which copies are fast."""
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    def copy(self, pairs: Pairs) -> Mark:
+        """Begins to copy the second of each pair to the first, after what was computed so far."""
+        for target, source in pairs:
+            target.copy_(source)
+        return _Passed()
+
+    def reset_peak(self) -> None:
+        """Starts a new measurement of the peak of the memory in use."""
+
+    def peak_bytes(self) -> int:
+        """Peak of the memory that tensors of this process used since `reset_peak`."""
+        return 0
+
+
+class _Passed:
+    """A point that was passed already."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+    def order(self) -> None:
+        """Returns at once."""
+
+
+class LateDevice(Device):
+    """The processor as a device whose copies are made as late as their marks permit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_host = False
+        self.name = LATE
+        self._due: list[Pairs] = []  # Copies that are not made yet, in the order of their marks.
+        self._num_made = 0
+        self._lock = threading.RLock()
+
+    def copy(self, pairs: Pairs) -> Mark:
+        """Keeps the copies until somebody waits for them."""
+        with self._lock:
+            self._due.append(list(pairs))
+            number = self._num_made + len(self._due)
+        return _LateMark(lambda: self._make(number))
+
+    def _make(self, number: int) -> None:
+        with self._lock, torch.no_grad():
+            while self._num_made < number:
+                self._num_made += 1
+                for target, source in self._due.pop(0):
+                    target.copy_(source)
+
+
+class _LateMark:
+    def __init__(self, make: Callable[[], None]) -> None:
+        self._make = make
+
+    def wait(self) -> None:
+        """Makes the copies up to this point."""
+        self._make()
+
+    def order(self) -> None:
+        """Makes the copies up to this point."""
+        self._make()
+
+
+class Accelerator(Device):
+    """One accelerator of this machine.
+
+    Args:
+        kind: type of the device in torch, such as "cuda".
+        index: number of the device among those of this process.
+    """
+
+    def __init__(self, kind: str, index: int) -> None:
+        super().__init__()
+        self._module: Any = torch.get_device_module(kind)
+        self.place = torch.device(kind, index)
+        self.is_host = False
+        self._module.set_device(index)
+        self.name = str(self._module.get_device_name(index))
+        self.memory_bytes = int(self._module.mem_get_info(index)[1])
+        self.count = int(self._module.device_count())
+        self._copies = self._module.Stream(self.place)
+
+    def begin(self, *, is_deterministic: bool) -> None:
+        """Chooses kernels: those that repeat bit for bit, or the fastest ones."""
+        matmul = torch.backends.cuda.matmul
+        matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not is_deterministic
+        if is_deterministic:
+            torch.use_deterministic_algorithms(True)
+            # All memory is written before it is read.
+            settings: Any = torch.utils.deterministic
+            settings.fill_uninitialized_memory = False
+            torch.backends.cudnn.benchmark = False
+            matmul.allow_bf16_reduced_precision_reduction = False
+            # The other kernels for attention choose how they split their work by what is free.
+            torch.backends.cuda.enable_flash_sdp(False)
+            torch.backends.cuda.enable_mem_efficient_sdp(False)
+            torch.backends.cuda.enable_cudnn_sdp(False)
+
+    def seed(self, seed: int) -> None:
+        """Seeds the host's generator and the device's."""
+        super().seed(seed)
+        self._module.manual_seed(seed)
+
+    def finish(self) -> None:
+        """Blocks until the stream that computes is empty."""
+        self._module.current_stream(self.place).synchronize()
+
+    def host_like(self, tensor: Tensor) -> Tensor:
+        """A new pinned tensor; torch keeps the memory of those that are dropped for the next."""
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+    def copy(self, pairs: Pairs) -> Mark:
+        """Copies on a stream of its own, after what the current stream holds now."""
+        self._copies.wait_stream(self._module.current_stream(self.place))
+        with torch.no_grad(), self._module.stream(self._copies):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+                for tensor in (target, source):
+                    if tensor.device == self.place:
+                        tensor.record_stream(self._copies)
+            event = self._module.Event(blocking=True)
+            event.record(self._copies)
+        return _EventMark(event, lambda: self._module.current_stream(self.place))
+
+    def reset_peak(self) -> None:
+        self._module.reset_peak_memory_stats(self.place)
+
+    def peak_bytes(self) -> int:
+        return int(self._module.max_memory_allocated(self.place))
+
+
+class _EventMark:
+    def __init__(self, event: Any, stream: Callable[[], Any]) -> None:
+        self._event = event
+        self._stream = stream
+
+    def wait(self) -> None:
+        """Blocks until the device has passed the event."""
+        self._event.synchronize()
+
+    def order(self) -> None:
+        """Lets the stream that computes wait for the event."""
+        self._stream().wait_event(self._event)
+
+
+PROCESSOR: Final = Device()
+
+
+def find_device(kind: str, *, rank: int) -> Device:
+    """The device on which a rank computes.
+
+    Accelerators are dealt out in turn: a rank has the accelerator of its number, modulo how many
+    there are. So several ranks share one if there are fewer accelerators than ranks.
+
+    Args:
+        kind: AUTO (an accelerator if the machine has one, else the processor), LATE, or a type of
+            device of torch.
+
+    Raises:
+        ConfigError: torch knows no such type, or finds no device of it here.
+    """
+    if kind == AUTO:
+        kind = _accelerator_kind() or "cpu"
+    if kind == "cpu":
+        return Device()
+    if kind == LATE:
+        return LateDevice()
+    # Read when the first matrices are multiplied; without it cuBLAS refuses to repeat itself.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    count = _count(kind)
+    if not count:
+        remedy = f"torch {torch.__version__} finds no such device here; the choices are "
+        choices = dict.fromkeys([AUTO, "cpu", _accelerator_kind()])
+        raise ConfigError("cluster.device", kind, remedy + ", ".join(filter(None, choices)))
+    return Accelerator(kind, rank % count)
+
+
+def usable_bytes(device: Device, *, num_ranks: int) -> int:
+    """Bytes that each of a machine's ranks may hold on a device like this; 0: no limit is known."""
+    num_sharing = -(-num_ranks // device.count)
+    share = device.memory_bytes // num_sharing
+    return int(max(0, share - _RESERVED_BYTES) * (1 - _RESERVED_SHARE))
+
+
+def _accelerator_kind() -> str:
+    """The type of accelerator that torch finds here; "": none."""
+    if not torch.accelerator.is_available():
+        return ""
+    accelerator = torch.accelerator.current_accelerator()
+    # Apple's has no float64, in which gradients are summed.
+    return accelerator.type if accelerator is not None and accelerator.type != "mps" else ""
+
+
+def _count(kind: str) -> int:
+    try:
+        module: Any = torch.get_device_module(kind)
+    except RuntimeError:
+        return 0
+    return int(module.device_count()) if module.is_available() else 0

@@ -1,0 +1,102 @@
+"""Brings a device's tensors to its host and back, through buffers that are fast to copy.
+
+On a processor nothing is copied: the arrays are views of the tensors.
+
+`StateMirror` is the host's copy of a layer's state. It is made once for each age of the layer that
+anybody asks for, while the device goes on: copies in memory, saves and transfers read the same
+mirror, and wait for it when they read. The layer's next step is ordered after the copy, on the
+device, and waits for nothing else.
+
+Source: Gemini (SOSP '23), 5.3 (device-to-host copies on a stream of their own).
+Differs: the mirror is as large as the state. It stays, because what was pinned once is copied at
+the speed of the bus from then on.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from planaria.engine.devices import Device, Mark
+
+State = Mapping[str, npt.NDArray[np.generic]]
+
+
+class StateMirror:
+    """The host's copy of a layer's state."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._buffers: dict[str, Tensor] = {}
+        self._state: _MirroredState | None = None
+        self._age = -1
+
+    def state(self, tensors: Mapping[str, Tensor], *, age: int) -> State:
+        """The tensors, which have this age, as arrays; on a device, their copies.
+
+        The copies may still be under way; whoever reads them waits for them. They stay valid until
+        the state of another age is asked for.
+        """
+        if self._device.is_host:
+            return {name: tensor.numpy() for name, tensor in tensors.items()}
+        if self._state is None or self._age != age or self._state.keys() != tensors.keys():
+            self._buffers = {
+                name: self._buffers[name] if name in self._buffers else self._buffer(tensor)
+                for name, tensor in tensors.items()
+            }
+            mark = self._device.copy([(self._buffers[n], t) for n, t in tensors.items()])
+            self._state, self._age = _MirroredState(self._buffers, mark), age
+        return self._state
+
+    def _buffer(self, tensor: Tensor) -> Tensor:
+        return self._device.host_like(tensor)
+
+    def order(self) -> None:
+        """Must be called before the layer changes on the device."""
+        if self._state is not None:
+            self._state.mark.order()
+
+    def forget(self) -> None:
+        """Must be called when the state has changed without a step."""
+        self._state = None
+
+
+class _MirroredState(Mapping[str, npt.NDArray[np.generic]]):
+    """Arrays that are there once their mark is passed."""
+
+    def __init__(self, buffers: Mapping[str, Tensor], mark: Mark) -> None:
+        self._arrays = {name: buffer.numpy() for name, buffer in buffers.items()}
+        self.mark = mark
+
+    def __getitem__(self, name: str) -> npt.NDArray[np.generic]:
+        self.mark.wait()
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+
+def to_host(device: Device, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors in the host's memory, once what was computed so far is there."""
+    if device.is_host:
+        return list(tensors)
+    copies = [device.host_like(tensor) for tensor in tensors]
+    device.copy(list(zip(copies, tensors, strict=True))).wait()
+    return copies
+
+
+def fill_device(device: Device, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies tensors of the host into tensors of the device; returns when they are there."""
+    pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if t is not s]
+    if pairs:
+        device.copy(pairs).wait()
+
+
+def as_tensor(array: npt.NDArray[np.generic]) -> Tensor:
+    """The array as a tensor; copied only if torch cannot use its memory."""
+    return torch.from_numpy(np.require(array, requirements=("A", "C", "W")))
