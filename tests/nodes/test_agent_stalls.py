@@ -1,11 +1,13 @@
 """Workers that stand still: their agent asks for their stacks, and goes on beating meanwhile."""
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -93,6 +95,37 @@ def test_heartbeats_go_on_while_the_stacks_of_all_stalled_workers_are_awaited(
 
 def _last(happened: list[str], what: str) -> int:
     return len(happened) - 1 - happened[::-1].index(what)
+
+
+def test_a_node_ends_whose_worker_cannot_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a user's processes are limited. The others waited for that worker for ever."""
+    ends: list[str] = []
+
+    async def raise_error(*_: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    async def wait(_: object) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async def run() -> None:
+        running = asyncio.create_task(agent._Agent(SPEC, [worker], lifeline_fd).run())
+        async with asyncio.timeout(2 * LEASE_S):
+            while not ends:
+                await asyncio.sleep(0.01)
+        running.cancel()
+
+    worker: Any = SimpleNamespace(rank=0)
+    lifeline_fd, write_fd = os.pipe()
+    monkeypatch.setattr(agent._Agent, "_serve", wait)
+    monkeypatch.setattr(agent._Agent, "_forward_messages", raise_error)
+    monkeypatch.setattr(agent._Agent, "_end_node", lambda _, reason: ends.append(reason))
+    asyncio.run(run())
+    os.close(write_fd)
+    os.close(lifeline_fd)
+
+    assert ends == [
+        "a worker of it cannot be replaced: [Errno 11] Resource temporarily unavailable"
+    ]
 
 
 def test_a_worker_that_breaks_the_protocol_is_killed(

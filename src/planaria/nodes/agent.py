@@ -245,18 +245,19 @@ class _Agent:
         for number in _NOTICES:
             loop.add_signal_handler(number, self._on_notice, self._spec.job.cluster.notice_s)
         loop.add_signal_handler(_HEAD_LOST, self._give_up, "its head was replaced by another")
-        arrived = NodeArrived(
-            node=self._spec.node,
-            rank=self._spec.rank,
-            machine=self._spec.machine,
-            clock=clock_name(),
-            domain=self._spec.domain,
-            speed=self._spec.speed,
+        self._report(
+            NodeArrived(
+                node=self._spec.node,
+                rank=self._spec.rank,
+                machine=self._spec.machine,
+                clock=clock_name(),
+                domain=self._spec.domain,
+                speed=self._spec.speed,
+            )
         )
-        self._report(arrived)
-        forwarders = [
-            asyncio.create_task(self._forward_messages(worker)) for worker in self._workers
-        ]
+        forwarders = [asyncio.create_task(self._forward_messages(each)) for each in self._workers]
+        for forwarder in forwarders:
+            forwarder.add_done_callback(self._on_forwarder_end)
         ticks = asyncio.create_task(self._run_ticks())
         watch = asyncio.create_task(self._watch_notices())
         while not self._is_shut_down and self._parts is None:
@@ -287,7 +288,6 @@ class _Agent:
         It is cancelled if the coordinator is silent.
         """
         reader, writer = await self._connect()
-        is_silent = False
         try:
             # There is no await from here until _to_coordinator is set, so that no fact is said
             # twice or left out.
@@ -302,13 +302,11 @@ class _Agent:
                 for body in decoder.feed(data):
                     self._on_message(order_of(body))
         except asyncio.CancelledError:
-            is_silent = True
+            self._silent_writers.append(writer)
+            self._close_silent(num_kept=_NUM_SILENT_MAX)
             raise
         finally:
-            if is_silent:
-                self._silent_writers.append(writer)
-                self._close_silent(num_kept=_NUM_SILENT_MAX)
-            else:
+            if writer not in self._silent_writers:
                 writer.close()
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -439,6 +437,11 @@ class _Agent:
             self._parts.add(message)
         elif not isinstance(message, PartSaved):
             self._report(message)
+
+    def _on_forwarder_end(self, forwarder: asyncio.Task[None]) -> None:
+        """Ends the node if a worker cannot be replaced: others would wait for it for ever."""
+        if not forwarder.cancelled() and (error := forwarder.exception()):
+            self._end_node(f"a worker of it cannot be replaced: {error}")
 
     # -- the lease and the workers' pulses --------------------------------------------------------
 
