@@ -12,6 +12,7 @@ from helpers.heads import runs
 from helpers.joined_machines import Cluster, cluster
 from planaria.core.checkups import ClusterCheckup
 from planaria.core.job import JobConfig, ModelConfig
+from planaria.core.machine_messages import ExaminationRequested, ToMachine
 from planaria.nodes.head.remote import cluster_examination
 from planaria.nodes.head.remote.cluster_examination import HEAD, examine_machines, tournament
 from planaria.transport import link_measurement
@@ -127,6 +128,28 @@ async def test_a_machine_that_does_not_answer_holds_nobody_up(tmp_path: Path) ->
     assert errors_s[0] == -1.0
     assert errors_s[1] >= 0.0
     assert f"{silent.name} did not answer" in {path.problem for path in checkup.paths}
+
+
+@runs
+async def test_a_machine_that_does_not_answer_at_the_end_is_not_waited_for(tmp_path: Path) -> None:
+    """For up to half a minute more than the minute that the user is told."""
+    async with cluster(tmp_path, JOB) as made:
+        await join(made, "127.0.0.2", "127.0.0.3")
+        silent, _ = made.machines.connected
+        really_tell = silent.tell
+
+        def tell(message: ToMachine) -> None:
+            if isinstance(message, ExaminationRequested):
+                really_tell(message)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cluster_examination, "_ANSWER_TIMEOUT_S", 1e6)
+            patch.setattr(cluster_examination, "_TIME_S_MAX", 0.3)
+            patch.setattr(silent, "tell", tell)
+            checkup = await examined(made, can_load=False)
+
+    assert checkup.num_paths_left == 4
+    assert not any(path.problem for path in checkup.paths)
 
 
 def refuse(_: str) -> None:

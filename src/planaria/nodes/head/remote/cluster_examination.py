@@ -11,6 +11,7 @@ at most 128 MiB; one whose latency alone is measured gets 21 bytes and as many l
 
 import asyncio
 import contextlib
+import math
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -104,7 +105,7 @@ class _Paths:
 
     Args:
         can_load: see `examine_machines`.
-        end_s: time of the loop after which no measurement begins.
+        end_s: time of the loop at which measurements end.
 
     Attributes:
         paths: results so far.
@@ -136,20 +137,23 @@ class _Paths:
         target: MachineHandle,
         measure: Callable[[LinkMeasureRequested], Coroutine[Any, Any, LinkMeasured | None]],
     ) -> None:
-        if asyncio.get_running_loop().time() >= self._end_s:
+        if self._is_late():
             self.num_left += 1
             return
         budget_s = LINK_BUDGET_S if self._can_load() else 0.0
         self.has_loaded_all = self.has_loaded_all and budget_s > 0.0
         secret = secrets.token_bytes(SECRET_BYTES)
-        served = await _in_time(target.ask(LinkServeRequested(secret), LinkServed))
+        served = await _in_time(target.ask(LinkServeRequested(secret), LinkServed), self._end_s)
         measured = LinkMeasured(reason=f"{target.name} opens no port")
         if served is not None and served.port:
             address = (target.facts.host, served.port)
             question = LinkMeasureRequested(address=address, secret=secret, budget_s=budget_s)
-            answer = await _in_time(measure(question))
+            answer = await _in_time(measure(question), self._end_s)
             measured = answer or LinkMeasured(reason=f"{source} did not answer")
         link = measured.link
+        if link is None and self._is_late():  # It was broken off, which says nothing of the path.
+            self.num_left += 1
+            return
         self.paths.append(
             PathCheck(
                 source=source,
@@ -160,6 +164,9 @@ class _Paths:
             )
         )
 
+    def _is_late(self) -> bool:
+        return asyncio.get_running_loop().time() >= self._end_s
+
 
 async def _link_from(source: MachineHandle, question: LinkMeasureRequested) -> LinkMeasured | None:
     return await source.ask(question, LinkMeasured)
@@ -169,10 +176,13 @@ async def _link_from_here(question: LinkMeasureRequested) -> LinkMeasured:
     return await answer_of_thread(partial(measured_link, question), name="link")
 
 
-async def _in_time(work: Coroutine[Any, Any, _Result | None]) -> _Result | None:
-    """The result of the work; None: there is none in time."""
+async def _in_time(
+    work: Coroutine[Any, Any, _Result | None], end_s: float = math.inf
+) -> _Result | None:
+    """The result of the work; None: there is none in time, or by `end_s` of the loop."""
+    last_s = min(asyncio.get_running_loop().time() + _ANSWER_TIMEOUT_S, end_s)
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+        async with asyncio.timeout_at(last_s):
             return await work
     return None
 
