@@ -9,7 +9,15 @@ from helpers.arriving_machines import arriving_machines
 from helpers.heads import runs
 from helpers.machine_lines import arrive
 from helpers.tasks import TIMEOUT_S, wait_until
-from planaria.core.machine_messages import JobOffered, MachineRefused, NodeEnded, NodeRequested
+from planaria.core.kinds import Ending
+from planaria.core.machine_messages import (
+    JobOffered,
+    JobOver,
+    MachineRefused,
+    NodeEnded,
+    NodeRequested,
+)
+from planaria.core.records import Ended
 from planaria.nodes.head.remote import machines
 from planaria.nodes.head.remote.machine_handle import REJOINS_MAX
 
@@ -112,6 +120,53 @@ async def test_a_head_that_ends_takes_no_machine(tmp_path: Path) -> None:
         assert not (await line.wait(MachineRefused)).is_final
         await line.wait_end()
         assert not any(isinstance(message, JobOffered) for message in line.heard)
+
+
+@runs
+async def test_a_machine_that_was_away_when_its_job_ended_is_told_so_when_it_is_back(
+    tmp_path: Path,
+) -> None:
+    """It was refused, and then looked for a head for ten minutes."""
+    async with arriving_machines(tmp_path) as head:
+        (await head.join(machine_id="a")).reset()
+        await head.machines.end_all(ended(Ending.FINISHED))
+        line = await arrive(head.address, run="run", machine_id="a")
+
+        assert (await line.wait(JobOver)).is_done
+
+
+@pytest.mark.parametrize("ending", list(Ending))
+@runs
+async def test_an_agent_succeeds_if_its_job_is_finished_or_was_stopped_by_the_user(
+    tmp_path: Path, ending: Ending
+) -> None:
+    """Its exit code is 0 then, and 3 else."""
+    async with arriving_machines(tmp_path) as head:
+        line = await head.join()
+        await head.machines.end_all(ended(ending))
+
+        is_done = (await line.wait(JobOver)).is_done
+        assert is_done == (ending in (Ending.FINISHED, Ending.STOPPED))
+
+
+def ended(ending: Ending) -> Ended:
+    """The end of a job."""
+    return Ended(ending=ending, reason="", failure=None, nodes=(), epoch=0)
+
+
+@runs
+async def test_a_machine_that_comes_back_at_another_address_is_reached_there(
+    tmp_path: Path,
+) -> None:
+    """The head told users and other machines the old one."""
+    async with arriving_machines(tmp_path) as head:
+        line = await head.join(host="127.0.0.2", machine_id="a")
+        line.reset()
+        await wait_until(lambda: head.machines.num_ready == 0)
+        await head.join(host="127.0.0.3", run="run", machine_id="a")
+        head.start(0)
+
+        assert head.machines.host(0) == "127.0.0.3"
 
 
 @runs

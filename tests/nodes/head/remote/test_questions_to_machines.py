@@ -5,7 +5,8 @@ from pathlib import Path
 
 from helpers.arriving_machines import arriving_machines
 from helpers.heads import runs
-from helpers.tasks import wait_until
+from helpers.strategies import equal_problem
+from helpers.tasks import settle, wait_until
 from planaria.core.machine_messages import (
     JobPrepared,
     LinkMeasured,
@@ -15,7 +16,7 @@ from planaria.core.machine_messages import (
     PrepareRequested,
 )
 from planaria.core.plan import Link
-from planaria.core.specs import PrepareRequest
+from planaria.core.specs import Prepared, PrepareRequest
 
 
 @runs
@@ -56,6 +57,28 @@ async def test_a_question_ends_with_the_connection_even_if_the_machine_is_back_a
         assert await asking is None
         assert head.machines.connected == (machine,)
         del back
+
+
+@runs
+async def test_a_machine_that_comes_back_while_it_measures_is_compared_anew(
+    tmp_path: Path,
+) -> None:
+    """It counted as ready, without having measured, before it was."""
+    async with arriving_machines(tmp_path) as head:
+        request = PrepareRequest(job=head.machines.job, cache_directory="")
+        prepared = Prepared(profile=equal_problem().profile)
+        head.machines.kinds.begin(request, prepared, {})
+        line = await head.arrive(machine_id="a")
+        line.tell(head.ready())
+        await line.wait(PrepareRequested)
+        back = await head.arrive(run="run", machine_id="a")
+        await settle()
+
+        assert head.machines.num_ready == 0
+        back.tell(head.ready())
+        number = (await back.wait(PrepareRequested)).number
+        back.tell(JobPrepared(prepared, number=number))
+        await wait_until(lambda: head.machines.num_ready == 1)
 
 
 @runs

@@ -130,7 +130,7 @@ class Machines:
         self._changed = asyncio.Condition()
         self._unfit_reason = ""
         self._is_stopped = self._is_closed = False
-        self._ended: Ended | None = None
+        self._over: JobOver | None = None  # The end of the job, once the machines are told.
 
     # -- before the job begins --------------------------------------------------------------------
 
@@ -385,9 +385,9 @@ class Machines:
         text = "the head ended the job"
         if ended is not None:
             text = f"the job is {ended.ending}" + (f": {ended.reason}" if ended.reason else "")
-        self._is_closed = True
+        self._is_closed, self._over = True, JobOver(is_done=is_done, text=text)
         for machine in self._machines.values():
-            machine.tell(JobOver(is_done=is_done, text=text))
+            machine.tell(self._over)
         await wait_until(lambda: not self._reachable_nodes(), timeout_s=EXIT_TIMEOUT_S)
         await self.close()
 
@@ -472,7 +472,8 @@ class Machines:
     def _admit(self, arrived: MachineArrived, writer: asyncio.StreamWriter) -> MachineHandle | None:
         """The machine that has arrived, or come back; None: it is refused."""
         if self._is_closed:
-            writer.write(frame(MachineRefused(reason="the head ends", is_final=False)))
+            over = self._over if arrived.run == self._offer.run else None  # It was away meanwhile.
+            writer.write(frame(over or MachineRefused(reason="the head ends", is_final=False)))
             return None
         if arrived.protocol != PROTOCOL:
             reason = (
@@ -497,6 +498,7 @@ class Machines:
                 self._note(f"it runs node {arrived.node}")
         else:
             machine.missing_node = machine.node if arrived.node < 0 else -1
+            machine.facts = arrived.facts  # Its address may be another one.
             self._note(f"{machine.name} is connected again")
         machine.connect(writer, silent_s=self.job.cluster.lease_s)
         sources = self._offer.sources
@@ -532,14 +534,14 @@ class Machines:
 
     async def _check(self, machine: MachineHandle, ready: MachineReady) -> None:
         """Lets a machine take part if it is like the others; one with a node was checked before."""
-        problem = ""
+        problem, writer = "", machine.writer
         if machine.node < 0:
             problem = await self.checks.problem(machine.name, machine.facts, ready)
             problem = problem or self._address_problem(machine)
             if not problem and not self.kinds.is_known(machine.facts):
                 problem = await self._measure(machine)
-        if ready.run != self._offer.run:
-            return  # Another run has begun meanwhile, which the machine is told of.
+        if ready.run != self._offer.run or machine.writer is not writer:
+            return  # Another run has begun, or it is gone or back: it says anew that it is ready.
         if problem:
             machine.tell(MachineRefused(reason=problem, is_final=True))
             self._refuse(machine, problem)
