@@ -13,7 +13,7 @@ from helpers.joined_machines import Cluster, cluster
 from planaria.core.checkups import ClusterCheckup
 from planaria.core.job import JobConfig, ModelConfig
 from planaria.core.machine_messages import ExaminationRequested, ToMachine
-from planaria.nodes.head.remote import cluster_examination
+from planaria.nodes.head.remote import cluster_examination, machine_handle
 from planaria.nodes.head.remote.cluster_examination import HEAD, examine_machines, tournament
 from planaria.transport import link_measurement
 
@@ -120,7 +120,7 @@ async def test_a_machine_that_does_not_answer_holds_nobody_up(tmp_path: Path) ->
         await join(made, "127.0.0.2", "127.0.0.3")
         silent, _ = made.machines.connected
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cluster_examination, "_ANSWER_TIMEOUT_S", 0.5)
+            patch.setattr(machine_handle, "ANSWER_TIMEOUT_S", 0.5)
             patch.setattr(silent, "tell", lambda _: None)
             checkup = await examined(made, can_load=False)
 
@@ -143,7 +143,7 @@ async def test_a_machine_that_does_not_answer_at_the_end_is_not_waited_for(tmp_p
                 really_tell(message)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cluster_examination, "_ANSWER_TIMEOUT_S", 1e6)
+            patch.setattr(machine_handle, "ANSWER_TIMEOUT_S", 1e6)
             patch.setattr(cluster_examination, "_TIME_S_MAX", 0.3)
             patch.setattr(silent, "tell", tell)
             checkup = await examined(made, can_load=False)

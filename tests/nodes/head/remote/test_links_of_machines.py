@@ -8,6 +8,7 @@ from helpers.heads import runs
 from helpers.joined_machines import Cluster, cluster
 from planaria.core.job import JobConfig, ModelConfig
 from planaria.core.machine_messages import MachineFacts
+from planaria.nodes.head.remote import machine_handle
 from planaria.nodes.head.remote.link_classes import LinkClass, first_pairs
 from planaria.transport import link_measurement
 from planaria.transport.sockets import Address
@@ -56,6 +57,22 @@ async def test_machines_measure_their_links(tmp_path: Path) -> None:
     assert sorted(links) == [LinkClass.FAR, LinkClass.NEAR]
     assert all(link.bandwidth_bytes_per_s > 0.0 for link in links.values())
     assert len([note for note in made.notes if "Gbit/s" in note]) == 2
+
+
+@runs
+async def test_a_machine_that_hangs_does_not_hold_up_the_start_of_the_job(tmp_path: Path) -> None:
+    """Its kernel goes on to answer, so its connection never breaks: the head waited for ever."""
+    async with cluster(tmp_path, JOB) as made:
+        await join(made, ("127.0.0.2", ""), ("127.0.0.3", ""))
+        server, _ = made.machines.connected
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(machine_handle, "ANSWER_TIMEOUT_S", 0.1)
+            patch.setattr(server, "tell", lambda _: None)
+
+            assert await made.machines.measure_links() == {}
+
+    [told] = [note for note in made.notes if "could not measure" in note]
+    assert f"{server.name} opens no port" in told
 
 
 @runs

@@ -10,13 +10,10 @@ at most 128 MiB; one whose latency alone is measured gets 21 bytes and as many l
 """
 
 import asyncio
-import contextlib
-import math
-import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import msgspec
 
@@ -26,24 +23,20 @@ from planaria.core.machine_messages import (
     ExaminationRequested,
     LinkMeasured,
     LinkMeasureRequested,
-    LinkServed,
-    LinkServeRequested,
     MachineExamined,
 )
 from planaria.nodes.daemon_threads import answer_of_thread
 from planaria.nodes.examination import facts_of_this_machine
 from planaria.nodes.head.remote.link_classes import LinkClass, link_class
-from planaria.nodes.head.remote.machine_handle import MachineHandle
-from planaria.transport.link_measurement import SECRET_BYTES, measured_link
+from planaria.nodes.head.remote.machine_handle import MachineHandle, in_time, measured_path
+from planaria.transport.link_measurement import measured_link
 
 HEAD: Final = "head"
 _TIME_S_MAX: Final = 60.0
-_ANSWER_TIMEOUT_S: Final = 15.0
 _TRAINING_NOTE: Final = (
     "bandwidth was not measured, so that the job is not disturbed; --bandwidth measures it all the "
     "same"
 )
-_Result = TypeVar("_Result")
 
 
 async def examine_machines(
@@ -80,7 +73,7 @@ async def examine_machines(
 async def _examination(machine: MachineHandle) -> tuple[MachineCheckup, float]:
     """What a machine is like, and the latency of its connection; -1.0: it has not answered."""
     sent_s = time.time()
-    answer = await _in_time(machine.ask(ExaminationRequested(), MachineExamined))
+    answer = await in_time(machine.ask(ExaminationRequested(), MachineExamined))
     received_s = time.time()
     checkup = MachineCheckup(
         name=machine.name,
@@ -124,8 +117,7 @@ class _Paths:
         """Measures both directions, unless two agents of one machine are meant."""
         if link_class(one.facts, other.facts) is not LinkClass.MACHINE:
             for source, target in ((one, other), (other, one)):
-                measure = partial(_link_from, source)
-                await self._measure(source.name, target, measure)
+                await self._measure(source.name, target, source.measure)
 
     async def measure_from_head(self, target: MachineHandle) -> None:
         """Measures the path from the head to a machine."""
@@ -135,21 +127,16 @@ class _Paths:
         self,
         source: str,
         target: MachineHandle,
-        measure: Callable[[LinkMeasureRequested], Coroutine[Any, Any, LinkMeasured | None]],
+        measure: Callable[[LinkMeasureRequested], Awaitable[LinkMeasured | None]],
     ) -> None:
         if self._is_late():
             self.num_left += 1
             return
         budget_s = LINK_BUDGET_S if self._can_load() else 0.0
         self.has_loaded_all = self.has_loaded_all and budget_s > 0.0
-        secret = secrets.token_bytes(SECRET_BYTES)
-        served = await _in_time(target.ask(LinkServeRequested(secret), LinkServed), self._end_s)
-        measured = LinkMeasured(reason=f"{target.name} opens no port")
-        if served is not None and served.port:
-            address = (target.facts.host, served.port)
-            question = LinkMeasureRequested(address=address, secret=secret, budget_s=budget_s)
-            answer = await _in_time(measure(question), self._end_s)
-            measured = answer or LinkMeasured(reason=f"{source} did not answer")
+        measured = await measured_path(
+            source, measure, target, budget_s=budget_s, end_s=self._end_s
+        )
         link = measured.link
         if link is None and self._is_late():  # It was broken off, which says nothing of the path.
             self.num_left += 1
@@ -168,23 +155,8 @@ class _Paths:
         return asyncio.get_running_loop().time() >= self._end_s
 
 
-async def _link_from(source: MachineHandle, question: LinkMeasureRequested) -> LinkMeasured | None:
-    return await source.ask(question, LinkMeasured)
-
-
 async def _link_from_here(question: LinkMeasureRequested) -> LinkMeasured:
     return await answer_of_thread(partial(measured_link, question), name="link")
-
-
-async def _in_time(
-    work: Coroutine[Any, Any, _Result | None], end_s: float = math.inf
-) -> _Result | None:
-    """The result of the work; None: there is none in time, or by `end_s` of the loop."""
-    last_s = min(asyncio.get_running_loop().time() + _ANSWER_TIMEOUT_S, end_s)
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout_at(last_s):
-            return await work
-    return None
 
 
 def tournament(num_players: int) -> Iterator[list[tuple[int, int]]]:

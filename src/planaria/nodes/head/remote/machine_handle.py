@@ -5,14 +5,18 @@ for `planaria doctor`. So each question has a number, which the answer repeats.
 """
 
 import asyncio
+import contextlib
+import math
+import secrets
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Final, TypeVar
 
 import msgspec
 
 from planaria.core.machine_messages import (
+    LINK_BUDGET_S,
     ExaminationRequested,
     JobPrepared,
     LinkMeasured,
@@ -25,13 +29,17 @@ from planaria.core.machine_messages import (
     ToMachine,
 )
 from planaria.transport.frames import frame
+from planaria.transport.link_measurement import SECRET_BYTES
 from planaria.transport.sockets import break_when_silent
 
 REJOINS_MAX: Final = 5  # Nodes that a machine may lose within an hour and still get another.
+ANSWER_TIMEOUT_S: Final = 15.0  # Time for an answer that needs no long work.
 _HOUR_S: Final = 3600.0
 Question = PrepareRequested | LinkServeRequested | LinkMeasureRequested | ExaminationRequested
 Answer = JobPrepared | LinkServed | LinkMeasured | MachineExamined
 Kind = TypeVar("Kind", JobPrepared, LinkServed, LinkMeasured, MachineExamined)
+
+Result = TypeVar("Result")
 
 
 class MachineHandle:
@@ -112,6 +120,10 @@ class MachineHandle:
             self._questions.pop(number, None)
         return answer if isinstance(answer, kind) else None
 
+    async def measure(self, question: LinkMeasureRequested) -> LinkMeasured | None:
+        """Its answer to a question for the path to another machine; see `ask`."""
+        return await self.ask(question, LinkMeasured)
+
     def on_answer(self, answer: Answer) -> None:
         """Gives an answer to who has asked; does nothing if nobody waits for it."""
         future = self._questions.get(answer.number)
@@ -125,6 +137,41 @@ class MachineHandle:
         for future in self._questions.values():
             if not future.done():
                 future.set_result(None)
+
+
+async def measured_path(
+    source: str,
+    measure: Callable[[LinkMeasureRequested], Awaitable[LinkMeasured | None]],
+    target: MachineHandle,
+    *,
+    budget_s: float = LINK_BUDGET_S,
+    end_s: float = math.inf,
+) -> LinkMeasured:
+    """The path to a machine, or why there is none, as another machine or the head measures it.
+
+    Args:
+        source: name of the one that measures.
+        measure: function that has it answer the question; None: it does not.
+        budget_s: time for the bandwidth; 0.0: only the latency is measured.
+        end_s: time of the loop at which the measurement is given up; it is after a while anyway.
+    """
+    secret = secrets.token_bytes(SECRET_BYTES)
+    served = await in_time(target.ask(LinkServeRequested(secret), LinkServed), end_s)
+    if served is None or not served.port:
+        return LinkMeasured(reason=f"{target.name} opens no port")
+    address = (target.facts.host, served.port)
+    question = LinkMeasureRequested(address=address, secret=secret, budget_s=budget_s)
+    measured = await in_time(measure(question), end_s)
+    return measured or LinkMeasured(reason=f"{source} did not answer")
+
+
+async def in_time(work: Awaitable[Result | None], end_s: float = math.inf) -> Result | None:
+    """The result of the work; None: there is none in some seconds, or by `end_s` of the loop."""
+    last_s = min(asyncio.get_running_loop().time() + ANSWER_TIMEOUT_S, end_s)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout_at(last_s):
+            return await work
+    return None
 
 
 def unused_name(name: str, machines: Mapping[str, MachineHandle]) -> str:

@@ -12,7 +12,6 @@ layers. It is given to the launcher afterwards, which starts nodes as on its own
 import asyncio
 import contextlib
 import logging
-import secrets
 import socket
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
@@ -31,9 +30,7 @@ from planaria.core.machine_messages import (
     JobOver,
     JobPrepared,
     LinkMeasured,
-    LinkMeasureRequested,
     LinkServed,
-    LinkServeRequested,
     MachineArrived,
     MachineExamined,
     MachineFacts,
@@ -59,12 +56,16 @@ from planaria.nodes.head.process_events import wait_until
 from planaria.nodes.head.remote.kind_speeds import Kind, KindSpeeds, kind_of
 from planaria.nodes.head.remote.link_classes import LinkClass, first_pairs
 from planaria.nodes.head.remote.machine_checks import MachineChecks
-from planaria.nodes.head.remote.machine_handle import MachineHandle, loopback_problem, unused_name
+from planaria.nodes.head.remote.machine_handle import (
+    MachineHandle,
+    loopback_problem,
+    measured_path,
+    unused_name,
+)
 from planaria.nodes.head.remote.run_record import NodeLog
 from planaria.transport.acceptor import Handshakes, Purpose
 from planaria.transport.credentials import Credentials
 from planaria.transport.frames import FROM_NODE_BYTES_MAX, FrameDecoder, frame, message_of
-from planaria.transport.link_measurement import SECRET_BYTES
 from planaria.transport.sockets import is_loopback
 from planaria.transport.strangers import RefusalLog
 
@@ -159,14 +160,19 @@ class Machines:
         return tuple(each for each in self._machines.values() if each.writer is not None)
 
     @property
+    def _free(self) -> list[MachineHandle]:
+        """The machines that can be asked for a node now, in the order of their arrival."""
+        return [machine for machine in self._machines.values() if machine.is_free]
+
+    @property
     def num_ready(self) -> int:
         """The number of machines that can run a node now."""
-        return sum(machine.is_free for machine in self._machines.values())
+        return len(self._free)
 
     @property
     def facts(self) -> tuple[MachineFacts, ...]:
         """What the machines that are ready have reported, in the order of their arrival."""
-        return tuple(machine.facts for machine in self._machines.values() if machine.is_free)
+        return tuple(machine.facts for machine in self._free)
 
     async def wait_ready(self, num_machines: int, *, timeout_s: float) -> None:
         """Waits until so many machines can run nodes.
@@ -217,8 +223,7 @@ class Machines:
         while True:
             if not measured:
                 await self.wait_ready(1, timeout_s=_HOUR_S)
-            free = [machine for machine in self._machines.values() if machine.is_free]
-            others = [machine for machine in free if kind_of(machine.facts) not in measured]
+            others = [each for each in self._free if kind_of(each.facts) not in measured]
             if not others:
                 return measured
             answer = await others[0].ask(PrepareRequested(request), JobPrepared)
@@ -235,32 +240,24 @@ class Machines:
 
         A class whose machines cannot reach one another is left out, and the user is told.
         """
-        free = [machine for machine in self._machines.values() if machine.is_free]
+        free = self._free
         links: dict[LinkClass, Link] = {}
         for kind, pair in first_pairs([machine.facts for machine in free]).items():
             server, client = (free[index] for index in pair)
-            link = await self._link(server, client)
-            if link is not None:
+            if link := await self._link(server, client):
                 links[kind] = link
         return links
 
     async def _link(self, server: MachineHandle, client: MachineHandle) -> Link | None:
-        secret = secrets.token_bytes(SECRET_BYTES)
-        served = await server.ask(LinkServeRequested(secret), LinkServed)
-        if served is None:
-            return None
-        address = (server.facts.host, served.port)
-        question = LinkMeasureRequested(address=address, secret=secret)
-        measured = await client.ask(question, LinkMeasured)
-        if measured is None or measured.link is None:
-            reason = measured.reason if measured is not None else "its connection to the head broke"
+        measured = await measured_path(client.name, client.measure, server)
+        link = measured.link
+        if link is None:
             self._note(
                 f"{client.name} ({client.facts.host}) could not measure its link to {server.name}: "
-                f"{reason}; open all TCP ports between the machines, or have {server.name} name "
-                "another address with --advertise"
+                f"{measured.reason}; open all TCP ports between the machines, or have "
+                f"{server.name} name another address with --advertise"
             )
             return None
-        link = measured.link
         self._note(
             f"between {client.name} and {server.name}: {link.latency_s * 1e3:.2f} ms, "
             f"{link.bandwidth_bytes_per_s * 8e-9:.2f} Gbit/s"
@@ -292,13 +289,17 @@ class Machines:
     def has_room(self) -> bool:
         """Whether another node may be started, on a machine that is free."""
         now_s = time.monotonic()
-        has_machine = any(machine.may_run(now_s) for machine in self._machines.values())
         # A node that the coordinator has never seen is never gone from the job.
         num_nodes = sum(
             not self._nodes[node].is_missing(now_s, limit_s=self._missing_s)
             for node in self._live_nodes.keys() - self._gone
         )
-        return not self._is_stopped and has_machine and num_nodes < self._num_max
+        return not self._is_stopped and bool(self._usable()) and num_nodes < self._num_max
+
+    def _usable(self) -> list[MachineHandle]:
+        """The machines on which a node may be started now, in the order of their arrival."""
+        now_s = time.monotonic()
+        return [machine for machine in self._machines.values() if machine.may_run(now_s)]
 
     def reserve(self, nodes: Sequence[int]) -> dict[int, MachineFacts]:
         """Chooses the machines of the first nodes; returns what they have reported, by node.
@@ -306,8 +307,8 @@ class Machines:
         Machines of one failure domain get neighbouring numbers, and so most pipelines lie within
         one domain: the loss of a domain leaves others whole. Nodes that live have machines.
         """
-        free = [machine for machine in self._machines.values() if machine.may_run(time.monotonic())]
-        free.sort(key=lambda machine: machine.facts.domain)  # Ties keep the order of arrival.
+        # Ties keep the order of arrival.
+        free = sorted(self._usable(), key=lambda machine: machine.facts.domain)
         missing = [node for node in nodes if node not in self._nodes]
         self._reserved = dict(zip(missing, free, strict=False))
         machines = self._reserved | self._nodes
@@ -316,7 +317,7 @@ class Machines:
     def start(self, spec: NodeSpec, *, is_granted: bool) -> None:
         """See NodeHandles. If no machine is free, the node counts as ended at once."""
         del is_granted  # A machine that comes later is a new one by itself.
-        free = [machine for machine in self._machines.values() if machine.may_run(time.monotonic())]
+        free = self._usable()
         if not free:
             machine = self._nodes[spec.node] = MachineHandle("", MachineFacts(name="", host=""))
             self._on_node_end(machine, NodeEnded(node=spec.node, status=0))
