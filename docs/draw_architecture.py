@@ -26,6 +26,7 @@ COLUMNS: Final = {
     "job": (7.4, 1),
     "chaos": (8.6, 1),
     "show": (7.2, 1),
+    "papers": (8.0, 1),
     "profiles": (9.4, 1),
     "engine": (1.4, 1),
     "torchrun": (2.9, 1),

@@ -106,6 +106,7 @@ COMMANDS = {
         "--copies",
         "--plot",
     },
+    "reproduce": {"name", "--json", "--plot"},
     "status": {"head", "--token-file", "--job", "--json"},
     "token": {"file", "--check"},
 }

@@ -1,6 +1,6 @@
 """The command line: `planaria train | run | agent | token | doctor | status | drain | events`,
-`planaria chaos | profile | plan | placement`, and `planaria checkpoint ls | verify | prune | save |
-export`.
+`planaria chaos | profile | plan | placement | reproduce`, and `planaria checkpoint ls | verify |
+prune | save | export`.
 
 Exit codes:
 
@@ -36,6 +36,7 @@ from planaria.cli.job_commands import drain, status
 from planaria.cli.machine_commands import agent
 from planaria.cli.placement_command import placement
 from planaria.cli.plan_command import plan
+from planaria.cli.reproduce_command import reproduce
 from planaria.cli.run_command import run
 from planaria.cli.token_command import token
 from planaria.cli.train_command import train
@@ -62,6 +63,7 @@ app.command()(drain)
 app.command()(events)
 app.command()(placement)
 app.command()(plan)
+app.command()(reproduce)
 app.command()(status)
 app.command()(token)
 app.add_typer(checkpoint, name="checkpoint")

@@ -1,0 +1,90 @@
+"""The published tables and figures that `planaria reproduce` computes, by name."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from planaria.errors import ConfigError
+from planaria.papers.gemini import wasted_time
+from planaria.papers.oobleck.throughput import table_2, table_4
+from planaria.papers.rows import GEMINI, OOBLECK, Experiment
+
+_ALL: Final = (
+    Experiment(
+        "oobleck-table-2",
+        "Throughput while nodes fail and none comes back",
+        f"{OOBLECK}, Table 2",
+        "samples/s",
+        table_2,
+        "Rates and transition times are the authors' measurements; the failures are replayed.",
+    ),
+    Experiment(
+        "oobleck-table-4",
+        "The same with Varuna's saves made free",
+        f"{OOBLECK}, Table 4",
+        "samples/s",
+        table_4,
+        "As Table 2. Varuna without checkpoint overhead saves every 2 steps instead of every 10.",
+    ),
+    Experiment(
+        "gemini-mt-nlg",
+        "Saving MT-NLG 530B to remote storage",
+        f"{GEMINI}, section 2.2",
+        "minutes",
+        wasted_time.mt_nlg,
+    ),
+    Experiment(
+        "gemini-figure-9",
+        "Recovery from memory after nodes are lost together",
+        f"{GEMINI}, Figure 9 and section 4",
+        "percent",
+        wasted_time.figure_9,
+        "The text prints one of these numbers.",
+    ),
+    Experiment(
+        "gemini-figure-10",
+        "Time that a failure wastes with GPT-2 100B on 16 nodes",
+        f"{GEMINI}, Figure 10",
+        "seconds, and times",
+        wasted_time.figure_10,
+    ),
+    Experiment(
+        "gemini-figure-11",
+        "A checkpoint to memory against one to remote storage",
+        f"{GEMINI}, Figure 11",
+        "times faster",
+        wasted_time.figure_11,
+    ),
+    Experiment(
+        "gemini-figure-12",
+        "How often GPT-2 100B is saved",
+        f"{GEMINI}, Figure 12",
+        "times as often",
+        wasted_time.figure_12,
+    ),
+    Experiment(
+        "gemini-figure-14",
+        "Phases of a recovery",
+        f"{GEMINI}, Figure 14",
+        "minutes",
+        wasted_time.figure_14,
+    ),
+    Experiment(
+        "gemini-figure-15",
+        "Share of time that trains, with many failures and nodes",
+        f"{GEMINI}, Figure 15",
+        "percent",
+        wasted_time.figure_15,
+    ),
+)
+EXPERIMENTS: Final[Mapping[str, Experiment]] = {experiment.name: experiment for experiment in _ALL}
+
+
+def named_experiment(name: str) -> Experiment:
+    """The experiment of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in EXPERIMENTS:
+        raise ConfigError("NAME", name, f"name one of {', '.join(EXPERIMENTS)}")
+    return EXPERIMENTS[name]

@@ -1,0 +1,95 @@
+"""Rows of a published table or figure, each beside what planaria has for it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+
+class How(Enum):
+    """Ways in which our number of a row came about."""
+
+    INPUT = "published input"
+    FIRST_PRINCIPLES = "first principles"
+    SIMULATED = "simulated"
+    NODES = "run on CPU nodes"
+    NOT = "not reproducible"
+
+
+class Claim(Enum):
+    """Sense in which a paper states a number."""
+
+    EQUAL = "equal"
+    OVER = "over"
+    UNDER = "under"
+
+
+Key = str | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedRow:
+    """A published number beside ours.
+
+    Attributes:
+        keys: columns that name the row, such as model and system.
+        published: number as printed; None if the paper prints none.
+        ours: our number, not rounded; None if there is none.
+        how: way in which ours came about.
+        note: reason why ours is missing or differs, and every constant that was chosen to match.
+        tolerance: largest difference with which the number has come back, as a share of it.
+        claim: sense of the published number; "over 13x" has come back if ours is 13 or more.
+    """
+
+    keys: Mapping[str, Key]
+    published: float | None
+    ours: float | None
+    how: How
+    note: str = ""
+    tolerance: float = 0.01
+    claim: Claim = Claim.EQUAL
+
+    @property
+    def ratio(self) -> float | None:
+        """Our number over the published one; None if there is no such ratio."""
+        return self.ours / self.published if self.ours is not None and self.published else None
+
+    @property
+    def how_text(self) -> str:
+        """The way, and the note behind it."""
+        return f"{self.how.value}: {self.note}" if self.note else self.how.value
+
+    @property
+    def has_come_back(self) -> bool:
+        """Whether our number is the published one."""
+        if self.published is None or self.ours is None or self.how is How.NOT:
+            return False
+        if self.claim is not Claim.EQUAL:
+            return (self.ours >= self.published) == (self.claim is Claim.OVER)
+        return abs(self.ours - self.published) <= self.tolerance * abs(self.published)
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """A table or figure of a paper.
+
+    Attributes:
+        name: name on the command line.
+        title: title in words.
+        source: paper and the place in it.
+        unit: unit of the numbers.
+        rows: function that computes the rows.
+        note: facts that hold for all rows.
+    """
+
+    name: str
+    title: str
+    source: str
+    unit: str
+    rows: Callable[[], tuple[PublishedRow, ...]]
+    note: str = ""
+
+
+OOBLECK: Final = "Oobleck (SOSP '23)"
+GEMINI: Final = "Gemini (SOSP '23)"
+ODYSSEY: Final = "Odyssey (arXiv 2508.21613)"

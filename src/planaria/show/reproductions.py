@@ -1,0 +1,152 @@
+"""Published numbers beside ours: tables for a terminal, JSON, and a picture."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from planaria.papers.rows import Claim, Experiment, Key, PublishedRow
+from planaria.show.figures import draw_heading
+from planaria.show.page import (
+    FORWARD_COLOUR,
+    GRID_COLOUR,
+    LABEL,
+    LEFT_PT,
+    RIGHT_PT,
+    SMALL,
+    TITLE,
+    Format,
+    Page,
+    Rectangle,
+)
+from planaria.show.words import count_text
+
+_CLAIMS: Final = {Claim.EQUAL: "", Claim.OVER: "> ", Claim.UNDER: "< "}
+_BAR_LEFT_PT: Final = 330.0
+_BAR_PT: Final = 440.0  # Length of the longest bar.
+
+Results = Mapping[str, Sequence[PublishedRow]]  # Rows by the name of their experiment.
+
+
+def reproduction_table(experiment: Experiment, rows: Sequence[PublishedRow]) -> Group:
+    """The rows of an experiment, and below them the notes that its rows have."""
+    names = dict.fromkeys(name for row in rows for name in row.keys)
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column(", ".join(names))
+    for title in ("published", "ours", "ratio"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("how", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    notes: dict[str, int] = {}
+    for row in rows:
+        mark = f"[{notes.setdefault(row.note, len(notes) + 1)}]" if row.note else ""
+        table.add_row(
+            _keys_text(row),
+            f"{_CLAIMS[row.claim]}{_number_text(row.published)}",
+            _number_text(row.ours),
+            "" if row.ratio is None else f"{row.ratio:.3f}",
+            row.how.value,
+            Text(mark),
+        )
+    parts: list[RenderableType] = [
+        Text(f"{experiment.name}: {experiment.title}", style="bold"),
+        Text(f"{experiment.source}; {experiment.unit}. {experiment.note}".rstrip()),
+        table,
+        *(Text(f"[{number}] {note}") for note, number in notes.items()),
+        Text(_verdict(rows)),
+    ]
+    return Group(*parts)
+
+
+def reproductions_table(experiments: Mapping[str, Experiment], results: Results) -> Table:
+    """A row for each experiment: how many of its printed numbers come back."""
+    table = Table(box=box.SIMPLE)
+    table.add_column("experiment", no_wrap=True)
+    table.add_column("what it is")
+    for title in ("printed", "come back"):
+        table.add_column(title, justify="right")
+    table.add_column("how")
+    for name, rows in results.items():
+        ways = Counter(row.how.value for row in rows)
+        table.add_row(
+            name,
+            experiments[name].title,
+            str(sum(row.published is not None for row in rows)),
+            str(sum(row.has_come_back for row in rows)),
+            ", ".join(f"{way} {count}" for way, count in ways.items()),
+        )
+    return table
+
+
+def reproduction_json(name: str, rows: Sequence[PublishedRow]) -> dict[str, Any]:
+    """The content of `planaria reproduce NAME --json`."""
+    return {
+        "name": name,
+        "rows": [
+            {
+                **row.keys,
+                "published": row.published,
+                "ours": row.ours,
+                "ratio": row.ratio,
+                "how": row.how_text,
+            }
+            for row in rows
+        ],
+    }
+
+
+def _keys_text(row: PublishedRow) -> str:
+    texts = (f"{key:g}" if isinstance(key, float) else str(key) for key in row.keys.values())
+    return ", ".join(texts)
+
+
+def _number_text(number: float | None) -> str:
+    """A number with as many digits as a table of a paper prints."""
+    if number is None:
+        return "-"
+    digits = 0 if abs(number) >= 10_000 else 2 if abs(number) >= 1 or not number else 3
+    return f"{number:,.{digits}f}"
+
+
+def _verdict(rows: Sequence[PublishedRow]) -> str:
+    num_printed = sum(row.published is not None for row in rows)
+    num_back = sum(row.has_come_back for row in rows)
+    verb = "comes" if num_back == 1 else "come"
+    return f"{num_back} of {count_text(num_printed, 'printed number')} {verb} back"
+
+
+def reproduction_figure(
+    experiment: Experiment, rows: Sequence[PublishedRow], *, picture: Format
+) -> bytes:
+    """A picture file with a bar for each published number, and one for ours below it.
+
+    Rows with the same first key share a scale.
+    """
+    page = Page()
+    page.text((LEFT_PT, 42), experiment.title, TITLE)
+    legend = ((GRID_COLOUR, "published"), (FORWARD_COLOUR, "ours"))
+    note = f"{experiment.source}; {experiment.unit}"
+    draw_heading(page, 66, heading=experiment.name, note=note, legend=legend)
+    largest: dict[Key, float] = {}
+    for row in rows:
+        first = next(iter(row.keys.values()))
+        largest[first] = max(largest.get(first, 0.0), row.published or 0.0, row.ours or 0.0)
+    top = 84.0
+    for row in rows:
+        scale = _BAR_PT / (largest[next(iter(row.keys.values()))] or 1.0)
+        width = _BAR_LEFT_PT - LEFT_PT - 8
+        page.text((LEFT_PT, top + 10), page.shortened_text(_keys_text(row), width, LABEL), LABEL)
+        for place, number, colour in (
+            (top + 2, row.published, GRID_COLOUR),
+            (top + 8, row.ours, FORWARD_COLOUR),
+        ):
+            if number is not None:
+                page.box(colour, Rectangle(_BAR_LEFT_PT, place, max(0.5, number * scale), 5))
+        numbers = f"{_number_text(row.published)}   {_number_text(row.ours)}"
+        page.text((RIGHT_PT, top + 10), numbers, SMALL, align="right")
+        top += 18
+    return page.content(top + 24, picture)

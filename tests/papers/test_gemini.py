@@ -1,0 +1,57 @@
+"""Gemini's arithmetic comes back."""
+
+import pytest
+
+from planaria.papers.experiments import EXPERIMENTS
+
+
+def test_saving_mt_nlg_takes_42_minutes_and_a_failure_wastes_105() -> None:
+    """Ours are 42.4 and 106.0, as 530e9 parameters of 12 bytes do not divide evenly."""
+    save, wasted = EXPERIMENTS["gemini-mt-nlg"].rows()
+
+    assert (save.published, wasted.published) == (42.0, 105.0)
+    assert save.ours == pytest.approx(42.4)
+    assert wasted.ours == pytest.approx(106.0)
+    assert save.has_come_back
+    assert wasted.has_come_back
+
+
+def test_two_copies_survive_two_lost_nodes_of_16_with_93_percent() -> None:
+    """The number of the paper, and the ring's, which it only draws."""
+    rows = {tuple(row.keys.values()): row for row in EXPERIMENTS["gemini-figure-9"].rows()}
+
+    group, ring = rows[16, 2, 2, "group"], rows[16, 2, 2, "ring"]
+    assert group.published == 93.3
+    assert group.has_come_back
+    assert ring.ours == pytest.approx(86.7, abs=0.05)
+
+
+def test_over_13_times_needs_the_81_seconds_of_a_save() -> None:
+    """And with them the frequency is no longer 8 times HighFreq's; both are printed."""
+    ratios = {
+        (row.keys["system"], row.keys["failure"]): row.ours
+        for row in EXPERIMENTS["gemini-figure-10"].rows()
+        if row.published == 13.0
+    }
+    frequency = {row.keys["system"]: row.ours for row in EXPERIMENTS["gemini-figure-12"].rows()}
+
+    assert ratios["gemini, highfreq", "hardware"] == pytest.approx(12.7, abs=0.05)
+    assert ratios["gemini, highfreq", "software"] == pytest.approx(12.9, abs=0.05)
+    assert ratios["gemini, highfreq and 81 s", "hardware"] == pytest.approx(13.1, abs=0.05)
+    assert ratios["gemini, highfreq and 81 s", "software"] == pytest.approx(13.3, abs=0.05)
+    assert frequency["highfreq"] == pytest.approx(7.7, abs=0.05)
+    assert frequency["highfreq and 81 s"] == pytest.approx(9.05, abs=0.01)
+
+
+def test_a_thousand_nodes_train_91_percent_of_the_time_if_no_node_is_replaced() -> None:
+    """85.9% if each failure takes the 12 minutes of a replacement."""
+    rows = {
+        (row.keys["nodes"], row.keys["failures a day"], row.keys["quantity"]): row
+        for row in EXPERIMENTS["gemini-figure-15"].rows()
+    }
+
+    assert rows[16, 0.0, "highfreq loses"].has_come_back
+    assert rows[1000, 15.0, "gemini, 7 min"].ours == pytest.approx(91.1, abs=0.05)
+    assert rows[1000, 15.0, "gemini, 12 min"].ours == pytest.approx(85.9, abs=0.05)
+    assert not rows[1000, 15.0, "gemini, 12 min"].has_come_back
+    assert rows[1000, 15.0, "gemini more, saved after 561 s"].has_come_back

@@ -1,0 +1,72 @@
+"""Oobleck's published tables come back from what its authors measured."""
+
+import pytest
+
+from planaria.papers.experiments import EXPERIMENTS
+from planaria.papers.oobleck.measured import controlled_losses
+from planaria.papers.oobleck.throughput import controlled_outcome
+from planaria.papers.rows import How, PublishedRow
+
+
+def rows(name: str) -> dict[tuple[str, str, str], PublishedRow]:
+    """The rows of one of the tables, by model, system and frequency."""
+    return {
+        (str(row.keys["model"]), str(row.keys["system"]), str(row.keys["frequency"])): row
+        for row in EXPERIMENTS[name].rows()
+    }
+
+
+@pytest.mark.parametrize(("name", "number"), [("oobleck-table-2", 36), ("oobleck-table-4", 17)])
+def test_every_printed_number_comes_back_to_its_last_digit(name: str, number: int) -> None:
+    """The paper rounds some of them and cuts off others, so a digit may be one off."""
+    printed = [row for row in rows(name).values() if "over" not in str(row.keys["system"])]
+
+    assert len(printed) == number
+    for row in printed:
+        assert row.published is not None
+        assert row.ours == pytest.approx(row.published, abs=0.01), row
+        assert row.has_come_back
+        assert row.how is How.SIMULATED
+
+
+def test_the_numbers_that_the_paper_is_known_for() -> None:
+    """Letter for letter what Table 2 prints, so that no printed number can drift with the code."""
+    table = rows("oobleck-table-2")
+    known = {
+        ("GPT-3 6.7b", "oobleck", "10m"): 3.55,
+        ("GPT-3 6.7b", "varuna", "10m"): 0.26,
+        ("BERT-Large", "oobleck", "6h"): 287.10,
+        ("GPT-2", "bamboo", "1h"): 17.13,
+    }
+
+    assert {key: table[key].published for key in known} == known
+    for key, published in known.items():
+        assert table[key].ours == pytest.approx(published, abs=0.01)
+
+
+def test_the_largest_ratio_comes_from_numbers_that_are_not_rounded() -> None:
+    """3.55 / 0.26 would be 13.7."""
+    row = rows("oobleck-table-2")["GPT-3 6.7b", "oobleck over varuna", "10m"]
+
+    assert row.published == 13.9
+    assert row.ours == pytest.approx(13.9, abs=0.05)
+
+
+def test_nodes_are_lost_one_by_one_down_to_15() -> None:
+    """No node is lost twice."""
+    for frequency in ("6h", "1h", "10m"):
+        changes = controlled_losses(frequency)
+        lost = [node for _, change, node in changes if change == "remove"]
+        assert len(changes) == 45
+        assert len(set(lost)) == 15
+
+
+def test_a_step_that_a_loss_voids_does_not_count() -> None:
+    """More frequent losses leave less of the time in steps that count."""
+    for system in ("oobleck", "varuna", "bamboo"):
+        shares = [
+            controlled_outcome(system, "BERT-Large", frequency).trained_share
+            for frequency in ("6h", "1h", "10m")
+        ]
+        assert shares == sorted(shares, reverse=True)
+        assert all(0.0 < share <= 1.0 for share in shares)
