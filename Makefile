@@ -6,12 +6,18 @@
 #         It is read only when the environment is made; `make clean` first to change it.
 # SEED, RUNS     of make sim: the first seed, and how many.
 # SEED, MINUTES  of make chaos: which faults are drawn, and for how long.
+# PYTHON, WHEELS, RESULTS, MINUTES, OPTIONS  of make gpu-bits and make gpu-speed: the Python that runs
+#         them, which needs torch; a folder with wheels of what it lacks; a folder for the results;
+#         their time; further options of the script. No .venv is made. See docs/GPU.md.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 SEED ?= 0
 RUNS ?= 1000
 MINUTES ?= 30
+WHEELS ?=
+RESULTS ?= benchmarks/results
+OPTIONS ?=
 
 # Where Python may not keep bytecode, every process that imports torch compiles it first.
 unexport PYTHONDONTWRITEBYTECODE
@@ -32,6 +38,7 @@ SOURCES := src tests examples docs/draw_architecture.py $(if $(wildcard benchmar
 
 .DELETE_ON_ERROR:
 .PHONY: help demo unit test green sim soak sweep chaos hosts check docs profiles bench clean
+.PHONY: gpu-bits gpu-speed
 
 help:
 	@echo 'make demo     train on six nodes, kill two, compare the bits with a run without faults'
@@ -48,6 +55,8 @@ help:
 	@echo 'make docs     write the generated pages and the pictures in docs/'
 	@echo 'make profiles write the shipped profiles, print what they cost'
 	@echo 'make bench    run every script in benchmarks/'
+	@echo 'make gpu-bits   on one GPU: the same bits on six ranks, whatever dies (PYTHON=, WHEELS=)'
+	@echo 'make gpu-speed  on one GPU: tokens per second beside a plain loop (PYTHON=, WHEELS=)'
 	@echo 'make clean    remove the environment, caches and reports'
 
 demo: $(READY)
@@ -108,6 +117,17 @@ bench: $(READY)
 		echo "$(BIN)/python $$script"; $(BIN)/python "$$script" || [ $$? -eq 2 ] || failed=1; \
 	done; \
 	$(BIN)/python benchmarks/recovery.py --nodes 4,8,16,32 || failed=1; exit $$failed
+
+# They use PYTHON as it is, on a machine that may have no network; without a GPU they end with 2.
+GPU_SITE := $(CURDIR)/reports/gpu-site
+gpu-bits gpu-speed: MINUTES = 8
+gpu-bits gpu-speed:
+	@rm -rf $(GPU_SITE)
+	@mkdir -p $(GPU_SITE)
+	$(if $(WHEELS),@$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-index --no-deps \
+		--no-compile --no-cache-dir --target $(GPU_SITE) $(WHEELS)/*.whl)
+	PYTHONPATH="$(GPU_SITE):$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -u \
+		benchmarks/$(subst -,_,$@).py --minutes $(MINUTES) --results $(RESULTS)/$@.json $(OPTIONS)
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis reports
