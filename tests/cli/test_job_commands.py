@@ -17,7 +17,7 @@ from planaria.nodes.head.request_socket import serve_requests
 from planaria.nodes.head.requests import Request, RequestReply, json_reply
 from planaria.observe.metrics import EventRecord
 from planaria.observe.status import Standing, job_status
-from planaria.transport.acceptor import Acceptor, Purpose, listen
+from planaria.transport.acceptor import Acceptor, Handshakes, Purpose, listen
 from planaria.transport.credentials import read_credentials, write_credentials
 from planaria.transport.sockets import address_text
 
@@ -64,7 +64,7 @@ def asked_over_network(reply: RequestReply, *arguments: str) -> tuple[Result, li
         return reply
 
     async def run() -> Result:
-        served = NetworkRequests(read_credentials(Path("token")), answer)
+        served = NetworkRequests(Handshakes(read_credentials(Path("token"))), answer)
         listeners, address = listen("127.0.0.1:0")
         acceptor = Acceptor(listeners, {Purpose.REQUEST: served.accept})
         acceptor.start()

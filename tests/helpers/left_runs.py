@@ -76,10 +76,7 @@ def open_left_head(saves: Path, *, run: str = RUN) -> Iterator[tuple[OpenHead, a
             checks=checks,
             note=lambda _: None,
         )
-        yield (
-            OpenHead(runner, listeners, address, machines, CREDENTIALS, keeps_run=True),
-            runner,
-        )
+        yield OpenHead(runner, listeners, address, machines, keeps_run=True), runner
 
 
 async def come_back(address: Address) -> MachineLine[ToMachine]:

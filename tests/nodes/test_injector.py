@@ -16,7 +16,7 @@ from planaria.core.inject import Injection, parse_injection
 from planaria.core.machine_messages import FaultRequested
 from planaria.nodes.injector import Injector, Targets, node_places
 from planaria.nodes.node_faults import LocalFaults, MachineFaults
-from planaria.transport.acceptor import Acceptor, Purpose, listen
+from planaria.transport.acceptor import Acceptor, Handshakes, Purpose, listen
 from planaria.transport.credentials import Credentials, make_credentials
 from planaria.transport.frames import Role, shake_hands
 from planaria.transport.probe import LISTENING, Probe, StepReached
@@ -189,7 +189,7 @@ async def _fault_of_a_machine(credentials: Credentials) -> list[object]:
         injections,
         Targets(nodes=faults, leader=lambda: 0, server=lambda: 0),
         token=TOKEN,
-        credentials=CREDENTIALS,
+        handshakes=Handshakes(CREDENTIALS),
         join=lambda _: None,
         on_fire=lambda _: None,
     )

@@ -232,9 +232,7 @@ def open_head(
             note=note,
         )
         note(f"listening at {address_text(address)}; on each machine: {_join_text(address)}")
-        head = OpenHead(
-            runner, listeners, address, machines, listening.credentials, keeps_run=bool(run)
-        )
+        head = OpenHead(runner, listeners, address, machines, keeps_run=bool(run))
         try:
             with head:
                 yield head

@@ -35,7 +35,6 @@ from planaria.errors import AuthenticationError
 from planaria.nodes.node_faults import NodeFaults
 from planaria.nodes.relay import Relay
 from planaria.transport.acceptor import Handshakes, Purpose
-from planaria.transport.credentials import Credentials
 from planaria.transport.frames import Role, message_of, shake_hands
 from planaria.transport.probe import LISTENING, NO_NODE, Cut, LauncherMessage, Slowed, StepReached
 from planaria.transport.sockets import Address, break_when_silent
@@ -82,7 +81,7 @@ class Injector:
 
     Args:
         token: key of the job's probes.
-        credentials: contents of the token file, for probes of other machines; None: there are none.
+        handshakes: handshakes with probes of other machines; None: there are none.
         join: starts a number of additional nodes.
         on_fire: callback, called with each fault right before it is injected.
 
@@ -98,7 +97,7 @@ class Injector:
         targets: Targets,
         *,
         token: bytes,
-        credentials: Credentials | None = None,
+        handshakes: Handshakes | None = None,
         join: Callable[[int], None],
         on_fire: Callable[[Injection], None],
     ) -> None:
@@ -108,7 +107,7 @@ class Injector:
         self._to_flip: set[tuple[int, int]] = set()  # Node and iteration of flips still to do.
         self._slow: list[Injection] = []
         self._token = token
-        self._handshakes = Handshakes(credentials) if credentials is not None else None
+        self._handshakes = handshakes
         self._serving: set[asyncio.Task[None]] = set()
         self._nodes = targets.nodes
         # The process that a fault of this kind kills.

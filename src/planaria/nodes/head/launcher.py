@@ -139,18 +139,18 @@ class Launcher:
 
     def _made_injector(self, token: bytes, server: ForkServer) -> Injector:
         nodes: NodeFaults
-        join, credentials = self._join, None
+        join, handshakes = self._join, None
         if self._head is None:
             nodes = LocalFaults(self._processes.live_agents)
         else:
-            machines, credentials = self._head.machines, self._head.credentials
+            machines, handshakes = self._head.machines, self._head.machines.handshakes
             nodes, join = MachineFaults(machines.live_nodes, machines.tell), machines.open_places
             machines.on_injected = nodes.on_injected
         return Injector(
             self._injections,
             Targets(nodes, leader=lambda: self._leaders.pid, server=lambda: server.pid),
             token=derive(token, PROBES),
-            credentials=credentials,
+            handshakes=handshakes,
             join=join,
             on_fire=self._on_fire,
         )

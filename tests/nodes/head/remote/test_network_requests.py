@@ -4,16 +4,20 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from helpers.heads import CREDENTIALS, runs
-from helpers.tasks import TIMEOUT_S
+from helpers.left_runs import open_left_head
+from helpers.tasks import TIMEOUT_S, wait_until
 from planaria.errors import AuthenticationError
+from planaria.nodes.head.remote import machines
 from planaria.nodes.head.remote.network_requests import NetworkRequests, ask_head, head_connection
 from planaria.nodes.head.requests import Drain, Request, RequestReply, TellEvents
-from planaria.transport.acceptor import Acceptor, Purpose, connect, listen
+from planaria.transport.acceptor import Acceptor, Handshakes, Purpose, connect, listen
 from planaria.transport.credentials import make_credentials
 from planaria.transport.sockets import Address
 
@@ -44,7 +48,7 @@ async def asked(address: Address, request: Request) -> RequestReply:
 
 @runs
 async def test_a_head_answers_who_has_the_token_file() -> None:
-    async with serving(NetworkRequests(CREDENTIALS, echo)) as address:
+    async with serving(NetworkRequests(Handshakes(CREDENTIALS), echo)) as address:
         drained = await asked(address, Drain(3))
         events = await asked(address, TellEvents())
 
@@ -59,7 +63,7 @@ async def test_a_long_answer_arrives_whole() -> None:
     async def answer(_: Request) -> RequestReply:
         return RequestReply(is_done=True, text=LONG)
 
-    async with serving(NetworkRequests(CREDENTIALS, answer)) as address:
+    async with serving(NetworkRequests(Handshakes(CREDENTIALS), answer)) as address:
         assert (await asked(address, TellEvents())).text == LONG
 
 
@@ -67,7 +71,7 @@ async def test_a_long_answer_arrives_whole() -> None:
 async def test_one_connection_takes_several_requests() -> None:
     """The way to a head is measured over one connection, without its handshakes."""
     async with (
-        serving(NetworkRequests(CREDENTIALS, echo)) as address,
+        serving(NetworkRequests(Handshakes(CREDENTIALS), echo)) as address,
         head_connection(address, CREDENTIALS) as connection,
     ):
         texts = [(await connection.ask(Drain(n), timeout_s=TIMEOUT_S)).text for n in range(3)]
@@ -79,7 +83,7 @@ async def test_one_connection_takes_several_requests() -> None:
 async def test_another_token_file_and_no_head_are_told_apart() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         free: Address = listener.getsockname()[:2]
-    async with serving(NetworkRequests(CREDENTIALS, echo)) as address:
+    async with serving(NetworkRequests(Handshakes(CREDENTIALS), echo)) as address:
         ask = asyncio.to_thread(
             ask_head, address, make_credentials(), TellEvents(), timeout_s=TIMEOUT_S
         )
@@ -105,7 +109,7 @@ MALFORMED = [
 async def test_a_malformed_request_closes_its_own_connection_alone() -> None:
     """Deep nesting raises a RecursionError in the decoder, which is no ValueError."""
     async with (
-        serving(NetworkRequests(CREDENTIALS, echo)) as address,
+        serving(NetworkRequests(Handshakes(CREDENTIALS), echo)) as address,
         head_connection(address, CREDENTIALS) as beside,
     ):
         for data in MALFORMED:
@@ -128,7 +132,7 @@ async def test_a_head_that_ends_answers_nobody_and_a_silent_one_is_given_up() ->
         await asyncio.Event().wait()
         raise AssertionError
 
-    requests = NetworkRequests(CREDENTIALS, never)
+    requests = NetworkRequests(Handshakes(CREDENTIALS), never)
     async with serving(requests) as address, head_connection(address, CREDENTIALS) as connection:
         with pytest.raises(ConnectionError, match="has not answered for 0 s"):
             await connection.ask(Drain(1), timeout_s=0.01)
@@ -146,6 +150,32 @@ async def test_an_answer_of_another_version_is_an_error_in_one_line() -> None:
     async def answer(_: Request) -> RequestReply:
         return msgspec.structs.replace(RequestReply(True, ""), text=3)
 
-    async with serving(NetworkRequests(CREDENTIALS, answer)) as address:
+    async with serving(NetworkRequests(Handshakes(CREDENTIALS), answer)) as address:
         with pytest.raises(ConnectionError, match="another version of planaria"):
             await asked(address, TellEvents())
+
+
+def test_strangers_are_bounded_together_whatever_they_ask_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each purpose had a bound of its own, and together they took all files of the head."""
+    monkeypatch.setattr(machines, "Handshakes", partial(Handshakes, num_max=4))
+    with open_left_head(tmp_path) as (head, runner), head, contextlib.ExitStack() as stack:
+        strangers = []
+        for purpose in 4 * (Purpose.MACHINE, Purpose.REQUEST):
+            stranger = socket.create_connection(head.leader_sockets.address)
+            strangers.append(stack.enter_context(stranger))
+            stranger.sendall(purpose.value)
+
+        runner.run(wait_until(lambda: sum(map(is_closed, strangers)) == 4))
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """Whether the other end has closed a connection on which it has said nothing."""
+    sock.setblocking(False)
+    try:
+        return not sock.recv(1)
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True

@@ -93,6 +93,7 @@ class Machines:
         node_log: numbers of the nodes that were started; set once the job has begun.
         kinds: kinds of the machines, and their speeds.
         checks: checks that a machine must pass.
+        handshakes: handshakes with all that connect to the head; their number is bounded together.
         is_waiting: whether the job waits for machines, so that nothing that they do disturbs it.
     """
 
@@ -116,7 +117,7 @@ class Machines:
         self.kinds = KindSpeeds(note)
         self.checks = checks
         self._missing_s = arrival_s(job.cluster.lease_s)
-        self._handshakes = Handshakes(credentials)
+        self.handshakes = Handshakes(credentials)
         self._refusals = RefusalLog(logger)
         self._num_max = num_max
         self._note = note
@@ -429,7 +430,7 @@ class Machines:
     async def _serve(self, sock: socket.socket) -> None:
         """Serves the connection of a machine until it ends."""
         try:
-            reader, writer, _ = await self._handshakes.accept(sock, Purpose.MACHINE)
+            reader, writer, _ = await self.handshakes.accept(sock, Purpose.MACHINE)
         except AuthenticationError as error:
             self._refusals.add(error)
             return

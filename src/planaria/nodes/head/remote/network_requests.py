@@ -30,15 +30,15 @@ class NetworkRequests:
     """Answers the requests that come to the port of a head.
 
     Args:
-        credentials: contents of the head's token file.
+        handshakes: handshakes with all that connect to the head.
 
     Attributes:
         answer: function that answers requests.
     """
 
-    def __init__(self, credentials: Credentials, answer: Answer) -> None:
+    def __init__(self, handshakes: Handshakes, answer: Answer) -> None:
         self.answer = answer
-        self._handshakes = Handshakes(credentials)
+        self._handshakes = handshakes
         self._refusals = RefusalLog(logger)
         self._serving: set[asyncio.Task[None]] = set()
 

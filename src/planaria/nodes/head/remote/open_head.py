@@ -28,7 +28,6 @@ from planaria.nodes.head.requests import (
 )
 from planaria.observe.status import Standing, job_status
 from planaria.transport.acceptor import Acceptor, Purpose
-from planaria.transport.credentials import Credentials
 from planaria.transport.sockets import Address
 
 _BACKLOG: Final = 1024
@@ -114,7 +113,6 @@ class OpenHead:
             on yet. They and their journal are left as they are if this head ends.
         answer_job: function that answers what users ask about the job; until the job begins only
             its status is told.
-        credentials: contents of the token file.
     """
 
     def __init__(
@@ -123,19 +121,17 @@ class OpenHead:
         listeners: list[socket.socket],
         address: Address,
         machines: Machines,
-        credentials: Credentials,
         *,
         keeps_run: bool = False,
     ) -> None:
         self.runner = runner
-        self.credentials = credentials
         self.is_taken_up = False
         self.keeps_run = keeps_run
         self._touching: asyncio.Task[None] | None = None
         self.machines = machines
         self.leader_sockets = PassedSockets(address)
         self.answer_job: Answer = self._answer_early
-        self._requests = NetworkRequests(credentials, self._answer)
+        self._requests = NetworkRequests(machines.handshakes, self._answer)
         self._is_examining = False
         self._handlers: dict[Purpose, Callable[[socket.socket], None]] = {
             Purpose.MACHINE: machines.accept,
