@@ -1,6 +1,8 @@
 """What a report says of the save that its job has left."""
 
+import importlib.metadata
 import math
+import platform
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from planaria.checkpoint.disk.tiers import Manifest, Tier, tier_of
 from planaria.checkpoint.disk.time_limits import with_time_limit
 from planaria.core.kinds import Ending
 from planaria.core.records import Ended, ToLauncher, Warned
+from planaria.job import report
 from planaria.job.report import final_record
 from planaria.observe.metrics import FinalRecord
 
@@ -110,3 +113,19 @@ def test_that_a_save_is_read_is_told_once_where_it_takes_long(
 
     assert len(found.parameters_sha256) == 64
     assert texts == told
+
+
+def test_a_report_is_made_where_planaria_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may run from its source, and a finished job has a report."""
+
+    def not_installed(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", not_installed)
+
+    assert report.job_versions() == {
+        "planaria": "",
+        "torch": "",
+        "numpy": "",
+        "python": platform.python_version(),
+    }

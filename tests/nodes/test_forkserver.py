@@ -458,3 +458,18 @@ def test_the_server_outlives_the_thread_that_started_it() -> None:
 
     assert json.loads(servers[0].call(f"{THIS}:echo", b"21")) == 12
     servers[0].close()
+
+
+def test_a_module_that_starts_a_thread_is_named(tmp_path: Path) -> None:
+    """A fork may hang because of it, so whoever reads the warning must know what to leave out."""
+    (tmp_path / "starts_threads.py").write_text(
+        "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+    )
+    lines: list[str] = []
+    server = ForkServer(["json", "starts_threads"], path=[str(tmp_path)], output=lines.append)
+    try:
+        wait_for(lambda: any("starts_threads started" in line for line in lines), what="warning")
+    finally:
+        server.close()
+    assert not any("json started" in line for line in lines)

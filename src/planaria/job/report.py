@@ -59,7 +59,7 @@ def report_of(
     return Report(
         job=asdict(config),
         seed=config.training.seed,
-        versions=_versions(),
+        versions=job_versions(),
         workers=recorder.workers(),
         iterations=tuple(recorder.iterations),
         events=recorder.events(),
@@ -225,10 +225,15 @@ def _noting_once(num_layers: int, observer: JobObserver) -> Callable[[int], None
     return progress
 
 
-def _versions() -> dict[str, str]:
-    packages = ("planaria", "torch", "numpy")
-    versions = {name: importlib.metadata.version(name) for name in packages}
-    return versions | {"python": platform.python_version()}
+def job_versions() -> dict[str, str]:
+    """Versions of what a job ran with, by package; "" if it is run from its source."""
+    versions = {"python": platform.python_version()}
+    for name in ("planaria", "torch", "numpy"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = ""
+    return versions
 
 
 # -- the digests that two runs are compared by: one over all parameters, one over optimizer state --

@@ -21,6 +21,7 @@ import ctypes
 import errno
 import fcntl
 import gc
+import glob
 import importlib
 import io
 import json
@@ -36,6 +37,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from planaria.errors import InsufficientError
@@ -500,14 +502,14 @@ def _serve_request(sock: socket.socket) -> bool:
     if "preload" in request:
         sys.path[:] = request["path"]
         for name in request["preload"]:
+            before = _threads()
             _preload(name)
+            if begun := _threads() - before:
+                logger.warning("%s started threads (%s): forks may hang", name, sorted(begun))
         # With torch imported, a full collection visits 200,000 objects (0.1 s) and writes to the
         # memory pages that forked children share.
         gc.collect()
         gc.freeze()
-        num_threads = len(os.listdir("/proc/self/task"))
-        if num_threads > 1:
-            logger.warning("a preloaded module started %d threads: forks may hang", num_threads - 1)
         sock.sendall(json.dumps({"ready": 1}).encode())
         return True
     reply, pidfds = {"number": request["number"]}, []
@@ -526,6 +528,12 @@ def _serve_request(sock: socket.socket) -> bool:
     for pidfd in pidfds:
         os.close(pidfd)
     return True
+
+
+def _threads() -> set[str]:
+    """Number and name of each thread of this process."""
+    threads = {Path(path).parent for path in glob.glob("/proc/self/task/*/comm")}
+    return {f"{path.name} {(path / 'comm').read_text().strip()}" for path in threads}
 
 
 def _preload(name: str) -> None:
