@@ -40,9 +40,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from helpers.exhaustive import all_shapes, makespans_s, small_problem, template_of
 from planaria.core.cluster import NodesLost, survivors
 from planaria.core.plan import (
-    LayerProfile,
-    Link,
-    ModelProfile,
     NodeKind,
     Pipeline,
     PipelineTemplate,
@@ -52,6 +49,12 @@ from planaria.core.plan import (
 from planaria.core.profile_json import encode_profile
 from planaria.estimator.makespan import makespan_s, stage_seconds
 from planaria.estimator.time import predicted_timeline
+from planaria.papers.oobleck.planning_latency import (
+    LAYERS,
+    TABLE_3_S,
+    planning_problem,
+    random_profile,
+)
 from planaria.planner.layout.unequal import UnequalPlanner
 from planaria.planner.partition.paper import paper_partition
 from planaria.planner.plans import (
@@ -67,19 +70,6 @@ from planaria.policies.policy import profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.schedule.lower import plan_schedule
 
-# Oobleck, Table 3: seconds by nodes, devices per node and layers.
-PUBLISHED_S: Final = {
-    (8, 1): (0.28, 0.71, 9.65, 68.50),
-    (8, 4): (0.41, 1.15, 11.58, 74.56),
-    (8, 8): (0.54, 1.50, 20.98, 109.76),
-    (16, 1): (3.37, 7.45, 66.35, 540.36),
-    (16, 4): (4.56, 10.41, 108.10, 649.67),
-    (16, 8): (4.90, 11.78, 176.04, 1213.63),
-    (24, 1): (11.35, 30.11, 262.47, 1477.54),
-    (24, 4): (14.78, 45.80, 472.53, 2153.84),
-    (24, 8): (15.59, 49.25, 520.08, 3297.92),
-}
-LAYERS: Final = (24, 32, 64, 96)
 CELL_S_MAX: Final = 1.0
 LARGE_S_MAX: Final = 10.0
 COMMAND_S_MAX: Final = {32: 3.0, 96: 6.0}
@@ -94,55 +84,11 @@ NUM_SMALL: Final = 60
 REGRET_MAX: Final = 0.03
 
 
-def random_profile(
-    num_layers: int, devices_per_node: int, *, spread: float, seed: int = SEED
-) -> ModelProfile:
-    """A profile with layers of 10 ms times 1 to 1 + spread; d devices are d^0.9 times as fast."""
-    rng = random.Random(seed)
-    counts = [count for count in (1, 2, 4, 8) if count <= devices_per_node]
-    layers = []
-    for index in range(num_layers):
-        forward_s = 0.01 * (1 + spread * rng.random())
-        by_count = {count: forward_s / count**0.9 for count in counts}
-        layers.append(
-            LayerProfile(
-                name=f"layer {index}",
-                forward_s=by_count,
-                backward_input_s=by_count,
-                backward_weight_s=by_count,
-                parameter_bytes=400_000_000,
-                optimizer_bytes=800_000_000,
-                activation_bytes=100_000_000,
-                output_bytes=10_000_000,
-            )
-        )
-    return ModelProfile(
-        model=f"{num_layers} layers",
-        microbatch_size=1,
-        dtype="bfloat16",
-        device="none",
-        device_memory_bytes=0,
-        layers=tuple(layers),
-        links={"intra_node": Link(1e-5, 2e11), "inter_node": Link(2e-5, 1e10)},
-    )
-
-
-def planning_problem(
-    num_layers: int, num_nodes: int, devices_per_node: int, *, spread: float
-) -> Problem:
-    return Problem(
-        profile=random_profile(num_layers, devices_per_node, spread=spread),
-        devices_per_node=devices_per_node,
-        num_microbatches=4 * num_nodes * devices_per_node,
-        failures_tolerated=0,
-    )
-
-
 def times() -> Iterator[str]:
     """Prints our times beside Table 3 of the paper; yields the goals that are missed."""
     print("one template, seconds: ours | ours with the paper's objective | the paper's")
     print("nodes devices " + "".join(f"{n:>10} layers       " for n in LAYERS))
-    for (nodes, devices), published_s in PUBLISHED_S.items():
+    for (nodes, devices), published_s in TABLE_3_S.items():
         cells = []
         for num_layers, paper_s in zip(LAYERS, published_s, strict=True):
             spent_s = [0.0, 0.0]

@@ -5,10 +5,18 @@ from typing import Final
 
 from planaria.errors import ConfigError
 from planaria.papers.gemini import wasted_time
+from planaria.papers.oobleck import breakdown, planning_latency, spot
 from planaria.papers.oobleck.throughput import table_2, table_4
 from planaria.papers.rows import GEMINI, OOBLECK, Experiment
 
 _ALL: Final = (
+    Experiment(
+        "oobleck-figure-1",
+        "Effective time of Bamboo and Varuna",
+        f"{OOBLECK}, Figure 1",
+        "percent of the authors' counts",
+        breakdown.figure_1,
+    ),
     Experiment(
         "oobleck-table-2",
         "Throughput while nodes fail and none comes back",
@@ -18,12 +26,34 @@ _ALL: Final = (
         "Rates and transition times are the authors' measurements; the failures are replayed.",
     ),
     Experiment(
+        "oobleck-table-3",
+        "Time to plan a pipeline template",
+        f"{OOBLECK}, Table 3",
+        "seconds",
+        planning_latency.table_3,
+        "No number can come back, only a ratio: the machines differ.",
+    ),
+    Experiment(
         "oobleck-table-4",
         "The same with Varuna's saves made free",
         f"{OOBLECK}, Table 4",
         "samples/s",
         table_4,
         "As Table 2. Varuna without checkpoint overhead saves every 2 steps instead of every 10.",
+    ),
+    Experiment(
+        "oobleck-figure-10",
+        "Throughput on spot machines, with the models of Appendix C",
+        f"{OOBLECK}, Figure 10",
+        "samples/s, minutes, and times",
+        spot.figure_10,
+    ),
+    Experiment(
+        "oobleck-figure-11",
+        "What time is spent on",
+        f"{OOBLECK}, Figure 11",
+        "percent of the authors' counts",
+        breakdown.figure_11,
     ),
     Experiment(
         "gemini-mt-nlg",

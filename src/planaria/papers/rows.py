@@ -55,6 +55,11 @@ class PublishedRow:
         return self.ours / self.published if self.ours is not None and self.published else None
 
     @property
+    def is_comparable(self) -> bool:
+        """Whether the published number could come back; one of another machine cannot."""
+        return self.published is not None and self.how is not How.NODES
+
+    @property
     def how_text(self) -> str:
         """The way, and the note behind it."""
         return f"{self.how.value}: {self.note}" if self.note else self.how.value
@@ -62,8 +67,9 @@ class PublishedRow:
     @property
     def has_come_back(self) -> bool:
         """Whether our number is the published one."""
-        if self.published is None or self.ours is None or self.how is How.NOT:
+        if not self.is_comparable or self.ours is None or self.how is How.NOT:
             return False
+        assert self.published is not None
         if self.claim is not Claim.EQUAL:
             return (self.ours >= self.published) == (self.claim is Claim.OVER)
         return abs(self.ours - self.published) <= self.tolerance * abs(self.published)

@@ -48,7 +48,7 @@ def reproduction_table(experiment: Experiment, rows: Sequence[PublishedRow]) -> 
             _keys_text(row),
             f"{_CLAIMS[row.claim]}{_number_text(row.published)}",
             _number_text(row.ours),
-            "" if row.ratio is None else f"{row.ratio:.3f}",
+            "" if row.ratio is None else _ratio_text(row.ratio),
             row.how.value,
             Text(mark),
         )
@@ -75,7 +75,7 @@ def reproductions_table(experiments: Mapping[str, Experiment], results: Results)
         table.add_row(
             name,
             experiments[name].title,
-            str(sum(row.published is not None for row in rows)),
+            str(sum(row.is_comparable for row in rows)),
             str(sum(row.has_come_back for row in rows)),
             ", ".join(f"{way} {count}" for way, count in ways.items()),
         )
@@ -112,9 +112,15 @@ def _number_text(number: float | None) -> str:
     return f"{number:,.{digits}f}"
 
 
+def _ratio_text(ratio: float) -> str:
+    return f"{ratio:.3f}" if ratio >= 0.1 else f"{ratio:.2g}"
+
+
 def _verdict(rows: Sequence[PublishedRow]) -> str:
-    num_printed = sum(row.published is not None for row in rows)
+    num_printed = sum(row.is_comparable for row in rows)
     num_back = sum(row.has_come_back for row in rows)
+    if not num_printed:
+        return "There is no printed number that could come back."
     verb = "comes" if num_back == 1 else "come"
     return f"{num_back} of {count_text(num_printed, 'printed number')} {verb} back"
 

@@ -1,6 +1,6 @@
 """Oobleck's Tables 2 and 4: samples per second while nodes are lost and none comes back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Final
 
@@ -15,7 +15,14 @@ from planaria.papers.oobleck.measured import (
     VARUNA_SAVE_MS,
     controlled_losses,
 )
-from planaria.papers.oobleck.replay import Change, Overlap, Replay, ReplayOutcome, System
+from planaria.papers.oobleck.replay import (
+    Change,
+    FailedSaves,
+    Overlap,
+    Replay,
+    ReplayOutcome,
+    System,
+)
 from planaria.papers.oobleck.systems import BambooSystem, OobleckSystem, Rates, VarunaSystem
 from planaria.papers.rows import How, PublishedRow
 
@@ -47,20 +54,34 @@ TABLE_4: Final[_Printed] = {
     ("GPT-3 6.7b", "oobleck"): (4.33, 4.22, 3.55),
 }
 _PRINTED_MARGIN: Final = 0.01  # The paper rounds some numbers to two digits and cuts off others.
+_MENDED: Final = (
+    "a save of Varuna fails only if a node is lost in it; in the authors' simulator others fail, "
+    "too, as it looks for losses in an array that is not sorted"
+)
 _REPLAY: Final = "replay of the authors' measured rates and constant times"
 
 
 def table_2() -> tuple[PublishedRow, ...]:
     """The printed numbers of Table 2, and the largest ratio, which the paper's abstract has."""
-    oobleck, varuna = (
-        controlled_outcome(system, "GPT-3 6.7b", "10m").samples_per_s
-        for system in ("oobleck", "varuna")
-    )
-    keys = {"model": "GPT-3 6.7b", "system": "oobleck over varuna", "frequency": "10m"}
-    largest = PublishedRow(
-        keys, 13.9, oobleck / varuna, How.SIMULATED, "ratio of numbers not rounded"
-    )
-    return (*_printed_rows(TABLE_2), largest)
+    return (*_printed_rows(TABLE_2), *_largest_ratios())
+
+
+def _largest_ratios() -> Iterator[PublishedRow]:
+    """13.9x as published, and without the saves that fail though no node is lost in them."""
+    changes = controlled_losses("10m")
+    oobleck = controlled_outcome("oobleck", "GPT-3 6.7b", "10m").samples_per_s
+    for system, published, saves, note in (
+        ("oobleck over varuna", 13.9, FailedSaves.AS_PUBLISHED, "ratio of numbers not rounded"),
+        (
+            "oobleck over varuna, saves mended",
+            None,
+            FailedSaves.AS_MEANT,
+            _MENDED,
+        ),
+    ):
+        varuna = outcome("varuna", "GPT-3 6.7b", changes, saves=saves).samples_per_s
+        keys = {"model": "GPT-3 6.7b", "system": system, "frequency": "10m"}
+        yield PublishedRow(keys, published, oobleck / varuna, How.SIMULATED, note)
 
 
 def table_4() -> tuple[PublishedRow, ...]:
@@ -97,6 +118,7 @@ def outcome(
     *,
     has_notices: bool = False,
     overlap: Overlap = Overlap.AS_PUBLISHED,
+    saves: FailedSaves = FailedSaves.AS_PUBLISHED,
 ) -> ReplayOutcome:
     """The result of a system with a model.
 
@@ -104,7 +126,8 @@ def outcome(
         system: oobleck, varuna, varuna-no-checkpoint or bamboo.
         has_notices: whether Varuna saves before each loss.
     """
-    return Replay(_system(system, model, has_notices), overlap=overlap).outcome(changes)
+    replay = Replay(_system(system, model, has_notices), overlap=overlap, saves=saves)
+    return replay.outcome(changes)
 
 
 def _system(name: str, model: str, has_notices: bool) -> System:
