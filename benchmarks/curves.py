@@ -36,13 +36,13 @@ import msgspec
 
 from planaria.core.inject import ITERATION_STEPS, parse_injection
 from planaria.core.job import POLICIES, JobConfig, PolicyName
-from planaria.core.profile_json import encode_profile
 from planaria.core.specs import Prepared
 from planaria.job.config import load_job
 from planaria.job.planning import fork_server, given_profile, plan_job
 from planaria.job.training_job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.planner.plans import PlanCatalog, plan_of_templates
+from planaria.profiles.profile_json import encode_profile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -24,11 +24,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from planaria.core.plan import Pipeline, Plan, plain_plan
-from planaria.core.profile_json import encode_profile
 from planaria.core.specs import Prepared
 from planaria.job.planning import fork_server, given_profile, plan_job
 from planaria.job.training_job import Job
 from planaria.nodes.forkserver import ForkServer
+from planaria.profiles.profile_json import encode_profile
 
 GOAL = 0.01
 LLAMA = Path(__file__).parents[1] / "examples" / "paced-llama.toml"

@@ -46,7 +46,6 @@ from planaria.core.plan import (
     Stage,
     plain_plan,
 )
-from planaria.core.profile_json import encode_profile
 from planaria.estimator.makespan import makespan_s, stage_seconds
 from planaria.estimator.time import predicted_timeline
 from planaria.papers.oobleck.planning_latency import (
@@ -68,6 +67,7 @@ from planaria.planner.problem import Problem, stage_costs
 from planaria.planner.templates import pipeline_template, pipeline_templates, ranked_template
 from planaria.policies.policy import profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
+from planaria.profiles.profile_json import encode_profile
 from planaria.schedule.lower import plan_schedule
 
 CELL_S_MAX: Final = 1.0

@@ -68,12 +68,12 @@ from planaria.core.job import (
     TrainingConfig,
 )
 from planaria.core.plan import ModelProfile
-from planaria.core.profile_json import encode_profile
 from planaria.job.planning import fork_server
 from planaria.job.training_job import Job, SilentDisplay
 from planaria.nodes.forkserver import ForkServer
 from planaria.planner.problem import Problem
 from planaria.planner.templates import smallest_num_nodes
+from planaria.profiles.profile_json import encode_profile
 
 NUM_KILLS = {"planaria": 20, "torchft": 3, "torchrun": 3}
 GOALS = {"torchft": 3.0, "torchrun": 10.0}

@@ -15,7 +15,6 @@ from helpers.jobs import digests, tiny_job
 from planaria.core.inject import parse_injection
 from planaria.core.job import JobConfig, PolicyName
 from planaria.core.plan import ModelProfile, Plan
-from planaria.core.profile_json import encode_profile
 from planaria.core.specs import Prepared
 from planaria.job.config import load_job
 from planaria.job.planning import given_profile, plan_job
@@ -25,6 +24,7 @@ from planaria.observe.metrics import EventRecord
 from planaria.planner.plans import PlanCatalog, plan_of_templates
 from planaria.planner.problem import Problem
 from planaria.planner.templates import smallest_num_nodes
+from planaria.profiles.profile_json import encode_profile
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt2-text.toml"
 SHRUNK = (

@@ -11,7 +11,6 @@ import pytest
 from helpers.command import PACED
 from helpers.refused_reads import refused_reads
 from planaria.checkpoint.disk.tiers import Manifest, tier_of
-from planaria.core.profile_json import encode_profile
 from planaria.core.specs import Prepared
 from planaria.errors import ConfigError
 from planaria.job.config import load_job
@@ -24,6 +23,7 @@ from planaria.job.planning import (
     short_actions_text,
     starting_point,
 )
+from planaria.profiles.profile_json import encode_profile
 
 
 def _told(time_scale: float) -> str:

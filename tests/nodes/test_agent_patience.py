@@ -23,7 +23,6 @@ from planaria.core.specs import NodeSpec
 from planaria.nodes import agent as agent_module
 from planaria.nodes.agent import _Agent
 from planaria.nodes.part_reports import PartReports
-from planaria.transport.clocks import clock_name
 from planaria.transport.frames import (
     NODES,
     FrameDecoder,
@@ -35,6 +34,7 @@ from planaria.transport.frames import (
 )
 from planaria.transport.probe import NO_NODE
 from planaria.transport.sockets import Address
+from planaria.transport.timekeeping import clock_name
 
 TOKEN = b"a token of 32 bytes for this test"
 LEASE_S = 0.5

@@ -21,12 +21,12 @@ from helpers.jobs import digests
 from planaria.core.inject import parse_injection
 from planaria.core.job import JobConfig
 from planaria.core.plan import Plan
-from planaria.core.profile_json import encode_profile
 from planaria.job.config import load_job
 from planaria.job.planning import read_profile
 from planaria.job.training_job import Job, SilentDisplay, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.policies.unequal_nodes import STAY
+from planaria.profiles.profile_json import encode_profile
 
 pytestmark = pytest.mark.faults
 

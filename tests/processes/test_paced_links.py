@@ -17,10 +17,10 @@ from planaria.core.job import (
     TrainingConfig,
 )
 from planaria.core.plan import LayerProfile, Link, ModelProfile
-from planaria.core.profile_json import encode_profile
 from planaria.estimator.time import predicted_timeline
 from planaria.job.training_job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
+from planaria.profiles.profile_json import encode_profile
 from planaria.schedule.lower import plan_schedule
 
 pytestmark = [pytest.mark.timed, pytest.mark.faults]

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.core.plan import LayerProfile, ModelProfile
-from planaria.core.profile_json import decode_profile, encode_profile
 from planaria.planner.problem import Problem
 from planaria.planner.templates import smallest_num_nodes
 from planaria.profiles.analytic import (
@@ -16,6 +15,7 @@ from planaria.profiles.analytic import (
     num_parameters,
     sample_flops,
 )
+from planaria.profiles.profile_json import decode_profile, encode_profile
 from planaria.profiles.shipped import A100, LLAMA2_7B, SHIPPED, shipped_profiles
 
 SHAPES = {shape.name: shape for shape, _ in SHIPPED}

@@ -8,11 +8,11 @@ import pytest
 
 from helpers.command import assert_mistake, command
 from planaria.core.plan import ModelProfile
-from planaria.core.profile_json import encode_profile
 from planaria.errors import ConfigError
 from planaria.job.config import job_from_dict
 from planaria.job.planning import given_profile, read_profile
 from planaria.profiles.__main__ import profiles_table
+from planaria.profiles.profile_json import encode_profile
 from planaria.profiles.shipped import NAMES, shipped_path, shipped_profiles
 
 ROOT = Path(__file__).parents[2]

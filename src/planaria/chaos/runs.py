@@ -39,13 +39,13 @@ from planaria.chaos.verdict import (
 from planaria.core.inject import KINDS, parse_injection
 from planaria.core.job import JobConfig
 from planaria.core.plan import Plan
-from planaria.core.profile_json import encode_profile
 from planaria.errors import ConfigError, InsufficientError, PlanariaError, TrainingError
 from planaria.job.planning import Planned, fork_server
 from planaria.job.training_job import Display, Job, SilentDisplay, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord, Report
 from planaria.planner.templates import smallest_num_nodes
+from planaria.profiles.profile_json import encode_profile
 
 TRAINING_S: Final = 3.0  # Duration without faults to which runs are shortened if they are longer.
 ITERATIONS_MIN: Final = 6

@@ -40,9 +40,9 @@ from planaria.cli.reproduce_command import reproduce
 from planaria.cli.run_command import run
 from planaria.cli.token_command import token
 from planaria.cli.train_command import train
-from planaria.core.profile_json import encode_profile
 from planaria.job.scripts import named_job
 from planaria.nodes.output import Outlet, finish, unfailing
+from planaria.profiles.profile_json import encode_profile
 from planaria.show.words import count_text
 
 app = typer.Typer(

@@ -25,7 +25,6 @@ from planaria.core.plan import (
     one_device_profile,
     scaled_profile,
 )
-from planaria.core.profile_json import decode_profile
 from planaria.core.specs import Prepared, PrepareRequest
 from planaria.errors import (
     CheckpointError,
@@ -47,6 +46,7 @@ from planaria.planner.problem import Problem, batch_error
 from planaria.planner.reroute.shadows import first_plan_with_shadows
 from planaria.planner.templates import pipeline_templates, smallest_num_nodes
 from planaria.policies.traits import TRAITS
+from planaria.profiles.profile_json import decode_profile
 from planaria.profiles.shipped import NOT_FOUND, profile_path
 from planaria.schedule.buckets import ReductionOrder
 

@@ -88,7 +88,6 @@ from planaria.protocol.agent_state import (
     successor_order,
 )
 from planaria.transport.acceptor import Purpose, connect
-from planaria.transport.clocks import clock_name
 from planaria.transport.credentials import credentials_of
 from planaria.transport.frames import (
     FROM_NODE_BYTES_MAX,
@@ -104,6 +103,7 @@ from planaria.transport.frames import (
 from planaria.transport.pacing import node_clocks
 from planaria.transport.pulse import Pulse
 from planaria.transport.sockets import open_stream
+from planaria.transport.timekeeping import clock_name
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ import msgspec
 
 from planaria.core.specs import NodeSpec
 from planaria.errors import InsufficientError
+from planaria.nodes.faults.node_faults import inject_into_group
 from planaria.nodes.forking import Forker
 from planaria.nodes.forkserver import UNKNOWN, ForkServer, end_with
 from planaria.nodes.head.process_events import kill_group, wait_until
-from planaria.nodes.node_faults import inject_into_group
 
 logger = logging.getLogger(__name__)
 

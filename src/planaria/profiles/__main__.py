@@ -5,13 +5,13 @@ directory, it first writes each profile to a file there (`make profiles`).
 import sys
 from pathlib import Path
 
-from planaria.core.profile_json import encode_profile
 from planaria.profiles.analytic import (
     OPTIMIZER_BYTES,
     VALUE_BYTES,
     num_parameters,
     sample_flops,
 )
+from planaria.profiles.profile_json import encode_profile
 from planaria.profiles.shipped import SHIPPED, shipped_profiles
 
 _HEADINGS = (

@@ -26,10 +26,10 @@ import numpy.typing as npt
 import xxhash
 
 from planaria.errors import AuthenticationError
-from planaria.transport.clocks import clock_name
 from planaria.transport.frames import HANDSHAKE_TIMEOUT_S, Role, handshake
 from planaria.transport.link_tls import LinkSecurity, LinkTls
 from planaria.transport.sockets import break_when_silent
+from planaria.transport.timekeeping import clock_name
 
 # A message of a job without a profile may have so many bytes.
 MESSAGE_BYTES_MAX: Final = 1 << 40

@@ -1,16 +1,40 @@
-"""The time of a thread's work in a paced job, which makes up for threads that wake up late.
+"""The clocks of a process and of its threads.
 
-The seconds of a paced job are sleeps and waits for paced messages: each ends at a known moment. A
-machine whose few cores simulate the nodes of a cluster wakes a thread some milliseconds after that
-moment. The host's own work between two layers, which a real device hides by working off a queue,
-adds to that. So by the time of its work, a thread goes on at the moment at which its wait was over,
-and the sleeps that follow are shorter by the machine's lateness. A thread that is late by more than
-`late_s_max` was stopped or slowed for another reason; its work goes on at the machine's time.
+`clock_name` names the monotonic clock that a process reads. Such clocks of two machines tell
+nothing about each other, and a machine's begins anew when it boots. A time namespace has a clock of
+its own.
+
+A `Timekeeper` is the time of a thread's work in a paced job, which makes up for threads that wake
+up late. The seconds of a paced job are sleeps and waits for paced messages: each ends at a known
+moment. A machine whose few cores simulate the nodes of a cluster wakes a thread some milliseconds
+after that moment. The host's own work between two layers, which a real device hides by working off
+a queue, adds to that. So by the time of its work, a thread goes on at the moment at which its wait
+was over, and the sleeps that follow are shorter by the machine's lateness. A thread that is late by
+more than `late_s_max` was stopped or slowed for another reason; its work goes on at the machine's
+time.
 """
 
 import math
+import socket
 import threading
 import time
+from pathlib import Path
+from typing import Final
+
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+_NAMESPACE: Final = Path("/proc/self/ns/time")
+
+
+def clock_name() -> str:
+    """The name of `time.monotonic`; two processes whose clocks have one name read the same one."""
+    try:
+        boot = _BOOT.read_text().strip()
+    except OSError:
+        boot = socket.gethostname()
+    try:
+        return f"{boot} {_NAMESPACE.readlink()}"
+    except OSError:  # Linux before 5.6 has no time namespaces.
+        return boot
 
 
 class Timekeeper(threading.local):

@@ -23,7 +23,7 @@ from planaria.checkpoint.disk.claim import is_claimed
 from planaria.checkpoint.disk.storage import absolute_path, is_url
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError
-from planaria.nodes.user_files import plain_name, state_directory
+from planaria.nodes.head.user_files import plain_name, state_directory
 
 _DIRECTORY_NAME: Final = (
     ".journal"  # No save can have this name: saves' names begin alphanumerically.

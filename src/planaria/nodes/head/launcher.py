@@ -38,6 +38,8 @@ from planaria.core.records import (
     Warned,
 )
 from planaria.core.specs import NodeSpec
+from planaria.nodes.faults.injector import Injector, Targets, coordinator_places, node_places
+from planaria.nodes.faults.node_faults import LocalFaults, MachineFaults, NodeFaults
 from planaria.nodes.forking import Forker
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.cloud import LocalOperator
@@ -53,8 +55,6 @@ from planaria.nodes.head.process_events import (
 from planaria.nodes.head.remote.open_head import LocalSockets, OpenHead
 from planaria.nodes.head.request_socket import serve_requests
 from planaria.nodes.head.requests import Drains, reply_function
-from planaria.nodes.injector import Injector, Targets, coordinator_places, node_places
-from planaria.nodes.node_faults import LocalFaults, MachineFaults, NodeFaults
 from planaria.observe.status import JobStatus, Standing, job_status
 from planaria.transport.frames import PROBES, derive
 

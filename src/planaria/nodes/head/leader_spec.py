@@ -19,8 +19,8 @@ from planaria.planner.problem import Problem
 from planaria.policies.ahead import ForeseenAnswers
 from planaria.policies.named import looks_ahead, lookup_policy
 from planaria.policies.policy import Policy, profile_prices
-from planaria.transport.clocks import clock_name
 from planaria.transport.credentials import Credentials
+from planaria.transport.timekeeping import clock_name
 
 # Duration of a recovery besides moving layers, until the job has measured it; see docs/LOG.md.
 REGROUP_S: Final = 0.005

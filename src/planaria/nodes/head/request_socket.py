@@ -25,7 +25,7 @@ from planaria.nodes.head.requests import (
     RequestReply,
     answer_requests,
 )
-from planaria.nodes.user_files import plain_name, state_directory
+from planaria.nodes.head.user_files import plain_name, state_directory
 
 
 @contextlib.asynccontextmanager

@@ -32,8 +32,8 @@ from planaria.core.inject import (
     Place,
 )
 from planaria.errors import AuthenticationError
-from planaria.nodes.node_faults import NodeFaults
-from planaria.nodes.relay import Relay
+from planaria.nodes.faults.node_faults import NodeFaults
+from planaria.nodes.faults.relay import Relay
 from planaria.transport.acceptor import Handshakes, Purpose
 from planaria.transport.frames import Role, message_of, shake_hands
 from planaria.transport.probe import LISTENING, NO_NODE, Cut, LauncherMessage, Slowed, StepReached

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from planaria.nodes.relay import Relay
+from planaria.nodes.faults.relay import Relay
 
 
 def test_one_that_waits_for_a_cut_to_end_is_let_go_in_silence(

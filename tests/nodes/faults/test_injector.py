@@ -14,8 +14,8 @@ from helpers.heads import CREDENTIALS
 from helpers.tasks import wait_until
 from planaria.core.inject import Injection, parse_injection
 from planaria.core.machine_messages import FaultRequested
-from planaria.nodes.injector import Injector, Targets, node_places
-from planaria.nodes.node_faults import LocalFaults, MachineFaults
+from planaria.nodes.faults.injector import Injector, Targets, node_places
+from planaria.nodes.faults.node_faults import LocalFaults, MachineFaults
 from planaria.transport.acceptor import Acceptor, Handshakes, Purpose, listen
 from planaria.transport.credentials import Credentials, make_credentials
 from planaria.transport.frames import Role, shake_hands

@@ -10,8 +10,8 @@ from hypothesis import given
 
 from helpers.strategies import layer_profile, model_profile, profiles
 from planaria.core.plan import Link, ModelProfile, TiedParameters
-from planaria.core.profile_json import decode_profile, encode_profile
 from planaria.errors import ConfigError
+from planaria.profiles.profile_json import decode_profile, encode_profile
 
 
 @given(profiles(device_counts=(1, 2, 4)))
