@@ -20,7 +20,9 @@ from planaria.core.messages import AT_COMMIT, StartEpoch
 from planaria.core.plan import Transfer
 from planaria.core.specs import NodeSpec
 from planaria.data.batches import Batches
+from planaria.engine.comm.host import HostComm
 from planaria.engine.copying import Copying
+from planaria.engine.devices import PROCESSOR
 from planaria.engine.entry import provide_layers
 from planaria.engine.iteration.executor import Executor, ExecutorCallbacks, RankContext
 from planaria.engine.prepare import load_model
@@ -77,6 +79,7 @@ def test_an_executor_waits_for_a_peer_that_takes_hours() -> None:
                 lease_s=1.0,
                 resilience=config.resilience,
             ),
+            comm=HostComm(links, PROCESSOR),
             callbacks=ExecutorCallbacks(
                 on_step=lambda *_: None,
                 on_action_done=lambda: None,

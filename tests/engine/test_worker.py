@@ -35,7 +35,7 @@ from planaria.core.messages import (
 )
 from planaria.core.specs import NodeSpec
 from planaria.engine import process
-from planaria.engine.iteration.executor import send_tensor
+from planaria.engine.comm.host import send_tensor
 from planaria.engine.stage import RankStage
 from planaria.errors import PeerLostError
 from planaria.transport.links import Links
@@ -196,7 +196,7 @@ def test_a_rank_that_has_lost_a_peer_computes_nothing_and_is_not_late(
         send_tensor(*arguments, **others)
 
     monkeypatch.setattr(RankStage, "forward", note_forward)
-    monkeypatch.setattr("planaria.engine.iteration.executor.send_tensor", lose_second)
+    monkeypatch.setattr("planaria.engine.comm.host.send_tensor", lose_second)
     plan = shaped_plan((2,), 2)
     served = Served(tiny_job("sequential", tmp_path, global_batch_size=4), tmp_path)
     peer = Links(1, token=b"")

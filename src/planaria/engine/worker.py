@@ -42,6 +42,8 @@ from planaria.core.plan import Plan
 from planaria.core.specs import NodeSpec
 from planaria.data.batches import Batches
 from planaria.engine.blame import failure_of
+from planaria.engine.comm.device_comm import DeviceComm
+from planaria.engine.comm.host import HostComm
 from planaria.engine.control import Control
 from planaria.engine.copying import Copying
 from planaria.engine.entry import provide_layers
@@ -133,6 +135,7 @@ class Worker:
         self._is_leaving = False
         # State of the epoch that is served.
         self._executor: Executor | None = None
+        self._comm: DeviceComm | None = None
         self._schedule: tuple[Schedule, float] | None = None
         self._regroup_begin_s = 0.0
         self._received_bytes = 0
@@ -434,10 +437,12 @@ class Worker:
             )
         )
         self._received_bytes = 0
+        self._comm = HostComm(self._links, self._stage.device)
         self._executor = Executor(
             start.plan,
             schedule,
             context=self._context,
+            comm=self._comm,
             callbacks=self._callbacks,
         )
         self._copying.enter(start, self._stage, is_planned=begin.is_planned)
@@ -447,9 +452,12 @@ class Worker:
         # This also unblocks reductions, whatever ended the epoch.
         self._links.abort("the epoch is over", first_epoch=epoch + 1)
         executor, self._executor = self._executor, None
+        comm, self._comm = self._comm, None
         if executor is not None:
             executor.close()
         self._copying.leave()
+        if comm is not None:
+            comm.close()
 
     # -- an iteration -----------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -28,12 +27,12 @@ from planaria.core.job import ResilienceConfig
 from planaria.core.messages import MeasuredSpan
 from planaria.core.plan import Hop, Plan
 from planaria.data.batches import Batches
-from planaria.engine.iteration.groups import reduce_bucket, reduce_vector
+from planaria.engine.comm.device_comm import DeviceComm
+from planaria.engine.iteration.groups import reduce_vector
 from planaria.engine.iteration.guard import sampled_hashes
 from planaria.engine.iteration.split_backward import WeightGradients, input_gradient
 from planaria.engine.stage import HeldLayer, RankStage
-from planaria.engine.staging import fill_device, to_host
-from planaria.errors import CorruptedError
+from planaria.errors import AbortedError, CorruptedError
 from planaria.schedule.action import Action, Kind, Schedule
 from planaria.transport.links import UNLIMITED_S, Channel, Links, Tag
 from planaria.transport.pulse import Pulse
@@ -102,6 +101,7 @@ class Executor:
         schedule: Schedule,
         *,
         context: RankContext,
+        comm: DeviceComm,
         callbacks: ExecutorCallbacks,
     ) -> None:
         self.action_s: dict[str, float] = {}
@@ -111,6 +111,7 @@ class Executor:
         self._schedule = schedule
         self._stage = context.stage
         self._links = context.links
+        self._comm = comm
         self._now_s = context.links.timekeeper.now_s
         self._layout = context.layout
         self._pulse = context.pulse
@@ -176,7 +177,7 @@ class Executor:
             held.clear()
         reached_steps: set[str] = set()
         for action in self._actions:
-            self._links.check_epoch()
+            self._comm.check()
             step = _STEPS.get(action.kind)
             if step and step not in reached_steps:
                 reached_steps.add(step)
@@ -316,7 +317,7 @@ class Executor:
     def _receive_forward(self, action: Action) -> None:
         source = self._schedule.routes[action.microbatch][action.hop - 1].rank
         tag = Tag(Channel.FORWARD, self._iteration, action.microbatch, action.hop)
-        hidden = self._receive(source, tag)
+        hidden = self._comm.receive(source, tag)
         self._inputs[action.microbatch, action.hop] = hidden.requires_grad_()
 
     def _send_backward(self, action: Action) -> None:
@@ -329,7 +330,7 @@ class Executor:
     def _receive_backward(self, action: Action) -> None:
         source = self._schedule.routes[action.microbatch][action.hop + 1].rank
         tag = Tag(Channel.BACKWARD, self._iteration, action.microbatch, action.hop)
-        gradient = self._receive(source, tag)
+        gradient = self._comm.receive(source, tag)
         self._output_gradients[action.microbatch, action.hop] = gradient
 
     def _reduce(self, action: Action) -> None:
@@ -352,11 +353,12 @@ class Executor:
             self._sum_tied(entry.tied, bucket, entry.ranks)
         else:
             held = [self._stage.layers[layer] for layer in entry.layers]
-            self._reduce_tensors(
+            self._comm.sum_over(
+                entry.ranks,
                 [layer.sums for layer in held],
                 [layer.gradients for layer in held],
+                iteration=self._iteration,
                 bucket=bucket,
-                ranks=entry.ranks,
                 virtual_bytes=self._stage.model.virtual_parameter_bytes(entry.layers),
             )
         self._record("reduce", Action(Kind.REDUCE, bucket=bucket), start_s)
@@ -365,34 +367,16 @@ class Executor:
     def _sum_tied(self, group_index: int, bucket: int, ranks: Sequence[int]) -> None:
         total, uses = self._stage.tied_sum(self._stage.model.tied[group_index], self._own_indices)
         result = torch.empty_like(total, dtype=torch.float32)
-        self._reduce_tensors([total], [result], bucket=bucket, ranks=ranks, virtual_bytes=0)
-        for held, name in uses:
-            held.tied_gradients[name].copy_(result)
-
-    def _reduce_tensors(
-        self,
-        sums: list[Tensor],
-        results: list[Tensor],
-        *,
-        bucket: int,
-        ranks: Sequence[int],
-        virtual_bytes: int,
-    ) -> None:
-        device = self._stage.device
-        host_sums, host_results = to_host(device, sums), results
-        if not device.is_host:
-            host_results = [device.host_like(result) for result in results]
-        reduce_bucket(
-            self._links,
-            host_sums,
-            host_results,
-            ranks=ranks,
+        self._comm.sum_over(
+            ranks,
+            [total],
+            [result],
             iteration=self._iteration,
             bucket=bucket,
-            timeout_s=UNLIMITED_S,
-            virtual_bytes=virtual_bytes,
+            virtual_bytes=0,
         )
-        fill_device(device, results, host_results)
+        for held, name in uses:
+            held.tied_gradients[name].copy_(result)
 
     # -- the commit -----------------------------------------------------------------------------
 
@@ -430,14 +414,18 @@ class Executor:
         shared = [self._stage.layers[layer] for layer in self._shared]
         current = [held for held in shared if held.age == age]
         hashes = sampled_hashes(current, self._resilience)
-        total = reduce_vector(
-            self._links,
-            np.concatenate([vector, hash_entries(hashes, self._layout.num_layers)]),
-            ranks=self._plan.all_ranks,
-            iteration=age,
-            timeout_s=UNLIMITED_S,
-            channel=channel,
-        )
+        try:
+            total = reduce_vector(
+                self._links,
+                np.concatenate([vector, hash_entries(hashes, self._layout.num_layers)]),
+                ranks=self._plan.all_ranks,
+                iteration=age,
+                timeout_s=UNLIMITED_S,
+                channel=channel,
+            )
+        except AbortedError:
+            self._comm.check()  # An error of its threads ends the epoch, too, and says more.
+            raise
         if layers := disagreeing_layers(total[len(vector) :]):
             for held in self._own_layers():
                 held.clear()
@@ -448,49 +436,7 @@ class Executor:
     def _send(self, target: int, tag: Tag, tensor: Tensor, *, layer: int) -> None:
         """Sends the output of a layer, or the gradient of that output."""
         virtual_bytes = self._stage.model.virtual_output_bytes(layer)
-        (tensor,) = to_host(self._stage.device, [tensor.detach()])
-        send_tensor(self._links, target, tag, tensor, virtual_bytes=virtual_bytes)
-
-    def _receive(self, source: int, tag: Tag) -> Tensor:
-        received = receive_tensor(self._links, source, tag, timeout_s=UNLIMITED_S)
-        return received.to(self._stage.device.place)
-
-
-# -- tensors as messages between ranks: a head with dtype and shape, then their bytes --------------
-# The head is eight int64: the index of the dtype, the number of dimensions, and the shape.
-
-_HEAD_BYTES: Final = 64
-_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64)
-
-
-def send_tensor(links: Links, target: int, tag: Tag, tensor: Tensor, *, virtual_bytes: int) -> None:
-    """Sends a tensor of up to six dimensions without waiting for its receiver.
-
-    Args:
-        virtual_bytes: size that paced links take the tensor to have; 0: its real size.
-    """
-    tensor = tensor.detach().contiguous()
-    head = np.zeros(_HEAD_BYTES // 8, dtype=np.int64)
-    assert tensor.dim() <= len(head) - 2
-    head[:2] = _DTYPES.index(tensor.dtype), tensor.dim()
-    head[2 : 2 + tensor.dim()] = tensor.shape
-    body = tensor.reshape(-1).view(torch.uint8).numpy()
-    links.send(target, tag, head, body, virtual_bytes=virtual_bytes)
-
-
-def receive_tensor(links: Links, source: int, tag: Tag, *, timeout_s: float) -> Tensor:
-    """The tensor that `source` sends with this tag.
-
-    Raises:
-        PeerLostError: the tensor will not arrive.
-    """
-    received = links.receive(source, tag, timeout_s=timeout_s)
-    head = received[:_HEAD_BYTES].view(np.int64)
-    shape = head[2 : 2 + int(head[1])].tolist()
-    dtype = _DTYPES[int(head[0])]
-    # torch cannot view an empty tensor as another dtype.
-    body = torch.from_numpy(received[_HEAD_BYTES:])
-    return body.view(dtype).view(shape) if len(body) else torch.empty(shape, dtype=dtype)
+        self._comm.send(target, tag, tensor, virtual_bytes=virtual_bytes)
 
 
 # -- gradients that are complete without a reduction, because only one rank holds their layers -----
