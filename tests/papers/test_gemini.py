@@ -3,6 +3,7 @@
 import pytest
 
 from planaria.papers.experiments import EXPERIMENTS
+from planaria.papers.gemini.zero_timelines import P4D, zero_iteration
 
 
 def test_saving_mt_nlg_takes_42_minutes_and_a_failure_wastes_105() -> None:
@@ -55,3 +56,48 @@ def test_a_thousand_nodes_train_91_percent_of_the_time_if_no_node_is_replaced() 
     assert rows[1000, 15.0, "gemini, 12 min"].ours == pytest.approx(85.9, abs=0.05)
     assert not rows[1000, 15.0, "gemini, 12 min"].has_come_back
     assert rows[1000, 15.0, "gemini more, saved after 561 s"].has_come_back
+
+
+def test_copies_fit_into_the_idle_spans_of_zero_iterations() -> None:
+    """As the paper says of all its models; and some idle time is left."""
+    for name in ("gemini-figure-7", "gemini-figure-13"):
+        ratios = [row for row in EXPERIMENTS[name].rows() if row.published == 1.0]
+        assert ratios
+        assert all(row.has_come_back for row in ratios)
+    for name in ("gemini-figure-8", "gemini-figure-13"):
+        left = [
+            row.ours
+            for row in EXPERIMENTS[name].rows()
+            if row.keys["quantity"] == "idle s with copies"
+        ]
+        assert left
+        assert all(seconds is not None and seconds > 0 for seconds in left)
+
+
+def test_copies_that_block_cost_a_tenth_of_an_iteration() -> None:
+    """10.1% as printed, from bytes and operations alone; one buffer costs more than published."""
+    rows = {tuple(row.keys.values()): row for row in EXPERIMENTS["gemini-figure-16"].rows()}
+
+    assert rows["blocking", "computed"].published == 10.1
+    assert rows["blocking", "computed"].ours == pytest.approx(11.0, abs=0.1)
+    assert rows["no pipelining", "computed"].ours == pytest.approx(5.9, abs=0.1)
+    assert not rows["no pipelining", "computed"].has_come_back
+    assert rows["gemini", "computed"].ours == 0.0
+
+
+def test_the_network_is_busy_for_every_byte() -> None:
+    """Two gathers and a scatter of each layer, but for the layers that are still there."""
+    iteration = zero_iteration(P4D, 100e9)
+    wire_s = 2 * 100e9 / 96 * (15 / 16) / 50e9
+
+    assert len(iteration.busy) == 3 * 96 - 1
+    assert iteration.idle_s == pytest.approx(iteration.end_s - (3 * 96 - 1) * wire_s)
+
+
+def test_the_shape_of_gpt_2_100b_has_other_parameters_than_100e9() -> None:
+    """Named as what does not come back."""
+    shape, checkpoint = EXPERIMENTS["gemini-table-2"].rows()
+
+    assert shape.ours == pytest.approx(174.0, abs=0.1)
+    assert not shape.has_come_back
+    assert checkpoint.has_come_back

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from planaria.errors import ConfigError
-from planaria.papers.gemini import wasted_time
+from planaria.papers.gemini import wasted_time, zero_timelines
 from planaria.papers.oobleck import breakdown, planning_latency, spot
 from planaria.papers.oobleck.throughput import table_2, table_4
 from planaria.papers.rows import GEMINI, OOBLECK, Experiment
@@ -56,11 +56,41 @@ _ALL: Final = (
         breakdown.figure_11,
     ),
     Experiment(
+        "gemini-table-1",
+        "Memory of a node",
+        f"{GEMINI}, Table 1",
+        "GB",
+        wasted_time.table_1,
+    ),
+    Experiment(
+        "gemini-table-2",
+        "Models",
+        f"{GEMINI}, Table 2",
+        "1e9 parameters, and GB",
+        wasted_time.table_2,
+    ),
+    Experiment(
         "gemini-mt-nlg",
         "Saving MT-NLG 530B to remote storage",
         f"{GEMINI}, section 2.2",
         "minutes",
         wasted_time.mt_nlg,
+    ),
+    Experiment(
+        "gemini-figure-7",
+        "Iterations of 100e9 parameters on p4d",
+        f"{GEMINI}, Figure 7",
+        "seconds, and times",
+        zero_timelines.figure_7,
+        "Only bytes count, so GPT-2, RoBERTa and BERT are one row.",
+    ),
+    Experiment(
+        "gemini-figure-8",
+        "Idle time of the network",
+        f"{GEMINI}, Figure 8",
+        "seconds",
+        zero_timelines.figure_8,
+        "GPT-2, RoBERTa and BERT are one row.",
     ),
     Experiment(
         "gemini-figure-9",
@@ -92,6 +122,14 @@ _ALL: Final = (
         wasted_time.figure_12,
     ),
     Experiment(
+        "gemini-figure-13",
+        "Iterations and idle time on p3dn",
+        f"{GEMINI}, Figure 13",
+        "seconds, and times",
+        zero_timelines.figure_13,
+        "GPT-2, RoBERTa and BERT of a size are one row.",
+    ),
+    Experiment(
         "gemini-figure-14",
         "Phases of a recovery",
         f"{GEMINI}, Figure 14",
@@ -104,6 +142,13 @@ _ALL: Final = (
         f"{GEMINI}, Figure 15",
         "percent",
         wasted_time.figure_15,
+    ),
+    Experiment(
+        "gemini-figure-16",
+        "What copies cost by when they are sent",
+        f"{GEMINI}, Figure 16",
+        "percent of an iteration",
+        zero_timelines.figure_16,
     ),
 )
 EXPERIMENTS: Final[Mapping[str, Experiment]] = {experiment.name: experiment for experiment in _ALL}

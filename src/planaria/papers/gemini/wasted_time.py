@@ -69,6 +69,40 @@ def _memory_save_s(num_nodes: int, bits_per_s: float) -> float:
     return GPT_2_PARAMETERS * BYTES_PER_PARAMETER / num_nodes / (bits_per_s / 8)
 
 
+def table_1() -> tuple[PublishedRow, ...]:
+    """Memory of a p4d node, and what two copies of GPT-2 100B take of it."""
+    copies = 2 * GPT_2_PARAMETERS * BYTES_PER_PARAMETER / NUM_NODES / 1e9
+    input_note = "section 7.1; the table itself is not in the text at hand"
+    return (
+        PublishedRow({"quantity": "device memory, GB"}, 320.0, 8 * 40.0, How.INPUT, input_note),
+        PublishedRow({"quantity": "host memory, GB"}, 1152.0, 1152.0, How.INPUT, input_note),
+        PublishedRow({"quantity": "two copies, GB"}, None, copies, How.FIRST_PRINCIPLES),
+    )
+
+
+def table_2() -> tuple[PublishedRow, ...]:
+    """Parameters of GPT-2 100B by its shape, and the checkpoint of a device."""
+    shape = 12 * 96 * 12_288**2
+    device_bytes = GPT_2_PARAMETERS * BYTES_PER_PARAMETER / (8 * NUM_NODES)
+    return (
+        PublishedRow(
+            {"quantity": "parameters of GPT-2 100B, 1e9"},
+            100.0,
+            shape / 1e9,
+            How.FIRST_PRINCIPLES,
+            "96 layers of hidden size 12288 have 12 L h^2 parameters, not 100e9: the paper "
+            "contradicts itself, so only its bytes are used",
+        ),
+        PublishedRow(
+            {"quantity": "checkpoint of a device, GB"},
+            9.4,
+            device_bytes / 1e9,
+            How.FIRST_PRINCIPLES,
+            "12 bytes for a parameter over 128 devices (section 5.2)",
+        ),
+    )
+
+
 def mt_nlg() -> tuple[PublishedRow, ...]:
     """Minutes to save MT-NLG to remote storage, and minutes that a failure wastes then."""
     save_s = _remote_save_s(MT_NLG_PARAMETERS)
