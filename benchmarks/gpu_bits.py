@@ -22,7 +22,7 @@ failed or missed its goal. `--device cpu --small` tries everything out on a proc
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -68,18 +68,16 @@ class Size:
 
     Attributes:
         gpt2, llama: keys of the models' configs.
-        gpt2_bytes, llama_bytes, shallow_bytes: device memory that holds half of the model's state,
-            but not all of it, so that pipelines have two stages.
+        bytes_by_model: device memory that holds half of the model and its activations, but not all
+            of it, so that pipelines have two stages.
         shallow: number of blocks of the GPT-2 of the part `memory`.
     """
 
     gpt2: Tables
     llama: Tables
     sequence_length: int
-    gpt2_bytes: int
-    llama_bytes: int
     shallow: int
-    shallow_bytes: int
+    bytes_by_model: Mapping[str, int]
 
 
 LARGE: Final = Size(
@@ -92,10 +90,13 @@ LARGE: Final = Size(
         "num_key_value_heads": 4,
     },
     sequence_length=256,
-    gpt2_bytes=2_400_000_000,
-    llama_bytes=2_400_000_000,
     shallow=4,
-    shallow_bytes=700_000_000,
+    bytes_by_model={
+        "gpt2": 2_300_000_000,  # All of it takes 2.53 GB, half of it 1.73.
+        "llama": 1_800_000_000,  # 1.97 and 1.25.
+        "bfloat16": 1_900_000_000,  # 2.06 and 1.26.
+        "shallow": 680_000_000,  # 0.73 and 0.50.
+    },
 )
 SMALL: Final = Size(
     gpt2={"n_layer": 6, "n_embd": 16, "n_head": 2},
@@ -107,10 +108,8 @@ SMALL: Final = Size(
         "num_key_value_heads": 1,
     },
     sequence_length=16,
-    gpt2_bytes=900_000,
-    llama_bytes=900_000,
     shallow=4,
-    shallow_bytes=700_000,
+    bytes_by_model={"gpt2": 900_000, "llama": 700_000, "bfloat16": 900_000, "shallow": 600_000},
 )
 
 
@@ -206,7 +205,7 @@ class _Bits:
             raise NotRunError("the part llama has no save of one process")
         job = self.runner.directory / "llama-one" / "job.toml"
         script = Path(__file__).parent / "gpu" / "plain_oracle.py"
-        command = [sys.executable, str(script), str(job), "--device", self.runner.device]
+        command = [sys.executable, str(script), str(job), "--device", self.runner.torch_device]
         command += ["--saves", str(self.plain_run.saves)]
         log = self.runner.directory / "plain" / "log"
         workspace = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -226,7 +225,7 @@ class _Bits:
     def memory(self) -> list[Row]:
         """GPU memory over many recoveries."""
         started = Started("memory-four", self._memory_tables(nodes=4), memory_faults())
-        read = resident_bytes if self.runner.device == "cpu" else gpu_reader()
+        read = resident_bytes if self.runner.torch_device == "cpu" else gpu_reader()
         with MemoryWatch(read, self.runner.directory / started.name / "log") as watch:
             run = self.runner.run(started, timeout_s=max(self.job_s, self.parts.left_s()))
         row = self._row(run, expected=None)
@@ -291,6 +290,7 @@ class _Bits:
             "name": run.name,
             "injections": run.started.injections,
             "seconds": run.ended.seconds,
+            "pipelines": run.pipelines,
             "hashes": run.hashes,
             "recoveries": run.recoveries,
             "unfired": run.unfired,
@@ -302,8 +302,8 @@ class _Bits:
         compared = "equal" if is_equal else "DIFFER" if run.hashes[0] else "MISSING"
         compared = "alone" if expected is None and is_equal else compared
         say(
-            f"   {run.name}: {run.ended.seconds:.0f} s, hashes {compared}; "
-            f"{_recovery_texts(run)}; peak {_mega(measured)} (predicted {_mega(predicted)})"
+            f"   {run.name}: {run.ended.seconds:.0f} s, pipelines {run.pipelines}, "
+            f"hashes {compared}; {_recovery_texts(run)}; peak {_mega(measured)} (predicted {_mega(predicted)})"
         )
         if run.unfired:
             say(f"   {run.name}: NOT INJECTED: {', '.join(run.unfired)}")
@@ -322,7 +322,6 @@ class _Bits:
         config = {"model_type": "llama", **size.llama, "max_position_embeddings": 512}
         if not is_llama:
             config = {"model_type": "gpt2", **size.gpt2, "n_positions": size.sequence_length}
-        bytes_of_two = size.llama_bytes if is_llama else size.gpt2_bytes
         return {
             "name": model,
             "model": {"kind": "hf", "config": {**config, "vocab_size": 256}},
@@ -343,7 +342,7 @@ class _Bits:
             "resilience": {"failures_tolerated": 2 if nodes > 1 else 0},
             "cluster": {
                 "nodes": nodes,
-                "device_memory_bytes": bytes_of_two if nodes > 1 else 0,
+                "device_memory_bytes": size.bytes_by_model[model] if nodes > 1 else 0,
                 "rejoin_delay_s": 0.0,
             },
         }
@@ -356,7 +355,9 @@ class _Bits:
                 "global_batch_size": 8,
             },
             "resilience": {"failures_tolerated": min(1, nodes - 1)},
-            "cluster": {"device_memory_bytes": self.size.shallow_bytes if nodes > 1 else 0},
+            "cluster": {
+                "device_memory_bytes": self.size.bytes_by_model["shallow"] if nodes > 1 else 0
+            },
         }
         return merged(self._tables("gpt2", nodes=nodes), changes)
 

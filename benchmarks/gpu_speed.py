@@ -166,7 +166,9 @@ class _Speed:
     def raw(self) -> list[Row]:
         """What the device can do at best."""
         sizes = ["--bytes", str(1 << 20), "--width", "64"] if self.options.small else []
-        found = self._script("raw", "raw_figures.py", ["--device", self.runner.device, *sizes])
+        found = self._script(
+            "raw", "raw_figures.py", ["--device", self.runner.torch_device, *sizes]
+        )
         self.to_host = found["to_host_gb_per_s"]
         say(
             f"   {found['name']}: pinned copies {found['to_host_gb_per_s']:.1f} GB/s to the host, "
@@ -255,7 +257,7 @@ class _Speed:
         known = {key: self.tables[key] for key in ("name", "model", "data", "training")}
         job.write_text(toml_text(known))
         number = str(max(2, self.options.iterations - 1))
-        words = [str(job), "--device", self.runner.device, "--iterations", number, *more]
+        words = [str(job), "--device", self.runner.torch_device, "--iterations", number, *more]
         found = self._script(name, "plain_loop.py", words)
         say(f"   {name}: {self._rate(found['seconds'])}, losses {found['losses']}")
         return found

@@ -70,6 +70,12 @@ class JobRun:
         return final.get("parameters_sha256", ""), final.get("optimizer_sha256", "")
 
     @property
+    def pipelines(self) -> str:
+        """The numbers of nodes of the first pipelines, as in "2+2+2"; "" without a report."""
+        pipelines = self.report.get("plan", {}).get("pipelines", ())
+        return "+".join(str(len(pipeline["nodes"])) for pipeline in pipelines)
+
+    @property
     def recoveries(self) -> list[Row]:
         """Each event that training stood still for, with its cost in seconds and bytes."""
         keys = ("kind", "nodes", "iteration", "step", "answer", "downtime_s", "detect_s")
@@ -118,6 +124,11 @@ class Runner:
     directory: Path
     device: str
     saves: Path
+
+    @property
+    def torch_device(self) -> str:
+        """The device as torch names it: planaria's test device is a processor."""
+        return "cpu" if self.device == "late" else self.device
 
     def run(self, started: Started, *, timeout_s: float) -> JobRun:
         """Trains a job to its end; its failure is in the result."""

@@ -55,7 +55,7 @@ def machine_facts(device: str) -> dict[str, str]:
     """What a reader of results has to know of the machine."""
     return {
         "device": device,
-        "gpu": _gpu_name() if device != "cpu" else "none",
+        "gpu": _gpu_name() if device not in ("cpu", "late") else "none",
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "processors": str(len(os.sched_getaffinity(0))),
