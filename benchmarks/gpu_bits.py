@@ -303,7 +303,8 @@ class _Bits:
         compared = "alone" if expected is None and is_equal else compared
         say(
             f"   {run.name}: {run.ended.seconds:.0f} s, pipelines {run.pipelines}, "
-            f"hashes {compared}; {_recovery_texts(run)}; peak {_mega(measured)} (predicted {_mega(predicted)})"
+            f"hashes {compared}; {_recovery_texts(run)}; "
+            f"peak {_mega(measured)} (predicted {_mega(predicted)})"
         )
         if run.unfired:
             say(f"   {run.name}: NOT INJECTED: {', '.join(run.unfired)}")

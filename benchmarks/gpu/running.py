@@ -5,6 +5,7 @@ once, and the results are written after each part, so that a run that is cut off
 knew. Commands run in process groups of their own that end with their time limit.
 """
 
+import ctypes
 import json
 import os
 import shutil
@@ -27,6 +28,7 @@ ROOT: Final = Path(__file__).parents[2]
 VERSION: Final = 1  # Version of the results.
 TAIL_LINES: Final = 40
 _KILL_TIMEOUT_S: Final = 10.0
+_PR_SET_PDEATHSIG: Final = 1
 
 Row = dict[str, Any]
 
@@ -116,7 +118,11 @@ def run_command(
     timeout_s: float,
     environment: Mapping[str, str] | None = None,
 ) -> Ended:
-    """Runs a command with its output in a file; kills it and all its descendants in the end."""
+    """Runs a command with its output in a file; kills it and all its descendants in the end.
+
+    The command dies with this thread, also if this process is killed: it is in a session of its own,
+    and would take the device from the next measurement.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     began_s = time.monotonic()
     with log.open("wb") as output:
@@ -127,6 +133,7 @@ def run_command(
             stderr=subprocess.STDOUT,
             env=_environment(environment or {}),
             start_new_session=True,
+            preexec_fn=_die_with_parent(),
         )
         try:
             code: int | None = process.wait(timeout=max(1.0, timeout_s))
@@ -135,6 +142,16 @@ def run_command(
         finally:
             _end_group(process)
     return Ended(code, time.monotonic() - began_s, log)
+
+
+def _die_with_parent() -> Callable[[], None]:
+    """A function for a new process, which the kernel then kills when its parent's thread ends."""
+    libc = ctypes.CDLL(None)
+
+    def ask_kernel() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+    return ask_kernel
 
 
 def last_json(log: Path) -> Row:

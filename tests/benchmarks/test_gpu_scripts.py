@@ -1,6 +1,7 @@
 """The scripts that prove planaria on a machine with one GPU, as far as they work without one."""
 
 import json
+import multiprocessing
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ import gpu_speed
 from gpu.jobs import JobRun, Runner, Started, toml_text, write_text
 from gpu.memory_watch import Sample, growth
 from gpu.running import Ended, NotRunError, Parts, Row, last_json, run_command
+from helpers.command import wait_for
 from planaria.core.inject import check_injections, parse_injection
 from planaria.core.job import JobConfig
 from planaria.job.config import load_job
@@ -95,8 +97,31 @@ def test_a_command_over_its_time_is_killed_with_its_descendants(tmp_path: Path) 
     assert ended.code is None
     assert "killed at its time limit" in ended.problem
     assert "pid " in ended.problem
-    pid = int((tmp_path / "log").read_text().split()[1])
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert _is_gone(int((tmp_path / "log").read_text().split()[1]))
+
+
+def test_a_command_dies_with_a_script_that_is_killed(tmp_path: Path) -> None:
+    """It has a session of its own, and would take the GPU from the next measurement."""
+    log = tmp_path / "log"
+    words = ["sh", "-c", "echo pid $$; exec sleep 60"]
+    script = multiprocessing.get_context("fork").Process(
+        target=run_command, args=(words,), kwargs={"log": log, "timeout_s": 60.0}
+    )
+    script.start()
+    wait_for(lambda: log.exists() and "\n" in log.read_text(), what="the pid")
+
+    script.kill()
+
+    pid = int(log.read_text().split()[1])
+    wait_for(lambda: _is_gone(pid), what="the end of the command")
+    script.join()
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_the_problem_of_a_command_shows_the_end_of_its_output(tmp_path: Path) -> None:
