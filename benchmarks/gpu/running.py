@@ -120,8 +120,8 @@ def run_command(
 ) -> Ended:
     """Runs a command with its output in a file; kills it and all its descendants in the end.
 
-    The command dies with this thread, also if this process is killed: it is in a session of its own,
-    and would take the device from the next measurement.
+    The command dies with this thread, also if this process is killed: it is in a session of its
+    own, and would take the device from the next measurement.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     began_s = time.monotonic()
