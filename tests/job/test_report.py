@@ -37,10 +37,10 @@ class Told:
         self.texts.append(message.text)
 
 
-def final(tier: Tier) -> tuple[FinalRecord, list[str]]:
+def final(tier: Tier, *, resumed: int = ITERATION) -> tuple[FinalRecord, list[str]]:
     """The record of a job that was resumed and had nothing to train, and what it told."""
     planned: Any = SimpleNamespace(
-        resumed=SimpleNamespace(iteration=ITERATION),
+        resumed=SimpleNamespace(iteration=resumed),
         prepared=SimpleNamespace(parameters=(("w",),) * LAYERS),
     )
     told: Any = Told()
@@ -95,6 +95,16 @@ def test_a_save_whose_manifest_is_not_read_in_time_is_not_taken_for_none(
 
     assert found.checkpoint == ""
     assert "did not answer within 0.05 s" in texts[0]
+
+
+def test_a_head_that_takes_up_a_job_whose_iterations_are_all_committed_reports_their_end(
+    tier: Tier,
+) -> None:
+    """It said that the job ended where the head before it had begun, and gave no hashes."""
+    found, _ = final(tier, resumed=0)
+
+    assert found.iteration == ITERATION
+    assert len(found.parameters_sha256) == 64
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What a person sees: short lines that hold together, on a terminal and in a pipe."""
 
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -67,6 +68,15 @@ def shown(width: int, *, is_terminal: bool) -> str:
     output = console.file
     assert isinstance(output, StringIO)
     return output.getvalue()
+
+
+def test_a_run_without_iterations_has_a_summary() -> None:
+    """As that of a head that took a job up while its last save was written."""
+    console = Console(file=StringIO(), width=80)
+    console.print(summary(replace(report(), iterations=())), soft_wrap=True)
+
+    assert isinstance(console.file, StringIO)
+    assert f"parameters  {SHA256}" in console.file.getvalue()
 
 
 @pytest.mark.parametrize("width", [80, 120])

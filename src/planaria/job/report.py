@@ -188,6 +188,8 @@ def final_record(
     manifest, parameters, optimizer = None, "", ""
     try:
         manifest = tier.newest()
+        if manifest is not None and not records:  # A head before this one may have trained all.
+            iteration = manifest.iteration
         if manifest is not None and manifest.layers and manifest.iteration == iteration:
             parameters, optimizer = digests(
                 tier,

@@ -6,6 +6,7 @@ itself has two lines, so it always fits the screen.
 
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -185,15 +186,9 @@ def summary(report: Report) -> RenderableType:
 
     Facts have a line each and are not wrapped.
     """
-    records = report.iterations
-    samples = sum(record.samples for record in records)
-    seconds = sum(record.seconds for record in records)
-    tail = records[-3:]
-    loss = sum(record.loss for record in tail) / len(tail)
     facts = {
         "iterations": f"{report.final.iteration}",
-        "loss": f"{records[0].loss:.4f} -> {loss:.4f} (mean of the last {len(tail)})",
-        "throughput": f"{samples / seconds:.1f} samples/s",
+        **_training_facts(report.iterations),
         "checkpoint": report.final.checkpoint,
         "sha256 of": "",
         " parameters": report.final.parameters_sha256,
@@ -211,3 +206,17 @@ def summary(report: Report) -> RenderableType:
         if spent_s > 0:
             ledger.add_row(name, f"{spent_s:.2f}", f"{100 * spent_s / wall_s:.1f}%")
     return Group(lines, ledger, Text(), beside_table(report))
+
+
+def _training_facts(records: Sequence[IterationRecord]) -> dict[str, str]:
+    """What this run has trained; nothing if the head before it had committed all iterations."""
+    if not records:
+        return {}
+    samples = sum(record.samples for record in records)
+    seconds = sum(record.seconds for record in records)
+    tail = records[-3:]
+    loss = sum(record.loss for record in tail) / len(tail)
+    return {
+        "loss": f"{records[0].loss:.4f} -> {loss:.4f} (mean of the last {len(tail)})",
+        "throughput": f"{samples / seconds:.1f} samples/s",
+    }
