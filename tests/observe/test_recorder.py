@@ -20,6 +20,7 @@ from planaria.core.copies import CopiesDone
 from planaria.core.inject import parse_injection
 from planaria.core.records import Starting
 from planaria.observe.ledger import Category
+from planaria.observe.recorder import Recorder
 
 
 def test_an_iteration_is_recorded_as_the_report_has_it() -> None:
@@ -254,3 +255,11 @@ def test_what_copies_took_contains_no_downtime() -> None:
         run.on_committed(structs.replace(message, reports=reports))
 
     assert run.copy_measurements.table(0.0)["checkpoint_s"] == pytest.approx(2.0)
+
+
+def test_what_happens_before_the_first_commit_of_a_resumed_job_has_its_iteration() -> None:
+    """It was said to have happened in iteration 0."""
+    resumed = Recorder(start_s=0.0, predicted_s=0.5, predicted_peak_bytes=9, first_iteration=100)
+    resumed.on_fault(parse_injection("leader:@~1"), now_s=1.0)
+
+    assert [event.iteration for event in resumed.events()] == [100]

@@ -473,6 +473,7 @@ def _recorder(planned: Planned, start_s: float) -> Recorder:
         start_s=start_s,
         predicted_s=planned.predicted.iteration_s,
         predicted_peak_bytes=planned.predicted_peak_bytes,
+        first_iteration=planned.resumed.iteration if planned.resumed else 0,
     )
 
 

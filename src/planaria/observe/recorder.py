@@ -99,6 +99,9 @@ class _IterationInFlight:
 class Recorder:
     """The facts of one run.
 
+    Args:
+        first_iteration: iteration with which the run begins.
+
     Attributes:
         ledger: seconds so far by category.
         iterations: the committed iterations, in order.
@@ -109,7 +112,15 @@ class Recorder:
         copy_measurements: measured cost of copies in memory.
     """
 
-    def __init__(self, *, start_s: float, predicted_s: float, predicted_peak_bytes: int) -> None:
+    def __init__(
+        self,
+        *,
+        start_s: float,
+        predicted_s: float,
+        predicted_peak_bytes: int,
+        first_iteration: int = 0,
+    ) -> None:
+        self._first_iteration = first_iteration
         self.ledger = Ledger(start_s, start_s)
         self.iterations: list[IterationRecord] = []
         self.spans: list[dict[int, tuple[MeasuredSpan, ...]]] = []
@@ -134,7 +145,7 @@ class Recorder:
     @property
     def next_iteration(self) -> int:
         """Number of the iteration after the newest committed one."""
-        return self.iterations[-1].iteration + 1 if self.iterations else 0
+        return self.iterations[-1].iteration + 1 if self.iterations else self._first_iteration
 
     def on_running(self, message: Running) -> tuple[EventRecord, ...]:
         """Records that training runs, for the first time or again; returns the events that end."""
