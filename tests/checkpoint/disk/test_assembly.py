@@ -80,6 +80,16 @@ def begin(tier: Tier, run: str = "a1") -> Run:
     return Run(tier, next_run(tier.storage, run))
 
 
+def test_the_newest_mark_is_that_of_the_highest_epoch(tmp_path: Path) -> None:
+    """Its name comes first in the alphabet: the members of an older epoch were believed."""
+    run = begin(tier_of(str(tmp_path)))
+    run.mark(100_000, 0)
+    run.mark(99_999, 0, 1)
+
+    assert [mark.epoch for mark in run.place.marks()] == [99_999, 100_000]
+    assert "without node 1" in run.place.refusal(node=1, epoch=99_999)
+
+
 @pytest.fixture
 def tier(tmp_path: Path) -> Tier:
     return tier_of(str(tmp_path / "saves"))

@@ -184,7 +184,7 @@ class RunPlace:
 
     def marks(self) -> tuple[EpochMark, ...]:
         """The marks of the heads, the oldest epoch first."""
-        return self._records("epoch", EpochMark)[0]
+        return self._marks()[0]
 
     def answers(self) -> tuple[PartAnswer, ...]:
         """The answers of the ranks."""
@@ -192,11 +192,16 @@ class RunPlace:
 
     def contents(self) -> RunContents:
         """All records in the directory."""
-        marks, damaged_marks = self._records("epoch", EpochMark)
+        marks, damaged_marks = self._marks()
         answers, damaged_answers = self._records("answer", PartAnswer)
         parts, damaged_parts = self._records("part", RankPart)
         damage = (*damaged_marks, *damaged_answers, *damaged_parts)
         return RunContents(marks, answers, parts, damage)
+
+    def _marks(self) -> tuple[tuple[EpochMark, ...], tuple[str, ...]]:
+        """See `_records`; a number of more than five digits comes too early in the alphabet."""
+        marks, damage = self._records("epoch", EpochMark)
+        return tuple(sorted(marks, key=lambda mark: mark.epoch)), damage
 
     def _records(
         self, kind: str, record: type[Record]
