@@ -147,6 +147,7 @@ async def arrive(
     run: str = "",
     node: int = -1,
     machine_id: str = "",
+    has_code: bool = False,
 ) -> MachineLine[ToMachine]:
     """The end of a machine that arrives at a head."""
     reader, writer = await connect(address, Purpose.MACHINE, CREDENTIALS, timeout_s=TIMEOUT_S)
@@ -154,6 +155,13 @@ async def arrive(
     line: MachineLine[ToMachine] = MachineLine(reader, writer, decoder)
     facts = MachineFacts(name=name, host=host)
     line.tell(
-        MachineArrived(protocol=PROTOCOL, facts=facts, run=run, node=node, machine_id=machine_id)
+        MachineArrived(
+            protocol=PROTOCOL,
+            facts=facts,
+            run=run,
+            node=node,
+            machine_id=machine_id,
+            has_code=has_code,
+        )
     )
     return line

@@ -1,8 +1,12 @@
 """What a head knows of the machines that come to it, whatever becomes of their connections."""
 
 import asyncio
+import socket
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 
 from helpers.arriving_machines import arriving_machines
@@ -13,13 +17,15 @@ from planaria.core.kinds import Ending
 from planaria.core.machine_messages import (
     JobOffered,
     JobOver,
+    MachineFacts,
     MachineRefused,
     NodeEnded,
     NodeRequested,
+    SourceFile,
 )
 from planaria.core.records import Ended
 from planaria.nodes.head.remote import machines
-from planaria.nodes.head.remote.machine_handle import REJOINS_MAX
+from planaria.nodes.head.remote.machine_handle import REJOINS_MAX, MachineHandle
 
 
 @runs
@@ -59,9 +65,10 @@ async def test_a_node_whose_request_was_lost_with_the_connection_counts_as_ended
 
 @runs
 async def test_a_machine_is_the_same_one_however_often_it_comes_back(tmp_path: Path) -> None:
-    """The count of the nodes that it had lost within the hour began anew each time."""
+    """The count of the nodes that it had lost within the hour began anew each time. It may join
+    so many times again, as the pages say: it was one less."""
     async with arriving_machines(tmp_path) as head:
-        for node in range(REJOINS_MAX):
+        for node in range(1 + REJOINS_MAX):
             line = await head.join(run="run", machine_id="a")
             assert head.machines.has_room
             head.start(node)
@@ -108,6 +115,33 @@ async def test_another_run_has_its_own_nodes(tmp_path: Path) -> None:
         await wait_until(lambda: len(head.ends) == 2)
 
         assert [ended.node for ended in head.machines.ends()] == [0]
+
+
+@runs
+async def test_a_machine_that_has_the_modules_is_never_sent_them(tmp_path: Path) -> None:
+    """When another run began, it was."""
+    source = SourceFile(path="models.py", data=b"import torch", sha256="0")
+    async with arriving_machines(tmp_path) as head:
+        head.machines._offer = msgspec.structs.replace(head.machines._offer, sources=(source,))
+        lines = [await arrive(head.address, has_code=has_code) for has_code in (True, False)]
+        await wait_until(lambda: len(head.machines.connected) == 2)
+        head.machines.begin_run("next")
+        offers = [[await line.wait(JobOffered) for _ in range(2)] for line in lines]
+
+    sent = [[source.data for offer in of_one for source in offer.sources] for of_one in offers]
+    assert sent == [[b"", b""], [source.data, source.data]]
+
+
+def test_a_connection_that_has_ended_by_then_is_not_taken_for_one_that_is_there() -> None:
+    """The machine counted as connected until it came again."""
+    machine = MachineHandle("m", MachineFacts(name="m", host=""))
+    sock = socket.socket()
+    sock.close()
+    ended: Any = SimpleNamespace(get_extra_info=lambda _: sock)
+
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        machine.connect(ended, silent_s=1.0)
+    assert machine.writer is None
 
 
 @runs

@@ -52,6 +52,7 @@ class MachineHandle:
         writer: stream to it; None: its connection is broken.
         is_ready: whether it can run a node as soon as it is connected.
         is_leaving: whether it takes no further node.
+        has_code: whether it has the user's modules, and only their digests are to travel.
         node: node that it runs; -1: none.
         missing_node: node that it was asked for and did not have when it came back; -1: none.
         ended_s: times at which its nodes have ended, the newest last.
@@ -64,9 +65,9 @@ class MachineHandle:
         self.machine_id = machine_id
         self.writer: asyncio.StreamWriter | None = None
         self.is_ready = False
-        self.is_leaving = False
+        self.is_leaving = self.has_code = False
         self.node = self.missing_node = -1
-        self.ended_s: deque[float] = deque(maxlen=REJOINS_MAX)
+        self.ended_s: deque[float] = deque(maxlen=REJOINS_MAX + 1)
         self.broken_s = 0.0
         self._questions: dict[int, asyncio.Future[Answer | None]] = {}
         self._num_asked = 0
@@ -83,7 +84,7 @@ class MachineHandle:
             now_s: time by the clock of `ended_s`.
         """
         times = self.ended_s
-        is_failing = len(times) == REJOINS_MAX and now_s - times[0] < _HOUR_S
+        is_failing = len(times) > REJOINS_MAX and now_s - times[0] < _HOUR_S
         return self.is_free and not is_failing
 
     def is_missing(self, now_s: float, *, limit_s: float) -> bool:
@@ -94,12 +95,15 @@ class MachineHandle:
         """Takes a new connection, which breaks when the machine is silent for so long.
 
         A machine that loses its power closes no connection.
+
+        Raises:
+            OSError: the connection has ended already.
         """
+        break_when_silent(writer.get_extra_info("socket"), silent_s=silent_s)
         if self.writer is not None:  # Nobody answers on the old one any more.
             self.writer.transport.abort()
             self.on_break()
         self.writer = writer
-        break_when_silent(writer.get_extra_info("socket"), silent_s=silent_s)
 
     def tell(self, message: ToMachine) -> None:
         """Sends a message, unless the connection is broken."""

@@ -206,7 +206,7 @@ class Machines:
         self._offer = msgspec.structs.replace(self._offer, run=run)
         for machine in self._machines.values():
             machine.is_ready, machine.node, machine.missing_node = False, -1, -1
-            machine.tell(self._offer)
+            self._offer_job(machine)
         for noted in (self._nodes, self._live_nodes, self._reserved, self._ends):
             noted.clear()
         self._dropped.clear()
@@ -503,11 +503,15 @@ class Machines:
             machine.facts = arrived.facts  # Its address may be another one.
             self._note(f"{machine.name} is connected again")
         machine.connect(writer, silent_s=self.job.cluster.lease_s)
+        machine.has_code = arrived.has_code
+        self._offer_job(machine)
+        return machine
+
+    def _offer_job(self, machine: MachineHandle) -> None:
         sources = self._offer.sources
-        if arrived.has_code:  # Only digests travel.
+        if machine.has_code:  # Only digests travel.
             sources = tuple(msgspec.structs.replace(source, data=b"") for source in sources)
         machine.tell(msgspec.structs.replace(self._offer, sources=sources))
-        return machine
 
     def _known_machine(self, machine_id: str) -> MachineHandle | None:
         """The machine that has come back without a node; None: it was not here before."""
