@@ -9,7 +9,12 @@ from helpers.machine_lines import MachineLine, arrive
 from helpers.offered_machines import node_spec
 from helpers.tasks import wait_until
 from planaria.core.job import CheckpointConfig, ClusterConfig, JobConfig
-from planaria.core.machine_messages import JobOffered, MachineReady, ToMachine
+from planaria.core.machine_messages import (
+    JobOffered,
+    MachineReady,
+    MachineRefused,
+    ToMachine,
+)
 from planaria.core.records import AgentEnded
 from planaria.nodes.head.remote.machine_checks import MachineChecks
 from planaria.nodes.head.remote.machines import Machines
@@ -58,6 +63,12 @@ class ArrivingMachines:
         )
         await line.wait(JobOffered)
         return line
+
+    async def refusal(self, name: str, *, host: str) -> MachineRefused:
+        """What a machine is told that is refused once it is ready."""
+        line = await self.arrive(name, host=host)
+        line.tell(self.ready())
+        return await line.wait(MachineRefused)
 
     def ready(self, run: str = "run") -> MachineReady:
         """What a machine says when it can run a node."""

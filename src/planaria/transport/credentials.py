@@ -25,6 +25,8 @@ from planaria.transport.frames import LINK_CERTIFICATES, derive
 
 if TYPE_CHECKING:
     from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 FIELD: Final = "--token-file"
 VARIABLE: Final = "PLANARIA_TOKEN_FILE"
@@ -127,31 +129,16 @@ def credentials_between(first: datetime, last: datetime) -> Credentials:
     """A new secret and a new certificate, which is valid between two instants."""
     # Imported here because it takes 0.1 s, which only `planaria token` has to pay.
     from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import NameOID
 
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "planaria")])
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(first)
-        .not_valid_after(last)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    return Credentials(
-        secret=secrets.token_bytes(_SECRET_BYTES),
-        certificate=certificate.public_bytes(serialization.Encoding.PEM).decode(),
-        key=key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        ).decode(),
+    return _credentials(
+        secrets.token_bytes(_SECRET_BYTES),
+        ec.generate_private_key(ec.SECP256R1()),
+        hashes.SHA256(),
+        name="planaria",
+        serial_number=x509.random_serial_number(),
+        validity=(first, last),
     )
 
 
@@ -162,26 +149,46 @@ def run_credentials(token: bytes) -> Credentials:
     time: it is the token that ends with the run.
     """
     # Imported here for the same reason.
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    return _credentials(
+        token,
+        Ed25519PrivateKey.from_private_bytes(derive(token, LINK_CERTIFICATES)),
+        None,  # Ed25519 hashes by itself.
+        name="planaria run",
+        serial_number=1,
+        validity=(_FIRST_INSTANT, _LAST_INSTANT),
+    )
+
+
+def _credentials(
+    secret: bytes,
+    key: "ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey",
+    algorithm: "hashes.SHA256 | None",
+    *,
+    name: str,
+    serial_number: int,
+    validity: tuple[datetime, datetime],
+) -> Credentials:
+    """The secret with a certificate that its key has signed itself."""
     from cryptography import x509
     from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.x509.oid import NameOID
 
-    key = Ed25519PrivateKey.from_private_bytes(derive(token, LINK_CERTIFICATES))
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "planaria run")])
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     certificate = (
         x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
+        .subject_name(subject)
+        .issuer_name(subject)
         .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(_FIRST_INSTANT)
-        .not_valid_after(_LAST_INSTANT)
+        .serial_number(serial_number)
+        .not_valid_before(validity[0])
+        .not_valid_after(validity[1])
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .sign(key, None)
+        .sign(key, algorithm)
     )
     return Credentials(
-        secret=token,
+        secret=secret,
         certificate=certificate.public_bytes(serialization.Encoding.PEM).decode(),
         key=key.private_bytes(
             serialization.Encoding.PEM,

@@ -210,9 +210,7 @@ async def test_a_machine_at_a_loopback_address_is_refused_where_others_are_far(
     """Its node would be announced to them as themselves. It is told which address would do."""
     async with arriving_machines(tmp_path) as head:
         far = await head.join("far", host="10.0.0.2")
-        near = await head.arrive("near", host="127.0.0.1")
-        near.tell(head.ready())
-        refused = await near.wait(MachineRefused)
+        refused = await head.refusal("near", host="127.0.0.1")
 
         assert not [message for message in far.heard if isinstance(message, MachineRefused)]
         assert refused.is_final
@@ -261,9 +259,7 @@ async def test_a_far_machine_is_refused_while_one_at_a_loopback_address_is_in_th
         near = await head.join("near", host="127.0.0.1")
         head.start(0)
         await near.wait(NodeRequested)
-        far = await head.arrive("far", host="10.0.0.2")
-        far.tell(head.ready())
-        refused = await far.wait(MachineRefused)
+        refused = await head.refusal("far", host="10.0.0.2")
 
         assert "near, which is in the job" in refused.reason
         assert "--advertise" in refused.reason
