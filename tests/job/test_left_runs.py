@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -225,6 +226,19 @@ def test_of_several_lost_heads_the_one_whose_nodes_may_live_is_taken_up(tmp_path
     assert find(job, str(state)) == first
     make_older(first, 2e6)
     assert find(job, str(state), resume=True) == second
+
+
+def test_a_disk_that_does_not_answer_is_told_before_a_run_is_looked_for_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every job looks there for a lost head first: the command stood still, and said nothing."""
+    is_over = threading.Event()
+    monkeypatch.setattr(on_machines, "left_directories", lambda *_: is_over.wait(60.0))
+    job = left_job(tmp_path / "saves")
+    job = replace(job, checkpoint=replace(job.checkpoint, timeout_s=0.05))
+    with pytest.raises(ConfigError, match=r"did not answer within 0\.05 s"):
+        Job(job).run()
+    is_over.set()
 
 
 def test_a_head_that_had_started_no_node_is_not_missed(tmp_path: Path) -> None:

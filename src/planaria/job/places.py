@@ -5,11 +5,13 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from planaria.checkpoint.disk.claim import claim
 from planaria.checkpoint.disk.tiers import Manifest, tier_of
 from planaria.checkpoint.disk.time_limits import (
     LOOK_TIMEOUT_S,
+    answer_in_time,
     context_with_time_limit,
     with_time_limit,
 )
@@ -21,20 +23,49 @@ from planaria.nodes.head.journal_place import journal_place, other_journal_place
 
 logger = logging.getLogger(__name__)
 
+Answer = TypeVar("Answer")
+
 
 def open_journal(
-    held: ExitStack, config: JobConfig, *, state: str, note: Callable[[str], None]
+    held: ExitStack,
+    config: JobConfig,
+    *,
+    state: str,
+    note: Callable[[str], None],
+    taken_up: str = "",
+    keeps: Callable[[], bool] = bool,
 ) -> str:
     """The directory of the coordinator's journal, which is held until `held` is closed.
+
+    Args:
+        taken_up, keeps: see `journal_place`.
 
     Raises:
         ConfigError: it cannot be used, or the disk does not answer.
     """
-    directory, timeout_s = config.checkpoint.directory, config.checkpoint.timeout_s
-    where = f"{directory} or {state}" if state else directory
-    opened = context_with_time_limit(places(config, state, note), where=where, timeout_s=timeout_s)
+    opened = context_with_time_limit(
+        places(config, state, note, taken_up=taken_up, keeps=keeps),
+        where=_where(config, state),
+        timeout_s=config.checkpoint.timeout_s,
+    )
     with _answering_in_time(config):
         return held.enter_context(opened)
+
+
+def look_in_time(config: JobConfig, look: Callable[[], Answer], *, state: str) -> Answer:
+    """What a look at the directories of journals finds.
+
+    Raises:
+        ConfigError: the disk does not answer.
+    """
+    with _answering_in_time(config):
+        where, timeout_s = _where(config, state), config.checkpoint.timeout_s
+        return answer_in_time(look, where=where, timeout_s=timeout_s)
+
+
+def _where(config: JobConfig, state: str) -> str:
+    directory = config.checkpoint.directory
+    return f"{directory} or {state}" if state else directory
 
 
 def find_start(

@@ -47,7 +47,7 @@ from planaria.job.on_machines import (
     open_head,
     take_up,
 )
-from planaria.job.places import find_start, open_journal, other_journal, places
+from planaria.job.places import find_start, look_in_time, open_journal, other_journal
 from planaria.job.planning import (
     Planned,
     cache_directory,
@@ -355,9 +355,8 @@ class Job:
     ) -> _Begun:
         """Does what precedes planning; `held` holds what is opened for the run."""
         config = self.config
-        left_run = find_left_run(
-            config, listening, state=state, resume=resume, injections=injections
-        )
+        find = partial(find_left_run, config, listening, state=state, resume=resume)
+        left_run = look_in_time(config, partial(find, injections=injections), state=state)
         if listening is None:
             journal = open_journal(held, config, state=state, note=display.note)
             manifest = find_start(config, resume=resume, note=display.note)
@@ -375,14 +374,9 @@ class Job:
         running = ForkServer(HEAD_PRELOAD)
         held.callback(running.close)
         if left_run is not None and take_up(head, left_run, resume=resume, note=note):
-            journal = held.enter_context(
-                places(
-                    config,
-                    state,
-                    note,
-                    taken_up=str(left_run.directory),
-                    keeps=lambda: head.keeps_run,
-                )
+            directory, keeps = str(left_run.directory), lambda: head.keeps_run
+            journal = open_journal(
+                held, config, state=state, note=note, taken_up=directory, keeps=keeps
             )
             record = left_run.record
             begin_kinds(head, record.job, record.prepared, {})
