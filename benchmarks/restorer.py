@@ -27,7 +27,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Final
@@ -38,26 +37,20 @@ from helpers import exchanging, reducing
 from helpers.ranks import PRELOAD, SEARCH_PATH
 from planaria.core.cluster import NodesLost, survivors
 from planaria.core.plan import (
-    LayerProfile,
-    ModelProfile,
-    Plan,
     Transfer,
-    Transition,
-    one_device_profile,
 )
-from planaria.estimator.reductions import Reductions, reduction_starts_s
-from planaria.estimator.time import predicted_timeline
-from planaria.job.planning import read_profile
 from planaria.nodes.forkserver import ForkServer
-from planaria.planner.plans import PlanCatalog, plan_catalog, plan_of_templates
-from planaria.planner.problem import Problem
-from planaria.planner.templates import pipeline_template
-from planaria.policies.building import downtime_s
+from planaria.papers.odyssey.transfers import (
+    RestoreCase,
+    answer,
+    restored_job,
+    sums,
+    transfer_costs,
+)
 from planaria.policies.policy import profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.restorer.strategies import LEAST_BYTES, NAIVE, RestoreStrategy
 from planaria.schedule.buckets import ReductionOrder, buckets_of
-from planaria.schedule.lower import plan_schedule
 
 BYTES_PER_S: Final = 100e6
 RATIO_MAX: Final = 1.2
@@ -66,9 +59,7 @@ NUM_PAIRS: Final = 40  # Upper bound on the number of losses of two nodes that a
 NUM_RUNS: Final = 4
 BOUND_S: Final = 1.0
 
-# (model, number of blocks if only these are used or 0, nodes of each pipeline).
-Case = tuple[str, int, tuple[int, ...]]
-CASES: Final[tuple[Case, ...]] = (
+CASES: Final[tuple[RestoreCase, ...]] = (
     ("llama2-7b", 4, (2, 2, 2, 2)),
     ("llama2-7b", 8, (2, 2, 2, 2)),
     ("llama2-7b", 16, (2, 2, 2, 2)),
@@ -78,50 +69,11 @@ CASES: Final[tuple[Case, ...]] = (
     ("gpt3-6.7b", 0, (3, 3, 3, 3)),
     ("llama2-7b", 0, (4, 4, 4, 4)),
 )
-MEASURED: Final[tuple[tuple[Case, tuple[int, ...]], ...]] = (
+MEASURED: Final[tuple[tuple[RestoreCase, tuple[int, ...]], ...]] = (
     (("llama2-7b", 8, (2, 2, 2)), (1,)),
     (("llama2-7b", 16, (2, 2, 2, 2)), (0,)),
     (("gpt2", 0, (2, 2, 2)), (3,)),
 )
-
-
-@cache
-def job(case: Case) -> tuple[PlanCatalog, Plan]:
-    """The plans to which the job can be re-formed, and its first plan."""
-    name, num_blocks, sizes = case
-    profile = replace(one_device_profile(read_profile(Path(name))), device_memory_bytes=0)
-    if num_blocks:
-        profile = replace(profile, layers=_shortened(profile, num_blocks))
-    problem = Problem(
-        profile=profile,
-        devices_per_node=1,
-        num_microbatches=8 * len(sizes),
-        failures_tolerated=1,
-    )
-    smallest, num_nodes = min(sizes), sum(sizes)
-    templates = {
-        size: template
-        for size in range(smallest, num_nodes - smallest + 1)
-        if (template := pipeline_template(problem, size)) is not None
-    }
-    catalog = plan_catalog(problem, num_nodes, templates)
-    return catalog, plan_of_templates(
-        problem, [templates[size] for size in sizes], range(num_nodes), epoch=0
-    )
-
-
-def _shortened(profile: ModelProfile, num_blocks: int) -> tuple[LayerProfile, ...]:
-    """A number of equal blocks and no other layers, as Odyssey counts only blocks."""
-    return (profile.layers[1],) * num_blocks
-
-
-def answer(case: Case, lost: tuple[int, ...], restoring: RestoreStrategy) -> Transition | None:
-    """The policy's first answer to a loss; None: there is none."""
-    catalog, plan = job(case)
-    cluster, event = survivors(plan, lost, epoch=1), NodesLost(lost, 0)
-    prices = profile_prices(catalog.problem.profile, regroup_s=0.0)
-    found = Reinstantiate(catalog, restoring).propose(plan, cluster, event, prices)
-    return found[0] if found else None
 
 
 def places() -> Iterator[str]:
@@ -129,11 +81,11 @@ def places() -> Iterator[str]:
     print("places: means over losses; least bytes, naive, and what least bytes save")
     print(f"{'':<34}{'moved, GB':>18}{'':>7}{'busiest link, ms':>20}{'':>7}")
     for case in CASES:
-        nodes = job(case)[1].nodes
+        nodes = restored_job(case)[1].nodes
         pairs = list(combinations(nodes, 2))
         some = random.Random(SEED).sample(pairs, min(NUM_PAIRS, len(pairs)))
         for losses in ([(node,) for node in nodes], some):
-            figures = [_moved(case, lost) for lost in losses]
+            figures = [transfer_costs(case, lost) for lost in losses]
             known = [both for both in figures if both is not None]
             columns = [statistics.mean(column) for column in zip(*known, strict=True)]
             least_bytes, naive_bytes, least_s, naive_s = columns
@@ -144,20 +96,6 @@ def places() -> Iterator[str]:
                 f"{1e3 * least_s:10.1f}{1e3 * naive_s:10.1f}{_saved(least_s, naive_s)}"
             )
     yield from ()
-
-
-def _moved(case: Case, lost: tuple[int, ...]) -> tuple[float, float, float, float] | None:
-    """The bytes moved with least bytes and naively, then the seconds; None if a layer is lost."""
-    prices = profile_prices(job(case)[0].problem.profile, regroup_s=0.0)
-    num_bytes, seconds = [], []
-    for restoring in (LEAST_BYTES, NAIVE):
-        found = answer(case, lost, restoring)
-        if found is None:
-            return None
-        moved = [transfer for transfers in found.rounds for transfer in transfers]
-        num_bytes.append(float(sum(transfer.num_bytes for transfer in moved)))
-        seconds.append(downtime_s(moved, prices, devices_per_node=1))
-    return num_bytes[0], num_bytes[1], seconds[0], seconds[1]
 
 
 def links() -> Iterator[str]:
@@ -171,7 +109,7 @@ def links() -> Iterator[str]:
             first = answer(case, lost, LEAST_BYTES)
             assert first is not None
             scale = BOUND_S / exchanging.bound_s(first.rounds, bytes_per_s=BYTES_PER_S)
-            prices = profile_prices(job(case)[0].problem.profile, regroup_s=0.0)
+            prices = profile_prices(restored_job(case)[0].problem.profile, regroup_s=0.0)
             layer_bytes = [round(scale * size / 256) * 256 for size in prices.layer_bytes]
             runs_s: dict[str, list[float]] = {"least": [], "naive": []}
             bounds_s = {}
@@ -189,9 +127,9 @@ def links() -> Iterator[str]:
 
 
 def _rounds(
-    case: Case, lost: tuple[int, ...], restoring: RestoreStrategy, layer_bytes: Sequence[int]
+    case: RestoreCase, lost: tuple[int, ...], restoring: RestoreStrategy, layer_bytes: Sequence[int]
 ) -> tuple[tuple[tuple[Transfer, ...], ...], dict[int, list[int]]]:
-    catalog, plan = job(case)
+    catalog, plan = restored_job(case)
     cluster = survivors(plan, lost, epoch=1)
     prices = replace(
         profile_prices(catalog.problem.profile, regroup_s=0.0), layer_bytes=tuple(layer_bytes)
@@ -205,7 +143,7 @@ def _rounds(
 
 
 def _print_runs(
-    case: Case,
+    case: RestoreCase,
     lost: tuple[int, ...],
     layer_bytes: Sequence[int],
     runs_s: dict[str, list[float]],
@@ -234,7 +172,9 @@ def reductions() -> Iterator[str]:
     print("reductions: means over losses of a node that leave pipelines cut differently")
     print(f"{'':<25}{'rounds':>12}{'sums alone, ms':>22}{'':>7}{'iteration, ms':>22}{'':>7}")
     for case in CASES:
-        rows = [row for node in job(case)[1].nodes if (row := _summed(case, node)) is not None]
+        rows = [
+            row for node in restored_job(case)[1].nodes if (row := sums(case, node)) is not None
+        ]
         if not rows:
             print(f"{_name(case):<25} all pipelines are cut alike")
             continue
@@ -251,36 +191,13 @@ def reductions() -> Iterator[str]:
     yield from ()
 
 
-def _summed(case: Case, node: int) -> tuple[float, ...] | None:
-    """The rounds, seconds of the sums and seconds of the iteration, each coloured and uncoloured;
-    None if all pipelines are cut alike."""
-    catalog, _ = job(case)
-    profile = catalog.problem.profile
-    found = answer(case, (node,), LEAST_BYTES)
-    assert found is not None
-    after = found.after
-    if len({pipeline.template for pipeline in after.pipelines}) == 1:
-        return None
-    columns: list[tuple[float, float, float]] = []
-    for order in ReductionOrder:
-        schedule = plan_schedule(after, tied=profile.tied, order=order)
-        cost = Reductions(profile, after, bytes_factor=1.0)
-        seconds = [cost.seconds(bucket) for bucket in schedule.buckets]
-        starts_s = reduction_starts_s(schedule.buckets, [0.0] * len(seconds), seconds)
-        ends_s = [start_s + lasts_s for start_s, lasts_s in zip(starts_s, seconds, strict=True)]
-        rounds = len({bucket.round_index for bucket in schedule.buckets})
-        timeline = predicted_timeline(schedule, profile, plan=after)
-        columns.append((rounds, max(ends_s), timeline.iteration_s))
-    return tuple(value for pair in zip(*columns, strict=True) for value in pair)
-
-
-def _measure_reductions(server: ForkServer, case: Case, lost: tuple[int, ...]) -> None:
+def _measure_reductions(server: ForkServer, case: RestoreCase, lost: tuple[int, ...]) -> None:
     """Prints the measured times of reductions in both orders.
 
     Layers' gradients are scaled so that the fullest rank has a quarter of what a link carries in
     BOUND_S.
     """
-    catalog, _ = job(case)
+    catalog, _ = restored_job(case)
     found = answer(case, lost, LEAST_BYTES)
     assert found is not None
     sizes = [layer.parameter_bytes for layer in catalog.problem.profile.layers]
@@ -314,7 +231,7 @@ def _server() -> closing[ForkServer]:
     return closing(ForkServer(PRELOAD, path=SEARCH_PATH))
 
 
-def _name(case: Case) -> str:
+def _name(case: RestoreCase) -> str:
     name, num_blocks, sizes = case
     return f"{name}{f' x{num_blocks}' if num_blocks else ''} {'+'.join(map(str, sizes))}"
 

@@ -1,7 +1,7 @@
 """Proves how near the search comes to the best layout, on the clusters of Odyssey's figure 6.
 
-There are two classes of layouts, with whole and with split backwards. For each line of
-odyssey-figure-6.toml and each class, the benchmark prints the iteration time before the loss, that
+There are two classes of layouts, with whole and with split backwards. For each cluster
+(papers/odyssey/layouts.py) and class, the benchmark prints the iteration time before the loss, that
 of the best layout that the search finds after it, and which share of the throughput is left. Then
 it prints the share that is proved: no layout of the class, with any number of pipelines, depths,
 layers and microbatches, takes less than that share of the time.
@@ -16,29 +16,30 @@ The goal is 99%. Exits 1 if less is proved.
 """
 
 import sys
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from time import process_time
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planaria.core.plan import LayerProfile, ModelProfile, PipelineTemplate
+from planaria.core.plan import PipelineTemplate
 from planaria.estimator.makespan import ends_of_each
 from planaria.estimator.reductions import equal_reduce_s
-from planaria.job.planning import read_profile
+from planaria.papers.odyssey.layouts import (
+    CLUSTERS,
+    OdysseyCluster,
+    best_layout,
+    cluster_problem,
+    iteration_before,
+)
 from planaria.planner.layout.depths import Ranges
-from planaria.planner.layout.search import Layout, layouts
 from planaria.planner.partition.fewest_stages import PartitionRows, can_fit
 from planaria.planner.partition.refine import table_of
 from planaria.planner.partition.split_times import SplitTimes, least_split_s
-from planaria.planner.plans import plan_of_templates
 from planaria.planner.problem import Problem, Seconds, Shape, stage_costs
-from planaria.planner.reroute.reroutes import simulated_s, with_split_backwards
 from planaria.planner.templates import RankedTemplate, fastest_templates, template_of
 from planaria.planner.times import iteration_after
 
@@ -47,49 +48,37 @@ SHARES: Final = (0.9, 0.95, 0.98, GOAL, 0.995, 0.999)  # Shares that are tried i
 SHAPES_MAX: Final = 500_000  # If there are more partitions, nothing is proved.
 LAYOUTS_MAX: Final = 20_000  # If there are more layouts of the same depths, nothing is proved.
 EVERYWHERE: Final = Ranges(dp=1000, pp=1000)
-LAYOUTS: Final = Path(__file__).with_name("odyssey-figure-6.toml")
 
 
 def main() -> int:
     """Prints a line for each cluster and class; returns 1 if one is below the goal."""
-    told = tomllib.loads(LAYOUTS.read_text())
-    profile = replace(
-        read_profile(Path(told["model"])), device_memory_bytes=told["device_memory_bytes"]
-    )
     print(f"{'':<9} {'class':<6} {'before':>8} {'after':>8} {'share':>7} {'published':>9}", end="")
     print(f" {'proved':>7} {'full range':>10} {'search':>8}  pipelines")
     is_below = False
-    for cluster in told["layout"]:
-        problem = _problem(profile, cluster)
+    for cluster in CLUSTERS:
+        problem = cluster_problem(cluster)
         for is_split in (False, True):
             is_below |= _compare(replace(problem, splits_backward=is_split), cluster)
     return 1 if is_below else 0
 
 
-def _compare(problem: Problem, cluster: dict[str, Any]) -> bool:
+def _compare(problem: Problem, cluster: OdysseyCluster) -> bool:
     """Prints the line of a cluster and class; returns whether less than the goal is proved."""
-    depth, number = cluster["depth"], cluster["pipelines"]
-    count = problem.num_microbatches // number
-    template = fastest_templates(stage_costs(problem), {(depth,): count})[(depth,)].template
-    present = [template] * number
-    plan = plan_of_templates(problem, present, range(number * depth), epoch=0)
-    if problem.splits_backward:
-        plan = with_split_backwards(problem, plan)
-    before_s = simulated_s(problem, plan)
-    num_left = number * depth - cluster["lost"]
+    before_s, present = iteration_before(problem, cluster)
+    num_left = cluster.pipelines * cluster.depth - cluster.num_lost
     began_s = process_time()
-    best = _best(problem, num_left, present, Ranges())
+    best = best_layout(problem, num_left, present, Ranges())
     search_s = process_time() - began_s
-    anywhere = _best(problem, num_left, present, EVERYWHERE)
+    anywhere = best_layout(problem, num_left, present, EVERYWHERE)
     proved, cuts = 0.0, _Cuts(problem)
     for share in SHARES:
         if _is_beaten(problem, cuts, num_left, share * best.iteration_s):
             break
         proved = share
     print(
-        f"{cluster['name']:<9} {'split' if problem.splits_backward else 'whole':<6}"
+        f"{cluster.name:<9} {'split' if problem.splits_backward else 'whole':<6}"
         f" {before_s:7.3f}s {best.iteration_s:7.3f}s {before_s / best.iteration_s:7.2%}"
-        f" {cluster['published']:9.2%} {proved:7.1%}"
+        f" {cluster.published_percent / 100:9.2%} {proved:7.1%}"
         f" {best.iteration_s / anywhere.iteration_s - 1:10.2%} {search_s:7.2f}s  "
         + " + ".join(
             f"{one.num_nodes} ({count})"
@@ -98,39 +87,6 @@ def _compare(problem: Problem, cluster: dict[str, Any]) -> bool:
         flush=True,
     )
     return proved < GOAL
-
-
-def _best(
-    problem: Problem, num_nodes: int, present: Sequence[PipelineTemplate], ranges: Ranges
-) -> Layout:
-    """The fastest layout of the problem's class that the search finds when it runs to its end."""
-    found: dict[bool, Layout] = {}
-    for front in layouts(problem, num_nodes, present=present, ranges=ranges):
-        for layout in front:
-            known = found.get(layout.splits_backward)
-            if known is None or layout.iteration_s < known.iteration_s:
-                found[layout.splits_backward] = layout
-    return found[problem.splits_backward]
-
-
-def _problem(profile: ModelProfile, cluster: dict[str, Any]) -> Problem:
-    """The problem of a cluster, in which a stage is a node with all its devices."""
-    count = cluster["devices_per_stage"]
-    return Problem(
-        profile=replace(profile, layers=tuple(_on(layer, count) for layer in profile.layers)),
-        devices_per_node=count,
-        num_microbatches=cluster["microbatches"],
-        failures_tolerated=0,
-    )
-
-
-def _on(layer: LayerProfile, count: int) -> LayerProfile:
-    return replace(
-        layer,
-        forward_s={count: layer.forward_s[count]},
-        backward_input_s={count: layer.backward_input_s[count]},
-        backward_weight_s={count: layer.backward_weight_s[count]},
-    )
 
 
 class _Cuts:

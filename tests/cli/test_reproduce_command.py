@@ -30,7 +30,7 @@ def test_a_table_is_printed_for_people() -> None:
     output = command("reproduce", "oobleck-table-4").stdout
 
     assert "Oobleck (SOSP '23), Table 4" in output
-    assert "17 of 17 printed numbers come back" in output
+    assert "17 of 17 rows with a printed number come back" in output
 
 
 def test_without_a_name_all_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,10 @@ from typing import Final
 
 from planaria.errors import ConfigError
 from planaria.papers.gemini import wasted_time, zero_timelines
+from planaria.papers.odyssey import estimates, faults, layouts, transfers
 from planaria.papers.oobleck import breakdown, planning_latency, spot
 from planaria.papers.oobleck.throughput import table_2, table_4
-from planaria.papers.rows import GEMINI, OOBLECK, Experiment
+from planaria.papers.rows import GEMINI, ODYSSEY, OOBLECK, Experiment
 
 _ALL: Final = (
     Experiment(
@@ -149,6 +150,71 @@ _ALL: Final = (
         f"{GEMINI}, Figure 16",
         "percent of an iteration",
         zero_timelines.figure_16,
+    ),
+    Experiment(
+        "odyssey-table-1",
+        "What fault tolerance costs without failures",
+        f"{ODYSSEY}, Table I",
+        "percent, and times",
+        layouts.table_1,
+        "The paper quotes it; only Bamboo's row has numbers.",
+    ),
+    Experiment(
+        "odyssey-figure-6",
+        "Throughput after a loss",
+        f"{ODYSSEY}, Figure 6 and section V-B",
+        "percent of that before",
+        layouts.figure_6,
+    ),
+    Experiment(
+        "odyssey-figure-7",
+        "NPUs that are left after nine hours",
+        f"{ODYSSEY}, Figure 7",
+        "NPUs",
+        faults.figure_7,
+    ),
+    Experiment(
+        "odyssey-figure-8",
+        "Throughput over Oobleck's and ReCycle's",
+        f"{ODYSSEY}, Figure 8 and section V-B",
+        "times, and seconds",
+        faults.figure_8,
+        "A surface over what the paper does not state, and where its numbers would hold.",
+    ),
+    Experiment(
+        "odyssey-figure-9",
+        "Errors of the estimated time of a step",
+        f"{ODYSSEY}, Figure 9",
+        "percent",
+        estimates.figure_9,
+    ),
+    Experiment(
+        "odyssey-figure-10",
+        "What least bytes save of a transfer",
+        f"{ODYSSEY}, Figure 10",
+        "percent",
+        transfers.figure_10,
+    ),
+    Experiment(
+        "odyssey-figure-11",
+        "What the order of reductions saves",
+        f"{ODYSSEY}, Figure 11",
+        "percent",
+        transfers.figure_11,
+    ),
+    Experiment(
+        "odyssey-figure-12",
+        "Memory before and after a loss",
+        f"{ODYSSEY}, Figure 12",
+        "GB",
+        estimates.figure_12,
+    ),
+    Experiment(
+        "odyssey-figure-13",
+        "Convergence with failures",
+        f"{ODYSSEY}, Figure 13",
+        "difference of the loss",
+        estimates.figure_13,
     ),
 )
 EXPERIMENTS: Final[Mapping[str, Experiment]] = {experiment.name: experiment for experiment in _ALL}

@@ -67,7 +67,7 @@ def reproductions_table(experiments: Mapping[str, Experiment], results: Results)
     table = Table(box=box.SIMPLE)
     table.add_column("experiment", no_wrap=True)
     table.add_column("what it is")
-    for title in ("printed", "come back"):
+    for title in ("rows with a\nprinted number", "come\nback"):
         table.add_column(title, justify="right")
     table.add_column("how")
     for name, rows in results.items():
@@ -108,7 +108,7 @@ def _number_text(number: float | None) -> str:
     """A number with as many digits as a table of a paper prints."""
     if number is None:
         return "-"
-    digits = 0 if abs(number) >= 10_000 else 2 if abs(number) >= 1 or not number else 3
+    digits = 0 if abs(number) >= 10_000 else 2 if abs(number) >= 10 or not number else 3
     return f"{number:,.{digits}f}"
 
 
@@ -120,9 +120,10 @@ def _verdict(rows: Sequence[PublishedRow]) -> str:
     num_printed = sum(row.is_comparable for row in rows)
     num_back = sum(row.has_come_back for row in rows)
     if not num_printed:
-        return "There is no printed number that could come back."
+        return "No row has a printed number that could come back."
     verb = "comes" if num_back == 1 else "come"
-    return f"{num_back} of {count_text(num_printed, 'printed number')} {verb} back"
+    rows_text = count_text(num_printed, "row")
+    return f"{num_back} of {rows_text} with a printed number {verb} back"
 
 
 def reproduction_figure(
