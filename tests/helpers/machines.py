@@ -2,10 +2,11 @@
 
 import contextlib
 import json
+import os
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,44 @@ REPORT_TIMEOUT_S = 300.0  # Five processes that import torch at once take 80 s o
 PLANARIA = (sys.executable, "-m", "planaria")
 
 
+class StayingAgents:
+    """Agents that serve job after job of the heads at one address, so that they import torch once.
+
+    Attributes:
+        token: file of the token that they share with the heads.
+        address: HOST:PORT of the heads, at which nobody else listens.
+        agents: their commands.
+    """
+
+    def __init__(self, directory: Path, *, num_agents: int) -> None:
+        self._directory = directory
+        self._num_agents = num_agents
+        self.token = directory / "token"
+        write_credentials(self.token)
+        pid = os.getpid()  # Addresses differ from process to process, for tests run side by side.
+        host = f"127.{1 + (pid >> 16) % 254}.{pid >> 8 & 255}.{pid & 255}"
+        self.address = f"{host}:{free_port(host)}"
+        self.agents: list[Command] = []
+
+    def make_ready(self) -> None:
+        """Starts the agents that are missing."""
+        self.agents = [agent for agent in self.agents if agent.process.poll() is None]
+        words = ("agent", "--stay", "--join", self.address, "--token-file", str(self.token))
+        while len(self.agents) < self._num_agents:
+            self.agents.append(Command([*PLANARIA, *words], directory=self._directory))
+
+    def close(self) -> None:
+        """Kills them."""
+        _kill(self.agents)
+        for agent in self.agents:
+            agent.wait()
+
+
 class Machines:
     """A head and the agents that were told to join it.
+
+    Args:
+        staying: agents that join it by themselves.
 
     Attributes:
         head: the newest command `planaria train --listen`.
@@ -59,19 +96,29 @@ class Machines:
         nodes: str,
         settings: tuple[str, ...] = (),
         options: tuple[str, ...] = (),
+        staying: StayingAgents | None = None,
     ) -> None:
         self._directory = directory
         self._token = directory / "token"
         self.report_path = directory / "report.json"
-        write_credentials(self._token)
+        self._nodes, self._settings = nodes, settings
+        self._head_address, self._own_agents = "127.0.0.1:0", list[Command]()
+        self._staying = staying
+        if staying is None:
+            write_credentials(self._token)
+        else:
+            self._token, self._head_address = staying.token, staying.address
+            staying.make_ready()
         (directory / "job.toml").write_text(JOB)
-        self._nodes, self._settings, self._port = nodes, settings, 0
         self.head = self.start_head(*options)
-        self.agents: list[Command] = []
+
+    @property
+    def agents(self) -> list[Command]:
+        return [*(self._staying.agents if self._staying else ()), *self._own_agents]
 
     def start_head(self, *options: str, address: str = "") -> Command:
         """Starts a head, at the address of the one before it unless another is given."""
-        address = address or f"127.0.0.1:{self._port}"
+        address = address or self._head_address
         words = [word for setting in self._settings for word in ("--set", setting)]
         self.head = self._start(
             *("train", "job.toml", "--listen", address, "--nodes", self._nodes),
@@ -81,7 +128,7 @@ class Machines:
 
     def kill_head(self) -> None:
         """Kills the head, and waits until all its processes have ended."""
-        self._port = int(self.address.rpartition(":")[2])
+        self._head_address = self.address
         self.head.process.kill()
         wait_for(lambda: not self.head.processes(), what="the head's processes end")
 
@@ -136,8 +183,8 @@ class Machines:
             around: a command that runs the agent's.
         """
         addresses = ",".join((self.address, *others))
-        self.agents.append(self._start("agent", "--join", addresses, *options, around=around))
-        return self.agents[-1]
+        self._own_agents.append(self._start("agent", "--join", addresses, *options, around=around))
+        return self._own_agents[-1]
 
     def ask(self, *arguments: str, code: int = 0) -> str:
         """What a command in this process prints, or its errors if it has to fail.
@@ -155,27 +202,38 @@ class Machines:
         return json.loads(self.report_path.read_text())
 
     def close(self) -> None:
-        """Kills what is left."""
-        for started in (self.head, *self.agents):
-            for process in started.processes():
-                process.kill()
+        """Kills what is left; agents that stay are left alone."""
+        _kill([self.head, *self._own_agents])
 
 
-def free_port() -> int:
-    """A port at which nobody listens, and that no connection gets of itself."""
+def _kill(started: Sequence[Command]) -> None:
+    """Kills all processes of commands."""
+    for one in started:
+        for process in one.processes():
+            process.kill()
+
+
+def free_port(host: str = "127.0.0.2") -> int:
+    """A port of an address at which nobody listens, and that no connection gets of itself."""
     with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
         end = int(file.read().split()[0])
     for port in range(end - 1, 1024, -1):
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.2", port)):
+        with contextlib.suppress(OSError), socket.create_server((host, port)):
             return port
     raise AssertionError("no port is free")
 
 
 @contextmanager
-def machines(directory: Path, **arguments: Any) -> Iterator[Machines]:
-    """A head and agents for the length of the context."""
-    made = Machines(directory, **arguments)
+def machines(
+    directory: Path, *, staying: StayingAgents | None = None, **arguments: Any
+) -> Iterator[Machines]:
+    """A head and agents for the length of the context; agents that stay are killed if it fails."""
+    made = Machines(directory, staying=staying, **arguments)
     try:
         yield made
+    except BaseException:
+        if staying is not None:
+            staying.close()
+        raise
     finally:
         made.close()

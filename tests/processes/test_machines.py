@@ -10,39 +10,42 @@ import signal
 import socket
 import ssl
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from helpers.command import Command, command, wait_for
-from helpers.machines import JOB, PLANARIA, free_port, machines
+from helpers.machines import JOB, PLANARIA, Machines, StayingAgents, free_port, machines
+from planaria.job.training_job import Job
+from planaria.nodes.forkserver import ForkServer
 from planaria.transport.credentials import write_credentials
 
 
 @pytest.fixture(scope="module")
-def local_hash(tmp_path_factory: pytest.TempPathFactory) -> str:
+def local_hash(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The parameters that the job ends with where all nodes are processes of one machine."""
     directory = tmp_path_factory.mktemp("local")
-    (directory / "job.toml").write_text(JOB)
-    arguments = ("train", "job.toml", "--report", "report.json")
-    command = Command([*PLANARIA, *arguments], directory=directory)
-    assert command.wait(timeout_s=120.0) == 0, command.output + command.errors
-    report = json.loads((directory / "report.json").read_text())
-    return str(report["final"]["parameters_sha256"])
+    path = directory / "job.toml"
+    path.write_text(JOB)
+    job = Job.from_file(path, overrides=[f"checkpoint.directory={directory / 'checkpoints'}"])
+    return job.train(server=server).report.final.parameters_sha256
+
+
+@pytest.fixture(scope="module")
+def staying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StayingAgents]:
+    """Two agents that serve the jobs of several tests."""
+    agents = StayingAgents(tmp_path_factory.mktemp("staying"), num_agents=2)
+    yield agents
+    agents.close()
 
 
 def test_nodes_that_came_by_themselves_train_to_the_same_bits(
-    tmp_path: Path, local_hash: str
+    tmp_path: Path, local_hash: str, staying: StayingAgents
 ) -> None:
-    with machines(tmp_path, nodes="3") as job:
-        for _ in range(3):
-            job.join()
-        report = job.report()
-
-        assert report["final"]["parameters_sha256"] == local_hash
-        assert [agent.wait() for agent in job.agents] == [0, 0, 0]
-        assert all("the job is finished" in agent.output for agent in job.agents)
+    with machines(tmp_path, nodes="2", staying=staying) as job:
+        assert job.report()["final"]["parameters_sha256"] == local_hash
 
 
 def ports(pid: int) -> list[int]:
@@ -107,8 +110,13 @@ def test_a_machine_that_is_told_to_leave_is_drained(tmp_path: Path, local_hash: 
         assert all(event["redone_samples"] == 0 for event in report["events"])
 
 
-def test_an_agent_with_another_token_is_told_so(tmp_path: Path) -> None:
+def test_a_head_that_waits_for_machines_says_so_and_refuses_one_with_another_token(
+    tmp_path: Path,
+) -> None:
     with machines(tmp_path, nodes="3") as job:
+        assert "no node has been started yet" in job.ask("status", job.address)
+        refused = job.ask("drain", "0", "--head", job.address, code=2)
+        assert "the job has not begun yet" in refused
         write_credentials(tmp_path / "other")
         arguments = ("agent", "--join", job.address, "--token-file", str(tmp_path / "other"))
         stranger = Command([*PLANARIA, *arguments], directory=tmp_path)
@@ -119,12 +127,10 @@ def test_an_agent_with_another_token_is_told_so(tmp_path: Path) -> None:
 
 
 def test_a_head_that_is_killed_takes_its_living_nodes_up_again(
-    tmp_path: Path, local_hash: str
+    tmp_path: Path, local_hash: str, staying: StayingAgents
 ) -> None:
     """No worker ends, and nothing but the iteration in flight may be done again."""
-    with machines(tmp_path, nodes="3") as job:
-        for _ in range(3):
-            job.join()
+    with machines(tmp_path, nodes="2", staying=staying) as job:
         job.head.wait_output("iteration 5 ")
         before = job.worker_pids()
         job.kill_head()
@@ -139,7 +145,6 @@ def test_a_head_that_is_killed_takes_its_living_nodes_up_again(
         report = job.report()
         assert report["final"]["parameters_sha256"] == local_hash
         assert {worker["pid"] for worker in report["workers"]} == before
-        assert [agent.wait() for agent in job.agents] == [0, 0, 0]
 
 
 @pytest.mark.hosts
@@ -307,16 +312,20 @@ FURTHER = (pytest.mark.hosts, pytest.mark.long)
     ],
 )
 def test_faults_strike_nodes_of_other_machines_at_their_step(
-    faults: tuple[str, ...], tmp_path: Path, local_hash: str
+    faults: tuple[str, ...], tmp_path: Path, local_hash: str, staying: StayingAgents
 ) -> None:
-    """What kills a node strikes before its step goes on, so that the iteration is not committed."""
+    """What kills a node strikes before its step goes on, so that the iteration is not committed.
+
+    The third machine does not stay: it leaves when the job is over, also without a node."""
     options = tuple(word for fault in faults for word in ("--inject", fault))
     settings = ("cluster.lease_s=2.0",)
-    with machines(tmp_path, nodes="3:4", options=options, settings=settings) as job:
-        for _ in range(4):
-            job.join()
+    with machines(tmp_path, nodes="3", options=options, settings=settings, staying=staying) as job:
+        leaving = job.join()
         report = job.report()
 
+        assert leaving.wait() == 0
+        assert "the job is finished" in leaving.output
+        assert all(agent.process.poll() is None for agent in staying.agents)
         assert report["final"]["parameters_sha256"] == local_hash
         injected = {fault.partition(":")[0].partition("=")[0] for fault in faults}
         events = [event for event in report["events"] if event["kind"] in injected]
@@ -363,3 +372,68 @@ def test_faults_that_cannot_strike_other_machines_are_refused(tmp_path: Path) ->
 
         assert result.exit_code == 2
         assert remedy in " ".join(result.stderr.split())
+
+
+LONG = ("training.iterations=100000", "checkpoint.directory=saves", "checkpoint.persist_every=5")
+
+
+def states(job: Machines) -> dict[int, str]:
+    record = json.loads(job.ask("status", job.address, "--json"))
+    return {node["node"]: node["state"] for node in record["nodes"]}
+
+
+def test_status_saves_events_and_drains_work_over_the_network(
+    tmp_path: Path, staying: StayingAgents
+) -> None:
+    """From any machine that has the token file. The machine of a drained node leaves."""
+    settings = (*LONG, f"name=asked-{os.getpid()}")
+    with machines(tmp_path, nodes="2:3", settings=settings, staying=staying) as job:
+        job.head.wait_output("saved iteration ")
+
+        record = json.loads(job.ask("status", job.address, "--json"))
+        here = json.loads(job.ask("status", "--json", "--job", f"asked-{os.getpid()}"))
+        assert {node["host"] for node in record["nodes"]} == {"127.0.0.1"}
+        assert {node["state"] for node in record["nodes"]} == {"training"}
+        assert sorted(node for nodes in record["pipelines"] for node in nodes) == [0, 1]
+        assert record["iteration"] >= 5
+        assert here.keys() == record.keys()
+        assert here["nodes"] == record["nodes"]
+
+        save = ("checkpoint", "save", "--head", job.address, "--name")
+        where = Path(job.ask(*save, "best").strip())
+        assert where.parent == tmp_path / "saves" / "best"
+        assert where.is_dir()
+        assert "'best': this name is taken" in job.ask(*save, "best", code=2)
+
+        assert job.ask("drain", "1", "--head", job.address) == "node 1 has left\n"
+        (event,) = json.loads(job.ask("events", "--head", job.address, "--json"))[:1]
+        assert (event["kind"], event["nodes"]) == ("drained", [1])
+        assert "there is no node 1; there are 0" in job.ask(
+            "drain", "1", "--head", job.address, code=2
+        )
+        wait_for(
+            lambda: None in {a.process.poll() for a in job.agents} != {None},
+            what="one agent ends",
+        )
+        (left,) = (agent for agent in job.agents if agent.process.poll() is not None)
+        assert left.wait() == 0
+        assert "node 1 has left the job, as the user asked" in left.output
+        assert states(job) == {0: "training"}
+
+
+@pytest.mark.hosts
+@pytest.mark.long
+def test_a_drained_machine_gets_no_other_node_and_may_come_again(tmp_path: Path) -> None:
+    """Its node was drained because somebody wants the machine; a new agent is a new offer."""
+    with machines(tmp_path, nodes="2:3", settings=LONG[:1]) as job:
+        job.join(options=("--stay",))
+        job.join(options=("--stay",))
+        job.head.wait_output("iteration 5 ")
+        job.ask("drain", "0", "--head", job.address)
+        wait_for(
+            lambda: None in {a.process.poll() for a in job.agents} != {None},
+            what="an agent that would stay ends",
+        )
+        assert "node 2 starts" not in job.head.output
+        job.join()
+        job.head.wait_output("node 2 starts")
