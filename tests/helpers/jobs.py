@@ -20,6 +20,7 @@ from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, plain_pl
 from planaria.job.training_job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.leader_spec import LeaderSpec
+from planaria.profiles.profile_json import encode_profile
 
 NUM_LAYERS = 10
 NUM_BLOCKS = NUM_LAYERS - 2
@@ -39,6 +40,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bert": _WIDE,
 }
 FAMILIES = (*CONFIGS, "sequential")
+
+_profiles: dict[str, bytes] = {}
 
 
 def tiny_job(family: str, directory: Path, **training: Any) -> JobConfig:
@@ -99,6 +102,18 @@ def shapes(num_nodes: int, smallest: int = 1) -> tuple[tuple[int, ...], ...]:
     )
 
 
+def with_profile(config: JobConfig, server: ForkServer) -> JobConfig:
+    """The job with a profile, which is measured once for all jobs with such a model."""
+    training = config.training
+    key = repr((config.model, config.data, training.optimizer, training.dtype))
+    if key not in _profiles:
+        _profiles[key] = encode_profile(Job(config).profile(server=server))
+    path = Path(config.checkpoint.directory).with_name("profile.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(_profiles[key])
+    return replace(config, model=replace(config.model, profile=str(path)))
+
+
 def train_shape(
     config: JobConfig, sizes: tuple[int, ...], server: ForkServer, **arguments: Any
 ) -> TrainingResult:
@@ -106,7 +121,7 @@ def train_shape(
     it would leave them at a commit.
     """
     config = replace(
-        config,
+        with_profile(config, server),
         cluster=replace(config.cluster, nodes=sum(sizes)),
         resilience=replace(config.resilience, failures_ahead=0),
     )

@@ -50,6 +50,7 @@ def join(host: Host, address: str, shared: Path, *, text: str) -> Process:
     return host.start("planaria", "agent", "--join", address, "--token-file", token)
 
 
+@pytest.mark.long
 def test_other_data_at_the_same_path_is_refused(hosts: tuple[Hosts, Path]) -> None:
     """The head has no data at all, so the first machine's counts."""
     (head_host, first, second), shared = hosts

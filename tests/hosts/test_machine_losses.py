@@ -79,6 +79,7 @@ def test_a_job_goes_on_when_a_machine_loses_power(
         assert "did not leave" not in job.head.output
 
 
+@pytest.mark.long
 @needs_namespaces
 def test_a_head_that_is_cut_off_for_a_while_costs_nothing(
     machines: Machines, shared: Path, expected: tuple[str, str]

@@ -15,7 +15,7 @@ from planaria.nodes.forkserver import ForkServer
 
 SIZES = (1, 2, 4, 5, 6, 7, 9)
 SHAPES = [shape for size in SIZES for shape in shapes(size) if shape != (1,)]
-SAMPLE = [(1, 1), (2, 3), (1, 1, 1, 2), (9,)]
+SAMPLE = [(2, 3), (9,)]
 
 _single: dict[tuple[str, bool], tuple[str, str]] = {}
 
@@ -54,7 +54,7 @@ def test_any_shape_gives_the_bits_of_one_process(
     ("shape", "checkpointing"),
     [
         pytest.param((2,), False, marks=pytest.mark.long, id="one pipeline, kept"),
-        pytest.param((3, 4), True, id="two pipelines, recomputed"),
+        pytest.param((1, 2), True, id="two pipelines, recomputed"),
     ],
 )
 def test_every_family_gives_the_bits_of_one_process(
@@ -83,7 +83,7 @@ def test_the_seed_reaches_parameters_order_and_dropout(server: ForkServer, tmp_p
     """Bits that never differ would prove nothing: another seed must give other ones."""
     job = tiny_job("gpt2", tmp_path, seed=8)
 
-    assert digests(train_shape(job, (2, 3), server)) != _expected("gpt2", False, server, tmp_path)
+    assert digests(train_shape(job, (1, 2), server)) != _expected("gpt2", False, server, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
@@ -109,7 +109,7 @@ def test_bfloat16_gives_the_same_bits_too(server: ForkServer, tmp_path: Path) ->
 
     expected = digests(train_shape(alone, (1,), server))
 
-    assert expected == digests(train_shape(spread, (2, 3), server))
+    assert expected == digests(train_shape(spread, (1, 2), server))
     assert expected != _expected("gpt2", False, server, tmp_path)
 
 
@@ -118,7 +118,7 @@ def test_fast_mode_uses_the_same_samples_and_stays_close(
 ) -> None:
     """Float32 sums: the loss of the first iteration is equal to 1e-6, the samples are the same."""
     exact = train_shape(tiny_job("gpt2", tmp_path / "exact"), (1,), server)
-    fast = train_shape(tiny_job("gpt2", tmp_path / "fast", deterministic=False), (2, 3), server)
+    fast = train_shape(tiny_job("gpt2", tmp_path / "fast", deterministic=False), (1, 2), server)
 
     for one, other in zip(exact.report.iterations, fast.report.iterations, strict=True):
         assert one.sample_digest == other.sample_digest

@@ -32,6 +32,8 @@ SEED = 20_261_121
 RUNS = 3
 KINDS_MIN = 4
 PIPE_BYTES = 4096  # Of the smallest.
+# The fewest processes that a loss leaves training.
+TWO_NODES = ("cluster.nodes=2", "cluster.device_memory_bytes=0")
 PROTECTED = (
     *("checkpoint.copies=2", "checkpoint.profile_iterations=0"),
     *("cluster.standby=1", "cluster.grant_s=0.5"),
@@ -47,7 +49,7 @@ def _note(text: str) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(("training.iterations=30",), id="plain"),
+        pytest.param(("training.iterations=10", "cluster.nodes=4"), id="plain"),
         pytest.param(PROTECTED, marks=pytest.mark.long, id="copies and standby nodes"),
     ],
 )
@@ -130,7 +132,7 @@ def test_a_job_that_is_never_the_same_is_told_with_what_repeats_the_run(
 )
 def test_nobody_has_to_read_what_came_of_it(is_closed: bool, tmp_path: Path) -> None:
     """As with `| head`: the score is written all the same, and no word of a broken pipe is said."""
-    settings = ("cluster.nodes=4", "training.iterations=6")
+    settings = (*TWO_NODES, "training.iterations=6")
     words = [sys.executable, "-m", "planaria", "chaos", str(SMALL), "--minutes", "1e-6"]
     words += ["--seed", "5", "--report", "score.json"]
     words += [word for setting in settings for word in ("--set", setting)]
@@ -156,7 +158,7 @@ def test_a_run_that_takes_too_long_is_ended_and_told(
 ) -> None:
     """No fault makes a job wait for ever, so the bound is set to no time at all."""
     monkeypatch.setattr("planaria.chaos.runs._BOUND_S", -1e6)
-    overrides = [f"checkpoint.directory={tmp_path}", "training.iterations=2"]
+    overrides = [f"checkpoint.directory={tmp_path}", "training.iterations=2", *TWO_NODES]
     job = Job.from_file(SMALL, overrides=overrides)
 
     (outcome,) = Chaos(job, seed=1, doing=_note).outcomes(minutes=1e-6)

@@ -26,7 +26,7 @@ from planaria.models.layers import SplitModel
 from planaria.nodes.forkserver import ForkServer
 from planaria.transport.timekeeping import Timekeeper
 
-NUM_ITERATIONS = 20
+NUM_ITERATIONS = 12
 SAMPLE = ("gpt2", "llama", "bert", "sequential")  # The others are variants of them.
 
 _OPT = {
@@ -122,7 +122,7 @@ def _cross_entropy_sum(output: Tensor, targets: Tensor) -> Tensor:
     ],
 )
 def test_training_agrees_with_plain_torch(family: str, server: ForkServer, tmp_path: Path) -> None:
-    """Twenty iterations on two unequal pipelines, the same microbatches, clipping and schedule."""
+    """On two unequal pipelines, with the same microbatches, clipping and schedule."""
     torch.set_num_threads(1)
     job = _job(family, tmp_path)
     cache = Path(cache_directory())
@@ -136,8 +136,8 @@ def test_training_agrees_with_plain_torch(family: str, server: ForkServer, tmp_p
         gradient_clip=job.training.gradient_clip,
     )
 
-    spread = replace(job, cluster=replace(job.cluster, nodes=5))
-    plan = shaped_plan((2, 3), job.num_microbatches)
+    spread = replace(job, cluster=replace(job.cluster, nodes=3))
+    plan = shaped_plan((1, 2), job.num_microbatches)
     report = Job(spread).train(plan=plan, server=server).report
 
     losses = [record.loss for record in report.iterations]
