@@ -21,7 +21,6 @@ import ctypes
 import errno
 import fcntl
 import gc
-import glob
 import importlib
 import io
 import json
@@ -37,7 +36,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from planaria.errors import InsufficientError
@@ -502,10 +500,11 @@ def _serve_request(sock: socket.socket) -> bool:
     if "preload" in request:
         sys.path[:] = request["path"]
         for name in request["preload"]:
-            before = _threads()
+            num_before = len(os.listdir("/proc/self/task"))
             _preload(name)
-            if begun := _threads() - before:
-                logger.warning("%s started threads (%s): forks may hang", name, sorted(begun))
+            num_begun = len(os.listdir("/proc/self/task")) - num_before
+            if num_begun > 0:
+                logger.warning("%s started %d threads: forks may hang", name, num_begun)
         # With torch imported, a full collection visits 200,000 objects (0.1 s) and writes to the
         # memory pages that forked children share.
         gc.collect()
@@ -528,12 +527,6 @@ def _serve_request(sock: socket.socket) -> bool:
     for pidfd in pidfds:
         os.close(pidfd)
     return True
-
-
-def _threads() -> set[str]:
-    """Number and name of each thread of this process."""
-    threads = {Path(path).parent for path in glob.glob("/proc/self/task/*/comm")}
-    return {f"{path.name} {(path / 'comm').read_text().strip()}" for path in threads}
 
 
 def _preload(name: str) -> None:
