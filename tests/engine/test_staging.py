@@ -78,3 +78,16 @@ def test_tensors_cross_to_the_host_and_back_before_anybody_goes_on() -> None:
 
     fill_device(device, [there], [2 * here])
     assert torch.equal(there, 2 * here)
+
+
+def test_a_copy_of_the_state_outlives_the_layer_and_its_mirror() -> None:
+    """A save is written while training goes on, for longer than an iteration."""
+    held = _held(LateDevice())
+    before = held.masters["weight"].detach().clone().numpy()
+    copy = held.state()
+    _step(held)
+    held.state_views()
+    _step(held)
+
+    assert np.array_equal(held.state_views()[WEIGHT], held.masters["weight"].detach().numpy())
+    assert np.array_equal(copy[WEIGHT], before)

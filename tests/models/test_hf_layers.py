@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from planaria.core.job import ModelConfig
@@ -336,6 +337,27 @@ def test_weights_on_disk_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         _hf({"n_inner": 32}, path=str(tmp_path))
     with pytest.raises(ConfigError, match=r"config\.json"):
         _hf({}, path=str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "opt", "bert"])
+def test_the_head_looks_nothing_up_in_the_embedding(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes before the blocks is thrown away; on a GPU it took longer than the head."""
+    split = _hf(_FAMILIES[family])
+    head = split.materialise(split.num_layers - 1)
+    embedding, shapes = functional.embedding, []
+
+    def noting(ids: Tensor, weight: Tensor, *more: Any, **named: Any) -> Tensor:
+        if not weight.is_meta:
+            shapes.append(weight.shape)
+        return embedding(ids, weight, *more, **named)
+
+    monkeypatch.setattr(functional, "embedding", noting)
+    logits = head(torch.zeros(2, _LENGTH, 64))
+
+    assert not logits.is_meta
+    assert not shapes
 
 
 def test_cross_entropy_is_summed_over_targets_that_count() -> None:

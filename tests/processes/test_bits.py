@@ -124,3 +124,12 @@ def test_fast_mode_uses_the_same_samples_and_stays_close(
         assert one.sample_digest == other.sample_digest
         assert one.loss == pytest.approx(other.loss, rel=1e-4)
     assert exact.report.iterations[0].loss == pytest.approx(fast.report.iterations[0].loss, 1e-6)
+
+
+@pytest.mark.long
+def test_compiled_blocks_give_the_bits_of_one_process(server: ForkServer, tmp_path: Path) -> None:
+    """Every rank compiles the same code; what it computes differs from that of eager blocks."""
+    one = tiny_job("gpt2", tmp_path / "one", compile=True)
+    two = tiny_job("gpt2", tmp_path / "two", compile=True)
+
+    assert digests(train_shape(one, (1,), server)) == digests(train_shape(two, (2, 3), server))

@@ -115,6 +115,11 @@ class TrainingConfig:
         False,
         "the backward computes each block's activations again; the forward does not keep them",
     )
+    compile: bool = _key(
+        False,
+        "each block is compiled by torch.compile, once in each process: what a rank keeps or gets "
+        "of the same shape is not compiled again",
+    )
     seed: int = _key(0, "decides the first parameters, the order of samples and dropout")
     deterministic: bool = _key(
         True, "the job gives the same bits on any number of nodes; it sums gradients in float64"

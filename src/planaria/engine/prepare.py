@@ -7,7 +7,7 @@ mistakes are found and reported before anything is started.
 import importlib.util
 import os
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -74,6 +74,10 @@ def device_of(job: JobConfig, *, rank: int) -> Device:
     """
     device = find_device("cpu" if job.model.kind == "paced" else job.cluster.device, rank=rank)
     device.begin(is_deterministic=job.training.deterministic)
+    if job.training.compile:
+        # Processes that compile would outlive a worker that is killed.
+        inductor: Any = importlib.import_module("torch._inductor.config")
+        inductor.compile_threads = 1
     return device
 
 

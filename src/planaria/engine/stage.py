@@ -18,8 +18,6 @@ Source: docs/protocol.md, "The commit vector" (C4) and "Joins".
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -72,6 +70,8 @@ class HeldLayer:
                 for name, parameter in self.masters.items()
             }
             module = module.to(torch.bfloat16)
+        if training.compile:
+            module.compile(dynamic=False)
         self.module = module
         self.parameters = dict(module.named_parameters())
         self._trained = {n: master for n, master in self.masters.items() if master.requires_grad}
@@ -138,7 +138,7 @@ class HeldLayer:
 
     def squared_norm(self, names: Iterable[str]) -> float:
         """The sum of squares of the reduced gradients of the named parameters, in float64."""
-        squares = [self._gradient_views[name].double().pow_(2).sum() for name in names]
+        squares = [_squared_norm(self._gradient_views[name]) for name in names]
         total = 0.0
         for square in torch.stack(squares).tolist() if squares else ():
             total += square  # Not `sum`, which some versions of Python round differently.
@@ -168,9 +168,12 @@ class HeldLayer:
                     self.parameters[name].data.copy_(master.data)
         self.age = iteration + 1
 
-    def state(self) -> dict[str, npt.NDArray[np.generic]]:
-        """A copy of the parameters and the optimizer's state, by their names in the disk tier."""
-        return {name: array.copy() for name, array in self.state_views().items()}
+    def state(self) -> State:
+        """A copy of the parameters and the optimizer's state, by their names in the disk tier.
+
+        On a device it may still be under way; a reader waits for it, and so does the next step.
+        """
+        return self._mirror.copy(self._state_tensors())
 
     def state_views(self) -> State:
         """The same as `state`, but valid only until the layer's next step.
@@ -215,6 +218,15 @@ def _gradient_buffer(sums: Tensor) -> Tensor:
     `sums` can be overwritten: no rank needs a part of it once that part's total has arrived.
     """
     return sums if sums.dtype is torch.float32 else torch.zeros_like(sums, dtype=torch.float32)
+
+
+def _squared_norm(gradient: Tensor) -> Tensor:
+    """The sum of squares in float64, a scalar."""
+    if gradient.is_cpu:
+        return gradient.double().pow_(2).sum()
+    # Accelerators have a kernel for it that takes no memory.
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+    return norm.square()
 
 
 def _add_gradient(sums: Tensor, parameter: Tensor) -> None:

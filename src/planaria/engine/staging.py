@@ -31,6 +31,7 @@ class StateMirror:
         self._device = device
         self._buffers: dict[str, Tensor] = {}
         self._state: _MirroredState | None = None
+        self._marks: list[Mark] = []  # Of copies since the layer changed.
         self._age = -1
 
     def state(self, tensors: Mapping[str, Tensor], *, age: int) -> State:
@@ -42,24 +43,34 @@ class StateMirror:
         if self._device.is_host:
             return {name: tensor.numpy() for name, tensor in tensors.items()}
         if self._state is None or self._age != age or self._state.keys() != tensors.keys():
+            host_like = self._device.host_like
             self._buffers = {
-                name: self._buffers[name] if name in self._buffers else self._buffer(tensor)
+                name: self._buffers[name] if name in self._buffers else host_like(tensor)
                 for name, tensor in tensors.items()
             }
             mark = self._device.copy([(self._buffers[n], t) for n, t in tensors.items()])
+            self._marks.append(mark)
             self._state, self._age = _MirroredState(self._buffers, mark), age
         return self._state
 
-    def _buffer(self, tensor: Tensor) -> Tensor:
-        return self._device.host_like(tensor)
+    def copy(self, tensors: Mapping[str, Tensor]) -> State:
+        """The tensors as arrays of their own, which stay valid whatever becomes of the layer."""
+        if self._device.is_host:
+            return {name: tensor.numpy().copy() for name, tensor in tensors.items()}
+        buffers = {name: self._device.host_like(tensor) for name, tensor in tensors.items()}
+        mark = self._device.copy([(buffers[name], tensors[name]) for name in tensors])
+        self._marks.append(mark)
+        return _MirroredState(buffers, mark)
 
     def order(self) -> None:
         """Must be called before the layer changes on the device."""
-        if self._state is not None:
-            self._state.mark.order()
+        for mark in self._marks:
+            mark.order()
+        self._marks.clear()
 
     def forget(self) -> None:
-        """Must be called when the state has changed without a step."""
+        """Must be called before the state changes without a step."""
+        self.order()
         self._state = None
 
 
@@ -68,10 +79,10 @@ class _MirroredState(Mapping[str, npt.NDArray[np.generic]]):
 
     def __init__(self, buffers: Mapping[str, Tensor], mark: Mark) -> None:
         self._arrays = {name: buffer.numpy() for name, buffer in buffers.items()}
-        self.mark = mark
+        self._mark = mark
 
     def __getitem__(self, name: str) -> npt.NDArray[np.generic]:
-        self.mark.wait()
+        self._mark.wait()
         return self._arrays[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -106,11 +106,15 @@ class Frame:
         for index, block in enumerate(block_stubs):
             block_stubs[index] = BlockStub(index, block, self._visitor)
 
-    def logits(self, ids_BL: Tensor, visit: Visit) -> Tensor:
-        """The logits of the model's own forward, with `visit` called in place of each block."""
+    def logits(self, inputs: Mapping[str, Tensor], visit: Visit) -> Tensor:
+        """The logits of the model's own forward, with `visit` called in place of each block.
+
+        Args:
+            inputs: arguments of the forward, by name.
+        """
         self._visitor.visit = visit
         try:
-            logits: Tensor = self.model(ids_BL).logits
+            logits: Tensor = self.model(**inputs).logits
         finally:
             self._visitor.visit = None
         return logits
@@ -118,7 +122,7 @@ class Frame:
     def hidden_states(self, ids_BL: Tensor, visit: Visit) -> Tensor:
         """The hidden states with which `visit` stops the model's forward (`ForwardStopped`)."""
         try:
-            self.logits(ids_BL, visit)
+            self.logits({"input_ids": ids_BL}, visit)
         except ForwardStopped as stop:
             return stop.hidden_BLD
         raise refusal(self.model, "its forward does not use all of its blocks")
@@ -196,6 +200,11 @@ def mark_initialised(tensor: Tensor) -> None:
     tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
+def is_initialised(tensor: Tensor) -> bool:
+    """Whether a tensor is marked so."""
+    return getattr(tensor, "_is_hf_initialized", False)
+
+
 def initialise(model: Any, *, seed: int) -> None:
     """Draws all parameters that are not marked and computes all buffers, on the CPU.
 
@@ -216,8 +225,13 @@ def initialise(model: Any, *, seed: int) -> None:
         if buffer.dtype != torch.bool and bool(unset.any()):
             raise refusal(model, f"its initialisation leaves buffer {name} undefined")
     for name, module in model.named_modules():
-        if any(isinstance(value, Tensor) and value.is_meta for value in vars(module).values()):
+        if any(map(_is_undefined, vars(module).values())):
             raise refusal(model, f"{name} keeps a tensor that is neither parameter nor buffer")
+
+
+def _is_undefined(value: object) -> bool:
+    """Whether a value is a tensor without values that is no ghost."""
+    return isinstance(value, Tensor) and value.is_meta and not is_initialised(value)
 
 
 def ownership(frame: Frame, blocks: tuple[nn.Module, ...], *, ids_BL: Tensor) -> Ownership:
@@ -299,7 +313,7 @@ def _logits_after(frame: Frame, ids_BL: Tensor, hidden_BLD: Tensor) -> Tensor:
         return hidden_BLD
 
     try:
-        logits = frame.logits(ids_BL, pass_by)
+        logits = frame.logits({"input_ids": ids_BL}, pass_by)
     except (RuntimeError, NotImplementedError) as error:
         why = f"the part after its blocks cannot run alone ({error})"
         raise refusal(frame.model, why) from error

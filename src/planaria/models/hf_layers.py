@@ -22,7 +22,7 @@ Differs: Oobleck traces with torch.fx, which cannot trace the models of transfor
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,6 +129,9 @@ class _Embedding(nn.Module):
         super().__init__()
         self._frame = frame
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: the model's own forward is no code of a layer."""
+
     def forward(self, ids_BL: Tensor) -> Tensor:
         model = self._frame.model
         if model.training != self.training:
@@ -149,6 +152,10 @@ class _Block(nn.Module):
         self._path = path
         self._arguments = arguments
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the block itself, whose code all blocks share."""
+        self.get_submodule(self._path).compile(*args, **kwargs)
+
     def forward(self, hidden_BLD: Tensor) -> Tensor:
         call = self._arguments.call(self._index, hidden_BLD)
         output = call.output(self.get_submodule(self._path), hidden_BLD)
@@ -158,17 +165,60 @@ class _Block(nn.Module):
 class _Head(nn.Module):
     """The layer that computes the logits from the last block's output."""
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: Frame, entry: "_HeadEntry") -> None:
         super().__init__()
         self._frame = frame
+        self._entry = entry
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: the model's own forward is no code of a layer."""
 
     def forward(self, hidden_BLD: Tensor) -> Tensor:
         if self._frame.model.training != self.training:
             self._frame.model.train(self.training)
-        # The embedding's ghosts are on the CPU, whichever device the head is on.
-        ids_BL = torch.zeros(hidden_BLD.shape[:2], dtype=torch.int64)
-        logits = self._frame.logits(ids_BL, lambda _index, _hidden, _call: hidden_BLD)
-        return boundary(logits, "head")
+        return boundary(self._entry.logits(self._frame, hidden_BLD), "head")
+
+
+@dataclass(frozen=True, slots=True)
+class _HeadEntry:
+    """How the head runs what the model's forward does before the blocks, only to throw it away.
+
+    Computed for nothing, an embedding can take as long as the head itself.
+
+    Attributes:
+        place: device of the ghosts.
+        inputs: function that returns the arguments of the model's forward for such hidden states.
+    """
+
+    place: torch.device
+    inputs: Callable[[Tensor], dict[str, Tensor]]
+
+    def logits(self, frame: Frame, hidden_BLD: Tensor) -> Tensor:
+        """The logits for the last block's output."""
+        return frame.logits(self.inputs(hidden_BLD), lambda _index, _hidden, _call: hidden_BLD)
+
+
+def _ids(hidden_BLD: Tensor) -> dict[str, Tensor]:
+    return {"input_ids": torch.zeros(hidden_BLD.shape[:2], dtype=torch.int64)}
+
+
+def _ids_with_positions(hidden_BLD: Tensor) -> dict[str, Tensor]:
+    """Ids and positions that are not on the device of the ghosts: models look at their values."""
+    return {**_ids(hidden_BLD), "position_ids": torch.arange(hidden_BLD.shape[1])[None]}
+
+
+def _ghost_of_embeds(hidden_BLD: Tensor) -> dict[str, Tensor]:
+    cpu = torch.device("cpu")
+    return {"inputs_embeds": ghost(hidden_BLD.shape, dtype=hidden_BLD.dtype, device=cpu)}
+
+
+# From the cheapest to the one that every model has. On the meta device nothing is computed; and a
+# ghost in place of the embedding's output is not looked up.
+_HEAD_ENTRIES = (
+    _HeadEntry(torch.device("meta"), _ids_with_positions),
+    _HeadEntry(torch.device("cpu"), _ghost_of_embeds),
+    _HeadEntry(torch.device("cpu"), _ids),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +232,7 @@ class HfLayers:
             the same leaf if the layer itself uses a parameter twice.
         shapes: shape of each leaf by name, in the model's order, one mapping for each layer.
         aliases: all names of the same parameter, including this one, by name.
+        head_entry: the way in which the head enters the model's forward.
         weights: the initial weights found on disk; may be empty.
     """
 
@@ -193,6 +244,7 @@ class HfLayers:
     aliases: Mapping[str, tuple[str, ...]]
     tied: tuple[TiedGroup, ...]
     arguments: _BlockArguments
+    head_entry: _HeadEntry
     weights: Weights
     seed: int
 
@@ -233,12 +285,13 @@ class HfLayers:
         frame = copy.deepcopy(self.frame)
         if 0 < layer <= len(self.blocks):
             frame.block_stubs[layer - 1] = copy.deepcopy(self.blocks[layer - 1])
+        is_head = layer == len(self.layer_names) - 1
+        place = self.head_entry.place if is_head else torch.device("cpu")
         made: dict[str, nn.Parameter] = {}
         for name, old in parameters_of(frame.model).items():
             leaf = self.leaves[layer].get(name)
             if leaf is None:
-                cpu = torch.device("cpu")
-                set_tensor(frame.model, name, ghost(old.shape, dtype=old.dtype, device=cpu))
+                set_tensor(frame.model, name, ghost(old.shape, dtype=old.dtype, device=place))
                 continue
             if leaf not in made:
                 empty = torch.empty(old.shape, dtype=torch.float32)
@@ -254,7 +307,7 @@ class HfLayers:
         elif layer <= len(self.blocks):
             module = _Block(layer - 1, self.layer_names[layer], self.arguments)
         else:
-            module = _Head(frame)
+            module = _Head(frame, self.head_entry)
         _attach(module, frame.model, "", frozenset(self.leaves[layer]))
         return module.train()
 
@@ -292,6 +345,7 @@ def split_hf_model(
         aliases=aliases,
         tied=tied_groups([{name: identities[name] for name in layer} for layer in own_names]),
         arguments=arguments,
+        head_entry=_head_entry(frame, own.head),
         weights=weights,
         seed=seed,
     )
@@ -352,6 +406,28 @@ def _examine(
         if not all(map(torch.equal, call.tensors(), other.tensors())):
             raise refusal(model, "its blocks take more inputs than hidden states")
     return own, arguments
+
+
+@torch.no_grad()
+def _head_entry(frame: Frame, names: Collection[str]) -> _HeadEntry:
+    """The cheapest entry of the head that the model's forward can take.
+
+    Args:
+        names: parameters of the head.
+    """
+    for entry in _HEAD_ENTRIES[:-1]:
+        probe = copy.deepcopy(frame)
+        initialise(probe.model, seed=0)
+        for name, parameter in parameters_of(probe.model).items():
+            place = torch.device("cpu") if name in names else entry.place
+            set_tensor(probe.model, name, ghost(parameter.shape, dtype=torch.float32, device=place))
+        try:
+            hidden_BLD = torch.zeros(1, 2, probe.model.config.hidden_size)
+            if not entry.logits(probe, hidden_BLD).is_meta:
+                return entry
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            logger.info("the head's entry %s fails: %s", entry.inputs.__name__, error)
+    return _HEAD_ENTRIES[-1]
 
 
 def _aliases(identities: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
