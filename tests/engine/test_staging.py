@@ -7,7 +7,6 @@ from torch import nn
 from planaria.core.job import TrainingConfig
 from planaria.engine.devices import LateDevice
 from planaria.engine.stage import HeldLayer
-from planaria.engine.staging import fill_device, to_host
 
 TRAINING = TrainingConfig(learning_rate=0.1, seed=3)
 WEIGHT = "parameter/weight"
@@ -66,18 +65,6 @@ def test_a_state_that_was_loaded_is_mirrored_anew() -> None:
     held.load(other.state(), age=0)
 
     assert np.array_equal(held.state_views()[WEIGHT], other.state()[WEIGHT])
-
-
-def test_tensors_cross_to_the_host_and_back_before_anybody_goes_on() -> None:
-    """What a rank sends is there when it is sent, and what it received when it computes."""
-    device = LateDevice()
-    there = torch.arange(4.0)
-    (here,) = to_host(device, [there])
-    assert here.data_ptr() != there.data_ptr()
-    assert torch.equal(here, there)
-
-    fill_device(device, [there], [2 * here])
-    assert torch.equal(there, 2 * here)
 
 
 def test_a_copy_of_the_state_outlives_the_layer_and_its_mirror() -> None:

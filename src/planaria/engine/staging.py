@@ -12,7 +12,7 @@ Differs: the mirror is as large as the state. It stays, because what was pinned 
 the speed of the bus from then on.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -90,22 +90,6 @@ class _MirroredState(Mapping[str, npt.NDArray[np.generic]]):
 
     def __len__(self) -> int:
         return len(self._arrays)
-
-
-def to_host(device: Device, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors in the host's memory, once what was computed so far is there."""
-    if device.is_host:
-        return list(tensors)
-    copies = [device.host_like(tensor) for tensor in tensors]
-    device.copy(list(zip(copies, tensors, strict=True))).wait()
-    return copies
-
-
-def fill_device(device: Device, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies tensors of the host into tensors of the device; returns when they are there."""
-    pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if t is not s]
-    if pairs:
-        device.copy(pairs).wait()
 
 
 def as_tensor(array: npt.NDArray[np.generic]) -> Tensor:

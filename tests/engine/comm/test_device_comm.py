@@ -40,8 +40,9 @@ class Rank(NamedTuple):
 
 
 @pytest.fixture(params=DEVICES)
-def kind(request: pytest.FixtureRequest) -> str:
-    """A type of device and an implementation."""
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A type of device; tensors of more than a few elements travel in several pieces."""
+    monkeypatch.setattr("planaria.engine.comm.pieces.PIECE_BYTES", 96)
     return str(request.param)
 
 

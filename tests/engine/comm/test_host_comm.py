@@ -3,15 +3,17 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from helpers.linked_ranks import TIMEOUT_S, in_threads, link_ranks, tag
+from helpers.linked_ranks import TIMEOUT_S, in_threads, link_ranks, tag, wait_until
+from planaria.engine.comm.device_comm import HEAD_BYTES
 from planaria.engine.comm.host import HostComm
 from planaria.engine.devices import Device, LateDevice, Mark, Pairs
-from planaria.transport.links import Buffer, Links, Tag
+from planaria.transport.links import Buffer, Channel, Links, Tag
 
 NUMBERS = torch.arange(6.0)
 
@@ -61,45 +63,111 @@ class Gated:
         self._mark.order()
 
 
-def test_a_send_does_not_wait_until_the_bytes_are_on_the_host(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The thread that computes goes on while the device still copies."""
-    device, gate = LateDevice(), threading.Event()
+def slow_device(gate: threading.Event) -> LateDevice:
+    """A device whose copies are made once the gate is open."""
+    device = LateDevice()
     copy = device.copy
+    device.copy = lambda pairs: Gated(copy(pairs), gate)  # type: ignore[method-assign]
+    return device
 
-    def copy_slowly(pairs: Pairs) -> Mark:
-        return Gated(copy(pairs), gate)
 
-    monkeypatch.setattr(device, "copy", copy_slowly)
-    with two_comms(device) as (comm, peer):
+def test_a_send_does_not_wait_until_the_bytes_are_on_the_host() -> None:
+    """The thread that computes goes on while the device still copies."""
+    gate = threading.Event()
+    with two_comms(slow_device(gate)) as (comm, peer):
         comm.send(1, tag(0), NUMBERS, virtual_bytes=0)
-        assert comm._links.sent_bytes.total() == 0
+        assert comm._links.sent_bytes.total() == HEAD_BYTES
         gate.set()
 
         assert torch.equal(peer.receive(0, tag(0)), NUMBERS)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (40, 3)])
+def test_a_device_and_a_processor_exchange_tensors(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One sends in pieces, the other at once; each takes what comes."""
+    monkeypatch.setattr("planaria.engine.comm.pieces.PIECE_BYTES", 96)
+    with two_comms(LateDevice()) as comms:
+        for rank, comm in enumerate(comms):
+            comm.send(1 - rank, tag(rank), torch.full(shape, rank + 0.5), virtual_bytes=0)
+        for rank, comm in enumerate(comms):
+            arrived = comm.receive(1 - rank, tag(1 - rank))
+            assert torch.equal(arrived, torch.full(shape, 1 - rank + 0.5))
+
+        sums = [torch.full((300,), 0.25 + rank, dtype=torch.float64) for rank in range(2)]
+        totals = [torch.empty(300) for _ in range(2)]
+        with in_threads(
+            *(partial(sum_of_two, *each) for each in zip(comms, sums, totals, strict=True))
+        ) as running:
+            for one in running:
+                one.result(timeout=TIMEOUT_S)
+        assert all(torch.equal(total, torch.full((300,), 1.5)) for total in totals)
+
+
+def sum_of_two(comm: HostComm, sums: Tensor, total: Tensor) -> None:
+    comm.sum_over((0, 1), [sums], [total], iteration=0, bucket=0, virtual_bytes=0)
+
+
+def test_what_is_awaited_arrives_where_the_device_copies_it_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing copies the pieces on the host once their memory was offered."""
+    monkeypatch.setattr("planaria.engine.comm.pieces.PIECE_BYTES", 8)
+    device, is_offered, offered = LateDevice(), threading.Event(), list[int]()
+    copied: list[int] = []
+    copy, offer_memory = device.copy, Links.offer_memory
+
+    def note_offer(links: Links, peer: int, tag: Tag, memory: Buffer) -> None:
+        offer_memory(links, peer, tag, memory)
+        offered.append(memory.__array_interface__["data"][0])
+        if len(offered) == NUMBERS.nbytes // 8:
+            is_offered.set()
+
+    def note_copy(pairs: Pairs) -> Mark:
+        copied.extend(source.data_ptr() for _, source in pairs)
+        return copy(pairs)
+
+    monkeypatch.setattr(Links, "offer_memory", note_offer)
+    with link_ranks(2) as (left, right):
+        sender, receiver = HostComm(left, slow_device(is_offered)), HostComm(right, device)
+        monkeypatch.setattr(device, "copy", note_copy)
+        sender.send(1, tag(0), NUMBERS, virtual_bytes=0)
+        assert torch.equal(receiver.receive(0, tag(0)), NUMBERS)
+        sender.close()
+        receiver.close()
+
+    assert copied == offered
 
 
 def break_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     def send_nothing(*_: object, **__: object) -> None:
         raise RuntimeError("the bus burns")
 
-    monkeypatch.setattr("planaria.engine.comm.host.send_tensor", send_nothing)
+    monkeypatch.setattr("planaria.engine.comm.host.send_pieces", send_nothing)
 
 
-def receive_from(comm: HostComm, source: int) -> Tensor:
-    return comm.receive(source, tag(7))
+def receive_from(comm: HostComm, source: int) -> None:
+    comm.receive(source, tag(7))
 
 
 def test_an_error_of_the_thread_that_sends_ends_whoever_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The peer waits for what was not sent, and sends nothing either: both would wait for ever."""
-    with two_comms(LateDevice()) as (comm, _), in_threads(lambda: receive_from(comm, 1)) as (one,):
+    with (
+        two_comms(LateDevice()) as (comm, _),
+        in_threads(
+            lambda: receive_from(comm, 1),
+            lambda: sum_of_two(comm, NUMBERS.clone(), NUMBERS.clone()),
+        ) as running,
+    ):
+        wait_until(lambda: comm._links.sent_bytes[Channel.SCATTER] > 0)
         break_sends(monkeypatch)
         comm.send(1, tag(0), NUMBERS, virtual_bytes=0)
-        with pytest.raises(RuntimeError, match="the bus burns"):
-            one.result(timeout=TIMEOUT_S)
+        for one in running:
+            with pytest.raises(RuntimeError, match="the bus burns"):
+                one.result(timeout=TIMEOUT_S)
         with pytest.raises(RuntimeError, match="the bus burns"):
             comm.check()
 
@@ -130,4 +198,4 @@ def test_nothing_is_sent_once_the_comm_is_closed() -> None:
             gate.set()
             closing.result(timeout=TIMEOUT_S)
 
-        assert comm._links.sent_bytes.total() == 0
+        assert comm._links.sent_bytes.total() == HEAD_BYTES

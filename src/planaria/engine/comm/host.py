@@ -11,13 +11,15 @@ and for several ranks on one device.
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from planaria.engine.comm.device_comm import HEAD_BYTES, head_of, parse_head
-from planaria.engine.devices import Device, Mark
+from planaria.engine.comm.pieces import ArrivingPieces, begin_pieces, send_pieces
+from planaria.engine.devices import Device
 from planaria.engine.iteration.groups import reduce_bucket
-from planaria.engine.staging import fill_device, to_host
 from planaria.errors import AbortedError, PeerLostError
 from planaria.transport.links import UNLIMITED_S, Links, Tag
 
@@ -44,17 +46,14 @@ class HostComm:
         if self._sender is None:
             send_tensor(self._links, target, tag, tensor, virtual_bytes=virtual_bytes)
             return
-        copy = self._device.host_like(tensor)
-        mark = self._device.copy([(copy, tensor)])
-        sent = self._sender.submit(self._send_copy, target, tag, copy, mark, virtual_bytes)
+        pieces = begin_pieces(self._device, [tensor.contiguous().reshape(-1)])
+        # The head goes ahead, so the receiver can have the pieces arrive in pinned memory.
+        self._links.send(target, tag, head_of(tensor))
+        if not tensor.numel():
+            return
+        links = self._links
+        sent = self._sender.submit(send_pieces, links, target, tag, pieces, first_number=1)
         sent.add_done_callback(self._note_error)
-
-    def _send_copy(
-        self, target: int, tag: Tag, copy: Tensor, mark: Mark, virtual_bytes: int
-    ) -> None:
-        mark.wait()
-        if self._error is None:
-            send_tensor(self._links, target, tag, copy, virtual_bytes=virtual_bytes)
 
     def _note_error(self, sent: "Future[None]") -> None:
         """Keeps the first error of the thread that sends, and frees the threads that wait."""
@@ -66,17 +65,28 @@ class HostComm:
     def receive(self, source: int, tag: Tag) -> Tensor:
         """See `DeviceComm`."""
         try:
-            received = receive_tensor(self._links, source, tag, timeout_s=UNLIMITED_S)
+            message = self._links.receive(source, tag, timeout_s=UNLIMITED_S)
+            return self._rest(source, tag, message)
         except AbortedError:
             self.check()
             raise
-        if self._device.is_host:
-            return received
-        pinned = self._device.host_like(received)
-        pinned.copy_(received)
-        target = torch.empty(received.shape, dtype=received.dtype, device=self._device.place)
-        self._device.copy([(target, pinned)]).order()
-        return target
+
+    def _rest(self, source: int, tag: Tag, message: npt.NDArray[np.uint8]) -> Tensor:
+        """The tensor whose head, or all of which, has arrived."""
+        dtype, shape = parse_head(message)
+        body = message[HEAD_BYTES:]
+        if self._device.is_host and len(body):
+            return torch.from_numpy(body).view(dtype).view(shape)
+        tensor = torch.empty(shape, dtype=dtype, device=self._device.place)
+        if len(body):  # A processor has sent it.
+            return tensor.copy_(torch.from_numpy(body).view(dtype).view(shape))
+        if tensor.numel():
+            arriving = ArrivingPieces(
+                self._links, source, tag, [tensor.view(-1)], device=self._device, first_number=1
+            )
+            for mark in arriving.begin_fill():
+                mark.order()
+        return tensor
 
     def sum_over(
         self,
@@ -89,25 +99,21 @@ class HostComm:
         virtual_bytes: int,
     ) -> None:
         """See `DeviceComm`."""
-        device, host_results = self._device, results
-        host_sums = to_host(device, sums)
-        if not device.is_host:
-            host_results = [device.host_like(result) for result in results]
         try:
             reduce_bucket(
                 self._links,
-                host_sums,
-                host_results,
+                sums,
+                results,
                 ranks=ranks,
                 iteration=iteration,
                 bucket=bucket,
                 timeout_s=UNLIMITED_S,
                 virtual_bytes=virtual_bytes,
+                device=self._device,
             )
         except AbortedError:
             self.check()
             raise
-        fill_device(device, results, host_results)
 
     def check(self) -> None:
         """See `DeviceComm`."""
@@ -141,17 +147,3 @@ def send_tensor(links: Links, target: int, tag: Tag, tensor: Tensor, *, virtual_
     tensor = tensor.detach().contiguous()
     body = tensor.reshape(-1).view(torch.uint8).numpy()
     links.send(target, tag, head_of(tensor), body, virtual_bytes=virtual_bytes)
-
-
-def receive_tensor(links: Links, source: int, tag: Tag, *, timeout_s: float) -> Tensor:
-    """The tensor that `source` sends with this tag, in the host's memory.
-
-    Raises:
-        PeerLostError: the tensor will not arrive.
-        AbortedError: the epoch was aborted.
-    """
-    received = links.receive(source, tag, timeout_s=timeout_s)
-    dtype, shape = parse_head(received)
-    # torch cannot view an empty tensor as another dtype.
-    body = torch.from_numpy(received[HEAD_BYTES:])
-    return body.view(dtype).view(shape) if len(body) else torch.empty(shape, dtype=dtype)

@@ -3,7 +3,8 @@
 `reduce_bucket` is a reduce-scatter and an all-gather by direct exchange: each of the k holders
 sums one k-th of the bucket, adding the holders' parts in ascending order of rank, rounds it
 once to float32, and sends it to the others. So all holders get the same bits, and a holder
-moves 2(k-1)/k of the bucket, as in a ring, in two steps.
+moves 2(k-1)/k of the bucket, as in a ring, in two steps. The sums and the results may be on a
+device; the holders add on their processors.
 
 `reduce_vector` sums a small vector over all ranks up and down a binary tree.
 
@@ -11,7 +12,7 @@ Source: docs/protocol.md, "The commit vector". Differs from Gloo's all-reduce: a
 the order of the sum does not depend on timing or on the chunk size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -19,6 +20,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from planaria.engine.comm.pieces import (
+    ArrivingPieces,
+    begin_pieces,
+    flat_range,
+    host_memory,
+    pairs_with,
+    pieces_on_host,
+    receive_pieces,
+    send_pieces,
+)
+from planaria.engine.devices import PROCESSOR, Device
 from planaria.schedule.action import Schedule
 from planaria.transport.links import Buffer, Channel, Links, Tag
 
@@ -35,6 +47,7 @@ def reduce_bucket(
     bucket: int,
     timeout_s: float,
     virtual_bytes: int = 0,
+    device: Device = PROCESSOR,
 ) -> None:
     """Sums flat tensors over `ranks` and writes the rounded sums into `results`.
 
@@ -43,6 +56,7 @@ def reduce_bucket(
         results: float32, of the same sizes; sums in float32 may be their own results.
         ranks: the holders, ascending; this rank is one of them.
         virtual_bytes: size that paced links take the results to have; 0: their real size.
+        device: device of the sums and the results.
     """
     size = sum(part.numel() for part in sums)
     own = ranks.index(links.rank)
@@ -53,73 +67,41 @@ def reduce_bucket(
     others = [*range(own + 1, len(ranks)), *range(own)]
     gathered_bytes = virtual_bytes // len(ranks)
     scattered_bytes = gathered_bytes * sums[0].element_size() // results[0].element_size()
-    for index in others:
-        part = _slices(sums, bounds[index], bounds[index + 1])
-        links.send(ranks[index], scatter, *part, virtual_bytes=scattered_bytes)
-    segment = _segment_sum(
-        links,
-        sums,
-        ranks=ranks,
-        bounds=(bounds[own], bounds[own + 1]),
-        tag=scatter,
-        timeout_s=timeout_s,
-    )
-    for index in others:
-        links.send(ranks[index], gather, segment.numpy(), virtual_bytes=gathered_bytes)
-    _fill(results, bounds[own], segment)
-    for index in others:
-        received = links.receive(ranks[index], gather, timeout_s=timeout_s)
-        _fill(results, bounds[index], _tensor(received, torch.float32))
-
-
-def _segment_sum(
-    links: Links,
-    sums: Sequence[Tensor],
-    *,
-    ranks: Sequence[int],
-    bounds: tuple[int, int],
-    tag: Tag,
-    timeout_s: float,
-) -> Tensor:
-    """This rank's segment summed over all ranks in ascending order, rounded to float32."""
-    dtype = sums[0].dtype
-    total = torch.zeros(bounds[1] - bounds[0], dtype=dtype)
+    cuts = list(pairwise(bounds))
+    outgoing = [begin_pieces(device, flat_range(sums, *cut)) for cut in cuts]
+    arriving = [
+        ArrivingPieces(links, ranks[i], gather, flat_range(results, *cuts[i]), device=device)
+        for i in others
+    ]
+    for i in others:
+        send_pieces(links, ranks[i], scatter, outgoing[i], virtual_bytes=scattered_bytes)
+    total = torch.zeros(bounds[own + 1] - bounds[own], dtype=sums[0].dtype)
     for rank in ranks:
         if rank == links.rank:
-            part = torch.cat([torch.from_numpy(s) for s in _slices(sums, *bounds)] or [total[:0]])
+            _add(total, (array for piece in outgoing[own] for array in piece.wait()))
         else:
-            received = links.receive(rank, tag, timeout_s=timeout_s)
-            part = _tensor(received, dtype)
-        total += part
-    return total.to(torch.float32)
+            _add(total, receive_pieces(links, rank, scatter, total.nbytes, timeout_s=timeout_s))
+    segment = host_memory(device, total.numel(), torch.float32).copy_(total)
+    for i in others:
+        pieces = pieces_on_host(device, segment)
+        send_pieces(links, ranks[i], gather, pieces, virtual_bytes=gathered_bytes)
+    own_results = flat_range(results, *cuts[own])
+    marks = [device.copy(pairs_with(segment, own_results))]
+    for segment_of_another in arriving:
+        marks += segment_of_another.begin_fill(timeout_s=timeout_s)
+    for mark in marks:
+        mark.wait()
 
 
-def _tensor(received: Buffer, dtype: torch.dtype) -> Tensor:
-    """The bytes as numbers, viewed by numpy: torch cannot view an empty tensor as another dtype."""
-    return torch.from_numpy(received.view(_NUMPY_DTYPES[dtype]))
-
-
-def _slices(parts: Sequence[Tensor], first: int, end: int) -> list[Buffer]:
-    """The arrays that make up elements [first, end) of the concatenated parts."""
-    slices = []
+def _add(total: Tensor, parts: Iterable[Buffer]) -> None:
+    """Adds the concatenated parts."""
     offset = 0
     for part in parts:
-        low, high = max(first - offset, 0), min(end - offset, part.numel())
-        if low < high:
-            slices.append(part[low:high].numpy())
-        offset += part.numel()
-    return slices
-
-
-def _fill(parts: Sequence[Tensor], first: int, values: Tensor) -> None:
-    """Writes the values to the concatenated parts, from element `first` on."""
-    offset = 0
-    for part in parts:
-        low = max(first - offset, 0)
-        high = min(first + values.numel() - offset, part.numel())
-        if low < high:
-            part[low:high] = values[low + offset - first : high + offset - first]
-        offset += part.numel()
+        # Viewed by numpy: torch cannot view an empty tensor as another dtype.
+        values = torch.from_numpy(part.view(_NUMPY_DTYPES[total.dtype]))
+        total[offset : offset + len(values)] += values
+        offset += len(values)
+    assert offset == len(total)
 
 
 def tree_peers(rank: int, ranks: Sequence[int]) -> tuple[int, ...]:
