@@ -7,7 +7,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from laptop import Iterations, Recovery, Run, known_runs, run_line, run_of, verdicts
-from show.test_beside import LOST, iteration, report
+from show.test_comparison import LOST, iteration, report
 
 sys.path.pop()  # Or a script of benchmarks/ would be taken for a folder of tests/.
 

@@ -12,7 +12,7 @@ from planaria.estimator.correction import Comparison
 from planaria.estimator.time import Timeline
 from planaria.observe.metrics import EventRecord
 from planaria.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
-from planaria.show.beside import off_text
+from planaria.show.comparison import off_text
 from planaria.show.figures import draw_heading
 from planaria.show.page import (
     BACKWARD_COLOUR,

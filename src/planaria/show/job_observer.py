@@ -26,8 +26,8 @@ from planaria.core.records import (
 )
 from planaria.observe.metrics import EventRecord, IterationRecord
 from planaria.observe.recorder import Recorder
-from planaria.show.beside import expected_text
 from planaria.show.choice_text import back_text, choice_text
+from planaria.show.comparison import expected_text
 from planaria.show.words import count_text
 
 _TARGETS: Final = {

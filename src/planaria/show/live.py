@@ -18,7 +18,7 @@ from rich.text import Text
 from planaria.core.plan import Plan
 from planaria.observe.metrics import IterationRecord, Report
 from planaria.planner.plans import pipeline_microbatches
-from planaria.show.beside import beside_table
+from planaria.show.comparison import comparison_table
 from planaria.show.words import count_text
 
 _NUM_RECENT = 10
@@ -205,7 +205,7 @@ def summary(report: Report) -> RenderableType:
     for name, spent_s in report.ledger.items():
         if spent_s > 0:
             ledger.add_row(name, f"{spent_s:.2f}", f"{100 * spent_s / wall_s:.1f}%")
-    return Group(lines, ledger, Text(), beside_table(report))
+    return Group(lines, ledger, Text(), comparison_table(report))
 
 
 def _training_facts(records: Sequence[IterationRecord]) -> dict[str, str]:

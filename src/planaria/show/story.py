@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from planaria.observe.metrics import EventRecord
-from planaria.show.beside import expected_text, off_text
 from planaria.show.choice_text import back_text, choice_text, differs_in_risk
+from planaria.show.comparison import expected_text, off_text
 from planaria.show.words import bytes_text, count_text, seconds_text
 
 _NODE_TEXTS = {

@@ -18,7 +18,7 @@ from planaria.observe.metrics import (
     Report,
 )
 from planaria.schedule.action import parse_action
-from planaria.show.beside import beside_table, off_text
+from planaria.show.comparison import comparison_table, off_text
 from planaria.show.gantt import ITERATIONS_MAX, RANKS_MAX, compared_figure
 
 FINAL = FinalRecord(
@@ -85,7 +85,7 @@ def report(**parts: Any) -> Report:
 
 def printed(told: Report, *, width: int) -> str:
     file = io.StringIO()
-    Console(file=file, width=width).print(beside_table(told), soft_wrap=True)
+    Console(file=file, width=width).print(comparison_table(told), soft_wrap=True)
     return file.getvalue()
 
 

@@ -21,7 +21,7 @@ _NAME_LETTERS_MIN = 12
 _NAMES = {"F": "forward", "B": "backward", "BI": "backward, input", "BW": "backward, weights"}
 
 
-def beside_table(report: Report) -> Table:
+def comparison_table(report: Report) -> Table:
     """The table of a report: iterations of every epoch, actions and memory of the newest epoch that
     reported them, and all transitions."""
     rows = list(_texts(report))
