@@ -1,19 +1,17 @@
 """Odyssey's numbers come back where the paper says enough, and are named where it does not."""
 
-from functools import cache
-
 import pytest
 
+from helpers.published import rows_of
 from planaria.papers.experiments import EXPERIMENTS
 from planaria.papers.odyssey.faults import Duration as Known
 from planaria.papers.odyssey.faults import Fleet, Form, failures_of, odyssey, ratio, recycle
-from planaria.papers.rows import How, PublishedRow
+from planaria.papers.rows import PublishedRow
 
 
-@cache
 def rows(name: str) -> dict[tuple[object, ...], PublishedRow]:
     """The rows of an experiment by their keys."""
-    return {tuple(row.keys.values()): row for row in EXPERIMENTS[name].rows()}
+    return {tuple(row.keys.values()): row for row in rows_of(name)}
 
 
 def test_what_the_paper_prints_is_held_against_ours() -> None:
@@ -105,13 +103,3 @@ def test_a_node_fails_once_and_the_same_under_each_system() -> None:
         other=odyssey(60.0, Form.LARGEST),
     )
     assert same == pytest.approx(1.0)
-
-
-def test_what_does_not_come_back_has_a_reason() -> None:
-    """For a reader it is worth as much as a number."""
-    for name in EXPERIMENTS.keys() - {"oobleck-table-3"}:  # It takes seconds.
-        for row in rows(name).values():
-            if row.ours is None:
-                assert row.how is How.NOT, row
-            if row.how is How.NOT or (row.published is not None and not row.has_come_back):
-                assert row.note, row

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from typing import Final
 
 from planaria.errors import ConfigError
-from planaria.papers.gemini import wasted_time, zero_timelines
+from planaria.papers.gemini import placements, wasted_time, zero_timelines
 from planaria.papers.odyssey import estimates, faults, layouts, transfers
-from planaria.papers.oobleck import breakdown, planning_latency, spot
-from planaria.papers.oobleck.throughput import table_2, table_4
+from planaria.papers.oobleck import breakdown, planning_latency, spot, throughput
 from planaria.papers.rows import GEMINI, ODYSSEY, OOBLECK, Experiment
 
 _ALL: Final = (
@@ -19,11 +18,18 @@ _ALL: Final = (
         breakdown.figure_1,
     ),
     Experiment(
+        "oobleck-table-1",
+        "Models and samples of a step",
+        f"{OOBLECK}, Table 1",
+        "samples, and 1e6 parameters",
+        throughput.table_1,
+    ),
+    Experiment(
         "oobleck-table-2",
         "Throughput while nodes fail and none comes back",
         f"{OOBLECK}, Table 2",
         "samples/s",
-        table_2,
+        throughput.table_2,
         "Rates and transition times are the authors' measurements; the failures are replayed.",
     ),
     Experiment(
@@ -39,7 +45,7 @@ _ALL: Final = (
         "The same with Varuna's saves made free",
         f"{OOBLECK}, Table 4",
         "samples/s",
-        table_4,
+        throughput.table_4,
         "As Table 2. Varuna without checkpoint overhead saves every 2 steps instead of every 10.",
     ),
     Experiment(
@@ -78,6 +84,13 @@ _ALL: Final = (
         wasted_time.mt_nlg,
     ),
     Experiment(
+        "gemini-figure-3",
+        "Placements of copies, and Theorem 1",
+        f"{GEMINI}, Figure 3 and section 4",
+        "pairs, percent, and probabilities",
+        placements.figure_3,
+    ),
+    Experiment(
         "gemini-figure-7",
         "Iterations of 100e9 parameters on p4d",
         f"{GEMINI}, Figure 7",
@@ -98,7 +111,7 @@ _ALL: Final = (
         "Recovery from memory after nodes are lost together",
         f"{GEMINI}, Figure 9 and section 4",
         "percent",
-        wasted_time.figure_9,
+        placements.figure_9,
         "The text prints one of these numbers.",
     ),
     Experiment(

@@ -24,6 +24,9 @@ class Claim(Enum):
     UNDER = "under"
 
 
+_TOLERANCE: Final = 0.01
+_ROUNDING: Final = 1e-9  # Bounds that are reached exactly count as kept.
+
 Key = str | int | float
 
 
@@ -46,7 +49,7 @@ class PublishedRow:
     ours: float | None
     how: How
     note: str = ""
-    tolerance: float = 0.01
+    tolerance: float = _TOLERANCE
     claim: Claim = Claim.EQUAL
 
     @property
@@ -60,9 +63,16 @@ class PublishedRow:
         return self.published is not None and self.how is not How.NODES
 
     @property
+    def full_note(self) -> str:
+        """The note, and the tolerance if it is wider than usual."""
+        if self.tolerance <= _TOLERANCE or self.published is None:
+            return self.note
+        return f"{self.note}; counts as back within {100 * self.tolerance:.0f}%"
+
+    @property
     def how_text(self) -> str:
         """The way, and the note behind it."""
-        return f"{self.how.value}: {self.note}" if self.note else self.how.value
+        return f"{self.how.value}: {self.full_note}" if self.full_note else self.how.value
 
     @property
     def has_come_back(self) -> bool:
@@ -70,9 +80,12 @@ class PublishedRow:
         if not self.is_comparable or self.ours is None or self.how is How.NOT:
             return False
         assert self.published is not None
-        if self.claim is not Claim.EQUAL:
-            return (self.ours >= self.published) == (self.claim is Claim.OVER)
-        return abs(self.ours - self.published) <= self.tolerance * abs(self.published)
+        margin = _ROUNDING * abs(self.published)
+        if self.claim is Claim.OVER:
+            return self.ours >= self.published - margin
+        if self.claim is Claim.UNDER:
+            return self.ours <= self.published + margin
+        return abs(self.ours - self.published) <= self.tolerance * abs(self.published) + margin
 
 
 @dataclass(frozen=True, slots=True)

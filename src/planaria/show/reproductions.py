@@ -43,7 +43,8 @@ def reproduction_table(experiment: Experiment, rows: Sequence[PublishedRow]) -> 
     table.add_column("", no_wrap=True)
     notes: dict[str, int] = {}
     for row in rows:
-        mark = f"[{notes.setdefault(row.note, len(notes) + 1)}]" if row.note else ""
+        note = row.full_note
+        mark = f"[{notes.setdefault(note, len(notes) + 1)}]" if note else ""
         table.add_row(
             _keys_text(row),
             f"{_CLAIMS[row.claim]}{_number_text(row.published)}",
