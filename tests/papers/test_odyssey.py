@@ -5,7 +5,7 @@ import pytest
 from helpers.published import rows_of
 from planaria.papers.experiments import EXPERIMENTS
 from planaria.papers.odyssey.faults import Duration as Known
-from planaria.papers.odyssey.faults import Fleet, Form, failures_of, odyssey, ratio, recycle
+from planaria.papers.odyssey.faults import EquationPlan, Form, failures_of, odyssey, ratio, recycle
 from planaria.papers.rows import PublishedRow
 
 
@@ -71,22 +71,22 @@ def test_equation_13_overstates_what_rerouting_costs() -> None:
 
 def test_a_stage_without_nodes_cannot_be_rerouted() -> None:
     """Equation 13 would divide by zero: pipelines are formed anew."""
-    fleet = Fleet((2, 2), (0, 1, 2, 3), 1.0, frozenset({0, 2}))
+    plan = EquationPlan((2, 2), (0, 1, 2, 3), 1.0, frozenset({0, 2}))
 
-    assert fleet.num_lost == (2, 0)
-    assert fleet.rerouted_step(Form.LARGEST) == float("inf")
-    fresh, step, transition_s = recycle(7.0, Form.LARGEST)(fleet, 100.0)
-    assert fresh.nodes == (1, 3)
-    assert step == fresh.step
+    assert plan.num_lost == (2, 0)
+    assert plan.rerouted_step(Form.LARGEST) == float("inf")
+    best, step, transition_s = recycle(7.0, Form.LARGEST)(plan, 100.0)
+    assert best.nodes == (1, 3)
+    assert step == best.step
     assert transition_s == 7.0
 
 
 def test_rerouting_costs_the_sum_or_the_largest_share() -> None:
     """Two stages that lost one of two nodes each: N_m F / (N_dp - F) is 32 microbatches."""
-    fleet = Fleet((2, 2), (0, 1, 2, 3), 0.0, frozenset({0, 3}))
+    plan = EquationPlan((2, 2), (0, 1, 2, 3), 0.0, frozenset({0, 3}))
 
-    assert fleet.rerouted_step(Form.LARGEST) == 32 * 16
-    assert fleet.rerouted_step(Form.SUM) == 2 * 32 * 16
+    assert plan.rerouted_step(Form.LARGEST) == 32 * 16
+    assert plan.rerouted_step(Form.SUM) == 2 * 32 * 16
 
 
 def test_a_node_fails_once_and_the_same_under_each_system() -> None:

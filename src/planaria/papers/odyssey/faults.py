@@ -28,8 +28,8 @@ _NUM_NODES: Final = 32
 _RATE_PER_S: Final = 0.1 / 3600
 _DURATION_S: Final = 9 * 3600.0
 _MICROBATCHES: Final = 64
-_LAYERS: Final = 32
-_DEPTH_MIN: Final = 2
+LAYERS: Final = 32
+DEPTH_MIN: Final = 2
 _NUM_SEEDS: Final = 40
 _LAYOUTS: Final = ((4, 8), (8, 4))  # (PP, DP)
 _OVER_OOBLECK, _OVER_RECYCLE = 1.229, 1.355  # Section V-B.
@@ -52,7 +52,7 @@ class Duration(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class EquationPlan:
     """Pipelines as they were formed last, and the nodes that they have lost since.
 
     Attributes:
@@ -82,27 +82,29 @@ class Fleet:
         if max(num_lost) >= number:
             return inf
         more = [_MICROBATCHES / number * lost / (number - lost) for lost in num_lost]
-        stage = -(-_LAYERS // len(num_lost))
+        stage = -(-LAYERS // len(num_lost))
         return self.step + (sum(more) if form is Form.SUM else max(more)) * stage
 
-    def new_fleet(self) -> "Fleet":
+    def best_plan(self) -> "EquationPlan":
         """The fastest pipelines on all live nodes, at most one more or less than there are."""
         alive = tuple(node for node in self.nodes if node not in self.dead)
         number = len(self.depths)
         near = range(max(1, number - 1), number + 2)
-        options = [count for count in near if len(alive) >= count * _DEPTH_MIN] or [1]
-        step, depths = min(_even_step(len(alive), count) for count in options)
-        return Fleet(depths, alive, step)
+        options = [count for count in near if len(alive) >= count * DEPTH_MIN] or [1]
+        step, depths = min(even_pipelines(len(alive), count, _MICROBATCHES) for count in options)
+        return EquationPlan(depths, alive, step)
 
 
 @cache
-def _even_step(num_nodes: int, num_pipelines: int) -> tuple[float, tuple[int, ...]]:
-    """The time of a step of pipelines that are as even as can be, and their depths."""
+def even_pipelines(
+    num_nodes: int, num_pipelines: int, num_microbatches: int
+) -> tuple[float, tuple[int, ...]]:
+    """The time of a step of pipelines that are as even as can be, and their depths (Eq. 9, 10)."""
     shallow, num_deep = divmod(num_nodes, num_pipelines)
     depths = (*(shallow + 1,) * num_deep, *(shallow,) * (num_pipelines - num_deep))
-    stages = [-(-_LAYERS // depth) for depth in depths]
+    stages = [-(-LAYERS // depth) for depth in depths]
     counts = [0] * num_pipelines
-    for _ in range(_MICROBATCHES):
+    for _ in range(num_microbatches):
         ends = [(d + n) * stage for d, n, stage in zip(depths, counts, stages, strict=True)]
         counts[ends.index(min(ends))] += 1
     last = max((d + n - 1) * stage for d, n, stage in zip(depths, counts, stages, strict=True))
@@ -111,16 +113,16 @@ def _even_step(num_nodes: int, num_pipelines: int) -> tuple[float, tuple[int, ..
 
 # Answers a loss, given the seconds until the next one: pipelines, their time of a step, and the
 # seconds of the transition.
-_Answer = Callable[[Fleet, float], tuple[Fleet, float, float]]
+_Answer = Callable[[EquationPlan, float], tuple[EquationPlan, float, float]]
 
 
 def oobleck(transition_s: float) -> _Answer:
     """Pipelines formed anew at each loss."""
 
-    def answer(fleet: Fleet, duration_s: float) -> tuple[Fleet, float, float]:
+    def answer(plan: EquationPlan, duration_s: float) -> tuple[EquationPlan, float, float]:
         del duration_s
-        fresh = fleet.new_fleet()
-        return fresh, fresh.step, transition_s
+        best = plan.best_plan()
+        return best, best.step, transition_s
 
     return answer
 
@@ -128,11 +130,11 @@ def oobleck(transition_s: float) -> _Answer:
 def recycle(transition_s: float, form: Form) -> _Answer:
     """Microbatches rerouted until a stage has no node left."""
 
-    def answer(fleet: Fleet, duration_s: float) -> tuple[Fleet, float, float]:
-        step = fleet.rerouted_step(form)
+    def answer(plan: EquationPlan, duration_s: float) -> tuple[EquationPlan, float, float]:
+        step = plan.rerouted_step(form)
         if step == inf:
-            return oobleck(transition_s)(fleet, duration_s)
-        return fleet, step, 0.0
+            return oobleck(transition_s)(plan, duration_s)
+        return plan, step, 0.0
 
     return answer
 
@@ -140,12 +142,12 @@ def recycle(transition_s: float, form: Form) -> _Answer:
 def odyssey(transition_s: float, form: Form) -> _Answer:
     """Whichever of both trains more until the next loss (Eq. 8)."""
 
-    def answer(fleet: Fleet, duration_s: float) -> tuple[Fleet, float, float]:
-        step = fleet.rerouted_step(form)
-        fresh = fleet.new_fleet()
-        if duration_s / step >= max(0.0, duration_s - transition_s) / fresh.step:
-            return fleet, step, 0.0
-        return fresh, fresh.step, transition_s
+    def answer(plan: EquationPlan, duration_s: float) -> tuple[EquationPlan, float, float]:
+        step = plan.rerouted_step(form)
+        best = plan.best_plan()
+        if duration_s / step >= max(0.0, duration_s - transition_s) / best.step:
+            return plan, step, 0.0
+        return best, best.step, transition_s
 
     return answer
 
@@ -161,19 +163,19 @@ def failures_of(seed: int) -> tuple[tuple[float, int], ...]:
 def steps_done(layout: tuple[int, int], answer: _Answer, *, duration: Duration, seed: int) -> float:
     """The steps of a run, in units of the time of a microbatch in a layer."""
     depth, number = layout
-    _, depths = _even_step(_NUM_NODES, number)
+    step, depths = even_pipelines(_NUM_NODES, number, _MICROBATCHES)
     assert depths == (depth,) * number
-    fleet = Fleet(depths, tuple(range(_NUM_NODES)), _even_step(_NUM_NODES, number)[0])
-    step, free_s, done = fleet.step, 0.0, 0.0
+    plan = EquationPlan(depths, tuple(range(_NUM_NODES)), step)
+    free_s = done = 0.0
     failures = failures_of(seed)
     nexts = [*(at_s for at_s, _ in failures[1:]), _DURATION_S]
     for (at_s, node), next_s in zip(failures, nexts, strict=True):
         done += max(0.0, at_s - free_s) / step
-        fleet = Fleet(fleet.depths, fleet.nodes, fleet.step, fleet.dead | {node})
-        num_alive = len(fleet.nodes) - len(fleet.dead)
+        plan = EquationPlan(plan.depths, plan.nodes, plan.step, plan.dead | {node})
+        num_alive = len(plan.nodes) - len(plan.dead)
         mean_s = 1 / (_RATE_PER_S * num_alive)
         known_s = next_s - at_s if duration is Duration.ORACLE else mean_s
-        fleet, step, transition_s = answer(fleet, known_s)
+        plan, step, transition_s = answer(plan, known_s)
         free_s = max(free_s, at_s) + transition_s
     return done + max(0.0, _DURATION_S - free_s) / step
 

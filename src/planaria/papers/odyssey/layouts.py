@@ -12,6 +12,7 @@ from typing import Final
 
 from planaria.core.plan import LayerProfile, PipelineTemplate, one_device_profile
 from planaria.estimator.peak_memory import bytes_by_rank
+from planaria.papers.odyssey.faults import DEPTH_MIN, LAYERS, even_pipelines
 from planaria.papers.rows import How, PublishedRow
 from planaria.planner.layout.depths import Ranges
 from planaria.planner.layout.search import Layout, layouts
@@ -61,6 +62,7 @@ def figure_6() -> tuple[PublishedRow, ...]:
         num_devices = cluster.pipelines * cluster.depth
         for way, percent, note in (
             *_search_rows(cluster),
+            *_equation_rows(cluster),
             (
                 "share of devices left",
                 100 * (1 - cluster.num_lost / num_devices),
@@ -100,6 +102,20 @@ def _search_rows(cluster: OdysseyCluster) -> Iterator[tuple[str, float, str]]:
             100 * before_s / best.iteration_s,
             "the batch of each layout is not printed; the shipped profile is of another device",
         )
+
+
+def _equation_rows(cluster: OdysseyCluster) -> Iterator[tuple[str, float, str]]:
+    """What the paper's equations say of 32 equal layers, for both answers to the loss."""
+    number, count = cluster.pipelines, cluster.microbatches
+    num_nodes = number * cluster.depth
+    before, _ = even_pipelines(num_nodes, number, count)
+    more = count / number / (number - 1) * cluster.num_lost * LAYERS / cluster.depth
+    left = num_nodes - cluster.num_lost
+    numbers = [n for n in range(max(1, number - 1), number + 2) if left >= n * DEPTH_MIN] or [1]
+    after = min(even_pipelines(left, n, count)[0] for n in numbers)
+    note = "the batch of each layout is not printed"
+    yield "Eq. 12, rerouted", 100 * before / (before + more), note
+    yield "Eq. 9 and 10, formed anew", 100 * before / after, note
 
 
 def _abstract_rows() -> Iterator[PublishedRow]:

@@ -1,7 +1,7 @@
 """Oobleck's Figures 1 and 11: what the time of each system is spent on.
 
 Shares are those of the authors' counts (`systems.py`), which overlap, so a second quantity says how
-much of the run's time is in steps that count in the end.
+much of the run's time is in iterations that count in the end.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,8 +11,8 @@ from planaria.papers.oobleck.replay import ReplayOutcome
 from planaria.papers.oobleck.throughput import controlled_outcome
 from planaria.papers.rows import Claim, How, Key, PublishedRow
 
-# Bamboo's share of a step that is no redundant work, by frequency (bamboo_simulator.py, where the
-# one for 6 h is in a comment).
+# Bamboo's share of an iteration that is no redundant work, by frequency (bamboo_simulator.py, where
+# the one for 6 h is in a comment).
 _USEFUL_SHARE: Final = {"6h": 0.2785, "10m": 0.1971}
 # Percent for BERT-Large at 10 min, from the example output in the README of tools/simulator.
 _README: Final[Mapping[str, Mapping[str, float]]] = {
@@ -57,7 +57,7 @@ def figure_11() -> tuple[PublishedRow, ...]:
             note = _note(model, system, frequency)
             rows.append(PublishedRow({**keys, "part": part}, published, share, How.SIMULATED, note))
         counted = 100 * controlled_outcome(system, model, frequency).trained_share
-        note = "steps that count in the end over the whole time, meetings in steps included"
+        note = "iterations that count in the end, with the regroupings inside them, over the time"
         rows.append(PublishedRow({**keys, "part": "kept"}, None, counted, How.SIMULATED, note))
     return (*rows, *_bounds())
 
@@ -98,10 +98,14 @@ def _all_shares() -> Iterator[tuple[str, str, str, Mapping[str, float]]]:
 def _shares(system: str, outcome: ReplayOutcome, useful_share: float) -> dict[str, float]:
     """Percent of the counted time by part."""
     shares = {part: 100 * outcome.share(part) for part, ms in outcome.spent_ms.items() if ms}
-    steps = shares.pop("steps")
+    iterations = shares.pop("iterations")
     if system != "bamboo":
-        return {"effective": steps, **shares}
-    return {"effective": steps * useful_share, "redundant": steps * (1 - useful_share), **shares}
+        return {"effective": iterations, **shares}
+    return {
+        "effective": iterations * useful_share,
+        "redundant": iterations * (1 - useful_share),
+        **shares,
+    }
 
 
 def _published_percent(model: str, system: str, frequency: str, part: str) -> float | None:

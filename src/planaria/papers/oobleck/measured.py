@@ -15,9 +15,9 @@ from planaria.papers.oobleck.replay import Change
 MODELS: Final = ("BERT-Large", "GPT-2", "GPT-3 Medium", "GPT-3 2.7b", "GPT-3 6.7b")
 FREQUENCIES: Final = ("6h", "1h", "10m")
 
-# Samples of a step in the authors' simulator. Table 1 of the paper has 8192 for GPT-2 and GPT-3
-# Medium, and 1024 for GPT-3 2.7b.
-SAMPLES_PER_STEP: Final[Mapping[str, float]] = {
+# Samples of an iteration in the authors' simulator. Table 1 of the paper has 8192 for GPT-2 and
+# GPT-3 Medium, and 1024 for GPT-3 2.7b.
+SAMPLES_PER_ITERATION: Final[Mapping[str, float]] = {
     "BERT-Large": 8192,
     "GPT-2": 1024,
     "GPT-3 Medium": 819,

@@ -5,19 +5,19 @@ The tables of the paper are output of that simulator. It knows a system by its s
 30 to 15 nodes, and by the constant times that it needs after a loss. This module keeps what decides
 the numbers, even where it is no model of a cluster:
 
-- Times are whole milliseconds, and the time of a step is rounded down to one.
+- Times are whole milliseconds, and the time of an iteration is rounded down to one.
 - A new node takes 45 s until it is ready. More than 30 nodes are as fast as 30, fewer than 15 as
   15.
-- After a loss the nodes meet for a constant time. A step that ends meanwhile counts. The time of
-  the meeting is part of the first step after it.
-- Nodes that are lost together begin a meeting each. The first meeting that ends empties the list of
+- After a loss the nodes regroup for a constant time. An iteration that ends meanwhile counts. The
+  time of the regrouping is part of the first iteration after it.
+- Nodes that are lost together begin a regrouping each. The first one that ends empties the list of
   nodes, so the second one ends with none, and training stands still until the next node comes or
   goes. `Overlap.IS_ONE` leaves that out, to show what it costs.
 - Events wait in a heap and are compared by time and kind alone: the heap orders the alike ones.
   Whether a save fails is asked of the heap's array, which is not sorted. So saves of Varuna fail in
   which no node is lost. `FailedSaves.AS_MEANT` leaves that out, to show what it costs.
-- The rate of a run is the samples of the steps that count, divided by the time from the start of
-  the first step to the end of the last. The run ends with the last line of the list.
+- The rate of a run is the samples of the iterations that count, divided by the time from the start
+  of the first iteration to the end of the last. The run ends with the last line of the list.
 
 Source: SymbioticLab/Oobleck, branch sosp23-artifact, tools/simulator (MIT); its README says that it
 makes the paper's figures. What it does is written anew here.
@@ -41,8 +41,8 @@ class _Kind(IntEnum):
     ADD = 1
     REMOVE = 2
     READY = 3
-    MEETING_END = 4
-    STEP_END = 5
+    REGROUP_END = 4
+    ITERATION_END = 5
     SAVE_END = 6
 
 
@@ -50,7 +50,7 @@ class _Event:
     """An event in the heap.
 
     Attributes:
-        value: number of a node, time of a meeting, or version of a step.
+        value: number of a node, time of a regrouping, or version of an iteration.
     """
 
     __slots__ = ("key", "kind", "time_ms", "value")
@@ -67,7 +67,7 @@ class Status(Enum):
     """States of a job."""
 
     STOPPED = "stopped"
-    MEETING = "meeting"
+    REGROUPING = "regrouping"
     RUNNING = "running"
 
 
@@ -75,7 +75,7 @@ class Overlap(Enum):
     """Treatment of nodes that are lost together."""
 
     AS_PUBLISHED = "as published"
-    IS_ONE = "one meeting"
+    IS_ONE = "one regrouping"
 
 
 class FailedSaves(Enum):
@@ -99,8 +99,8 @@ class ReplayNode:
 
 
 @dataclass(slots=True)
-class Step:
-    """A step that ended; times are in milliseconds."""
+class ReplayedIteration:
+    """An iteration that ended; times are in milliseconds."""
 
     start_ms: int
     end_ms: int
@@ -114,9 +114,9 @@ class ReplayOutcome:
     Attributes:
         samples_per_s: mean rate over the run.
         spent_ms: milliseconds by what they were spent on, as the authors' simulator counts them.
-            They overlap: a step that is lost later is counted as training, too.
-        trained_share: share of the run's time that is in steps that count, with the meetings inside
-            them.
+            They overlap: an iteration that is lost later is counted as training, too.
+        trained_share: share of the run's time that is in iterations that count, with the
+            regroupings inside them.
     """
 
     samples_per_s: float
@@ -132,20 +132,20 @@ class System(Protocol):
     """What tells the compared systems apart."""
 
     @property
-    def samples_per_step(self) -> float:
-        """Number of samples of a step."""
+    def samples_per_iteration(self) -> float:
+        """Number of samples of an iteration."""
 
-    def step_ms(self, num_nodes: int) -> int:
-        """Time of a step on so many nodes."""
+    def iteration_ms(self, num_nodes: int) -> int:
+        """Time of an iteration on so many nodes."""
 
-    def begin_meeting(self, run: "Replay") -> None:
-        """Lets all nodes meet, because the job starts or a loss stops it."""
+    def regroup(self, run: "Replay") -> None:
+        """Lets all nodes regroup, because the job starts or a loss stops it."""
 
     def on_removed(self, run: "Replay", node: ReplayNode) -> None:
         """Answers the loss of a node, which is no longer among the run's nodes."""
 
-    def on_step_end(self, run: "Replay") -> None:
-        """Records the step that ends now, and begins the next one."""
+    def on_iteration_end(self, run: "Replay") -> None:
+        """Records the iteration that ends now, and begins the next one."""
 
 
 class Replay:
@@ -169,14 +169,15 @@ class Replay:
         self.num_waiting = 0  # Number of nodes that are ready and have no place.
         self.status = Status.STOPPED
         self.now_ms = 0
-        self.step_ms = 0
-        self.step_start_ms = 0
-        self.steps: list[Step] = []
+        self.iteration_ms = 0
+        self.iteration_start_ms = 0
+        self.iterations: list[ReplayedIteration] = []
         self.spent_ms: dict[str, float] = defaultdict(float)
         self._system, self._overlap, self._saves = system, overlap, saves
-        self._version = 0  # Number of meetings that have ended; steps of older versions are void.
+        # Number of regroupings that have ended; iterations of older versions are void.
+        self._version = 0
         self._start_ms: int | None = None
-        self._meeting: list[int] = []
+        self._regrouping: list[int] = []
         self._events: list[_Event] = []
 
     def outcome(self, changes: Sequence[Change]) -> ReplayOutcome:
@@ -188,35 +189,35 @@ class Replay:
             event = heappop(self._events)
             self.now_ms = event.time_ms
             self._handle(event.kind, event.value)
-        counted = [step for step in self.steps if step.is_counted]
+        counted = [iteration for iteration in self.iterations if iteration.is_counted]
         if self._start_ms is None or not counted:
             return ReplayOutcome(0.0, self.spent_ms, 0.0)
-        duration_ms = self.steps[-1].end_ms - self._start_ms
+        duration_ms = self.iterations[-1].end_ms - self._start_ms
         return ReplayOutcome(
-            self._system.samples_per_step * len(counted) / (duration_ms / 1000.0),
+            self._system.samples_per_iteration * len(counted) / (duration_ms / 1000.0),
             self.spent_ms,
-            sum(step.end_ms - step.start_ms for step in counted) / duration_ms,
+            sum(iteration.end_ms - iteration.start_ms for iteration in counted) / duration_ms,
         )
 
-    def meet(self, duration_ms: int) -> None:
-        """Lets all nodes that are ready meet for a time, and then train."""
-        self.status = Status.MEETING
-        self._meeting = [number for number, node in self.nodes.items() if node.is_ready]
-        self._push(self.now_ms + duration_ms, _Kind.MEETING_END, duration_ms)
+    def regroup_for(self, duration_ms: int) -> None:
+        """Lets all nodes that are ready regroup for a time, and then train."""
+        self.status = Status.REGROUPING
+        self._regrouping = [number for number, node in self.nodes.items() if node.is_ready]
+        self._push(self.now_ms + duration_ms, _Kind.REGROUP_END, duration_ms)
 
-    def record_step(self) -> None:
-        """Keeps the step that ends now."""
-        self.steps.append(Step(self.step_start_ms, self.now_ms))
-        self.step_start_ms = self.now_ms
+    def record_iteration(self) -> None:
+        """Keeps the iteration that ends now."""
+        self.iterations.append(ReplayedIteration(self.iteration_start_ms, self.now_ms))
+        self.iteration_start_ms = self.now_ms
 
-    def begin_step(self, start_ms: int) -> None:
-        """Begins the next step now or later."""
-        self.spent_ms["steps"] += self.step_ms
-        self.end_step_at(start_ms + self.step_ms)
+    def begin_iteration(self, start_ms: int) -> None:
+        """Begins the next iteration now or later."""
+        self.spent_ms["iterations"] += self.iteration_ms
+        self.end_iteration_at(start_ms + self.iteration_ms)
 
-    def end_step_at(self, end_ms: int) -> None:
-        """Lets the present step end then, unless a meeting ends before."""
-        self._push(end_ms, _Kind.STEP_END, self._version)
+    def end_iteration_at(self, end_ms: int) -> None:
+        """Lets the present iteration end then, unless a regrouping ends before."""
+        self._push(end_ms, _Kind.ITERATION_END, self._version)
 
     def fails_save(self, end_ms: int) -> bool:
         """Whether a save that ends then fails because a node is lost."""
@@ -239,46 +240,48 @@ class Replay:
                 self._system.on_removed(self, self.nodes.pop(value))
             case _Kind.READY if value in self.nodes:
                 self._on_ready(value)
-            case _Kind.MEETING_END:
-                self._on_meeting_end(value)
-            case _Kind.STEP_END if value == self._version:
-                self._system.on_step_end(self)
+            case _Kind.REGROUP_END:
+                self._on_regroup_end(value)
+            case _Kind.ITERATION_END if value == self._version:
+                self._system.on_iteration_end(self)
 
     def _on_ready(self, number: int) -> None:
         self.nodes[number].is_ready = True
         if self.status is Status.STOPPED:
-            self._system.begin_meeting(self)
-        elif self.status is Status.MEETING:
-            self._meeting.append(number)
+            self._system.regroup(self)
+        elif self.status is Status.REGROUPING:
+            self._regrouping.append(number)
         else:
             self.num_waiting += 1
 
-    def _on_meeting_end(self, duration_ms: int) -> None:
-        if any(number not in self.nodes for number in self._meeting):
-            self.meet(duration_ms)
+    def _on_regroup_end(self, duration_ms: int) -> None:
+        if any(number not in self.nodes for number in self._regrouping):
+            self.regroup_for(duration_ms)
             return
-        if not self._meeting and self._overlap is Overlap.IS_ONE:
+        if not self._regrouping and self._overlap is Overlap.IS_ONE:
             return
         self._assign_places()
         self._version += 1
-        self._meeting = []
+        self._regrouping = []
         if not self.num_pipelines:
             self.status = Status.STOPPED
             return
         self.status = Status.RUNNING
-        self.step_ms = self._system.step_ms(sum(node.is_ready for node in self.nodes.values()))
+        self.iteration_ms = self._system.iteration_ms(
+            sum(node.is_ready for node in self.nodes.values())
+        )
         if self._start_ms is None:
-            self._start_ms = self.step_start_ms = self.now_ms
-        self.begin_step(self.now_ms)
+            self._start_ms = self.iteration_start_ms = self.now_ms
+        self.begin_iteration(self.now_ms)
 
     def _assign_places(self) -> None:
-        """Fills whole pipelines with the nodes that met, in their order; the others wait."""
-        self.num_pipelines = len(self._meeting) // self.stages
+        """Fills whole pipelines with the nodes that regrouped, in their order; the others wait."""
+        self.num_pipelines = len(self._regrouping) // self.stages
         places = [
             (pipeline, stage)
             for pipeline in range(self.num_pipelines)
             for stage in range(self.stages)
         ]
-        for index, number in enumerate(self._meeting):
+        for index, number in enumerate(self._regrouping):
             self.nodes[number].places = places[index : index + 1]
-        self.num_waiting = len(self._meeting) - len(places)
+        self.num_waiting = len(self._regrouping) - len(places)

@@ -10,7 +10,7 @@ from planaria.papers.oobleck.measured import (
     MODELS,
     OOBLECK_RECONFIGURATION_MS,
     RATES,
-    SAMPLES_PER_STEP,
+    SAMPLES_PER_ITERATION,
     VARUNA_IDLE_NODES,
     VARUNA_RESTART_MS,
     VARUNA_SAVE_MS,
@@ -79,7 +79,7 @@ _PLANARIA_TRANSITION_MS: Final = 1_960
 
 
 def table_1() -> tuple[PublishedRow, ...]:
-    """Parameters by shape, and the samples that a step has in the authors' simulator."""
+    """Parameters by shape, and the samples that an iteration has in the authors' simulator."""
     rows = []
     shapes = {shape.name: shape for shape, _ in SHIPPED}
     for (model, (millions, batch)), shape in zip(TABLE_1.items(), _SHAPES, strict=True):
@@ -92,16 +92,27 @@ def table_1() -> tuple[PublishedRow, ...]:
                 "counted in the shape of the shipped profile",
             ),
             (
-                "samples of a step",
+                "samples of an iteration",
                 batch,
-                SAMPLES_PER_STEP[model],
+                SAMPLES_PER_ITERATION[model],
                 How.INPUT,
-                "that of the authors' simulator, which decides what a lost step costs",
+                "that of the authors' simulator, which decides what a lost iteration costs",
             ),
         ):
             keys = {"model": model, "quantity": quantity}
             rows.append(PublishedRow(keys, published, ours, how, note, tolerance=0.05))
-    return tuple(rows)
+    return (*rows, *_microbatch_rows())
+
+
+def _microbatch_rows() -> Iterator[PublishedRow]:
+    """The largest microbatch that Bamboo can run; none with GPT-3, for lack of memory."""
+    note = (
+        "the bytes of Bamboo's activations are not printed; those of the shipped profiles, which "
+        "compute attention anew, would leave room for more; GPT-3 runs out of memory in the paper"
+    )
+    for model, published in zip(MODELS, (4.0, 1.0, None, None, None), strict=True):
+        keys = {"model": model, "quantity": "Bamboo's largest microbatch"}
+        yield PublishedRow(keys, published, None, How.NOT, note)
 
 
 def table_2() -> tuple[PublishedRow, ...]:
@@ -139,7 +150,9 @@ def _planaria_rows() -> Iterator[PublishedRow]:
             max(pair) for pair in zip(RATES["oobleck", model], RATES["varuna", model], strict=True)
         )
         for frequency in FREQUENCIES:
-            system = OobleckSystem(Rates(SAMPLES_PER_STEP[model], rates), _PLANARIA_TRANSITION_MS)
+            system = OobleckSystem(
+                Rates(SAMPLES_PER_ITERATION[model], rates), _PLANARIA_TRANSITION_MS
+            )
             yield PublishedRow(
                 {"model": model, "system": "planaria", "frequency": frequency},
                 None,
@@ -197,7 +210,7 @@ def outcome(
 
 def _system(name: str, model: str, has_notices: bool) -> System:
     measured = "varuna" if name == "varuna-no-checkpoint" else name
-    rates = Rates(SAMPLES_PER_STEP[model], RATES[measured, model])
+    rates = Rates(SAMPLES_PER_ITERATION[model], RATES[measured, model])
     match name:
         case "oobleck":
             return OobleckSystem(rates, OOBLECK_RECONFIGURATION_MS[model])
@@ -208,7 +221,7 @@ def _system(name: str, model: str, has_notices: bool) -> System:
         rates,
         VARUNA_RESTART_MS[model],
         VARUNA_SAVE_MS[model],
-        steps_per_save=2 if is_free else 10,
+        iterations_per_save=2 if is_free else 10,
         has_free_saves=is_free,
         has_notices=has_notices,
         idle_nodes=VARUNA_IDLE_NODES.get(model, {}),
