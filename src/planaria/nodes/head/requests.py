@@ -7,6 +7,7 @@ refused. They come over a Unix socket (request_socket.py) or the port of a head
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from typing import Final
@@ -19,6 +20,8 @@ from planaria.errors import CheckpointError, ConfigError
 from planaria.nodes.daemon_threads import answer_of_thread
 from planaria.observe.metrics import EventRecord
 from planaria.observe.status import JobStatus
+
+logger = logging.getLogger(__name__)
 
 REQUEST_BYTES_MAX: Final = 1 << 16
 _REQUEST_TIMEOUT_S: Final = 10.0  # Time for the next request of a connection to come.
@@ -183,21 +186,30 @@ async def answer_requests(
         reader: stream whose limit is the largest size of a request.
     """
     try:
-        # The decoder raises a RecursionError at JSON that is nested too deeply.
-        with contextlib.suppress(OSError, RecursionError, ValueError):
-            while line := await _next_line(reader):
-                writer.write(msgspec.json.encode(await answer(_decoder.decode(line))) + b"\n")
-                await writer.drain()
+        while (request := await _next_request(reader)) is not None:
+            reply = await _reply(request, answer)
+            writer.write(msgspec.json.encode(reply) + b"\n")
+            await writer.drain()
+    except ConnectionError as error:
+        logger.info("the user did not wait for the answer: %s", error)
     finally:
         writer.close()
 
 
-async def _next_line(reader: asyncio.StreamReader) -> bytes:
-    """The next line; b"" if the stream has ended.
+async def _next_request(reader: asyncio.StreamReader) -> Request | None:
+    """The next request; None: the stream has ended, or what comes is none."""
+    # TimeoutError is an OSError, and the error of a line that is too long a ValueError. The decoder
+    # raises a RecursionError at JSON that is nested too deeply.
+    with contextlib.suppress(OSError, RecursionError, ValueError):
+        async with asyncio.timeout(_REQUEST_TIMEOUT_S):
+            if line := await reader.readline():
+                return _decoder.decode(line)
+    return None
 
-    Raises:
-        TimeoutError: none comes in time.
-        ValueError: it is longer than the reader's limit.
-    """
-    async with asyncio.timeout(_REQUEST_TIMEOUT_S):
-        return await reader.readline()
+
+async def _reply(request: Request, answer: Answer) -> RequestReply:
+    try:
+        return await answer(request)
+    except Exception:  # A bug of planaria, of which the job must not end.
+        logger.exception("a request could not be answered: %s", request)
+        return RequestReply(is_done=False, text="the job could not answer; its log says why")

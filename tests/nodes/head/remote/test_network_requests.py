@@ -68,6 +68,21 @@ async def test_a_long_answer_arrives_whole() -> None:
 
 
 @runs
+async def test_a_request_that_raises_here_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """The user read that the job had ended, and nobody was told of the error."""
+
+    async def answer(_: Request) -> RequestReply:
+        raise ValueError("a bug")
+
+    async with serving(NetworkRequests(Handshakes(CREDENTIALS), answer)) as address:
+        reply = await asked(address, TellEvents())
+
+    assert not reply.is_done
+    assert "could not answer" in reply.text
+    assert "ValueError: a bug" in caplog.text
+
+
+@runs
 async def test_one_connection_takes_several_requests() -> None:
     """The way to a head is measured over one connection, without its handshakes."""
     async with (
