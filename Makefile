@@ -29,6 +29,8 @@ PYTEST := $(BIN)/python -m pytest
 WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 # What code that decides is tested by: no process, no torch.
 UNIT := $(addprefix tests/,core observe schedule estimator planner restorer policies coordinator)
+# To collect the other files as well would take as long as one of these tests.
+TIMED = $(shell grep --recursive --files-with-matches --include='test_*.py' 'mark\.timed' tests)
 READY := .venv/ready
 # torch goes in first and every version is pinned: whatever else needs torch would otherwise pull
 # in its newest release. Wheels only: a clear error is better than twenty minutes of compiling.
@@ -68,7 +70,7 @@ unit: $(READY)
 # Tests that measure time have the machine to themselves; the others share its cores.
 test: check
 	$(PYTEST) $(WORKERS) -m 'not timed and not long'
-	$(PYTEST) -m 'timed and not long'
+	$(PYTEST) -m 'timed and not long' $(TIMED)
 
 # A clone at HEAD runs; each result is kept in benchmarks/results/green.jsonl.
 green: RUNS = 20
@@ -98,7 +100,7 @@ hosts: $(READY)
 check: $(READY)
 	$(BIN)/ruff format --check --quiet $(SOURCES)
 	$(BIN)/ruff check --quiet $(SOURCES)
-	$(BIN)/mypy --no-error-summary $(SOURCES)
+	$(BIN)/mypy --num-workers 2 --no-error-summary $(SOURCES)
 
 docs: $(READY)
 	$(BIN)/python -m planaria.job.config > docs/JOB.md

@@ -15,6 +15,7 @@ from helpers.chaos import (
     FAMILY,
     chaos_job,
     check_report,
+    long_but_the_first,
     recoveries,
     run_under_faults,
     sample_cases,
@@ -96,7 +97,7 @@ def test_a_node_comes_in_the_place_of_one_that_was_killed(
             ("preempt=0.3:1@2",),
             ("join:2@2", "preempt:0@3", "kill:2@9"),
         ],
-        2,
+        1,
     ),
 )
 def test_what_strikes_in_the_middle_of_a_change_is_survived(
@@ -195,7 +196,7 @@ def test_a_job_that_nobody_can_ask_trains_and_says_so(
     assert f"{tmp_path / 'file'}: " in told
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", long_but_the_first([signal.SIGTERM, signal.SIGUSR1]))
 def test_a_signal_of_a_scheduler_to_a_node_is_a_notice(
     number: signal.Signals, server: ForkServer, tmp_path: Path, calm: tuple[str, str]
 ) -> None:
@@ -223,16 +224,17 @@ def test_a_node_whose_notice_file_appears_is_planned_out(
     """The node's own file, among those of all nodes; nothing is done twice for it."""
     settings = (
         "model.time_scale=0.1",
-        "training.iterations=30",
-        "cluster.nodes=7",
+        "training.iterations=16",
+        "cluster.nodes=4",
+        "cluster.device_memory_bytes=0",
         f"checkpoint.directory={tmp_path / 'checkpoints'}",
         f"cluster.notice={tmp_path}/leave-{{node}}",
     )
-    display = Watching(2, lambda: (tmp_path / "leave-3").write_text("60"))
+    display = Watching(2, lambda: (tmp_path / "leave-2").write_text("60"))
     result = Job.from_file(PACED, overrides=settings).run(server=server, display=display)
 
     assert result.error is None
     (left,) = recoveries(result)
-    assert (left.kind, left.nodes, left.redone_samples) == ("drained", (3,), 0)
-    assert 3 not in result.report.final.nodes
-    assert [record.iteration for record in result.report.iterations] == list(range(30))
+    assert (left.kind, left.nodes, left.redone_samples) == ("drained", (2,), 0)
+    assert 2 not in result.report.final.nodes
+    assert [record.iteration for record in result.report.iterations] == list(range(16))

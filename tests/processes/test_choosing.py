@@ -125,6 +125,7 @@ def test_a_quick_answer_is_followed_by_a_better_one_at_commits(
     assert len(result.report.final.nodes) == 5
 
 
+@pytest.mark.long
 def test_the_search_betters_what_a_loss_was_answered_with_in_a_hurry(
     server: ForkServer, tmp_path: Path
 ) -> None:

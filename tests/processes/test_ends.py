@@ -42,9 +42,6 @@ def long(value: object) -> Any:
     return pytest.param(value, marks=pytest.mark.long)
 
 
-TO_ALL = [signal.SIGHUP, *(long(number) for number in LEAVE_SIGNALS if number != signal.SIGHUP)]
-
-
 def shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if "planaria" in name or "torch" in name}
 
@@ -125,7 +122,8 @@ def test_ctrl_c_saves_at_the_next_commit_and_resume_goes_on(
     assert [record.iteration for record in result.report.iterations] == [saved]
 
 
-@pytest.mark.parametrize("number", TO_ALL)
+@pytest.mark.long
+@pytest.mark.parametrize("number", LEAVE_SIGNALS)
 def test_a_signal_to_all_processes_of_a_job_saves_it(
     number: signal.Signals, tmp_path: Path
 ) -> None:

@@ -91,7 +91,7 @@ def test_a_layer_without_a_live_holder_is_on_disk(morph: Run) -> None:
     assert len(result.report.final.nodes) == 2
 
 
-@pytest.mark.parametrize("step", ["decide", "transfer"])
+@pytest.mark.parametrize("step", long_but_the_first(["decide", "transfer"]))
 def test_losses_in_a_recovery_and_after_it(step: str, morph: Run) -> None:
     """The second loss strikes in the recovery of iteration 4, which goes back to 3; the third in
     what is redone."""

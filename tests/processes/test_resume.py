@@ -41,7 +41,13 @@ def _copy(job: JobConfig, version: str, directory: Path) -> JobConfig:
 
 
 @pytest.mark.parametrize(
-    ("version", "shape"), [("1-0", (1,)), ("3-0", (4,)), ("4-0", (1, 2, 4)), ("5-0", (2, 3))]
+    ("version", "shape"),
+    [
+        ("1-0", (1,)),
+        pytest.param("3-0", (4,), marks=pytest.mark.long),
+        ("4-0", (1, 2, 4)),
+        pytest.param("5-0", (2, 3), marks=pytest.mark.long),
+    ],
 )
 def test_resuming_gives_the_bits_of_the_run_without_a_stop(
     version: str,
@@ -116,7 +122,10 @@ def _damaged(job: JobConfig, version: str, layer: int, damage: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "manifest"])
+@pytest.mark.parametrize(
+    "damage",
+    ["flip", *(pytest.param(name, marks=pytest.mark.long) for name in ("truncate", "manifest"))],
+)
 def test_a_damaged_checkpoint_is_named_and_an_older_one_used(
     damage: str, saved: tuple[JobConfig, TrainingResult], server: ForkServer, tmp_path: Path
 ) -> None:

@@ -86,32 +86,33 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machin
         command.wait()
 
 
-def test_machines_train_a_job_with_one_command_and_two_are_taken_back(
-    machines: Machines, tmp_path: Path
+@pytest.mark.parametrize("num_noticed", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_machines_train_a_job_with_one_command_and_are_taken_back(
+    num_noticed: int, machines: Machines, tmp_path: Path
 ) -> None:
     """The one of rank 0 is the head and an agent; another one comes first here, and waits. SIGTERM
     to the command on a machine and its source of notices take its node out of the job: nothing is
     done twice, and the command ends in peace."""
-    settings = ("training.iterations=40", "cluster.notice_s=60")
-    first = machines.start(1, *settings, nnodes="3")
+    settings = ("training.iterations=25", "cluster.notice_s=60")
+    nnodes = str(2 + num_noticed)
+    first = machines.start(1, *settings, nnodes=nnodes)
     first.wait_output("this machine is an agent: rank 1 (PET_NODE_RANK); the head is at 127.0.0.1:")
-    head = machines.start(0, *settings, nnodes="3")
-    noticed = machines.start(
-        2, *settings, nnodes="3", options=("--notice", str(tmp_path / "leave"))
-    )
+    head = machines.start(0, *settings, nnodes=nnodes)
+    options = ("--notice", str(tmp_path / "leave"))
+    for rank in range(2, 2 + num_noticed):
+        machines.start(rank, *settings, nnodes=nnodes, options=options)
     head.wait_output("iteration 2 ")
     first.process.send_signal(signal.SIGTERM)
     (tmp_path / "leave").write_text("60")
 
-    assert (noticed.wait(), first.wait(), head.wait()) == (0, 0, 0), machines.everything()
-    assert (
-        "this machine is the head and an agent: rank 0 (PET_NODE_RANK); 3 machines" in head.output
-    )
+    assert {command.wait() for command in machines.commands} == {0}, machines.everything()
+    role = f"this machine is the head and an agent: rank 0 (PET_NODE_RANK); {nnodes} machines"
+    assert role in head.output
     report = json.loads((tmp_path / "report-0.json").read_text())
     left = [event for event in report["events"] if event["kind"] == "drained"]
-    assert sum(len(event["nodes"]) for event in left) == 2
+    assert sum(len(event["nodes"]) for event in left) == 1 + num_noticed
     assert not any(event["redone_samples"] for event in report["events"])
-    assert len(report["iterations"]) == report["final"]["iteration"] == 40
+    assert len(report["iterations"]) == report["final"]["iteration"] == 25
     assert len(report["final"]["nodes"]) == 1
     assert [path.name for path in tmp_path.glob("report-*.json")] == ["report-0.json"]
     wait_for(lambda: not machines.processes(), what="all processes are gone")

@@ -32,10 +32,12 @@ def check(result: TrainingResult, categories: set[str]) -> None:
 @pytest.mark.parametrize(
     ("specs", "policy", "categories"),
     [
-        ("", "reinstantiate", ""),
-        ("kill:1@4", "reinstantiate", "redo detect decide"),
+        pytest.param("", "reinstantiate", "", marks=LONG),
+        pytest.param("kill:1@4", "reinstantiate", "redo detect decide", marks=LONG),
         pytest.param("kill:1@4.optimizer", "reinstantiate", "detect decide", marks=LONG),
-        ("crash:1@4.backward", "reinstantiate", "redo detect decide restart"),
+        pytest.param(
+            "crash:1@4.backward", "reinstantiate", "redo detect decide restart", marks=LONG
+        ),
         pytest.param("leader:@4", "reinstantiate", "", marks=LONG),
         ("kill:1@4.backward leader:@4.decide", "reinstantiate", "redo detect decide restart"),
         ("kill:1@4.backward", "morph", "redo detect decide idle"),

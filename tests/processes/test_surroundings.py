@@ -65,13 +65,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     made._outcomes.close()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=() if kind == "missing" else pytest.mark.long)
-        for kind in TEMPORARIES  # Each has a fork server of its own.
-    ],
-)
+@pytest.mark.long  # Each has a fork server of its own.
+@pytest.mark.parametrize("kind", TEMPORARIES)
 def test_a_temporary_directory_of_no_use_costs_nothing(
     kind: str, runs: Runs, tmp_path: Path
 ) -> None:

@@ -105,6 +105,7 @@ def calm(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     return digests(job.train(server=server))
 
 
+@pytest.mark.long
 def test_under_nohup_a_job_trains_on_when_its_reader_has_read_enough(
     tmp_path: Path, calm: tuple[str, str]
 ) -> None:

@@ -8,7 +8,7 @@ from planaria.simulator import simulation
 from planaria.simulator.scenario import SCENARIOS
 from planaria.simulator.simulation import run, run_text
 
-NUM_RUNS = 60
+NUM_RUNS = 30
 
 
 def test_jobs_that_go_back_keep_every_promise(monkeypatch: pytest.MonkeyPatch) -> None:

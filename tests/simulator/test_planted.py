@@ -85,7 +85,7 @@ def test_the_simulation_finds_a_bug_planted_in_other_answers(
     ("plant", "policies", "first"),
     [
         (planted_copies.spoilt_copies_are_read, POLICIES, 360),
-        (planted_copies.damaged_saves_are_used_again, ("morph",), 220),
+        (planted_copies.damaged_saves_are_used_again, ("morph",), 445),
         (planted_copies.who_was_granted_is_not_taken, POLICIES, 430),
         (planted_copies.a_store_is_waited_for_without_end, (PLAINEST,), 0),
         (planted_copies.saves_are_not_skipped, (PLAINEST,), 90),
@@ -167,7 +167,6 @@ def test_the_simulation_finds_planted_bugs_between_machines(
 @pytest.mark.parametrize(
     "draw",
     [
-        draw_faults,
         draw_witness_loss,
         draw_change_and_loss,
         draw_unheard_node,
@@ -178,7 +177,7 @@ def test_the_simulation_finds_planted_bugs_between_machines(
     ],
 )
 def test_without_a_bug_there_is_nothing_to_find(draw: DrawFaults) -> None:
-    """The same seeds, as they are."""
+    """The same seeds, as they are; those of `draw_faults` are among test_simulation.py's."""
     found = [run(seed, keeps_log=False, draw=draw) for seed in range(WITHIN)]
 
     assert [one.violations for one in found] == [()] * WITHIN
