@@ -5,10 +5,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from planaria.core.machine_messages import LINK_BUDGET_S
+from planaria.transport import link_measurement
 from planaria.transport.link_measurement import (
     SECRET_BYTES,
     measure_link,
@@ -71,6 +74,26 @@ def test_a_stranger_is_sent_away_and_the_peer_is_still_served() -> None:
             measure_link(address, bytes(SECRET_BYTES))
 
         assert measure_link(address, SECRET).bandwidth_bytes_per_s > 0.0
+
+
+def test_a_stranger_that_sends_a_byte_now_and_then_is_sent_away_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It kept the peer waiting for a minute, which gave up."""
+    num_read = 0
+
+    def receive(_: int) -> bytes:
+        nonlocal num_read
+        num_read += 1
+        return b"x"
+
+    monkeypatch.setattr(link_measurement, "time", SimpleNamespace(monotonic=lambda: num_read * 1.5))
+    stranger: Any = SimpleNamespace(
+        recv=receive, settimeout=lambda _: None, setsockopt=lambda *_: None
+    )
+
+    assert not link_measurement._acknowledge_all(stranger, SECRET)
+    assert num_read == 2
 
 
 def test_a_machine_that_nobody_can_reach_is_named() -> None:

@@ -11,6 +11,7 @@ Nothing that is sent means anything, so nothing is encrypted.
 
 import hmac
 import logging
+import math
 import socket
 import statistics
 import struct
@@ -63,7 +64,8 @@ def serve_measurement(listener: socket.socket, secret: bytes) -> None:
 def _acknowledge_all(peer: socket.socket, secret: bytes) -> bool:
     """Acknowledges all messages of a peer; returns False if it does not know the secret."""
     _set_options(peer)
-    if not hmac.compare_digest(_read(peer, SECRET_BYTES), secret):
+    end_s = time.monotonic() + _TIMEOUT_S  # A stranger may send a byte now and then.
+    if not hmac.compare_digest(_read(peer, SECRET_BYTES, end_s=end_s), secret):
         return False
     while len(head := _read(peer, _LENGTH.size)) == _LENGTH.size:
         (num_bytes,) = _LENGTH.unpack(head)
@@ -119,10 +121,12 @@ def _round_trip_s(peer: socket.socket, message: bytes) -> float:
     return time.monotonic() - begin_s
 
 
-def _read(sock: socket.socket, num_bytes: int) -> bytes:
-    """So many bytes; fewer if the connection has ended."""
+def _read(sock: socket.socket, num_bytes: int, *, end_s: float = math.inf) -> bytes:
+    """So many bytes; fewer if the connection has ended, or not all have come by `end_s`."""
     data = b""
-    while len(data) < num_bytes and (piece := sock.recv(num_bytes - len(data))):
+    while len(data) < num_bytes and time.monotonic() < end_s:
+        if not (piece := sock.recv(num_bytes - len(data))):
+            break
         data += piece
     return data
 

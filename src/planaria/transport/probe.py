@@ -134,10 +134,14 @@ class Probe:
 
     def _connect(self) -> socket.socket:
         sock = socket.create_connection(self._address, timeout=_WAIT_TIMEOUT_S)
-        break_when_silent(sock)
-        if self._credentials is not None:
-            sock = tls_socket(sock, Purpose.PROBE, self._credentials)
-        self._shake_hands(sock)
+        try:
+            break_when_silent(sock)
+            if self._credentials is not None:
+                sock = tls_socket(sock, Purpose.PROBE, self._credentials)
+            self._shake_hands(sock)
+        except BaseException:
+            sock.close()
+            raise
         return sock
 
     def _call_launcher(self, reached: StepReached) -> list[str]:
