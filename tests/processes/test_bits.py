@@ -127,6 +127,7 @@ def test_fast_mode_uses_the_same_samples_and_stays_close(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_compiled_blocks_give_the_bits_of_one_process(server: ForkServer, tmp_path: Path) -> None:
     """Every rank compiles the same code; what it computes differs from that of eager blocks."""
     one = tiny_job("gpt2", tmp_path / "one", compile=True)
