@@ -7,7 +7,7 @@ process on the same GPU. The parts, in the order of their importance:
     gpt2        GPT-2 with dropout, 100 million parameters in float32: six ranks without a fault
     kills       nodes killed one by one, a node that joins, two killed at once, a crash, a lost
                 coordinator
-    harder      a flipped bit, a loss within a recovery, and the loss of all holders of a stage,
+    harder      a flipped bit, then a loss; and the loss of all holders of a stage,
                 whose layers come back from copies in memory
     llama       a Llama of as many parameters, with a loss
     plain       the job in one process against a loop in plain torch on the GPU, without planaria:
@@ -54,7 +54,7 @@ TURN: Final = 3  # Iterations from one fault to the next in the part `memory`.
 FAULTS: Final = {
     "gpt2-kills": ("kill:4@2.backward", "kill:1@4.commit", "join:1@5"),
     "gpt2-two-at-once": ("kill:0,3@3.reduce", "crash:1@5.forward", "leader:@7"),
-    "gpt2-flip": ("flip:2@3", "kill:5@5.optimizer", "kill:0@5.transfer"),
+    "gpt2-flip": ("flip:2@3", "kill:5@9.optimizer"),
     "gpt2-stage-lost": ("kill:0,2,4@5",),
     "llama-six": ("kill:3@4.forward",),
     "bfloat16-six": ("kill:2@4.backward",),

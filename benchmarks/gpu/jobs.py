@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from gpu.running import Ended, Row, run_command, say
-from planaria.core.job import ClusterConfig, TrainingConfig
+from planaria.core.job import ClusterConfig
 
 Tables = Mapping[str, Any]
 
@@ -161,11 +161,6 @@ class Runner:
     def _device_keys(self) -> list[str]:
         has_key = any(record.name == "device" for record in fields(ClusterConfig))
         return [f'cluster.device="{self.device}"'] if has_key or self.device != "cpu" else []
-
-
-def has_training_key(name: str) -> bool:
-    """Whether a job file has the key training.NAME."""
-    return any(record.name == name for record in fields(TrainingConfig))
 
 
 def toml_text(tables: Tables) -> str:

@@ -114,22 +114,31 @@ class Copying:
             ),
         )
         if self._complete_label is None and not self._arena.num_bytes:  # The job begins.
+            sizes = self._layer_bytes(start, own)
             with suppress(CheckpointError):  # The first version will report it.
-                self._arena.reserve(self._layer_bytes(start, own))
+                self._arena.reserve(sizes)
+            # Pinning memory for the mirrors would stop training later. They come and go together,
+            # and the allocator keeps their memory for the mirrors.
+            buffers = [stage.layers[n].mirror_buffers(num_bytes=sizes[n]) for n in own]
+            buffers.clear()
         if not unprotected:
             self._begin(start.iteration)
 
     def _layer_bytes(self, start: StartEpoch, own: Collection[int]) -> dict[int, int]:
         """Bytes of each layer that this rank keeps, as far as it can know them, by layer."""
         held = self._stage.layers
-        num_bytes = {n: held[n].state_bytes() for n in own}
-        profile = self._spec.profile
-        if profile is not None and self._spec.job.model.kind != "paced":
+        num_bytes = {n: self._profiled_bytes(n) or held[n].state_bytes() for n in own}
+        if self._spec.profile is not None and self._spec.job.model.kind != "paced":
             for layers in incoming_layers(self._spec.rank, start.copies).values():
-                for index in layers:
-                    layer = profile.layers[index]
-                    num_bytes[index] = layer.parameter_bytes + layer.optimizer_bytes
+                num_bytes |= {layer: self._profiled_bytes(layer) for layer in layers}
         return num_bytes
+
+    def _profiled_bytes(self, layer: int) -> int:
+        """Bytes of a layer's state after its first step; 0: there is no profile."""
+        profile = self._spec.profile
+        if profile is None or self._spec.job.model.kind == "paced":
+            return 0
+        return profile.layers[layer].parameter_bytes + profile.layers[layer].optimizer_bytes
 
     def _buffers(self) -> Buffers | None:
         job = self._job

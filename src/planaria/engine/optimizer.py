@@ -68,46 +68,32 @@ def optimizer_factory(training: TrainingConfig) -> OptimizerFactory:
 
 
 def optimizer_state(
-    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], *, num_steps: int
 ) -> dict[str, Tensor]:
     """The state of the named parameters after the last step, by "{parameter}/{name}".
 
     The tensors are the optimizer's own, not copies, except the step counts. A parameter that was
     never stepped has no state, so before the first step the whole state is empty.
+
+    Args:
+        num_steps: number of steps taken; reading it from a device would wait for the device.
     """
     state = {}
-    num_steps = _num_steps(optimizer, parameters)
     for name, parameter in parameters.items():
         tensors = optimizer.state.get(parameter, {})
-        if num_steps.get(name) == 0:
+        if "step" in tensors and num_steps == 0:
             continue
         for key, value in tensors.items():
             assert isinstance(value, Tensor), f"{type(optimizer).__name__} keeps {key} = {value!r}"
-            state[f"{name}/{key}"] = (
-                torch.tensor(num_steps[name], dtype=torch.int64)
-                if key == "step"
-                else value.detach()
-            )
+            count = torch.tensor(num_steps, dtype=torch.int64)
+            state[f"{name}/{key}"] = count if key == "step" else value.detach()
     return state
-
-
-def _num_steps(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
-    """The number of steps of each parameter whose optimizer counts them, by name."""
-    states = {name: optimizer.state.get(parameter, {}) for name, parameter in parameters.items()}
-    steps = {
-        name: torch.as_tensor(state["step"])
-        for name, state in states.items()
-        if state.get("step") is not None
-    }
-    # On a device, reading each one alone would wait once for each.
-    counts = torch.stack(list(steps.values())).tolist() if steps else []
-    return {name: int(count) for name, count in zip(steps, counts, strict=True)}
 
 
 def load_optimizer_state(
     optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], state: Mapping[str, Tensor]
-) -> None:
-    """Restores a state that `optimizer_state` returned; copies the tensors.
+) -> int:
+    """Restores a state that `optimizer_state` returned; copies the tensors; returns num_steps.
 
     Raises:
         CheckpointError: the state names a parameter that is not in `parameters`.
@@ -127,6 +113,7 @@ def load_optimizer_state(
             if tensors
             else _initial_state(optimizer, parameter)
         )
+    return max((int(tensors.get("step", 0)) for tensors in tensors_by_name.values()), default=0)
 
 
 def clip_scale(training: TrainingConfig, gradient_norm: float) -> float:

@@ -377,5 +377,5 @@ def _optimizer_bytes(job: JobConfig, module: nn.Module) -> int:
     for parameter in named.values():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    state = optimizer_state(optimizer, named)
+    state = optimizer_state(optimizer, named, num_steps=1)
     return sum(tensor.numel() * tensor.element_size() for tensor in state.values())

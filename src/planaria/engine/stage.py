@@ -62,6 +62,7 @@ class HeldLayer:
         self.age = 0
         self.gradients_of = -1
         self._mirror = StateMirror(device)
+        self._num_steps = 0  # Of the optimizer, which counts them itself, but on the device.
         module = module.to(device.place)
         self.masters: dict[str, nn.Parameter] = dict(module.named_parameters())
         if training.dtype == "bfloat16":
@@ -162,6 +163,7 @@ class HeldLayer:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step()
+            self._num_steps += 1
             for name, master in self._trained.items():
                 master.grad = None
                 if self.parameters[name] is not master:
@@ -182,6 +184,10 @@ class HeldLayer:
         """
         return self._mirror.state(self._state_tensors(), age=self.age)
 
+    def mirror_buffers(self, *, num_bytes: int) -> list[Tensor]:
+        """Buffers like those of the mirror of a state of this size; none on the host."""
+        return self._mirror.buffers(self.masters.values(), num_bytes=num_bytes)
+
     def state_bytes(self) -> int:
         """Size of the state."""
         return sum(tensor.nbytes for tensor in self._state_tensors().values())
@@ -189,7 +195,7 @@ class HeldLayer:
     def _state_tensors(self) -> dict[str, Tensor]:
         tensors = {f"parameter/{name}": master.detach() for name, master in self.masters.items()}
         if self.optimizer is not None:
-            named = optimizer_state(self.optimizer, self._trained)
+            named = optimizer_state(self.optimizer, self._trained, num_steps=self._num_steps)
             tensors |= {f"optimizer/{name}": tensor for name, tensor in named.items()}
         return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
@@ -208,7 +214,7 @@ class HeldLayer:
                 for name, array in state.items()
                 if name.startswith(prefix)
             }
-            load_optimizer_state(self.optimizer, self._trained, named)
+            self._num_steps = load_optimizer_state(self.optimizer, self._trained, named)
         self.age = age
 
 

@@ -12,7 +12,7 @@ Differs: the mirror is as large as the state. It stays, because what was pinned 
 the speed of the bus from then on.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,14 @@ class StateMirror:
             self._marks.append(mark)
             self._state, self._age = _MirroredState(self._buffers, mark), age
         return self._state
+
+    def buffers(self, parameters: Iterable[Tensor], *, num_bytes: int) -> list[Tensor]:
+        """Buffers for a state of `num_bytes`, of tensors as large as the parameters."""
+        if self._device.is_host:
+            return []
+        tensors = list(parameters)
+        times = num_bytes // max(1, sum(tensor.nbytes for tensor in tensors))
+        return [self._device.host_like(tensor) for tensor in tensors for _ in range(times)]
 
     def copy(self, tensors: Mapping[str, Tensor]) -> State:
         """The tensors as arrays of their own, which stay valid whatever becomes of the layer."""

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from helpers.refused_reads import refused_reads
-from planaria.checkpoint.disk.tiers import BFLOAT16, Manifest, Tier, newest_checkpoint_text, tier_of
+from planaria.checkpoint.disk.storage import parts_of
+from planaria.checkpoint.disk.tiers import (
+    BFLOAT16,
+    Manifest,
+    Tier,
+    newest_checkpoint_text,
+    safetensors_content,
+    tensors_in,
+    tier_of,
+)
 from planaria.core.messages import LayerFile
 from planaria.errors import CheckpointError, UnreadableError
 
@@ -423,3 +432,19 @@ def test_discard_removes_an_unfinished_version(tmp_path: Path) -> None:
     tier.discard(6, 1)
 
     assert tier.versions() == ()
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}], ids=["none", "pt"])
+def test_a_file_is_laid_out_as_the_safetensors_library_does(
+    metadata: dict[str, str] | None,
+) -> None:
+    """Byte for byte, empty tensors, scalars and names that need escapes among them."""
+    dtypes = ["<f8", "<f4", "<f2", "<i8", "<i4", "<i2", "i1", "<u8", "<u4", "<u2", "u1", "?"]
+    tensors: dict[str, np.ndarray] = {
+        f't{n}/\u00fc"{d}': np.arange(n % 3, dtype=d) for n, d in enumerate(dtypes)
+    }
+    tensors |= {"scalar": np.array(3, dtype=np.int64), "matrix": np.ones((2, 3), np.float32).T}
+    content = b"".join(parts_of(safetensors_content(tensors, metadata=metadata)))
+
+    assert content == safetensors.numpy.save(tensors, metadata)
+    assert_same(tensors, tensors_in("here", content))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from planaria.checkpoint.disk.storage import ContentInfo, Storage
+from planaria.checkpoint.disk.storage import Content, ContentInfo, Storage
 from planaria.checkpoint.disk.tiers import Tier
 
 
@@ -51,7 +51,7 @@ class GatedStorage:
         self.gate.wait_passed()
         return self.storage.read(name)
 
-    def write(self, name: str, content: bytes, *, may_write: Callable[[], bool]) -> None:
+    def write(self, name: str, content: Content, *, may_write: Callable[[], bool]) -> None:
         self.gate.wait_passed()
         self.storage.write(name, content, may_write=may_write)
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from planaria.checkpoint.disk.storage import Directory
-from planaria.checkpoint.disk.tiers import Manifest, Tier, safetensors_bytes, tier_of
+from planaria.checkpoint.disk.tiers import Manifest, Tier, safetensors_content, tier_of
 from planaria.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ def export_parameters(tier: Tier, manifest: Manifest, output: Path) -> tuple[str
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = _parameters(tier, manifest, layers)
         where |= dict.fromkeys(tensors, file)
-        content = safetensors_bytes(tensors, metadata={"format": "pt"})
+        content = safetensors_content(tensors, metadata={"format": "pt"})
         target.write(file, content, may_write=_always)
         names.append(file)
     texts: dict[str, Mapping[str, Any]] = {}

@@ -24,8 +24,8 @@ import msgspec
 import numpy as np
 import xxhash
 
-from planaria.checkpoint.disk.storage import Storage
-from planaria.checkpoint.disk.tiers import safetensors_bytes, tensors_in
+from planaria.checkpoint.disk.storage import Content, Storage, digest_of
+from planaria.checkpoint.disk.tiers import safetensors_content, tensors_in
 from planaria.core.messages import LayerFile
 from planaria.errors import CheckpointError
 
@@ -160,10 +160,10 @@ class RunPlace:
         Args:
             may_write: whether the rank may still write here.
         """
-        file, content = layer_file_name(layer, age=age, rank=rank), safetensors_bytes(tensors)
+        file, content = layer_file_name(layer, age=age, rank=rank), safetensors_content(tensors)
+        digest = digest_of(content)
         self._write(file, content, may_write)
-        digest = xxhash.xxh3_128_hexdigest(content)
-        return PartLayer(age=age, file=LayerFile(layer, file, len(content), digest))
+        return PartLayer(age=age, file=LayerFile(layer, file, *digest))
 
     def write_part(self, part: RankPart, *, may_write: Callable[[], bool]) -> None:
         """Makes a part complete; all its layers must be written."""
@@ -221,7 +221,7 @@ class RunPlace:
             return None
         return None if getattr(value, "version", 1) != 1 else value
 
-    def _write(self, file: str, content: bytes, may_write: Callable[[], bool]) -> None:
+    def _write(self, file: str, content: Content, may_write: Callable[[], bool]) -> None:
         self.storage.write(f"{self.name}/{file}", content, may_write=may_write)
 
 

@@ -18,6 +18,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+import xxhash
+
 from planaria.errors import CheckpointError, ConfigError, UnreadableError
 
 # A request that a store leaves unanswered for 60 s fails and is tried again. The endpoint that the
@@ -28,6 +30,9 @@ _RETRY_CONFIG: Final = {"max_retries": 4, "retry_timeout": timedelta(seconds=60)
 
 # The error in a server's XML answer.
 _ERROR_FIELDS: Final = re.compile(r"<(?:Code|Message)>([^<]*)<")
+
+# What is written: one run of bytes, or several end to end.
+Content = bytes | tuple[memoryview, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,7 @@ class Storage(Protocol):
 
     def read(self, name: str) -> bytes: ...
 
-    def write(self, name: str, content: bytes, *, may_write: Callable[[], bool]) -> None:
+    def write(self, name: str, content: Content, *, may_write: Callable[[], bool]) -> None:
         """Writes a content, in place of an older one of its name if there is one.
 
         Args:
@@ -77,6 +82,19 @@ class Storage(Protocol):
         The removal of the first one is durable before the others are removed.
         """
         ...
+
+
+def parts_of(content: Content) -> tuple[bytes | memoryview, ...]:
+    """The runs of bytes of a content."""
+    return (content,) if isinstance(content, bytes) else content
+
+
+def digest_of(content: Content) -> tuple[int, str]:
+    """The number of bytes of a content, and their xxh3_128 in hexadecimal."""
+    hasher = xxhash.xxh3_128()
+    for part in parts_of(content):
+        hasher.update(part)
+    return sum(map(len, parts_of(content))), hasher.hexdigest()
 
 
 def storage_of(place: str) -> Storage:
@@ -144,7 +162,7 @@ class Directory:
             kind = CheckpointError if isinstance(error, FileNotFoundError) else UnreadableError
             raise kind(f"cannot read {self.path / name}: {error.strerror}") from error
 
-    def write(self, name: str, content: bytes, *, may_write: Callable[[], bool]) -> None:
+    def write(self, name: str, content: Content, *, may_write: Callable[[], bool]) -> None:
         def place(partial: Path, path: Path) -> None:
             check_member(str(path), may_write)
             os.replace(partial, path)
@@ -170,7 +188,7 @@ class Directory:
         return True
 
     def _write_durably(
-        self, name: str, content: bytes, place: Callable[[Path, Path], None]
+        self, name: str, content: Content, place: Callable[[Path, Path], None]
     ) -> None:
         """Writes a content to a partial file durably, then has `place` move that to its name."""
         path = self.path / name
@@ -244,10 +262,10 @@ class Objects:
             kind = CheckpointError if isinstance(error, FileNotFoundError) else UnreadableError
             raise kind(f"cannot read {self.where(name)}: {_error_text(error)}") from error
 
-    def write(self, name: str, content: bytes, *, may_write: Callable[[], bool]) -> None:
+    def write(self, name: str, content: Content, *, may_write: Callable[[], bool]) -> None:
         check_member(self.where(name), may_write)
         try:
-            self._obstore.put(self._store, name, content)
+            self._obstore.put(self._store, name, b"".join(parts_of(content)))
         except self._errors as error:
             raise self._write_error(name, error) from error
 
@@ -342,9 +360,10 @@ def make_directory(path: Path) -> None:
             _sync_directory(directory.parent)
 
 
-def _write_synced(path: Path, content: bytes) -> None:
+def _write_synced(path: Path, content: Content) -> None:
     with path.open("wb") as file:
-        file.write(content)
+        for part in parts_of(content):
+            file.write(part)
         file.flush()
         os.fsync(file.fileno())
 

@@ -13,10 +13,11 @@ crash at any instant therefore leaves either a complete version or one that no r
 Every file is hashed from the bytes in memory before it is written, and checked against that hash
 when it is read.
 
-Differs: a layer is laid out in memory before it is written, which takes its bytes of memory once
-more; in return the hash covers what was to be written, not what the disk made of it.
+A layer is written from the tensors themselves. The hash covers what was to be written, not what the
+disk made of it.
 """
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,9 +26,15 @@ from typing import Any
 import msgspec
 import numpy as np
 import xxhash
-from safetensors import SafetensorError, TensorSpec, deserialize, serialize
 
-from planaria.checkpoint.disk.storage import ContentInfo, Storage, check_member, storage_of
+from planaria.checkpoint.disk.storage import (
+    Content,
+    ContentInfo,
+    Storage,
+    check_member,
+    digest_of,
+    storage_of,
+)
 from planaria.core.copies import version_name
 from planaria.core.messages import LayerFile
 from planaria.errors import CheckpointError, LateError, UnreadableError
@@ -35,22 +42,26 @@ from planaria.errors import CheckpointError, LateError, UnreadableError
 # numpy has no bfloat16: an array of this type holds its bits, which a.view(np.uint16) shows.
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])
 
+# In the order in which the library lays tensors out.
 _DTYPES: dict[str, np.dtype[Any]] = {
-    "F64": np.dtype("<f8"),
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": BFLOAT16,
+    "U64": np.dtype("<u8"),
     "I64": np.dtype("<i8"),
+    "F64": np.dtype("<f8"),
+    "C64": np.dtype("<c8"),
+    "F32": np.dtype("<f4"),
+    "U32": np.dtype("<u4"),
     "I32": np.dtype("<i4"),
+    "BF16": BFLOAT16,
+    "F16": np.dtype("<f2"),
+    "U16": np.dtype("<u2"),
     "I16": np.dtype("<i2"),
     "I8": np.dtype("i1"),
-    "U64": np.dtype("<u8"),
-    "U32": np.dtype("<u4"),
-    "U16": np.dtype("<u2"),
     "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
-    "C64": np.dtype("<c8"),
 }
+_RANKS = {name: number for number, name in enumerate(_DTYPES)}
+_SIZE_BYTES = 8  # At the beginning of a safetensors file, the size of its header.
+_ALIGNMENT = 8
 _MANIFEST = "manifest.json"
 _DAMAGED = "damaged.json"
 UNPUBLISHED = "it has no manifest, so its save was never completed"
@@ -168,10 +179,11 @@ class Tier:
             raise CheckpointError(
                 f"cannot write {where}: its version is complete and must not change"
             )
-        content = safetensors_bytes(tensors)
+        content = safetensors_content(tensors)
+        digest = digest_of(content)
         check_member(self.storage.where(name), may_write)
         self.storage.write(name, content, may_write=may_write)
-        return LayerFile(layer, file, len(content), xxhash.xxh3_128_hexdigest(content))
+        return LayerFile(layer, file, *digest)
 
     def publish(self, manifest: Manifest) -> None:
         """Makes a version complete by writing its manifest; all its layers must be written.
@@ -389,31 +401,42 @@ def _layer_file_name(layer: int) -> str:
     return f"layer-{layer:05d}.safetensors"
 
 
-def safetensors_bytes(
+def safetensors_content(
     tensors: Mapping[str, np.ndarray], *, metadata: Mapping[str, str] | None = None
-) -> bytes:
-    """The bytes of a safetensors file with these tensors."""
+) -> Content:
+    """The content of a safetensors file with these tensors, the widest numbers first.
+
+    It is what safetensors.serialize returns, as views of the tensors: nothing is copied.
+    """
     arrays = {name: _plain(array) for name, array in tensors.items()}
-    specs = {
-        name: TensorSpec(
-            dtype="bfloat16" if array.dtype == BFLOAT16 else array.dtype.name,
-            shape=array.shape,
-            data_ptr=array.ctypes.data,
-            data_len=array.nbytes,
-        )
-        for name, array in arrays.items()
-    }
-    return serialize(specs, dict(metadata) if metadata else None)
+    names = sorted(arrays, key=lambda name: (_RANKS[_type_name(arrays[name])], name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in names:
+        array, first = arrays[name], end
+        end += array.nbytes
+        described = {"dtype": _type_name(array), "shape": array.shape, "data_offsets": (first, end)}
+        header[name] = described
+    encoded = msgspec.json.encode(header)
+    encoded += b" " * (-len(encoded) % _ALIGNMENT)
+    size = len(encoded).to_bytes(_SIZE_BYTES, "little")
+    parts = (arrays[name].reshape(-1).view(np.uint8).data for name in names)
+    return (memoryview(size + encoded), *parts)
 
 
 def _plain(array: np.ndarray) -> np.ndarray:
     """The array in C order and little-endian, as safetensors files store it."""
-    assert array.dtype.newbyteorder("<") in _DTYPES.values(), array.dtype
-    return np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
+    plain = np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
+    assert plain.dtype in _DTYPES.values(), array.dtype
+    return plain
+
+
+def _type_name(array: np.ndarray) -> str:
+    return next(name for name, dtype in _DTYPES.items() if dtype == array.dtype)
 
 
 def tensors_in(where: str, content: bytes) -> dict[str, np.ndarray]:
-    """The tensors of a safetensors file.
+    """The tensors of a safetensors file, in memory of their own.
 
     Args:
         where: place of the file, as people name it.
@@ -422,13 +445,21 @@ def tensors_in(where: str, content: bytes) -> dict[str, np.ndarray]:
         CheckpointError: the content is of another format.
     """
     try:
-        # The stubs of safetensors leave this one function untyped.
-        tensors = deserialize(content)  # type: ignore[no-untyped-call]
+        first = _SIZE_BYTES + int.from_bytes(content[:_SIZE_BYTES], "little")
+        header = msgspec.json.decode(content[_SIZE_BYTES:first], type=dict[str, dict[str, Any]])
+        header.pop("__metadata__", None)
         return {
-            name: np.frombuffer(tensor["data"], _DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
-            for name, tensor in tensors
+            name: np.frombuffer(
+                content,
+                _DTYPES[entry["dtype"]],
+                count=math.prod(entry["shape"]),
+                offset=first + entry["data_offsets"][0],
+            )
+            .reshape(entry["shape"])
+            .copy()
+            for name, entry in header.items()
         }
-    except (SafetensorError, KeyError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{where} is not a safetensors file of planaria: {error}") from error
 
 

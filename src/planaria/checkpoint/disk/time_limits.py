@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Final, Generic, TypeVar
 
-from planaria.checkpoint.disk.storage import ContentInfo, Storage
+from planaria.checkpoint.disk.storage import Content, ContentInfo, Storage
 from planaria.checkpoint.disk.tiers import Tier
 from planaria.core.job import CheckpointConfig
 from planaria.errors import CheckpointError, LateError
@@ -55,7 +55,7 @@ class TimeLimitedStorage:
         extra_s = self._read_s.get(name, 0.0)
         return self._answer(name, lambda: self._storage.read(name), extra_s=extra_s)
 
-    def write(self, name: str, content: bytes, *, may_write: Callable[[], bool]) -> None:
+    def write(self, name: str, content: Content, *, may_write: Callable[[], bool]) -> None:
         self._answer(name, lambda: self._storage.write(name, content, may_write=may_write))
 
     def create(self, name: str, content: bytes) -> bool:
