@@ -125,6 +125,16 @@ def test_every_command_asks_a_head() -> None:
     assert (kept.output, str(told[0])) == ("saves/best/9-0\n", "KeepSave(name='best')")
 
 
+@pytest.mark.parametrize(
+    "arguments", [("status", "HEAD"), ("events", "--head", "HEAD"), ("doctor", "HEAD")]
+)
+def test_a_job_of_another_version_is_named(arguments: tuple[str, ...]) -> None:
+    """It was a traceback."""
+    result, _ = asked_over_network(json_reply({"job": 7}), *arguments)
+
+    assert_mistake(result, "another version of planaria")
+
+
 def test_a_refusal_is_one_line() -> None:
     reply = RequestReply(is_done=False, text="there is no node 7; there are 0, 1")
 

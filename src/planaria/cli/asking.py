@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeVar
 
+import msgspec
 import typer
 
 from planaria.errors import AuthenticationError, ConfigError
@@ -14,6 +15,7 @@ from planaria.transport.acceptor import parse_address
 from planaria.transport.credentials import FIELD, read_credentials, token_path
 
 _TIMEOUT_S: Final = 10.0  # Time for an answer that needs no work.
+Record = TypeVar("Record")
 Head = Annotated[
     str,
     typer.Option(
@@ -64,6 +66,25 @@ def ask_job(
     credentials = read_credentials(token_path(token_file))
     with head_errors(head, token_file=token_file, field=field):
         return ask_head(address, credentials, request, timeout_s=timeout_s)
+
+
+def record_of(reply: RequestReply, kind: type[Record], *, head: str, field: str) -> Record:
+    """The record in the text of a reply.
+
+    Args:
+        head, field: see `ask_job`.
+
+    Raises:
+        ConfigError: the job has refused to tell, or another version of planaria runs it.
+    """
+    field = field if head else ""
+    if not reply.is_done:
+        raise ConfigError(field, head, reply.text)
+    try:
+        return msgspec.json.decode(reply.text, type=kind)
+    except (RecursionError, ValueError) as error:
+        remedy = f"the job is run by another version of planaria: {error}"
+        raise ConfigError(field, head, remedy) from error
 
 
 @contextmanager

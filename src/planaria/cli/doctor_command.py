@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from planaria.cli.asking import HeadTokenFile, ask_job
+from planaria.cli.asking import HeadTokenFile, ask_job, record_of
 from planaria.cli.command_line import exit_codes
 from planaria.core.checkups import CheckResult, ClusterCheckup
 from planaria.errors import ConfigError
@@ -93,9 +93,7 @@ def _checkup(head: str, *, token_file: str, has_bandwidth: bool) -> ClusterCheck
             "without HOST:PORT"
         )
         raise ConfigError(_FIELD, head, remedy) from error
-    if not answer.is_done:
-        raise ConfigError(_FIELD, head, answer.text)
-    return msgspec.json.decode(answer.text, type=ClusterCheckup)
+    return record_of(answer, ClusterCheckup, head=head, field=_FIELD)
 
 
 def _token_check(token_file: str) -> CheckResult:

@@ -9,7 +9,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from planaria.cli.asking import Head, HeadTokenFile, JobName, ask_job
+from planaria.cli.asking import Head, HeadTokenFile, JobName, ask_job, record_of
 from planaria.cli.command_line import exit_codes
 from planaria.errors import ConfigError
 from planaria.nodes.head.requests import TellEvents
@@ -36,9 +36,7 @@ def events(
     chosen and why, and how long it took compared with the prediction."""
     if report is None:
         answer = ask_job(TellEvents(), head=head, token_file=token_file, job=job)
-        if not answer.is_done:
-            raise ConfigError("--head" if head else "", head, answer.text)
-        running = msgspec.json.decode(answer.text, type=tuple[EventRecord, ...])
+        running = record_of(answer, tuple[EventRecord, ...], head=head, field="--head")
         events_by_path = {Path(): running}
     elif head or token_file:
         field, value = ("--head", head) if head else ("--token-file", token_file)

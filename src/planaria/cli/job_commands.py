@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from planaria.cli.asking import Head, HeadTokenFile, JobName, ask_job
+from planaria.cli.asking import Head, HeadTokenFile, JobName, ask_job, record_of
 from planaria.cli.command_line import exit_codes
 from planaria.errors import ConfigError
 from planaria.nodes.head.requests import Drain, TellStatus
@@ -54,12 +54,10 @@ def status(
 ) -> None:
     """Shows what a running job does: its nodes, its pipelines, and what happened last."""
     answer = ask_job(TellStatus(), head=head, token_file=token_file, job=job, field="HOST:PORT")
-    if not answer.is_done:
-        raise ConfigError("HOST:PORT" if head else "", head, answer.text)
+    current = record_of(answer, JobStatus, head=head, field="HOST:PORT")
     if as_json:
         sys.stdout.write(msgspec.json.format(answer.text, indent=2) + "\n")
         return
-    current = msgspec.json.decode(answer.text, type=JobStatus)
     Console(soft_wrap=True, highlight=False).print(_status_text(current), markup=False)
 
 

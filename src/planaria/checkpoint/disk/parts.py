@@ -217,7 +217,7 @@ class RunPlace:
         """A record; None: it is damaged, or of another format."""
         try:
             value = msgspec.json.decode(self.storage.read(name), type=record)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (RecursionError, ValueError):
             return None
         return None if getattr(value, "version", 1) != 1 else value
 

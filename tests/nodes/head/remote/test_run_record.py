@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from planaria.nodes.head.remote.run_record import NodeLog, has_nodes
+from planaria.errors import ConfigError
+from planaria.nodes.head.remote.run_record import RUN_FILE, NodeLog, has_nodes, read_run
 
 
 def log_of(directory: Path, *nodes: int) -> NodeLog:
@@ -38,6 +39,15 @@ def test_a_file_that_a_power_loss_has_torn_is_read_as_far_as_it_goes(
     log.add(7)
     log.close()
     assert NodeLog(tmp_path).next_node == 8
+
+
+@pytest.mark.parametrize("content", [b"", b'{"run":"\xff"}', b'{"x":' + b"[" * 100_000])
+def test_a_damaged_record_of_a_run_is_named(content: bytes, tmp_path: Path) -> None:
+    """With what would do; some damage was a traceback."""
+    (tmp_path / RUN_FILE).write_bytes(content)
+
+    with pytest.raises(ConfigError, match=r"cannot be read .* remove it to begin anew"):
+        read_run(tmp_path)
 
 
 def test_a_full_disk_ends_no_job(

@@ -76,7 +76,7 @@ def read_run(directory: Path) -> RunRecord | None:
         return msgspec.json.decode(path.read_bytes(), type=RunRecord)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, RecursionError, ValueError) as error:  # msgspec lets some errors out.
         remedy = f"the record of a run there cannot be read ({error}); remove it to begin anew"
         raise ConfigError("--state", str(path), remedy) from error
 
