@@ -1,6 +1,10 @@
 """What `planaria doctor` finds out: single checks, and paths between machines."""
 
+from typing import Final
+
 import msgspec
+
+HEAD: Final = "head"  # Name of the head in paths; no machine has it.
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,8 +60,8 @@ class PathCheck(msgspec.Struct, frozen=True, kw_only=True):
     """The path from one machine to another.
 
     Attributes:
-        source: name of the machine that connects; "head": the head.
-        target: name of the machine that listens.
+        source: name of the machine that connects, or HEAD.
+        target: name of the machine that listens, or HEAD.
         latency_s: measured latency.
         bandwidth_bytes_per_s: measured bandwidth; 0.0: it was not measured.
         problem: reason why there is no path; "": there is one.

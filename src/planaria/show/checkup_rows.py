@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar
 
-from planaria.core.checkups import CheckResult, ClusterCheckup, MachineCheckup, PathCheck
+from planaria.core.checkups import HEAD, CheckResult, ClusterCheckup, MachineCheckup, PathCheck
 from planaria.show.words import count_text, printable, seconds_range_text, seconds_text
 
 CLOCK_OFFSET_S_MAX: Final = 1.0
@@ -51,7 +51,7 @@ def _answer_rows(checkup: ClusterCheckup) -> Iterator[Row]:
     if len(checkup.machines) < 2:
         remedy = "start planaria agent --join on the others, and ask again"
         value = count_text(len(checkup.machines), "machine")
-        yield Row("head", CheckResult(subject="connected", value=value, remedy=remedy))
+        yield Row(HEAD, CheckResult(subject="connected", value=value, remedy=remedy))
 
 
 def _address_rows(machines: Sequence[MachineCheckup]) -> Iterator[Row]:
@@ -72,7 +72,7 @@ def _version_rows(checkup: ClusterCheckup) -> Iterator[Row]:
     for package in sorted({name for machine in machines for name in machine.versions}):
         by_name = {machine.name: machine.versions.get(package, "") for machine in machines}
         if package == "planaria":
-            by_name["head"] = checkup.head_versions.get(package, "")
+            by_name[HEAD] = checkup.head_versions.get(package, "")
         yield from _difference(f"versions of {package}", by_name, remedy)
     remedy = "processors of different models may round in other ways; take machines of one model"
     by_name = {machine.name: machine.processor for machine in machines}
@@ -129,7 +129,7 @@ def _path_rows(checkup: ClusterCheckup) -> Iterator[Row]:
             "open all TCP ports between the machines, or have the target name another address with "
             "--advertise"
         )
-        is_fatal = path.source != "head"
+        is_fatal = path.source != HEAD
         if not is_fatal:
             remedy = "nothing needs it while no agent runs on the head; else open all TCP ports"
         check = CheckResult(subject="path", value=path.problem, remedy=remedy, is_fatal=is_fatal)
@@ -173,7 +173,7 @@ def _best_rates(paths: Iterable[PathCheck]) -> dict[str, float]:
     """
     best: dict[str, float] = {}
     for path in paths:
-        if path.bandwidth_bytes_per_s and "head" not in (path.source, path.target):
+        if path.bandwidth_bytes_per_s and HEAD not in (path.source, path.target):
             for name in (path.source, path.target):
                 best[name] = max(best.get(name, 0.0), path.bandwidth_bytes_per_s)
     return best
@@ -193,7 +193,7 @@ def _slow_paths(
             path: path.bandwidth_bytes_per_s
             for path in paths
             if path.bandwidth_bytes_per_s
-            and not {path.source, path.target} & {*slow_machines, "head"}
+            and not {path.source, path.target} & {*slow_machines, HEAD}
             and (domains[path.source] == domains[path.target]) == is_near
         }
         slow += _slow(rates)

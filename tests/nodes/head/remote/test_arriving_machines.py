@@ -118,6 +118,15 @@ async def test_another_run_has_its_own_nodes(tmp_path: Path) -> None:
 
 
 @runs
+async def test_no_machine_is_taken_for_the_head(tmp_path: Path) -> None:
+    """Its host may be called so. What planaria doctor found of its paths was not told."""
+    async with arriving_machines(tmp_path) as head:
+        await head.join("head")
+
+        assert [machine.name for machine in head.machines.connected] == ["head-2"]
+
+
+@runs
 async def test_a_machine_that_has_the_modules_is_never_sent_them(tmp_path: Path) -> None:
     """When another run began, it was."""
     source = SourceFile(path="models.py", data=b"import torch", sha256="0")

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from helpers.heads import runs
 from helpers.joined_machines import Cluster, cluster
-from planaria.core.checkups import ClusterCheckup
+from planaria.core.checkups import HEAD, ClusterCheckup
 from planaria.core.job import JobConfig, ModelConfig
 from planaria.core.machine_messages import ExaminationRequested, ToMachine
 from planaria.nodes.head.remote import cluster_examination, machine_handle
-from planaria.nodes.head.remote.cluster_examination import HEAD, examine_machines, tournament
+from planaria.nodes.head.remote.cluster_examination import examine_machines, tournament
 from planaria.transport import link_measurement
 
 JOB = JobConfig(model=ModelConfig(kind="paced", profile="gpt3-xl"))

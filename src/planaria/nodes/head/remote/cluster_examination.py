@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from planaria.core.checkups import ClusterCheckup, MachineCheckup, PathCheck
+from planaria.core.checkups import HEAD, ClusterCheckup, MachineCheckup, PathCheck
 from planaria.core.machine_messages import (
     LINK_BUDGET_S,
     ExaminationRequested,
@@ -31,7 +31,6 @@ from planaria.nodes.head.remote.link_classes import LinkClass, link_class
 from planaria.nodes.head.remote.machine_handle import MachineHandle, in_time, measured_path
 from planaria.transport.link_measurement import measured_link
 
-HEAD: Final = "head"
 _TIME_S_MAX: Final = 60.0
 _TRAINING_NOTE: Final = (
     "bandwidth was not measured, so that the job is not disturbed; --bandwidth measures it all the "

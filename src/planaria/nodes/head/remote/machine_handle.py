@@ -15,6 +15,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from planaria.core.checkups import HEAD
 from planaria.core.machine_messages import (
     LINK_BUDGET_S,
     ExaminationRequested,
@@ -179,8 +180,8 @@ async def in_time(work: Awaitable[Result | None], end_s: float = math.inf) -> Re
 
 
 def unused_name(name: str, machines: Mapping[str, MachineHandle]) -> str:
-    """The name, or the name with a number if another machine that may come back has it."""
-    taken = {
+    """The name, or it with a number if the head or another machine that may come back has it."""
+    taken = {HEAD} | {
         other
         for other, machine in machines.items()
         if machine.writer is not None or machine.node >= 0
