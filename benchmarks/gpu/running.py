@@ -108,7 +108,10 @@ class Ended:
             return ""
         why = f"exit code {self.code}" if self.code is not None else "killed at its time limit"
         lines = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-        return "\n".join([f"{why} after {self.seconds:.0f} s; the end of {self.log}:", *lines])
+        log = self.log.resolve()
+        where = log.relative_to(ROOT) if log.is_relative_to(ROOT) else log
+        text = "\n".join([f"{why} after {self.seconds:.0f} s; the end of {where}:", *lines])
+        return text.replace(f"{ROOT}/", "")
 
 
 def run_command(

@@ -1,5 +1,7 @@
 """The table of devices, and what each entry promises about copies."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -49,3 +51,14 @@ def test_a_late_copy_is_made_when_it_is_waited_for_and_no_sooner() -> None:
     assert targets.tolist() == [1, 1, 0]
     marks[2].order()
     assert targets.tolist() == [1, 1, 2]
+
+
+def test_a_device_that_was_used_before_the_fork_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own error names neither the cause nor what to do."""
+    module = SimpleNamespace(
+        is_available=lambda: True, device_count=lambda: 1, _is_in_bad_fork=lambda: True
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+
+    with pytest.raises(ConfigError, match="forked from has used a device"):
+        find_device("cuda", rank=0)

@@ -244,6 +244,12 @@ def find_device(kind: str, *, rank: int) -> Device:
     # Read when the first matrices are multiplied; without it cuBLAS refuses to repeat itself.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     count = _count(kind)
+    if count and getattr(torch.get_device_module(kind), "_is_in_bad_fork", bool)():
+        remedy = (
+            "the process that workers are forked from has used a device, so they cannot; import "
+            "what did so in the functions of the job that need it"
+        )
+        raise ConfigError("cluster.device", kind, remedy)
     if not count:
         remedy = f"torch {torch.__version__} finds no such device here; the choices are "
         choices = dict.fromkeys([AUTO, "cpu", _accelerator_kind()])
