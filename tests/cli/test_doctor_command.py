@@ -40,6 +40,16 @@ def test_this_machine_is_examined(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(row[:3] == ["token", "file", "none;"] for row in rows)
 
 
+def test_no_word_is_cut_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a path, or half of what to change, is of no use."""
+    monkeypatch.setenv("COLUMNS", "40")
+    remedy = "systemd-timesyncd-or-another-long-word"
+    with_checks(monkeypatch, CheckResult(subject="clock", value="wrong", remedy=remedy))
+    output = command("doctor").output
+
+    assert "\u2026" not in output  # The sign of what was cut.
+
+
 def test_what_keeps_every_job_from_running_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     with_checks(monkeypatch, FINE, BROKEN)
 

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from planaria.checkpoint.disk.outgoing import export_parameters, newest_of, save_as
 from planaria.checkpoint.disk.tiers import (
@@ -21,7 +19,7 @@ from planaria.checkpoint.disk.tiers import (
     tier_of,
 )
 from planaria.cli.asking import HeadTokenFile, ask_job
-from planaria.cli.command_line import exit_codes
+from planaria.cli.command_line import exit_codes, plain_table
 from planaria.errors import CheckpointError, ConfigError
 from planaria.nodes.head.requests import KeepSave
 from planaria.show.words import bytes_text, count_text
@@ -56,9 +54,7 @@ def ls(directory: Place = _HERE, as_json: AsJson = False) -> None:
         facts = [_facts(version) for version in versions]
         sys.stdout.write(json.dumps(facts, indent=2) + "\n")
         return
-    table = Table(
-        "version", "iterations", "layers", "size", "written (UTC)", "state", box=box.SIMPLE
-    )
+    table = plain_table("version", "iterations", "layers", "size", "written (UTC)", "state")
     for version in versions:
         manifest = version.manifest
         row = ["", "", ""]

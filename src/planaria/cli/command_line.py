@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Column, Table
 
 from planaria.checkpoint.disk.storage import absolute_path
 from planaria.errors import CheckpointError, ConfigError, InsufficientError, TrainingError
@@ -29,6 +31,12 @@ Settings = Annotated[
         help="Override a key of the job file, such as cluster.nodes=4; repeatable.",
     ),
 ]
+
+
+def plain_table(*headings: str) -> Table:
+    """An empty table. Cells are wrapped, never cut: half a path or address is of no use."""
+    columns = (Column(heading, overflow="fold") for heading in headings)
+    return Table(*columns, box=box.SIMPLE, pad_edge=False)
 
 
 @contextmanager

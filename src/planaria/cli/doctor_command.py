@@ -11,12 +11,11 @@ from typing import Annotated, Any, Final
 
 import msgspec
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from planaria.cli.asking import HeadTokenFile, ask_job, record_of
-from planaria.cli.command_line import exit_codes
+from planaria.cli.command_line import exit_codes, plain_table
 from planaria.core.checkups import CheckResult, ClusterCheckup
 from planaria.errors import ConfigError
 from planaria.nodes.examination import checks_of_this_machine
@@ -116,7 +115,7 @@ def _table(rows: Sequence[Row], title: str) -> Table:
         title: title of the column that says where; "": there is no such column.
     """
     titles = (title, "", "") if title else ("this machine", "")
-    table = Table(*titles, "", "what to change", box=box.SIMPLE, pad_edge=False)
+    table = plain_table(*titles, "", "what to change")
     for where, check in rows:
         place = (where,) if title else ()
         table.add_row(*place, check.subject, check.value, check.verdict, check.remedy)

@@ -5,12 +5,11 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from planaria.cli.asking import Head, HeadTokenFile, JobName, ask_job, record_of
-from planaria.cli.command_line import exit_codes
+from planaria.cli.command_line import exit_codes, plain_table
 from planaria.errors import ConfigError
 from planaria.nodes.head.requests import Drain, TellStatus
 from planaria.observe.status import JobStatus, NodeStatus
@@ -76,9 +75,7 @@ def _status_text(current: JobStatus) -> RenderableType:
 
 
 def _nodes_table(current: JobStatus) -> Table:
-    table = Table(
-        "node", "host", "state", "health", "ranks", "pipeline", box=box.SIMPLE, pad_edge=False
-    )
+    table = plain_table("node", "host", "state", "health", "ranks", "pipeline")
     for node in current.nodes:
         ranks = ranges_text(node.ranks)
         row = (node.host, node.state, node.health, ranks, _pipeline_text(current, node))
