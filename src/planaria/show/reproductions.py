@@ -132,20 +132,20 @@ def reproduction_figure(
 ) -> bytes:
     """A picture file with a bar for each published number, and one for ours below it.
 
-    Rows with the same first key share a scale.
+    Rows of a model and quantity share a scale, or rows with the same first key.
     """
     page = Page()
     page.text((LEFT_PT, 42), experiment.title, TITLE)
     legend = ((GRID_COLOUR, "published"), (FORWARD_COLOUR, "ours"))
     note = f"{experiment.source}; {experiment.unit}"
     draw_heading(page, 66, heading=experiment.name, note=note, legend=legend)
-    largest: dict[Key, float] = {}
+    largest: dict[tuple[Key, ...], float] = {}
     for row in rows:
-        first = next(iter(row.keys.values()))
-        largest[first] = max(largest.get(first, 0.0), row.published or 0.0, row.ours or 0.0)
+        group = _scale_group(row)
+        largest[group] = max(largest.get(group, 0.0), row.published or 0.0, row.ours or 0.0)
     top = 84.0
     for row in rows:
-        scale = _BAR_PT / (largest[next(iter(row.keys.values()))] or 1.0)
+        scale = _BAR_PT / (largest[_scale_group(row)] or 1.0)
         width = _BAR_LEFT_PT - LEFT_PT - 8
         page.text((LEFT_PT, top + 10), page.shortened_text(_keys_text(row), width, LABEL), LABEL)
         for place, number, colour in (
@@ -158,3 +158,8 @@ def reproduction_figure(
         page.text((RIGHT_PT, top + 10), numbers, SMALL, align="right")
         top += 18
     return page.content(top + 24, picture)
+
+
+def _scale_group(row: PublishedRow) -> tuple[Key, ...]:
+    named = tuple(row.keys[name] for name in ("model", "quantity") if name in row.keys)
+    return named or (next(iter(row.keys.values())),)

@@ -235,6 +235,7 @@ def _recycle_rows() -> Iterator[PublishedRow]:
                             "PP, DP": f"{depth}, {number}",
                             "transition s": transition_s,
                             "way": f"{form.value}, {duration.value}",
+                            "quantity": "times",
                         },
                         _OVER_RECYCLE,
                         ratio(
@@ -268,7 +269,8 @@ def _recycle_points() -> Iterator[PublishedRow]:
                 "over": "ReCycle",
                 "PP, DP": f"{layout[0]}, {layout[1]}",
                 "transition s": "-",
-                "way": "s at which 1.355 holds",
+                "way": "both, where 1.355 holds",
+                "quantity": "seconds",
             },
             None,
             _crossing(lambda s: -over_recycle(s), -_OVER_RECYCLE, 0.0) if holds else None,
@@ -286,6 +288,7 @@ def _oobleck_rows() -> Iterator[PublishedRow]:
                     "PP, DP": f"{layout[0]}, {layout[1]}",
                     "transition s": transition_s,
                     "way": f"Oobleck {theirs_s:g} s",
+                    "quantity": "times",
                 }
                 yield PublishedRow(
                     keys,
@@ -299,7 +302,8 @@ def _oobleck_rows() -> Iterator[PublishedRow]:
                     "over": "Oobleck",
                     "PP, DP": f"{layout[0]}, {layout[1]}",
                     "transition s": transition_s,
-                    "way": "Oobleck's s at which 1.229 holds",
+                    "way": "Oobleck, where 1.229 holds",
+                    "quantity": "seconds",
                 },
                 None,
                 _crossing(
