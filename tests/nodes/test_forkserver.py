@@ -1,7 +1,6 @@
 """The fork server: what it forks, what it tells of it, and that it never stays behind."""
 
 import errno
-import gc
 import json
 import os
 import signal
@@ -21,65 +20,15 @@ from planaria.errors import InsufficientError
 from planaria.nodes.forkserver import UNKNOWN, ForkServer
 from planaria.nodes.head.process_events import LEAVE_SIGNALS
 
-# Functions that children of the server run: the server finds this module through its path.
-PATH = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-THIS = Path(__file__).stem
-
-
-def echo(payload: bytes, result_fd: int) -> None:
-    """Writes back what it got."""
-    with os.fdopen(result_fd, "wb") as file:
-        file.write(payload[::-1])
-
-
-def say_nothing(_: bytes, __: int) -> None:
-    """Leaves without a result."""
-    sys.exit(7)
-
-
-def die(_: bytes, __: int) -> None:
-    """Is killed without a result."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def talk(_: bytes, result_fd: int) -> None:
-    """Prints, then is done."""
-    print("first line\nsecond line")
-    print("third line", file=sys.stderr, flush=True)
-    os.write(result_fd, b"done")
-
-
-def talk_and_die(_: bytes, __: int) -> None:
-    """Prints, and is killed."""
-    print("its last line")
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def count_frozen(_: bytes, result_fd: int) -> None:
-    """Writes how many objects its garbage collector never looks at."""
-    os.write(result_fd, str(gc.get_freeze_count()).encode())
-
-
-def end_another(_: bytes, result_fd: int) -> None:
-    """Has a process of its own end, and writes how it did."""
-    with subprocess.Popen(["sleep", "20"]) as other:
-        other.terminate()
-        os.write(result_fd, str(other.wait()).encode())
-
-
-def wait_for_end(payload: bytes) -> None:
-    """Tells its pid in a file, which is whole once it is there, and waits for a signal."""
-    path = Path(payload.decode())
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(str(os.getpid()))
-    unfinished.rename(path)
-    signal.pause()
+# The server finds the functions that its children run through its path.
+PATH = [str(Path(__file__).parents[1])]
+FORKED = "helpers.forked_functions"
 
 
 @pytest.fixture
 def small() -> Iterator[ForkServer]:
     """A server that imports nothing but this module."""
-    running = ForkServer([THIS], path=PATH)
+    running = ForkServer([FORKED], path=PATH)
     yield running
     running.close()
 
@@ -88,7 +37,7 @@ def test_a_call_returns_what_its_child_writes_however_long(small: ForkServer) ->
     """A payload larger than any socket buffer travels, too."""
     payload = bytes(range(256)) * 20_000
 
-    assert small.call(f"{THIS}:echo", payload) == payload[::-1]
+    assert small.call(f"{FORKED}:echo", payload) == payload[::-1]
 
 
 @pytest.mark.parametrize(
@@ -98,41 +47,41 @@ def test_a_child_without_a_result_is_told_with_its_end(
     target: str, how: str, small: ForkServer
 ) -> None:
     """As where memory runs out, and the server goes on."""
-    with pytest.raises(InsufficientError, match=f"{THIS}:{target} {how}"):
-        small.call(f"{THIS}:{target}", b"")
+    with pytest.raises(InsufficientError, match=f"{FORKED}:{target} {how}"):
+        small.call(f"{FORKED}:{target}", b"")
 
-    assert small.call(f"{THIS}:echo", b"ab") == b"ba"
+    assert small.call(f"{FORKED}:echo", b"ab") == b"ba"
 
 
 def test_a_child_never_collects_what_was_imported(small: ForkServer) -> None:
     """It would copy the pages that all share, and stand still for 0.1 s."""
-    assert int(small.call(f"{THIS}:count_frozen", b"")) > 1000
+    assert int(small.call(f"{FORKED}:count_frozen", b"")) > 1000
 
 
 def test_what_tells_a_job_to_leave_ends_neither_a_server_nor_what_it_forks(
     small: ForkServer, tmp_path: Path
 ) -> None:
     """A scheduler sends it to all processes of a job, and the launcher alone answers."""
-    pid = small.spawn(f"{THIS}:wait_for_end", bytes(tmp_path / "pid"))
+    pid = small.spawn(f"{FORKED}:wait_for_end", bytes(tmp_path / "pid"))
     wait_for((tmp_path / "pid").exists, what="the child runs")
 
     for number in (signal.SIGINT, *LEAVE_SIGNALS):
         os.kill(pid, number)
         os.kill(small.pid, number)
 
-    assert small.call(f"{THIS}:echo", b"ab") == b"ba"
+    assert small.call(f"{FORKED}:echo", b"ab") == b"ba"
     assert small.exits() == []
     os.kill(pid, signal.SIGKILL)
 
 
 def test_a_process_that_the_users_code_starts_can_be_told_to_leave(small: ForkServer) -> None:
     """Who ignores a signal hands that on: `multiprocessing` would wait for its own for ever."""
-    assert small.call(f"{THIS}:end_another", b"") == str(-signal.SIGTERM).encode()
+    assert small.call(f"{FORKED}:end_another", b"") == str(-signal.SIGTERM).encode()
 
 
 def test_exits_tell_pid_and_status_once(small: ForkServer, tmp_path: Path) -> None:
     """An agent that ends before it has connected is known from here alone."""
-    pid = small.spawn(f"{THIS}:wait_for_end", bytes(tmp_path / "pid"))
+    pid = small.spawn(f"{FORKED}:wait_for_end", bytes(tmp_path / "pid"))
     wait_for((tmp_path / "pid").exists, what="the child runs")
     os.kill(pid, signal.SIGKILL)
     exits: list[tuple[int, int]] = []
@@ -165,8 +114,8 @@ def test_a_child_that_nobody_waited_for_to_the_end_is_ended(
     with monkeypatch.context() as patch:
         patch.setattr(ForkServer, "_wait_reply", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            small.spawn(f"{THIS}:wait_for_end", bytes(first))
-    pid = small.spawn(f"{THIS}:wait_for_end", bytes(second))
+            small.spawn(f"{FORKED}:wait_for_end", bytes(first))
+    pid = small.spawn(f"{FORKED}:wait_for_end", bytes(second))
 
     wait_for(lambda: not children[0].is_running(), what="it has left")
     assert not first.exists()
@@ -190,8 +139,8 @@ def test_a_missing_module_is_skipped_and_a_broken_one_ends_the_server(tmp_path: 
 
 
 ASK: dict[str, Callable[[ForkServer], object]] = {
-    "spawn": lambda server: server.spawn(f"{THIS}:wait_for_end", b""),
-    "call": lambda server: server.call(f"{THIS}:echo", b""),
+    "spawn": lambda server: server.spawn(f"{FORKED}:wait_for_end", b""),
+    "call": lambda server: server.call(f"{FORKED}:echo", b""),
 }
 
 
@@ -214,10 +163,10 @@ def test_a_server_that_was_killed_can_be_renewed_and_still_tells_of_its_children
     tmp_path: Path,
 ) -> None:
     """They live on; nobody is there to wait for them, so it is not known how they end."""
-    server = ForkServer([THIS], path=PATH)
+    server = ForkServer([FORKED], path=PATH)
     pids = []
     for name in ("first", "second"):
-        pids.append(server.spawn(f"{THIS}:wait_for_end", bytes(tmp_path / name)))
+        pids.append(server.spawn(f"{FORKED}:wait_for_end", bytes(tmp_path / name)))
         wait_for((tmp_path / name).exists, what="the child runs")
     told: list[tuple[int, int]] = []
 
@@ -230,11 +179,11 @@ def test_a_server_that_was_killed_can_be_renewed_and_still_tells_of_its_children
     os.kill(pids[0], signal.SIGKILL)
     wait_for(lambda: is_told(1), what="the end of a child is told without a server")
     server.renew()
-    assert server.call(f"{THIS}:echo", b"ab") == b"ba"
+    assert server.call(f"{FORKED}:echo", b"ab") == b"ba"
     assert server.is_ready
     os.kill(pids[1], signal.SIGKILL)
     wait_for(lambda: is_told(2), what="the end of a child is told by the next server")
-    pids.append(server.spawn(f"{THIS}:die", b"", (0,)))
+    pids.append(server.spawn(f"{FORKED}:die", b"", (0,)))
     wait_for(lambda: is_told(3), what="the end of its own child is told")
     server.close()
 
@@ -257,11 +206,11 @@ def test_a_child_for_which_no_descriptor_is_left_runs_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(socket, "recv_fds", recv_without_fds)
         with pytest.raises(OSError, match="Too many open files"):
-            small.spawn(f"{THIS}:wait_for_end", bytes(tmp_path / "pid"))
+            small.spawn(f"{FORKED}:wait_for_end", bytes(tmp_path / "pid"))
 
     wait_for(lambda: not psutil.Process(small.pid).children(), what="the child has left")
     assert not (tmp_path / "pid").exists()
-    assert small.call(f"{THIS}:echo", b"ab") == b"ba"
+    assert small.call(f"{FORKED}:echo", b"ab") == b"ba"
     assert small.exits() == []
 
 
@@ -278,12 +227,12 @@ os.fork = fork
 def test_a_server_that_cannot_fork_now_says_so_and_lives(tmp_path: Path) -> None:
     """A machine without processes or memory for one more has them again a moment later."""
     (tmp_path / "scarce.py").write_text(SCARCE)
-    server = ForkServer(["scarce", THIS], path=[str(tmp_path), *PATH])
+    server = ForkServer(["scarce", FORKED], path=[str(tmp_path), *PATH])
 
     with pytest.raises(OSError, match=os.strerror(errno.EAGAIN)):
-        server.spawn(f"{THIS}:die", b"")
+        server.spawn(f"{FORKED}:die", b"")
 
-    assert server.call(f"{THIS}:echo", b"ab") == b"ba"
+    assert server.call(f"{FORKED}:echo", b"ab") == b"ba"
     server.close()
 
 
@@ -306,7 +255,7 @@ def test_a_server_that_cannot_be_renewed_leaks_nothing_and_can_be_later(
     place: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where memory is short it is tried again and again."""
-    server = ForkServer([THIS], path=PATH)
+    server = ForkServer([FORKED], path=PATH)
     server.wait_ready()
     server.kill()
     before = len(os.listdir("/proc/self/fd"))
@@ -319,7 +268,7 @@ def test_a_server_that_cannot_be_renewed_leaks_nothing_and_can_be_later(
     assert server.loss == "the fork server stood still and was killed"
     wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before, what="all is closed again")
     server.renew()
-    assert server.call(f"{THIS}:echo", b"ab") == b"ba"
+    assert server.call(f"{FORKED}:echo", b"ab") == b"ba"
     server.close()
 
 
@@ -330,7 +279,7 @@ def test_who_asks_a_server_that_stands_still_waits_for_nothing(
     small.wait_ready()
     os.kill(small.pid, signal.SIGSTOP)
 
-    number = small.ask(f"{THIS}:wait_for_end", bytes(tmp_path / "pid"))
+    number = small.ask(f"{FORKED}:wait_for_end", bytes(tmp_path / "pid"))
     assert small.answer(number) is None
     small.kill()
 
@@ -339,14 +288,14 @@ def test_who_asks_a_server_that_stands_still_waits_for_nothing(
     small.renew()
     with pytest.raises(InsufficientError, match="the fork server that was asked is gone"):
         small.answer(number)
-    assert small.call(f"{THIS}:echo", b"ab") == b"ba"
+    assert small.call(f"{FORKED}:echo", b"ab") == b"ba"
     assert not (tmp_path / "pid").exists()
 
 
 def test_a_child_whose_answer_is_forgotten_runs_nothing(small: ForkServer, tmp_path: Path) -> None:
     """A launcher that ends meanwhile does not know of it."""
     small.wait_ready()
-    number = small.ask(f"{THIS}:wait_for_end", bytes(tmp_path / "pid"))
+    number = small.ask(f"{FORKED}:wait_for_end", bytes(tmp_path / "pid"))
     wait_for(lambda: bool(psutil.Process(small.pid).children()), what="it is forked")
     assert small.exits() == []
 
@@ -361,9 +310,9 @@ def test_nothing_is_written_to_a_temporary_directory(monkeypatch: pytest.MonkeyP
     """It may be full, or gone, while a job trains."""
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
     monkeypatch.setattr(tempfile, "tempdir", None)
-    server = ForkServer([THIS], path=PATH)
+    server = ForkServer([FORKED], path=PATH)
 
-    assert server.call(f"{THIS}:echo", b"ab") == b"ba"
+    assert server.call(f"{FORKED}:echo", b"ab") == b"ba"
     server.close()
 
 
@@ -383,7 +332,7 @@ def test_a_server_that_no_signal_ends_is_left_behind_and_all_else_is_closed(
 ) -> None:
     """It reads from a disk that is gone; the job's end and its report were lost with it."""
     before = len(os.listdir("/proc/self/fd"))
-    server = ForkServer([THIS], path=PATH)
+    server = ForkServer([FORKED], path=PATH)
     server.wait_ready()
 
     with monkeypatch.context() as patch:
@@ -398,9 +347,9 @@ def test_a_server_that_no_signal_ends_is_left_behind_and_all_else_is_closed(
 def test_output_comes_line_by_line_where_it_is_asked_for() -> None:
     """So that a live display is not written over."""
     lines: list[str] = []
-    server = ForkServer([THIS], path=PATH, output=lines.append)
+    server = ForkServer([FORKED], path=PATH, output=lines.append)
 
-    assert server.call(f"{THIS}:talk", b"") == b"done"
+    assert server.call(f"{FORKED}:talk", b"") == b"done"
     server.close()
 
     assert sorted(lines) == ["first line", "second line", "third line"]
@@ -412,10 +361,10 @@ def test_what_a_process_has_printed_is_not_lost_when_it_is_killed(
     """Nor late: a line comes when it is printed, as it does in a terminal."""
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     lines: list[str] = []
-    server = ForkServer([THIS], path=PATH, output=lines.append)
+    server = ForkServer([FORKED], path=PATH, output=lines.append)
 
     with pytest.raises(InsufficientError, match="was killed by signal 9"):
-        server.call(f"{THIS}:talk_and_die", b"")
+        server.call(f"{FORKED}:talk_and_die", b"")
     server.close()
 
     assert lines == ["its last line"]
@@ -452,11 +401,11 @@ def test_the_server_ends_with_who_started_it_even_while_it_imports(tmp_path: Pat
 def test_the_server_outlives_the_thread_that_started_it() -> None:
     """The kernel's death signal of a parent is that of a thread, which would end it too soon."""
     servers: list[ForkServer] = []
-    thread = threading.Thread(target=lambda: servers.append(ForkServer([THIS], path=PATH)))
+    thread = threading.Thread(target=lambda: servers.append(ForkServer([FORKED], path=PATH)))
     thread.start()
     thread.join()
 
-    assert json.loads(servers[0].call(f"{THIS}:echo", b"21")) == 12
+    assert json.loads(servers[0].call(f"{FORKED}:echo", b"21")) == 12
     servers[0].close()
 
 

@@ -1,0 +1,58 @@
+"""Functions that children of a fork server run; they import nothing that takes long."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+
+def echo(payload: bytes, result_fd: int) -> None:
+    """Writes back what it got."""
+    with os.fdopen(result_fd, "wb") as file:
+        file.write(payload[::-1])
+
+
+def say_nothing(_: bytes, __: int) -> None:
+    """Leaves without a result."""
+    sys.exit(7)
+
+
+def die(_: bytes, __: int) -> None:
+    """Is killed without a result."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def talk(_: bytes, result_fd: int) -> None:
+    """Prints, then is done."""
+    print("first line\nsecond line")
+    print("third line", file=sys.stderr, flush=True)
+    os.write(result_fd, b"done")
+
+
+def talk_and_die(_: bytes, __: int) -> None:
+    """Prints, and is killed."""
+    print("its last line")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def count_frozen(_: bytes, result_fd: int) -> None:
+    """Writes how many objects its garbage collector never looks at."""
+    os.write(result_fd, str(gc.get_freeze_count()).encode())
+
+
+def end_another(_: bytes, result_fd: int) -> None:
+    """Has a process of its own end, and writes how it did."""
+    with subprocess.Popen(["sleep", "20"]) as other:
+        other.terminate()
+        os.write(result_fd, str(other.wait()).encode())
+
+
+def wait_for_end(payload: bytes) -> None:
+    """Tells its pid in a file, which is whole once it is there, and waits for a signal."""
+    path = Path(payload.decode())
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(str(os.getpid()))
+    unfinished.rename(path)
+    signal.pause()
