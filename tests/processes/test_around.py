@@ -81,7 +81,8 @@ def test_a_kill_at_any_time_is_gone_around(specs: tuple[str, ...], reroute: Run)
     assert len(result.report.final.nodes) == 5
 
 
-@pytest.mark.parametrize("specs", sample_cases(AT_ONCE, 1))
+@pytest.mark.long
+@pytest.mark.parametrize("specs", AT_ONCE, ids=" ".join)
 def test_two_kills_at_once_are_gone_around(specs: tuple[str, ...], reroute: Run) -> None:
     """In one pipeline or in two, in one stage or in two."""
     result = reroute(*specs)

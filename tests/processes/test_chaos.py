@@ -127,9 +127,8 @@ def test_a_job_that_is_never_the_same_is_told_with_what_repeats_the_run(
     assert not Path("checkpoints").exists()
 
 
-@pytest.mark.parametrize(
-    "is_closed", [True, pytest.param(False, marks=pytest.mark.long)], ids=["closed", "blocked"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "blocked"])
 def test_nobody_has_to_read_what_came_of_it(is_closed: bool, tmp_path: Path) -> None:
     """As with `| head`: the score is written all the same, and no word of a broken pipe is said."""
     settings = (*TWO_NODES, "training.iterations=6")
@@ -153,6 +152,7 @@ def test_nobody_has_to_read_what_came_of_it(is_closed: bool, tmp_path: Path) -> 
     assert json.loads((tmp_path / "score.json").read_text())["score"]["runs"] == 1
 
 
+@pytest.mark.long
 def test_a_run_that_takes_too_long_is_ended_and_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,7 @@ def test_the_best_of_all_answers_is_taken(adaptive: Run) -> None:
     assert len(result.report.final.nodes) == 4
 
 
+@pytest.mark.long
 def test_five_nodes_die_and_three_come(adaptive: Run) -> None:
     """Six nodes at first, never more; those that come are 6, 7 and 8."""
     result = adaptive(*LOSSES_AND_JOINS, f=1, sizes=())

@@ -103,7 +103,8 @@ def test_all_live_holders_of_a_layer_are_lost(
 POLICIES = ("morph", "reinstantiate", "reroute", "repartition")
 
 
-@pytest.mark.parametrize("policy", long_but_the_first(POLICIES))
+@pytest.mark.long
+@pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_goes_on_from_copies(
     policy: PolicyName, server: ForkServer, job: JobConfig, holders: tuple[int, ...]
 ) -> None:
@@ -170,7 +171,8 @@ def test_the_coordinator_is_killed_meanwhile(run: Run, holders: tuple[int, ...])
 MODES = ("unpipelined", "naive", "blocking")
 
 
-@pytest.mark.parametrize("mode", long_but_the_first(MODES))
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
 def test_whenever_copies_go(
     mode: Any, server: ForkServer, job: JobConfig, holders: tuple[int, ...]
 ) -> None:

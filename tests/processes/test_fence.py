@@ -34,19 +34,19 @@ def test_a_node_that_goes_on_after_its_eviction_ends_itself_and_says_so(
     server: ForkServer, tmp_path: Path
 ) -> None:
     """It hangs for longer than its lease, while the others train on, and then wakes up."""
-    config = chaos_job("sequential", tmp_path / "run", server, iterations=1000)
+    config = chaos_job("sequential", tmp_path / "run", server, nodes=4, iterations=1000)
     config = replace(config, cluster=replace(config.cluster, lease_s=LEASE_S))
     printed: list[str] = []
     own = fork_server(config, search_path=[TESTS], output=printed.append)
-    display = _StopsOnceAlone(own, num_left=6)
+    display = _StopsOnceAlone(own, num_left=4)
     try:
-        result = run_under_faults(config, own, "hang=2:4@3.forward", display=display)
+        result = run_under_faults(config, own, "hang=2:3@3.forward", display=display)
     finally:
         own.close()
 
-    assert display.num_after_wake == 6  # Five nodes and the coordinator.
-    assert 4 not in result.report.final.nodes
-    assert [line for line in printed if line.startswith("node 4 ends itself: ")]
+    assert display.num_after_wake == 4  # Three nodes and the coordinator.
+    assert 3 not in result.report.final.nodes
+    assert [line for line in printed if line.startswith("node 3 ends itself: ")]
 
 
 class _StopsOnceAlone(SilentDisplay):

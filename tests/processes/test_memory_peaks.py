@@ -18,7 +18,13 @@ LOST = 2
 REL = 0.02
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["deterministic", "fast"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(True, id="deterministic"),
+        pytest.param(False, id="fast", marks=pytest.mark.long),
+    ],
+)
 def traced(
     request: pytest.FixtureRequest, server: ForkServer, tmp_path_factory: pytest.TempPathFactory
 ) -> TrainingResult:

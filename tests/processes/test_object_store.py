@@ -207,7 +207,10 @@ def test_a_store_that_is_slow_costs_newer_saves_and_nothing_else(
     assert 1 <= len(skipped) <= 3, told.notes  # Of five: the first, the second, and the fourth.
 
 
-@pytest.mark.parametrize("every", [0, 2], ids=["at the end", "all the time"])
+@pytest.mark.parametrize(
+    "every",
+    [pytest.param(0, marks=pytest.mark.long, id="at the end"), pytest.param(2, id="all the time")],
+)
 def test_a_store_that_does_not_answer_is_given_up_in_the_end(
     store: Store, tmp_path: Path, every: int
 ) -> None:

@@ -111,6 +111,7 @@ def test_without_a_standby_node_the_others_go_on_until_a_machine_is_granted(
     assert result.report.final.nodes == (0, 1, 3, 4)
 
 
+@pytest.mark.long
 def test_no_machine_is_granted_in_time(server: ForkServer, tmp_path: Path) -> None:
     """The job is done before; nothing is left of what was asked for."""
     config = standing_by(tmp_path, server, grant_s=600.0, iterations=SHORT)

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from helpers.chaos import long_but_the_first
 from helpers.jobs import tiny_job
 from helpers.striking_models import Strike
 from planaria.errors import ConfigError, TrainingError
@@ -65,7 +66,7 @@ def assert_as_calm(result: TrainingResult, calm: TrainingResult) -> None:
     assert result.report.final.optimizer_sha256 == calm.report.final.optimizer_sha256
 
 
-@pytest.mark.parametrize("what", ["memory", "allocation"])
+@pytest.mark.parametrize("what", long_but_the_first(["memory", "allocation"]))
 def test_a_node_that_runs_out_of_memory_once_ends_nothing(
     what: str, server: ForkServer, strike_file: Path, tmp_path: Path, calm: TrainingResult
 ) -> None:
@@ -120,7 +121,10 @@ def test_a_node_with_bus_errors_is_evicted(
 
 @pytest.mark.parametrize(
     ("what", "place", "error"),
-    [("unreadable", "data", "OSError"), ("mistake", "model", "ValueError")],
+    [
+        ("unreadable", "data", "OSError"),
+        pytest.param("mistake", "model", "ValueError", marks=pytest.mark.long),
+    ],
 )
 def test_what_raises_everywhere_ends_the_job_saved(
     what: str,

@@ -127,7 +127,8 @@ def test_a_job_that_plans_for_joins_trains_and_survives(
     assert result.planned.plan == catalog_for(without).plans[6]
 
 
-@pytest.mark.parametrize("specs", sample_cases(AT_ONCE, 1))
+@pytest.mark.long
+@pytest.mark.parametrize("specs", AT_ONCE, ids=" ".join)
 def test_any_two_nodes_may_be_killed_at_once(specs: tuple[str, ...], survive: Run) -> None:
     """Eight nodes, f = 2, so three pipelines: each layer has a holder left."""
     result = survive(*specs, nodes=8, f=2)
@@ -208,7 +209,7 @@ def test_the_fourth_loss_ends_with_a_checkpoint_that_resumes_to_the_same_bits(
 @pytest.mark.parametrize(
     ("specs", "sizes", "answer"),
     [
-        (("kill:1@3",), (3, 3), "simple"),
+        pytest.param(("kill:1@3",), (3, 3), "simple", marks=pytest.mark.long),
         (("kill:0@3",), (2, 4), "borrow"),
         (("kill:0@3",), (2, 2), "merge"),
     ],

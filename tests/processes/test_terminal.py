@@ -123,6 +123,7 @@ def test_under_nohup_a_job_trains_on_when_its_reader_has_read_enough(
     assert final(tmp_path) == calm
 
 
+@pytest.mark.long
 def test_a_job_trains_on_while_its_terminal_is_stopped(
     tmp_path: Path, calm: tuple[str, str]
 ) -> None:
