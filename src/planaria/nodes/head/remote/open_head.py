@@ -189,14 +189,12 @@ class OpenHead:
 
         Machines of a run that is kept are told nothing, and look for the next head.
         """
-        has_result = ended is not None and ended.done() and not ended.cancelled()
-        is_known = has_result and ended is not None and ended.exception() is None
         if self._touching is not None:
             self._touching.cancel()
         if self.keeps_run:
             await self.machines.close()
         else:
-            await self.machines.end_all(ended.result() if is_known and ended is not None else None)
+            await self.machines.end_all(_result_of(ended))
         self._acceptor.close()
         await self._requests.close()
 
@@ -209,8 +207,11 @@ class OpenHead:
             return RequestReply(is_done=False, text=text)
         self._is_examining = True
         try:
-            can_load = lambda: request.has_bandwidth or self.machines.is_waiting  # noqa: E731
-            return json_reply(await examine_machines(self.machines.connected, can_load=can_load))
+            checkup = await examine_machines(
+                self.machines.connected,
+                can_load=lambda: request.has_bandwidth or self.machines.is_waiting,
+            )
+            return json_reply(checkup)
         finally:
             self._is_examining = False
 
@@ -220,3 +221,10 @@ class OpenHead:
             return json_reply(job_status(self.machines.job, Standing(), hosts={}))
         text = "the job has not begun yet: it waits for machines, or is being planned"
         return RequestReply(is_done=False, text=text)
+
+
+def _result_of(ended: asyncio.Future[Ended] | None) -> Ended | None:
+    """How the job has ended, if that is known."""
+    if ended is None or not ended.done() or ended.cancelled() or ended.exception():
+        return None
+    return ended.result()
