@@ -40,6 +40,7 @@ from planaria.job.config import load_job
 from planaria.job.lost_heads import has_run, next_parts, remove_parts
 from planaria.job.machine_kinds import node_kinds
 from planaria.job.on_machines import (
+    LeftRun,
     Listening,
     begin_kinds,
     find_left_run,
@@ -168,6 +169,18 @@ class _Begun:
     def kinds(self) -> dict[int, NodeKind] | None:
         """The kinds of the first nodes' machines; None: all nodes are on this machine."""
         return None if self.head is None else node_kinds(self.machines, self.head.machines.kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class _RunOptions:
+    """What the user says of how a run begins; see `Job.run`."""
+
+    resume: bool
+    state: str
+    injections: tuple[Injection, ...]
+    server: ForkServer | None
+    output: Callable[[str], None] | None
+    listening: Listening | None
 
 
 class Job:
@@ -310,6 +323,7 @@ class Job:
                 `train`, except for errors that the result has.
         """
         start_s = time.monotonic()
+        options = _RunOptions(resume, state, tuple(injections), server, output, listening)
         config, display = self.config, display or SilentDisplay()
         tier = tier_of(config.checkpoint.directory)
         if listening is None:  # Else the machines look for them.
@@ -318,9 +332,7 @@ class Job:
         early = nullcontext() if listening is None else interrupt_at_leave_signals()
         with restore_handlers(), ExitStack() as held:
             with early:  # Machines that wait must be told.
-                begun = self._begin(
-                    held, display, listening, injections, server, output, state, resume
-                )
+                begun = self._begin(held, display, options)
                 planned = _plan_of(begun, display, plan=plan, catalog=catalog)
             config = begun.config
             display.show_plan(planned)
@@ -342,30 +354,32 @@ class Job:
                 observer.record_end(launcher.unfired_injections)
                 return _result(planned, ended, tier=left, recorder=recorder, observer=observer)
 
-    def _begin(
+    def _begin(self, held: ExitStack, display: Display, options: _RunOptions) -> _Begun:
+        """Does what precedes planning; `held` holds what is opened for the run."""
+        config, listening, state = self.config, options.listening, options.state
+        find = partial(find_left_run, config, listening, state=state, resume=options.resume)
+        left_run = look_in_time(config, partial(find, injections=options.injections), state=state)
+        if listening is not None:
+            return self._begin_on_machines(held, display, options, listening, left_run)
+        journal = open_journal(held, config, state=state, note=display.note)
+        manifest = find_start(config, resume=options.resume, note=display.note)
+        check_given_profile(config)
+        running = held.enter_context(self._server(options.server, options.output))
+        prepared = _prepared_here(config, running, display)
+        return _Begun(config, prepared, manifest, journal, running)
+
+    def _begin_on_machines(
         self,
         held: ExitStack,
         display: Display,
-        listening: Listening | None,
-        injections: Sequence[Injection],
-        server: ForkServer | None,
-        output: Callable[[str], None] | None,
-        state: str,
-        resume: bool,
+        options: _RunOptions,
+        listening: Listening,
+        left_run: LeftRun | None,
     ) -> _Begun:
-        """Does what precedes planning; `held` holds what is opened for the run."""
-        config = self.config
-        find = partial(find_left_run, config, listening, state=state, resume=resume)
-        left_run = look_in_time(config, partial(find, injections=injections), state=state)
-        if listening is None:
-            journal = open_journal(held, config, state=state, note=display.note)
-            manifest = find_start(config, resume=resume, note=display.note)
-            check_given_profile(config)
-            running = held.enter_context(self._server(server, output))
-            prepared = _prepared_here(config, running, display)
-            return _Begun(config, prepared, manifest, journal, running)
+        """See `_begin`; machines are waited for, or those of the run that a lost head has left."""
         if left_run is None:  # No machine waits for an answer while this plans.
-            check_given_profile(config)
+            check_given_profile(self.config)
+        config, state, resume = self.config, options.state, options.resume
         run = "" if left_run is None else left_run.record.run
         path, note = self._search_path, display.note
         head = held.enter_context(
