@@ -74,10 +74,10 @@ def test_a_stage_without_nodes_cannot_be_rerouted() -> None:
     plan = EquationPlan((2, 2), (0, 1, 2, 3), 1.0, frozenset({0, 2}))
 
     assert plan.num_lost == (2, 0)
-    assert plan.rerouted_step(Form.LARGEST) == float("inf")
-    best, step, transition_s = recycle(7.0, Form.LARGEST)(plan, 100.0)
+    assert plan.rerouted_iteration(Form.LARGEST) == float("inf")
+    best, iteration, transition_s = recycle(7.0, Form.LARGEST)(plan, 100.0)
     assert best.nodes == (1, 3)
-    assert step == best.step
+    assert iteration == best.iteration
     assert transition_s == 7.0
 
 
@@ -85,8 +85,8 @@ def test_rerouting_costs_the_sum_or_the_largest_share() -> None:
     """Two stages that lost one of two nodes each: N_m F / (N_dp - F) is 32 microbatches."""
     plan = EquationPlan((2, 2), (0, 1, 2, 3), 0.0, frozenset({0, 3}))
 
-    assert plan.rerouted_step(Form.LARGEST) == 32 * 16
-    assert plan.rerouted_step(Form.SUM) == 2 * 32 * 16
+    assert plan.rerouted_iteration(Form.LARGEST) == 32 * 16
+    assert plan.rerouted_iteration(Form.SUM) == 2 * 32 * 16
 
 
 def test_a_node_fails_once_and_the_same_under_each_system() -> None:

@@ -19,7 +19,7 @@ _ALL: Final = (
     ),
     Experiment(
         "oobleck-table-1",
-        "Models and samples of a step",
+        "Models and samples of an iteration",
         f"{OOBLECK}, Table 1",
         "samples, and 1e6 parameters",
         throughput.table_1,
@@ -46,7 +46,7 @@ _ALL: Final = (
         f"{OOBLECK}, Table 4",
         "samples/s",
         throughput.table_4,
-        "As Table 2. Varuna without checkpoint overhead saves every 2 steps instead of every 10.",
+        "As Table 2. Varuna without checkpoint overhead saves every 2 iterations, else every 10.",
     ),
     Experiment(
         "oobleck-figure-10",
@@ -196,7 +196,7 @@ _ALL: Final = (
     ),
     Experiment(
         "odyssey-figure-9",
-        "Errors of the estimated time of a step",
+        "Errors of the estimated time of an iteration",
         f"{ODYSSEY}, Figure 9",
         "percent",
         estimates.figure_9,

@@ -117,11 +117,11 @@ def zero_iteration(cluster: ZeroCluster, parameters: float) -> ZeroIteration:
         return network_s
 
     ready_s = send(0.0)
-    for step in range(2 * _NUM_LAYERS):
-        is_backward = step >= _NUM_LAYERS
+    for turn in range(2 * _NUM_LAYERS):
+        is_backward = turn >= _NUM_LAYERS
         begin_s = max(compute_s, ready_s)
         # The last layer of the forward is the first of the backward and is still there.
-        if step not in (_NUM_LAYERS - 1, 2 * _NUM_LAYERS - 1):
+        if turn not in (_NUM_LAYERS - 1, 2 * _NUM_LAYERS - 1):
             ready_s = send(begin_s)
         compute_s = begin_s + forward_s * (3 if is_backward else 1)
         if is_backward:

@@ -36,7 +36,7 @@ _LOSS_FARTHEST: Final = 2.6252
 
 
 def figure_9() -> tuple[PublishedRow, ...]:
-    """Errors of the predicted time of a step, percent."""
+    """Errors of the predicted time of an iteration, percent."""
     paced = "seven layouts of up to 32 paced nodes, whose layers take the time of a profile"
     rows = [
         PublishedRow(
@@ -104,9 +104,9 @@ def figure_12() -> tuple[PublishedRow, ...]:
 
 
 def figure_13() -> tuple[PublishedRow, ...]:
-    """Differences of the loss of a training with failures to one without, after 3,500 steps."""
+    """Differences of the loss after 3,500 iterations with failures to that without."""
     note = (
-        "a small GPT-2 on CPU nodes that lose one every seventy steps, all seven policies; the "
+        "a small GPT-2 on CPU nodes, of which one dies every seventy iterations, all policies; the "
         "paper trains Llama-2 7B, prints no difference, and ends at 0.1 or less"
     )
     return tuple(

@@ -6,12 +6,13 @@ a transition costs. Fixed here: the rate is that of an NPU, for with one of the 
 hardly a failure; none comes back; a batch of 64 microbatches; 32 layers, at least 2 stages. The
 rest is swept.
 
-All three use the paper's equations: a step takes (N_pp + N_m - 1) stage times (Eq. 9), that of the
-slowest pipeline (Eq. 10) where they differ. Rerouting adds N_m F_i / (N_dp - F_i) for each stage i
-that lost F_i nodes: their sum (Eq. 13), or their largest, which is what a schedule takes. Where a
-stage has lost all nodes, pipelines are formed anew. Numbers of pipelines change by one at a time.
-Oobleck always forms pipelines anew, ReCycle always reroutes, Odyssey takes what Eq. 8 prefers, with
-the time to the next failure known ("oracle") or its mean.
+All three use the paper's equations: an iteration takes (N_pp + N_m - 1) stage times (Eq. 9), or as
+long as that of the slowest pipeline where they differ (Eq. 10). Rerouting adds N_m F_i / (N_dp -
+F_i) for each stage i that lost F_i nodes: their sum (Eq. 13), or their largest, which is what a
+schedule takes. Where a stage has lost all nodes, pipelines are formed anew. Numbers of pipelines
+change by one at a time. A loss in a transition adds another one behind it. Oobleck always forms
+pipelines anew, ReCycle always reroutes, Odyssey takes what Eq. 8 prefers, with the time to the next
+failure known ("oracle") or its mean.
 """
 
 from collections.abc import Callable, Iterator
@@ -58,13 +59,13 @@ class EquationPlan:
     Attributes:
         depths: number of stages of each pipeline; nodes fill them in order of their numbers.
         nodes: nodes that were alive when the pipelines were formed.
-        step: time of a step without losses; 1 is the time of a microbatch in a layer.
+        iteration: time of an iteration without losses; 1 is the time of a microbatch in a layer.
         dead: nodes that were lost since.
     """
 
     depths: tuple[int, ...]
     nodes: tuple[int, ...]
-    step: float
+    iteration: float
     dead: frozenset[int] = frozenset()
 
     @property
@@ -76,14 +77,14 @@ class EquationPlan:
             counts[stage * len(counts) // depth] += node in self.dead
         return tuple(counts)
 
-    def rerouted_step(self, form: Form) -> float:
-        """The time of a step if microbatches go around lost nodes; infinite if they cannot."""
+    def rerouted_iteration(self, form: Form) -> float:
+        """The time of an iteration that goes around lost nodes; infinite if it cannot."""
         number, num_lost = len(self.depths), self.num_lost
         if max(num_lost) >= number:
             return inf
         more = [_MICROBATCHES / number * lost / (number - lost) for lost in num_lost]
         stage = -(-LAYERS // len(num_lost))
-        return self.step + (sum(more) if form is Form.SUM else max(more)) * stage
+        return self.iteration + (sum(more) if form is Form.SUM else max(more)) * stage
 
     def best_plan(self) -> "EquationPlan":
         """The fastest pipelines on all live nodes, at most one more or less than there are."""
@@ -91,15 +92,17 @@ class EquationPlan:
         number = len(self.depths)
         near = range(max(1, number - 1), number + 2)
         options = [count for count in near if len(alive) >= count * DEPTH_MIN] or [1]
-        step, depths = min(even_pipelines(len(alive), count, _MICROBATCHES) for count in options)
-        return EquationPlan(depths, alive, step)
+        iteration, depths = min(
+            even_pipelines(len(alive), count, _MICROBATCHES) for count in options
+        )
+        return EquationPlan(depths, alive, iteration)
 
 
 @cache
 def even_pipelines(
     num_nodes: int, num_pipelines: int, num_microbatches: int
 ) -> tuple[float, tuple[int, ...]]:
-    """The time of a step of pipelines that are as even as can be, and their depths (Eq. 9, 10)."""
+    """The time of an iteration of pipelines as even as can be (Eq. 9, 10), and their depths."""
     shallow, num_deep = divmod(num_nodes, num_pipelines)
     depths = (*(shallow + 1,) * num_deep, *(shallow,) * (num_pipelines - num_deep))
     stages = [-(-LAYERS // depth) for depth in depths]
@@ -111,8 +114,8 @@ def even_pipelines(
     return float(last), depths
 
 
-# Answers a loss, given the seconds until the next one: pipelines, their time of a step, and the
-# seconds of the transition.
+# Answers a loss, given the seconds until the next one: pipelines, their time of an iteration, and
+# the seconds of the transition.
 _Answer = Callable[[EquationPlan, float], tuple[EquationPlan, float, float]]
 
 
@@ -122,7 +125,7 @@ def oobleck(transition_s: float) -> _Answer:
     def answer(plan: EquationPlan, duration_s: float) -> tuple[EquationPlan, float, float]:
         del duration_s
         best = plan.best_plan()
-        return best, best.step, transition_s
+        return best, best.iteration, transition_s
 
     return answer
 
@@ -131,10 +134,10 @@ def recycle(transition_s: float, form: Form) -> _Answer:
     """Microbatches rerouted until a stage has no node left."""
 
     def answer(plan: EquationPlan, duration_s: float) -> tuple[EquationPlan, float, float]:
-        step = plan.rerouted_step(form)
-        if step == inf:
+        iteration = plan.rerouted_iteration(form)
+        if iteration == inf:
             return oobleck(transition_s)(plan, duration_s)
-        return plan, step, 0.0
+        return plan, iteration, 0.0
 
     return answer
 
@@ -143,11 +146,11 @@ def odyssey(transition_s: float, form: Form) -> _Answer:
     """Whichever of both trains more until the next loss (Eq. 8)."""
 
     def answer(plan: EquationPlan, duration_s: float) -> tuple[EquationPlan, float, float]:
-        step = plan.rerouted_step(form)
+        iteration = plan.rerouted_iteration(form)
         best = plan.best_plan()
-        if duration_s / step >= max(0.0, duration_s - transition_s) / best.step:
-            return plan, step, 0.0
-        return best, best.step, transition_s
+        if duration_s / iteration >= max(0.0, duration_s - transition_s) / best.iteration:
+            return plan, iteration, 0.0
+        return best, best.iteration, transition_s
 
     return answer
 
@@ -160,24 +163,26 @@ def failures_of(seed: int) -> tuple[tuple[float, int], ...]:
     return tuple((at_s, node) for at_s, node in times if at_s < _DURATION_S)
 
 
-def steps_done(layout: tuple[int, int], answer: _Answer, *, duration: Duration, seed: int) -> float:
-    """The steps of a run, in units of the time of a microbatch in a layer."""
+def iterations_done(
+    layout: tuple[int, int], answer: _Answer, *, duration: Duration, seed: int
+) -> float:
+    """The iterations of a run, in units of the time of a microbatch in a layer."""
     depth, number = layout
-    step, depths = even_pipelines(_NUM_NODES, number, _MICROBATCHES)
+    iteration, depths = even_pipelines(_NUM_NODES, number, _MICROBATCHES)
     assert depths == (depth,) * number
-    plan = EquationPlan(depths, tuple(range(_NUM_NODES)), step)
+    plan = EquationPlan(depths, tuple(range(_NUM_NODES)), iteration)
     free_s = done = 0.0
     failures = failures_of(seed)
     nexts = [*(at_s for at_s, _ in failures[1:]), _DURATION_S]
     for (at_s, node), next_s in zip(failures, nexts, strict=True):
-        done += max(0.0, at_s - free_s) / step
-        plan = EquationPlan(plan.depths, plan.nodes, plan.step, plan.dead | {node})
+        done += max(0.0, at_s - free_s) / iteration
+        plan = EquationPlan(plan.depths, plan.nodes, plan.iteration, plan.dead | {node})
         num_alive = len(plan.nodes) - len(plan.dead)
         mean_s = 1 / (_RATE_PER_S * num_alive)
         known_s = next_s - at_s if duration is Duration.ORACLE else mean_s
-        plan, step, transition_s = answer(plan, known_s)
+        plan, iteration, transition_s = answer(plan, known_s)
         free_s = max(free_s, at_s) + transition_s
-    return done + max(0.0, _DURATION_S - free_s) / step
+    return done + max(0.0, _DURATION_S - free_s) / iteration
 
 
 def ratio(
@@ -190,18 +195,18 @@ def ratio(
 ) -> float:
     """Odyssey's mean throughput over another system's, on the same failures."""
     others = sum(
-        steps_done(layout, other, duration=duration, seed=seed) for seed in range(_NUM_SEEDS)
+        iterations_done(layout, other, duration=duration, seed=seed) for seed in range(_NUM_SEEDS)
     )
-    return _odyssey_steps(layout, form, duration, transition_s) / others
+    return _odyssey_iterations(layout, form, duration, transition_s) / others
 
 
 @cache
-def _odyssey_steps(
+def _odyssey_iterations(
     layout: tuple[int, int], form: Form, duration: Duration, transition_s: float
 ) -> float:
     answer = odyssey(transition_s, form)
     return sum(
-        steps_done(layout, answer, duration=duration, seed=seed) for seed in range(_NUM_SEEDS)
+        iterations_done(layout, answer, duration=duration, seed=seed) for seed in range(_NUM_SEEDS)
     )
 
 

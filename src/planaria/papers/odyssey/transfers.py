@@ -76,9 +76,9 @@ def figure_10() -> tuple[PublishedRow, ...]:
 
 
 def figure_11() -> tuple[PublishedRow, ...]:
-    """Percent of the sums of gradients, and of a step, that their order saves."""
+    """Percent of the sums of gradients, and of an iteration, that their order saves."""
     rows = []
-    for num_blocks, batch, step_published in (
+    for num_blocks, batch, iteration_published in (
         (4, 32, None),
         (8, 32, None),
         (16, 16, 11.44),
@@ -86,8 +86,8 @@ def figure_11() -> tuple[PublishedRow, ...]:
         (16, 64, 5.52),
     ):
         saved = _saved_by_order(("llama2-7b", num_blocks, _PIPELINES), batch)
-        published = (35.35 if num_blocks == 16 else None, step_published)
-        for quantity, percent, printed in zip(("sums", "step"), saved, published, strict=True):
+        published = (35.35 if num_blocks == 16 else None, iteration_published)
+        for quantity, percent, printed in zip(("sums", "iteration"), saved, published, strict=True):
             rows.append(
                 PublishedRow(
                     {"layers": num_blocks, "batch": batch, "saved": quantity},
