@@ -14,7 +14,8 @@ Source: torch.accelerator; torch.get_device_module for what it does not cover.
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, Protocol
 
 import torch
@@ -79,6 +80,22 @@ class Device:
         for target, source in pairs:
             target.copy_(source)
         return _Passed()
+
+    def mark(self) -> Mark:
+        """The point that what the calling thread has computed so far ends at."""
+        return _Passed()
+
+    def beside(self, purpose: str) -> AbstractContextManager[object]:
+        """A context in which the calling thread computes beside the others.
+
+        Args:
+            purpose: name of what is computed; one thread at a time computes for a purpose.
+        """
+        del purpose
+        return nullcontext()
+
+    def adopt(self, tensor: Tensor) -> None:
+        """Lets the calling thread compute with a tensor that was made beside it."""
 
     def reset_peak(self) -> None:
         """Starts a new measurement of the peak of the memory in use."""
@@ -155,6 +172,7 @@ class Accelerator(Device):
         self.memory_bytes = int(self._module.mem_get_info(index)[1])
         self.count = int(self._module.device_count())
         self._copies = self._module.Stream(self.place)
+        self._streams: dict[str, Any] = {}
 
     def begin(self, *, is_deterministic: bool) -> None:
         """Chooses kernels: those that repeat bit for bit, or the fastest ones."""
@@ -197,6 +215,24 @@ class Accelerator(Device):
             event = self._module.Event(blocking=True)
             event.record(self._copies)
         return _EventMark(event, lambda: self._module.current_stream(self.place))
+
+    def mark(self) -> Mark:
+        """An event on the stream of the calling thread."""
+        event = self._module.Event(blocking=True)
+        event.record(self._module.current_stream(self.place))
+        return _EventMark(event, lambda: self._module.current_stream(self.place))
+
+    @contextmanager
+    def beside(self, purpose: str) -> Iterator[None]:
+        """The stream of the purpose, which lasts: torch keeps memory for each stream."""
+        if purpose not in self._streams:
+            self._streams[purpose] = self._module.Stream(self.place)
+        with self._module.stream(self._streams[purpose]):
+            yield
+
+    def adopt(self, tensor: Tensor) -> None:
+        """Keeps the memory until the stream of the calling thread has used it."""
+        tensor.record_stream(self._module.current_stream(self.place))
 
     def reset_peak(self) -> None:
         self._module.reset_peak_memory_stats(self.place)

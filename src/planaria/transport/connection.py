@@ -60,6 +60,8 @@ class Channel(IntEnum):
     COPY = 12
     COPY_TAKEN = 13
     COPY_USE = 14
+    GROUP = 15
+    HEAD = 16
 
 
 _CHANNELS = frozenset(int(channel) for channel in Channel)

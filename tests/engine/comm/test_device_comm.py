@@ -3,24 +3,31 @@
 On the device whose copies come late, bits are wrong wherever a wait is missing.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import permutations
 from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from helpers.fake_groups import Fabric, GlooMaker
 from helpers.linked_ranks import TIMEOUT_S, in_threads, link_ranks, tag, wait_until
 from planaria.engine.comm.device_comm import DeviceComm
 from planaria.engine.comm.host import HostComm
+from planaria.engine.comm.nccl import GroupKey, GroupMaker, NcclComm, NcclMaker
 from planaria.engine.devices import Device, find_device
 from planaria.errors import AbortedError, PeerLostError
 from planaria.transport.links import Channel, Links
 
-DEVICES = ["cpu", "late"]
+KINDS = ["host cpu", "host late", "fake late", "gloo cpu"]
 if torch.cuda.is_available():
-    DEVICES.append("cuda")
+    KINDS.append("host cuda")
+if torch.cuda.device_count() > 1 and dist.is_nccl_available():
+    KINDS.append("nccl cuda")
 SIZES = [(7,), (0,), (1,), (5, 0, 3), (2, 11, 1, 64), (1000, 333)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64)
 
@@ -31,6 +38,13 @@ class Rank(NamedTuple):
     device: Device
     links: Links
     comm: DeviceComm
+    fabric: Fabric | None = None
+
+    def is_summing(self) -> bool:
+        """Whether it has begun a sum."""
+        if self.fabric is not None:  # The first one of a group was its first use.
+            return any(key[1:] == ("all", 2, self.links.rank) for key in self.fabric.posted)
+        return self.links.sent_bytes[Channel.SCATTER] > 0
 
     def tensor(self, seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A tensor on the device."""
@@ -39,25 +53,49 @@ class Rank(NamedTuple):
         return drawn.to(dtype).to(self.device.place)
 
 
-@pytest.fixture(params=DEVICES)
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A type of device; tensors of more than a few elements travel in several pieces."""
+    """An implementation and a device; what has more than a few elements travels in pieces."""
     monkeypatch.setattr("planaria.engine.comm.pieces.PIECE_BYTES", 96)
+    monkeypatch.setattr("planaria.engine.comm.nccl._BLOCK_BYTES", 800)
     return str(request.param)
 
 
 @contextmanager
 def open_ranks(kind: str, num_ranks: int) -> Iterator[list[Rank]]:
     """That many ranks in one epoch, which are aborted and closed at the end."""
+    implementation, place = kind.split()
+    makers: dict[str, Callable[[], GroupMaker]]
+    makers = {"fake": Fabric, "gloo": GlooMaker, "nccl": NcclMaker}
+    maker = None if implementation == "host" else makers[implementation]()
     with link_ranks(num_ranks) as all_links:
         ranks = []
         for links in all_links:
-            device = find_device(kind, rank=links.rank)
-            ranks.append(Rank(device, links, HostComm(links, device)))
+            device = find_device(place, rank=links.rank)
+            comm: DeviceComm = HostComm(links, device)
+            if maker is not None:
+                comm = NcclComm(links, device, all_keys(num_ranks), maker)
+            fabric = maker if isinstance(maker, Fabric) else None
+            ranks.append(Rank(device, links, comm, fabric))
+        with in_threads(*(partial(form, rank.comm) for rank in ranks)) as running:
+            for one in running:
+                one.result(timeout=TIMEOUT_S)
         yield ranks
         for rank in ranks:
             rank.comm.abort("the test is over")
+        for rank in ranks:
             rank.comm.close()
+
+
+def form(comm: DeviceComm) -> None:
+    if isinstance(comm, NcclComm):
+        comm.form()
+
+
+def all_keys(num_ranks: int) -> list[GroupKey]:
+    """A group for each direction, and one for the sums of all ranks."""
+    ranks = range(num_ranks)
+    return sorted([(-1, *ranks), *permutations(ranks, 2)] if num_ranks > 1 else [])
 
 
 def receive(rank: Rank, source: int, index: int) -> Tensor:
@@ -81,8 +119,9 @@ def test_tensors_arrive_as_they_were_sent(kind: str) -> None:
             assert torch.equal(arrived, sent[index].cpu())
 
 
-def test_both_ways_are_used_at_once(kind: str) -> None:
+def test_both_ways_are_used_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A send waits for no receive, so two ranks may send to each other first."""
+    monkeypatch.setattr("planaria.engine.comm.pieces.PIECE_BYTES", 1 << 18)
     with open_ranks(kind, 2) as ranks:
         sent = [rank.tensor(rank.links.rank, 300, 1000) for rank in ranks]
         for rank, tensor in zip(ranks, sent, strict=True):
@@ -139,6 +178,7 @@ def test_a_sum_is_ascending_rounded_once_and_the_same_on_all_holders(
                     assert torch.equal(wanted.view(torch.int32), result.cpu().view(torch.int32))
 
 
+@pytest.mark.parametrize("kind", [k for k in KINDS if k[:4] != "gloo"], indirect=True)
 def test_an_abort_frees_whoever_waits(kind: str) -> None:
     """A receive, and a sum one of whose ranks never comes; the thread that sends ends."""
     with open_ranks(kind, 3) as (left, right, _):
@@ -148,7 +188,7 @@ def test_an_abort_frees_whoever_waits(kind: str) -> None:
             lambda: sum_alone(left, sums[0]),
             lambda: sum_alone(right, sums[1]),
         ) as running:
-            wait_until(lambda: left.links.sent_bytes[Channel.SCATTER] > 0)
+            wait_until(lambda: left.is_summing() and right.is_summing())
             left.comm.abort("a member is lost")
             right.comm.abort("a member is lost")
             for one in running:
@@ -164,13 +204,14 @@ def sum_alone(rank: Rank, sums: Tensor) -> None:
     rank.comm.sum_over((0, 1, 2), [sums], [sums], iteration=0, bucket=0, virtual_bytes=0)
 
 
+@pytest.mark.parametrize("kind", [k for k in KINDS if k[:4] != "gloo"], indirect=True)
 def test_a_peer_that_dies_ends_what_waits_for_it(kind: str) -> None:
     """A receive, and a sum; a send after it says so at the latest when the next call is made."""
     with open_ranks(kind, 3) as (left, right, other):
         with in_threads(
             lambda: left.comm.receive(2, tag(0)), lambda: sum_alone(right, right.tensor(0, 40))
         ) as running:
-            wait_until(lambda: right.links.sent_bytes[Channel.SCATTER] > 0)
+            wait_until(right.is_summing)
             other.links.close()
             for one in running:
                 with pytest.raises(PeerLostError) as lost:

@@ -1,0 +1,197 @@
+"""How groups of NCCL are formed, aborted and given up, on groups that are none of NCCL's."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from helpers.fake_groups import Fabric
+from helpers.linked_ranks import TIMEOUT_S, in_threads, link_ranks, tag, wait_until
+from planaria.core.plan import Hop
+from planaria.engine.comm.nccl import GroupKey, LinkStore, NcclComm, group_keys
+from planaria.engine.devices import LateDevice
+from planaria.errors import AbortedError, PeerLostError
+from planaria.schedule.action import Bucket, Schedule
+
+PAIR: list[GroupKey] = [(-1, 0, 1), (0, 1), (1, 0)]
+ABORT_S_MAX = 0.1
+
+
+@contextmanager
+def comms(fabric: Fabric, num_ranks: int = 2) -> Iterator[list[NcclComm]]:
+    """Ranks of an epoch; none has formed its groups."""
+    with link_ranks(num_ranks) as all_links:
+        opened = [NcclComm(links, LateDevice(), PAIR, fabric) for links in all_links]
+        yield opened
+        for comm in opened:
+            comm.abort("the test is over")
+        for comm in opened:
+            comm.close()
+
+
+@contextmanager
+def formed(fabric: Fabric) -> Iterator[list[NcclComm]]:
+    """Two ranks that have formed their groups."""
+    with comms(fabric) as opened:
+        with in_threads(*(comm.form for comm in opened)) as running:
+            for one in running:
+                one.result(timeout=TIMEOUT_S)
+        yield opened
+
+
+def abort_s(comm: NcclComm) -> float:
+    """Seconds that an abort takes."""
+    begin_s = time.monotonic()
+    comm.abort("a member is lost")
+    return time.monotonic() - begin_s
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_an_abort_ends_the_forming_of_a_group_whose_peer_never_comes(is_stuck: bool) -> None:
+    """At once, also where the abort of the group itself waits for a lock of the group."""
+    fabric, goes_on = Fabric(), threading.Event()
+    if is_stuck:
+        fabric.on_abort = lambda: goes_on.wait(TIMEOUT_S)  # type: ignore[assignment]
+    with comms(fabric) as (comm, _), in_threads(comm.form) as (forming,):
+        wait_until(lambda: bool(fabric.posted))
+        seconds = abort_s(comm)
+        with pytest.raises(AbortedError, match="a member is lost"):
+            forming.result(timeout=ABORT_S_MAX if is_stuck else TIMEOUT_S)
+        goes_on.set()
+
+    assert seconds < ABORT_S_MAX
+
+
+def test_a_group_that_cannot_be_formed_ends_the_epoch() -> None:
+    """The rank says which peers it was to reach, and why it did not."""
+    fabric = Fabric()
+
+    def refuse(_: str) -> None:
+        raise RuntimeError("NCCL error: no device for eth7\nand a stack")
+
+    fabric.on_make = refuse
+    text = r"group of ranks \[0, 1\].*eth7"
+    with comms(fabric) as (_, comm), pytest.raises(PeerLostError, match=text) as lost:
+        comm.form()
+
+    assert lost.value.rank == 0
+
+
+def test_an_epoch_that_is_over_forms_no_groups() -> None:
+    """The order may have come while the links were made."""
+    fabric = Fabric()
+    with comms(fabric) as (comm, _):
+        comm._links.abort("a member is lost", first_epoch=1)
+        with pytest.raises(AbortedError):
+            comm.form()
+
+    assert not fabric.posted
+
+
+def test_a_group_that_is_made_while_the_epoch_is_aborted_is_aborted_too() -> None:
+    """Its maker is in a call that nothing ends."""
+    fabric, goes_on, is_making = Fabric(), threading.Event(), threading.Event()
+
+    def make_slowly(_: str) -> None:
+        is_making.set()
+        assert goes_on.wait(TIMEOUT_S)
+
+    fabric.on_make = make_slowly
+    with comms(fabric) as (comm, _):
+        with in_threads(comm.form) as (forming,):
+            assert is_making.wait(TIMEOUT_S)
+            comm.abort("a member is lost")
+            with pytest.raises(AbortedError):
+                forming.result(timeout=TIMEOUT_S)
+        goes_on.set()
+        wait_until(lambda: fabric.num_aborted == [1])
+
+
+def test_all_groups_are_aborted_as_one_and_once() -> None:
+    """One after the other, groups of NCCL may wait for each other."""
+    fabric = Fabric()
+    with formed(fabric) as (left, right):
+        for comm in (left, left, right):
+            comm.abort("a member is lost")
+        wait_until(lambda: len(fabric.num_aborted) == 2)
+
+    assert fabric.num_aborted == [3, 3]
+
+
+def test_the_results_of_a_sum_that_was_aborted_are_refused() -> None:
+    """An abort of NCCL lets kernels end as if all were well."""
+    fabric = Fabric()
+    fabric.is_silent = True
+    sums = torch.ones(5)
+    with (
+        formed(fabric) as (comm, _),
+        in_threads(
+            lambda: comm.sum_over((0, 1), [sums], [sums], iteration=0, bucket=0, virtual_bytes=0)
+        ) as (one,),
+    ):
+        wait_until(lambda: ("(-1, 0, 1)", "all", 2, 0) in fabric.posted)
+        comm.abort("a member is lost")
+        with pytest.raises(AbortedError):
+            one.result(timeout=TIMEOUT_S)
+
+
+def test_an_operation_that_fails_ends_the_epoch_with_its_peer() -> None:
+    """Nothing was aborted, so the peer or the way to it must be at fault."""
+    fabric = Fabric()
+    with formed(fabric) as (comm, _):
+        comm._groups[0, 1].abort()
+        with pytest.raises(PeerLostError, match="a send failed") as lost:
+            comm.send(1, tag(0), torch.ones(3), virtual_bytes=0)
+
+    assert lost.value.rank == 1
+
+
+def test_an_error_of_a_thread_that_nobody_has_seen_is_raised_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is a mistake of planaria's."""
+
+    def misread(_: object) -> None:
+        raise ValueError("what is this?")
+
+    monkeypatch.setattr("planaria.engine.comm.nccl.parse_head", misread)
+    with formed(Fabric()) as (left, right):
+        left.send(1, tag(0), torch.ones(3), virtual_bytes=0)
+        wait_until(lambda: right._error is not None)
+        with pytest.raises(ValueError, match="what is this"):
+            right.close()
+        with pytest.raises(ValueError, match="what is this"):
+            right.receive(0, tag(0))
+
+
+def test_what_a_rank_sets_all_ranks_of_the_group_get() -> None:
+    """In any order; a rank may set nothing at all."""
+    with link_ranks(3) as ranks:
+        stores = [
+            LinkStore(links, name="", peers={0, 1, 2} - {links.rank}, number=0) for links in ranks
+        ]
+        stores[0].set("a", b"1")
+        stores[0].set("b", b"")
+        stores[2].set("c", "3")
+
+        assert [stores[1].get(key) for key in ("c", "b", "a")] == [b"3", b"", b"1"]
+        assert stores[0].get("a") == b"1"
+        assert stores[1].check(["a", "c"])
+        assert not stores[1].check(["a", "d"])
+
+        with in_threads(lambda: stores[1].get("d")) as (one,):
+            ranks[1].abort("a member is lost", first_epoch=1)
+            with pytest.raises(AbortedError):
+                one.result(timeout=TIMEOUT_S)
+
+
+def test_each_direction_and_each_set_of_holders_has_a_group() -> None:
+    """In one order on all ranks; who holds layers alone needs none."""
+    routes = [(Hop(0, 0, 2), Hop(2, 2, 4)), (Hop(1, 0, 2), Hop(1, 2, 3), Hop(2, 3, 4))]
+    buckets = (Bucket((0, 1), (0, 1)), Bucket((2,), (1,)), Bucket((3,), (0, 1)))
+    schedule = Schedule(routes=tuple(routes), actions={}, buckets=buckets)
+
+    assert group_keys(schedule) == [(-1, 0, 1), (0, 2), (1, 2), (2, 0), (2, 1)]
