@@ -288,7 +288,8 @@ class ClusterConfig:
     patience_s: float = _key(
         600.0,
         "seconds in which a node on another machine that has lost the head keeps its workers and "
-        "copies and looks for it, once its lease has run out; then the node ends",
+        "copies and looks for it, once its lease has run out; then the node saves what it holds by "
+        "itself, and ends",
     )
     wait_s: float = _key(
         600.0,
