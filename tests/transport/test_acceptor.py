@@ -158,9 +158,15 @@ async def test_a_head_that_cannot_be_reached_is_named_with_both_addresses() -> N
     """Nobody listens; nobody answers; the name does not resolve."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         closed = sock.getsockname()
-    with pytest.raises(ConnectionError, match=r"127.0.0.1:\d+ from 127.0.0.1: .*refused") as error:
+    with pytest.raises(
+        ConnectionError, match=r"cannot be reached from 127.0.0.1: .*refused"
+    ) as error:
         await connect(closed, Purpose.NODE, CREDENTIALS, timeout_s=TIMEOUT_S)
     assert "is the head running" in str(error.value)
+    with pytest.raises(
+        ConnectionError, match=r"reached at 127.0.0.1:\d+ from 127.0.0.1: .*refused"
+    ):
+        await connect(("127.1", closed[1]), Purpose.NODE, CREDENTIALS, timeout_s=TIMEOUT_S)
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         pytest.raises(ConnectionError, match="no answer in time"),

@@ -390,12 +390,12 @@ async def connect(
     """
     loop = asyncio.get_running_loop()
     end_s = loop.time() + timeout_s
-    problem = "the name has no address"
+    where, problem = address_text(address), ": the name has no address"
     try:
         async with asyncio.timeout_at(end_s):
             endpoints = await loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:  # UnicodeError: it cannot be a name.
-        problem = f"the name does not resolve ({error})"
+        problem = f": the name does not resolve ({error})"
         endpoints = []
     for index, (family, _, _, _, endpoint) in enumerate(endpoints):
         now_s = loop.time()
@@ -405,11 +405,12 @@ async def connect(
             async with asyncio.timeout_at(own_end_s):
                 return await _connect(sock, endpoint, purpose, credentials, identity=identity)
         except AuthenticationError as error:
-            raise AuthenticationError(f"{address_text(address)}: {error}") from error
+            raise AuthenticationError(f"{where}: {error}") from error
         except (EOFError, OSError) as error:  # TimeoutError is an OSError.
-            problem = f"{_route_text(endpoint)}: {_refusal_text(error) or 'no answer in time'}"
+            reason = _refusal_text(error) or "no answer in time"
+            problem = f"{_route_text(endpoint, where)}: {reason}"
     remedy = "is the head running, and may this machine reach that port?"
-    raise ConnectionError(f"{address_text(address)} cannot be reached: {problem}; {remedy}")
+    raise ConnectionError(f"{where} cannot be reached{problem}; {remedy}")
 
 
 async def _connect(
@@ -542,9 +543,10 @@ def _refusal_text(error: Exception) -> str:
     return "the other end closed the connection during the handshake: has it the same token file?"
 
 
-def _route_text(endpoint: tuple[object, ...]) -> str:
-    """The address, and that of this machine from which the kernel goes there."""
-    text = address_text((str(endpoint[0]), int(str(endpoint[1]))))
+def _route_text(endpoint: tuple[object, ...], asked: str) -> str:
+    """The address, unless that is what was asked for, and that from which the kernel goes there."""
+    there = address_text((str(endpoint[0]), int(str(endpoint[1]))))
+    text = "" if there == asked else f" at {there}"
     family = socket.AF_INET6 if len(endpoint) > 2 else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
         sock.connect(endpoint)  # A datagram socket sends nothing by it.

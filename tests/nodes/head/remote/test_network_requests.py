@@ -105,7 +105,7 @@ async def test_another_token_file_and_no_head_are_told_apart() -> None:
         with pytest.raises(AuthenticationError, match="another token file"):
             await ask
 
-    with pytest.raises(ConnectionError, match=r"cannot be reached: .*refused"):
+    with pytest.raises(ConnectionError, match=r"cannot be reached from .*refused"):
         await asked(free, TellEvents())
 
 
