@@ -74,7 +74,9 @@ def test_the_fastest_kind_of_machine_counts() -> None:
     layers = (slower, *PREPARED.profile.layers[1:])
     slow = Prepared(profile=replace(PREPARED.profile, layers=layers))
 
-    fastest = of_fastest_kind({("A", 1, ()): slow, ("B", 1, ()): PREPARED, ("C", 1, ()): slow})
+    fastest = of_fastest_kind(
+        {("A", 1, (), ()): slow, ("B", 1, (), ()): PREPARED, ("C", 1, (), ()): slow}
+    )
 
     assert fastest is PREPARED
 

@@ -33,6 +33,7 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
         processors: number of processors that its node may use.
         memory_bytes: memory of the machine.
         processor: model of its processor; bits may differ between models.
+        devices: model of each of its accelerators; bits may differ between these models, too.
         versions: version by package name, of Python, torch and planaria.
     """
 
@@ -42,6 +43,7 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     processors: int = 1
     memory_bytes: int = 0
     processor: str = ""
+    devices: tuple[str, ...] = ()
     versions: dict[str, str] = {}
 
 

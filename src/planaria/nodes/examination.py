@@ -39,6 +39,7 @@ def facts_of_this_machine(host: str, domain: str) -> MachineFacts:
         processors=len(os.sched_getaffinity(0)),
         memory_bytes=total_bytes(),
         processor=_processor_model(),
+        devices=tuple(_devices()),
         versions={
             "python": platform.python_version(),
             **{name: _version(name) for name in ("torch", "planaria")},

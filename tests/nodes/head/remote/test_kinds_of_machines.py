@@ -22,7 +22,14 @@ GIB = 1 << 30
 LINK = Link(latency_s=0.0, bandwidth_bytes_per_s=1e9)
 FACTS = {
     "fast": MachineFacts(name="fast", host="h", processors=8, memory_bytes=16 * GIB, processor="A"),
-    "slow": MachineFacts(name="slow", host="h", processors=2, memory_bytes=16 * GIB, processor="B"),
+    "slow": MachineFacts(
+        name="slow",
+        host="h",
+        processors=2,
+        memory_bytes=16 * GIB,
+        processor="B",
+        devices=("H100", "H100"),
+    ),
     "small": MachineFacts(name="small", host="h", processors=8, memory_bytes=GIB, processor="A"),
 }
 
@@ -112,7 +119,7 @@ async def test_nodes_are_told_the_speed_of_their_machine(tmp_path: Path) -> None
         ("fast", 1.0),
         ("slow", 0.25),
     ]
-    assert "machines with 2 processors 'B' take 4.00 times as long" in made.notes
+    assert "machines with 2 devices 'H100' take 4.00 times as long" in made.notes
 
 
 @runs
@@ -147,6 +154,9 @@ async def test_machines_that_round_in_other_ways_are_warned_of_once(
         assert not any("round" in note for note in made.notes)
         await join(made, ("slow", 1.0), ("slow", 1.0))
 
-    [warning] = [note for note in made.notes if "round" in note]
+    warnings = [note for note in made.notes if "round" in note]
+    assert len(warnings) == 2
+    assert "slow has device 'H100' and fast has ''" in warnings[1]
+    warning = warnings[0]
     assert "slow has processor 'B' and fast has 'A'" in warning
     assert ("corruption_guard = false" in warning) == guards

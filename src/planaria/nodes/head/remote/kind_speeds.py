@@ -1,6 +1,6 @@
 """Kinds of machines, and how fast each of them computes the layers of a job.
 
-Machines of one kind have the same processors and the same versions of what computes. The first
+Machines of one kind have the same processors, devices and versions of what computes. The first
 machine of each kind that comes measures the layers. The job is planned by the profile of the
 fastest kind that is there at first, so a speed is at most 1. How much memory a machine has does not
 change its speed.
@@ -13,12 +13,13 @@ from planaria.core.machine_messages import MachineFacts
 from planaria.core.plan import ModelProfile
 from planaria.core.specs import Prepared, PrepareRequest
 
-Kind = tuple[str, int, tuple[tuple[str, str], ...]]
+Kind = tuple[str, int, tuple[str, ...], tuple[tuple[str, str], ...]]
 
 
 def kind_of(facts: MachineFacts) -> Kind:
-    """The kind of a machine: model and number of its processors, and versions."""
-    return facts.processor, facts.processors, tuple(sorted(facts.versions.items()))
+    """The kind of a machine: model and number of its processors, its devices, and versions."""
+    versions = tuple(sorted(facts.versions.items()))
+    return facts.processor, facts.processors, facts.devices, versions
 
 
 def layers_s(profile: ModelProfile) -> float:
@@ -62,10 +63,11 @@ class KindSpeeds:
         slowness = known_slowness(layers_s(prepared.profile) / self._profile_s)
         self._speeds[kind] = 1.0 / slowness
         if slowness > 1.0:
-            processor, number, _ = kind
-            self._note(
-                f"machines with {number} processors {processor!r} take {slowness:.2f} times as long"
-            )
+            processor, number, devices, _ = kind
+            what = f"{number} processors {processor!r}"
+            if devices:
+                what = f"{len(devices)} devices {devices[0]!r}"
+            self._note(f"machines with {what} take {slowness:.2f} times as long")
 
     def is_known(self, facts: MachineFacts) -> bool:
         """Whether a machine need not measure: its kind has, or nobody does."""

@@ -77,6 +77,7 @@ class MachineChecks:
         other, others_facts = self._first
         for what, here, there in (
             ("processor", facts.processor, others_facts.processor),
+            ("device", _models(facts), _models(others_facts)),
             ("torch", facts.versions.get("torch"), others_facts.versions.get("torch")),
         ):
             if here != there and what not in self._differing:
@@ -124,3 +125,8 @@ class MachineChecks:
             f"{other} {digests}; copy the same files to all machines, or mount a file system there "
             "that they share"
         )
+
+
+def _models(facts: MachineFacts) -> str:
+    """The models of a machine's accelerators, each once."""
+    return ", ".join(dict.fromkeys(facts.devices))
