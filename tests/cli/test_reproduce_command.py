@@ -37,14 +37,16 @@ def test_a_table_is_printed_for_people() -> None:
 
 
 def test_without_a_name_all_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with what comes back; here only two, as all of them take some seconds."""
-    two = {name: EXPERIMENTS[name] for name in ("oobleck-table-2", "oobleck-table-4")}
+    """Each with what comes back and why not; here only two, as all take some seconds."""
+    two = {name: EXPERIMENTS[name] for name in ("oobleck-table-2", "gemini-table-2")}
     monkeypatch.setattr(reproduce_command, "EXPERIMENTS", two)
 
     output = command("reproduce").stdout
 
     assert "oobleck-table-2" in output
-    assert "oobleck-table-4" in output
+    reasons = output.partition("What does not come back:")[2]
+    assert "gemini-table-2, 1 row: 96 layers" in reasons
+    assert "oobleck-table-2" not in reasons
 
 
 def test_an_unknown_name_is_a_mistake_that_names_the_known_ones() -> None:

@@ -1,7 +1,7 @@
 """Published numbers beside ours: tables for a terminal, JSON, and a picture."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from rich import box
@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planaria.papers.rows import Claim, Experiment, Key, PublishedRow
+from planaria.papers.rows import Claim, Experiment, How, Key, PublishedRow
 from planaria.show.figures import draw_heading
 from planaria.show.page import (
     FORWARD_COLOUR,
@@ -63,24 +63,37 @@ def reproduction_table(experiment: Experiment, rows: Sequence[PublishedRow]) -> 
     return Group(*parts)
 
 
-def reproductions_table(experiments: Mapping[str, Experiment], results: Results) -> Table:
-    """A row for each experiment: how many of its printed numbers come back."""
-    table = Table(box=box.SIMPLE)
+def reproductions_table(experiments: Mapping[str, Experiment], results: Results) -> Group:
+    """A row for each experiment: how many of its printed numbers come back; and below, why others
+    do not."""
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("experiment", no_wrap=True)
     table.add_column("what it is")
     for title in ("rows with a\nprinted number", "come\nback"):
         table.add_column(title, justify="right")
     table.add_column("how")
     for name, rows in results.items():
-        ways = Counter(row.how.value for row in rows)
+        ways = dict.fromkeys(row.how.value for row in rows)
         table.add_row(
             name,
             experiments[name].title,
             str(sum(row.is_comparable for row in rows)),
             str(sum(row.has_come_back for row in rows)),
-            ", ".join(f"{way} {count}" for way, count in ways.items()),
+            ", ".join(ways),
         )
-    return table
+    return Group(table, Text("What does not come back:"), *_reasons(results))
+
+
+def _reasons(results: Results) -> Iterator[Text]:
+    """A line for each reason, with the number of rows that it is about."""
+    for name, rows in results.items():
+        reasons = Counter(
+            row.full_note
+            for row in rows
+            if row.how is How.NOT or (row.is_comparable and not row.has_come_back)
+        )
+        for reason, count in reasons.items():
+            yield Text(f"{name}, {count_text(count, 'row')}: {reason}")
 
 
 def reproduction_json(name: str, rows: Sequence[PublishedRow]) -> dict[str, Any]:
