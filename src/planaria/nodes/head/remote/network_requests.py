@@ -31,13 +31,11 @@ class NetworkRequests:
 
     Args:
         handshakes: handshakes with all that connect to the head.
-
-    Attributes:
         answer: function that answers requests.
     """
 
     def __init__(self, handshakes: Handshakes, answer: Answer) -> None:
-        self.answer = answer
+        self._answer = answer
         self._handshakes = handshakes
         self._refusals = RefusalLog(logger)
         self._serving: set[asyncio.Task[None]] = set()
@@ -60,7 +58,7 @@ class NetworkRequests:
         except AuthenticationError as error:
             self._refusals.add(f"a request: {error}")
             return
-        await answer_requests(reader, writer, lambda request: self.answer(request))
+        await answer_requests(reader, writer, self._answer)
 
 
 class HeadConnection:
