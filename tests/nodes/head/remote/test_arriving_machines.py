@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,6 +80,39 @@ async def test_a_machine_is_the_same_one_however_often_it_comes_back(tmp_path: P
         await head.join(run="run", machine_id="a")
 
         assert not head.machines.has_room
+
+
+@runs
+async def test_a_machine_that_has_lost_too_many_nodes_gets_another_after_an_hour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It got none until something else happened, and nobody was told why."""
+    now_s, waiting = 0.0, list[Callable[[], object]]()
+    loop = asyncio.get_running_loop()
+    really_call_later = loop.call_later
+
+    def call_later(delay_s: float, call: Callable[..., object], *arguments: object) -> object:
+        if delay_s < 1000.0:
+            return really_call_later(delay_s, call, *arguments)
+        waiting.append(call)
+        return None
+
+    monkeypatch.setattr(machines, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(loop, "call_later", call_later)
+    async with arriving_machines(tmp_path) as head:
+        line = await head.join()
+        for node in range(1 + REJOINS_MAX):
+            head.start(node)
+            line.tell(NodeEnded(node=node, status=1))
+            await wait_until(lambda num=node + 1: len(head.ends) == num)  # type: ignore[misc]
+        assert not head.machines.has_room
+        freed: list[bool] = []
+        head.machines.on_free = lambda: freed.append(True)
+        now_s = 3601.0
+        waiting[0]()
+
+        assert freed
+        assert "m lost too many nodes and gets none for 3600 s" in head.notes
 
 
 @runs

@@ -84,9 +84,23 @@ class MachineHandle:
         Args:
             now_s: time by the clock of `ended_s`.
         """
-        times = self.ended_s
-        is_failing = len(times) > REJOINS_MAX and now_s - times[0] < _HOUR_S
-        return self.is_free and not is_failing
+        return self.is_free and not self._pause_s(now_s)
+
+    def on_node_end(self, node: int, now_s: float) -> float:
+        """Notes the end of a node; returns the seconds for which it gets no other one.
+
+        Args:
+            now_s: see `may_run`.
+        """
+        self.ended_s.append(now_s)
+        if self.node == node:
+            self.node = -1
+        return self._pause_s(now_s)
+
+    def _pause_s(self, now_s: float) -> float:
+        if len(self.ended_s) <= REJOINS_MAX:
+            return 0.0
+        return max(0.0, self.ended_s[0] + _HOUR_S - now_s)
 
     def is_missing(self, now_s: float, *, limit_s: float) -> bool:
         """Whether its connection has been broken for so long that its node may never have come."""

@@ -420,9 +420,9 @@ class Machines:
             return
         self._ends[ended.node] = ended
         self._live_nodes.pop(ended.node, None)
-        machine.ended_s.append(time.monotonic())
-        if machine.node == ended.node:
-            machine.node = -1
+        if pause_s := machine.on_node_end(ended.node, time.monotonic()):
+            self._note(f"{machine.name} lost too many nodes and gets none for {pause_s:.0f} s")
+            asyncio.get_running_loop().call_later(pause_s + 0.1, self._look_for_room)
         self.on_end(_agent_ended(ended))
 
     # -- connections ------------------------------------------------------------------------------
