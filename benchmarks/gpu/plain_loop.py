@@ -118,7 +118,7 @@ def _model(job: JobConfig, dataset: Dataset, device: torch.device) -> nn.Module:
             attn_implementation=config._attn_implementation,
             dtype=getattr(torch, job.training.dtype),
         )
-    if job.training.activation_checkpointing:
+    if job.training.recomputation != "none":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     trained: nn.Module = model.to(device).train()
     return trained

@@ -15,11 +15,19 @@ from torch import Tensor, nn
 from helpers.jobs import tiny_job
 from helpers.linked_ranks import num_descriptors
 from planaria.core.job import JobConfig
-from planaria.core.plan import LayerProfile, Link, ModelProfile, one_device_profile, scaled_profile
+from planaria.core.plan import (
+    LayerProfile,
+    Link,
+    ModelProfile,
+    one_device_profile,
+    recomputing_profile,
+    scaled_profile,
+)
 from planaria.engine import profiler, stage
 from planaria.engine.prepare import load_data, load_model
 from planaria.errors import ConfigError, PeerLostError
 from planaria.models.layers import SplitModel, TiedGroup
+from planaria.profiles.profile_json import decode_profile, encode_profile
 from planaria.transport.links import Links
 from planaria.transport.timekeeping import Timekeeper
 
@@ -95,10 +103,31 @@ def test_checkpointing_keeps_the_input_alone_and_pays_a_forward(tmp_path: Path) 
     job = tiny_job("sequential", tmp_path)
     kept = _profile(job, tmp_path).layers[1]
     recomputing = replace(job, training=replace(job.training, activation_checkpointing=True))
-    recomputed = _profile(recomputing, tmp_path).layers[1]
+    measured = _profile(recomputing, tmp_path)
+    layer, recomputed = measured.layers[1], recomputing_profile(measured, "full").layers[1]
 
-    assert recomputed.activation_bytes == 4 * 2 * 24 < kept.activation_bytes
-    assert recomputed.backward_input_s[1] >= recomputed.forward_s[1]
+    assert layer.activation_bytes == kept.activation_bytes > 4 * 2 * 24
+    assert recomputed.activation_bytes == 4 * 2 * 24
+    assert recomputed.backward_bytes == kept.activation_bytes - 4 * 2 * 24
+    assert recomputed.backward_input_s[1] > layer.backward_input_s[1]
+    assert measured.layers[-1].recomputed == {}  # The engine never computes it again.
+    assert decode_profile(encode_profile(measured), source="test") == measured
+
+
+def test_selective_checkpointing_keeps_matrix_products_and_the_input(tmp_path: Path) -> None:
+    """By hand for a block of GPT-2 with eager attention, float32: 2 samples of L tokens."""
+    job = tiny_job("gpt2", tmp_path)
+    job = replace(job, training=replace(job.training, activation_checkpointing="selective"))
+    block = _profile(job, tmp_path).layers[1]
+    config = job.model.config
+    length, width, heads = job.data.sequence_length, config["n_embd"], config["n_head"]
+
+    kept_bytes = block.recomputed["selective"].activation_bytes
+
+    # Input; queries, keys and values; attention; its projection; four and one times the width.
+    values = length * width * (1 + 3 + 1 + 1 + 4 + 1)
+    values += heads * length * length  # Scores before softmax.
+    assert kept_bytes == 4 * 2 * values < block.activation_bytes
 
 
 def test_a_layer_is_measured_as_a_rank_holds_it(

@@ -54,6 +54,24 @@ def test_values_of_the_file_reach_their_keys(tmp_path: Path) -> None:
     assert job.cluster.nodes == 5
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"), [(True, "full"), (False, "none"), ("selective", "selective")]
+)
+def test_activation_checkpointing_may_be_a_boolean(given: object, expected: str) -> None:
+    """As it was before there were several kinds."""
+    training = {"activation_checkpointing": given}
+
+    assert job_from_dict({**SMALLEST, "training": training}).training.recomputation == expected
+
+
+def test_selective_checkpointing_and_compiled_blocks_exclude_each_other() -> None:
+    """A compiled block has no single operators to choose from."""
+    training = {"activation_checkpointing": "selective", "compile": True}
+
+    with pytest.raises(ConfigError, match=r"training\.compile"):
+        job_from_dict({**SMALLEST, "training": training})
+
+
 def test_the_name_of_optimizer_and_schedule_stays_when_only_other_keys_are_given() -> None:
     """`optimizer = { weight_decay = 0.1 }` means AdamW with it, not an optimizer without name."""
     training = {"optimizer": {"weight_decay": 0.1}, "schedule": {"warmup_iterations": 3}}

@@ -1,10 +1,17 @@
 """Peak memory of a stage, against equation 14 of Odyssey by hand."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 
 from helpers.strategies import MEBIBYTE, equal_problem, layer_profile, model_profile, problems
-from planaria.core.plan import PipelineTemplate, Stage
+from planaria.core.plan import (
+    PipelineTemplate,
+    RecomputationCost,
+    Stage,
+    recomputing_profile,
+)
 from planaria.estimator.peak_memory import peak_bytes, stage_bytes
 from planaria.planner.problem import Problem
 
@@ -53,6 +60,24 @@ def test_devices_of_a_stage_shard_state_but_not_activations() -> None:
     three = PipelineTemplate((Stage(0, 1, 3),), 1)
     peaks = peak_bytes(model_profile((layer,)), three, num_microbatches=4, gradient_copies=1)
     assert peaks == (7 + 3,)
+
+
+def test_a_layer_that_is_computed_again_is_held_whole_while_its_backward_runs() -> None:
+    """One layer of a stage at a time: 3 and 8 MiB are computed again, 1 MiB of each is kept."""
+    costs = {"full": RecomputationCost(MEBIBYTE, {1: 0.02})}
+    layers = tuple(
+        replace(layer_profile(f"{n}", 0.01, activation_bytes=n * MEBIBYTE), recomputed=costs)
+        for n in (4, 9)
+    )
+    profile = recomputing_profile(model_profile(layers), "full")
+    template = PipelineTemplate((Stage(0, 2, 1),), 1)
+    state_bytes = sum(2 * layer.parameter_bytes + layer.optimizer_bytes for layer in layers)
+
+    peaks = peak_bytes(profile, template, num_microbatches=4, gradient_copies=1)
+    table = stage_bytes(profile, num_devices=1, num_in_flight=1, gradient_copies=1)
+
+    assert peaks == (state_bytes + 2 * MEBIBYTE + 8 * MEBIBYTE,) == (table[0, 2],)
+    assert profile.layers[0].backward_s(1) == layers[0].backward_s(1) + 0.02
 
 
 @settings(max_examples=30)

@@ -6,84 +6,85 @@ runs a sample of the shapes; all of them, for every family, are marked long.
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from helpers.jobs import FAMILIES, digests, shapes, tiny_job, train_shape
+from planaria.core.plan import Recomputation
 from planaria.job.training_job import Job
 from planaria.nodes.forkserver import ForkServer
 
 SIZES = (1, 2, 4, 5, 6, 7, 9)
 SHAPES = [shape for size in SIZES for shape in shapes(size) if shape != (1,)]
-SAMPLE = [(2, 3), (9,)]
+SAMPLE = [((2, 3), "selective"), ((9,), "full")]
 
-_single: dict[tuple[str, bool], tuple[str, str]] = {}
+_single: dict[str, tuple[str, str]] = {}
 
 
-def _expected(family: str, checkpointing: bool, server: ForkServer, tmp: Path) -> tuple[str, str]:
-    """The digests of one node that holds the whole model, the same with and without
-    activation checkpointing."""
-    if (family, checkpointing) not in _single:
-        job = tiny_job(family, tmp / "single", activation_checkpointing=checkpointing)
-        _single[family, checkpointing] = digests(train_shape(job, (1,), server))
-    return _single[family, checkpointing]
+def _expected(family: str, server: ForkServer, tmp: Path) -> tuple[str, str]:
+    """The digests of one node that holds the whole model and keeps all activations."""
+    if family not in _single:
+        job = tiny_job(family, tmp / "single", activation_checkpointing="none")
+        _single[family] = digests(train_shape(job, (1,), server))
+    return _single[family]
 
 
 def _spread(
-    family: str, shape: tuple[int, ...], checkpointing: bool, server: ForkServer, tmp: Path
+    family: str, shape: tuple[int, ...], mode: Recomputation, server: ForkServer, tmp: Path
 ) -> tuple[str, str]:
     """The digests of the job on pipelines of these sizes, which must use every sample."""
-    job = tiny_job(family, tmp / "spread", activation_checkpointing=checkpointing)
+    job = tiny_job(family, tmp / "spread", activation_checkpointing=mode)
     result = train_shape(job, shape, server)
     assert [record.samples for record in result.report.iterations] == [20] * 3
     return digests(result)
 
 
-@pytest.mark.parametrize("shape", SAMPLE, ids=str)
+@pytest.mark.parametrize(("shape", "mode"), SAMPLE, ids=str)
 def test_any_shape_gives_the_bits_of_one_process(
-    shape: tuple[int, ...], server: ForkServer, tmp_path: Path
+    shape: tuple[int, ...], mode: Recomputation, server: ForkServer, tmp_path: Path
 ) -> None:
-    """GPT-2 with dropout, clipping and tied embeddings; checkpointing on for half of the cases."""
-    spread = _spread("gpt2", shape, sum(shape) % 2 == 1, server, tmp_path)
+    """GPT-2 with dropout, clipping and tied embeddings, and both kinds of checkpointing."""
+    spread = _spread("gpt2", shape, mode, server, tmp_path)
 
-    assert _expected("gpt2", False, server, tmp_path) == spread
+    assert _expected("gpt2", server, tmp_path) == spread
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("shape", "checkpointing"),
+    ("shape", "mode"),
     [
-        pytest.param((2,), False, marks=pytest.mark.long, id="one pipeline, kept"),
-        pytest.param((1, 2), True, id="two pipelines, recomputed"),
+        pytest.param((2,), "none", marks=pytest.mark.long, id="one pipeline, kept"),
+        pytest.param((1, 2), "full", id="two pipelines, recomputed"),
     ],
 )
 def test_every_family_gives_the_bits_of_one_process(
-    family: str, shape: tuple[int, ...], checkpointing: bool, server: ForkServer, tmp_path: Path
+    family: str, shape: tuple[int, ...], mode: Recomputation, server: ForkServer, tmp_path: Path
 ) -> None:
     """With and without activation checkpointing, on one pipeline and on two unequal ones."""
-    spread = _spread(family, shape, checkpointing, server, tmp_path)
+    spread = _spread(family, shape, mode, server, tmp_path)
 
-    assert _expected(family, False, server, tmp_path) == spread
+    assert _expected(family, server, tmp_path) == spread
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("mode", get_args(Recomputation))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_family_in_every_shape(
-    family: str, checkpointing: bool, shape: tuple[int, ...], server: ForkServer, tmp_path: Path
+    family: str, mode: Recomputation, shape: tuple[int, ...], server: ForkServer, tmp_path: Path
 ) -> None:
     """All of it."""
-    spread = _spread(family, shape, checkpointing, server, tmp_path)
+    spread = _spread(family, shape, mode, server, tmp_path)
 
-    assert _expected(family, False, server, tmp_path) == spread
+    assert _expected(family, server, tmp_path) == spread
 
 
 def test_the_seed_reaches_parameters_order_and_dropout(server: ForkServer, tmp_path: Path) -> None:
     """Bits that never differ would prove nothing: another seed must give other ones."""
     job = tiny_job("gpt2", tmp_path, seed=8)
 
-    assert digests(train_shape(job, (1, 2), server)) != _expected("gpt2", False, server, tmp_path)
+    assert digests(train_shape(job, (1, 2), server)) != _expected("gpt2", server, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
@@ -110,7 +111,7 @@ def test_bfloat16_gives_the_same_bits_too(server: ForkServer, tmp_path: Path) ->
     expected = digests(train_shape(alone, (1,), server))
 
     assert expected == digests(train_shape(spread, (1, 2), server))
-    assert expected != _expected("gpt2", False, server, tmp_path)
+    assert expected != _expected("gpt2", server, tmp_path)
 
 
 def test_fast_mode_uses_the_same_samples_and_stays_close(

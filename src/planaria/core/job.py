@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
+from planaria.core.plan import Recomputation
+
 PolicyName = Literal[
     "absorb", "adaptive", "morph", "reinstantiate", "reroute", "repartition", "rollback"
 ]
@@ -111,9 +113,11 @@ class TrainingConfig:
         "type of the parameters in forward and backward; bfloat16: the optimizer keeps float32 "
         "copies of them",
     )
-    activation_checkpointing: bool = _key(
-        False,
-        "the backward computes each block's activations again; the forward does not keep them",
+    activation_checkpointing: Literal["none", "selective", "full"] | bool = _key(
+        "none",
+        "what the backward computes again, so that the forward need not keep it; none: nothing; "
+        "selective: all but matrix products and attention; full (or true): all activations of a "
+        "block; the bits do not depend on it",
     )
     compile: bool = _key(
         False,
@@ -124,6 +128,12 @@ class TrainingConfig:
     deterministic: bool = _key(
         True, "the job gives the same bits on any number of nodes; it sums gradients in float64"
     )
+
+    @property
+    def recomputation(self) -> Recomputation:
+        """What the backward of each layer computes again."""
+        mode = self.activation_checkpointing
+        return mode if isinstance(mode, str) else "full" if mode else "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

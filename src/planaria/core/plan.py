@@ -13,7 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
+
+# How much of a layer its backward computes again: nothing; what is large and cheap to compute; all.
+Recomputation = Literal["none", "selective", "full"]
 
 NUM_CHUNKS: Final = 64  # A layer's state is cut into so many, so that several holders can send it.
 
@@ -39,6 +42,20 @@ def link_between_pipelines(links: Mapping[str, Link]) -> Link:
 
 
 @dataclass(frozen=True, slots=True)
+class RecomputationCost:
+    """What one layer costs for one microbatch if its backward computes activations again.
+
+    Attributes:
+        activation_bytes: size of what the layer still keeps from the forward to the backward.
+        additional_s: seconds that the backward takes in addition, by number of devices; they
+            include what the forward takes in addition.
+    """
+
+    activation_bytes: int
+    additional_s: Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerProfile:
     """What one layer costs for one microbatch.
 
@@ -53,6 +70,9 @@ class LayerProfile:
         output_bytes: size of what the layer sends to the next layer.
         update_s: seconds that the layer takes once per iteration, such as its optimizer step; same
             keys, or empty if nobody has measured it.
+        recomputed: costs if activations are computed again, by "selective" or "full"; modes that
+            nobody has measured, or that the layer cannot have, are left out.
+        backward_bytes: size of what the backward computes again before it needs it.
     """
 
     name: str
@@ -64,6 +84,23 @@ class LayerProfile:
     activation_bytes: int
     output_bytes: int
     update_s: Mapping[int, float] = field(default_factory=dict)
+    recomputed: Mapping[str, RecomputationCost] = field(default_factory=dict)
+    backward_bytes: int = 0
+
+    def recomputing(self, mode: Recomputation) -> "LayerProfile":
+        """The profile of the layer if its backward computes that much again; the same profile if
+        the mode is "none" or has no costs."""
+        cost = self.recomputed.get(mode)
+        if cost is None:
+            return self
+        input_s = {n: s + cost.additional_s[n] for n, s in self.backward_input_s.items()}
+        return replace(
+            self,
+            backward_input_s=input_s,
+            activation_bytes=cost.activation_bytes,
+            backward_bytes=max(0, self.activation_bytes - cost.activation_bytes),
+            recomputed={},
+        )
 
     def backward_s(self, num_devices: int) -> float:
         """Seconds of the whole backward: gradients of the input and of the weights."""
@@ -392,19 +429,35 @@ def plain_plan(epoch: int, pipelines: tuple[Pipeline, ...], microbatches: tuple[
     return Plan(epoch, pipelines, routes)
 
 
+def recomputing_profile(profile: ModelProfile, mode: Recomputation) -> ModelProfile:
+    """The profile if the backward of every layer computes that much again."""
+    return replace(profile, layers=tuple(layer.recomputing(mode) for layer in profile.layers))
+
+
+def scaled_layer(layer: LayerProfile, factor: float) -> LayerProfile:
+    """The layer with the seconds of its forward and backward multiplied by a factor."""
+
+    def times_factor(seconds: Mapping[int, float]) -> dict[int, float]:
+        return {count: value * factor for count, value in seconds.items()}
+
+    return replace(
+        layer,
+        forward_s=times_factor(layer.forward_s),
+        backward_input_s=times_factor(layer.backward_input_s),
+        backward_weight_s=times_factor(layer.backward_weight_s),
+        recomputed={
+            mode: replace(cost, additional_s=times_factor(cost.additional_s))
+            for mode, cost in layer.recomputed.items()
+        },
+    )
+
+
 def scaled_profile(profile: ModelProfile, time_scale: float) -> ModelProfile:
     """The profile with all seconds multiplied by time_scale: those of layers and those of links."""
-
-    def times(seconds: Mapping[int, float]) -> dict[int, float]:
-        return {count: value * time_scale for count, value in seconds.items()}
-
     layers = tuple(
         replace(
-            layer,
-            forward_s=times(layer.forward_s),
-            backward_input_s=times(layer.backward_input_s),
-            backward_weight_s=times(layer.backward_weight_s),
-            update_s=times(layer.update_s),
+            scaled_layer(layer, time_scale),
+            update_s={count: value * time_scale for count, value in layer.update_s.items()},
         )
         for layer in profile.layers
     )
@@ -424,6 +477,10 @@ def one_device_profile(profile: ModelProfile) -> ModelProfile:
             backward_input_s={1: layer.backward_input_s[1]},
             backward_weight_s={1: layer.backward_weight_s[1]},
             update_s={1: layer.update_s[1]} if layer.update_s else {},
+            recomputed={
+                mode: replace(cost, additional_s={1: cost.additional_s[1]})
+                for mode, cost in layer.recomputed.items()
+            },
         )
         for layer in profile.layers
     )

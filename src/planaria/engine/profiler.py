@@ -22,19 +22,28 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from planaria.core.job import JobConfig
-from planaria.core.plan import LayerProfile, Link, ModelProfile, TiedParameters
+from planaria.core.job import JobConfig, TrainingConfig
+from planaria.core.plan import (
+    LayerProfile,
+    Link,
+    ModelProfile,
+    Recomputation,
+    RecomputationCost,
+    TiedParameters,
+)
 from planaria.data.batches import Batches
 from planaria.data.datasets import Dataset
 from planaria.engine.contention import Contention
 from planaria.engine.devices import PROCESSOR, Accelerator, Device, usable_bytes
 from planaria.engine.optimizer import optimizer_factory, optimizer_state
+from planaria.engine.recompute import forward_that_keeps, selective_bytes
 from planaria.engine.stage import HeldLayer, RankStage
 from planaria.errors import PeerLostError
 from planaria.models.layers import SplitModel, buffer_values, refuse_changing_buffers
@@ -273,10 +282,18 @@ def _layer_profile(
     update_s = statistics.median(
         clock.contention.repeat(lambda: _update_s(alike, clock.now_s), times=NUM_RUNS)
     )
-    if job.training.activation_checkpointing and loss is None:
-        # The backward runs the forward again, and only the input is kept until then.
-        input_s += forward_s
-        activation_bytes = _num_bytes(hidden)
+    recomputed: dict[str, RecomputationCost] = {}
+    # The engine never computes the last layer again.
+    for mode in _measured_modes(job.training) if loss is None else ():
+        runs = clock.contention.repeat(
+            partial(_measure_again, modules, hidden, mode, clock.now_s), times=NUM_RUNS
+        )
+        both_s = statistics.median(run.forward + run.backward for run in runs)
+        is_full = mode == "full"
+        recomputed[mode] = RecomputationCost(
+            _num_bytes(hidden) if is_full else selective_bytes(module, _leaf(hidden)),
+            {1: max(0.0, both_s - forward_s - backward_s)},
+        )
     return LayerProfile(
         name=name,
         forward_s={1: forward_s},
@@ -287,7 +304,13 @@ def _layer_profile(
         activation_bytes=activation_bytes,
         output_bytes=0,
         update_s={1: update_s},
+        recomputed=recomputed,
     )
+
+
+def _measured_modes(training: TrainingConfig) -> tuple[Recomputation, ...]:
+    mode = training.recomputation
+    return () if mode == "none" else (mode,)
 
 
 def _leaf(hidden: Tensor) -> Tensor:
@@ -333,6 +356,29 @@ def _measure_once(
             parameter.grad = None
     count = len(modules)
     return _Seconds(forward_s / count, backward_input_s / count, backward_s / count)
+
+
+def _measure_again(
+    modules: Sequence[nn.Module],
+    hidden: Tensor,
+    recomputation: Recomputation,
+    now_s: Callable[[], float],
+) -> _Seconds:
+    """The same as `_measure_once` where backwards compute activations again; backward_input is
+    0, because such a backward is never split."""
+    start_s = now_s()
+    outputs = [
+        forward_that_keeps(module, _leaf(hidden), recomputation=recomputation) for module in modules
+    ]
+    forward_s = now_s() - start_s
+    gradient = torch.ones_like(outputs[0])
+    start_s = now_s()
+    for output in reversed(outputs) if outputs[0].requires_grad else ():
+        torch.autograd.backward(output, gradient)
+    backward_s = now_s() - start_s
+    for parameter in (p for module in modules for p in module.parameters()):
+        parameter.grad = None
+    return _Seconds(forward_s / len(modules), 0.0, backward_s / len(modules))
 
 
 def _update_s(alike: Sequence[HeldLayer], now_s: Callable[[], float]) -> float:

@@ -20,12 +20,13 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from planaria.core.job import TrainingConfig
+from planaria.core.plan import Recomputation
 from planaria.core.samples import mix
 from planaria.engine.devices import PROCESSOR, Device
 from planaria.engine.optimizer import load_optimizer_state, optimizer_factory, optimizer_state
+from planaria.engine.recompute import forward_that_keeps
 from planaria.engine.staging import State, StateMirror, as_tensor
 from planaria.models.layers import SplitModel, TiedGroup
 
@@ -326,18 +327,15 @@ class RankStage:
         for layer in range(first_layer, end_layer):
             module = self.layers[layer].module
             seed = mix(self.training.seed, iteration, microbatch, layer)
-            if self.training.activation_checkpointing and layer < self.model.num_layers - 1:
-                hidden = checkpoint(
-                    self._seeded_forward,
-                    module,
-                    hidden,
-                    seed,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                )
-            else:
-                hidden = self._seeded_forward(module, hidden, seed)
+            hidden = forward_that_keeps(
+                self._seeded_forward, module, hidden, seed, recomputation=self._recomputation(layer)
+            )
         return hidden
+
+    def _recomputation(self, layer: int) -> Recomputation:
+        # The loss follows the last layer at once, so that nothing would be gained there.
+        is_last = layer == self.model.num_layers - 1
+        return "none" if is_last else self.training.recomputation
 
     def _seeded_forward(self, module: nn.Module, hidden: Tensor, seed: int) -> Tensor:
         self.device.seed(seed)

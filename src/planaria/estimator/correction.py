@@ -14,7 +14,7 @@ from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
-from planaria.core.plan import LayerProfile, ModelProfile, Plan
+from planaria.core.plan import ModelProfile, Plan, scaled_layer
 from planaria.estimator.time import Timeline
 
 
@@ -52,7 +52,7 @@ def corrected_profile(profile: ModelProfile, layer_factors: Sequence[float]) -> 
     """The profile with the times of each layer multiplied by its factor; no factors: unchanged."""
     if not layer_factors:
         return profile
-    layers = tuple(map(_scaled_layer, profile.layers, layer_factors))
+    layers = tuple(map(scaled_layer, profile.layers, layer_factors))
     assert len(layers) == len(profile.layers)
     return replace(profile, layers=layers)
 
@@ -64,18 +64,6 @@ def with_more_bytes(profile: ModelProfile, more_bytes: Sequence[int]) -> ModelPr
         for layer, extra in zip(profile.layers, more_bytes, strict=True)
     )
     return replace(profile, layers=layers)
-
-
-def _scaled_layer(layer: LayerProfile, factor: float) -> LayerProfile:
-    def times_factor(seconds: Mapping[int, float]) -> dict[int, float]:
-        return {count: value * factor for count, value in seconds.items()}
-
-    return replace(
-        layer,
-        forward_s=times_factor(layer.forward_s),
-        backward_input_s=times_factor(layer.backward_input_s),
-        backward_weight_s=times_factor(layer.backward_weight_s),
-    )
 
 
 def layer_ratios(

@@ -11,7 +11,8 @@ the number of gradient bytes per parameter byte (1, or 3 if float64 sums are kep
 gradients). A stage of several devices shards parameters, gradients and optimizer states evenly over
 them. Activations are counted in full on each device, which is an upper bound for every way to
 divide the work. A parameter that two layers of a stage share counts twice, because each use has a
-gradient of its own.
+gradient of its own. A layer whose activations are computed again holds all of them while its
+backward runs, one layer of a stage at a time.
 """
 
 from collections.abc import Sequence
@@ -59,8 +60,14 @@ def peak_bytes(
         state_bytes = _state_bytes(layers, stage.num_devices, gradient_copies)
         activation_bytes = sum(layer.activation_bytes for layer in layers)
         in_flight = min(num_microbatches, num_stages - i)
-        peaks.append(state_bytes + in_flight * activation_bytes)
+        peaks.append(state_bytes + in_flight * activation_bytes + backward_bytes(layers))
     return tuple(peaks)
+
+
+def backward_bytes(layers: Sequence[LayerProfile]) -> int:
+    """The most bytes that the backward of one of these layers computes again before it needs
+    them."""
+    return max((layer.backward_bytes for layer in layers), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +75,8 @@ class RankBytes:
     """Bytes on each device of a stage.
 
     Attributes:
-        state_bytes: size of parameters, gradients and optimizer states, which are always held.
+        state_bytes: size of parameters, gradients and optimizer states, which are always held, and
+            of what one backward computes again.
         microbatch_bytes: bytes that one microbatch needs between forward and backward of all
             layers of the stage.
     """
@@ -91,6 +99,7 @@ def bytes_by_rank(
                 shadows = [profile.layers[layer] for layer in plan.shadows.get(rank, ())]
                 held_layers = (*layers, *shadows)
                 state_bytes = _state_bytes(held_layers, stage.num_devices, gradient_copies)
+                state_bytes += backward_bytes(held_layers)
                 kept_bytes = sum(layer.activation_bytes for layer in layers)
                 if plan.splits_backward:
                     kept_bytes += sum(layer.output_bytes for layer in layers)
@@ -142,6 +151,7 @@ def stage_bytes(
     activations = [layer.activation_bytes for layer in profile.layers]
     table: Table = -(-_range_sums(sharded) // num_devices)
     table += num_in_flight * _range_sums(activations)
+    table += _range_maxima([layer.backward_bytes for layer in profile.layers])
     return table
 
 
@@ -150,3 +160,12 @@ def _range_sums(values: list[int]) -> Table:
     before = np.concatenate(([0], np.cumsum(values, dtype=np.int64)))
     sums: Table = np.maximum(before[None, :] - before[:, None], 0)
     return sums
+
+
+def _range_maxima(values: list[int]) -> Table:
+    """Table whose entry [u, v] is max(values[u:v]), 0 if u >= v."""
+    size = len(values) + 1
+    maxima: Table = np.zeros((size, size), dtype=np.int64)
+    for first in range(size - 1):
+        maxima[first, first + 1 :] = np.maximum.accumulate(values[first:])
+    return maxima

@@ -108,6 +108,9 @@ def _check_ranges(job: JobConfig) -> None:
         raise ConfigError(
             "checkpoint.gamma", gamma, 'must be above 0 and at most 1, a share of a span, or "auto"'
         )
+    if job.training.compile and job.training.recomputation == "selective":
+        remedy = 'is not possible with training.compile; "full" and "none" are'
+        raise ConfigError("training.activation_checkpointing", "selective", remedy)
     _check_domains(job.checkpoint.failure_domains)
     if job.checkpoint.path == "device" and job.model.kind != "paced":
         remedy = (

@@ -23,6 +23,7 @@ from planaria.core.plan import (
     PipelineTemplate,
     Plan,
     one_device_profile,
+    recomputing_profile,
     scaled_profile,
 )
 from planaria.core.specs import Prepared, PrepareRequest
@@ -346,16 +347,8 @@ def plan_job(
     num_nodes = config.cluster.nodes if plan is None else len(plan.nodes)
     max_nodes = max(num_nodes, config.cluster.max_nodes)
     with worded_for_job(config):
-        problem = Problem(
-            profile=prepared.profile,
-            devices_per_node=config.cluster.devices_per_node,
-            num_microbatches=config.num_microbatches,
-            failures_tolerated=config.resilience.failures_tolerated,
-            is_deterministic=config.training.deterministic,
-            splits_backward=not config.training.activation_checkpointing,
-            reduction_order=ReductionOrder(config.resilience.reductions),
-            processors=shared_processors(config) if kinds is None else 0,
-        )
+        processors = shared_processors(config) if kinds is None else 0
+        problem = _problem(config, prepared.profile, processors=processors)
         check_size(problem, num_nodes)
         check_size(problem, max_nodes, limit=Limit.MAX_NODES)
         smaller = _smaller_problem(config, problem, num_nodes) if manifest else problem
@@ -379,6 +372,20 @@ def plan_job(
         predicted=predicted.timeline,
         predicted_peak_bytes=max(predicted.peak_bytes.values()),
         resumed=manifest,
+    )
+
+
+def _problem(config: JobConfig, profile: ModelProfile, *, processors: int) -> Problem:
+    recomputation = config.training.recomputation
+    return Problem(
+        profile=recomputing_profile(profile, recomputation),
+        devices_per_node=config.cluster.devices_per_node,
+        num_microbatches=config.num_microbatches,
+        failures_tolerated=config.resilience.failures_tolerated,
+        is_deterministic=config.training.deterministic,
+        splits_backward=recomputation == "none",
+        reduction_order=ReductionOrder(config.resilience.reductions),
+        processors=processors,
     )
 
 

@@ -14,6 +14,10 @@ def encode_profile(profile: ModelProfile) -> bytes:
     for layer in fields["layers"]:
         if not layer["update_s"]:
             del layer["update_s"]
+        if not layer["recomputed"]:
+            del layer["recomputed"]
+        if not layer["backward_bytes"]:
+            del layer["backward_bytes"]
     return msgspec.json.format(msgspec.json.encode(fields), indent=2) + b"\n"
 
 
@@ -64,12 +68,17 @@ def _contradiction(layer: LayerProfile) -> str:
         return "forward_s and backward_*_s need the same device counts"
     if layer.update_s and counts != set(layer.update_s):
         return "update_s needs the device counts of forward_s, or none"
+    costs = layer.recomputed.values()
+    if any(counts != set(cost.additional_s) for cost in costs):
+        return "additional_s needs the device counts of forward_s"
     if min(counts) < 1:
         return "a device count is 1 or more"
-    if any(value < 0 for by_count in (*seconds, layer.update_s) for value in by_count.values()):
+    all_seconds = (*seconds, layer.update_s, *(cost.additional_s for cost in costs))
+    if any(value < 0 for by_count in all_seconds for value in by_count.values()):
         return "seconds are 0 or more"
     num_bytes = (
         *(layer.parameter_bytes, layer.optimizer_bytes),
-        *(layer.activation_bytes, layer.output_bytes),
+        *(layer.activation_bytes, layer.output_bytes, layer.backward_bytes),
+        *(cost.activation_bytes for cost in costs),
     )
     return "bytes are 0 or more" if min(num_bytes) < 0 else ""
