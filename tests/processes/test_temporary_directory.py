@@ -57,7 +57,8 @@ def fill(directory: Path) -> None:
             return
 
 
-@pytest.mark.parametrize("moment", [pytest.param("before", marks=pytest.mark.long), "meanwhile"])
+@pytest.mark.long
+@pytest.mark.parametrize("moment", ["before", "meanwhile"])
 def test_a_temporary_directory_that_is_full_and_then_gone_ends_no_job(
     moment: str, temporary: Path, tmp_path: Path
 ) -> None:

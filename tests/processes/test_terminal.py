@@ -249,6 +249,7 @@ def typed(command_line: list[str]) -> bytes:
     return shlex.join(command_line).encode() + b"\n"
 
 
+@pytest.mark.long
 def test_a_job_trains_on_while_its_launcher_is_suspended_and_ends_in_the_background(
     tmp_path: Path,
 ) -> None:

@@ -21,6 +21,7 @@ from simulator.planted import Plant
 
 # Where to look, and from which seed on: from 0 on the longest search takes 2,354 seeds.
 WITHIN = 25
+NUM_AS_THEY_ARE = 12
 FOUND: tuple[tuple[Plant, DrawFaults, int], ...] = (
     (planted.members_are_not_recorded, draw_faults, 0),
     (planted.outcomes_are_told_before_they_are_recorded, draw_faults, 0),
@@ -177,7 +178,7 @@ def test_the_simulation_finds_planted_bugs_between_machines(
     ],
 )
 def test_without_a_bug_there_is_nothing_to_find(draw: DrawFaults) -> None:
-    """The same seeds, as they are; those of `draw_faults` are among test_simulation.py's."""
-    found = [run(seed, keeps_log=False, draw=draw) for seed in range(WITHIN)]
+    """Some of the same seeds, as they are; those of `draw_faults` are in test_simulation.py."""
+    found = [run(seed, keeps_log=False, draw=draw) for seed in range(NUM_AS_THEY_ARE)]
 
-    assert [one.violations for one in found] == [()] * WITHIN
+    assert [one.violations for one in found] == [()] * NUM_AS_THEY_ARE
