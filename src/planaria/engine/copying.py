@@ -9,12 +9,14 @@ this rank's part of the version has ended.
 Source: Gemini (SOSP '23), section 5.
 """
 
+import os
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from typing import Final
 
 from planaria.checkpoint.memory.arena import Arena
-from planaria.checkpoint.memory.filling import HostCopy, fill_alone
+from planaria.checkpoint.memory.filling import Filler, HostCopy, fill_alone
 from planaria.checkpoint.memory.interleaving import CopyPeers, Interleaving
 from planaria.checkpoint.memory.stream import Copier, CopyPlan
 from planaria.checkpoint.memory.turns import AtOnce, Buffers, FlowControl
@@ -27,6 +29,8 @@ from planaria.core.specs import NodeSpec
 from planaria.engine.stage import RankStage
 from planaria.errors import CheckpointError
 from planaria.transport.links import Links
+
+_FILL_THREADS_MAX: Final = 4  # More do not copy faster.
 
 
 class Copying:
@@ -51,6 +55,7 @@ class Copying:
         self._arena = Arena(spec.copies_fd) if spec.copies_fd >= 0 else None
         self._complete_label: Label | None = None  # The newest version known to be complete.
         self._copier: Copier | None = None
+        self._filler: Filler | None = None
         self._turns: Interleaving | None = None
         self._first_age = 0  # The age of the epoch's first version.
         self._stall_s = 0.0
@@ -93,6 +98,8 @@ class Copying:
         own = set(plan.held_by_rank[rank]).difference(plan.silent.get(rank, ()))
         self._stage = stage
         self._turns = self._interleaving(start)
+        if not stage.device.is_host:  # The processors have little else to do.
+            self._filler = Filler(_fill_threads(self._spec.job.cluster.devices_per_node))
         unprotected = self._job.profile_iterations if self._turns and not start.idle else 0
         self._first_age = start.iteration + unprotected
         self._copier = Copier(
@@ -106,7 +113,9 @@ class Copying:
                 complete_label=self._complete_label,
             ),
             host_copy=HostCopy(
-                fill_alone, stage.model.virtual_state_bytes, self._sleep_device_to_host
+                self._filler or fill_alone,
+                stage.model.virtual_state_bytes,
+                self._sleep_device_to_host,
             ),
             flow=FlowControl(self._buffers(), self._turns or AtOnce(), self._timeout_s),
             on_failure=lambda reason: self._send(
@@ -245,6 +254,9 @@ class Copying:
         if self._copier is not None:
             self._copier.close()
             self._copier = None
+        if self._filler is not None:
+            self._filler.close()
+            self._filler = None
 
     def _begin(self, age: int) -> None:
         assert self._copier is not None
@@ -260,3 +272,9 @@ class Copying:
         begin_s = time.monotonic()
         wait()
         self._stall_s += time.monotonic() - begin_s
+
+
+def _fill_threads(devices_per_node: int) -> int:
+    """The number of threads that fill a rank's copies, of which each node's ranks have as many."""
+    processors = len(os.sched_getaffinity(0)) // devices_per_node
+    return max(1, min(_FILL_THREADS_MAX, processors // 2))

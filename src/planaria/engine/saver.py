@@ -79,7 +79,9 @@ class Saver:
         reported as a failed save: other holders of the layers may have the memory.
         """
         if layers and self.wait_written(epoch):
-            self._begin(layers, iteration, epoch, is_reported=_is_refusal)
+            # Nothing changes the layers meanwhile, so they need no copy.
+            states = {layer: held.state_views() for layer, held in layers.items()}
+            self._begin(states, iteration, epoch, is_reported=_is_refusal)
             self.wait_written(epoch)
 
     def leave(self, *, timeout_s: float) -> None:
@@ -106,7 +108,8 @@ class Saver:
     def _attempt(self, layers: Mapping[int, HeldLayer], iteration: int, epoch: int) -> None:
         """Begins a save; if there is no memory for it, reports that and lets training go on."""
         try:
-            self._begin(layers, iteration, epoch, is_reported=_is_refusal_or_of_memory)
+            states = {layer: held.state() for layer, held in layers.items()}
+            self._begin(states, iteration, epoch, is_reported=_is_refusal_or_of_memory)
         except Exception as error:
             if not is_of_memory(error):
                 raise
@@ -114,19 +117,18 @@ class Saver:
 
     def _begin(
         self,
-        layers: Mapping[int, HeldLayer],
+        states: Mapping[int, State],
         iteration: int,
         epoch: int,
         *,
         is_reported: Callable[[Exception], bool],
     ) -> None:
-        """Copies the layers and starts to write them.
+        """Starts to write the states of layers.
 
         Args:
             is_reported: tells whether an error of writing is reported as a failed save;
                 `wait_written` raises any other error.
         """
-        states = {layer: held.state() for layer, held in layers.items()}
 
         def write() -> None:
             try:
