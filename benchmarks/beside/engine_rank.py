@@ -101,6 +101,7 @@ class EngineRank:
                 on_step=lambda *_: None,
                 on_action_done=lambda: None,
                 on_computed=lambda _: None,
+                is_timed=lambda: False,
                 on_tensors=lambda _: None,
             ),
         )

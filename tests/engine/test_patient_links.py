@@ -84,6 +84,7 @@ def test_an_executor_waits_for_a_peer_that_takes_hours() -> None:
                 on_step=lambda *_: None,
                 on_action_done=lambda: None,
                 on_computed=lambda _: None,
+                is_timed=lambda: False,
                 on_tensors=lambda _: None,
             ),
         )

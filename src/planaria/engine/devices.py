@@ -14,6 +14,7 @@ Source: torch.accelerator; torch.get_device_module for what it does not cover.
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, Protocol
@@ -40,6 +41,13 @@ class Mark(Protocol):
 
     def order(self) -> None:
         """Lets what the device computes from now on begin after the point; does not block."""
+
+
+class Moment(Protocol):
+    """A moment in the time of a device."""
+
+    def seconds_since(self, earlier: Any) -> float:
+        """The seconds from an earlier moment to this one; the device must have passed both."""
 
 
 class Device:
@@ -70,6 +78,10 @@ class Device:
 
     def finish(self) -> None:
         """Blocks until all that was computed is there."""
+
+    def moment(self) -> Moment | None:
+        """The moment at which all that was computed so far is there; None: that is now."""
+        return None
 
     def host_like(self, tensor: Tensor) -> Tensor:
         """A new tensor of the same shape in the host's memory, to or from which copies are fast."""
@@ -126,6 +138,10 @@ class LateDevice(Device):
         self._num_made = 0
         self._lock = threading.RLock()
 
+    def moment(self) -> Moment:
+        """This moment: it computes at once."""
+        return _ReadMoment(time.perf_counter())
+
     def copy(self, pairs: Pairs) -> Mark:
         """Keeps the copies until somebody waits for them."""
         with self._lock:
@@ -139,6 +155,15 @@ class LateDevice(Device):
                 self._num_made += 1
                 for target, source in self._due.pop(0):
                     target.copy_(source)
+
+
+class _ReadMoment:
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def seconds_since(self, earlier: "_ReadMoment") -> float:
+        """See `Moment`."""
+        return self._seconds - earlier._seconds
 
 
 class _LateMark:
@@ -199,6 +224,12 @@ class Accelerator(Device):
         """Blocks until the stream that computes is empty."""
         self._module.current_stream(self.place).synchronize()
 
+    def moment(self) -> Moment:
+        """The moment at which the stream that computes has done what it holds now."""
+        event = self._module.Event(enable_timing=True)
+        event.record(self._module.current_stream(self.place))
+        return _EventMoment(event)
+
     def host_like(self, tensor: Tensor) -> Tensor:
         """A new pinned tensor; torch keeps the memory of those that are dropped for the next."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -253,6 +284,15 @@ class _EventMark:
     def order(self) -> None:
         """Lets the stream that computes wait for the event."""
         self._stream().wait_event(self._event)
+
+
+class _EventMoment:
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def seconds_since(self, earlier: "_EventMoment") -> float:
+        """See `Moment`."""
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 PROCESSOR: Final = Device()

@@ -166,6 +166,7 @@ class Worker:
             on_step=self._report_step,
             on_action_done=self._copying.on_action_done,
             on_computed=self._slowness.on_computed,
+            is_timed=lambda: self._spec.trace or self._slowness.is_slow,
             on_tensors=self._tensors.count_bytes if self._spec.trace else _ignore_tensors,
         )
         self._state = WorkerState(rules=self._rules())

@@ -51,6 +51,11 @@ class Slowness:
         logger.info("iteration %s: from now on all takes %s times as long", iteration, factor)
         self._factor, self._owed_s = factor, 0.0
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether it sleeps."""
+        return self._factor != 1.0
+
     def on_computed(self, seconds: float) -> None:
         """Sleeps for the time that a slow worker would need beyond the seconds computed."""
         self._owed_s += (self._factor - 1.0) * seconds

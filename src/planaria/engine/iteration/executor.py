@@ -28,6 +28,7 @@ from planaria.core.messages import MeasuredSpan
 from planaria.core.plan import Hop, Plan
 from planaria.data.batches import Batches
 from planaria.engine.comm.device_comm import DeviceComm
+from planaria.engine.devices import Moment
 from planaria.engine.iteration.groups import reduce_vector
 from planaria.engine.iteration.guard import sampled_hashes
 from planaria.engine.iteration.split_backward import WeightGradients, input_gradient
@@ -76,6 +77,8 @@ class ExecutorCallbacks:
         on_action_done: is called after each forward and backward, before `on_computed`.
         on_computed: takes the seconds of each forward and backward, or part of one; may slow the
             rank.
+        is_timed: tells whether the seconds of each action are needed when it has run. If not, those
+            of a device are told when the iteration ends.
         on_tensors: takes the tensors kept for later actions, at each moment at which the rank's
             memory in use may be at its peak of the iteration.
     """
@@ -83,6 +86,7 @@ class ExecutorCallbacks:
     on_step: Callable[[str, int], None]
     on_action_done: Callable[[], None]
     on_computed: Callable[[float], None]
+    is_timed: Callable[[], bool]
     on_tensors: Callable[[Iterable[Tensor]], None]
 
 
@@ -119,6 +123,7 @@ class Executor:
         self._resilience = context.resilience
         self._callbacks = callbacks
         self._longest_s: dict[Kind, float] = {}
+        self._longest_iteration_s = 0.0
         self._rank = context.links.rank
         layers_by_rank = plan.held_by_rank
         self._own_indices = layers_by_rank[self._rank]
@@ -173,6 +178,8 @@ class Executor:
         self._spans: list[MeasuredSpan] = []
         self.start_s = self._now_s()
         self.action_s, self.eager_s = {}, 0.0
+        self._moments: list[tuple[Kind, Moment, Moment]] = []
+        self._is_timed = self._callbacks.is_timed()
         for held in self._own_layers():
             held.clear()
         reached_steps: set[str] = set()
@@ -183,6 +190,7 @@ class Executor:
                 reached_steps.add(step)
                 self._callbacks.on_step(step, iteration)
             self._run_action(action)
+        self._finish_computing()
         for reduction in self._submitted:
             self._links.timekeeper.reach(reduction.result(timeout=UNLIMITED_S))
         assert len(self._submitted) == len(self._buckets)
@@ -211,23 +219,52 @@ class Executor:
         if action.kind in _COMPUTING or action.kind is Kind.SHADOW:
             hop = self._schedule.routes[action.microbatch][action.hop]
             self._pulse.layers = hop.first_layer, hop.end_layer
+        begin = self._moment(action)
         self._handlers[action.kind](action)
-        if action.kind in _COMPUTING or action.kind is Kind.SHADOW:
-            # So an action takes as long as the device computes; the next is queued in microseconds.
+        end = self._moment(action)
+        if begin is not None and end is not None:
+            self._moments.append((action.kind, begin, end))
+        elif action.kind in (*_COMPUTING, Kind.SHADOW):
             self._stage.device.finish()
         self._pulse.layers = (0, 0)
         if action.kind in _COMPUTING:
             self._callbacks.on_tensors(self._kept_tensors())
             self._callbacks.on_action_done()
-            self._callbacks.on_computed(self._now_s() - start_s)
-            kind = action.kind.value
-            self.action_s[kind] = self.action_s.get(kind, 0.0) + self._now_s() - start_s
-        elif action.kind is Kind.SHADOW:
-            self.eager_s += self._now_s() - start_s
+        if end is None:
+            self._count_seconds(action.kind, self._now_s() - start_s)
         self._pulse.begin_wait()
         self._longest_s[action.kind] = max(longest_s or 0.0, self._now_s() - start_s)
         if action.kind is not Kind.REDUCE:
             self._record("compute", action, start_s)
+
+    def _moment(self, action: Action) -> Moment | None:
+        """A moment of the device, for an action whose time is read when the iteration ends.
+
+        So the device is given the next action while it computes this one.
+        """
+        is_computing = action.kind in _COMPUTING or action.kind is Kind.SHADOW
+        return self._stage.device.moment() if is_computing and not self._is_timed else None
+
+    def _count_seconds(self, kind: Kind, seconds: float) -> None:
+        if kind in _COMPUTING:
+            self._callbacks.on_computed(seconds)
+            self.action_s[kind.value] = self.action_s.get(kind.value, 0.0) + seconds
+        elif kind is Kind.SHADOW:
+            self.eager_s += seconds
+
+    def _finish_computing(self) -> None:
+        """Waits until the device has computed all actions, and counts their seconds."""
+        if not self._moments:
+            return
+        if self._longest_iteration_s:
+            limit_s = max(self._lease_s, _LATE_FACTOR * self._longest_iteration_s)
+            self._pulse.begin_action(limit_s)
+        self._stage.device.finish()
+        self._pulse.begin_wait()
+        self._longest_iteration_s = max(self._longest_iteration_s, self._now_s() - self.start_s)
+        for kind, begin, end in self._moments:
+            self._count_seconds(kind, end.seconds_since(begin))
+        self._moments.clear()
 
     def _kept_tensors(self) -> Iterator[Tensor]:
         """The tensors kept for later actions, without those that autograd keeps itself."""
