@@ -6,6 +6,7 @@
 #         It is read only when the environment is made; `make clean` first to change it.
 # SEED, RUNS     of make sim: the first seed, and how many.
 # SEED, MINUTES  of make chaos: which faults are drawn, and for how long.
+# TORCHES        of make torches: versions of torch, instead of the oldest and the newest CPU build.
 # PYTHON, WHEELS, RESULTS, MINUTES, OPTIONS  of make gpu-bits and make gpu-speed: the Python that runs
 #         them, which needs torch; a folder with wheels of what it lacks; a folder for the results;
 #         their time; further options of the script. No .venv is made. See docs/GPU.md.
@@ -15,6 +16,7 @@ TORCH ?= torch==2.13.0
 SEED ?= 0
 RUNS ?= 1000
 MINUTES ?= 30
+TORCHES ?=
 WHEELS ?=
 RESULTS ?= benchmarks/results
 OPTIONS ?=
@@ -40,7 +42,7 @@ SOURCES := src tests examples docs/draw_architecture.py $(if $(wildcard benchmar
 
 .DELETE_ON_ERROR:
 .PHONY: help demo unit test green sim soak sweep chaos hosts check docs profiles bench clean
-.PHONY: gpu-bits gpu-speed
+.PHONY: gpu-bits gpu-speed torches
 
 help:
 	@echo 'make demo     train on six nodes, kill two, compare the bits with a run without faults'
@@ -53,6 +55,7 @@ help:
 	@echo 'make chaos    every loss: each node, each step, twice; then half an hour of drawn faults'
 	@echo 'make hosts    jobs on several machines, made of namespaces: as root, or else without cuts;'
 	@echo '              then six machines that lose nodes, and their downtimes beside one machine'
+	@echo 'make torches  the fast tests of the engine on the oldest and the newest torch (TORCHES=)'
 	@echo 'make check    formatting, lint and types'
 	@echo 'make docs     write the generated pages and the pictures in docs/'
 	@echo 'make profiles write the shipped profiles, print what they cost'
@@ -96,6 +99,10 @@ chaos: $(READY)
 hosts: $(READY)
 	$(PYTEST) -m hosts
 	$(BIN)/python tests/downtimes.py || [ $$? -eq 2 ]
+
+# An environment for each version is made in reports/torches and kept.
+torches: $(READY)
+	$(BIN)/python tests/torches.py $(TORCHES)
 
 check: $(READY)
 	$(BIN)/ruff format --check --quiet $(SOURCES)

@@ -37,7 +37,7 @@ def watch(
 ) -> Iterator[Collectives]:
     """Of collectives that do nothing."""
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
-    monkeypatch.setattr(dist, "all_gather_single", lambda *_, **__: Work())
+    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda *_, **__: Work())
     monkeypatch.setattr(dist, "broadcast", lambda *_, **__: dist.all_reduce(torch.ones(1)))
     found = Collectives(lambda begun_s, ended_s: noted.append((begun_s, ended_s)))
     yield found
@@ -54,7 +54,7 @@ def test_one_that_is_waited_for_is_noted_when_it_is_over(noted: list[tuple[float
 
 @pytest.mark.usefixtures("watch")
 def test_one_under_way_is_noted_when_it_is_over(noted: list[tuple[float, float]]) -> None:
-    work = dist.all_gather_single(torch.ones(1), torch.ones(1), async_op=True)
+    work = dist.all_gather_into_tensor(torch.ones(1), torch.ones(1), async_op=True)
     assert noted == []
     work.get_future().set_result(None)
 
@@ -72,7 +72,7 @@ def test_one_of_which_nobody_knows_when_it_is_over_is_none_the_worse(
 
     monkeypatch.setattr(Work, "get_future", get_future)
 
-    assert isinstance(dist.all_gather_single(torch.ones(1), torch.ones(1)), Work)
+    assert isinstance(dist.all_gather_into_tensor(torch.ones(1), torch.ones(1)), Work)
     assert len(noted) == 1
 
 
