@@ -11,8 +11,8 @@ import torch
 from helpers.fake_groups import Fabric
 from helpers.linked_ranks import TIMEOUT_S, in_threads, link_ranks, tag, wait_until
 from planaria.core.plan import Hop
-from planaria.engine.comm.nccl import GroupKey, LinkStore, NcclComm, group_keys
-from planaria.engine.devices import LateDevice
+from planaria.engine.comm.nccl import GroupKey, LinkStore, NcclComm, NcclMaker, group_keys
+from planaria.engine.devices import LateDevice, find_device
 from planaria.errors import AbortedError, PeerLostError
 from planaria.schedule.action import Bucket, Schedule
 
@@ -195,3 +195,22 @@ def test_each_direction_and_each_set_of_holders_has_a_group() -> None:
     schedule = Schedule(routes=tuple(routes), actions={}, buckets=buckets)
 
     assert group_keys(schedule) == [(-1, 0, 1), (0, 2), (1, 2), (2, 0), (2, 1)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("after_s", [0.3, 4.0])
+def test_nccl_itself_is_aborted_at_once_if_a_peer_never_comes(after_s: float) -> None:
+    """While it starts, and when all that is missing is the peer."""
+    with link_ranks(2) as all_links:
+        comm = NcclComm(all_links[0], find_device("cuda", rank=0), PAIR, NcclMaker())
+        with in_threads(comm.form) as (forming,):
+            time.sleep(after_s)
+            assert not forming.done()
+            seconds = abort_s(comm)
+            with pytest.raises(AbortedError, match="a member is lost"):
+                forming.result(timeout=ABORT_S_MAX)
+        begin_s = time.monotonic()
+        comm.close()
+
+    assert seconds < ABORT_S_MAX
+    assert time.monotonic() - begin_s < 1.0
