@@ -60,6 +60,12 @@ control = Control(
     beat_s=0.01,
     notice=NoticeTaken(node=0, rank=0, after_s=30.0),
 )
+class Comm:
+    reasons = []
+    def abort(self, reason):
+        self.reasons.append(reason)
+
+control.comm = Comm()
 threads = [
     threading.Thread(
         target=lambda rank=rank: [
@@ -75,6 +81,7 @@ while True:
     order = control.wait_order()
     if isinstance(order, Abort):
         freed = sum(is_freed(links, epoch) for epoch in range(order.epoch + 1))
+        assert Comm.reasons == ["a member is lost"], Comm.reasons
         control.send(EpochReady(rank=0, epoch=order.epoch, layers_materialised=freed))
         continue
     if isinstance(order, SaveLayers):

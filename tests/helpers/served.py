@@ -31,6 +31,7 @@ class Line:
 
     def __init__(self, links: Links) -> None:
         self.line = worker_state.MessageSummary()
+        self.comm = None
         self.told: list[Message] = []
         self.on_look: Callable[[], object] = lambda: None
         self._links = links

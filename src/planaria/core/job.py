@@ -287,6 +287,12 @@ class ClusterConfig:
         "memory of its own, whose copies are as late as they may be, for tests; ranks share a "
         "device if there are more of them",
     )
+    transport: Literal["auto", "host", "nccl"] = _key(
+        "auto",
+        "how tensors go from rank to rank; host: over TCP, through the memory of the machines; "
+        "nccl: from GPU to GPU (not run on two GPUs yet); auto: nccl where every rank has an "
+        "NVIDIA GPU of its own and torch has NCCL, else host, and a line says why",
+    )
     device_memory_bytes: int = _key(
         0,
         "bytes that a device may hold; 0: the bytes that the profile says, which is a rank's share "

@@ -106,6 +106,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         parameters: names of the parameters of each layer, by layer; later uses of tied ones are
             left out.
+        notes: lines for the user.
         config: configuration of the model, as other tools read it from config.json; empty: it has
             none.
         mistake: (field, value, remedy) of a ConfigError; all else is then empty.
@@ -119,5 +120,6 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     parameters: tuple[tuple[str, ...], ...] = ()
     num_parameters: int = 0
     config: dict[str, Any] = {}
+    notes: tuple[str, ...] = ()
     mistake: tuple[str, str, str] | None = None
     traceback: str = ""

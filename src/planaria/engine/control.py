@@ -23,6 +23,7 @@ from planaria.core.messages import (
     Order,
     SavePart,
 )
+from planaria.engine.comm.device_comm import DeviceComm
 from planaria.protocol.worker_state import EVERY_EPOCH, MessageSummary, on_message
 from planaria.transport.frames import FrameDecoder, frame, worker_order_of
 from planaria.transport.links import Links
@@ -38,6 +39,7 @@ class Control:
         notice: message to send on SIGTERM, which means that the node will be taken away.
 
     Attributes:
+        comm: the comm of the epoch, which an `Abort` of that epoch aborts, too; None: none is open.
         line: summary of all orders that have arrived, also of those that wait for their turn.
     """
 
@@ -52,6 +54,7 @@ class Control:
         notice: Message,
     ) -> None:
         self.line = MessageSummary()
+        self.comm: DeviceComm | None = None
         self._socket = socket.socket(fileno=agent_fd)
         self._lifeline_fd = lifeline_fd
         self._lock = threading.Lock()
@@ -114,8 +117,15 @@ class Control:
                     message = worker_order_of(body)
                     self.line, order = on_message(self.line, message)
                     if isinstance(message, Abort):
-                        self._links.abort("a member is lost", first_epoch=message.epoch)
+                        self._abort("a member is lost", first_epoch=message.epoch)
                     if isinstance(message, SavePart):
-                        self._links.abort("there is no head", first_epoch=EVERY_EPOCH)
+                        self._abort("there is no head", first_epoch=EVERY_EPOCH)
                     if order is not None:
                         self._orders.put(order)
+
+    def _abort(self, reason: str, *, first_epoch: int) -> None:
+        """Ends all epochs before `first_epoch` for the threads that wait in one."""
+        self._links.abort(reason, first_epoch=first_epoch)
+        comm = self.comm
+        if comm is not None and self._links.epoch < first_epoch:
+            comm.abort(reason)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from planaria.errors import ConfigError
+from planaria.transport.timekeeping import clock_name
 
 AUTO: Final = "auto"
 LATE: Final = "late"
@@ -57,6 +58,7 @@ class Device:
         place: the device as torch names it.
         is_host: whether its tensors are the host's memory.
         name: model of the device, for people.
+        identity: name of this one device, unlike that of any other on any machine.
         memory_bytes: size of its memory; 0: unknown, or the host's.
         count: number of such devices on this machine.
     """
@@ -65,6 +67,7 @@ class Device:
         self.place = torch.device("cpu")
         self.is_host = True
         self.name = "cpu"
+        self.identity = ""
         self.memory_bytes = 0
         self.count = 1
 
@@ -194,6 +197,8 @@ class Accelerator(Device):
         self.is_host = False
         self._module.set_device(index)
         self.name = str(self._module.get_device_name(index))
+        properties = self._module.get_device_properties(index)
+        self.identity = str(getattr(properties, "uuid", f"{clock_name()} {index}"))
         self.memory_bytes = int(self._module.mem_get_info(index)[1])
         self.count = int(self._module.device_count())
         self._copies = self._module.Stream(self.place)
@@ -319,6 +324,8 @@ def find_device(kind: str, *, rank: int) -> Device:
         return LateDevice()
     # Read when the first matrices are multiplied; without it cuBLAS refuses to repeat itself.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Streams that share a queue wait for each other, and one may wait for another rank.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     count = _count(kind)
     if count and getattr(torch.get_device_module(kind), "_is_in_bad_fork", bool)():
         remedy = (

@@ -17,6 +17,7 @@ from planaria.core.plan import Link, ModelProfile
 from planaria.core.samples import sample_numbers
 from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
 from planaria.data.datasets import Dataset, load_dataset, vocabulary_size
+from planaria.engine.comm.choice import fallback_text, nccl_obstacle, transport_mistake
 from planaria.engine.devices import Device, find_device
 from planaria.engine.optimizer import learning_rate, optimizer_factory
 from planaria.engine.profiler import profile_model
@@ -204,6 +205,7 @@ def _prepare(request: PrepareRequest) -> Prepared:
     learning_rate(job.training, 0)
     optimizer_factory(job.training)
     device = device_of(job, rank=0)
+    notes = _transport_notes(request, device)
     later = {use for group in model.tied for use in group.uses[1:]}
     shapes = [model.parameter_shapes(layer) for layer in range(model.num_layers)]
     if request.profile is not None and job.model.kind != "paced":
@@ -230,7 +232,23 @@ def _prepare(request: PrepareRequest) -> Prepared:
             shapes[layer][name].numel() for layer, names in enumerate(parameters) for name in names
         ),
         config=dict(model.config),
+        notes=notes,
     )
+
+
+def _transport_notes(request: PrepareRequest, device: Device) -> tuple[str, ...]:
+    """The line that says why tensors will not go from GPU to GPU; empty if no user wonders.
+
+    Raises:
+        ConfigError: the job asks for NCCL, which cannot be used on this machine.
+    """
+    cluster = request.job.cluster
+    num_nodes = cluster.nodes if request.processors else 1  # All nodes share this machine, or none.
+    reason = nccl_obstacle(device, num_ranks=num_nodes * cluster.devices_per_node)
+    if reason and cluster.transport == "nccl":
+        raise transport_mistake(reason)
+    is_silent = not reason or cluster.transport == "host" or device.place.type == "cpu"
+    return () if is_silent else (fallback_text(reason),)
 
 
 def _check_profile(job: JobConfig, profile: ModelProfile, model: SplitModel) -> None:

@@ -42,8 +42,8 @@ from planaria.core.plan import Plan
 from planaria.core.specs import NodeSpec
 from planaria.data.batches import Batches
 from planaria.engine.blame import failure_of
+from planaria.engine.comm.choice import open_comm
 from planaria.engine.comm.device_comm import DeviceComm
-from planaria.engine.comm.host import HostComm
 from planaria.engine.control import Control
 from planaria.engine.copying import Copying
 from planaria.engine.entry import provide_layers
@@ -135,7 +135,6 @@ class Worker:
         self._is_leaving = False
         # State of the epoch that is served.
         self._executor: Executor | None = None
-        self._comm: DeviceComm | None = None
         self._schedule: tuple[Schedule, float] | None = None
         self._regroup_begin_s = 0.0
         self._received_bytes = 0
@@ -426,6 +425,16 @@ class Worker:
         start = begin.start
         assert self._schedule is not None
         schedule, scheduled_s = self._schedule
+        open_comm(
+            self._links,
+            self._stage.device,
+            start.plan,
+            schedule,
+            job=self._job,
+            hosts=[start.addresses[rank][0] for rank in start.plan.all_ranks],
+            publish=self._publish_comm,
+        )
+        assert self._control.comm is not None
         self._control.send(
             EpochReady(
                 rank=self._spec.rank,
@@ -438,22 +447,24 @@ class Worker:
             )
         )
         self._received_bytes = 0
-        self._comm = HostComm(self._links, self._stage.device)
         self._executor = Executor(
             start.plan,
             schedule,
             context=self._context,
-            comm=self._comm,
+            comm=self._control.comm,
             callbacks=self._callbacks,
         )
         self._copying.enter(start, self._stage, is_planned=begin.is_planned)
         self._iteration_end_s = self._links.timekeeper.now_s()
 
+    def _publish_comm(self, comm: DeviceComm) -> None:
+        self._control.comm = comm
+
     def _end_epoch(self, epoch: int) -> None:
         # This also unblocks reductions, whatever ended the epoch.
         self._links.abort("the epoch is over", first_epoch=epoch + 1)
         executor, self._executor = self._executor, None
-        comm, self._comm = self._comm, None
+        comm, self._control.comm = self._control.comm, None
         if executor is not None:
             executor.close()
         self._copying.leave()

@@ -55,6 +55,8 @@ class ConsoleDisplay:
         )
         if short := short_actions_text(planned):
             self._note_now(short)
+        for note in planned.prepared.notes:
+            self._note_now(note)
 
     def show_training(self) -> None:
         self.note("training")

@@ -1,0 +1,114 @@
+"""Chooses how the ranks of an epoch exchange tensors: over NCCL where each has a GPU of its own.
+
+All ranks must choose the same. What a rank cannot know alone, which GPUs the ranks on other
+machines have, they tell each other over the links.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+import torch.distributed as dist
+import xxhash
+
+from planaria.core.job import JobConfig
+from planaria.core.plan import Plan
+from planaria.engine.comm.device_comm import DeviceComm
+from planaria.engine.comm.host import HostComm
+from planaria.engine.comm.nccl import NcclComm, NcclMaker, group_keys
+from planaria.engine.devices import LATE, Device
+from planaria.engine.iteration.groups import reduce_vector
+from planaria.errors import ConfigError
+from planaria.schedule.action import Schedule
+from planaria.transport.links import UNLIMITED_S, Channel, Links
+from planaria.transport.sockets import is_loopback
+
+logger = logging.getLogger(__name__)
+
+_EXACT_BITS: Final = 52  # Whole numbers of so many bits are exact in float64.
+
+
+def open_comm(
+    links: Links,
+    device: Device,
+    plan: Plan,
+    schedule: Schedule,
+    *,
+    job: JobConfig,
+    hosts: Sequence[str],
+    publish: Callable[[DeviceComm], None],
+) -> None:
+    """Opens the comm of an epoch whose links stand; blocks until it can be used.
+
+    Args:
+        hosts: addresses of all ranks of the epoch.
+        publish: takes the comm before anything blocks, so that others can abort it.
+
+    Raises:
+        ConfigError: the job asks for NCCL, and ranks of the epoch cannot use it.
+        PeerLostError, AbortedError: a peer is gone, or a group could not be formed.
+    """
+    transport, ranks = job.cluster.transport, plan.all_ranks
+    reason = ""
+    if transport == "host" or job.cluster.device in ("cpu", LATE) or job.model.kind == "paced":
+        reason = "the job says so"
+    elif all(map(is_loopback, hosts)):  # All ranks find the same devices here.
+        reason = nccl_obstacle(device, num_ranks=len(ranks))
+    if not reason:
+        reason = _obstacle_elsewhere(links, device, ranks)
+    if not reason:
+        comm = NcclComm(links, device, group_keys(schedule), NcclMaker())
+        publish(comm)
+        comm.form()
+        return
+    if transport == "nccl":
+        raise transport_mistake(reason)
+    if device.place.type != "cpu" and transport == "auto" and links.rank == ranks[0]:
+        logger.warning("epoch %s: %s", links.epoch, fallback_text(reason))
+    publish(HostComm(links, device))
+
+
+def nccl_obstacle(device: Device, *, num_ranks: int) -> str:
+    """The reason why ranks of this machine cannot use NCCL; "": they can.
+
+    Args:
+        num_ranks: number of ranks on this machine.
+    """
+    if device.place.type != "cuda":
+        return f"NCCL needs NVIDIA GPUs, and ranks compute on {device.name}"
+    if not dist.is_nccl_available():
+        return "this build of torch has no NCCL"
+    if num_ranks > device.count:
+        return f"{num_ranks} ranks share {device.count} GPU{'s' * (device.count > 1)}"
+    return ""
+
+
+def fallback_text(reason: str) -> str:
+    """The line for the user of a job whose transport is chosen for it."""
+    return f"tensors go between ranks through the memory of their machines, because {reason}"
+
+
+def transport_mistake(reason: str) -> ConfigError:
+    """The mistake of asking for NCCL where it cannot be used."""
+    remedy = f'{reason}; "auto" takes it where each rank has a GPU of its own, "host" never'
+    return ConfigError("cluster.transport", "nccl", remedy)
+
+
+def _obstacle_elsewhere(links: Links, device: Device, ranks: Sequence[int]) -> str:
+    """The reason why the ranks cannot use NCCL, the same on all of them; "": they can."""
+    vector = np.zeros(len(ranks), dtype=np.float64)
+    if not nccl_obstacle(device, num_ranks=1):
+        number = xxhash.xxh3_64_intdigest(device.identity.encode()) >> 64 - _EXACT_BITS
+        vector[ranks.index(links.rank)] = max(1, number)
+    numbers = reduce_vector(
+        links, vector, ranks=ranks, iteration=0, timeout_s=UNLIMITED_S, channel=Channel.GROUP
+    ).tolist()
+    rank_of: dict[float, int] = {}
+    for rank, number in zip(ranks, numbers, strict=True):
+        if not number:
+            return f"rank {rank} has no NVIDIA GPU, or its build of torch no NCCL"
+        if number in rank_of:
+            return f"ranks {rank_of[number]} and {rank} share a GPU"
+        rank_of[number] = rank
+    return ""

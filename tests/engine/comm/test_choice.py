@@ -1,0 +1,156 @@
+"""Where ranks exchange tensors over NCCL, and what is said where they do not."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.jobs import shaped_plan, tiny_job
+from helpers.linked_ranks import TIMEOUT_S, in_threads, link_ranks
+from planaria.core.job import JobConfig
+from planaria.core.specs import PrepareRequest
+from planaria.engine import prepare
+from planaria.engine.comm import choice
+from planaria.engine.comm.choice import nccl_obstacle, open_comm
+from planaria.engine.comm.device_comm import DeviceComm
+from planaria.engine.comm.host import HostComm
+from planaria.engine.devices import Device
+from planaria.engine.prepare import mistake_of
+from planaria.errors import ConfigError
+from planaria.schedule.lower import rank_schedule
+
+OTHER_MACHINES = ("10.0.0.1", "10.0.0.2")
+THIS_MACHINE = ("127.0.0.1", "127.0.0.1")
+
+
+class Gpu(Device):
+    """A device that says that it is a GPU."""
+
+    def __init__(self, identity: str, count: int = 8) -> None:
+        super().__init__()
+        self.place = torch.device("cuda", 0)
+        self.name, self.identity, self.count = "H100", identity, count
+
+
+def job_with(transport: str, device: str = "auto") -> JobConfig:
+    job = tiny_job("sequential", Path(), iterations=1)
+    changes: Any = {"nodes": 2, "transport": transport, "device": device}
+    return replace(job, cluster=replace(job.cluster, **changes))
+
+
+class Formed(HostComm):
+    """Stands for a comm over NCCL."""
+
+    is_formed = False
+
+    def form(self) -> None:
+        self.is_formed = True
+
+
+def opened(
+    devices: Sequence[Device], hosts: Sequence[str], job: JobConfig
+) -> tuple[list[DeviceComm], int]:
+    """What each rank opened, and the bytes that they sent for that."""
+    plan = shaped_plan((2,), job.num_microbatches)
+    comms: dict[int, DeviceComm] = {}
+    with link_ranks(2) as ranks:
+        calls = [
+            lambda links=links, device=device: open_comm(
+                links,
+                device,
+                plan,
+                rank_schedule(plan, links.rank),
+                job=job,
+                hosts=hosts,
+                publish=lambda comm: comms.update({links.rank: comm}),
+            )
+            for links, device in zip(ranks, devices, strict=True)
+        ]
+        with in_threads(*calls) as running:
+            for one in running:
+                one.result(timeout=TIMEOUT_S)
+        num_bytes = sum(links.sent_bytes.total() for links in ranks)
+    return [comms[0], comms[1]], num_bytes
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build of torch that has NCCL."""
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(choice, "NcclComm", lambda links, device, *_: Formed(links, device))
+
+
+@pytest.mark.parametrize("hosts", [THIS_MACHINE, OTHER_MACHINES])
+@pytest.mark.usefixtures("nccl")
+def test_ranks_that_have_a_gpu_each_use_nccl(hosts: Sequence[str]) -> None:
+    """On one machine and on several; the groups are formed before the epoch begins."""
+    for transport in ("auto", "nccl"):
+        comms, _ = opened([Gpu("a"), Gpu("b")], hosts, job_with(transport))
+        assert all(isinstance(comm, Formed) and comm.is_formed for comm in comms)
+
+
+@pytest.mark.usefixtures("nccl")
+def test_whoever_cannot_use_nccl_keeps_all_from_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Ranks must agree; one of them says why."""
+    for devices, reason in (
+        ([Gpu("a"), Gpu("a")], "ranks 0 and 1 share a GPU"),
+        ([Gpu("a"), Device()], "rank 1 has no NVIDIA GPU"),
+    ):
+        caplog.clear()
+        comms, _ = opened(devices, OTHER_MACHINES, job_with("auto"))
+        assert not any(isinstance(comm, Formed) for comm in comms)
+        (record,) = caplog.records
+        assert reason in record.message
+
+        with pytest.raises(ConfigError, match=reason) as mistake:
+            opened(devices, OTHER_MACHINES, job_with("nccl"))
+        assert mistake_of(mistake.value)[:2] == ("cluster.transport", '"nccl"')
+
+
+@pytest.mark.parametrize(
+    ("job", "hosts"),
+    [
+        (job_with("auto"), THIS_MACHINE),
+        (job_with("host"), OTHER_MACHINES),
+        (job_with("auto", "cpu"), OTHER_MACHINES),
+        (job_with("auto", "late"), OTHER_MACHINES),
+    ],
+)
+def test_ranks_that_know_better_ask_nobody(
+    job: JobConfig, hosts: Sequence[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A recovery on processors costs no message more, and nobody wonders about NCCL there."""
+    comms, num_bytes = opened([Device(), Device()], hosts, job)
+
+    assert all(type(comm) is HostComm for comm in comms)
+    assert not num_bytes
+    assert not caplog.records
+
+
+def test_a_machine_says_what_keeps_it_from_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The words go to the user."""
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    assert "compute on cpu" in nccl_obstacle(Device(), num_ranks=1)
+    assert nccl_obstacle(Gpu("a"), num_ranks=1) == "this build of torch has no NCCL"
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    assert nccl_obstacle(Gpu("a", 1), num_ranks=6) == "6 ranks share 1 GPU"
+    assert not nccl_obstacle(Gpu("a", 6), num_ranks=6)
+
+
+@pytest.mark.usefixtures("nccl")
+def test_the_user_is_told_before_the_job_starts() -> None:
+    """In one line where a GPU is there, and with a mistake where only NCCL would do."""
+    request = PrepareRequest(job=job_with("auto"), cache_directory="", processors=2)
+    assert prepare._transport_notes(request, Device()) == ()
+    (note,) = prepare._transport_notes(request, Gpu("a", 1))
+    assert "through the memory of their machines, because" in note
+    assert "ranks share 1 GPU" in note
+    assert prepare._transport_notes(request, Gpu("a")) == ()
+
+    only_nccl = PrepareRequest(job=job_with("nccl"), cache_directory="", processors=2)
+    with pytest.raises(ConfigError, match=r"cluster\.transport"):
+        prepare._transport_notes(only_nccl, Device())
