@@ -43,6 +43,7 @@ SOURCES := src tests examples docs/draw_architecture.py $(if $(wildcard benchmar
 .DELETE_ON_ERROR:
 .PHONY: help demo unit test green sim soak sweep chaos hosts check docs profiles bench clean
 .PHONY: gpu-bits gpu-speed torches
+.PHONY: gpu-bits gpu-speed gpu2
 
 help:
 	@echo 'make demo     train on six nodes, kill two, compare the bits with a run without faults'
@@ -62,6 +63,7 @@ help:
 	@echo 'make bench    run every script in benchmarks/'
 	@echo 'make gpu-bits   on one GPU: the same bits on six ranks, whatever dies (PYTHON=, WHEELS=)'
 	@echo 'make gpu-speed  on one GPU: tokens per second beside a plain loop (PYTHON=, WHEELS=)'
+	@echo 'make gpu2       on two GPUs: the transport nccl, which nobody has run on two yet (PYTHON=)'
 	@echo 'make clean    remove the environment, caches and reports'
 
 demo: $(READY)
@@ -137,6 +139,9 @@ gpu-bits gpu-speed:
 		--no-compile --no-cache-dir --target $(GPU_SITE) $(WHEELS)/*.whl)
 	PYTHONPATH="$(GPU_SITE):$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -u \
 		benchmarks/$(subst -,_,$@).py --minutes $(MINUTES) --results $(RESULTS)/$@.json $(OPTIONS)
+
+gpu2:
+	PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -u benchmarks/gpu2.py
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis reports

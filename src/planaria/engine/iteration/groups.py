@@ -81,7 +81,9 @@ def reduce_bucket(
             _add(total, (array for piece in outgoing[own] for array in piece.wait()))
         else:
             _add(total, receive_pieces(links, rank, scatter, total.nbytes, timeout_s=timeout_s))
-    segment = host_memory(device, total.numel(), torch.float32).copy_(total)
+    segment = total
+    if total.dtype is not torch.float32 or not device.is_host:
+        segment = host_memory(device, total.numel(), torch.float32).copy_(total)
     for i in others:
         pieces = pieces_on_host(device, segment)
         send_pieces(links, ranks[i], gather, pieces, virtual_bytes=gathered_bytes)
