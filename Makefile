@@ -43,7 +43,7 @@ SOURCES := src tests examples docs/draw_architecture.py $(if $(wildcard benchmar
 .DELETE_ON_ERROR:
 .PHONY: help demo unit test green sim soak sweep chaos hosts check docs profiles bench clean
 .PHONY: gpu-bits gpu-speed torches
-.PHONY: gpu-bits gpu-speed gpu2
+.PHONY: gpu2
 
 help:
 	@echo 'make demo     train on six nodes, kill two, compare the bits with a run without faults'

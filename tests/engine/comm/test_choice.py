@@ -94,6 +94,20 @@ def test_ranks_that_have_a_gpu_each_use_nccl(hosts: Sequence[str]) -> None:
 
 
 @pytest.mark.usefixtures("nccl")
+def test_a_rank_that_is_alone_needs_no_groups(caplog: pytest.LogCaptureFixture) -> None:
+    """It exchanges nothing."""
+    job, opened_comms = job_with("nccl"), list[DeviceComm]()
+    plan = shaped_plan((1,), job.num_microbatches)
+    with link_ranks(1) as (links,):
+        schedule, publish = rank_schedule(plan, 0), opened_comms.append
+        hosts = THIS_MACHINE[:1]
+        open_comm(links, Gpu("a"), plan, schedule, job=job, hosts=hosts, publish=publish)
+
+    assert [type(comm) for comm in opened_comms] == [HostComm]
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("nccl")
 def test_whoever_cannot_use_nccl_keeps_all_from_it(caplog: pytest.LogCaptureFixture) -> None:
     """Ranks must agree; one of them says why."""
     for devices, reason in (

@@ -150,7 +150,7 @@ def ascending(all_parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("num_holders", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_holders", [1, 2, 4])
 def test_a_sum_is_ascending_rounded_once_and_the_same_on_all_holders(
     num_holders: int, dtype: torch.dtype, kind: str
 ) -> None:

@@ -57,14 +57,15 @@ def open_comm(
         reason = nccl_obstacle(device, num_ranks=len(ranks))
     if not reason:
         reason = _obstacle_elsewhere(links, device, ranks)
-    if not reason:
-        comm = NcclComm(links, device, group_keys(schedule), NcclMaker())
+    keys = group_keys(schedule)
+    if not reason and keys:
+        comm = NcclComm(links, device, keys, NcclMaker())
         publish(comm)
         comm.form()
         return
-    if transport == "nccl":
+    if reason and transport == "nccl":
         raise transport_mistake(reason)
-    if device.place.type != "cpu" and transport == "auto" and links.rank == ranks[0]:
+    if reason and device.place.type != "cpu" and transport == "auto" and links.rank == ranks[0]:
         logger.warning("epoch %s: %s", links.epoch, fallback_text(reason))
     publish(HostComm(links, device))
 

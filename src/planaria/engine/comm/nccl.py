@@ -232,8 +232,8 @@ class NcclComm:
         one = torch.ones(1, device=place)
         if key[0] == _SUM:
             parts = torch.ones(size, device=place)
-            group.alltoall_base(torch.empty_like(parts), parts, [], []).wait()
-            group._allgather_base(torch.empty_like(parts), one).wait()
+            group.alltoall_base(torch.empty_like(parts), parts, [], [])
+            group._allgather_base(torch.empty_like(parts), one).wait()  # So the other is over, too.
         elif key[0] == self._links.rank:
             group.send([one], 1, 0).wait()
         else:
