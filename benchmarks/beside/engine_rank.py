@@ -113,8 +113,8 @@ class EngineRank:
         vector, spans = self._executor.run(iteration, batches, votes=lambda: _NO_VOTES)
         scale = clip_scale(training, vector.gradient_norm)
         rate = learning_rate(training, iteration)
-        for held in self._stage.complete_layers().values():
-            held.apply(iteration, learning_rate=rate, scale=scale)
+        layers = sorted(self._stage.complete_layers())
+        self._stage.apply(layers, iteration, learning_rate=rate, scale=scale)
         computed_s = max(span.end_s for span in spans if span.lane == "compute")
         for span in spans:
             if span.lane == "reduce":

@@ -15,6 +15,7 @@ from torch import Tensor
 from planaria.core.job import DataConfig
 from planaria.data.datasets import (
     Dataset,
+    keep_generators,
     load_dataset,
     microbatch,
     num_targets,
@@ -240,7 +241,8 @@ def test_random_transforms_are_a_function_of_seed_and_sample(
     dataset = load(user_module(monkeypatch, Noisy), tmp_path, objective="supervised")
     samples = np.array([4, 1])
     before = generator_states()
-    first = microbatch(dataset, samples, seed=6)[0]
+    with keep_generators():
+        first = microbatch(dataset, samples, seed=6)[0]
     after = generator_states()
     torch.rand(3)
     np.random.rand(3)

@@ -197,6 +197,15 @@ def test_one_implementation_is_pinned_and_names_ignore_case() -> None:
     assert group["lr"] == 0.01
 
 
+def test_fast_mode_steps_in_one_kernel_where_memory_has_one_layout() -> None:
+    """A fused kernel would take the elements of a transposed parameter for those of others."""
+    factory = optimizer_factory(training({"name": "AdamW"}, deterministic=False))
+    plain, transposed = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(3, 2).T)
+
+    assert factory([("weight", plain)]).param_groups[0]["fused"]
+    assert not factory([("weight", transposed)]).param_groups[0]["fused"]
+
+
 @pytest.mark.parametrize(
     ("settings_", "field", "message"),
     [

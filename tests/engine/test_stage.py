@@ -1,5 +1,6 @@
 """A layer that a rank holds: its sums, its step, its age and its state."""
 
+import weakref
 from dataclasses import replace
 from typing import Literal
 
@@ -323,3 +324,99 @@ def test_a_rank_finds_its_uses_of_a_tied_parameter() -> None:
     for held, name in uses:
         assert name in held.tied_sums
         assert torch.equal(held.masters[name], uses[0][0].masters[uses[0][1]])
+
+
+FAST = replace(TRAINING, deterministic=False)
+
+
+def _fast_stage(num_layers: int) -> RankStage:
+    model = ModelConfig(kind="python", target="helpers.user_models:factories")
+    split = split_model(model, seed=0, vocabulary_size=0, sequence_length=0)
+    stage = RankStage(split, training=FAST)
+    stage.hold(range(num_layers), states={}, age=0)
+    return stage
+
+
+def _give_gradients(stage: RankStage, iteration: int) -> None:
+    generator = torch.Generator().manual_seed(iteration)
+    for held in stage.layers.values():
+        held.clear()
+        held.sums.copy_(torch.randn(held.sums.shape, generator=generator))
+        held.gradients_of = iteration
+
+
+def test_in_fast_mode_autograd_adds_to_the_sums_itself() -> None:
+    """Also after a step, and what a delayed weight backward adds."""
+    held = HeldLayer(0, nn.Linear(3, 2), training=FAST, tied=())
+    _iteration(held, 0)
+    held.clear()
+    assert not held.sums.any()
+    expected = torch.zeros(8)
+    for microbatch in range(3):
+        _microbatch(held, microbatch)
+        expected += torch.cat([one.flatten() for one in _gradients(held, microbatch)])
+    held.accumulate()
+
+    assert torch.equal(held.sums, expected)
+    for parameter in held.module.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.untyped_storage().data_ptr() == held.sums.data_ptr()
+
+
+def test_layers_that_step_together_get_the_bits_that_each_would_get_alone() -> None:
+    """Holders of a layer hold it with different others, and step it with them or alone."""
+    together, alone = _fast_stage(3), _fast_stage(3)
+    for iteration in range(3):
+        _give_gradients(together, iteration)
+        _give_gradients(alone, iteration)
+        parts = [(0, 1, 2), (0, 2), (0, 1, 2)][iteration]
+        together.apply(parts, iteration, learning_rate=0.1, scale=0.5)
+        for layer in set(range(3)) - set(parts):
+            together.apply([layer], iteration, learning_rate=0.1, scale=0.5)
+        for held in alone.layers.values():
+            held.apply(iteration, learning_rate=0.1, scale=0.5)
+
+    for layer, held in alone.layers.items():
+        assert together.layers[layer].age == 3
+        state = together.layers[layer].state()
+        assert all((array == state[name]).all() for name, array in held.state().items())
+
+
+def test_a_state_that_is_loaded_is_the_one_that_steps() -> None:
+    """Loading replaces the tensors of a layer that stepped with others before."""
+    stage, other = _fast_stage(2), _fast_stage(2)
+    for iteration in range(2):
+        _give_gradients(other, iteration)
+        other.apply([0, 1], iteration, learning_rate=0.1, scale=1.0)
+    _give_gradients(stage, 0)
+    stage.apply([0, 1], 0, learning_rate=0.1, scale=1.0)
+    for layer, held in stage.layers.items():
+        held.load(other.layers[layer].state(), age=2)
+    for each in (stage, other):
+        _give_gradients(each, 2)
+        each.apply([0, 1], 2, learning_rate=0.1, scale=1.0)
+
+    for layer, held in other.layers.items():
+        state = stage.layers[layer].state()
+        assert all((array == state[name]).all() for name, array in held.state().items())
+
+
+def test_a_layer_that_stepped_with_others_is_freed_when_it_is_dropped() -> None:
+    stage = _fast_stage(2)
+    _give_gradients(stage, 0)
+    stage.apply([0, 1], 0, learning_rate=0.1, scale=1.0)
+    dropped = weakref.ref(next(iter(stage.layers[1].masters.values())))
+    stage.keep_only([0])
+
+    assert dropped() is None
+
+
+def test_norms_of_fast_mode_are_those_of_float64_but_for_rounding() -> None:
+    """Of more elements than float32 could count one by one."""
+    held = HeldLayer(0, nn.Linear(5000, 1000), training=FAST, tied=("bias",))
+    held.gradients.fill_(1.0)
+    held.gradients[3] = 100.0
+    held.tied_gradients["bias"].fill_(2.0)
+
+    assert held.squared_norm(["weight", "bias"]) == pytest.approx(4_999_999 + 1e4 + 4e3, rel=1e-6)
+    assert held.squared_norm(["weight"]) == pytest.approx(4_999_999 + 1e4, rel=1e-6)

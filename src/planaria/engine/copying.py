@@ -207,6 +207,10 @@ class Copying:
         has_ended = self._copier.has_ended
         return int(has_ended), int(has_ended and self._copier.has_failed)
 
+    def is_copied(self, layer: int) -> bool:
+        """Whether `wait_copied` would not block for the layer."""
+        return self._copier is None or self._copier.is_copied(layer)
+
     def wait_copied(self, layer: int) -> None:
         """Blocks until the layer may change; raises the error that ended the copying, if any."""
         if self._copier is not None:

@@ -7,14 +7,14 @@ parameter can be used.
 
 Differs: foreach and fused are switched off in classes that have them. Both round differently from
 the plain loop on some devices or builds, and the bits of a parameter must not depend on the node
-that steps it. In fast mode a class that can step an accelerator's parameters in one kernel does so:
-all ranks then run that kernel.
+that steps it. In fast mode a class that can step parameters in one kernel does so, and the layers
+of a rank are stepped together: all ranks then run that kernel, which computes each element alone.
 """
 
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -116,6 +116,33 @@ def load_optimizer_state(
     return max((int(tensors.get("step", 0)) for tensors in tensors_by_name.values()), default=0)
 
 
+def joint_optimizers(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """One optimizer for each kernel that steps the parameters of these.
+
+    They have the same class and arguments. `join_state` must be called before each step.
+    """
+    by_kernel: dict[bool, list[Optimizer]] = {}
+    for optimizer in optimizers:
+        is_fused = bool(optimizer.param_groups[0].get("fused"))
+        by_kernel.setdefault(is_fused, []).append(optimizer)
+    return [_joint_optimizer(alike) for alike in by_kernel.values()]
+
+
+def join_state(joined: Iterable[Optimizer], optimizers: Iterable[Optimizer]) -> None:
+    """Has the joined optimizers step the state that the single ones hold now, and no copy of it."""
+    states = {p: o.state[p] for o in optimizers for p in o.param_groups[0]["params"]}
+    for optimizer in joined:
+        for parameter in optimizer.param_groups[0]["params"]:
+            optimizer.state[parameter] = states[parameter]
+
+
+def take_step(optimizer: Optimizer, learning_rate: float) -> None:
+    """Takes a step of an optimizer at a learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.step()
+
+
 def clip_scale(training: TrainingConfig, gradient_norm: float) -> float:
     """Factor by which clipping multiplies gradients of this global norm, at most 1."""
     if training.gradient_clip <= 0:
@@ -181,9 +208,10 @@ def _optimizer(
 ) -> Optimizer:
     parameters = list(named_parameters)
     assert parameters, "a layer without parameters has no optimizer"
-    is_fast = not training.deterministic and parameters[0][1].device.type != "cpu"
     if "fused" in settings:
-        settings = {**settings, "fused": is_fast}
+        # On a processor the fused kernels take all memory to have one layout.
+        is_plain = all(parameter.is_contiguous() for _, parameter in parameters)
+        settings = {**settings, "fused": is_plain and not training.deterministic}
     try:
         return optimizer_class(parameters, **settings)
     except (TypeError, ValueError) as error:
@@ -208,12 +236,22 @@ def _state_value(key: str, value: Tensor, parameter: nn.Parameter, optimizer: Op
 
 def _initial_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
     """The state that a new optimizer of this class has for the parameter; empty but for Adagrad."""
+    return dict(_like(optimizer, [parameter]).state.get(parameter, {}))
+
+
+def _joint_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:
+    parameters = [p for optimizer in optimizers for p in optimizer.param_groups[0]["params"]]
+    return _like(optimizers[0], parameters)
+
+
+def _like(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Optimizer:
+    """A new optimizer of the same class with the same arguments."""
     known = inspect.signature(type(optimizer)).parameters.keys() - {"params"}
     group = optimizer.param_groups[0]
     # mypy checks the constructor of Optimizer itself, whose arguments no subclass shares.
     new: Any = type(optimizer)
-    settings = {key: value for key, value in group.items() if key in known}
-    return dict(new([parameter], **settings).state.get(parameter, {}))
+    made: Optimizer = new(parameters, **{key: v for key, v in group.items() if key in known})
+    return made
 
 
 def _schedule(schedule: Mapping[str, Any]) -> tuple[str, int, float]:

@@ -351,9 +351,6 @@ def _measure_once(
         for output in reversed(outputs):
             torch.autograd.backward(output, gradient)
         backward_s = now_s() - start_s
-    for module in modules:
-        for parameter in module.parameters():
-            parameter.grad = None
     count = len(modules)
     return _Seconds(forward_s / count, backward_input_s / count, backward_s / count)
 

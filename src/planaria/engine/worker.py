@@ -11,7 +11,7 @@ each layer is still known, except that of a layer whose optimizer step raised, w
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from planaria.checkpoint.disk.tiers import tier_of
 from planaria.checkpoint.disk.time_limits import with_time_limit
 from planaria.checkpoint.memory.wire import copy_peers
 from planaria.core.commit import CommitVector, Votes, decode_vector, vector_layout
+from planaria.core.job import TrainingConfig
 from planaria.core.messages import (
     EpochReady,
     IterationDone,
@@ -495,12 +496,14 @@ class Worker:
         """Takes the optimizer step of each layer with complete gradients of the iteration."""
         scale = clip_scale(self._job.training, vector.gradient_norm)
         rate = learning_rate(self._job.training, iteration)
-        for held in self._stage.complete_layers().values():
-            if held.gradients_of == iteration:
-                self._copying.wait_copied(held.layer)
-                self._pulse.layers = (held.layer, held.layer + 1)
-                held.apply(iteration, learning_rate=rate, scale=scale)
-                self._pulse.layers = (0, 0)
+        complete = self._stage.complete_layers()
+        due = sorted(n for n, held in complete.items() if held.gradients_of == iteration)
+        for layers in parts_to_step(due, self._copying.is_copied, self._job.training):
+            for layer in layers:
+                self._copying.wait_copied(layer)
+            self._pulse.layers = (layers[0], layers[-1] + 1)
+            self._stage.apply(layers, iteration, learning_rate=rate, scale=scale)
+            self._pulse.layers = (0, 0)
 
     def _copy(self, copy: act.Copy) -> None:
         """Lets copies begin, after all layers have been applied."""
@@ -546,3 +549,18 @@ class Worker:
                 began_s=executor.start_s,
             )
         )
+
+
+def parts_to_step(
+    layers: Iterable[int], is_copied: Callable[[int], bool], training: TrainingConfig
+) -> list[list[int]]:
+    """The layers in parts, each for one optimizer step, in the order in which they should step.
+
+    In fast mode all that no copy holds back are one part, the first, and each other one is a part.
+    In deterministic mode each layer is one, so a step that raises costs no other layer.
+    """
+    free: list[int] = []
+    others: list[int] = []
+    for layer in layers:
+        (others if training.deterministic or not is_copied(layer) else free).append(layer)
+    return [*([free] if free else []), *([layer] for layer in others)]

@@ -214,6 +214,7 @@ def test_a_layer_may_change_once_it_is_copied() -> None:
         giver.copier.begin(7, states)
         for layer, arrays in states.items():
             giver.copier.wait_copied(layer)
+            assert giver.copier.is_copied(layer)
             arrays["parameter/weight"][:] = 0
         assert not giver.copier.has_ended
         for rank in ranks[1:]:

@@ -174,11 +174,14 @@ class Copier:
             AbortedError, PeerLostError: the copying ended early.
         """
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._error or not self._num_running or layer not in self._uncopied
-            )
+            self._changed.wait_for(lambda: self._error or self.is_copied(layer))
             self._check()
             self._links.timekeeper.reach(self._copied_s.get(layer, 0.0))
+
+    def is_copied(self, layer: int) -> bool:
+        """Whether the layer is copied, or no copy of it is being made."""
+        with self._changed:
+            return not self._num_running or layer not in self._uncopied
 
     def wait_ended(self) -> None:
         """Blocks until the version has ended for this rank; raises as `wait_copied` does."""

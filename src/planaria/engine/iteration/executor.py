@@ -27,6 +27,7 @@ from planaria.core.job import ResilienceConfig
 from planaria.core.messages import MeasuredSpan
 from planaria.core.plan import Hop, Plan
 from planaria.data.batches import Batches
+from planaria.data.datasets import keep_generators
 from planaria.engine.comm.device_comm import DeviceComm
 from planaria.engine.devices import Moment
 from planaria.engine.iteration.groups import reduce_vector
@@ -182,14 +183,8 @@ class Executor:
         self._is_timed = self._callbacks.is_timed()
         for held in self._own_layers():
             held.clear()
-        reached_steps: set[str] = set()
-        for action in self._actions:
-            self._comm.check()
-            step = _STEPS.get(action.kind)
-            if step and step not in reached_steps:
-                reached_steps.add(step)
-                self._callbacks.on_step(step, iteration)
-            self._run_action(action)
+        with keep_generators():
+            self._run_actions(iteration)
         self._finish_computing()
         for reduction in self._submitted:
             self._links.timekeeper.reach(reduction.result(timeout=UNLIMITED_S))
@@ -202,6 +197,16 @@ class Executor:
         self._callbacks.on_step("commit", iteration)
         vector = self._commit(votes())
         return vector, tuple(self._spans)
+
+    def _run_actions(self, iteration: int) -> None:
+        reached_steps: set[str] = set()
+        for action in self._actions:
+            self._comm.check()
+            step = _STEPS.get(action.kind)
+            if step and step not in reached_steps:
+                reached_steps.add(step)
+                self._callbacks.on_step(step, iteration)
+            self._run_action(action)
 
     def _own_layers(self) -> list[HeldLayer]:
         """The layers that the plan gives to this rank, silent ones included.

@@ -43,11 +43,18 @@ def sampled_hash(held: HeldLayer) -> int:
     for tensor in tensors:
         window = slice(max(first, 0), max(end, 0))
         if first < tensor.nbytes and end > 0:
-            # On the host this is a view; from a device only the window is copied.
-            flat = tensor.detach().reshape(-1).view(torch.uint8)
-            hasher.update(flat[window].cpu().numpy().data)
+            hasher.update(_bytes_of(tensor.detach(), window))
         first, end = first - tensor.nbytes, end - tensor.nbytes
     return hasher.intdigest() % (1 << HASH_BITS)
+
+
+def _bytes_of(tensor: Tensor, window: slice) -> memoryview:
+    """A window of the tensor's bytes: a view on the host; from a device only they are copied."""
+    is_whole = window.start == 0 and window.stop >= tensor.nbytes
+    is_plain = tensor.is_cpu and tensor.dtype is torch.float32 and tensor.is_contiguous()
+    if is_whole and is_plain:  # In a fifth of the time of what follows.
+        return tensor.numpy().data
+    return tensor.reshape(-1).view(torch.uint8)[window].cpu().numpy().data
 
 
 def _parameter_tensors(held: HeldLayer) -> Iterator[Tensor]:

@@ -75,7 +75,10 @@ class WeightGradients:
                     edges, parameters, gradients, retain_graph=True
                 )
             for parameter, gradient in zip(parameters, gradients_found, strict=True):
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                else:  # It may be memory in which gradients are summed.
+                    parameter.grad.add_(gradient)
         self._groups = ()
 
 
