@@ -10,10 +10,22 @@ from typing import get_args
 
 import pytest
 
-from helpers.jobs import FAMILIES, digests, shapes, tiny_job, train_shape
-from planaria.core.plan import Recomputation
+from helpers.jobs import (
+    FAMILIES,
+    NUM_LAYERS,
+    digests,
+    shapes,
+    tiny_job,
+    train_shape,
+    with_profile,
+)
+from planaria.core.inject import parse_injection
+from planaria.core.plan import PipelineTemplate, Recomputation, Stage
+from planaria.estimator.peak_memory import peak_bytes
+from planaria.job.planning import read_profile
 from planaria.job.training_job import Job
 from planaria.nodes.forkserver import ForkServer
+from planaria.planner.recomputation import least_kept_profile
 
 SIZES = (1, 2, 4, 5, 6, 7, 9)
 SHAPES = [shape for size in SIZES for shape in shapes(size) if shape != (1,)]
@@ -78,6 +90,34 @@ def test_every_family_in_every_shape(
     spread = _spread(family, shape, mode, server, tmp_path)
 
     assert _expected(family, server, tmp_path) == spread
+
+
+def test_a_loss_that_only_fits_with_recomputation_is_survived(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """Two nodes hold the model with all activations; the one that is left computes some again."""
+    job = with_profile(tiny_job("gpt2", tmp_path, activation_checkpointing="auto"), server)
+    profile = read_profile(Path(job.model.profile))
+    whole = PipelineTemplate((Stage(0, NUM_LAYERS, 1),), 1)
+    sizes = {"num_microbatches": 10, "gradient_copies": 3}
+    (kept_bytes,) = peak_bytes(profile, whole, **sizes)
+    (least_bytes,) = peak_bytes(least_kept_profile(profile), whole, **sizes)
+    limit_bytes = (kept_bytes + least_bytes) // 2
+    job = replace(
+        job,
+        cluster=replace(job.cluster, nodes=2, device_memory_bytes=limit_bytes),
+        resilience=replace(job.resilience, failures_ahead=0),
+        checkpoint=replace(job.checkpoint, copies=2, every=1, profile_iterations=0),
+    )
+
+    result = Job(job).train(server=server, injections=(parse_injection("kill:1@2"),))
+
+    before, after = (result.report.iterations[index].predicted_peak_bytes for index in (0, 2))
+    assert least_bytes < limit_bytes < kept_bytes
+    assert before <= limit_bytes
+    assert after <= limit_bytes
+    assert result.report.final.nodes == (0,)
+    assert _expected("gpt2", server, tmp_path) == digests(result)
 
 
 def test_the_seed_reaches_parameters_order_and_dropout(server: ForkServer, tmp_path: Path) -> None:

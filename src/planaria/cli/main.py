@@ -142,6 +142,8 @@ def profile(
 ) -> None:
     """Measures a job's layers and links on this machine."""
     check_writable("--output", output)
-    measured = named_job(job, list(settings or ())).profile()
+    # The profile then serves jobs with every kind of activation checkpointing.
+    every_kind = ["training.activation_checkpointing=auto"]
+    measured = named_job(job, [*(settings or ()), *every_kind]).profile()
     write(output, encode_profile(measured))
     Console().print(f"wrote the profile of {count_text(len(measured.layers), 'layer')} to {output}")

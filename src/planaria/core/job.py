@@ -113,9 +113,10 @@ class TrainingConfig:
         "type of the parameters in forward and backward; bfloat16: the optimizer keeps float32 "
         "copies of them",
     )
-    activation_checkpointing: Literal["none", "selective", "full"] | bool = _key(
+    activation_checkpointing: Literal["auto", "none", "selective", "full"] | bool = _key(
         "none",
-        "what the backward computes again, so that the forward need not keep it; none: nothing; "
+        "what the backward computes again, so that the forward need not keep it; auto: the planner "
+        "chooses it for each layer of a stage, and nothing where memory is enough; none: nothing; "
         "selective: all but matrix products and attention; full (or true): all activations of a "
         "block; the bits do not depend on it",
     )
@@ -131,9 +132,16 @@ class TrainingConfig:
 
     @property
     def recomputation(self) -> Recomputation:
-        """What the backward of each layer computes again."""
+        """What the backward of each layer computes again, unless its stage says otherwise."""
         mode = self.activation_checkpointing
-        return mode if isinstance(mode, str) else "full" if mode else "none"
+        if isinstance(mode, bool):
+            return "full" if mode else "none"
+        return "none" if mode == "auto" else mode
+
+    @property
+    def chooses_recomputation(self) -> bool:
+        """Whether the planner chooses what is computed again."""
+        return self.activation_checkpointing == "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -156,11 +156,20 @@ class NodeKind:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Stage:
-    """Layers [first_layer, end_layer) on num_devices devices of one node."""
+    """Layers [first_layer, end_layer) on num_devices devices of one node.
+
+    Attributes:
+        recomputation: recomputation of each layer, where the planner has chosen it; empty: as the
+            job says for all layers.
+    """
 
     first_layer: int
     end_layer: int
     num_devices: int
+    recomputation: tuple[Recomputation, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.recomputation) in (0, self.end_layer - self.first_layer)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -335,6 +344,20 @@ class Plan:
         }
 
     @cached_property
+    def recomputation_by_rank(self) -> Mapping[int, Mapping[int, Recomputation]]:
+        """How much of each layer a rank computes again, by rank and layer, for the ranks whose
+        stage says it."""
+        return {
+            rank: dict(enumerate(stage.recomputation, start=stage.first_layer))
+            for pipeline in self.pipelines
+            for stage, ranks in zip(
+                pipeline.template.stages, pipeline.ranks_by_stage(), strict=True
+            )
+            for rank in ranks
+            if stage.recomputation
+        }
+
+    @cached_property
     def slow_nodes(self) -> Mapping[int, float]:
         """The speed of each node whose speed is not 1, by node."""
         return {
@@ -427,6 +450,26 @@ def plain_plan(epoch: int, pipelines: tuple[Pipeline, ...], microbatches: tuple[
         for route in (pipeline.route(),) * count
     )
     return Plan(epoch, pipelines, routes)
+
+
+def stage_layers(profile: ModelProfile, stage: Stage) -> tuple[LayerProfile, ...]:
+    """The profiles of the layers of a stage, with the costs of what it computes again."""
+    layers = profile.layers[stage.first_layer : stage.end_layer]
+    if not stage.recomputation:
+        return layers
+    pairs = zip(layers, stage.recomputation, strict=True)
+    return tuple(layer.recomputing(mode) for layer, mode in pairs)
+
+
+def profile_on(profile: ModelProfile, plan: Plan, rank: int) -> ModelProfile:
+    """The profile with the costs of what a rank computes again under a plan."""
+    modes = plan.recomputation_by_rank.get(rank)
+    if not modes:
+        return profile
+    layers = list(profile.layers)
+    for layer, mode in modes.items():
+        layers[layer] = layers[layer].recomputing(mode)
+    return replace(profile, layers=tuple(layers))
 
 
 def recomputing_profile(profile: ModelProfile, mode: Recomputation) -> ModelProfile:

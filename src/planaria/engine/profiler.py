@@ -309,6 +309,8 @@ def _layer_profile(
 
 
 def _measured_modes(training: TrainingConfig) -> tuple[Recomputation, ...]:
+    if training.chooses_recomputation:
+        return ("full",) if training.compile else ("selective", "full")
     mode = training.recomputation
     return () if mode == "none" else (mode,)
 

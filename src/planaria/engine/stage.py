@@ -311,7 +311,11 @@ def _views(
 
 
 class RankStage:
-    """All layers that a rank holds, and how a hop runs through some of them."""
+    """All layers that a rank holds, and how a hop runs through some of them.
+
+    Attributes:
+        chosen: recomputation by layer, where the plan says it.
+    """
 
     def __init__(
         self, model: SplitModel, *, training: TrainingConfig, device: Device = PROCESSOR
@@ -323,6 +327,7 @@ class RankStage:
         self.num_materialised = 0
         # Optimizers that step several layers together, and the layers' own that they stand for.
         self._joined: tuple[list[Optimizer], list[Optimizer]] = [], []
+        self.chosen: Mapping[int, Recomputation] = {}
 
     def hold(self, layers: Iterable[int], *, states: Mapping[int, State], age: int) -> None:
         """Materialises layers, from `states` if it has them, else from the seed.
@@ -419,7 +424,7 @@ class RankStage:
     def _recomputation(self, layer: int) -> Recomputation:
         # The loss follows the last layer at once, so that nothing would be gained there.
         is_last = layer == self.model.num_layers - 1
-        return "none" if is_last else self.training.recomputation
+        return "none" if is_last else self.chosen.get(layer, self.training.recomputation)
 
     def _seeded_forward(self, module: nn.Module, hidden: Tensor, seed: int) -> Tensor:
         self.device.seed(seed)

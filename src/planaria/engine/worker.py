@@ -448,6 +448,7 @@ class Worker:
             )
         )
         self._received_bytes = 0
+        self._stage.chosen = start.plan.recomputation_by_rank.get(self._spec.rank, {})
         self._executor = Executor(
             start.plan,
             schedule,

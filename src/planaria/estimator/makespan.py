@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planaria.core.plan import Link, ModelProfile, PipelineTemplate
+from planaria.core.plan import Link, ModelProfile, PipelineTemplate, stage_layers
 
 Seconds = NDArray[np.float64]
 
@@ -55,7 +55,7 @@ def stage_seconds(profile: ModelProfile, template: PipelineTemplate) -> StageSec
     """The times of one microbatch on the template's stages, and on the links between them."""
     stages, links = template.stages, _links(profile, template)
     speeds = [kind.speed for kind in template.stage_kinds()]
-    layers_by_stage = [profile.layers[stage.first_layer : stage.end_layer] for stage in stages]
+    layers_by_stage = [stage_layers(profile, stage) for stage in stages]
     return StageSeconds(
         forward_s=tuple(
             sum(layer.forward_s[stage.num_devices] for layer in layers) / speed

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planaria.core.plan import LayerProfile, ModelProfile, PipelineTemplate, Plan
+from planaria.core.plan import LayerProfile, ModelProfile, PipelineTemplate, Plan, stage_layers
 from planaria.schedule.action import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -56,12 +56,25 @@ def peak_bytes(
     num_stages = len(template.stages)
     peaks = []
     for i, stage in enumerate(template.stages):
-        layers = profile.layers[stage.first_layer : stage.end_layer]
-        state_bytes = _state_bytes(layers, stage.num_devices, gradient_copies)
-        activation_bytes = sum(layer.activation_bytes for layer in layers)
-        in_flight = min(num_microbatches, num_stages - i)
-        peaks.append(state_bytes + in_flight * activation_bytes + backward_bytes(layers))
+        layers = stage_layers(profile, stage)
+        peaks.append(
+            single_stage_bytes(
+                layers,
+                num_devices=stage.num_devices,
+                num_in_flight=min(num_microbatches, num_stages - i),
+                gradient_copies=gradient_copies,
+            )
+        )
     return tuple(peaks)
+
+
+def single_stage_bytes(
+    layers: Sequence[LayerProfile], *, num_devices: int, num_in_flight: int, gradient_copies: int
+) -> int:
+    """Peak bytes of each device of a stage of these layers."""
+    state_bytes = _state_bytes(layers, num_devices, gradient_copies)
+    activation_bytes = sum(layer.activation_bytes for layer in layers)
+    return state_bytes + num_in_flight * activation_bytes + backward_bytes(layers)
 
 
 def backward_bytes(layers: Sequence[LayerProfile]) -> int:
@@ -95,7 +108,7 @@ def bytes_by_rank(
         stages = zip(pipeline.template.stages, pipeline.ranks_by_stage(), strict=True)
         for stage, (rank, *_) in stages:
             if rank in at_work:
-                layers = profile.layers[stage.first_layer : stage.end_layer]
+                layers = stage_layers(profile, stage)
                 shadows = [profile.layers[layer] for layer in plan.shadows.get(rank, ())]
                 held_layers = (*layers, *shadows)
                 state_bytes = _state_bytes(held_layers, stage.num_devices, gradient_copies)
@@ -112,6 +125,9 @@ def kept_bytes(profile: ModelProfile, schedule: Schedule, rank: int) -> int:
 
     A split backward keeps the activations, and the gradients between its layers, from its first
     part to its second. Takes O(actions) time.
+
+    Args:
+        profile: profile on that rank, as `profile_on` gives it.
     """
     activations, outputs = [0], [0]
     for layer in profile.layers:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final, NamedTuple, overload
 
-from planaria.core.plan import Hop, Link, ModelProfile, Plan, Route
+from planaria.core.plan import Hop, Link, ModelProfile, Plan, Route, profile_on
 from planaria.estimator.reductions import Reductions, reduction_starts_s
 from planaria.estimator.sharing import Costs, LinkUse, Times, last_end_s, shared_times
 from planaria.schedule.action import (
@@ -282,6 +282,9 @@ class _Cluster:
 
     def __init__(self, profile: ModelProfile, plan: Plan) -> None:
         self._profile = profile
+        self._profiles = {
+            rank: profile_on(profile, plan, rank) for rank in plan.recomputation_by_rank
+        }
         self._devices_per_node = plan.pipelines[0].template.devices_per_node
         # (number of devices, speed) of the stage, by rank.
         self._stages = {
@@ -339,7 +342,8 @@ class _Cluster:
     def _compute_s(self, hop: Hop) -> tuple[float, float, float]:
         """Seconds of a hop: (forward, backward, the backward's part for the input's gradient)."""
         count, speed = self._stages[hop.rank]
-        layers = self._profile.layers[hop.first_layer : hop.end_layer]
+        profile = self._profiles.get(hop.rank, self._profile)
+        layers = profile.layers[hop.first_layer : hop.end_layer]
         forward_s = sum(layer.forward_s[count] for layer in layers) / speed
         backward_s = sum(layer.backward_s(count) for layer in layers) / speed
         return forward_s, backward_s, sum(layer.backward_input_s[count] for layer in layers) / speed

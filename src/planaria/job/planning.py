@@ -384,6 +384,7 @@ def _problem(config: JobConfig, profile: ModelProfile, *, processors: int) -> Pr
         failures_tolerated=config.resilience.failures_tolerated,
         is_deterministic=config.training.deterministic,
         splits_backward=recomputation == "none",
+        chooses_recomputation=config.training.chooses_recomputation,
         reduction_order=ReductionOrder(config.resilience.reductions),
         processors=processors,
     )

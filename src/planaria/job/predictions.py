@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from planaria.core.plan import Plan
+from planaria.core.plan import Plan, profile_on
 from planaria.estimator.correction import corrected_profile
 from planaria.estimator.peak_memory import bytes_by_rank, kept_bytes
 from planaria.estimator.time import Timeline, predicted_timeline
@@ -47,7 +47,7 @@ def prediction(
     return Prediction(
         timeline=timeline,
         peak_bytes={
-            rank: fixed.state_bytes + kept_bytes(profile, schedule, rank)
+            rank: fixed.state_bytes + kept_bytes(profile_on(profile, plan, rank), schedule, rank)
             for rank, fixed in held.items()
         },
     )

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from planaria.core.plan import LayerProfile, ModelProfile, NodeKind
 from planaria.errors import FeasibleValue, InfeasibleError, Limit
 from planaria.estimator.peak_memory import stage_bytes
+from planaria.planner.recomputation import least_kept_profile
 from planaria.schedule.buckets import ReductionOrder
 
 Seconds = NDArray[np.float64]
@@ -42,6 +43,8 @@ class Problem:
         is_deterministic: whether gradients are summed in float64.
         splits_backward: whether a plan may put off the gradients of weights. False with activation
             checkpointing, which would repeat the forward for each of the two parts of a backward.
+        chooses_recomputation: whether a plan chooses for each layer how much its backward computes
+            again, where a stage does not fit otherwise.
         processors: number of processors that the ranks of all nodes share, as those of emulated
             nodes do; 0: every device is a processor of its own. The search for plans assumes 0;
             predictions for a plan, and the choice between answers to a failure, take the shared
@@ -54,6 +57,7 @@ class Problem:
     failures_tolerated: int
     is_deterministic: bool = False
     splits_backward: bool = True
+    chooses_recomputation: bool = False
     reduction_order: ReductionOrder = ReductionOrder.COLOURED
     processors: int = 0
 
@@ -97,7 +101,8 @@ class StageCosts:
         forward_s, backward_s: seconds of one microbatch, a table [u, v] for each group; infinite
             where there is no such stage.
         seconds: sum of forward_s and backward_s.
-        most_in_flight: number of microbatches for which a stage has memory, a table [u, v] for each
+        most_in_flight: number of microbatches for which a stage has memory, if need be with
+            activations that are computed again, a table [u, v] for each
             group; 0 where even one does not fit, or where there is no such stage. A stage keeps as
             many microbatches as there are stages from it to the last, itself included, and at most
             all of the job's. All, because a template outlives plans: after failures one pipeline
@@ -209,10 +214,21 @@ def _most_in_flight(problem: Problem, count: int, limit_bytes: int) -> NDArray[n
     num_layers = len(problem.profile.layers)
     if limit_bytes == 0:
         return np.full((num_layers + 1, num_layers + 1), UNLIMITED)
+    max_in_flight = _most_that_fit(problem, problem.profile, count, limit_bytes)
+    if problem.chooses_recomputation:
+        least = least_kept_profile(problem.profile)
+        max_in_flight = np.maximum(
+            max_in_flight, _most_that_fit(problem, least, count, limit_bytes)
+        )
+    return max_in_flight
 
+
+def _most_that_fit(
+    problem: Problem, profile: ModelProfile, count: int, limit_bytes: int
+) -> NDArray[np.int64]:
     def held_bytes(num_in_flight: int) -> NDArray[np.int64]:
         return stage_bytes(
-            problem.profile,
+            profile,
             num_devices=count,
             num_in_flight=num_in_flight,
             gradient_copies=problem.gradient_copies,

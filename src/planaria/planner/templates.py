@@ -23,7 +23,7 @@ import numpy as np
 
 from planaria.core.plan import NodeKind, PipelineTemplate, Stage
 from planaria.errors import FeasibleValue, InfeasibleError, Limit
-from planaria.estimator.makespan import makespans_of_each
+from planaria.estimator.makespan import makespan_s, makespans_of_each, stage_seconds
 from planaria.planner.partition.bound import BoundSearch
 from planaria.planner.partition.fewest_stages import FewestStages, rows_of
 from planaria.planner.partition.paper import paper_partition
@@ -31,6 +31,7 @@ from planaria.planner.partition.positions import Positions
 from planaria.planner.partition.refine import nearby, table_of
 from planaria.planner.partition.windows import windows
 from planaria.planner.problem import Counts, Problem, Shape, StageCosts, stage_costs
+from planaria.planner.recomputation import cheapest_that_fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,29 +156,60 @@ def fastest_templates(
     microbatches = {n: count for n, count in microbatches.items() if sum(n) <= costs.num_layers}
     if not microbatches:
         return {}
-    search = BoundSearch(costs, microbatches)
-    lowest_bounds = {
-        counts: lowest_bound
-        for counts in microbatches
-        if (lowest_bound := search.lowest(counts)) is not None
-    }
-    starts = {counts: lowest_bound.shapes for counts, lowest_bound in lowest_bounds.items()}
-    # One simulation serves all partitions that get the same number of microbatches.
-    finalists: dict[int, list[tuple[Counts, Shape]]] = {}
-    for counts, shapes in nearby(costs, starts, microbatches).items():
-        pairs = finalists.setdefault(microbatches[counts], [])
-        pairs.extend((counts, shape) for shape in shapes)
     best: dict[Counts, tuple[float, Shape]] = {}
-    for count, pairs in finalists.items():
-        makespans_s = makespans_of_each(
-            table_of(costs, rows_of([shape for _, shape in pairs])), count
-        )
-        for (counts, shape), seconds in zip(pairs, makespans_s.tolist(), strict=True):
-            best[counts] = min(best.get(counts, (seconds, shape)), (seconds, shape))
+    bounds_s: dict[Counts, float] = {}
+    for searched in _costs_to_search(costs):
+        search = BoundSearch(searched, microbatches)
+        lowest_bounds = {
+            counts: lowest_bound
+            for counts in microbatches
+            if (lowest_bound := search.lowest(counts)) is not None
+        }
+        bounds_s |= {counts: lowest_bound.bound_s for counts, lowest_bound in lowest_bounds.items()}
+        starts = {counts: lowest_bound.shapes for counts, lowest_bound in lowest_bounds.items()}
+        # One simulation serves all partitions that get the same number of microbatches.
+        finalists: dict[int, list[tuple[Counts, Shape]]] = {}
+        for counts, shapes in nearby(searched, starts, microbatches).items():
+            pairs = finalists.setdefault(microbatches[counts], [])
+            pairs.extend((counts, shape) for shape in shapes)
+        for count, pairs in finalists.items():
+            makespans_s = _makespans_s(costs, [shape for _, shape in pairs], count)
+            for (counts, shape), seconds in zip(pairs, makespans_s, strict=True):
+                best[counts] = min(best.get(counts, (seconds, shape)), (seconds, shape))
     return {
-        counts: RankedTemplate(template_of(costs, shape), seconds, lowest_bounds[counts].bound_s)
+        counts: RankedTemplate(template_of(costs, shape), seconds, bounds_s[counts])
         for counts, (seconds, shape) in sorted(best.items())
     }
+
+
+def _costs_to_search(costs: StageCosts) -> list[StageCosts]:
+    """The costs, after those without recomputation where it makes more stages fit.
+
+    The search knows nothing of the seconds of recomputation. So the partitions that need none
+    are searched alone, too, and the fastest of both kinds is taken. The bounds of the second search
+    hold for all partitions.
+    """
+    problem = costs.problem
+    if not (problem.chooses_recomputation and costs.has_memory_limit):
+        return [costs]
+    without = stage_costs(replace(problem, chooses_recomputation=False), costs.kinds)
+    is_equal = all(
+        np.array_equal(without.most_in_flight[group], costs.most_in_flight[group])
+        for group in costs.groups
+    )
+    return [costs] if is_equal else [without, costs]
+
+
+def _makespans_s(costs: StageCosts, shapes: list[Shape], count: int) -> list[float]:
+    """The makespan of each partition for a number of microbatches, with what it computes again."""
+    makespans_s: list[float] = makespans_of_each(table_of(costs, rows_of(shapes)), count).tolist()
+    if costs.problem.chooses_recomputation and costs.has_memory_limit:
+        for index, shape in enumerate(shapes):
+            template = template_of(costs, shape)
+            if recomputes(template):
+                seconds = stage_seconds(costs.problem.profile, template)
+                makespans_s[index] = makespan_s(seconds, count)
+    return makespans_s
 
 
 def paper_templates(
@@ -209,13 +241,37 @@ def template_of(costs: StageCosts, shape: Shape) -> PipelineTemplate:
     stages = []
     kinds = []
     device = 0
-    for first, (end, group) in zip(firsts, shape, strict=False):
-        stages.append(Stage(first, end, costs.count_of(group)))
+    for index, (first, (end, group)) in enumerate(zip(firsts, shape, strict=False)):
+        stage = Stage(first, end, costs.count_of(group))
+        num_in_flight = min(costs.problem.num_microbatches, len(shape) - index)
+        stages.append(_with_recomputation(costs, stage, costs.kind_of(group), num_in_flight))
         if device % costs.devices_per_node == 0:
             kinds.append(costs.kinds[costs.kind_of(group)])
         device += costs.count_of(group)
     is_plain = all(kind == NodeKind() for kind in kinds)
     return PipelineTemplate(tuple(stages), len(kinds), () if is_plain else tuple(kinds))
+
+
+def recomputes(template: PipelineTemplate) -> bool:
+    """Whether some stage computes activations again."""
+    return any(stage.recomputation for stage in template.stages)
+
+
+def _with_recomputation(
+    costs: StageCosts, stage: Stage, kind_index: int, num_in_flight: int
+) -> Stage:
+    """The stage with what it has to compute again to fit into the memory of its node's devices."""
+    problem, kind = costs.problem, costs.kinds[kind_index]
+    limit_bytes = kind.device_memory_bytes or problem.profile.device_memory_bytes
+    if not (problem.chooses_recomputation and limit_bytes):
+        return stage
+    return cheapest_that_fits(
+        problem.profile,
+        stage,
+        num_in_flight=num_in_flight,
+        gradient_copies=problem.gradient_copies,
+        limit_bytes=limit_bytes,
+    )
 
 
 def _without_memory(problem: Problem) -> Problem:

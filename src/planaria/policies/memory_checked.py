@@ -9,7 +9,7 @@ made anew.
 from dataclasses import dataclass, replace
 
 from planaria.core.cluster import ClusterEvent, ClusterState
-from planaria.core.plan import Plan, Transition
+from planaria.core.plan import Plan, Transition, profile_on
 from planaria.estimator.peak_memory import bytes_by_rank, kept_bytes, peak_bytes
 from planaria.planner.plans import PlanCatalog, pipeline_microbatches
 from planaria.planner.problem import Problem
@@ -87,7 +87,7 @@ def _scheduled_peaks(problem: Problem, plan: Plan) -> tuple[tuple[int, ...], ...
     schedule = unchecked_schedule(plan, tied=profile.tied, order=problem.reduction_order)
     rank_bytes = bytes_by_rank(profile, plan, gradient_copies=problem.gradient_copies)
     peaks = {
-        rank: parts.state_bytes + kept_bytes(profile, schedule, rank)
+        rank: parts.state_bytes + kept_bytes(profile_on(profile, plan, rank), schedule, rank)
         for rank, parts in rank_bytes.items()
     }
     return tuple(

@@ -25,7 +25,7 @@ from planaria.planner.partition.fewest_stages import can_fit, rows_of
 from planaria.planner.partition.refine import neighbours, table_of
 from planaria.planner.partition.split_times import SplitTimes, least_split_s
 from planaria.planner.problem import Problem, Shape, stage_costs
-from planaria.planner.templates import fastest_templates, template_of
+from planaria.planner.templates import fastest_templates, recomputes, template_of
 
 # Bound on even partitions; 34 layers over 16 stages have 120. Where there are more, none is tried.
 EVEN_MAX: Final = 2000
@@ -96,7 +96,10 @@ class Partitions:
         if ranked is None:
             return None
         shape = self._shape(ranked.template)
+        if recomputes(ranked.template):  # The table below knows nothing of what that takes.
+            return ranked.template
         shapes = [shape, *(even for even in self._even(shape) if even != shape)]
+        shapes = [even for even in shapes if not recomputes(template_of(self._costs, even))]
         seconds = makespans_of_each(table_of(self._costs, rows_of(shapes)), count)
         return template_of(self._costs, shapes[int(seconds.argmin())])
 

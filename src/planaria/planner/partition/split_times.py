@@ -38,7 +38,7 @@ class SplitTimes:
 
     def ends_s(self, template: PipelineTemplate, num_microbatches: int) -> tuple[float, ...] | None:
         """Seconds until each stage has done its last backward; None if some device has no memory
-        for one microbatch and its gradients."""
+        for one microbatch and its gradients, or if activations are computed again."""
         pair = template, num_microbatches
         if pair not in self._ends_s:
             self._ends_s[pair] = self._simulated_ends_s(*pair)
@@ -49,6 +49,8 @@ class SplitTimes:
     ) -> tuple[float, ...] | None:
         (pipeline,) = pipelines_of([template], range(template.num_nodes))
         plan = plain_plan(0, (pipeline,), (num_microbatches,))
+        if plan.recomputation_by_rank:  # A forward would run again for each part of a backward.
+            return None
         plan = with_split_backwards(self._problem, plan)
         if min(plan.in_flight.values()) < 1:
             return None

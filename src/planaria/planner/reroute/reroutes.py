@@ -26,7 +26,7 @@ from itertools import accumulate
 from math import inf
 from typing import Final, NamedTuple
 
-from planaria.core.plan import Plan, Route, Ticks
+from planaria.core.plan import Plan, Route, Ticks, profile_on, stage_layers
 from planaria.estimator.peak_memory import bytes_by_rank, kept_bytes
 from planaria.estimator.time import predicted_timeline
 from planaria.planner.problem import Problem
@@ -143,8 +143,10 @@ def even_work_s(problem: Problem, plan: Plan) -> float:
             is_live = ranks[0] in plan.layers_by_rank
             if is_live:
                 leads.append((stage, lead_s))
-            for layer in range(stage.first_layer, stage.end_layer):
-                profile, count = problem.profile.layers[layer], stage.num_devices
+            for layer, profile in enumerate(
+                stage_layers(problem.profile, stage), start=stage.first_layer
+            ):
+                count = stage.num_devices
                 once_s = (profile.forward_s[count] + profile.backward_s(count)) / kind.speed
                 lead_s += once_s
                 per_s[layer] += is_live / once_s
@@ -238,7 +240,7 @@ def _price_with_whole_backwards(problem: Problem, plan: Plan) -> PricedPlan | No
 def _price_with_split_backwards(problem: Problem, plan: Plan) -> PricedPlan | None:
     """The plan with split backwards and as many microbatches in flight as there is memory for, or
     None if it does not fit."""
-    if not problem.splits_backward:
+    if not problem.splits_backward or plan.recomputation_by_rank:
         return None
     return _price_if_it_fits(problem, with_split_backwards(problem, plan))
 
@@ -279,7 +281,9 @@ def _ranks_short_of_memory(problem: Problem, plan: Plan, schedule: Schedule) -> 
     return [
         rank
         for rank, rank_bytes in bytes_of.items()
-        if 0 < limits_bytes[rank] < rank_bytes.state_bytes + kept_bytes(profile, schedule, rank)
+        if 0
+        < limits_bytes[rank]
+        < rank_bytes.state_bytes + kept_bytes(profile_on(profile, plan, rank), schedule, rank)
     ]
 
 
@@ -332,7 +336,7 @@ def stage_ticks(problem: Problem, plan: Plan) -> dict[int, Ticks]:
     for pipeline in plan.pipelines:
         stages, kinds = pipeline.template.stages, pipeline.template.stage_kinds()
         for stage, kind, ranks in zip(stages, kinds, pipeline.ranks_by_stage(), strict=True):
-            layers = all_layers[stage.first_layer : stage.end_layer]
+            layers = stage_layers(problem.profile, stage)
             count = stage.num_devices
             input_bytes = all_layers[stage.first_layer - 1].output_bytes if stage.first_layer else 0
             of_stage = (
