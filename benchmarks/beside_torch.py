@@ -5,6 +5,7 @@ holds a rank of planaria and one of torch. They train iterations in turn, each b
 an order drawn anew for each round: planaria, torch, and torch once more for the A/A ratio. So what
 else the machine does meets all alike.
 
+    costs       CPU seconds of a dispatched action and of a hop over a link (beside/costs.py)
     one         one rank beside the plain loop
     data        two ranks beside DDP that accumulates four microbatches
     pipeline    two stages beside Schedule1F1B
@@ -35,6 +36,7 @@ from torch import distributed
 from torch._C._distributed_c10d import TCPStore
 from torch.multiprocessing.spawn import start_processes
 
+from beside.costs import DISPATCH_GOAL_US, HOP_GOAL_US, costs_us
 from beside.engine_rank import EngineRank, job_of, open_links, plan_of
 from beside.shape import Shape
 from beside.torch_rank import join_group, torch_rank
@@ -47,6 +49,7 @@ SHAPES: Final = {
     "six": Shape(6, 1, 2),
     "eight": Shape(8, 1, 2),
 }
+PARTS: Final = ("costs", *SHAPES)
 GOALS: Final = {"fast": 1.03, "deterministic": 1.10}
 CPU_GOAL: Final = 1.05
 BY_CPU: Final = ("four", "eight")
@@ -57,16 +60,24 @@ _SYSTEMS: Final = ("planaria", "torch", "again")
 def main() -> int:
     """Prints the ratios; returns 1 if one misses its goal."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--mode", nargs="+", choices=GOALS, default=list(GOALS))
     parser.add_argument("--iterations", type=int, default=200)
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
-    is_met = True
-    for name in options.only:
+    is_met = _show_costs() if "costs" in options.only else True
+    for name in [name for name in SHAPES if name in options.only]:
         for mode in options.mode:
             is_met &= _compare(name, mode, options.iterations, options.profile)
     return 0 if is_met else 1
+
+
+def _show_costs() -> bool:
+    """Measures and prints what an action and a hop cost; returns whether both meet their goals."""
+    dispatch_us, hop_us = costs_us()
+    print(f"an action takes {dispatch_us:.1f} us of CPU (goal {DISPATCH_GOAL_US:.0f})")
+    print(f"a hop takes {hop_us:.1f} us of CPU (goal {HOP_GOAL_US:.0f})", flush=True)
+    return dispatch_us <= DISPATCH_GOAL_US and hop_us <= HOP_GOAL_US
 
 
 def _compare(name: str, mode: str, num_iterations: int, is_profiled: bool) -> bool:

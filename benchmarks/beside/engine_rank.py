@@ -28,6 +28,13 @@ NUM_LAYERS = NUM_BLOCKS + 2
 _TOKEN = b"beside torch"
 _TIMEOUT_S = 60.0
 _NO_VOTES = Votes(0, 0, 0, 0)
+IDLE_CALLBACKS = ExecutorCallbacks(
+    on_step=lambda *_: None,
+    on_action_done=lambda: None,
+    on_computed=lambda _: None,
+    is_timed=lambda: False,
+    on_tensors=lambda _: None,
+)
 
 
 def job_of(shape: Shape, *, is_deterministic: bool) -> JobConfig:
@@ -97,13 +104,7 @@ class EngineRank:
                 resilience=self._config.resilience,
             ),
             comm=HostComm(self._links, PROCESSOR),
-            callbacks=ExecutorCallbacks(
-                on_step=lambda *_: None,
-                on_action_done=lambda: None,
-                on_computed=lambda _: None,
-                is_timed=lambda: False,
-                on_tensors=lambda _: None,
-            ),
+            callbacks=IDLE_CALLBACKS,
         )
 
     def train(self, iteration: int) -> float:

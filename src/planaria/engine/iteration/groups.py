@@ -83,6 +83,8 @@ def reduce_bucket(
             _add(total, receive_pieces(links, rank, scatter, total.nbytes, timeout_s=timeout_s))
     segment = total
     if total.dtype is not torch.float32 or not device.is_host:
+        segment = total
+    if not device.is_host or total.dtype is not torch.float32:
         segment = host_memory(device, total.numel(), torch.float32).copy_(total)
     for i in others:
         pieces = pieces_on_host(device, segment)
