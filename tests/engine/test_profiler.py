@@ -186,6 +186,39 @@ def test_a_layer_that_changes_a_buffer_is_refused(
         profiler.profile_model(job, model, dataset)
 
 
+class _InPlace(nn.Module):
+    """A layer that adds to the result of its matrix product in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.linear(x)
+        return output.add_(x).tanh()
+
+
+def test_a_kind_of_recomputation_that_a_layer_refuses_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planner then chooses among the others; a job that asks for that kind is refused."""
+    job = tiny_job("sequential", tmp_path, activation_checkpointing="auto")
+    model = load_model(job, cache_directory=tmp_path, profile=None, timekeeper=Timekeeper())
+    dataset = load_data(job, objective=model.objective, cache_directory=tmp_path)
+    build: Callable[[SplitModel, int], nn.Module] = SplitModel.materialise
+    monkeypatch.setattr(
+        SplitModel, "materialise", lambda self, i: _InPlace() if i == 1 else build(self, i)
+    )
+
+    layers = profiler.profile_model(job, model, dataset).layers
+
+    assert set(layers[1].recomputed) == {"full"}
+    assert set(layers[2].recomputed) == {"selective", "full"}
+    asking = replace(job, training=replace(job.training, activation_checkpointing="selective"))
+    with pytest.raises(RuntimeError, match="mutated"):
+        profiler.profile_model(asking, model, dataset)
+
+
 def test_a_link_is_measured_over_real_sockets() -> None:
     """Orders of magnitude: loopback takes microseconds to milliseconds and moves megabytes."""
     link = profiler.measured_link()

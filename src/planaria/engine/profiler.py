@@ -285,9 +285,16 @@ def _layer_profile(
     recomputed: dict[str, RecomputationCost] = {}
     # The engine never computes the last layer again.
     for mode in _measured_modes(job.training) if loss is None else ():
-        runs = clock.contention.repeat(
-            partial(_measure_again, modules, hidden, mode, clock.now_s), times=NUM_RUNS
-        )
+        try:
+            runs = clock.contention.repeat(
+                partial(_measure_again, modules, hidden, mode, clock.now_s), times=NUM_RUNS
+            )
+        except RuntimeError as error:
+            # A selective backward refuses a layer that changes the result of a product in place.
+            if not job.training.chooses_recomputation:
+                raise
+            logger.info("layer %s cannot be computed again (%s): %s", name, mode, error)
+            continue
         both_s = statistics.median(run.forward + run.backward for run in runs)
         is_full = mode == "full"
         recomputed[mode] = RecomputationCost(
