@@ -32,6 +32,7 @@ from planaria.transport.timekeeping import Timekeeper
 
 # A profile that was not measured may be wrong, and commit vectors are in no profile.
 _MESSAGE_SLACK_BYTES: Final = 1 << 30
+_COMPILED_LAYERS_MAX: Final = 1 << 16  # Of one process, each shape of inputs counted.
 
 
 def load_model(
@@ -79,6 +80,10 @@ def device_of(job: JobConfig, *, rank: int) -> Device:
         # Processes that compile would outlive a worker that is killed.
         inductor: Any = importlib.import_module("torch._inductor.config")
         inductor.compile_threads = 1
+        # Layers share code that is compiled for each. After 8 torch would run the others without,
+        # and their bits would depend on how many layers a rank has.
+        dynamo: Any = importlib.import_module("torch._dynamo.config")
+        dynamo.recompile_limit = dynamo.accumulated_recompile_limit = _COMPILED_LAYERS_MAX
     return device
 
 
