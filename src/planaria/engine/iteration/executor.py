@@ -79,7 +79,7 @@ class ExecutorCallbacks:
         on_computed: takes the seconds of each forward and backward, or part of one; may slow the
             rank.
         is_timed: tells whether the seconds of each action are needed when it has run. If not, those
-            of a device are told when the iteration ends.
+            of a device are read when the iteration ends, and `on_computed` is not called.
         on_tensors: takes the tensors kept for later actions, at each moment at which the rank's
             memory in use may be at its peak of the iteration.
     """
@@ -236,6 +236,9 @@ class Executor:
             self._callbacks.on_tensors(self._kept_tensors())
             self._callbacks.on_action_done()
         if end is None:
+            if action.kind in _COMPUTING:
+                self._callbacks.on_computed(self._now_s() - start_s)
+            # What slows the rank counts as its computation.
             self._count_seconds(action.kind, self._now_s() - start_s)
         self._pulse.begin_wait()
         self._longest_s[action.kind] = max(longest_s or 0.0, self._now_s() - start_s)
@@ -252,7 +255,6 @@ class Executor:
 
     def _count_seconds(self, kind: Kind, seconds: float) -> None:
         if kind in _COMPUTING:
-            self._callbacks.on_computed(seconds)
             self.action_s[kind.value] = self.action_s.get(kind.value, 0.0) + seconds
         elif kind is Kind.SHADOW:
             self.eager_s += seconds
