@@ -35,8 +35,8 @@ from gpu.running import (
     Parts,
     Row,
     accelerator,
+    begin_parts,
     last_json,
-    machine_facts,
     run_command,
     say,
 )
@@ -117,19 +117,9 @@ def main() -> int:
     """Runs the parts; returns the exit code."""
     options = _options()
     device = options.device if options.device != "auto" else accelerator()
-    if not device:
-        say("gpu_bits: skipped, torch finds no GPU (--device cpu --small runs it without)")
+    parts = begin_parts("gpu_bits", options, device)
+    if parts is None:
         return 2
-    facts = machine_facts(device)
-    say(", ".join(f"{key} {value}" for key, value in facts.items()))
-    options.directory.mkdir(parents=True, exist_ok=True)
-    parts = Parts(
-        script="gpu_bits",
-        facts=facts,
-        minutes=options.minutes,
-        results=options.results,
-        only=tuple(options.only),
-    )
     runner = Runner(options.directory, device, options.directory / "saves")
     bits = _Bits(
         size=SMALL if options.small else LARGE,

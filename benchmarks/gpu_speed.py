@@ -41,8 +41,8 @@ from gpu.running import (
     Parts,
     Row,
     accelerator,
+    begin_parts,
     last_json,
-    machine_facts,
     run_command,
     say,
 )
@@ -84,19 +84,9 @@ def main() -> int:
     """Runs the parts; returns the exit code."""
     options = _options()
     device = options.device if options.device != "auto" else accelerator()
-    if not device:
-        say("gpu_speed: skipped, torch finds no GPU (--device cpu --small runs it without)")
+    parts = begin_parts("gpu_speed", options, device)
+    if parts is None:
         return 2
-    facts = machine_facts(device)
-    say(", ".join(f"{key} {value}" for key, value in facts.items()))
-    options.directory.mkdir(parents=True, exist_ok=True)
-    parts = Parts(
-        script="gpu_speed",
-        facts=facts,
-        minutes=options.minutes,
-        results=options.results,
-        only=tuple(options.only),
-    )
     saves = _saves_directory(options.directory, is_small=options.small)
     try:
         speed = _Speed(options, Runner(options.directory, device, saves), parts)

@@ -5,6 +5,7 @@ once, and the results are written after each part, so that a run that is cut off
 knew. Commands run in process groups of their own that end with their time limit.
 """
 
+import argparse
 import ctypes
 import json
 import os
@@ -268,3 +269,25 @@ class Parts:
             say(f"  {part['outcome']:8} {part['name']} ({part['seconds']:.0f} s) {part['reason']}")
         outcomes = {part["outcome"] for part in self.done}
         return 0 if outcomes & {"met"} and not outcomes & {"MISSED", "failed"} else 1
+
+
+def begin_parts(script: str, options: argparse.Namespace, device: str) -> Parts | None:
+    """The parts of a script, none of them run yet; None, and a line that says so, without a GPU.
+
+    Args:
+        options: options of the script that say where and for how long its parts run.
+        device: type of the device; "": there is none.
+    """
+    if not device:
+        say(f"{script}: skipped, torch finds no GPU (--device cpu --small runs it without)")
+        return None
+    facts = machine_facts(device)
+    say(", ".join(f"{key} {value}" for key, value in facts.items()))
+    options.directory.mkdir(parents=True, exist_ok=True)
+    return Parts(
+        script=script,
+        facts=facts,
+        minutes=options.minutes,
+        results=options.results,
+        only=tuple(options.only),
+    )
