@@ -3,20 +3,22 @@
 A mistake in a model or a data set raises on every node and ends the job. A fault of the node
 strikes that node alone: its memory is full, its devices or their libraries fail, or it cannot read
 what other nodes can read. An exception that was raised from such a fault, or while one was being
-handled, counts as a fault of the node too.
+handled, counts as a fault of the node too. For the job's own mistakes it makes the text that the
+user reads.
 """
 
 import errno
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from planaria.core.messages import Blame, Raised, WorkerFailed
 from planaria.core.specs import NodeSpec
-from planaria.engine.prepare import mistake_of
-from planaria.engine.tracebacks import user_traceback
 from planaria.errors import ConfigError, DivergedError
 
 # Torch raises these as plain RuntimeErrors.
@@ -85,3 +87,52 @@ def _name(error: BaseException) -> str:
     kind = type(error)
     is_builtin = kind.__module__ == "builtins"
     return kind.__qualname__ if is_builtin else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def mistake_of(error: ConfigError) -> tuple[str, str, str]:
+    """Field, value and remedy of a user's mistake; the value is JSON, of its text if need be."""
+    try:
+        value = msgspec.json.encode(error.value)
+    except TypeError:
+        value = msgspec.json.encode(str(error.value))
+    return error.field, value.decode(), error.remedy
+
+
+# -- tracebacks of exceptions in the user's code, without the frames that called that code ---------
+# The frames of planaria, and those of torch that only lead from it into the user's module, say
+# nothing about the mistake. If planaria itself raised the exception, all frames are kept.
+
+_OURS = str(Path(__file__).parent.parent)
+_CHARACTERS_MAX = 1 << 20  # An exception's message may be the text of a whole tensor.
+_CALLING = str(Path(torch.__file__).parent / "nn" / "modules" / "module.py")
+
+
+def user_traceback(error: BaseException) -> str:
+    """The formatted traceback of an exception and of the exceptions that led to it.
+
+    Its middle is left out if it is longer than a message to the coordinator may be.
+    """
+    whole = traceback.TracebackException.from_exception(error)
+    link: traceback.TracebackException | None = whole
+    while link is not None:
+        _shorten(link.stack)
+        link = link.__cause__ or link.__context__
+    text = "".join(whole.format())
+    if len(text) <= _CHARACTERS_MAX:
+        return text
+    half = _CHARACTERS_MAX // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters are left out ...\n{text[-half:]}"
+
+
+def _shorten(stack: traceback.StackSummary) -> None:
+    """Drops the frames up to the last one of planaria, and torch's module frames after that.
+
+    Drops nothing if the last frame is planaria's.
+    """
+    ours = [index for index, frame in enumerate(stack) if frame.filename.startswith(_OURS)]
+    first = ours[-1] + 1 if ours else 0
+    if first == len(stack):
+        return
+    while first < len(stack) - 1 and stack[first].filename == _CALLING:
+        first += 1
+    del stack[:first]

@@ -17,11 +17,11 @@ from planaria.core.plan import Link, ModelProfile
 from planaria.core.samples import sample_numbers
 from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
 from planaria.data.datasets import Dataset, load_dataset, vocabulary_size
+from planaria.engine.blame import mistake_of, user_traceback
 from planaria.engine.comm.choice import fallback_text, nccl_obstacle, transport_mistake
 from planaria.engine.devices import Device, find_device
 from planaria.engine.optimizer import learning_rate, optimizer_factory
 from planaria.engine.profiler import profile_model
-from planaria.engine.tracebacks import user_traceback
 from planaria.errors import ConfigError
 from planaria.models.layers import SplitModel
 from planaria.models.paced import PacedData, paced_model
@@ -165,15 +165,6 @@ def load_data(job: JobConfig, *, objective: str, cache_directory: Path) -> Datas
     return load_dataset(
         job.data, objective=objective, seed=job.training.seed, cache_directory=cache_directory
     )
-
-
-def mistake_of(error: ConfigError) -> tuple[str, str, str]:
-    """Field, value and remedy of a user's mistake; the value is JSON, of its text if need be."""
-    try:
-        value = msgspec.json.encode(error.value)
-    except TypeError:
-        value = msgspec.json.encode(str(error.value))
-    return error.field, value.decode(), error.remedy
 
 
 def main(payload: bytes, result_fd: int) -> None:

@@ -14,12 +14,12 @@ from helpers.linked_ranks import TIMEOUT_S, in_threads, link_ranks
 from planaria.core.job import JobConfig
 from planaria.core.specs import PrepareRequest
 from planaria.engine import prepare
+from planaria.engine.blame import mistake_of
 from planaria.engine.comm import choice
 from planaria.engine.comm.choice import nccl_obstacle, open_comm
 from planaria.engine.comm.device_comm import DeviceComm
 from planaria.engine.comm.host import HostComm
 from planaria.engine.devices import Device
-from planaria.engine.prepare import mistake_of
 from planaria.errors import ConfigError
 from planaria.schedule.lower import rank_schedule
 
