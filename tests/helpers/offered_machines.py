@@ -39,6 +39,8 @@ class Clock:
     def monotonic(self) -> float:
         return asyncio.get_running_loop().time() + self.ahead_s
 
+    time = monotonic
+
 
 class OfferedMachine:
     """A machine that runs, and its head.

@@ -16,6 +16,7 @@ from helpers.machine_jobs import (
     LEASE_S,
     NUM_NODES,
     TIMEOUT_S,
+    MachineJob,
     Machines,
     digests,
     joins,
@@ -115,12 +116,8 @@ def test_another_agent_takes_the_place_of_one_that_is_killed(
         job.wait_lost(node)
         wait_for(lambda: not hosts[1].processes(), what="the node ends with its agent")
         job.join(hosts[1])
-        assert job.node(hosts[1]) == 4
-        job.head.wait_for_line("^joined: node 4", timeout_s=TIMEOUT_S)
-        report = job.report()
 
-        assert digests(report) == expected
-        assert (losses(report), joins(report)) == ([(node,)], [(4,)])
+        assert_back_as_node_4(job, hosts[1], lost=node, expected=expected)
 
 
 @pytest.mark.long
@@ -136,12 +133,28 @@ def test_a_machine_that_is_back_after_its_lease_joins_as_a_new_node(
         begin(hosts[1])
         job.wait_lost(node)
         end(hosts[1])
-        assert job.node(hosts[1], num_nodes=2) == 4
-        job.head.wait_for_line("^joined: node 4", timeout_s=TIMEOUT_S)
-        report = job.report()
 
-        assert digests(report) == expected
-        assert (losses(report), joins(report)) == ([(node,)], [(4,)])
+        assert_back_as_node_4(job, hosts[1], lost=node, expected=expected, num_nodes=2)
+
+
+def assert_back_as_node_4(
+    job: MachineJob,
+    host: Host,
+    *,
+    lost: int,
+    expected: tuple[str, str],
+    num_nodes: int = 1,
+) -> None:
+    """A host that has lost its node runs node 4, and nothing else was lost or joined.
+
+    Args:
+        num_nodes: number of nodes that its agent has run then.
+    """
+    assert job.node(host, num_nodes=num_nodes) == 4
+    job.head.wait_for_line("^joined: node 4", timeout_s=TIMEOUT_S)
+    report = job.report()
+    assert digests(report) == expected
+    assert (losses(report), joins(report)) == ([(lost,)], [(4,)])
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -15,9 +16,15 @@ from helpers.offered_machines import offered_machine
 from helpers.tasks import settle, wait_until
 from planaria.core.job import ClusterConfig, JobConfig
 from planaria.core.machine_messages import (
+    ExaminationRequested,
     JobOver,
     JobPrepared,
+    LinkMeasured,
+    LinkMeasureRequested,
+    LinkServed,
+    LinkServeRequested,
     MachineArrived,
+    MachineExamined,
     MachineUnfit,
     NodeEnded,
     PrepareRequested,
@@ -267,3 +274,33 @@ async def test_a_machine_that_stays_waits_without_end_for_the_next_head(
 
         assert not running.done()
         assert made.server.kills
+
+
+@runs
+async def test_a_question_that_cannot_be_answered_ends_no_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error while `planaria doctor` looked at a machine ended its agent, and its node."""
+
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise RuntimeError("no such file")
+
+    for name in ("checks_of_this_machine", "serve_link", "measured_link"):
+        monkeypatch.setattr(machine, name, fail)
+    async with offered_machine(tmp_path, monkeypatch, job=JOB) as (made, running):
+        line = await made.join()
+        line.tell(made.request(0))
+        await wait_until(lambda: "runs node 0" in made.notes)
+        line.tell(ExaminationRequested(1))
+        (check,) = (await line.wait(MachineExamined)).checks
+        line.tell(LinkServeRequested(b"", 2))
+        served = await line.wait(LinkServed)
+        line.tell(LinkMeasureRequested(address=("", 0), secret=b"", number=3))
+        measured = await line.wait(LinkMeasured)
+
+        assert (check.value, check.verdict) == ("RuntimeError('no such file')", "warning")
+        assert served == LinkServed(0, 2)
+        reason = "it raised RuntimeError('no such file')"
+        assert measured == LinkMeasured(reason=reason, number=3)
+        assert not running.done()
+        assert not made.server.kills

@@ -80,9 +80,9 @@ def agent(
 ) -> None:
     """Offers this machine to the head of a job, and runs a node of it.
 
-    Exit codes: 0 the job is done or was stopped by its user, or the machine left in peace; 2 a
-    mistake; 3 the job ended unfinished, or the head was lost and the node saved what it held; 75
-    there was no head for too long: start the agent again; 130 a second Ctrl-C.
+    Exit codes: 0 the job is done, or the machine left in peace; 2 a mistake; 3 the job ended
+    unfinished, also by its user, or the head was lost and the node saved what it held; 75 there was
+    no head for too long: start the agent again; 130 a second Ctrl-C.
     """
     sys.stdout, sys.stderr = unfailing(sys.stdout), unfailing(sys.stderr)
     if notice:

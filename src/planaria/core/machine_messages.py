@@ -299,7 +299,7 @@ class JobOver(Message, frozen=True, kw_only=True):
     """The job is over; the node leaves by itself, or is killed after a while.
 
     Attributes:
-        is_done: whether it ended as planned, or because the user stopped it.
+        is_done: whether all of its iterations are done, or the machine leaves in peace.
         text: description of the end.
     """
 

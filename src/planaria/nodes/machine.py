@@ -29,6 +29,7 @@ from typing import Any, Final
 
 import msgspec
 
+from planaria.core.checkups import CheckResult
 from planaria.core.job import JobConfig
 from planaria.core.machine_messages import (
     PROTOCOL,
@@ -40,7 +41,9 @@ from planaria.core.machine_messages import (
     JobOffered,
     JobOver,
     JobPrepared,
+    LinkMeasured,
     LinkMeasureRequested,
+    LinkServed,
     LinkServeRequested,
     MachineArrived,
     MachineExamined,
@@ -74,7 +77,8 @@ from planaria.transport.sockets import Address, address_text, break_when_silent
 logger = logging.getLogger(__name__)
 
 EXIT_DONE: Final = 0
-# The job ended before its last iteration; or its head was lost, and the node saved what it held.
+# The job ended before its last iteration, perhaps because its user stopped it; or its head was
+# lost, and the node saved what it held.
 EXIT_UNFINISHED: Final = 3
 EXIT_AGAIN: Final = 75  # The head was lost for too long; start this again.
 
@@ -297,6 +301,25 @@ class _Machine:
         task.add_done_callback(self._on_task_end)
         return task
 
+    def _start_answer(
+        self, work: Coroutine[Any, Any, None], failure: Callable[[Exception], FromMachine]
+    ) -> None:
+        """Starts to answer a question about this machine; if that raises, the node goes on.
+
+        Args:
+            failure: returns the answer that says so.
+        """
+        self._start_task(self._answer(work, failure))
+
+    async def _answer(
+        self, work: Coroutine[Any, Any, None], failure: Callable[[Exception], FromMachine]
+    ) -> None:
+        try:
+            await work
+        except Exception as error:
+            logger.exception("a question of the head could not be answered")
+            self._tell(failure(error))
+
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) and not self._interrupted.done():
@@ -315,12 +338,19 @@ class _Machine:
             case PrepareRequested():
                 self._end_preparing()
                 self._preparing = self._start_task(self._prepare(message))
-            case LinkServeRequested():
-                self._start_task(self._serve_link(message))
+            case LinkServeRequested(number=number):
+                self._start_answer(self._serve_link(message), lambda _: LinkServed(0, number))
             case ExaminationRequested(number):
-                self._start_task(self._examine(number, received_s=time.time()))
-            case LinkMeasureRequested():
-                self._start_task(self._measure_link(message))
+                received_s = time.time()
+                self._start_answer(
+                    self._examine(number, received_s=received_s),
+                    lambda error: _examination_failure(error, number, received_s=received_s),
+                )
+            case LinkMeasureRequested(number=number):
+                self._start_answer(
+                    self._measure_link(message),
+                    lambda error: LinkMeasured(reason=f"it raised {error!r}", number=number),
+                )
             case NodeRequested(spec):
                 self._start_node(spec)
             case NodeDropped(node):
@@ -545,3 +575,12 @@ class _Machine:
             self._leave()
         elif not self._interrupted.done():
             self._interrupted.set_result(None)
+
+
+def _examination_failure(error: Exception, number: int, *, received_s: float) -> MachineExamined:
+    """The answer of a machine that could not examine itself."""
+    remedy = "its agent could not examine the machine; the agent's log has the whole error"
+    check = CheckResult(subject="examination", value=repr(error), remedy=remedy)
+    return MachineExamined(
+        checks=(check,), received_s=received_s, sent_s=time.time(), number=number
+    )

@@ -60,7 +60,7 @@ class MachineChecks:
             await answer_of_thread(check, name="check of saves")
         except ConfigError as error:
             return str(error)
-        if self._reading is None:
+        if self._reading is None or _has_failed(self._reading):
             self._reading = asyncio.create_task(self._read_own())
         await asyncio.shield(self._reading)
         for key, digest in ready.digests.items():
@@ -125,6 +125,10 @@ class MachineChecks:
             f"{other} {digests}; copy the same files to all machines, or mount a file system there "
             "that they share"
         )
+
+
+def _has_failed(task: asyncio.Task[None]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def _models(facts: MachineFacts) -> str:

@@ -29,12 +29,16 @@ from planaria.core.machine_messages import (
     PrepareRequested,
     ToMachine,
 )
+from planaria.core.specs import PrepareRequest
 from planaria.transport.frames import frame
 from planaria.transport.link_measurement import SECRET_BYTES
 from planaria.transport.sockets import break_when_silent
 
 REJOINS_MAX: Final = 5  # Nodes that a machine may lose within an hour and still get another.
 ANSWER_TIMEOUT_S: Final = 15.0  # Time for an answer that needs no long work.
+# Time to import torch, build the model, read the data and measure every layer. The largest models
+# take minutes.
+PREPARE_TIMEOUT_S: Final = 3600.0
 _HOUR_S: Final = 3600.0
 Question = PrepareRequested | LinkServeRequested | LinkMeasureRequested | ExaminationRequested
 Answer = JobPrepared | LinkServed | LinkMeasured | MachineExamined
@@ -138,6 +142,21 @@ class MachineHandle:
         finally:
             self._questions.pop(number, None)
         return answer if isinstance(answer, kind) else None
+
+    async def prepare(self, request: PrepareRequest) -> JobPrepared | None:
+        """What it finds out about the job; None: its connection is broken.
+
+        Raises:
+            TimeoutError: it has not answered for PREPARE_TIMEOUT_S; it hangs, or the job's code
+                does.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PREPARE_TIMEOUT_S):
+                return await self.ask(PrepareRequested(request), JobPrepared)
+        raise TimeoutError(
+            f"it has examined the job for {PREPARE_TIMEOUT_S:.0f} s without an answer; look what "
+            "its agent waits for, such as a file system, and start the agent again"
+        )
 
     async def measure(self, question: LinkMeasureRequested) -> LinkMeasured | None:
         """Its answer to a question for the path to another machine; see `ask`."""

@@ -42,7 +42,6 @@ from planaria.core.machine_messages import (
     NodeDropped,
     NodeEnded,
     NodeRequested,
-    PrepareRequested,
     SourceFile,
     ToMachine,
 )
@@ -54,12 +53,11 @@ from planaria.nodes.forkserver import exit_text
 from planaria.nodes.head.node_handles import EXIT_TIMEOUT_S, KILL_TIMEOUT_S
 from planaria.nodes.head.process_events import wait_until
 from planaria.nodes.head.remote.kind_speeds import Kind, KindSpeeds, kind_of
-from planaria.nodes.head.remote.link_classes import LinkClass, first_pairs
+from planaria.nodes.head.remote.link_classes import LinkClass, measured_links
 from planaria.nodes.head.remote.machine_checks import MachineChecks
 from planaria.nodes.head.remote.machine_handle import (
     MachineHandle,
     loopback_problem,
-    measured_path,
     unused_name,
 )
 from planaria.nodes.head.remote.run_record import NodeLog
@@ -215,10 +213,11 @@ class Machines:
     async def prepare(self, request: PrepareRequest) -> dict[Kind, Prepared]:
         """The facts on the job that the first machine of each kind finds, one after the other.
 
-        Only one machine looks if the job is wrong, or if its profile is given.
+        Only one machine looks if the job is wrong, or if its profile is given. One that hangs is
+        refused, and another one looks.
 
         Raises:
-            InsufficientError: the process there was killed.
+            InsufficientError: the process there was killed, or no machine is left that looks.
         """
         measured: dict[Kind, Prepared] = {}
         while True:
@@ -227,7 +226,11 @@ class Machines:
             others = [each for each in self._free if kind_of(each.facts) not in measured]
             if not others:
                 return measured
-            answer = await others[0].ask(PrepareRequested(request), JobPrepared)
+            try:
+                answer = await others[0].prepare(request)
+            except TimeoutError as error:
+                self._turn_away(others[0], str(error))
+                continue
             if answer is None:
                 continue  # Its connection is broken.
             if answer.prepared is None:
@@ -237,33 +240,8 @@ class Machines:
                 return measured
 
     async def measure_links(self) -> dict[LinkClass, Link]:
-        """The link between the first two machines of each class; it takes about half a second each.
-
-        A class whose machines cannot reach one another is left out, and the user is told.
-        """
-        free = self._free
-        links: dict[LinkClass, Link] = {}
-        for kind, pair in first_pairs([machine.facts for machine in free]).items():
-            server, client = (free[index] for index in pair)
-            if link := await self._link(server, client):
-                links[kind] = link
-        return links
-
-    async def _link(self, server: MachineHandle, client: MachineHandle) -> Link | None:
-        measured = await measured_path(client.name, client.measure, server)
-        link = measured.link
-        if link is None:
-            self._note(
-                f"{client.name} ({client.facts.host}) could not measure its link to {server.name}: "
-                f"{measured.reason}; open all TCP ports between the machines, or have "
-                f"{server.name} name another address with --advertise"
-            )
-            return None
-        self._note(
-            f"between {client.name} and {server.name}: {link.latency_s * 1e3:.2f} ms, "
-            f"{link.bandwidth_bytes_per_s * 8e-9:.2f} Gbit/s"
-        )
-        return link
+        """See measured_links."""
+        return await measured_links(self._free, note=self._note)
 
     # -- nodes ------------------------------------------------------------------------------------
 
@@ -383,7 +361,7 @@ class Machines:
 
     async def end_all(self, ended: Ended | None) -> None:
         """See NodeHandles. The machines are told how the job has ended, and leave."""
-        is_done = ended is not None and ended.ending in (Ending.FINISHED, Ending.STOPPED)
+        is_done = ended is not None and ended.ending is Ending.FINISHED
         text = "the head ended the job"
         if ended is not None:
             text = f"the job is {ended.ending}" + (f": {ended.reason}" if ended.reason else "")
@@ -541,19 +519,26 @@ class Machines:
     async def _check(self, machine: MachineHandle, ready: MachineReady) -> None:
         """Lets a machine take part if it is like the others; one with a node was checked before."""
         problem, writer = "", machine.writer
-        if machine.node < 0:
-            problem = await self.checks.problem(machine.name, machine.facts, ready)
-            problem = problem or self._address_problem(machine)
-            if not problem and not self.kinds.is_known(machine.facts):
-                problem = await self._measure(machine)
+        try:
+            problem = "" if machine.node >= 0 else await self._problem(machine, ready)
+        except Exception as error:  # A fault of the head, and the machine waits for a word.
+            logger.exception("%s could not be compared", machine.name)
+            problem = f"the head could not compare it with the others: {error!r}"
         if ready.run != self._offer.run or machine.writer is not writer:
             return  # Another run has begun, or it is gone or back: it says anew that it is ready.
         if problem:
-            machine.tell(MachineRefused(reason=problem, is_final=True))
-            self._refuse(machine, problem)
+            self._turn_away(machine, problem)
         else:
             machine.is_ready = True
         await self._tell_change()
+
+    async def _problem(self, machine: MachineHandle, ready: MachineReady) -> str:
+        """Why a machine cannot take part, and what to do; "": it can."""
+        problem = await self.checks.problem(machine.name, machine.facts, ready)
+        problem = problem or self._address_problem(machine)
+        if not problem and not self.kinds.is_known(machine.facts):
+            problem = await self._measure(machine)
+        return problem
 
     def _address_problem(self, machine: MachineHandle) -> str:
         """Why a machine's address, or that of another one, cannot be used; "": all can.
@@ -570,8 +555,7 @@ class Machines:
                 problem = loopback_problem(other, machine)
                 if other.node >= 0 or not self.is_waiting:
                     return f"{other.name}, which is in the job, cannot work with it: {problem}"
-                other.tell(MachineRefused(reason=problem, is_final=True))
-                self._refuse(other, problem)
+                self._turn_away(other, problem)
         return ""
 
     async def _measure(self, machine: MachineHandle) -> str:
@@ -581,13 +565,21 @@ class Machines:
             Why it cannot take part; "": it can.
         """
         assert self.kinds.request is not None
-        answer = await machine.ask(PrepareRequested(self.kinds.request), JobPrepared)
+        try:
+            answer = await machine.prepare(self.kinds.request)
+        except TimeoutError as error:
+            return str(error)
         if answer is None:
             return ""  # Its connection is broken, and it has to come again.
         if answer.prepared is None or answer.prepared.profile is None:
             return f"it could not measure the job's layers: {answer.failure}"
         self.kinds.add(kind_of(machine.facts), answer.prepared)
         return ""
+
+    def _turn_away(self, machine: MachineHandle, reason: str) -> None:
+        """Tells a machine that it cannot take part."""
+        machine.tell(MachineRefused(reason=reason, is_final=True))
+        self._refuse(machine, reason)
 
     def _refuse(self, machine: MachineHandle, reason: str) -> None:
         machine.is_ready = False
