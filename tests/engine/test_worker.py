@@ -214,6 +214,29 @@ def test_a_rank_that_has_lost_a_peer_computes_nothing_and_is_not_late(
     assert seen == {"forward": [(0, NUM_LAYERS // 2)] * 2, "send": [(0, 0)] * 2}
 
 
+def test_the_end_of_an_epoch_frees_the_thread_that_reduces(alone: Served) -> None:
+    """It may wait in a group of NCCL, which no link and no order of the epoch ends any more."""
+    is_aborted = threading.Event()
+    is_free: list[bool] = []
+
+    class Comm:
+        def abort(self, _: str) -> None:
+            is_aborted.set()
+
+        def close(self) -> None:
+            assert is_free == [True]
+
+    class Reducing:
+        def close(self) -> None:
+            is_free.append(is_aborted.wait(TIMEOUT_S))
+
+    alone.line.comm = Comm()  # type: ignore[assignment]
+    alone.worker._executor = Reducing()  # type: ignore[assignment]
+    alone.worker._end_epoch(0)
+
+    assert is_free == [True]
+
+
 @pytest.fixture
 def _process_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a worker's main function sets for its whole process would stay set here."""

@@ -467,6 +467,8 @@ class Worker:
         self._links.abort("the epoch is over", first_epoch=epoch + 1)
         executor, self._executor = self._executor, None
         comm, self._control.comm = self._control.comm, None
+        if comm is not None:  # The thread that reduces may wait in it, and not in a link.
+            comm.abort("the epoch is over")
         if executor is not None:
             executor.close()
         self._copying.leave()

@@ -12,7 +12,9 @@ from torch import Tensor
 from helpers.linked_ranks import TIMEOUT_S, in_threads, link_ranks, tag, wait_until
 from planaria.engine.comm.device_comm import HEAD_BYTES
 from planaria.engine.comm.host import HostComm
+from planaria.engine.comm.pieces import piece_tag
 from planaria.engine.devices import Device, LateDevice, Mark, Pairs
+from planaria.errors import AbortedError
 from planaria.transport.links import Buffer, Channel, Links, Tag
 
 NUMBERS = torch.arange(6.0)
@@ -199,3 +201,27 @@ def test_nothing_is_sent_once_the_comm_is_closed() -> None:
             closing.result(timeout=TIMEOUT_S)
 
         assert comm._links.sent_bytes.total() == HEAD_BYTES
+
+
+def test_a_sum_that_fails_leaves_nothing_that_is_written_to_the_sums_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next epoch clears them and adds to them; what comes after that is in no gradient."""
+    monkeypatch.setattr("planaria.engine.comm.pieces.PIECE_BYTES", 8)
+    device = LateDevice()
+    sums = NUMBERS.clone()
+    with link_ranks(2) as (left, right):
+        comm = HostComm(left, device)
+        with in_threads(lambda: sum_of_two(comm, sums, sums)) as (one,):
+            scatter, gather = Tag(Channel.SCATTER, 0, 0), Tag(Channel.GATHER, 0, 0)
+            right.send(0, scatter, NUMBERS[:3].numpy())
+            right.send(0, gather, NUMBERS[3:5].numpy())  # The last of its sums never comes.
+            right.receive(0, piece_tag(gather, 1), timeout_s=TIMEOUT_S)
+            comm.abort("a member is lost")
+            with pytest.raises(AbortedError):
+                one.result(timeout=TIMEOUT_S)
+        sums.zero_()
+        device.copy([]).wait()
+        comm.close()
+
+    assert torch.equal(sums, torch.zeros(6))

@@ -1,18 +1,23 @@
 """How groups of NCCL are formed, aborted and given up, on groups that are none of NCCL's."""
 
+import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from helpers.fake_groups import Fabric
-from helpers.linked_ranks import TIMEOUT_S, in_threads, link_ranks, tag, wait_until
+from helpers.linked_ranks import TIMEOUT_S, begin_all, in_threads, link_ranks, tag, wait_until
 from planaria.core.plan import Hop
 from planaria.engine.comm.nccl import GroupKey, LinkStore, NcclComm, NcclMaker, group_keys
-from planaria.engine.devices import LateDevice, find_device
+from planaria.engine.devices import LateDevice, Mark, find_device
 from planaria.errors import AbortedError, PeerLostError
 from planaria.schedule.action import Bucket, Schedule
 
@@ -138,6 +143,57 @@ def test_the_results_of_a_sum_that_was_aborted_are_refused() -> None:
             one.result(timeout=TIMEOUT_S)
 
 
+class StreamedDevice(LateDevice):
+    """A device that notes on which stream each mark was made, and which streams wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = ""
+        self.waits: list[tuple[str, str]] = []  # The stream that waits, and that of the mark.
+
+    @contextmanager
+    def beside(self, purpose: str) -> Iterator[None]:
+        self.stream, before = purpose, self.stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    def mark(self) -> Mark:
+        return StreamMark(self, self.stream)
+
+
+class StreamMark:
+    """A mark on a stream of the device."""
+
+    def __init__(self, device: StreamedDevice, stream: str) -> None:
+        self._device = device
+        self._stream = stream
+
+    def wait(self) -> None:
+        raise AssertionError("it would wait for a peer that may be lost")
+
+    def order(self) -> None:
+        self._device.waits.append((self._device.stream, self._stream))
+
+
+def test_what_follows_a_sum_that_has_failed_comes_after_what_it_left_on_the_device() -> None:
+    """The sums are cleared for the next epoch while the device may still write to them."""
+    fabric, device = Fabric(), StreamedDevice()
+    with formed(fabric) as (comm, _):
+        comm._device = device
+        comm._groups[-1, 0, 1].abort()
+        with pytest.raises(PeerLostError, match="a sum failed"):
+            sum_ones(comm)
+
+    assert device.waits == [("sum", ""), ("", "sum")]
+
+
+def sum_ones(comm: NcclComm) -> None:
+    sums = torch.ones(5)
+    comm.sum_over((0, 1), [sums], [sums], iteration=0, bucket=0, virtual_bytes=0)
+
+
 def test_an_operation_that_fails_ends_the_epoch_with_its_peer() -> None:
     """Nothing was aborted, so the peer or the way to it must be at fault."""
     fabric = Fabric()
@@ -186,6 +242,45 @@ def test_what_a_rank_sets_all_ranks_of_the_group_get() -> None:
             ranks[1].abort("a member is lost", first_epoch=1)
             with pytest.raises(AbortedError):
                 one.result(timeout=TIMEOUT_S)
+
+
+def test_a_store_takes_nothing_of_the_next_epoch() -> None:
+    """A call of NCCL that outlasts its epoch would take what forms a group of the next one."""
+    with link_ranks(2) as ranks:
+        stores = [LinkStore(links, name="", peers={1 - links.rank}, number=0) for links in ranks]
+        begin_all(ranks, 1)
+        with pytest.raises(AbortedError, match="epoch 0"):
+            stores[0].set("a", b"1")
+        with pytest.raises(AbortedError, match="epoch 0"):
+            stores[1].get("a")
+
+
+def test_groups_of_nccl_have_streams_that_nothing_else_uses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch's streams are few; two that are one would have ranks wait for each other for ever."""
+    made: list[SimpleNamespace] = []
+
+    class Nccl:
+        def __init__(self, *arguments: Any) -> None:
+            made.append(arguments[-1])
+
+        @staticmethod
+        def Options() -> SimpleNamespace:  # noqa: N802
+            return SimpleNamespace(config=SimpleNamespace(), is_high_priority_stream=False)
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    environment = dict(os.environ)
+    try:
+        NcclMaker().make(Store(), 0, 2)
+        assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+
+    (options,) = made
+    assert options.is_high_priority_stream
+    assert options.config.blocking == 0
 
 
 def test_each_direction_and_each_set_of_holders_has_a_group() -> None:

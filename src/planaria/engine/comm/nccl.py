@@ -107,6 +107,9 @@ class LinkStore(Store):
         name: name of the group.
         peers: the other ranks of the group.
         number: number of the group in the epoch, the same on all ranks.
+
+    Raises:
+        AbortedError: from `set` and `get`, once the links have left the epoch of the group.
     """
 
     def __init__(self, links: Links, *, name: str, peers: Iterable[int], number: int) -> None:
@@ -114,12 +117,14 @@ class LinkStore(Store):
         self.name = name
         self._links = links
         self._number = number
+        self._epoch = links.epoch
         self._num_sent = 0
         self._num_received = dict.fromkeys(peers, 0)
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes | str) -> None:
         """Has all ranks know the value."""
+        self._check_epoch()
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._values[key] = data
         name = key.encode()
@@ -131,6 +136,7 @@ class LinkStore(Store):
     def get(self, key: str) -> bytes:
         """The value, once a rank has set it."""
         while key not in self._values:
+            self._check_epoch()
             wanted = {peer: self._tag(count) for peer, count in self._num_received.items()}
             peer, received = self._links.receive_any(wanted, timeout_s=UNLIMITED_S)
             self._num_received[peer] += 1
@@ -147,6 +153,11 @@ class LinkStore(Store):
     def check(self, keys: list[str]) -> bool:
         """Whether all of the keys are known here."""
         return self._values.keys() >= set(keys)
+
+    def _check_epoch(self) -> None:
+        """A call of NCCL may outlast its epoch; the next one's groups have the same tags."""
+        if self._links.epoch != self._epoch:
+            raise AbortedError(f"epoch {self._epoch} of the group {self.name} is over")
 
     def _tag(self, count: int) -> Tag:
         return Tag(Channel.GROUP, 1 + self._number, count)
@@ -312,13 +323,20 @@ class NcclComm:
         size = sum(part.numel() for part in sums)
         step = _BLOCK_BYTES // sums[0].element_size()
         computed = self._device.mark()
-        with self._device.beside("sum"), self._translating(others[0], "a sum failed"):
-            computed.order()
-            for first in range(0, size, step):
-                end = min(first + step, size)
-                block, into = flat_range(sums, first, end), flat_range(results, first, end)
-                _sum_block(group, block, into, num_ranks=len(ranks))
-            self._device.finish()
+        last = computed
+        try:
+            with self._device.beside("sum"), self._translating(others[0], "a sum failed"):
+                computed.order()
+                try:
+                    for first in range(0, size, step):
+                        end = min(first + step, size)
+                        block, into = flat_range(sums, first, end), flat_range(results, first, end)
+                        _sum_block(group, block, into, num_ranks=len(ranks))
+                finally:
+                    last = self._device.mark()
+                self._device.finish()
+        finally:  # After an error the device may still write results, which the next epoch clears.
+            last.order()
         self.check()  # After an abort the results are anything.
 
     # -- the end ------------------------------------------------------------------------------
@@ -447,11 +465,17 @@ class NcclMaker:
 
     Torch would end the process when it finds an error or an operation that takes long; here the
     coordinator decides what is lost.
+
+    Torch deals streams out of a pool of 32, again and again: after some epochs the stream of a
+    group would be the one on which sums wait for other ranks, and a message behind such a sum would
+    be one that this rank is waited for. The streams of groups come from a pool of their own, which
+    is that of high priority.
     """
 
     def __init__(self) -> None:
         os.environ.update(
             TORCH_NCCL_ASYNC_ERROR_HANDLING="0",
+            TORCH_NCCL_BLOCKING_WAIT="0",
             TORCH_NCCL_DUMP_ON_TIMEOUT="0",
             TORCH_NCCL_ENABLE_MONITORING="0",
             TORCH_NCCL_PROPAGATE_ERROR="0",
@@ -466,6 +490,7 @@ class NcclMaker:
         options = nccl.Options()
         options.config.blocking = 0
         options._timeout = timedelta(days=365)
+        options.is_high_priority_stream = True
         group: Group = nccl(store, rank, size, options)
         return group
 

@@ -124,6 +124,9 @@ class ArrivingPieces:
     """Flat tensors of a device that are filled with what a peer sends.
 
     From when it is made, what the peer sends arrives in pinned memory.
+
+    Attributes:
+        marks: the copies to the tensors that have begun.
     """
 
     def __init__(
@@ -142,6 +145,7 @@ class ArrivingPieces:
         self._targets = targets
         self._device = device
         self._first_number = first_number
+        self.marks: list[Mark] = []
         self._offered: list[Tensor] = []
         if not device.is_host:
             for number, (first, end) in enumerate(_cuts(targets), first_number):
@@ -154,7 +158,7 @@ class ArrivingPieces:
 
         Raises as `receive_pieces` does.
         """
-        marks, first = [], 0
+        first = 0
         pieces = receive_pieces(
             self._links,
             self._source,
@@ -167,9 +171,9 @@ class ArrivingPieces:
             if len(received):
                 values = self._values_to_copy(index, received)
                 views = flat_range(self._targets, first, first + len(values))
-                marks.append(self._device.copy(pairs_with(values, views)))
+                self.marks.append(self._device.copy(pairs_with(values, views)))
                 first += len(values)
-        return marks
+        return self.marks
 
     def _values_to_copy(self, index: int, received: Bytes) -> Tensor:
         """The values of a piece, in memory from which the device can copy them."""

@@ -13,7 +13,7 @@ the order of the sum does not depend on timing or on the chunk size.
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -82,8 +82,6 @@ def reduce_bucket(
         else:
             _add(total, receive_pieces(links, rank, scatter, total.nbytes, timeout_s=timeout_s))
     segment = total
-    if total.dtype is not torch.float32 or not device.is_host:
-        segment = total
     if not device.is_host or total.dtype is not torch.float32:
         segment = host_memory(device, total.numel(), torch.float32).copy_(total)
     for i in others:
@@ -91,10 +89,12 @@ def reduce_bucket(
         send_pieces(links, ranks[i], gather, pieces, virtual_bytes=gathered_bytes)
     own_results = flat_range(results, *cuts[own])
     marks = [device.copy(pairs_with(segment, own_results))]
-    for segment_of_another in arriving:
-        marks += segment_of_another.begin_fill(timeout_s=timeout_s)
-    for mark in marks:
-        mark.wait()
+    try:
+        for segment_of_another in arriving:
+            segment_of_another.begin_fill(timeout_s=timeout_s)
+    finally:  # What an error left behind would be written to the sums of the next epoch.
+        for mark in chain(marks, *(segment.marks for segment in arriving)):
+            mark.wait()
 
 
 def _add(total: Tensor, parts: Iterable[Buffer]) -> None:
