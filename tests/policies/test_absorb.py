@@ -133,3 +133,27 @@ def test_a_job_that_does_not_fit_is_refused_with_what_it_needs() -> None:
     found = first_plan_with_shadows(replace(catalog.problem, profile=enough), plan)
     assert found.plan.shadows
     assert sum(len(kept) for kept in found.plan.shadows.values()) == 2 * NUM_LAYERS
+
+
+@pytest.mark.parametrize(
+    ("lost", "modes"),
+    [
+        (0, ["none"] * 4 + ["full"] * 4),
+        (1, ["none"] * 4 + ["full"] * 4),
+        (2, ["full"] * 4 + ["none"] * 4),
+    ],
+)
+def test_a_joined_stage_computes_again_what_its_parts_did(lost: int, modes: list[str]) -> None:
+    """The planner has chosen recomputation for the second stage alone."""
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = plan_of(catalog, (4, 4))
+    first, *others = plan.pipelines
+    stages = list(first.template.stages)
+    stages[1] = replace(stages[1], recomputation=("full",) * 4)
+    template = replace(first.template, stages=tuple(stages))
+    plan = replace(plan, pipelines=(replace(first, template=template), *others))
+    (found,) = proposed(catalog, with_shadows(plan), lost)
+
+    joined = [stage.recomputation for stage in found.after.pipelines[0].template.stages]
+    assert found.answer == ABSORB
+    assert [list(modes_) for modes_ in joined if len(modes_) == 8] == [modes]

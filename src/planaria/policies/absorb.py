@@ -20,7 +20,15 @@ from itertools import pairwise
 from typing import Final
 
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesLost
-from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, Transition, plain_plan
+from planaria.core.plan import (
+    Pipeline,
+    PipelineTemplate,
+    Plan,
+    Recomputation,
+    Stage,
+    Transition,
+    plain_plan,
+)
 from planaria.planner.plans import PlanCatalog
 from planaria.planner.reroute.reroutes import PricedPlan, price_plan, simulated_s
 from planaria.planner.reroute.shadows import with_shadows
@@ -146,15 +154,24 @@ def _pipeline_without_lost(pipeline: Pipeline, alive: frozenset[int]) -> Pipelin
         return None
     template = pipeline.template
     stages: list[Stage] = []
-    first_layer = 0
     for index, (stage, is_live) in enumerate(zip(template.stages, lives, strict=True)):
-        if is_live:
-            stages.append(replace(stage, first_layer=first_layer))
+        if index == 1 and not lives[0]:
+            stages.append(_joined_stage(template.stages[0], stage))
+        elif is_live:
+            stages.append(stage)
         elif index:
-            stages[-1] = replace(stages[-1], end_layer=stage.end_layer)
-        if is_live or index:
-            first_layer = stage.end_layer
+            stages[-1] = _joined_stage(stages[-1], stage)
     kinds = tuple(k for k, is_live in zip(template.node_kinds, lives, strict=True) if is_live)
     nodes = tuple(n for n, is_live in zip(pipeline.nodes, lives, strict=True) if is_live)
     merged_template = PipelineTemplate(tuple(stages), len(nodes), kinds if template.kinds else ())
     return Pipeline(merged_template, nodes)
+
+
+def _joined_stage(first: Stage, second: Stage) -> Stage:
+    """The stage on one device with the layers of two neighbouring stages, which compute the same
+    again as before."""
+    modes: list[Recomputation] = []
+    if first.recomputation or second.recomputation:
+        for stage in (first, second):
+            modes += stage.recomputation or ["none"] * (stage.end_layer - stage.first_layer)
+    return Stage(first.first_layer, second.end_layer, 1, tuple(modes))

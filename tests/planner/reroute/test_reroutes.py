@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 from random import Random
 
 import pytest
@@ -260,6 +261,20 @@ def test_evenly_shared_work_counts_what_each_holder_takes(is_reversed: bool) -> 
     layers_per_s = (1.0 + 2**0.8 + 2**0.8 / 2) / 3.0
     whole_s, behind_s = 4 * 8 / layers_per_s, 2 * 3.0 + 2 * 8 / layers_per_s
     assert found_s == pytest.approx(max(whole_s, behind_s))
+
+
+def test_a_layer_that_takes_no_time_has_no_share_of_the_work() -> None:
+    """A profile may say 0 s, and the coordinator must answer a loss all the same."""
+    layers = tuple(layer_profile(f"layer {i}", float(i > 0)) for i in range(3))
+    template = PipelineTemplate((Stage(0, 1, 1), Stage(1, 3, 1)), 2)
+    pipelines = (Pipeline(template, (0, 1)), Pipeline(template, (2, 3)))
+    problem = Problem(
+        profile=model_profile(layers), devices_per_node=1, num_microbatches=4, failures_tolerated=1
+    )
+
+    # Two holders share four microbatches of two layers, of 3 s each.
+    assert even_work_s(problem, Plan(0, pipelines, ())) == 4 / 2 * 2 * 3.0
+    assert even_work_s(problem, Plan(0, pipelines, (), gone=(0, 2))) == inf
 
 
 @given(plain_plans(), st.sampled_from((1, 3)))

@@ -149,7 +149,8 @@ def even_work_s(problem: Problem, plan: Plan) -> float:
                 count = stage.num_devices
                 once_s = (profile.forward_s[count] + profile.backward_s(count)) / kind.speed
                 lead_s += once_s
-                per_s[layer] += is_live / once_s
+                # A layer may take no time; its holders finish any number of microbatches.
+                per_s[layer] += is_live and (1.0 / once_s if once_s else inf)
     if not all(per_s):
         return inf
     shares_s = (problem.num_microbatches / per_second for per_second in per_s)
