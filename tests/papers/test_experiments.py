@@ -68,6 +68,16 @@ def test_a_number_has_come_back_in_the_sense_in_which_it_is_claimed(
     assert not measured.has_come_back
 
 
+@pytest.mark.parametrize(
+    ("claim", "note"), [(Claim.EQUAL, "; counts as back within 5%"), (Claim.OVER, "")]
+)
+def test_only_a_number_that_is_to_be_equal_names_its_tolerance(claim: Claim, note: str) -> None:
+    """A bound is kept or not."""
+    row = PublishedRow({"of": "a"}, 10.0, 9.9, How.SIMULATED, tolerance=0.05, claim=claim)
+
+    assert row.full_note == note
+
+
 def test_a_name_that_is_unknown_is_a_mistake() -> None:
     """It names the known ones."""
     with pytest.raises(ConfigError, match="gemini-mt-nlg"):

@@ -8,6 +8,8 @@ from planaria.papers.odyssey.faults import Duration as Known
 from planaria.papers.odyssey.faults import EquationPlan, Form, failures_of, odyssey, ratio, recycle
 from planaria.papers.rows import PublishedRow
 
+PIPELINES = ("before", "after")
+
 
 def rows(name: str) -> dict[tuple[object, ...], PublishedRow]:
     """The rows of an experiment by their keys."""
@@ -103,3 +105,12 @@ def test_a_node_fails_once_and_the_same_under_each_system() -> None:
         other=odyssey(60.0, Form.LARGEST),
     )
     assert same == pytest.approx(1.0)
+
+
+def test_both_ways_to_count_memory_agree_before_a_loss() -> None:
+    """Stages of eight equal blocks each, with as many microbatches in flight as stages are left."""
+    table = rows("odyssey-figure-12")
+    estimates = {pipeline: table[pipeline, "planaria's estimate"].ours for pipeline in PIPELINES}
+
+    assert estimates["before"] == pytest.approx(table["before, 2 stages", "equation 14"].ours)
+    assert estimates["after"] == estimates["before"]

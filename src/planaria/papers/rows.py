@@ -65,7 +65,8 @@ class PublishedRow:
     @property
     def full_note(self) -> str:
         """The note, and the tolerance if it is wider than usual."""
-        if self.tolerance <= _TOLERANCE or self.published is None:
+        is_bound = self.claim is not Claim.EQUAL  # A bound has no tolerance.
+        if self.tolerance <= _TOLERANCE or self.published is None or is_bound:
             return self.note
         return f"{self.note}; counts as back within {100 * self.tolerance:.0f}%"
 

@@ -105,16 +105,20 @@ def shard_copies(nodes: Sequence[str], copies: int) -> tuple[LayerCopy, ...]:
         nodes: name of each rank's node.
         copies: number of copies of each shard, the one on its own node included.
     """
-    names = list(dict.fromkeys(nodes))
-    ranks_of = {node: [rank for rank, at in enumerate(nodes) if at == node] for node in names}
-    copies_of_shards = []
+    ranks_of: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
-        place, targets = ranks_of[node].index(rank), []
-        for step in range(1, min(copies, len(names))):
-            target_ranks = ranks_of[names[(names.index(node) + step) % len(names)]]
-            targets.append(target_ranks[place % len(target_ranks)])
-        copies_of_shards.append(LayerCopy(rank, rank, tuple(targets)))
-    return tuple(copies_of_shards)
+        ranks_of.setdefault(node, []).append(rank)
+    by_node = list(ranks_of.values())
+    copies_of_shards = {}
+    for index, ranks in enumerate(by_node):
+        for place, rank in enumerate(ranks):
+            next_nodes = (
+                by_node[(index + step) % len(by_node)]
+                for step in range(1, min(copies, len(by_node)))
+            )
+            targets = tuple(others[place % len(others)] for others in next_nodes)
+            copies_of_shards[rank] = LayerCopy(rank, rank, targets)
+    return tuple(copies_of_shards[rank] for rank in range(len(nodes)))
 
 
 def keeping_places(plan: Plan, copies: Iterable[LayerCopy]) -> tuple[frozenset[int], ...]:

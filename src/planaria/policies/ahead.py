@@ -244,11 +244,12 @@ def _is_foreseeable(plan: Plan, cluster: ClusterState) -> bool:
     none is silent, leaving or distrusted."""
     if plan.silent or cluster.leaving or cluster.distrusted_nodes:
         return False
-    held, kinds = plan.layers_by_rank, dict[int, object]()
+    held, kinds, gone = plan.layers_by_rank, dict[int, object](), frozenset(plan.gone)
     for pipeline in plan.pipelines:
         kinds.update(zip(pipeline.nodes, pipeline.template.node_kinds, strict=True))
     return all(
-        node.node in plan.nodes
+        node.node in kinds
+        and node.node not in gone
         and node.kind == kinds[node.node]
         and all(
             layers == frozenset(held.get(node.node * len(node.held) + device, ()))

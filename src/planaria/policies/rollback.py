@@ -67,8 +67,8 @@ class Rollback:
         """The transition to the same pipelines with a standby node in each empty place; none if the
         numbers of standby nodes and empty places differ, or no place is empty."""
         alive = frozenset(node.node for node in cluster.nodes)
-        places = [node for pipeline in plan.pipelines for node in pipeline.nodes]
-        num_empty = len(set(places).difference(alive))
+        places = {node for pipeline in plan.pipelines for node in pipeline.nodes}
+        num_empty = len(places - alive)
         at_work = [node for node in cluster.nodes if node.node in places]
         standby = [node for node in cluster.nodes if node.node not in places]
         if not num_empty or num_empty != len(standby):

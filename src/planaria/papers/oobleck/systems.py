@@ -174,7 +174,7 @@ class VarunaSystem:
 class BambooSystem:
     """Bamboo: a node takes over its lost neighbour's stage, at the price of redundant work.
 
-    A node that has taken over cannot be lost, nor take over again: then all nodes regroup. After a
+    A node that has taken over cannot be lost, nor take over again: then all nodes regroup. After an
     iteration nodes change places if enough of them wait, if too many have two stages, or if another
     pipeline fits.
 
