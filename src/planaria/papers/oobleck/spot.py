@@ -1,16 +1,14 @@
 """Oobleck's Figure 10 and Appendix C: samples per second on spot machines that come and go.
 
-The lists of changes are `traces/*.csv`, rows of milliseconds, `add` or `remove`, and a node: those
-with which the authors' simulator makes the figure (branch sosp23-artifact,
-tools/simulator/traces/scaled, MIT; the licence lies beside them). Both were scaled to 15 to 30
-nodes. They come from Bamboo's traces of EC2 P3 and, though the paper calls the second one GCP
-a2-highgpu-1g, of EC2 G4dn: it has the 99 times of Bamboo's g4dn-trace.csv.
+The lists of changes are those with which the authors' simulator makes the figure (branch
+sosp23-artifact, tools/simulator/traces/scaled, MIT); they lie with the recorded traces of
+simulator/failures. Both were scaled to 15 to 30 nodes. They come from Bamboo's traces of EC2 P3
+and, though the paper calls the second one GCP a2-highgpu-1g, of EC2 G4dn: it has the 99 times of
+Bamboo's g4dn-trace.csv.
 """
 
-import csv
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from statistics import mean
 from typing import Final
 
@@ -18,8 +16,10 @@ from planaria.papers.oobleck.measured import MODELS, RATES
 from planaria.papers.oobleck.replay import Change, FailedSaves, Overlap
 from planaria.papers.oobleck.throughput import outcome
 from planaria.papers.rows import How, Key, PublishedRow
+from planaria.simulator.failures.occurrences import OccurrenceKind
+from planaria.simulator.failures.trace_files import shipped_trace
 
-_TRACES: Final = {"EC2 P3": "ec2-p3.csv", "GCP (is EC2 G4dn)": "ec2-g4dn.csv"}
+_TRACES: Final = {"EC2 P3": "oobleck-ec2-p3", "GCP (is EC2 G4dn)": "oobleck-ec2-g4dn"}
 # With the smaller models Varuna saves within the notice of a spot machine; with the larger ones a
 # save takes longer than the notice (section 7.3; eval_gcp_ec2.py and varuna_simulator.py).
 _SAVED_BY_NOTICE: Final = ("BERT-Large", "GPT-2", "GPT-3 Medium")
@@ -34,12 +34,14 @@ def figure_10() -> tuple[PublishedRow, ...]:
 @cache
 def spot_changes(trace: str) -> tuple[Change, ...]:
     """The changes of a trace, in order."""
-    path = Path(__file__).with_name("traces") / _TRACES[trace]
-    with path.open(encoding="ascii", newline="") as file:
-        return tuple(
-            (int(time_ms), change, int(node.removeprefix("node")))
-            for time_ms, change, node in csv.reader(file)
+    return tuple(
+        (
+            round(1000 * event.at_s),
+            "add" if event.kind is OccurrenceKind.BACK else "remove",
+            int(event.node.removeprefix("node")),
         )
+        for event in shipped_trace(_TRACES[trace]).events
+    )
 
 
 def _gap_rows() -> tuple[PublishedRow, ...]:
