@@ -1,11 +1,23 @@
 """The table of devices, and what each entry promises about copies."""
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from planaria.engine.devices import AUTO, LATE, LateDevice, find_device, usable_bytes
+from helpers.linked_ranks import TIMEOUT_S, in_threads
+from planaria.engine.devices import (
+    AUTO,
+    LATE,
+    Accelerator,
+    CopyLane,
+    LateDevice,
+    find_device,
+    usable_bytes,
+)
 from planaria.errors import ConfigError
 
 
@@ -41,7 +53,7 @@ def test_a_late_copy_is_made_when_it_is_waited_for_and_no_sooner() -> None:
     """A wait makes the copies before it, too, and none after it; each is made once."""
     device = LateDevice()
     targets, sources = torch.zeros(3), torch.ones(3)
-    marks = [device.copy([(targets[n], sources[n])]) for n in range(3)]
+    marks = [device.copy([(targets[n], sources[n])], CopyLane.STATE) for n in range(3)]
     assert targets.tolist() == [0, 0, 0]
 
     marks[1].wait()
@@ -62,3 +74,169 @@ def test_a_device_that_was_used_before_the_fork_is_refused(monkeypatch: pytest.M
 
     with pytest.raises(ConfigError, match="forked from has used a device"):
         find_device("cuda", rank=0)
+
+
+class FakeModule:
+    """Torch's module for a type of device, which each thread must make its current one first.
+
+    Attributes:
+        ran: what was given to each stream, in order; "" is the stream that computes.
+    """
+
+    def __init__(self) -> None:
+        self.ran: dict[str, list[str]] = {}
+        self._thread = threading.local()
+        self._names = iter("abcdefgh")
+
+    def set_device(self, index: int) -> None:
+        self._thread.index = index
+
+    def get_device_name(self, _: int) -> str:
+        return "fake"
+
+    def get_device_properties(self, index: int) -> object:
+        return SimpleNamespace(uuid=f"fake {index}")
+
+    def mem_get_info(self, _: int) -> tuple[int, int]:
+        return 1 << 30, 1 << 30
+
+    def device_count(self) -> int:
+        return 2
+
+    def is_available(self) -> bool:
+        return True
+
+    def Stream(self, place: torch.device) -> "FakeStream":  # noqa: N802
+        self.check(place)
+        return FakeStream(self, next(self._names))
+
+    def Event(self, **_: bool) -> "FakeEvent":  # noqa: N802
+        return FakeEvent(self)
+
+    def current_stream(self, place: torch.device) -> "FakeStream":
+        self.check(place)
+        return FakeStream(self, getattr(self._thread, "stream", ""))
+
+    @contextmanager
+    def stream(self, stream: "FakeStream") -> Iterator[None]:
+        self.check()
+        before = getattr(self._thread, "stream", "")
+        self._thread.stream = stream.name
+        yield
+        self._thread.stream = before
+
+    def check(self, place: torch.device | None = None) -> None:
+        """A thread that is on another device would begin to use that one, too."""
+        assert getattr(self._thread, "index", 0) == 1
+        assert place is None or place.index == 1
+
+
+class FakeStream:
+    """A stream of the fake module."""
+
+    def __init__(self, module: FakeModule, name: str) -> None:
+        self.name = name
+        self._module = module
+
+    def note(self, what: str) -> None:
+        self._module.check()
+        self._module.ran.setdefault(self.name, []).append(what)
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        self.note(f"wait {other.name}")
+
+    def wait_event(self, event: "FakeEvent") -> None:
+        self.note(f"wait {event.stream}")
+
+    def synchronize(self) -> None:
+        self.note("synchronize")
+
+
+class FakeEvent:
+    """An event of the fake module."""
+
+    def __init__(self, module: FakeModule) -> None:
+        self.stream = "?"
+        self._module = module
+
+    def record(self, stream: FakeStream) -> None:
+        self._module.check()
+        self.stream = stream.name
+
+    def synchronize(self) -> None:
+        self._module.check()
+
+
+@pytest.fixture
+def second(monkeypatch: pytest.MonkeyPatch) -> tuple[Accelerator, FakeModule]:
+    """The second accelerator of a machine; this thread is on the first one again."""
+    module = FakeModule()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    device = Accelerator("cuda", 1)
+    return device, module
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        Accelerator.finish,
+        Accelerator.moment,
+        Accelerator.mark,
+        lambda device: device.copy([(torch.zeros(1), torch.ones(1))], CopyLane.LEAVING),
+        lambda device: device.beside("sum").__enter__(),
+    ],
+)
+def test_each_thread_is_on_its_device_before_it_uses_it(
+    use: Callable[[Accelerator], object], second: tuple[Accelerator, FakeModule]
+) -> None:
+    """A thread begins on the first device of the machine: each rank would use memory there, too."""
+    device, _ = second
+    with in_threads(lambda: use(device)) as (one,):
+        one.result(timeout=TIMEOUT_S)
+
+
+def test_whoever_waits_for_a_mark_is_on_its_device(second: tuple[Accelerator, FakeModule]) -> None:
+    """The thread that waits is seldom the one that has begun the copy."""
+    device, _ = second
+    marks = device.mark(), device.mark()
+    for call in (marks[0].wait, marks[1].order):
+        with in_threads(call) as (one,):
+            one.result(timeout=TIMEOUT_S)
+
+
+def test_messages_wait_for_no_copy_of_the_state(second: tuple[Accelerator, FakeModule]) -> None:
+    """That of 17 GB would hold up the first ones of an iteration for half a second."""
+    device, module = second
+    pairs = [(torch.zeros(1), torch.ones(1))]
+    for lane in (CopyLane.STATE, CopyLane.LEAVING, CopyLane.ARRIVING):
+        device.copy(pairs, lane).order()
+
+    assert module.ran == {
+        "": ["wait a", "wait b", "wait c"],
+        **{name: ["wait "] for name in "abc"},
+    }
+
+    late, targets = LateDevice(), torch.zeros(2)
+    state = late.copy([(targets[0], torch.ones(()))], CopyLane.STATE)
+    late.copy([(targets[1], torch.ones(()))], CopyLane.ARRIVING).wait()
+    assert targets.tolist() == [0, 1]
+    state.wait()
+    assert targets.tolist() == [1, 1]
+
+
+def test_what_a_device_is_brought_waits_for_nothing_that_it_computes(
+    second: tuple[Accelerator, FakeModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy from memory that is not pinned would wait for all that the stream holds."""
+    device, _ = second
+    pinned, brought = torch.zeros(3), list[tuple[int, object, object]]()
+    monkeypatch.setattr(device, "host_like", lambda _: pinned)
+
+    def note(tensor: torch.Tensor, place: object, *, non_blocking: bool) -> torch.Tensor:
+        brought.append((tensor.data_ptr(), place, non_blocking))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "to", note)
+
+    assert device.bring(torch.arange(3.0)).tolist() == [0, 1, 2]
+    assert brought == [(pinned.data_ptr(), device.place, True)]

@@ -2,7 +2,7 @@
 
 The processor is an entry of its own: its memory is the host's, so nothing is copied. An
 accelerator, of any type that torch knows, has its own memory, a stream on which it computes and
-another one for copies, and pinned buffers on its host. `LATE` is the processor again, for tests:
+others for copies, and pinned buffers on its host. `LATE` is the processor again, for tests:
 its memory counts as a device's, and each copy is made at the last moment that its mark permits, so
 a wait that is missing shows as wrong bits, every time and not once in a thousand runs.
 
@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
 from typing import Any, Final, Protocol
 
 import torch
@@ -32,6 +33,14 @@ _RESERVED_BYTES: Final = 1 << 30
 _RESERVED_SHARE: Final = 0.1
 
 Pairs = Sequence[tuple[Tensor, Tensor]]  # Targets and sources of copies.
+
+
+class CopyLane(Enum):
+    """What copies are made for; those of one lane are made one after the other."""
+
+    LEAVING = "leaving"  # Messages, on their way to the host.
+    ARRIVING = "arriving"  # Messages, on their way to the device.
+    STATE = "state"  # The state of layers: copies take longer than an action.
 
 
 class Mark(Protocol):
@@ -90,8 +99,13 @@ class Device:
         """A new tensor of the same shape in the host's memory, to or from which copies are fast."""
         return torch.empty(tensor.shape, dtype=tensor.dtype)
 
-    def copy(self, pairs: Pairs) -> Mark:
+    def bring(self, tensor: Tensor) -> Tensor:
+        """A tensor of the host on the device, for what is computed from now on; does not block."""
+        return tensor
+
+    def copy(self, pairs: Pairs, lane: CopyLane) -> Mark:
         """Begins to copy the second of each pair to the first, after what was computed so far."""
+        del lane
         for target, source in pairs:
             target.copy_(source)
         return _Passed()
@@ -137,26 +151,27 @@ class LateDevice(Device):
         super().__init__()
         self.is_host = False
         self.name = LATE
-        self._due: list[Pairs] = []  # Copies that are not made yet, in the order of their marks.
-        self._num_made = 0
+        # Copies of each lane that are not made yet, in the order of their marks.
+        self._due: dict[CopyLane, list[Pairs]] = {lane: [] for lane in CopyLane}
+        self._num_made = dict.fromkeys(CopyLane, 0)
         self._lock = threading.RLock()
 
     def moment(self) -> Moment:
         """This moment: it computes at once."""
         return _ReadMoment(time.perf_counter())
 
-    def copy(self, pairs: Pairs) -> Mark:
+    def copy(self, pairs: Pairs, lane: CopyLane) -> Mark:
         """Keeps the copies until somebody waits for them."""
         with self._lock:
-            self._due.append(list(pairs))
-            number = self._num_made + len(self._due)
-        return _LateMark(lambda: self._make(number))
+            self._due[lane].append(list(pairs))
+            number = self._num_made[lane] + len(self._due[lane])
+        return _LateMark(lambda: self._make(lane, number))
 
-    def _make(self, number: int) -> None:
+    def _make(self, lane: CopyLane, number: int) -> None:
         with self._lock, torch.no_grad():
-            while self._num_made < number:
-                self._num_made += 1
-                for target, source in self._due.pop(0):
+            while self._num_made[lane] < number:
+                self._num_made[lane] += 1
+                for target, source in self._due[lane].pop(0):
                     target.copy_(source)
 
 
@@ -201,8 +216,9 @@ class Accelerator(Device):
         self.identity = str(getattr(properties, "uuid", f"{clock_name()} {index}"))
         self.memory_bytes = int(self._module.mem_get_info(index)[1])
         self.count = int(self._module.device_count())
-        self._copies = self._module.Stream(self.place)
         self._streams: dict[str, Any] = {}
+        self._lock = threading.Lock()  # Guards the streams.
+        self._thread = threading.local()
 
     def begin(self, *, is_deterministic: bool) -> None:
         """Chooses kernels: those that repeat bit for bit, or the fastest ones."""
@@ -225,50 +241,74 @@ class Accelerator(Device):
         super().seed(seed)
         self._module.manual_seed(seed)
 
+    def current_stream(self) -> Any:
+        """The stream of the calling thread, which uses this device from now on.
+
+        Each thread has a device of its own, the first one of the machine unless it says otherwise.
+        Without that, a thread would begin to use the first one, too, and take memory there.
+        """
+        if not getattr(self._thread, "has_device", False):
+            self._module.set_device(self.place.index)
+            self._thread.has_device = True
+        return self._module.current_stream(self.place)
+
+    def _stream(self, purpose: str) -> Any:
+        with self._lock:
+            if purpose not in self._streams:
+                self._streams[purpose] = self._module.Stream(self.place)
+            return self._streams[purpose]
+
     def finish(self) -> None:
         """Blocks until the stream that computes is empty."""
-        self._module.current_stream(self.place).synchronize()
+        self.current_stream().synchronize()
 
     def moment(self) -> Moment:
         """The moment at which the stream that computes has done what it holds now."""
+        stream = self.current_stream()
         event = self._module.Event(enable_timing=True)
-        event.record(self._module.current_stream(self.place))
+        event.record(stream)
         return _EventMoment(event)
 
     def host_like(self, tensor: Tensor) -> Tensor:
         """A new pinned tensor; torch keeps the memory of those that are dropped for the next."""
+        self.current_stream()
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
-    def copy(self, pairs: Pairs) -> Mark:
-        """Copies on a stream of its own, after what the current stream holds now."""
-        self._copies.wait_stream(self._module.current_stream(self.place))
-        with torch.no_grad(), self._module.stream(self._copies):
+    def bring(self, tensor: Tensor) -> Tensor:
+        """Copies from pinned memory: a copy from any other would wait for the whole stream."""
+        return self.host_like(tensor).copy_(tensor).to(self.place, non_blocking=True)
+
+    def copy(self, pairs: Pairs, lane: CopyLane) -> Mark:
+        """Copies on the stream of the lane, after what the current stream holds now."""
+        before, copies = self.current_stream(), self._stream(lane.value)
+        copies.wait_stream(before)
+        with torch.no_grad(), self._module.stream(copies):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
                 for tensor in (target, source):
                     if tensor.device == self.place:
-                        tensor.record_stream(self._copies)
-            event = self._module.Event(blocking=True)
-            event.record(self._copies)
-        return _EventMark(event, lambda: self._module.current_stream(self.place))
+                        tensor.record_stream(copies)
+            return self._mark_on(copies)
 
     def mark(self) -> Mark:
         """An event on the stream of the calling thread."""
+        return self._mark_on(self.current_stream())
+
+    def _mark_on(self, stream: Any) -> Mark:
         event = self._module.Event(blocking=True)
-        event.record(self._module.current_stream(self.place))
-        return _EventMark(event, lambda: self._module.current_stream(self.place))
+        event.record(stream)
+        return _EventMark(event, self.current_stream)
 
     @contextmanager
     def beside(self, purpose: str) -> Iterator[None]:
         """The stream of the purpose, which lasts: torch keeps memory for each stream."""
-        if purpose not in self._streams:
-            self._streams[purpose] = self._module.Stream(self.place)
-        with self._module.stream(self._streams[purpose]):
+        self.current_stream()  # Else the thread would leave this device at the end.
+        with self._module.stream(self._stream(purpose)):
             yield
 
     def adopt(self, tensor: Tensor) -> None:
         """Keeps the memory until the stream of the calling thread has used it."""
-        tensor.record_stream(self._module.current_stream(self.place))
+        tensor.record_stream(self.current_stream())
 
     def reset_peak(self) -> None:
         self._module.reset_peak_memory_stats(self.place)
@@ -284,6 +324,7 @@ class _EventMark:
 
     def wait(self) -> None:
         """Blocks until the device has passed the event."""
+        self._stream()  # The thread may not have used the device before.
         self._event.synchronize()
 
     def order(self) -> None:
@@ -316,16 +357,17 @@ def find_device(kind: str, *, rank: int) -> Device:
     Raises:
         ConfigError: torch knows no such type, or finds no device of it here.
     """
+    if kind == LATE:
+        return LateDevice()
+    if kind != "cpu":  # Before torch looks for devices, which may read the second one.
+        # Read when the first matrices are multiplied; without it cuBLAS refuses to repeat itself.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # Streams that share a queue wait for each other, and one may wait for another rank.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if kind == AUTO:
         kind = _accelerator_kind() or "cpu"
     if kind == "cpu":
         return Device()
-    if kind == LATE:
-        return LateDevice()
-    # Read when the first matrices are multiplied; without it cuBLAS refuses to repeat itself.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # Streams that share a queue wait for each other, and one may wait for another rank.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     count = _count(kind)
     if count and getattr(torch.get_device_module(kind), "_is_in_bad_fork", bool)():
         remedy = (

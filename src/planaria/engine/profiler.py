@@ -41,7 +41,7 @@ from planaria.core.plan import (
 from planaria.data.batches import Batches
 from planaria.data.datasets import Dataset
 from planaria.engine.contention import Contention
-from planaria.engine.devices import PROCESSOR, Accelerator, Device, usable_bytes
+from planaria.engine.devices import PROCESSOR, Accelerator, CopyLane, Device, usable_bytes
 from planaria.engine.optimizer import optimizer_factory, optimizer_state
 from planaria.engine.recompute import forward_that_keeps, selective_bytes
 from planaria.engine.stage import HeldLayer, RankStage
@@ -139,7 +139,7 @@ def _measured_copy(device: Device) -> Link:
         for _ in range(NUM_RUNS + 1):
             device.finish()
             start_s = time.perf_counter()
-            device.copy([(target, source)]).wait()
+            device.copy([(target, source)], CopyLane.STATE).wait()
             runs.append(time.perf_counter() - start_s)
         seconds[size] = statistics.median(runs[1:])
     return Link(seconds[64], COPY_BYTES / max(seconds[COPY_BYTES] - seconds[64], 1e-6))

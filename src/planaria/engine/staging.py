@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from planaria.engine.devices import Device, Mark
+from planaria.engine.devices import CopyLane, Device, Mark
 
 State = Mapping[str, npt.NDArray[np.generic]]
 
@@ -48,7 +48,8 @@ class StateMirror:
                 name: self._buffers[name] if name in self._buffers else host_like(tensor)
                 for name, tensor in tensors.items()
             }
-            mark = self._device.copy([(self._buffers[n], t) for n, t in tensors.items()])
+            pairs = [(self._buffers[n], t) for n, t in tensors.items()]
+            mark = self._device.copy(pairs, CopyLane.STATE)
             self._marks.append(mark)
             self._state, self._age = _MirroredState(self._buffers, mark), age
         return self._state
@@ -66,7 +67,8 @@ class StateMirror:
         if self._device.is_host:
             return {name: tensor.numpy().copy() for name, tensor in tensors.items()}
         buffers = {name: self._device.host_like(tensor) for name, tensor in tensors.items()}
-        mark = self._device.copy([(buffers[name], tensors[name]) for name in tensors])
+        pairs = [(buffers[name], tensors[name]) for name in tensors]
+        mark = self._device.copy(pairs, CopyLane.STATE)
         self._marks.append(mark)
         return _MirroredState(buffers, mark)
 

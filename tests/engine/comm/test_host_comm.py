@@ -1,9 +1,10 @@
 """Tensors over links: what the processor is spared, and the thread that sends for a device."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from helpers.linked_ranks import TIMEOUT_S, in_threads, link_ranks, tag, wait_un
 from planaria.engine.comm.device_comm import HEAD_BYTES
 from planaria.engine.comm.host import HostComm
 from planaria.engine.comm.pieces import piece_tag
-from planaria.engine.devices import Device, LateDevice, Mark, Pairs
+from planaria.engine.devices import CopyLane, Device, LateDevice, Mark, Pairs
 from planaria.errors import AbortedError
 from planaria.transport.links import Buffer, Channel, Links, Tag
 
@@ -69,7 +70,7 @@ def slow_device(gate: threading.Event) -> LateDevice:
     """A device whose copies are made once the gate is open."""
     device = LateDevice()
     copy = device.copy
-    device.copy = lambda pairs: Gated(copy(pairs), gate)  # type: ignore[method-assign]
+    device.copy = lambda pairs, lane: Gated(copy(pairs, lane), gate)  # type: ignore[method-assign]
     return device
 
 
@@ -126,9 +127,9 @@ def test_what_is_awaited_arrives_where_the_device_copies_it_from(
         if len(offered) == NUMBERS.nbytes // 8:
             is_offered.set()
 
-    def note_copy(pairs: Pairs) -> Mark:
+    def note_copy(pairs: Pairs, lane: CopyLane) -> Mark:
         copied.extend(source.data_ptr() for _, source in pairs)
-        return copy(pairs)
+        return copy(pairs, lane)
 
     monkeypatch.setattr(Links, "offer_memory", note_offer)
     with link_ranks(2) as (left, right):
@@ -221,7 +222,42 @@ def test_a_sum_that_fails_leaves_nothing_that_is_written_to_the_sums_later(
             with pytest.raises(AbortedError):
                 one.result(timeout=TIMEOUT_S)
         sums.zero_()
-        device.copy([]).wait()
+        device.copy([], CopyLane.ARRIVING).wait()
         comm.close()
 
     assert torch.equal(sums, torch.zeros(6))
+
+
+def test_what_arrives_waits_for_nothing_that_is_computed_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its memory is of the stream that it arrives on; the stream that computes takes it over."""
+    device, stream = LateDevice(), [""]
+    seen: list[tuple[str, str]] = []
+
+    @contextmanager
+    def beside(purpose: str) -> Iterator[None]:
+        stream[:] = [purpose]
+        yield
+        stream[:] = [""]
+
+    def note(what: str) -> Callable[..., object]:
+        real = getattr(device, what)
+
+        def call(*arguments: Any, **others: Any) -> object:
+            seen.append((what, stream[0]))
+            return real(*arguments, **others)
+
+        return call
+
+    with link_ranks(2) as (left, right):
+        own, peer = HostComm(left, device), HostComm(right, LateDevice())
+        peer.send(0, tag(0), NUMBERS, virtual_bytes=0)
+        monkeypatch.setattr(device, "beside", beside)
+        monkeypatch.setattr(device, "copy", note("copy"))
+        monkeypatch.setattr(device, "adopt", note("adopt"))
+        assert torch.equal(own.receive(1, tag(0)), NUMBERS)
+        own.close()
+        peer.close()
+
+    assert seen == [("copy", "arrive"), ("adopt", "")]

@@ -15,9 +15,10 @@ from torch._C._distributed_c10d import Store
 
 from helpers.fake_groups import Fabric
 from helpers.linked_ranks import TIMEOUT_S, begin_all, in_threads, link_ranks, tag, wait_until
+from helpers.streamed_device import StreamedDevice
 from planaria.core.plan import Hop
 from planaria.engine.comm.nccl import GroupKey, LinkStore, NcclComm, NcclMaker, group_keys
-from planaria.engine.devices import LateDevice, Mark, find_device
+from planaria.engine.devices import LateDevice, find_device
 from planaria.errors import AbortedError, PeerLostError
 from planaria.schedule.action import Bucket, Schedule
 
@@ -141,40 +142,6 @@ def test_the_results_of_a_sum_that_was_aborted_are_refused() -> None:
         comm.abort("a member is lost")
         with pytest.raises(AbortedError):
             one.result(timeout=TIMEOUT_S)
-
-
-class StreamedDevice(LateDevice):
-    """A device that notes on which stream each mark was made, and which streams wait for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stream = ""
-        self.waits: list[tuple[str, str]] = []  # The stream that waits, and that of the mark.
-
-    @contextmanager
-    def beside(self, purpose: str) -> Iterator[None]:
-        self.stream, before = purpose, self.stream
-        try:
-            yield
-        finally:
-            self.stream = before
-
-    def mark(self) -> Mark:
-        return StreamMark(self, self.stream)
-
-
-class StreamMark:
-    """A mark on a stream of the device."""
-
-    def __init__(self, device: StreamedDevice, stream: str) -> None:
-        self._device = device
-        self._stream = stream
-
-    def wait(self) -> None:
-        raise AssertionError("it would wait for a peer that may be lost")
-
-    def order(self) -> None:
-        self._device.waits.append((self._device.stream, self._stream))
 
 
 def test_what_follows_a_sum_that_has_failed_comes_after_what_it_left_on_the_device() -> None:

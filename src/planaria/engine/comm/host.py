@@ -18,7 +18,7 @@ from torch import Tensor
 
 from planaria.engine.comm.device_comm import HEAD_BYTES, head_of, parse_head
 from planaria.engine.comm.pieces import ArrivingPieces, begin_pieces, send_pieces
-from planaria.engine.devices import Device
+from planaria.engine.devices import Device, Mark
 from planaria.engine.iteration.groups import reduce_bucket
 from planaria.errors import AbortedError, PeerLostError
 from planaria.transport.links import UNLIMITED_S, Links, Tag
@@ -77,15 +77,19 @@ class HostComm:
         body = message[HEAD_BYTES:]
         if self._device.is_host and len(body):
             return torch.from_numpy(body).view(dtype).view(shape)
-        tensor = torch.empty(shape, dtype=dtype, device=self._device.place)
         if len(body):  # A processor has sent it.
-            return tensor.copy_(torch.from_numpy(body).view(dtype).view(shape))
-        if tensor.numel():
-            arriving = ArrivingPieces(
-                self._links, source, tag, [tensor.view(-1)], device=self._device, first_number=1
-            )
-            for mark in arriving.begin_fill():
-                mark.order()
+            return self._device.bring(torch.from_numpy(body).view(dtype).view(shape))
+        with self._device.beside("arrive"):  # It waits for nothing that is being computed.
+            tensor = torch.empty(shape, dtype=dtype, device=self._device.place)
+            marks: list[Mark] = []
+            if tensor.numel():
+                arriving = ArrivingPieces(
+                    self._links, source, tag, [tensor.view(-1)], device=self._device, first_number=1
+                )
+                marks = arriving.begin_fill()
+        for mark in marks:
+            mark.order()
+        self._device.adopt(tensor)
         return tensor
 
     def sum_over(

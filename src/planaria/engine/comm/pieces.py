@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from planaria.engine.devices import Device, Mark
+from planaria.engine.devices import CopyLane, Device, Mark
 from planaria.transport.links import UNLIMITED_S, Links, Tag
 
 Bytes = npt.NDArray[Any]
@@ -60,7 +60,8 @@ def begin_pieces(device: Device, parts: Sequence[Tensor]) -> list[LeavingPiece]:
     for first, end in _cuts(parts):
         views = flat_range(parts, first, end)
         buffer = host_memory(device, end - first, views[0].dtype)
-        mark = device.copy([(part, view) for view, part in pairs_with(buffer, views)])
+        pairs = [(part, view) for view, part in pairs_with(buffer, views)]
+        mark = device.copy(pairs, CopyLane.LEAVING)
         pieces.append(LeavingPiece([_bytes_of(buffer)], mark))
     return pieces or [LeavingPiece([], None)]
 
@@ -171,7 +172,8 @@ class ArrivingPieces:
             if len(received):
                 values = self._values_to_copy(index, received)
                 views = flat_range(self._targets, first, first + len(values))
-                self.marks.append(self._device.copy(pairs_with(values, views)))
+                pairs = pairs_with(values, views)
+                self.marks.append(self._device.copy(pairs, CopyLane.ARRIVING))
                 first += len(values)
         return self.marks
 

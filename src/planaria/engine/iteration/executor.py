@@ -11,6 +11,7 @@ parameter hashes travel with the vector (core/agreement.py), and if they show a 
 gets a vector.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +30,7 @@ from planaria.core.plan import Hop, Plan
 from planaria.data.batches import Batches
 from planaria.data.datasets import keep_generators
 from planaria.engine.comm.device_comm import DeviceComm
-from planaria.engine.devices import Moment
+from planaria.engine.devices import Mark, Moment
 from planaria.engine.iteration.groups import reduce_vector
 from planaria.engine.iteration.guard import sampled_hashes
 from planaria.engine.iteration.split_backward import WeightGradients, input_gradient
@@ -125,6 +126,7 @@ class Executor:
         self._callbacks = callbacks
         self._longest_s: dict[Kind, float] = {}
         self._longest_iteration_s = 0.0
+        self._longest_device_s = 0.0  # Of an action on the device; 0: no iteration has ended yet.
         self._rank = context.links.rank
         layers_by_rank = plan.held_by_rank
         self._own_indices = layers_by_rank[self._rank]
@@ -218,9 +220,7 @@ class Executor:
     def _run_action(self, action: Action) -> None:
         """Runs one action; the agent sees if it is late, unless it waits for another rank."""
         start_s = self._now_s()
-        longest_s = self._longest_s.get(action.kind)
-        if longest_s is not None and action.kind not in _WAITING:
-            self._pulse.begin_action(max(self._lease_s, _LATE_FACTOR * longest_s))
+        self._pulse.begin_action(self._limit_s(action.kind))
         if action.kind in _COMPUTING or action.kind is Kind.SHADOW:
             hop = self._schedule.routes[action.microbatch][action.hop]
             self._pulse.layers = hop.first_layer, hop.end_layer
@@ -241,9 +241,24 @@ class Executor:
             # What slows the rank counts as its computation.
             self._count_seconds(action.kind, self._now_s() - start_s)
         self._pulse.begin_wait()
-        self._longest_s[action.kind] = max(longest_s or 0.0, self._now_s() - start_s)
+        self._note_longest(action.kind, self._now_s() - start_s)
         if action.kind is not Kind.REDUCE:
             self._record("compute", action, start_s)
+
+    def _limit_s(self, kind: Kind) -> float:
+        """Seconds after which an action is late; infinite for one that may last for ever.
+
+        A device that is given actions ahead takes some at a time. Then an action, whatever it does
+        itself, lasts until the device has computed one of those before. How long that takes is
+        known when the first iteration ends.
+        """
+        longest_s = self._longest_s.get(kind, math.inf)
+        if self._moments:
+            longest_s = max(longest_s, self._longest_device_s or math.inf)
+        return math.inf if kind in _WAITING else max(self._lease_s, _LATE_FACTOR * longest_s)
+
+    def _note_longest(self, kind: Kind, seconds: float) -> None:
+        self._longest_s[kind] = max(self._longest_s.get(kind, 0.0), seconds)
 
     def _moment(self, action: Action) -> Moment | None:
         """A moment of the device, for an action whose time is read when the iteration ends.
@@ -269,8 +284,10 @@ class Executor:
         self._stage.device.finish()
         self._pulse.begin_wait()
         self._longest_iteration_s = max(self._longest_iteration_s, self._now_s() - self.start_s)
-        for kind, begin, end in self._moments:
-            self._count_seconds(kind, end.seconds_since(begin))
+        all_seconds = [end.seconds_since(begin) for _, begin, end in self._moments]
+        for (kind, _, _), seconds in zip(self._moments, all_seconds, strict=True):
+            self._count_seconds(kind, seconds)
+        self._longest_device_s = max(*all_seconds, self._longest_device_s)
         self._moments.clear()
 
     def _kept_tensors(self) -> Iterator[Tensor]:
@@ -296,7 +313,7 @@ class Executor:
         hop = route[action.hop]
         key = (action.microbatch, action.hop)
         if action.hop == 0:
-            hidden = self._batches.inputs(action.microbatch).to(self._stage.device.place)
+            hidden = self._stage.device.bring(self._batches.inputs(action.microbatch))
         elif key in self._inputs:
             hidden = self._inputs[key]
         else:  # The previous hop was on this rank too.
@@ -304,7 +321,7 @@ class Executor:
             hidden = self._inputs[key] = before.detach().requires_grad_()
         hidden = self._run_layers(hop, hidden, action.microbatch)
         if action.hop == len(route) - 1:
-            targets = self._batches.targets(action.microbatch).to(self._stage.device.place)
+            targets = self._stage.device.bring(self._batches.targets(action.microbatch))
             hidden = self._stage.model.loss_sum(hidden, targets) / self._batches.num_targets()
             self._losses[action.microbatch] = hidden.detach()
         self._outputs[key] = hidden
@@ -384,14 +401,36 @@ class Executor:
             if bucket not in self._ready:
                 return
             ready_s = self._now_s()
-            self._submitted.append(self._communication.submit(self._run_bucket, bucket, ready_s))
+            computed = self._stage.device.mark()
+            self._submitted.append(
+                self._communication.submit(self._run_bucket, bucket, ready_s, computed)
+            )
 
     # -- reductions -----------------------------------------------------------------------------
 
-    def _run_bucket(self, bucket: int, ready_s: float) -> float:
-        """Reduces a bucket that was ready at `ready_s`; returns the time at which it is done."""
+    def _run_bucket(self, bucket: int, ready_s: float, computed: Mark) -> float:
+        """Reduces a bucket that was ready at `ready_s`; returns the time at which it is done.
+
+        Args:
+            computed: the point at which the device has computed the bucket. It may have been given
+                later actions by now, which the reduction does not wait for.
+        """
         self._links.timekeeper.reach(ready_s)
         start_s = self._now_s()
+        device, last = self._stage.device, computed
+        try:
+            with device.beside("reduce"):
+                computed.order()
+                try:
+                    self._sum_bucket(bucket)
+                finally:
+                    last = device.mark()
+        finally:
+            last.order()
+        self._record("reduce", Action(Kind.REDUCE, bucket=bucket), start_s)
+        return self._now_s()
+
+    def _sum_bucket(self, bucket: int) -> None:
         entry = self._schedule.buckets[bucket]
         if entry.tied >= 0:
             self._sum_tied(entry.tied, bucket, entry.ranks)
@@ -405,8 +444,6 @@ class Executor:
                 bucket=bucket,
                 virtual_bytes=self._stage.model.virtual_parameter_bytes(entry.layers),
             )
-        self._record("reduce", Action(Kind.REDUCE, bucket=bucket), start_s)
-        return self._now_s()
 
     def _sum_tied(self, group_index: int, bucket: int, ranks: Sequence[int]) -> None:
         total, uses = self._stage.tied_sum(self._stage.model.tied[group_index], self._own_indices)

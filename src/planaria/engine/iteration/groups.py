@@ -30,7 +30,7 @@ from planaria.engine.comm.pieces import (
     receive_pieces,
     send_pieces,
 )
-from planaria.engine.devices import PROCESSOR, Device
+from planaria.engine.devices import PROCESSOR, CopyLane, Device
 from planaria.schedule.action import Schedule
 from planaria.transport.links import Buffer, Channel, Links, Tag
 
@@ -88,7 +88,7 @@ def reduce_bucket(
         pieces = pieces_on_host(device, segment)
         send_pieces(links, ranks[i], gather, pieces, virtual_bytes=gathered_bytes)
     own_results = flat_range(results, *cuts[own])
-    marks = [device.copy(pairs_with(segment, own_results))]
+    marks = [device.copy(pairs_with(segment, own_results), CopyLane.ARRIVING)]
     try:
         for segment_of_another in arriving:
             segment_of_another.begin_fill(timeout_s=timeout_s)

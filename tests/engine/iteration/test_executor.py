@@ -1,0 +1,122 @@
+"""What a rank's iterations promise where the device computes while it is given more."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from helpers.jobs import NUM_LAYERS, shaped_plan, tiny_job
+from helpers.linked_ranks import link_ranks
+from helpers.streamed_device import StreamedDevice
+from planaria.core.commit import Votes, vector_layout
+from planaria.core.plan import Plan
+from planaria.data.batches import Batches
+from planaria.data.datasets import load_dataset
+from planaria.engine.comm.host import HostComm
+from planaria.engine.devices import Device, LateDevice
+from planaria.engine.iteration.executor import Executor, ExecutorCallbacks, RankContext
+from planaria.engine.prepare import load_model
+from planaria.engine.stage import RankStage
+from planaria.errors import AbortedError
+from planaria.schedule.lower import rank_schedule
+from planaria.transport.pulse import Pulse
+
+LEASE_S = 3.0
+JOB = tiny_job("sequential", Path(), iterations=1)
+
+
+@contextmanager
+def executor_on(device: Device, plan: Plan, pulse: Pulse) -> Iterator[Executor]:
+    """The executor of the first rank of a plan, on this device."""
+    with link_ranks(len(plan.all_ranks)) as (links, *_):
+        model = load_model(JOB, cache_directory=Path(), profile=None, timekeeper=links.timekeeper)
+        stage = RankStage(model, training=JOB.training, device=device)
+        stage.hold(plan.held_by_rank[0], states={}, age=0)
+        executor = Executor(
+            plan,
+            rank_schedule(plan, 0),
+            context=RankContext(
+                stage=stage,
+                links=links,
+                layout=vector_layout(JOB, NUM_LAYERS),
+                pulse=pulse,
+                lease_s=LEASE_S,
+                resilience=JOB.resilience,
+            ),
+            comm=HostComm(links, device),
+            callbacks=ExecutorCallbacks(
+                on_step=lambda *_: None,
+                on_action_done=lambda: None,
+                on_computed=lambda _: None,
+                is_timed=lambda: False,
+                on_tensors=lambda _: None,
+            ),
+        )
+        yield executor
+        executor.close()
+
+
+class SlowDevice(LateDevice):
+    """A device that takes ten seconds for an action, which it is given in no time."""
+
+    def moment(self) -> "TenLater":
+        return TenLater()
+
+
+class TenLater:
+    """A moment ten seconds after the one before."""
+
+    def seconds_since(self, _: object) -> float:
+        """See `Moment`."""
+        return 10.0
+
+
+class NotedPulse(Pulse):
+    """A pulse that notes in how many seconds each action was to end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limits_s: list[float] = []
+
+    def begin_action(self, limit_s: float) -> None:
+        self.limits_s.append(limit_s)
+
+
+def test_an_action_may_last_as_long_as_the_device_computes_what_it_was_given_before() -> None:
+    """A device takes some actions ahead; a rank whose next one had to wait was killed as hung."""
+    pulse = NotedPulse()
+    plan = shaped_plan((1,), JOB.num_microbatches)
+    dataset = load_dataset(JOB.data, objective="causal", seed=0, cache_directory=Path())
+    with executor_on(SlowDevice(), plan, pulse) as executor:
+        batches = Batches(dataset, JOB.training, iteration=0)
+        executor.run(0, batches, votes=lambda: Votes(0, 0, 0, 0))
+        first, pulse.limits_s = pulse.limits_s, []
+        for held in executor._own_layers():
+            held.age = 0
+        executor.run(0, batches, votes=lambda: Votes(0, 0, 0, 0))
+
+    assert set(first) == {math.inf}
+    own, *others, _ = pulse.limits_s  # Nothing is before the first one.
+    assert LEASE_S <= own < 100.0
+    assert min(others) >= 100.0
+
+
+def test_a_reduction_waits_for_its_layers_and_what_follows_it_for_the_reduction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if it fails. It waits for no action that the device was given since."""
+    device, plan = StreamedDevice(), shaped_plan((1, 1), 2)
+    with executor_on(device, plan, Pulse()) as executor:
+
+        def fail(*_: object, **__: object) -> None:
+            assert device.waits == [("reduce", "")]
+            raise AbortedError("a member is lost")
+
+        executor._iteration = 0
+        monkeypatch.setattr(executor._comm, "sum_over", fail)
+        with pytest.raises(AbortedError):
+            executor._run_bucket(0, 0.0, device.mark())
+
+    assert device.waits == [("reduce", ""), ("", "reduce")]
