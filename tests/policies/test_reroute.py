@@ -139,11 +139,12 @@ def test_in_a_hurry_few_plans_are_run() -> None:
     all_tries = Reroute(catalog.problem, Adaptive(()))
     hurried = replace(all_tries, is_hurried=True)
 
-    with mock.patch.object(reroutes, "price_plan", wraps=reroutes.price_plan) as run:
+    with mock.patch.object(reroute, "best_reroute", wraps=reroutes.best_reroute) as run:
         found = hurried.propose(plan, cluster, event, prices(catalog))
     best = all_tries.propose(plan, cluster, event, prices(catalog))
 
-    assert run.call_count <= 6
+    assert 0 < run.call_count <= 6
+    assert all(call.kwargs["hops_max"] == 0 for call in run.call_args_list)
     assert [one.answer for one in found] == [one.answer for one in best]
     for one, other in zip(found, best, strict=True):
         check_goes_around(one, cluster, catalog)
@@ -270,6 +271,25 @@ def test_two_losses_in_one_stage_are_normalised() -> None:
     ]
     assert len(lacking) == len(set(lacking)) == 2
     check_goes_around(normalised, survivors(plan, (1, 5), epoch=1), catalog)
+
+
+def test_large_plans_with_many_empty_places_try_few_moves() -> None:
+    """Three lost in one stage: one move in place of two, each of which simulates three plans."""
+    catalog = example_catalog(16, n0=4, f=2)
+    plan = plan_of(catalog, (4, 4, 4, 4))
+    lost = (1, 5, 9)
+
+    with mock.patch.object(reroute, "best_reroute", wraps=reroutes.best_reroute) as run:
+        all_moves = proposed(catalog, plan, lost)
+        num_of_all = run.call_count
+        with mock.patch.object(reroute, "_ALL_HOPS_MAX", 1):
+            one_move = proposed(catalog, plan, lost)
+        num_of_one = run.call_count - num_of_all
+
+    assert [one.answer for one in one_move] == [one.answer for one in all_moves]
+    assert num_of_one <= 6 < num_of_all  # As it is, before a move, three moves, and after them.
+    for transition in one_move:
+        check_goes_around(transition, survivors(plan, lost, epoch=1), catalog)
 
 
 def test_a_pipeline_that_is_lost_whole_is_done_without() -> None:

@@ -43,6 +43,8 @@ NORMALISED: Final = "reroute-normalised"
 
 _MOVES_RUN: Final = 3  # Upper bound on the moves that are simulated, of all possible ones.
 _HOPS_MAX: Final = 1 << 11  # Approximate bound on their hops; one move is simulated in any case.
+# Approximate bound on the hops of all moves in turn; at 1,000 nodes they take some 10 s.
+_ALL_HOPS_MAX: Final = 1 << 16
 # Hops of the largest plan that is answered in a hurry, which takes some 20 ms.
 _HURRIED_HOPS_MAX: Final = 1 << 8
 
@@ -124,12 +126,16 @@ class Reroute:
     def _normalised_plan(
         self, plan: Plan, alive: Collection[int], kinds: Mapping[int, NodeKind]
     ) -> PricedPlan | None:
-        """The plan once nodes have moved to empty places; None if no move helps."""
+        """The plan once nodes have moved to empty places; None if no move helps.
+
+        With many microbatches and empty places some may stay empty, although a move would help.
+        """
         num_hops = len(plan.routes) * max(len(p.template.stages) for p in plan.pipelines)
-        num_run = min(_MOVES_RUN, 1 + _HOPS_MAX // max(1, num_hops))
+        num_run = min(_MOVES_RUN, 1 + _HOPS_MAX // num_hops)
+        num_moves = min(len(plan.gone), max(1, _ALL_HOPS_MAX // (num_run * num_hops)))
         now = best_reroute(self.problem, plan, hops_max=0)
         normalised = plan
-        for _ in range(len(plan.gone)):
+        for _ in range(num_moves):
             idle = tuple(sorted(set(alive).difference(normalised.nodes)))
             options = [
                 with_kinds(after, kinds) for after in _moves(normalised, idle or normalised.nodes)

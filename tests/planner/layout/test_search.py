@@ -305,6 +305,18 @@ def test_no_pipeline_is_left_without_a_microbatch(depths: list[int], more: int) 
     assert min(counts) >= 1
 
 
+def test_layers_that_take_no_time_have_a_layout() -> None:
+    """A profile may say 0 s of all of them."""
+    layers = tuple(layer_profile(f"layer {i}", 0.0) for i in range(4))
+    problem = Problem(
+        profile=model_profile(layers), devices_per_node=1, num_microbatches=4, failures_tolerated=1
+    )
+
+    (*_, front) = layouts(problem, 4, present=[cut(2, 4)] * 2, ranges=Ranges())
+
+    assert sum(template.num_nodes for template in front[0].templates) == 4
+
+
 def test_nodes_that_hold_no_model_have_no_layout() -> None:
     """Fewer than n0, or fewer than f + 1 times as many: as many pipelines as there can be."""
     problem = llama(16)

@@ -22,7 +22,6 @@ from planaria.papers.rows import How, PublishedRow
 from planaria.placement.interleave import PREDICTED_GAMMA, Interval, checkpoint_chunks, idle_spans
 
 _TOKENS_PER_DEVICE: Final = 8 * 512
-_DEVICES_PER_NODE: Final = 8
 _NUM_LAYERS: Final = 96
 _ATTAINED_SHARE: Final = 0.5
 _BUFFER_BYTES: Final = 256 * 2**20

@@ -243,6 +243,8 @@ class _LayoutSearch:
         a time T. With whole backwards it finishes at most (T - W) / x + 1, where W are the seconds
         of one microbatch alone.
         """
+        if not self._work_s:  # All layers of a profile may take no time.
+            return 0.0
         devices = self._problem.devices_per_node
         rates = [
             1 / max(float(self._alone_s.max()), self._work_s / (depth * devices))
