@@ -38,6 +38,7 @@ COLUMNS: Final = {
     "transport": (3.1, 1),
     "user_functions": (0.1, 1.2),
     "coordinator": (5.2, 1),
+    "systems": (6.6, 1),
     "protocol": (6.4, 1),
     "store": (7.4, 1),
     "policies": (4.6, 1),

@@ -107,6 +107,9 @@ COMMANDS = {
         "--plot",
     },
     "reproduce": {"name", "--json", "--plot"},
+    "simulate": {
+        *("scenario", "--systems", "--seeds", "--sweep", "--json", "--processes", "--set"),
+    },
     "status": {"head", "--token-file", "--job", "--json"},
     "token": {"file", "--check"},
 }

@@ -29,7 +29,7 @@ LEVELS = (
     {"placement"},
     {"policies"},
     {"protocol", "store"},
-    {"coordinator"},
+    {"coordinator", "systems"},
     {"user_functions"},
     {"transport"},
     {"checkpoint"},

@@ -15,10 +15,10 @@ from planaria.papers.oobleck.replay import (
     FailedSaves,
     Overlap,
     Replay,
+    ReplayedSystem,
     ReplayOutcome,
     Status,
 )
-from planaria.papers.oobleck.replay import System as ReplayedSystem
 from planaria.papers.oobleck.systems import BambooSystem, OobleckSystem, Rates, VarunaSystem
 
 RATES = Rates(10.0, (1.0,) * 16)

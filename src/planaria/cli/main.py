@@ -1,6 +1,6 @@
 """The command line: `planaria train | run | agent | token | doctor | status | drain | events`,
-`planaria chaos | profile | plan | placement | reproduce`, and `planaria checkpoint ls | verify |
-prune | save | export`.
+`planaria chaos | profile | plan | placement | reproduce | simulate`, and `planaria checkpoint ls |
+verify | prune | save | export`.
 
 Exit codes:
 
@@ -38,6 +38,7 @@ from planaria.cli.placement_command import placement
 from planaria.cli.plan_command import plan
 from planaria.cli.reproduce_command import reproduce
 from planaria.cli.run_command import run
+from planaria.cli.simulate_command import simulate
 from planaria.cli.token_command import token
 from planaria.cli.train_command import train
 from planaria.job.scripts import named_job
@@ -64,6 +65,7 @@ app.command()(events)
 app.command()(placement)
 app.command()(plan)
 app.command()(reproduce)
+app.command()(simulate)
 app.command()(status)
 app.command()(token)
 app.add_typer(checkpoint, name="checkpoint")

@@ -21,7 +21,7 @@ This function decides; its caller (nodes/head/leader.py) acts.
 Source: docs/protocol.md.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -135,6 +135,21 @@ def step(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
     state, noted = _on_event(rules, state, event, now_s)
     state, commands = advance(rules, state, now_s)
     return state, (*noted, *commands)
+
+
+def step_together(rules: Rules, state: JobState, events: Sequence[Event], now_s: float) -> Step:
+    """The state after several facts of one moment, which are all noted before the state advances.
+
+    The result is that of a `step` for each of them, as long as none but the last advances it.
+    """
+    commands: list[Command] = []
+    for event in events[:-1]:
+        state, noted = _on_event(state.learning.fitted or rules, state, event, now_s)
+        commands += noted
+    for event in events[-1:]:
+        state, last = step(rules, state, event, now_s)
+        commands += last
+    return state, tuple(commands)
 
 
 def _on_event(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:

@@ -56,7 +56,7 @@ def load_job(path: Path, *, overrides: Sequence[str] = ()) -> JobConfig:
     Raises:
         ConfigError: the file, a key or a value is wrong, or two keys do not fit together.
     """
-    data = _with_absolute_paths(_toml_tables(path), directory=path.parent)
+    data = _with_absolute_paths(tables_of_file(path), directory=path.parent)
     data.setdefault("name", path.stem)
     return _job_with_overrides(data, overrides)
 
@@ -72,7 +72,7 @@ def overridden_job(job: JobConfig, *, directory: Path, overrides: Sequence[str])
 
 def _job_with_overrides(data: dict[str, Any], overrides: Sequence[str]) -> JobConfig:
     for override in overrides:
-        data = _with_override(data, override)
+        data = with_override(data, override)
     return job_from_dict(data)
 
 
@@ -83,7 +83,7 @@ def job_from_dict(data: Mapping[str, Any], *, directory: Path = Path()) -> JobCo
         ConfigError: the same as in `load_job`.
     """
     tables = _with_absolute_paths(data, directory=directory)
-    job = _record(JobConfig, tables, prefix="")
+    job = record_from_table(JobConfig, tables, prefix="")
     check_job(job)
     output = absolute(job.checkpoint.directory)
     return replace(job, checkpoint=replace(job.checkpoint, directory=output))
@@ -119,7 +119,12 @@ word before a colon is a value of the key, or of the `kind` of its table.
 {keys_table()}"""
 
 
-def _toml_tables(path: Path) -> dict[str, Any]:
+def tables_of_file(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file, not checked.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not TOML.
+    """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
@@ -144,7 +149,12 @@ def _with_absolute_paths(data: Mapping[str, Any], *, directory: Path) -> dict[st
     return copy
 
 
-def _with_override(data: Mapping[str, Any], override: str) -> dict[str, Any]:
+def with_override(data: Mapping[str, Any], override: str) -> dict[str, Any]:
+    """A copy of tables with one override TABLE.KEY=VALUE, as `load_job` takes it.
+
+    Raises:
+        ConfigError: the text has another form, or names a key inside a value.
+    """
     name, equals, text = override.partition("=")
     keys = name.strip().split(".")
     if not equals or not all(keys):
@@ -169,13 +179,23 @@ def _with_value(
     return {**data, first: _with_value(inner, rest, value=value, name=name)}
 
 
-def _record(kind: type[Record], values: Mapping[str, Any], *, prefix: str) -> Record:
-    """The record of dataclass `kind` that a table describes, with every value checked."""
+def record_from_table(
+    kind: type[Record], values: Mapping[str, Any], *, prefix: str, file: str = "a job file"
+) -> Record:
+    """The record of dataclass `kind` that a table describes, with every value checked.
+
+    Args:
+        prefix: text before the name of each key in messages.
+        file: the file, in the words of messages.
+
+    Raises:
+        ConfigError: a key is unknown, or a value has another type than its key.
+    """
     assert is_dataclass(kind)
     known = {record_field.name: record_field for record_field in fields(kind)}
     for key, value in values.items():
         if key not in known:
-            remedy = "is not a key of a job file" + _nearest_or_all(key, known)
+            remedy = f"is not a key of {file}" + _nearest_or_all(key, known)
             raise ConfigError(prefix + key, value, remedy)
     hints = get_type_hints(kind)
     return kind(
@@ -190,7 +210,7 @@ def _value(record_field: "Field[Any]", value: Any, *, hint: Any, name: str) -> A
     if is_dataclass(hint) and isinstance(hint, type):
         if not isinstance(value, Mapping):
             raise ConfigError(name, value, f"must be a table: [{name}]")
-        return _record(hint, value, prefix=name + ".")
+        return record_from_table(hint, value, prefix=name + ".")
     try:
         given = _as_tuples(value) if get_origin(hint) is tuple else value
         checked = TypeAdapter(hint).validate_python(given, strict=True)

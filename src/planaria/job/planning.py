@@ -348,7 +348,7 @@ def plan_job(
     max_nodes = max(num_nodes, config.cluster.max_nodes)
     with worded_for_job(config):
         processors = shared_processors(config) if kinds is None else 0
-        problem = _problem(config, prepared.profile, processors=processors)
+        problem = problem_of(config, prepared.profile, processors=processors)
         check_size(problem, num_nodes)
         check_size(problem, max_nodes, limit=Limit.MAX_NODES)
         smaller = _smaller_problem(config, problem, num_nodes) if manifest else problem
@@ -375,7 +375,8 @@ def plan_job(
     )
 
 
-def _problem(config: JobConfig, profile: ModelProfile, *, processors: int) -> Problem:
+def problem_of(config: JobConfig, profile: ModelProfile, *, processors: int) -> Problem:
+    """What a plan of the job has to satisfy; see `Problem` for `processors`."""
     recomputation = config.training.recomputation
     return Problem(
         profile=recomputing_profile(profile, recomputation),

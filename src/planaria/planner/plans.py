@@ -15,7 +15,7 @@ Source: Oobleck (SOSP '23), section 4.2.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -144,6 +144,63 @@ def plan_catalog(
     )
 
 
+def lazy_plan_catalog(
+    problem: Problem, num_nodes: int, templates: Mapping[int, PipelineTemplate]
+) -> PlanCatalog:
+    """The plans of `plan_catalog`, each of which is made when it is asked for.
+
+    1,000 nodes have 999 plans, which take a minute and a half; a job needs few of them.
+    """
+    larger = _with_larger_templates(problem, templates, METHOD)
+    plans = _PlansOnDemand(problem, range(min(templates), num_nodes + 1), larger)
+    return PlanCatalog(problem=problem, templates=larger, plans=plans, times=plans.times)
+
+
+class _PlansOnDemand(Mapping[int, Plan]):
+    """The plans for these numbers of nodes; a plan that was made is kept.
+
+    Attributes:
+        times: times of the templates' pipelines.
+    """
+
+    def __init__(
+        self, problem: Problem, numbers_left: range, templates: Mapping[int, PipelineTemplate]
+    ) -> None:
+        self.times = PlainTimes(problem, templates.values())
+        self._templates = templates
+        sizes = tuple(templates)
+        self._working = _nodes_at_work(problem, numbers_left, n0=min(templates), sizes=sizes)
+        self._search = METHOD.sets(problem, _by_counts(templates), self.times)
+        self._plans: dict[int, Plan] = {}
+
+    def __getitem__(self, num_left: int) -> Plan:
+        if num_left not in self._plans:
+            num_working, min_pipelines = self._working[num_left]
+            self._plans[num_left] = _fastest_plan(
+                self._search, self._templates, num_working, min_pipelines
+            )
+        return self._plans[num_left]
+
+    def __contains__(self, num_left: object) -> bool:
+        return num_left in self._working
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._working)
+
+    def __len__(self) -> int:
+        return len(self._working)
+
+
+def _fastest_plan(
+    search: Sets, templates: Mapping[int, PipelineTemplate], num_working: int, min_pipelines: int
+) -> Plan:
+    """The fastest plan in which exactly so many nodes work, in so many pipelines at least."""
+    best = search.fastest((num_working,), min_pipelines)
+    assert best is not None
+    pipelines = pipelines_of([templates[size] for (size,) in best.sizes], range(num_working))
+    return plain_plan(0, pipelines, best.microbatches)
+
+
 def foreseen_plans(
     problem: Problem,
     num_nodes: int,
@@ -256,10 +313,7 @@ def _plans_for(
     plans = {}
     # The largest number comes first, because its search serves all smaller ones.
     for num_left, (num_working, min_pipelines) in reversed(working.items()):
-        best = search.fastest((num_working,), min_pipelines)
-        assert best is not None
-        pipelines = pipelines_of([templates[size] for (size,) in best.sizes], range(num_working))
-        plans[num_left] = plain_plan(0, pipelines, best.microbatches)
+        plans[num_left] = _fastest_plan(search, templates, num_working, min_pipelines)
     ascending = dict(reversed(plans.items()))
     return PlanCatalog(problem=problem, templates=templates, plans=ascending, times=times)
 

@@ -128,7 +128,7 @@ class ReplayOutcome:
         return self.spent_ms.get(name, 0.0) / sum(self.spent_ms.values())
 
 
-class System(Protocol):
+class ReplayedSystem(Protocol):
     """What tells the compared systems apart."""
 
     @property
@@ -157,7 +157,7 @@ class Replay:
 
     def __init__(
         self,
-        system: System,
+        system: ReplayedSystem,
         *,
         stages: int = 12,
         overlap: Overlap = Overlap.AS_PUBLISHED,

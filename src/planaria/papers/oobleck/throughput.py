@@ -21,8 +21,8 @@ from planaria.papers.oobleck.replay import (
     FailedSaves,
     Overlap,
     Replay,
+    ReplayedSystem,
     ReplayOutcome,
-    System,
 )
 from planaria.papers.oobleck.systems import BambooSystem, OobleckSystem, Rates, VarunaSystem
 from planaria.papers.rows import How, PublishedRow
@@ -208,7 +208,7 @@ def outcome(
     return replay.outcome(changes)
 
 
-def _system(name: str, model: str, has_notices: bool) -> System:
+def _system(name: str, model: str, has_notices: bool) -> ReplayedSystem:
     measured = "varuna" if name == "varuna-no-checkpoint" else name
     rates = Rates(SAMPLES_PER_ITERATION[model], RATES[measured, model])
     match name:

@@ -1,0 +1,115 @@
+"""The command `planaria simulate`: what a job would train on a cluster whose nodes fail."""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from planaria.cli.command_line import Settings, check_writable, exit_codes, write
+from planaria.errors import ConfigError
+from planaria.job.scenario_file import load_scenario, swept_overrides
+from planaria.show.simulations import simulation_json, simulation_table, sweep_table
+from planaria.simulator.economics.compare import Outcomes, compare
+from planaria.simulator.economics.planaria_system import PlanariaSystem
+from planaria.systems.system import System
+
+SYSTEMS: Final[tuple[System, ...]] = (PlanariaSystem(),)
+_ALL: Final = "all"
+
+ScenarioFile = Annotated[
+    Path, typer.Argument(metavar="SCENARIO.toml", help="The scenario; see docs/SIMULATE.md.")
+]
+SystemNames = Annotated[
+    str,
+    typer.Option(
+        "--systems",
+        metavar="A,B|all",
+        help=f"Systems to compare: {', '.join(system.name for system in SYSTEMS)}.",
+    ),
+]
+NumSeeds = Annotated[
+    int, typer.Option("--seeds", min=1, help="Number of seeds; each draws other failures.")
+]
+Sweeps = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sweep",
+        metavar="KEY=V,V,..",
+        help="Run with each of these values of a key, such as failures.per_node_hour=0.01,0.1; "
+        "repeatable, for all combinations.",
+    ),
+]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the result to this file.")
+]
+NumProcesses = Annotated[
+    int,
+    typer.Option("--processes", min=0, help="Number of processes; 0: one for each processor."),
+]
+
+
+@exit_codes()
+def simulate(
+    scenario: ScenarioFile,
+    systems: SystemNames = "planaria",
+    seeds: NumSeeds = 1,
+    sweep: Sweeps = None,
+    json_file: JsonFile = None,
+    processes: NumProcesses = 0,
+    settings: Settings = None,
+) -> None:
+    """Simulates a job on a cluster whose nodes fail: its goodput, its time and its cost.
+
+    The coordinator and the policies are the real ones; nodes, links and failures are modelled.
+    """
+    check_writable("--json", json_file)
+    chosen = _systems(systems)
+    points = {
+        overrides: load_scenario(scenario, overrides=[*(settings or ()), *overrides])
+        for overrides in swept_overrides(sweep or ())
+    }
+    results: dict[tuple[str, ...], Outcomes] = {}
+    num_processes = processes or len(os.sched_getaffinity(0))
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("simulating", total=len(points) * len(chosen) * seeds)
+        for overrides, point in points.items():
+            results[overrides] = compare(
+                point,
+                chosen,
+                num_seeds=seeds,
+                num_processes=num_processes,
+                on_done=lambda: progress.advance(task),
+            )
+    contents = [
+        {"set": list(overrides), **simulation_json(points[overrides], outcomes)}
+        for overrides, outcomes in results.items()
+    ]
+    console = Console()
+    if sweep:
+        console.print(sweep_table({", ".join(key): value for key, value in results.items()}))
+    else:
+        for overrides, outcomes in results.items():
+            console.print(simulation_table(points[overrides], outcomes))
+    if json_file is not None:
+        content = {"version": 1, "sweep": contents} if sweep else contents[0]
+        write(json_file, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def _systems(names: str) -> tuple[System, ...]:
+    """The systems of these names, in the given order.
+
+    Raises:
+        ConfigError: there is no such system.
+    """
+    known = {system.name: system for system in SYSTEMS}
+    if names.strip() == _ALL:
+        return SYSTEMS
+    chosen = [name.strip() for name in names.split(",")]
+    for name in chosen:
+        if name not in known:
+            raise ConfigError("--systems", name, f"there are {', '.join(known)}, and {_ALL}")
+    return tuple(known[name] for name in dict.fromkeys(chosen))

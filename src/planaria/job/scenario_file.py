@@ -1,0 +1,238 @@
+"""Reads a scenario file: a job on a cluster whose nodes fail, to be simulated.
+
+A scenario is TOML with five tables: `[cluster]`, `[job]` with any key of a job file, `[failures]`,
+`[costs]` and `[run]`. docs/SIMULATE.md lists their keys.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from heapq import heapify, heappop, heappush
+from itertools import product
+from pathlib import Path
+from random import Random
+from typing import Any, Final, Literal
+
+from planaria.errors import ConfigError
+from planaria.job.config import job_from_dict, record_from_table, tables_of_file, with_override
+from planaria.job.planning import (
+    check_size,
+    given_profile,
+    problem_of,
+    read_profile,
+    worded_for_job,
+)
+from planaria.planner.plans import lazy_plan_catalog
+from planaria.planner.reroute.shadows import first_plan_with_shadows
+from planaria.planner.templates import pipeline_templates
+from planaria.policies.traits import TRAITS
+from planaria.profiles.shipped import profile_path
+from planaria.simulator.economics.compare import ClusterScenario
+from planaria.simulator.failures.occurrences import FailureSource, Occurrence, OccurrenceKind
+from planaria.systems.system import RecoveryCosts, Setting
+
+_FILE: Final = "a scenario"
+_S_PER_HOUR: Final = 3600.0
+_ITERATIONS_MAX: Final = 1 << 53  # More than any simulated job trains.
+_SAVE_S: Final = 1800.0  # Time between saves, unless the job says it in iterations.
+_MICROBATCHES: Final = 4  # Microbatches for each device, unless the job says a batch.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScenarioClusterTable:
+    """The table `[cluster]`.
+
+    Attributes:
+        nodes: number of nodes.
+        devices_per_node: number of devices of each node.
+        profile: a profile's file, or the name of a shipped one.
+        price_per_node_hour: dollars for each hour of each node that is there.
+    """
+
+    nodes: int = 0
+    devices_per_node: int = 1
+    profile: str = ""
+    price_per_node_hour: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScenarioRunTable:
+    """The table `[run]`: how much is simulated.
+
+    Attributes:
+        hours: simulated hours, at most.
+        iterations: number of iterations after which a run ends; 0: it ends after `hours`.
+    """
+
+    hours: float = 24.0
+    iterations: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailuresTable:
+    """The table `[failures]`.
+
+    Attributes:
+        kind: "poisson", or "none".
+        per_node_hour: failures of each node in an hour.
+        repair_s: mean time until a lost node is back.
+    """
+
+    kind: Literal["none", "poisson"] = "none"
+    per_node_hour: float = 0.0
+    repair_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class _PoissonDraft:
+    """Failures of each node at a constant rate; implements `FailureSource`."""
+
+    table: FailuresTable
+
+    def occurrences(self, num_nodes: int, *, horizon_s: float, rng: Random) -> Iterator[Occurrence]:
+        """See `FailureSource`."""
+        rate = self.table.per_node_hour / _S_PER_HOUR if self.table.kind != "none" else 0.0
+        if not rate:
+            return
+        events = [(rng.expovariate(rate), node, True) for node in range(num_nodes)]
+        heapify(events)
+        while events[0][0] <= horizon_s:
+            at_s, node, is_loss = heappop(events)
+            kind = OccurrenceKind.LOST if is_loss else OccurrenceKind.BACK
+            yield Occurrence(at_s, kind, (node,))
+            after_s = rng.expovariate(1.0 / self.table.repair_s if is_loss else rate)
+            heappush(events, (at_s + after_s, node, not is_loss))
+
+
+def failure_source(table: FailuresTable, *, directory: Path) -> FailureSource:
+    """The source of failures that a table describes."""
+    del directory
+    return _PoissonDraft(table)
+
+
+def load_scenario(path: Path, *, overrides: Sequence[str] = ()) -> ClusterScenario:
+    """The scenario in a file.
+
+    Args:
+        overrides: texts TABLE.KEY=VALUE, of which later ones win.
+
+    Raises:
+        ConfigError: the file, a table, a key or a value is wrong, or the nodes are too few.
+    """
+    data = tables_of_file(path)
+    for override in overrides:
+        data = with_override(data, override)
+    return scenario_from_tables(data, name=path.stem, directory=path.parent)
+
+
+def swept_overrides(sweeps: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """The overrides of each point of a sweep, for texts KEY=VALUE,VALUE,..; all combinations.
+
+    Raises:
+        ConfigError: a text has another form.
+    """
+    axes = []
+    for sweep in sweeps:
+        key, equals, values = sweep.partition("=")
+        if not (equals and key.strip() and values.strip()):
+            raise ConfigError("--sweep", sweep, "must be TABLE.KEY=VALUE,VALUE,..")
+        axes.append([f"{key.strip()}={value.strip()}" for value in values.split(",")])
+    yield from product(*axes)
+
+
+_TABLES: Final = ("cluster", "job", "failures", "costs", "run")
+
+
+def scenario_from_tables(
+    data: Mapping[str, Any], *, name: str, directory: Path = Path()
+) -> ClusterScenario:
+    """The scenario of tables that are already parsed; paths are relative to `directory`.
+
+    Raises:
+        ConfigError: the same as in `load_scenario`.
+    """
+    for table, value in data.items():
+        if table not in _TABLES:
+            raise ConfigError(table, value, f"is no table of a scenario; there are {_TABLES}")
+        if not isinstance(value, Mapping):
+            raise ConfigError(table, value, f"must be a table: [{table}]")
+    cluster = record_from_table(
+        ScenarioClusterTable, data.get("cluster", {}), prefix="cluster.", file=_FILE
+    )
+    run = record_from_table(ScenarioRunTable, data.get("run", {}), prefix="run.", file=_FILE)
+    costs = record_from_table(RecoveryCosts, data.get("costs", {}), prefix="costs.", file=_FILE)
+    failures = record_from_table(
+        FailuresTable, data.get("failures", {}), prefix="failures.", file=_FILE
+    )
+    _check(cluster, run, costs)
+    setting = _setting(data.get("job", {}), cluster, costs, directory=directory)
+    return ClusterScenario(
+        name=name,
+        setting=setting,
+        failures=failure_source(failures, directory=directory),
+        price_per_node_hour=cluster.price_per_node_hour,
+        horizon_s=run.hours * _S_PER_HOUR,
+        iterations=run.iterations,
+    )
+
+
+def _check(cluster: ScenarioClusterTable, run: ScenarioRunTable, costs: RecoveryCosts) -> None:
+    if cluster.nodes < 1:
+        raise ConfigError("cluster.nodes", cluster.nodes, "must be at least 1")
+    if not cluster.profile:
+        raise ConfigError("cluster.profile", "", "name a profile, such as llama2-7b")
+    if cluster.price_per_node_hour < 0.0:
+        remedy = "must be at least 0"
+        raise ConfigError("cluster.price_per_node_hour", cluster.price_per_node_hour, remedy)
+    if not run.hours > 0.0:
+        raise ConfigError("run.hours", run.hours, "must be above 0")
+    if run.iterations < 0:
+        raise ConfigError("run.iterations", run.iterations, "must be at least 0")
+    for cost in fields(costs):
+        value = getattr(costs, cost.name)
+        is_speed = cost.name == "save_bytes_per_s"
+        if value < 0.0 or (is_speed and not value):
+            remedy = f"must be {'above' if is_speed else 'at least'} 0"
+            raise ConfigError(f"costs.{cost.name}", value, remedy)
+
+
+def _setting(
+    tables: Mapping[str, Any],
+    cluster: ScenarioClusterTable,
+    costs: RecoveryCosts,
+    *,
+    directory: Path,
+) -> Setting:
+    """The job with its plans."""
+    size = read_profile(profile_path(directory, cluster.profile)).microbatch_size
+    training = dict(tables.get("training", {}))
+    training.setdefault("microbatch_size", size)
+    num_devices = cluster.nodes * cluster.devices_per_node
+    training.setdefault("global_batch_size", _MICROBATCHES * size * num_devices)
+    given = {
+        **tables,
+        "name": "simulated",
+        "model": {"kind": "paced", "profile": cluster.profile, **tables.get("model", {})},
+        "training": {**training, "iterations": _ITERATIONS_MAX},
+        "cluster": {
+            **tables.get("cluster", {}),
+            "nodes": cluster.nodes,
+            "devices_per_node": cluster.devices_per_node,
+        },
+    }
+    job = job_from_dict(given, directory=directory)
+    profile = given_profile(job)
+    assert profile is not None
+    with worded_for_job(job):
+        problem = problem_of(job, profile, processors=0)
+        check_size(problem, cluster.nodes)
+        templates = pipeline_templates(problem, cluster.nodes)
+        catalog = lazy_plan_catalog(problem, cluster.nodes, templates)
+        if TRAITS[job.resilience.policy].has_shadows:
+            first_plan_with_shadows(problem, catalog.plans[cluster.nodes])
+    setting = Setting(job=job, catalog=catalog, costs=costs, model=profile.model)
+    if "persist_every" in tables.get("checkpoint", {}):
+        return setting
+    every = max(1, round(_SAVE_S / setting.failure_free_s))
+    return replace(
+        setting, job=replace(job, checkpoint=replace(job.checkpoint, persist_every=every))
+    )

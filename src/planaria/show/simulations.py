@@ -1,0 +1,178 @@
+"""Simulated jobs: a table for a terminal, and JSON."""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any, Final
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from planaria.observe.ledger import Category
+from planaria.show.words import count_text, share_text
+from planaria.simulator.economics.compare import (
+    ClusterScenario,
+    Interval,
+    JobOutcome,
+    Outcomes,
+    interval,
+    ratios,
+)
+
+VERSION: Final = 1
+_PLANARIA: Final = "planaria"
+
+
+def simulation_json(scenario: ClusterScenario, outcomes: Outcomes) -> dict[str, Any]:
+    """The content of `planaria simulate --json`."""
+    planaria = outcomes.get(_PLANARIA)
+    return {
+        "version": VERSION,
+        "scenario": scenario.name,
+        "seeds": len(next(iter(outcomes.values()))),
+        "failure_free_samples_per_s": _failure_free(scenario),
+        "systems": {name: _system_json(scenario, runs) for name, runs in outcomes.items()},
+        "versus": {
+            name: _interval_json(ratio)
+            for name, runs in outcomes.items()
+            if planaria and name != _PLANARIA and (ratio := ratios(planaria, runs))
+        },
+    }
+
+
+def _system_json(scenario: ClusterScenario, runs: Sequence[JobOutcome]) -> dict[str, Any]:
+    dollars = [run.node_hours * scenario.price_per_node_hour for run in runs]
+    return {
+        "goodput_samples_per_s": _interval_json(interval([run.samples_per_s for run in runs])),
+        "samples": fmean(run.samples for run in runs),
+        "wall_s": fmean(run.wall_s for run in runs),
+        "failures": fmean(run.num_failures for run in runs),
+        "redone_iterations": fmean(run.num_redone for run in runs),
+        "restarts": fmean(run.num_restarts for run in runs),
+        "node_hours": fmean(run.node_hours for run in runs),
+        "ledger": _mean_ledger(runs),
+        "cost": fmean(dollars),
+        "cost_per_million_samples": _dollars_per_million(runs, dollars),
+    }
+
+
+def _interval_json(of: Interval) -> dict[str, float | None]:
+    return {"mean": of.mean, "low": of.low, "high": of.high}
+
+
+def _mean_ledger(runs: Sequence[JobOutcome]) -> dict[str, float]:
+    return {name: fmean(run.ledger[name] for run in runs) for name in runs[0].ledger}
+
+
+def _dollars_per_million(runs: Sequence[JobOutcome], dollars: Sequence[float]) -> float | None:
+    samples = sum(run.samples for run in runs)
+    return 1e6 * sum(dollars) / samples if samples else None
+
+
+def _failure_free(scenario: ClusterScenario) -> float:
+    setting = scenario.setting
+    return setting.job.training.global_batch_size / setting.failure_free_s
+
+
+# -- for a terminal -------------------------------------------------------------------------------
+
+
+def simulation_table(scenario: ClusterScenario, outcomes: Outcomes) -> Group:
+    """The systems with their goodput, what the time was spent on, and what it cost."""
+    setting = scenario.setting
+    num_seeds = len(next(iter(outcomes.values())))
+    heading = (
+        f"{scenario.name}: {setting.model} on {count_text(setting.num_nodes, 'node')}, policy "
+        f"{setting.job.resilience.policy}, {count_text(num_seeds, 'seed')}"
+    )
+    free = f"without failures, by the estimator: {_failure_free(scenario):.4g} samples/s"
+    parts: list[RenderableType] = [
+        Text(heading, style="bold"),
+        Text(free),
+        _goodput_table(outcomes),
+        _count_table(scenario, outcomes),
+        Text("Share of the time:"),
+        _ledger_table(outcomes),
+    ]
+    return Group(*parts)
+
+
+def _goodput_table(outcomes: Outcomes) -> Table:
+    table = _table("system", "samples/s", "95% interval", "planaria is", "95% interval")
+    planaria = outcomes.get(_PLANARIA)
+    for name, runs in outcomes.items():
+        goodput = interval([run.samples_per_s for run in runs])
+        ratio = ratios(planaria, runs) if planaria and name != _PLANARIA else None
+        table.add_row(
+            name,
+            f"{goodput.mean:.4g}",
+            _range_text(goodput, ".4g"),
+            f"{ratio.mean:.3f}x" if ratio else "",
+            _range_text(ratio, ".3f") if ratio else "",
+        )
+    return table
+
+
+def _count_table(scenario: ClusterScenario, outcomes: Outcomes) -> Table:
+    """Means over seeds of what is counted."""
+    headings = ["failures", "iterations\nredone", "restarts", "node hours"]
+    if scenario.price_per_node_hour:
+        headings += ["cost, $", "$ per million\nsamples"]
+    table = _table("system", *headings)
+    for name, runs in outcomes.items():
+        row = [
+            name,
+            f"{fmean(run.num_failures for run in runs):.1f}",
+            f"{fmean(run.num_redone for run in runs):.1f}",
+            f"{fmean(run.num_restarts for run in runs):.1f}",
+            f"{fmean(run.node_hours for run in runs):.1f}",
+        ]
+        if scenario.price_per_node_hour:
+            dollars = [run.node_hours * scenario.price_per_node_hour for run in runs]
+            each = _dollars_per_million(runs, dollars)
+            row += [f"{fmean(dollars):,.2f}", "" if each is None else f"{each:,.2f}"]
+        table.add_row(*row)
+    return table
+
+
+def _table(first: str, *headings: str) -> Table:
+    """An empty table; its cells are wrapped, never cut."""
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column(first, no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right", overflow="fold")
+    return table
+
+
+def _range_text(of: Interval, form: str) -> str:
+    return "" if of.low is None else f"{of.low:{form}} to {of.high:{form}}"
+
+
+def _ledger_table(outcomes: Outcomes) -> Table:
+    """Shares of the wall time by category; a category in which no system spends any is left out."""
+    ledgers = {name: _mean_ledger(runs) for name, runs in outcomes.items()}
+    spent = [c for c in Category if any(ledger[c] > 0.0 for ledger in ledgers.values())]
+    table = _table("system", *(str(category).replace("_", "\n") for category in spent))
+    for name, ledger in ledgers.items():
+        table.add_row(name, *(_share_text(ledger[c] / ledger["wall"]) for c in spent))
+    return table
+
+
+def _share_text(share: float) -> str:
+    """Like `share_text`, with more digits where it is small."""
+    return share_text(share) if share >= 0.01 or not share else f"{100 * share:.2g}%"
+
+
+def sweep_table(points: Mapping[str, Outcomes]) -> Table:
+    """The mean goodput of each system, a row for each point of a sweep."""
+    names = list(next(iter(points.values())))
+    table = _table("with", *(f"{name},\nsamples/s" for name in names))
+    for point, outcomes in points.items():
+        cells = []
+        for name in names:
+            goodput = interval([run.samples_per_s for run in outcomes[name]])
+            width = "" if goodput.high is None else f" +- {goodput.high - goodput.mean:.2g}"
+            cells.append(f"{goodput.mean:.4g}{width}")
+        table.add_row(point, *cells)
+    return table

@@ -1,0 +1,480 @@
+"""A job of planaria in virtual time: the real coordinator, with nodes that are modelled.
+
+The coordinator's function (coordinator/step.py) gets the events that it would get, and its policy
+answers them. What its commands cost comes from measurements (`RecoveryCosts`) and from the profile:
+the seconds until members answer, until layers have moved, and of an iteration.
+
+Iterations between two events are jumped over: the coordinator gets no reports of them but those of
+the last one, which it gets in full. While it watches for a better plan, or for the time at which a
+node may join, the jumps become longer step by step, so that each doubling of the time since the
+last event is noticed.
+
+Not modelled: nodes that hang, workers that crash, coordinators that fail, and slow nodes that the
+coordinator finds by their reports. A slow node slows all others, and gets no less work.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from heapq import heappop, heappush
+from math import floor, inf
+
+from planaria.coordinator.commands import (
+    Command,
+    DecisionRecorded,
+    End,
+    Evict,
+    MembersRecorded,
+    Notify,
+    Publish,
+    Published,
+    RecordDecision,
+    RecordMembers,
+    Tell,
+)
+from planaria.coordinator.job_rules import Rules
+from planaria.coordinator.learning.profile_correction import iteration_s
+from planaria.coordinator.start import first_step
+from planaria.coordinator.state import JobState, Phase
+from planaria.coordinator.step import Event, step, step_together
+from planaria.core.copies import Label
+from planaria.core.messages import (
+    AT_COMMIT,
+    Abort,
+    NodeLost,
+    NoticeTaken,
+    SaveLayers,
+    Shutdown,
+    StartEpoch,
+    StopRequested,
+    ToNode,
+)
+from planaria.core.records import (
+    AwaitingMachine,
+    Decided,
+    Recovering,
+    Running,
+    Starting,
+    ToLauncher,
+)
+from planaria.observe.ledger import Category
+from planaria.planner.reroute.reroutes import PricedPlan
+from planaria.policies.building import transfer_s
+from planaria.policies.traits import TRAITS
+from planaria.simulator.economics.virtual_nodes import VirtualNodes
+from planaria.simulator.economics.virtual_saves import VirtualSaves
+from planaria.systems.account import Account
+from planaria.systems.system import RecoveryCosts
+
+PlanOf = Callable[[int], PricedPlan | None]
+
+
+class PlanariaRun:
+    """One job; implements `SystemRun`.
+
+    Args:
+        rules: rules of the job that begins.
+        plan_of: function from a number of nodes to the plan of a job that begins on them; None if
+            they are too few.
+
+    Attributes:
+        account: seconds and samples so far.
+        num_decisions: number of losses that the coordinator answered, by name of the answer.
+    """
+
+    def __init__(self, rules: Rules, plan_of: PlanOf, costs: RecoveryCosts) -> None:
+        self.account = Account(rules.job.training.global_batch_size)
+        self.num_decisions: dict[str, int] = {}
+        self._rules, self._plan_of, self._costs = rules, plan_of, costs
+        self._queue: list[tuple[float, int, Callable[[float], None]]] = []
+        self._num_posted = 0
+        self._there = dict.fromkeys(range(rules.job.cluster.nodes), 0)  # Times that each was back.
+        self._num_returns = 0
+        self._speeds: dict[int, float] = {}
+        self._nodes: VirtualNodes
+        self._state: JobState
+        self._saves = VirtualSaves(rules, costs)
+        self._order: StartEpoch | None = None
+        self._is_restarting = self._has_ended = self._is_recovering = self._is_stopping = False
+        self._begin(rules, 0.0, takes_s=costs.startup_s, category=Category.STARTUP)
+
+    def _begin(self, rules: Rules, now_s: float, *, takes_s: float, category: Category) -> None:
+        """Begins the job anew on all machines that are there, as far as they can have work."""
+        plan = self._plan_of(len(self._there))
+        assert plan is not None
+        epoch = self._state.epoch + 1 if self._has_ended else 0
+        self._rules, self._category = rules, category
+        self._is_training = self._has_ended = self._is_recovering = self._is_stopping = False
+        self._next_commit_s, self._iteration_s = inf, 0.0
+        self._shares: dict[Category, float] = {}
+        self._stride = 1
+        self._copies_age = rules.first_iteration
+        per_node = rules.job.cluster.devices_per_node
+        self._nodes = VirtualNodes(rules.layout, devices_per_node=per_node)
+        for machine in sorted(self._there):
+            self._nodes.add(machine)
+        first = replace(plan.plan, epoch=epoch)
+        self._state, commands = first_step(rules, first, term=1, predicted_s=plan.iteration_s)
+        self._carry_out(commands, now_s)
+        nodes = tuple(self._nodes.nodes)
+        self._post(now_s + takes_s, lambda at_s: self._arrive(nodes, at_s))
+
+    @property
+    def num_committed(self) -> int:
+        """The number of iterations that the coordinator knows to be committed."""
+        return self._state.commits.next_iteration
+
+    # -- what happens to nodes --------------------------------------------------------------------
+
+    def lose(self, nodes: tuple[int, ...], now_s: float) -> None:
+        """Nodes are gone; see `SystemRun`."""
+        self.run_until(now_s)
+        self.account.num_failures += 1
+        lost = [node for machine in nodes if (node := self._nodes.node_on(machine)) >= 0]
+        for machine in nodes:
+            del self._there[machine]
+            self._speeds.pop(machine, None)
+            self._nodes.remove_machine(machine)
+        if self._has_ended:
+            return
+        if any(self._state.is_member(node) for node in lost):
+            self._interrupt(now_s)
+        known_s = now_s + self._costs.detect_s
+        for node in lost:
+            event = NodeLost(node=node, reason="its machine is gone")
+            self._post(known_s, partial(self._deliver, (event,)))
+
+    def take_back(self, nodes: tuple[int, ...], now_s: float) -> None:
+        """Nodes are there again; see `SystemRun`."""
+        self.run_until(now_s)
+        for machine in nodes:
+            self._num_returns += 1
+            self._there[machine] = self._num_returns
+            start = partial(self._start_node, machine, self._num_returns)
+            self._post(now_s + self._costs.node_start_s, start)
+        self._restart_if_enough(now_s)
+
+    def give_notice(self, nodes: tuple[int, ...], now_s: float, *, deadline_s: float) -> None:
+        """Nodes are told that they will be gone; see `SystemRun`."""
+        self.run_until(now_s)
+        for machine in nodes:
+            node = self._nodes.node_on(machine)
+            if node >= 0 and not self._has_ended:
+                rank = node * self._rules.job.cluster.devices_per_node
+                event = NoticeTaken(node=node, rank=rank, after_s=deadline_s - now_s)
+                self._deliver((event,), now_s)
+
+    def set_speeds(self, speeds: Mapping[int, float], now_s: float) -> None:
+        """Nodes go on at other speeds; see `SystemRun`."""
+        self.run_until(now_s)
+        self._speeds |= speeds
+        self._speeds = {node: speed for node, speed in self._speeds.items() if speed != 1.0}
+        if self._is_training:
+            left = (self._next_commit_s - now_s) / self._iteration_s
+            self._measure_iteration()
+            self._next_commit_s = now_s + left * self._iteration_s
+
+    def _start_node(self, machine: int, number: int, now_s: float) -> None:
+        """Starts a node on a machine that is back, unless it is gone again."""
+        is_there = self._there.get(machine) == number
+        if is_there and not self._has_ended and self._nodes.node_on(machine) < 0:
+            self._arrive((self._nodes.add(machine),), now_s)
+
+    def _arrive(self, nodes: Sequence[int], now_s: float) -> None:
+        live = [node for node in nodes if node in self._nodes.nodes]
+        arrivals = [message for node in live for message in self._nodes.arrivals(node)]
+        self._deliver(arrivals, now_s)
+
+    # -- time -------------------------------------------------------------------------------------
+
+    def run_until(self, now_s: float) -> None:
+        """Goes on until a time; see `SystemRun`."""
+        while True:
+            next_s = self._queue[0][0] if self._queue else inf
+            if self._has_trained(min(now_s, next_s)):
+                continue
+            if next_s > now_s:
+                break
+            at_s, _, happen = heappop(self._queue)
+            self._book(at_s)
+            happen(at_s)
+        self._book(now_s)
+
+    def _post(self, at_s: float, happen: Callable[[float], None]) -> None:
+        self._num_posted += 1
+        heappush(self._queue, (at_s, self._num_posted, happen))
+
+    def _book(self, until_s: float) -> None:
+        """Books the time until now, unless the job trains: iterations are booked once committed."""
+        if not self._is_training:
+            self.account.spend(self._category, until_s)
+
+    def _has_trained(self, until_s: float) -> bool:
+        """Commits iterations that end by a time; whether there were any."""
+        if not self._is_training or self._next_commit_s > until_s:
+            return False
+        number = 1
+        if self._state.change is None and not self._is_stopping:
+            number += floor((until_s - self._next_commit_s) / self._iteration_s)
+            if self._is_watching():
+                number = min(number, self._stride)
+                self._stride *= 2
+        self._commit(number)
+        return True
+
+    def _is_watching(self) -> bool:
+        """Whether the coordinator may decide something at a commit though nothing happens."""
+        state, policy = self._state, self._rules.job.resilience.policy
+        may_improve = TRAITS[policy].can_improve and not state.search.is_plan_searched
+        is_hurried = bool(state.plan.gone) or self._rules.looks_ahead
+        members = state.membership
+        return bool(members.candidates or members.leaving) or (may_improve and is_hurried)
+
+    def _commit(self, number: int) -> None:
+        """Commits iterations; the coordinator gets the reports of the last one."""
+        state = self._state
+        end_s = self._next_commit_s + (number - 1) * self._iteration_s
+        took_s = self._iteration_s if number > 1 else end_s - self.account.now_s
+        self.account.train(number, end_s, self._shares)
+        commits = state.commits
+        last = commits.next_iteration + number - 1
+        commits = replace(commits, next_iteration=last, furthest=max(commits.furthest, last))
+        self._state = replace(state, commits=commits)
+        self._next_commit_s = end_s + self._iteration_s
+        switch = state.switch
+        reports = self._nodes.reports(
+            self._nodes.live_ranks_of(state.plan.all_ranks),
+            epoch=state.epoch,
+            iteration=last,
+            seconds=took_s,
+            ends=self._is_stopping,
+            switches=switch is not None and switch.is_told and not self._is_stopping,
+        )
+        self._deliver(reports, end_s, is_commit=True)
+        self._tell_saved(
+            self._saves.on_commits(number, last + 1, end_s, iteration_s=self._iteration_s), end_s
+        )
+        if self._state.phase is Phase.SAVING and self._is_training:
+            self._interrupt(end_s)
+            self._category = Category.CHECKPOINT_STALL
+            self._post_last_save(self._state.epoch, last + 1, end_s)
+        elif self._state.epoch != state.epoch and self._state.phase is Phase.TRAINING:
+            self._is_training, self._category = False, Category.REGROUP
+            self._post_ready(end_s + self._costs.switch_s, self._costs.switch_s, 0.0)
+
+    def _interrupt(self, now_s: float) -> None:
+        """Stops training; the iteration in flight is lost."""
+        if self._is_training:
+            self._tell_saved(self._saves.complete_by(now_s), now_s)
+            self.account.spend(Category.REDO, now_s)
+        self._saves.interrupt()
+        self._is_training, self._category = False, Category.DETECT
+
+    def _measure_iteration(self) -> None:
+        """Sets the seconds of an iteration of the plan, and what they are spent on."""
+        state, costs = self._state, self._costs
+        plan_s = iteration_s(state)
+        every = self._rules.job.checkpoint.persist_every
+        stall_s = costs.save_stall_s / every if every else 0.0
+        speeds = (self._speeds.get(self._nodes.machine_of(node), 1.0) for node in state.plan.nodes)
+        slowest = min(speeds, default=1.0) if self._speeds else 1.0
+        self._iteration_s = plan_s / slowest + stall_s
+        stall = stall_s / self._iteration_s
+        idle = 1.0 - len(state.plan.nodes) / max(len(state.nodes), len(state.plan.nodes))
+        self._shares = {
+            Category.USEFUL: (1.0 - stall) * (1.0 - idle),
+            Category.IDLE: (1.0 - stall) * idle,
+            Category.CHECKPOINT_STALL: stall,
+        }
+
+    # -- the coordinator --------------------------------------------------------------------------
+
+    def _deliver(self, events: Sequence[Event], now_s: float, *, is_commit: bool = False) -> None:
+        """Gives the coordinator events of one moment, and carries out what it commands."""
+        if self._has_ended or not events:
+            return
+        if not is_commit:
+            self._stride = 1
+        advance = step_together if len(events) > 1 else _step_one
+        self._state, commands = advance(self._rules, self._state, events, now_s)
+        self._carry_out(commands, now_s)
+        if self._is_training and self._next_commit_s == inf:
+            self._begin_iterations(now_s)
+
+    def _begin_iterations(self, now_s: float) -> None:
+        """Begins the first iteration of an epoch, in which silent ranks get their layers."""
+        self._measure_iteration()
+        wave_s = 0.0
+        if self._state.plan.silent and self._order is not None:
+            wave_s = self._transfer_s(self._order)
+        self._next_commit_s = now_s + max(self._iteration_s, wave_s)
+
+    def _transfer_s(self, order: StartEpoch) -> float:
+        transfers = [transfer for transfers in order.rounds for transfer in transfers]
+        per_node = self._rules.job.cluster.devices_per_node
+        return transfer_s(transfers, self._rules.prices, devices_per_node=per_node)
+
+    def _carry_out(self, commands: Sequence[Command], now_s: float) -> None:
+        for command in commands:
+            match command:
+                case RecordMembers(members):
+                    recorded = MembersRecorded(members.epoch)
+                    self._post(now_s, partial(self._deliver, (recorded,)))
+                case RecordDecision(outcome, _):
+                    decided_s = now_s + self._costs.decide_s
+                    decision = DecisionRecorded(outcome.epoch)
+                    self._post(decided_s, partial(self._deliver, (decision,)))
+                case Tell(message, nodes):
+                    self._tell(message, nodes, now_s)
+                case Notify(message):
+                    self._on_notice(message, now_s)
+                case Evict(nodes):
+                    self._nodes.leave_out(nodes)
+                case Publish(iteration, epoch):
+                    self._post(now_s, partial(self._tell_saved, (Published(iteration, epoch),)))
+                case End():
+                    self._end(now_s)
+                case _:
+                    pass  # What a save leaves behind on the disk takes no time.
+
+    def _tell(self, message: ToNode, nodes: tuple[int, ...], now_s: float) -> None:
+        match message:
+            case Abort(epoch=epoch):
+                left_s = now_s + self._costs.answer_s
+                self._post(left_s, partial(self._answer, epoch))
+            case StartEpoch(iteration=iteration):
+                self._order = message
+                if iteration != AT_COMMIT:
+                    self._start_epoch(message, now_s)
+            case SaveLayers(epoch=epoch, iteration=iteration, layers=layers):
+                self._category = Category.CHECKPOINT_STALL
+                if layers:
+                    self._post_last_save(epoch, iteration, now_s)
+            case StopRequested():
+                self._is_stopping = True
+            case Shutdown():
+                self._nodes.leave_out(nodes)
+
+    def _answer(self, epoch: int, now_s: float) -> None:
+        """All members that live answer that they have left the epoch before."""
+        state = self._state
+        if epoch != state.epoch or self._has_ended:
+            return
+        self._complete_copies()
+        commits = state.commits
+        ranks = self._nodes.live_ranks(state.nodes)
+        answers = self._nodes.answers(
+            ranks, epoch=epoch, age=commits.next_iteration, origin=commits.origin
+        )
+        self._deliver(answers, now_s)
+
+    def _start_epoch(self, order: StartEpoch, now_s: float) -> None:
+        """Has all ranks connect and get their layers."""
+        move_s = self._transfer_s(order)
+        if order.source and not order.vector:
+            move_s += self._saves.load_s(order.plan)
+        connected_s = now_s + self._costs.regroup_s
+        if self._is_recovering:
+            self._post(connected_s, partial(self._enter, Category.TRANSFER, order.epoch))
+        if order.persists:
+            self._saves.begin(order.iteration, connected_s + move_s)
+        self._post_ready(connected_s + move_s, self._costs.regroup_s, move_s)
+
+    def _enter(self, category: Category, epoch: int, _now_s: float) -> None:
+        if epoch == self._state.epoch and self._category is Category.REGROUP:
+            self._category = category
+
+    def _post_ready(self, at_s: float, regroup_s: float, move_s: float) -> None:
+        epoch = self._state.epoch
+
+        def begin(now_s: float) -> None:
+            state = self._state
+            if epoch != state.epoch or self._has_ended:
+                return
+            self._complete_copies()
+            self._nodes.hold(state.plan, since=state.commits.origin.epoch)
+            self._copies_age = state.commits.next_iteration
+            ranks = self._nodes.live_ranks_of(state.plan.all_ranks)
+            ready = self._nodes.ready(ranks, epoch=epoch, regroup_s=regroup_s, transfer_s=move_s)
+            self._deliver(ready, now_s)
+
+        self._post(at_s, begin)
+
+    def _on_notice(self, message: ToLauncher, now_s: float) -> None:
+        match message:
+            case Recovering():
+                if self._is_training:
+                    self._interrupt(now_s)
+                self._is_recovering, self._category = True, Category.DETECT
+            case Decided(iteration=iteration, policy=policy, answer=answer):
+                self._category = Category.DECIDE
+                name = f"{policy}: {answer}"
+                self.num_decisions[name] = self.num_decisions.get(name, 0) + 1
+                if iteration < self.account.num_iterations:
+                    self.account.go_back(iteration)
+            case Starting() if self._is_recovering:
+                self._category = Category.REGROUP
+            case AwaitingMachine():
+                self._category = Category.IDLE
+            case Running():
+                self._is_recovering, self._is_training = False, True
+                self._next_commit_s = inf  # Another loss may follow at once.
+
+    def _complete_copies(self) -> None:
+        """Completes the newest version of the copies in memory that had the time for it.
+
+        A version begins when the one before is complete.
+        """
+        order, every = self._order, self._rules.version_iterations
+        if order is None or order.epoch != self._state.epoch or not self._nodes.held:
+            return
+        if not self._rules.job.checkpoint.copies:
+            return
+        num_complete = (self._state.commits.next_iteration - self._copies_age) // every
+        if num_complete:
+            age = self._copies_age + (num_complete - 1) * every
+            since = self._state.commits.origin.epoch
+            self._nodes.keep(Label(since, order.epoch, age), order.copies)
+
+    # -- saves, and the end -----------------------------------------------------------------------
+
+    def _post_last_save(self, epoch: int, iteration: int, now_s: float) -> None:
+        saved = self._nodes.save_report(epoch=epoch, iteration=iteration)
+        self._post(now_s + self._saves.write_s, partial(self._deliver, (saved,)))
+
+    def _tell_saved(self, published: Sequence[Published], now_s: float) -> None:
+        """Tells the coordinator of saves that are complete, and of those that are removed."""
+        for one in published:
+            self.account.settle(one.iteration)
+            self._deliver((one, *self._saves.on_published(one)), now_s)
+
+    def _end(self, now_s: float) -> None:
+        """The job is over; its user starts it again from the newest save, with enough nodes."""
+        self._has_ended, self._is_training, self._category = True, False, Category.IDLE
+        self._queue = [one for one in self._queue if one[0] < -inf]
+        self._is_restarting = False
+        self._restart_if_enough(now_s)
+
+    def _restart_if_enough(self, now_s: float) -> None:
+        if not self._has_ended or self._is_restarting:
+            return
+        if self._plan_of(len(self._there)) is not None:
+            self._is_restarting, self._category = True, Category.RESTART
+            self._post(now_s + self._costs.restart_s, self._restart)
+
+    def _restart(self, now_s: float) -> None:
+        self._is_restarting = False
+        if self._plan_of(len(self._there)) is None:
+            self._category = Category.IDLE
+            return
+        saved, source = self._saves.newest
+        self.account.num_restarts += 1
+        self.account.go_back(saved)
+        rules = replace(self._rules, first_iteration=saved, source=source)
+        self._begin(rules, now_s, takes_s=0.0, category=Category.RESTART)
+
+
+def _step_one(
+    rules: Rules, state: JobState, events: Sequence[Event], now_s: float
+) -> tuple[JobState, tuple[Command, ...]]:
+    return step(rules, state, events[0], now_s)

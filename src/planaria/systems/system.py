@@ -1,0 +1,105 @@
+"""The interface of a system that trains on a cluster whose nodes fail, as the simulator runs it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from planaria.core.job import JobConfig
+from planaria.planner.plans import PlanCatalog
+from planaria.systems.account import Account
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryCosts:
+    """What the parts of a recovery take, in seconds; docs/SIMULATE.md says where each is from.
+
+    Attributes:
+        startup_s: start of a job until its first iteration.
+        node_start_s: time from when a machine is there until its node can join.
+        detect_s: time from a loss until the coordinator notices it.
+        answer_s: time until every member has left its epoch, without the action in progress.
+        decide_s: time to price the answers and to record the best.
+        regroup_s: a recovery without its transfers.
+        switch_s: pause of training for a switch of plans at a commit.
+        restart_s: start of a job anew, until it loads its layers, after it had ended.
+        save_stall_s: time for which training stands still for each save.
+        save_bytes_per_s: speed at which each node reads and writes saves.
+    """
+
+    startup_s: float = 20.0
+    node_start_s: float = 10.0
+    detect_s: float = 0.01
+    answer_s: float = 0.02
+    decide_s: float = 0.025
+    regroup_s: float = 0.05
+    switch_s: float = 0.02
+    restart_s: float = 60.0
+    save_stall_s: float = 0.0
+    save_bytes_per_s: float = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """The job and the cluster, which are the same for all systems that are compared.
+
+    Attributes:
+        job: configuration of the job; `cluster.nodes` is the number of nodes.
+        catalog: plans of the job for every number of nodes.
+        model: name of the model's profile.
+    """
+
+    job: JobConfig
+    catalog: PlanCatalog
+    costs: RecoveryCosts
+    model: str
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes that the cluster has while none is lost."""
+        return self.job.cluster.nodes
+
+    @property
+    def failure_free_s(self) -> float:
+        """The seconds of an iteration of the plan for all nodes, by the estimator."""
+        plan = self.catalog.plans[self.num_nodes]
+        return self.catalog.distribution([p.template for p in plan.pipelines])[0]
+
+    @property
+    def layer_bytes(self) -> tuple[int, ...]:
+        """The bytes of each layer's state, parameters and optimizer state."""
+        layers = self.catalog.problem.profile.layers
+        return tuple(layer.parameter_bytes + layer.optimizer_bytes for layer in layers)
+
+
+class SystemRun(Protocol):
+    """A job of one system, to which things happen in order of time."""
+
+    @property
+    def account(self) -> Account:
+        """The seconds and samples so far."""
+
+    def run_until(self, now_s: float) -> None:
+        """Goes on until a time; the account has all seconds until then."""
+
+    def lose(self, nodes: tuple[int, ...], now_s: float) -> None:
+        """Nodes are gone, with all that they held in memory."""
+
+    def take_back(self, nodes: tuple[int, ...], now_s: float) -> None:
+        """Nodes, or others in their places, are there again."""
+
+    def give_notice(self, nodes: tuple[int, ...], now_s: float, *, deadline_s: float) -> None:
+        """Nodes are told that they will be gone at `deadline_s`."""
+
+    def set_speeds(self, speeds: Mapping[int, float], now_s: float) -> None:
+        """Nodes go on at other speeds; 1 is the speed of the profile."""
+
+
+class System(Protocol):
+    """A system that is compared."""
+
+    @property
+    def name(self) -> str:
+        """The name, as in `planaria simulate --systems`."""
+
+    def begin(self, setting: Setting) -> SystemRun:
+        """A job that begins at time 0 on all nodes of the cluster."""

@@ -1,0 +1,108 @@
+"""The command `planaria simulate`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from helpers.command import assert_mistake, command
+
+SCENARIO = """
+[cluster]
+nodes = 4
+profile = "gpt2"
+price_per_node_hour = 2.0
+[failures]
+kind = "poisson"
+per_node_hour = 0.5
+repair_s = 600.0
+[run]
+hours = 6.0
+"""
+
+
+@pytest.fixture
+def scenario(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(SCENARIO)
+    return path
+
+
+def test_a_scenario_gives_goodput_ledger_and_cost_as_json(scenario: Path) -> None:
+    """Scripts read these; the ledger sums to the simulated time."""
+    file = scenario.with_name("result.json")
+    command("simulate", str(scenario), "--seeds", "3", "--json", str(file))
+    result = json.loads(file.read_text())
+
+    assert (result["version"], result["seeds"], result["versus"]) == (1, 3, {})
+    planaria = result["systems"]["planaria"]
+    goodput = planaria["goodput_samples_per_s"]
+    assert goodput["low"] < goodput["mean"] < goodput["high"]
+    assert goodput["mean"] < result["failure_free_samples_per_s"]
+    ledger = planaria["ledger"]
+    assert ledger.pop("wall") == pytest.approx(sum(ledger.values())) == pytest.approx(21600.0)
+    assert 0.0 < planaria["cost"] < 4 * 6 * 2.0
+    assert planaria["failures"] > 0
+
+
+def test_the_same_seeds_give_the_same_bytes(scenario: Path) -> None:
+    """In any number of processes."""
+    files = [scenario.with_name(name) for name in ("one.json", "two.json")]
+    for number, file in enumerate(files, start=1):
+        options = ("--seeds", "4", "--processes", str(number), "--json", str(file))
+        command("simulate", str(scenario), *options)
+
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_table_is_printed_for_people(scenario: Path) -> None:
+    """With what the time was spent on."""
+    output = command("simulate", str(scenario)).stdout
+
+    assert "on 4 nodes, policy adaptive, 1 seed" in output
+    assert "without failures, by the estimator" in output
+    assert "useful" in output
+
+
+def test_a_sweep_runs_every_combination(scenario: Path) -> None:
+    """Any key of the scenario can be swept, those of the job included."""
+    file = scenario.with_name("sweep.json")
+    output = command(
+        *("simulate", str(scenario), "--json", str(file)),
+        *("--sweep", "failures.per_node_hour=0.1,0.5"),
+        *("--sweep", "job.resilience.policy=reinstantiate,rollback"),
+    ).stdout
+    points = json.loads(file.read_text())["sweep"]
+
+    assert [point["set"] for point in points] == [
+        [f"failures.per_node_hour={rate}", f"job.resilience.policy={policy}"]
+        for rate in ("0.1", "0.5")
+        for policy in ("reinstantiate", "rollback")
+    ]
+    assert "failures.per_node_hour=0.5" in output
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        (["cluster.nods=4"], ["cluster.nods", "did you mean nodes?"]),
+        (["cluster.nodes=1"], ["cluster.nodes"]),
+        (["cluster.profile="], ["cluster.profile", "name a profile"]),
+        (["run.hours=0"], ["run.hours", "above 0"]),
+        (["costs.detect_s=-1.0"], ["costs.detect_s", "at least 0"]),
+        (["nodes.number=4"], ["nodes", "is no table of a scenario"]),
+        (["job.resilience.policy=best"], ["resilience.policy"]),
+    ],
+)
+def test_a_mistake_in_a_scenario_is_named(
+    scenario: Path, settings: list[str], parts: list[str]
+) -> None:
+    """With the key, the value and what would do."""
+    options = [word for setting in settings for word in ("--set", setting)]
+
+    assert_mistake(command("simulate", str(scenario), *options), *parts)
+
+
+def test_an_unknown_system_is_refused(scenario: Path) -> None:
+    """With those that there are."""
+    assert_mistake(command("simulate", str(scenario), "--systems", "plan"), "--systems", "planaria")

@@ -1,0 +1,275 @@
+"""Simulated jobs of planaria: what holds of every one, and what each event costs."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import pytest
+
+from planaria.core.job import POLICIES
+from planaria.job.scenario_file import scenario_from_tables
+from planaria.simulator.economics.compare import (
+    ClusterScenario,
+    Interval,
+    JobOutcome,
+    Outcomes,
+    compare,
+    interval,
+    play,
+)
+from planaria.simulator.economics.planaria_system import PlanariaSystem
+from planaria.simulator.failures.occurrences import Occurrence, OccurrenceKind
+from planaria.systems.system import RecoveryCosts
+
+LOST, BACK, NOTICE = OccurrenceKind.LOST, OccurrenceKind.BACK, OccurrenceKind.NOTICE
+
+
+class Occurrences:
+    """A source of given occurrences."""
+
+    def __init__(self, *occurrences: Occurrence) -> None:
+        self._occurrences = occurrences
+
+    def occurrences(self, num_nodes: int, *, horizon_s: float, rng: Random) -> Iterator[Occurrence]:
+        """See FailureSource."""
+        del num_nodes, horizon_s, rng
+        yield from self._occurrences
+
+
+class Wild:
+    """A source that draws losses, returns, notices and slow nodes, close together or far apart."""
+
+    def occurrences(self, num_nodes: int, *, horizon_s: float, rng: Random) -> Iterator[Occurrence]:
+        """See FailureSource."""
+        there, lost, doomed, now_s = set(range(num_nodes)), set[int](), dict[int, float](), 0.0
+        while True:
+            now_s += rng.choice((0.0, 0.01, 0.05, 1.0, 30.0, 300.0, 3000.0)) * rng.random()
+            for node, at_s in sorted(doomed.items(), key=lambda one: one[1]):
+                if at_s <= min(now_s, horizon_s):
+                    del doomed[node]
+                    there.discard(node)
+                    lost.add(node)
+                    yield Occurrence(at_s, LOST, (node,))
+            if now_s > horizon_s:
+                return
+            free, draw = sorted(there.difference(doomed)), rng.random()
+            if draw < 0.45 and free:
+                nodes = tuple(sorted(rng.sample(free, min(len(free), rng.choice((1, 1, 1, 2, 3))))))
+                there.difference_update(nodes)
+                lost.update(nodes)
+                yield Occurrence(now_s, LOST, nodes)
+            elif draw < 0.85 and lost:
+                nodes = tuple(sorted(rng.sample(sorted(lost), min(len(lost), rng.choice((1, 2))))))
+                lost.difference_update(nodes)
+                there.update(nodes)
+                yield Occurrence(now_s, BACK, nodes)
+            elif draw < 0.93 and free:
+                node = rng.choice(free)
+                doomed[node] = now_s + rng.choice((1.0, 30.0, 120.0))
+                yield Occurrence(now_s, NOTICE, (node,), deadline_s=doomed[node])
+            elif free:
+                kind, speed = rng.choice(
+                    ((OccurrenceKind.SLOWED, 0.5), (OccurrenceKind.RESTORED, 1.0))
+                )
+                yield Occurrence(now_s, kind, (rng.choice(free),), speed=speed)
+
+
+@cache
+def small(**job: Any) -> ClusterScenario:
+    """Llama 2 7B on six nodes to which nothing happens; `job` has keys of a job file."""
+    tables: dict[str, dict[str, object]] = {"training": {}, "checkpoint": {"persist_every": 50}}
+    for key, value in {"resilience.policy": "reinstantiate", **job}.items():
+        table, _, name = key.partition(".")
+        tables.setdefault(table, {})[name] = value
+    if tables["resilience"]["policy"] == "absorb":  # Nodes need room for their neighbours' layers.
+        tables["cluster"] = {"device_memory_bytes": 200_000_000_000}
+    cluster = {"nodes": 6, "profile": "llama2-7b", "price_per_node_hour": 2.0}
+    return scenario_from_tables(
+        {"cluster": cluster, "job": tables, "run": {"hours": 1.0}}, name="small"
+    )
+
+
+def outcome(
+    of: ClusterScenario, *occurrences: Occurrence, costs: RecoveryCosts | None = None
+) -> JobOutcome:
+    """What a job trains to which these things happen."""
+    setting = replace(of.setting, costs=costs or RecoveryCosts(startup_s=0.0))
+    return play(
+        replace(of, failures=Occurrences(*occurrences), setting=setting), PlanariaSystem(), 0
+    )
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_seconds_and_samples_are_conserved(seed: int) -> None:
+    """Whatever happens, with every policy: the ledger sums to the wall time, no sample counts
+    twice, and no job is faster than one without failures."""
+    rng = Random(seed)
+    of = small(
+        **{
+            "resilience.policy": POLICIES[seed % len(POLICIES)],
+            "resilience.failures_tolerated": rng.choice((0, 1)),
+            "checkpoint.copies": rng.choice((0, 0, 2)),
+            "checkpoint.persist_every": rng.choice((0, 7, 50)),
+        }
+    )
+    costs = RecoveryCosts(
+        startup_s=rng.choice((0.0, 20.0)),
+        node_start_s=rng.choice((0.0, 10.0)),
+        detect_s=rng.choice((0.01, 3.0)),
+        save_stall_s=rng.choice((0.0, 0.3)),
+        save_bytes_per_s=rng.choice((1e7, 1e9)),
+    )
+    of = replace(of, failures=Wild(), setting=replace(of.setting, costs=costs))
+    result = play(of, PlanariaSystem(), seed)
+
+    parts = dict(result.ledger)
+    assert parts.pop("wall") == pytest.approx(of.horizon_s)
+    assert sum(parts.values()) == pytest.approx(of.horizon_s)
+    assert min(parts.values()) >= 0.0
+    assert result.samples % of.setting.job.training.global_batch_size == 0
+    free = of.setting.job.training.global_batch_size / of.setting.failure_free_s
+    assert result.samples_per_s <= free * (1 + 1e-9)
+    assert all(before[0] <= after[0] for before, after in pairwise(result.curve))
+
+
+def test_the_account_has_as_many_iterations_as_the_coordinator_committed() -> None:
+    """Also after the job went back to a save and did iterations again."""
+    of = small(**{"resilience.policy": "morph"})
+    run = PlanariaSystem().begin(of.setting)
+    committed = []
+    for number in range(1, 6):
+        run.lose((number,), 500.0 * number)
+        run.run_until(500.0 * number + 100.0)
+        committed.append((run.account.num_iterations, run.num_committed))
+
+    assert run.account.num_redone > 0
+    assert all(account == coordinator for account, coordinator in committed)
+
+
+def test_without_failures_a_job_is_as_fast_as_the_estimator_says() -> None:
+    """Every system has this rate to begin with."""
+    of = small()
+    result = outcome(of)
+
+    assert result.samples_per_s == pytest.approx(
+        of.setting.job.training.global_batch_size / of.setting.failure_free_s, rel=2e-3
+    )
+    assert result.node_hours == pytest.approx(6.0)
+
+
+def test_a_loss_costs_the_iteration_in_flight_and_each_part_of_the_recovery() -> None:
+    """The parts are those of `RecoveryCosts`, and the layers move as fast as the links are."""
+    costs = RecoveryCosts(startup_s=0.0, detect_s=3.0, answer_s=0.5, decide_s=0.25, regroup_s=0.125)
+    of = small()
+    result = outcome(of, Occurrence(1000.0, LOST, (2,)), costs=costs)
+
+    ledger = result.ledger
+    assert ledger["detect"] == pytest.approx(3.5)
+    assert ledger["decide"] == pytest.approx(0.25)
+    assert ledger["regroup"] == pytest.approx(0.125)
+    assert ledger["transfer"] > 0.0
+    started_s = costs.decide_s + costs.regroup_s
+    assert ledger["redo"] == pytest.approx(
+        (1000.0 - started_s) % of.setting.failure_free_s, abs=1e-3
+    )
+
+
+def test_a_node_that_is_back_joins_without_any_iteration_being_redone() -> None:
+    """A change at a commit costs pauses alone."""
+    of = small()
+    costs = RecoveryCosts(startup_s=0.0, node_start_s=30.0)
+    lost = outcome(of, Occurrence(100.0, LOST, (2,)), costs=costs)
+    back = outcome(of, Occurrence(100.0, LOST, (2,)), Occurrence(200.0, BACK, (2,)), costs=costs)
+
+    assert back.samples > 1.05 * lost.samples
+    assert back.ledger["redo"] == lost.ledger["redo"]
+    assert back.node_hours == pytest.approx(5.0 + 3500.0 / 3600.0)
+
+
+def test_a_noticed_node_leaves_at_a_commit() -> None:
+    """So its loss costs nothing more."""
+    notice = Occurrence(1000.0, NOTICE, (2,), deadline_s=1120.0)
+    result = outcome(small(), notice, Occurrence(1120.0, LOST, (2,)))
+
+    assert result.ledger["redo"] == 0.0
+    assert result.ledger["detect"] == 0.0
+
+
+def test_a_job_that_loses_all_its_nodes_goes_on_from_its_newest_save() -> None:
+    """It waits for nodes, is started again, and trains again what was not saved."""
+    nodes = tuple(range(6))
+    of = small(**{"checkpoint.persist_every": 20})
+    result = outcome(of, Occurrence(1000.0, LOST, nodes), Occurrence(1500.0, BACK, nodes))
+
+    assert 0 < result.num_redone <= 21
+    assert result.ledger["idle"] >= 400.0
+    assert result.samples > 0.8 * (3600.0 - 500.0 - 200.0) / 3600.0 * outcome(of).samples
+
+
+def test_copies_in_memory_save_what_the_disk_would_lose() -> None:
+    """Two nodes that hold a layer are lost at once; other nodes have copies of it."""
+    losses = (Occurrence(1800.0, LOST, (0, 2)),)
+    keys = {"resilience.failures_tolerated": 1, "checkpoint.persist_every": 1000}
+    without = outcome(small(**keys), *losses)
+    redone = [
+        outcome(small(**keys, **{"checkpoint.copies": 3}), *losses).num_redone,
+        without.num_redone,
+    ]
+
+    assert redone[0] <= redone[1]
+    assert redone[0] < 100
+
+
+def test_a_slow_node_slows_the_job_for_as_long_as_it_is_slow() -> None:
+    """Half the speed for half the time costs a quarter of the samples."""
+    slow = Occurrence(900.0, OccurrenceKind.SLOWED, (1,), speed=0.5)
+    fast = Occurrence(2700.0, OccurrenceKind.RESTORED, (1,))
+    of = small()
+
+    assert outcome(of, slow, fast).samples == pytest.approx(0.75 * outcome(of).samples, rel=1e-3)
+
+
+def test_a_run_of_so_many_iterations_ends_with_the_last() -> None:
+    """`[run] iterations` stops at the commit, not at the next event."""
+    of = replace(small(), iterations=123)
+    result = outcome(of, Occurrence(100.0, LOST, (2,)), Occurrence(700.0, BACK, (2,)))
+
+    assert result.samples == 123 * of.setting.job.training.global_batch_size
+    assert result.wall_s < of.horizon_s
+
+
+def test_the_same_seeds_give_the_same_outcomes_in_any_number_of_processes() -> None:
+    """A result that nobody can repeat is no result."""
+    of = replace(small(), failures=Wild())
+
+    def outcomes(num_processes: int) -> Outcomes:
+        return compare(
+            of,
+            (PlanariaSystem(),),
+            num_seeds=5,
+            num_processes=num_processes,
+            on_done=lambda: None,
+        )
+
+    assert outcomes(1) == outcomes(3)
+
+
+def test_an_error_of_a_process_reaches_the_caller() -> None:
+    """And no process is left."""
+    of = replace(
+        small(), failures=Occurrences(Occurrence(5.0, BACK, (99,)), Occurrence(1.0, LOST, (77,)))
+    )
+    with pytest.raises(KeyError):
+        compare(of, (PlanariaSystem(),), num_seeds=2, num_processes=2, on_done=lambda: None)
+
+
+def test_an_interval_is_that_of_student() -> None:
+    """Of 1, 2, 3 and 4 it is 2.5 +- 3.182 * 1.291 / 2."""
+    result = interval([1.0, 2.0, 3.0, 4.0])
+
+    assert result.mean == 2.5
+    assert result.low == pytest.approx(2.5 - 3.1824 * 1.29099 / 2, abs=1e-4)
+    assert interval([7.0]) == Interval(7.0, None, None)
