@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import pytest
@@ -118,6 +118,11 @@ class File:
         return _parsed(self.source)
 
     @property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All nodes of the tree."""
+        return _walked(self.source)
+
+    @property
     def part(self) -> str:
         """The top-level module or folder."""
         parts = self.module.split(".")
@@ -128,6 +133,12 @@ class File:
 def _parsed(source: str) -> ast.Module:
     """The tree of a source, which all rules look at in turn."""
     return ast.parse(source)
+
+
+@lru_cache(maxsize=1)
+def _walked(source: str) -> tuple[ast.AST, ...]:
+    """The nodes of a source, which takes longer to list than to look at."""
+    return tuple(ast.walk(_parsed(source)))
 
 
 Problem = tuple[int, str]
@@ -142,7 +153,7 @@ def layers(file: File) -> Iterator[Problem]:
     if own is None:
         yield 1, f"{file.part} has no layer; add it to LEVELS in tests/test_tidy.py"
         return
-    for line, name in _imports(file.tree):
+    for line, name in _imports(file):
         if name.startswith("."):
             yield line, f"relative import {name}; write the whole name"
         if name.split(".")[0] != "planaria":
@@ -160,7 +171,7 @@ def torch_is_apart(file: File) -> Iterator[Problem]:
     """Only these folders may know what a tensor is."""
     if not file.module or file.part in KNOW_TORCH:
         return
-    for line, name in _imports(file.tree):
+    for line, name in _imports(file):
         if name.split(".")[0] in TORCH or name.startswith("safetensors.torch"):
             yield line, f"imports {name}; use bytes or numpy, or move it to {sorted(KNOW_TORCH)}"
 
@@ -170,12 +181,12 @@ def purity(file: File) -> Iterator[Problem]:
     level = _level(file.part) if file.module else None
     if level is None or level >= WALL:
         return
-    for line, name in _imports(file.tree):
+    for line, name in _imports(file):
         if name.split(".")[0] in ACTING:
             yield line, f"pure code imports {name}; take what it gives as an argument"
         if re.fullmatch(r"random\.(?!Random$)\w+|numpy\.random\.[a-z]\w*", name):
             yield line, f"pure code imports {name}; take rng as an argument"
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.Call):
             yield from _impure_call(node)
 
@@ -195,7 +206,7 @@ def sizes(file: File) -> Iterator[Problem]:
     lines = file.source.splitlines()
     if len(lines) > LINES_MAX:
         yield LINES_MAX + 1, f"{len(lines)} lines, {LINES_MAX} are allowed; split the file by idea"
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > FUNCTION_LINES_MAX:
@@ -211,16 +222,15 @@ def speech(file: File) -> Iterator[Problem]:
     """Only cli, show and `if __name__ == "__main__"` blocks print."""
     if not file.module or file.part in {"cli", "show"}:
         return
-    tree = file.tree
-    allowed = {inner for block in _main_blocks(tree) for inner in ast.walk(block)}
-    for node in ast.walk(tree):
+    allowed = {inner for block in _main_blocks(file.tree) for inner in ast.walk(block)}
+    for node in file.nodes:
         if isinstance(node, ast.Call) and node not in allowed and ast.unparse(node.func) == "print":
             yield node.lineno, "prints; return the text, or log it"
 
 
 def handlers(file: File) -> Iterator[Problem]:
     """No bare except, and no handler that does nothing."""
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if not isinstance(node, ast.ExceptHandler):
             continue
         if node.type is None:
@@ -255,7 +265,7 @@ def sentences(file: File) -> Iterator[Problem]:
     """No docstring, and no entry of Args or Attributes, begins with a preposition."""
     if not file.module:
         return
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text:
@@ -287,7 +297,7 @@ def verbs(file: File) -> Iterator[Problem]:
     """No function is a bare participle: it does something, or is named for what it returns."""
     if not file.module:
         return
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             if any(ast.unparse(mark) == "property" for mark in node.decorator_list):
                 continue  # It is read as a field.
@@ -313,12 +323,12 @@ def _level(part: str) -> int | None:
     return next((index for index, level in enumerate(LEVELS) if part in level), None)
 
 
-def _imports(tree: ast.Module) -> Iterator[Problem]:
+def _imports(file: File) -> Iterator[Problem]:
     """Line and dotted name of every import, also of those inside functions.
 
     `from a import b` gives a.b, because b may be a module.
     """
-    for node in ast.walk(tree):
+    for node in file.nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -336,6 +346,7 @@ def _is_ellipsis(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and ast.unparse(node) == "..."
 
 
+@cache
 def _tree_files() -> tuple[File, ...]:
     found = []
     for folder in ("src", "tests", "benchmarks", "examples"):
@@ -374,7 +385,7 @@ def test_no_two_classes_have_one_name() -> None:
         node.name
         for file in _tree_files()
         if file.module
-        for node in ast.walk(file.tree)
+        for node in file.nodes
         if isinstance(node, ast.ClassDef)
     )
 
@@ -399,7 +410,7 @@ def test_a_small_module_has_more_than_one_importer() -> None:
     files = [file for file in _tree_files() if file.module and file.source.strip()]
     importers: dict[str, set[str]] = {file.module: set() for file in files}
     for file in files:
-        for _, name in _imports(file.tree):
+        for _, name in _imports(file):
             found = name if name in importers else name.rpartition(".")[0]
             importers.get(found, set()).add(file.module)
 
@@ -415,7 +426,7 @@ def test_both_workers_run_the_same_decisions() -> None:
     """What a worker decides was written twice once, and simulations proved the copy."""
     protocol = "planaria.protocol.worker_state"
     called = [
-        {name for _, name in _imports(file.tree) if name.startswith(protocol)}
+        {name for _, name in _imports(file) if name.startswith(protocol)}
         for file in _tree_files()
         if file.module in {"planaria.engine.worker", "planaria.simulator.modelled.worker"}
     ]

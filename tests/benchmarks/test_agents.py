@@ -20,6 +20,7 @@ NUM_NODES = 7
 TIMEOUT_S = 60.0
 
 
+@pytest.mark.long
 def test_light_agents_train_with_a_real_head_and_go_on_after_a_loss(tmp_path: Path) -> None:
     """They are admitted, commit iterations, and begin the epoch that answers the loss."""
     head = Head(tmp_path, num_nodes=NUM_NODES)

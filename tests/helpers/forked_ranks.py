@@ -1,10 +1,12 @@
-"""Ranks of torch.distributed that the session's fork server forks, so that none imports torch."""
+"""Processes that the session's fork server forks, so that none imports torch, as ranks of it do."""
 
 import json
 import os
 import runpy
+import select
 import socket
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,17 @@ def told_by_ranks(server: ForkServer, target: str, directory: Path, **more: obje
     wait_for(have_ended, what="all ranks have ended")
     assert [statuses[pid] for pid in pids] == [0] * NUM_RANKS  # Or they have printed why.
     return [json.loads(text) for text in told]
+
+
+def wait_exit(server: ForkServer, pid: int) -> int:
+    """The exit status of a child of the fork server."""
+    end_s = time.monotonic() + TIMEOUT_S
+    while (left_s := end_s - time.monotonic()) > 0:
+        statuses = [status for child, status in server.exits() if child == pid]
+        if statuses:
+            return statuses[0]
+        select.select([server], [], [], left_s)
+    raise AssertionError("the process does not end")
 
 
 def order(payload: bytes) -> Any:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.faults
 
 SMALL = Path(__file__).parents[2] / "examples" / "small.toml"
 SEED = 20_261_121
-RUNS = 3
+RUNS = 2
 KINDS_MIN = 4
 PIPE_BYTES = 4096  # Of the smallest.
 # The fewest processes that a loss leaves training.
@@ -88,6 +88,7 @@ def test_without_a_fork_server_no_run_is_to_blame() -> None:
         next(outcomes)
 
 
+@pytest.mark.long
 def test_a_job_that_is_never_the_same_is_told_with_what_repeats_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

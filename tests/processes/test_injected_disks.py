@@ -22,10 +22,11 @@ STORE_S = 0.2
 @pytest.mark.parametrize(
     "specs",
     [
-        (f"store={STORE_S}:@1", "kill:1@4", "leader:@6"),
-        ("disk=2:@4", "kill:1@4"),
+        pytest.param(
+            (f"store={STORE_S}:@1", "kill:1@4", "leader:@6"), marks=pytest.mark.long, id="store"
+        ),
+        pytest.param(("disk=2:@4", "kill:1@4"), id="disk"),
     ],
-    ids=["store", "disk"],
 )
 def test_a_slow_disk_changes_no_bit(
     specs: tuple[str, ...], tmp_path: Path, server: ForkServer

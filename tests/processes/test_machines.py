@@ -304,7 +304,7 @@ FURTHER = (pytest.mark.hosts, pytest.mark.long)
 @pytest.mark.parametrize(
     "faults",
     [
-        ("kill:1@5.reduce",),
+        pytest.param(("kill:1@5.reduce",), marks=FURTHER),
         pytest.param(("hang:1@5", "leader:@15.commit"), marks=FURTHER),
         pytest.param(("crash:1@5.backward", "kill:0@5.transfer", "store=0.1:@8"), marks=FURTHER),
         pytest.param(("stall:1@5.forward", "forkserver:@9"), marks=FURTHER),

@@ -175,7 +175,7 @@ class _Refused(_Notes):
 @pytest.mark.parametrize(
     ("late_s", "keep"),
     [
-        (0.25, 0),
+        pytest.param(0.25, 0, marks=pytest.mark.long),
         pytest.param(0.5, 2, marks=pytest.mark.long),
         pytest.param(3.0, 2, marks=(pytest.mark.long, pytest.mark.timeout(300))),
     ],

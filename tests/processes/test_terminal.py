@@ -203,6 +203,7 @@ TALKING_JOB = (
 )
 
 
+@pytest.mark.long
 def test_a_worker_that_prints_more_than_anybody_reads_trains_on(tmp_path: Path) -> None:
     """More than 10 MB, into a pipe of 4 KiB. How many lines nobody has taken is told to whoever
     reads at last."""

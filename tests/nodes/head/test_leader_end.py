@@ -5,7 +5,6 @@ import random
 import select
 import socket
 import struct
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
@@ -15,6 +14,7 @@ from unittest.mock import Mock, patch
 import msgspec
 import pytest
 
+from helpers.forked_ranks import wait_exit
 from helpers.jobs import leader_spec
 from helpers.random_json import damaged_body, random_body
 from helpers.tasks import wait_until
@@ -91,17 +91,6 @@ def wait_told(launcher: socket.socket, kind: type, kinds: list[type]) -> None:
     while kind not in kinds:
         assert select.select([launcher], [], [], TIMEOUT_S)[0], f"no {kind} after {kinds}"
         kinds += messages_so_far(launcher)
-
-
-def wait_exit(server: ForkServer, pid: int) -> int:
-    """The exit status of a child of the fork server."""
-    end_s = time.monotonic() + TIMEOUT_S
-    while (left_s := end_s - time.monotonic()) > 0:
-        statuses = [status for child, status in server.exits() if child == pid]
-        if statuses:
-            return statuses[0]
-        select.select([server], [], [], left_s)
-    raise AssertionError("the coordinator does not leave")
 
 
 def test_the_launcher_knows_the_end_before_any_agent_may_leave(
