@@ -10,13 +10,18 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.jobs import tiny_job
+from helpers.linked_ranks import in_threads, wait_until
 from planaria.checkpoint.disk.tiers import Manifest, Tier, tier_of
 from planaria.core.job import TrainingConfig
 from planaria.core.messages import LayerFile, LayersSaved, Message, SaveFailed
+from planaria.engine.devices import PROCESSOR, Device, LateDevice
+from planaria.engine.prepare import load_model
 from planaria.engine.saver import Saver
-from planaria.engine.stage import HeldLayer
+from planaria.engine.stage import HeldLayer, RankStage
 from planaria.engine.staging import State
 from planaria.errors import CheckpointError
+from planaria.transport.timekeeping import Timekeeper
 
 TRAINING = TrainingConfig()
 
@@ -45,11 +50,13 @@ class _SlowDisk:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.may_write = threading.Event()
         self.iterations: list[int] = []
+        self.num_begun = 0
         write: Write = Tier.write_layer
 
         def wait_and_write(
             tier: Tier, iteration: int, *rest: Any, may_write: Callable[[], bool]
         ) -> LayerFile:
+            self.num_begun += 1
             assert self.may_write.wait(20.0)
             self.iterations.append(iteration)
             return write(tier, iteration, *rest, may_write=may_write)
@@ -157,6 +164,69 @@ def test_the_last_save_waits_for_its_turn_until_its_epoch_is_over(
     assert disk.iterations == [2, 3]
     saves = [(one.iteration, one.epoch) for one in sent if isinstance(one, LayersSaved)]
     assert saves == [(2, 0), (3, 1)]
+
+
+@pytest.mark.parametrize("device", [PROCESSOR, LateDevice()], ids=["cpu", "late"])
+def test_a_layer_that_is_loaded_anew_changes_nothing_of_the_last_save_of_it(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last save writes the layer's own memory, or the mirror of it, and outlasts its epoch."""
+    disk, tier = _SlowDisk(monkeypatch), tier_of(str(tmp_path))
+    sent: list[Message] = []
+    over: set[int] = set()
+    saver = Saver(tier, rank=3, send=sent.append, may_write=always, is_over=over.__contains__)
+    job = tiny_job("sequential", tmp_path)
+    model = load_model(job, cache_directory=tmp_path, profile=None, timekeeper=Timekeeper())
+    stage = RankStage(model, training=TRAINING, device=device)
+    stage.hold((0,), states={}, age=0)
+    before = {name: np.array(array) for name, array in stage.layers[0].state().items()}
+    with in_threads(lambda: saver.save_last(stage.layers, iteration=1, epoch=0)) as (saving,):
+        wait_until(lambda: saver.is_writing)
+        stage.keep_only(())
+        other = {name: array + 1 for name, array in before.items()}
+        stage.hold((0,), states={0: other}, age=0)
+        views = stage.layers[0].state_views()
+        assert all(np.array_equal(views[name], other[name]) for name in before)
+        disk.may_write.set()
+        saving.result(timeout=20.0)
+
+    (message,) = sent
+    assert isinstance(message, LayersSaved)
+    manifest = Manifest(iteration=1, epoch=0, job={}, layers=message.files)
+    tier.publish(manifest)
+    read = tier.read_layer(manifest, 0)
+    assert read.keys() == before.keys()
+    assert all(np.array_equal(before[name], read[name]) for name in before)
+
+
+@pytest.mark.parametrize("device", [PROCESSOR, LateDevice()], ids=["cpu", "late"])
+def test_a_layer_that_may_have_changed_while_it_was_written_is_not_told(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the epoch is over nothing keeps the next one from a step; the file would be complete,
+    with bytes of two ages."""
+    disk = _SlowDisk(monkeypatch)
+    sent: list[Message] = []
+    over: set[int] = set()
+    saver = Saver(
+        tier_of(str(tmp_path)),
+        rank=3,
+        send=sent.append,
+        may_write=always,
+        is_over=over.__contains__,
+    )
+    held = HeldLayer(0, nn.Linear(3, 2), training=TRAINING, tied=(), device=device)
+    with in_threads(lambda: saver.save_last({0: held}, iteration=1, epoch=0)) as (saving,):
+        wait_until(lambda: bool(disk.num_begun))
+        over.add(0)
+        saving.result(timeout=20.0)
+    held.gradients_of = 0
+    held.apply(0, learning_rate=0.1, scale=1.0)
+    disk.may_write.set()
+    assert saver.wait_written(1, timeout_s=20.0)
+
+    assert disk.iterations == [1]
+    assert not sent
 
 
 def test_what_is_left_of_a_save_is_not_written_when_its_epoch_is_over(

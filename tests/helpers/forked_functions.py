@@ -42,6 +42,11 @@ def count_frozen(_: bytes, result_fd: int) -> None:
     os.write(result_fd, str(gc.get_freeze_count()).encode())
 
 
+def tell_variable(payload: bytes, result_fd: int) -> None:
+    """Writes a variable of its environment."""
+    os.write(result_fd, os.environ[payload.decode()].encode())
+
+
 def end_another(_: bytes, result_fd: int) -> None:
     """Has a process of its own end, and writes how it did."""
     with subprocess.Popen(["sleep", "20"]) as other:

@@ -58,6 +58,23 @@ def test_a_child_never_collects_what_was_imported(small: ForkServer) -> None:
     assert int(small.call(f"{FORKED}:count_frozen", b"")) > 1000
 
 
+def test_the_users_module_may_ask_for_a_gpu_when_it_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch asks CUDA otherwise, and then finds no GPU in forked processes, without a word."""
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    for given, seen in ((None, b"1"), ("0", b"0")):
+        with monkeypatch.context() as patch:
+            patch.delenv(name, raising=False)
+            if given is not None:
+                patch.setenv(name, given)
+            server = ForkServer([FORKED], path=PATH)
+        try:
+            assert server.call(f"{FORKED}:tell_variable", name.encode()) == seen
+        finally:
+            server.close()
+
+
 def test_what_tells_a_job_to_leave_ends_neither_a_server_nor_what_it_forks(
     small: ForkServer, tmp_path: Path
 ) -> None:

@@ -75,13 +75,20 @@ class Saver:
     def save_last(self, layers: Mapping[int, HeldLayer], *, iteration: int, epoch: int) -> None:
         """Saves layers of age `iteration` after the save in progress, if any.
 
-        Blocks until the layers are written or the epoch is over. Lack of memory is raised, not
+        Blocks until the layers are written or the epoch is over. Then the layers may change, so a
+        layer that is being written by then is not reported. Lack of memory is raised, not
         reported as a failed save: other holders of the layers may have the memory.
         """
         if layers and self.wait_written(epoch):
             # Nothing changes the layers meanwhile, so they need no copy.
             states = {layer: held.state_views() for layer, held in layers.items()}
-            self._begin(states, iteration, epoch, is_reported=_is_refusal)
+            self._begin(
+                states,
+                iteration,
+                epoch,
+                is_reported=_is_refusal,
+                is_unchanged=lambda: not self._is_over(epoch),
+            )
             self.wait_written(epoch)
 
     def leave(self, *, timeout_s: float) -> None:
@@ -109,7 +116,13 @@ class Saver:
         """Begins a save; if there is no memory for it, reports that and lets training go on."""
         try:
             states = {layer: held.state() for layer, held in layers.items()}
-            self._begin(states, iteration, epoch, is_reported=_is_refusal_or_of_memory)
+            self._begin(
+                states,
+                iteration,
+                epoch,
+                is_reported=_is_refusal_or_of_memory,
+                is_unchanged=lambda: True,
+            )
         except Exception as error:
             if not is_of_memory(error):
                 raise
@@ -122,17 +135,19 @@ class Saver:
         epoch: int,
         *,
         is_reported: Callable[[Exception], bool],
+        is_unchanged: Callable[[], bool],
     ) -> None:
         """Starts to write the states of layers.
 
         Args:
             is_reported: tells whether an error of writing is reported as a failed save;
                 `wait_written` raises any other error.
+            is_unchanged: tells whether nothing can have changed the states until now.
         """
 
         def write() -> None:
             try:
-                self._write_layers(states, iteration, epoch)
+                self._write_layers(states, iteration, epoch, is_unchanged)
             except Exception as error:
                 if is_reported(error):
                     self._report_failure(iteration, epoch, self._text(error), is_skipped=False)
@@ -155,13 +170,21 @@ class Saver:
             return str(error)
         return f"rank {self._rank} has no memory for a copy of what it saves: {error!r}"
 
-    def _write_layers(self, states: Mapping[int, State], iteration: int, epoch: int) -> None:
+    def _write_layers(
+        self,
+        states: Mapping[int, State],
+        iteration: int,
+        epoch: int,
+        is_unchanged: Callable[[], bool],
+    ) -> None:
         """Writes the layers; after each one, reports all files so far, to show the progress."""
         files = []
         for layer, state in states.items():
             if self._is_over(epoch):  # Another save may wait for its turn.
                 return
             file = self._tier.write_layer(iteration, epoch, layer, state, may_write=self._may_write)
+            if not is_unchanged():  # The file may have bytes of two ages.
+                return
             files.append(file)
             self._send(
                 LayersSaved(rank=self._rank, epoch=epoch, iteration=iteration, files=tuple(files))

@@ -60,6 +60,9 @@ _OUTPUT_TIMEOUT_S = 1.0
 # numpy's BLAS starts a pool of threads on import. A forked child has the pool's locks but not its
 # threads, and would hang now and then.
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# The user's module may ask torch for a GPU when it is imported. Without this torch asks CUDA, which
+# no forked child can use then: torch finds no GPU there, and the job would run without one.
+_ASK_THE_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,7 @@ class ForkServer:
         self._preload = list(preload)
         self._path = [*path, *sys.path]
         self._on_line = output
-        self._environment = os.environ | _ONE_THREAD
+        self._environment = _ASK_THE_DRIVER | os.environ | _ONE_THREAD
         self._exits: list[tuple[int, int]] = []
         self._numbers = count()  # Numbers of requests.
         self._requests: dict[int, _ForkRequest] = {}
