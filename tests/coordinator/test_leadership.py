@@ -35,7 +35,7 @@ from planaria.core.messages import (
     NodeArrived,
     ToNode,
 )
-from planaria.core.records import Progress, ToLauncher
+from planaria.core.records import Members, Progress, Recorded, ToLauncher
 from planaria.errors import ConflictError
 from planaria.nodes.head.journal import Flusher
 from planaria.store.embedded import EmbeddedStore
@@ -65,12 +65,13 @@ class FakeHands:
 
     queued: list[Event] = field(default_factory=list)
     places: list[tuple[str, int]] = field(default_factory=list)
+    notices: list[ToLauncher] = field(default_factory=list)
 
     def queue(self, event: Event) -> None:
         self.queued.append(event)
 
     def notify(self, message: ToLauncher) -> None:
-        pass
+        self.notices.append(message)
 
     def carry_out(self, command: Saving) -> None:
         pass
@@ -127,6 +128,26 @@ def test_each_record_names_the_clock_of_its_moments() -> None:
         records = await (await open_logbook(store, "job", lease_s=LEASE_S)).read()
         assert records is not None
         assert records.members.recorded == ClockReading("this boot's", NOW_S)
+
+    gated(run)
+
+
+def test_the_launcher_hears_of_the_records_from_which_a_coordinator_goes_on() -> None:
+    """That of a head which takes a run up took the first members for the newest: a rescue began
+    with them, and others got the places of those who had not come back yet."""
+
+    async def run(store: EmbeddedStore, _gate: asyncio.Event) -> None:
+        recorded: list[list[Members]] = []
+        for _ in range(2):
+            logbook, hands = await open_logbook(store, "job", lease_s=LEASE_S), FakeHands()
+            leadership = Leadership[FakeLine](small_rules(), logbook, hands, contact=LOCAL)
+            await leadership.restore(shaped_plan((2, 2), 6), predicted_s=1.0, now_s=NOW_S)
+            notices = [each for each in hands.notices if isinstance(each, Recorded)]
+            recorded.append([each.members for each in notices if each.members is not None])
+            await leadership.handle(node_loss(NODE), NOW_S)
+
+        assert recorded[1][0].epoch == 1
+        assert NODE in recorded[1][0].gone
 
     gated(run)
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, cast
+from unittest.mock import patch
 
 import pytest
 
@@ -20,9 +21,11 @@ from helpers.left_runs import (
     left_job,
     open_left_head,
 )
+from helpers.machine_lines import arrive
 from helpers.tasks import wait_until
 from planaria.checkpoint.disk.claim import claim
 from planaria.core.job import JobConfig
+from planaria.core.machine_messages import JobOffered, NodeEnded
 from planaria.errors import ConfigError
 from planaria.job import on_machines, training_job
 from planaria.job.on_machines import LeftRun, find_left_run, take_up
@@ -110,7 +113,7 @@ def test_a_head_begins_anew_at_once_where_all_nodes_have_ended(
 ) -> None:
     """Their patience is over."""
 
-    async def nobody(_: float) -> bool:
+    async def nobody(*_: object, **__: object) -> bool:
         return False
 
     left, notes = left_run(tmp_path), list[str]()
@@ -122,6 +125,30 @@ def test_a_head_begins_anew_at_once_where_all_nodes_have_ended(
         assert not take_up(head, left, resume=True, note=notes.append)
         assert head.run != RUN
         assert "waiting up to 11 s" in notes[0]
+
+
+def test_a_head_begins_anew_at_once_when_all_machines_have_come_without_their_nodes(
+    tmp_path: Path,
+) -> None:
+    """It waited out their patience all the same, ten minutes by default."""
+    left = left_run(tmp_path)
+    with open_left_head(tmp_path) as (head, runner), head:
+        loop, address = runner.get_loop(), head.leader_sockets.address
+        lines: list[object] = []
+
+        async def come_without_a_node() -> None:
+            line = await arrive(address, run=RUN)
+            await line.wait(JobOffered)
+            line.tell(NodeEnded(node=0, status=-9))
+            await line.wait(JobOffered)  # The next run.
+
+        def note(_: str) -> None:
+            loop.call_soon(lambda: lines.append(loop.create_task(come_without_a_node())))
+
+        with patch.object(on_machines, "_TAKE_UP_S", 1e6):
+            assert not take_up(head, left, resume=True, note=note)
+        assert head.run != RUN
+        assert head.machines.ends() == ()
 
 
 def test_a_head_at_work_says_so_in_its_journal(tmp_path: Path) -> None:

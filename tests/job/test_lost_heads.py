@@ -10,11 +10,13 @@ import pytest
 from planaria.checkpoint.disk.parts import EpochMark, PartAnswer, RankPart, RunPlace
 from planaria.checkpoint.disk.tiers import Manifest, tier_of
 from planaria.core.job import CheckpointConfig, JobConfig
+from planaria.core.specs import Prepared
 from planaria.errors import ConfigError
 from planaria.job import lost_heads
-from planaria.job.lost_heads import has_run, next_parts
+from planaria.job.lost_heads import has_run, next_parts, nodes_that_may_live
 from planaria.job.places import find_start
 from planaria.job.planning import fingerprint
+from planaria.nodes.head.remote.run_record import NodeLog, RunRecord
 
 RUN = "run-000001-a1"
 
@@ -134,3 +136,31 @@ def test_each_run_has_a_higher_number_than_those_before(tmp_path: Path) -> None:
 
     assert has_run(left.config)
     assert next_parts(left.config, "00") == "run-000002-00"
+
+
+def test_nodes_that_were_evicted_or_have_given_up_do_not_come_back(tmp_path: Path) -> None:
+    """The next head would wait for them in vain. One that has just joined is in no mark yet."""
+    left, journal = Left(tmp_path / "saves"), tmp_path / "journal"
+    journal.mkdir()
+    log = NodeLog(journal)
+    for node in range(5):
+        log.add(node)
+    log.close()
+    record = RunRecord(
+        run="a1", job=left.config, prepared=Prepared(), resumed=None, parts=left.place.name
+    )
+    assert nodes_that_may_live(record, journal, note=pytest.fail) == frozenset(range(5))
+    left.place.write_mark(EpochMark(epoch=0, nodes=(0, 1, 2), job=left.job))
+    left.place.write_mark(EpochMark(epoch=1, nodes=(1, 2, 3), job=left.job))
+    left.place.write_answer(PartAnswer(node=2, rank=2, epoch=1, since=-1))
+
+    assert nodes_that_may_live(record, journal, note=pytest.fail) == frozenset((1, 3, 4))
+
+
+def test_any_node_may_live_where_nobody_can_read_which(tmp_path: Path) -> None:
+    """To wait too long is better than to lose what nodes hold."""
+    left = Left(tmp_path / "saves")
+    record = RunRecord(run="a1", job=left.config, prepared=Prepared(), resumed=None)
+
+    assert nodes_that_may_live(record, tmp_path / "none", note=left.notes.append) is None
+    assert "is not known" in left.notes[0]

@@ -139,6 +139,8 @@ class Leadership(Generic[Agent]):
         Which saves exist is not known yet: events say so afterwards.
         """
         records = await self._logbook.read()
+        if records is not None:  # The launcher may be another one than that which heard of them.
+            self._effects.notify(Recorded(members=records.members, outcome=records.outcome))
         if records is None:
             self.state, commands = first_step(
                 self._rules, plan, term=self.term, predicted_s=predicted_s

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 from planaria.checkpoint.disk.assembly import assemble, has_parts, lacks_parts
@@ -18,6 +19,7 @@ from planaria.checkpoint.disk.time_limits import with_time_limit
 from planaria.core.job import JobConfig
 from planaria.errors import CheckpointError, ConfigError, LateError
 from planaria.nodes.daemon_threads import answer_of_thread
+from planaria.nodes.head.remote.run_record import RunRecord, started_nodes
 from planaria.protocol.agent_lease import meeting_s
 
 logger = logging.getLogger(__name__)
@@ -81,6 +83,32 @@ def assemble_parts(
         raise ConfigError(_FIELD, place, remedy) from error
     if assembly.text:
         note(assembly.text)
+
+
+def nodes_that_may_live(
+    record: RunRecord, directory: Path, *, note: Callable[[str], None]
+) -> frozenset[int] | None:
+    """The nodes of a run that may come back to the next head; None: any may.
+
+    They are those that were started, without those that were evicted or have given their head up.
+
+    Args:
+        directory: directory of the run's journal.
+        note: shows the user a text.
+    """
+    checkpoint = record.job.checkpoint
+    tier = with_time_limit(tier_of(checkpoint.directory), timeout_s=checkpoint.timeout_s)
+    try:
+        nodes = frozenset(started_nodes(directory))
+        if not record.parts:
+            return nodes
+        contents = RunPlace(tier.storage, record.parts).contents()
+    except (CheckpointError, OSError) as error:
+        note(f"{error}: which nodes of the lost head may live is not known")
+        return None
+    members = {node for mark in contents.marks for node in mark.nodes}
+    evicted = members.difference(*(mark.nodes for mark in contents.marks[-1:]))
+    return nodes - evicted - {answer.node for answer in contents.answers}
 
 
 def next_parts(config: JobConfig, run: str) -> str:

@@ -18,6 +18,7 @@ from planaria.core.inject import Injection
 from planaria.core.job import ClusterConfig, JobConfig
 from planaria.core.specs import Prepared, PrepareRequest
 from planaria.errors import ConfigError, InsufficientError, TrainingError
+from planaria.job.lost_heads import nodes_that_may_live
 from planaria.job.machine_kinds import of_fastest_kind, with_measured_links, with_memory_limit
 from planaria.job.planning import cache_directory, given_profile, mistake_error
 from planaria.job.user_sources import user_sources
@@ -150,8 +151,9 @@ def _may_have_nodes(left: LeftRun) -> bool:
 def take_up(head: OpenHead, left: LeftRun, *, resume: bool, note: Callable[[str], None]) -> bool:
     """Waits for machines of a run that a killed head has left; returns whether any has come.
 
-    They are waited for as long as a node may look for a head. If none has come by then and
-    `resume` is given, the head goes on with a new run.
+    They are waited for as long as a node may look for a head, but no longer than until their
+    machines have told that none lives. If none has come by then and `resume` is given, the head
+    goes on with a new run.
 
     Args:
         note: shows the user a text.
@@ -171,13 +173,16 @@ def take_up(head: OpenHead, left: LeftRun, *, resume: bool, note: Callable[[str]
             else ""
         )
     )
-    head.is_taken_up = head.runner.run(head.machines.wait_living(timeout_s))
+    nodes = nodes_that_may_live(left.record, left.directory, note=note)
+    waiting = head.machines.wait_living(nodes, timeout_s=timeout_s)
+    head.is_taken_up = head.runner.run(waiting)
     if head.is_taken_up:
         return True
     if not resume:
         raise InsufficientError(
-            f"no machine of the run that was left in {left.directory} has come in {timeout_s:.0f} "
-            "s; go on from the newest save with --resume"
+            f"no machine has come with a living node of the run that was left in {left.directory}, "
+            f"which were waited for up to {timeout_s:.0f} s; go on from the newest save with "
+            "--resume"
         )
     head.begin_run(secrets.token_hex(8))
     return False

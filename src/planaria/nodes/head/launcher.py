@@ -165,7 +165,7 @@ class Launcher:
             callbacks=LeaderCallbacks(
                 on_connect=self._repeat_messages,
                 on_message=self._on_message,
-                on_gone=self._nodes.on_gone,
+                on_members=self._nodes.on_members,
                 on_restart=self._on_leader_restart,
                 end=self._end,
                 pass_on=self._pass_to_observer,

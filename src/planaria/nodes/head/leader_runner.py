@@ -56,7 +56,8 @@ class LeaderCallbacks:
         on_connect: called when a coordinator can be sent messages; it knows nothing of what those
             before it were told.
         on_message: called with each message that concerns more than this runner.
-        on_gone: called with the nodes that are out of the job for good, according to new records.
+        on_members: called with the members on record, and the nodes that are out of the job for
+            good.
         on_restart: called with the time at which a coordinator was lost, and the time at which the
             next one leads.
         end: ends the job for a reason that no coordinator knows.
@@ -68,7 +69,7 @@ class LeaderCallbacks:
 
     on_connect: Callable[[], None]
     on_message: Callable[[ToLauncher], None]
-    on_gone: Callable[[Collection[int]], None]
+    on_members: Callable[[Members], None]
     on_restart: Callable[[float, float], None]
     end: Callable[[str], None]
     pass_on: Callable[[ToLauncher], None]
@@ -279,8 +280,8 @@ class LeaderRunner:
                         self._forker.on_commit()
                     case Recorded():
                         self._records.add_records(message)
-                        if message.members is not None and not message.members.is_planned:
-                            self._callbacks.on_gone(message.members.gone)
+                        if message.members is not None:
+                            self._callbacks.on_members(message.members)
                         continue
                     case Unrecorded() if not self._has_led:
                         self._move_journal(message.reason)

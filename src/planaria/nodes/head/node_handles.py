@@ -7,7 +7,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from planaria.core.records import AgentEnded
+from planaria.core.records import AgentEnded, Members
 from planaria.core.specs import NodeSpec
 from planaria.nodes.forking import Forker
 from planaria.nodes.head.job_processes import JobProcesses
@@ -50,8 +50,8 @@ class NodeHandles(Protocol):
     def drop(self, node: int) -> None:
         """Ends all processes of a lost node, which may still run, or may not have started yet."""
 
-    def on_gone(self, nodes: Collection[int]) -> None:
-        """Takes note of all nodes that are out of the job for good, whether they live or not."""
+    def on_members(self, members: Members) -> None:
+        """Takes note of the members, and of all nodes that are out of the job for good."""
 
     def release(self, node: int) -> None:
         """Has the machine of a node that was drained and has ended leave, too."""
@@ -136,7 +136,7 @@ class LocalNodes:
         self.forker.drop(node)
         self.processes.kill_node(node)
 
-    def on_gone(self, nodes: Collection[int]) -> None:
+    def on_members(self, members: Members) -> None:
         """Does nothing: a node is gone when its process is, and that is seen here."""
 
     def release(self, node: int) -> None:

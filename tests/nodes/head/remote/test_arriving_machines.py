@@ -24,7 +24,7 @@ from planaria.core.machine_messages import (
     NodeRequested,
     SourceFile,
 )
-from planaria.core.records import Ended
+from planaria.core.records import Ended, Members
 from planaria.nodes.head.remote import machines
 from planaria.nodes.head.remote.machine_handle import REJOINS_MAX, MachineHandle
 
@@ -136,7 +136,7 @@ async def test_another_run_has_its_own_nodes(tmp_path: Path) -> None:
     async with arriving_machines(tmp_path) as head:
         line = await head.join()
         head.start(0)
-        head.machines.on_gone((0,))
+        head.machines.on_members(Members(epoch=1, term=0, nodes=(), gone=(0,)))
         line.tell(NodeEnded(node=0, status=1))
         await wait_until(lambda: len(head.ends) == 1)
         head.machines.begin_run("next")
@@ -327,6 +327,38 @@ async def test_a_node_whose_machine_is_lost_before_it_arrives_keeps_no_place(
         assert list(head.machines.live_nodes) == [0]
         assert head.ends == []
         second.close()
+
+
+@runs
+async def test_nodes_of_a_run_that_are_not_back_yet_keep_their_places(tmp_path: Path) -> None:
+    """Fresh machines took them, or stood for nodes of others: one too many was there then."""
+    async with arriving_machines(tmp_path, num_max=2) as head:
+        fresh = await head.join("fresh")
+        await head.arrive("back", run="run", node=0)
+        assert await head.machines.wait_living((0, 1), timeout_s=TIMEOUT_S)
+        assert list(head.machines.reserve((0, 1))) == [0]
+        assert not head.machines.has_room
+        head.machines.on_members(Members(epoch=3, term=1, nodes=(0, 1)))
+        assert not head.machines.has_room
+        head.machines.on_members(Members(epoch=4, term=2, nodes=(0,), gone=(1,)))
+
+        assert head.machines.has_room
+        fresh.close()
+
+
+@runs
+async def test_the_next_head_hears_how_nodes_of_the_one_before_have_ended(tmp_path: Path) -> None:
+    """It waited for them, and then for their leases."""
+    async with arriving_machines(tmp_path) as head:
+        line = await head.arrive("m", run="run")
+        line.tell(NodeEnded(node=1, status=-9))
+        await wait_until(lambda: bool(head.ends))
+        other = await head.arrive("other", run="an earlier run")
+        other.tell(NodeEnded(node=0, status=-9), head.ready())
+        await wait_until(lambda: head.machines.num_ready == 1)
+
+        assert [ended.node for ended in head.ends] == [1]
+        assert not await head.machines.wait_living((1,), timeout_s=TIMEOUT_S)
 
 
 @runs

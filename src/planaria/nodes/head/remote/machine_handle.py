@@ -58,6 +58,7 @@ class MachineHandle:
         is_ready: whether it can run a node as soon as it is connected.
         is_leaving: whether it takes no further node.
         has_code: whether it has the user's modules, and only their digests are to travel.
+        run: run that it belonged to when it came.
         node: node that it runs; -1: none.
         missing_node: node that it was asked for and did not have when it came back; -1: none.
         ended_s: times at which its nodes have ended, the newest last.
@@ -68,6 +69,7 @@ class MachineHandle:
         self.name = name
         self.facts = facts
         self.machine_id = machine_id
+        self.run = ""
         self.writer: asyncio.StreamWriter | None = None
         self.is_ready = False
         self.is_leaving = self.has_code = False

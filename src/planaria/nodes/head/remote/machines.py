@@ -46,10 +46,9 @@ from planaria.core.machine_messages import (
     ToMachine,
 )
 from planaria.core.plan import Link
-from planaria.core.records import AgentEnded, Ended
+from planaria.core.records import AgentEnded, Ended, Members
 from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
 from planaria.errors import AuthenticationError, InsufficientError
-from planaria.nodes.forkserver import exit_text
 from planaria.nodes.head.node_handles import EXIT_TIMEOUT_S, KILL_TIMEOUT_S
 from planaria.nodes.head.process_events import wait_until
 from planaria.nodes.head.remote.kind_speeds import Kind, KindSpeeds, kind_of
@@ -60,6 +59,7 @@ from planaria.nodes.head.remote.machine_handle import (
     loopback_problem,
     unused_name,
 )
+from planaria.nodes.head.remote.run_nodes import RunNodes, agent_ended
 from planaria.nodes.head.remote.run_record import NodeLog
 from planaria.transport.acceptor import Handshakes, Purpose
 from planaria.transport.credentials import Credentials
@@ -120,12 +120,8 @@ class Machines:
         self._num_max = num_max
         self._note = note
         self._machines: dict[str, MachineHandle] = {}
-        self._nodes: dict[int, MachineHandle] = {}  # The machines of all nodes.
-        self._live_nodes: dict[int, None] = {}
+        self._nodes = RunNodes()
         self._reserved: dict[int, MachineHandle] = {}  # The machines of the first nodes.
-        self._ends: dict[int, NodeEnded] = {}
-        self._dropped: set[int] = set()
-        self._gone: set[int] = set()  # Nodes that are out of the job, though they may live.
         self._serving: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self._unfit_reason = ""
@@ -192,12 +188,26 @@ class Machines:
         finally:
             self.is_waiting = False
 
-    async def wait_living(self, timeout_s: float) -> bool:
-        """Waits until a machine is back with a living node of this run; returns whether one is."""
+    async def wait_living(self, nodes: Collection[int] | None, *, timeout_s: float) -> bool:
+        """Waits until a machine is back with a living node of this run; returns whether one is.
+
+        Then further machines get no node before the coordinator has told who else may come back.
+
+        Args:
+            nodes: nodes that may live; nobody is waited for once the ends of all are known. None:
+                any may live.
+        """
+
+        def is_over() -> bool:
+            if nodes is not None and all(self._nodes.has_ended(node) for node in nodes):
+                return True
+            return bool(self._nodes.live)
+
+        self._nodes.knows_members = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(lambda: bool(self._live_nodes))
-        return bool(self._live_nodes)
+                await self._changed.wait_for(is_over)
+        return bool(self._nodes.live)
 
     def begin_run(self, run: str) -> None:
         """Begins another run: machines that still run a node of the one before drop it."""
@@ -205,10 +215,8 @@ class Machines:
         for machine in self._machines.values():
             machine.is_ready, machine.node, machine.missing_node = False, -1, -1
             self._offer_job(machine)
-        for noted in (self._nodes, self._live_nodes, self._reserved, self._ends):
-            noted.clear()
-        self._dropped.clear()
-        self._gone.clear()
+        self._reserved.clear()
+        self._nodes.begin()
 
     async def prepare(self, request: PrepareRequest) -> dict[Kind, Prepared]:
         """The facts on the job that the first machine of each kind finds, one after the other.
@@ -248,32 +256,31 @@ class Machines:
     @property
     def live_nodes(self) -> Collection[int]:
         """See NodeHandles."""
-        return self._live_nodes.keys()
+        return self._nodes.live.keys()
 
     @property
     def next_node(self) -> int:
         """See NodeHandles."""
         logged = self.node_log.next_node if self.node_log is not None else 0
-        return max(max(self._nodes, default=-1) + 1, logged)
+        return max(max(self._nodes.machines, default=-1) + 1, logged)
 
     def host(self, node: int) -> str:
         """See NodeHandles."""
-        return self._nodes[node].facts.host if node in self._nodes else ""
+        machine = self._nodes.machines.get(node)
+        return machine.facts.host if machine is not None else ""
 
     def is_reachable(self, node: int) -> bool:
         """See NodeHandles."""
-        return node in self._nodes and self._nodes[node].writer is not None
+        machine = self._nodes.machines.get(node)
+        return machine is not None and machine.writer is not None
 
     @property
     def has_room(self) -> bool:
         """Whether another node may be started, on a machine that is free."""
-        now_s = time.monotonic()
-        # A node that the coordinator has never seen is never gone from the job.
-        num_nodes = sum(
-            not self._nodes[node].is_missing(now_s, limit_s=self._missing_s)
-            for node in self._live_nodes.keys() - self._gone
-        )
-        return not self._is_stopped and bool(self._usable()) and num_nodes < self._num_max
+        if self._is_stopped or not self._nodes.knows_members or not self._usable():
+            return False
+        num_places = self._nodes.num_places(time.monotonic(), missing_s=self._missing_s)
+        return num_places < self._num_max
 
     def _usable(self) -> list[MachineHandle]:
         """The machines on which a node may be started now, in the order of their arrival."""
@@ -284,13 +291,14 @@ class Machines:
         """Chooses the machines of the first nodes; returns what they have reported, by node.
 
         Machines of one failure domain get neighbouring numbers, and so most pipelines lie within
-        one domain: the loss of a domain leaves others whole. Nodes that live have machines.
+        one domain: the loss of a domain leaves others whole. Nodes that live have machines, and so
+        have those of a run that is taken up, though not all of them are back.
         """
-        # Ties keep the order of arrival.
-        free = sorted(self._usable(), key=lambda machine: machine.facts.domain)
-        missing = [node for node in nodes if node not in self._nodes]
-        self._reserved = dict(zip(missing, free, strict=False))
-        machines = self._reserved | self._nodes
+        if self._nodes.knows_members:
+            # Ties keep the order of arrival.
+            free = sorted(self._usable(), key=lambda machine: machine.facts.domain)
+            self._reserved = dict(zip(nodes, free, strict=False))
+        machines = self._reserved | self._nodes.machines
         return {node: machines[node].facts for node in nodes if node in machines}
 
     def start(self, spec: NodeSpec, *, is_granted: bool) -> None:
@@ -298,7 +306,8 @@ class Machines:
         del is_granted  # A machine that comes later is a new one by itself.
         free = self._usable()
         if not free:
-            machine = self._nodes[spec.node] = MachineHandle("", MachineFacts(name="", host=""))
+            machine = MachineHandle("", MachineFacts(name="", host=""))
+            self._nodes.add(spec.node, machine)
             self._on_node_end(machine, NodeEnded(node=spec.node, status=0))
             return
         if self.node_log is not None:
@@ -306,8 +315,7 @@ class Machines:
         reserved = self._reserved.pop(spec.node, None)
         machine = reserved if reserved in free else free[0]
         machine.node = spec.node
-        self._nodes[spec.node] = machine
-        self._live_nodes[spec.node] = None
+        self._nodes.add(spec.node, machine)
         spec = msgspec.structs.replace(
             spec,
             machine=machine.name,
@@ -319,33 +327,33 @@ class Machines:
 
     def drop(self, node: int) -> None:
         """See NodeHandles."""
-        if node in self._nodes:
-            self._dropped.add(node)
+        if node in self._nodes.machines:
+            self._nodes.dropped.add(node)
             self.tell(node, NodeDropped(node))
 
     def tell(self, node: int, message: ToMachine) -> None:
         """Sends a message to the machine of a node, unless the connection is broken."""
-        self._nodes[node].tell(message)
+        self._nodes.machines[node].tell(message)
 
     def open_places(self, num_nodes: int) -> None:
         """Lets so many more machines run nodes at once."""
         self._num_max += num_nodes
         self._look_for_room()
 
-    def on_gone(self, nodes: Collection[int]) -> None:
-        """See NodeHandles. Other machines may take their places, and nobody waits for them."""
-        self._gone |= {*nodes}
+    def on_members(self, members: Members) -> None:
+        """See NodeHandles. Other machines may take the places of nodes that are gone."""
+        self._nodes.add_members(members)
         self._look_for_room()
 
     def release(self, node: int) -> None:
         """See NodeHandles. The machine could run another node, which nobody wants."""
-        machine = self._nodes[node]
+        machine = self._nodes.machines[node]
         machine.is_leaving = True
         machine.tell(MachineReleased(f"node {node} has left the job, as the user asked"))
 
     def ends(self) -> tuple[AgentEnded, ...]:
         """See NodeHandles."""
-        return tuple(_agent_ended(ended) for ended in self._ends.values())
+        return self._nodes.ends()
 
     def stop(self) -> None:
         """See NodeHandles."""
@@ -353,10 +361,10 @@ class Machines:
 
     async def wait_left(self, members: Collection[int]) -> None:
         """See NodeHandles."""
-        for node in set(self._live_nodes).difference(members):
+        for node in set(self._nodes.live).difference(members):
             self.drop(node)
-        await wait_until(lambda: not self._reachable_nodes(), timeout_s=EXIT_TIMEOUT_S)
-        for node in self._reachable_nodes():
+        await wait_until(lambda: not self._nodes.reachable(), timeout_s=EXIT_TIMEOUT_S)
+        for node in self._nodes.reachable():
             logger.warning("node %s did not leave in %.0f s", node, EXIT_TIMEOUT_S)
 
     async def end_all(self, ended: Ended | None) -> None:
@@ -368,14 +376,14 @@ class Machines:
         self._is_closed, self._over = True, JobOver(is_done=is_done, text=text)
         for machine in self._machines.values():
             machine.tell(self._over)
-        await wait_until(lambda: not self._reachable_nodes(), timeout_s=EXIT_TIMEOUT_S)
+        await wait_until(lambda: not self._nodes.reachable(), timeout_s=EXIT_TIMEOUT_S)
         await self.close()
 
     async def close(self) -> None:
         """Closes the connections. A machine that was told nothing looks for a head again."""
         self._is_closed = True
         for machine in self._machines.values():
-            if machine.writer is not None and machine.node in self._gone:
+            if machine.writer is not None and machine.node in self._nodes.gone:
                 machine.writer.transport.abort()  # Nobody there may answer any more.
             elif machine.writer is not None:
                 machine.writer.close()
@@ -386,22 +394,22 @@ class Machines:
 
     def exit_statuses(self) -> Collection[int]:
         """See NodeHandles."""
-        return {e.status for node, e in self._ends.items() if node not in self._dropped}
-
-    def _reachable_nodes(self) -> list[int]:
-        nodes = self._live_nodes.keys() - self._gone
-        return [node for node in nodes if self._nodes[node].writer is not None]
+        return self._nodes.exit_statuses()
 
     def _on_node_end(self, machine: MachineHandle, ended: NodeEnded) -> None:
-        """Notes the end of a node, unless another machine runs the node of that number."""
-        if ended.node in self._ends or self._nodes.get(ended.node) is not machine:
+        """Notes the end of a node, unless another machine runs the node of that number.
+
+        A node that nobody runs was started by the head before this one.
+        """
+        is_ours = machine.run == self._offer.run and ended.node >= 0
+        runs_it = self._nodes.machines.get(ended.node, machine if is_ours else None)
+        if self._nodes.has_ended(ended.node) or runs_it is not machine:
             return
-        self._ends[ended.node] = ended
-        self._live_nodes.pop(ended.node, None)
+        self._nodes.add_end(ended)
         if pause_s := machine.on_node_end(ended.node, time.monotonic()):
             self._note(f"{machine.name} lost too many nodes and gets none for {pause_s:.0f} s")
             asyncio.get_running_loop().call_later(pause_s + 0.1, self._look_for_room)
-        self.on_end(_agent_ended(ended))
+        self.on_end(agent_ended(ended))
 
     # -- connections ------------------------------------------------------------------------------
 
@@ -464,7 +472,9 @@ class Machines:
             return None
         has_node = arrived.run == self._offer.run and arrived.node >= 0
         machine = (
-            self._nodes.get(arrived.node) if has_node else self._known_machine(arrived.machine_id)
+            self._nodes.machines.get(arrived.node)
+            if has_node
+            else self._known_machine(arrived.machine_id)
         )
         if machine is None:
             name, machine_id = unused_name(arrived.facts.name, self._machines), arrived.machine_id
@@ -473,15 +483,14 @@ class Machines:
             self._note(f"{name} ({arrived.facts.host}) has come")
             if has_node:  # The head before this one started it.
                 machine.node = arrived.node
-                self._nodes[arrived.node] = machine
-                self._live_nodes[arrived.node] = None
+                self._nodes.add(arrived.node, machine)
                 self._note(f"it runs node {arrived.node}")
         else:
             machine.missing_node = machine.node if arrived.node < 0 else -1
             machine.facts = arrived.facts  # Its address may be another one.
             self._note(f"{machine.name} is connected again")
         machine.connect(writer, silent_s=self.job.cluster.lease_s)
-        machine.has_code = arrived.has_code
+        machine.has_code, machine.run = arrived.has_code, arrived.run
         self._offer_job(machine)
         return machine
 
@@ -585,7 +594,3 @@ class Machines:
         machine.is_ready = False
         self._unfit_reason = f"{machine.name} cannot take part: {reason}"
         self._note(self._unfit_reason)
-
-
-def _agent_ended(ended: NodeEnded) -> AgentEnded:
-    return AgentEnded(node=ended.node, reason=f"its agent {exit_text(ended.status)}")

@@ -96,6 +96,16 @@ def record_age_s(directory: Path) -> float:
     return max(0.0, now_s - newest_s)
 
 
+def started_nodes(directory: Path) -> tuple[int, ...]:
+    """The numbers of the nodes that the head has started which has left a directory.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    content = (directory / _NODES_FILE).read_bytes()
+    return tuple(int(line) for line in content.split() if line.isdigit())
+
+
 def has_nodes(directory: Path) -> bool:
     """Whether the head that has left a directory may have started a node."""
     try:
