@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -99,6 +100,7 @@ async def cluster(tmp_path: Path, job: JobConfig) -> AsyncIterator[Cluster]:
     notes: list[str] = []
     saves = str(tmp_path / "saves")
     job = replace(job, checkpoint=replace(job.checkpoint, directory=saves))
+    on_sigint = signal.getsignal(signal.SIGINT)  # Each machine restores the one before it.
     with restore_handlers(), place_mark(saves) as mark:
         checks = MachineChecks(
             job, mark, cache_directory=str(tmp_path / "cache"), note=notes.append
@@ -122,3 +124,4 @@ async def cluster(tmp_path: Path, job: JobConfig) -> AsyncIterator[Cluster]:
             await machines.end_all(None)
             await asyncio.gather(*made.ends, return_exceptions=True)
             acceptor.close()
+            signal.signal(signal.SIGINT, on_sigint)
