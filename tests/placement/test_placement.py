@@ -144,3 +144,13 @@ def test_more_copies_than_it_needs_are_one_set() -> None:
     """What is kept by all is lost with all."""
     found = optimised_placement(3, failures=alike(3), limits=even_limits(3, 3))
     assert minimal(found.holders) == (frozenset({0, 1, 2}),)
+
+
+def test_nodes_that_hardly_ever_fail_have_a_placement() -> None:
+    """The probability that all holders of the first walk's states fail is too small for a float."""
+    reliable, poor = 1e-200, 0.5
+    failures = Failures((reliable, reliable, poor) * 2)
+
+    placement = optimised_placement(3, failures=failures, limits=even_limits(6, 3))
+
+    assert risk(failures, placement.holders) == 0.0

@@ -254,8 +254,10 @@ def _best_on_walk(walk: _Walk, rng: Random) -> tuple[Holders, ...]:
         cost = (walk.overflow, walk.risk)
         undo = walk.change(rng.choice(steps)(walk, rng))
         worse = walk.risk - cost[1]
+        # The temperature is 0 where the product of very small probabilities is.
         is_kept = walk.overflow < cost[0] or (
-            walk.overflow == cost[0] and (worse <= 0 or rng.random() < exp(-worse / temperature))
+            walk.overflow == cost[0]
+            and (worse <= 0 or (temperature > 0 and rng.random() < exp(-worse / temperature)))
         )
         if not is_kept:
             walk.change(undo)
