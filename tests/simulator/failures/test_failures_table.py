@@ -142,6 +142,10 @@ def test_a_path_is_relative_to_the_scenario(tmp_path: Path) -> None:
         ({"repair": "never", "repair_s": 9.0}, "has no meaning for failures.repair never"),
         ({"per_node_hour": -1.0}, "failures.per_node_hour = -1.0: must be 0 or more"),
         ({"slow_speed": 0.0}, "failures.slow_speed = 0.0: must be more than 0"),
+        (
+            {"kind": "weibull", "weibull_shape": 0.005},
+            "failures.weibull_shape = 0.005: must be 0.1 or more",
+        ),
         ({"slow_speed": 2.0}, "failures.slow_speed = 2.0: must be at most 0.9"),
         ({"lemon_nodes": 1.0}, "failures.lemon_nodes = 1.0: must be a share"),
         ({"kind": "bursts", "burst_nodes": 0.5}, "failures.burst_nodes = 0.5: must be 1 or more"),

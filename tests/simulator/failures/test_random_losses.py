@@ -327,3 +327,11 @@ def test_a_long_run_of_a_large_cluster_is_drawn_as_it_is_read() -> None:
 def test_a_rate_of_zero_gives_nothing(source: FailureSource) -> None:
     """A run without failures is a scenario, too."""
     assert draw(source, 5, hours=1000) == []
+
+
+def test_a_burst_takes_nodes_that_never_fail_alone() -> None:
+    """A share of 0 leaves a lemon no weight; a burst of all nodes must have it all the same."""
+    source = PoissonLosses(0.1, RepairTime(1.0), burst_nodes=4.0, lemons=Lemons(0.25, 0.0))
+    stream = source.occurrences(4, horizon_s=1e6, rng=Random(1))
+
+    assert max(len(one.nodes) for one in stream if one.kind is OccurrenceKind.LOST) == 4

@@ -451,7 +451,7 @@ class PlanariaRun:
     def _end(self, now_s: float) -> None:
         """The job is over; its user starts it again from the newest save, with enough nodes."""
         self._has_ended, self._is_training, self._category = True, False, Category.IDLE
-        self._queue = [one for one in self._queue if one[0] < -inf]
+        self._queue = []
         self._is_restarting = False
         self._restart_if_enough(now_s)
 

@@ -31,6 +31,7 @@ from planaria.simulator.failures.spot_prices import PriceLosses, SpotPrices
 from planaria.simulator.failures.trace_files import trace_at
 
 _REPAIR_S: Final = 600.0
+_WEIBULL_SHAPE_MIN: Final = 0.1  # A mean of far less has too many digits for a float.
 
 
 def _key(default: Any, about: str) -> Any:
@@ -247,6 +248,9 @@ def _check(config: FailuresConfig, num_nodes: int) -> None:
         raise _error("repair", config.repair, "needs failures.repair_s, for a preset has its own")
     if config.burst_nodes < 1:
         raise _error("burst_nodes", config.burst_nodes, "must be 1 or more")
+    if config.weibull_shape < _WEIBULL_SHAPE_MIN:
+        remedy = f"must be {_WEIBULL_SHAPE_MIN:g} or more"
+        raise _error("weibull_shape", config.weibull_shape, remedy)
     if config.slow_speed > HIGHEST_SPEED:
         raise _error("slow_speed", config.slow_speed, f"must be at most {HIGHEST_SPEED}")
     if 0 < config.maintenance_every_s <= config.maintenance_s:

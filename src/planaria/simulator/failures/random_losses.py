@@ -29,6 +29,7 @@ Domains = tuple[tuple[int, ...], ...]
 BURST_NODES: Final = 167 / 79
 WEIBULL_SHAPE: Final = 0.7
 _HOUR_S: Final = 3600.0
+_DRAWS_MAX: Final = 10_000  # Draws for the other nodes of a burst.
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +82,13 @@ class PoissonLosses:
             if self.domains:
                 return [node, *rng.sample(pools[node], number - 1)]
             nodes = {node}
-            while len(nodes) < number:
+            for _ in range(_DRAWS_MAX):
+                if len(nodes) == number:
+                    break
                 nodes.add(draw_node())
+            # The others hardly ever fail, or never: any of them are as likely.
+            others = sorted(set(range(num_nodes)) - nodes) if len(nodes) < number else []
+            nodes.update(rng.sample(others, number - len(nodes)))
             return sorted(nodes)
 
         def draw_repairs_s(nodes: Sequence[int]) -> list[float]:
