@@ -67,6 +67,7 @@ class FakeForkServer:
         is_still: no request is answered.
         targets: of the children that were asked for.
         kills: pids that were killed, by `kill_group`.
+        fds: descriptors that the newest child was given.
     """
 
     def __init__(self, lead: Lead | None = None) -> None:
@@ -82,6 +83,7 @@ class FakeForkServer:
         self.num_renewals = 0
         self.targets: list[str] = []
         self.kills: list[int] = []
+        self.fds: tuple[int, ...] = ()
         self.pid = NO_PID
 
     def fileno(self) -> int:
@@ -98,6 +100,7 @@ class FakeForkServer:
             raise InsufficientError(self.loss)
         if self.asks and (error := self.asks.popleft()):
             raise error
+        self.fds = tuple(fds)
         self.targets.append(target.partition(":")[0].rpartition(".")[2])
         pid = next(self._pids)
         self._asked.add(pid)

@@ -304,3 +304,28 @@ async def test_a_question_that_cannot_be_answered_ends_no_node(
         assert measured == LinkMeasured(reason=reason, number=3)
         assert not running.done()
         assert not made.server.kills
+
+
+@runs
+async def test_a_node_that_has_given_its_head_up_is_not_offered_to_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That head took it for a living one and waited for it, while it saved and ended."""
+    monkeypatch.setattr(machine, "_RETRY_S", 0.0)
+    async with offered_machine(tmp_path, monkeypatch, job=JOB) as (made, running):
+        line = await made.join()
+        line.tell(made.request(0))
+        await wait_until(lambda: "agent" in made.server.targets)
+        await settle()
+        os.eventfd_write(made.server.fds[1], 1)
+        await settle()
+        line.reset()
+        await wait_until(lambda: any("trying again" in note for note in made.notes))
+        await settle()
+        made.server.end(NO_PID + 1, STATUS_SAVED)
+        line = await made.head.next_line()
+
+        assert (await line.wait(MachineArrived)).node == -1
+        line.tell(made.offer())
+        assert (await line.wait(NodeEnded)) == NodeEnded(node=0, status=STATUS_SAVED)
+        assert not running.done()

@@ -117,14 +117,12 @@ _NOTICES: Final = (signal.SIGTERM, signal.SIGUSR1)
 # Signal of `planaria agent` that the head is lost for good.
 _HEAD_LOST: Final = signal.SIGUSR2
 
-
 _from_worker_decoder: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
-
 WorkerMain = Callable[[NodeSpec, int, int, Pulse], None]
 
 
-def main(payload: bytes, lifeline_fd: int) -> None:
-    """An agent's main function, called in a forked process."""
+def main(payload: bytes, lifeline_fd: int, given_up_fd: int = -1) -> None:
+    """An agent's main function, called in a forked process; see MachineNode for `given_up_fd`."""
     spec = msgspec.json.decode(payload, type=NodeSpec)
     os.setsid()
     raise_open_files(spec.job.cluster)
@@ -138,7 +136,7 @@ def main(payload: bytes, lifeline_fd: int) -> None:
         workers = [
             _Worker(_worker_spec(spec, device, clocks_fd), lifeline_fd) for device in range(devices)
         ]
-        asyncio.run(_Agent(spec, workers, lifeline_fd).run())
+        asyncio.run(_Agent(spec, workers, lifeline_fd, given_up_fd).run())
     except BaseException:
         # _end_group also ends this process, so the traceback must be printed before it.
         traceback.print_exc()
@@ -221,10 +219,11 @@ class _Worker:
 
 
 class _Agent:
-    def __init__(self, spec: NodeSpec, workers: list[_Worker], lifeline_fd: int) -> None:
-        self._spec = spec
-        self._workers = workers
-        self._lifeline_fd = lifeline_fd
+    def __init__(
+        self, spec: NodeSpec, workers: list[_Worker], lifeline_fd: int, given_up_fd: int = -1
+    ) -> None:
+        self._spec, self._workers = spec, workers
+        self._lifeline_fd, self._given_up_fd = lifeline_fd, given_up_fd
         self._state = AgentState(node=spec.node, is_elsewhere=spec.patience_s > 0.0)
         self._to_coordinator: asyncio.StreamWriter | None = None
         self._session: asyncio.Task[None]
@@ -415,6 +414,8 @@ class _Agent:
         if not self._spec.parts:
             self._end_node(reason)
         elif self._parts is None:
+            if self._given_up_fd >= 0:
+                os.eventfd_write(self._given_up_fd, 1)
             self._parts = PartReports([worker.rank for worker in self._workers])
             self._session.cancel()
 

@@ -197,6 +197,8 @@ class _Machine:
         lost_s, shown = time.monotonic(), ""
         tries = 0
         while True:
+            while self._node.has_given_up:  # A head that hears of its node would wait for it.
+                await asyncio.sleep(_RETRY_S)
             self._head = self._spec.heads[tries % len(self._spec.heads)]
             tries += 1
             try:

@@ -44,12 +44,15 @@ class MachineNode:
 
     Attributes:
         number: number of the node that runs or is about to; -1: none.
+        has_given_up: whether the node has given its head up. It saves what it holds and ends, so no
+            head can take it up any more. Its agent says so by an eventfd.
     """
 
     def __init__(
         self, on_end: Callable[[int, int], None], *, on_failure: Callable[[str], None]
     ) -> None:
         self.number = -1
+        self.has_given_up = False
         self._on_end = on_end
         self._on_failure = on_failure
         self._pid = 0
@@ -62,6 +65,8 @@ class MachineNode:
         """Takes over a fork server; `close` closes it."""
         self._server = server
         self._lifeline_fd, self._write_fd = os.pipe()
+        self._given_up_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        asyncio.get_running_loop().add_reader(self._given_up_fd, self._on_given_up)
         self._forker = Forker(
             server,
             on_fork=self._on_fork,
@@ -86,8 +91,13 @@ class MachineNode:
         self.number = spec.node
         self._can_save = bool(spec.parts)
         self._exits.clear()  # Another process may get the same pid.
-        self._forker.add(spec.node, msgspec.json.encode(spec), (self._lifeline_fd,))
+        fds = self._lifeline_fd, self._given_up_fd
+        self._forker.add(spec.node, msgspec.json.encode(spec), fds)
         self._start_task(self._watch_fork(spec.node))
+
+    def _on_given_up(self) -> None:
+        os.eventfd_read(self._given_up_fd)
+        self.has_given_up = self.number >= 0
 
     async def _watch_fork(self, node: int) -> None:
         """Gives a node up if no fork server can be had before it is forked."""
@@ -178,8 +188,9 @@ class MachineNode:
         self._forker.close()
         self._server.close()
         self._server = None
-        os.close(self._lifeline_fd)
-        os.close(self._write_fd)
+        asyncio.get_running_loop().remove_reader(self._given_up_fd)
+        for descriptor in (self._lifeline_fd, self._write_fd, self._given_up_fd):
+            os.close(descriptor)
         if self.number >= 0:  # It cannot end, and nobody will hear of its end.
             self._end(UNKNOWN)
 
@@ -201,6 +212,7 @@ class MachineNode:
 
     def _end(self, status: int) -> None:
         node, self.number, self._pid = self.number, -1, 0
+        self.has_given_up = False
         self._on_end(node, status)
 
 
