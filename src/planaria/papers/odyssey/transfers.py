@@ -154,8 +154,8 @@ def answer(
     catalog, plan = restored_job(case, num_microbatches)
     cluster, event = survivors(plan, lost, epoch=1), NodesLost(lost, 0)
     prices = profile_prices(catalog.problem.profile, regroup_s=0.0)
-    found = Reinstantiate(catalog, restoring).propose(plan, cluster, event, prices)
-    return found[0] if found else None
+    transitions = Reinstantiate(catalog, restoring).propose(plan, cluster, event, prices)
+    return transitions[0] if transitions else None
 
 
 def transfer_costs(
@@ -165,10 +165,10 @@ def transfer_costs(
     prices = profile_prices(restored_job(case)[0].problem.profile, regroup_s=0.0)
     num_bytes, seconds = [], []
     for restoring in (LEAST_BYTES, NAIVE):
-        found = answer(case, lost, restoring)
-        if found is None:
+        transition = answer(case, lost, restoring)
+        if transition is None:
             return None
-        transfers = [transfer for transfers in found.rounds for transfer in transfers]
+        transfers = [transfer for transfers in transition.rounds for transfer in transfers]
         num_bytes.append(float(sum(transfer.num_bytes for transfer in transfers)))
         seconds.append(downtime_s(transfers, prices, devices_per_node=1))
     return num_bytes[0], num_bytes[1], seconds[0], seconds[1]
@@ -178,9 +178,9 @@ def sums(case: RestoreCase, node: int, *, num_microbatches: int = 0) -> tuple[fl
     """The rounds, seconds of the sums and seconds of the iteration, each coloured and uncoloured;
     None if all pipelines are cut alike."""
     profile = restored_job(case)[0].problem.profile
-    found = answer(case, (node,), LEAST_BYTES, num_microbatches=num_microbatches)
-    assert found is not None
-    after = found.after
+    transition = answer(case, (node,), LEAST_BYTES, num_microbatches=num_microbatches)
+    assert transition is not None
+    after = transition.after
     if len({pipeline.template for pipeline in after.pipelines}) == 1:
         return None
     columns: list[tuple[float, float, float]] = []
