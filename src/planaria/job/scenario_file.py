@@ -1,16 +1,14 @@
 """Reads a scenario file: a job on a cluster whose nodes fail, to be simulated.
 
 A scenario is TOML with five tables: `[cluster]`, `[job]` with any key of a job file, `[failures]`,
-`[costs]` and `[run]`. docs/SIMULATE.md lists their keys.
+`[costs]` and `[run]`. docs/SIMULATE.md and docs/FAILURES.md list their keys.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from heapq import heapify, heappop, heappush
 from itertools import product
 from pathlib import Path
-from random import Random
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from planaria.errors import ConfigError
 from planaria.job.config import job_from_dict, record_from_table, tables_of_file, with_override
@@ -27,7 +25,7 @@ from planaria.planner.templates import pipeline_templates
 from planaria.policies.traits import TRAITS
 from planaria.profiles.shipped import profile_path
 from planaria.simulator.economics.compare import ClusterScenario
-from planaria.simulator.failures.occurrences import FailureSource, Occurrence, OccurrenceKind
+from planaria.simulator.failures.failures_table import FailuresConfig, failure_source
 from planaria.systems.system import RecoveryCosts, Setting
 
 _FILE: Final = "a scenario"
@@ -65,48 +63,6 @@ class ScenarioRunTable:
 
     hours: float = 24.0
     iterations: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailuresTable:
-    """The table `[failures]`.
-
-    Attributes:
-        kind: "poisson", or "none".
-        per_node_hour: failures of each node in an hour.
-        repair_s: mean time until a lost node is back.
-    """
-
-    kind: Literal["none", "poisson"] = "none"
-    per_node_hour: float = 0.0
-    repair_s: float = 3600.0
-
-
-@dataclass(frozen=True, slots=True)
-class _PoissonDraft:
-    """Failures of each node at a constant rate; implements `FailureSource`."""
-
-    table: FailuresTable
-
-    def occurrences(self, num_nodes: int, *, horizon_s: float, rng: Random) -> Iterator[Occurrence]:
-        """See `FailureSource`."""
-        rate = self.table.per_node_hour / _S_PER_HOUR if self.table.kind != "none" else 0.0
-        if not rate:
-            return
-        events = [(rng.expovariate(rate), node, True) for node in range(num_nodes)]
-        heapify(events)
-        while events[0][0] <= horizon_s:
-            at_s, node, is_loss = heappop(events)
-            kind = OccurrenceKind.LOST if is_loss else OccurrenceKind.BACK
-            yield Occurrence(at_s, kind, (node,))
-            after_s = rng.expovariate(1.0 / self.table.repair_s if is_loss else rate)
-            heappush(events, (at_s + after_s, node, not is_loss))
-
-
-def failure_source(table: FailuresTable, *, directory: Path) -> FailureSource:
-    """The source of failures that a table describes."""
-    del directory
-    return _PoissonDraft(table)
 
 
 def load_scenario(path: Path, *, overrides: Sequence[str] = ()) -> ClusterScenario:
@@ -161,14 +117,19 @@ def scenario_from_tables(
     run = record_from_table(ScenarioRunTable, data.get("run", {}), prefix="run.", file=_FILE)
     costs = record_from_table(RecoveryCosts, data.get("costs", {}), prefix="costs.", file=_FILE)
     failures = record_from_table(
-        FailuresTable, data.get("failures", {}), prefix="failures.", file=_FILE
+        FailuresConfig, data.get("failures", {}), prefix="failures.", file=_FILE
     )
     _check(cluster, run, costs)
     setting = _setting(data.get("job", {}), cluster, costs, directory=directory)
     return ClusterScenario(
         name=name,
         setting=setting,
-        failures=failure_source(failures, directory=directory),
+        failures=failure_source(
+            failures,
+            num_nodes=cluster.nodes,
+            devices_per_node=cluster.devices_per_node,
+            directory=directory,
+        ),
         price_per_node_hour=cluster.price_per_node_hour,
         horizon_s=run.hours * _S_PER_HOUR,
         iterations=run.iterations,

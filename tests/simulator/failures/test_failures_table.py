@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from planaria.errors import ConfigError
+from planaria.job.scenario_file import load_scenario
 from planaria.simulator.failures.failures_table import FailuresConfig, failure_source
 from planaria.simulator.failures.occurrences import (
     FailureSource,
@@ -128,6 +129,21 @@ def test_a_path_is_relative_to_the_scenario(tmp_path: Path) -> None:
 
     assert isinstance(source, TraceSource)
     assert source.trace.num_places == 4
+
+
+def test_a_scenario_takes_its_failures_from_the_table(tmp_path: Path) -> None:
+    """Lists of TOML become domains; a mistake is worded as the table's."""
+    path = tmp_path / "mine.toml"
+    text = '[cluster]\nnodes = 4\nprofile = "gpt2"\n[failures]\nkind = "bursts"\n'
+    path.write_text(text + "per_node_hour = 0.1\ndomains = [[0, 1], [2, 3]]\n")
+
+    assert load_scenario(path).failures == build(
+        kind="bursts", per_node_hour=0.1, domains=((0, 1), (2, 3))
+    )
+    with pytest.raises(ConfigError, match=r"failures\.domains = 2: the cluster has nodes 0 to 1"):
+        load_scenario(path, overrides=["cluster.nodes=2", "job.resilience.failures_tolerated=0"])
+    with pytest.raises(ConfigError, match=r"failures\.notice = 5: .*did you mean notice_s"):
+        load_scenario(path, overrides=["failures.notice=5"])
 
 
 @pytest.mark.parametrize(
