@@ -15,6 +15,7 @@ from planaria.engine.devices import (
     Accelerator,
     CopyLane,
     LateDevice,
+    PinnedMemory,
     find_device,
     usable_bytes,
 )
@@ -240,3 +241,64 @@ def test_what_a_device_is_brought_waits_for_nothing_that_it_computes(
 
     assert device.bring(torch.arange(3.0)).tolist() == [0, 1, 2]
     assert brought == [(pinned.data_ptr(), device.place, True)]
+
+
+def test_no_more_memory_is_pinned_than_the_limit_says() -> None:
+    """In blocks as torch pins them; one that is given back is there for another of its size."""
+    dropped: list[int] = []
+    pinned = PinnedMemory(40, drop_unused=lambda: dropped.append(pinned.num_bytes))
+    assert [pinned.take(num_bytes) for num_bytes in (9, 16, 8, 9, 1)] == [
+        *(True, True, True),  # 16, 16 and 8 bytes
+        *(False, False),
+    ]
+    pinned.give_back(9)
+    assert pinned.take(13)
+    assert not dropped
+    pinned.give_back(13)
+    pinned.give_back(16)
+    assert pinned.take(32)  # Of two smaller ones.
+    assert dropped == [40]
+    assert pinned.num_bytes == 40
+    assert not pinned.take(1)
+
+    unlimited = PinnedMemory(0, drop_unused=lambda: None)
+    assert all(unlimited.take(1 << 40) for _ in range(100))
+
+
+def test_state_beyond_the_limit_is_copied_through_memory_that_is_not_pinned(
+    second: tuple[Accelerator, FakeModule],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A line says so, once; memory that is dropped is pinned for others."""
+    device, _ = second
+    monkeypatch.setattr(device, "host_like", lambda tensor: torch.zeros_like(tensor) + 1)
+    monkeypatch.setattr(device, "_drop_unused", lambda: None)
+    device._pinned = PinnedMemory(64, drop_unused=lambda: None)
+    tensor = torch.empty(8)
+    kept = [device.state_like(tensor) for _ in range(4)]
+    is_pinned = [bool(torch.all(buffer == 1)) for buffer in kept[:2]]
+    assert is_pinned == [True, True]
+    (record,) = caplog.records
+    assert "64 bytes are pinned already (cluster.pinned_memory_bytes)" in record.message
+    del kept[0]
+    assert torch.all(device.state_like(tensor) == 1)
+
+
+def test_state_is_copied_though_the_kernel_pins_no_memory(
+    second: tuple[Accelerator, FakeModule],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The job would end for what only makes it slower."""
+    device, _ = second
+
+    def refuse(_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("CUDA error: OS call failed or operation not supported on this OS")
+
+    monkeypatch.setattr(device, "host_like", refuse)
+
+    assert device.state_like(torch.empty(8)).shape == (8,)
+    (record,) = caplog.records
+    assert "no more memory can be pinned: CUDA error: OS call failed" in record.message
+    assert device._pinned.num_bytes == 0

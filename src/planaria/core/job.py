@@ -306,6 +306,12 @@ class ClusterConfig:
         "bytes that a device may hold; 0: the bytes that the profile says, which is a rank's share "
         "of its accelerator, if it has one; no limit if it says none",
     )
+    pinned_memory_bytes: int = _key(
+        0,
+        "memory of its machine that a rank on an accelerator may pin for copies of its state; what "
+        "is beyond that is copied through memory that is not pinned, which training waits for, and "
+        "a line says so; 0: the rank's share of half of what the machine has left when it starts",
+    )
     lease_s: float = _key(
         3.0, "a node counts as lost when nothing has come from it for this many seconds"
     )

@@ -266,8 +266,11 @@ class Copying:
         assert self._copier is not None
         if self._turns is not None:
             self._turns.hold()
-        layers = self._stage.layers
-        self._copier.begin(age, {n: layers[n].state_views() for n in self._copier.own})
+        layers, states = self._stage.layers, dict[int, State]()
+        own = self._copier.own
+        # Copies through memory that is not pinned are made here.
+        self._wait(lambda: states.update({n: layers[n].state_views() for n in own}))
+        self._copier.begin(age, states)
         if self._job.mode == "blocking":
             self._wait(self._copier.wait_ended)
 

@@ -12,9 +12,12 @@ by workers and by the process that prepares a job, and never by a fork server.
 Source: torch.accelerator; torch.get_device_module for what it does not cover.
 """
 
+import logging
 import os
 import threading
 import time
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
@@ -25,6 +28,8 @@ from torch import Tensor
 
 from planaria.errors import ConfigError
 from planaria.transport.timekeeping import clock_name
+
+logger = logging.getLogger(__name__)
 
 AUTO: Final = "auto"
 LATE: Final = "late"
@@ -80,9 +85,15 @@ class Device:
         self.memory_bytes = 0
         self.count = 1
 
-    def begin(self, *, is_deterministic: bool) -> None:
-        """Must be called before the process computes; chooses which kernels may be used."""
-        del is_deterministic  # One thread of a processor gives the same bits in both modes.
+    def begin(self, *, is_deterministic: bool, pinned_bytes: int) -> None:
+        """Must be called before the process computes; chooses which kernels may be used.
+
+        Args:
+            pinned_bytes: upper bound on the pinned memory that holds the state of layers; 0: there
+                is none.
+        """
+        # One thread of a processor gives the same bits in both modes, and copies nothing.
+        del is_deterministic, pinned_bytes
 
     def seed(self, seed: int) -> None:
         """Seeds the generators from which layers draw."""
@@ -98,6 +109,13 @@ class Device:
     def host_like(self, tensor: Tensor) -> Tensor:
         """A new tensor of the same shape in the host's memory, to or from which copies are fast."""
         return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    def state_like(self, tensor: Tensor) -> Tensor:
+        """The same as `host_like`, for the state of layers, which may be more than can be pinned.
+
+        Copies to or from memory that is not pinned are slower, and block.
+        """
+        return self.host_like(tensor)
 
     def bring(self, tensor: Tensor) -> Tensor:
         """A tensor of the host on the device, for what is computed from now on; does not block."""
@@ -219,9 +237,12 @@ class Accelerator(Device):
         self._streams: dict[str, Any] = {}
         self._lock = threading.Lock()  # Guards the streams.
         self._thread = threading.local()
+        self._pinned = PinnedMemory(0, drop_unused=self._drop_unused)
+        self._is_shortage_told = False
 
-    def begin(self, *, is_deterministic: bool) -> None:
+    def begin(self, *, is_deterministic: bool, pinned_bytes: int) -> None:
         """Chooses kernels: those that repeat bit for bit, or the fastest ones."""
+        self._pinned = PinnedMemory(pinned_bytes, drop_unused=self._drop_unused)
         matmul = torch.backends.cuda.matmul
         matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not is_deterministic
         if is_deterministic:
@@ -273,6 +294,32 @@ class Accelerator(Device):
         """A new pinned tensor; torch keeps the memory of those that are dropped for the next."""
         self.current_stream()
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+    def state_like(self, tensor: Tensor) -> Tensor:
+        """A new pinned tensor; one that is not pinned, and a line, if that would be too much."""
+        num_bytes, reason = tensor.nbytes, f"{self._pinned.num_bytes} bytes are pinned already"
+        if self._pinned.take(num_bytes):
+            try:
+                buffer = self.host_like(tensor)
+            except RuntimeError as error:  # The kernel, too, has a limit.
+                self._pinned.forget(num_bytes)
+                reason = f"no more memory can be pinned: {error}"
+            else:
+                weakref.finalize(buffer, self._pinned.give_back, num_bytes).atexit = False
+                return buffer
+        if not self._is_shortage_told:
+            self._is_shortage_told = True
+            logger.warning(
+                "the state of some layers is copied through memory that is not pinned, and training"
+                " waits for each copy, because %s (cluster.pinned_memory_bytes)",
+                reason,
+            )
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    def _drop_unused(self) -> None:
+        # Older releases of torch have no public name for it.
+        drop: Any = getattr(torch.accelerator, "empty_host_cache", None)
+        (drop or torch._C._host_emptyCache)()
 
     def bring(self, tensor: Tensor) -> Tensor:
         """Copies from pinned memory: a copy from any other would wait for the whole stream."""
@@ -339,6 +386,64 @@ class _EventMoment:
     def seconds_since(self, earlier: "_EventMoment") -> float:
         """See `Moment`."""
         return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
+class PinnedMemory:
+    """Counts the memory that a process pins, and says when it is enough.
+
+    Torch pins blocks whose sizes are powers of two, and keeps a block that nobody uses any more for
+    the next one of its size.
+
+    Args:
+        limit_bytes: upper bound on all blocks; 0: there is none.
+        drop_unused: drops the blocks that nobody uses.
+
+    Attributes:
+        num_bytes: size of all blocks.
+    """
+
+    def __init__(self, limit_bytes: int, *, drop_unused: Callable[[], None]) -> None:
+        self.num_bytes = 0
+        self._limit_bytes = limit_bytes
+        self._drop_unused = drop_unused
+        self._unused: Counter[int] = Counter()  # Number of blocks, by size.
+        # Sizes of blocks that are given back; whoever drops a tensor must not wait for a lock.
+        self._returned: deque[int] = deque()
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int) -> bool:
+        """Whether so many more bytes may be pinned; if so they count until they are given back."""
+        size = _block_bytes(num_bytes)
+        with self._lock:
+            while self._returned:
+                self._unused[self._returned.popleft()] += 1
+            if self._unused[size]:
+                self._unused[size] -= 1
+                return True
+            if self._is_too_much(size) and self._unused.total():
+                self._drop_unused()
+                self.num_bytes -= sum(size * count for size, count in self._unused.items())
+                self._unused.clear()
+            if self._is_too_much(size):
+                return False
+            self.num_bytes += size
+            return True
+
+    def give_back(self, num_bytes: int) -> None:
+        """Notes that nobody uses a block any more."""
+        self._returned.append(_block_bytes(num_bytes))
+
+    def forget(self, num_bytes: int) -> None:
+        """Notes that a block was not pinned after all."""
+        with self._lock:
+            self.num_bytes -= _block_bytes(num_bytes)
+
+    def _is_too_much(self, num_bytes: int) -> bool:
+        return 0 < self._limit_bytes < self.num_bytes + num_bytes
+
+
+def _block_bytes(num_bytes: int) -> int:
+    return 1 << max(0, num_bytes - 1).bit_length()
 
 
 PROCESSOR: Final = Device()

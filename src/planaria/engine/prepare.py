@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
+from planaria.checkpoint.memory.room import available_bytes
 from planaria.core.job import JobConfig, ModelConfig
 from planaria.core.plan import Link, ModelProfile
 from planaria.core.samples import sample_numbers
@@ -28,6 +29,7 @@ from planaria.models.paced import PacedData, paced_model
 from planaria.models.user_layers import split_user_model
 from planaria.transport.connection import MESSAGE_BYTES_MAX
 from planaria.transport.pacing import Pacing
+from planaria.transport.sockets import is_loopback
 from planaria.transport.timekeeping import Timekeeper
 
 # A profile that was not measured may be wrong, and commit vectors are in no profile.
@@ -68,14 +70,18 @@ def load_model(
     return split(model.objective) if model.objective == "masked" else model
 
 
-def device_of(job: JobConfig, *, rank: int) -> Device:
+def device_of(job: JobConfig, *, rank: int, pinned_bytes: int = 0) -> Device:
     """The device of a rank, ready to compute; paced layers sleep on a processor.
+
+    Args:
+        pinned_bytes: upper bound on the pinned memory that holds the state of layers; 0: there is
+            none.
 
     Raises:
         ConfigError: this machine has no device of the type that the job asks for.
     """
     device = find_device("cpu" if job.model.kind == "paced" else job.cluster.device, rank=rank)
-    device.begin(is_deterministic=job.training.deterministic)
+    device.begin(is_deterministic=job.training.deterministic, pinned_bytes=pinned_bytes)
     if job.training.compile:
         # Processes that compile would outlive a worker that is killed.
         inductor: Any = importlib.import_module("torch._inductor.config")
@@ -85,6 +91,17 @@ def device_of(job: JobConfig, *, rank: int) -> Device:
         dynamo: Any = importlib.import_module("torch._dynamo.config")
         dynamo.recompile_limit = dynamo.accumulated_recompile_limit = _COMPILED_LAYERS_MAX
     return device
+
+
+def pinned_bytes_of(spec: NodeSpec) -> int:
+    """Upper bound on the memory that a rank pins for the state of layers.
+
+    If the job names none, it is the rank's share of half of what its machine has left now.
+    """
+    cluster = spec.job.cluster
+    num_nodes = max(cluster.nodes, cluster.max_nodes) if is_loopback(spec.host) else 1
+    share = available_bytes() // 2 // (num_nodes * cluster.devices_per_node)
+    return cluster.pinned_memory_bytes or max(1, share)
 
 
 def pacing_of(spec: NodeSpec) -> Pacing | None:

@@ -43,9 +43,9 @@ class StateMirror:
         if self._device.is_host:
             return {name: tensor.numpy() for name, tensor in tensors.items()}
         if self._state is None or self._age != age or self._state.keys() != tensors.keys():
-            host_like = self._device.host_like
+            state_like = self._device.state_like
             self._buffers = {
-                name: self._buffers[name] if name in self._buffers else host_like(tensor)
+                name: self._buffers[name] if name in self._buffers else state_like(tensor)
                 for name, tensor in tensors.items()
             }
             pairs = [(self._buffers[n], t) for n, t in tensors.items()]
@@ -60,13 +60,13 @@ class StateMirror:
             return []
         tensors = list(parameters)
         times = num_bytes // max(1, sum(tensor.nbytes for tensor in tensors))
-        return [self._device.host_like(tensor) for tensor in tensors for _ in range(times)]
+        return [self._device.state_like(tensor) for tensor in tensors for _ in range(times)]
 
     def copy(self, tensors: Mapping[str, Tensor]) -> State:
         """The tensors as arrays of their own, which stay valid whatever becomes of the layer."""
         if self._device.is_host:
             return {name: tensor.numpy().copy() for name, tensor in tensors.items()}
-        buffers = {name: self._device.host_like(tensor) for name, tensor in tensors.items()}
+        buffers = {name: self._device.state_like(tensor) for name, tensor in tensors.items()}
         pairs = [(buffers[name], tensors[name]) for name in tensors]
         mark = self._device.copy(pairs, CopyLane.STATE)
         self._marks.append(mark)
@@ -88,6 +88,7 @@ class _MirroredState(Mapping[str, npt.NDArray[np.generic]]):
     """Arrays that are there once their mark is passed."""
 
     def __init__(self, buffers: Mapping[str, Tensor], mark: Mark) -> None:
+        self._buffers = buffers  # Their memory counts as pinned until they are dropped.
         self._arrays = {name: buffer.numpy() for name, buffer in buffers.items()}
         self._mark = mark
 

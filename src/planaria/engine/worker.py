@@ -55,7 +55,13 @@ from planaria.engine.iteration.guard import refuse_divergence, sampled_hashes
 from planaria.engine.iteration.memory_peaks import TensorPeak, memory_peak
 from planaria.engine.optimizer import clip_scale, learning_rate
 from planaria.engine.part_writing import save_part
-from planaria.engine.prepare import device_of, load_data, load_model, storage_of
+from planaria.engine.prepare import (
+    device_of,
+    load_data,
+    load_model,
+    pinned_bytes_of,
+    storage_of,
+)
 from planaria.engine.profiler import tied_parameters
 from planaria.engine.saver import Saver
 from planaria.engine.stage import HeldLayer, RankStage
@@ -149,7 +155,8 @@ class Worker:
         timekeeper = self._links.timekeeper
         model = load_model(self._job, cache_directory=cache, profile=profile, timekeeper=timekeeper)
         self._dataset = load_data(self._job, objective=model.objective, cache_directory=cache)
-        device = device_of(self._job, rank=self._spec.rank)
+        pinned_bytes = pinned_bytes_of(self._spec)
+        device = device_of(self._job, rank=self._spec.rank, pinned_bytes=pinned_bytes)
         self._stage = RankStage(model, training=self._job.training, device=device)
         self._tensors = TensorPeak(self._stage)
         self._peak = memory_peak(device)

@@ -42,6 +42,7 @@ _MINIMUM = {
     "cluster.grant_s": 0,
     "cluster.devices_per_node": 1,
     "cluster.device_memory_bytes": 0,
+    "cluster.pinned_memory_bytes": 0,
     "cluster.lease_s": 0.5,
     "cluster.wait_s": 0,
 }
