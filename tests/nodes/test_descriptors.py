@@ -7,6 +7,7 @@ import pytest
 from planaria.core.job import ClusterConfig
 from planaria.errors import ConfigError
 from planaria.nodes.descriptors import raise_open_files
+from planaria.transport.strangers import NUM_UNPROVEN_MAX
 
 UNLIMITED = resource.RLIM_INFINITY
 
@@ -30,11 +31,27 @@ def test_a_low_soft_limit_is_raised_to_what_the_job_needs(
     ((soft, kept),) = limits_set(40, hard, monkeypatch, cluster=ClusterConfig(nodes=32))
     ((more, _),) = limits_set(40, hard, monkeypatch, cluster=ClusterConfig(nodes=8, max_nodes=64))
 
-    assert 64 < soft < more < 1024
+    assert 64 < soft < more < 2048
     assert kept == hard
 
 
-@pytest.mark.parametrize("soft", [1024, UNLIMITED])
+def test_strangers_fit_in_beside_the_connections_of_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The job's own could take all descriptors, and no machine was let in any more."""
+    cluster = ClusterConfig(nodes=32)
+    ((ample, _),) = limits_set(40, UNLIMITED, monkeypatch, cluster=cluster)
+    ((scarce, _),) = limits_set(40, 300, monkeypatch, cluster=cluster)
+    own = ample - 2 * NUM_UNPROVEN_MAX
+
+    assert own > 64
+    assert scarce == 300
+    assert not limits_set(300, 300, monkeypatch, cluster=cluster)
+    with pytest.raises(ConfigError):
+        limits_set(40, own + 31, monkeypatch, cluster=cluster)
+
+
+@pytest.mark.parametrize("soft", [4096, UNLIMITED])
 def test_a_limit_that_does_is_left_alone(soft: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not limits_set(soft, UNLIMITED, monkeypatch, cluster=ClusterConfig(nodes=32))
 

@@ -32,7 +32,7 @@ def test_the_source_with_the_most_gives_way(arrivals: list[tuple[int, bool]]) ->
         if is_proved_at_once:
             unproven.remove(item)
             model.pop()
-        surplus = unproven.surplus()
+        surplus = unproven.surplus(0)
         assert (surplus is not None) == (len(model) > 5)
         if surplus is not None:
             counts = [sum(its == one for _, its in model) for one in range(4)]
@@ -237,3 +237,24 @@ def _lowest_free() -> int:
     descriptor = os.dup(0)
     os.close(descriptor)
     return descriptor
+
+
+def test_strangers_give_way_where_descriptors_are_scarce_but_a_few_are_always_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They could take those that the job's own connections need. One of the few may be a machine
+    of the job that has not proved itself yet."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1000, 1000))
+    unproven = Unproven[int]()
+    for item in range(20):
+        unproven.add(item, b"")
+    assert unproven.surplus(500) is None
+    num_refused = 0
+    while (surplus := unproven.surplus(900)) is not None:
+        unproven.remove(surplus)
+        num_refused += 1
+
+    assert (num_refused, len(unproven)) == (12, 8)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    unproven.add(20, b"")
+    assert unproven.surplus(900) is None

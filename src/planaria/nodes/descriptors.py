@@ -1,7 +1,9 @@
 """Raises the limit of open files and sockets (RLIMIT_NOFILE) of the processes of a job.
 
 Each process that needs more descriptors raises its soft limit (`ulimit -n`), up to the hard limit.
-The number that it needs grows with the job: a link to every rank, a connection to every node.
+The number that it needs grows with the job: a link to every rank, a connection to every node. To
+these come the connections that have not proved themselves (transport/strangers.py): so many fit in
+beside the job's own, and fewer where the hard limit is low. A machine that comes is one of them.
 """
 
 import resource
@@ -9,10 +11,14 @@ from typing import Final
 
 from planaria.core.job import ClusterConfig
 from planaria.errors import ConfigError
+from planaria.transport.strangers import NUM_UNPROVEN_MAX
 
 _OWN: Final = 96  # Descriptors needed for any size of the job, including the user's code.
 _PER_RANK: Final = 2  # The link to a rank, and the link of the epoch before.
 _PER_DEVICE: Final = 6  # Descriptors that an agent needs for each of its workers.
+# A head has as many that are to send their preface, and as many whose handshake is under way.
+_STRANGERS: Final = 2 * NUM_UNPROVEN_MAX
+_STRANGERS_MIN: Final = 32
 
 
 def raise_open_files(cluster: ClusterConfig, *, num_joining: int = 0) -> None:
@@ -26,9 +32,10 @@ def raise_open_files(cluster: ClusterConfig, *, num_joining: int = 0) -> None:
     """
     num_nodes = max(cluster.nodes + cluster.standby, cluster.max_nodes) + num_joining
     needed = _OWN + _PER_RANK * num_nodes * cluster.devices_per_node
-    needed += _PER_DEVICE * cluster.devices_per_node
+    needed += _PER_DEVICE * cluster.devices_per_node + _STRANGERS_MIN
+    wanted = needed + _STRANGERS - _STRANGERS_MIN
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         remedy = (
@@ -38,4 +45,7 @@ def raise_open_files(cluster: ClusterConfig, *, num_joining: int = 0) -> None:
             "on fewer nodes"
         )
         raise ConfigError("cluster.nodes", cluster.nodes, remedy)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

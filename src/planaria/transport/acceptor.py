@@ -245,7 +245,7 @@ class Acceptor:
         self._half_open.add(half_open, source_of(peer))
         self._loop.add_reader(half_open.descriptor, self._read, half_open)
         self._read(half_open)  # The preface of a client that knows planaria is there mostly.
-        surplus = self._half_open.surplus()
+        surplus = self._half_open.surplus(half_open.descriptor)
         if surplus is not None:
             self._refuse(surplus, "it sent no preface, and too many others came after it")
 
@@ -320,7 +320,7 @@ class Handshakes:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S) as limit:
                 self._limits.add(limit, source_of(peer))
                 try:
-                    self._make_room()
+                    self._make_room(sock.fileno())
                     return await self._accept(sock, purpose)
                 finally:
                     self._limits.remove(limit)
@@ -330,8 +330,8 @@ class Handshakes:
         except (AuthenticationError, EOFError, OSError) as error:
             raise AuthenticationError(f"{peer_text}: {_refusal_text(error)}") from error
 
-    def _make_room(self) -> None:
-        limit = self._limits.surplus()
+    def _make_room(self, descriptor: int) -> None:
+        limit = self._limits.surplus(descriptor)
         if limit is not None:
             self._limits.remove(limit)
             if not limit.expired():

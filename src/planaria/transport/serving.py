@@ -160,7 +160,7 @@ class Server:
         except OSError:  # Whoever connected has left.
             source = b""
         self._accepted.add(connection, source)
-        if (surplus := self._accepted.surplus()) is not None:
+        if (surplus := self._accepted.surplus(connection.sock.fileno())) is not None:
             self._drop(surplus, "it proved nothing, and too many others came after it")
 
     def _patience_s(self) -> float | None:
@@ -185,6 +185,8 @@ class Server:
                 remedy = "if there are too few file descriptors, raise the limit (ulimit -n)"
                 logger.warning("rank %s: %s: %s; %s", self._rank, what, error, remedy)
             self._quiet_end_s = now_s + _QUIET_S
+            if (oldest := self._accepted.oldest_of_most()) is not None:
+                self._drop(oldest, "it proved nothing, and its descriptor is needed")
             return
         self._handlers.on_accept(sock)
 

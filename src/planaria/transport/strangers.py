@@ -2,7 +2,8 @@
 
 Whoever reaches a port can open connections to it, and as many as they like. Only so many of those
 that have proved nothing are kept at once (`Unproven`). When one more comes, the source that has the
-most of them loses its oldest: so a flood from one machine takes no place from the others.
+most of them loses its oldest: so a flood from one machine takes no place from the others. Fewer are
+kept where descriptors are scarce, but always a few, among which a machine of the job may be.
 """
 
 import ipaddress
@@ -15,7 +16,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, Generic, TypeVar
 
 NUM_UNPROVEN_MAX: Final = 512  # Machines of a large job may come at the same time.
-_FILES_SHARE: Final = 0.25  # Share of the files of a process that unproven connections may take.
+# Share of the descriptors of a process that unproven connections may take, and share that they
+# leave free for the job's own connections and files.
+_FILES_SHARE: Final = 0.25
+_NUM_ALWAYS_KEPT: Final = 8
 _LOG_PERIOD_S: Final = 10.0
 _LINES_PER_PERIOD: Final = 5
 _PREFIX_BYTES: Final = 8  # A machine has all IPv6 addresses that begin alike.
@@ -57,9 +61,17 @@ class Unproven(Generic[Item]):
         if not self._by_source[source]:
             del self._by_source[source]
 
-    def surplus(self) -> Item | None:
-        """The item that has to give way, if there are more than may be kept. O(sources)."""
-        return self.oldest_of_most() if len(self) > self._num_max else None
+    def surplus(self, descriptor: int) -> Item | None:
+        """The item that has to give way, if there are more than may be kept. O(sources).
+
+        Args:
+            descriptor: number of the newest connection's socket. The kernel takes the lowest that
+                is free, so it tells how many are in use.
+        """
+        num_kept = self._num_max
+        if _are_scarce(descriptor):
+            num_kept = min(num_kept, _NUM_ALWAYS_KEPT)
+        return self.oldest_of_most() if len(self) > num_kept else None
 
     def oldest_of_most(self) -> Item | None:
         """The oldest item of the source that has the most items; None if there are none."""
@@ -67,6 +79,11 @@ class Unproven(Generic[Item]):
             return None
         most = max(self._by_source, key=lambda source: len(self._by_source[source]))
         return next(iter(self._by_source[most]))
+
+
+def _are_scarce(descriptor: int) -> bool:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return limit != resource.RLIM_INFINITY and descriptor >= (1.0 - _FILES_SHARE) * limit
 
 
 class RefusalLog:
