@@ -13,6 +13,7 @@ from planaria.planner.layout.sets import distribute_microbatches
 from planaria.planner.plans import (
     best_plan,
     foreseen_plans,
+    lazy_plan_catalog,
     pipeline_microbatches,
     plan_catalog,
     plan_iteration_s,
@@ -178,3 +179,17 @@ def test_all_nodes_work_in_what_is_foreseen_before_failures() -> None:
         foreseen_plans(problem, 5, templates)
 
     assert raised.value.remedies == (FeasibleValue(Limit.NODES, 4),)
+
+
+def test_plans_that_are_made_when_asked_for_are_those_of_the_catalog() -> None:
+    """In any order, and for the same numbers of nodes."""
+    problem = equal_problem(
+        num_layers=9, device_memory_bytes=80 * MEBIBYTE, num_microbatches=12, failures_tolerated=1
+    )
+    templates = pipeline_templates(problem, 8)
+    catalog, lazy = plan_catalog(problem, 8, templates), lazy_plan_catalog(problem, 8, templates)
+
+    assert list(lazy.plans) == list(catalog.plans)
+    assert lazy.templates == catalog.templates
+    assert all(lazy.plans[n] == plan for n, plan in catalog.plans.items())
+    assert lazy.plans.get(1) is None

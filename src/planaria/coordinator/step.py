@@ -111,7 +111,7 @@ from planaria.core.messages import (
     WorkerFailed,
     WorkerReady,
 )
-from planaria.core.persistent_map import has_all
+from planaria.core.persistent_map import PersistentMap, has_all
 from planaria.core.records import (
     Committed,
     Forked,
@@ -138,18 +138,40 @@ def step(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
 
 
 def step_together(rules: Rules, state: JobState, events: Sequence[Event], now_s: float) -> Step:
-    """The state after several facts of one moment, which are all noted before the state advances.
+    """The state after several events of one moment.
 
-    The result is that of a `step` for each of them, as long as none but the last advances it.
+    The result is that of a `step` for each of them. If they are what all ranks report in an epoch,
+    all but the last are noted at once; only the last one may advance the state.
     """
     commands: list[Command] = []
-    for event in events[:-1]:
-        state, noted = _on_event(state.learning.fitted or rules, state, event, now_s)
-        commands += noted
-    for event in events[-1:]:
-        state, last = step(rules, state, event, now_s)
-        commands += last
+    noted = _noted_together(state, events[:-1])
+    state, events = (state, events) if noted is None else (noted, events[-1:])
+    for event in events:
+        state, new_commands = step(rules, state, event, now_s)
+        commands += new_commands
     return state, tuple(commands)
+
+
+def _noted_together(state: JobState, facts: Sequence[Event]) -> JobState | None:
+    """The state that knows all these facts; None if they are not all of one kind, of this epoch."""
+    known, epoch = state.facts, state.epoch
+    stopped = [f for f in facts if isinstance(f, Stopped) and f.epoch == epoch]
+    if facts and len(stopped) == len(facts):
+        answers = {f.rank: answer_since_origin(state, f) for f in stopped if state.has_rank(f.rank)}
+        known = replace(known, answers=PersistentMap({**known.answers, **answers}))
+        return replace(state, facts=known)
+    ready = {f.rank: f for f in facts if isinstance(f, EpochReady) and f.epoch == epoch}
+    if facts and len(ready) == len(facts):
+        known = replace(known, ready=PersistentMap({**known.ready, **ready}))
+        return replace(state, facts=known)
+    done = [f for f in facts if isinstance(f, IterationDone)]
+    if facts and len(done) == len(facts) and len({f.iteration for f in done}) == 1:
+        commits, iteration = state.commits, done[0].iteration
+        reports = {f.rank: f for f in done if _is_open(state, f)}
+        all_reports = PersistentMap({**commits.reports_of(iteration), **reports})
+        commits = replace(commits, reports={**commits.reports, iteration: all_reports})
+        return replace(state, commits=commits)
+    return None
 
 
 def _on_event(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:

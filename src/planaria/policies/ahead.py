@@ -19,17 +19,17 @@ are lost.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final
 
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged, NodesLost, survivors
 from planaria.core.garbage import no_collection
-from planaria.core.plan import Hop, Pipeline, PipelineTemplate, Plan, Route, Transition
+from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Transition
 from planaria.planner.layout.search import LayoutSearches
-from planaria.policies.building import downtime_s
 from planaria.policies.policy import Policy, Prices
+from planaria.policies.renaming import Renaming
 from planaria.policies.repartition import has_equal_nodes, templates_of
 
 SEARCH_STEPS_MAX: Final = 4000  # Steps for one number of nodes; at 32 nodes they take 0.7 s.
@@ -96,7 +96,7 @@ class ForeseenAnswers:
         if entry is None:
             return None
         foreseen_plan, foreseen_lost, answers = entry
-        renaming = _Renaming(foreseen_plan, foreseen_lost, plan, lost, epoch=cluster.epoch)
+        renaming = _renaming(foreseen_plan, foreseen_lost, plan, lost, epoch=cluster.epoch)
         return tuple(
             renaming.transition(transition, redone_samples=event.redone_samples, prices=prices)
             for transition in answers()
@@ -259,98 +259,15 @@ def _is_foreseeable(plan: Plan, cluster: ClusterState) -> bool:
     )
 
 
-class _Renaming:
-    """A renaming of nodes, from the plan of foreseen answers to another plan that is alike."""
-
-    def __init__(
-        self,
-        foreseen: Plan,
-        foreseen_lost: Sequence[int],
-        plan: Plan,
-        lost: Sequence[int],
-        *,
-        epoch: int,
-    ) -> None:
-        self._before = plan
-        self._epoch = epoch
-        self._devices = plan.pipelines[0].template.devices_per_node
-        self._node_of: dict[int, int] = {}
-        targets: dict[_PipelineClass, list[Pipeline]] = {}
-        for pipeline in reversed(plan.pipelines):
-            targets.setdefault(_pipeline_class(pipeline, plan.gone, lost), []).append(pipeline)
-        for pipeline in foreseen.pipelines:
-            target = targets[_pipeline_class(pipeline, foreseen.gone, foreseen_lost)].pop()
-            self._node_of.update(zip(pipeline.nodes, target.nodes, strict=True))
-        # The renamed objects, keyed by the id of the original, because hashing these would be slow.
-        self._pipelines: dict[int, Pipeline] = {}
-        self._routes: dict[int, Route] = {}
-        self._plans: dict[int, Plan] = {}
-
-    def transition(
-        self, transition: Transition, *, redone_samples: int, prices: Prices
-    ) -> Transition:
-        """The renamed transition, priced anew, since the job learns prices from its recoveries."""
-        then = transition.then
-        if then is not None:
-            then = self.transition(then, redone_samples=redone_samples, prices=prices)
-        transfers = [transfer for transfers in transition.rounds for transfer in transfers]
-        priced_s = downtime_s(transfers, prices, devices_per_node=self._devices)
-        return replace(
-            transition,
-            before=self._before,
-            after=self._plan(transition.after),
-            rounds=tuple(
-                tuple(
-                    replace(t, source=self._rank(t.source), target=self._rank(t.target))
-                    for t in transfers
-                )
-                for transfers in transition.rounds
-            ),
-            downtime_s=0.0 if transition.keeps_plan else priced_s,
-            redone_samples=redone_samples,
-            then=then,
-        )
-
-    def _rank(self, rank: int) -> int:
-        node, device = divmod(rank, self._devices)
-        return self._node_of[node] * self._devices + device
-
-    def _plan(self, plan: Plan) -> Plan:
-        """The renamed plan, with its pipelines in the order of those before."""
-        if id(plan) not in self._plans:
-            place = self._places()
-            pipelines = [self._pipeline(pipeline) for pipeline in plan.pipelines]
-            self._plans[id(plan)] = replace(
-                plan,
-                epoch=self._epoch,
-                pipelines=tuple(sorted(pipelines, key=lambda pipeline: place[pipeline.nodes[0]])),
-                routes=tuple(self._route(route) for route in plan.routes),
-                gone=tuple(sorted(self._node_of[node] for node in plan.gone)),
-                in_flight={self._rank(rank): most for rank, most in plan.in_flight.items()},
-                shadows={self._rank(rank): layers for rank, layers in plan.shadows.items()},
-                ticks={self._rank(rank): ticks for rank, ticks in plan.ticks.items()},
-            )
-        return self._plans[id(plan)]
-
-    def _places(self) -> Mapping[int, tuple[int, int]]:
-        """The pipeline of each node in the plan before, and the node's position in it."""
-        return {
-            node: (index, position)
-            for index, pipeline in enumerate(self._before.pipelines)
-            for position, node in enumerate(pipeline.nodes)
-        }
-
-    def _pipeline(self, pipeline: Pipeline) -> Pipeline:
-        """The renamed pipeline; cached, since most answers have most pipelines in common."""
-        if id(pipeline) not in self._pipelines:
-            nodes = tuple(self._node_of[node] for node in pipeline.nodes)
-            self._pipelines[id(pipeline)] = replace(pipeline, nodes=nodes)
-        return self._pipelines[id(pipeline)]
-
-    def _route(self, route: Route) -> Route:
-        """The renamed route; cached, since a plan has the same few routes thousands of times."""
-        if id(route) not in self._routes:
-            self._routes[id(route)] = tuple(
-                Hop(self._rank(hop.rank), hop.first_layer, hop.end_layer) for hop in route
-            )
-        return self._routes[id(route)]
+def _renaming(
+    foreseen: Plan, foreseen_lost: Sequence[int], plan: Plan, lost: Sequence[int], *, epoch: int
+) -> Renaming:
+    """The renaming of nodes from the plan of foreseen answers to another plan that is alike."""
+    node_of: dict[int, int] = {}
+    targets: dict[_PipelineClass, list[Pipeline]] = {}
+    for pipeline in reversed(plan.pipelines):
+        targets.setdefault(_pipeline_class(pipeline, plan.gone, lost), []).append(pipeline)
+    for pipeline in foreseen.pipelines:
+        target = targets[_pipeline_class(pipeline, foreseen.gone, foreseen_lost)].pop()
+        node_of.update(zip(pipeline.nodes, target.nodes, strict=True))
+    return Renaming(plan, node_of, epoch=epoch)

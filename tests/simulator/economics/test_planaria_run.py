@@ -1,6 +1,6 @@
 """Simulated jobs of planaria: what holds of every one, and what each event costs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 
+from planaria.coordinator.commands import Command
+from planaria.coordinator.job_rules import Rules
+from planaria.coordinator.state import JobState
+from planaria.coordinator.step import Event, step
 from planaria.core.job import POLICIES
 from planaria.job.scenario_file import scenario_from_tables
+from planaria.simulator.economics import planaria_run
 from planaria.simulator.economics.compare import (
     ClusterScenario,
     Interval,
@@ -273,3 +278,29 @@ def test_an_interval_is_that_of_student() -> None:
     assert result.mean == 2.5
     assert result.low == pytest.approx(2.5 - 3.1824 * 1.29099 / 2, abs=1e-4)
     assert interval([7.0]) == Interval(7.0, None, None)
+
+
+def test_reports_that_are_noted_together_have_the_effect_of_each_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is the same coordinator, only faster."""
+
+    def one_by_one(
+        rules: Rules, state: JobState, events: Sequence[Event], now_s: float
+    ) -> tuple[JobState, tuple[Command, ...]]:
+        commands: list[Command] = []
+        for event in events:
+            state, new_commands = step(rules, state, event, now_s)
+            commands += new_commands
+        return state, tuple(commands)
+
+    scenarios = [
+        replace(
+            small(**{"resilience.policy": policy, "checkpoint.copies": copies}), failures=Wild()
+        )
+        for policy, copies in (("reinstantiate", 2), ("adaptive", 0), ("morph", 2))
+    ]
+    together = [play(of, PlanariaSystem(), 7) for of in scenarios]
+    monkeypatch.setattr(planaria_run, "step_together", one_by_one)
+
+    assert [play(of, PlanariaSystem(), 7) for of in scenarios] == together

@@ -137,7 +137,7 @@ def with_start(rules: Rules, state: JobState, now_s: float) -> JobState:
 def _with_schedules(rules: Rules, state: JobState) -> tuple[JobState, float]:
     """The state with the measured cost of a hop, and the seconds of this epoch's schedules."""
     took_s = median(event.scheduled_s for event in state.facts.ready.values())
-    hop_s = took_s / scheduling_s(state.plan, 1.0)
+    hop_s = took_s / scheduling_s(state.plan, 1.0) if took_s else 0.0
     findings = msgspec.structs.replace(state.learning.findings, hop_s=hop_s)
     state = replace(state, learning=replace(state.learning, findings=findings))
     return state, took_s * _sharing(rules, state)

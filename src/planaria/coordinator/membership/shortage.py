@@ -66,9 +66,12 @@ def degraded_text(rules: Rules, state: JobState, plan: Plan) -> str:
 def num_tolerated(rules: Rules, state: JobState, plan: Plan) -> int:
     """The largest number of nodes that may be lost at once, whichever they are."""
     per_node = state.devices_per_node
-    held = plan.held_by_rank.items()
-    places = {(rank // per_node, layer) for rank, layers in held for layer in layers}
-    holders = Counter(layer for _, layer in places)
+    held: dict[int, frozenset[int]] = {}
+    for rank, layers in plan.held_by_rank.items():
+        held[rank // per_node] = held.get(rank // per_node, frozenset()) | layers
+    holders: Counter[int] = Counter()
+    for layers, num_nodes in Counter(held.values()).items():  # Most nodes hold the same few sets.
+        holders.update(dict.fromkeys(layers, num_nodes))
     return min(len(state.nodes) // rules.n0, *holders.values()) - 1
 
 

@@ -36,8 +36,9 @@ from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.profile_correction import iteration_s
 from planaria.coordinator.start import first_step
 from planaria.coordinator.state import JobState, Phase
-from planaria.coordinator.step import Event, step, step_together
+from planaria.coordinator.step import Event, step_together
 from planaria.core.copies import Label
+from planaria.core.garbage import no_collection
 from planaria.core.messages import (
     AT_COMMIT,
     Abort,
@@ -189,6 +190,10 @@ class PlanariaRun:
 
     def run_until(self, now_s: float) -> None:
         """Goes on until a time; see `SystemRun`."""
+        with no_collection():
+            self._run_until(now_s)
+
+    def _run_until(self, now_s: float) -> None:
         while True:
             next_s = self._queue[0][0] if self._queue else inf
             if self._has_trained(min(now_s, next_s)):
@@ -295,8 +300,7 @@ class PlanariaRun:
             return
         if not is_commit:
             self._stride = 1
-        advance = step_together if len(events) > 1 else _step_one
-        self._state, commands = advance(self._rules, self._state, events, now_s)
+        self._state, commands = step_together(self._rules, self._state, events, now_s)
         self._carry_out(commands, now_s)
         if self._is_training and self._next_commit_s == inf:
             self._begin_iterations(now_s)
@@ -472,9 +476,3 @@ class PlanariaRun:
         self.account.go_back(saved)
         rules = replace(self._rules, first_iteration=saved, source=source)
         self._begin(rules, now_s, takes_s=0.0, category=Category.RESTART)
-
-
-def _step_one(
-    rules: Rules, state: JobState, events: Sequence[Event], now_s: float
-) -> tuple[JobState, tuple[Command, ...]]:
-    return step(rules, state, events[0], now_s)

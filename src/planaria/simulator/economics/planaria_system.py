@@ -14,6 +14,7 @@ from planaria.policies.named import lookup_policy
 from planaria.policies.policy import profile_prices
 from planaria.policies.traits import TRAITS
 from planaria.simulator.economics.planaria_run import PlanariaRun, PlanOf
+from planaria.simulator.economics.remembered import Remembered
 from planaria.systems.system import Setting
 
 _WAIT_S = 1e18  # A simulated job waits for machines for as long as it takes.
@@ -40,7 +41,7 @@ def rules_of_setting(setting: Setting) -> Rules:
     num_layers = len(catalog.problem.profile.layers)
     rules = Rules(
         job=job,
-        policy=policy,
+        policy=Remembered(policy),
         prices=profile_prices(catalog.problem.profile, regroup_s=costs.regroup_s),
         n0=min(catalog.templates),
         max_nodes=max(job.cluster.nodes, job.cluster.max_nodes),
