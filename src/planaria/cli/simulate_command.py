@@ -15,9 +15,12 @@ from planaria.job.scenario_file import load_scenario, swept_overrides
 from planaria.show.simulations import simulation_json, simulation_table, sweep_table
 from planaria.simulator.economics.compare import Outcomes, compare
 from planaria.simulator.economics.planaria_system import PlanariaSystem
+from planaria.systems.oobleck import Oobleck
+from planaria.systems.restart import Restart
 from planaria.systems.system import System
+from planaria.systems.varuna import Varuna
 
-SYSTEMS: Final[tuple[System, ...]] = (PlanariaSystem(),)
+SYSTEMS: Final[tuple[System, ...]] = (PlanariaSystem(), Oobleck(), Varuna(), Restart())
 _ALL: Final = "all"
 
 ScenarioFile = Annotated[

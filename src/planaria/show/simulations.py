@@ -160,8 +160,8 @@ def _ledger_table(outcomes: Outcomes) -> Table:
 
 
 def _share_text(share: float) -> str:
-    """Like `share_text`, with more digits where it is small."""
-    return share_text(share) if share >= 0.01 or not share else f"{100 * share:.2g}%"
+    """Like `share_text`, where a small share is told from none."""
+    return "< 0.1%" if 0.0 < share < 0.0005 else share_text(share)
 
 
 def sweep_table(points: Mapping[str, Outcomes]) -> Table:

@@ -1,25 +1,29 @@
 """Simulated jobs of planaria: what holds of every one, and what each event costs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
-from itertools import pairwise
 from random import Random
-from typing import Any
 
 import pytest
 
+from helpers.simulated_clusters import (
+    BACK,
+    LOST,
+    NOTICE,
+    Occurrences,
+    Wild,
+    conserve_seconds_and_samples,
+    outcome,
+    small,
+)
 from planaria.coordinator.commands import Command
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.state import JobState
 from planaria.coordinator.step import Event, step
 from planaria.core.job import POLICIES
-from planaria.job.scenario_file import scenario_from_tables
 from planaria.simulator.economics import planaria_run
 from planaria.simulator.economics.compare import (
-    ClusterScenario,
     Interval,
-    JobOutcome,
     Outcomes,
     compare,
     interval,
@@ -28,83 +32,6 @@ from planaria.simulator.economics.compare import (
 from planaria.simulator.economics.planaria_system import PlanariaSystem
 from planaria.simulator.failures.occurrences import Occurrence, OccurrenceKind
 from planaria.systems.system import RecoveryCosts
-
-LOST, BACK, NOTICE = OccurrenceKind.LOST, OccurrenceKind.BACK, OccurrenceKind.NOTICE
-
-
-class Occurrences:
-    """A source of given occurrences."""
-
-    def __init__(self, *occurrences: Occurrence) -> None:
-        self._occurrences = occurrences
-
-    def occurrences(self, num_nodes: int, *, horizon_s: float, rng: Random) -> Iterator[Occurrence]:
-        """See FailureSource."""
-        del num_nodes, horizon_s, rng
-        yield from self._occurrences
-
-
-class Wild:
-    """A source that draws losses, returns, notices and slow nodes, close together or far apart."""
-
-    def occurrences(self, num_nodes: int, *, horizon_s: float, rng: Random) -> Iterator[Occurrence]:
-        """See FailureSource."""
-        there, lost, doomed, now_s = set(range(num_nodes)), set[int](), dict[int, float](), 0.0
-        while True:
-            now_s += rng.choice((0.0, 0.01, 0.05, 1.0, 30.0, 300.0, 3000.0)) * rng.random()
-            for node, at_s in sorted(doomed.items(), key=lambda one: one[1]):
-                if at_s <= min(now_s, horizon_s):
-                    del doomed[node]
-                    there.discard(node)
-                    lost.add(node)
-                    yield Occurrence(at_s, LOST, (node,))
-            if now_s > horizon_s:
-                return
-            free, draw = sorted(there.difference(doomed)), rng.random()
-            if draw < 0.45 and free:
-                nodes = tuple(sorted(rng.sample(free, min(len(free), rng.choice((1, 1, 1, 2, 3))))))
-                there.difference_update(nodes)
-                lost.update(nodes)
-                yield Occurrence(now_s, LOST, nodes)
-            elif draw < 0.85 and lost:
-                nodes = tuple(sorted(rng.sample(sorted(lost), min(len(lost), rng.choice((1, 2))))))
-                lost.difference_update(nodes)
-                there.update(nodes)
-                yield Occurrence(now_s, BACK, nodes)
-            elif draw < 0.93 and free:
-                node = rng.choice(free)
-                doomed[node] = now_s + rng.choice((1.0, 30.0, 120.0))
-                yield Occurrence(now_s, NOTICE, (node,), deadline_s=doomed[node])
-            elif free:
-                kind, speed = rng.choice(
-                    ((OccurrenceKind.SLOWED, 0.5), (OccurrenceKind.RESTORED, 1.0))
-                )
-                yield Occurrence(now_s, kind, (rng.choice(free),), speed=speed)
-
-
-@cache
-def small(**job: Any) -> ClusterScenario:
-    """Llama 2 7B on six nodes to which nothing happens; `job` has keys of a job file."""
-    tables: dict[str, dict[str, object]] = {"training": {}, "checkpoint": {"persist_every": 50}}
-    for key, value in {"resilience.policy": "reinstantiate", **job}.items():
-        table, _, name = key.partition(".")
-        tables.setdefault(table, {})[name] = value
-    if tables["resilience"]["policy"] == "absorb":  # Nodes need room for their neighbours' layers.
-        tables["cluster"] = {"device_memory_bytes": 200_000_000_000}
-    cluster = {"nodes": 6, "profile": "llama2-7b", "price_per_node_hour": 2.0}
-    return scenario_from_tables(
-        {"cluster": cluster, "job": tables, "run": {"hours": 1.0}}, name="small"
-    )
-
-
-def outcome(
-    of: ClusterScenario, *occurrences: Occurrence, costs: RecoveryCosts | None = None
-) -> JobOutcome:
-    """What a job trains to which these things happen."""
-    setting = replace(of.setting, costs=costs or RecoveryCosts(startup_s=0.0))
-    return play(
-        replace(of, failures=Occurrences(*occurrences), setting=setting), PlanariaSystem(), 0
-    )
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -130,14 +57,7 @@ def test_seconds_and_samples_are_conserved(seed: int) -> None:
     of = replace(of, failures=Wild(), setting=replace(of.setting, costs=costs))
     result = play(of, PlanariaSystem(), seed)
 
-    parts = dict(result.ledger)
-    assert parts.pop("wall") == pytest.approx(of.horizon_s)
-    assert sum(parts.values()) == pytest.approx(of.horizon_s)
-    assert min(parts.values()) >= 0.0
-    assert result.samples % of.setting.job.training.global_batch_size == 0
-    free = of.setting.job.training.global_batch_size / of.setting.failure_free_s
-    assert result.samples_per_s <= free * (1 + 1e-9)
-    assert all(before[0] <= after[0] for before, after in pairwise(result.curve))
+    conserve_seconds_and_samples(of, result)
 
 
 def test_the_account_has_as_many_iterations_as_the_coordinator_committed() -> None:

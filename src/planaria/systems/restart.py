@@ -1,0 +1,109 @@
+"""Restart from a checkpoint, as torchrun does it: whatever changes, all processes start anew.
+
+The pipelines keep the depth that is the fastest on all nodes; there are as many of them as nodes
+allow, and the rest of the nodes idle. Each save keeps all ranks waiting while they write. A lost
+node is noticed when it has sent no keep-alive for long enough; then the rendezvous waits for late
+comers, processes start, and load the newest save. A node that comes back restarts the job likewise,
+and the work since the newest save is done again.
+
+Source: torch.distributed.elastic, rendezvous/dynamic_rendezvous.py of torch 2: `last_call` is 30 s,
+keep_alive_interval 5 s and keep_alive_max_attempt 3. The start of processes is `costs.restart_s`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from planaria.observe.ledger import Category
+from planaria.policies.morph import grid_templates
+from planaria.systems.account import Account
+from planaria.systems.grids import grid_of_depth
+from planaria.systems.live_machines import LiveMachines
+from planaria.systems.system import Setting
+from planaria.systems.virtual_job import VirtualJob
+
+KEEP_ALIVE_S: Final = 15.0  # 3 keep-alives, each 5 s after the one before, are missed.
+LAST_CALL_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """torchrun with a job that saves; implements `System`."""
+
+    @property
+    def name(self) -> str:
+        """See `System`."""
+        return "restart"
+
+    def begin(self, setting: Setting) -> "RestartRun":
+        """See `System`."""
+        return RestartRun(setting)
+
+
+class RestartRun:
+    """One job; implements `SystemRun`."""
+
+    def __init__(self, setting: Setting) -> None:
+        job = setting.job
+        self._setting = setting
+        self._job = VirtualJob(
+            job.training.global_batch_size, save_every=job.checkpoint.persist_every
+        )
+        self._machines = LiveMachines(setting.num_nodes)
+        self._depth = grid_templates(setting.catalog, setting.num_nodes)[0].num_nodes
+        self._job.pause(Category.STARTUP, setting.costs.startup_s)
+        self._take_grid()
+
+    @property
+    def account(self) -> Account:
+        """See `SystemRun`."""
+        return self._job.account
+
+    def run_until(self, now_s: float) -> None:
+        """See `SystemRun`."""
+        self._job.run_until(now_s)
+
+    def lose(self, nodes: tuple[int, ...], now_s: float) -> None:
+        """See `SystemRun`."""
+        self.run_until(now_s)
+        self.account.num_failures += 1
+        self._machines.remove(nodes)
+        self._restart(now_s, noticed_s=KEEP_ALIVE_S)
+
+    def take_back(self, nodes: tuple[int, ...], now_s: float) -> None:
+        """See `SystemRun`."""
+        self.run_until(now_s)
+        self._machines.add(nodes)
+        self._restart(now_s, noticed_s=self._setting.costs.node_start_s)
+
+    def give_notice(self, nodes: tuple[int, ...], now_s: float, *, deadline_s: float) -> None:
+        """Nobody listens; see `SystemRun`."""
+        del nodes, deadline_s
+        self.run_until(now_s)
+
+    def set_speeds(self, speeds: Mapping[int, float], now_s: float) -> None:
+        """See `SystemRun`."""
+        self.run_until(now_s)
+        self._machines.set_speeds(speeds)
+        self._job.slow_down(self._machines.slowness)
+
+    def _restart(self, now_s: float, *, noticed_s: float) -> None:
+        """Starts all processes anew, from the newest save."""
+        costs = self._setting.costs
+        self._job.lose_in_flight(now_s)
+        self._job.interrupt()
+        self._job.go_back()
+        rank_bytes = self._take_grid()
+        self._job.slow_down(self._machines.slowness)
+        if rank_bytes:
+            self.account.num_restarts += 1
+            self._job.pause(Category.DETECT, noticed_s)
+            start_s = LAST_CALL_S + costs.restart_s + rank_bytes / costs.save_bytes_per_s
+            self._job.pause(Category.RESTART, start_s)
+
+    def _take_grid(self) -> int:
+        """Has the job train by the grid for the nodes that are there; bytes of its largest rank."""
+        grid = grid_of_depth(self._setting, len(self._machines.there), self._depth)
+        save_s = grid.rank_bytes / self._setting.costs.save_bytes_per_s
+        self._job.train_by(grid.iteration_s, save_s=save_s, idle=grid.idle)
+        return grid.rank_bytes

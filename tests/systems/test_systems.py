@@ -1,0 +1,170 @@
+"""The compared systems: what holds of each, and what each is published to do."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from helpers.simulated_clusters import (
+    BACK,
+    LOST,
+    NOTICE,
+    Wild,
+    conserve_seconds_and_samples,
+    outcome,
+    small,
+)
+from planaria.simulator.economics.compare import play
+from planaria.simulator.failures.occurrences import Occurrence
+from planaria.systems.grids import fastest_grid, grid_of_depth
+from planaria.systems.oobleck import Oobleck
+from planaria.systems.restart import KEEP_ALIVE_S, LAST_CALL_S, Restart
+from planaria.systems.system import RecoveryCosts, System
+from planaria.systems.varuna import SAVE_EVERY, Varuna
+
+SYSTEMS = (Oobleck(), Restart(), Varuna())
+# Saves take no time, so that nothing but the plan decides the rate.
+FREE = RecoveryCosts(startup_s=0.0, save_bytes_per_s=1e18)
+
+
+@pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system.name)
+@pytest.mark.parametrize("seed", range(12))
+def test_seconds_and_samples_are_conserved(system: System, seed: int) -> None:
+    """Whatever happens, and for every system."""
+    rng = Random(seed)
+    of = small(
+        **{
+            "resilience.failures_tolerated": rng.choice((0, 1)),
+            "checkpoint.persist_every": rng.choice((0, 7, 50)),
+        }
+    )
+    costs = RecoveryCosts(
+        startup_s=rng.choice((0.0, 20.0)), save_bytes_per_s=rng.choice((1e9, 1e10, 1e12))
+    )
+    of = replace(of, failures=Wild(), setting=replace(of.setting, costs=costs))
+
+    conserve_seconds_and_samples(of, play(of, system, seed))
+
+
+@pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system.name)
+def test_without_failures_every_system_is_as_fast_as_the_estimator_says(system: System) -> None:
+    """Six nodes are no worse as a grid, so all have the same plan."""
+    of = small()
+
+    assert outcome(of, costs=FREE, system=system).samples_per_s == pytest.approx(
+        of.setting.job.training.global_batch_size / of.setting.failure_free_s, rel=2e-3
+    )
+
+
+def test_varuna_loses_the_work_since_its_save_ten_iterations_ago() -> None:
+    """The loss comes in the ninth iteration after a save."""
+    of = small()
+    at_s = (3 * SAVE_EVERY + 8.5) * of.setting.failure_free_s
+    result = outcome(of, Occurrence(at_s, LOST, (2,)), costs=FREE, system=Varuna())
+
+    assert result.num_redone == 8
+    assert result.ledger["redo"] == pytest.approx(8.5 * of.setting.failure_free_s)
+    assert result.ledger["restart"] == pytest.approx(FREE.restart_s, abs=0.1)
+
+
+def test_varuna_saves_within_a_notice_or_falls_back() -> None:
+    """Two minutes are enough for a save of up to 50 s, and ten seconds are not."""
+    of = small()
+    rank_bytes = sum(of.setting.layer_bytes) / 2
+    costs = RecoveryCosts(startup_s=0.0, save_bytes_per_s=rank_bytes / 50.0)
+    redone: dict[float, list[int]] = {120.0: [], 10.0: []}
+    for at_s in range(1800, 1900, 20):
+        for notice_s, numbers in redone.items():
+            notice = Occurrence(at_s - notice_s, NOTICE, (2,), deadline_s=at_s)
+            lost = Occurrence(at_s, LOST, (2,))
+            result = outcome(of, notice, lost, costs=costs, system=Varuna())
+            numbers.append(result.num_redone)
+
+    assert sum(redone[120.0]) == 0
+    assert 0 < max(redone[10.0]) <= SAVE_EVERY
+
+
+def test_a_grid_leaves_nodes_idle() -> None:
+    """Five nodes make two pipelines of two, and one node has no work."""
+    grid = grid_of_depth(small().setting, 5, 2)
+    result = outcome(small(), Occurrence(0.0, LOST, (2,)), costs=FREE, system=Restart())
+
+    assert grid.idle == pytest.approx(0.2)
+    assert result.ledger["idle"] == pytest.approx(0.2 * 3600.0, rel=0.1)
+
+
+def test_varuna_takes_the_fastest_grid_of_any_depth() -> None:
+    """None of a single depth is faster."""
+    setting = small().setting
+    for num_nodes in range(2, 7):
+        depths = [depth for depth in setting.catalog.templates if depth <= num_nodes]
+        best_s = min(grid_of_depth(setting, num_nodes, depth).iteration_s for depth in depths)
+        assert fastest_grid(setting, num_nodes).iteration_s == pytest.approx(best_s)
+
+
+def test_varuna_starts_anew_for_nodes_that_come_and_loses_nothing() -> None:
+    """It saves before it does."""
+    lost, back = Occurrence(600.0, LOST, (2,)), Occurrence(1800.0, BACK, (2,))
+    costs = RecoveryCosts(startup_s=0.0, save_bytes_per_s=1e11)
+    of = small()
+    once = outcome(of, lost, costs=costs, system=Varuna())
+    twice = outcome(of, lost, back, costs=costs, system=Varuna())
+
+    assert (once.num_restarts, twice.num_restarts) == (1, 2)
+    assert twice.num_redone == once.num_redone
+
+
+def test_the_seconds_of_varuna_that_were_measured_are_used() -> None:
+    """GPT-3 2.7b: 515 s for a restart and 50 s for each save."""
+    of = small()
+    of = replace(of, setting=replace(of.setting, model="gpt3-2.7b"))
+    result = outcome(of, Occurrence(1000.0, LOST, (2,)), system=Varuna())
+
+    assert result.ledger["restart"] == pytest.approx(515.0)
+    assert result.ledger["checkpoint_stall"] % 50.0 == pytest.approx(0.0, abs=50.0)
+    assert result.ledger["checkpoint_stall"] >= 400.0
+
+
+def test_a_loss_costs_oobleck_an_iteration_and_its_constant() -> None:
+    """Six seconds with GPT-3 2.7b; nothing that was committed is done again."""
+    of = small()
+    of = replace(of, setting=replace(of.setting, model="gpt3-2.7b"))
+    result = outcome(of, Occurrence(1000.0, LOST, (2,)), system=Oobleck())
+
+    assert result.num_redone == 0
+    assert result.num_restarts == 0
+    assert result.ledger["transfer"] == pytest.approx(6.0)
+    assert result.ledger["redo"] == pytest.approx(1000.0 % of.setting.failure_free_s)
+
+
+def test_oobleck_stops_below_f_plus_1_pipelines_until_nodes_are_back() -> None:
+    """Of six nodes three are left, and two pipelines of two need four. It saves all."""
+    lost, back = Occurrence(600.0, LOST, (0, 1, 2)), Occurrence(1800.0, BACK, (2,))
+    result = outcome(small(), lost, back, costs=FREE, system=Oobleck())
+
+    assert result.ledger["idle"] == pytest.approx(1200.0)
+    assert result.num_restarts == 1
+    assert result.num_redone == 0
+
+
+def test_oobleck_goes_back_to_a_save_if_all_holders_of_a_layer_are_lost() -> None:
+    """It has saved every 20 iterations."""
+    of = small(**{"checkpoint.persist_every": 20, "resilience.failures_tolerated": 0})
+    holders = of.setting.catalog.plans[6].holders(0)
+    result = outcome(of, Occurrence(1000.0, LOST, holders), costs=FREE, system=Oobleck())
+
+    assert 0 < result.num_redone < 20
+    assert result.num_restarts == 1
+
+
+def test_torchrun_goes_back_to_its_save_when_nodes_go_and_when_they_come() -> None:
+    """It notices a loss by missed keep-alives, and waits for late comers."""
+    of = small(**{"checkpoint.persist_every": 100})
+    lost, back = Occurrence(1000.0, LOST, (2,)), Occurrence(2500.0, BACK, (2,))
+    once = outcome(of, lost, costs=FREE, system=Restart())
+    twice = outcome(of, lost, back, costs=FREE, system=Restart())
+
+    assert once.ledger["detect"] == pytest.approx(KEEP_ALIVE_S)
+    assert once.ledger["restart"] == pytest.approx(LAST_CALL_S + FREE.restart_s, abs=0.1)
+    assert 0 < once.num_redone < twice.num_redone
+    assert twice.num_restarts == 2
