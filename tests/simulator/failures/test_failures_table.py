@@ -78,7 +78,13 @@ def build(directory: Path = Path(), *, num_nodes: int = 4, **keys: Any) -> Failu
 )
 def test_each_kind_builds_its_source(keys: dict[str, Any], source: FailureSource) -> None:
     """Keys that are left out have the defaults of the page."""
-    assert build(**keys) == source
+    built = build(**keys)
+    assert isinstance(built, MergedSource)
+    losses, *others = built.sources
+    assert isinstance(losses, MergedSource)
+    assert losses.sources[0] == source
+    for other in (losses.sources[1], *others):
+        assert list(other.occurrences(4, horizon_s=1e9, rng=Random(0))) == []
 
 
 def test_what_is_asked_for_besides_the_kind_is_merged_with_it() -> None:
@@ -105,6 +111,31 @@ def test_what_is_asked_for_besides_the_kind_is_merged_with_it() -> None:
     assert kinds == set(OccurrenceKind)
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"notice_s": 120.0},
+        {"slow_per_node_hour": 0.1},
+        {"maintenance_every_s": 36_000.0},
+        {"per_domain_hour": 0.001, "domain_nodes": 2},
+    ],
+)
+@pytest.mark.parametrize("base", [{"per_node_hour": 0.02}, {"kind": "trace", "path": "bamboo-p3"}])
+def test_a_sweep_of_one_key_leaves_other_losses_as_they_were(
+    keys: dict[str, Any], base: dict[str, Any]
+) -> None:
+    """Systems are compared under the same failures; so are the points of a sweep."""
+
+    def times_of_losses(**more: Any) -> set[float]:
+        source = build(num_nodes=32, **base, **more)
+        stream = source.occurrences(32, horizon_s=10 * HOUR_S, rng=Random(0))
+        return {one.at_s for one in stream if one.kind is OccurrenceKind.LOST}
+
+    before = times_of_losses()
+    hidden = before - times_of_losses(**keys)  # Of nodes that are away anyway.
+    assert len(hidden) < 0.3 * len(before)
+
+
 def test_a_trace_gets_the_notice_that_it_does_not_hold() -> None:
     """Every loss of Bamboo's trace but those at time 0 is announced 120 s earlier."""
     source = build(kind="trace", path="bamboo-p3", window="start", notice_s=120.0, num_nodes=32)
@@ -127,8 +158,8 @@ def test_a_path_is_relative_to_the_scenario(tmp_path: Path) -> None:
 
     source = build(tmp_path, kind="trace", path="mine.csv")
 
-    assert isinstance(source, TraceSource)
-    assert source.trace.num_places == 4
+    stream = list(source.occurrences(4, horizon_s=10.0, rng=Random(0)))
+    assert [one.kind for one in stream] == [OccurrenceKind.LOST]
 
 
 def test_a_scenario_takes_its_failures_from_the_table(tmp_path: Path) -> None:

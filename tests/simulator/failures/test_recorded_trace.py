@@ -116,6 +116,14 @@ def test_seeds_draw_windows_and_places() -> None:
     assert len(replays) == 5
 
 
+def test_seeds_draw_places_where_the_window_is_the_whole_trace() -> None:
+    """The nodes of a small cluster are other ones of the recorded machines for each seed."""
+    trace = shipped_trace("infinitehbd")
+    replays = [replay(trace, 40, horizon_s=trace.end_s, seed=seed) for seed in range(5)]
+
+    assert len({tuple(one.at_s for one in stream) for stream in replays}) == 5
+
+
 def test_a_small_cluster_has_the_share_of_nodes_that_the_trace_has() -> None:
     """Of 32 places of Bamboo's trace 24.0 have a node on average."""
     trace = shipped_trace("bamboo-p3")

@@ -2,18 +2,23 @@
 
 `FailuresConfig` holds the keys with their defaults; docs/FAILURES.md lists them. `failure_source`
 checks that they fit each other and the cluster, and builds the source. What the table asks for
-besides its `kind` (whole failure domains, slow spells, maintenance) is merged with it; notices are
+besides its `kind` (whole failure domains, slow spells, maintenance) is merged with it, each with
+random numbers of its own: a sweep over one of them leaves the others as they were. Notices are
 given of all losses but those of maintenance, which has its own.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from planaria.errors import ConfigError
 from planaria.simulator.failures.occurrences import FailureSource, MergedSource
-from planaria.simulator.failures.planned_losses import Maintenance, NoticedSource
+from planaria.simulator.failures.planned_losses import (
+    EC2_NOTICE_S,
+    GCP_NOTICE_S,
+    Maintenance,
+    NoticedSource,
+)
 from planaria.simulator.failures.presets import PRESETS, preset_losses
 from planaria.simulator.failures.random_losses import (
     BURST_NODES,
@@ -63,8 +68,8 @@ class FailuresConfig:
     )
     notice_s: float = _key(
         0.0,
-        "seconds before a loss at which its nodes are told; EC2 gives 120 and Google Cloud 30; "
-        "0: none",
+        f"seconds before a loss at which its nodes are told; EC2 gives {EC2_NOTICE_S:g} and Google "
+        f"Cloud {GCP_NOTICE_S:g}; 0: none",
     )
     preset: str = _key("", f"preset: one of {', '.join(PRESETS)}")
     path: str = _key("", "trace: a file, or the name of a shipped trace")
@@ -153,28 +158,29 @@ def failure_source(
     """
     _check(config, num_nodes)
     domains = _domains(config, num_nodes)
-    sources: list[FailureSource] = [_source(config, domains, devices_per_node, directory)]
-    if config.per_domain_hour:
-        sources.append(DomainLosses(domains, config.per_domain_hour, _repair(config)))
-    if config.notice_s:
-        sources = [NoticedSource(_one(sources), config.notice_s)]
-    if config.slow_per_node_hour:
-        duration = RepairTime(config.slow_s, TimeShape.LOGNORMAL)
-        sources.append(SlowSpells(config.slow_per_node_hour, duration, config.slow_speed))
-    if config.maintenance_every_s:
-        sources.append(
+    losses: FailureSource = MergedSource(
+        (
+            _source(config, domains, devices_per_node, directory),
+            DomainLosses(domains, config.per_domain_hour, _repair(config)),
+        )
+    )
+    # What is not asked for is there as well, at a rate of 0: so it changes no seed of the others.
+    return MergedSource(
+        (
+            NoticedSource(losses, config.notice_s) if config.notice_s else losses,
+            SlowSpells(
+                config.slow_per_node_hour,
+                RepairTime(config.slow_s, TimeShape.LOGNORMAL),
+                config.slow_speed,
+            ),
             Maintenance(
                 config.maintenance_every_s,
                 config.maintenance_s,
                 config.maintenance_notice_s,
                 config.maintenance_nodes,
-            )
+            ),
         )
-    return _one(sources)
-
-
-def _one(sources: Sequence[FailureSource]) -> FailureSource:
-    return sources[0] if len(sources) == 1 else MergedSource(tuple(sources))
+    )
 
 
 def _source(

@@ -23,7 +23,8 @@ class NoticedSource:
 
     A node that came back less than notice_s before its loss gets notice when it comes back. Losses
     that the source announces itself keep their notice. Nodes that are missing from the start get
-    none.
+    none, nor do losses behind the horizon: the source is asked for the same losses as without
+    notices, so that runs with several notices can be compared.
 
     Attributes:
         notice_s: seconds from a notice to the loss.
@@ -34,20 +35,12 @@ class NoticedSource:
 
     def occurrences(self, num_nodes: int, *, horizon_s: float, rng: Random) -> Iterator[Occurrence]:
         """The occurrences of the source, with notices."""
-        end_s = horizon_s + self.notice_s
-        stream = self.source.occurrences(num_nodes, horizon_s=end_s, rng=rng)
-        for occurrence in self._announcements(stream):
-            if occurrence.at_s > horizon_s:
-                return
-            yield occurrence
-
-    def _announcements(self, stream: Iterator[Occurrence]) -> Iterator[Occurrence]:
-        """Holds each occurrence back until no later one can still give a notice before it."""
+        # Each occurrence is held back until no later one can still give a notice before it.
         held: list[tuple[float, int, Occurrence]] = []
         numbers = count()
         back_s: dict[int, float] = {}
         announced: set[int] = set()
-        for occurrence in stream:
+        for occurrence in self.source.occurrences(num_nodes, horizon_s=horizon_s, rng=rng):
             while held and held[0][0] <= occurrence.at_s - self.notice_s:
                 yield heappop(held)[2]
             match occurrence.kind:
@@ -90,7 +83,7 @@ class Maintenance:
     times.
 
     Attributes:
-        every_s: seconds from round to round.
+        every_s: seconds from round to round; 0: there is none.
         duration_s: seconds that a node is away; less than every_s.
         notice_s: seconds from notice to loss.
         nodes_at_once: number of nodes in a group.
@@ -104,6 +97,8 @@ class Maintenance:
 
     def occurrences(self, num_nodes: int, *, horizon_s: float, rng: Random) -> Iterator[Occurrence]:
         """The notices, losses and returns."""
+        if not self.every_s:
+            return iter(())
         assert self.duration_s < self.every_s
         first_s = rng.uniform(0, self.every_s)
 

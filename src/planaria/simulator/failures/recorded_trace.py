@@ -217,7 +217,7 @@ class _ReplayedWindow:
                 place = places.on_event(event)
                 yield _PlaceEvent(_at_run_time(event, offset_s), self._node_at[place])
             end_s = self._trace.end_s + offset_s
-            if self._window is Window.START or end_s > horizon_s:
+            if self._window is Window.START or end_s >= horizon_s:
                 return
             before, (places, events) = places, self._state_at(self._trace.begin_s)
             yield from self._seam_events(before, places, end_s)
