@@ -10,8 +10,9 @@ Source: Gemini (SOSP '23), section 5.
 """
 
 import os
+import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Final
 
@@ -57,6 +58,7 @@ class Copying:
         self._copier: Copier | None = None
         self._filler: Filler | None = None
         self._turns: Interleaving | None = None
+        self._epoch_ends = threading.Event()
         self._first_age = 0  # The age of the epoch's first version.
         self._stall_s = 0.0
 
@@ -97,6 +99,7 @@ class Copying:
             self._complete_label = start.kept
         own = set(plan.held_by_rank[rank]).difference(plan.silent.get(rank, ()))
         self._stage = stage
+        self._epoch_ends = threading.Event()
         self._turns = self._interleaving(start)
         if not stage.device.is_host:  # The processors have little else to do.
             self._filler = Filler(_fill_threads(self._spec.job.cluster.devices_per_node))
@@ -124,14 +127,24 @@ class Copying:
         )
         if self._complete_label is None and not self._arena.num_bytes:  # The job begins.
             sizes = self._layer_bytes(start, own)
-            with suppress(CheckpointError):  # The first version will report it.
-                self._arena.reserve(sizes)
+            self._reserve(sizes)
             # Pinning memory for the mirrors would stop training later. They come and go together,
             # and the allocator keeps their memory for the mirrors.
             buffers = [stage.layers[n].mirror_buffers(num_bytes=sizes[n]) for n in own]
             buffers.clear()
         if not unprotected:
             self._begin(start.iteration)
+
+    def _reserve(self, sizes: Mapping[int, int]) -> None:
+        """Has memory for two versions made, while training begins: it takes seconds for GBs."""
+        arena, epoch_ends = self._arena, self._epoch_ends
+        assert arena is not None
+
+        def reserve() -> None:
+            with suppress(CheckpointError):  # The first version will report it.
+                arena.reserve(sizes, is_over=epoch_ends.is_set)
+
+        threading.Thread(target=reserve, name="reserve", daemon=True).start()
 
     def _layer_bytes(self, start: StartEpoch, own: Collection[int]) -> dict[int, int]:
         """Bytes of each layer that this rank keeps, as far as it can know them, by layer."""
@@ -252,6 +265,7 @@ class Copying:
 
     def leave(self) -> None:
         """Ends the epoch's threads; everything they wait for must have ended or been aborted."""
+        self._epoch_ends.set()
         if self._turns is not None:
             self._turns.close()
             self._turns = None

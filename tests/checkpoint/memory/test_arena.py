@@ -2,11 +2,13 @@
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
+from helpers.linked_ranks import TIMEOUT_S, in_threads, wait_until
 from planaria.checkpoint.memory.arena import Arena, arena_fd
 from planaria.checkpoint.memory.version import Version, hash_of
 from planaria.core.copies import Label
@@ -14,6 +16,10 @@ from planaria.errors import CheckpointError
 
 HEAD = b'{"tensors": 2}'
 OLD, NEW = Label(-1, 0, 4), Label(-1, 0, 5)
+
+
+def never() -> bool:
+    return False
 
 
 @pytest.fixture
@@ -84,7 +90,7 @@ def test_what_is_dropped_makes_room_for_the_next_version(fd: int) -> None:
 def test_memory_that_was_reserved_is_what_versions_are_written_to(fd: int) -> None:
     """Two of each layer, head and hashes included; what is too small is given back."""
     arena = Arena(fd)
-    arena.reserve({0: 10_000, 1: 10_000, 2: 100})
+    arena.reserve({0: 10_000, 1: 10_000, 2: 100}, is_over=never)
     reserved = arena.num_bytes
     for label in (OLD, NEW):
         for layer in range(2):
@@ -96,10 +102,69 @@ def test_memory_that_was_reserved_is_what_versions_are_written_to(fd: int) -> No
     assert arena.num_bytes == reserved - 2 * small + large
 
 
+def test_a_first_version_without_optimizer_state_leaves_the_reserved_memory_as_it_is(
+    fd: int,
+) -> None:
+    """It is a third of the later ones; their memory was given back for it and made once more."""
+    arena = Arena(fd)
+    arena.reserve({0: 100_000}, is_over=never)
+    reserved, size = arena.num_bytes, os.fstat(fd).st_size
+    for label, num_bytes in ((OLD, 30_000), (NEW, 100_000), (Label(-1, 0, 6), 100_000)):
+        written(arena, 0, label, num_bytes=num_bytes)
+        arena.keep_only({label}, layers=(0,))
+
+    assert (arena.num_bytes, os.fstat(fd).st_size) == (reserved, size)
+
+
+def test_a_version_takes_memory_that_is_being_reserved_and_waits_only_for_its_own(
+    fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For all layers one first; a layer that has made its own meanwhile gets one more."""
+    monkeypatch.setattr("planaria.checkpoint.memory.arena._PIECE_BYTES", 4096)
+    arena, goes_on, has_begun = Arena(fd), threading.Event(), threading.Event()
+
+    def wait() -> bool:
+        has_begun.set()
+        assert goes_on.wait(TIMEOUT_S)
+        return False
+
+    with in_threads(lambda: arena.reserve({0: 10_000, 1: 10_000}, is_over=wait)) as (reserving,):
+        assert has_begun.wait(TIMEOUT_S)
+        with in_threads(lambda: written(arena, 0, OLD)) as (writing,):
+            wait_until(lambda: bool(arena._changed._waiters))  # type: ignore[attr-defined]
+            written(arena, 1, OLD)
+            assert not writing.done()
+            goes_on.set()
+            writing.result(timeout=TIMEOUT_S)
+        reserving.result(timeout=TIMEOUT_S)
+    reserved = arena.num_bytes
+    for layer in range(2):
+        written(arena, layer, NEW)
+
+    assert arena.num_bytes == reserved
+    assert arena.versions() == {0: (OLD, NEW), 1: (OLD, NEW)}
+
+
+def test_what_is_reserved_no_more_is_given_back(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The epoch is over, or there is not enough memory."""
+    monkeypatch.setattr("planaria.checkpoint.memory.arena._PIECE_BYTES", 4096)
+    looks, arena = iter([False, False, True]), Arena(fd)
+    pages = os.fstat(fd).st_blocks
+    arena.reserve({0: 1 << 20}, is_over=looks.__next__)
+    assert os.fstat(fd).st_blocks == pages
+
+    rest = iter([1 << 30, 1 << 30, 0])
+    monkeypatch.setattr("planaria.checkpoint.memory.arena.available_bytes", rest.__next__)
+    with pytest.raises(CheckpointError):
+        arena.reserve({0: 1 << 20}, is_over=never)
+    assert os.fstat(fd).st_blocks == pages
+    assert not arena.num_bytes
+
+
 def test_what_there_is_no_memory_for_is_not_reserved(fd: int) -> None:
     """It is refused when it is needed."""
     with pytest.raises(CheckpointError, match="there is no memory for a copy of layer 0"):
-        Arena(fd).reserve({0: 1 << 50})
+        Arena(fd).reserve({0: 1 << 50}, is_over=never)
 
 
 def test_memory_of_layers_that_are_kept_no_more_is_given_back(fd: int) -> None:

@@ -20,7 +20,7 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -46,6 +46,8 @@ _TABLE_BYTES: Final = 1 << 18
 # and with it the size, differs from version to version.
 _SLACK: Final = 1.125
 _SPARE: Final = 32  # Memory is reserved with 1/32 more, for hashes and for rough sizes.
+# Memory is reserved in pieces; after each one it may turn out that no more is needed.
+_PIECE_BYTES: Final = 1 << 26
 
 
 def arena_fd() -> int:
@@ -66,13 +68,15 @@ class Arena:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._lock = threading.Lock()  # Guards all that follows.
+        self._changed = threading.Condition()  # Guards all that follows.
         self._table = mmap.mmap(fd, _TABLE_BYTES)
         self._end = os.fstat(fd).st_size
         self._entries: dict[int, TableEntry] = {}
         self._maps: dict[int, mmap.mmap] = {}  # By the offset of an extent.
         # Free extents (offset, capacity) by layer, for later versions of that layer.
         self._spare: dict[int, list[tuple[int, int]]] = {}
+        self._reserved: set[int] = set()  # Offsets of extents that were reserved.
+        self._layers_in_reservation: set[int] = set()
         states = np.frombuffer(self._table, dtype=np.uint64)[:: _ENTRY_BYTES // _STATE.size]
         for index in np.flatnonzero(states == _WHOLE).tolist():
             self._entries[index] = self._read_entry(index)
@@ -82,14 +86,14 @@ class Arena:
     @property
     def num_bytes(self) -> int:
         """The bytes of all extents, free ones included."""
-        with self._lock:
+        with self._changed:
             spare = sum(capacity for extents in self._spare.values() for _, capacity in extents)
             return spare + sum(capacity for _, capacity in self._extents())
 
     def versions(self) -> dict[int, tuple[Label, ...]]:
         """The labels of the whole versions of each layer, ascending."""
         labels_by_layer: dict[int, list[Label]] = {}
-        with self._lock:
+        with self._changed:
             for entry in self._entries.values():
                 if entry.state == _WHOLE:
                     labels_by_layer.setdefault(entry.layer, []).append(entry.label)
@@ -110,7 +114,8 @@ class Arena:
         """
         assert piece_bytes > 0
         assert len(head) <= num_bytes
-        with self._lock:
+        with self._changed:
+            self._changed.wait_for(lambda: layer not in self._layers_in_reservation)
             self._drop_all(layer, label)
             hashes = num_pieces(num_bytes, piece_bytes) * HASH_BYTES
             needed = padded_size(
@@ -133,28 +138,57 @@ class Arena:
         version.content[: len(head)] = np.frombuffer(head, dtype=np.uint8)
         return version
 
-    def reserve(self, sizes: Mapping[int, int]) -> None:
-        """Allocates and touches memory for two versions of each layer.
+    def reserve(self, sizes: Mapping[int, int], *, is_over: Callable[[], bool]) -> None:
+        """Allocates and touches memory for two versions of each layer, for all layers one first.
 
-        It is called while the layers have no versions, so that the first ones need not wait.
+        It takes about half a second for each GB, in which other threads may use the arena: only a
+        version of the layer whose memory is being made waits for it.
 
         Args:
             sizes: approximate size of head and tensors, by layer.
+            is_over: tells whether the rest is needed no more.
 
         Raises:
             CheckpointError: there is not enough memory.
         """
-        with self._lock:
+        for num_versions in (1, 2):
             for layer, num_bytes in sizes.items():
                 capacity = padded_size(num_bytes + num_bytes // _SPARE, mmap.ALLOCATIONGRANULARITY)
-                for _ in range(2):
-                    extent = self._new_extent(layer, capacity)
-                    self._map(*extent)
-                    self._spare.setdefault(layer, []).append(extent)
+                with self._changed:
+                    if self._num_extents(layer) >= num_versions:
+                        continue
+                    self._check_available(layer, capacity)
+                    extent = self._end, capacity
+                    self._end += capacity
+                    os.ftruncate(self._fd, self._end)
+                    self._layers_in_reservation.add(layer)
+                memory = None
+                try:
+                    memory = self._touched_memory(layer, *extent, is_over=is_over)
+                finally:
+                    with self._changed:
+                        self._note_reserved(layer, extent, memory)
+                if memory is None:
+                    return
+
+    def _touched_memory(
+        self, layer: int, offset: int, capacity: int, *, is_over: Callable[[], bool]
+    ) -> mmap.mmap | None:
+        """The memory of an extent of the file, allocated and touched; None if it is over."""
+        memory = mmap.mmap(self._fd, capacity, offset=offset)
+        pages = np.frombuffer(memory, dtype=np.uint8)
+        for first in range(0, capacity, _PIECE_BYTES):
+            if is_over():
+                return None
+            num_bytes = min(_PIECE_BYTES, capacity - first)
+            self._allocate(layer, offset + first, num_bytes)
+            # numpy lets other threads run, which a mapping of all pages at once would not.
+            pages[first : first + num_bytes : mmap.PAGESIZE] = 0
+        return memory
 
     def finish(self, version: Version) -> None:
         """Marks a version as whole; all its pieces and their hashes must be written."""
-        with self._lock:
+        with self._changed:
             whole = replace(version.entry, state=_WHOLE, digest=version.digest())
             index = next(i for i, entry in self._entries.items() if entry == version.entry)
             self._write_entry(index, whole)
@@ -162,7 +196,7 @@ class Arena:
 
     def peek(self, layer: int, label: Label) -> Version | None:
         """A whole version, without a check of its bytes; None if there is none."""
-        with self._lock:
+        with self._changed:
             entry = self._whole(layer, label)
             return Version(self._memory_of(entry), entry) if entry else None
 
@@ -180,7 +214,7 @@ class Arena:
         older = self.peek(layer, like)
         if older is None or not older.is_intact():
             return False
-        with self._lock:
+        with self._changed:
             entry = older.entry
             self._drop_all(layer, label)
             self._write_entry(self._free_index(), replace(entry, label=label))
@@ -204,7 +238,7 @@ class Arena:
 
     def drop(self, version: Version) -> None:
         """Drops a version, if it still exists."""
-        with self._lock:
+        with self._changed:
             self._drop_all(version.layer, version.label)
 
     def keep_only(self, labels: Collection[Label], *, layers: Collection[int]) -> None:
@@ -212,7 +246,7 @@ class Arena:
 
         Free memory goes back to the kernel, except that of `layers`: their next versions use it.
         """
-        with self._lock:
+        with self._changed:
             for index, entry in list(self._entries.items()):
                 if entry.label not in labels:
                     self._drop(index)
@@ -235,7 +269,9 @@ class Arena:
         """An extent (offset, capacity) for a version of the layer: a free one or a new one."""
         spare = self._spare.get(layer, [])
         for extent in sorted(spare, key=lambda extent: extent[1]):
-            if needed <= extent[1] <= _SLACK * needed:
+            # Before the first step of the optimizer a layer needs less than was reserved for it.
+            is_close = extent[1] <= _SLACK * needed or extent[0] in self._reserved
+            if needed <= extent[1] and is_close:
                 spare.remove(extent)
                 return extent
         self._punch_spare_of(layer)  # The layer's size has changed: its free extents do not fit.
@@ -243,13 +279,32 @@ class Arena:
 
     def _new_extent(self, layer: int, needed: int) -> tuple[int, int]:
         """A new extent (offset, capacity) at the end of the file."""
+        offset = self._end
+        self._allocate(layer, offset, needed)
+        self._end += needed
+        return offset, needed
+
+    def _note_reserved(self, layer: int, extent: tuple[int, int], memory: mmap.mmap | None) -> None:
+        """Lets versions use an extent; gives it back if it was not made."""
+        self._layers_in_reservation.discard(layer)
+        self._changed.notify_all()
+        if memory is None:
+            self._punch(*extent)
+            return
+        self._maps[extent[0]] = memory
+        self._reserved.add(extent[0])
+        self._spare.setdefault(layer, []).append(extent)
+
+    def _check_available(self, layer: int, needed: int) -> None:
         # The kernel would give memory until it has to kill a process for lack of it.
         if (available := available_bytes()) < needed:
             raise CheckpointError(
                 f"there is no memory for a copy of layer {layer}: it takes {needed} bytes, "
                 f"and {available} are free"
             )
-        offset = self._end
+
+    def _allocate(self, layer: int, offset: int, needed: int) -> None:
+        self._check_available(layer, needed)
         try:
             os.posix_fallocate(self._fd, offset, needed)  # It touches the memory, too.
         except OSError as error:
@@ -258,8 +313,11 @@ class Arena:
                 f"{error.strerror}"
             )
             raise CheckpointError(text) from error
-        self._end += needed
-        return offset, needed
+
+    def _num_extents(self, layer: int) -> int:
+        """The number of extents of a layer, free or not."""
+        offsets = {entry.offset for entry in self._entries.values() if entry.layer == layer}
+        return len(offsets) + len(self._spare.get(layer, ()))
 
     def _memory_of(self, entry: TableEntry) -> mmap.mmap:
         return self._map(entry.offset, entry.capacity)
@@ -289,6 +347,7 @@ class Arena:
     def _punch_spare_of(self, layer: int) -> None:
         for offset, capacity in self._spare.pop(layer, ()):
             self._maps.pop(offset, None)
+            self._reserved.discard(offset)
             self._punch(offset, capacity)
 
     def _punch_gaps(self) -> None:
