@@ -24,12 +24,19 @@ def happening(at_s: float, kind: OccurrenceKind, *nodes: int, speed: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class OneLoss:
-    """A source that loses one node at a time that it draws."""
+class Flapping:
+    """A source that loses one node again and again, at times that it draws."""
+
+    node: int
+    num_losses: int
 
     def occurrences(self, num_nodes: int, *, horizon_s: float, rng: Random) -> Iterator[Occurrence]:
-        at_s = rng.uniform(0, horizon_s)
-        yield happening(at_s, LOST, rng.randrange(num_nodes))
+        assert self.node < num_nodes
+        at_s = 0.0
+        for _ in range(self.num_losses):
+            for kind in (LOST, BACK):
+                at_s += rng.uniform(0, horizon_s / self.num_losses / 2)
+                yield happening(at_s, kind, self.node)
 
 
 def test_a_node_lost_by_two_streams_is_lost_once_and_back_once() -> None:
@@ -77,13 +84,15 @@ def test_speeds_of_two_streams_are_multiplied() -> None:
 
 
 def test_merged_sources_draw_apart() -> None:
-    """What one source draws does not depend on how far another one is read."""
-    one: FailureSource = OneLoss()
-    pair = list(MergedSource((one, one)).occurrences(1000, horizon_s=9, rng=Random(5)))
-    again = list(MergedSource((one, one)).occurrences(1000, horizon_s=9, rng=Random(5)))
+    """What one source draws does not depend on how much another one does."""
 
-    assert pair == again
-    assert len({occurrence.nodes for occurrence in pair}) == 2
+    def of_node_0(*others: FailureSource) -> list[Occurrence]:
+        source = MergedSource((Flapping(0, 9), *others))
+        stream = source.occurrences(2, horizon_s=100, rng=Random(5))
+        return [one for one in checked_stream(stream, 2, horizon_s=100) if one.nodes == (0,)]
+
+    assert len(of_node_0()) == 18
+    assert of_node_0() == of_node_0(Flapping(1, 3)) == of_node_0(Flapping(1, 20))
 
 
 @pytest.mark.parametrize(

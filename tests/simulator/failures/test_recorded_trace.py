@@ -108,6 +108,18 @@ def test_where_a_trace_begins_again_only_the_difference_is_changed() -> None:
     assert len(seams) >= 5
 
 
+def test_a_slow_node_is_fast_where_the_trace_begins_again(tmp_path: Path) -> None:
+    """The trace begins with fast nodes."""
+    path = tmp_path / "own.csv"
+    path.write_text("time_s,event,nodes,speed\n10,slowed,0,0.5\n100,end,,\n")
+    trace = read_trace(path, num_machines=6)
+
+    for seed in range(5):
+        kinds = [one.kind for one in replay(trace, 6, horizon_s=1000, seed=seed)]
+        expected = [OccurrenceKind.SLOWED, OccurrenceKind.RESTORED] * 9
+        assert kinds[:18] == expected, f"seed {seed}"
+
+
 def test_seeds_draw_windows_and_places() -> None:
     """One replay is an anecdote; the interval over seeds needs others."""
     trace = shipped_trace("infinitehbd")
