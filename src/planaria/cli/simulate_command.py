@@ -15,12 +15,25 @@ from planaria.job.scenario_file import load_scenario, swept_overrides
 from planaria.show.simulations import simulation_json, simulation_table, sweep_table
 from planaria.simulator.economics.compare import Outcomes, compare
 from planaria.simulator.economics.planaria_system import PlanariaSystem
+from planaria.systems.gemini import Gemini
+from planaria.systems.highfreq import HighFreq
 from planaria.systems.oobleck import Oobleck
+from planaria.systems.replicas import Replicas
 from planaria.systems.restart import Restart
+from planaria.systems.strawman import Strawman
 from planaria.systems.system import System
 from planaria.systems.varuna import Varuna
 
-SYSTEMS: Final[tuple[System, ...]] = (PlanariaSystem(), Oobleck(), Varuna(), Restart())
+SYSTEMS: Final[tuple[System, ...]] = (
+    PlanariaSystem(),
+    Oobleck(),
+    Varuna(),
+    Restart(),
+    Gemini(),
+    Strawman(),
+    HighFreq(),
+    Replicas(),
+)
 _ALL: Final = "all"
 
 ScenarioFile = Annotated[

@@ -5,18 +5,17 @@ from dataclasses import dataclass
 from typing import Final
 
 from planaria.papers.rows import Claim, How, Key, PublishedRow
+from planaria.systems.gemini import SERIALISE_S
+from planaria.systems.highfreq import HIGHFREQ_SERIALISE_S
+from planaria.systems.remote_saves import DETECT_S, WARM_UP_S
+from planaria.systems.strawman import STRAWMAN_INTERVAL_S
 
-# What the paper prints (sections 2 and 7).
+# What the paper prints (sections 2 and 7), besides what systems/ has.
 STORAGE_BYTES_PER_S: Final = 20e9 / 8  # FSx: 20 Gb/s for all nodes together.
 MT_NLG_PARAMETERS: Final = 530e9
 GPT_2_PARAMETERS: Final = 100e9
 NUM_NODES: Final = 16
-STRAWMAN_INTERVAL_S: Final = 3 * 3600.0
-DETECT_S: Final = 15.0
-SERIALISE_S: Final = 162.0  # torch.save of the two copies that a node keeps.
-WARM_UP_S: Final = 4 * 60.0  # "4 minutes and more".
 REPLACE_S: Final = (4 * 60.0, 7 * 60.0)
-HIGHFREQ_SERIALISE_S: Final = 81.0  # HighFreq serialises one copy, in every save.
 FAILURES_PER_NODE_DAY: Final = 0.015
 # Bytes that a checkpoint has for a parameter: float32 parameter and two moments of Adam. The paper
 # does not print it; its 9.4 GB for each of 128 devices of a model of 100e9 parameters are as many.

@@ -1,0 +1,67 @@
+"""Equal pipelines with a place for each node, for systems whose pipelines cannot differ."""
+
+from dataclasses import dataclass
+
+from planaria.core.plan import PipelineTemplate, Plan
+from planaria.planner.plans import plan_of_templates
+from planaria.systems.system import Setting
+
+
+@dataclass(frozen=True, slots=True)
+class EqualPipelines:
+    """Equal pipelines. Place p is that of stage node p % depth of pipeline p // depth.
+
+    Attributes:
+        microbatches: number of microbatches of each pipeline.
+        iteration_s: seconds of an iteration, by the estimator.
+    """
+
+    template: PipelineTemplate
+    microbatches: tuple[int, ...]
+    iteration_s: float
+
+    @property
+    def depth(self) -> int:
+        """The number of nodes of a pipeline."""
+        return self.template.num_nodes
+
+    @property
+    def num_pipelines(self) -> int:
+        """The number of pipelines."""
+        return len(self.microbatches)
+
+    @property
+    def num_places(self) -> int:
+        """The number of nodes at work."""
+        return self.depth * self.num_pipelines
+
+    def plan(self, setting: Setting) -> Plan:
+        """The plan, whose node p is at place p."""
+        templates = (self.template,) * self.num_pipelines
+        return plan_of_templates(
+            setting.catalog.problem, templates, range(self.num_places), epoch=0
+        )
+
+
+def fastest_equal_pipelines(
+    setting: Setting, num_nodes: int, *, min_pipelines: int = 1, depths: range | None = None
+) -> EqualPipelines | None:
+    """The fastest ones on at most so many nodes; None if there are none.
+
+    Nodes that do not fill another pipeline stay idle.
+
+    Args:
+        min_pipelines: lower bound on pipelines, as far as there are enough nodes for so many.
+        depths: numbers of nodes that a pipeline may have; None: all.
+    """
+    templates = setting.catalog.templates
+    sizes = [size for size in templates if depths is None or size in depths]
+    min_pipelines = min(min_pipelines, num_nodes // min(sizes, default=num_nodes + 1))
+    candidates = []
+    for size in sizes:
+        num_pipelines = min(num_nodes // size, setting.catalog.problem.num_microbatches)
+        if num_pipelines >= max(1, min_pipelines):
+            row = (templates[size],) * num_pipelines
+            iteration_s, microbatches = setting.catalog.distribution(row)
+            candidates.append(EqualPipelines(templates[size], microbatches, iteration_s))
+    return min(candidates, key=lambda one: (one.iteration_s, one.num_places), default=None)

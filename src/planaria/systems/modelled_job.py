@@ -1,0 +1,367 @@
+"""A job whose iterations, pauses and saves are modelled, as every system that is compared has them.
+
+The job trains, or pauses for some phases in a row, or waits for nodes. What it does when nodes are
+lost or join is the business of a `Behaviour`, one for each system. Iterations between two events
+are booked together.
+
+Not modelled, for any of these systems: work that is given to slow nodes. The slowest node at work
+sets the pace of all.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from heapq import heappop, heappush
+from math import ceil, floor, inf
+from typing import Protocol
+
+from planaria.core.plan import Plan
+from planaria.observe.ledger import Category
+from planaria.systems.account import Account
+from planaria.systems.system import Setting
+
+Phase = tuple[Category, float]  # What the job does while it does not train, and the seconds.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How fast a job trains.
+
+    Attributes:
+        iteration_s: seconds of an iteration on nodes of the profile's speed, without stalls.
+        stall_s: seconds of each iteration, on average, in which training stands still for saves.
+        redundant_share: share of `iteration_s` that is redundant work, 0 to 1.
+        nodes: nodes at work.
+    """
+
+    iteration_s: float
+    nodes: frozenset[int]
+    stall_s: float = 0.0
+    redundant_share: float = 0.0
+
+
+class StoredSaves:
+    """The saves of a job in storage that all nodes reach, of which the newest complete one counts.
+
+    A save is begun after each `every` iterations; 0: never. One that is being written when nodes
+    are lost is lost, too.
+
+    Attributes:
+        write_s: seconds from the commit that a save is of until it is complete.
+        newest: number of iterations of the newest complete save; 0 for the start.
+    """
+
+    def __init__(self, *, every: int, write_s: float) -> None:
+        self.every, self.write_s, self.newest = every, write_s, 0
+        self._pending: tuple[float, int] | None = None  # (time when it is complete, iterations)
+
+    def on_commits(self, number: int, num_committed: int, now_s: float, *, pace_s: float) -> None:
+        """Begins and completes saves, after iterations of `pace_s` seconds, the last of which ends
+        now."""
+        if not self.every:
+            return
+        self.complete_by(now_s)
+        begun = num_committed // self.every * self.every
+        if begun <= num_committed - number:
+            return
+        complete = (num_committed - ceil(self.write_s / pace_s)) // self.every * self.every
+        if complete > num_committed - number:
+            self.newest = max(self.newest, complete)
+        if begun > complete:
+            self._pending = (now_s - (num_committed - begun) * pace_s + self.write_s, begun)
+
+    def complete_by(self, now_s: float) -> None:
+        """Completes the save that is being written, if it is by now."""
+        if self._pending is not None and self._pending[0] <= now_s:
+            self.newest, self._pending = max(self.newest, self._pending[1]), None
+
+    def interrupt(self, now_s: float) -> None:
+        """Loses the save that is being written now."""
+        self.complete_by(now_s)
+        self._pending = None
+
+
+class Behaviour(Protocol):
+    """What a system does when something happens to its nodes."""
+
+    def begin(self, job: "ModelledJob") -> None:
+        """Sets the pace with which the job begins, after its start."""
+
+    def on_lost(self, job: "ModelledJob", nodes: tuple[int, ...], now_s: float) -> None:
+        """Answers the loss of members; `job.members` has them no more."""
+
+    def on_joined(self, job: "ModelledJob", nodes: tuple[int, ...], now_s: float) -> None:
+        """Answers nodes that are new in `job.members`, or that are there again."""
+
+    def on_notice(self, job: "ModelledJob", nodes: tuple[int, ...], deadline_s: float) -> None:
+        """Answers the notice that members will be lost at `deadline_s`."""
+
+
+class ModelledJob:
+    """A job of one system in virtual time; implements `SystemRun`.
+
+    Attributes:
+        account: seconds and samples so far.
+        members: nodes that are there and have started.
+        saves: saves of the job; those of `every` 0 if the system has none.
+    """
+
+    def __init__(self, setting: Setting, behaviour: Behaviour, saves: StoredSaves) -> None:
+        self.setting, self.saves = setting, saves
+        self.account = Account(setting.job.training.global_batch_size)
+        self.members = set(range(setting.num_nodes))
+        self._behaviour = behaviour
+        self._pace = Pace(iteration_s=inf, nodes=frozenset())
+        self._speeds: dict[int, float] = {}
+        self._arrivals: dict[int, int] = {}  # Number of times that each starting node was back.
+        self._queue: list[tuple[float, int, Callable[[float], None]]] = []
+        self._num_posted = 0
+        self._phases: deque[tuple[Category, float]] = deque()  # With the times at which they end.
+        self._trains = True  # Whether training follows the phases; else the job waits for nodes.
+        self._iteration_s = self._next_commit_s = inf
+        self._left = 1.0  # Share of the iteration in flight that was not done before it began.
+        self._shares: dict[Category, float] = {}
+        behaviour.begin(self)
+        self.go_on(0.0, (Category.STARTUP, setting.costs.startup_s))
+
+    # -- what happens to nodes --------------------------------------------------------------------
+
+    def lose(self, nodes: tuple[int, ...], now_s: float) -> None:
+        """Nodes are gone; see `SystemRun`."""
+        self.run_until(now_s)
+        self.account.num_failures += 1
+        lost = tuple(node for node in nodes if node in self.members)
+        for node in nodes:
+            self.members.discard(node)
+            self._speeds.pop(node, None)
+            self._arrivals.pop(node, None)
+        if lost:
+            self._behaviour.on_lost(self, lost, now_s)
+            self._measure(now_s)
+
+    def take_back(self, nodes: tuple[int, ...], now_s: float) -> None:
+        """Nodes are there again; see `SystemRun`."""
+        self.run_until(now_s)
+        self._num_posted += 1
+        self._arrivals |= dict.fromkeys(nodes, self._num_posted)
+        self.post(
+            now_s + self.setting.costs.node_start_s, partial(self._join, nodes, self._num_posted)
+        )
+
+    def give_notice(self, nodes: tuple[int, ...], now_s: float, *, deadline_s: float) -> None:
+        """Nodes are told that they will be gone; see `SystemRun`."""
+        self.run_until(now_s)
+        members = tuple(node for node in nodes if node in self.members)
+        if members:
+            self._behaviour.on_notice(self, members, deadline_s)
+
+    def set_speeds(self, speeds: Mapping[int, float], now_s: float) -> None:
+        """Nodes go on at other speeds; see `SystemRun`."""
+        self.run_until(now_s)
+        self._speeds |= speeds
+        self._measure(now_s)
+
+    def _join(self, nodes: Sequence[int], arrival: int, now_s: float) -> None:
+        """Makes members of nodes that have started, unless they are gone again."""
+        started = tuple(node for node in nodes if self._arrivals.get(node) == arrival)
+        for node in started:
+            del self._arrivals[node]
+        self.members.update(started)
+        if started:
+            self._behaviour.on_joined(self, started, now_s)
+            self._measure(now_s)
+
+    # -- what behaviours do -----------------------------------------------------------------------
+
+    @property
+    def is_training(self) -> bool:
+        """Whether an iteration is in flight."""
+        return self._trains and not self._phases
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the job waits for nodes, or will after its present phases."""
+        return not self._trains
+
+    @property
+    def trains_at_s(self) -> float:
+        """The time at which the present phases, of which there is one or more, are over."""
+        return self._phases[-1][1]
+
+    @property
+    def next_commit_s(self) -> float:
+        """The time at which the iteration in flight ends; only if the job trains."""
+        assert self.is_training
+        return self._next_commit_s
+
+    def train_at(self, pace: Pace, now_s: float) -> None:
+        """Trains at another pace; an iteration in flight goes on with it."""
+        self._pace = pace
+        self._measure(now_s)
+
+    def interrupt(self, now_s: float, *, lost_s: float = inf) -> None:
+        """Ends what the job does: the iteration in flight is lost, and a save that is written.
+
+        Args:
+            lost_s: upper bound on the seconds of the iteration that are lost; what was done before
+                counts for the next one.
+        """
+        self.saves.interrupt(now_s)
+        self._stop(now_s, lost_s=lost_s)
+
+    def pause(self, now_s: float) -> None:
+        """Ends training for now; what is done of the iteration in flight counts later."""
+        self._stop(now_s, lost_s=0.0)
+
+    def wait(self, now_s: float, *phases: Phase) -> None:
+        """Goes through phases after those that there are, and waits for nodes then."""
+        self._trains = False
+        self._add_phases(now_s, phases)
+
+    def go_on(self, now_s: float, *phases: Phase) -> None:
+        """Goes through phases after those that there are, and trains then."""
+        self._trains = True
+        self._add_phases(now_s, phases)
+
+    def go_back_to_save(self) -> None:
+        """Undoes all iterations since the newest save; what was kept of one in flight is lost."""
+        self._left = 1.0
+        self.account.num_restarts += 1
+        self.account.go_back(self.saves.newest)
+
+    def post(self, at_s: float, happen: Callable[[float], None]) -> None:
+        """Calls a function at a time, with that time."""
+        self._num_posted += 1
+        heappush(self._queue, (at_s, self._num_posted, happen))
+
+    # -- time -------------------------------------------------------------------------------------
+
+    def run_until(self, now_s: float) -> None:
+        """Goes on until a time; see `SystemRun`."""
+        while self._queue and self._queue[0][0] <= now_s:
+            at_s, _, happen = heappop(self._queue)
+            self._advance(at_s)
+            happen(at_s)
+        self._advance(now_s)
+
+    def _stop(self, now_s: float, *, lost_s: float) -> None:
+        self.account.settle(self.saves.newest)
+        if self.is_training:
+            kept_until_s = max(self.account.now_s, now_s - lost_s)
+            done_s = self._iteration_s - (self._next_commit_s - kept_until_s)
+            self._left = 1.0 - max(0.0, done_s) / self._iteration_s
+            self.account.spend(Category.USEFUL, kept_until_s)
+            self.account.spend(Category.REDO, now_s)
+        self._phases.clear()
+        self._trains = False
+
+    def _add_phases(self, now_s: float, phases: Sequence[Phase]) -> None:
+        end_s = self._phases[-1][1] if self._phases else now_s
+        for category, seconds in phases:
+            end_s += seconds
+            self._phases.append((category, end_s))
+        if self._trains:
+            self._next_commit_s = end_s + self._left * self._iteration_s
+
+    def _advance(self, now_s: float) -> None:
+        """Books phases and commits iterations that end by a time."""
+        while self._phases:
+            category, end_s = self._phases[0]
+            self.account.spend(category, min(end_s, now_s))
+            if end_s > now_s:
+                return
+            self._phases.popleft()
+        if not self._trains:
+            self.account.spend(Category.IDLE, now_s)
+        elif self._next_commit_s <= now_s:
+            self._commit(1 + floor((now_s - self._next_commit_s) / self._iteration_s))
+
+    def _commit(self, number: int) -> None:
+        end_s = self._next_commit_s + (number - 1) * self._iteration_s
+        self.account.train(number, end_s, self._shares)
+        num_committed = self.account.num_iterations
+        self.saves.on_commits(number, num_committed, end_s, pace_s=self._iteration_s)
+        self.account.settle(self.saves.newest)
+        self._next_commit_s = end_s + self._iteration_s
+        self._left = 1.0
+
+    def _measure(self, now_s: float) -> None:
+        """Sets the seconds of an iteration, and what they are spent on."""
+        pace, before_s = self._pace, self._iteration_s
+        slowest = min((self._speeds.get(node, 1.0) for node in pace.nodes), default=1.0)
+        self._iteration_s = pace.iteration_s / slowest + pace.stall_s
+        stall = pace.stall_s / self._iteration_s
+        idle = 1.0 - len(pace.nodes) / max(len(self.members), len(pace.nodes), 1)
+        at_work = (1.0 - stall) * (1.0 - idle)
+        self._shares = {
+            Category.USEFUL: at_work * (1.0 - pace.redundant_share),
+            Category.REDUNDANT: at_work * pace.redundant_share,
+            Category.IDLE: (1.0 - stall) * idle,
+            Category.CHECKPOINT_STALL: stall,
+        }
+        if self._trains and before_s != self._iteration_s and before_s < inf:
+            since_s = self._phases[-1][1] if self._phases else now_s
+            left = max(0.0, self._next_commit_s - since_s) / before_s
+            self._next_commit_s = since_s + left * self._iteration_s
+
+
+# -- what several systems need --------------------------------------------------------------------
+
+
+class Places:
+    """Which node is at each of a fixed number of places; None: it is empty."""
+
+    def __init__(self, num_places: int, nodes: Sequence[int]) -> None:
+        self.nodes: list[int | None] = [None] * num_places
+        self.fill(nodes)
+
+    def drop(self, nodes: Sequence[int]) -> tuple[int, ...]:
+        """Empties the places of nodes that are lost; returns these places."""
+        emptied = tuple(place for place, node in enumerate(self.nodes) if node in set(nodes))
+        for place in emptied:
+            self.nodes[place] = None
+        return emptied
+
+    def fill(self, nodes: Sequence[int]) -> tuple[int, ...]:
+        """Gives empty places to nodes that have none, in order; returns these places."""
+        free = sorted(set(nodes).difference(self.at_work))
+        filled = tuple(self.empty[: len(free)])
+        for place, node in zip(filled, free, strict=False):
+            self.nodes[place] = node
+        return filled
+
+    @property
+    def empty(self) -> tuple[int, ...]:
+        """The empty places."""
+        return tuple(place for place, node in enumerate(self.nodes) if node is None)
+
+    @property
+    def at_work(self) -> frozenset[int]:
+        """The nodes that have a place."""
+        return frozenset(node for node in self.nodes if node is not None)
+
+
+def bytes_by_place(setting: Setting, plan: Plan) -> tuple[int, ...]:
+    """The bytes of the state at each place of a plan, whose node p is at place p."""
+    per_node = setting.job.cluster.devices_per_node
+    counts = [0] * len(plan.nodes)
+    for rank, layers in plan.held_by_rank.items():
+        counts[rank // per_node] += sum(setting.layer_bytes[layer] for layer in layers)
+    return tuple(counts)
+
+
+def remote_s(setting: Setting) -> float:
+    """Seconds in which all nodes together write or read a save of the whole state."""
+    return sum(setting.layer_bytes) / setting.num_nodes / setting.costs.save_bytes_per_s
+
+
+def saves_of_job(setting: Setting) -> StoredSaves:
+    """The saves that the job's own configuration asks for, by all nodes together."""
+    return StoredSaves(every=setting.job.checkpoint.persist_every, write_s=remote_s(setting))
+
+
+def save_stall_s(setting: Setting) -> float:
+    """Seconds of each iteration, on average, for which these saves stop training."""
+    every = setting.job.checkpoint.persist_every
+    return setting.costs.save_stall_s / every if every else 0.0

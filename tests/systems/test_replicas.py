@@ -1,0 +1,72 @@
+"""Replica groups as torchft has them: what a loss takes out, and when it is back."""
+
+import pytest
+
+from helpers.system_runs import check_conserves, committed_at, free_iteration_s, setting_with
+from planaria.observe.ledger import Category
+from planaria.systems.equal_pipelines import fastest_equal_pipelines
+from planaria.systems.replicas import HEARTBEAT_TIMEOUT_S, Replicas
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_seconds_and_samples_are_conserved(seed: int) -> None:
+    """Whatever happens to the nodes."""
+    check_conserves(Replicas(), seed)
+
+
+def test_replicas_train_as_fast_as_the_estimator_says() -> None:
+    """With all groups a step is an iteration."""
+    setting = setting_with()
+    grid = fastest_equal_pipelines(setting, setting.num_nodes, min_pipelines=2)
+
+    assert grid is not None
+    assert free_iteration_s(Replicas(), setting) == pytest.approx(grid.iteration_s, rel=1e-3)
+
+
+def test_a_lost_node_takes_its_group_out_until_it_is_back() -> None:
+    """The others train on with what they had, so at three quarters of the rate."""
+    setting = setting_with()
+    grid = fastest_equal_pipelines(setting, 8, min_pipelines=2)
+    assert grid is not None
+    share = 1 - 1 / grid.num_pipelines
+    run = Replicas().begin(setting)
+    rate = committed_at(run, 20_000.0) / 20_000.0
+    run.lose((1,), 20_000.0)
+    before = committed_at(run, 30_000.0)
+    with_fewer = committed_at(run, 50_000.0) - before
+    run.take_back((1,), 50_000.0)
+    after = committed_at(run, 60_000.0)
+
+    assert with_fewer / 20_000.0 == pytest.approx(share * rate, rel=0.02)
+    assert committed_at(run, 80_000.0) - after == pytest.approx(20_000.0 * rate, rel=0.01)
+    assert not run.account.num_redone
+
+
+def test_a_loss_costs_a_step_at_most_and_the_missed_heartbeats() -> None:
+    """Nothing that was committed is undone."""
+    run = Replicas().begin(setting_with())
+    before = committed_at(run, 20_000.0)
+    run.lose((1,), 20_000.0)
+    run.run_until(20_100.0)
+    parts = run.account.ledger.parts()
+
+    assert run.account.num_iterations >= before
+    assert parts[Category.DETECT] == pytest.approx(HEARTBEAT_TIMEOUT_S)
+    assert 0.0 < parts[Category.REDO] <= setting_with().failure_free_s * 1.1
+
+
+def test_without_any_group_the_job_goes_back_to_its_save() -> None:
+    """And goes on once one group is complete."""
+    setting = setting_with()
+    grid = fastest_equal_pipelines(setting, 8, min_pipelines=2)
+    assert grid is not None
+    run = Replicas().begin(setting)
+    run.run_until(20_000.0)
+    run.lose(tuple(range(0, 8, grid.depth)), 20_000.0)
+    kept = run.account.num_iterations
+
+    assert kept % 100 == 0
+    assert run.account.num_restarts == 1
+    assert committed_at(run, 30_000.0) == kept
+    run.take_back((0,), 30_000.0)
+    assert committed_at(run, 31_000.0) > kept
