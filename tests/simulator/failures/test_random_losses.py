@@ -1,7 +1,9 @@
 """Drawn failures: their rates, and what all sources keep."""
 
+import gc
+import tracemalloc
 from collections import Counter
-from itertools import pairwise
+from itertools import islice, pairwise
 from math import sqrt
 from random import Random
 from statistics import mean, median
@@ -23,9 +25,11 @@ from planaria.simulator.failures.random_losses import (
     PoissonLosses,
     WeibullLosses,
 )
+from planaria.simulator.failures.recorded_trace import TraceSource
 from planaria.simulator.failures.repair_times import NEVER, RepairTime, TimeShape
 from planaria.simulator.failures.slow_spells import SlowSpells
 from planaria.simulator.failures.spot_prices import PriceLosses, SpotPrices
+from planaria.simulator.failures.trace_files import shipped_trace
 
 LOST, BACK, NOTICE = OccurrenceKind.LOST, OccurrenceKind.BACK, OccurrenceKind.NOTICE
 SLOWED, RESTORED = OccurrenceKind.SLOWED, OccurrenceKind.RESTORED
@@ -304,15 +308,31 @@ def test_every_preset_is_tested() -> None:
     }
 
 
-def test_a_long_run_of_a_large_cluster_is_drawn_as_it_is_read() -> None:
-    """1,000 nodes for 100 days: the source holds no more than the losses that are not over."""
-    source = PoissonLosses(4 / 1000 / 24, RepairTime(600.0))
-    stream = source.occurrences(1000, horizon_s=2400 * HOUR_S, rng=Random(0))
-    first = next(iter(stream))
-    number = 1 + sum(one.kind is LOST for one in stream)
+def test_a_long_run_of_a_large_cluster_has_its_rate() -> None:
+    """1,000 nodes for 100 days at 4 losses per 1,000 node-days."""
+    stream = draw(PoissonLosses(4 / 1000 / 24, RepairTime(600.0)), 1000, hours=2400)
 
-    assert first.kind is LOST
-    assert number == pytest.approx(400, abs=100)
+    assert len(losses(stream)) == pytest.approx(400, abs=100)
+
+
+@pytest.mark.parametrize("name", ["noticed with maintenance", "slow", "weibull", "trace"])
+def test_memory_does_not_grow_with_the_length_of_a_run(name: str) -> None:
+    """A source keeps what it knows of each node, and no occurrence that was read."""
+    trace = TraceSource(shipped_trace("bamboo-p3"))
+    source = {**SOURCES, "trace": trace}[name]
+
+    def live_bytes(num_read: int) -> int:
+        stream = source.occurrences(12, horizon_s=1e9, rng=Random(0))
+        gc.collect()
+        tracemalloc.start()
+        assert sum(1 for _ in islice(stream, num_read)) == num_read
+        gc.collect()
+        live, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return live
+
+    live_bytes(10)  # What is made once, such as caches.
+    assert live_bytes(3000) < 1.5 * live_bytes(300) + 4000
 
 
 @pytest.mark.parametrize(

@@ -99,11 +99,12 @@ def merged_streams(streams: Sequence[Iterator[Occurrence]]) -> Iterator[Occurren
         match occurrence.kind:
             case OccurrenceKind.LOST:
                 nodes = tuple(node for node in occurrence.nodes if not num_losses[node])
-                num_losses.update(occurrence.nodes)
-                for node in nodes:
+                for node in occurrence.nodes:
+                    num_losses[node] += 1
                     speeds.pop(node, None)
             case OccurrenceKind.BACK:
-                num_losses.subtract(occurrence.nodes)
+                for node in occurrence.nodes:
+                    num_losses[node] -= 1
                 nodes = tuple(node for node in occurrence.nodes if not num_losses[node])
             case OccurrenceKind.NOTICE:
                 nodes = tuple(node for node in occurrence.nodes if not num_losses[node])
