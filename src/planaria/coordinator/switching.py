@@ -93,18 +93,19 @@ def waves_of(
         for transfer in transfers:
             needs.setdefault((transfer.layer, transfer.target), []).append(transfer)
     waves: list[list[Transfer]] = []
-    load: Counter[tuple[str, str, int]] = Counter()
+    load: dict[tuple[str, str, int], int] = {}
     for layer, target in sorted(needs, key=lambda need: (stay[need[0]] > 0, stay[need[0]], need)):
         parts = needs[layer, target]
         num_bytes = bytes_by_link(parts, devices_per_node=per_node)
         is_full = any(
-            prices.links[link[0]].seconds(load[link] + size) > iteration_s
+            prices.links[link[0]].seconds(load.get(link, 0) + size) > iteration_s
             for link, size in num_bytes.items()
         )
         if not waves or is_full:
             waves.append([])
             load.clear()
-        load += num_bytes
+        for link, size in num_bytes.items():
+            load[link] = load.get(link, 0) + size
         waves[-1] += parts
     return tuple(tuple(wave) for wave in waves)
 

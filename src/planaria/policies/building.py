@@ -5,7 +5,6 @@ The downtime of a transition follows from the bytes that move; its iteration is 
 estimate.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -70,22 +69,21 @@ def transfer_s(transfers: Iterable[Transfer], prices: Prices, *, devices_per_nod
 
 def bytes_by_link(
     transfers: Iterable[Transfer], *, devices_per_node: int
-) -> Counter[tuple[str, str, int]]:
+) -> dict[tuple[str, str, int], int]:
     """The bytes on each link direction, keyed by link kind, direction and end.
 
     The end of an "inter_node" link is a node: it counts what that node sends to other nodes, or
     receives. The end of an "intra_node" link is a rank: it counts what that rank sends within its
     node, or receives.
     """
-    bytes_on: Counter[tuple[str, str, int]] = Counter()
+    bytes_on: dict[tuple[str, str, int], int] = {}
     for transfer in transfers:
         source, target = transfer.source // devices_per_node, transfer.target // devices_per_node
-        if source != target:
-            bytes_on["inter_node", "from", source] += transfer.num_bytes
-            bytes_on["inter_node", "to", target] += transfer.num_bytes
-        else:
-            bytes_on["intra_node", "from", transfer.source] += transfer.num_bytes
-            bytes_on["intra_node", "to", transfer.target] += transfer.num_bytes
+        kind = "inter_node"
+        if source == target:
+            kind, source, target = "intra_node", transfer.source, transfer.target
+        for end in ((kind, "from", source), (kind, "to", target)):
+            bytes_on[end] = bytes_on.get(end, 0) + transfer.num_bytes
     return bytes_on
 
 

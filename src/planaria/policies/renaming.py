@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from planaria.core.plan import Hop, Pipeline, Plan, Route, Transition
+from planaria.core.plan import Hop, Pipeline, Plan, Route, Transfer, Transition
 from planaria.policies.building import downtime_s
 from planaria.policies.policy import Prices
 
@@ -58,7 +58,7 @@ class Renaming:
             after=self._plan(transition.after),
             rounds=tuple(
                 tuple(
-                    replace(t, source=self._rank(t.source), target=self._rank(t.target))
+                    self._transfer(t)
                     for t in transfers
                 )
                 for transfers in transition.rounds
@@ -67,6 +67,11 @@ class Renaming:
             redone_samples=redone_samples,
             then=then,
         )
+
+    def _transfer(self, of: Transfer) -> Transfer:
+        """The renamed transfer; the constructor is faster than `replace`."""
+        source, target = self._rank(of.source), self._rank(of.target)
+        return Transfer(of.layer, source, target, of.num_bytes, of.first_chunk, of.end_chunk)
 
     def _rank(self, rank: int) -> int:
         node, device = divmod(rank, self._devices)
