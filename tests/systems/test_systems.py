@@ -28,7 +28,7 @@ FREE = RecoveryCosts(startup_s=0.0, save_bytes_per_s=1e18)
 
 
 @pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system.name)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_seconds_and_samples_are_conserved(system: System, seed: int) -> None:
     """Whatever happens, and for every system."""
     rng = Random(seed)

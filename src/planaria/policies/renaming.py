@@ -57,11 +57,7 @@ class Renaming:
             before=self._before,
             after=self._plan(transition.after),
             rounds=tuple(
-                tuple(
-                    self._transfer(t)
-                    for t in transfers
-                )
-                for transfers in transition.rounds
+                tuple(self._transfer(t) for t in transfers) for transfers in transition.rounds
             ),
             downtime_s=0.0 if transition.keeps_plan else priced_s,
             redone_samples=redone_samples,

@@ -18,6 +18,8 @@ class RecoveryCosts:
         node_start_s: time from when a machine is there until its node can join.
         detect_s: time from a loss until the coordinator notices it.
         answer_s: time until every member has left its epoch, without the action in progress.
+        look_ahead_s: time until answers to losses of a new plan, and better plans, are found by a
+            coordinator that looks ahead.
         decide_s: time to price the answers and to record the best.
         regroup_s: a recovery without its transfers.
         switch_s: pause of training for a switch of plans at a commit.
@@ -31,6 +33,7 @@ class RecoveryCosts:
     detect_s: float = 0.01
     answer_s: float = 0.02
     decide_s: float = 0.025
+    look_ahead_s: float = 10.0
     regroup_s: float = 0.05
     switch_s: float = 0.02
     restart_s: float = 60.0

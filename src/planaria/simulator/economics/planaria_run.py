@@ -20,6 +20,7 @@ from heapq import heappop, heappush
 from math import floor, inf
 
 from planaria.coordinator.commands import (
+    AnswersFound,
     Command,
     DecisionRecorded,
     End,
@@ -62,6 +63,7 @@ from planaria.observe.ledger import Category
 from planaria.planner.reroute.reroutes import PricedPlan
 from planaria.policies.building import transfer_s
 from planaria.policies.traits import TRAITS
+from planaria.simulator.economics.virtual_foresight import VirtualForesight
 from planaria.simulator.economics.virtual_nodes import VirtualNodes
 from planaria.simulator.economics.virtual_saves import VirtualSaves
 from planaria.systems.account import Account
@@ -308,10 +310,25 @@ class PlanariaRun:
     def _begin_iterations(self, now_s: float) -> None:
         """Begins the first iteration of an epoch, in which silent ranks get their layers."""
         self._measure_iteration()
+        self._look_ahead(now_s)
         wave_s = 0.0
         if self._state.plan.silent and self._order is not None:
             wave_s = self._transfer_s(self._order)
         self._next_commit_s = now_s + max(self._iteration_s, wave_s)
+
+    def _look_ahead(self, now_s: float) -> None:
+        """Has answers for the plan of the new epoch searched, if the job looks ahead."""
+        policy, epoch = self._rules.policy, self._state.epoch
+        if not isinstance(policy, VirtualForesight):
+            return
+        policy.is_ready = False
+
+        def find(at_s: float) -> None:
+            if epoch == self._state.epoch and not self._has_ended:
+                policy.is_ready = True
+                self._deliver((AnswersFound(epoch),), at_s)
+
+        self._post(now_s + self._costs.look_ahead_s, find)
 
     def _transfer_s(self, order: StartEpoch) -> float:
         transfers = [transfer for transfers in order.rounds for transfer in transfers]

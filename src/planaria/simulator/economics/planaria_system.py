@@ -9,12 +9,12 @@ from planaria.core.commit import vector_layout
 from planaria.errors import InfeasibleError
 from planaria.planner.reroute.reroutes import PricedPlan
 from planaria.planner.reroute.shadows import first_plan_with_shadows
-from planaria.policies.ahead import ForeseenAnswers
-from planaria.policies.named import lookup_policy
+from planaria.policies.named import looks_ahead, named_policy
 from planaria.policies.policy import profile_prices
 from planaria.policies.traits import TRAITS
 from planaria.simulator.economics.planaria_run import PlanariaRun, PlanOf
 from planaria.simulator.economics.remembered import Remembered
+from planaria.simulator.economics.virtual_foresight import VirtualForesight
 from planaria.systems.system import Setting
 
 _WAIT_S = 1e18  # A simulated job waits for machines for as long as it takes.
@@ -37,11 +37,13 @@ class PlanariaSystem:
 def rules_of_setting(setting: Setting) -> Rules:
     """The rules of the coordinator of such a job."""
     job, catalog, costs = setting.job, setting.catalog, setting.costs
-    policy = lookup_policy(job, catalog, ForeseenAnswers())
+    is_ahead = looks_ahead(job)
+    policy = VirtualForesight(job, catalog) if is_ahead else Remembered(named_policy(job, catalog))
     num_layers = len(catalog.problem.profile.layers)
     rules = Rules(
         job=job,
-        policy=Remembered(policy),
+        policy=policy,
+        looks_ahead=is_ahead,
         prices=profile_prices(catalog.problem.profile, regroup_s=costs.regroup_s),
         n0=min(catalog.templates),
         max_nodes=max(job.cluster.nodes, job.cluster.max_nodes),
