@@ -81,6 +81,28 @@ def test_a_job_goes_on_when_a_machine_loses_power(
 
 
 @pytest.mark.long
+def test_another_host_takes_the_job_up_when_that_of_the_head_and_a_node_lose_power(
+    machines: Machines, shared: Path, expected: tuple[str, str]
+) -> None:
+    """As a rack does. The new head has the state directory, which is on a shared disk. The nodes
+    that come back go on in their processes, and the one that does not is lost then."""
+    hosts = machines.hosts
+    with machine_job(machines, shared) as job:
+        node = job.node(hosts[1])
+        before = [pids(host) for host in machines.node_hosts[1:]]
+        hosts[0].kill()
+        hosts[1].kill()
+        job.take_up(is_elsewhere=True)
+        job.wait_lost(node)
+        assert [pids(host) for host in machines.node_hosts[1:]] == before
+        report = job.report()
+
+        assert digests(report) == expected
+        assert losses(report) == [(node,)]
+        assert sorted({0, 1, 2, 3} - {node}) == report["final"]["nodes"]
+
+
+@pytest.mark.long
 @needs_namespaces
 def test_a_head_that_is_cut_off_for_a_while_costs_nothing(
     machines: Machines, shared: Path, expected: tuple[str, str]
