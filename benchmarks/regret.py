@@ -23,6 +23,9 @@ Absorb needs twice the memory from the start, so a job has to ask for it, and ad
 choose it; a case in which nodes have too little memory has no samples of absorb. There are no
 standby nodes and no copies in memory, so rollback answers like reinstantiate.
 
+The jobs are simulated as by `planaria simulate`: the coordinator is the real one, and answers to a
+loss that comes less than a second after the one before are found in a hurry.
+
 `--cases N --seeds M --most-nodes K` sets the size: a full study is 200, 100 and 7 and takes an hour
 or two; the default is a quick look. `--results FILE` keeps the samples of each case as a line of
 JSON; cases that are in the file are not run again, unless they are of another version of the study.
@@ -41,14 +44,15 @@ from multiprocessing import Pool
 from pathlib import Path
 from typing import Final
 
-from planaria.job.config import load_job
-from planaria.policies.named import named_policy
-from study.cases import Case, catalog_of, drawn_cases, happenings, iterations_between_saves
-from study.job import Answers, Job
+from planaria.core.job import PolicyName
+from planaria.simulator.economics.compare import ClusterScenario, play
+from planaria.simulator.economics.planaria_system import PlanariaSystem
+from planaria.systems.system import Setting
+from regret_cases import Case, CaseFailures, drawn_cases, drawn_occurrences, setting_of
 
-VERSION: Final = 5  # Version of the study, kept with its samples.
-ADAPTIVE: Final = "adaptive"
-POLICIES: Final = (
+VERSION: Final = 6  # Version of the study, kept with its samples.
+ADAPTIVE: Final[PolicyName] = "adaptive"
+POLICIES: Final[tuple[PolicyName, ...]] = (
     ADAPTIVE,
     "reinstantiate",
     "rollback",
@@ -57,10 +61,8 @@ POLICIES: Final = (
     "absorb",
     "morph",
 )
-IMPROVING: Final = (ADAPTIVE, "repartition")
 NOT_KEEPING: Final = ("morph",)  # Policies that may hold layers on fewer nodes than the job asks.
 TOLERATED: Final = (1, 0)
-EXAMPLE: Final = Path(__file__).parents[1] / "examples" / "paced.toml"
 NUM_FAILURES: Final = 20
 REGRET_MAX: Final = 0.05
 # Mean samples of the best fixed policy. In cases with fewer, jobs are dead most of the time.
@@ -178,41 +180,28 @@ def known_samples(path: Path, *, num_seeds: int) -> dict[str, Mapping[str, Seque
 
 def result(case: Case, *, num_seeds: int, num_failures: int = NUM_FAILURES) -> Result:
     """The result of a case: all policies train through the same failures."""
-    catalog = catalog_of(case)
     samples: dict[str, list[float]] = {}
     for name in POLICIES:
-        job = load_job(EXAMPLE, overrides=[f'resilience.policy="{name}"'])
-        answers = Answers(catalog, named_policy(job, catalog))
-        if answers.start(case.num_nodes) is not None:
+        setting = setting_of(case, name)
+        if setting is not None:
             samples[name] = [
-                trained(case, answers, name, seed, num_failures=num_failures)
+                samples_of(case, setting, seed, num_failures=num_failures)
                 for seed in range(num_seeds)
             ]
     return Result(case, samples)
 
 
-def trained(case: Case, answers: Answers, name: str, seed: int, *, num_failures: int) -> float:
+def samples_of(case: Case, setting: Setting, seed: int, *, num_failures: int) -> float:
     """The samples of one job until its last failure and for a mean gap after it."""
-    start = answers.start(case.num_nodes)
-    assert start is not None
-    batch = (
-        answers.catalog.problem.num_microbatches * answers.catalog.problem.profile.microbatch_size
+    last_s = drawn_occurrences(case, seed, num_failures=num_failures)[-1].at_s
+    scenario = ClusterScenario(
+        name="regret",
+        setting=setting,
+        failures=CaseFailures(case, seed, num_failures),
+        price_per_node_hour=0.0,
+        horizon_s=last_s + case.gap_s,
     )
-    run = Job(
-        answers=answers,
-        batch=batch,
-        between_saves=batch * iterations_between_saves(case),
-        improves=name in IMPROVING,
-        plan=start.plan,
-        iteration_s=start.iteration_s,
-        alive=set(range(case.num_nodes)),
-    )
-    run.improve()
-    what = happenings(case, seed, num_failures=num_failures)
-    for one in what:
-        run.answer(one)
-    run.go_on(what[-1].at_s + case.gap_s)
-    return run.samples
+    return play(scenario, PlanariaSystem(), seed).samples
 
 
 def summary(results: Sequence[Result]) -> tuple[str, bool]:

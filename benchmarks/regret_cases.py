@@ -1,20 +1,29 @@
 """Draws clusters, and the failures and returns of their nodes, from seeds."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Final, NamedTuple
 
+from planaria.core.job import PolicyName
 from planaria.core.plan import Link, one_device_profile
+from planaria.errors import InfeasibleError
+from planaria.job.config import job_from_dict
 from planaria.job.planning import read_profile
 from planaria.planner.plans import PlanCatalog, plan_catalog
 from planaria.planner.problem import Problem
+from planaria.planner.reroute.shadows import first_plan_with_shadows
 from planaria.planner.templates import pipeline_templates, smallest_num_nodes
-from study.job import Happening
+from planaria.policies.traits import TRAITS
+from planaria.simulator.failures.occurrences import Occurrence, OccurrenceKind
+from planaria.systems.system import RecoveryCosts, Setting
 
 MODELS: Final = ("gpt2", "gpt3-2.7b", "gpt3-6.7b", "llama2-7b")
 ITERATIONS_MIN: Final = 10  # Mean from failure to failure; with fewer nobody trains.
+COSTS: Final = RecoveryCosts(startup_s=0.0, node_start_s=0.0, look_ahead_s=1.0)
+_ITERATIONS_MAX: Final = 1 << 53
 _DRAWS_MAX: Final = 10  # Draws per case; of 200 cases 2 % are drawn twice.
 
 
@@ -135,7 +144,55 @@ def _problem(cluster: _Cluster) -> Problem:
     )
 
 
-def happenings(case: Case, seed: int, *, num_failures: int) -> tuple[Happening, ...]:
+def setting_of(case: Case, policy: PolicyName) -> Setting | None:
+    """The job of a case with a policy; None if nodes lack the memory that the policy needs."""
+    catalog, link = catalog_of(case), _problem(_cluster(case)).profile.links["inter_node"]
+    batch = case.each * case.num_nodes * catalog.problem.profile.microbatch_size
+    job = job_from_dict(
+        {
+            "name": "regret",
+            "model": {"kind": "paced", "profile": case.model},
+            "training": {
+                "iterations": _ITERATIONS_MAX,
+                "global_batch_size": batch,
+                "microbatch_size": catalog.problem.profile.microbatch_size,
+            },
+            "resilience": {"policy": policy, "failures_tolerated": case.failures_tolerated},
+            "checkpoint": {"persist_every": iterations_between_saves(case)},
+            "cluster": {"nodes": case.num_nodes},
+        }
+    )
+    if TRAITS[policy].has_shadows:
+        try:
+            first_plan_with_shadows(catalog.problem, catalog.plans[case.num_nodes])
+        except InfeasibleError:
+            return None
+    costs = replace(COSTS, save_bytes_per_s=link.bandwidth_bytes_per_s)
+    return Setting(job=job, catalog=catalog, costs=costs, model=case.model)
+
+
+@dataclass(frozen=True, slots=True)
+class CaseFailures:
+    """The failures of a case, and the returns of nodes between them; implements `FailureSource`.
+
+    Attributes:
+        seed: seed from which they are drawn, whatever random numbers the caller has.
+        num_failures: number of failures.
+    """
+
+    case: Case
+    seed: int
+    num_failures: int
+
+    def occurrences(self, num_nodes: int, *, horizon_s: float, rng: Random) -> Iterator[Occurrence]:
+        """See `FailureSource`."""
+        assert num_nodes == self.case.num_nodes
+        del rng
+        drawn = drawn_occurrences(self.case, self.seed, num_failures=self.num_failures)
+        yield from (one for one in drawn if one.at_s <= horizon_s)
+
+
+def drawn_occurrences(case: Case, seed: int, *, num_failures: int) -> tuple[Occurrence, ...]:
     """Draws failures, and the returns of nodes between them, in order of time.
 
     They do not depend on the failures that the job tolerates. At least one node is always left:
@@ -144,13 +201,13 @@ def happenings(case: Case, seed: int, *, num_failures: int) -> tuple[Happening, 
     rng = Random(f"{replace(case, failures_tolerated=1)} {seed}")
     alive = set(range(case.num_nodes))
     back: list[tuple[float, int]] = []
-    found: list[Happening] = []
+    found: list[Occurrence] = []
     now_s = 0.0
     num_lost = 0
     while num_lost < num_failures:
         now_s += rng.expovariate(1.0 / case.gap_s)
         for at_s, node in sorted(one for one in back if one[0] <= now_s):
-            found.append(Happening(at_s, (node,), is_loss=False))
+            found.append(Occurrence(at_s, OccurrenceKind.BACK, (node,)))
             alive.add(node)
         back = [one for one in back if one[0] > now_s]
         count = min(rng.randint(1, case.burst), len(alive) - 1)
@@ -159,6 +216,6 @@ def happenings(case: Case, seed: int, *, num_failures: int) -> tuple[Happening, 
         lost = tuple(sorted(rng.sample(sorted(alive), count)))
         alive -= set(lost)
         back += [(now_s + rng.expovariate(1.0 / case.repair_s), node) for node in lost]
-        found.append(Happening(now_s, lost, is_loss=True))
+        found.append(Occurrence(now_s, OccurrenceKind.LOST, lost))
         num_lost += 1
     return tuple(found)
