@@ -59,6 +59,7 @@ class Copying:
         self._filler: Filler | None = None
         self._turns: Interleaving | None = None
         self._epoch_ends = threading.Event()
+        self._reserving: threading.Thread | None = None
         self._first_age = 0  # The age of the epoch's first version.
         self._stall_s = 0.0
 
@@ -144,7 +145,8 @@ class Copying:
             with suppress(CheckpointError):  # The first version will report it.
                 arena.reserve(sizes, is_over=epoch_ends.is_set)
 
-        threading.Thread(target=reserve, name="reserve", daemon=True).start()
+        self._reserving = threading.Thread(target=reserve, name="reserve", daemon=True)
+        self._reserving.start()
 
     def _layer_bytes(self, start: StartEpoch, own: Collection[int]) -> dict[int, int]:
         """Bytes of each layer that this rank keeps, as far as it can know them, by layer."""
@@ -266,6 +268,9 @@ class Copying:
     def leave(self) -> None:
         """Ends the epoch's threads; everything they wait for must have ended or been aborted."""
         self._epoch_ends.set()
+        if self._reserving is not None:  # It ends after a piece, in some milliseconds.
+            self._reserving.join()
+            self._reserving = None
         if self._turns is not None:
             self._turns.close()
             self._turns = None

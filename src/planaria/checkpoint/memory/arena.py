@@ -47,7 +47,7 @@ _TABLE_BYTES: Final = 1 << 18
 _SLACK: Final = 1.125
 _SPARE: Final = 32  # Memory is reserved with 1/32 more, for hashes and for rough sizes.
 # Memory is reserved in pieces; after each one it may turn out that no more is needed.
-_PIECE_BYTES: Final = 1 << 26
+_PIECE_BYTES: Final = 1 << 24
 
 
 def arena_fd() -> int:
