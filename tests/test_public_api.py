@@ -108,7 +108,16 @@ COMMANDS = {
     },
     "reproduce": {"name", "--json", "--plot"},
     "simulate": {
-        *("scenario", "--systems", "--seeds", "--sweep", "--json", "--processes", "--set"),
+        *(
+            "scenario",
+            "--systems",
+            "--seeds",
+            "--sweep",
+            "--json",
+            "--plot",
+            "--processes",
+            "--set",
+        ),
     },
     "status": {"head", "--token-file", "--job", "--json"},
     "token": {"file", "--check"},

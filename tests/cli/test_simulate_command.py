@@ -106,3 +106,21 @@ def test_a_mistake_in_a_scenario_is_named(
 def test_an_unknown_system_is_refused(scenario: Path) -> None:
     """With those that there are."""
     assert_mistake(command("simulate", str(scenario), "--systems", "plan"), "--systems", "planaria")
+
+
+def test_a_picture_shows_throughput_ledger_and_samples(scenario: Path) -> None:
+    """The same bytes for the same outcomes."""
+    files = [scenario.with_name(name) for name in ("one.svg", "two.svg")]
+    for file in files:
+        command("simulate", str(scenario), "--systems", "all", "--plot", str(file))
+
+    text = files[0].read_text()
+    assert all(heading in text for heading in ("Throughput", "Ledger", "Samples", "varuna"))
+    assert text == files[1].read_text()
+
+
+def test_a_sweep_has_no_picture(scenario: Path) -> None:
+    """It has a run for each point."""
+    options = ("--sweep", "run.hours=1,2", "--plot", str(scenario.with_name("one.svg")))
+
+    assert_mistake(command("simulate", str(scenario), *options), "--plot", "leave --sweep out")

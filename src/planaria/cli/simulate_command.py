@@ -12,6 +12,8 @@ from rich.progress import Progress
 from planaria.cli.command_line import Settings, check_writable, exit_codes, write
 from planaria.errors import ConfigError
 from planaria.job.scenario_file import load_scenario, swept_overrides
+from planaria.show.page import picture_format
+from planaria.show.simulation_plots import simulation_figure
 from planaria.show.simulations import simulation_json, simulation_table, sweep_table
 from planaria.simulator.economics.compare import Outcomes, compare
 from planaria.simulator.economics.planaria_system import PlanariaSystem
@@ -62,6 +64,14 @@ Sweeps = Annotated[
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the result to this file.")
 ]
+PlotFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--plot",
+        metavar="FILE",
+        help="Draw throughput, ledger and samples to this file: .svg, .png or .pdf.",
+    ),
+]
 NumProcesses = Annotated[
     int,
     typer.Option("--processes", min=0, help="Number of processes; 0: one for each processor."),
@@ -75,6 +85,7 @@ def simulate(
     seeds: NumSeeds = 1,
     sweep: Sweeps = None,
     json_file: JsonFile = None,
+    plot: PlotFile = None,
     processes: NumProcesses = 0,
     settings: Settings = None,
 ) -> None:
@@ -83,6 +94,10 @@ def simulate(
     The coordinator and the policies are the real ones; nodes, links and failures are modelled.
     """
     check_writable("--json", json_file)
+    check_writable("--plot", plot)
+    picture = None if plot is None else picture_format("--plot", plot.name)
+    if plot is not None and sweep:
+        raise ConfigError("--plot", str(plot), "a sweep has no picture; leave --sweep out")
     chosen = _systems(systems)
     points = {
         overrides: load_scenario(scenario, overrides=[*(settings or ()), *overrides])
@@ -110,6 +125,9 @@ def simulate(
     else:
         for overrides, outcomes in results.items():
             console.print(simulation_table(points[overrides], outcomes))
+    if plot is not None and picture is not None:
+        ((overrides, outcomes),) = results.items()
+        write(plot, simulation_figure(points[overrides], outcomes, picture=picture))
     if json_file is not None:
         content = {"version": 1, "sweep": contents} if sweep else contents[0]
         write(json_file, (json.dumps(content, indent=2) + "\n").encode())
