@@ -114,21 +114,24 @@ _STACK_SETTLED_S: Final = 0.05
 _WATCHER_PAUSE_S: Final = 1.0
 # Signals that say that the node will be taken away.
 _NOTICES: Final = (signal.SIGTERM, signal.SIGUSR1)
-# Signal of `planaria agent` that the head is lost for good.
-_HEAD_LOST: Final = signal.SIGUSR2
 
 _from_worker_decoder: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
 WorkerMain = Callable[[NodeSpec, int, int, Pulse], None]
 
 
-def main(payload: bytes, lifeline_fd: int, given_up_fd: int = -1) -> None:
-    """An agent's main function, called in a forked process; see MachineNode for `given_up_fd`."""
+def main(payload: bytes, lifeline_fd: int, given_up_fd: int = -1, head_lost_fd: int = -1) -> None:
+    """An agent's main function, called in a forked process.
+
+    Args:
+        given_up_fd: eventfd by which the agent says that it has given its head up; -1: to nobody.
+        head_lost_fd: eventfd by which `planaria agent` says that the head is lost; -1: nobody does.
+    """
     spec = msgspec.json.decode(payload, type=NodeSpec)
     os.setsid()
     raise_open_files(spec.job.cluster)
     # Only the launcher handles Ctrl-C; the terminal's signal must not end some of the processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in (*_NOTICES, _HEAD_LOST):  # They must not end any process.
+    for number in _NOTICES:  # They must not end any process.
         signal.signal(number, lambda *_: None)
     devices = spec.job.cluster.devices_per_node
     try:
@@ -136,7 +139,7 @@ def main(payload: bytes, lifeline_fd: int, given_up_fd: int = -1) -> None:
         workers = [
             _Worker(_worker_spec(spec, device, clocks_fd), lifeline_fd) for device in range(devices)
         ]
-        asyncio.run(_Agent(spec, workers, lifeline_fd, given_up_fd).run())
+        asyncio.run(_Agent(spec, workers, lifeline_fd, given_up_fd, head_lost_fd).run())
     except BaseException:
         # _end_group also ends this process, so the traceback must be printed before it.
         traceback.print_exc()
@@ -220,10 +223,16 @@ class _Worker:
 
 class _Agent:
     def __init__(
-        self, spec: NodeSpec, workers: list[_Worker], lifeline_fd: int, given_up_fd: int = -1
+        self,
+        spec: NodeSpec,
+        workers: list[_Worker],
+        lifeline_fd: int,
+        given_up_fd: int = -1,
+        head_lost_fd: int = -1,
     ) -> None:
         self._spec, self._workers = spec, workers
-        self._lifeline_fd, self._given_up_fd = lifeline_fd, given_up_fd
+        self._lifeline_fd = lifeline_fd
+        self._given_up_fd, self._head_lost_fd = given_up_fd, head_lost_fd
         self._state = AgentState(node=spec.node, is_elsewhere=spec.patience_s > 0.0)
         self._to_coordinator: asyncio.StreamWriter | None = None
         self._session: asyncio.Task[None]
@@ -243,7 +252,8 @@ class _Agent:
         loop.add_reader(self._lifeline_fd, _end_group)
         for number in _NOTICES:
             loop.add_signal_handler(number, self._on_notice, self._spec.job.cluster.notice_s)
-        loop.add_signal_handler(_HEAD_LOST, self._give_up, "its head was replaced by another")
+        if self._head_lost_fd >= 0:
+            loop.add_reader(self._head_lost_fd, self._on_head_lost)
         self._report(
             NodeArrived(
                 node=self._spec.node,
@@ -408,6 +418,10 @@ class _Agent:
         with contextlib.suppress(OSError):  # If the launcher was killed, nobody reads stderr.
             sys.stderr.write(f"node {self._spec.node} ends itself: {reason}\n")
         _end_group()
+
+    def _on_head_lost(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._head_lost_fd)
+        self._give_up("its head was replaced by another")
 
     def _give_up(self, reason: str) -> None:
         """Ends the node, for which there is no head any more, once it has saved what it holds."""

@@ -11,7 +11,6 @@ import importlib
 import logging
 import os
 import signal
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
@@ -66,6 +65,7 @@ class MachineNode:
         self._server = server
         self._lifeline_fd, self._write_fd = os.pipe()
         self._given_up_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._head_lost_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         asyncio.get_running_loop().add_reader(self._given_up_fd, self._on_given_up)
         self._forker = Forker(
             server,
@@ -91,7 +91,9 @@ class MachineNode:
         self.number = spec.node
         self._can_save = bool(spec.parts)
         self._exits.clear()  # Another process may get the same pid.
-        fds = self._lifeline_fd, self._given_up_fd
+        with contextlib.suppress(BlockingIOError):  # What was said to the node before.
+            os.eventfd_read(self._head_lost_fd)
+        fds = self._lifeline_fd, self._given_up_fd, self._head_lost_fd
         self._forker.add(spec.node, msgspec.json.encode(spec), fds)
         self._start_task(self._watch_fork(spec.node))
 
@@ -166,11 +168,9 @@ class MachineNode:
 
         Its head is lost: another run has begun. A node that cannot save ends at once.
         """
-        end_s = time.monotonic() + _SAVE_TIMEOUT_S
-        while self._can_save and self._pid and time.monotonic() < end_s:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGUSR2)  # Again and again: its agent may be too young.
-            await asyncio.sleep(_LOOK_PERIOD_S)
+        if self._can_save and self._pid:
+            os.eventfd_write(self._head_lost_fd, 1)
+            await wait_until(lambda: not self._pid, timeout_s=_SAVE_TIMEOUT_S)
         await self.end()
 
     async def end(self) -> None:
@@ -189,7 +189,10 @@ class MachineNode:
         self._server.close()
         self._server = None
         asyncio.get_running_loop().remove_reader(self._given_up_fd)
-        for descriptor in (self._lifeline_fd, self._write_fd, self._given_up_fd):
+        for descriptor in (
+            *(self._lifeline_fd, self._write_fd),
+            *(self._given_up_fd, self._head_lost_fd),
+        ):
             os.close(descriptor)
         if self.number >= 0:  # It cannot end, and nobody will hear of its end.
             self._end(UNKNOWN)
