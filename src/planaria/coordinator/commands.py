@@ -160,6 +160,9 @@ class Tick:
 
     Attributes:
         is_cut_off: whether no member is heard, so that members cannot be blamed for their silence.
+        is_lease_overdue: whether the loss of a member is about to be told, because its lease has run
+            out.
     """
 
     is_cut_off: bool = False
+    is_lease_overdue: bool = False

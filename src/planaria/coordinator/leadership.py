@@ -126,6 +126,7 @@ class Leadership(Generic[Agent]):
         self._is_restored = False
         self._loss_iteration = 0  # The job may go back further.
         self._offsets: dict[int, ClockOffset] = {}  # Of this clock from each node's.
+        self._renewed_s: dict[int, float] = {}  # When the lease of each node began anew.
 
     @property
     def term(self) -> int:
@@ -169,6 +170,7 @@ class Leadership(Generic[Agent]):
         """
         if self._is_restored:
             await self._logbook.grant(self.state.nodes)
+            self._note_renewed(*self.state.nodes)
 
     @property
     def has_progressed(self) -> bool:
@@ -195,6 +197,7 @@ class Leadership(Generic[Agent]):
         if node not in self.state.membership.gone:
             self._arriving[node] = connection
             await self._logbook.grant((node,))
+            self._note_renewed(node)
             if self._arriving.get(node) is connection:
                 del self._arriving[node]
         # Its older connection may have closed while the lease began.
@@ -227,7 +230,10 @@ class Leadership(Generic[Agent]):
             return
         if message.offset is not None and self._offsets.get(node) is not NO_OFFSET:
             self._offsets[node] = message.offset
-        if await self._logbook.renew(node) and node in self._connections:
+        is_renewed = await self._logbook.renew(node)
+        if is_renewed:
+            self._note_renewed(node)
+        if is_renewed and node in self._connections:
             answer = HeartbeatTaken(sent_s=message.sent_s, taken_s=self._contact.now_s)
             self._connections[node].tell(answer)
 
@@ -255,6 +261,7 @@ class Leadership(Generic[Agent]):
         heard = self._contact.hear(node, leased=self._logbook.leased_nodes, request=request)
         for other in heard.pardoned:
             await self._logbook.renew(other)
+            self._note_renewed(other)
         for other in heard.lost:
             self._effects.queue(NodeLost(node=other, reason=_CLOSED))
 
@@ -274,9 +281,18 @@ class Leadership(Generic[Agent]):
 
     def tick(self) -> None:
         """Queues a tick; tells agents that wait for a slow disk that they are being admitted."""
-        self._effects.queue(Tick(is_cut_off=self._contact.is_cut_off))
+        is_cut_off, is_lease_overdue = self._contact.is_cut_off, self._is_lease_overdue()
+        self._effects.queue(Tick(is_cut_off=is_cut_off, is_lease_overdue=is_lease_overdue))
         for connection in self._arriving.values() if self._contact.is_remote else ():
             connection.tell(Welcome(term=self.term))
+
+    def _note_renewed(self, *nodes: int) -> None:
+        self._renewed_s.update(dict.fromkeys(nodes, self._contact.lease_now_s))
+
+    def _is_lease_overdue(self) -> bool:
+        """Whether a member's lease has run out, which is not told before that is recorded."""
+        limit_s = self._contact.lease_now_s - self._rules.job.cluster.lease_s
+        return any(self._renewed_s.get(node, limit_s) < limit_s for node in self.state.nodes)
 
     async def watch_leases(self) -> None:
         """Reports nodes whose leases have run out as lost; never returns."""

@@ -266,7 +266,9 @@ def _on_tick(rules: Rules, state: JobState, tick: Tick, now_s: float) -> Step:
         return _without_silence(state, now_s), ()
     if is_unsavable(state, now_s):
         return give_up_last_save(state)
-    further = on_broken_links if _is_cut(rules, state, now_s) else check_missing
+    # Else the survivor of a lost node could be taken for the one that is cut off.
+    is_cut = not tick.is_lease_overdue and _is_cut(rules, state, now_s)
+    further = on_broken_links if is_cut else check_missing
     return further(rules, state, now_s)
 
 
