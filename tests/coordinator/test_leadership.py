@@ -22,7 +22,7 @@ from helpers.coordinated import (
 )
 from helpers.jobs import shaped_plan
 from helpers.tasks import TIMEOUT_S, settle
-from planaria.coordinator.commands import MembersRecorded, Saving
+from planaria.coordinator.commands import MembersRecorded, Saving, Tick
 from planaria.coordinator.contact import HeadContact
 from planaria.coordinator.leadership import Leadership
 from planaria.coordinator.step import Event
@@ -178,6 +178,33 @@ def test_a_node_that_is_lost_while_it_is_admitted_is_told_so() -> None:
         assert isinstance(new.told[-1], Abort)
         assert NODE not in new.told[-1].nodes
         assert not await logbook.renew(NODE)
+
+    gated(run)
+
+
+def test_a_tick_tells_that_a_member_is_about_to_be_lost() -> None:
+    """Its survivor, which complains of a broken link, was evicted before its lease had ended."""
+    now_s = NOW_S
+
+    async def run(store: EmbeddedStore, _gate: asyncio.Event) -> None:
+        nonlocal now_s
+        contact = HeadContact(lease_s=LEASE_S, patience_s=0.0, now_s=lambda: now_s)
+        logbook, hands = await open_logbook(store, "job", lease_s=LEASE_S), FakeHands()
+        leadership = Leadership[FakeLine](small_rules(), logbook, hands, contact=contact)
+        await leadership.restore(shaped_plan((2, 2), 6), predicted_s=1.0, now_s=NOW_S)
+        for node in range(NODE + 1):
+            assert await leadership.admit(node, FakeLine())
+        now_s += LEASE_S - 0.1
+        for node in range(NODE):
+            await leadership.on_message(node, Heartbeat(node=node, sent_s=now_s))
+        for later_s in (0.0, 0.2):
+            now_s += later_s
+            leadership.tick()
+        await leadership.on_message(NODE, Heartbeat(node=NODE, sent_s=now_s))
+        leadership.tick()
+
+        ticks = [event for event in hands.queued if isinstance(event, Tick)]
+        assert [tick.is_lease_overdue for tick in ticks] == [False, True, False]
 
     gated(run)
 

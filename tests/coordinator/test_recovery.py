@@ -402,6 +402,8 @@ def test_a_link_that_breaks_between_live_nodes_begins_an_epoch_after_a_lease() -
     """Mostly the peer is lost, and then that is found sooner: that loss is answered alone."""
     state, _ = after((*HELD, unreachable()))
     assert step(RULES, state, Tick(), NOW_S + LEASE_S) == (state, ())
+    overdue = Tick(is_lease_overdue=True)
+    assert step(RULES, state, overdue, NOW_S + LEASE_S + 0.1) == (state, ())
     broken, commands = step(RULES, state, Tick(), NOW_S + LEASE_S + 0.1)
     lost, _ = step(RULES, state, node_loss(2), NOW_S)
 

@@ -475,7 +475,7 @@ class Stopping(SilentDisplay):
             ("training", ()),
             ("injecting leader", ("leader:@3",)),
             ("injecting kill", ("kill:1@3.backward",)),
-            ("its connection closed", ("kill:1@3.backward",)),
+            ("lost: node 1", ("kill:1@3.backward",)),
             ("another one is started", ("forkserver:@3",)),
             ("injecting leader", ("forkserver:@2", "leader:@3")),
         ]

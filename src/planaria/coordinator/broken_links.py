@@ -1,8 +1,8 @@
 """Links that break between live nodes: who has to go, so that the others reach one another.
 
-A node that others cannot reach is mostly lost, and then its lease runs out first. But a cut may lie
-between nodes that both reach the head, and may let packets through one way. Each rank whose link
-broke complains of its peer. Then:
+A node that others cannot reach is mostly lost, and then its lease runs out first; while one has run
+out, nobody else is blamed. But a cut may lie between nodes that both reach the head, and may let
+packets through one way. Each rank whose link broke complains of its peer. Then:
 
 1. The next epoch has the same nodes, because a link may break once and hold when it is made anew.
 2. When links break in BROKEN_LINKS_MAX epochs without a commit, a node goes: of those that the job

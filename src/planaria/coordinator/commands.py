@@ -160,8 +160,7 @@ class Tick:
 
     Attributes:
         is_cut_off: whether no member is heard, so that members cannot be blamed for their silence.
-        is_lease_overdue: whether the loss of a member is about to be told, because its lease has run
-            out.
+        is_lease_overdue: whether the lease of a member has run out, which is about to be told.
     """
 
     is_cut_off: bool = False
