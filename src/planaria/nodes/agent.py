@@ -33,7 +33,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -119,13 +119,8 @@ _from_worker_decoder: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(Fr
 WorkerMain = Callable[[NodeSpec, int, int, Pulse], None]
 
 
-def main(payload: bytes, lifeline_fd: int, given_up_fd: int = -1, head_lost_fd: int = -1) -> None:
-    """An agent's main function, called in a forked process.
-
-    Args:
-        given_up_fd: eventfd by which the agent says that it has given its head up; -1: to nobody.
-        head_lost_fd: eventfd by which `planaria agent` says that the head is lost; -1: nobody does.
-    """
+def main(payload: bytes, lifeline_fd: int, *head_fds: int) -> None:
+    """An agent's main function, called in a forked process; see MachineNode for `head_fds`."""
     spec = msgspec.json.decode(payload, type=NodeSpec)
     os.setsid()
     raise_open_files(spec.job.cluster)
@@ -139,7 +134,7 @@ def main(payload: bytes, lifeline_fd: int, given_up_fd: int = -1, head_lost_fd: 
         workers = [
             _Worker(_worker_spec(spec, device, clocks_fd), lifeline_fd) for device in range(devices)
         ]
-        asyncio.run(_Agent(spec, workers, lifeline_fd, given_up_fd, head_lost_fd).run())
+        asyncio.run(_Agent(spec, workers, lifeline_fd, head_fds).run())
     except BaseException:
         # _end_group also ends this process, so the traceback must be printed before it.
         traceback.print_exc()
@@ -223,16 +218,10 @@ class _Worker:
 
 class _Agent:
     def __init__(
-        self,
-        spec: NodeSpec,
-        workers: list[_Worker],
-        lifeline_fd: int,
-        given_up_fd: int = -1,
-        head_lost_fd: int = -1,
+        self, spec: NodeSpec, workers: list[_Worker], lifeline_fd: int, head_fds: Sequence[int] = ()
     ) -> None:
         self._spec, self._workers = spec, workers
-        self._lifeline_fd = lifeline_fd
-        self._given_up_fd, self._head_lost_fd = given_up_fd, head_lost_fd
+        self._lifeline_fd, self._head_fds = lifeline_fd, head_fds
         self._state = AgentState(node=spec.node, is_elsewhere=spec.patience_s > 0.0)
         self._to_coordinator: asyncio.StreamWriter | None = None
         self._session: asyncio.Task[None]
@@ -252,8 +241,8 @@ class _Agent:
         loop.add_reader(self._lifeline_fd, _end_group)
         for number in _NOTICES:
             loop.add_signal_handler(number, self._on_notice, self._spec.job.cluster.notice_s)
-        if self._head_lost_fd >= 0:
-            loop.add_reader(self._head_lost_fd, self._on_head_lost)
+        for head_lost_fd in self._head_fds[1:]:
+            loop.add_reader(head_lost_fd, self._give_up, "its head was replaced by another")
         self._report(
             NodeArrived(
                 node=self._spec.node,
@@ -419,17 +408,14 @@ class _Agent:
             sys.stderr.write(f"node {self._spec.node} ends itself: {reason}\n")
         _end_group()
 
-    def _on_head_lost(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._head_lost_fd)
-        self._give_up("its head was replaced by another")
-
     def _give_up(self, reason: str) -> None:
         """Ends the node, for which there is no head any more, once it has saved what it holds."""
         if not self._spec.parts:
             self._end_node(reason)
         elif self._parts is None:
-            if self._given_up_fd >= 0:
-                os.eventfd_write(self._given_up_fd, 1)
+            if self._head_fds:
+                os.eventfd_write(self._head_fds[0], 1)
+                asyncio.get_running_loop().remove_reader(self._head_fds[1])
             self._parts = PartReports([worker.rank for worker in self._workers])
             self._session.cancel()
 

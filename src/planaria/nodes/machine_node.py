@@ -44,7 +44,8 @@ class MachineNode:
     Attributes:
         number: number of the node that runs or is about to; -1: none.
         has_given_up: whether the node has given its head up. It saves what it holds and ends, so no
-            head can take it up any more. Its agent says so by an eventfd.
+            head can take it up any more. Its agent says so by one eventfd, and is told by another
+            one that its head is lost.
     """
 
     def __init__(
