@@ -190,7 +190,7 @@ class PipelineTemplate:
 
     @property
     def devices_per_node(self) -> int:
-        return sum(stage.num_devices for stage in self.stages) // self.num_nodes
+        return sum([stage.num_devices for stage in self.stages]) // self.num_nodes
 
     @property
     def node_kinds(self) -> tuple[NodeKind, ...]:
@@ -221,6 +221,8 @@ class Pipeline:
     def ranks_by_stage(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each stage, by stage; see `stage_ranks`."""
         per_node = self.template.devices_per_node
+        if per_node == 1:  # Each stage lies in a node of its own; thousands of nodes are faster so.
+            return tuple([(node,) for node in self.nodes])
         ranks = [node * per_node + device for node in self.nodes for device in range(per_node)]
         ends = accumulate(stage.num_devices for stage in self.template.stages)
         return tuple(

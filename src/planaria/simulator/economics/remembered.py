@@ -180,12 +180,16 @@ def _own_microbatches(plan: Plan) -> tuple[int, ...]:
     if any(special) or plan.shadows:
         return ()
     counts = Counter(route[0].rank for route in plan.routes)
-    firsts = [pipeline.ranks_by_stage()[0][0] for pipeline in plan.pipelines]
-    by_route = {route[0].rank: route for route in plan.routes}
-    for first, pipeline in zip(firsts, plan.pipelines, strict=True):
-        if first in by_route and by_route[first] != pipeline.route():
+    own = {
+        ranks[0]: ranks
+        for pipeline in plan.pipelines
+        if (ranks := [ranks[0] for ranks in pipeline.ranks_by_stage()])
+    }
+    # A plan has the same few routes many times; comparing all of them would be slow.
+    for route in {id(route): route for route in plan.routes}.values():
+        if [hop.rank for hop in route] != own.get(route[0].rank):
             return ()
-    return tuple(counts[first] for first in firsts)
+    return tuple(counts[first] for first in own)
 
 
 def _state(live: tuple[Node, str] | None, node: int, held: Mapping[int, frozenset[int]]) -> object:
