@@ -94,6 +94,7 @@ COMMANDS = {
     "profile": {"job", "-o", "--output", "--set"},
     "plan": {
         "profile",
+        "--recompute",
         "--nodes",
         "--max-nodes",
         "--devices-per-node",

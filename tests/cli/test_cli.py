@@ -349,3 +349,42 @@ def test_plan_foresees_joins_of_nodes_as_the_profile_says_only() -> None:
     options = ("--nodes", "5", "--max-nodes", "7", "--node-speed", "0=0.5")
 
     assert_mistake(command("plan", profile, *options), "--max-nodes = 7", "as the profile says")
+
+
+GPT2_IN_24_GB = ("gpt2", "--nodes", "4", "--node-memory", "0-3=24e9")
+
+
+def test_plan_says_what_each_stage_computes_again() -> None:
+    """Where memory binds and the user lets the planner choose; 22.4 GiB hold no half of it else."""
+    options = (*GPT2_IN_24_GB, "--recompute", "auto")
+    shown = " ".join(command("plan", *options).stdout.split())
+    assert "computed again in the backward, with the number of layers: 2 nodes: 0-13 none" in shown
+
+    (found,) = json.loads(command("plan", *options, "--json").stdout)["templates"]
+    first, last = found["stages"]
+    assert set(first["recomputation"]) == {"none", "selective"}
+    assert len(first["recomputation"]) == first["end_layer"]
+    assert set(last.get("recomputation", ["none"])) == {"none"}
+
+
+def test_plan_counts_what_is_computed_again_everywhere() -> None:
+    """It takes longer and less memory; the table needs no words, for all layers do the same."""
+    found = {}
+    for mode in ("none", "selective", "full"):
+        options = ("gpt2", "--nodes", "2", "--recompute", mode, "--json")
+        content = json.loads(command("plan", *options).stdout)
+        found[mode] = content["plan"]["iteration_s"], content["templates"][0]["peak_bytes"]
+        assert "recomputation" not in content["templates"][0]["stages"][0]
+
+    assert found["none"][0] < found["selective"][0] < found["full"][0]
+    assert found["none"][1] > found["selective"][1] > found["full"][1]
+
+
+def test_plan_refuses_to_guess_what_computing_again_costs() -> None:
+    """A profile that was measured without has no costs of it."""
+    paced = str(PACED.with_name("paced-profile.json"))
+    for mode in ("auto", "full"):
+        result = command("plan", paced, "--nodes", "2", "--recompute", mode)
+        assert result.exit_code == 2
+        assert "--recompute" in result.stderr
+        assert "planaria profile measures it" in " ".join(result.stderr.split())

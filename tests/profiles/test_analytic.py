@@ -104,6 +104,31 @@ def test_a_sample_costs_six_flops_for_each_parameter_and_token_and_its_attention
     assert expected == pytest.approx(sample_flops(shape), rel=0.01)
 
 
+def test_a_block_that_computes_again_keeps_less_and_its_backward_takes_longer() -> None:
+    """22 bytes for each hidden value with the results of products, 2 with the input alone; a whole
+    forward takes longer than its norms and activation functions."""
+    block = PROFILES["gpt3-175b"].layers[1]
+    selective, full = block.recomputed["selective"], block.recomputed["full"]
+    assert selective.activation_bytes == 22 * 2048 * 12_288
+    assert full.activation_bytes == 2 * 2048 * 12_288
+    for count, forward_s in block.forward_s.items():
+        assert full.additional_s[count] == forward_s
+        assert 0.0 < selective.additional_s[count] < 0.2 * forward_s
+
+
+@given(shapes(), st.integers(1, 8))
+def test_every_layer_but_the_head_can_compute_again(
+    shape: TransformerShape, microbatch_size: int
+) -> None:
+    """The engine never computes the last layer again; no mode keeps more than none does."""
+    *others, head = analytic_profile(shape, A100, microbatch_size=microbatch_size).layers
+    assert not head.recomputed
+    for layer in others:
+        assert layer.recomputed.keys() == {"selective", "full"}
+        full, selective = (layer.recomputed[m].activation_bytes for m in ("full", "selective"))
+        assert full <= selective <= layer.activation_bytes
+
+
 def test_a_gpt_block_keeps_34_bytes_for_each_hidden_value() -> None:
     """Korthikanti et al., section 4, without the scores."""
     block = PROFILES["gpt3-175b"].layers[1]

@@ -17,7 +17,13 @@ from planaria.checkpoint.memory.turns import Buffers
 from planaria.cli.command_line import check_writable, exit_codes, write
 from planaria.cli.node_kinds import parse_node_kinds
 from planaria.core.job import CheckpointConfig
-from planaria.core.plan import NodeKind, Plan
+from planaria.core.plan import (
+    ModelProfile,
+    NodeKind,
+    Plan,
+    Recomputation,
+    recomputing_profile,
+)
 from planaria.errors import ConfigError, FeasibleValue, InfeasibleError, Limit
 from planaria.job.checks import NODES_MAX
 from planaria.job.planning import check_size, infeasible_mistake, read_profile
@@ -57,6 +63,15 @@ class Objective(StrEnum):
     PAPER = "paper"
 
 
+class Recomputing(StrEnum):
+    """The choices of `training.activation_checkpointing`."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+    AUTO = "auto"
+
+
 Microbatches = Annotated[
     int | None,
     typer.Option(
@@ -86,6 +101,14 @@ Copies = Annotated[
     int,
     typer.Option(help="Also say what this many copies of each layer in memory take; 0: nothing."),
 ]
+Recompute = Annotated[
+    Recomputing,
+    typer.Option(
+        metavar="MODE",
+        help="What backwards compute again: none, selective (all but matrix products and "
+        "attention), full, or auto (what memory needs).",
+    ),
+]
 PlotFile = Annotated[
     Path | None,
     typer.Option(help="Draw the stages and the timeline to this file: .svg, .png or .pdf."),
@@ -111,6 +134,7 @@ def plan(
     ] = 1,
     microbatches: Microbatches = None,
     objective: ChosenObjective = Objective.EXACT,
+    recompute: Recompute = Recomputing.NONE,
     node_speed: NodeSpeeds = None,
     node_memory: NodeMemories = None,
     copies: Copies = 0,
@@ -128,10 +152,12 @@ def plan(
     start_s = time.perf_counter()
     with _worded_for_options(nodes):
         problem = Problem(
-            profile=model,
+            profile=_recomputing(model, recompute),
             devices_per_node=devices_per_node,
             num_microbatches=4 * nodes * devices_per_node if microbatches is None else microbatches,
             failures_tolerated=failures,
+            splits_backward=recompute in (Recomputing.NONE, Recomputing.AUTO),
+            chooses_recomputation=recompute is Recomputing.AUTO,
         )
         check_size(problem, nodes)
         catalog, templates = _plans(problem, kinds, objective, max_nodes=max_nodes)
@@ -139,6 +165,25 @@ def plan(
     if plot is not None and picture is not None:
         write(plot, plan_figure(catalog, catalog.plans[nodes], picture=picture))
     _print(catalog, templates, nodes, copies=copies, planning_s=planning_s if as_json else None)
+
+
+def _recomputing(profile: ModelProfile, recomputing: Recomputing) -> ModelProfile:
+    """The profile with what is computed again; the layers choose for themselves with AUTO.
+
+    Raises:
+        ConfigError: the profile does not say what that costs.
+    """
+    modes = {mode for layer in profile.layers for mode in layer.recomputed}
+    if recomputing is Recomputing.NONE or (recomputing is Recomputing.AUTO and modes):
+        return profile
+    if recomputing.value not in modes:
+        remedy = (
+            "the profile does not say what it costs to compute activations again; planaria profile "
+            "measures it for a job with training.activation_checkpointing"
+        )
+        raise ConfigError("--recompute", recomputing.value, remedy)
+    mode: Recomputation = "selective" if recomputing is Recomputing.SELECTIVE else "full"
+    return recomputing_profile(profile, mode)
 
 
 @contextmanager

@@ -28,6 +28,14 @@ drop. That is 34 s b h bytes for a GPT. Flash attention does not keep the scores
 it keeps for each head and token are not counted. The head keeps float32 logits of all tokens, also
 for an encoder.
 
+Activations computed again (RecomputationCost): with "full" a layer keeps its input alone, and the
+backward takes the seconds of the forward in addition. With "selective" a block keeps its input and
+the results of its matrices and of attention, 22 s b h bytes for a GPT. In addition the backward
+reads these once and writes once what it computes again, at the memory's bandwidth, because norms,
+activation functions and dropout count as 0 FLOPs; of the two sums of hidden states it repeats the
+first, which the second norm needs. An embedding has no product, so both modes keep the tokens. The
+head follows the last block at once, and is never computed again.
+
 Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (MLSys
 '23), section 4: activations; Shoeybi et al., Megatron-LM (2019), section 3: where tensor
 parallelism sums; Dao, FlashAttention-2 (2023), section 4.1: five products for two.
@@ -35,11 +43,11 @@ Differs: the first paper's term 5 a s / h is left out with the scores. Each devi
 all activations of a layer, also where several devices share it, as in estimator/peak_memory.py.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
-from planaria.core.plan import LayerProfile, Link, ModelProfile, TiedParameters
+from planaria.core.plan import LayerProfile, Link, ModelProfile, RecomputationCost, TiedParameters
 
 DEVICE_COUNTS: Final = (1, 2, 4, 8)
 VALUE_BYTES: Final = 2  # bfloat16: a parameter, a gradient, an activation.
@@ -202,6 +210,14 @@ class _Part:
     num_reductions: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Again:
+    """What a layer keeps if its backward computes activations again, and that additional work."""
+
+    activation_bytes: int
+    part: _Part
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
     """The work of one layer on one microbatch, and what it keeps in memory.
@@ -209,6 +225,7 @@ class _Work:
     Attributes:
         activation_bytes: bytes kept from the forward to the backward.
         input_gradient, weight_gradient: parts of the backward.
+        again: memory and work if activations are computed again, by mode; empty: they never are.
     """
 
     name: str
@@ -217,6 +234,7 @@ class _Work:
     forward: _Part
     input_gradient: _Part
     weight_gradient: _Part
+    again: Mapping[str, _Again] = field(default_factory=dict)
 
 
 def _works(shape: TransformerShape, num_tokens: int) -> tuple[tuple[int, _Work], ...]:
@@ -241,13 +259,16 @@ def _embedding(shape: TransformerShape, num_tokens: int) -> _Work:
         TOKEN_BYTES + shape.has_dropout * MASK_BYTES * h + shape.is_encoder * VALUE_BYTES * h
     )
     moved_bytes = 2 * num_tokens * (VALUE_BYTES * h + kept_bytes)
+    forward = _Part(0, moved_bytes, num_reductions=1)
+    again = _Again(num_tokens * TOKEN_BYTES, forward)
     return _Work(
         name="embedding",
         num_parameters=num_rows * h + norm,
         activation_bytes=num_tokens * kept_bytes,
-        forward=_Part(0, moved_bytes, num_reductions=1),
+        forward=forward,
         input_gradient=_Part(0, 0),
         weight_gradient=_Part(0, moved_bytes),
+        again={"selective": again, "full": again},
     )
 
 
@@ -268,13 +289,24 @@ def _block(shape: TransformerShape, num_tokens: int) -> _Work:
     product_flops = 2 * num_tokens * weights
     num_visible = shape.sequence_length if shape.is_encoder else shape.sequence_length // 2
     score_flops = 4 * num_tokens * num_visible * h
+    forward = _Part(product_flops + score_flops, moved_bytes, num_reductions=2)
+    # The input; queries, keys and values; what attention, the projection, the wide matrices and the
+    # last matrix give.
+    results = VALUE_BYTES * (h + (h + 2 * kv) + h + h + num_wide * f + h)
+    # The outputs of the norms, the input of the second one, the input of the last matrix, masks.
+    computed = VALUE_BYTES * (2 * h + h + f) + shape.has_dropout * MASK_BYTES * 2 * h
+    selective = _Part(0, num_tokens * (results + computed), num_reductions=1)
     return _Work(
         name="block",
         num_parameters=parameters,
         activation_bytes=activation_bytes,
-        forward=_Part(product_flops + score_flops, moved_bytes, num_reductions=2),
+        forward=forward,
         input_gradient=_Part(product_flops + 5 * score_flops // 2, moved_bytes, num_reductions=2),
         weight_gradient=_Part(product_flops, moved_bytes),
+        again={
+            "selective": _Again(num_tokens * results, selective),
+            "full": _Again(num_tokens * VALUE_BYTES * h, forward),
+        },
     )
 
 
@@ -333,6 +365,10 @@ def _layer_profile(
         optimizer_bytes=OPTIMIZER_BYTES * work.num_parameters,
         activation_bytes=work.activation_bytes,
         output_bytes=reduced_bytes,
+        recomputed={
+            mode: RecomputationCost(again.activation_bytes, seconds(again.part))
+            for mode, again in work.again.items()
+        },
     )
 
 

@@ -56,6 +56,7 @@ def plan_table(catalog: PlanCatalog, plan: Plan, *, templates: Sequence[RankedTe
     parts: list[RenderableType] = [
         _heading(catalog.problem, plan),
         _templates_table(catalog, templates, plan),
+        *_recomputation_lines(templates),
         _pipelines_table(catalog, plan),
         _summary(catalog, plan),
     ]
@@ -95,6 +96,7 @@ def plan_json(
                         "first_layer": stage.first_layer,
                         "end_layer": stage.end_layer,
                         "devices": stage.num_devices,
+                        **_recomputation_json(stage),
                     }
                     for stage in cost.template.stages
                 ],
@@ -138,6 +140,11 @@ def _others_json(catalog: PlanCatalog, others: Mapping[int, Plan]) -> list[dict[
 def _kinds_json(template: PipelineTemplate) -> dict[str, Any]:
     """JSON of the kinds of a template's nodes, in order; empty if all are as profiled."""
     return {"node_kinds": [asdict(kind) for kind in template.kinds]} if template.kinds else {}
+
+
+def _recomputation_json(stage: Stage) -> dict[str, Any]:
+    """JSON of what each layer of a stage computes again; empty where the planner chose nothing."""
+    return {"recomputation": list(stage.recomputation)} if stage.recomputation else {}
 
 
 def _speed(catalog: PlanCatalog, plan: Plan) -> dict[str, float]:
@@ -263,6 +270,27 @@ def _templates_table(
             style="bold green" if cost.num_used else "dim",
         )
     return table
+
+
+def _recomputation_lines(templates: Sequence[RankedTemplate]) -> list[Text]:
+    """A paragraph with what the stages of each template compute again, if any stage does."""
+    lines = []
+    for template in (ranked.template for ranked in templates):
+        stages = [
+            f"{range_text(stage.first_layer, stage.end_layer - 1)} {_modes_text(stage)}"
+            for stage in template.stages
+        ]
+        if any(stage.recomputation for stage in template.stages):
+            lines.append(f"{count_text(template.num_nodes, 'node')}: {' | '.join(stages)}")
+    text = "computed again in the backward, with the number of layers:\n" + "\n".join(lines)
+    return [Text(text)] if lines else []
+
+
+def _modes_text(stage: Stage) -> str:
+    """The modes of recomputation in a stage, with the number of layers of each."""
+    counts = Counter(stage.recomputation)
+    modes = [f"{mode} {counts[mode]}" for mode in ("none", "selective", "full") if counts[mode]]
+    return ", ".join(modes) or "none"
 
 
 def _pipelines_table(catalog: PlanCatalog, plan: Plan) -> Table:
