@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import msgspec
 import pytest
@@ -92,6 +92,7 @@ def with_agent(
     *,
     patience_s: float,
     parts: str = "",
+    head_fds: Sequence[int] = (),
 ) -> None:
     """Runs an agent without workers against a coordinator that `play` plays, and then ends."""
 
@@ -115,7 +116,7 @@ def with_agent(
             patience_s=patience_s,
             parts=parts,
         )
-        agent = asyncio.create_task(_Agent(spec, [], lifeline_fd).run())
+        agent = asyncio.create_task(_Agent(spec, [], lifeline_fd, head_fds).run())
         async with asyncio.timeout(TIMEOUT_S), server:
             await play(lines)
             server.close()
@@ -206,8 +207,10 @@ def test_a_node_ends_itself_when_nobody_answered_in_its_patience(
 def test_a_node_that_saves_by_itself_leaves_the_head_for_good_first(
     lifeline_fd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a head that comes back meanwhile would wait for its answer."""
+    """Else a head that comes back meanwhile would wait for its answer. Its machine is told, or it
+    would name the node to such a head."""
     saves: list[int] = []
+    given_up_fd, head_lost_fd = (os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2))
 
     async def save(agent: _Agent, _: PartReports) -> None:
         session = agent._session
@@ -215,6 +218,7 @@ def test_a_node_that_saves_by_itself_leaves_the_head_for_good_first(
         assert agent._to_coordinator is None
         assert agent._session is session
         assert not agent._silent_writers
+        assert os.eventfd_read(given_up_fd) == 1
         saves.append(agent._spec.node)
 
     async def play(lines: asyncio.Queue[Line]) -> None:
@@ -222,7 +226,10 @@ def test_a_node_that_saves_by_itself_leaves_the_head_for_good_first(
             await lines.get()
 
     monkeypatch.setattr(_Agent, "_save_parts", save)
-    with_agent(play, lifeline_fd, patience_s=2 * LEASE_S, parts="run-000001-00")
+    parts, head_fds = "run-000001-00", (given_up_fd, head_lost_fd)
+    with_agent(play, lifeline_fd, patience_s=2 * LEASE_S, parts=parts, head_fds=head_fds)
+    for descriptor in head_fds:
+        os.close(descriptor)
 
     assert saves == [4]
 
