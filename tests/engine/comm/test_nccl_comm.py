@@ -241,6 +241,7 @@ def test_groups_of_nccl_have_streams_that_nothing_else_uses(
     try:
         NcclMaker().make(Store(), 0, 2)
         assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"
+        assert os.environ["NCCL_CUMEM_ENABLE"] == environment.get("NCCL_CUMEM_ENABLE", "0")
     finally:
         os.environ.clear()
         os.environ.update(environment)

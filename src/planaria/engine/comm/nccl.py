@@ -483,6 +483,8 @@ class NcclMaker:
             TORCH_NCCL_USE_COMM_NONBLOCKING="1",
         )
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # Its memory outlives an abort.
+        # With it, one of seven starts that made fifty groups in a row hung (nccl issue 2379).
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
 
     def make(self, store: Store, rank: int, size: int) -> Group:
         """See `GroupMaker`."""
