@@ -14,13 +14,15 @@ FREE_START: Final = RecoveryCosts(startup_s=0.0, node_start_s=0.0)
 
 
 @cache
-def roomy(nodes: int = 8, microbatches: int = 0, **job: Any) -> ClusterScenario:
-    """Llama 2 7B on nodes with plenty of memory, to which nothing happens."""
+def two_deep(
+    nodes: int = 8, microbatches: int = 0, memory_bytes: int = 90_000_000_000, **job: Any
+) -> ClusterScenario:
+    """Llama 2 7B, to which nothing happens, on nodes two of which can hold it."""
     tables: dict[str, dict[str, object]] = {
         "training": {"deterministic": False},
         "checkpoint": {"persist_every": 100},
         "resilience": {"failures_tolerated": 1},
-        "cluster": {"device_memory_bytes": 400_000_000_000},
+        "cluster": {"device_memory_bytes": memory_bytes},
     }
     if microbatches:
         tables["training"]["global_batch_size"] = microbatches
@@ -29,13 +31,13 @@ def roomy(nodes: int = 8, microbatches: int = 0, **job: Any) -> ClusterScenario:
         tables.setdefault(table, {})[name] = value
     cluster = {"nodes": nodes, "profile": "llama2-7b"}
     return scenario_from_tables(
-        {"cluster": cluster, "job": tables, "run": {"hours": 1.0}}, name="roomy"
+        {"cluster": cluster, "job": tables, "run": {"hours": 1.0}}, name="two_deep"
     )
 
 
 def setting_with(costs: RecoveryCosts = FREE_START, **job: Any) -> Setting:
     """The setting of such a job with other costs."""
-    return replace(roomy(**job).setting, costs=costs)
+    return replace(two_deep(**job).setting, costs=costs)
 
 
 def free_iteration_s(system: System, setting: Setting) -> float:
@@ -60,7 +62,7 @@ def check_conserves(system: System, seed: int, *, hours: float = 3.0, **job: Any
         node_start_s=rng.choice((0.0, 10.0)),
         save_bytes_per_s=rng.choice((1e8, 1e9)),
     )
-    of = roomy(**job)
+    of = two_deep(**job)
     of = replace(
         of,
         failures=Wild(),

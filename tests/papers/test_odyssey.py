@@ -4,9 +4,9 @@ import pytest
 
 from helpers.published import rows_of
 from planaria.papers.experiments import EXPERIMENTS
-from planaria.papers.odyssey.faults import Duration as Known
 from planaria.papers.odyssey.faults import EquationPlan, Form, failures_of, odyssey, ratio, recycle
 from planaria.papers.rows import PublishedRow
+from planaria.systems.odyssey import Duration as Known
 
 PIPELINES = ("before", "after")
 

@@ -17,9 +17,12 @@ from planaria.show.simulation_plots import simulation_figure
 from planaria.show.simulations import simulation_json, simulation_table, sweep_table
 from planaria.simulator.economics.compare import Outcomes, compare
 from planaria.simulator.economics.planaria_system import PlanariaSystem
+from planaria.systems.bamboo import Bamboo
 from planaria.systems.gemini import Gemini
 from planaria.systems.highfreq import HighFreq
+from planaria.systems.odyssey import Duration, Odyssey
 from planaria.systems.oobleck import Oobleck
+from planaria.systems.recycle import ReCycle
 from planaria.systems.replicas import Replicas
 from planaria.systems.restart import Restart
 from planaria.systems.strawman import Strawman
@@ -31,6 +34,10 @@ SYSTEMS: Final[tuple[System, ...]] = (
     Oobleck(),
     Varuna(),
     Restart(),
+    Bamboo(),
+    ReCycle(),
+    Odyssey(),
+    Odyssey(duration=Duration.ORACLE),
     Gemini(),
     Strawman(),
     HighFreq(),

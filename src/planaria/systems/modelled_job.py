@@ -123,7 +123,14 @@ class ModelledJob:
         self._left = 1.0  # Share of the iteration in flight that was not done before it began.
         self._shares: dict[Category, float] = {}
         behaviour.begin(self)
-        self.go_on(0.0, (Category.STARTUP, setting.costs.startup_s))
+        self._begin((Category.STARTUP, setting.costs.startup_s))
+
+    def _begin(self, startup: Phase) -> None:
+        """Trains after the start, or waits if the nodes are too few or too small."""
+        if self._pace.nodes:
+            self.go_on(0.0, startup)
+        else:
+            self.wait(0.0, startup)
 
     # -- what happens to nodes --------------------------------------------------------------------
 
@@ -191,8 +198,9 @@ class ModelledJob:
 
     @property
     def next_commit_s(self) -> float:
-        """The time at which the iteration in flight ends; only if the job trains."""
-        assert self.is_training
+        """The time at which the next iteration ends, unless something happens; not while the job
+        waits for nodes."""
+        assert self._trains
         return self._next_commit_s
 
     def train_at(self, pace: Pace, now_s: float) -> None:
@@ -229,6 +237,11 @@ class ModelledJob:
         self._left = 1.0
         self.account.num_restarts += 1
         self.account.go_back(self.saves.newest)
+
+    def save_state(self) -> None:
+        """Makes a save of what is committed the newest; it takes no time here."""
+        self.saves.newest = self.account.num_iterations
+        self.account.settle(self.saves.newest)
 
     def post(self, at_s: float, happen: Callable[[float], None]) -> None:
         """Calls a function at a time, with that time."""
@@ -330,6 +343,11 @@ class Places:
         for place, node in zip(filled, free, strict=False):
             self.nodes[place] = node
         return filled
+
+    def move(self, source: int, target: int) -> None:
+        """Moves the node at one place to another one, which is empty."""
+        assert self.nodes[target] is None
+        self.nodes[target], self.nodes[source] = self.nodes[source], None
 
     @property
     def empty(self) -> tuple[int, ...]:

@@ -24,6 +24,13 @@ from random import Random
 from typing import Final
 
 from planaria.papers.rows import How, Key, PublishedRow
+from planaria.systems.odyssey import (
+    Duration,
+    effective_iterations,
+    rerouted_microbatches,
+    scaled_losses,
+    step_time,
+)
 
 _NUM_NODES: Final = 32
 _RATE_PER_S: Final = 0.1 / 3600
@@ -45,13 +52,6 @@ class Form(Enum):
     LARGEST = "largest"
 
 
-class Duration(Enum):
-    """Times until the next failure with which Equation 8 is evaluated."""
-
-    ORACLE = "oracle"
-    MEAN = "mean"
-
-
 @dataclass(frozen=True, slots=True)
 class EquationPlan:
     """Pipelines as they were formed last, and the nodes that they have lost since.
@@ -71,18 +71,14 @@ class EquationPlan:
     @property
     def num_lost(self) -> tuple[int, ...]:
         """The number of lost nodes of each stage; a longer pipeline's stages are scaled."""
-        counts = [0] * min(self.depths)
-        places = [(stage, depth) for depth in self.depths for stage in range(depth)]
-        for node, (stage, depth) in zip(self.nodes, places, strict=True):
-            counts[stage * len(counts) // depth] += node in self.dead
-        return tuple(counts)
+        places = [(index, s) for index, depth in enumerate(self.depths) for s in range(depth)]
+        lost = [p for node, p in zip(self.nodes, places, strict=True) if node in self.dead]
+        return tuple(scaled_losses(self.depths, lost))
 
     def rerouted_iteration(self, form: Form) -> float:
         """The time of an iteration that goes around lost nodes; infinite if it cannot."""
         number, num_lost = len(self.depths), self.num_lost
-        if max(num_lost) >= number:
-            return inf
-        more = [_MICROBATCHES / number * lost / (number - lost) for lost in num_lost]
+        more = rerouted_microbatches(_MICROBATCHES / number, number, num_lost)
         stage = -(-LAYERS // len(num_lost))
         return self.iteration + (sum(more) if form is Form.SUM else max(more)) * stage
 
@@ -110,7 +106,7 @@ def even_pipelines(
     for _ in range(num_microbatches):
         ends = [(d + n) * stage for d, n, stage in zip(depths, counts, stages, strict=True)]
         counts[ends.index(min(ends))] += 1
-    last = max((d + n - 1) * stage for d, n, stage in zip(depths, counts, stages, strict=True))
+    last = max(step_time(d, n, stage) for d, n, stage in zip(depths, counts, stages, strict=True))
     return float(last), depths
 
 
@@ -148,7 +144,8 @@ def odyssey(transition_s: float, form: Form) -> _Answer:
     def answer(plan: EquationPlan, duration_s: float) -> tuple[EquationPlan, float, float]:
         iteration = plan.rerouted_iteration(form)
         best = plan.best_plan()
-        if duration_s / iteration >= max(0.0, duration_s - transition_s) / best.iteration:
+        formed_anew = effective_iterations(best.iteration, transition_s, duration_s)
+        if effective_iterations(iteration, 0.0, duration_s) >= formed_anew:
             return plan, iteration, 0.0
         return best, best.iteration, transition_s
 

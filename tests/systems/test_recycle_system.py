@@ -1,0 +1,129 @@
+"""ReCycle: what a loss costs with and without its three techniques."""
+
+from dataclasses import replace
+
+import pytest
+
+from helpers.system_runs import check_conserves, committed_at, free_iteration_s, setting_with
+from planaria.observe.ledger import Category
+from planaria.systems.equal_pipelines import EqualPipelines, fastest_equal_pipelines
+from planaria.systems.modelled_job import ModelledJob
+from planaria.systems.recycle import ReCycle
+from planaria.systems.rerouting import ReroutedTimes
+from planaria.systems.system import Setting
+
+PLAIN = ReCycle(decouples_backward=False, staggers_optimizer=False, normalises=False)
+
+
+def pipelines_of(setting: Setting) -> EqualPipelines:
+    """Four pipelines of two nodes."""
+    pipelines = fastest_equal_pipelines(setting, 8, min_pipelines=2)
+    assert pipelines is not None
+    assert (pipelines.depth, pipelines.num_pipelines) == (2, 4)
+    return pipelines
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_seconds_and_samples_are_conserved(seed: int) -> None:
+    """Whatever happens to the nodes, with every technique switched on and off."""
+    system = ReCycle(
+        decouples_backward=seed % 2 == 0, staggers_optimizer=seed % 3 == 0, normalises=seed > 2
+    )
+    check_conserves(system, seed, microbatches=16)
+
+
+def test_without_losses_it_is_as_fast_as_the_estimator_says() -> None:
+    """There is no overhead (Odyssey, table I)."""
+    setting = setting_with(microbatches=16)
+
+    assert free_iteration_s(ReCycle(), setting) == pytest.approx(
+        pipelines_of(setting).iteration_s, rel=1e-3
+    )
+
+
+def test_peers_of_a_lost_node_compute_its_microbatches() -> None:
+    """Three nodes do the work of four at that stage, so the job is slower, but by less than that of
+    a whole pipeline; and nothing is undone."""
+    setting = setting_with(microbatches=64)
+    run = PLAIN.begin(setting)
+    rate = committed_at(run, 20_000.0) / 20_000.0
+    run.lose((2,), 20_000.0)
+    before = run.account.num_iterations
+    slower = (committed_at(run, 60_000.0) - before) / 40_000.0
+
+    assert 3 / 4 * rate * 0.93 < slower < rate * 0.95
+    assert not run.account.num_redone
+
+
+def test_decoupled_backwards_hide_work_in_bubbles() -> None:
+    """With few microbatches, of which bubbles are a large part."""
+    setting = setting_with(microbatches=16)
+    pipelines = pipelines_of(setting)
+    times = {
+        decouples: ReroutedTimes(setting, pipelines, decouples=decouples, staggers=False)
+        for decouples in (False, True)
+    }
+
+    assert times[True].iteration_s((1, 0)) < times[False].iteration_s((1, 0))
+
+
+def test_a_staggered_optimizer_takes_no_longer() -> None:
+    """Late stages do not wait for the first one between iterations."""
+    setting = setting_with(microbatches=16)
+    pipelines = pipelines_of(setting)
+    seconds = [
+        ReroutedTimes(setting, pipelines, decouples=True, staggers=staggers).iteration_s((0, 1))
+        for staggers in (False, True)
+    ]
+
+    assert pipelines.iteration_s <= seconds[1] < seconds[0]
+
+
+def test_normalisation_moves_nodes_where_one_stage_lacks_most() -> None:
+    """Two nodes of one stage are lost: one survivor of the other moves, and gets its layers."""
+    after: dict[bool, tuple[float, float]] = {}
+    for normalises in (False, True):
+        system = replace(PLAIN, normalises=normalises)
+        run = system.begin(setting_with(microbatches=64))
+        run.run_until(1_000.0)
+        run.lose((0, 2), 1_000.0)
+        before = run.account.num_iterations
+        number = committed_at(run, 100_000.0) - before
+        after[normalises] = number, run.account.ledger.parts()[Category.TRANSFER]
+
+    assert after[True][0] > 1.2 * after[False][0]
+    assert after[True][1] > 0.0 == after[False][1]
+
+
+def test_a_node_that_comes_takes_an_empty_place() -> None:
+    """The inverse of a loss: it gets its layers, and the job is as fast as before."""
+    run: ModelledJob = ReCycle().begin(setting_with(microbatches=64))
+    rate = committed_at(run, 20_000.0) / 20_000.0
+    run.lose((2,), 20_000.0)
+    run.take_back((2,), 30_000.0)
+    before = committed_at(run, 31_000.0)
+
+    assert (committed_at(run, 51_000.0) - before) / 20_000.0 == pytest.approx(rate, rel=0.01)
+    assert not run.account.num_restarts
+
+
+def test_the_loss_of_a_whole_stage_costs_the_work_since_the_save() -> None:
+    """No peer holds its layers any more."""
+    run = ReCycle().begin(setting_with(microbatches=64))
+    run.run_until(20_000.0)
+    run.lose((0, 2, 4, 6), 20_000.0)
+
+    assert run.account.num_restarts == 1
+    assert run.account.num_iterations % 100 == 0
+    assert committed_at(run, 40_000.0) > run.account.num_redone
+
+
+def test_waiting_nodes_get_larger_pipelines() -> None:
+    """After a start on four nodes four more come."""
+    run = ReCycle().begin(setting_with(microbatches=64))
+    rate = committed_at(run, 20_000.0) / 20_000.0
+    run.lose((0, 2, 4, 6), 20_000.0)
+    run.take_back((0, 2, 4, 6), 30_000.0)
+    before = committed_at(run, 31_000.0)
+
+    assert (committed_at(run, 51_000.0) - before) / 20_000.0 == pytest.approx(rate, rel=0.02)
