@@ -233,6 +233,9 @@ def _choose_continuation(rules: Rules, state: JobState, now_s: float) -> Step:
     if outcome.vector:
         vector = decode_vector(outcome.vector, rules.layout)
         ends = vector.is_last(outcome.iteration - 1, rules.job.training)
+    if _has_stopped_short(rules, state, outcome) and not shortage_text(rules, num_nodes):
+        ends = False
+        state = replace(state, commits=replace(state.commits, ends=False))
     answered, missing = state, _missing_layers(rules, state, outcome, cluster)
     is_saved = ends and state.saves.newest_iteration >= outcome.iteration
     point = back_point(rules, state, outcome) if missing and not is_saved else None
@@ -283,6 +286,16 @@ def _choose_continuation(rules: Rules, state: JobState, now_s: float) -> Step:
         text = f"no live node holds layer {missing[0]}, and no copy of it is left"
         return _end_unsaved(state, f"{text}{_after_crash(state)}")
     return _save_then_end(state, outcome, held, ending=Ending.LOST, reason=reason)
+
+
+def _has_stopped_short(rules: Rules, state: JobState, outcome: Outcome) -> bool:
+    """Whether all may have agreed to end for no other reason than that too few nodes were left.
+
+    Then the job goes on if others have joined since. A loss that was aimed at may be reached, too.
+    """
+    training, stop = rules.job.training, state.stop
+    may_be_done = outcome.iteration >= training.iterations or training.target_loss > 0.0
+    return bool(stop.shortage) and not stop.must_end and not may_be_done
 
 
 def _missing_layers(

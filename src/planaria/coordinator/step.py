@@ -420,19 +420,22 @@ def _is_open(state: JobState, event: IterationDone) -> bool:
 
 def _commit_to_outcome(rules: Rules, state: JobState, now_s: float) -> Step:
     """Commits the iterations before the outcome's, which every member applies before it begins."""
-    outcome = state.commits.outcome
+    outcome, decision = state.commits.outcome, state.facts.decision
     assert outcome is not None
+    assert decision is not None
+    goes_on = isinstance(decision.order, StartEpoch)  # Also if all had agreed to end.
     commands: list[Command] = []
     while state.commits.next_iteration < outcome.iteration:
         iteration = state.commits.next_iteration
         reports = state.commits.reports_of(iteration)
         if iteration == outcome.iteration - 1 and outcome.vector:
             vector = decode_vector(outcome.vector, rules.layout)
-            ends = vector.is_last(iteration, rules.job.training)
+            ends = not goes_on and vector.is_last(iteration, rules.job.training)
             values = (vector.loss, vector.num_samples, vector.sample_digest)
         elif reports:
             first = reports[min(reports)]
-            ends, values = first.ends, (first.loss, first.num_samples, first.sample_digest)
+            ends = not goes_on and first.ends
+            values = (first.loss, first.num_samples, first.sample_digest)
         else:  # Every rank that knew its loss is gone, or told the coordinator before this one.
             text = f"iteration {iteration} is committed, but its loss is no longer known"
             commands.append(Notify(Warned(text=text, untold=iteration)))
