@@ -51,6 +51,22 @@ def test_no_job_stops_for_want_of_nodes_that_have_come() -> None:
     assert [one.iteration for one in of_type(cluster.commands, Committed) if one.ends] == [END - 1]
 
 
+def test_a_job_goes_on_if_a_node_comes_during_its_last_save() -> None:
+    """All have agreed to end, for want of nodes, and one is lost before all layers are saved."""
+    cluster = training(rules())
+    cluster.hear(NoticeTaken(node=1, rank=1, after_s=30.0))
+    cluster.train(FIRST + 1)
+    assert cluster.state.phase is Phase.SAVING
+    cluster.join(2)
+    cluster.lose(1)
+    for iteration in range(FIRST + 2, END):
+        cluster.train(iteration)
+
+    assert cluster.state.nodes == (0, 2)
+    assert of_type(cluster.commands, Committed)[-1].iteration == END - 1
+    assert of_type(cluster.commands, End) == []
+
+
 def test_the_users_own_stop_stays_where_too_few_nodes_would_have_made_one() -> None:
     cluster = training(rules())
     cluster.hear(NoticeTaken(node=1, rank=1, after_s=30.0), StopRequested())
