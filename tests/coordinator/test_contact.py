@@ -275,6 +275,19 @@ def test_after_the_patience_of_all_members_they_are_lost() -> None:
     play(run, patience_s=PATIENCE_S)
 
 
+def test_a_node_that_is_back_is_not_lost_if_another_one_answers_first() -> None:
+    """It is asked as well, and its answer may be the slower one."""
+
+    async def run(head: Head, _clock: Clock) -> None:
+        head.close(1, 3)
+        await head.connect(1)
+        await head.answer(0)
+
+        assert await head.lost_nodes() == [3]
+
+    play(run, patience_s=PATIENCE_S)
+
+
 def test_a_connection_that_closes_while_the_next_one_is_admitted_is_no_loss() -> None:
     """The agent left it because nothing came, and closed it because it was to be answered soon."""
 

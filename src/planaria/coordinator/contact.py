@@ -119,6 +119,6 @@ class HeadContact:
         return max(self._closed.values(), default=0)
 
     def forget(self, node: int) -> None:
-        """Forgets what was noted of a node, because it was heard again or is evicted."""
+        """Forgets what was noted of a node, because it is back, was heard, or is evicted."""
         self._pardoned.discard(node)
         self._closed.pop(node, None)

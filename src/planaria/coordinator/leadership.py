@@ -212,6 +212,7 @@ class Leadership(Generic[Agent]):
         if self.state.stop.is_requested and self.state.is_member(node):
             connection.tell(StopRequested())
         self._connections[node] = connection
+        self._contact.forget(node)  # It has come since its older connection closed.
         if number := self._contact.open_request:
             connection.tell(HeartbeatRequested(number=number))
         return True
