@@ -229,13 +229,8 @@ def _choose_continuation(rules: Rules, state: JobState, now_s: float) -> Step:
     held = held_layers(rules, state, outcome)
     cluster = _cluster(rules, state, held, now_s)
     num_nodes = _num_going_on(rules, state, len(cluster.nodes))
-    ends = state.commits.ends
-    if outcome.vector:
-        vector = decode_vector(outcome.vector, rules.layout)
-        ends = vector.is_last(outcome.iteration - 1, rules.job.training)
-    if _has_stopped_short(rules, state, outcome) and not shortage_text(rules, num_nodes):
-        ends = False
-        state = replace(state, commits=replace(state.commits, ends=False))
+    ends = _has_ended(rules, state, outcome, num_nodes)
+    state = replace(state, commits=replace(state.commits, ends=state.commits.ends and ends))
     answered, missing = state, _missing_layers(rules, state, outcome, cluster)
     is_saved = ends and state.saves.newest_iteration >= outcome.iteration
     point = back_point(rules, state, outcome) if missing and not is_saved else None
@@ -288,14 +283,21 @@ def _choose_continuation(rules: Rules, state: JobState, now_s: float) -> Step:
     return _save_then_end(state, outcome, held, ending=Ending.LOST, reason=reason)
 
 
-def _has_stopped_short(rules: Rules, state: JobState, outcome: Outcome) -> bool:
-    """Whether all may have agreed to end for no other reason than that too few nodes were left.
+def _has_ended(rules: Rules, state: JobState, outcome: Outcome, num_nodes: int) -> bool:
+    """Whether training has ended with the outcome.
 
-    Then the job goes on if others have joined since. A loss that was aimed at may be reached, too.
+    If all agreed to end because too few nodes were left, it goes on if there are enough by now;
+    with a target loss it does not, which may be why they agreed.
     """
     training, stop = rules.job.training, state.stop
-    may_be_done = outcome.iteration >= training.iterations or training.target_loss > 0.0
-    return bool(stop.shortage) and not stop.must_end and not may_be_done
+    is_for_want = bool(stop.shortage) and not stop.must_end and training.target_loss <= 0.0
+    is_done = outcome.iteration >= training.iterations
+    if is_for_want and not is_done and not shortage_text(rules, num_nodes):
+        return False
+    if not outcome.vector:
+        return state.commits.ends
+    vector = decode_vector(outcome.vector, rules.layout)
+    return vector.is_last(outcome.iteration - 1, training)
 
 
 def _missing_layers(
