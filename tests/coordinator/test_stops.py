@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from helpers.coordinated import (
     END,
     FIRST,
@@ -60,6 +62,27 @@ def test_a_job_goes_on_if_a_node_comes_during_its_last_save() -> None:
     cluster.join(2)
     cluster.lose(1)
     for iteration in range(FIRST + 2, END):
+        cluster.train(iteration)
+
+    assert cluster.state.nodes == (0, 2)
+    assert of_type(cluster.commands, Committed)[-1].iteration == END - 1
+    assert of_type(cluster.commands, End) == []
+
+
+def test_a_job_whose_last_save_is_complete_goes_on_with_a_node_that_has_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Too few were left after a loss, and nobody was to be waited for."""
+    cluster = training(rules())
+    node = cluster.nodes[0]
+    obey = node.obey
+    monkeypatch.setattr(node, "obey", lambda o: [] if isinstance(o, SaveLayers) else obey(o))
+    cluster.lose(1)
+    assert cluster.state.phase is Phase.SAVING
+    cluster.join(2)
+    number = cluster.state.commits.next_iteration
+    cluster.hear(save_report(0, number, epoch=1, layers=range(NUM_LAYERS)))
+    for iteration in range(number, END):
         cluster.train(iteration)
 
     assert cluster.state.nodes == (0, 2)

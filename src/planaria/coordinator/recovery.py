@@ -46,6 +46,7 @@ from planaria.coordinator.membership.shortage import (
 from planaria.coordinator.membership.standby import (
     await_machine,
     can_await,
+    is_ending,
     is_granted_soon,
     replacements_at_loss,
 )
@@ -328,8 +329,15 @@ def _has_unsaved(state: JobState, outcome: Outcome) -> bool:
 def await_machines(rules: Rules, state: JobState, reason: str, now_s: float) -> Step | None:
     """Has members that hold saved layers wait for machines; None if the job ends instead.
 
-    The time counts from the first call.
+    The time counts from the first call. If nodes have come since the save began, they fill the gap.
     """
+    num_staying = _num_going_on(rules, state, len(state.nodes))
+    replacements = replacements_at_loss(rules, state, num_staying, now_s)
+    is_short = bool(shortage_text(rules, num_staying)) and not is_ending(state)
+    is_filled = not shortage_text(rules, num_staying + len(replacements))
+    if is_short and replacements and (is_filled or can_await(rules, state)):
+        reason = "a node has joined"
+        return begin_recovery(rules, state, LossKind.GRANTED, (), reason=reason, now_s=now_s)
     if not can_await(rules, state):
         return None
     loss = state.facts.loss
@@ -338,10 +346,6 @@ def await_machines(rules: Rules, state: JobState, reason: str, now_s: float) -> 
         state = replace(state, facts=facts)
     if not is_granted_soon(rules, state, now_s):
         return None
-    num_staying = _num_going_on(rules, state, len(state.nodes))
-    if replacements_at_loss(rules, state, num_staying, now_s):
-        reason = "a node has joined"
-        return begin_recovery(rules, state, LossKind.GRANTED, (), reason=reason, now_s=now_s)
     return await_machine(rules, state, reason, now_s)
 
 

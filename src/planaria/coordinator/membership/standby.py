@@ -64,10 +64,14 @@ def replacements_at_loss(
 
 def can_await(rules: Rules, state: JobState) -> bool:
     """Whether the job, once it is saved, waits for machines because fewer than n0 nodes stay."""
-    stop = state.stop
-    is_ending = bool(stop.must_end or stop.failure) or (stop.is_requested and not stop.shortage)
     num_staying = sum(node not in state.membership.leaving for node in state.nodes)
-    return rules.wait_s > 0.0 and not is_ending and num_staying < rules.n0
+    return rules.wait_s > 0.0 and not is_ending(state) and num_staying < rules.n0
+
+
+def is_ending(state: JobState) -> bool:
+    """Whether the job ends for another reason than that nodes are short."""
+    stop = state.stop
+    return bool(stop.must_end or stop.failure) or (stop.is_requested and not stop.shortage)
 
 
 def is_granted_soon(rules: Rules, state: JobState, now_s: float) -> bool:
