@@ -221,7 +221,7 @@ class Pipeline:
     def ranks_by_stage(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each stage, by stage; see `stage_ranks`."""
         per_node = self.template.devices_per_node
-        if per_node == 1:  # Each stage lies in a node of its own; thousands of nodes are faster so.
+        if per_node == 1 and len(self.template.stages) == len(self.nodes):  # So it is faster.
             return tuple([(node,) for node in self.nodes])
         ranks = [node * per_node + device for node in self.nodes for device in range(per_node)]
         ends = accumulate(stage.num_devices for stage in self.template.stages)
