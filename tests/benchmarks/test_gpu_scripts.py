@@ -97,7 +97,8 @@ def test_a_command_over_its_time_is_killed_with_its_descendants(tmp_path: Path) 
     assert ended.code is None
     assert "killed at its time limit" in ended.problem
     assert "pid " in ended.problem
-    assert _is_gone(int((tmp_path / "log").read_text().split()[1]))
+    pid = int((tmp_path / "log").read_text().split()[1])
+    wait_for(lambda: _is_gone(pid), what="the end of what it started")
 
 
 def test_a_command_dies_with_a_script_that_is_killed(tmp_path: Path) -> None:
