@@ -18,10 +18,8 @@ from typing import Final
 
 from planaria.core.plan import Plan
 from planaria.observe.ledger import Category
-from planaria.systems.account import Account
-from planaria.systems.live_machines import LiveMachines
 from planaria.systems.system import Setting
-from planaria.systems.virtual_job import VirtualJob
+from planaria.systems.virtual_job import VirtualRun
 
 RECONFIGURATION_S: Final[Mapping[str, float]] = {  # By the name of the shipped profile.
     "bert-large": 2.0,
@@ -46,38 +44,19 @@ class Oobleck:
         return OobleckRun(setting)
 
 
-class OobleckRun:
+class OobleckRun(VirtualRun):
     """One job; implements `SystemRun`."""
 
     def __init__(self, setting: Setting) -> None:
-        job = setting.job
-        self._setting = setting
-        self._job = VirtualJob(
-            job.training.global_batch_size, save_every=job.checkpoint.persist_every
-        )
-        self._machines = LiveMachines(setting.num_nodes)
+        super().__init__(setting, save_every=setting.job.checkpoint.persist_every)
         self._is_stopped = False
         self._machine_of: dict[int, int] = {}
         self._plan: Plan | None = None
-        self._job.pause(Category.STARTUP, setting.costs.startup_s)
         self._take_plan()
-
-    @property
-    def account(self) -> Account:
-        """See `SystemRun`."""
-        return self._job.account
-
-    def run_until(self, now_s: float) -> None:
-        """See `SystemRun`."""
-        self._job.run_until(now_s)
 
     def lose(self, nodes: tuple[int, ...], now_s: float) -> None:
         """See `SystemRun`."""
-        self.run_until(now_s)
-        self.account.num_failures += 1
-        self._machines.remove(nodes)
-        self._job.lose_in_flight(now_s)
-        self._job.interrupt()
+        self._remove(nodes, now_s)
         has_all_layers = self._has_all_layers()
         if self._is_stopped or self._is_short():
             self._stop(is_saved=has_all_layers)
@@ -90,8 +69,7 @@ class OobleckRun:
 
     def take_back(self, nodes: tuple[int, ...], now_s: float) -> None:
         """See `SystemRun`."""
-        self.run_until(now_s)
-        self._machines.add(nodes)
+        self._add(nodes, now_s)
         if self._is_stopped:
             if not self._is_short():
                 self._is_stopped = False
@@ -105,12 +83,6 @@ class OobleckRun:
         """Oobleck does nothing before a loss; see `SystemRun`."""
         del nodes, deadline_s
         self.run_until(now_s)
-
-    def set_speeds(self, speeds: Mapping[int, float], now_s: float) -> None:
-        """See `SystemRun`."""
-        self.run_until(now_s)
-        self._machines.set_speeds(speeds)
-        self._job.slow_down(self._machines.slowness)
 
     def _is_short(self) -> bool:
         """Whether the nodes are too few for f + 1 pipelines."""

@@ -10,17 +10,14 @@ Source: torch.distributed.elastic, rendezvous/dynamic_rendezvous.py of torch 2: 
 keep_alive_interval 5 s and keep_alive_max_attempt 3. The start of processes is `costs.restart_s`.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from planaria.observe.ledger import Category
 from planaria.policies.morph import grid_templates
-from planaria.systems.account import Account
 from planaria.systems.grids import grid_of_depth
-from planaria.systems.live_machines import LiveMachines
 from planaria.systems.system import Setting
-from planaria.systems.virtual_job import VirtualJob
+from planaria.systems.virtual_job import VirtualRun
 
 KEEP_ALIVE_S: Final = 15.0  # 3 keep-alives, each 5 s after the one before, are missed.
 LAST_CALL_S: Final = 30.0
@@ -40,52 +37,28 @@ class Restart:
         return RestartRun(setting)
 
 
-class RestartRun:
+class RestartRun(VirtualRun):
     """One job; implements `SystemRun`."""
 
     def __init__(self, setting: Setting) -> None:
-        job = setting.job
-        self._setting = setting
-        self._job = VirtualJob(
-            job.training.global_batch_size, save_every=job.checkpoint.persist_every
-        )
-        self._machines = LiveMachines(setting.num_nodes)
+        super().__init__(setting, save_every=setting.job.checkpoint.persist_every)
         self._depth = grid_templates(setting.catalog, setting.num_nodes)[0].num_nodes
-        self._job.pause(Category.STARTUP, setting.costs.startup_s)
         self._take_grid()
-
-    @property
-    def account(self) -> Account:
-        """See `SystemRun`."""
-        return self._job.account
-
-    def run_until(self, now_s: float) -> None:
-        """See `SystemRun`."""
-        self._job.run_until(now_s)
 
     def lose(self, nodes: tuple[int, ...], now_s: float) -> None:
         """See `SystemRun`."""
-        self.run_until(now_s)
-        self.account.num_failures += 1
-        self._machines.remove(nodes)
+        self._remove(nodes, now_s)
         self._restart(now_s, noticed_s=KEEP_ALIVE_S)
 
     def take_back(self, nodes: tuple[int, ...], now_s: float) -> None:
         """See `SystemRun`."""
-        self.run_until(now_s)
-        self._machines.add(nodes)
+        self._add(nodes, now_s)
         self._restart(now_s, noticed_s=self._setting.costs.node_start_s)
 
     def give_notice(self, nodes: tuple[int, ...], now_s: float, *, deadline_s: float) -> None:
         """Nobody listens; see `SystemRun`."""
         del nodes, deadline_s
         self.run_until(now_s)
-
-    def set_speeds(self, speeds: Mapping[int, float], now_s: float) -> None:
-        """See `SystemRun`."""
-        self.run_until(now_s)
-        self._machines.set_speeds(speeds)
-        self._job.slow_down(self._machines.slowness)
 
     def _restart(self, now_s: float, *, noticed_s: float) -> None:
         """Starts all processes anew, from the newest save."""

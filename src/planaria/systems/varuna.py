@@ -19,11 +19,9 @@ from functools import partial
 from typing import Final
 
 from planaria.observe.ledger import Category
-from planaria.systems.account import Account
 from planaria.systems.grids import fastest_grid
-from planaria.systems.live_machines import LiveMachines
 from planaria.systems.system import Setting
-from planaria.systems.virtual_job import VirtualJob
+from planaria.systems.virtual_job import VirtualRun
 
 SAVE_EVERY: Final = 10  # Oobleck (SOSP '23), section 7.1.
 
@@ -66,40 +64,23 @@ class Varuna:
         return VarunaRun(setting)
 
 
-class VarunaRun:
+class VarunaRun(VirtualRun):
     """One job; implements `SystemRun`."""
 
     def __init__(self, setting: Setting) -> None:
-        self._setting = setting
-        self._job = VirtualJob(setting.job.training.global_batch_size, save_every=SAVE_EVERY)
-        self._machines = LiveMachines(setting.num_nodes)
+        super().__init__(setting, save_every=SAVE_EVERY)
         self._save_s = 0.0
-        self._job.pause(Category.STARTUP, setting.costs.startup_s)
         self._take_grid()
-
-    @property
-    def account(self) -> Account:
-        """See `SystemRun`."""
-        return self._job.account
-
-    def run_until(self, now_s: float) -> None:
-        """See `SystemRun`."""
-        self._job.run_until(now_s)
 
     def lose(self, nodes: tuple[int, ...], now_s: float) -> None:
         """See `SystemRun`."""
-        self.run_until(now_s)
-        self.account.num_failures += 1
-        self._machines.remove(nodes)
-        self._job.lose_in_flight(now_s)
-        self._job.interrupt()
+        self._remove(nodes, now_s)
         self._job.go_back()
         self._restart(self._setting.costs.detect_s)
 
     def take_back(self, nodes: tuple[int, ...], now_s: float) -> None:
         """See `SystemRun`."""
-        self.run_until(now_s)
-        self._machines.add(nodes)
+        self._add(nodes, now_s)
         if self._job.is_pausing:
             self._job.interrupt()
             self._job.go_back()
@@ -117,12 +98,6 @@ class VarunaRun:
             self._job.pause(Category.CHECKPOINT_STALL, 0.0, partial(self._save_by, deadline_s))
         else:
             self._job.at_commit(partial(self._save_by, deadline_s))
-
-    def set_speeds(self, speeds: Mapping[int, float], now_s: float) -> None:
-        """See `SystemRun`."""
-        self.run_until(now_s)
-        self._machines.set_speeds(speeds)
-        self._job.slow_down(self._machines.slowness)
 
     def _save_by(self, deadline_s: float) -> None:
         """Saves, and waits for the loss: what is trained after the save would be lost."""

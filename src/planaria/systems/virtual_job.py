@@ -5,11 +5,12 @@ waiting, and counts once it is complete.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from math import floor
 
 from planaria.observe.ledger import Category
 from planaria.systems.account import Account
+from planaria.systems.system import Setting
 
 
 class VirtualJob:
@@ -144,3 +145,76 @@ class VirtualJob:
     def lose_in_flight(self, now_s: float) -> None:
         """Books what an interrupted iteration took until now as time that is spent again."""
         self.account.spend(Category.REDO, now_s)
+
+
+class LiveMachines:
+    """The machines that are there.
+
+    Attributes:
+        there: machines, ascending.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.there = tuple(range(number))
+        self._speeds: dict[int, float] = {}
+
+    def remove(self, machines: Iterable[int]) -> None:
+        """Notes that machines are gone."""
+        gone = set(machines)
+        self.there = tuple(machine for machine in self.there if machine not in gone)
+        self._speeds = {m: speed for m, speed in self._speeds.items() if m not in gone}
+
+    def add(self, machines: Iterable[int]) -> None:
+        """Notes that machines are there again, at full speed."""
+        self.there = tuple(sorted({*self.there, *machines}))
+
+    def set_speeds(self, speeds: Mapping[int, float]) -> None:
+        """Notes the speeds of machines."""
+        self._speeds |= speeds
+
+    @property
+    def slowness(self) -> float:
+        """The factor by which the slowest machine slows a job in which all wait for all."""
+        return 1.0 / min(self._speeds.values(), default=1.0)
+
+
+class VirtualRun:
+    """What runs of jobs of this kind have in common; the rest of `SystemRun` is each system's.
+
+    Args:
+        save_every: number of iterations from one save to the next; 0: none is made.
+    """
+
+    def __init__(self, setting: Setting, *, save_every: int) -> None:
+        self._setting = setting
+        self._job = VirtualJob(setting.job.training.global_batch_size, save_every=save_every)
+        self._machines = LiveMachines(setting.num_nodes)
+        self._job.pause(Category.STARTUP, setting.costs.startup_s)
+
+    @property
+    def account(self) -> Account:
+        """See `SystemRun`."""
+        return self._job.account
+
+    def run_until(self, now_s: float) -> None:
+        """See `SystemRun`."""
+        self._job.run_until(now_s)
+
+    def set_speeds(self, speeds: Mapping[int, float], now_s: float) -> None:
+        """See `SystemRun`."""
+        self.run_until(now_s)
+        self._machines.set_speeds(speeds)
+        self._job.slow_down(self._machines.slowness)
+
+    def _remove(self, nodes: tuple[int, ...], now_s: float) -> None:
+        """Notes a loss, which costs the iteration in flight and ends all pauses."""
+        self.run_until(now_s)
+        self.account.num_failures += 1
+        self._machines.remove(nodes)
+        self._job.lose_in_flight(now_s)
+        self._job.interrupt()
+
+    def _add(self, nodes: tuple[int, ...], now_s: float) -> None:
+        """Notes that nodes are there again."""
+        self.run_until(now_s)
+        self._machines.add(nodes)

@@ -109,7 +109,7 @@ class LinkStore(Store):
         number: number of the group in the epoch, the same on all ranks.
 
     Raises:
-        AbortedError: from `set` and `get`, once the links have left the epoch of the group.
+        AbortedError: `set` or `get` is called after the links have left the epoch of the group.
     """
 
     def __init__(self, links: Links, *, name: str, peers: Iterable[int], number: int) -> None:
