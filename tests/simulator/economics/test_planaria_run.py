@@ -21,6 +21,7 @@ from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.state import JobState
 from planaria.coordinator.step import Event, step
 from planaria.core.job import POLICIES
+from planaria.core.messages import StopRequested
 from planaria.simulator.economics import planaria_run
 from planaria.simulator.economics.compare import (
     Interval,
@@ -121,6 +122,19 @@ def test_a_noticed_node_leaves_at_a_commit() -> None:
 
     assert result.ledger["redo"] == 0.0
     assert result.ledger["detect"] == 0.0
+
+
+def test_ranks_that_begin_anew_forget_that_they_were_asked_to_stop() -> None:
+    """As real ones do: whoever still wants it says so again."""
+    run = PlanariaSystem().begin(small().setting)
+    run.run_until(1000.0)
+    before = run.account.num_iterations
+    run._tell(StopRequested(), (), 1000.0)
+    run.lose((1,), 1000.0)
+    run.run_until(2000.0)
+
+    assert run.account.num_restarts == 0
+    assert run.account.num_iterations > before + 10
 
 
 def test_a_job_that_loses_all_its_nodes_goes_on_from_its_newest_save() -> None:

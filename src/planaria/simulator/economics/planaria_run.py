@@ -366,6 +366,7 @@ class PlanariaRun:
             case StartEpoch(iteration=iteration):
                 self._order = message
                 if iteration != AT_COMMIT:
+                    self._is_stopping = False  # Whoever still wants a stop says so again.
                     self._start_epoch(message, now_s)
             case SaveLayers(epoch=epoch, iteration=iteration, layers=layers):
                 self._category = Category.CHECKPOINT_STALL
