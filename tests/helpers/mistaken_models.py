@@ -1,7 +1,8 @@
 """Models and data with a mistake in them, each as a user would make it.
 
 Those that go wrong in training let the few passes of profiling go by first: they count the passes
-of their process.
+of the process that built them. Processes that it forks to keep processors busy while it measures
+make as many as there is time for, and none of them goes wrong.
 """
 
 import os
@@ -23,9 +24,10 @@ class _After(nn.Module):
         super().__init__()
         self._go_wrong = go_wrong
         self._num_passes = 0
+        self._builder = os.getpid()
 
     def forward(self, x: Tensor) -> Tensor:
-        self._num_passes += 1
+        self._num_passes += os.getpid() == self._builder
         return self._go_wrong(x) if self._num_passes > NUM_GOOD_PASSES else x
 
 
