@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.strategies import equal_problem, planned_problems, problems
-from planaria.core.plan import PipelineTemplate, Plan, Stage
+from planaria.core.plan import PipelineTemplate, Plan, Stage, one_device_profile
 from planaria.errors import FeasibleValue, InfeasibleError, Limit
 from planaria.planner.layout.instantiate import instantiations
 from planaria.planner.layout.sets import distribute_microbatches
@@ -20,6 +20,7 @@ from planaria.planner.plans import (
 from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_template, pipeline_templates
 from planaria.planner.times import PlainTimes
+from planaria.profiles.shipped import shipped_profiles
 
 Planned = tuple[Problem, dict[int, PipelineTemplate], Plan]
 
@@ -151,3 +152,20 @@ def test_nodes_that_only_too_many_pipelines_use_are_refused_with_the_batch_that_
 
     assert (caught.value.limit, caught.value.value) == (Limit.MICROBATCHES, 3)
     assert caught.value.remedies == (FeasibleValue(Limit.MICROBATCHES, 4),)
+
+
+def test_no_equal_pipelines_are_faster_than_the_best_plan() -> None:
+    """Of 32 nodes, with templates of 3 nodes and more: too many sets for each to be priced."""
+    profile = one_device_profile(next(p for p in shipped_profiles() if p.model == "llama2-7b"))
+    problem = Problem(
+        profile=profile, devices_per_node=1, num_microbatches=128, failures_tolerated=1
+    )
+    templates = {n: t for n, t in pipeline_templates(problem, 32).items() if n >= 3}
+    times = PlainTimes(problem)
+
+    best_s = plan_iteration_s(best_plan(problem, tuple(range(32)), templates, epoch=0), times)
+
+    for num_nodes in (4, 8, 16):
+        alike = [templates[num_nodes]] * (32 // num_nodes)
+        equal = plan_of_templates(problem, alike, range(32), epoch=0)
+        assert best_s <= plan_iteration_s(equal, times)

@@ -2,11 +2,12 @@
 
 The seconds of the reductions after a pipeline's last backward depend on the number of pipelines. So
 for each number of pipelines the fastest set is found, with reductions as among pipelines of one
-template. Of these sets the one with the lowest iteration time is taken; that time is exact
-(times.py). The result is not proved to be the fastest set, for two reasons. Pipelines of several
-templates wait for each other in reductions that they share. And all numbers of pipelines above
-NUMBERS_APART are searched together, with the reductions of the smallest of these numbers. Where
-there are no more than LISTED_MAX sets, the iteration time of each is computed instead.
+template. Of these sets, and of those whose pipelines are all alike, the one with the lowest
+iteration time is taken; that time is exact (times.py). The result is not proved to be the fastest
+set, for two reasons. Pipelines of several templates wait for each other in reductions that they
+share. And all numbers of pipelines above NUMBERS_APART are searched together, with the reductions
+of the smallest of these numbers. Where there are no more than LISTED_MAX sets, the iteration time
+of each is computed instead.
 
 Source: Oobleck (SOSP '23), section 4.2.
 """
@@ -74,7 +75,7 @@ class SetSearch:
         return self._fastest_of_many(nodes, min_pipelines)
 
     def _fastest_of_many(self, nodes: Counts, min_pipelines: int) -> PipelineSet | None:
-        best: PipelineSet | None = None
+        best = min(map(self._pipeline_set, self._equal_sets(nodes, min_pipelines)), default=None)
         for pipelines in self._ranges(sum(nodes), min_pipelines):
             # An equally fast set with more pipelines is better, so the bound is just above.
             below_s = np.nextafter(best.iteration_s, np.inf) if best else np.inf
@@ -83,6 +84,17 @@ class SetSearch:
                 candidate = self._pipeline_set(fastest[1])
                 best = min(best, candidate) if best else candidate
         return best
+
+    def _equal_sets(self, nodes: Counts, min_pipelines: int) -> Iterator[tuple[Counts, ...]]:
+        """The sets whose pipelines all have the same size.
+
+        One may be faster than any that a search finds: for these alone its times are exact.
+        """
+        for number in range(max(1, min_pipelines), self._max_pipelines(sum(nodes)) + 1):
+            size = tuple(count // number for count in nodes)
+            is_whole = all(each * number == count for each, count in zip(size, nodes, strict=True))
+            if is_whole and size in self._templates:
+                yield (size,) * number
 
     def _search(self, nodes: Counts, pipelines: PipelineRange) -> SizeSearch:
         """A search that covers these nodes.
@@ -113,12 +125,16 @@ class SetSearch:
         large cluster the first range has the fastest set, and little is then tried for the others.
         """
         would_fit = num_nodes // min(map(sum, self._templates))
-        max_pipelines = min(would_fit, self._problem.num_microbatches)
+        max_pipelines = self._max_pipelines(num_nodes)
         many = max(min_pipelines, NUMBERS_APART + 1)
         if many <= max_pipelines:
             yield PipelineRange(many, None if max_pipelines == would_fit else max_pipelines)
         for number in range(min(max_pipelines, NUMBERS_APART), min_pipelines - 1, -1):
             yield PipelineRange(number, number)
+
+    def _max_pipelines(self, num_nodes: int) -> int:
+        would_fit = num_nodes // min(map(sum, self._templates))
+        return min(would_fit, self._problem.num_microbatches)
 
     def _pipeline_set(self, sizes: tuple[Counts, ...]) -> PipelineSet:
         templates = [self._templates[size] for size in sizes]
