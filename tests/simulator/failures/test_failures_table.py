@@ -87,6 +87,18 @@ def test_each_kind_builds_its_source(keys: dict[str, Any], source: FailureSource
         assert list(other.occurrences(4, horizon_s=1e9, rng=Random(0))) == []
 
 
+def test_domains_have_a_repair_time_beside_a_trace() -> None:
+    """The trace says when its own nodes are back."""
+    source = build(
+        kind="trace", path="bamboo-p3", domain_nodes=2, per_domain_hour=0.01, repair_s=60.0
+    )
+
+    assert isinstance(source, MergedSource)
+    losses = source.sources[0]
+    assert isinstance(losses, MergedSource)
+    assert losses.sources[1] == DomainLosses(((0, 1), (2, 3)), 0.01, RepairTime(60.0))
+
+
 def test_what_is_asked_for_besides_the_kind_is_merged_with_it() -> None:
     """Losses of domains are announced like others; maintenance has its own notice."""
     source = build(

@@ -120,6 +120,19 @@ def test_a_slow_node_is_fast_where_the_trace_begins_again(tmp_path: Path) -> Non
         assert kinds[:18] == expected, f"seed {seed}"
 
 
+def test_a_node_that_is_slow_from_the_start_is_slow_where_the_trace_begins_again(
+    tmp_path: Path,
+) -> None:
+    """Once for each pass through the trace, and never after the spell."""
+    path = tmp_path / "own.csv"
+    path.write_text("time_s,event,nodes,speed\n0,slowed,0,0.5\n60,restored,0,\n100,end,,\n")
+    trace = read_trace(path, num_machines=6)
+
+    for seed in range(5):
+        kinds = [one.kind for one in replay(trace, 6, horizon_s=1000, seed=seed)]
+        assert kinds.count(OccurrenceKind.SLOWED) >= 10, f"seed {seed}"
+
+
 def test_seeds_draw_windows_and_places() -> None:
     """One replay is an anecdote; the interval over seeds needs others."""
     trace = shipped_trace("infinitehbd")

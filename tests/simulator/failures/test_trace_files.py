@@ -172,6 +172,13 @@ OWN = "time_s,event,nodes,deadline_s,speed\n"
         ('[\n{"node_id": "a"}]', "line 2: a fault must have node_id, event_time in days"),
         ("[\n{]", "line 2: is not JSON"),
         (
+            '[{"node_id": "a", "event_time": 1, "event_type": "fault_start"},\n',
+            "line 2: the list does not end",
+        ),
+        ("0,9999999\n9,1\n", "line 1: 9999999 is too large; a trace has at most 1,000,000 nodes"),
+        (OWN + "1,lost,0-9999999\n", "line 2: 9999999 is too large"),
+        (OWN + f"1,lost,{'9' * 5000}\n", "line 2: 99999999999999999999 is too large"),
+        (
             '[{"node_id": "a", "event_time": 1, "event_type": "fault_end"}]',
             "line 1: a fault of a ends that never began",
         ),

@@ -235,7 +235,9 @@ def _check(config: FailuresConfig, num_nodes: int) -> None:
     for key in fields(config):
         value = getattr(config, key.name)
         kinds = _KINDS.get(key.name)
-        if kinds and config.kind not in kinds and value != getattr(unset, key.name):
+        is_for_domains = key.name.startswith("repair") and config.per_domain_hour > 0
+        has_meaning = not kinds or config.kind in kinds or is_for_domains
+        if not has_meaning and value != getattr(unset, key.name):
             raise _error(key.name, value, f"has no meaning for kind {config.kind}")
         if isinstance(value, int | float) and value < 0:
             raise _error(key.name, value, "must be 0 or more")

@@ -222,6 +222,7 @@ class _ReplayedWindow:
             before, (places, events) = places, self._state_at(self._trace.begin_s)
             yield from self._seam_events(before, places, end_s)
             offset_s = end_s - self._trace.begin_s
+            yield from self._pending_events(places, offset_s, at_s=end_s)
 
     def _window_start_s(self, horizon_s: float) -> float:
         trace = self._trace
@@ -249,11 +250,17 @@ class _ReplayedWindow:
             if not is_there:
                 missing = TraceEvent(0.0, OccurrenceKind.LOST, "", cause="not there at the start")
                 yield _PlaceEvent(missing, node)
+        yield from self._pending_events(places, -start_s, at_s=0.0)
+
+    def _pending_events(
+        self, places: _TracePlaces, offset_s: float, *, at_s: float
+    ) -> Iterator[_PlaceEvent]:
+        """What nodes are told when a pass through the trace begins: who is slow, or has notice."""
         for place, speed in places.speeds.items():
-            slow = TraceEvent(0.0, OccurrenceKind.SLOWED, "", speed=speed)
+            slow = TraceEvent(at_s, OccurrenceKind.SLOWED, "", speed=speed)
             yield _PlaceEvent(slow, self._node_at[place])
         for place, notice in places.notices.items():
-            late = replace(_at_run_time(notice, -start_s), at_s=0.0)
+            late = replace(_at_run_time(notice, offset_s), at_s=at_s)
             yield _PlaceEvent(late, self._node_at[place])
 
     def _seam_events(

@@ -42,6 +42,7 @@ SHIPPED_TRACES: Final[Mapping[str, Path]] = {
 }
 # Its file names the 231 that had faults; the others had none (README of the trace).
 _INFINITEHBD_SERVERS: Final = 400
+_NODES_MAX: Final = 1_000_000
 _UNITS_S: Final = {"time_ms": 1e-3, "time_s": 1.0, "time_h": 3600.0}
 _OWN_COLUMNS: Final = ("time_s", "event", "nodes", "deadline_s", "speed", "cause")
 _FORMATS: Final = (
@@ -89,6 +90,13 @@ class _File:
         if not 0 <= value < 1e15:
             raise self.error(line, f"{name} is {text!r}; it must be a number, 0 or more")
         return value
+
+    def count(self, line: int, digits: str) -> int:
+        """A number of nodes, or the number of a node, that a cluster may have."""
+        if len(digits) > len(str(_NODES_MAX)) or int(digits) > _NODES_MAX:
+            remedy = f"{digits[:20]} is too large; a trace has at most {_NODES_MAX:,} nodes"
+            raise self.error(line, remedy)
+        return int(digits)
 
 
 def shipped_trace(name: str) -> RecordedTrace:
@@ -223,7 +231,7 @@ def _read_counts(file: _File, num_machines: int) -> RecordedTrace:
                 at_s = file.number(line, at, "the time") * unit_s
             case _:
                 raise file.error(line, "must be a time and a number of nodes, like 60000,19")
-        kind = OccurrenceKind.BACK if int(count) > number else OccurrenceKind.LOST
+        kind = OccurrenceKind.BACK if file.count(line, count) > number else OccurrenceKind.LOST
         event = TraceEvent(at_s, kind, ANY_NODE)
         rows.extend([_Row(line, event)] * abs(int(count) - number))
         number = int(count)
@@ -296,8 +304,10 @@ def _json_items(file: _File) -> Iterator[tuple[int, Any]]:
     while True:
         rest = len(text) - len(text[place:].lstrip(" \t\r\n,")) if place < len(text) else place
         line += text.count("\n", place, rest)
-        if text[rest : rest + 1] in {"]", ""}:
+        if text[rest : rest + 1] == "]":
             return
+        if rest == len(text):
+            raise file.error(line, "the list does not end; the file may have been cut off")
         try:
             item, place = decoder.raw_decode(text, rest)
         except json.JSONDecodeError as error:
@@ -369,7 +379,7 @@ def _numbers(file: _File, line: int, text: str) -> list[int]:
         first, dash, last = word.partition("-")
         if not first.isdecimal() or not (last.isdecimal() or not dash):
             raise file.error(line, f"nodes has {word!r}; it must be like 0 3 8-11")
-        numbers.extend(range(int(first), int(last or first) + 1))
+        numbers.extend(range(file.count(line, first), file.count(line, last or first) + 1))
     if not numbers or len(set(numbers)) != len(numbers):
         raise file.error(line, f"nodes is {text!r}; it must name nodes, each once, like 0 3 8-11")
     return numbers
