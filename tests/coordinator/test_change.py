@@ -20,7 +20,7 @@ from planaria.coordinator.commands import Evict, RecordMembers, Tell, Tick
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.membership.candidates import rejoin_delay_s
 from planaria.coordinator.state import Phase
-from planaria.core.cluster import ClusterEvent, ClusterState
+from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
 from planaria.core.messages import (
     AT_COMMIT,
     DrainRequested,
@@ -341,3 +341,18 @@ def test_a_stop_goes_before_a_change() -> None:
     cluster.join(2)
 
     assert joins(cluster) == []
+
+
+def test_a_change_tells_what_it_was_made_from() -> None:
+    """The nodes that join, and the seconds of an iteration with the plan as it was."""
+    cluster = training(rules())
+    cluster.join(2)
+    for iteration in range(FIRST + 1, FIRST + 4):
+        cluster.train(iteration)
+
+    (notice,) = of_type(cluster.commands, Changed)
+    assert notice.inputs is not None
+    assert notice.inputs.changed == NodesChanged((2,), ())
+    assert notice.inputs.lost is None
+    assert notice.inputs.iteration_s > 0.0
+    assert notice.inputs.cluster.held_by_rank()[2] == frozenset()

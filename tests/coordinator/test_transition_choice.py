@@ -3,6 +3,7 @@
 from dataclasses import replace
 from math import exp, inf
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -277,3 +278,22 @@ def test_a_save_may_be_published_before_its_iteration_counts() -> None:
     ahead = outlook(rules, replace(state, saves=saves), NOW_S)
 
     assert ahead.unsaved_samples == 0.0
+
+
+def test_a_decision_tells_what_it_was_made_from() -> None:
+    """So that it can be made again: the loss and the members as policies saw them, and findings."""
+    cluster = trained(small_rules())
+    before, findings = cluster.state.plan.epoch, cluster.state.learning.findings
+    cluster.lose(3)
+
+    (notice,) = of_type(cluster.commands, Decided)
+    inputs = notice.inputs
+    assert inputs is not None
+    assert (inputs.plan_epoch, inputs.members) == (before, (0, 1, 2))
+    assert inputs.lost is not None
+    assert (inputs.lost.nodes, inputs.changed) == ((3,), None)
+    assert [node.node for node in inputs.cluster.nodes] == [0, 1, 2]
+    assert inputs.findings == findings
+    assert inputs.history.weight == 1.0
+    again = msgspec.json.decode(msgspec.json.encode(notice), type=Decided)
+    assert again.inputs == inputs

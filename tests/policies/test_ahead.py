@@ -177,6 +177,7 @@ def test_what_is_known_has_the_prices_of_now(job: tuple[PlanCatalog, Plan, Looku
 
     assert found is not None
     assert again is not None
+    assert all(one.is_foreseen for one in found)  # The report says so.
     for one, other in zip(found, again, strict=True):
         assert other.downtime_s == pytest.approx(one.downtime_s + 9.0)
 

@@ -46,7 +46,12 @@ from planaria.coordinator.placing import copies_of, idle_of, with_exposed_domain
 from planaria.coordinator.recovery import begin_recovery
 from planaria.coordinator.state import JobState, Situation, Step
 from planaria.coordinator.switching import Change, Switch, waves_of, weighed_changes
-from planaria.coordinator.transition_choice import choice_among, is_better, time_to_failure_s
+from planaria.coordinator.transition_choice import (
+    choice_among,
+    decision_inputs,
+    is_better,
+    time_to_failure_s,
+)
 from planaria.core.cluster import ClusterState, NodesChanged
 from planaria.core.kinds import ChangeKind, LossKind
 from planaria.core.messages import AT_COMMIT, EpochReady, Shutdown, StartEpoch, StopRequested
@@ -84,7 +89,8 @@ def begin_change(rules: Rules, state: JobState, now_s: float) -> Step:
     if not (slow or joining or leaving):  # A better plan is looked for, with slow nodes as known.
         slow = tuple(sorted(speeds))
     event = NodesChanged(joining, leaving, slow)
-    best, candidates, as_it_is = _best_change(rules, state, event, staying, now_s=now_s)
+    cluster = _cluster(state, event, staying, now_s)
+    best, candidates, as_it_is = _best_change(rules, state, event, cluster, now_s=now_s)
     is_asked_for = bool(slow or joining or leaving)
     if best is None:
         if not is_asked_for or is_told:
@@ -110,6 +116,7 @@ def begin_change(rules: Rules, state: JobState, now_s: float) -> Step:
         time_to_failure_s=time_to_failure_s(rules, state, now_s),
         silent=state.plan.silent,
         reason=_slow_text(state, still_slow) if still_slow else "" if is_asked_for else hurried,
+        inputs=decision_inputs(rules, state, cluster, event, now_s, is_foreseen=best.is_foreseen),
     )
     return _record_switch(replace(state, change=change))
 
@@ -229,18 +236,12 @@ def _refuse_or_stop(
     return stopping, (Tell(StopRequested()),)
 
 
-def _best_change(
-    rules: Rules,
-    state: JobState,
-    event: NodesChanged,
-    staying: tuple[int, ...],
-    *,
-    now_s: float,
-) -> tuple[Transition | None, tuple[Candidate, ...], Candidate | None]:
-    """The best transition that the policy proposes, None if none; the prices of all; and those of
-    the one that keeps the plan, None if none does."""
-    held, prices = state.plan.held_by_rank, prices_of(rules, state)
-    cluster = ClusterState(
+def _cluster(
+    state: JobState, event: NodesChanged, staying: tuple[int, ...], now_s: float
+) -> ClusterState:
+    """The members after a change as policies see them."""
+    held = state.plan.held_by_rank
+    return ClusterState(
         state.epoch + 1,
         tuple(
             node_for_policies(state, node, held, now_s)
@@ -248,6 +249,19 @@ def _best_change(
         ),
         tuple(node_for_policies(state, node, held, now_s) for node in event.leaving),
     )
+
+
+def _best_change(
+    rules: Rules,
+    state: JobState,
+    event: NodesChanged,
+    cluster: ClusterState,
+    *,
+    now_s: float,
+) -> tuple[Transition | None, tuple[Candidate, ...], Candidate | None]:
+    """The best transition that the policy proposes, None if none; the prices of all; and those of
+    the one that keeps the plan, None if none does."""
+    prices = prices_of(rules, state)
     changes = policy_of(rules, state).propose(state.plan, cluster, event, prices)
     weighed = weighed_changes(
         changes,
@@ -411,6 +425,7 @@ def on_epoch_entered(rules: Rules, state: JobState, now_s: float) -> Step:
         time_to_failure_s=change.time_to_failure_s,
         reason=change.reason,
         degraded=degraded,
+        inputs=change.inputs,
     )
     f = rules.job.resilience.failures_tolerated
     kinds = set(change.kinds.values())

@@ -66,7 +66,11 @@ from planaria.coordinator.outcomes import (
 from planaria.coordinator.placing import copies_of, idle_of, with_exposed_domains
 from planaria.coordinator.saves import await_saves, has_late_answer
 from planaria.coordinator.state import EpochFacts, JobState, Loss, Phase, PlanSearch, Step
-from planaria.coordinator.transition_choice import choice_among, time_to_failure_s
+from planaria.coordinator.transition_choice import (
+    choice_among,
+    decision_inputs,
+    time_to_failure_s,
+)
 from planaria.core.cluster import ClusterState, NodesLost
 from planaria.core.commit import decode_vector
 from planaria.core.findings import FailureHistory
@@ -270,7 +274,7 @@ def _choose_continuation(rules: Rules, state: JobState, now_s: float) -> Step:
             transition for transition in proposed if transition.goes_back or not missing
         )
         if transitions:
-            return _resume(rules, state, outcome, event, transitions, now_s)
+            return _resume(rules, state, outcome, event, cluster, transitions, now_s)
         reason = f"{left_text(num_nodes)}, and no policy knows an answer"
     if not missing and is_granted_soon(rules, answered, now_s):
         if replacements_at_loss(rules, answered, num_nodes, now_s):
@@ -405,6 +409,7 @@ def _resume(
     state: JobState,
     outcome: Outcome,
     event: NodesLost,
+    cluster: ClusterState,
     transitions: tuple[Transition, ...],
     now_s: float,
 ) -> Step:
@@ -415,6 +420,9 @@ def _resume(
     assert best is not None
     if best.goes_back and has_late_answer(rules, state, now_s):
         return await_saves(rules, state, now_s)
+    inputs = decision_inputs(
+        rules, state, cluster, event, loss.lost_s, is_foreseen=best.is_foreseen
+    )
     if best.goes_back and event.saved is not None and is_elsewhere(state, outcome, event.saved):
         state, outcome = go_back(state, event.saved)
     degraded = degraded_text(rules, state, best.after)
@@ -442,6 +450,7 @@ def _resume(
         predicted_recovery_s_max=recovery.most_s,
         time_to_failure_s=time_to_failure_s(rules, state, loss.lost_s),
         degraded=degraded,
+        inputs=inputs,
     )
     decision = Decision(order=order, predicted_s=best.iteration_s)
     state = with_likely(with_choice(rules, state, best, now_s), recovery.likely_s)

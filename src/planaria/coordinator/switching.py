@@ -11,7 +11,7 @@ from planaria.core.kinds import ChangeKind
 from planaria.core.messages import EpochReady
 from planaria.core.persistent_map import PersistentMap
 from planaria.core.plan import Plan, Transfer, Transition
-from planaria.core.records import Candidate
+from planaria.core.records import Candidate, DecisionInputs
 from planaria.policies.building import bytes_by_link, transfer_s
 from planaria.policies.policy import Prices
 from planaria.policies.unequal_nodes import STAY
@@ -53,6 +53,7 @@ class Change:
         pause_s: seconds that the change has paused training so far.
         received_bytes: bytes of layers that moved so far.
         reason: reason in words; "" if `kinds` says enough.
+        inputs: facts from which the change was chosen.
     """
 
     kinds: Mapping[int, ChangeKind]
@@ -67,6 +68,7 @@ class Change:
     pause_s: float = 0.0
     received_bytes: int = 0
     reason: str = ""
+    inputs: DecisionInputs | None = None
 
 
 def waves_of(

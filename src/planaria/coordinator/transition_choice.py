@@ -12,10 +12,12 @@ from typing import Final
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.history import learned_failures_per_s, learned_nodes_per_failure
 from planaria.coordinator.learning.overhead import prices_of, switch_s
+from planaria.coordinator.learning.profile_correction import iteration_s
 from planaria.coordinator.state import JobState
 from planaria.coordinator.switching import followed_answers
+from planaria.core.cluster import ClusterEvent, ClusterState, NodesLost
 from planaria.core.plan import Plan, Transition
-from planaria.core.records import Candidate
+from planaria.core.records import Candidate, DecisionInputs
 from planaria.policies.building import scheduling_s
 from planaria.policies.policy import Prices
 from planaria.policies.value import (
@@ -154,4 +156,39 @@ def outlook(rules: Rules, state: JobState, now_s: float) -> Outlook:
         remaining_samples=max(1, training.iterations - state.commits.next_iteration)
         * training.global_batch_size,
         nodes_per_failure=learned_nodes_per_failure(state.membership.history, now_s),
+    )
+
+
+def decision_inputs(
+    rules: Rules,
+    state: JobState,
+    cluster: ClusterState,
+    event: ClusterEvent,
+    priced_s: float,
+    *,
+    is_foreseen: bool,
+) -> DecisionInputs:
+    """What a decision is made from, for the report; nothing is decided by it.
+
+    Args:
+        state: state in which the transitions were proposed and priced.
+        priced_s: time for which they were priced.
+        is_foreseen: whether the answer had been found ahead of need.
+    """
+    is_loss = isinstance(event, NodesLost)
+    return DecisionInputs(
+        plan_epoch=state.plan.epoch,
+        members=state.nodes,
+        cluster=cluster,
+        lost=event if isinstance(event, NodesLost) else None,
+        changed=None if isinstance(event, NodesLost) else event,
+        findings=state.learning.findings,
+        history=state.membership.history,
+        priced_s=priced_s,
+        next_iteration=state.commits.next_iteration,
+        saved_iteration=state.saves.newest_iteration,
+        iteration_s=0.0 if is_loss else iteration_s(state),
+        version_iterations=rules.version_iterations,
+        processors=rules.processors,
+        is_foreseen=is_foreseen,
     )

@@ -419,6 +419,7 @@ class Transition:
         goes_back: whether all ranks drop what they hold and go on from the newest save.
         keeps_plan: whether all ranks keep their work, so that nothing moves; other transitions are
             compared with this one.
+        is_foreseen: whether it was looked up among answers that had been found ahead of need.
     """
 
     before: Plan
@@ -432,6 +433,7 @@ class Transition:
     then: "Transition | None" = None
     goes_back: bool = False
     keeps_plan: bool = False
+    is_foreseen: bool = False
 
     def __post_init__(self) -> None:
         assert self.after.epoch > self.before.epoch

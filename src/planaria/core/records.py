@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from planaria.core.clock_offsets import ClockReading
+from planaria.core.cluster import ClusterState, NodesChanged, NodesLost
 from planaria.core.copies import Label
 from planaria.core.findings import FailureHistory, Findings
 from planaria.core.kinds import ChangeKind, Ending, LossKind
@@ -196,6 +197,42 @@ class Candidate:
     score: float
 
 
+class DecisionInputs(msgspec.Struct, frozen=True, kw_only=True):
+    """What a decision was made from that follows neither from the job nor from its plans. With it
+    the same decision can be made again.
+
+    Attributes:
+        plan_epoch: epoch of the plan that the job left.
+        members: members of the job when prices were made, with work or without.
+        cluster: members after the event as policies saw them, with the layers that each held.
+        lost: the loss that was answered; None: the decision was a change.
+        changed: the change that was looked for; None: the decision answered a loss.
+        findings: deviations of seconds and bytes from the profile so far.
+        history: failures of the job so far.
+        priced_s: time for which prices were made, by the clock of `history`.
+        next_iteration: number of committed iterations.
+        saved_iteration: number of iterations in the newest save of this run; -1: there was none.
+        iteration_s: predicted seconds of an iteration with the plan of a change; 0: for a loss.
+        version_iterations, processors: the same as in the coordinator's `Rules`.
+        is_foreseen: whether the answer had been found ahead of need.
+    """
+
+    plan_epoch: int
+    members: tuple[int, ...]
+    cluster: ClusterState
+    findings: Findings
+    history: FailureHistory
+    priced_s: float
+    next_iteration: int
+    saved_iteration: int
+    version_iterations: int
+    processors: int
+    is_foreseen: bool
+    lost: NodesLost | None = None
+    changed: NodesChanged | None = None
+    iteration_s: float = 0.0
+
+
 class Recovering(Message, frozen=True, kw_only=True):
     """Nodes or workers were lost, and the coordinator asks the others to leave the epoch and
     answer.
@@ -263,6 +300,7 @@ class Decided(Message, frozen=True, kw_only=True):
         time_to_failure_s: mean time to the next failure that the candidates are weighed with.
         degraded: warning if from now on fewer failures are tolerated than the job asks for; else
             "".
+        inputs: facts from which this was decided.
     """
 
     epoch: int
@@ -286,6 +324,7 @@ class Decided(Message, frozen=True, kw_only=True):
     copied: int = -1
     time_to_failure_s: float = 0.0
     degraded: str = ""
+    inputs: DecisionInputs | None = None
 
 
 class Running(Message, frozen=True, kw_only=True):
@@ -314,7 +353,7 @@ class Changed(Message, frozen=True, kw_only=True):
 
     Attributes:
         kinds: kind of change by node.
-        candidates, time_to_failure_s, degraded: the same as in Decided.
+        candidates, time_to_failure_s, degraded, inputs: the same as in Decided.
         predicted_s: predicted seconds of an iteration.
         asked_s: time at which the change was begun.
         pause_s: seconds in which ranks did not train, all switches together.
@@ -338,6 +377,7 @@ class Changed(Message, frozen=True, kw_only=True):
     time_to_failure_s: float = 0.0
     reason: str = ""
     degraded: str = ""
+    inputs: DecisionInputs | None = None
 
 
 class ProfileCorrected(Message, frozen=True, kw_only=True):

@@ -97,10 +97,11 @@ class ForeseenAnswers:
             return None
         foreseen_plan, foreseen_lost, answers = entry
         renaming = _renaming(foreseen_plan, foreseen_lost, plan, lost, epoch=cluster.epoch)
-        return tuple(
+        renamed = (
             renaming.transition(transition, redone_samples=event.redone_samples, prices=prices)
             for transition in answers()
         )
+        return tuple(replace(transition, is_foreseen=True) for transition in renamed)
 
 
 @dataclass(frozen=True, slots=True)
