@@ -139,6 +139,11 @@ class ModelProfile:
     tied: tuple[TiedParameters, ...] = ()
     version: int = 1
 
+    @property
+    def layer_s(self) -> tuple[float, ...]:
+        """The seconds of forward and backward of each layer for a microbatch, on one device."""
+        return tuple(layer.forward_s[1] + layer.backward_s(1) for layer in self.layers)
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class NodeKind:

@@ -7,10 +7,10 @@ the seconds until members answer, until layers have moved, and of an iteration.
 Iterations between two events are jumped over: the coordinator gets no reports of them but those of
 the last one, which it gets in full. While it watches for a better plan, or for the time at which a
 node may join, the jumps become longer step by step, so that each doubling of the time since the
-last event is noticed.
+last event is noticed. After the speed of a node has changed none is jumped over, until the
+coordinator has as many reports as it needs to believe in it (coordinator/learning/slowness.py).
 
-Not modelled: nodes that hang, workers that crash, coordinators that fail, and slow nodes that the
-coordinator finds by their reports. A slow node slows all others, and gets no less work.
+Not modelled: nodes that hang, workers that crash, and coordinators that fail.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +35,7 @@ from planaria.coordinator.commands import (
 )
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.profile_correction import iteration_s
+from planaria.coordinator.learning.slowness import WINDOW, work_s_by_rank
 from planaria.coordinator.start import first_step
 from planaria.coordinator.state import JobState, Phase
 from planaria.coordinator.step import Event, step_together
@@ -51,6 +52,7 @@ from planaria.core.messages import (
     StopRequested,
     ToNode,
 )
+from planaria.core.plan import NodeKind
 from planaria.core.records import (
     AwaitingMachine,
     Decided,
@@ -60,9 +62,11 @@ from planaria.core.records import (
     ToLauncher,
 )
 from planaria.observe.ledger import Category
-from planaria.planner.reroute.reroutes import PricedPlan
+from planaria.planner.problem import Problem
+from planaria.planner.reroute.reroutes import PricedPlan, simulated_s
 from planaria.policies.building import transfer_s
 from planaria.policies.traits import TRAITS
+from planaria.policies.unequal_nodes import with_kinds
 from planaria.simulator.economics.virtual_foresight import VirtualForesight
 from planaria.simulator.economics.virtual_nodes import VirtualNodes
 from planaria.simulator.economics.virtual_saves import VirtualSaves
@@ -79,21 +83,25 @@ class PlanariaRun:
         rules: rules of the job that begins.
         plan_of: function from a number of nodes to the plan of a job that begins on them; None if
             they are too few.
+        problem: planning problem of the job.
 
     Attributes:
         account: seconds and samples so far.
         num_decisions: number of losses that the coordinator answered, by name of the answer.
     """
 
-    def __init__(self, rules: Rules, plan_of: PlanOf, costs: RecoveryCosts) -> None:
+    def __init__(
+        self, rules: Rules, plan_of: PlanOf, costs: RecoveryCosts, problem: Problem
+    ) -> None:
         self.account = Account(rules.job.training.global_batch_size)
         self.num_decisions: dict[str, int] = {}
-        self._rules, self._plan_of, self._costs = rules, plan_of, costs
+        self._rules, self._plan_of, self._costs, self._problem = rules, plan_of, costs, problem
         self._queue: list[tuple[float, int, Callable[[float], None]]] = []
         self._num_posted = 0
         self._there = dict.fromkeys(range(rules.job.cluster.nodes), 0)  # Times that each was back.
         self._num_returns = 0
-        self._speeds: dict[int, float] = {}
+        self._speeds: dict[int, float] = {}  # Of the machines that are slow.
+        self._num_reported = 0  # Iterations that are still to be reported one by one.
         self._nodes: VirtualNodes
         self._state: JobState
         self._saves = VirtualSaves(rules, costs)
@@ -172,6 +180,9 @@ class PlanariaRun:
         self.run_until(now_s)
         self._speeds |= speeds
         self._speeds = {node: speed for node, speed in self._speeds.items() if speed != 1.0}
+        if self._speeds and not self._rules.layer_s:
+            self._rules = replace(self._rules, layer_s=self._problem.profile.layer_s)
+        self._num_reported = WINDOW + 1  # The one in flight has two speeds.
         if self._is_training:
             left = (self._next_commit_s - now_s) / self._iteration_s
             self._measure_iteration()
@@ -223,7 +234,10 @@ class PlanariaRun:
         number = 1
         if self._state.change is None and not self._is_stopping:
             number += floor((until_s - self._next_commit_s) / self._iteration_s)
-            if self._is_watching():
+            if self._num_reported:
+                number = 1
+                self._num_reported -= 1
+            elif self._is_watching():
                 number = min(number, self._stride)
                 self._stride *= 2
         self._commit(number)
@@ -235,7 +249,8 @@ class PlanariaRun:
         may_improve = TRAITS[policy].can_improve and not state.search.is_plan_searched
         is_hurried = bool(state.plan.gone) or self._rules.looks_ahead
         members = state.membership
-        return bool(members.candidates or members.leaving) or (may_improve and is_hurried)
+        is_waiting = bool(members.candidates or members.leaving or state.idle)
+        return is_waiting or (may_improve and is_hurried)
 
     def _commit(self, number: int) -> None:
         """Commits iterations; the coordinator gets the reports of the last one."""
@@ -248,19 +263,20 @@ class PlanariaRun:
         commits = replace(commits, next_iteration=last, furthest=max(commits.furthest, last))
         self._state = replace(state, commits=commits)
         self._next_commit_s = end_s + self._iteration_s
+        if number > 1:
+            self._save_commits(number - 1, last, end_s - self._iteration_s)
         switch = state.switch
         reports = self._nodes.reports(
             self._nodes.live_ranks_of(state.plan.all_ranks),
             epoch=state.epoch,
             iteration=last,
             seconds=took_s,
+            computing_s=self._computing_s(),
             ends=self._is_stopping,
             switches=switch is not None and switch.is_told and not self._is_stopping,
         )
         self._deliver(reports, end_s, is_commit=True)
-        self._tell_saved(
-            self._saves.on_commits(number, last + 1, end_s, iteration_s=self._iteration_s), end_s
-        )
+        self._save_commits(1, last + 1, end_s)
         if self._state.phase is Phase.SAVING and self._is_training:
             self._interrupt(end_s)
             self._category = Category.CHECKPOINT_STALL
@@ -268,6 +284,13 @@ class PlanariaRun:
         elif self._state.epoch != state.epoch and self._state.phase is Phase.TRAINING:
             self._is_training, self._category = False, Category.REGROUP
             self._post_ready(end_s + self._costs.switch_s, self._costs.switch_s, 0.0)
+
+    def _save_commits(self, number: int, num_committed: int, now_s: float) -> None:
+        """Saves as the job says after some more commits, the last of which is now."""
+        published = self._saves.on_commits(
+            number, num_committed, now_s, iteration_s=self._iteration_s
+        )
+        self._tell_saved(published, now_s)
 
     def _interrupt(self, now_s: float) -> None:
         """Stops training; the iteration in flight is lost."""
@@ -277,15 +300,38 @@ class PlanariaRun:
         self._saves.interrupt()
         self._is_training, self._category = False, Category.DETECT
 
+    def _computing_s(self) -> dict[int, float]:
+        """The seconds that each rank computes in an iteration; empty if no node is or was slow."""
+        plan, layer_s = self._state.plan, self._rules.layer_s
+        if not (self._speeds or self._state.speeds):
+            return {}
+        per_node, slow = self._rules.job.cluster.devices_per_node, self._slow_nodes()
+        return {
+            r: s / slow.get(r // per_node, 1.0) for r, s in work_s_by_rank(plan, layer_s).items()
+        }
+
+    def _slow_nodes(self) -> dict[int, float]:
+        """The speed of each node of the plan that is slow now."""
+        nodes = ((self._nodes.node_on(machine), speed) for machine, speed in self._speeds.items())
+        members = set(self._state.plan.nodes) if self._speeds else set()
+        return {node: speed for node, speed in nodes if node in members}
+
+    def _plan_s(self) -> float:
+        """The seconds of an iteration of the plan, its nodes as fast as they are now."""
+        plan, slow = self._state.plan, self._slow_nodes()
+        if slow == plan.slow_nodes:
+            return iteration_s(self._state)
+        return simulated_s(
+            self._problem, with_kinds(plan, {n: NodeKind(s) for n, s in slow.items()})
+        )
+
     def _measure_iteration(self) -> None:
         """Sets the seconds of an iteration of the plan, and what they are spent on."""
         state, costs = self._state, self._costs
-        plan_s = iteration_s(state)
+        plan_s = self._plan_s()
         every = self._rules.job.checkpoint.persist_every
         stall_s = costs.save_stall_s / every if every else 0.0
-        speeds = (self._speeds.get(self._nodes.machine_of(node), 1.0) for node in state.plan.nodes)
-        slowest = min(speeds, default=1.0) if self._speeds else 1.0
-        self._iteration_s = plan_s / slowest + stall_s
+        self._iteration_s = plan_s + stall_s
         stall = stall_s / self._iteration_s
         idle = 1.0 - len(state.plan.nodes) / max(len(state.nodes), len(state.plan.nodes))
         self._shares = {
@@ -310,6 +356,8 @@ class PlanariaRun:
     def _begin_iterations(self, now_s: float) -> None:
         """Begins the first iteration of an epoch, in which silent ranks get their layers."""
         self._measure_iteration()
+        if self._speeds or self._state.speeds:
+            self._num_reported = WINDOW + 1  # The first one of an epoch does not count.
         self._look_ahead(now_s)
         wave_s = 0.0
         if self._state.plan.silent and self._order is not None:

@@ -31,7 +31,8 @@ class PlanariaSystem:
 
     def begin(self, setting: Setting) -> PlanariaRun:
         """A job that begins; see `System`."""
-        return PlanariaRun(rules_of_setting(setting), plans_of(setting), setting.costs)
+        problem = setting.catalog.problem
+        return PlanariaRun(rules_of_setting(setting), plans_of(setting), setting.costs, problem)
 
 
 def rules_of_setting(setting: Setting) -> Rules:
@@ -56,7 +57,7 @@ def rules_of_setting(setting: Setting) -> Rules:
     plan = catalog.plans[setting.num_nodes]
     piece_bytes = job.checkpoint.buffer_bytes // job.checkpoint.num_buffers
     number = version_iterations(rules, plan, chunk_bytes=piece_bytes)
-    # Without layer_s and catalog the coordinator looks for no slow nodes and no drift.
+    # Without catalog the coordinator looks for no drift; for slow nodes once it gets layer_s.
     return replace(rules, version_iterations=number, catalog=None)
 
 

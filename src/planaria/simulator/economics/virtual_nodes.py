@@ -210,10 +210,16 @@ class VirtualNodes:
         epoch: int,
         iteration: int,
         seconds: float,
+        computing_s: Mapping[int, float],
         ends: bool,
         switches: bool,
     ) -> list[IterationDone]:
-        """The reports of ranks that have applied an iteration."""
+        """The reports of ranks that have applied an iteration.
+
+        Args:
+            computing_s: seconds that each rank computed; empty if nobody asks.
+        """
+        none: dict[str, float] = {}
         return [
             IterationDone(
                 rank=rank,
@@ -227,6 +233,7 @@ class VirtualNodes:
                 peak_bytes=0,
                 ends=ends,
                 switches=switches,
+                action_s={"F": computing_s[rank]} if rank in computing_s else none,
             )
             for rank in ranks
         ]
