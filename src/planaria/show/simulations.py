@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any, Final
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -22,6 +22,7 @@ from planaria.simulator.economics.compare import (
 
 VERSION: Final = 1
 _PLANARIA: Final = "planaria"
+_UNBOUNDED: Final = 10_000  # Number of columns of a terminal that is wider than any table.
 
 
 def simulation_json(scenario: ClusterScenario, outcomes: Outcomes) -> dict[str, Any]:
@@ -116,9 +117,9 @@ def _goodput_table(outcomes: Outcomes) -> Table:
 
 def _count_table(scenario: ClusterScenario, outcomes: Outcomes) -> Table:
     """Means over seeds of what is counted."""
-    headings = ["failures", "iterations\nredone", "restarts", "node hours"]
+    headings = ["failures", "iterations\nredone", "restarts", "node\nhours"]
     if scenario.price_per_node_hour:
-        headings += ["cost, $", "$ per million\nsamples"]
+        headings += ["cost, $", "$ per\nmillion\nsamples"]
     table = _table("system", *headings)
     for name, runs in outcomes.items():
         row = [
@@ -149,30 +150,70 @@ def _range_text(of: Interval, form: str) -> str:
     return "" if of.low is None else f"{of.low:{form}} to {of.high:{form}}"
 
 
-def _ledger_table(outcomes: Outcomes) -> Table:
+def _ledger_table(outcomes: Outcomes) -> "_StackedTable":
     """Shares of the wall time by category; a category in which no system spends any is left out."""
     ledgers = {name: _mean_ledger(runs) for name, runs in outcomes.items()}
     spent = [c for c in Category if any(ledger[c] > 0.0 for ledger in ledgers.values())]
-    table = _table("system", *(str(category).replace("_", "\n") for category in spent))
-    for name, ledger in ledgers.items():
-        table.add_row(name, *(_share_text(ledger[c] / ledger["wall"]) for c in spent))
-    return table
+    columns = {
+        str(category).replace("_", "\n"): [
+            _share_text(ledger[category] / ledger["wall"]) for ledger in ledgers.values()
+        ]
+        for category in spent
+    }
+    return _StackedTable("system", list(ledgers), columns)
 
 
 def _share_text(share: float) -> str:
     """Like `share_text`, where a small share is told from none."""
-    return "< 0.1%" if 0.0 < share < 0.0005 else share_text(share)
+    if not share:
+        return "-"
+    return "< 0.1%" if share < 0.0005 else share_text(share)
 
 
-def sweep_table(points: Mapping[str, Outcomes]) -> Table:
+def sweep_table(points: Mapping[str, Outcomes]) -> "_StackedTable":
     """The mean goodput of each system, a row for each point of a sweep."""
     names = list(next(iter(points.values())))
-    table = _table("with", *(f"{name},\nsamples/s" for name in names))
-    for point, outcomes in points.items():
-        cells = []
-        for name in names:
-            goodput = interval([run.samples_per_s for run in outcomes[name]])
-            width = "" if goodput.high is None else f" +- {goodput.high - goodput.mean:.2g}"
-            cells.append(f"{goodput.mean:.4g}{width}")
-        table.add_row(point, *cells)
-    return table
+    columns = {
+        f"{name},\nsamples/s": [_mean_text(outcomes[name]) for outcomes in points.values()]
+        for name in names
+    }
+    return _StackedTable("with", list(points), columns)
+
+
+def _mean_text(runs: Sequence[JobOutcome]) -> str:
+    goodput = interval([run.samples_per_s for run in runs])
+    width = "" if goodput.high is None else f" +- {goodput.high - goodput.mean:.2g}"
+    return f"{goodput.mean:.4g}{width}"
+
+
+class _StackedTable:
+    """A table whose columns go on in another table below where the terminal is too narrow.
+
+    Args:
+        first: heading of the first column, which each of these tables has.
+        names: cells of the first column.
+        columns: cells of the other columns by their headings.
+    """
+
+    def __init__(
+        self, first: str, names: Sequence[str], columns: Mapping[str, Sequence[str]]
+    ) -> None:
+        self._first, self._names, self._columns = first, names, columns
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The tables, each with as many columns as there is room for, and at least one."""
+        unbounded = options.update(max_width=_UNBOUNDED)
+        headings: list[str] = []
+        for heading in self._columns:
+            wider = self._table([*headings, heading])
+            if headings and console.measure(wider, options=unbounded).maximum > options.max_width:
+                yield self._table(headings)
+                headings = []
+            headings.append(heading)
+        yield self._table(headings)
+
+    def _table(self, headings: Sequence[str]) -> Table:
+        table = _table(self._first, *headings)
+        for row, name in enumerate(self._names):
+            table.add_row(name, *(self._columns[heading][row] for heading in headings))
+        return table

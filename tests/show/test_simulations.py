@@ -1,0 +1,87 @@
+"""The tables of simulated jobs, on terminals of any width."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from helpers.simulated_clusters import small
+from planaria.observe.ledger import Category
+from planaria.show.simulations import simulation_table, sweep_table
+from planaria.simulator.economics.compare import JobOutcome, Outcomes
+
+
+def outcome_with(*, seed: int) -> JobOutcome:
+    """A job that spent some time on everything but redundant work."""
+    ledger = {str(category): 1.0 for category in Category} | {"redundant": 0.0, "useful": 5_000.0}
+    return JobOutcome(
+        seed=seed,
+        wall_s=sum(ledger.values()),
+        samples=40_000 + seed,
+        num_failures=14,
+        num_redone=2_000,
+        num_restarts=27,
+        node_hours=1_529.2,
+        ledger=ledger | {"wall": sum(ledger.values())},
+        curve=((0.0, 0),),
+        lost_at_s=(),
+    )
+
+
+OUTCOMES: Outcomes = {
+    name: [outcome_with(seed=seed) for seed in range(3)]
+    for name in ("planaria", "odyssey-oracle", "replicas")
+}
+
+
+def text_of(table: object, *, width: int) -> str:
+    """What a terminal shows."""
+    console = Console(file=io.StringIO(), width=width)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 400])
+def test_no_number_or_heading_of_the_ledger_is_broken(width: int) -> None:
+    """A narrow terminal gets the columns in tables below each other, a wide one in one table."""
+    text = text_of(simulation_table(small(), OUTCOMES), width=width)
+    ledger = text[text.index("Share of the time") :]
+    words = ledger.split()
+
+    spent = [str(category) for category in Category if category is not Category.REDUNDANT]
+    assert set("_".join(spent).split("_")) <= set(words)
+    assert "redundant" not in words
+    assert ledger.count("99.8%") == len(OUTCOMES)
+    assert (ledger.count("odyssey-oracle") == 1) == (width >= 120)
+    assert all(len(line) <= width for line in ledger.splitlines())
+
+
+def test_every_heading_is_whole_at_80_columns() -> None:
+    """Those of goodput and counts, too."""
+    words = text_of(simulation_table(small(), OUTCOMES), width=80).split()
+
+    assert {"samples/s", "interval", "failures", "iterations", "restarts", "million"} <= set(words)
+
+
+def test_a_share_is_told_from_none() -> None:
+    """What took a little has a number, and what took nothing a dash."""
+    runs = OUTCOMES["planaria"]
+    others = [replace(run, ledger={**run.ledger, "redundant": 100.0}) for run in runs]
+    text = text_of(simulation_table(small(), {"planaria": runs, "bamboo": others}), width=400)
+    rows = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+
+    assert "-" in rows["planaria"].split()
+    assert "-" not in rows["bamboo"].split()
+    assert "< 0.1%" in rows["planaria"]
+
+
+def test_a_sweep_of_many_systems_is_whole_at_80_columns() -> None:
+    """Each system keeps its heading."""
+    systems = {f"system-{index}": OUTCOMES["planaria"] for index in range(12)}
+    text = text_of(sweep_table({"failures.per_node_hour=0.01": systems}), width=80)
+
+    assert all(f"{name}," in text for name in systems)
+    assert text.count("failures.per_node_hour=0.01") > 1
+    assert all(len(line) <= 80 for line in text.splitlines())
