@@ -10,7 +10,7 @@ from helpers.command import PACED, command
 from planaria.core.inject import parse_injection
 from planaria.job.training_job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
-from planaria.show.gantt import compared_figure
+from planaria.show.pictures.gantt import compared_figure
 
 LOST = (4, 7)
 LOST_AT = (3, 6)

@@ -7,7 +7,7 @@ import pytest
 from planaria.core.inject import parse_injection
 from planaria.job.training_job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
-from planaria.show.gantt import compared_figure
+from planaria.show.pictures.gantt import compared_figure
 from planaria.show.plots import chrome_trace
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "small.toml"

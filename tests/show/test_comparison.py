@@ -19,7 +19,7 @@ from planaria.observe.metrics import (
 )
 from planaria.schedule.action import parse_action
 from planaria.show.comparison import comparison_table, off_text
-from planaria.show.gantt import ITERATIONS_MAX, RANKS_MAX, compared_figure
+from planaria.show.pictures.gantt import ITERATIONS_MAX, RANKS_MAX, compared_figure
 
 FINAL = FinalRecord(
     iteration=6,

@@ -31,7 +31,7 @@ from planaria.placement.survival import (
     survival_by_lost,
 )
 from planaria.show.copies_tables import PlacementResult, placement_figure, placement_table
-from planaria.show.page import picture_format
+from planaria.show.pictures.page import picture_format
 from planaria.show.words import count_text
 
 

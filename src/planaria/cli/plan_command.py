@@ -40,8 +40,8 @@ from planaria.planner.templates import RankedTemplate, paper_templates, ranked_t
 from planaria.policies.policy import profile_prices
 from planaria.profiles.shipped import NAMES
 from planaria.show.copies_tables import sending_json, sending_text, survival_json, survival_table
-from planaria.show.figures import plan_figure
-from planaria.show.page import picture_format
+from planaria.show.pictures.figures import plan_figure
+from planaria.show.pictures.page import picture_format
 from planaria.show.tables import plan_json, plan_table
 from planaria.show.words import range_text
 

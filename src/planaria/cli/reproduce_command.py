@@ -11,7 +11,7 @@ from rich.console import Console
 from planaria.cli.command_line import check_writable, exit_codes, write
 from planaria.errors import ConfigError
 from planaria.papers.experiments import EXPERIMENTS, named_experiment
-from planaria.show.page import picture_format
+from planaria.show.pictures.page import picture_format
 from planaria.show.reproductions import (
     reproduction_figure,
     reproduction_json,

@@ -12,8 +12,8 @@ from rich.progress import Progress
 from planaria.cli.command_line import Settings, check_writable, exit_codes, write
 from planaria.errors import ConfigError
 from planaria.job.scenario_file import load_scenario, swept_overrides
-from planaria.show.page import picture_format
-from planaria.show.simulation_plots import simulation_figure
+from planaria.show.pictures.page import picture_format
+from planaria.show.pictures.simulation_plots import simulation_figure
 from planaria.show.simulations import simulation_json, simulation_table, sweep_table
 from planaria.simulator.economics.compare import Outcomes, compare
 from planaria.simulator.economics.planaria_system import PlanariaSystem

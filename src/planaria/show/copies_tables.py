@@ -14,8 +14,8 @@ from planaria.placement.idle import Sending
 from planaria.placement.layer_survival import LOST_MAX, LayerSurvival
 from planaria.placement.placement import Placement
 from planaria.placement.survival import Estimate
-from planaria.show.figures import draw_heading
-from planaria.show.page import (
+from planaria.show.pictures.figures import draw_heading
+from planaria.show.pictures.page import (
     FORWARD_COLOUR,
     GROUND_COLOUR,
     LABEL,

@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from planaria.papers.rows import Claim, Experiment, How, Key, PublishedRow
-from planaria.show.figures import draw_heading
-from planaria.show.page import (
+from planaria.show.pictures.figures import draw_heading
+from planaria.show.pictures.page import (
     FORWARD_COLOUR,
     GRID_COLOUR,
     LABEL,

@@ -11,7 +11,7 @@ from typing import Final
 from planaria.core.plan import Plan
 from planaria.planner.plans import PlanCatalog, pipeline_microbatches, plan_bubble_share
 from planaria.show.alike import AlikePipelines, alike_pipelines
-from planaria.show.page import (
+from planaria.show.pictures.page import (
     BACKWARD_COLOUR,
     FORWARD_COLOUR,
     GROUND_COLOUR,
@@ -27,9 +27,8 @@ from planaria.show.page import (
     Page,
     Rectangle,
 )
-from planaria.show.stage_map import ROWS_MAX, draw_stage_map
-from planaria.show.tables import job_text, model_text, samples_per_s
-from planaria.show.timelines import (
+from planaria.show.pictures.stage_map import ROWS_MAX, draw_stage_map
+from planaria.show.pictures.timelines import (
     TIMELINES_MAX,
     Lanes,
     TimeWindow,
@@ -37,6 +36,7 @@ from planaria.show.timelines import (
     drawn_lanes,
     time_windows,
 )
+from planaria.show.tables import job_text, model_text, samples_per_s
 from planaria.show.words import count_text, seconds_text, share_text
 
 _CAPTION_COLUMNS: Final = 170

@@ -28,9 +28,9 @@ from planaria.planner.problem import Problem
 from planaria.planner.times import PlainTimes
 from planaria.schedule.action import FORWARD
 from planaria.show.alike import alike_pipelines
-from planaria.show.figures import plan_figure
-from planaria.show.page import PLOT_LEFT_PT, PLOT_WIDTH_PT, Font, Format, Page
-from planaria.show.timelines import (
+from planaria.show.pictures.figures import plan_figure
+from planaria.show.pictures.page import PLOT_LEFT_PT, PLOT_WIDTH_PT, Font, Format, Page
+from planaria.show.pictures.timelines import (
     Lanes,
     TimeWindow,
     drawn_lanes,

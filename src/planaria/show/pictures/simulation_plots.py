@@ -6,8 +6,8 @@ from statistics import fmean
 from typing import Final
 
 from planaria.observe.ledger import Category
-from planaria.show.figures import draw_heading
-from planaria.show.page import (
+from planaria.show.pictures.figures import draw_heading
+from planaria.show.pictures.page import (
     FAINT_INK,
     GRID_COLOUR,
     GROUND_COLOUR,

@@ -15,7 +15,7 @@ from planaria.core.plan import PipelineTemplate, Stage
 from planaria.estimator.peak_memory import peak_bytes
 from planaria.planner.problem import Problem
 from planaria.show.alike import AlikePipelines
-from planaria.show.page import (
+from planaria.show.pictures.page import (
     BACKWARD_COLOUR,
     FORWARD_COLOUR,
     GRID_COLOUR,

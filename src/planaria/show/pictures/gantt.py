@@ -13,8 +13,8 @@ from planaria.estimator.time import Timeline
 from planaria.observe.metrics import EventRecord
 from planaria.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from planaria.show.comparison import off_text
-from planaria.show.figures import draw_heading
-from planaria.show.page import (
+from planaria.show.pictures.figures import draw_heading
+from planaria.show.pictures.page import (
     BACKWARD_COLOUR,
     FORWARD_COLOUR,
     GROUND_COLOUR,
@@ -30,7 +30,7 @@ from planaria.show.page import (
     Page,
     Rectangle,
 )
-from planaria.show.timelines import TimeWindow, box_colour, draw_axis
+from planaria.show.pictures.timelines import TimeWindow, box_colour, draw_axis
 from planaria.show.words import bytes_text, count_text, seconds_text
 
 ITERATIONS_MAX: Final = 4

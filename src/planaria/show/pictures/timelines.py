@@ -18,7 +18,7 @@ from planaria.estimator.makespan import ActionEnds, action_ends
 from planaria.planner.times import Iteration, Reduction
 from planaria.schedule.action import BACKWARD, FORWARD, Kind
 from planaria.show.alike import AlikePipelines
-from planaria.show.page import (
+from planaria.show.pictures.page import (
     GRID_COLOUR,
     GROUND_COLOUR,
     LABEL,
