@@ -119,6 +119,8 @@ COMMANDS = {
             "--processes",
             "--set",
         ),
+        *("--model", "--nodes", "--devices-per-node", "--failure-rate", "--repair", "--notice"),
+        *("--price", "--hours", "--batch", "--policies"),
     },
     "status": {"head", "--token-file", "--job", "--json"},
     "token": {"file", "--check"},

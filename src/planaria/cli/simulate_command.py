@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -9,6 +10,24 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from planaria.cli.advice_options import (
+    NUM_SEEDS,
+    AdviceOptions,
+    Batch,
+    Devices,
+    FailureRate,
+    Hours,
+    Model,
+    Nodes,
+    Notice,
+    Policies,
+    Price,
+    Repair,
+    check_alone,
+    check_unused,
+    give_advice,
+    question_of,
+)
 from planaria.cli.command_line import Settings, check_writable, exit_codes, write
 from planaria.errors import ConfigError
 from planaria.job.scenario_file import load_scenario, swept_overrides
@@ -46,7 +65,12 @@ SYSTEMS: Final[tuple[System, ...]] = (
 _ALL: Final = "all"
 
 ScenarioFile = Annotated[
-    Path, typer.Argument(metavar="SCENARIO.toml", help="The scenario; see docs/SIMULATE.md.")
+    Path | None,
+    typer.Argument(
+        metavar="SCENARIO.toml",
+        help="The scenario; see docs/SIMULATE.md. Without one, --model asks what pays most.",
+        show_default=False,
+    ),
 ]
 SystemNames = Annotated[
     str,
@@ -57,7 +81,12 @@ SystemNames = Annotated[
     ),
 ]
 NumSeeds = Annotated[
-    int, typer.Option("--seeds", min=1, help="Number of seeds; each draws other failures.")
+    int,
+    typer.Option(
+        "--seeds",
+        min=0,
+        help="Number of seeds; each draws other failures. 0: one, or eight with --model.",
+    ),
 ]
 Sweeps = Annotated[
     list[str] | None,
@@ -87,38 +116,94 @@ NumProcesses = Annotated[
 
 @exit_codes()
 def simulate(
-    scenario: ScenarioFile,
+    scenario: ScenarioFile = None,
     systems: SystemNames = "planaria",
-    seeds: NumSeeds = 1,
+    seeds: NumSeeds = 0,
     sweep: Sweeps = None,
     json_file: JsonFile = None,
     plot: PlotFile = None,
     processes: NumProcesses = 0,
     settings: Settings = None,
+    model: Model = "",
+    nodes: Nodes = 0,
+    devices_per_node: Devices = 1,
+    failure_rate: FailureRate = "",
+    repair: Repair = "",
+    notice: Notice = "",
+    price: Price = 0.0,
+    hours: Hours = 0.0,
+    batch: Batch = 0,
+    policies: Policies = "",
 ) -> None:
     """Simulates a job on a cluster whose nodes fail: its goodput, its time and its cost.
 
     The coordinator and the policies are the real ones; nodes, links and failures are modelled.
     """
     check_writable("--json", json_file)
+    num_processes = processes or len(os.sched_getaffinity(0))
+    options = AdviceOptions(
+        model=model,
+        nodes=nodes,
+        devices_per_node=devices_per_node,
+        failure_rate=failure_rate,
+        repair=repair,
+        notice=notice,
+        price=price,
+        hours=hours,
+        batch=batch,
+        policies=policies,
+    )
+    if scenario is None:
+        check_alone(options, systems=systems, sweep=sweep, plot=plot)
+        give_advice(
+            question_of(options, tuple(settings or ())),
+            num_seeds=seeds or NUM_SEEDS,
+            num_processes=num_processes,
+            json_file=json_file,
+        )
+        return
+    check_unused(options)
+    _simulate_scenario(
+        scenario,
+        systems,
+        num_seeds=seeds or 1,
+        sweep=sweep or (),
+        json_file=json_file,
+        plot=plot,
+        num_processes=num_processes,
+        settings=settings or (),
+    )
+
+
+def _simulate_scenario(
+    scenario: Path,
+    systems: str,
+    *,
+    num_seeds: int,
+    sweep: Sequence[str],
+    json_file: Path | None,
+    plot: Path | None,
+    num_processes: int,
+    settings: Sequence[str],
+) -> None:
+    """Simulates the systems in the scenario of a file."""
     check_writable("--plot", plot)
     picture = None if plot is None else picture_format("--plot", plot.name)
     if plot is not None and sweep:
         raise ConfigError("--plot", str(plot), "a sweep has no picture; leave --sweep out")
     chosen = _systems(systems)
     points = {
-        overrides: load_scenario(scenario, overrides=[*(settings or ()), *overrides])
-        for overrides in swept_overrides(sweep or ())
+        overrides: load_scenario(scenario, overrides=[*settings, *overrides])
+        for overrides in swept_overrides(sweep)
     }
     results: dict[tuple[str, ...], Outcomes] = {}
-    num_processes = processes or len(os.sched_getaffinity(0))
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("simulating", total=len(points) * len(chosen) * seeds)
+        task = progress.add_task("simulating", total=len(points) * len(chosen) * num_seeds)
         for overrides, point in points.items():
             results[overrides] = compare(
                 point,
                 chosen,
-                num_seeds=seeds,
+                num_seeds=num_seeds,
                 num_processes=num_processes,
                 on_done=lambda: progress.advance(task),
             )

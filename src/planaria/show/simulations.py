@@ -12,6 +12,7 @@ from rich.text import Text
 from planaria.observe.ledger import Category
 from planaria.show.words import count_text, share_text
 from planaria.simulator.economics.compare import (
+    PLANARIA,
     ClusterScenario,
     Interval,
     JobOutcome,
@@ -21,13 +22,12 @@ from planaria.simulator.economics.compare import (
 )
 
 VERSION: Final = 1
-_PLANARIA: Final = "planaria"
 _UNBOUNDED: Final = 10_000  # Number of columns of a terminal that is wider than any table.
 
 
 def simulation_json(scenario: ClusterScenario, outcomes: Outcomes) -> dict[str, Any]:
     """The content of `planaria simulate --json`."""
-    planaria = outcomes.get(_PLANARIA)
+    planaria = outcomes.get(PLANARIA)
     return {
         "version": VERSION,
         "scenario": scenario.name,
@@ -37,7 +37,7 @@ def simulation_json(scenario: ClusterScenario, outcomes: Outcomes) -> dict[str, 
         "versus": {
             name: _interval_json(ratio)
             for name, runs in outcomes.items()
-            if planaria and name != _PLANARIA and (ratio := ratios(planaria, runs))
+            if planaria and name != PLANARIA and (ratio := ratios(planaria, runs))
         },
     }
 
@@ -101,10 +101,10 @@ def simulation_table(scenario: ClusterScenario, outcomes: Outcomes) -> Group:
 
 def _goodput_table(outcomes: Outcomes) -> Table:
     table = _table("system", "samples/s", "95% interval", "planaria is", "95% interval")
-    planaria = outcomes.get(_PLANARIA)
+    planaria = outcomes.get(PLANARIA)
     for name, runs in outcomes.items():
         goodput = interval([run.samples_per_s for run in runs])
-        ratio = ratios(planaria, runs) if planaria and name != _PLANARIA else None
+        ratio = ratios(planaria, runs) if planaria and name != PLANARIA else None
         table.add_row(
             name,
             f"{goodput.mean:.4g}",

@@ -46,7 +46,8 @@ class Setting:
     """The job and the cluster, which are the same for all systems that are compared.
 
     Attributes:
-        job: configuration of the job; `cluster.nodes` is the number of nodes.
+        job: configuration of the job; `cluster.nodes` is the number of nodes
+            at work, `cluster.standby` that of nodes which wait to take the places of lost ones.
         catalog: plans of the job for every number of nodes.
         model: name of the model's profile.
     """
@@ -58,8 +59,13 @@ class Setting:
 
     @property
     def num_nodes(self) -> int:
-        """The number of nodes that the cluster has while none is lost."""
+        """The number of nodes at work while none is lost."""
         return self.job.cluster.nodes
+
+    @property
+    def num_machines(self) -> int:
+        """The number of nodes that the cluster has while none is lost, standby nodes included."""
+        return self.num_nodes + self.job.cluster.standby
 
     @property
     def failure_free_s(self) -> float:

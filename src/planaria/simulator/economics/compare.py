@@ -13,16 +13,18 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from random import Random
 from statistics import fmean, stdev
-from typing import Final
+from typing import Final, TypeVar
 
 from scipy.special import stdtrit
 
+from planaria.errors import ConfigError
 from planaria.observe.ledger import Category
 from planaria.simulator.failures.occurrences import FailureSource, Occurrence, OccurrenceKind
 from planaria.systems.system import Setting, System, SystemRun
 
 _S_PER_HOUR: Final = 3600.0
-_LEVEL: Final = 0.95
+LEVEL: Final = 0.95
+PLANARIA: Final = "planaria"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +94,7 @@ LOSSES_MAX: Final = 1000
 def play(scenario: ClusterScenario, system: System, seed: int) -> JobOutcome:
     """The outcome of one system with one seed."""
     run = system.begin(scenario.setting)
-    num_nodes = scenario.setting.num_nodes
+    num_nodes = scenario.setting.num_machines
     stream = scenario.failures.occurrences(
         num_nodes, horizon_s=scenario.horizon_s, rng=Random(f"{scenario.name} {seed}")
     )
@@ -194,16 +196,25 @@ def compare(
     Args:
         num_processes: number of processes that share the work; 1: it is done in this one.
         on_done: callback after each run.
+
+    Raises:
+        ConfigError: there are standby nodes, which the other systems do not have.
     """
+    num_standby = scenario.setting.job.cluster.standby
+    if num_standby and any(system.name != PLANARIA for system in systems):
+        remedy = "other systems have no standby nodes; leave it out to compare with them"
+        raise ConfigError("job.cluster.standby", num_standby, remedy)
     tasks = [(index, seed) for seed in range(num_seeds) for index in range(len(systems))]
     outcomes: dict[str, list[JobOutcome]] = {system.name: [] for system in systems}
     play_one = partial(_play_task, scenario, systems)
-    for (index, _), outcome in zip(tasks, _spread(play_one, tasks, num_processes), strict=True):
+    for (index, _), outcome in zip(tasks, spread(play_one, tasks, num_processes), strict=True):
         outcomes[systems[index].name].append(outcome)
         on_done()
     return outcomes
 
 
+Task = TypeVar("Task")
+Result = TypeVar("Result")
 _Task = tuple[int, int]  # (index of the system, seed)
 
 
@@ -212,23 +223,23 @@ def _play_task(scenario: ClusterScenario, systems: Sequence[System], task: _Task
     return play(scenario, systems[index], seed)
 
 
-def _spread(
-    play_one: Callable[[_Task], JobOutcome], tasks: Sequence[_Task], num_processes: int
-) -> Iterator[JobOutcome]:
-    """The outcomes of tasks, in their order; each process does every num_processes-th task.
+def spread(
+    do: Callable[[Task], Result], tasks: Sequence[Task], num_processes: int
+) -> Iterator[Result]:
+    """The results of tasks, in their order; each process does every num_processes-th task.
 
     Processes are forked, so they have the scenario with all its plans, and nothing is sent to them.
     """
     number = min(num_processes, len(tasks))
     if number < 2:
-        yield from map(play_one, tasks)
+        yield from map(do, tasks)
         return
     context = get_context("fork")
     ends, processes = [], []
     for index in range(number):
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(
-            target=_serve, args=(play_one, tasks[index::number], sender), daemon=True
+            target=_serve, args=(do, tasks[index::number], sender), daemon=True
         )
         process.start()
         sender.close()
@@ -236,10 +247,10 @@ def _spread(
         processes.append(process)
     try:
         for index in range(len(tasks)):
-            outcome = ends[index % number].recv()
-            if isinstance(outcome, BaseException):
-                raise outcome
-            yield outcome
+            result = ends[index % number].recv()
+            if isinstance(result, BaseException):
+                raise result
+            yield result
         for process in processes:
             process.join()
     finally:
@@ -248,24 +259,26 @@ def _spread(
             process.join()
 
 
-def _serve(
-    play_one: Callable[[_Task], JobOutcome], tasks: Sequence[_Task], sender: Connection
-) -> None:
-    """Does tasks one after the other and sends their outcomes, or the error that ends it."""
+def _serve(do: Callable[[Task], Result], tasks: Sequence[Task], sender: Connection) -> None:
+    """Does tasks one after the other and sends their results, or the error that ends it."""
     try:
         for task in tasks:
-            sender.send(play_one(task))
+            sender.send(do(task))
     except Exception as error:
         sender.send(error)
         raise
 
 
-def interval(values: Sequence[float]) -> Interval:
-    """The mean of values of independent seeds, with its 95% interval by Student's t."""
+def interval(values: Sequence[float], *, level: float = LEVEL) -> Interval:
+    """The mean of values of independent seeds, with its interval by Student's t.
+
+    Args:
+        level: confidence of the interval, 0 to 1.
+    """
     mean, number = fmean(values), len(values)
     if number < 2:
         return Interval(mean, None, None)
-    half = float(stdtrit(number - 1, 0.5 + _LEVEL / 2)) * stdev(values) / sqrt(number)
+    half = float(stdtrit(number - 1, 0.5 + level / 2)) * stdev(values) / sqrt(number)
     return Interval(mean, mean - half, mean + half)
 
 

@@ -98,7 +98,8 @@ class PlanariaRun:
         self._rules, self._plan_of, self._costs, self._problem = rules, plan_of, costs, problem
         self._queue: list[tuple[float, int, Callable[[float], None]]] = []
         self._num_posted = 0
-        self._there = dict.fromkeys(range(rules.job.cluster.nodes), 0)  # Times that each was back.
+        num_machines = rules.job.cluster.nodes + rules.job.cluster.standby
+        self._there = dict.fromkeys(range(num_machines), 0)  # Times that each was back.
         self._num_returns = 0
         self._speeds: dict[int, float] = {}  # Of the machines that are slow.
         self._num_reported = 0  # Iterations that are still to be reported one by one.

@@ -12,6 +12,7 @@ from planaria.planner.reroute.shadows import first_plan_with_shadows
 from planaria.policies.named import looks_ahead, named_policy
 from planaria.policies.policy import profile_prices
 from planaria.policies.traits import TRAITS
+from planaria.simulator.economics.compare import PLANARIA
 from planaria.simulator.economics.planaria_run import PlanariaRun, PlanOf
 from planaria.simulator.economics.remembered import Remembered
 from planaria.simulator.economics.virtual_foresight import VirtualForesight
@@ -27,7 +28,7 @@ class PlanariaSystem:
     @property
     def name(self) -> str:
         """See `System`."""
-        return "planaria"
+        return PLANARIA
 
     def begin(self, setting: Setting) -> PlanariaRun:
         """A job that begins; see `System`."""

@@ -1,0 +1,185 @@
+"""The search for what pays most."""
+
+from dataclasses import replace
+from math import sqrt
+from pathlib import Path
+
+import pytest
+
+from planaria.errors import ConfigError
+from planaria.job.scenario_file import scenario_from_tables
+from planaria.job.what_if import Grounds, answer, choice_space
+from planaria.simulator.economics.advice import Choice, Trials
+from planaria.simulator.economics.compare import ClusterScenario, compare, play
+from planaria.simulator.economics.planaria_system import PlanariaSystem
+from planaria.simulator.economics.question import Question, Recommendation
+from planaria.systems.grids import grid_of_depth
+from planaria.systems.restart import Restart, RestartRun, StaticRestart
+from planaria.systems.system import Setting
+
+
+def question(losses_per_hour: float, **options: object) -> Question:
+    """A question on GPT-2 and 6 nodes."""
+    given: dict[str, object] = {
+        "model": "gpt2",
+        "nodes": 6,
+        "devices_per_node": 1,
+        "failures": {"kind": "poisson", "per_node_hour": losses_per_hour / 6, "repair_s": 3600.0},
+        "price": 2.0,
+        "hours": 6.0,
+        "batch": 0,
+        "policies": ("reinstantiate",),
+    }
+    return Question(**(given | options))  # type: ignore[arg-type]
+
+
+def answer_to(asked: Question) -> Recommendation:
+    """The answer, by three seeds in this process."""
+    return answer(Grounds(asked), num_seeds=3, num_processes=1, watch=lambda *_: None)
+
+
+def small(**job: object) -> ClusterScenario:
+    """GPT-2 on 6 nodes that fail often."""
+    tables = {
+        "cluster": {"nodes": 6, "profile": "gpt2"},
+        "job": {"resilience": {"policy": "rollback"}, **job},
+        "failures": {"per_node_hour": 0.05, "repair_s": 7200.0},
+    }
+    return scenario_from_tables(tables, name="small", directory=Path())
+
+
+def test_spares_never_pay_where_nothing_fails() -> None:
+    """A node that waits trains nothing, and no rate is said at which it would pay."""
+    advice = answer_to(question(0.0)).advice
+
+    assert advice.leader.num_spares == 0
+    assert advice.spares_pay is None
+    gains = [advice.gains[c] for c in advice.gains if c.num_spares and c.system == "planaria"]
+    assert gains
+    assert all(gain is not None and gain.low is not None and gain.low > 0.1 for gain in gains)
+
+
+def test_choices_that_are_alike_leave_the_plainest() -> None:
+    """Without failures neither saves nor copies nor f matter."""
+    leader = answer_to(question(0.0)).advice.leader
+
+    assert leader == Choice(system="planaria", policy="reinstantiate", failures_tolerated=1)
+
+
+def test_all_seeds_of_a_measurement_differ_from_those_that_chose() -> None:
+    """Else the choice would look better than it is."""
+    asked = answer_to(question(0.5))
+
+    for outcomes in asked.advice.outcomes.values():
+        assert [outcome.seed for outcome in outcomes] == [0, 1, 2]
+
+
+def test_a_policy_that_searches_long_is_left_out_on_many_nodes_unless_it_is_named() -> None:
+    """And the answer says so."""
+    many = question(0.0, nodes=70, policies=())
+    space, left_out = choice_space(many)
+    named, _ = choice_space(replace(many, policies=("reinstantiate", "reroute")))
+
+    assert set(left_out) == {"adaptive", "reroute", "repartition"}
+    assert not space.slow_policies
+    assert named.slow_policies == ("reroute",)
+
+
+def test_restarts_save_about_as_often_as_youngs_formula_says() -> None:
+    """The best time between saves is sqrt(2 * save * time between failures)."""
+    between_s = 4 * 3600.0
+    saves_min = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    scenario = scenario_from_tables(
+        {
+            "cluster": {"nodes": 16, "profile": "llama2-7b"},
+            "failures": {"per_node_hour": 3600.0 / between_s / 16, "repair_s": 1.0},
+            "run": {"hours": 400.0},
+        },
+        name="young",
+        directory=Path(),
+    )
+
+    def setting_of(choice: Choice) -> Setting:
+        every = max(1, round(60.0 * choice.save_min / scenario.setting.failure_free_s))
+        job = scenario.setting.job
+        checkpoint = replace(job.checkpoint, persist_every=every)
+        return replace(scenario.setting, job=replace(job, checkpoint=checkpoint))
+
+    trials = Trials(scenario, setting_of, num_processes=1, watch=lambda *_: None)
+    choices = [Choice(system="restart", save_min=minutes) for minutes in saves_min]
+    trials.play("test", choices, range(4))
+    depth = RestartRun(scenario.setting)._depth
+    rank_bytes = grid_of_depth(scenario.setting, 16, depth).rank_bytes
+    save_s = rank_bytes / scenario.setting.costs.save_bytes_per_s
+    # A node that is back restarts the job as well.
+    young_min = sqrt(2.0 * save_s * between_s / 2.0) / 60.0
+
+    best = trials.ranking(choices, range(4))[0]
+    assert young_min / 2.0 < best.save_min < 2.0 * young_min
+
+
+def test_runs_that_share_the_answers_of_a_policy_do_as_runs_of_their_own() -> None:
+    """A search that was made for another seed is not made again."""
+    scenario = small()
+
+    def setting_of(_: Choice) -> Setting:
+        return scenario.setting
+
+    choice = Choice(system="planaria", policy="rollback", failures_tolerated=1)
+    trials = Trials(scenario, setting_of, num_processes=1, watch=lambda *_: None)
+    trials.play("test", [choice], range(3))
+    own = [play(scenario, PlanariaSystem(), seed) for seed in range(3)]
+
+    shared = trials.outcomes(choice, range(3))
+    assert [run.samples for run in shared] == [run.samples for run in own]
+
+
+def test_standby_nodes_are_there_from_the_start_and_take_the_places_of_lost_ones() -> None:
+    """They cost as much as the others, and the plan stays that of the nodes at work."""
+    job = {"cluster": {"standby": 2}, "training": {"global_batch_size": 768}}
+    with_standby = small(**job)
+    without = small(training={"global_batch_size": 768})
+    runs = [play(scenario, PlanariaSystem(), 0) for scenario in (with_standby, without)]
+
+    assert runs[0].num_failures > 0
+    assert runs[0].node_hours > 6 * 24.0 > runs[1].node_hours
+    assert runs[0].samples > 1.02 * runs[1].samples
+    free = 768 / with_standby.setting.failure_free_s
+    assert runs[0].samples_per_s == pytest.approx(free, rel=0.02)
+
+
+def test_other_systems_are_not_compared_where_there_are_standby_nodes() -> None:
+    """They have none."""
+    scenario = small(cluster={"standby": 1})
+
+    with pytest.raises(ConfigError, match="standby"):
+        compare(scenario, (Restart(),), num_seeds=1, num_processes=1, on_done=lambda: None)
+
+
+def test_a_static_job_waits_without_spares_and_goes_on_with_one() -> None:
+    """It never trains on another number of nodes."""
+    setting = small().setting
+    samples = {}
+    for num_spares in (0, 1):
+        run = StaticRestart(num_spares).begin(setting)
+        run.lose((2,), 3600.0)
+        run.run_until(7200.0)
+        lost = run.account.num_iterations
+        run.take_back((2,), 7200.0)
+        run.run_until(10_800.0)
+        samples[num_spares] = (lost, run.account.num_iterations, run.account.num_restarts)
+
+    assert samples[0][0] < 0.6 * samples[1][0]
+    assert samples[0][1] > 1.5 * samples[0][0]
+    assert samples[0][2] == samples[1][2] == 1
+
+
+def test_the_loss_of_a_spare_node_interrupts_nothing() -> None:
+    """No process runs there."""
+    setting = small().setting
+    run = StaticRestart(1).begin(setting)
+    run.lose((5,), 3600.0)
+    run.take_back((5,), 4000.0)
+
+    assert run.account.num_failures == 1
+    assert run.account.num_restarts == 0
