@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+WAS_COLLECTING = gc.isenabled()
+
 
 def echo(payload: bytes, result_fd: int) -> None:
     """Writes back what it got."""
@@ -40,6 +42,12 @@ def talk_and_die(_: bytes, __: int) -> None:
 def count_frozen(_: bytes, result_fd: int) -> None:
     """Writes how many objects its garbage collector never looks at."""
     os.write(result_fd, str(gc.get_freeze_count()).encode())
+
+
+def tell_collections(_: bytes, result_fd: int) -> None:
+    """Writes whether garbage was collected when this module was imported, and whether it is now."""
+    text = f"imported: {WAS_COLLECTING}, forked: {gc.isenabled()}"
+    os.write(result_fd, text.encode())
 
 
 def tell_variable(payload: bytes, result_fd: int) -> None:

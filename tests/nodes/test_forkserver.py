@@ -58,6 +58,13 @@ def test_a_child_never_collects_what_was_imported(small: ForkServer) -> None:
     assert int(small.call(f"{FORKED}:count_frozen", b"")) > 1000
 
 
+def test_garbage_is_collected_in_children_but_not_while_modules_are_imported(
+    small: ForkServer,
+) -> None:
+    """Collections would be a sixth of the seconds that imports of torch and transformers take."""
+    assert small.call(f"{FORKED}:tell_collections", b"") == b"imported: False, forked: True"
+
+
 def test_the_users_module_may_ask_for_a_gpu_when_it_is_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

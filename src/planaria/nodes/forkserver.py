@@ -502,6 +502,7 @@ def _serve_request(sock: socket.socket) -> bool:
     request = json.loads(data)
     if "preload" in request:
         sys.path[:] = request["path"]
+        gc.disable()  # Collections are a sixth of the time that torch and transformers import.
         for name in request["preload"]:
             num_before = len(os.listdir("/proc/self/task"))
             _preload(name)
@@ -512,6 +513,7 @@ def _serve_request(sock: socket.socket) -> bool:
         # memory pages that forked children share.
         gc.collect()
         gc.freeze()
+        gc.enable()
         sock.sendall(json.dumps({"ready": 1}).encode())
         return True
     reply, pidfds = {"number": request["number"]}, []
