@@ -1,6 +1,7 @@
 """What the tests share: one fork server with torch and the model families already imported."""
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,17 @@ FAMILY_MODULES = tuple(
 
 settings.register_profile("busy", deadline=None)  # No example is wrong because a machine is busy.
 settings.load_profile("busy")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collects no garbage while test files are imported, and never looks at theirs again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")

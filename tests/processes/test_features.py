@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -95,6 +94,8 @@ def test_weights_from_a_directory(server: ForkServer, tmp_path: Path) -> None:
 
 def test_a_saved_dataset(server: ForkServer, tmp_path: Path) -> None:
     """Rows of token ids, as `datasets` saves them."""
+    import datasets  # For this test alone: it takes as long to import as the command line.
+
     rows = [{"input_ids": [(7 * i + j * j) % 90 for j in range(17)]} for i in range(60)]
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "rows")
     data = DataConfig(kind="hf", path=str(tmp_path / "rows"), sequence_length=16)
