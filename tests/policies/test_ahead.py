@@ -4,7 +4,6 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, islice
-from math import comb
 
 import pytest
 from hypothesis import given, settings
@@ -93,7 +92,6 @@ def test_every_loss_is_of_a_sort_that_is_looked_at(sizes: list[int], number: int
     found = list(losses(plan, number))
 
     sets = list(combinations(plan.nodes, number))
-    assert len(sets) == comb(len(plan.nodes), number)
     sizes_of_sorts = Counter(frozenset(sort(lost).items()) for lost in sets)
     looked_at = [frozenset(sort(lost).items()) for lost in found]
     assert len(set(looked_at)) == len(looked_at)

@@ -29,7 +29,8 @@ from planaria.schedule.action import Kind
 
 pytestmark = pytest.mark.faults
 
-ITERATIONS = 48
+ITERATIONS = 10
+LONG = 48  # Iterations in which a node comes before the end, also on a quick machine.
 
 Run = Callable[..., TrainingResult]
 
@@ -47,21 +48,15 @@ TWICE = [
 
 
 @pytest.fixture
-def calm(server: ForkServer) -> tuple[str, str]:
-    """The digests of the job without failures."""
-    return baseline_digests(server, ITERATIONS)
-
-
-@pytest.fixture
-def reroute(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Run:
+def reroute(server: ForkServer, tmp_path: Path) -> Run:
     """Runs a job on three pipelines of two nodes with faults, to the bits of the baseline run."""
 
-    def run(*specs: str) -> TrainingResult:
+    def run(*specs: str, iterations: int = ITERATIONS) -> TrainingResult:
         config = chaos_job(
-            FAMILY, tmp_path / "run", server, f=2, policy="reroute", iterations=ITERATIONS
+            FAMILY, tmp_path / "run", server, f=2, policy="reroute", iterations=iterations
         )
         result = run_under_faults(config, server, *specs, sizes=(2, 2, 2))
-        check_survived(result, specs, calm)
+        check_survived(result, specs, baseline_digests(server, iterations))
         return result
 
     return run
@@ -144,7 +139,7 @@ def test_an_order_that_was_looked_for_has_the_bits_of_any_other(
 
 def test_the_next_loss_strikes_a_rerouted_plan_and_a_node_joins_it(reroute: Run) -> None:
     """Who joins takes an empty place, at a commit, and nothing is done again for it."""
-    result = reroute("kill:0@2", "kill:3@4", "join:1@5")
+    result = reroute("kill:0@2", "kill:3@4", "join:1@5", iterations=LONG)
 
     first, second, join = recoveries(result)
     assert {first.policy, second.policy, join.policy} == {"reroute"}

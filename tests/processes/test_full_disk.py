@@ -113,14 +113,14 @@ def test_a_last_save_that_fails_is_an_error_and_older_ones_stay(
     Job(saving_job(directory, iterations=6)).train(server=server)
     filling = _Filling(directory / "filler", stays=True)
 
-    result = Job(saving_job(directory, iterations=60, every=100)).run(
+    result = Job(saving_job(directory, iterations=24, every=100)).run(
         resume=True, server=server, display=filling, state=str(tmp_path / "state")
     )
 
     assert isinstance(result.error, CheckpointError)
     assert "the last save failed" in str(result.error)
     assert "No space left on device" in str(result.error)
-    assert len(result.report.iterations) >= 53  # The last one's commit may not be told any more.
+    assert len(result.report.iterations) >= 17  # The last one's commit may not be told any more.
     assert result.report.final.parameters_sha256 == ""
     assert result.report.events[-1].kind == "unsaved"
     newest = tier_of(str(directory / "checkpoints")).newest()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers.chaos import events_besides_load, recoveries
-from helpers.jobs import digests, shaped_plan, tiny_job
+from helpers.jobs import digests, shaped_plan, tiny_job, with_profile
 from helpers.object_store import object_store
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.inject import parse_injection
@@ -67,9 +67,9 @@ def store(shared: Store, tmp_path: Path) -> Iterator[Store]:
     shared.late_s = _nothing
 
 
-def saving(place: str, directory: Path) -> JobConfig:
+def saving(place: str, directory: Path, server: ForkServer) -> JobConfig:
     """Saves every other iteration, from two nodes."""
-    job = tiny_job("sequential", directory, iterations=ITERATIONS)
+    job = with_profile(tiny_job("sequential", directory, iterations=ITERATIONS), server)
     return replace(
         job,
         checkpoint=replace(job.checkpoint, directory=place, persist_every=2),
@@ -79,11 +79,12 @@ def saving(place: str, directory: Path) -> JobConfig:
 
 def test_a_job_goes_on_from_an_object_store(store: Store, tmp_path: Path) -> None:
     """After a stop and, without any live holder of some layers, by itself."""
-    server, job = store.server, saving(f"{store.url}/one", tmp_path)
-    whole = Job(saving(str(tmp_path / "disk"), tmp_path)).train(server=server)
+    server = store.server
+    job = saving(f"{store.url}/one", tmp_path, server)
+    whole = Job(saving(str(tmp_path / "disk"), tmp_path, server)).train(server=server)
     Job(replace(job, training=replace(job.training, iterations=4))).train(server=server)
     resumed = Job(job).train(resume=True, server=server)
-    struck = saving(f"{store.url}/two", tmp_path)
+    struck = saving(f"{store.url}/two", tmp_path, server)
     struck = replace(struck, cluster=replace(struck.cluster, standby=1))
     faults = [parse_injection("kill:0,1@5.backward")]
     went_back = Job(struck).train(injections=faults, server=server)
@@ -101,7 +102,7 @@ def test_a_save_that_a_store_refuses_is_named_and_training_goes_on(
     store.late_s = lambda method, path: inf if method == "PUT" and "/2-0/" in path else 0.0
     told = _Notes()
 
-    result = Job(saving(store.url, tmp_path)).train(display=told, server=store.server)
+    result = Job(saving(store.url, tmp_path, store.server)).train(display=told, server=store.server)
 
     assert [version.name for version in tier_of(store.url).versions()] == ["6-0", "4-0"]
     assert result.report.final.iteration == ITERATIONS
@@ -113,7 +114,7 @@ def test_saves_that_a_store_does_not_give_are_as_good_as_before_another_time(
     store: Store, tmp_path: Path
 ) -> None:
     """They were set aside as damaged once, and a resumed job began anew from its seed."""
-    job = saving(store.url, tmp_path)
+    job = saving(store.url, tmp_path, store.server)
     job = replace(job, training=replace(job.training, iterations=12))
     struck = replace(job, cluster=replace(job.cluster, max_nodes=3, standby=1))
     store.late_s = lambda method, path: inf if method == "GET" and "/layer-" in path else 0.0
@@ -135,7 +136,7 @@ def test_a_save_under_way_is_complete_before_a_flipped_bit_ends_the_job(
     store: Store, tmp_path: Path
 ) -> None:
     """Of two holders nobody can tell which is right, and the save before is all that is left."""
-    job = saving(store.url, tmp_path)
+    job = saving(store.url, tmp_path, store.server)
     plan = shaped_plan((1, 1), job.num_microbatches)
     store.late_s = lambda method, _path: 0.3 if method == "PUT" else 0.0
 
@@ -185,7 +186,7 @@ def test_a_store_that_is_slow_costs_newer_saves_and_nothing_else(
 ) -> None:
     """Each request takes as long as ten iterations: the coordinator was killed six times for that,
     and the job ended."""
-    job = saving(store.url, tmp_path)
+    job = saving(store.url, tmp_path, store.server)
     lease_s = 1.0 if late_s < 1.0 else 3.0  # The coordinator may be silent for two thirds of it.
     job = replace(
         job,
@@ -215,7 +216,7 @@ def test_a_store_that_does_not_answer_is_given_up_in_the_end(
     store: Store, tmp_path: Path, every: int
 ) -> None:
     """All iterations are trained, and what was not saved is told within a bounded time."""
-    job = saving(store.url, tmp_path)
+    job = saving(store.url, tmp_path, store.server)
     job = replace(
         job,
         checkpoint=replace(job.checkpoint, timeout_s=1.0, persist_every=every),
@@ -235,7 +236,7 @@ def test_a_store_that_does_not_answer_is_given_up_in_the_end(
 
 def test_a_loss_is_answered_while_a_store_does_not_answer(store: Store, tmp_path: Path) -> None:
     """What is live is all that is needed; nobody waits for the save that is being made complete."""
-    job = saving(store.url, tmp_path)
+    job = saving(store.url, tmp_path, store.server)
     job = replace(
         job,
         training=replace(job.training, iterations=12),
@@ -266,7 +267,7 @@ def test_a_store_that_refuses_to_list_does_not_end_a_job(store: Store, tmp_path:
     """The coordinator looks for older saves when it begins; it ended for that six times over."""
     told = _Refused(store)
 
-    Job(saving(store.url, tmp_path)).train(display=told, server=store.server)
+    Job(saving(store.url, tmp_path, store.server)).train(display=told, server=store.server)
 
     assert [note for note in told.notes if "older saves cannot be used until" in note]
     assert [version.name for version in tier_of(store.url).versions()] == ["6-0", "4-0"]

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from helpers.command import PACED, running, train_arguments
+import pytest
+
+from helpers.command import PACED, command, running, train_arguments
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.job.training_job import Job
 from planaria.nodes.forkserver import ForkServer
@@ -18,18 +20,19 @@ SETTINGS = (*SMALL, "checkpoint.directory=checkpoints", "training.iterations=1_0
 
 
 def test_the_second_job_in_a_directory_is_refused_and_the_first_goes_on(
-    server: ForkServer, tmp_path: Path
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both would write the same files; killed, the first keeps nobody out, nor itself."""
+    monkeypatch.chdir(tmp_path)
     arguments = train_arguments(PACED, *SETTINGS)
     with running(arguments, directory=tmp_path) as first:
         first.wait_output("importing torch")
         for options in ((), ("--resume",)):
-            with running([*arguments, *options], directory=tmp_path) as second:
-                assert second.wait() == 2
-            assert f"job 'paced' (process {first.process.pid} on " in second.errors
-            assert "checkpoint.directory = " in second.errors
-            assert second.errors.count("\n") == 1
+            second = command(*arguments[3:], *options)
+            assert second.exit_code == 2
+            assert f"job 'paced' (process {first.process.pid} on " in second.stderr
+            assert "checkpoint.directory = " in second.stderr
+            assert second.stderr.count("\n") == 1
         first.wait_output("saved iteration 2")
         first.process.kill()
         first.wait()

@@ -332,7 +332,7 @@ def test_memory_does_not_grow_with_the_length_of_a_run(name: str) -> None:
         return live
 
     live_bytes(10)  # What is made once, such as caches.
-    assert live_bytes(3000) < 1.5 * live_bytes(300) + 4000
+    assert live_bytes(1500) < 1.5 * live_bytes(150) + 4000
 
 
 @pytest.mark.parametrize(
