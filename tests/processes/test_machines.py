@@ -41,9 +41,12 @@ def staying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StayingAgents]
     agents.close()
 
 
+@pytest.mark.hosts
+@pytest.mark.long
 def test_nodes_that_came_by_themselves_train_to_the_same_bits(
     tmp_path: Path, local_hash: str, staying: StayingAgents
 ) -> None:
+    """So they do where the head is killed meanwhile, which is tested every time."""
     with machines(tmp_path, nodes="2", staying=staying) as job:
         assert job.report()["final"]["parameters_sha256"] == local_hash
 

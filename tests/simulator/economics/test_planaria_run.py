@@ -35,7 +35,13 @@ from planaria.simulator.failures.occurrences import Occurrence, OccurrenceKind
 from planaria.systems.system import RecoveryCosts
 
 
-@pytest.mark.parametrize("seed", range(14))
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(seed, marks=() if seed < len(POLICIES) else pytest.mark.long)
+        for seed in range(2 * len(POLICIES))
+    ],
+)
 def test_seconds_and_samples_are_conserved(seed: int) -> None:
     """Whatever happens, with every policy: the ledger sums to the wall time, no sample counts
     twice, and no job is faster than one without failures."""
