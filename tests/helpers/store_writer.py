@@ -1,6 +1,7 @@
-"""A process that writes to a store until it is killed: `store_writer.py DIRECTORY MODE NUMBER`.
+"""A process of a fork server that writes to a store until it is killed.
 
-It writes to four keys in turn, always the revision that the write will have, and prints it once
+Its payload is the JSON list [directory, mode, number], its descriptors its input and output. It
+writes to four keys in turn, always the revision that the write will have, and prints it once
 it is acknowledged. With the name of a call of `os` as its mode it kills itself in
 the middle of that call's NUMBERth use after the store was opened: what `write` had to write is
 half written then, and the others are not done at all. In the mode "forking" it has a child that
@@ -8,6 +9,7 @@ outlives it until its input ends; in the mode "ready" it writes NUMBER times and
 """
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -53,5 +55,11 @@ async def write(directory: Path, mode: str, number: int) -> None:
         sys.stdin.read()
 
 
-if __name__ == "__main__":
-    asyncio.run(write(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
+def main(payload: bytes, input_fd: int, output_fd: int) -> None:
+    """Writes as the payload says."""
+    os.dup2(input_fd, 0)
+    os.dup2(output_fd, 1)
+    os.close(input_fd)
+    os.close(output_fd)
+    directory, mode, number = json.loads(payload)
+    asyncio.run(write(Path(directory), mode, number))

@@ -1,22 +1,22 @@
 """What a process with a store open has acknowledged is there after SIGKILL, wherever it hits."""
 
 import asyncio
+import json
+import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from helpers import store_writer
+from helpers.forked_ranks import wait_exit
 from planaria.errors import StoreError
+from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.journal import open_store
 from planaria.store.store import KeyRange
-
-TIMEOUT_S = 20.0
 
 
 def store_content(directory: Path) -> KeyRange:
@@ -29,25 +29,47 @@ def store_content(directory: Path) -> KeyRange:
     return asyncio.run(run())
 
 
+class Writer:
+    """A process of store_writer.py."""
+
+    def __init__(self, server: ForkServer, directory: Path, mode: str, number: int) -> None:
+        self._server = server
+        with ExitStack() as theirs:
+            their_input_fd, input_fd = os.pipe()
+            theirs.callback(os.close, their_input_fd)
+            output_fd, their_output_fd = os.pipe()
+            theirs.callback(os.close, their_output_fd)
+            self.stdin, self.stdout = os.fdopen(input_fd, "w"), os.fdopen(output_fd)
+            payload = json.dumps([str(directory), mode, number]).encode()
+            target = f"{store_writer.__name__}:main"
+            self._pid = server.spawn(target, payload, (their_input_fd, their_output_fd))
+        self._status: int | None = None
+
+    def wait(self) -> int:
+        """Its exit status, once it has ended."""
+        if self._status is None:
+            self._status = wait_exit(self._server, self._pid)
+        return self._status
+
+    def kill(self) -> None:
+        """Kills it if it is not gone by then."""
+        if self._status is None:
+            os.kill(self._pid, signal.SIGKILL)
+            self.wait()
+
+
 @contextmanager
-def writer(directory: Path, mode: str, number: int = 0) -> Iterator[subprocess.Popen[str]]:
+def writer(server: ForkServer, directory: Path, mode: str, number: int = 0) -> Iterator[Writer]:
     """A process of store_writer.py, killed at the end if it is not gone by then."""
-    script = Path(store_writer.__file__)
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(directory), mode, str(number)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with process:
+    process = Writer(server, directory, mode, number)
+    with process.stdin, process.stdout:
         try:
             yield process
         finally:
             process.kill()
 
 
-def revisions_told(process: subprocess.Popen[str]) -> list[int]:
-    assert process.stdout
+def revisions_told(process: Writer) -> list[int]:
     return [int(line) for line in process.stdout.read().splitlines() if line]
 
 
@@ -70,28 +92,27 @@ def check_written(directory: Path, *, acknowledged: int) -> None:
     ],
 )
 def test_a_process_killed_inside_any_call_loses_nothing(
-    tmp_path: Path, call: str, number: int
+    server: ForkServer, tmp_path: Path, call: str, number: int
 ) -> None:
     """In the middle of a record, of a snapshot, and around its rename; the next goes on from it."""
-    with writer(tmp_path, call, number) as process:
+    with writer(server, tmp_path, call, number) as process:
         told = revisions_told(process)
-        assert process.wait(TIMEOUT_S) == -signal.SIGKILL
+        assert process.wait() == -signal.SIGKILL
     check_written(tmp_path, acknowledged=max(told, default=0))
 
-    with writer(tmp_path, call, 2) as process:
+    with writer(server, tmp_path, call, 2) as process:
         told += revisions_told(process)
-        assert process.wait(TIMEOUT_S) == -signal.SIGKILL
+        assert process.wait() == -signal.SIGKILL
     check_written(tmp_path, acknowledged=max(told, default=0))
 
 
-def test_a_process_killed_at_any_moment_loses_nothing(tmp_path: Path) -> None:
+def test_a_process_killed_at_any_moment_loses_nothing(server: ForkServer, tmp_path: Path) -> None:
     """Six times in a row, after as many acknowledgements as a seed says."""
     rng = random.Random(5)
     acknowledged = 0
 
     for _ in range(6):
-        with writer(tmp_path, "endless") as process:
-            assert process.stdout
+        with writer(server, tmp_path, "endless") as process:
             for _ in range(rng.randrange(1, 40)):
                 acknowledged = int(process.stdout.readline())
             process.kill()
@@ -101,27 +122,24 @@ def test_a_process_killed_at_any_moment_loses_nothing(tmp_path: Path) -> None:
         check_written(tmp_path, acknowledged=acknowledged)
 
 
-def test_only_one_process_has_a_store_open(tmp_path: Path) -> None:
+def test_only_one_process_has_a_store_open(server: ForkServer, tmp_path: Path) -> None:
     """A second launcher in the same directory is refused; after a kill the next is let in."""
-    with writer(tmp_path, "ready", 1) as process:
-        assert process.stdout
+    with writer(server, tmp_path, "ready", 1) as process:
         assert process.stdout.readline() == "1\n"
         with pytest.raises(StoreError, match=r"another process has .*lock locked"):
             store_content(tmp_path)
         process.kill()
-        process.wait(TIMEOUT_S)
 
         assert store_content(tmp_path).revision == 1
 
 
-def test_a_child_that_outlives_the_store_does_not_lock_it(tmp_path: Path) -> None:
+def test_a_child_that_outlives_the_store_does_not_lock_it(
+    server: ForkServer, tmp_path: Path
+) -> None:
     """Forked children inherit every descriptor, and a restart must not wait for their end."""
-    with writer(tmp_path, "forking", 1) as process:
-        assert process.stdout
+    with writer(server, tmp_path, "forking", 1) as process:
         assert process.stdout.readline() == "1\n"
         process.kill()
-        process.wait(TIMEOUT_S)
 
         assert store_content(tmp_path).revision == 1
-        assert process.stdin
         process.stdin.close()
