@@ -29,6 +29,8 @@ def test_every_mapping_that_grew_out_of_another_stays_as_it_is(
 
 def check_same(mapping: PersistentMap[int, int], plain: Mapping[int, int]) -> None:
     assert list(mapping.items()) == list(plain.items())
+    assert list(mapping.values()) == list(plain.values())
+    assert list(mapping) == list(plain)
     assert len(mapping) == len(plain)
     assert mapping == plain
     for key in range(9):

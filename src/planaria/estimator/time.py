@@ -18,9 +18,11 @@ schedule itself.
 Not modelled: links that share a wire.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
 from typing import Final, NamedTuple, overload
 
 from planaria.core.plan import Hop, Link, ModelProfile, Plan, Route, profile_on
@@ -49,6 +51,8 @@ from planaria.schedule.lower import execution_order
 # Measured with two to six ranks on two processors, with little work and with much. If each rank has
 # a processor of its own, this work fits into the time in which the rank waits for others.
 RANK_ITERATION_S: Final = 0.025
+
+_ROUNDING: Final = 1e-9  # Bound on the relative error of sums of seconds.
 
 LANES: Mapping[Kind, str] = {
     FORWARD: "compute",
@@ -142,6 +146,33 @@ def predicted_timeline(
         works_s = [rank_s + update_s for update_s in cluster.updates_s(plan)]
         end_s += last_end_s(works_s, processors=processors)
     return Timeline(_LazySpans(lambda: _spans(schedule, times)), end_s)
+
+
+def least_iteration_s(profile: ModelProfile, plan: Plan) -> float:
+    """A lower bound on the iteration time of a plan's routes under any schedule.
+
+    No rank begins before a microbatch has gone through the hops before its first one. Then it
+    computes all its work. With whole backwards its last action is one, whose gradient goes back
+    through these hops. O(microbatches + hops of different routes).
+    """
+    cluster = _Cluster(profile, plan)
+    works_s: dict[int, float] = {}
+    around_s: dict[int, float] = {}
+    routes = {id(route): route for route in plan.routes}
+    for key, count in Counter(map(id, plan.routes)).items():
+        route = routes[key]
+        hop_times, before_s = cluster.hop_times(route), 0.0
+        for index, (hop, times) in enumerate(zip(route, hop_times, strict=True)):
+            work_s = count * (times.forward_s + times.backward_s)
+            works_s[hop.rank] = works_s.get(hop.rank, 0.0) + work_s
+            around_s[hop.rank] = min(around_s.get(hop.rank, inf), before_s)
+            before_s += times.forward_s + (0.0 if plan.splits_backward else times.backward_s)
+            if index + 1 < len(route) and route[index + 1].rank != hop.rank:
+                uses = (times.onward, hop_times[index + 1].back)
+                for use in uses[:1] if plan.splits_backward else uses:
+                    before_s += use.transfer_s + use.latency_s
+    least_s = max(work_s + around_s[rank] for rank, work_s in works_s.items())
+    return least_s * (1.0 - _ROUNDING)
 
 
 def _costs(

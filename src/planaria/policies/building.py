@@ -60,11 +60,17 @@ def transfer_s(transfers: Iterable[Transfer], prices: Prices, *, devices_per_nod
     """Seconds for which simultaneous transfers keep the busiest link direction busy."""
     bytes_on = bytes_by_link(transfers, devices_per_node=devices_per_node)
 
+    # Of all directions of one kind of link, that with the most bytes takes the longest.
+    most: dict[str, int] = {}
+    for (kind, _, _), num_bytes in bytes_on.items():
+        if num_bytes > most.get(kind, -1):
+            most[kind] = num_bytes
+
     def link(kind: str) -> Link:
         is_between = kind == "inter_node"
         return link_between_pipelines(prices.links) if is_between else prices.links[kind]
 
-    return max((link(key[0]).seconds(n) for key, n in bytes_on.items()), default=0.0)
+    return max((link(kind).seconds(n) for kind, n in most.items()), default=0.0)
 
 
 def bytes_by_link(
@@ -82,8 +88,9 @@ def bytes_by_link(
         kind = "inter_node"
         if source == target:
             kind, source, target = "intra_node", transfer.source, transfer.target
-        for end in ((kind, "from", source), (kind, "to", target)):
-            bytes_on[end] = bytes_on.get(end, 0) + transfer.num_bytes
+        first, last = (kind, "from", source), (kind, "to", target)
+        bytes_on[first] = bytes_on.get(first, 0) + transfer.num_bytes
+        bytes_on[last] = bytes_on.get(last, 0) + transfer.num_bytes
     return bytes_on
 
 

@@ -1,14 +1,36 @@
-"""Renames the nodes of a transition, so that one answer serves for all losses that are alike."""
+"""Renames the nodes of a transition, so that one answer serves for all losses that are alike.
 
-from collections.abc import Mapping
+What transfers take does not depend on the numbers of nodes, since all links between nodes are
+alike. So it is computed once for an answer, and again if the links' speeds change.
+"""
+
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Final
 
-from planaria.core.plan import Hop, Pipeline, Plan, Route, Transfer, Transition
-from planaria.policies.building import downtime_s
+from planaria.core.plan import Hop, Link, Pipeline, Plan, Route, Transfer, Transition
+from planaria.policies.building import transfer_s
 from planaria.policies.policy import Prices
 
 _LAST: Final = (1 << 62, 0)  # Pipelines of new nodes come after all others.
+
+
+class TransferTimes:
+    """The seconds that the transfers of transitions take, each computed once for the same links."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Transition, Mapping[str, Link], float]] = {}  # By id.
+
+    def seconds(self, transition: Transition, prices: Prices) -> float:
+        """Seconds of a transition's transfers."""
+        known = self._known.get(id(transition))
+        if known is not None and known[1] == prices.links:
+            return known[2]
+        transfers = [transfer for transfers in transition.rounds for transfer in transfers]
+        per_node = transition.after.pipelines[0].template.devices_per_node
+        seconds = transfer_s(transfers, prices, devices_per_node=per_node)
+        self._known[id(transition)] = transition, prices.links, seconds
+        return seconds
 
 
 class Renaming:
@@ -18,14 +40,34 @@ class Renaming:
         plan: plan that the renamed transitions leave.
         node_of: new number of each node.
         epoch: epoch of the plans that they lead to.
+        times: times of transfers that are known.
     """
 
-    def __init__(self, plan: Plan, node_of: Mapping[int, int], *, epoch: int) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        node_of: Mapping[int, int],
+        *,
+        epoch: int,
+        times: TransferTimes | None = None,
+    ) -> None:
         self._before = plan
         self._epoch = epoch
-        self._devices = plan.pipelines[0].template.devices_per_node
+        self._times = times or TransferTimes()
+        devices = plan.pipelines[0].template.devices_per_node
         self._node_of = node_of
+        self._rank_of = {
+            node * devices + device: renamed * devices + device
+            for node, renamed in node_of.items()
+            for device in range(devices)
+        }
         self._before_at = {pipeline.nodes: pipeline for pipeline in plan.pipelines}
+        # The pipeline of each node in the plan before, and the node's position in it.
+        self._place = {
+            node: (index, position)
+            for index, pipeline in enumerate(plan.pipelines)
+            for position, node in enumerate(pipeline.nodes)
+        }
         # The renamed objects, keyed by the id of the original, because hashing these would be slow.
         self._pipelines: dict[int, Pipeline] = {}
         self._routes: dict[int, Route] = {}
@@ -48,55 +90,55 @@ class Renaming:
         then = transition.then
         if then is not None:
             then = self.transition(then, redone_samples=redone_samples, prices=prices)
-        transfers = [transfer for transfers in transition.rounds for transfer in transfers]
-        priced_s = downtime_s(transfers, prices, devices_per_node=self._devices)
         if transition.goes_back:
             priced_s = transition.downtime_s + prices.regroup_s - regroup_s
+        else:
+            priced_s = prices.regroup_s + self._times.seconds(transition, prices)
         return replace(
             transition,
             before=self._before,
             after=self._plan(transition.after),
-            rounds=tuple(
-                tuple(self._transfer(t) for t in transfers) for transfers in transition.rounds
-            ),
+            rounds=tuple([self._round(transfers) for transfers in transition.rounds]),
             downtime_s=0.0 if transition.keeps_plan else priced_s,
             redone_samples=redone_samples,
             then=then,
         )
 
-    def _transfer(self, of: Transfer) -> Transfer:
-        """The renamed transfer; the constructor is faster than `replace`."""
-        source, target = self._rank(of.source), self._rank(of.target)
-        return Transfer(of.layer, source, target, of.num_bytes, of.first_chunk, of.end_chunk)
-
-    def _rank(self, rank: int) -> int:
-        node, device = divmod(rank, self._devices)
-        return self._node_of[node] * self._devices + device
+    def _round(self, transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
+        """The renamed transfers; the constructor is faster than `replace`."""
+        rank = self._rank_of
+        return tuple(
+            [
+                Transfer(
+                    x.layer,
+                    rank[x.source],
+                    rank[x.target],
+                    x.num_bytes,
+                    x.first_chunk,
+                    x.end_chunk,
+                )
+                for x in transfers
+            ]
+        )
 
     def _plan(self, plan: Plan) -> Plan:
         """The renamed plan, with its pipelines in the order of those before."""
         if id(plan) not in self._plans:
-            place = self._places()
+            place, rank = self._place, self._rank_of
             pipelines = [self._pipeline(pipeline) for pipeline in plan.pipelines]
+            # A plan has the same few routes thousands of times.
+            routes = {key: self._route(x) for key, x in {id(x): x for x in plan.routes}.items()}
             self._plans[id(plan)] = replace(
                 plan,
                 epoch=self._epoch,
                 pipelines=tuple(sorted(pipelines, key=lambda p: place.get(p.nodes[0], _LAST))),
-                routes=tuple(self._route(route) for route in plan.routes),
+                routes=tuple([routes[id(route)] for route in plan.routes]),
                 gone=tuple(sorted(self._node_of[node] for node in plan.gone)),
-                in_flight={self._rank(rank): most for rank, most in plan.in_flight.items()},
-                shadows={self._rank(rank): layers for rank, layers in plan.shadows.items()},
-                ticks={self._rank(rank): ticks for rank, ticks in plan.ticks.items()},
+                in_flight={rank[old]: most for old, most in plan.in_flight.items()},
+                shadows={rank[old]: layers for old, layers in plan.shadows.items()},
+                ticks={rank[old]: ticks for old, ticks in plan.ticks.items()},
             )
         return self._plans[id(plan)]
-
-    def _places(self) -> Mapping[int, tuple[int, int]]:
-        """The pipeline of each node in the plan before, and the node's position in it."""
-        return {
-            node: (index, position)
-            for index, pipeline in enumerate(self._before.pipelines)
-            for position, node in enumerate(pipeline.nodes)
-        }
 
     def _pipeline(self, pipeline: Pipeline) -> Pipeline:
         """The renamed pipeline; cached, since most answers have most pipelines in common."""
@@ -109,9 +151,10 @@ class Renaming:
         return self._pipelines[id(pipeline)]
 
     def _route(self, route: Route) -> Route:
-        """The renamed route; cached, since a plan has the same few routes thousands of times."""
+        """The renamed route; cached, since most answers have most routes in common."""
         if id(route) not in self._routes:
+            rank = self._rank_of
             self._routes[id(route)] = tuple(
-                Hop(self._rank(hop.rank), hop.first_layer, hop.end_layer) for hop in route
+                Hop(rank[hop.rank], hop.first_layer, hop.end_layer) for hop in route
             )
         return self._routes[id(route)]

@@ -19,6 +19,7 @@ failures beforehand; here a greedy search finds routes after the loss
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Final
 
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
@@ -31,6 +32,7 @@ from planaria.planner.reroute.reroutes import (
     even_work_s,
     num_without_work,
     simulated_s,
+    simulates_more,
 )
 from planaria.policies.building import least_exposed, num_exposed, transition_between
 from planaria.policies.policy import Policy, Prices
@@ -109,13 +111,14 @@ class Reroute:
         kinds = {node.node: node.kind for node in (*cluster.nodes, *cluster.leaving)}
         alive = frozenset(node.node for node in cluster.nodes)
         emptied = _with_empty_places(with_kinds(plan, kinds), alive, epoch=cluster.epoch)
+        now = best_reroute(self.problem, emptied, hops_max=0) if emptied.gone else None
         if emptied.gone == plan.gone:  # No node is lost: a worker is new, its node is not.
             as_is: PricedPlan | None = PricedPlan(emptied, simulated_s(self.problem, emptied))
         else:
-            as_is = self._rerouted_plan(emptied)
+            as_is = self._rerouted_plan(emptied, now)
         if as_is is not None:
             yield REROUTE, as_is
-        normalised = self._normalised_plan(emptied, alive, kinds)
+        normalised = self._normalised_plan(emptied, now, alive, kinds)
         if normalised is not None and (
             as_is is None
             or len(normalised.plan.nodes) > len(as_is.plan.nodes)
@@ -124,16 +127,22 @@ class Reroute:
             yield NORMALISED, normalised
 
     def _normalised_plan(
-        self, plan: Plan, alive: Collection[int], kinds: Mapping[int, NodeKind]
+        self,
+        plan: Plan,
+        now: PricedPlan | None,
+        alive: Collection[int],
+        kinds: Mapping[int, NodeKind],
     ) -> PricedPlan | None:
         """The plan once nodes have moved to empty places; None if no move helps.
 
         With many microbatches and empty places some may stay empty, although a move would help.
+
+        Args:
+            now: plan as it is, with the first routes that `best_reroute` finds.
         """
         num_hops = len(plan.routes) * max(len(p.template.stages) for p in plan.pipelines)
         num_run = min(_MOVES_RUN, 1 + _HOPS_MAX // num_hops)
         num_moves = min(len(plan.gone), max(1, _ALL_HOPS_MAX // (num_run * num_hops)))
-        now = best_reroute(self.problem, plan, hops_max=0)
         normalised = plan
         for _ in range(num_moves):
             idle = tuple(sorted(set(alive).difference(normalised.nodes)))
@@ -141,22 +150,33 @@ class Reroute:
                 with_kinds(after, kinds) for after in _moves(normalised, idle or normalised.nodes)
             ]
             options.sort(key=lambda option: even_work_s(self.problem, option))
-            results = [
-                best_reroute(self.problem, option, hops_max=0) for option in options[:num_run]
-            ]
-            best = min(filter(None, results), key=lambda plan: plan.iteration_s, default=None)
-            if best is None or (not idle and now and best.iteration_s >= now.iteration_s):
+            best: PricedPlan | None = None
+            limit_s = inf if idle or now is None else now.iteration_s
+            for option in options[:num_run]:
+                result = best_reroute(self.problem, option, hops_max=0, below_s=limit_s)
+                if result is not None and result.iteration_s < limit_s:
+                    best, limit_s = result, result.iteration_s
+            if best is None:
                 break
             now, normalised = best, best.plan
         if normalised == plan:
             return None
-        return self._rerouted_plan(normalised)
+        return self._rerouted_plan(normalised, now)
 
-    def _rerouted_plan(self, plan: Plan) -> PricedPlan | None:
-        quick = best_reroute(self.problem, plan, hops_max=0) if self.is_hurried else None
-        if quick is None or num_without_work(quick.plan):
-            return best_reroute(self.problem, plan, hops_max=self.hops_max)
-        return quick
+    def _rerouted_plan(self, plan: Plan, first: PricedPlan | None) -> PricedPlan | None:
+        """The best plan with the places of a given one.
+
+        Args:
+            first: plan with these places and the first routes that `best_reroute` finds; None if
+                they do not fit.
+        """
+        if first is not None and not (
+            num_without_work(first.plan)
+            if self.is_hurried
+            else simulates_more(first.plan, hops_max=self.hops_max)
+        ):
+            return first
+        return best_reroute(self.problem, plan, hops_max=self.hops_max)
 
     def _transition(
         self,

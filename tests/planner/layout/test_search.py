@@ -273,6 +273,29 @@ def test_a_search_goes_on_where_it_was_left() -> None:
     assert parts.front(7, present)[0].iteration_s < first[0].iteration_s
 
 
+def test_searches_that_share_results_take_the_steps_that_each_takes_alone() -> None:
+    """In turns, a few steps each; every front is that of a search which knows nothing."""
+    problem = llama(16)
+    questions = [
+        (7, [cut(9, 18, 26, 34)] * 2),
+        (7, [cut(12, 23, 34)] * 2),
+        (6, [cut(9, 18, 26, 34)] * 2),
+        (7, [cut(8, 17, 26, 34), cut(12, 23, 34)]),
+    ]
+    shared = LayoutSearches(problem, Ranges(dp=1, pp=1))
+    alone = [layouts(problem, n, present=p, ranges=Ranges(dp=1, pp=1)) for n, p in questions]
+    num_steps = 0
+
+    for num_steps_of_turn in (1, 5, 20, 1 << 20):
+        for (num_nodes, present), search in zip(questions, alone, strict=True):
+            for _ in islice(shared.steps(num_nodes, present), num_steps_of_turn):
+                num_steps += 1
+                assert shared.front(num_nodes, present) == next(search)
+
+    assert num_steps > 100
+    assert all(next(search, None) is None for search in alone)
+
+
 def test_the_search_finds_the_layout_of_odysseys_figure_12() -> None:
     """DP 4 with PP 2 loses a node: pipelines of 2, 2 and 3, and no device holds more than before.
     20 blocks, for all 32 do not fit on two devices of 64 GB."""

@@ -3,8 +3,9 @@
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
-from math import inf
+from math import inf, nextafter
 from random import Random
+from unittest import mock
 
 import pytest
 from hypothesis import assume, given, settings
@@ -25,8 +26,10 @@ from helpers.plan_examples import pipeline, plain_plans, random_plan
 from helpers.strategies import MEBIBYTE, layer_profile, model_profile
 from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Stage, plain_plan
 from planaria.estimator.peak_memory import bytes_by_rank, kept_bytes, peak_bytes
+from planaria.estimator.time import least_iteration_s
 from planaria.planner.plans import pipeline_microbatches, plan_of_templates
 from planaria.planner.problem import Problem
+from planaria.planner.reroute import reroutes
 from planaria.planner.reroute.reroutes import (
     HOPS_MAX,
     TRIES_HOPS_MAX,
@@ -226,6 +229,34 @@ def test_an_order_that_was_looked_for_stays_when_nodes_are_renamed() -> None:
     )
 
     assert simulated_s(problem, other) == found.iteration_s
+
+
+@given(broken_plans, st.sampled_from((0, TRIES_HOPS_MAX)), st.integers(0, 3))
+@settings(max_examples=10)
+def test_only_what_a_bound_shows_to_be_slower_is_not_simulated(
+    plan: Plan, hops_max: int, num_in_flight: int
+) -> None:
+    """The answer is the one without bounds, also with little memory; 0 microbatches: no limit."""
+    problem = problem_for(plan)
+    if num_in_flight:
+        needs = bytes_by_rank(problem.profile, plan, gradient_copies=1).values()
+        peaks = (x.state_bytes + num_in_flight * x.microbatch_bytes for x in needs)
+        problem = problem_for(plan, device_memory_bytes=max(peaks, default=0))
+    with mock.patch.object(reroutes, "least_iteration_s", return_value=0.0):
+        expected = best_reroute(problem, plan, hops_max=hops_max)
+    assume(expected is not None)
+    assert expected is not None
+
+    found = best_reroute(problem, plan, hops_max=hops_max)
+    found_below = best_reroute(
+        problem, plan, hops_max=hops_max, below_s=nextafter(expected.iteration_s, inf)
+    )
+
+    assert found == expected
+    assert found_below == expected
+    for splits_backward in (False, True):
+        same = replace(expected.plan, splits_backward=splits_backward)
+        assert least_iteration_s(problem.profile, same) <= simulated_s(problem, same)
 
 
 def test_evenly_shared_work_is_a_bound_of_what_the_schedule_takes() -> None:

@@ -24,7 +24,8 @@ bubbles.
 
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 from itertools import zip_longest
 from math import inf
 from typing import Final, NamedTuple
@@ -80,9 +81,20 @@ def layouts(
     Args:
         present: templates of the present pipelines, whose nodes must all be as the profile says.
     """
+    return _layouts(_SearchResults(problem), num_nodes, present=present, ranges=ranges)
+
+
+def _layouts(
+    results: "_SearchResults",
+    num_nodes: int,
+    *,
+    present: Sequence[PipelineTemplate],
+    ranges: Ranges,
+) -> Iterator[tuple[Layout, ...]]:
     assert not any(template.kinds for template in present)
+    problem = results.problem
     numbers = numbers_to_try(problem, num_nodes, len(present), ranges)
-    search = _LayoutSearch(problem, present)
+    search = _LayoutSearch(results, present)
     by_number = [
         spreads(problem, num_nodes, number, range_of_depths=ranges.pp) for number in numbers
     ]
@@ -101,11 +113,12 @@ class LayoutSearches:
     """Results of the searches for several numbers of nodes, so far.
 
     A search goes on where it was left. So searches can run between failures, and their results are
-    ready when a failure happens.
+    ready when a failure happens. What one search has computed the others look up; each still takes
+    the steps that it would take alone, so what it has found after some steps stays the same.
     """
 
     def __init__(self, problem: Problem, ranges: Ranges) -> None:
-        self._problem = problem
+        self._results = _SearchResults(problem)
         self._ranges = ranges
         self._fronts: dict[_Key, tuple[Layout, ...]] = {}
         self._searches: dict[_Key, Iterator[tuple[Layout, ...]]] = {}
@@ -118,8 +131,8 @@ class LayoutSearches:
         """Goes on with the search for these nodes; yields after each step, until its end."""
         key = num_nodes, tuple(sorted(present))
         if key not in self._searches:
-            self._searches[key] = layouts(
-                self._problem, num_nodes, present=key[1], ranges=self._ranges
+            self._searches[key] = _layouts(
+                self._results, num_nodes, present=key[1], ranges=self._ranges
             )
         for front in self._searches[key]:
             self._fronts[key] = front
@@ -138,7 +151,55 @@ class _Slot(NamedTuple):
     template: PipelineTemplate | None
 
 
-_LayoutSteps = Generator[None, None, Layout | None]
+class _Pause(Enum):
+    """When the search pauses after a step."""
+
+    NEVER = auto()
+    IF_NEW = auto()  # If this search has not looked up the step's size before.
+    ALWAYS = auto()
+
+
+class _LayoutStep(NamedTuple):
+    """A step towards a layout.
+
+    Attributes:
+        size: size whose partition is looked up; None: other work.
+    """
+
+    size: Size | None
+    pause: _Pause
+
+
+_WORK: Final = _LayoutStep(None, _Pause.ALWAYS)
+_Steps = Generator[_LayoutStep, None, Layout | None]
+_Pauses = Generator[None, None, Layout | None]
+
+
+class _FoundLayout(NamedTuple):
+    """A layout of new pipelines, with the steps that lead to it.
+
+    Attributes:
+        layout: layout, as if no pipeline were present; None: some pipeline has no partition.
+    """
+
+    steps: tuple[_LayoutStep, ...]
+    layout: Layout | None
+
+
+class _SearchResults:
+    """What all searches of a problem have in common: it does not depend on what is present.
+
+    Attributes:
+        found_layouts: layouts of new pipelines before partitions are improved, by the depths of
+            the pipelines and whether backwards are split.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.costs = stage_costs(problem)
+        self.partitions = Partitions(problem)
+        self.times = PlainTimes(problem)
+        self.found_layouts: dict[tuple[tuple[int, ...], bool], _FoundLayout] = {}
 
 
 class _LayoutSearch:
@@ -149,12 +210,14 @@ class _LayoutSearch:
             at once; the fastest first.
     """
 
-    def __init__(self, problem: Problem, present: Sequence[PipelineTemplate]) -> None:
-        self._problem = problem
+    def __init__(self, results: _SearchResults, present: Sequence[PipelineTemplate]) -> None:
+        self._results = results
+        self._problem = results.problem
         self._present = Counter(present)
-        self._partitions = Partitions(problem)
-        self._times = PlainTimes(problem)
-        costs = stage_costs(problem)
+        self._partitions, self._times = results.partitions, results.times
+        self._sizes: set[Size] = set()  # Sizes whose partition was looked up.
+        self._improved: dict[Size, PipelineTemplate] = {}
+        costs = results.costs
         layers = np.arange(costs.num_layers)
         seconds = [costs.seconds[count][layers, layers + 1] for count in costs.counts]
         work_s = [count * layer_s for count, layer_s in zip(costs.counts, seconds, strict=True)]
@@ -169,13 +232,13 @@ class _LayoutSearch:
         layouts_found = []
         for slots in dict.fromkeys((self._slots_that_keep(depths), new_slots)):
             if self._least_s(depths, is_split=False) < self._best_s(depths):
-                layouts_found.append((yield from self._whole_layout(slots)))
+                layouts_found.append((yield from self._found_layout(slots, is_split=False)))
                 self._add(layouts_found[-1])
                 yield
             if not self._problem.splits_backward:
                 continue
             if self._least_s(depths, is_split=True) < self._best_s(depths):
-                layouts_found.append((yield from self._split_layout(slots)))
+                layouts_found.append((yield from self._found_layout(slots, is_split=True)))
                 self._add(layouts_found[-1])
                 yield
         if layouts_found:
@@ -201,7 +264,7 @@ class _LayoutSearch:
         improved_sizes: set[Size] = set()
         first_sizes = set(zip(depths, self._by_share(slots), strict=True))
         while True:
-            layout = yield from self._split_layout(slots)
+            layout = yield from self._take(self._split_layout(slots), [])
             self._add(layout)
             yield
             wanted_sizes = set(first_sizes)
@@ -213,7 +276,11 @@ class _LayoutSearch:
             if not sizes:
                 return
             for size in sorted(sizes):
-                yield from self._partitions.improve_split(size)
+                if size not in self._improved:
+                    self._sizes.add(size)
+                    template = yield from self._partitions.split_template(size)
+                    if template is not None:
+                        self._improved[size] = template
             improved_sizes |= sizes
 
     def _slots_that_keep(self, depths: Sequence[int]) -> tuple[_Slot, ...]:
@@ -256,7 +323,45 @@ class _LayoutSearch:
         alone_s = float(self._alone_s.sum())
         return max(alone_s, alone_s + (num_microbatches - len(depths)) / sum(rates))
 
-    def _whole_layout(self, slots: Sequence[_Slot]) -> _LayoutSteps:
+    def _found_layout(self, slots: tuple[_Slot, ...], *, is_split: bool) -> _Pauses:
+        """Finds a layout, or takes the steps by which another search has found it."""
+        steps = self._split_layout(slots) if is_split else self._whole_layout(slots)
+        if any(slot.template for slot in slots):
+            return (yield from self._take(steps, []))
+        key = tuple(slot.num_nodes for slot in slots), is_split
+        known_layout = self._results.found_layouts.get(key)
+        if known_layout is not None:
+            for step in known_layout.steps:
+                if self._pauses(step):
+                    yield
+            bare = known_layout.layout
+            return bare and replace(bare, num_kept=self._num_kept(bare.templates))
+        steps_taken: list[_LayoutStep] = []
+        layout = yield from self._take(steps, steps_taken)
+        bare = layout and replace(layout, num_kept=0)
+        self._results.found_layouts[key] = _FoundLayout(tuple(steps_taken), bare)
+        return layout
+
+    def _take(self, steps: _Steps, steps_taken: list[_LayoutStep]) -> _Pauses:
+        """Takes the steps, adds each to the list, and returns their layout."""
+        while True:
+            try:
+                step = next(steps)
+            except StopIteration as end:
+                layout: Layout | None = end.value
+                return layout
+            steps_taken.append(step)
+            if self._pauses(step):
+                yield
+
+    def _pauses(self, step: _LayoutStep) -> bool:
+        """Whether the search pauses after a step; a size counts as looked up from now on."""
+        is_new = step.size is not None and step.size not in self._sizes
+        if step.size is not None:
+            self._sizes.add(step.size)
+        return step.pause is _Pause.ALWAYS or (step.pause is _Pause.IF_NEW and is_new)
+
+    def _whole_layout(self, slots: Sequence[_Slot]) -> _Steps:
         """Finds a layout with whole backwards; returns None if some pipeline has no partition.
 
         Partitions and microbatches are fitted to each other in turn, until that makes the layout no
@@ -267,11 +372,11 @@ class _LayoutSearch:
         for _ in range(_RECUTS_MAX):
             templates = []
             for slot, count in zip(slots, microbatches, strict=True):
-                size = slot.num_nodes, count
-                if slot.template is None and not self._partitions.is_known(size):
-                    self._partitions.whole_template(size)
-                    yield
-                template = slot.template or self._partitions.whole_template(size)
+                template = slot.template
+                if template is None:
+                    size = slot.num_nodes, count
+                    template = self._partitions.whole_template(size)
+                    yield _LayoutStep(size, _Pause.IF_NEW)
                 if template is None:
                     return best
                 templates.append(template)
@@ -283,10 +388,10 @@ class _LayoutSearch:
             if new_microbatches == microbatches:
                 return best
             microbatches = new_microbatches
-            yield
+            yield _WORK
         return best
 
-    def _split_layout(self, slots: Sequence[_Slot]) -> _LayoutSteps:
+    def _split_layout(self, slots: Sequence[_Slot]) -> _Steps:
         """Finds a layout with split backwards; returns None if some pipeline does not fit.
 
         A microbatch of the pipeline that ends last moves to another one, as long as the other one
@@ -327,24 +432,30 @@ class _LayoutSearch:
             for pair in zip(alike_templates, counts, strict=True)
         ):
             return layout
-        yield
+        yield _WORK
         alike_layout = self._layout(alike_templates, counts, is_split=True)
         return min(layout, alike_layout, key=lambda layout: layout.iteration_s)
 
     def _by_share(self, slots: Sequence[_Slot]) -> tuple[int, ...]:
         return by_share([slot.num_nodes for slot in slots], self._problem.num_microbatches)
 
-    def _end_s(self, slot: _Slot, count: int) -> Generator[None, None, float]:
+    def _end_s(self, slot: _Slot, count: int) -> Generator[_LayoutStep, None, float]:
         """Seconds until a pipeline ends with split backwards; infinite if it does not fit."""
+        size = None if slot.template else (slot.num_nodes, count)
         template = self._split_template(slot, count)
         if template is None:
+            yield _LayoutStep(size, _Pause.NEVER)
             return inf
         ends_s = self._partitions.split_times.ends_s(template, count)
-        yield
+        yield _LayoutStep(size, _Pause.ALWAYS)
         return max(ends_s) if ends_s is not None else inf
 
     def _split_template(self, slot: _Slot, count: int) -> PipelineTemplate | None:
-        return slot.template or self._partitions.split_template((slot.num_nodes, count))
+        """The partition for split backwards that this search knows for a slot; None if none
+        fits."""
+        size = slot.num_nodes, count
+        improved = self._improved.get(size)
+        return slot.template or improved or self._partitions.whole_template(size)
 
     def _layout(
         self,
@@ -363,8 +474,11 @@ class _LayoutSearch:
             iteration_s = iteration_after(self._problem, templates, ends_s).end_s
         else:
             iteration_s = self._times.iteration_s(templates, microbatches)
-        num_kept = (Counter(templates) & self._present).total()
+        num_kept = self._num_kept(templates)
         return Layout(tuple(templates), tuple(microbatches), is_split, iteration_s, num_kept)
+
+    def _num_kept(self, templates: Sequence[PipelineTemplate]) -> int:
+        return (Counter(templates) & self._present).total()
 
     def _add(self, layout: Layout | None) -> None:
         """Puts a layout into the front, unless one there is as good.

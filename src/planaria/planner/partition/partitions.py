@@ -14,8 +14,8 @@ Differs: Odyssey tries even partitions alone, which seldom suit a model with an 
 head.
 """
 
-from collections.abc import Iterator
-from itertools import accumulate, combinations
+from collections.abc import Generator
+from itertools import accumulate, combinations, repeat
 from math import comb
 from typing import Final
 
@@ -35,7 +35,7 @@ Size = tuple[int, int]  # Number of nodes of a pipeline, and of its microbatches
 
 
 class Partitions:
-    """Partitions for nodes that are all as the profile says; each search is made only once.
+    """Partitions for nodes that are all as the profile says; each is computed only once.
 
     Attributes:
         split_times: end times of the pipelines that were simulated with split backwards.
@@ -44,12 +44,9 @@ class Partitions:
     def __init__(self, problem: Problem) -> None:
         self._costs = stage_costs(problem)
         self._whole_templates: dict[Size, PipelineTemplate | None] = {}
-        self._split_templates: dict[Size, PipelineTemplate] = {}
+        # The improved partition, and how many others were simulated for it.
+        self._split_templates: dict[Size, tuple[PipelineTemplate, int]] = {}
         self.split_times = SplitTimes(problem)
-
-    def is_known(self, size: Size) -> bool:
-        """Whether `whole_template` has its answer for this size already."""
-        return size in self._whole_templates
 
     def whole_template(self, size: Size) -> PipelineTemplate | None:
         """The fastest partition with whole backwards; None if none fits."""
@@ -57,16 +54,19 @@ class Partitions:
             self._whole_templates[size] = self._fastest_whole(size)
         return self._whole_templates[size]
 
-    def split_template(self, size: Size) -> PipelineTemplate | None:
-        """The fastest partition with split backwards that is known so far; `whole_template` before
-        `improve_split` has ended. None if none fits."""
-        return self._split_templates.get(size) or self.whole_template(size)
+    def split_template(self, size: Size) -> Generator[None, None, PipelineTemplate | None]:
+        """Looks for a faster partition for split backwards than `whole_template`; returns the
+        fastest one, None if none fits.
 
-    def improve_split(self, size: Size) -> Iterator[None]:
-        """Looks for a faster partition for split backwards; yields after each one it simulates."""
+        It yields once for each one that it simulates, also if that was done before.
+        """
+        known_template = self._split_templates.get(size)
+        if known_template is not None:
+            yield from repeat(None, known_template[1])
+            return known_template[0]
         template = self.whole_template(size)
-        if template is None or size in self._split_templates:
-            return
+        if template is None:
+            return None
         num_runs_left = RUNS_MAX
         best_s, best = self._split_s(template, size), template
         seen_shapes = {self._shape(template)}
@@ -88,7 +88,8 @@ class Partitions:
                     best_s, best = candidate_s, candidate
                     shapes_to_try = neighbours(self._costs, shape)
                 yield
-        self._split_templates[size] = best
+        self._split_templates[size] = best, RUNS_MAX - num_runs_left
+        return best
 
     def _fastest_whole(self, size: Size) -> PipelineTemplate | None:
         num_nodes, count = size

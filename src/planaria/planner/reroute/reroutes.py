@@ -23,12 +23,12 @@ overlap in fact; here the most loaded rank counts, and then the schedule itself.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from math import inf
+from math import inf, nextafter
 from typing import Final, NamedTuple
 
 from planaria.core.plan import Plan, Route, Ticks, profile_on, stage_layers
 from planaria.estimator.peak_memory import bytes_by_rank, kept_bytes
-from planaria.estimator.time import predicted_timeline
+from planaria.estimator.time import least_iteration_s, predicted_timeline
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.detours import Detours
 from planaria.planner.reroute.orders import PATIENCE, best_order
@@ -47,7 +47,9 @@ class PricedPlan(NamedTuple):
     iteration_s: float
 
 
-def best_reroute(problem: Problem, plan: Plan, *, hops_max: int = HOPS_MAX) -> PricedPlan | None:
+def best_reroute(
+    problem: Problem, plan: Plan, *, hops_max: int = HOPS_MAX, below_s: float = inf
+) -> PricedPlan | None:
     """The fastest plan with routes around its empty places, of those that leave the fewest stages
     without work.
 
@@ -58,9 +60,12 @@ def best_reroute(problem: Problem, plan: Plan, *, hops_max: int = HOPS_MAX) -> P
         plan: plan with empty places; its own routes do not matter.
         hops_max: approximate bound on hops that are simulated, over all plans. The routes of step 1
             are always simulated; with 0 there are no others, and up to TRIES_HOPS_MAX no step 3.
+        below_s: seconds of an iteration from which on a plan is of no use, so that it need not be
+            simulated.
 
     Returns:
-        None if a layer is in empty places only, or some device has no memory for one microbatch.
+        None if a layer is in empty places only, some device has no memory for one microbatch, or a
+        bound shows that no plan is faster than below_s.
     """
     detours = Detours(problem, plan)
     if not detours.covers_model():
@@ -68,23 +73,69 @@ def best_reroute(problem: Problem, plan: Plan, *, hops_max: int = HOPS_MAX) -> P
     first = detours.routes(problem.num_microbatches, None)
     num_hops = sum(map(len, first))
     num_variants = max(1, min(hops_max, TRIES_HOPS_MAX) // num_hops)
-    variants = _route_variants(problem, detours, first, num_variants)
-    prices = [
-        priced_plan
-        for routes in variants
-        for priced_plan in _prices(problem, replace(plan, routes=routes))
+    variants = [
+        replace(plan, routes=routes)
+        for routes in _route_variants(problem, detours, first, num_variants)
     ]
+    num_runs = (hops_max - TRIES_HOPS_MAX) // num_hops
+    if num_runs < PATIENCE:  # So few runs would find nothing better.
+        return _fastest_variant(problem, variants, below_s=below_s)
+    prices = [price for variant in variants for price in _prices(problem, variant)]
+    if not prices:
+        return None
     prices.sort(
         key=lambda priced_plan: (num_without_work(priced_plan.plan), priced_plan.iteration_s)
     )
-    num_runs = (hops_max - TRIES_HOPS_MAX) // num_hops
-    if not prices or num_runs < PATIENCE:  # So few runs would find nothing better.
-        return prices[0] if prices else None
     num_idle = num_without_work(prices[0].plan)
     starts = [
         priced_plan.plan for priced_plan in prices if num_without_work(priced_plan.plan) == num_idle
     ]
     return _best_reordering(problem, starts[:_STARTS_MAX], num_runs)
+
+
+def simulates_more(plan: Plan, *, hops_max: int) -> bool:
+    """Whether `best_reroute` simulates more routes or orders with hops_max than with 0, where plan
+    has the routes of step 1."""
+    num_hops = sum(map(len, plan.routes))
+    has_variants = min(hops_max, TRIES_HOPS_MAX) // num_hops > 1
+    return has_variants or (hops_max - TRIES_HOPS_MAX) // num_hops >= PATIENCE
+
+
+def _fastest_variant(
+    problem: Problem, variants: Sequence[Plan], *, below_s: float
+) -> PricedPlan | None:
+    """The first of the fastest plans that leave the fewest stages without work.
+
+    What a bound shows to be slower than a plan that was simulated before is not simulated.
+    """
+    best: PricedPlan | None = None
+    fewest = 0
+    for variant in variants:
+        num_idle = num_without_work(variant)
+        if best is not None and num_idle > fewest:
+            continue
+        limit_s = best.iteration_s if best is not None and num_idle == fewest else below_s
+        faster = _fastest_price(problem, variant, below_s=limit_s)
+        is_first = best is None or num_idle < fewest
+        if faster is not None and (is_first or faster.iteration_s < limit_s):
+            best, fewest = faster, num_idle
+    return best
+
+
+def _fastest_price(problem: Problem, plan: Plan, *, below_s: float) -> PricedPlan | None:
+    """What `price_plan` gives; it may be None if no price is below below_s."""
+    plan = replace(plan, ticks=stage_ticks(problem, plan))
+    split: PricedPlan | None = None
+    bare = replace(plan, splits_backward=True)
+    if least_iteration_s(problem.profile, bare) < below_s:
+        split = _price_with_split_backwards(problem, plan)
+    limit_s = below_s if split is None else min(below_s, nextafter(split.iteration_s, inf))
+    bare = replace(plan, splits_backward=False)
+    if least_iteration_s(problem.profile, bare) < limit_s:
+        whole = _price_with_whole_backwards(problem, plan)
+        if whole is not None and (split is None or whole.iteration_s <= split.iteration_s):
+            return whole
+    return split
 
 
 def _route_variants(

@@ -44,6 +44,7 @@ from planaria.core.garbage import no_collection
 from planaria.core.messages import (
     AT_COMMIT,
     Abort,
+    IterationDone,
     NodeLost,
     NoticeTaken,
     SaveLayers,
@@ -52,6 +53,7 @@ from planaria.core.messages import (
     StopRequested,
     ToNode,
 )
+from planaria.core.persistent_map import PersistentMap
 from planaria.core.plan import NodeKind
 from planaria.core.records import (
     AwaitingMachine,
@@ -276,7 +278,8 @@ class PlanariaRun:
             ends=self._is_stopping,
             switches=switch is not None and switch.is_told and not self._is_stopping,
         )
-        self._deliver(reports, end_s, is_commit=True)
+        self._note_reports(reports[:-1])
+        self._deliver(reports[-1:], end_s, is_commit=True)
         self._save_commits(1, last + 1, end_s)
         if self._state.phase is Phase.SAVING and self._is_training:
             self._interrupt(end_s)
@@ -292,6 +295,20 @@ class PlanariaRun:
             number, num_committed, now_s, iteration_s=self._iteration_s
         )
         self._tell_saved(published, now_s)
+
+    def _note_reports(self, reports: Sequence[IterationDone]) -> None:
+        """Has the coordinator know these reports of one iteration, all of which are open.
+
+        It would note them one by one, and do nothing else before the last rank has reported.
+        """
+        state = self._state
+        assert state.phase is Phase.TRAINING
+        assert state.plan.epoch == state.epoch
+        if reports:
+            iteration, known = reports[0].iteration, state.commits.reports
+            notes = {**known.get(iteration, {}), **{report.rank: report for report in reports}}
+            commits = replace(state.commits, reports={**known, iteration: PersistentMap(notes)})
+            self._state = replace(state, commits=commits)
 
     def _interrupt(self, now_s: float) -> None:
         """Stops training; the iteration in flight is lost."""

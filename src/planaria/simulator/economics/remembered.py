@@ -27,7 +27,7 @@ from planaria.core.plan import (
     plain_plan,
 )
 from planaria.policies.policy import Policy, Prices
-from planaria.policies.renaming import Renaming
+from planaria.policies.renaming import Renaming, TransferTimes
 
 Value = TypeVar("Value")
 
@@ -40,6 +40,7 @@ class _KnownAnswer(NamedTuple):
 
     transitions: tuple[Transition, ...]
     regroup_s: float
+    times: TransferTimes
 
 
 class Remembered:
@@ -76,14 +77,15 @@ class Remembered:
             transitions = self._policy.propose(
                 asked, _labelled_cluster(cluster, labels), _event_with_labels(event, labels), prices
             )
-            answer = self._answers[key] = _KnownAnswer(transitions, prices.regroup_s)
+            answer = _KnownAnswer(transitions, prices.regroup_s, TransferTimes())
+            self._answers[key] = answer
             if len(self._answers) > ANSWERS_MAX:
                 self._answers.popitem(last=False)
         else:
             self.num_known += 1
             self._answers.move_to_end(key)
         node_of = {label: node for node, label in labels.items()}
-        renaming = Renaming(plan, node_of, epoch=cluster.epoch)
+        renaming = Renaming(plan, node_of, epoch=cluster.epoch, times=answer.times)
         saved = event.saved if isinstance(event, NodesLost) else None
         return tuple(
             renaming.transition(
@@ -199,9 +201,12 @@ def _state(live: tuple[Node, str] | None, node: int, held: Mapping[int, frozense
     one, leaving = live
     first = node * len(one.held)
     none: frozenset[int] = frozenset()
-    is_usual = all(
-        layers == held.get(first + device, none) for device, layers in enumerate(one.held)
-    )
+    if len(one.held) == 1:  # So it is faster.
+        is_usual = one.held[0] == held.get(first, none)
+    else:
+        is_usual = all(
+            layers == held.get(first + device, none) for device, layers in enumerate(one.held)
+        )
     if is_usual and one.is_trusted and not leaving and one.kind == _NORMAL:
         return ""
     layers = () if is_usual else tuple(tuple(sorted(layers)) for layers in one.held)
