@@ -377,11 +377,18 @@ class Plan:
     @cached_property
     def held_by_rank(self) -> Mapping[int, frozenset[int]]:
         """All layers that each rank holds, by rank: to compute them, as shadows, or silently."""
-        parts = (self.layers_by_rank, self.shadows, self.silent)
-        return {
-            rank: frozenset(layer for part in parts for layer in part.get(rank, ()))
-            for rank in self.all_ranks
-        }
+        held: dict[int, frozenset[int]] = {}
+        sets: dict[range, frozenset[int]] = {}  # Most ranks hold the same few sets of layers.
+        for rank in self.all_ranks:
+            layers = self.layers_by_rank.get(rank, range(0))
+            if rank in self.shadows or rank in self.silent:
+                more = (*self.shadows.get(rank, ()), *self.silent.get(rank, ()))
+                held[rank] = frozenset((*layers, *more))
+                continue
+            if layers not in sets:
+                sets[layers] = frozenset(layers)
+            held[rank] = sets[layers]
+        return held
 
     def holders(self, layer: int) -> tuple[int, ...]:
         """The ranks that hold the layer to compute it, ascending; the first is its owner."""

@@ -1,5 +1,6 @@
 """Answers that are remembered up to the numbers of nodes."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -13,7 +14,8 @@ from helpers.losses import (
     prices,
 )
 from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost, survivors
-from planaria.core.plan import Transition
+from planaria.core.plan import Transition, plain_plan
+from planaria.planner.reroute.reroutes import with_split_backwards
 from planaria.policies.adaptive import Adaptive
 from planaria.policies.policy import Policy
 from planaria.policies.reinstantiate import Reinstantiate
@@ -57,6 +59,26 @@ def test_the_losses_of_nodes_at_equal_places_are_one_question() -> None:
         assert min(t.iteration_s for t in answers) == pytest.approx(best, rel=0.02)
 
     assert (remembered.num_asked, remembered.num_asked - remembered.num_known) == (8, 5)
+
+
+def test_equal_pipelines_with_split_backwards_are_one_question() -> None:
+    """They have limits in flight, which are part of the question; they make it no other one."""
+    pipelines = plan_of(CATALOG, (4, 4)).pipelines
+    half = CATALOG.problem.num_microbatches // 2
+    plan = with_split_backwards(CATALOG.problem, plain_plan(0, pipelines, (half, half)))
+    assert plan.in_flight
+    remembered = Remembered(policies())
+    for lost in plan.nodes:
+        cluster, event = survivors(plan, (lost,), epoch=7), NodesLost((lost,), NUM_SAMPLES)
+        answers = remembered.propose(plan, cluster, event, prices(CATALOG))
+        for transition in answers:
+            assert set(transition.after.nodes) == set(plan.nodes).difference((lost,))
+            check_transfers(transition, cluster, prices(CATALOG).layer_bytes)
+        assert values(answers) == values(policies().propose(plan, cluster, event, prices(CATALOG)))
+    tight = replace(plan, in_flight=dict.fromkeys(plan.in_flight, 1))
+    remembered.propose(tight, cluster, event, prices(CATALOG))
+
+    assert (remembered.num_asked, remembered.num_asked - remembered.num_known) == (9, 5)
 
 
 def test_joins_are_remembered_too() -> None:

@@ -110,10 +110,11 @@ class Remembered:
             states = tuple(_state(live.get(node), node, held) for node in pipeline.nodes)
             shown = () if not any(states) else states
             count = microbatches[index] if microbatches else 0
-            classes.append((self._number(pipeline.template), count, shown))
+            limits = _limits(plan, pipeline) if microbatches else ()
+            classes.append((self._number(pipeline.template), count, shown, limits))
         order = list(range(len(classes)))
         if microbatches:
-            order.sort(key=lambda index: (classes[index][:2], str(classes[index][2])))
+            order.sort(key=lambda index: (classes[index][:2], str(classes[index][2:])))
         labels: dict[int, int] = {}
         for index in order:
             for node in plan.pipelines[index].nodes:
@@ -123,6 +124,7 @@ class Remembered:
             labels[node] = len(labels)
         outside = tuple(_state(live[node], node, held) for node in others)
         key: tuple[object, ...] = (tuple(classes[index] for index in order), outside)
+        key = (*key, plan.splits_backward)
         if not microbatches:
             key = (*key, _detours(plan, labels))
         return _Question(labels, tuple(order), microbatches, key)
@@ -171,15 +173,22 @@ class _Question(NamedTuple):
             )
             for index in self.order
         )
-        if self.microbatches:
-            return plain_plan(0, pipelines, tuple(self.microbatches[i] for i in self.order))
-        return _labelled_plan(plan, pipelines, labels)
+        if not self.microbatches:
+            return _labelled_plan(plan, pipelines, labels)
+        per_node = pipelines[0].template.devices_per_node
+        own = plain_plan(0, pipelines, tuple(self.microbatches[i] for i in self.order))
+        return replace(
+            own,
+            splits_backward=plan.splits_backward,
+            in_flight=_by_labelled_rank(plan.in_flight, labels, per_node),
+            ticks=_by_labelled_rank(plan.ticks, labels, per_node),
+        )
 
 
 def _own_microbatches(plan: Plan) -> tuple[int, ...]:
-    """The microbatches of each pipeline; empty if the plan is no plain one."""
-    special = (plan.silent, plan.gone, plan.in_flight, plan.splits_backward, plan.ticks)
-    if any(special) or plan.shadows:
+    """The microbatches of each pipeline; empty if some leave their pipeline, or a node holds more
+    than its pipeline gives it."""
+    if plan.silent or plan.gone or plan.shadows:
         return ()
     counts = Counter(route[0].rank for route in plan.routes)
     own = {
@@ -213,6 +222,17 @@ def _state(live: tuple[Node, str] | None, node: int, held: Mapping[int, frozense
     return layers, one.kind, one.is_trusted, leaving
 
 
+def _limits(plan: Plan, pipeline: Pipeline) -> object:
+    """The limits in flight and the ticks of a pipeline's ranks, by stage; empty: there are none."""
+    if not plan.in_flight and not plan.ticks:
+        return ()
+    return tuple(
+        (plan.in_flight.get(rank), plan.ticks.get(rank))
+        for ranks in pipeline.ranks_by_stage()
+        for rank in ranks
+    )
+
+
 def _labelled_rank(labels: Mapping[int, int], rank: int, per_node: int) -> int:
     node, device = divmod(rank, per_node)
     return labels[node] * per_node + device
@@ -228,24 +248,27 @@ def _labelled_plan(plan: Plan, pipelines: tuple[Pipeline, ...], labels: Mapping[
         for route in dict.fromkeys(plan.routes)
     }
 
-    def by_rank(of: Mapping[int, Value]) -> dict[int, Value]:
-        return {
-            _labelled_rank(labels, rank, per_node): value
-            for rank, value in of.items()
-            if rank // per_node in labels
-        }
-
     return replace(
         plan,
         epoch=0,
         pipelines=pipelines,
         routes=tuple(routes[route] for route in plan.routes),
-        silent=by_rank(plan.silent),
+        silent=_by_labelled_rank(plan.silent, labels, per_node),
         gone=tuple(sorted(labels[node] for node in plan.gone)),
-        in_flight=by_rank(plan.in_flight),
-        ticks=by_rank(plan.ticks),
-        shadows=by_rank(plan.shadows),
+        in_flight=_by_labelled_rank(plan.in_flight, labels, per_node),
+        ticks=_by_labelled_rank(plan.ticks, labels, per_node),
+        shadows=_by_labelled_rank(plan.shadows, labels, per_node),
     )
+
+
+def _by_labelled_rank(
+    of: Mapping[int, Value], labels: Mapping[int, int], per_node: int
+) -> dict[int, Value]:
+    return {
+        _labelled_rank(labels, rank, per_node): value
+        for rank, value in of.items()
+        if rank // per_node in labels
+    }
 
 
 def _detours(plan: Plan, labels: Mapping[int, int]) -> object:
