@@ -63,6 +63,7 @@ def answer(
         advice=result,
         left_out=left_out,
         num_seeds=num_seeds,
+        persist_every=grounds.setting(result.leader).job.checkpoint.persist_every,
     )
 
 

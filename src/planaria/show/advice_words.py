@@ -127,7 +127,7 @@ def _reasons_why(answer: Recommendation) -> Iterable[str]:
     others = [c for c in advice.gains if c.policy and c.policy != leader.policy]
     next_best = _best(advice, others)
     if next_best is not None:
-        yield f"{_gain_text(advice, next_best)} policy {next_best.policy}, the next best."
+        yield _gain_text(advice, next_best, f"policy {next_best.policy}, the next best")
     for system, name in (
         ("restart", "restarts under torchrun"),
         ("static", "restarts under torchrun on a static cluster"),
@@ -135,7 +135,8 @@ def _reasons_why(answer: Recommendation) -> Iterable[str]:
         best = _best(advice, [c for c in advice.gains if c.system == system])
         if best is not None:
             spares = f" with {count_text(best.num_spares, 'spare')}" if best.num_spares else ""
-            yield f"{_gain_text(advice, best)} {name}{spares}, a save every {best.save_min} min."
+            every = f"saving every {best.save_min} min"
+            yield _gain_text(advice, best, f"{name}{spares}, {every}")
     for axis, words in _AXES.items():
         yield _axis_text(advice, axis, words)
     yield from _spares_text(answer)
@@ -149,17 +150,15 @@ def _goodput(runs: Sequence[JobOutcome]) -> float:
     return fmean(run.samples_per_s for run in runs)
 
 
-def _gain_text(advice: Advice, other: Choice) -> str:
+def _gain_text(advice: Advice, other: Choice, name: str) -> str:
+    """What the advice gains over another choice."""
     gain = advice.gains[other]
     if gain is None:
-        return "More, since in some runs nothing was trained by"
-    if gain.mean == 0.0 and _is_noise(gain):
-        return "In every run as much as"
+        return f"It trains where {name} trains nothing in some runs."
     if _is_noise(gain):
-        return f"Within the noise ({_percent_range(gain)}) of"
+        return f"These runs show no difference from {name} ({_percent_range(gain)})."
     word = "more" if gain.mean > 0.0 else "less"
-    size = _size(gain)
-    return f"{share_text(size.mean)} ({_percent_range(size)}) {word} than"
+    return f"{share_text(abs(gain.mean))} ({_percent_range(_size(gain))}) {word} than {name}."
 
 
 def _is_noise(gain: Interval) -> bool:
@@ -182,17 +181,26 @@ def _axis_text(advice: Advice, axis: str, words: str) -> str:
         if (gain := advice.gains[rival]) is None
         or (not _is_noise(gain) and abs(gain.mean) >= CLOSE)
     }
+
+    def size_of(value: int) -> float:
+        gain = costs[value]
+        return abs(gain.mean) if gain else inf
+
     if not costs:
         first, last = (getattr(rivals[end], axis) for end in (0, -1))
         span = _value_text(axis, last)
         span = span if first == last else f"{_value_text(axis, first)} to {span}"
         return f"{words} makes no difference that these runs show ({span})."
-    worst, gain = max(costs.items(), key=lambda item: abs(item[1].mean) if item[1] else inf)
+    ends = dict.fromkeys((min(costs, key=size_of), max(costs, key=size_of)))
+    parts = [_more_text(costs[value], _value_text(axis, value)) for value in ends]
+    return f"{words} matters: as advised {', '.join(parts)}."
+
+
+def _more_text(gain: Interval | None, value: str) -> str:
     if gain is None:
-        return f"{words} matters: in some runs {_value_text(axis, worst)} trains nothing."
-    much = f"{share_text(abs(gain.mean))} ({_percent_range(_size(gain))})"
+        return f"it trains where with {value} nothing is trained in some runs"
     word = "more" if gain.mean > 0.0 else "less"
-    return f"{words} matters: as advised {much} {word} than with {_value_text(axis, worst)}."
+    return f"{share_text(abs(gain.mean))} ({_percent_range(_size(gain))}) {word} than with {value}"
 
 
 def _size(gain: Interval) -> Interval:
@@ -247,7 +255,8 @@ def _intervals_text(answer: Recommendation) -> str:
     return (
         "Goodput with its 95% interval over seeds. What the advice gains is compared seed by seed; "
         f"its intervals hold for all {number} comparisons at once with 95% (Student's t, "
-        "Bonferroni). Other seeds chose than those that measure."
+        "Bonferroni), and more seeds make them narrower (--seeds). Other seeds chose than those "
+        "that measure."
     )
 
 
@@ -326,14 +335,13 @@ def _numbers_text(numbers: Iterable[int]) -> str:
 
 def _job_tables(answer: Recommendation) -> dict[str, dict[str, str | int]]:
     """The keys of a job file that have the advised values."""
-    leader, setting = answer.advice.leader, answer.scenario.setting
-    every = max(1, round(60.0 * leader.save_min / setting.failure_free_s))
+    leader = answer.advice.leader
     return {
         "resilience": {
             "policy": leader.policy,
             "failures_tolerated": leader.failures_tolerated,
         },
-        "checkpoint": {"persist_every": every, "copies": leader.copies},
+        "checkpoint": {"persist_every": answer.persist_every, "copies": leader.copies},
         "cluster": {
             "nodes": answer.question.nodes - leader.num_spares,
             "standby": leader.num_spares,

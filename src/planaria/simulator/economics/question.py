@@ -67,6 +67,7 @@ class Recommendation:
 
     Attributes:
         left_out: why a policy was not tried, by policy.
+        persist_every: iterations from one save to the next, as advised.
     """
 
     question: Question
@@ -74,3 +75,4 @@ class Recommendation:
     advice: Advice
     left_out: Mapping[PolicyName, str]
     num_seeds: int
+    persist_every: int
