@@ -28,6 +28,20 @@ _FAILURES_TOLERATED: Final = (0, 1, 2)
 _NUM_SPARES: Final = (0, 1, 2, 4)
 _SAVE_MIN: Final = (5, 10, 15, 30, 60, 120, 240)
 _COPIES: Final = (0, 2)
+# Keys that the search sets, and what the user can do instead.
+_CHOSEN: Final[Mapping[str, str]] = {
+    "cluster.nodes": "use --nodes",
+    "job.resilience.policy": "use --policies",
+    **dict.fromkeys(
+        (
+            "job.resilience.failures_tolerated",
+            "job.cluster.standby",
+            "job.checkpoint.persist_every",
+            "job.checkpoint.copies",
+        ),
+        "name a scenario to simulate one value",
+    ),
+}
 # Largest cluster on which a policy is tried unless the user names it: its search for an answer
 # takes seconds of a processor there, and longer on more nodes.
 _NODES_MAX: Final[Mapping[PolicyName, int]] = {"adaptive": 64, "repartition": 64, "reroute": 64}
@@ -98,6 +112,10 @@ class Grounds:
         self.question = question
         self._scenarios: dict[tuple[int, int], ClusterScenario | ConfigError] = {}
         self._with_shadows: dict[tuple[int, int], ConfigError | None] = {}
+        for override in question.overrides:
+            key = override.partition("=")[0].strip()
+            if key in _CHOSEN:
+                raise ConfigError("--set", override, f"{key} is what is chosen; {_CHOSEN[key]}")
         self._scenario_of(0, 0)
 
     def scenario(self, multiple: int) -> ClusterScenario:
