@@ -6,6 +6,7 @@
 #         It is read only when the environment is made; `make clean` first to change it.
 # SEED, RUNS     of make sim: the first seed, and how many.
 # SEED, MINUTES  of make chaos: which faults are drawn, and for how long.
+# MINUTES        of make results: its time; what is missing then, the next call does.
 # TORCHES        of make torches: versions of torch, instead of the oldest and the newest CPU build.
 # PYTHON, WHEELS, RESULTS, MINUTES, OPTIONS  of make gpu-bits and make gpu-speed: the Python that runs
 #         them, which needs torch; a folder with wheels of what it lacks; a folder for the results;
@@ -43,7 +44,7 @@ SOURCES := src tests examples docs/draw_architecture.py $(if $(wildcard benchmar
 .DELETE_ON_ERROR:
 .PHONY: help demo unit test green sim soak sweep chaos hosts check docs profiles bench clean
 .PHONY: gpu-bits gpu-speed torches
-.PHONY: gpu2
+.PHONY: gpu2 results
 
 help:
 	@echo 'make demo     train on six nodes, kill two, compare the bits with a run without faults'
@@ -60,6 +61,7 @@ help:
 	@echo 'make check    formatting, lint and types'
 	@echo 'make docs     write the generated pages and the pictures in docs/'
 	@echo 'make profiles write the shipped profiles, print what they cost'
+	@echo 'make results  run every system on every trace for 100 seeds, write docs/RESULTS.md: two hours'
 	@echo 'make bench    run every script in benchmarks/'
 	@echo 'make gpu-bits   on one GPU: the same bits on six ranks, whatever dies (PYTHON=, WHEELS=)'
 	@echo 'make gpu-speed  on one GPU: tokens per second beside a plain loop (PYTHON=, WHEELS=)'
@@ -121,6 +123,12 @@ docs: $(READY)
 
 profiles: $(READY)
 	$(BIN)/python -m planaria.profiles src/planaria/profiles
+
+# Finished cells are kept in the file, so it goes on where it was stopped.
+results: MINUTES = 115
+results: $(READY)
+	$(BIN)/python benchmarks/gallery.py --minutes $(MINUTES) \
+		--results benchmarks/results/gallery.jsonl --page docs/RESULTS.md
 
 # A script ends with 2, and a line that says so, if it needs an extra that is not installed.
 bench: $(READY)

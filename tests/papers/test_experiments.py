@@ -1,6 +1,7 @@
 """All experiments: every row has what a reader needs, and the page says what is printed."""
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from planaria.papers.rows import Claim, How, PublishedRow
 
 PAGE = Path(__file__).parents[2] / "docs" / "PAPERS.md"
 COMPUTED = sorted(EXPERIMENTS.keys() - {"oobleck-table-3"})  # It measures, which takes seconds.
+COMPUTED_S_MAX = 120.0
 
 
 @pytest.mark.parametrize("name", COMPUTED)
@@ -23,6 +25,16 @@ def test_what_does_not_come_back_has_a_reason(name: str) -> None:
             assert row.how is How.NOT, row
         if row.how is How.NOT or (row.published is not None and not row.has_come_back):
             assert row.note, row
+
+
+@pytest.mark.timed
+def test_all_computed_and_simulated_rows_take_less_than_two_minutes() -> None:
+    """In seconds of a processor: nobody looks at numbers that take as long as a run."""
+    start_s = time.process_time()
+    num_rows = sum(len(EXPERIMENTS[name].rows()) for name in COMPUTED)
+
+    assert num_rows > 300
+    assert time.process_time() - start_s < COMPUTED_S_MAX
 
 
 @pytest.mark.parametrize("name", COMPUTED)

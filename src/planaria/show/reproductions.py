@@ -45,14 +45,7 @@ def reproduction_table(experiment: Experiment, rows: Sequence[PublishedRow]) -> 
     for row in rows:
         note = row.full_note
         mark = f"[{notes.setdefault(note, len(notes) + 1)}]" if note else ""
-        table.add_row(
-            _keys_text(row),
-            f"{_CLAIMS[row.claim]}{_number_text(row.published)}",
-            _number_text(row.ours),
-            "" if row.ratio is None else _ratio_text(row.ratio),
-            row.how.value,
-            Text(mark),
-        )
+        table.add_row(*row_texts(row), Text(mark))
     parts: list[RenderableType] = [
         Text(f"{experiment.name}: {experiment.title}", style="bold"),
         Text(f"{experiment.source}; {experiment.unit}. {experiment.note}".rstrip()),
@@ -111,6 +104,17 @@ def reproduction_json(name: str, rows: Sequence[PublishedRow]) -> dict[str, Any]
             for row in rows
         ],
     }
+
+
+def row_texts(row: PublishedRow) -> tuple[str, str, str, str, str]:
+    """The name of a row, the published number, ours, their ratio, and how ours came about."""
+    return (
+        _keys_text(row),
+        f"{_CLAIMS[row.claim]}{_number_text(row.published)}",
+        _number_text(row.ours),
+        "" if row.ratio is None else _ratio_text(row.ratio),
+        row.how.value,
+    )
 
 
 def _keys_text(row: PublishedRow) -> str:
