@@ -54,8 +54,8 @@ def committed_at(run: SystemRun, now_s: float) -> int:
 
 
 def check_conserves(system: System, seed: int, *, hours: float = 3.0, **job: Any) -> JobOutcome:
-    """Plays a job to which anything happens, and asserts that it conserves seconds and samples and
-    that the same seed gives the same result."""
+    """Plays a job to which anything happens, and asserts that it conserves seconds and samples,
+    trains no more than without failures, and that the same seed gives the same result."""
     rng = Random(seed)
     costs = RecoveryCosts(
         startup_s=rng.choice((0.0, 20.0)),
@@ -72,5 +72,8 @@ def check_conserves(system: System, seed: int, *, hours: float = 3.0, **job: Any
     result = play(of, system, seed)
 
     conserve_seconds_and_samples(of, result)
+    calm = system.begin(replace(of.setting, costs=FREE_START))
+    calm.run_until(of.horizon_s)
+    assert result.samples <= calm.account.samples + of.setting.job.training.global_batch_size
     assert play(of, system, seed) == result, seed
     return result

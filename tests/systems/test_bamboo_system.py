@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from helpers.system_runs import check_conserves, committed_at, free_iteration_s, setting_with
+from helpers.system_runs import committed_at, free_iteration_s, setting_with
 from planaria.observe.ledger import Category
 from planaria.planner.plans import plan_of_templates
 from planaria.planner.reroute.shadows import first_plan_with_shadows
@@ -24,12 +24,6 @@ MEMORY_BYTES = 200_000_000_000
 def bamboo_setting(nodes: int = 6) -> Setting:
     """Nodes with room for their neighbours' layers: pipelines of two or three."""
     return setting_with(nodes=nodes, microbatches=3 * nodes, memory_bytes=MEMORY_BYTES)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_seconds_and_samples_are_conserved(seed: int) -> None:
-    """Whatever happens to the nodes."""
-    check_conserves(Bamboo(), seed, hours=1.0, microbatches=24, memory_bytes=MEMORY_BYTES)
 
 
 def test_redundant_forwards_are_paid_while_nothing_is_lost() -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from helpers.system_runs import check_conserves, committed_at, free_iteration_s, setting_with
+from helpers.system_runs import committed_at, free_iteration_s, setting_with
 from planaria.observe.ledger import Category
 from planaria.systems.equal_pipelines import EqualPipelines, fastest_equal_pipelines
 from planaria.systems.modelled_job import ModelledJob
@@ -21,15 +21,6 @@ def pipelines_of(setting: Setting) -> EqualPipelines:
     assert pipelines is not None
     assert (pipelines.depth, pipelines.num_pipelines) == (2, 4)
     return pipelines
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_seconds_and_samples_are_conserved(seed: int) -> None:
-    """Whatever happens to the nodes, with every technique switched on and off."""
-    system = ReCycle(
-        decouples_backward=seed % 2 == 0, staggers_optimizer=seed % 3 == 0, normalises=seed > 2
-    )
-    check_conserves(system, seed, microbatches=16)
 
 
 def test_without_losses_it_is_as_fast_as_the_estimator_says() -> None:

@@ -2,16 +2,10 @@
 
 import pytest
 
-from helpers.system_runs import check_conserves, committed_at, free_iteration_s, setting_with
+from helpers.system_runs import committed_at, free_iteration_s, setting_with
 from planaria.observe.ledger import Category
 from planaria.systems.equal_pipelines import fastest_equal_pipelines
 from planaria.systems.replicas import HEARTBEAT_TIMEOUT_S, Replicas
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_seconds_and_samples_are_conserved(seed: int) -> None:
-    """Whatever happens to the nodes."""
-    check_conserves(Replicas(), seed)
 
 
 def test_replicas_train_as_fast_as_the_estimator_says() -> None:

@@ -167,7 +167,6 @@ class _Redundant:
         self._taken: set[int] = set()  # Places that neighbours have taken over.
         self._iteration_s = inf
         self._fetch_s = self._load_s = 0.0
-        self._num_changes = 0  # Number of losses and regroupings, to know what is still to be done.
 
     def begin(self, job: ModelledJob) -> None:
         """See `Behaviour`."""
@@ -180,7 +179,6 @@ class _Redundant:
         emptied = self._places.drop(nodes)
         if not emptied:
             return
-        self._num_changes += 1
         detect = (Category.DETECT, self._setting.costs.detect_s)
         is_taken_over = not job.is_waiting and self._take_over(emptied)
         before_s = self._iteration_s
@@ -242,27 +240,14 @@ class _Redundant:
             len(job.members) // self._times.depth, self._setting.catalog.problem.num_microbatches
         )
         if is_enough or is_risky or num_possible > self._num_pipelines:
-            num_committed = job.account.num_iterations
-            change = partial(self._change_places, job, self._num_changes, num_committed)
-            job.post(job.next_commit_s, change)
+            job.at_commit(partial(self._change_places, job))
 
-    def _change_places(
-        self, job: ModelledJob, num_changes: int, num_committed: int, now_s: float
-    ) -> None:
-        """Regroups, unless that has happened; later if a pause has put the commit off."""
-        if num_changes != self._num_changes or job.is_waiting:
-            return
-        if job.account.num_iterations == num_committed:
-            job.post(
-                job.next_commit_s, partial(self._change_places, job, num_changes, num_committed)
-            )
-            return
+    def _change_places(self, job: ModelledJob, now_s: float) -> None:
         job.pause(now_s)
         self._regroup(job, now_s, move_s=self._fetch_s)
 
     def _regroup(self, job: ModelledJob, now_s: float, *phases: Phase, move_s: float) -> None:
         """Gives places anew to all nodes, if they fill a pipeline."""
-        self._num_changes += 1
         self._place(job)
         if not self._num_pipelines:
             job.wait(now_s, *phases)

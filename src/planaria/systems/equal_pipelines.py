@@ -1,9 +1,14 @@
-"""Equal pipelines with a place for each node, for systems whose pipelines cannot differ."""
+"""Equal pipelines with a place for each node, for systems whose pipelines cannot differ.
 
+Nodes that do not fill another pipeline stay idle.
+"""
+
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from planaria.core.plan import PipelineTemplate, Plan
 from planaria.planner.plans import plan_of_templates
+from planaria.systems.modelled_job import Pace
 from planaria.systems.system import Setting
 
 
@@ -35,6 +40,15 @@ class EqualPipelines:
         """The number of nodes at work."""
         return self.depth * self.num_pipelines
 
+    def pace(self, members: Collection[int], *, stall_s: float) -> Pace:
+        """How fast a job trains on the first of these nodes.
+
+        Args:
+            stall_s: see `Pace`.
+        """
+        nodes = frozenset(sorted(members)[: self.num_places])
+        return Pace(iteration_s=self.iteration_s, nodes=nodes, stall_s=stall_s)
+
     def plan(self, setting: Setting) -> Plan:
         """The plan, whose node p is at place p."""
         templates = (self.template,) * self.num_pipelines
@@ -47,8 +61,6 @@ def fastest_equal_pipelines(
     setting: Setting, num_nodes: int, *, min_pipelines: int = 1, depths: range | None = None
 ) -> EqualPipelines | None:
     """The fastest ones on at most so many nodes; None if there are none.
-
-    Nodes that do not fill another pipeline stay idle.
 
     Args:
         min_pipelines: lower bound on pipelines, as far as there are enough nodes for so many.
@@ -65,3 +77,8 @@ def fastest_equal_pipelines(
             iteration_s, microbatches = setting.catalog.distribution(row)
             candidates.append(EqualPipelines(templates[size], microbatches, iteration_s))
     return min(candidates, key=lambda one: (one.iteration_s, one.num_places), default=None)
+
+
+def pipelines_of_depth(setting: Setting, num_nodes: int, depth: int) -> EqualPipelines | None:
+    """The pipelines of `depth` nodes that so many nodes fill; None if they fill none."""
+    return fastest_equal_pipelines(setting, num_nodes, depths=range(depth, depth + 1))

@@ -33,7 +33,7 @@ from planaria.systems.modelled_job import (
     bytes_by_place,
     remote_s,
 )
-from planaria.systems.remote_saves import DETECT_S, WARM_UP_S, serialise_s
+from planaria.systems.remote_saves import DETECT_S, restart_if_full, serialise_s
 from planaria.systems.strawman import STRAWMAN_INTERVAL_S
 from planaria.systems.system import Setting
 
@@ -73,9 +73,10 @@ class _CopiesInMemory:
         link = setting.catalog.problem.profile.links["inter_node"]
         self._places = Places(len(place_bytes), range(setting.num_nodes))
         self._holders = paper_placement(len(place_bytes), copies, "mixed").holders
-        self._iteration_s = setting.failure_free_s
+        self._pace = Pace(iteration_s=setting.failure_free_s, nodes=self._places.at_work)
         copy_s = (copies - 1) * link.seconds(max(place_bytes))
-        self._every = max(1, ceil(copy_s / self._iteration_s))  # Iterations between two copies.
+        # Number of iterations from one copy to the next.
+        self._every = max(1, ceil(copy_s / setting.failure_free_s))
         self._detect_and_serialise = (
             (Category.DETECT, DETECT_S),
             (Category.TRANSFER, copies * serialise_s(setting)),
@@ -89,7 +90,7 @@ class _CopiesInMemory:
 
     def begin(self, job: ModelledJob) -> None:
         """See `Behaviour`."""
-        self._train(job, 0.0)
+        job.train_at(self._pace, 0.0)
 
     def on_lost(self, job: ModelledJob, nodes: tuple[int, ...], now_s: float) -> None:
         """See `Behaviour`."""
@@ -102,34 +103,29 @@ class _CopiesInMemory:
             self._without_copies.clear()
             self._loads_save = False
         self._without_copies.update(emptied)
-        # What is lost during a recovery from a save is loaded again, with all the rest.
-        self._loads_save |= any(
+        copied = self._since + max(0, num_complete - 1) * self._every
+        # What is lost during a recovery from a save is loaded again, with all the rest. A save that
+        # is written in less than an iteration may be newer than the copies.
+        self._loads_save |= copied < job.saves.newest or any(
             self._without_copies.issuperset(holders) for holders in self._holders
         )
         if self._loads_save:
             job.go_back_to_save()
         else:
-            job.account.go_back(self._since + max(0, num_complete - 1) * self._every)
+            job.account.go_back(copied)
         self._since = job.account.num_iterations
         job.wait(now_s, *self._detect_and_serialise)
-        self._go_on_if_full(job, now_s)
+        self._restart_if_full(job, now_s)
 
     def on_joined(self, job: ModelledJob, nodes: tuple[int, ...], now_s: float) -> None:
         """See `Behaviour`."""
         del nodes
         if job.is_waiting:
-            self._go_on_if_full(job, now_s)
+            self._restart_if_full(job, now_s)
 
     def on_notice(self, job: ModelledJob, nodes: tuple[int, ...], deadline_s: float) -> None:
         """See `Behaviour`."""
 
-    def _go_on_if_full(self, job: ModelledJob, now_s: float) -> None:
-        self._places.fill(tuple(job.members))
-        if self._places.empty:
-            return
+    def _restart_if_full(self, job: ModelledJob, now_s: float) -> None:
         move_s = self._load_s if self._loads_save else self._fetch_s
-        self._train(job, now_s)
-        job.go_on(now_s, (Category.RESTART, WARM_UP_S), (Category.TRANSFER, move_s))
-
-    def _train(self, job: ModelledJob, now_s: float) -> None:
-        job.train_at(Pace(iteration_s=self._iteration_s, nodes=self._places.at_work), now_s)
+        restart_if_full(job, self._places, now_s, pace=self._pace, move_s=move_s)

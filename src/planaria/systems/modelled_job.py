@@ -59,9 +59,9 @@ class StoredSaves:
     def on_commits(self, number: int, num_committed: int, now_s: float, *, pace_s: float) -> None:
         """Begins and completes saves, after iterations of `pace_s` seconds, the last of which ends
         now."""
+        self.complete_by(now_s)
         if not self.every:
             return
-        self.complete_by(now_s)
         begun = num_committed // self.every * self.every
         if begun <= num_committed - number:
             return
@@ -75,6 +75,11 @@ class StoredSaves:
         """Completes the save that is being written, if it is by now."""
         if self._pending is not None and self._pending[0] <= now_s:
             self.newest, self._pending = max(self.newest, self._pending[1]), None
+
+    def begin(self, num_committed: int, now_s: float, *, write_s: float) -> None:
+        """Begins a save besides those after `every` iterations; it is complete after `write_s`."""
+        self.complete_by(now_s)
+        self._pending = (now_s + write_s, num_committed)
 
     def interrupt(self, now_s: float) -> None:
         """Loses the save that is being written now."""
@@ -119,8 +124,11 @@ class ModelledJob:
         self._num_posted = 0
         self._phases: deque[tuple[Category, float]] = deque()  # With the times at which they end.
         self._trains = True  # Whether training follows the phases; else the job waits for nodes.
+        self._has_ended = False  # Whether the job has ended and is not started again yet.
+        self._at_commit: Callable[[float], None] | None = None
         self._iteration_s = self._next_commit_s = inf
-        self._left = 1.0  # Share of the iteration in flight that was not done before it began.
+        self._left = 1.0  # Share of the iteration in flight that was not done before a pause.
+        self._kept_s = 0.0  # Seconds of what was done then.
         self._shares: dict[Category, float] = {}
         behaviour.begin(self)
         self._begin((Category.STARTUP, setting.costs.startup_s))
@@ -196,13 +204,6 @@ class ModelledJob:
         """The time at which the present phases, of which there is one or more, are over."""
         return self._phases[-1][1]
 
-    @property
-    def next_commit_s(self) -> float:
-        """The time at which the next iteration ends, unless something happens; not while the job
-        waits for nodes."""
-        assert self._trains
-        return self._next_commit_s
-
     def train_at(self, pace: Pace, now_s: float) -> None:
         """Trains at another pace; an iteration in flight goes on with it."""
         self._pace = pace
@@ -216,7 +217,10 @@ class ModelledJob:
                 counts for the next one.
         """
         self.saves.interrupt(now_s)
+        self._at_commit = None
         self._stop(now_s, lost_s=lost_s)
+        if lost_s == inf:
+            self._lose_in_flight()
 
     def pause(self, now_s: float) -> None:
         """Ends training for now; what is done of the iteration in flight counts later."""
@@ -229,19 +233,25 @@ class ModelledJob:
 
     def go_on(self, now_s: float, *phases: Phase) -> None:
         """Goes through phases after those that there are, and trains then."""
-        self._trains = True
+        self._trains, self._has_ended = True, False
         self._add_phases(now_s, phases)
 
-    def go_back_to_save(self) -> None:
-        """Undoes all iterations since the newest save; what was kept of one in flight is lost."""
-        self._left = 1.0
-        self.account.num_restarts += 1
-        self.account.go_back(self.saves.newest)
+    def at_commit(self, act: Callable[[float], None]) -> None:
+        """Calls a function after the next iteration, with that time, unless the job is interrupted
+        before; only the newest such function is called."""
+        self._at_commit = act
 
-    def save_state(self) -> None:
-        """Makes a save of what is committed the newest; it takes no time here."""
-        self.saves.newest = self.account.num_iterations
-        self.account.settle(self.saves.newest)
+    def end(self) -> None:
+        """Ends the job, which will be started again; what was kept of an iteration is lost."""
+        self._lose_in_flight()
+        if not self._has_ended:
+            self._has_ended = True
+            self.account.num_restarts += 1
+
+    def go_back_to_save(self) -> None:
+        """Ends the job and undoes all iterations since the newest save."""
+        self.end()
+        self.account.go_back(self.saves.newest)
 
     def post(self, at_s: float, happen: Callable[[float], None]) -> None:
         """Calls a function at a time, with that time."""
@@ -258,12 +268,19 @@ class ModelledJob:
             happen(at_s)
         self._advance(now_s)
 
+    def _lose_in_flight(self) -> None:
+        """Loses what was done of an iteration before a pause."""
+        ledger = self.account.ledger
+        self.account.ledger = ledger.move(self._kept_s, Category.USEFUL, Category.REDO)
+        self._left, self._kept_s = 1.0, 0.0
+
     def _stop(self, now_s: float, *, lost_s: float) -> None:
         self.account.settle(self.saves.newest)
         if self.is_training:
             kept_until_s = max(self.account.now_s, now_s - lost_s)
             done_s = self._iteration_s - (self._next_commit_s - kept_until_s)
             self._left = 1.0 - max(0.0, done_s) / self._iteration_s
+            self._kept_s += kept_until_s - self.account.now_s
             self.account.spend(Category.USEFUL, kept_until_s)
             self.account.spend(Category.REDO, now_s)
         self._phases.clear()
@@ -279,16 +296,24 @@ class ModelledJob:
 
     def _advance(self, now_s: float) -> None:
         """Books phases and commits iterations that end by a time."""
+        self._spend_phases(now_s)
+        while self._at_commit is not None and self.is_training and self._next_commit_s <= now_s:
+            act, self._at_commit = self._at_commit, None
+            self._commit(1)
+            act(self.account.now_s)
+            self._spend_phases(now_s)
+        if self.is_waiting and not self._phases:
+            self.account.spend(Category.IDLE, now_s)
+        elif self.is_training and self._next_commit_s <= now_s:
+            self._commit(1 + floor((now_s - self._next_commit_s) / self._iteration_s))
+
+    def _spend_phases(self, now_s: float) -> None:
         while self._phases:
             category, end_s = self._phases[0]
             self.account.spend(category, min(end_s, now_s))
             if end_s > now_s:
                 return
             self._phases.popleft()
-        if not self._trains:
-            self.account.spend(Category.IDLE, now_s)
-        elif self._next_commit_s <= now_s:
-            self._commit(1 + floor((now_s - self._next_commit_s) / self._iteration_s))
 
     def _commit(self, number: int) -> None:
         end_s = self._next_commit_s + (number - 1) * self._iteration_s
@@ -297,7 +322,7 @@ class ModelledJob:
         self.saves.on_commits(number, num_committed, end_s, pace_s=self._iteration_s)
         self.account.settle(self.saves.newest)
         self._next_commit_s = end_s + self._iteration_s
-        self._left = 1.0
+        self._left, self._kept_s = 1.0, 0.0
 
     def _measure(self, now_s: float) -> None:
         """Sets the seconds of an iteration, and what they are spent on."""

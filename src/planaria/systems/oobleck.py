@@ -14,12 +14,13 @@ steps, and is ranked by the exact schedule.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from planaria.core.plan import Plan
 from planaria.observe.ledger import Category
+from planaria.systems.modelled_job import ModelledJob, Pace, Phase, save_stall_s, saves_of_job
 from planaria.systems.system import Setting
-from planaria.systems.virtual_job import VirtualRun
 
 RECONFIGURATION_S: Final[Mapping[str, float]] = {  # By the name of the shipped profile.
     "bert-large": 2.0,
@@ -39,119 +40,103 @@ class Oobleck:
         """See `System`."""
         return "oobleck"
 
-    def begin(self, setting: Setting) -> "OobleckRun":
-        """See `System`."""
-        return OobleckRun(setting)
+    def begin(self, setting: Setting) -> ModelledJob:
+        """A job that begins; see `System`."""
+        return ModelledJob(setting, _Reconfiguration(setting), saves_of_job(setting))
 
 
-class OobleckRun(VirtualRun):
-    """One job; implements `SystemRun`."""
+class _Reconfiguration:
+    """Forms pipelines anew; implements `Behaviour`."""
 
     def __init__(self, setting: Setting) -> None:
-        super().__init__(setting, save_every=setting.job.checkpoint.persist_every)
-        self._is_stopped = False
-        self._machine_of: dict[int, int] = {}
+        self._setting = setting
+        n0 = min(setting.catalog.templates)
+        self._min_nodes = (setting.job.resilience.failures_tolerated + 1) * n0
         self._plan: Plan | None = None
-        self._take_plan()
+        self._member_of: dict[int, int] = {}  # The member at each node of the plan that is left.
 
-    def lose(self, nodes: tuple[int, ...], now_s: float) -> None:
-        """See `SystemRun`."""
-        self._remove(nodes, now_s)
-        has_all_layers = self._has_all_layers()
-        if self._is_stopped or self._is_short():
-            self._stop(is_saved=has_all_layers)
-        elif not has_all_layers:
-            self._job.go_back()
-            self._restart()
+    def begin(self, job: ModelledJob) -> None:
+        """See `Behaviour`."""
+        self._take_plan(job, 0.0)
+
+    def on_lost(self, job: ModelledJob, nodes: tuple[int, ...], now_s: float) -> None:
+        """See `Behaviour`."""
+        self._member_of = {at: node for at, node in self._member_of.items() if node not in nodes}
+        is_complete = self._has_all_layers()
+        job.interrupt(now_s)
+        if not is_complete:
+            job.go_back_to_save()
+        if len(job.members) < self._min_nodes:
+            self._stop(job, now_s)
+        elif is_complete:
+            self._reconfigure(job, now_s, (Category.DETECT, self._setting.costs.detect_s))
         else:
-            self._job.pause(Category.DETECT, self._setting.costs.detect_s)
-            self._reconfigure()
+            self._restart(job, now_s)
 
-    def take_back(self, nodes: tuple[int, ...], now_s: float) -> None:
-        """See `SystemRun`."""
-        self._add(nodes, now_s)
-        if self._is_stopped:
-            if not self._is_short():
-                self._is_stopped = False
-                self._restart()
-        elif self._job.is_pausing:
-            self._job.pause(Category.REGROUP, 0.0, self._reconfigure)
-        else:
-            self._job.at_commit(self._reconfigure)
+    def on_joined(self, job: ModelledJob, nodes: tuple[int, ...], now_s: float) -> None:
+        """See `Behaviour`."""
+        del nodes
+        if job.is_training:
+            job.at_commit(partial(self._reconfigure, job))
+        elif not job.is_waiting:
+            self._reconfigure(job, now_s)
+        elif len(job.members) >= self._min_nodes:
+            self._restart(job, now_s)
 
-    def give_notice(self, nodes: tuple[int, ...], now_s: float, *, deadline_s: float) -> None:
-        """Oobleck does nothing before a loss; see `SystemRun`."""
-        del nodes, deadline_s
-        self.run_until(now_s)
-
-    def _is_short(self) -> bool:
-        """Whether the nodes are too few for f + 1 pipelines."""
-        f = self._setting.job.resilience.failures_tolerated
-        n0 = min(self._setting.catalog.templates)
-        return len(self._machines.there) < (f + 1) * n0
+    def on_notice(self, job: ModelledJob, nodes: tuple[int, ...], deadline_s: float) -> None:
+        """See `Behaviour`."""
 
     def _has_all_layers(self) -> bool:
         """Whether the nodes that are left of the plan hold every layer."""
-        if self._plan is None:
-            return False
-        there = set(self._machines.there)
-        held: set[int] = set()
-        for pipeline in self._plan.pipelines:
-            for stage, node in zip(
-                pipeline.template.stages,
-                (
-                    ranks[0] // pipeline.template.devices_per_node
-                    for ranks in pipeline.ranks_by_stage()
-                ),
-                strict=True,
-            ):
-                if self._machine_of[node] in there:
-                    held.update(range(stage.first_layer, stage.end_layer))
+        assert self._plan is not None
+        per_node = self._setting.job.cluster.devices_per_node
+        held = {
+            layer
+            for rank, layers in self._plan.held_by_rank.items()
+            if rank // per_node in self._member_of
+            for layer in layers
+        }
         return len(held) == self._plan.num_layers
 
-    def _stop(self, *, is_saved: bool) -> None:
-        """Saves what there is, and exits; without a copy of every layer the newest save remains."""
-        if self._is_stopped:
-            return
-        self._is_stopped, self._plan = True, None
-        self._job.train_by(0.0, save_s=0.0)
-        if is_saved:
-            self._job.save_now()
-        else:
-            self._job.go_back()
+    def _stop(self, job: ModelledJob, now_s: float) -> None:
+        """Saves what is not saved, and exits."""
+        job.end()
+        save_s = job.saves.write_s if job.account.num_iterations > job.saves.newest else 0.0
+        job.saves.begin(job.account.num_iterations, now_s, write_s=save_s)
+        job.wait(now_s, (Category.CHECKPOINT_STALL, save_s))
 
-    def _restart(self) -> None:
+    def _restart(self, job: ModelledJob, now_s: float) -> None:
         """Starts the job anew from its newest save."""
         costs = self._setting.costs
-        self.account.num_restarts += 1
-        rank_bytes = self._take_plan()
-        self._job.pause(Category.RESTART, costs.restart_s + rank_bytes / costs.save_bytes_per_s)
+        load_s = self._take_plan(job, now_s) / costs.save_bytes_per_s
+        job.go_on(now_s, (Category.RESTART, costs.restart_s + load_s))
 
-    def _reconfigure(self) -> None:
+    def _reconfigure(self, job: ModelledJob, now_s: float, *phases: Phase) -> None:
         """Forms the pipelines anew and copies layers."""
-        rank_bytes, setting = self._take_plan(), self._setting
+        setting = self._setting
+        if job.is_training:
+            job.pause(now_s)
+        rank_bytes = self._take_plan(job, now_s)
         constant_s = RECONFIGURATION_S.get(setting.model)
         if constant_s is None:
-            self._job.pause(Category.REGROUP, setting.costs.regroup_s)
-            constant_s = setting.catalog.problem.profile.links["inter_node"].seconds(rank_bytes)
-        self._job.pause(Category.TRANSFER, constant_s)
+            regroup = (Category.REGROUP, setting.costs.regroup_s)
+            link = setting.catalog.problem.profile.links["inter_node"]
+            move = (Category.TRANSFER, link.seconds(rank_bytes))
+            job.go_on(now_s, *phases, regroup, move)
+        else:
+            job.go_on(now_s, *phases, (Category.TRANSFER, constant_s))
 
-    def _take_plan(self) -> int:
+    def _take_plan(self, job: ModelledJob, now_s: float) -> int:
         """Has the job train by the plan for the nodes that are there; bytes of its largest rank."""
-        setting, there = self._setting, self._machines.there
-        catalog, layer_bytes = setting.catalog, setting.layer_bytes
-        plan = self._plan = catalog.plans[min(len(there), setting.num_nodes)]
-        self._machine_of = dict(zip(plan.nodes, there, strict=False))
+        setting = self._setting
+        members = sorted(job.members)
+        plan = self._plan = setting.catalog.plans[min(len(members), setting.num_nodes)]
+        self._member_of = dict(zip(plan.nodes, members, strict=False))
         templates = [pipeline.template for pipeline in plan.pipelines]
-        rank_bytes = max(
-            sum(layer_bytes[stage.first_layer : stage.end_layer])
-            for template in dict.fromkeys(templates)
-            for stage in template.stages
+        pace = Pace(
+            iteration_s=setting.catalog.distribution(templates)[0],
+            nodes=frozenset(self._member_of.values()),
+            stall_s=save_stall_s(setting),
         )
-        self._job.train_by(
-            catalog.distribution(templates)[0],
-            save_s=setting.costs.save_stall_s,
-            idle=1.0 - len(plan.nodes) / len(there),
-        )
-        self._job.slow_down(self._machines.slowness)
-        return rank_bytes
+        job.train_at(pace, now_s)
+        return setting.rank_bytes(templates)

@@ -103,6 +103,7 @@ class _Rerouting:
                 regroup = (Category.REGROUP, costs.regroup_s)
                 self._go_on(job, now_s, (detect, decide, regroup), num_moved=num_moved)
                 return
+        job.go_back_to_save()
         self._start_anew(job, now_s, detect)
 
     def on_joined(self, job: ModelledJob, nodes: tuple[int, ...], now_s: float) -> None:
@@ -120,10 +121,12 @@ class _Rerouting:
         elif job.is_training and len(job.members) > self._pipelines.num_places:
             larger = self._fastest(len(job.members))
             assert larger is not None
-            now_s_of_iteration = self._times.iteration_s(self._num_lost)
-            if larger.iteration_s < now_s_of_iteration * (1.0 - _GAIN_MIN):
+            present_s = self._times.iteration_s(self._num_lost)
+            if larger.iteration_s < present_s * (1.0 - _GAIN_MIN):
                 job.interrupt(now_s)
-                job.save_state()
+                job.end()
+                # Until it is complete, the nodes have in memory what is saved.
+                job.saves.begin(job.account.num_iterations, now_s, write_s=0.0)
                 self._start_anew(job, now_s, (Category.CHECKPOINT_STALL, job.saves.write_s))
 
     def on_notice(self, job: ModelledJob, nodes: tuple[int, ...], deadline_s: float) -> None:
@@ -181,9 +184,7 @@ class _Rerouting:
         job.go_on(now_s, *phases, (Category.TRANSFER, fetch_s))
 
     def _start_anew(self, job: ModelledJob, now_s: float, *phases: Phase) -> None:
-        """Starts from the newest save on the nodes that there are, if they are enough."""
-        if self._has_started:
-            job.go_back_to_save()
+        """Starts anew on the nodes that there are, if they are enough."""
         pipelines = self._fastest(len(job.members))
         self._has_started = pipelines is not None
         if pipelines is None:

@@ -11,6 +11,7 @@ when the scenario says so, not after 4 to 7 minutes. The model is trained by the
 systems begin with, not by ZeRO-3. Nodes without a place in the plan are standby nodes.
 """
 
+from dataclasses import replace
 from math import ceil
 from typing import Final
 
@@ -49,6 +50,21 @@ def begin_with_remote_saves(setting: Setting, *, interval_s: float, stall_s: flo
     return ModelledJob(setting, behaviour, StoredSaves(every=every, write_s=remote_s(setting)))
 
 
+def restart_if_full(
+    job: ModelledJob, places: Places, now_s: float, *, pace: Pace, move_s: float
+) -> None:
+    """Starts a job anew once nodes that wait fill all places.
+
+    Args:
+        pace: pace at which the job trains; its nodes are replaced by those at the places.
+        move_s: seconds in which nodes get their layers.
+    """
+    places.fill(tuple(job.members))
+    if not places.empty:
+        job.train_at(replace(pace, nodes=places.at_work), now_s)
+        job.go_on(now_s, (Category.RESTART, WARM_UP_S), (Category.TRANSFER, move_s))
+
+
 class _RemoteSaves:
     """Restarts from remote storage once all places are filled; implements `Behaviour`.
 
@@ -59,12 +75,14 @@ class _RemoteSaves:
     def __init__(self, setting: Setting, stall_s: float) -> None:
         self._plan: Plan = setting.catalog.plans[setting.num_nodes]
         self._places = Places(len(self._plan.nodes), range(setting.num_nodes))
-        self._iteration_s, self._stall_s = setting.failure_free_s, stall_s
+        self._pace = Pace(
+            iteration_s=setting.failure_free_s, stall_s=stall_s, nodes=self._places.at_work
+        )
         self._load_s = max(bytes_by_place(setting, self._plan)) / setting.costs.save_bytes_per_s
 
     def begin(self, job: ModelledJob) -> None:
         """See `Behaviour`."""
-        self._train(job, 0.0)
+        job.train_at(self._pace, 0.0)
 
     def on_lost(self, job: ModelledJob, nodes: tuple[int, ...], now_s: float) -> None:
         """See `Behaviour`."""
@@ -85,13 +103,4 @@ class _RemoteSaves:
         """See `Behaviour`."""
 
     def _restart_if_full(self, job: ModelledJob, now_s: float) -> None:
-        self._places.fill(tuple(job.members))
-        if not self._places.empty:
-            self._train(job, now_s)
-            job.go_on(now_s, (Category.RESTART, WARM_UP_S), (Category.TRANSFER, self._load_s))
-
-    def _train(self, job: ModelledJob, now_s: float) -> None:
-        pace = Pace(
-            iteration_s=self._iteration_s, stall_s=self._stall_s, nodes=self._places.at_work
-        )
-        job.train_at(pace, now_s)
+        restart_if_full(job, self._places, now_s, pace=self._pace, move_s=self._load_s)

@@ -11,16 +11,20 @@ take the places of lost ones, and once they are used up it waits until a node is
 
 Source: torch.distributed.elastic, rendezvous/dynamic_rendezvous.py of torch 2: `last_call` is 30 s,
 keep_alive_interval 5 s and keep_alive_max_attempt 3. The start of processes is `costs.restart_s`.
+Differs: the stalls of saves are spread over all iterations.
 """
 
 from dataclasses import dataclass
 from typing import Final
 
 from planaria.observe.ledger import Category
-from planaria.policies.morph import grid_templates
-from planaria.systems.grids import NO_GRID, grid_of_depth
+from planaria.systems.equal_pipelines import (
+    EqualPipelines,
+    fastest_equal_pipelines,
+    pipelines_of_depth,
+)
+from planaria.systems.modelled_job import ModelledJob, Phase, StoredSaves
 from planaria.systems.system import Setting
-from planaria.systems.virtual_job import VirtualRun
 
 KEEP_ALIVE_S: Final = 15.0  # 3 keep-alives, each 5 s after the one before, are missed.
 LAST_CALL_S: Final = 30.0
@@ -35,9 +39,9 @@ class Restart:
         """See `System`."""
         return "restart"
 
-    def begin(self, setting: Setting) -> "RestartRun":
-        """See `System`."""
-        return RestartRun(setting)
+    def begin(self, setting: Setting) -> ModelledJob:
+        """A job that begins; see `System`."""
+        return _job(setting, fixed_nodes=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,68 +59,68 @@ class StaticRestart:
         """See `System`."""
         return "static"
 
-    def begin(self, setting: Setting) -> "RestartRun":
-        """See `System`."""
-        return RestartRun(setting, fixed_nodes=setting.num_nodes - self.num_spares)
+    def begin(self, setting: Setting) -> ModelledJob:
+        """A job that begins; see `System`."""
+        return _job(setting, fixed_nodes=setting.num_nodes - self.num_spares)
 
 
-class RestartRun(VirtualRun):
-    """One job; implements `SystemRun`.
+def _job(setting: Setting, *, fixed_nodes: int) -> ModelledJob:
+    saves = StoredSaves(every=setting.job.checkpoint.persist_every, write_s=0.0)
+    return ModelledJob(setting, _Rendezvous(setting, fixed_nodes), saves)
+
+
+class _Rendezvous:
+    """Starts all processes anew from the newest save; implements `Behaviour`.
 
     Args:
         fixed_nodes: number of nodes that the job needs to train; 0: as many as are there.
     """
 
-    def __init__(self, setting: Setting, *, fixed_nodes: int = 0) -> None:
-        super().__init__(setting, save_every=setting.job.checkpoint.persist_every)
-        self._fixed = fixed_nodes
-        self._at_work: frozenset[int] = frozenset()
-        num_nodes = fixed_nodes or setting.num_nodes
-        self._depth = grid_templates(setting.catalog, num_nodes)[0].num_nodes
-        self._take_grid()
+    def __init__(self, setting: Setting, fixed_nodes: int) -> None:
+        pipelines = fastest_equal_pipelines(setting, fixed_nodes or setting.num_nodes)
+        assert pipelines is not None
+        self._setting, self._fixed, self._depth = setting, fixed_nodes, pipelines.depth
+        self._in_job: frozenset[int] = frozenset()  # Nodes of the rendezvous; none: it waits.
 
-    def lose(self, nodes: tuple[int, ...], now_s: float) -> None:
-        """See `SystemRun`."""
-        if self._at_work.isdisjoint(nodes):  # Spare nodes, or the job waits.
-            self.run_until(now_s)
-            self.account.num_failures += 1
-            self._machines.remove(nodes)
-            return
-        self._remove(nodes, now_s)
-        self._restart(now_s, noticed_s=KEEP_ALIVE_S)
+    def begin(self, job: ModelledJob) -> None:
+        """See `Behaviour`."""
+        self._take_grid(job, 0.0)
 
-    def take_back(self, nodes: tuple[int, ...], now_s: float) -> None:
-        """See `SystemRun`."""
-        self._add(nodes, now_s)
-        if not (self._fixed and self._at_work):
-            self._restart(now_s, noticed_s=self._setting.costs.node_start_s)
+    def on_lost(self, job: ModelledJob, nodes: tuple[int, ...], now_s: float) -> None:
+        """See `Behaviour`."""
+        if not self._in_job.isdisjoint(nodes):  # Else they are spare, or the job waits.
+            self._restart(job, now_s, (Category.DETECT, KEEP_ALIVE_S))
 
-    def give_notice(self, nodes: tuple[int, ...], now_s: float, *, deadline_s: float) -> None:
-        """Nobody listens; see `SystemRun`."""
-        del nodes, deadline_s
-        self.run_until(now_s)
+    def on_joined(self, job: ModelledJob, nodes: tuple[int, ...], now_s: float) -> None:
+        """See `Behaviour`."""
+        del nodes
+        if not (self._fixed and self._in_job):
+            self._restart(job, now_s)
 
-    def _restart(self, now_s: float, *, noticed_s: float) -> None:
-        """Starts all processes anew, from the newest save."""
+    def on_notice(self, job: ModelledJob, nodes: tuple[int, ...], deadline_s: float) -> None:
+        """See `Behaviour`."""
+
+    def _restart(self, job: ModelledJob, now_s: float, *phases: Phase) -> None:
         costs = self._setting.costs
-        self._job.lose_in_flight(now_s)
-        self._job.interrupt()
-        self._job.go_back()
-        rank_bytes = self._take_grid()
-        self._job.slow_down(self._machines.slowness)
-        if rank_bytes:
-            self.account.num_restarts += 1
-            self._job.pause(Category.DETECT, noticed_s)
-            start_s = LAST_CALL_S + costs.restart_s + rank_bytes / costs.save_bytes_per_s
-            self._job.pause(Category.RESTART, start_s)
+        job.interrupt(now_s)
+        job.go_back_to_save()
+        grid = self._take_grid(job, now_s)
+        if grid is None:
+            job.wait(now_s, *phases)
+            return
+        load_s = self._setting.rank_bytes([grid.template]) / costs.save_bytes_per_s
+        job.go_on(now_s, *phases, (Category.RESTART, LAST_CALL_S + costs.restart_s + load_s))
 
-    def _take_grid(self) -> int:
-        """Has the job train by the grid for the nodes that are there; bytes of its largest rank."""
-        there = self._machines.there
-        number = self._fixed or len(there)
-        can_train = number <= len(there)
-        grid = grid_of_depth(self._setting, number, self._depth) if can_train else NO_GRID
-        self._at_work = frozenset(there[:number] if grid.rank_bytes else ())
-        save_s = grid.rank_bytes / self._setting.costs.save_bytes_per_s
-        self._job.train_by(grid.iteration_s, save_s=save_s, idle=grid.idle)
-        return grid.rank_bytes
+    def _take_grid(self, job: ModelledJob, now_s: float) -> EqualPipelines | None:
+        """Has the job train by the grid for the nodes that are there; None if there is none."""
+        setting, every = self._setting, job.saves.every
+        nodes = sorted(job.members)[: self._fixed or None]
+        grid = None
+        if len(nodes) >= self._fixed:
+            grid = pipelines_of_depth(setting, len(nodes), self._depth)
+        self._in_job = frozenset(nodes if grid else ())
+        if grid is not None:
+            save_s = setting.rank_bytes([grid.template]) / setting.costs.save_bytes_per_s
+            stall_s = save_s / every if every else 0.0
+            job.train_at(grid.pace(nodes, stall_s=stall_s), now_s)
+        return grid

@@ -1,10 +1,11 @@
 """The interface of a system that trains on a cluster whose nodes fail, as the simulator runs it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from planaria.core.job import JobConfig
+from planaria.core.plan import PipelineTemplate
 from planaria.planner.plans import PlanCatalog
 from planaria.systems.account import Account
 
@@ -78,6 +79,14 @@ class Setting:
         """The bytes of each layer's state, parameters and optimizer state."""
         layers = self.catalog.problem.profile.layers
         return tuple(layer.parameter_bytes + layer.optimizer_bytes for layer in layers)
+
+    def rank_bytes(self, templates: Iterable[PipelineTemplate]) -> int:
+        """The bytes of the largest state of a rank in pipelines of these templates."""
+        return max(
+            sum(self.layer_bytes[stage.first_layer : stage.end_layer])
+            for template in dict.fromkeys(templates)
+            for stage in template.stages
+        )
 
 
 class SystemRun(Protocol):

@@ -10,7 +10,7 @@ seconds of saves and restarts were measured by Oobleck's authors (SymbioticLab/O
 sosp23-artifact, tools/simulator, MIT) on nodes of one A40; for other models they follow from
 `[costs]`: `restart_s`, and the bytes of a rank over `save_bytes_per_s`.
 Differs: stages are cut so that they take equally long, not by equal numbers of cut-points, and the
-microbatch keeps its size.
+microbatch keeps its size. The stalls of saves are spread over all iterations.
 """
 
 from collections.abc import Mapping
@@ -19,9 +19,9 @@ from functools import partial
 from typing import Final
 
 from planaria.observe.ledger import Category
-from planaria.systems.grids import fastest_grid
+from planaria.systems.equal_pipelines import EqualPipelines, fastest_equal_pipelines
+from planaria.systems.modelled_job import ModelledJob, Phase, StoredSaves
 from planaria.systems.system import Setting
-from planaria.systems.virtual_job import VirtualRun
 
 SAVE_EVERY: Final = 10  # Oobleck (SOSP '23), section 7.1.
 
@@ -59,78 +59,87 @@ class Varuna:
         """See `System`."""
         return "varuna"
 
-    def begin(self, setting: Setting) -> "VarunaRun":
-        """See `System`."""
-        return VarunaRun(setting)
+    def begin(self, setting: Setting) -> ModelledJob:
+        """A job that begins; see `System`."""
+        return ModelledJob(setting, _Morphing(setting), StoredSaves(every=SAVE_EVERY, write_s=0.0))
 
 
-class VarunaRun(VirtualRun):
-    """One job; implements `SystemRun`."""
+class _Morphing:
+    """Starts anew with the fastest grid; implements `Behaviour`."""
 
     def __init__(self, setting: Setting) -> None:
-        super().__init__(setting, save_every=SAVE_EVERY)
+        self._setting = setting
+        self._times = TIMES.get(setting.model)
         self._save_s = 0.0
-        self._take_grid()
 
-    def lose(self, nodes: tuple[int, ...], now_s: float) -> None:
-        """See `SystemRun`."""
-        self._remove(nodes, now_s)
-        self._job.go_back()
-        self._restart(self._setting.costs.detect_s)
+    def begin(self, job: ModelledJob) -> None:
+        """See `Behaviour`."""
+        self._take_grid(job, 0.0)
 
-    def take_back(self, nodes: tuple[int, ...], now_s: float) -> None:
-        """See `SystemRun`."""
-        self._add(nodes, now_s)
-        if self._job.is_pausing:
-            self._job.interrupt()
-            self._job.go_back()
-            self._restart(self._setting.costs.node_start_s)
-        else:
-            self._job.at_commit(self._morph)
-
-    def give_notice(self, nodes: tuple[int, ...], now_s: float, *, deadline_s: float) -> None:
-        """Saves at the next commit, if that may be in time; see `SystemRun`."""
+    def on_lost(self, job: ModelledJob, nodes: tuple[int, ...], now_s: float) -> None:
+        """See `Behaviour`."""
         del nodes
-        self.run_until(now_s)
-        if self._save_s >= deadline_s - now_s:
-            return
-        if self._job.is_pausing:
-            self._job.pause(Category.CHECKPOINT_STALL, 0.0, partial(self._save_by, deadline_s))
+        self._fall_back(job, now_s, (Category.DETECT, self._setting.costs.detect_s))
+
+    def on_joined(self, job: ModelledJob, nodes: tuple[int, ...], now_s: float) -> None:
+        """See `Behaviour`."""
+        del nodes
+        if job.is_training:
+            job.at_commit(partial(self._morph, job))
         else:
-            self._job.at_commit(partial(self._save_by, deadline_s))
+            self._fall_back(job, now_s)
 
-    def _save_by(self, deadline_s: float) -> None:
-        """Saves, and waits for the loss: what is trained after the save would be lost."""
-        left_s = deadline_s - self.account.now_s
-        if self.account.num_iterations > self._job.saved:
-            left_s -= self._save_s
-            if left_s < 0.0:
-                return
-            self._job.save_now()
-        self._job.pause(Category.IDLE, left_s)
+    def on_notice(self, job: ModelledJob, nodes: tuple[int, ...], deadline_s: float) -> None:
+        """Saves at the next commit, if that may be in time; see `Behaviour`."""
+        del nodes
+        if not job.is_waiting:
+            job.at_commit(partial(self._save_by, job, deadline_s))
 
-    def _morph(self) -> None:
+    def _fall_back(self, job: ModelledJob, now_s: float, *phases: Phase) -> None:
+        """Starts anew from the newest save."""
+        job.interrupt(now_s)
+        job.go_back_to_save()
+        self._restart(job, now_s, *phases)
+
+    def _morph(self, job: ModelledJob, now_s: float) -> None:
         """Saves and starts anew with more nodes."""
-        self._job.save_now()
-        self._restart(0.0)
+        save = self._save(job, now_s)
+        job.end()
+        self._restart(job, now_s, save)
 
-    def _restart(self, noticed_s: float) -> None:
-        rank_bytes = self._take_grid()
-        if not rank_bytes:
+    def _save_by(self, job: ModelledJob, deadline_s: float, now_s: float) -> None:
+        """Saves, and waits for the loss: what is trained after the save would be lost."""
+        is_saved = job.account.num_iterations == job.saves.newest
+        left_s = deadline_s - now_s - (0.0 if is_saved else self._save_s)
+        if left_s >= 0.0:
+            job.go_on(now_s, self._save(job, now_s), (Category.IDLE, left_s))
+
+    def _save(self, job: ModelledJob, now_s: float) -> Phase:
+        """Begins a save of what is not saved, for which training waits."""
+        job.pause(now_s)
+        num_committed = job.account.num_iterations
+        save_s = self._save_s if num_committed > job.saves.newest else 0.0
+        job.saves.begin(num_committed, now_s, write_s=save_s)
+        return (Category.CHECKPOINT_STALL, save_s)
+
+    def _restart(self, job: ModelledJob, now_s: float, *phases: Phase) -> None:
+        grid = self._take_grid(job, now_s)
+        if grid is None:
+            job.wait(now_s, *phases)
             return
-        self.account.num_restarts += 1
-        costs, times = self._setting.costs, TIMES.get(self._setting.model)
-        loading_s = rank_bytes / costs.save_bytes_per_s
-        self._job.pause(Category.DETECT, noticed_s)
-        self._job.pause(Category.RESTART, times.restart_s if times else costs.restart_s + loading_s)
+        costs = self._setting.costs
+        load_s = self._setting.rank_bytes([grid.template]) / costs.save_bytes_per_s
+        restart_s = self._times.restart_s if self._times else costs.restart_s + load_s
+        job.go_on(now_s, *phases, (Category.RESTART, restart_s))
 
-    def _take_grid(self) -> int:
-        """Has the job train by the best grid of the nodes that are there; bytes of its largest
-        rank."""
-        grid = fastest_grid(self._setting, len(self._machines.there))
-        times = TIMES.get(self._setting.model)
-        saving_s = grid.rank_bytes / self._setting.costs.save_bytes_per_s
-        self._save_s = times.save_s if times else saving_s
-        self._job.train_by(grid.iteration_s, save_s=self._save_s, idle=grid.idle)
-        self._job.slow_down(self._machines.slowness)
-        return grid.rank_bytes
+    def _take_grid(self, job: ModelledJob, now_s: float) -> EqualPipelines | None:
+        """Has the job train by the fastest grid of the nodes that are there; None if there is
+        none."""
+        setting = self._setting
+        grid = fastest_equal_pipelines(setting, len(job.members))
+        if grid is None:
+            return None
+        save_s = setting.rank_bytes([grid.template]) / setting.costs.save_bytes_per_s
+        self._save_s = self._times.save_s if self._times else save_s
+        job.train_at(grid.pace(job.members, stall_s=self._save_s / SAVE_EVERY), now_s)
+        return grid

@@ -13,8 +13,8 @@ from planaria.simulator.economics.advice import Choice, Trials
 from planaria.simulator.economics.compare import ClusterScenario, compare, play
 from planaria.simulator.economics.planaria_system import PlanariaSystem
 from planaria.simulator.economics.question import Question, Recommendation
-from planaria.systems.grids import grid_of_depth
-from planaria.systems.restart import Restart, RestartRun, StaticRestart
+from planaria.systems.equal_pipelines import fastest_equal_pipelines
+from planaria.systems.restart import Restart, StaticRestart
 from planaria.systems.system import Setting
 
 
@@ -108,8 +108,9 @@ def test_restarts_save_about_as_often_as_youngs_formula_says() -> None:
     trials = Trials(scenario, setting_of, num_processes=1, watch=lambda *_: None)
     choices = [Choice(system="restart", save_min=minutes) for minutes in saves_min]
     trials.play("test", choices, range(4))
-    depth = RestartRun(scenario.setting)._depth
-    rank_bytes = grid_of_depth(scenario.setting, 16, depth).rank_bytes
+    grid = fastest_equal_pipelines(scenario.setting, 16)
+    assert grid is not None
+    rank_bytes = scenario.setting.rank_bytes([grid.template])
     save_s = rank_bytes / scenario.setting.costs.save_bytes_per_s
     # A node that is back restarts the job as well.
     young_min = sqrt(2.0 * save_s * between_s / 2.0) / 60.0

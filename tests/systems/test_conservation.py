@@ -1,0 +1,120 @@
+"""What holds of every system that is compared, whatever happens to the nodes."""
+
+from dataclasses import replace
+
+import pytest
+
+from helpers.simulated_clusters import small
+from helpers.system_runs import check_conserves, committed_at, setting_with
+from planaria.cli.simulate_command import SYSTEMS
+from planaria.observe.ledger import Category
+from planaria.simulator.economics.planaria_system import PlanariaSystem
+from planaria.systems.gemini import Gemini
+from planaria.systems.highfreq import HighFreq
+from planaria.systems.recycle import ReCycle
+from planaria.systems.restart import Restart
+from planaria.systems.strawman import Strawman
+from planaria.systems.system import RecoveryCosts, System, SystemRun
+
+COMPARED: list[System] = [s for s in SYSTEMS if not isinstance(s, PlanariaSystem)]
+MEMORY_BYTES = 200_000_000_000  # Room for the neighbours' layers that Bamboo keeps.
+
+
+def named(system: System) -> str:
+    return system.name
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("system", COMPARED, ids=named)
+def test_seconds_and_samples_are_conserved(system: System, seed: int) -> None:
+    """The ledger sums to the wall time, no sample counts twice, no failure makes a job faster."""
+    check_conserves(system, seed, microbatches=16, memory_bytes=MEMORY_BYTES)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_parts_of_systems_conserve_too(seed: int) -> None:
+    """ReCycle with every technique switched on and off, and Gemini with more copies."""
+    recycle = ReCycle(
+        decouples_backward=seed % 2 == 0, staggers_optimizer=seed % 3 == 0, normalises=seed > 2
+    )
+    check_conserves(recycle, seed, microbatches=16)
+    check_conserves(Gemini(copies=3), seed, microbatches=16)
+
+
+@pytest.mark.parametrize("system", COMPARED, ids=named)
+def test_no_node_is_used_before_it_has_started(system: System) -> None:
+    """A machine that is there again joins after `node_start_s`, and costs nothing before."""
+    costs = RecoveryCosts(startup_s=0.0, node_start_s=5_000.0)
+    setting = setting_with(costs, microbatches=16, memory_bytes=MEMORY_BYTES)
+    jobs = [system.begin(setting) for _ in range(2)]
+    for job in jobs:
+        job.lose((2,), 20_000.0)
+    jobs[0].take_back((2,), 30_000.0)
+    for job in jobs:
+        job.run_until(34_999.0)
+    ledgers = [job.account.ledger.parts() for job in jobs]
+
+    assert ledgers[0] == pytest.approx(ledgers[1])
+
+
+@pytest.mark.parametrize("system", COMPARED, ids=named)
+def test_a_node_is_slow_from_the_moment_when_it_becomes_slow(system: System) -> None:
+    """The half of an iteration that is done stays done; the other half takes twice as long, but for
+    what HighFreq stands still."""
+    costs = RecoveryCosts(startup_s=0.0, save_bytes_per_s=1e18)
+    setting = setting_with(costs, microbatches=16, memory_bytes=MEMORY_BYTES)
+    whole_s = first_commit_s(system.begin(setting))
+    job = system.begin(setting)
+    job.set_speeds(dict.fromkeys(range(8), 0.5), whole_s / 2)
+
+    slowed_s = whole_s if system != HighFreq() else setting.failure_free_s
+    assert first_commit_s(job) == pytest.approx(whole_s + 0.5 * slowed_s, rel=0.05)
+
+
+def test_a_slow_node_without_work_slows_nobody() -> None:
+    """One of five does not fit into pipelines of two."""
+    setting = replace(small().setting, costs=RecoveryCosts(startup_s=0.0))
+    numbers = []
+    for speed in (1.0, 0.5):
+        job = Restart().begin(setting)
+        job.lose((2,), 0.0)
+        job.set_speeds({5: speed}, 1_000.0)
+        numbers.append(committed_at(job, 20_000.0))
+
+    assert numbers[0] == numbers[1]
+
+
+@pytest.mark.parametrize("system", [Gemini(), Strawman(), HighFreq()], ids=named)
+def test_a_job_that_waits_is_started_once(system: System) -> None:
+    """Further losses while it waits are no restarts of their own."""
+    job = system.begin(setting_with())
+    for node, at_s in ((5, 20_000.0), (4, 21_000.0), (6, 22_000.0)):
+        job.lose((node,), at_s)
+    job.take_back((4, 5, 6), 23_000.0)
+
+    assert committed_at(job, 40_000.0) > 0
+    assert job.account.num_restarts == 1
+
+
+def test_what_a_pause_keeps_of_an_iteration_a_loss_takes() -> None:
+    """ReCycle pauses for a node that comes; if one is lost then, the iteration is done again."""
+    setting = setting_with(microbatches=64)
+    whole_s, job = setting.failure_free_s, ReCycle().begin(setting)
+    job.lose((2,), 0.0)
+    job.take_back((2,), 0.8 * whole_s)
+    job.run_until(0.8 * whole_s)
+    job.lose((4,), 0.8 * whole_s)
+
+    assert committed_at(job, 1.7 * whole_s) == 0
+    parts = job.account.ledger.parts()
+    assert parts[Category.REDO] == pytest.approx(0.8 * whole_s, abs=0.2)
+    assert committed_at(job, 2.3 * whole_s) == 1
+
+
+def first_commit_s(job: SystemRun) -> float:
+    """The time of the first commit, to 50 ms."""
+    now_s = 0.0
+    while not job.account.num_iterations:
+        now_s += 0.05
+        job.run_until(now_s)
+    return now_s
