@@ -62,7 +62,13 @@ def test_any_shape_gives_the_bits_of_one_process(
     assert _expected("gpt2", server, tmp_path) == spread
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [  # Qwen2 is a variant of Llama.
+        pytest.param(family, marks=pytest.mark.long if family == "qwen2" else ())
+        for family in FAMILIES
+    ],
+)
 @pytest.mark.parametrize(
     ("shape", "mode"),
     [

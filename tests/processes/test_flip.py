@@ -78,12 +78,12 @@ def test_a_bit_that_flips_after_the_last_iteration_is_not_saved(outvoted: Outvot
 
 def test_the_masters_of_a_bfloat16_job_are_compared(server: ForkServer, tmp_path: Path) -> None:
     """They are what is stepped and saved."""
-    config = tiny_job("gpt2", tmp_path / "run", dtype="bfloat16")
+    config = tiny_job(FAMILY, tmp_path / "run", dtype="bfloat16")
     # Another plan at a commit might leave a layer to two nodes.
     resilience = replace(config.resilience, policy="reinstantiate")
     config = replace(config, cluster=replace(config.cluster, nodes=3), resilience=resilience)
     plan = shaped_plan((1, 1, 1), config.num_microbatches)
-    calm = train_shape(tiny_job("gpt2", tmp_path / "calm", dtype="bfloat16"), (2,), server)
+    calm = train_shape(tiny_job(FAMILY, tmp_path / "calm", dtype="bfloat16"), (2,), server)
 
     result = Job(config).run(plan=plan, injections=(parse_injection("flip:1@1"),), server=server)
 

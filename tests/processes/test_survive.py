@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 
 from helpers.chaos import (
+    FAMILY,
     ITERATIONS,
     N0,
     catalog_for,
@@ -20,7 +21,7 @@ from helpers.chaos import (
     run_under_faults,
     sample_cases,
 )
-from helpers.jobs import digests
+from helpers.jobs import NUM_LAYERS, digests
 from planaria.core.inject import ITERATION_STEPS, RECOVERY_STEPS
 from planaria.core.job import JobConfig, PolicyName
 from planaria.errors import InsufficientError
@@ -63,7 +64,7 @@ def survive(
 
     def run(
         *specs: str,
-        family: str = "gpt2",
+        family: str = FAMILY,
         nodes: int = 6,
         f: int = 1,
         sizes: tuple[int, ...] = (),
@@ -103,7 +104,7 @@ def test_any_node_may_be_killed_in_any_iteration_and_at_any_step(
     specs: tuple[str, ...], survive: Run
 ) -> None:
     """Six nodes, f = 1."""
-    result = survive(*specs)
+    result = survive(*specs, family="gpt2")
 
     event = only_recovery(result)
     assert event.kind == "kill"
@@ -115,13 +116,13 @@ def test_a_job_that_plans_for_joins_trains_and_survives(
     server: ForkServer, tmp_path: Path, calm: Callable[[str], tuple[str, str]]
 ) -> None:
     """Six nodes, and plans for up to nine; until some join, they change nothing."""
-    without = chaos_job("gpt2", tmp_path / "run", server)
+    without = chaos_job(FAMILY, tmp_path / "run", server)
     config = replace(without, cluster=replace(without.cluster, max_nodes=9))
 
     result = run_under_faults(config, server, "kill:1@3")
 
     assert result.error is None
-    assert digests(result) == calm("gpt2")
+    assert digests(result) == calm(FAMILY)
     assert len(result.report.final.nodes) == 5
     assert sorted(result.planned.catalog.plans) == list(range(N0, 10))
     assert result.planned.plan == catalog_for(without).plans[6]
@@ -195,7 +196,7 @@ def test_the_fourth_loss_ends_with_a_checkpoint_that_resumes_to_the_same_bits(
     server: ForkServer, tmp_path: Path, calm: Callable[[str], tuple[str, str]]
 ) -> None:
     """One node is left, and the model needs two; more nodes are there the next day."""
-    config = chaos_job("gpt2", tmp_path / "run", server)
+    config = chaos_job(FAMILY, tmp_path / "run", server)
     specs = ("kill:5@1", "kill:4@2", "kill:3@4", "kill:2@6", "kill:1@6.backward")
 
     result = run_under_faults(config, server, *specs)
@@ -203,7 +204,7 @@ def test_the_fourth_loss_ends_with_a_checkpoint_that_resumes_to_the_same_bits(
     assert isinstance(result.error, InsufficientError)
     assert "go on from it with --resume" in str(result.error)
     resumed = run_under_faults(config, server, resume=True)
-    assert digests(resumed) == calm("gpt2")
+    assert digests(resumed) == calm(FAMILY)
 
 
 @pytest.mark.parametrize(
@@ -289,12 +290,12 @@ def test_survivors_are_the_same_processes_and_keep_their_layers(survive: Run) ->
     for worker in untouched:
         assert worker.last_epoch == 1
     kept = sum(worker.layers_materialised for worker in untouched)
-    assert kept == 8  # Each layer once, at the start.
+    assert kept == NUM_LAYERS  # Each layer once, at the start.
 
 
 def test_when_below_stop_saves_and_ends(server: ForkServer, tmp_path: Path) -> None:
     """As Oobleck does with fewer than (f + 1) * n0 nodes."""
-    config = chaos_job("gpt2", tmp_path / "run", server, nodes=4)
+    config = chaos_job(FAMILY, tmp_path / "run", server, nodes=4)
     stop = replace(config.resilience, when_below="stop")
 
     result = run_under_faults(replace(config, resilience=stop), server, "kill:3@4")
@@ -307,7 +308,7 @@ def test_when_below_stop_saves_and_ends(server: ForkServer, tmp_path: Path) -> N
 
 def test_a_fault_whose_place_never_comes_is_told(server: ForkServer, tmp_path: Path) -> None:
     """Whoever tests his job's survival has to know that nothing was tested."""
-    config = chaos_job("gpt2", tmp_path / "run", server, nodes=N0, f=0)
+    config = chaos_job(FAMILY, tmp_path / "run", server, nodes=N0, f=0)
     result = run_under_faults(config, server, "kill:1@100")
 
     assert result.error is None
