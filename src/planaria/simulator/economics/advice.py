@@ -3,8 +3,9 @@
 All choices are played through the same failures, so they are compared seed by seed. Some seeds
 choose, others measure what was chosen:
 
-1. Screening: every policy with every f and number of spares, with two seeds; the leaders with more.
-   Policies that search long for an answer are tried with the leader's f and spares only.
+1. Screening: every policy with every f, without spares and with two, with two seeds; the leaders
+   with more. Then the leader with every number of spares. Policies that search long for an answer
+   are tried with the leader's f and spares only.
 2. Saves: the leader with every time between saves, and with copies in memory.
 3. Restarts under torchrun, with every time between saves; on a static cluster with spares, too.
 4. Measurement, with other seeds: the leader, and what differs from it in one respect.
@@ -45,6 +46,7 @@ CLOSE: Final = 0.001  # Share by which choices must differ to be told apart.
 SAVE_MIN: Final = 30  # Minutes between saves, where another time is no better.
 CHOOSING_SEEDS: Final = 4
 _SCREENING_SEEDS: Final = 2
+_SCREENING_SPARES: Final = (0, 2)
 _LEADERS: Final = 6
 _ROUNDS_MAX: Final = 3
 _MULTIPLES: Final = (2, 4, 8, 16, 32)  # Of the failure rate, at which spares are tried.
@@ -313,6 +315,7 @@ def _screen(space: Space, trials: Trials, choosing: Sequence[int]) -> list[Choic
         for policy in quick
         for f in space.failures_tolerated
         for spares in space.num_spares
+        if spares in _SCREENING_SPARES
         if spares or policy != "rollback"  # Without spares it is reinstantiate.
     ]
     first = choosing[:_SCREENING_SEEDS]
@@ -325,6 +328,10 @@ def _screen(space: Space, trials: Trials, choosing: Sequence[int]) -> list[Choic
     leaders = dict.fromkeys([*ranking[:_LEADERS], *of_policy.values()])
     screened = trials.play("choosing", leaders, choosing)
     leader = trials.best(screened, choosing)
+    if leader.policy not in space.slow_policies:
+        spares = [replace(leader, num_spares=number) for number in space.num_spares]
+        screened = list(dict.fromkeys([*screened, *trials.play("choosing", spares, choosing)]))
+        leader = trials.best(screened, choosing)
     slow = [
         replace(leader, policy=policy, num_spares=spares)
         for policy in space.slow_policies
@@ -336,7 +343,7 @@ def _screen(space: Space, trials: Trials, choosing: Sequence[int]) -> list[Choic
 
 def _with_saves(space: Space, leader: Choice) -> list[Choice]:
     saves = [replace(leader, save_min=save_min) for save_min in space.save_min]
-    return [replace(choice, copies=copies) for choice in saves for copies in space.copies]
+    return [*saves, *(replace(leader, copies=copies) for copies in space.copies)]
 
 
 def _baselines(space: Space, trials: Trials, choosing: Sequence[int]) -> list[Choice]:
