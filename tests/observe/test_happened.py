@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from helpers.recorder_messages import (
+    PLAN,
     change_message,
     commit_message,
     decision_message,
@@ -27,7 +28,7 @@ def test_other_events_say_what_happened_when_and_why() -> None:
 
     assert run.events() == (
         EventRecord(kind="unsaved", nodes=(), iteration=4, reason="disk full"),
-        EventRecord(kind="leader", nodes=(), iteration=0, detect_s=0.5),
+        EventRecord(kind="leader", nodes=(), iteration=0, detect_s=0.5, at_s=5.0, over_at_s=5.5),
     )
     assert run.ledger.category is Category.USEFUL
 
@@ -43,6 +44,18 @@ def test_a_fault_that_was_injected_is_one_event_with_the_loss_that_it_made() -> 
     assert run.events() == events
     assert (event.kind, event.nodes, event.step, event.fired) == ("kill", (5, 6), "reduce", True)
     assert (event.detect_s, event.downtime_s) == (2.0, 7.0)
+
+
+def test_an_event_tells_when_it_happened_was_noticed_and_was_over() -> None:
+    """On one clock that starts with the job, so that a replay can have it happen again."""
+    run = recorder()
+    run.on_fault(kill("kill:6@7.reduce"), now_s=19.0)
+    (lost,) = recover(run)
+    (joined,) = run.on_changed(change_message(7), predicted_peak_bytes=5)
+
+    assert (lost.at_s, lost.noticed_at_s, lost.over_at_s, lost.epoch) == (9.0, 10.0, 16.0, 4)
+    assert (joined.at_s, joined.noticed_at_s, joined.over_at_s) == (7.0, 7.0, 8.0)
+    assert run.plans == {PLAN.epoch: PLAN}
 
 
 def test_the_ledger_counts_from_the_fault_where_its_time_is_known() -> None:

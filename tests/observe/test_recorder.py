@@ -37,6 +37,7 @@ def test_an_iteration_is_recorded_as_the_report_has_it() -> None:
         "predicted_s": 0.5,
         "peak_bytes": 200,
         "predicted_peak_bytes": 999,
+        "at_s": 6.0,  # The run started at second 10.
         "clock_error_s": None,  # Rank 1 does not say when it began.
     }
 

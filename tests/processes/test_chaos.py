@@ -24,6 +24,7 @@ from planaria.cli.chaos_command import command_text
 from planaria.errors import InsufficientError
 from planaria.job.config import load_job
 from planaria.job.training_job import Job
+from planaria.observe.metrics import REPORT_VERSION
 
 pytestmark = pytest.mark.faults
 
@@ -135,7 +136,7 @@ def test_a_job_that_is_never_the_same_is_told_with_what_repeats_the_run(
     assert "planaria train job.py --set cluster.nodes=2" in result.output
     found = json.loads(Path("score.json").read_text())
     assert found["score"]["failures"] == found["score"]["runs"] == 1
-    assert json.loads(Path("chaos-5-0.json").read_text())["report"]["version"] == 1
+    assert json.loads(Path("chaos-5-0.json").read_text())["report"]["version"] == REPORT_VERSION
     assert not Path("checkpoints").exists()
 
 

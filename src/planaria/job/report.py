@@ -39,6 +39,7 @@ from planaria.observe.metrics import (
 )
 from planaria.observe.recorder import Recorder
 from planaria.planner.problem import Problem
+from planaria.profiles.profile_json import encode_profile
 from planaria.schedule.action import parse_action
 from planaria.show.job_observer import JobObserver
 
@@ -56,6 +57,8 @@ def report_of(
     config = planned.config
     now_s = time.monotonic()
     measured = recorder.measurements.epochs
+    prepared_profile = planned.prepared.profile
+    assert prepared_profile is not None
     return Report(
         job=asdict(config),
         seed=config.training.seed,
@@ -69,6 +72,13 @@ def report_of(
         ledger=recorder.ledger.enter(recorder.ledger.category, now_s).parts(),
         final=final_record(planned, tier, recorder.iterations, observer, ended),
         plan=msgspec.to_builtins(planned.plan),
+        plans={
+            epoch: msgspec.to_builtins(plan)
+            for epoch, plan in sorted((recorder.plans | {planned.plan.epoch: planned.plan}).items())
+        },
+        profile=msgspec.json.decode(encode_profile(prepared_profile)),
+        processors=planned.problem.processors,
+        first_iteration=planned.resumed.iteration if planned.resumed else 0,
         actions=tuple(
             record
             for epoch, of_epoch in measured.items()

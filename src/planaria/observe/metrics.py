@@ -2,7 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
+
+from planaria.core.records import DecisionInputs
+
+REPORT_VERSION: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +20,7 @@ class IterationRecord:
         predicted_s: the estimator's iteration time for the plan in use, from the profile with its
             corrections so far.
         peak_bytes: highest peak memory of a rank, without what a worker without layers uses.
+        at_s: time of the commit on the head's clock, in seconds since the job started.
         clock_error_s: bound on the error with which spans of ranks on several machines are placed
             on one clock, in seconds; 0: all have one clock, or the job is not traced; None: the
             clocks are not known to each other, and the spans of each rank count from when it began.
@@ -30,6 +35,7 @@ class IterationRecord:
     predicted_s: float
     peak_bytes: int
     predicted_peak_bytes: int
+    at_s: float = 0.0
     clock_error_s: float | None = 0.0
 
 
@@ -55,6 +61,13 @@ class EventRecord:
             stall, leader, degraded, joined, drained, slow, fast, reformed, or what failed.
         nodes: nodes concerned.
         fired: False for an injected fault whose place never came.
+        value: value of the injected fault, such as the seconds of a notice.
+        at_s: time at which it happened, in seconds since the job started, on the head's clock; -1:
+            not known.
+        noticed_at_s: time at which the coordinator noticed the loss or chose the change; -1: never.
+        over_at_s: time at which every rank could go on, or the change was made; -1: never.
+        epoch: epoch that answered it; -1: none did.
+        inputs: facts from which the answer was chosen, beside the job, its profile and its plans.
         candidates: the proposed answers with their prices; `answer` names the chosen one.
         time_to_failure_s: mean time to the next failure that the choice assumed.
         error: type of the exception in a worker, or the signal or exit status that ended it;
@@ -78,6 +91,11 @@ class EventRecord:
     iteration: int
     step: str = ""
     fired: bool = True
+    value: float = 0.0
+    at_s: float = -1.0
+    noticed_at_s: float = -1.0
+    over_at_s: float = -1.0
+    epoch: int = -1
     policy: str = ""
     answer: str = ""
     candidates: tuple[Mapping[str, object], ...] = ()
@@ -101,6 +119,7 @@ class EventRecord:
     error: str = ""
     message: str = ""
     layers: tuple[int, ...] = ()
+    inputs: DecisionInputs | None = None
 
     @property
     def is_foreseen(self) -> bool:
@@ -176,7 +195,15 @@ class FinalRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The report of a run, version 1."""
+    """The report of a run, version 2; reports of version 1 have no inputs of decisions.
+
+    Attributes:
+        plan: plan that the job began with.
+        plans: all plans of the run, by epoch; those of events and iterations among them.
+        profile: profile by which the job was planned, as `planaria profile` writes it.
+        processors: number of processors that all ranks share; 0: each rank has its own.
+        first_iteration: iteration with which the run began.
+    """
 
     job: dict[str, Any]
     seed: int
@@ -188,6 +215,10 @@ class Report:
     ledger: dict[str, float]
     final: FinalRecord
     plan: dict[str, Any] = field(default_factory=dict)
+    plans: dict[int, Any] = field(default_factory=dict)
+    profile: dict[str, Any] = field(default_factory=dict)
+    processors: int = 0
+    first_iteration: int = 0
     actions: tuple[ActionRecord, ...] = ()
     memory: tuple[MemoryRecord, ...] = ()
-    version: int = 1
+    version: int = REPORT_VERSION

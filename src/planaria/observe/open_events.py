@@ -46,6 +46,7 @@ def injected_event(injection: Injection) -> EventRecord:
         nodes=injection.nodes,
         iteration=place.iteration,
         step=place.step if place.at_s < 0.0 else f"~{place.at_s}",
+        value=injection.value,
         reason=_STANDING_BY if injection.num_nodes else "",
     )
 
@@ -81,6 +82,8 @@ def with_decision(open_event: OpenEvent, message: Decided) -> OpenEvent:
         predicted_recovery_s_min=message.predicted_recovery_s_min,
         predicted_recovery_s_max=message.predicted_recovery_s_max,
         redone_samples=message.redone_samples,
+        epoch=message.epoch,
+        inputs=message.inputs,
     )
     return replace(
         open_event, event=event, noticed_s=message.noticed_s, detected_s=message.detected_s
@@ -122,6 +125,8 @@ def change_event(event: EventRecord, nodes: tuple[int, ...], message: Changed) -
         downtime_s=message.pause_s,
         predicted_downtime_s=message.predicted_pause_s,
         reason="; ".join(filter(None, (message.reason, steps))),
+        epoch=message.epoch,
+        inputs=message.inputs,
     )
 
 

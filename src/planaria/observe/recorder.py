@@ -12,6 +12,7 @@ from typing import Final
 
 from planaria.core.inject import NODELESS_KINDS, Injection
 from planaria.core.messages import IterationDone, MeasuredSpan, Raised, WorkerReady
+from planaria.core.plan import Plan
 from planaria.core.records import (
     AwaitingMachine,
     AwaitingSaves,
@@ -110,6 +111,7 @@ class Recorder:
         tensor_bytes: peak bytes of tensors by rank, in the same form.
         measurements: times and memory that ranks measured.
         copy_measurements: measured cost of copies in memory.
+        plans: plans so far, by epoch.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class Recorder:
         self.tensor_bytes: list[dict[int, int]] = []
         self.measurements = Measurements()
         self.copy_measurements = CopyMeasurements()
+        self.plans: dict[int, Plan] = {}
         self._shares_s: list[dict[Category, float]] = []  # One per committed iteration.
         self._orders = count()
         self._events: list[tuple[int, EventRecord]] = []  # (order, event that is over)
@@ -150,12 +153,14 @@ class Recorder:
     def on_running(self, message: Running) -> tuple[EventRecord, ...]:
         """Records that training runs, for the first time or again; returns the events that end."""
         self.measurements.begin_epoch(message.epoch, message.plan)
+        self.plans[message.plan.epoch] = message.plan
         for rank, worker in message.workers.items():
             self._note_worker(rank, worker, message)
         noticed = self._noticed_events()
         self._enter(Category.TRANSFER if noticed else self.ledger.category, message.now_s)
         over = tuple(
-            (open_event.order, finished_event(open_event, message)) for open_event in noticed
+            (open_event.order, self._timed(finished_event(open_event, message), message.now_s))
+            for open_event in noticed
         )
         told_s = max((open_event.told_s for open_event in noticed), default=message.now_s)
         if over:
@@ -190,6 +195,7 @@ class Recorder:
             sample_digest=message.sample_digest,
             # The ranks that measured it may all be lost; then take the coordinator's time.
             seconds=max((r.seconds for r in reports), default=message.now_s - self._committed_s),
+            at_s=message.now_s - self.ledger.start_s,
             epoch=epoch,
             predicted_s=predicted_s,
             peak_bytes=max((report.peak_bytes for report in reports), default=0),
@@ -257,7 +263,7 @@ class Recorder:
 
     def on_fault(self, injection: Injection, *, now_s: float) -> None:
         """Records an injected fault; for a join the injection has the numbers of the nodes."""
-        event = injected_event(injection)
+        event = replace(injected_event(injection), at_s=now_s - self.ledger.start_s)
         if injection.place.at_s >= 0.0:
             event = replace(event, iteration=self.next_iteration)
         if injection.kind == "slow" and injection.value == 1.0:
@@ -282,7 +288,11 @@ class Recorder:
                 lost_s = message.lost_s if open_event.is_noticed else open_event.lost_s
                 self._detect(message, lost_s)
                 event = replace(event, reason=event.reason or message.reason)
-                event = with_error(event, message.raised)
+                event = replace(
+                    with_error(event, message.raised),
+                    at_s=lost_s - self.ledger.start_s,
+                    noticed_at_s=message.lost_s - self.ledger.start_s,
+                )
                 self._open_events[index] = replace(open_event, event=event, is_noticed=True)
                 return
         self._detect(message, message.lost_s)
@@ -291,6 +301,8 @@ class Recorder:
             nodes=message.nodes,
             iteration=message.iteration,
             reason=message.reason,
+            at_s=message.lost_s - self.ledger.start_s,
+            noticed_at_s=message.lost_s - self.ledger.start_s,
         )
         event = with_error(event, message.raised)
         self._open_events.append(
@@ -336,6 +348,7 @@ class Recorder:
     def on_decided(self, message: Decided, *, predicted_peak_bytes: int) -> None:
         """Records how the coordinator decided that the job goes on."""
         self._predicted[message.epoch] = (message.predicted_s, predicted_peak_bytes)
+        self.plans[message.plan.epoch] = message.plan
         self._undo(message.iteration)
         self._in_flight = self._in_flight.with_answers(
             message.detected_s, is_redone=message.redone_samples > 0
@@ -348,7 +361,7 @@ class Recorder:
         if message.joined:
             order, joined = self._matching_event("join", message.joined)
             reason = "taken at once, to make up for a loss"
-            joined = replace(joined, nodes=message.joined, reason=reason)
+            joined = replace(joined, nodes=message.joined, reason=reason, epoch=message.epoch)
             self._events.append((order, replace(joined, iteration=message.iteration)))
 
     def on_degraded(self, reason: str, *, iteration: int) -> bool:
@@ -365,14 +378,23 @@ class Recorder:
     def on_changed(self, message: Changed, *, predicted_peak_bytes: int) -> tuple[EventRecord, ...]:
         """Records nodes that came, left or changed while training went on; one event per kind."""
         self._predicted[message.epoch] = (message.predicted_s, predicted_peak_bytes)
+        self.plans[message.plan.epoch] = message.plan
         self._move(message.pause_s, Category.USEFUL, Category.REGROUP)
         over = []
         for kind in dict.fromkeys(message.kinds.values()):
             nodes = tuple(sorted(n for n, why in message.kinds.items() if why == kind))
             order, event = self._matching_event(kind, nodes)
-            over.append((order, change_event(event, nodes, message)))
+            asked_s = message.asked_s - self.ledger.start_s
+            event = replace(event, noticed_at_s=asked_s)
+            event = event if event.at_s >= 0.0 else replace(event, at_s=asked_s)
+            event = self._timed(change_event(event, nodes, message), message.now_s)
+            over.append((order, event))
         self._events += over
         return tuple(event for _, event in over)
+
+    def _timed(self, event: EventRecord, over_s: float) -> EventRecord:
+        """The event that is over at a time of the coordinator's clock."""
+        return replace(event, over_at_s=over_s - self.ledger.start_s)
 
     def _matching_event(self, kind: str, nodes: tuple[int, ...]) -> tuple[int, EventRecord]:
         """(order, event) of the injection that caused a change, or of a new event."""
@@ -427,7 +449,12 @@ class Recorder:
         if index == len(self._events):
             self._add(EventRecord(kind="leader", nodes=(), iteration=self.next_iteration))
         order, event = self._events[index]
-        self._events[index] = order, replace(event, detect_s=now_s - lost_s, reason=reason)
+        event = replace(event, detect_s=now_s - lost_s, reason=reason)
+        start_s = self.ledger.start_s
+        self._events[index] = (
+            order,
+            replace(event, at_s=lost_s - start_s, over_at_s=now_s - start_s),
+        )
         self._coordinator_loss = (index, lost_s, now_s)
 
     def add_event(
