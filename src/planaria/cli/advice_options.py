@@ -131,7 +131,7 @@ Policies = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class AdviceOptions:
     """The options of a question, as the user wrote them; see their help."""
 

@@ -2,9 +2,9 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
 import typer
 from rich.console import Console
@@ -29,6 +29,12 @@ from planaria.cli.advice_options import (
     question_of,
 )
 from planaria.cli.command_line import Settings, check_writable, exit_codes, write
+from planaria.cli.replay_output import (
+    calibrated_overrides,
+    decide_again,
+    simulate_again,
+    simulate_policies,
+)
 from planaria.errors import ConfigError
 from planaria.job.scenario_file import load_scenario, swept_overrides
 from planaria.show.pictures.page import picture_format
@@ -63,13 +69,46 @@ SYSTEMS: Final[tuple[System, ...]] = (
     Replicas(),
 )
 _ALL: Final = "all"
+_NOT_WITH_REPLAY: Final = "a replay takes all from its report; leave this out"
 
 ScenarioFile = Annotated[
     Path | None,
     typer.Argument(
         metavar="SCENARIO.toml",
-        help="The scenario; see docs/SIMULATE.md. Without one, --model asks what pays most.",
+        help="The scenario; see docs/SIMULATE.md. Without one, --model asks what pays most, "
+        "and --replay what else a real run might have been.",
         show_default=False,
+    ),
+]
+CalibrateFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibrate",
+        metavar="REPORT.json",
+        help="Take the costs of recoveries and the speed of layers from the report of a real run.",
+    ),
+]
+ReplayFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--replay",
+        metavar="REPORT.json",
+        help="Make each decision of a real run again from the inputs in its report.",
+    ),
+]
+WithoutInputs = Annotated[
+    bool,
+    typer.Option(
+        "--without-inputs",
+        help="With --replay: simulate the run without the recorded inputs, and compare goodput.",
+    ),
+]
+PolicyNames = Annotated[
+    str,
+    typer.Option(
+        "--policy",
+        metavar="A,B|all",
+        help="With --replay: simulate the run with these policies instead.",
     ),
 ]
 SystemNames = Annotated[
@@ -123,6 +162,10 @@ def simulate(
     json_file: JsonFile = None,
     plot: PlotFile = None,
     processes: NumProcesses = 0,
+    calibrate: CalibrateFile = None,
+    replay: ReplayFile = None,
+    without_inputs: WithoutInputs = False,
+    policy: PolicyNames = "",
     settings: Settings = None,
     model: Model = "",
     nodes: Nodes = 0,
@@ -140,25 +183,22 @@ def simulate(
     The coordinator and the policies are the real ones; nodes, links and failures are modelled.
     """
     check_writable("--json", json_file)
-    num_processes = processes or len(os.sched_getaffinity(0))
-    options = AdviceOptions(
-        model=model,
-        nodes=nodes,
-        devices_per_node=devices_per_node,
-        failure_rate=failure_rate,
-        repair=repair,
-        notice=notice,
-        price=price,
-        hours=hours,
-        batch=batch,
-        policies=policies,
-    )
+    if replay is not None:
+        others = {"SCENARIO": scenario, "--sweep": sweep, "--plot": plot, "--set": settings}
+        _refuse(others | {"--model": model}, _NOT_WITH_REPLAY)
+        _replay(replay, _ReplayMode(without_inputs, policy, calibrate), json_file)
+        return
+    _refuse({"--policy": policy, "--without-inputs": without_inputs}, "it needs --replay")
+    number = processes or len(os.sched_getaffinity(0))
+    asked = (model, nodes, devices_per_node, failure_rate, repair, notice, price, hours, batch)
+    options = AdviceOptions(*asked, policies)
     if scenario is None:
+        _refuse({"--calibrate": calibrate}, "it needs a scenario, or --replay")
         check_alone(options, systems=systems, sweep=sweep, plot=plot)
         give_advice(
             question_of(options, tuple(settings or ())),
             num_seeds=seeds or NUM_SEEDS,
-            num_processes=num_processes,
+            num_processes=number,
             json_file=json_file,
         )
         return
@@ -170,8 +210,8 @@ def simulate(
         sweep=sweep or (),
         json_file=json_file,
         plot=plot,
-        num_processes=num_processes,
-        settings=settings or (),
+        num_processes=number,
+        settings=[*calibrated_overrides(calibrate), *(settings or ())],
     )
 
 
@@ -223,6 +263,41 @@ def _simulate_scenario(
     if json_file is not None:
         content = {"version": 1, "sweep": contents} if sweep else contents[0]
         write(json_file, (json.dumps(content, indent=2) + "\n").encode())
+
+
+class _ReplayMode(NamedTuple):
+    """How a report is replayed; see the options of the same names."""
+
+    without_inputs: bool
+    policy: str
+    calibrate: Path | None
+
+
+def _replay(report: Path, mode: _ReplayMode, json_file: Path | None) -> None:
+    """Replays a report, prints and writes what came, and exits with 1 if a decision differs though
+    its inputs are those of the run."""
+    console, is_same = Console(), True
+    if mode.policy:
+        content = simulate_policies(report, mode.policy, mode.calibrate, console)
+    elif mode.without_inputs:
+        content = simulate_again(report, mode.calibrate, console)
+    else:
+        content, is_same = decide_again(report, console)
+    if json_file is not None:
+        write(json_file, (json.dumps(content, indent=2) + "\n").encode())
+    if not is_same:
+        raise typer.Exit(1)
+
+
+def _refuse(options: Mapping[str, object], remedy: str) -> None:
+    """Refuses options that are given.
+
+    Raises:
+        ConfigError: one of them is.
+    """
+    for name, value in options.items():
+        if value:
+            raise ConfigError(name, str(value), remedy)
 
 
 def _systems(names: str) -> tuple[System, ...]:

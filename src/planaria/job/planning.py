@@ -329,6 +329,7 @@ def plan_job(
     catalog: PlanCatalog | None = None,
     manifest: Manifest | None = None,
     kinds: Mapping[int, NodeKind] | None = None,
+    processors: int | None = None,
 ) -> Planned:
     """The job with its templates, its plans and their predictions.
 
@@ -337,6 +338,8 @@ def plan_job(
         catalog: plans for all numbers of nodes that may be left; None: the planner's.
         manifest: checkpoint to go on from; None: a fresh start.
         kinds: kinds of the nodes' machines; None: all nodes are processes of this one.
+        processors: number of processors that all nodes share; None: those of this machine, if they
+            are its processes.
 
     Raises:
         ConfigError: the nodes are too few or too small for the model, f or the batch.
@@ -347,7 +350,8 @@ def plan_job(
     num_nodes = config.cluster.nodes if plan is None else len(plan.nodes)
     max_nodes = max(num_nodes, config.cluster.max_nodes)
     with worded_for_job(config):
-        processors = shared_processors(config) if kinds is None else 0
+        if processors is None:
+            processors = shared_processors(config) if kinds is None else 0
         problem = problem_of(config, prepared.profile, processors=processors)
         check_size(problem, num_nodes)
         check_size(problem, max_nodes, limit=Limit.MAX_NODES)

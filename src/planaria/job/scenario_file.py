@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
+from planaria.core.plan import scaled_profile
 from planaria.errors import ConfigError
 from planaria.job.config import job_from_dict, record_from_table, tables_of_file, with_override
 from planaria.job.planning import (
@@ -150,7 +151,7 @@ def _check(cluster: ScenarioClusterTable, run: ScenarioRunTable, costs: Recovery
         raise ConfigError("run.iterations", run.iterations, "must be at least 0")
     for cost in fields(costs):
         value = getattr(costs, cost.name)
-        is_speed = cost.name == "save_bytes_per_s"
+        is_speed = cost.name in ("save_bytes_per_s", "profile_factor")
         if value < 0.0 or (is_speed and not value):
             remedy = f"must be {'above' if is_speed else 'at least'} 0"
             raise ConfigError(f"costs.{cost.name}", value, remedy)
@@ -183,6 +184,7 @@ def _setting(
     job = job_from_dict(given, directory=directory)
     profile = given_profile(job)
     assert profile is not None
+    profile = scaled_profile(profile, costs.profile_factor)
     with worded_for_job(job):
         problem = problem_of(job, profile, processors=0)
         check_size(problem, cluster.nodes)

@@ -159,7 +159,7 @@ class Recorder:
         noticed = self._noticed_events()
         self._enter(Category.TRANSFER if noticed else self.ledger.category, message.now_s)
         over = tuple(
-            (open_event.order, self._timed(finished_event(open_event, message), message.now_s))
+            (open_event.order, self._with_end(finished_event(open_event, message), message.now_s))
             for open_event in noticed
         )
         told_s = max((open_event.told_s for open_event in noticed), default=message.now_s)
@@ -387,12 +387,12 @@ class Recorder:
             asked_s = message.asked_s - self.ledger.start_s
             event = replace(event, noticed_at_s=asked_s)
             event = event if event.at_s >= 0.0 else replace(event, at_s=asked_s)
-            event = self._timed(change_event(event, nodes, message), message.now_s)
+            event = self._with_end(change_event(event, nodes, message), message.now_s)
             over.append((order, event))
         self._events += over
         return tuple(event for _, event in over)
 
-    def _timed(self, event: EventRecord, over_s: float) -> EventRecord:
+    def _with_end(self, event: EventRecord, over_s: float) -> EventRecord:
         """The event that is over at a time of the coordinator's clock."""
         return replace(event, over_at_s=over_s - self.ledger.start_s)
 

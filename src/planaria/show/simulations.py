@@ -156,14 +156,14 @@ def _ledger_table(outcomes: Outcomes) -> "_StackedTable":
     spent = [c for c in Category if any(ledger[c] > 0.0 for ledger in ledgers.values())]
     columns = {
         str(category).replace("_", "\n"): [
-            _share_text(ledger[category] / ledger["wall"]) for ledger in ledgers.values()
+            share_cell(ledger[category] / ledger["wall"]) for ledger in ledgers.values()
         ]
         for category in spent
     }
     return _StackedTable("system", list(ledgers), columns)
 
 
-def _share_text(share: float) -> str:
+def share_cell(share: float) -> str:
     """Like `share_text`, where a small share is told from none."""
     if not share:
         return "-"

@@ -27,6 +27,8 @@ class RecoveryCosts:
         restart_s: start of a job anew, until it loads its layers, after it had ended.
         save_stall_s: time for which training stands still for each save.
         save_bytes_per_s: speed at which each node reads and writes saves.
+        profile_factor: factor on all seconds of the profile, those of layers and of links; no
+            recovery, but measured beside them.
     """
 
     startup_s: float = 20.0
@@ -40,6 +42,7 @@ class RecoveryCosts:
     restart_s: float = 60.0
     save_stall_s: float = 0.0
     save_bytes_per_s: float = 1e9
+    profile_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from planaria.coordinator.state import JobState
 from planaria.coordinator.step import Event, step
 from planaria.core.job import POLICIES
 from planaria.core.messages import StopRequested
+from planaria.observe.ledger import Category
 from planaria.simulator.economics import planaria_run
 from planaria.simulator.economics.compare import (
     Interval,
@@ -306,3 +307,18 @@ def test_a_loss_before_the_search_ahead_is_over_is_answered_in_a_hurry() -> None
     )
 
     assert never.samples < soon.samples
+
+
+def test_a_pause_without_a_loss_takes_as_long_as_it_is_told() -> None:
+    """In a replay a worker that crashed has no node that is lost; the iteration in flight is."""
+    of = small()
+    calm, paused = (PlanariaSystem().begin(of.setting) for _ in range(2))
+    paused.stand_still(500.0, until_s=560.0)
+    for run in (calm, paused):
+        run.run_until(5000.0)
+
+    assert paused.account.ledger.seconds[Category.RESTART] == 60.0
+    lost_s = 60.0 + paused.account.ledger.seconds[Category.REDO]
+    each_s = of.setting.failure_free_s
+    missing = calm.account.num_iterations - paused.account.num_iterations
+    assert missing == pytest.approx(lost_s / each_s, abs=1.0)

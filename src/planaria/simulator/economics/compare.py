@@ -92,6 +92,7 @@ LOSSES_MAX: Final = 1000
 def play(scenario: ClusterScenario, system: System, seed: int) -> JobOutcome:
     """The outcome of one system with one seed."""
     run = system.begin(scenario.setting)
+    complete_by = partial(is_complete, run, scenario.setting, iterations=scenario.iterations)
     num_nodes = scenario.setting.num_machines
     stream = scenario.failures.occurrences(
         num_nodes, horizon_s=scenario.horizon_s, rng=Random(f"{scenario.name} {seed}")
@@ -100,7 +101,7 @@ def play(scenario: ClusterScenario, system: System, seed: int) -> JobOutcome:
     lost_at_s: list[float] = []
     end_s = inf
     for occurrence in _until(stream, scenario.horizon_s):
-        if _is_complete(run, scenario, occurrence.at_s, since_s=since_s):
+        if complete_by(occurrence.at_s, since_s=since_s):
             end_s = run.account.now_s
             break
         node_s, since_s = node_s + num_there * (occurrence.at_s - since_s), occurrence.at_s
@@ -112,8 +113,8 @@ def play(scenario: ClusterScenario, system: System, seed: int) -> JobOutcome:
             num_there += len(occurrence.nodes)
         _apply(run, occurrence)
     if end_s == inf:
-        is_complete = _is_complete(run, scenario, scenario.horizon_s, since_s=since_s)
-        end_s = run.account.now_s if is_complete else scenario.horizon_s
+        has_ended = complete_by(scenario.horizon_s, since_s=since_s)
+        end_s = run.account.now_s if has_ended else scenario.horizon_s
     account = run.account
     account.spend(Category.USEFUL, end_s)  # The computed part of an iteration in flight.
     node_s += num_there * max(0.0, end_s - since_s)
@@ -139,21 +140,21 @@ def _until(stream: Iterator[Occurrence], horizon_s: float) -> Iterator[Occurrenc
         yield occurrence
 
 
-def _is_complete(
-    run: SystemRun, scenario: ClusterScenario, now_s: float, *, since_s: float
+def is_complete(
+    run: SystemRun, setting: Setting, now_s: float, *, since_s: float, iterations: int
 ) -> bool:
-    """Has a job go on until a time, or until all iterations of the scenario are committed; whether
-    they are.
+    """Has a job go on until a time, or until so many iterations are committed; whether they are.
 
     Args:
         since_s: time until which the job has gone on already.
+        iterations: number of iterations; 0: it goes on until the time, and is never complete.
     """
-    if not scenario.iterations:
+    if not iterations:
         run.run_until(now_s)
         return False
     # No plan is twice as fast as that of all nodes, so no step commits more than are missing.
-    least_s = scenario.setting.failure_free_s / 2
-    while (missing := scenario.iterations - run.account.num_iterations) > 0:
+    least_s = setting.failure_free_s / 2
+    while (missing := iterations - run.account.num_iterations) > 0:
         if since_s >= now_s:
             return False
         since_s = min(now_s, since_s + missing * least_s)

@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
 from math import floor, inf
+from typing import Final
 
 from planaria.coordinator.commands import (
     AnswersFound,
@@ -40,6 +41,7 @@ from planaria.coordinator.start import first_step
 from planaria.coordinator.state import JobState, Phase
 from planaria.coordinator.step import Event, step_together
 from planaria.core.copies import Label
+from planaria.core.findings import Findings
 from planaria.core.garbage import no_collection
 from planaria.core.messages import (
     AT_COMMIT,
@@ -76,6 +78,9 @@ from planaria.systems.account import Account
 from planaria.systems.system import RecoveryCosts
 
 PlanOf = Callable[[int], PricedPlan | None]
+OnNotice = Callable[[ToLauncher, float], None]
+SecondsOf = Callable[[JobState, float], float]
+_NO_FINDINGS: Final = Findings()
 
 
 class PlanariaRun:
@@ -86,6 +91,10 @@ class PlanariaRun:
         plan_of: function from a number of nodes to the plan of a job that begins on them; None if
             they are too few.
         problem: planning problem of the job.
+        on_notice: callback for what the coordinator tells its launcher, with the time.
+        seconds_of: function from the state of the coordinator and the time to the seconds that an
+            iteration takes; by default they are those that it predicts.
+        findings: deviations from the profile that the coordinator knows from the start.
 
     Attributes:
         account: seconds and samples so far.
@@ -93,8 +102,17 @@ class PlanariaRun:
     """
 
     def __init__(
-        self, rules: Rules, plan_of: PlanOf, costs: RecoveryCosts, problem: Problem
+        self,
+        rules: Rules,
+        plan_of: PlanOf,
+        costs: RecoveryCosts,
+        problem: Problem,
+        *,
+        on_notice: OnNotice = lambda _message, _now_s: None,
+        seconds_of: SecondsOf = lambda state, _now_s: iteration_s(state),
+        findings: Findings = _NO_FINDINGS,
     ) -> None:
+        self._tell_launcher, self._seconds_of, self._findings = on_notice, seconds_of, findings
         self.account = Account(rules.job.training.global_batch_size)
         self.num_decisions: dict[str, int] = {}
         self._rules, self._plan_of, self._costs, self._problem = rules, plan_of, costs, problem
@@ -129,6 +147,8 @@ class PlanariaRun:
             self._nodes.add(machine)
         first = replace(plan.plan, epoch=epoch)
         self._state, commands = first_step(rules, first, term=1, predicted_s=plan.iteration_s)
+        learning = replace(self._state.learning, findings=self._findings)
+        self._state = replace(self._state, learning=learning)
         self._carry_out(commands, now_s)
         nodes = tuple(self._nodes.nodes)
         self._post(now_s + takes_s, lambda at_s: self._arrive(nodes, at_s))
@@ -137,6 +157,11 @@ class PlanariaRun:
     def num_committed(self) -> int:
         """The number of iterations that the coordinator knows to be committed."""
         return self._state.commits.next_iteration
+
+    @property
+    def machines(self) -> frozenset[int]:
+        """The machines that are there."""
+        return frozenset(self._there)
 
     # -- what happens to nodes --------------------------------------------------------------------
 
@@ -190,6 +215,17 @@ class PlanariaRun:
             left = (self._next_commit_s - now_s) / self._iteration_s
             self._measure_iteration()
             self._next_commit_s = now_s + left * self._iteration_s
+
+    def stand_still(self, now_s: float, *, until_s: float) -> None:
+        """Nobody trains until a time, though no node is lost; the iteration in flight is lost.
+
+        Nothing happens if training was interrupted before.
+        """
+        self.run_until(now_s)
+        if self._is_training:
+            self.account.spend(Category.REDO, now_s)
+            self.account.spend(Category.RESTART, until_s)
+            self._next_commit_s = until_s + self._iteration_s
 
     def _start_node(self, machine: int, number: int, now_s: float) -> None:
         """Starts a node on a machine that is back, unless it is gone again."""
@@ -337,11 +373,11 @@ class PlanariaRun:
     def _plan_s(self) -> float:
         """The seconds of an iteration of the plan, its nodes as fast as they are now."""
         plan, slow = self._state.plan, self._slow_nodes()
+        plan_s = self._seconds_of(self._state, self.account.now_s)
         if slow == plan.slow_nodes:
-            return iteration_s(self._state)
-        return simulated_s(
-            self._problem, with_kinds(plan, {n: NodeKind(s) for n, s in slow.items()})
-        )
+            return plan_s
+        slower = with_kinds(plan, {n: NodeKind(s) for n, s in slow.items()})
+        return simulated_s(self._problem, slower) * plan_s / iteration_s(self._state)
 
     def _measure_iteration(self) -> None:
         """Sets the seconds of an iteration of the plan, and what they are spent on."""
@@ -489,6 +525,7 @@ class PlanariaRun:
         self._post(at_s, begin)
 
     def _on_notice(self, message: ToLauncher, now_s: float) -> None:
+        self._tell_launcher(message, now_s)
         match message:
             case Recovering():
                 if self._is_training:

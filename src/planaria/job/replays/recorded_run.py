@@ -1,0 +1,171 @@
+"""A run as its report tells it: the job, planned again, and what happened to it.
+
+Reports of version 2 and later can be read. The job is planned anew from the profile in the report,
+for as many processors as its ranks shared, so that this machine does not matter.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from planaria.core.findings import Findings
+from planaria.core.plan import ModelProfile, Plan
+from planaria.core.specs import Prepared
+from planaria.errors import ConfigError
+from planaria.job.config import job_from_dict
+from planaria.job.planning import Planned, plan_job
+from planaria.observe.ledger import Category
+from planaria.observe.metrics import REPORT_VERSION, EventRecord
+
+_OLD_REMEDY: Final = "train again with this version of planaria"
+_END_KINDS: Final = ("failed", "lost")  # Events of an early end, which concern no node.
+
+Value = TypeVar("Value")
+
+
+class RecordedIteration(msgspec.Struct, frozen=True):
+    """A committed iteration that counts, as in `IterationRecord`."""
+
+    iteration: int
+    samples: int
+    seconds: float
+    epoch: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRun:
+    """A run that is over.
+
+    Attributes:
+        name: name of the report's file, without its suffix.
+        planned: the job with the plans that it had.
+        plans: all plans of the run, by epoch.
+        iterations: committed iterations that count, in order.
+        events: events in the order in which they happened.
+        checkpoints, ledger: tables of the report, by name.
+    """
+
+    name: str
+    planned: Planned
+    plans: Mapping[int, Plan]
+    iterations: tuple[RecordedIteration, ...]
+    events: tuple[EventRecord, ...]
+    checkpoints: Mapping[str, float]
+    ledger: Mapping[str, float]
+    first_iteration: int
+
+    @property
+    def trained_until_s(self) -> float:
+        """The time of the last commit, in seconds since the job started."""
+        return self.iterations[-1].at_s
+
+    @property
+    def startup_s(self) -> float:
+        """The seconds from the start of the job until it trained."""
+        return self.ledger[Category.STARTUP]
+
+    @property
+    def samples(self) -> int:
+        """The number of samples that count."""
+        return sum(iteration.samples for iteration in self.iterations)
+
+    @property
+    def findings(self) -> Findings:
+        """What the job had learned of itself by its last decision, without what is of one node."""
+        inputs = [event.inputs for event in self.events if event.inputs is not None]
+        if not inputs:
+            return Findings()
+        newest = max(inputs, key=lambda one: one.priced_s).findings
+        return msgspec.structs.replace(newest, more_bytes=(), speeds={}, idle={})
+
+    @property
+    def decisions(self) -> Iterator[tuple[EventRecord, ...]]:
+        """The events that have the inputs of their decision, those of one decision together."""
+        by_epoch: dict[int, list[EventRecord]] = {}
+        for event in self.events:
+            if event.inputs is not None:
+                by_epoch.setdefault(event.epoch, []).append(event)
+        for epoch in sorted(by_epoch):
+            yield tuple(by_epoch[epoch])
+
+
+def read_run(path: Path, *, option: str) -> RecordedRun:
+    """The run of a report that `planaria train --report` wrote.
+
+    Args:
+        option: option that names the file, for errors.
+
+    Raises:
+        ConfigError: the file cannot be read, is no report, is of another version, or tells of no
+            iteration.
+    """
+    report = _report(path, option=option)
+    try:
+        return _run(report, path.stem)
+    except (msgspec.ValidationError, KeyError) as error:
+        remedy = f"it is a damaged report: {error}"
+        raise ConfigError(option, str(path), remedy) from error
+
+
+def _report(path: Path, *, option: str) -> dict[str, Any]:
+    try:
+        report = msgspec.json.decode(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(option, str(path), f"cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(option, str(path), f"is not JSON: {error}") from error
+    if isinstance(report, dict) and isinstance(report.get("report"), dict):
+        report = report["report"]  # The file is what planaria chaos keeps of a run.
+    if not isinstance(report, dict) or not {
+        "job",
+        "events",
+        "ledger",
+        "version",
+    } <= set(report):
+        remedy = "it is no report; name a file that planaria train --report has written"
+        raise ConfigError(option, str(path), remedy)
+    version = report["version"]
+    if not isinstance(version, int) or version > REPORT_VERSION:
+        remedy = f"it has version {version}, and this planaria knows {REPORT_VERSION}"
+        raise ConfigError(option, str(path), remedy)
+    if version < REPORT_VERSION:
+        remedy = f"it has version {version}, which has no inputs of decisions; {_OLD_REMEDY}"
+        raise ConfigError(option, str(path), remedy)
+    if not report.get("iterations"):
+        raise ConfigError(option, str(path), "no iteration of that run was committed")
+    return report
+
+
+def _run(report: Mapping[str, Any], name: str) -> RecordedRun:
+    plans = _value(report["plans"], dict[int, Plan])
+    profile = _value(report["profile"], ModelProfile)
+    first = _value(report["plan"], Plan)
+    planned = plan_job(
+        job_from_dict(report["job"]),
+        Prepared(profile=profile),
+        plan=first,
+        processors=_value(report["processors"], int),
+    )
+    return RecordedRun(
+        name=name,
+        planned=planned,
+        plans=plans | {first.epoch: first},
+        iterations=_value(report["iterations"], tuple[RecordedIteration, ...]),
+        events=_value(report["events"], tuple[EventRecord, ...]),
+        checkpoints=_value(report["checkpoints"], dict[str, float]),
+        ledger=_value(report["ledger"], dict[str, float]),
+        first_iteration=_value(report["first_iteration"], int),
+    )
+
+
+def _value(value: Any, kind: type[Value]) -> Value:
+    return msgspec.convert(value, kind, str_keys=True)
+
+
+def node_text(nodes: Sequence[int]) -> str:
+    """Nodes in words; "" for none."""
+    return f"node {', '.join(map(str, nodes))}" if nodes else ""
