@@ -27,10 +27,10 @@ from planaria.show.pictures.page import (
 from planaria.show.words import count_text
 from planaria.simulator.economics.compare import ClusterScenario, JobOutcome, Outcomes
 
-# From the palette of Okabe and Ito, one for each system, in their order.
+# From the palettes of Okabe and Ito and of Tol, one for each system, in their order.
 _SYSTEM_COLOURS: Final = (
     *("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"),
-    *(INK, "#999933", "#882255", "#44aa99", FAINT_INK),
+    *(INK, "#999933", "#882255", "#44aa99", FAINT_INK, "#ddcc77"),
 )
 _LEDGER_COLOURS: Final[Mapping[Category, str]] = {
     Category.USEFUL: "#009e73",
@@ -58,7 +58,7 @@ def simulation_figure(scenario: ClusterScenario, outcomes: Outcomes, *, picture:
     nodes = count_text(setting.num_nodes, "node")
     note = f"{setting.model} on {nodes}, policy {setting.job.resilience.policy}"
     page.text((LEFT_PT, 58), note, SUBTITLE)
-    legend = list(zip(_SYSTEM_COLOURS, firsts, strict=False))
+    assert len(firsts) <= len(_SYSTEM_COLOURS)
     wall_s = max(run.wall_s for run in firsts.values())
     top = _draw_lines(
         page,
@@ -66,7 +66,6 @@ def simulation_figure(scenario: ClusterScenario, outcomes: Outcomes, *, picture:
         {name: _throughput(run) for name, run in firsts.items()},
         heading="Throughput",
         note="samples/s over time; a stroke below for each loss of nodes",
-        legend=legend,
         wall_s=wall_s,
     )
     for at_s in next(iter(firsts.values())).lost_at_s:
@@ -82,7 +81,6 @@ def simulation_figure(scenario: ClusterScenario, outcomes: Outcomes, *, picture:
         samples,
         heading="Samples",
         note="samples that count, so far",
-        legend=legend,
         wall_s=wall_s,
     )
     return page.content(top + 24.0, picture)
@@ -119,12 +117,12 @@ def _draw_lines(
     *,
     heading: str,
     note: str,
-    legend: Sequence[tuple[str, str]],
     wall_s: float,
 ) -> float:
     """Draws a line for each system over time; returns the lower end of the plot."""
-    draw_heading(page, baseline, heading=heading, note=note, legend=legend)
-    top = baseline + 14.0
+    draw_heading(page, baseline, heading=heading, note=note, legend=())
+    legend = list(zip(_SYSTEM_COLOURS, lines, strict=False))
+    top = _draw_legend(page, baseline + 16.0, legend) + 10.0
     bottom = top + _PLOT_HEIGHT_PT
     page.ground(GROUND_COLOUR, Rectangle(PLOT_LEFT_PT, top, PLOT_WIDTH_PT, _PLOT_HEIGHT_PT))
     most = max((y for line in lines.values() for _, y in line), default=0.0) or 1.0
@@ -149,6 +147,19 @@ def _draw_lines(
     return bottom + 24.0
 
 
+def _draw_legend(page: Page, baseline: float, legend: Sequence[tuple[str, str]]) -> float:
+    """Draws colours with their names, in rows as wide as a plot; returns the last baseline."""
+    left = PLOT_LEFT_PT
+    for colour, name in legend:
+        width = page.text_width(name, SMALL) + 22
+        if PLOT_LEFT_PT < left > PLOT_RIGHT_PT - width:
+            left, baseline = PLOT_LEFT_PT, baseline + 12.0
+        page.box(colour, Rectangle(left, baseline - 6, 7, 7))
+        page.text((left + 10, baseline), name, SMALL)
+        left += width
+    return baseline
+
+
 def _draw_ledgers(page: Page, baseline: float, outcomes: Outcomes) -> float:
     """Draws a bar for each system with the shares of its time; returns the lower end."""
     ledgers = {
@@ -158,13 +169,8 @@ def _draw_ledgers(page: Page, baseline: float, outcomes: Outcomes) -> float:
     spent = [c for c in Category if any(ledger[c] > 0.0 for ledger in ledgers.values())]
     note = "share of all seconds, mean over the seeds"
     draw_heading(page, baseline, heading="Ledger", note=note, legend=())
-    top, left = baseline + 14.0, PLOT_LEFT_PT
-    for category in spent:
-        page.box(_LEDGER_COLOURS[category], Rectangle(left, top - 6, 7, 7))
-        name = str(category).replace("_", " ")
-        page.text((left + 10, top), name, SMALL)
-        left += page.text_width(name, SMALL) + 22
-    top += 10.0
+    legend = [(_LEDGER_COLOURS[c], str(c).replace("_", " ")) for c in spent]
+    top = _draw_legend(page, baseline + 16.0, legend) + 10.0
     for name, ledger in ledgers.items():
         page.text((PLOT_LEFT_PT - 6, top + 9), name, LABEL, align="right")
         left, whole_s = PLOT_LEFT_PT, sum(ledger.values())
