@@ -1,6 +1,7 @@
 """Bamboo: what redundancy costs, who takes over, and when nodes change places."""
 
 from dataclasses import replace
+from math import ceil
 from typing import Any
 
 import pytest
@@ -10,12 +11,15 @@ from planaria.observe.ledger import Category
 from planaria.planner.plans import plan_of_templates
 from planaria.planner.reroute.shadows import first_plan_with_shadows
 from planaria.systems.bamboo import (
+    DEPTH_FACTOR,
+    FALLBACK_SLOWDOWN,
     GLOBAL_RENDEZVOUS_S,
     LOCAL_RENDEZVOUS_S,
     Bamboo,
     RedundantTimes,
     keeper_of,
 )
+from planaria.systems.equal_pipelines import fastest_equal_pipelines
 from planaria.systems.system import Setting
 
 MEMORY_BYTES = 200_000_000_000
@@ -62,6 +66,28 @@ def test_a_neighbour_takes_over_without_going_back() -> None:
     assert not run.account.num_redone
     assert parts[Category.REGROUP] == pytest.approx(LOCAL_RENDEZVOUS_S)
     assert committed_at(run, 20_000.0) > before
+
+
+def test_the_iteration_in_flight_takes_half_as_long_again() -> None:
+    """The neighbour computes forwards and backwards of the lost node that it had not computed."""
+    setting = bamboo_setting(nodes=42)
+    run = Bamboo().begin(setting)
+    run.lose((1,), 10_000.0)
+    run.run_until(20_000.0)
+
+    redone_s = run.account.ledger.parts()[Category.REDO]
+    assert redone_s == pytest.approx(
+        (FALLBACK_SLOWDOWN - 1.0) * free_iteration_s(Bamboo(), setting), rel=1e-2
+    )
+
+
+def test_pipelines_are_half_as_long_again_as_without_redundancy() -> None:
+    """Since each node holds twice the layers."""
+    setting = bamboo_setting()
+    plain = fastest_equal_pipelines(setting, setting.num_nodes)
+
+    assert plain is not None
+    assert RedundantTimes(setting).depth == ceil(DEPTH_FACTOR * plain.depth)
 
 
 def test_two_adjacent_losses_cost_the_work_since_the_save() -> None:

@@ -184,8 +184,7 @@ class _Redundant:
         before_s = self._iteration_s
         if is_taken_over and self._times.iteration_s(self._taken_by_pipeline) < inf:
             was_training = job.is_training
-            if was_training:
-                job.pause(now_s)
+            job.pause(now_s)
             self._train(job, now_s)
             again_s = (FALLBACK_SLOWDOWN - 1.0) * before_s if was_training else 0.0
             regroup = (Category.REGROUP, LOCAL_RENDEZVOUS_S)

@@ -223,8 +223,10 @@ class ModelledJob:
             self._lose_in_flight()
 
     def pause(self, now_s: float) -> None:
-        """Ends training for now; what is done of the iteration in flight counts later."""
-        self._stop(now_s, lost_s=0.0)
+        """Ends training for now, if it is under way; what is done of the iteration in flight counts
+        later."""
+        if self.is_training:
+            self._stop(now_s, lost_s=0.0)
 
     def wait(self, now_s: float, *phases: Phase) -> None:
         """Goes through phases after those that there are, and waits for nodes then."""

@@ -279,8 +279,7 @@ class _Chooser:
             return
         option = self._choose(job, now_s)
         if option is not None and option.answer is not Answer.REROUTE:
-            if job.is_training:
-                job.pause(now_s)
+            job.pause(now_s)
             self._take(job, option, now_s)
 
     def on_notice(self, job: ModelledJob, nodes: tuple[int, ...], deadline_s: float) -> None:

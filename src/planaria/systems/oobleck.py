@@ -114,8 +114,7 @@ class _Reconfiguration:
     def _reconfigure(self, job: ModelledJob, now_s: float, *phases: Phase) -> None:
         """Forms the pipelines anew and copies layers."""
         setting = self._setting
-        if job.is_training:
-            job.pause(now_s)
+        job.pause(now_s)
         rank_bytes = self._take_plan(job, now_s)
         constant_s = RECONFIGURATION_S.get(setting.model)
         if constant_s is None:

@@ -114,8 +114,7 @@ class _Rerouting:
             return
         filled = self._places.fill(tuple(job.members))
         if filled:
-            if job.is_training:
-                job.pause(now_s)
+            job.pause(now_s)
             regroup = (Category.REGROUP, self._setting.costs.regroup_s)
             self._go_on(job, now_s, (regroup,), num_moved=len(filled))
         elif job.is_training and len(job.members) > self._pipelines.num_places:

@@ -120,8 +120,7 @@ class _Groups:
         if job.is_waiting:
             self._form_quorum(job, now_s, (Category.TRANSFER, self._load_s))
         else:
-            if job.is_training:
-                job.pause(now_s)
+            job.pause(now_s)
             self._form_quorum(job, now_s, (Category.TRANSFER, self._fetch_s))
 
     def _form_quorum(self, job: ModelledJob, now_s: float, phase: Phase) -> None:
