@@ -23,6 +23,7 @@ from planaria.core.job import CheckpointConfig
 from planaria.core.messages import StartEpoch
 from planaria.core.plan import Pipeline, Plan, plain_plan
 from planaria.core.specs import NodeSpec
+from planaria.engine.comm.host import HostComm
 from planaria.engine.copying import Copying
 from planaria.engine.entry import provide_layers
 from planaria.engine.prepare import split_model
@@ -121,7 +122,8 @@ def copied(ranks: list[Rank], plan: Plan) -> dict[int, State]:
     for rank in members:
         stage = rank.stage(seed=3)
         states |= trained(stage, plan.held_by_rank[rank.links.rank])
-        rank.copying.enter(start, stage, is_planned=False)
+        comm = HostComm(rank.links, stage.device)
+        rank.copying.enter(start, stage, comm, is_planned=False)
     for rank in members:
         wait_until(partial(_has, rank, kept[rank.links.rank]))
     for rank in members:

@@ -1,5 +1,7 @@
 """What a machine has no room for is refused before anything starts."""
 
+import re
+
 import pytest
 
 from helpers.command import PACED
@@ -48,3 +50,44 @@ def test_a_machine_without_room_for_copies_refuses_them() -> None:
     with pytest.raises(ConfigError, match=rf"{needed_bytes:_} bytes of memory") as caught:
         check_memory(job, free_bytes=needed_bytes - 1)
     assert caught.value.field == "checkpoint.copies"
+
+
+def over_devices(buffer_bytes: int, memory_bytes: int, mode: str = "interleaved") -> Planned:
+    """A job of layers whose copies go from device to device."""
+    overrides = [
+        "checkpoint.copies=2",
+        f"checkpoint.buffer_bytes={buffer_bytes}",
+        "checkpoint.path=device",
+        f"checkpoint.mode={mode}",
+        "cluster.nodes=4",
+        "training.global_batch_size=16",
+        "training.microbatch_size=1",
+    ]
+    job = load_job(PACED.with_name("small.toml"), overrides=overrides)
+    profile = equal_problem(device_memory_bytes=memory_bytes).profile
+    return plan_job(job, Prepared(profile=profile))
+
+
+def test_sub_buffers_take_memory_from_the_plan() -> None:
+    """Those that leave and those that arrive; what would do counts them, too."""
+    alone = planned(2).templates
+    beside = over_devices(50 << 20, (200 << 20) + 2 * (50 << 20))
+    assert [template.stages for template in beside.templates.values()] == [
+        template.stages for template in alone.values()
+    ]
+    with pytest.raises(ConfigError, match="values that work") as caught:
+        over_devices(90 << 20, 240 << 20)
+    (needed,) = re.findall(r"cluster.device_memory_bytes = (\d+) or more", str(caught.value))
+    over_devices(90 << 20, int(needed))
+    with pytest.raises(ConfigError, match="values that work"):
+        over_devices(90 << 20, int(needed) - 1)
+
+
+def test_sub_buffers_that_leave_nothing_are_refused() -> None:
+    """Also those that layers do not fit into."""
+    with pytest.raises(ConfigError) as caught:
+        over_devices(100 << 20, 200 << 20)
+    assert caught.value.field == "checkpoint.buffer_bytes"
+    with pytest.raises(ConfigError) as caught:
+        over_devices(1000, 200 << 20, mode="naive")
+    assert caught.value.field == "checkpoint.mode"

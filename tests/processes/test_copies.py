@@ -100,6 +100,28 @@ def test_all_live_holders_of_a_layer_are_lost(
     assert event.redone_samples <= 2 * job.training.global_batch_size
 
 
+@pytest.mark.parametrize("place", ["late", pytest.param("cpu", marks=pytest.mark.long)])
+@pytest.mark.parametrize("fault", ["kill", pytest.param("crash", marks=pytest.mark.long)])
+def test_copies_that_go_from_device_to_device(
+    fault: str, place: str, server: ForkServer, job: JobConfig, holders: tuple[int, ...]
+) -> None:
+    """Holders of a layer are lost while their copies are on their way in small chunks, and others
+    while they are copied anew."""
+    checkpoint = replace(job.checkpoint, path="device", every=1, buffer_bytes=4000, num_buffers=2)
+    config = replace(job, checkpoint=checkpoint)
+    memory_bytes = job.cluster.device_memory_bytes + config.chunk_buffers_bytes
+    config = replace(
+        config, cluster=replace(job.cluster, device=place, device_memory_bytes=memory_bytes)
+    )
+    lost, every = ",".join(map(str, holders)), ",".join(map(str, range(6)))
+    specs = {"kill": [f"kill:{lost}@4.backward"], "crash": [f"crash:{every}@5.forward"]}[fault]
+    result = run_under_faults(config, server, *specs)
+
+    check_survived(result, specs, baseline_digests(server, ITERATIONS))
+    assert only_recovery(result).source_tier == "memory"
+    assert result.report.checkpoints["idle_used_s"] > 0.0
+
+
 POLICIES = ("morph", "reinstantiate", "reroute", "repartition")
 
 

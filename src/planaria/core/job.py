@@ -254,7 +254,8 @@ class CheckpointConfig:
     path: Literal["host", "device"] = _key(
         "host",
         "where copies arrive; host: in the memory of the receiving machine; device: in buffers of "
-        "a device, from which they are then copied to that memory (paced jobs only)",
+        "its device, from which they are then copied to that memory; each device gives twice "
+        "buffer_bytes of its memory for that",
     )
     gamma: float | Literal["auto"] = _key(
         "auto",
@@ -370,3 +371,14 @@ class JobConfig:
     def num_microbatches(self) -> int:
         """Number of microbatches of the whole job in one iteration."""
         return self.training.global_batch_size // self.training.microbatch_size
+
+    @property
+    def sends_copies_over_devices(self) -> bool:
+        """Whether copies in memory go from device to device; those of a paced job only seem to."""
+        is_asked = self.checkpoint.copies > 1 and self.checkpoint.path == "device"
+        return is_asked and self.model.kind != "paced"
+
+    @property
+    def chunk_buffers_bytes(self) -> int:
+        """Bytes of a device that hold chunks of copies: those that leave and those that arrive."""
+        return 2 * self.checkpoint.buffer_bytes if self.sends_copies_over_devices else 0

@@ -19,6 +19,7 @@ from typing import Final
 from planaria.checkpoint.memory.arena import Arena
 from planaria.checkpoint.memory.filling import Filler, HostCopy, fill_alone
 from planaria.checkpoint.memory.interleaving import CopyPeers, Interleaving
+from planaria.checkpoint.memory.landing import DevicePath
 from planaria.checkpoint.memory.stream import Copier, CopyPlan
 from planaria.checkpoint.memory.turns import AtOnce, Buffers, FlowControl
 from planaria.checkpoint.memory.wire import State, incoming_layers, outgoing_copies, state_of
@@ -27,6 +28,9 @@ from planaria.core.copies import CopiesDone, Label
 from planaria.core.messages import CopiesFailed, Message, StartEpoch
 from planaria.core.plan import Link, Plan, link_between_pipelines
 from planaria.core.specs import NodeSpec
+from planaria.engine.comm.chunks import ArrivingChunks, LeavingChunks
+from planaria.engine.comm.device_comm import ChunkComm
+from planaria.engine.devices import Device
 from planaria.engine.stage import RankStage
 from planaria.errors import CheckpointError
 from planaria.transport.links import Links
@@ -86,10 +90,13 @@ class Copying:
 
     # -- in an epoch ------------------------------------------------------------------------------
 
-    def enter(self, start: StartEpoch, stage: RankStage, *, is_planned: bool) -> None:
+    def enter(
+        self, start: StartEpoch, stage: RankStage, comm: ChunkComm, *, is_planned: bool
+    ) -> None:
         """Begins the copies of an epoch, and its first version unless that is to begin later.
 
         Args:
+            comm: exchanges chunks with other ranks, if the job has them go from device to device.
             is_planned: whether the epoch began at a commit of the one before, so that this rank
                 knows itself which version is kept.
         """
@@ -125,6 +132,7 @@ class Copying:
             on_failure=lambda reason: self._send(
                 CopiesFailed(rank=rank, epoch=epoch, reason=reason)
             ),
+            device_path=self._device_path(comm, stage.device),
         )
         if self._complete_label is None and not self._arena.num_bytes:  # The job begins.
             sizes = self._layer_bytes(start, own)
@@ -163,6 +171,14 @@ class Copying:
         if profile is None or self._spec.job.model.kind == "paced":
             return 0
         return profile.layers[layer].parameter_bytes + profile.layers[layer].optimizer_bytes
+
+    def _device_path(self, comm: ChunkComm, device: Device) -> DevicePath | None:
+        """The way of copies over devices; None: they go over links."""
+        buffers = self._buffers()
+        if buffers is None or not self._spec.job.sends_copies_over_devices:
+            return None
+        sender = LeavingChunks(comm, device, buffers)
+        return DevicePath(sender, ArrivingChunks(comm, device, buffers))
 
     def _buffers(self) -> Buffers | None:
         job = self._job

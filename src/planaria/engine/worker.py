@@ -438,6 +438,7 @@ class Worker:
             self._stage.device,
             start.plan,
             schedule,
+            copies=start.copies if self._job.sends_copies_over_devices else (),
             job=self._job,
             hosts=[start.addresses[rank][0] for rank in start.plan.all_ranks],
             publish=self._publish_comm,
@@ -463,7 +464,7 @@ class Worker:
             comm=self._control.comm,
             callbacks=self._callbacks,
         )
-        self._copying.enter(start, self._stage, is_planned=begin.is_planned)
+        self._copying.enter(start, self._stage, self._control.comm, is_planned=begin.is_planned)
         self._iteration_end_s = self._links.timekeeper.now_s()
 
     def _publish_comm(self, comm: DeviceComm) -> None:

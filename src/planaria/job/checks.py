@@ -113,11 +113,12 @@ def _check_ranges(job: JobConfig) -> None:
         remedy = 'is not possible with training.compile; "full" and "none" are'
         raise ConfigError("training.activation_checkpointing", "selective", remedy)
     _check_domains(job.checkpoint.failure_domains)
-    if job.checkpoint.path == "device" and job.model.kind != "paced":
+    if job.sends_copies_over_devices and job.checkpoint.mode == "naive":
         remedy = (
-            'is possible only with model.kind = "paced"; in other jobs copies go from host to host'
+            "sends layers whole, for which the buffers of a device are too small; take another "
+            'mode, or checkpoint.path = "host"'
         )
-        raise ConfigError("checkpoint.path", "device", remedy)
+        raise ConfigError("checkpoint.mode", "naive", remedy)
     for name in _POSITIVE:
         if (value := attrgetter(name)(job)) <= 0:
             raise ConfigError(name, value, "must be more than 0")

@@ -374,14 +374,19 @@ def plan_job(
         catalog=catalog,
         plan=plan,
         predicted=predicted.timeline,
-        predicted_peak_bytes=max(predicted.peak_bytes.values()),
+        predicted_peak_bytes=max(predicted.peak_bytes.values()) + config.chunk_buffers_bytes,
         resumed=manifest,
     )
 
 
 def problem_of(config: JobConfig, profile: ModelProfile, *, processors: int) -> Problem:
-    """What a plan of the job has to satisfy; see `Problem` for `processors`."""
+    """What a plan of the job has to satisfy; see `Problem` for `processors`.
+
+    Raises:
+        ConfigError: the buffers for chunks of copies leave nothing of a device's memory.
+    """
     recomputation = config.training.recomputation
+    profile = _beside_chunks(config, profile)
     return Problem(
         profile=recomputing_profile(profile, recomputation),
         devices_per_node=config.cluster.devices_per_node,
@@ -395,6 +400,20 @@ def problem_of(config: JobConfig, profile: ModelProfile, *, processors: int) -> 
     )
 
 
+def _beside_chunks(config: JobConfig, profile: ModelProfile) -> ModelProfile:
+    """The profile with what the buffers for chunks of copies leave of a device's memory."""
+    limit_bytes, buffers_bytes = profile.device_memory_bytes, config.chunk_buffers_bytes
+    if not limit_bytes or not buffers_bytes:
+        return profile
+    if limit_bytes <= buffers_bytes:
+        remedy = (
+            f'with checkpoint.path = "device" a device gives twice as much of its {limit_bytes:_} '
+            'bytes; make the buffers smaller, or take checkpoint.path = "host"'
+        )
+        raise ConfigError("checkpoint.buffer_bytes", config.checkpoint.buffer_bytes, remedy)
+    return replace(profile, device_memory_bytes=limit_bytes - buffers_bytes)
+
+
 @contextmanager
 def worded_for_job(config: JobConfig) -> Iterator[None]:
     """Turns what the planner refuses into mistakes of a job file.
@@ -405,6 +424,8 @@ def worded_for_job(config: JobConfig) -> Iterator[None]:
     size = config.training.microbatch_size
 
     def setting(limit: Limit, value: int) -> tuple[str, int]:
+        if limit is Limit.DEVICE_MEMORY:
+            value += config.chunk_buffers_bytes
         return _KEYS[limit], value * size if limit is Limit.MICROBATCHES else value
 
     def text(way: FeasibleValue) -> str:

@@ -91,4 +91,6 @@ def copies_bytes(planned: Planned) -> int:
     own_bytes = sum(state_bytes[n] for held in plan.held_by_rank.values() for n in held)
     num_further = min(job.copies, len(plan.nodes)) - 1
     buffers_bytes = num_further * len(plan.all_ranks) * job.buffer_bytes
+    # Each buffer of a device has as much memory of the host beside it.
+    buffers_bytes += len(plan.all_ranks) * planned.config.chunk_buffers_bytes
     return 2 * (own_bytes + num_further * sum(state_bytes)) + buffers_bytes

@@ -486,7 +486,11 @@ def _recorder(planned: Planned, start_s: float) -> Recorder:
 
 
 def _job_observer(planned: Planned, recorder: Recorder, display: Display) -> JobObserver:
-    peak_bytes = partial(predicted_peak_bytes, planned.problem)
+    buffers_bytes = planned.config.chunk_buffers_bytes
+
+    def peak_bytes(plan: Plan) -> int:
+        return predicted_peak_bytes(planned.problem, plan) + buffers_bytes
+
     return JobObserver(recorder, display, predicted_peak_bytes=peak_bytes)
 
 

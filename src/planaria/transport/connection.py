@@ -62,6 +62,7 @@ class Channel(IntEnum):
     COPY_USE = 14
     GROUP = 15
     HEAD = 16
+    CHUNK = 17
 
 
 _CHANNELS = frozenset(int(channel) for channel in Channel)

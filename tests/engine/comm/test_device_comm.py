@@ -94,8 +94,9 @@ def form(comm: DeviceComm) -> None:
 
 def all_keys(num_ranks: int) -> list[GroupKey]:
     """A group for each direction, and one for the sums of all ranks."""
-    ranks = range(num_ranks)
-    return sorted([(-1, *ranks), *permutations(ranks, 2)] if num_ranks > 1 else [])
+    ranks, pairs = range(num_ranks), list(permutations(range(num_ranks), 2))
+    copies = [(-2, *pair) for pair in pairs]
+    return sorted([(-1, *ranks), *pairs, *copies] if num_ranks > 1 else [])
 
 
 def receive(rank: Rank, source: int, index: int) -> Tensor:

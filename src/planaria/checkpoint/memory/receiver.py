@@ -1,14 +1,23 @@
 """Receives copies of layers that other ranks send, into this node's memory.
 
 A layer arrives piece by piece, directly in its final memory. Each piece is hashed there and
-answered; a piece that differs from what was sent is asked for again.
+answered; a piece that differs from what was sent is asked for again. With `checkpoint.path` of
+"device" each piece arrives on the rank's device before (landing.py).
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 
 from planaria.checkpoint.memory.arena import Arena
 from planaria.checkpoint.memory.filling import HostCopy
+from planaria.checkpoint.memory.landing import (
+    ChunkReceiver,
+    Landings,
+    announced_index,
+    announcement_tag,
+)
 from planaria.checkpoint.memory.version import Bytes, Version
 from planaria.checkpoint.memory.wire import (
     BAD,
@@ -32,6 +41,8 @@ class CopyReceiver:
 
     Args:
         layers_by_source: layers that each source sends, in the order in which it sends them.
+        chunks: sub-buffers of the device in which pieces arrive; None: they come over links.
+        on_error: takes the error of a thread that brings them to the host.
     """
 
     def __init__(
@@ -43,6 +54,8 @@ class CopyReceiver:
         host_copy: HostCopy,
         on_failure: Callable[[str], None],
         timeout_s: float,
+        chunks: ChunkReceiver | None = None,
+        on_error: Callable[[Exception], None],
     ) -> None:
         self._links = links
         self._arena = arena
@@ -50,6 +63,10 @@ class CopyReceiver:
         self._host_copy = host_copy
         self._on_failure = on_failure
         self._timeout_s = timeout_s
+        self._landings = None
+        if chunks is not None and layers_by_source:
+            self._landings = Landings(chunks, on_error=on_error)
+        self._num_announced: Counter[int] = Counter()  # By source.
         self._complete_label: Label | None = None
 
     @property
@@ -91,23 +108,73 @@ class CopyReceiver:
             version = None
             if opening.num_bytes:
                 version = self._new_version(layer, label, opening)
-            for index in range(len(opening.hashes)):
-                self._place(source, version, index)
-            for index, value in enumerate(opening.hashes):
-                is_good = False
-                while not is_good:
-                    message = yield piece_tag(label, layer, index)
-                    virtual_bytes = self._host_copy.virtual_bytes(layer)
-                    stands_for = virtual_bytes * len(message) // opening.num_bytes
-                    self._host_copy.device_to_host(stands_for, is_own=False)
-                    is_good = version is None or version.store_piece(index, message, value)
-                    answer = GOOD if is_good else BAD
-                    if not is_good:
-                        self._place(source, version, index)
-                        logger.warning("a piece of a copy from rank %s is damaged", source)
-                    self._links.send(source, answer_tag(label, layer, index), answer)
+            if self._landings is None:
+                yield from self._pieces(source, layer, label, opening, version)
+            else:
+                yield from self._chunks(self._landings, source, layer, label, opening, version)
             if version is not None:
                 self._arena.finish(version)
+
+    def _pieces(
+        self, source: int, layer: int, label: Label, opening: Opening, version: Version | None
+    ) -> Generator[Tag, Bytes, None]:
+        """Receives the pieces of a layer over links, one after the other."""
+        for index in range(len(opening.hashes)):
+            self._place(source, version, index)
+        for index, value in enumerate(opening.hashes):
+            is_good = False
+            while not is_good:
+                message = yield piece_tag(label, layer, index)
+                virtual_bytes = self._host_copy.virtual_bytes(layer)
+                stands_for = virtual_bytes * len(message) // opening.num_bytes
+                self._host_copy.device_to_host(stands_for, is_own=False)
+                is_good = version is None or version.store_piece(index, message, value)
+                if not is_good:
+                    self._place(source, version, index)
+                self._answer(source, answer_tag(label, layer, index), is_good=is_good)
+
+    def _chunks(
+        self,
+        landings: Landings,
+        source: int,
+        layer: int,
+        label: Label,
+        opening: Opening,
+        version: Version | None,
+    ) -> Generator[Tag, Bytes, None]:
+        """Receives the pieces of a layer on the device, in the order in which they are announced.
+
+        Returns when all are on the host.
+        """
+        missing = set(range(len(opening.hashes)))
+
+        def store(index: int, content: Bytes) -> None:
+            is_good = version is None or version.store_piece(index, content, opening.hashes[index])
+            if is_good:
+                missing.discard(index)
+            self._answer(source, answer_tag(label, layer, index), is_good=is_good)
+
+        while missing:
+            number = self._num_announced[source]
+            message = yield announcement_tag(number)
+            self._num_announced[source] += 1
+            index = announced_index(source, message, num_pieces=len(opening.hashes))
+            first = index * opening.piece_bytes
+            num_bytes = min(opening.piece_bytes, opening.num_bytes - first)
+            landings.begin(source, number, num_bytes, store=partial(store, index))
+            # If all that are missing are on their way, no other comes unless one is damaged.
+            if landings.num_in_flight(source) >= len(missing):
+                landings.wait_stored(source)
+
+    def _answer(self, source: int, tag: Tag, *, is_good: bool) -> None:
+        if not is_good:
+            logger.warning("a piece of a copy from rank %s is damaged", source)
+        self._links.send(source, tag, GOOD if is_good else BAD)
+
+    def close(self) -> None:
+        """Ends the thread that brings pieces to the host, if there is one."""
+        if self._landings is not None:
+            self._landings.close()
 
     def _opening(
         self, source: int, label: Label, layer: int

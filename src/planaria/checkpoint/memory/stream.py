@@ -23,8 +23,8 @@ memory and not for the network.
 
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -32,6 +32,7 @@ from typing import Final, NamedTuple
 
 from planaria.checkpoint.memory.arena import Arena
 from planaria.checkpoint.memory.filling import HostCopy
+from planaria.checkpoint.memory.landing import DevicePath, announcement, announcement_tag
 from planaria.checkpoint.memory.receiver import CopyReceiver
 from planaria.checkpoint.memory.turns import FlowControl
 from planaria.checkpoint.memory.version import Version
@@ -91,6 +92,8 @@ class Copier:
         host_copy: brings layers into the arena.
         flow: size and number of the pieces that are on their way, and when each may be sent.
         on_failure: takes the reason, the first time that a version cannot be complete.
+        device_path: the way of pieces that go from device to device, in as many sub-buffers as
+            `flow` has buffers, for all targets together; None: pieces go over links.
 
     Attributes:
         own: layers that this rank holds.
@@ -107,6 +110,7 @@ class Copier:
         host_copy: HostCopy,
         flow: FlowControl,
         on_failure: Callable[[str], None],
+        device_path: DevicePath | None = None,
     ) -> None:
         self.own = plan.own
         self.complete_label = plan.complete_label
@@ -128,7 +132,11 @@ class Copier:
             host_copy=host_copy,
             on_failure=self._fail,
             timeout_s=flow.timeout_s,
+            chunks=device_path.receiver if device_path else None,
+            on_error=self._end,
         )
+        self._chunks = device_path.sender if device_path else None
+        self._num_announced: Counter[int] = Counter()  # By target.
         self._all_layers = {*plan.own, *self._receiver.layers}
         self._changed = threading.Condition()  # Guards all that follows.
         self._label: Label | None = None
@@ -217,6 +225,7 @@ class Copier:
         """Ends the threads; the version must have ended, or its waits have been aborted."""
         for queue in self._queues:
             queue.put(None)
+        self._receiver.close()
         for thread in self._threads:
             thread.join()
 
@@ -245,16 +254,20 @@ class Copier:
             try:
                 function(version.label, version.states)
             except Exception as error:
-                with self._changed:
-                    self._error = self._error or error
-                    self._changed.notify_all()
-                if not isinstance(error, AbortedError | PeerLostError):
-                    logger.exception("rank %s: a thread that sends copies died", self._links.rank)
+                self._end(error)
                 return
             with self._changed:
                 self._ended_s = max(self._ended_s, self._links.timekeeper.now_s())
                 self._num_running -= 1
                 self._changed.notify_all()
+
+    def _end(self, error: Exception) -> None:
+        """Ends the copying of this epoch with the error of a thread."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+        if not isinstance(error, AbortedError | PeerLostError):
+            logger.error("rank %s: a thread of copies died", self._links.rank, exc_info=error)
 
     def _fail(self, reason: str) -> None:
         with self._changed:
@@ -297,7 +310,7 @@ class Copier:
         unanswered: dict[int, deque[_Unanswered]] = {target: deque() for target, _ in self._sends}
         for target, layer in self._sends:
             if layer not in unchanged or not self._offer_unchanged(target, layer, label):
-                self._send(target, layer, label, versions[layer], unanswered[target])
+                self._send(target, layer, label, versions[layer], unanswered)
         for target, messages in unanswered.items():
             while messages:
                 self._take_answer(target, messages)
@@ -308,35 +321,54 @@ class Copier:
         layer: int,
         label: Label,
         version: Version | None,
-        unanswered: "deque[_Unanswered]",
+        unanswered: "Mapping[int, deque[_Unanswered]]",
     ) -> None:
-        """Sends a layer; each piece waits until the receiver has a buffer for it."""
+        """Sends a layer; each piece waits until there is a buffer for it."""
+        own = unanswered[target]
         opening = opening_of(version) if version else Opening()
         send = partial(self._send_opening, target, layer, label, opening)
         send()
-        unanswered.append(_Unanswered(opening_answer_tag(label, layer), send, is_piece=False))
+        own.append(_Unanswered(opening_answer_tag(label, layer), send, is_piece=False))
         for index in range(version.num_pieces if version else 0):
-            while sum(message.is_piece for message in unanswered) >= self._num_unacknowledged_max:
-                self._take_answer(target, unanswered)
+            # The receiver's buffers are this rank's alone; the device's own are for all receivers.
+            sharing = {target: own} if self._chunks is None else unanswered
+            while sum(map(_num_pieces, sharing.values())) >= self._num_unacknowledged_max:
+                first = next(peer for peer, messages in sharing.items() if _num_pieces(messages))
+                self._take_answer(first, sharing[first])
             assert version is not None
             send = partial(self._send_piece, target, version, index)
-            send()
-            unanswered.append(_Unanswered(answer_tag(label, layer, index), send))
+            own.append(_Unanswered(answer_tag(label, layer, index), send, buffer=send()))
+        # A chunk that is asked for again must come before those of the next layer.
+        while own and self._chunks is not None:
+            self._take_answer(target, own)
 
     def _offer_unchanged(self, target: int, layer: int, label: Label) -> bool:
         """Tells a receiver that a layer has not changed; returns whether it still has its copy."""
         self._send_opening(target, layer, label, Opening(is_same=True))
         return self._receive_answer(target, opening_answer_tag(label, layer))
 
-    def _send_opening(self, target: int, layer: int, label: Label, opening: Opening) -> None:
+    def _send_opening(self, target: int, layer: int, label: Label, opening: Opening) -> int:
         self._links.send(target, opening_tag(label, layer), opening_message(opening))
+        return -1
 
-    def _send_piece(self, target: int, version: Version, index: int) -> None:
+    def _send_piece(self, target: int, version: Version, index: int) -> int:
+        """Sends a piece when its turn comes; returns the device's sub-buffer that it takes, or -1.
+
+        A device has it in its sub-buffer by then.
+        """
         content = version.piece(index)
+        if self._chunks is not None:
+            buffer, number = self._chunks.load(content), self._num_announced[target]
+            self._turns.wait(target, len(content))
+            self._num_announced[target] += 1
+            self._chunks.send(target, number, buffer)
+            self._links.send(target, announcement_tag(number), announcement(index))
+            return buffer
         tag = piece_tag(version.label, version.layer, index)
         stands_for = self._virtual_bytes(version.layer) * len(content) // len(version.content)
         self._turns.wait(target, stands_for or len(content))
         self._links.send(target, tag, content, virtual_bytes=stands_for)
+        return -1
 
     def _take_answer(self, target: int, unanswered: "deque[_Unanswered]") -> None:
         """Waits for the receiver's answer to the oldest message; sends it again if it was damaged.
@@ -345,11 +377,14 @@ class Copier:
             PeerLostError: the message was damaged each of the times that it was sent.
         """
         message = unanswered[0]
-        if self._receive_answer(target, message.answer):
+        is_good = self._receive_answer(target, message.answer)
+        if self._chunks is not None and message.buffer >= 0:
+            self._chunks.free(message.buffer)
+        if is_good:
             unanswered.popleft()
         elif message.tries < TRIES:
             message.tries += 1
-            message.send()
+            message.buffer = message.send()
         else:
             what = f"a copy of layer {message.answer.a}"
             raise PeerLostError(target, f"{what} arrived damaged {TRIES} times")
@@ -366,15 +401,21 @@ class _Unanswered:
 
     Attributes:
         answer: tag of the answer.
-        send: sends the message once more.
+        send: sends the message once more, and returns the sub-buffer of the device that it takes.
         is_piece: whether it fills one of the receiver's buffers.
+        buffer: the sub-buffer of the device that it takes; -1: none.
         tries: number of times that it was sent.
     """
 
     answer: Tag
-    send: Callable[[], None]
+    send: Callable[[], int]
     is_piece: bool = True
+    buffer: int = -1
     tries: int = 1
+
+
+def _num_pieces(messages: Iterable[_Unanswered]) -> int:
+    return sum(message.is_piece for message in messages)
 
 
 class _VersionStart(NamedTuple):

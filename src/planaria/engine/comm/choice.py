@@ -12,6 +12,7 @@ import numpy as np
 import torch.distributed as dist
 import xxhash
 
+from planaria.core.copies import LayerCopy
 from planaria.core.job import JobConfig
 from planaria.core.plan import Plan
 from planaria.engine.comm.device_comm import DeviceComm
@@ -35,6 +36,7 @@ def open_comm(
     plan: Plan,
     schedule: Schedule,
     *,
+    copies: Sequence[LayerCopy] = (),
     job: JobConfig,
     hosts: Sequence[str],
     publish: Callable[[DeviceComm], None],
@@ -42,6 +44,7 @@ def open_comm(
     """Opens the comm of an epoch whose links stand; blocks until it can be used.
 
     Args:
+        copies: copies of layers that go from device to device.
         hosts: addresses of all ranks of the epoch.
         publish: takes the comm before anything blocks, so that others can abort it.
 
@@ -57,7 +60,7 @@ def open_comm(
         reason = nccl_obstacle(device, num_ranks=len(ranks))
     if not reason:
         reason = _obstacle_elsewhere(links, device, ranks)
-    keys = group_keys(schedule)
+    keys = group_keys(schedule, copies)
     if not reason and keys:
         comm = NcclComm(links, device, keys, NcclMaker())
         publish(comm)

@@ -16,7 +16,30 @@ from torch import Tensor
 from planaria.transport.links import Tag
 
 
-class DeviceComm(Protocol):
+class ChunkComm(Protocol):
+    """Exchanges chunks of copies between devices, beside all else that an epoch exchanges.
+
+    One thread calls `send_chunk`, another one `receive_chunk`; both raise as `DeviceComm` does.
+    """
+
+    def send_chunk(self, target: int, number: int, chunk: Tensor) -> None:
+        """Begins to send bytes that lie on the device, once the calling thread's stream is there.
+
+        The bytes must not change before the receiver has said that it has them.
+
+        Args:
+            number: number of the chunk among those that this rank sends to `target` in the epoch.
+        """
+
+    def receive_chunk(self, source: int, number: int, buffer: Tensor) -> None:
+        """Receives a chunk of the size of `buffer`, for what the calling thread does from now on.
+
+        Chunks of a source are received in the order of their numbers, each one after `send_chunk`
+        has returned at the source.
+        """
+
+
+class DeviceComm(ChunkComm, Protocol):
     """Exchanges tensors of a rank's device with the other ranks of an epoch.
 
     The thread that computes calls `send`, `receive` and `check`, the thread that reduces calls

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from planaria.engine.comm.device_comm import HEAD_BYTES, head_of, parse_head
-from planaria.engine.comm.pieces import ArrivingPieces, begin_pieces, send_pieces
-from planaria.engine.devices import Device, Mark
+from planaria.engine.comm.pieces import ArrivingPieces, begin_pieces, host_memory, send_pieces
+from planaria.engine.devices import CopyLane, Device, Mark
 from planaria.engine.iteration.groups import reduce_bucket
 from planaria.errors import AbortedError, PeerLostError
-from planaria.transport.links import UNLIMITED_S, Links, Tag
+from planaria.transport.links import UNLIMITED_S, Channel, Links, Tag
 
 
 class HostComm:
@@ -119,6 +119,19 @@ class HostComm:
             self.check()
             raise
 
+    def send_chunk(self, target: int, number: int, chunk: Tensor) -> None:
+        """See `ChunkComm`."""
+        content = host_memory(self._device, chunk.numel(), chunk.dtype)
+        self._device.copy([(content, chunk)], CopyLane.CHUNKS_LEAVING).wait()
+        self._links.send(target, _chunk_tag(number), content.numpy())
+
+    def receive_chunk(self, source: int, number: int, buffer: Tensor) -> None:
+        """See `ChunkComm`."""
+        message = self._links.receive(source, _chunk_tag(number), timeout_s=UNLIMITED_S)
+        content = host_memory(self._device, buffer.numel(), buffer.dtype)
+        content.copy_(torch.from_numpy(message))
+        self._device.copy([(buffer, content)], CopyLane.CHUNKS_ARRIVING).order()
+
     def check(self) -> None:
         """See `DeviceComm`."""
         if self._error is not None:
@@ -137,6 +150,10 @@ class HostComm:
         is_lost = isinstance(self._error, PeerLostError | AbortedError)
         if self._error is not None and not is_lost and not self._is_error_raised:
             raise self._error
+
+
+def _chunk_tag(number: int) -> Tag:
+    return Tag(Channel.CHUNK, 1, number)
 
 
 def send_tensor(links: Links, target: int, tag: Tag, tensor: Tensor, *, virtual_bytes: int) -> None:

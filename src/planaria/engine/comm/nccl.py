@@ -11,6 +11,16 @@ asks for next, and nobody posts a receive for a peer that is gone. Sums are all-
 segments that each rank adds in ascending order of rank and rounds once, as on links (groups.py);
 so the bits are the same.
 
+A chunk of a copy in memory goes over a group that only copies from its source to its target use, so
+that training waits for no chunk. The source puts the send into the group before it announces the
+chunk over the links, and the target posts the receive when it reads that. So both ranks have the
+operations of a group in one order, and a receive waits for nothing but a send that is under way.
+The thread that receives waits for nothing else but sub-buffers, which copies to the host free;
+neither waits for the thread that sends. So no circle of waits can come about between ranks, in
+whatever order each sends to its targets. These groups are formed with the others, before the epoch
+begins: NCCL may let the making of a group wait for what is under way on the device, which may be
+training that waits for the rank that makes its end of the group later.
+
 A group is never taken apart: when an epoch ends, all its groups are aborted as one by a thread of
 its own, because an abort may wait for a lock that a group holds while it is formed. Those who wait
 are freed before that.
@@ -36,6 +46,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from planaria.core.copies import LayerCopy
 from planaria.engine.comm.device_comm import HEAD_BYTES, head_of, parse_head
 from planaria.engine.comm.pieces import flat_range, pairs_with
 from planaria.engine.devices import Device
@@ -51,8 +62,10 @@ _BLOCK_BYTES: Final = 64 << 20
 # formed without its peer; by then nobody uses the group, and the next epoch must not wait.
 _CLOSE_S: Final = 0.2
 
-GroupKey = tuple[int, ...]  # (source, target) of a direction, or the ranks of a sum after a -1.
+# (source, target) of a direction, the same after a -2 for copies, or the ranks of a sum after a -1.
+GroupKey = tuple[int, ...]
 _SUM: Final = -1
+_COPIES: Final = -2
 
 
 class Work(Protocol):
@@ -189,6 +202,7 @@ class NcclComm:
         self._num_sent: Counter[int] = Counter()
         # What is being sent stays until it is sent.
         self._leaving: list[tuple[Work, Tensor]] = []
+        self._leaving_chunks: list[tuple[Work, Tensor]] = []
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()  # Guards all that follows.
         self._groups: dict[GroupKey, Group] = {}
@@ -245,7 +259,7 @@ class NcclComm:
             parts = torch.ones(size, device=place)
             group.alltoall_base(torch.empty_like(parts), parts, [], [])
             group._allgather_base(torch.empty_like(parts), one).wait()  # So the other is over, too.
-        elif key[0] == self._links.rank:
+        elif _ranks_of(key)[0] == self._links.rank:
             group.send([one], 1, 0).wait()
         else:
             group.recv([one], 0, 0).wait()
@@ -264,13 +278,12 @@ class NcclComm:
         if tensor.numel():
             with self._translating(target, "a send failed"):
                 work = self._groups[self._links.rank, target].send([tensor], 1, 0)
-            self._leaving = [each for each in self._leaving if not each[0].is_completed()]
-            self._leaving.append((work, tensor))
+            self._leaving = [*_incomplete(self._leaving), (work, tensor)]
 
     def _post_receives(self) -> None:
         """Posts the receive of each message as soon as its head has come."""
         own = self._links.rank
-        sources = [key[0] for key in self._groups if key[0] != _SUM and key[0] != own]
+        sources = [key[0] for key in self._groups if key[0] >= 0 and key[0] != own]
         num_received = dict.fromkeys(sources, 0)
         while sources and not self._is_over():
             wanted = {source: _head_tag(count) for source, count in num_received.items()}
@@ -302,6 +315,23 @@ class NcclComm:
                 arrival.work.wait()
             self._device.adopt(arrival.tensor)
         return arrival.tensor
+
+    # -- chunks of copies ---------------------------------------------------------------------
+
+    def send_chunk(self, target: int, number: int, chunk: Tensor) -> None:
+        """See `ChunkComm`."""
+        del number  # A group keeps the order of its operations.
+        self.check()
+        with self._translating(target, "a send of a copy failed"):
+            work = self._groups[_COPIES, self._links.rank, target].send([chunk], 1, 0)
+        self._leaving_chunks = [*_incomplete(self._leaving_chunks), (work, chunk)]
+
+    def receive_chunk(self, source: int, number: int, buffer: Tensor) -> None:
+        """See `ChunkComm`."""
+        del number
+        self.check()
+        with self._translating(source, "a receive of a copy failed"):
+            self._groups[_COPIES, source, self._links.rank].recv([buffer], 0, 0).wait()
 
     # -- sums ---------------------------------------------------------------------------------
 
@@ -439,8 +469,17 @@ def _sum_block(
         result.copy_(part)
 
 
-def group_keys(schedule: Schedule) -> list[GroupKey]:
-    """The groups of an epoch in the order in which all ranks make theirs."""
+def _incomplete(works: Iterable[tuple[Work, Tensor]]) -> list[tuple[Work, Tensor]]:
+    """The operations that are still under way, each with its tensor."""
+    return [each for each in works if not each[0].is_completed()]
+
+
+def group_keys(schedule: Schedule, copies: Iterable[LayerCopy] = ()) -> list[GroupKey]:
+    """The groups of an epoch in the order in which all ranks make theirs.
+
+    Args:
+        copies: copies of layers that go from device to device.
+    """
     keys: set[GroupKey] = {
         (_SUM, *bucket.ranks) for bucket in schedule.buckets if len(bucket.ranks) > 1
     }
@@ -448,12 +487,13 @@ def group_keys(schedule: Schedule) -> list[GroupKey]:
         for before, after in pairwise(route):
             if before.rank != after.rank:
                 keys |= {(before.rank, after.rank), (after.rank, before.rank)}
+    keys |= {(_COPIES, copy.source, target) for copy in copies for target in copy.targets}
     return sorted(keys)
 
 
 def _ranks_of(key: GroupKey) -> GroupKey:
     """The ranks of a group, in the order of their numbers in it."""
-    return key[1:] if key[0] == _SUM else key
+    return key if key[0] >= 0 else key[1:]
 
 
 def _head_tag(number: int) -> Tag:

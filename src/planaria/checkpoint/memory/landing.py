@@ -1,0 +1,195 @@
+"""Chunks of copies that go from device to device: how they leave, and how they come to the host.
+
+A source copies each chunk from its arena to a free sub-buffer of its device, sends it from there
+when its turn comes, and announces it over the links. A receiver has it arrive in a free sub-buffer
+of its own device. A thread waits until the chunk is on the host, checks and answers it, while the
+next chunks arrive in other sub-buffers. A copy counts only then; a chunk that is damaged is sent
+and announced once more, before any chunk of the next layer.
+
+The thread that receives waits for sub-buffers and announcements, the thread of `Landings` for
+copies to the host. Neither waits for anything that its own rank sends, so ranks that send to each
+other cannot wait in a circle.
+
+Source: Gemini (SOSP '23), sections 5.2 and 5.3.
+Differs: chunks come from the copy in the source's arena and not from the state on its device, so an
+optimizer step never waits for the network. It costs a copy from the host to the device.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+
+from planaria.checkpoint.memory.version import Bytes, hash_of
+from planaria.errors import PeerLostError
+from planaria.transport.links import Channel, Tag
+
+# An aborted epoch leaves a device a chunk that never comes; NCCL has taken seconds to give it up.
+_CLOSE_S: Final = 0.2
+
+
+class ChunkSender(Protocol):
+    """The sub-buffers of a device from which chunks leave; one thread calls its methods."""
+
+    def load(self, content: Bytes) -> int:
+        """Begins to copy bytes to a sub-buffer, of which one must be free; returns its number."""
+
+    def send(self, target: int, number: int, buffer: int) -> None:
+        """Begins to send a sub-buffer, as the chunk of this number to the target.
+
+        Raises:
+            AbortedError, PeerLostError: the epoch is over.
+        """
+
+    def free(self, buffer: int) -> None:
+        """Lets a sub-buffer be loaded again; the receiver has what it held."""
+
+
+class ChunkReceiver(Protocol):
+    """The sub-buffers of a device in which chunks arrive."""
+
+    def receive(self, source: int, number: int, num_bytes: int) -> int:
+        """Waits for a free sub-buffer and begins to receive a chunk in it; returns its number.
+
+        Raises:
+            AbortedError, PeerLostError: the epoch is over.
+        """
+
+    def land(self, buffer: int) -> Bytes:
+        """Blocks until what a sub-buffer holds is on the host; valid until `free`."""
+
+    def free(self, buffer: int) -> None:
+        """Lets a sub-buffer receive again; any thread may call it."""
+
+    def close(self) -> None:
+        """Ends `receive` with an AbortedError; any thread may call it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePath:
+    """The way of copies over devices: both ends of a rank."""
+
+    sender: ChunkSender
+    receiver: ChunkReceiver
+
+
+class Landings:
+    """A thread that waits for chunks on their way to the host, in the order in which they come.
+
+    Args:
+        on_error: takes the error that ends the thread.
+    """
+
+    def __init__(self, receiver: ChunkReceiver, *, on_error: Callable[[Exception], None]) -> None:
+        self._receiver = receiver
+        self._on_error = on_error
+        self._queue: SimpleQueue[_Landing | None] = SimpleQueue()
+        self._storing = threading.Lock()  # Held while the host's memory is written.
+        self._changed = threading.Condition()  # Guards all that follows.
+        self._num_in_flight: Counter[int] = Counter()
+        self._error: Exception | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="land", daemon=True)
+        self._thread.start()
+
+    def begin(
+        self, source: int, number: int, num_bytes: int, *, store: Callable[[Bytes], None]
+    ) -> None:
+        """Begins to receive a chunk.
+
+        Args:
+            store: takes the bytes once they are on the host; not after `close`.
+
+        Raises:
+            AbortedError, PeerLostError: the epoch is over.
+        """
+        buffer = self._receiver.receive(source, number, num_bytes)
+        with self._changed:
+            self._num_in_flight[source] += 1
+        self._queue.put(_Landing(source, buffer, store))
+
+    def num_in_flight(self, source: int) -> int:
+        """The number of chunks of a source that have begun and are not stored yet."""
+        with self._changed:
+            return self._num_in_flight[source]
+
+    def wait_stored(self, source: int) -> None:
+        """Blocks until all chunks of a source that have begun are stored.
+
+        Raises the error that has ended the thread, if any has.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._error or self._is_closed or not self._num_in_flight[source]
+            )
+            if self._error is not None:
+                raise self._error
+
+    def close(self) -> None:
+        """Ends the thread; from now on no chunk is stored.
+
+        The thread may wait for a device that gives up a chunk late. It is of no use then.
+        """
+        with self._storing, self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._queue.put(None)
+        self._receiver.close()
+        self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        try:
+            while (landing := self._queue.get()) is not None:
+                content = self._receiver.land(landing.buffer)
+                with self._storing:
+                    if self._is_closed:
+                        return
+                    landing.store(content)
+                self._receiver.free(landing.buffer)
+                with self._changed:
+                    self._num_in_flight[landing.source] -= 1
+                    self._changed.notify_all()
+        except Exception as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+            self._receiver.close()
+            self._on_error(error)
+
+
+class _Landing(NamedTuple):
+    source: int
+    buffer: int
+    store: Callable[[Bytes], None]
+
+
+# -- announcements ---------------------------------------------------------------------------------
+
+
+def announcement_tag(number: int) -> Tag:
+    """The tag of the message that announces a chunk, which the source has begun to send."""
+    return Tag(Channel.CHUNK, 0, number)
+
+
+def announcement(index: int) -> Bytes:
+    """The message that announces a piece of the layer whose opening came before: index and hash."""
+    number = np.array([index], dtype=np.uint64).view(np.uint8)
+    digest = np.array([hash_of(number)], dtype=np.uint64).view(np.uint8)
+    return np.concatenate([number, digest])
+
+
+def announced_index(source: int, message: Bytes, *, num_pieces: int) -> int:
+    """The index of the piece that a message announces.
+
+    Raises:
+        PeerLostError: the message is damaged. What it announces can then not be received.
+    """
+    number, digest = message[:8], message[8:]
+    index = int(number.view(np.uint64)[0]) if len(number) == 8 else -1
+    if digest.tobytes() != hash_of(number).to_bytes(8, "little") or not 0 <= index < num_pieces:
+        raise PeerLostError(source, "the announcement of a copy arrived damaged")
+    return index

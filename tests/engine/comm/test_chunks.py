@@ -1,0 +1,332 @@
+"""Copies that go from device to device, held against each comm and device.
+
+On the device whose copies come late, a copy is wrong wherever a wait is missing.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.fake_groups import Fabric, GlooMaker
+from helpers.linked_ranks import TIMEOUT_S, in_threads, is_blocked, link_ranks, wait_until
+from planaria.checkpoint.memory.arena import Arena, arena_fd
+from planaria.checkpoint.memory.filling import HostCopy, fill_alone, no_device
+from planaria.checkpoint.memory.landing import DevicePath, announced_index, announcement
+from planaria.checkpoint.memory.stream import TRIES, Copier, CopyPlan
+from planaria.checkpoint.memory.turns import AtOnce, Buffers, FlowControl
+from planaria.checkpoint.memory.version import Version
+from planaria.checkpoint.memory.wire import State, state_of
+from planaria.core.copies import Label, LayerCopy
+from planaria.engine.comm.chunks import ArrivingChunks, LeavingChunks
+from planaria.engine.comm.device_comm import DeviceComm
+from planaria.engine.comm.host import HostComm
+from planaria.engine.comm.nccl import GroupMaker, NcclComm
+from planaria.engine.devices import CopyLane, Device, LateDevice, Mark, Pairs, find_device
+from planaria.errors import AbortedError, PeerLostError
+from planaria.transport.links import Channel, Links
+
+KINDS = ["host cpu", "host late", "fake late", "gloo cpu"]
+if torch.cuda.is_available():
+    KINDS.append("host cuda")
+# Layers 0 and 1 are held by rank 0, layer 2 by rank 1; rank 2 holds none.
+OWN = ((0, 1), (2,), ())
+COPIES = (LayerCopy(0, 0, (1, 2)), LayerCopy(1, 0, (2,)), LayerCopy(2, 1, (0,)))
+KEPT = {0: {0, 1, 2}, 1: {0, 2}, 2: {0, 1}}
+KEYS = [(-2, 0, 1), (-2, 0, 2), (-2, 1, 0)]
+SIZE = 60_000
+BUFFERS = Buffers(32_000, 4)
+
+
+def state(layer: int, age: int) -> dict[str, np.ndarray]:
+    """Of a layer, two tensors."""
+    rng = np.random.default_rng((layer, age))
+    weight = rng.standard_normal((SIZE // 4, 1)).astype(np.float32)
+    return {"parameter/weight": weight, "optimizer/weight/step": np.array(age)}
+
+
+class GatedDevice(LateDevice):
+    """A device whose copies of chunks to the host are under way until its gate opens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.num_landing = 0
+
+    def copy(self, pairs: Pairs, lane: CopyLane) -> Mark:
+        mark = super().copy(pairs, lane)
+        if lane is not CopyLane.CHUNKS_ARRIVING:
+            return mark
+        self.num_landing += 1
+        return GatedMark(mark, self.gate)
+
+
+@dataclass
+class GatedMark:
+    """A mark that is passed once a gate is open."""
+
+    mark: Mark
+    gate: threading.Event
+
+    def wait(self) -> None:
+        assert self.gate.wait(TIMEOUT_S)
+        self.mark.wait()
+
+    def order(self) -> None:
+        self.mark.order()
+
+
+@dataclass
+class Rank:
+    """A rank's copier, and what it copies with."""
+
+    links: Links
+    comm: DeviceComm
+    arena: Arena
+    copier: Copier
+    failures: list[str] = field(default_factory=list)
+
+    def begin(self, age: int) -> None:
+        """Begins a version of its layers."""
+        self.copier.begin(age, {layer: state(layer, age) for layer in OWN[self.links.rank]})
+
+    def kept(self, age: int) -> dict[int, State]:
+        """The states of this age that it has a copy of."""
+        label = Label(-1, 0, age)
+        layers = [n for n, labels in self.arena.versions().items() if label in labels]
+        return {layer: state_of(self.arena.read(layer, label)) for layer in layers}
+
+
+@contextmanager
+def copying(
+    kind: str, buffers: Buffers = BUFFERS, device_of: Callable[[int], Device] | None = None
+) -> Iterator[list[Rank]]:
+    """Three ranks that copy from device to device.
+
+    Args:
+        device_of: returns the device of a rank; None: that of the kind.
+    """
+    implementation, place = kind.split()
+    makers: dict[str, Callable[[], GroupMaker]] = {"fake": Fabric, "gloo": GlooMaker}
+    maker = makers[implementation]() if implementation in makers else None
+    with link_ranks(3) as all_links, ExitStack() as stack:
+        devices = [
+            device_of(links.rank) if device_of else find_device(place, rank=links.rank)
+            for links in all_links
+        ]
+        comms: list[DeviceComm] = []
+        for links, device in zip(all_links, devices, strict=True):
+            one = HostComm(links, device) if not maker else NcclComm(links, device, KEYS, maker)
+            comms.append(one)
+        formed = [comm.form for comm in comms if isinstance(comm, NcclComm)] or [lambda: None]
+        with in_threads(*formed) as running:
+            for each in running:
+                each.result(timeout=TIMEOUT_S)
+        ranks = []
+        for links, comm, device in zip(all_links, comms, devices, strict=True):
+            fd = arena_fd()
+            stack.callback(os.close, fd)
+            arena, failures = Arena(fd), list[str]()
+            sender = LeavingChunks(comm, device, buffers)
+            copier = Copier(
+                links,
+                arena,
+                CopyPlan(
+                    own=OWN[links.rank], copies=COPIES, since=-1, epoch=0, complete_label=None
+                ),
+                host_copy=HostCopy(fill_alone, lambda _: 0, no_device),
+                flow=FlowControl(buffers, AtOnce(), TIMEOUT_S),
+                on_failure=failures.append,
+                device_path=DevicePath(sender, ArrivingChunks(comm, device, buffers)),
+            )
+            stack.callback(comm.close)
+            stack.callback(copier.close)
+            ranks.append(Rank(links, comm, arena, copier, failures))
+        stack.callback(abort, ranks, "the test is over")
+        yield ranks
+
+
+def abort(ranks: list[Rank], reason: str) -> None:
+    for rank in ranks:
+        rank.comm.abort(reason)
+
+
+def assert_kept(ranks: list[Rank], age: int) -> None:
+    """Each rank has what it is to keep of this age, bit for bit."""
+    for rank in ranks:
+        states = rank.kept(age)
+        assert states.keys() == KEPT[rank.links.rank]
+        for layer, kept in states.items():
+            wanted = state(layer, age)
+            assert list(kept) == list(wanted)
+            assert all(np.array_equal(kept[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("buffers", [BUFFERS, Buffers(5_000, 1), Buffers(1 << 20, 2)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_layer_is_kept_where_it_is_to_be(kind: str, buffers: Buffers) -> None:
+    """In whatever chunks it comes, version after version, and none of it over the links."""
+    with copying(kind, buffers) as ranks:
+        for age in (3, 4, 5):
+            for rank in ranks:
+                rank.begin(age)
+            for rank in ranks:
+                rank.copier.wait_ended()
+                assert not rank.copier.has_failed
+                rank.copier.complete()
+            assert_kept(ranks, age)
+
+        assert not any(rank.failures for rank in ranks)
+        sent_bytes = sum(rank.links.sent_bytes[Channel.COPY] for rank in ranks)
+        assert sent_bytes < 3 * 4 * SIZE / 4  # Openings alone.
+
+
+@pytest.mark.parametrize("kind", ["host late", "fake late"])
+def test_a_chunk_that_is_damaged_is_sent_again(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first try of every third one, be it that others follow it or not."""
+    tried: set[tuple[int, int, int]] = set()
+    store_piece = Version.store_piece
+
+    def store_damaged_piece(version: Version, index: int, piece: np.ndarray, value: int) -> bool:
+        key = (id(version), version.layer, index)
+        if index % 3 == 0 and key not in tried:
+            tried.add(key)
+            piece = piece.copy()
+            piece[len(piece) // 2] ^= 4
+        return store_piece(version, index, piece, value)
+
+    monkeypatch.setattr(Version, "store_piece", store_damaged_piece)
+    for buffers in (Buffers(20_000, 4), Buffers(5_000, 1)):
+        tried.clear()
+        with copying(kind, buffers) as ranks:
+            for rank in ranks:
+                rank.begin(2)
+            for rank in ranks:
+                rank.copier.wait_ended()
+
+            assert len(tried) > 10
+            assert_kept(ranks, 2)
+
+
+def test_a_device_that_spoils_everything_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some tries, as a lost one is."""
+    monkeypatch.setattr(Version, "store_piece", lambda *_: False)
+    with copying("host late") as ranks:
+        for rank in ranks:
+            rank.begin(2)
+        with pytest.raises(PeerLostError, match=f"layer 2 .* {TRIES} times"):
+            ranks[1].copier.wait_ended()
+
+        assert 2 not in ranks[0].arena.versions()
+
+
+def test_a_copy_counts_once_it_is_on_the_host() -> None:
+    """Chunks fill all sub-buffers of a device meanwhile, one arrives while another one lands."""
+    slow = GatedDevice()
+    with copying("fake late", device_of=lambda rank: slow if rank == 2 else LateDevice()) as ranks:
+        for rank in ranks:
+            rank.begin(3)
+        wait_until(lambda: slow.num_landing == BUFFERS.count)
+        wait_until(is_blocked(ranks[0].copier._threads[0]))
+        ranks[1].copier.wait_ended()  # It has what it is to keep, and what it sends is kept.
+        assert not ranks[2].copier.has_ended
+        assert not ranks[0].copier.has_ended
+        assert not ranks[2].kept(3)
+        assert slow.num_landing == BUFFERS.count
+
+        slow.gate.set()
+        for rank in ranks:
+            rank.copier.wait_ended()
+        assert_kept(ranks, 3)
+
+
+def test_a_layer_may_change_while_its_chunks_wait() -> None:
+    """Training waits for the own copy only."""
+    slow = GatedDevice()
+    with copying("host late", device_of=lambda rank: slow if rank == 2 else LateDevice()) as ranks:
+        states = {layer: state(layer, 7) for layer in OWN[0]}
+        for rank in ranks[1:]:
+            rank.begin(7)
+        ranks[0].copier.begin(7, states)
+        for layer, arrays in states.items():
+            ranks[0].copier.wait_copied(layer)
+            arrays["parameter/weight"][:] = 0
+        assert not ranks[0].copier.has_ended
+        slow.gate.set()
+        for rank in ranks:
+            rank.copier.wait_ended()
+
+        assert_kept(ranks, 7)
+
+
+@pytest.mark.parametrize("kind", ["host late", "fake late"])
+def test_the_end_of_the_epoch_ends_chunks_under_way(kind: str) -> None:
+    """A device gives one up late; what comes then is not written, and nobody waits for it."""
+    slow = GatedDevice()
+    stored: list[int] = []
+    with copying(kind, device_of=lambda rank: slow if rank == 2 else LateDevice()) as ranks:
+        for rank in ranks:
+            rank.begin(1)
+        wait_until(lambda: slow.num_landing >= BUFFERS.count)
+        landings = ranks[2].copier._receiver._landings
+        assert landings is not None
+        abort(ranks, "a member is lost")
+        for rank in (ranks[0], ranks[2]):
+            with pytest.raises(AbortedError):
+                rank.copier.wait_ended()
+        for rank in ranks:
+            rank.copier.close()
+        assert landings._thread.is_alive()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Version, "store_piece", lambda _, index, *__: stored.append(index))
+            slow.gate.set()
+            landings._thread.join(TIMEOUT_S)
+
+        assert not landings._thread.is_alive()
+        assert not stored
+        assert not ranks[2].kept(1)
+
+
+@pytest.mark.parametrize("kind", ["host cpu", "host late", "fake late"])
+def test_a_receiver_that_dies_in_mid_chunk_ends_the_epoch_of_its_source(kind: str) -> None:
+    """And nothing else: what its source has kept before is whole."""
+    slow = GatedDevice()
+    with copying(kind, device_of=lambda rank: slow if rank == 2 else LateDevice()) as ranks:
+        slow.gate.set()
+        for rank in ranks:
+            rank.begin(1)
+        for rank in ranks:
+            rank.copier.wait_ended()
+            rank.copier.complete()
+        slow.gate.clear()
+        num_landed = slow.num_landing
+        for rank in ranks:
+            rank.begin(2)
+        wait_until(lambda: slow.num_landing > num_landed)
+        ranks[2].links.close()
+        with pytest.raises(PeerLostError) as lost:
+            ranks[0].copier.wait_ended()
+        slow.gate.set()
+
+        assert lost.value.rank == 2
+        assert_kept(ranks, 1)
+
+
+def test_an_announcement_that_is_damaged_is_no_other_one() -> None:
+    """The chunk that it announces has a size that nobody knows."""
+    message = announcement(5)
+    assert announced_index(0, message, num_pieces=6) == 5
+    with pytest.raises(PeerLostError):
+        announced_index(0, message, num_pieces=5)
+    for position in range(len(message)):
+        damaged = message.copy()
+        damaged[position] ^= 1
+        with pytest.raises(PeerLostError):
+            announced_index(0, damaged, num_pieces=6)
+    with pytest.raises(PeerLostError):
+        announced_index(0, message[:3], num_pieces=6)
