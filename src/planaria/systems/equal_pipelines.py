@@ -5,6 +5,7 @@ Nodes that do not fill another pipeline stay idle.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from math import ceil
 
 from planaria.core.plan import PipelineTemplate, Plan
 from planaria.planner.plans import plan_of_templates
@@ -62,21 +63,36 @@ def fastest_equal_pipelines(
 ) -> EqualPipelines | None:
     """The fastest ones on at most so many nodes; None if there are none.
 
+    Sizes whose slowest pipeline alone takes longer than the best iteration so far are skipped.
+
     Args:
         min_pipelines: lower bound on pipelines, as far as there are enough nodes for so many.
         depths: numbers of nodes that a pipeline may have; None: all.
     """
-    templates = setting.catalog.templates
+    templates, times = setting.catalog.templates, setting.catalog.times
     sizes = [size for size in templates if depths is None or size in depths]
     min_pipelines = min(min_pipelines, num_nodes // min(sizes, default=num_nodes + 1))
-    candidates = []
+    num_microbatches = setting.catalog.problem.num_microbatches
+    bounds = []
     for size in sizes:
-        num_pipelines = min(num_nodes // size, setting.catalog.problem.num_microbatches)
+        num_pipelines = min(num_nodes // size, num_microbatches)
         if num_pipelines >= max(1, min_pipelines):
-            row = (templates[size],) * num_pipelines
-            iteration_s, microbatches = setting.catalog.distribution(row)
-            candidates.append(EqualPipelines(templates[size], microbatches, iteration_s))
-    return min(candidates, key=lambda one: (one.iteration_s, one.num_places), default=None)
+            most = ceil(num_microbatches / num_pipelines)
+            bounds.append((times.makespan_s(templates[size], most), size, num_pipelines))
+    best: EqualPipelines | None = None
+    for bound_s, size, num_pipelines in sorted(bounds):
+        if best is not None and bound_s > best.iteration_s:
+            break
+        row = (templates[size],) * num_pipelines
+        iteration_s, microbatches = setting.catalog.distribution(row)
+        pipelines = EqualPipelines(templates[size], microbatches, iteration_s)
+        if best is None or _rank(pipelines) < _rank(best):
+            best = pipelines
+    return best
+
+
+def _rank(pipelines: EqualPipelines) -> tuple[float, int]:
+    return pipelines.iteration_s, pipelines.num_places
 
 
 def pipelines_of_depth(setting: Setting, num_nodes: int, depth: int) -> EqualPipelines | None:
