@@ -148,8 +148,20 @@ def predicted_timeline(
     return Timeline(_LazySpans(lambda: _spans(schedule, times)), end_s)
 
 
-def least_iteration_s(profile: ModelProfile, plan: Plan) -> float:
-    """A lower bound on the iteration time of a plan's routes under any schedule.
+class LeastTimes(NamedTuple):
+    """Lower bounds on the iteration time of a plan's routes under any schedule.
+
+    Attributes:
+        whole_s: bound with whole backwards.
+        split_s: bound with split backwards; it holds with whole ones, too.
+    """
+
+    whole_s: float
+    split_s: float
+
+
+def least_times(profile: ModelProfile, plan: Plan) -> LeastTimes:
+    """Lower bounds on an iteration of a plan, from the work of its ranks.
 
     No rank begins before a microbatch has gone through the hops before its first one. Then it
     computes all its work. With whole backwards its last action is one, whose gradient goes back
@@ -157,22 +169,27 @@ def least_iteration_s(profile: ModelProfile, plan: Plan) -> float:
     """
     cluster = _Cluster(profile, plan)
     works_s: dict[int, float] = {}
-    around_s: dict[int, float] = {}
-    routes = {id(route): route for route in plan.routes}
-    for key, count in Counter(map(id, plan.routes)).items():
-        route = routes[key]
-        hop_times, before_s = cluster.hop_times(route), 0.0
+    forth_s: dict[int, float] = {}
+    both_ways_s: dict[int, float] = {}
+    for route, count in Counter(plan.routes).items():
+        hop_times, before_s, behind_s = cluster.hop_times(route), 0.0, 0.0
         for index, (hop, times) in enumerate(zip(route, hop_times, strict=True)):
-            work_s = count * (times.forward_s + times.backward_s)
-            works_s[hop.rank] = works_s.get(hop.rank, 0.0) + work_s
-            around_s[hop.rank] = min(around_s.get(hop.rank, inf), before_s)
-            before_s += times.forward_s + (0.0 if plan.splits_backward else times.backward_s)
-            if index + 1 < len(route) and route[index + 1].rank != hop.rank:
-                uses = (times.onward, hop_times[index + 1].back)
-                for use in uses[:1] if plan.splits_backward else uses:
-                    before_s += use.transfer_s + use.latency_s
-    least_s = max(work_s + around_s[rank] for rank, work_s in works_s.items())
-    return least_s * (1.0 - _ROUNDING)
+            rank, work_s = hop.rank, count * (times.forward_s + times.backward_s)
+            works_s[rank] = works_s.get(rank, 0.0) + work_s
+            forth_s[rank] = min(forth_s.get(rank, inf), before_s)
+            both_ways_s[rank] = min(both_ways_s.get(rank, inf), before_s + behind_s)
+            before_s += times.forward_s
+            behind_s += times.backward_s
+            if index + 1 < len(route) and route[index + 1].rank != rank:
+                onward, back = times.onward, hop_times[index + 1].back
+                before_s += onward.transfer_s + onward.latency_s
+                behind_s += back.transfer_s + back.latency_s
+    return LeastTimes(
+        *(
+            (1.0 - _ROUNDING) * max(work_s + around_s[rank] for rank, work_s in works_s.items())
+            for around_s in (both_ways_s, forth_s)
+        )
+    )
 
 
 def _costs(

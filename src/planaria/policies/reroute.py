@@ -176,7 +176,7 @@ class Reroute:
             else simulates_more(first.plan, hops_max=self.hops_max)
         ):
             return first
-        return best_reroute(self.problem, plan, hops_max=self.hops_max)
+        return best_reroute(self.problem, plan, hops_max=self.hops_max, known=first)
 
     def _transition(
         self,

@@ -26,7 +26,7 @@ from helpers.plan_examples import pipeline, plain_plans, random_plan
 from helpers.strategies import MEBIBYTE, layer_profile, model_profile
 from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Stage, plain_plan
 from planaria.estimator.peak_memory import bytes_by_rank, kept_bytes, peak_bytes
-from planaria.estimator.time import least_iteration_s
+from planaria.estimator.time import LeastTimes, least_times
 from planaria.planner.plans import pipeline_microbatches, plan_of_templates
 from planaria.planner.problem import Problem
 from planaria.planner.reroute import reroutes
@@ -242,7 +242,7 @@ def test_only_what_a_bound_shows_to_be_slower_is_not_simulated(
         needs = bytes_by_rank(problem.profile, plan, gradient_copies=1).values()
         peaks = (x.state_bytes + num_in_flight * x.microbatch_bytes for x in needs)
         problem = problem_for(plan, device_memory_bytes=max(peaks, default=0))
-    with mock.patch.object(reroutes, "least_iteration_s", return_value=0.0):
+    with mock.patch.object(reroutes, "least_times", return_value=LeastTimes(0.0, 0.0)):
         expected = best_reroute(problem, plan, hops_max=hops_max)
     assume(expected is not None)
     assert expected is not None
@@ -254,9 +254,12 @@ def test_only_what_a_bound_shows_to_be_slower_is_not_simulated(
 
     assert found == expected
     assert found_below == expected
-    for splits_backward in (False, True):
+    known = best_reroute(problem, plan, hops_max=0)
+    assert best_reroute(problem, plan, hops_max=hops_max, known=known) == expected
+    least = least_times(problem.profile, expected.plan)
+    for splits_backward, least_s in ((False, least.whole_s), (True, least.split_s)):
         same = replace(expected.plan, splits_backward=splits_backward)
-        assert least_iteration_s(problem.profile, same) <= simulated_s(problem, same)
+        assert least_s <= simulated_s(problem, same)
 
 
 def test_evenly_shared_work_is_a_bound_of_what_the_schedule_takes() -> None:

@@ -28,7 +28,7 @@ from typing import Final, NamedTuple
 
 from planaria.core.plan import Plan, Route, Ticks, profile_on, stage_layers
 from planaria.estimator.peak_memory import bytes_by_rank, kept_bytes
-from planaria.estimator.time import least_iteration_s, predicted_timeline
+from planaria.estimator.time import least_times, predicted_timeline
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.detours import Detours
 from planaria.planner.reroute.orders import PATIENCE, best_order
@@ -48,7 +48,12 @@ class PricedPlan(NamedTuple):
 
 
 def best_reroute(
-    problem: Problem, plan: Plan, *, hops_max: int = HOPS_MAX, below_s: float = inf
+    problem: Problem,
+    plan: Plan,
+    *,
+    hops_max: int = HOPS_MAX,
+    below_s: float = inf,
+    known: PricedPlan | None = None,
 ) -> PricedPlan | None:
     """The fastest plan with routes around its empty places, of those that leave the fewest stages
     without work.
@@ -62,6 +67,7 @@ def best_reroute(
             are always simulated; with 0 there are no others, and up to TRIES_HOPS_MAX no step 3.
         below_s: seconds of an iteration from which on a plan is of no use, so that it need not be
             simulated.
+        known: what this function returns with hops_max = 0, if that is known.
 
     Returns:
         None if a layer is in empty places only, some device has no memory for one microbatch, or a
@@ -70,7 +76,7 @@ def best_reroute(
     detours = Detours(problem, plan)
     if not detours.covers_model():
         return None
-    first = detours.routes(problem.num_microbatches, None)
+    first = known.plan.routes if known else detours.routes(problem.num_microbatches, None)
     num_hops = sum(map(len, first))
     num_variants = max(1, min(hops_max, TRIES_HOPS_MAX) // num_hops)
     variants = [
@@ -79,7 +85,7 @@ def best_reroute(
     ]
     num_runs = (hops_max - TRIES_HOPS_MAX) // num_hops
     if num_runs < PATIENCE:  # So few runs would find nothing better.
-        return _fastest_variant(problem, variants, below_s=below_s)
+        return _fastest_variant(problem, variants, below_s=below_s, known=known)
     prices = [price for variant in variants for price in _prices(problem, variant)]
     if not prices:
         return None
@@ -102,15 +108,18 @@ def simulates_more(plan: Plan, *, hops_max: int) -> bool:
 
 
 def _fastest_variant(
-    problem: Problem, variants: Sequence[Plan], *, below_s: float
+    problem: Problem, variants: Sequence[Plan], *, below_s: float, known: PricedPlan | None
 ) -> PricedPlan | None:
     """The first of the fastest plans that leave the fewest stages without work.
 
     What a bound shows to be slower than a plan that was simulated before is not simulated.
+
+    Args:
+        known: price of the first variant, if that is known.
     """
-    best: PricedPlan | None = None
-    fewest = 0
-    for variant in variants:
+    best = known
+    fewest = num_without_work(known.plan) if known else 0
+    for variant in variants[1:] if known else variants:
         num_idle = num_without_work(variant)
         if best is not None and num_idle > fewest:
             continue
@@ -126,12 +135,11 @@ def _fastest_price(problem: Problem, plan: Plan, *, below_s: float) -> PricedPla
     """What `price_plan` gives; it may be None if no price is below below_s."""
     plan = replace(plan, ticks=stage_ticks(problem, plan))
     split: PricedPlan | None = None
-    bare = replace(plan, splits_backward=True)
-    if least_iteration_s(problem.profile, bare) < below_s:
+    least = least_times(problem.profile, plan)
+    if least.split_s < below_s:
         split = _price_with_split_backwards(problem, plan)
     limit_s = below_s if split is None else min(below_s, nextafter(split.iteration_s, inf))
-    bare = replace(plan, splits_backward=False)
-    if least_iteration_s(problem.profile, bare) < limit_s:
+    if least.whole_s < limit_s:
         whole = _price_with_whole_backwards(problem, plan)
         if whole is not None and (split is None or whole.iteration_s <= split.iteration_s):
             return whole
