@@ -327,6 +327,13 @@ class Plan:
         """The ranks that take part in a commit, ascending: they compute or hold layers silently."""
         return tuple(sorted({*self.layers_by_rank, *self.silent}))
 
+    @cached_property
+    def different_routes(self) -> tuple[Route, ...]:
+        """Each route once, in the order of their first microbatches."""
+        # Hashing a route takes long, and most of them are the same few objects.
+        by_id = {id(route): route for route in self.routes}
+        return tuple(dict.fromkeys(by_id.values()))
+
     @property
     def num_layers(self) -> int:
         return self.pipelines[0].template.stages[-1].end_layer

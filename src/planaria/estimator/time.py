@@ -133,7 +133,9 @@ def predicted_timeline(
     cluster = _Cluster(profile, plan)
     reductions = Reductions(profile, plan, bytes_factor=reduce_bytes_factor)
     reduce_s = [reductions.seconds(bucket) for bucket in schedule.buckets]
-    hop_times = [times for route in schedule.routes for times in cluster.hop_times(route)]
+    by_id = {id(route): route for route in schedule.routes}
+    times_by_id = {key: cluster.hop_times(route) for key, route in by_id.items()}
+    hop_times = [times for route in schedule.routes for times in times_by_id[id(route)]]
     costs = _costs(schedule, cluster, hop_times, reduce_s)
     has_shared_processors = 0 < processors < len(schedule.actions)
     if has_shared_processors:
@@ -171,8 +173,9 @@ def least_times(profile: ModelProfile, plan: Plan) -> LeastTimes:
     works_s: dict[int, float] = {}
     forth_s: dict[int, float] = {}
     both_ways_s: dict[int, float] = {}
-    for route, count in Counter(plan.routes).items():
-        hop_times, before_s, behind_s = cluster.hop_times(route), 0.0, 0.0
+    counts = Counter(map(id, plan.routes))
+    for key, route in {id(route): route for route in plan.routes}.items():
+        count, hop_times, before_s, behind_s = counts[key], cluster.hop_times(route), 0.0, 0.0
         for index, (hop, times) in enumerate(zip(route, hop_times, strict=True)):
             rank, work_s = hop.rank, count * (times.forward_s + times.backward_s)
             works_s[rank] = works_s.get(rank, 0.0) + work_s

@@ -42,7 +42,6 @@ list schedule, O(actions * log(microbatches)): 1,000 stages with 128 microbatche
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import lcm
@@ -144,12 +143,13 @@ class _VirtualRank:
 def _visits(plan: Plan) -> list[_HopVisit]:
     """All hops of all microbatches, sorted by turn of the microbatch: a smaller index is older."""
     costs = _Costs(plan)
-    by_route: dict[Route, list[tuple[int, _Times, int, bool, bool, int, bool]]] = {}
+    # By id: hashing a route takes longer than the rest.
+    by_route: dict[int, list[tuple[int, _Times, int, bool, bool, int, bool]]] = {}
     visits: list[_HopVisit] = []
-    for microbatch in _turns(plan.routes):
+    for microbatch in _turns(plan):
         route = plan.routes[microbatch]
-        if route not in by_route:
-            by_route[route] = [
+        if id(route) not in by_route:
+            by_route[id(route)] = [
                 (
                     hop.rank,
                     costs.of(hop),
@@ -165,26 +165,27 @@ def _visits(plan: Plan) -> list[_HopVisit]:
             ]
         visits += [
             _HopVisit(Action(FORWARD, microbatch, index), *fields)
-            for index, fields in enumerate(by_route[route])
+            for index, fields in enumerate(by_route[id(route)])
         ]
     return visits
 
 
-def _turns(routes: Sequence[Route]) -> list[int]:
+def _turns(plan: Plan) -> list[int]:
     """The microbatches sorted by turn: those with the same least visited rank keep their order, and
     such groups are interleaved evenly."""
+    routes = plan.routes
     visits = Counter(hop.rank for route in routes for hop in route)
     # Ranks are numbered by first visit: renaming nodes (policies/ahead.py) changes no order.
     number_of = {rank: number for number, rank in enumerate(visits)}
     least_of = {
-        route: min((visits[hop.rank], number_of[hop.rank]) for hop in route)[1]
-        for route in set(routes)
+        key: min((visits[hop.rank], number_of[hop.rank]) for hop in route)[1]
+        for key, route in {id(route): route for route in routes}.items()
     }
-    counts = Counter(least_of[route] for route in routes)
+    counts = Counter(least_of[id(route)] for route in routes)
     numbers: Counter[int] = Counter()
     turns = []
     for route in routes:
-        least = least_of[route]
+        least = least_of[id(route)]
         turns.append((2 * numbers[least] + 1) / counts[least])
         numbers[least] += 1
     return sorted(range(len(turns)), key=lambda microbatch: (turns[microbatch], microbatch))
@@ -242,11 +243,11 @@ def _limits(plan: Plan) -> dict[int, int]:
     limits = dict.fromkeys(plan.ranks, 1)
     num_routes: Counter[int] = Counter()
     uneven: set[int] = set()
-    for route in set(plan.routes):
+    for route in plan.different_routes:
         num_routes.update({hop.rank for hop in route})
         for index, hop in enumerate(route):
             limits[hop.rank] = max(limits[hop.rank], len(route) - index)
-    for route in set(plan.routes):
+    for route in plan.different_routes:
         if any(num_routes[hop.rank] > 1 for hop in route):
             uneven.update(hop.rank for hop in route)
     for rank in uneven:

@@ -155,7 +155,10 @@ class Detours:
         for count, pipelines in groups:
             if count:
                 homes += self._distribute(count, pipelines, load_s)
-        return tuple(route for _, route in sorted(homes, key=lambda home: home[0]))
+        # Equal routes are one object, which is faster to look up than equal ones.
+        known: dict[Route, Route] = {}
+        in_order = sorted(homes, key=lambda home: home[0])
+        return tuple(known.setdefault(route, route) for _, route in in_order)
 
     def _distribute(
         self, count: int, pipelines: Sequence[int], load_s: dict[int, float]

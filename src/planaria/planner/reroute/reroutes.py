@@ -67,7 +67,7 @@ def best_reroute(
             are always simulated; with 0 there are no others, and up to TRIES_HOPS_MAX no step 3.
         below_s: seconds of an iteration from which on a plan is of no use, so that it need not be
             simulated.
-        known: what this function returns with hops_max = 0, if that is known.
+        known: result with hops_max = 0; None if it has to be found.
 
     Returns:
         None if a layer is in empty places only, some device has no memory for one microbatch, or a
@@ -179,7 +179,7 @@ def _best_reordering(problem: Problem, starts: Sequence[Plan], num_runs: int) ->
 
 def num_without_work(plan: Plan) -> int:
     """How many stages in live places compute no microbatch."""
-    visited = {hop.rank for route in set(plan.routes) for hop in route}
+    visited = {hop.rank for route in plan.different_routes for hop in route}
     firsts = [ranks[0] for pipeline in plan.pipelines for ranks in pipeline.ranks_by_stage()]
     return sum(rank in plan.layers_by_rank and rank not in visited for rank in firsts)
 
