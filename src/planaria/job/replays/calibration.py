@@ -149,7 +149,7 @@ def _save_stalls(run: RecordedRun) -> list[float]:
 def _save_speeds(run: RecordedRun) -> list[float]:
     """The speed of each node in the average save."""
     took_s = run.checkpoints.get("checkpoint_s", 0.0)
-    if not took_s or not run.planned.config.checkpoint.persist_every:
+    if not took_s:
         return []
     layers = run.planned.problem.profile.layers
     num_bytes = sum(layer.parameter_bytes + layer.optimizer_bytes for layer in layers)

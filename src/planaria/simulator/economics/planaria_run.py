@@ -217,10 +217,7 @@ class PlanariaRun:
             self._next_commit_s = now_s + left * self._iteration_s
 
     def stand_still(self, now_s: float, *, until_s: float) -> None:
-        """Nobody trains until a time, though no node is lost; the iteration in flight is lost.
-
-        Nothing happens if training was interrupted before.
-        """
+        """Training, if there is any, stops until a time; the iteration in flight is lost."""
         self.run_until(now_s)
         if self._is_training:
             self.account.spend(Category.REDO, now_s)
@@ -502,6 +499,8 @@ class PlanariaRun:
             self._post(connected_s, partial(self._enter, Category.TRANSFER, order.epoch))
         if order.persists:
             self._saves.begin(order.iteration, connected_s + move_s)
+            saved_s = connected_s + move_s + self._saves.write_s  # It may count at once.
+            self._post(saved_s, lambda s: self._tell_saved(self._saves.complete_by(s), s))
         self._post_ready(connected_s + move_s, self._costs.regroup_s, move_s)
 
     def _enter(self, category: Category, epoch: int, _now_s: float) -> None:
