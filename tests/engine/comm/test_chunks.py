@@ -6,7 +6,7 @@ On the device whose copies come late, a copy is wrong wherever a wait is missing
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -315,6 +315,30 @@ def test_a_receiver_that_dies_in_mid_chunk_ends_the_epoch_of_its_source(kind: st
 
         assert lost.value.rank == 2
         assert_kept(ranks, 1)
+
+
+def test_a_chunk_is_received_while_the_one_before_lands() -> None:
+    """On a GPU that takes two streams: what is on one stream comes one after the other."""
+    purposes: set[str] = set()
+    lanes: set[str] = set()
+
+    class Recording(LateDevice):
+        def beside(self, purpose: str) -> AbstractContextManager[object]:
+            purposes.add(purpose)
+            return super().beside(purpose)
+
+        def copy(self, pairs: Pairs, lane: CopyLane) -> Mark:
+            lanes.add(lane.value)
+            return super().copy(pairs, lane)
+
+    with copying("host late", device_of=lambda _: Recording()) as ranks:
+        for rank in ranks:
+            rank.begin(1)
+        for rank in ranks:
+            rank.copier.wait_ended()
+
+    assert len(purposes) == len(lanes) == 2
+    assert not purposes & {lane.value for lane in CopyLane}
 
 
 def test_an_announcement_that_is_damaged_is_no_other_one() -> None:

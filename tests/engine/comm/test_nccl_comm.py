@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -21,16 +21,19 @@ from planaria.engine.comm.nccl import GroupKey, LinkStore, NcclComm, NcclMaker, 
 from planaria.engine.devices import LateDevice, find_device
 from planaria.errors import AbortedError, PeerLostError
 from planaria.schedule.action import Bucket, Schedule
+from planaria.transport.links import Channel, Tag
 
 PAIR: list[GroupKey] = [(-1, 0, 1), (0, 1), (1, 0)]
 ABORT_S_MAX = 0.1
 
 
 @contextmanager
-def comms(fabric: Fabric, num_ranks: int = 2) -> Iterator[list[NcclComm]]:
+def comms(
+    fabric: Fabric, num_ranks: int = 2, keys: Sequence[GroupKey] = PAIR
+) -> Iterator[list[NcclComm]]:
     """Ranks of an epoch; none has formed its groups."""
     with link_ranks(num_ranks) as all_links:
-        opened = [NcclComm(links, LateDevice(), PAIR, fabric) for links in all_links]
+        opened = [NcclComm(links, LateDevice(), keys, fabric) for links in all_links]
         yield opened
         for comm in opened:
             comm.abort("the test is over")
@@ -277,3 +280,37 @@ def test_nccl_itself_is_aborted_at_once_if_a_peer_never_comes(after_s: float) ->
 
     assert seconds < ABORT_S_MAX
     assert time.monotonic() - begin_s < 1.0
+
+
+def test_idle_spans_know_what_goes_over_groups() -> None:
+    """Chunks of copies keep out of its way: messages and sums, at both ends, but no chunks."""
+    fabric = Fabric()
+    with comms(fabric, keys=[*PAIR, (-2, 0, 1)]) as (left, right):
+        with in_threads(left.form, right.form) as running:
+            for one in running:
+                one.result(timeout=TIMEOUT_S)
+        for comm in (left, right):
+            comm._links.traffic.listen(bytes_per_s=80.0, is_far=lambda _: True)
+        tag = Tag(Channel.FORWARD, 3, 1, 2)
+        left.send(1, tag, torch.ones(40), virtual_bytes=0)
+        left.send_chunk(1, 0, torch.ones(40))
+        right.receive_chunk(0, 0, torch.empty(40))
+        right.receive(0, tag)
+        calls = [
+            lambda comm=comm: comm.sum_over(
+                (0, 1), [torch.ones(3)], [torch.ones(3)], iteration=3, bucket=7, virtual_bytes=0
+            )
+            for comm in (left, right)
+        ]
+        with in_threads(*calls) as running:
+            for one in running:
+                one.result(timeout=TIMEOUT_S)
+
+        sums = Tag(Channel.SCATTER, 3, 7)
+        for comm, is_out in ((left, True), (right, False)):
+            peer = 1 - comm._links.rank
+            message, *others = comm._links.traffic.take()
+            assert message[:3] == (is_out, peer, tag)
+            assert message.end_s - message.start_s == pytest.approx(2.0)
+            assert [use[:3] for use in others] == [(True, peer, sums), (False, peer, sums)]
+            assert all(message.start_s <= use.start_s < use.end_s for use in others)

@@ -25,6 +25,10 @@ from planaria.engine.devices import CopyLane, Device, Mark
 from planaria.errors import AbortedError
 
 _CLOSED: Final = -1
+# The streams of the threads. The copies between device and host have others (`CopyLane`): on one
+# stream the next chunk would arrive only after the one before has landed.
+_LEAVES: Final = "chunk leaves"
+_ARRIVES: Final = "chunk arrives"
 
 
 @dataclass(slots=True)
@@ -43,8 +47,8 @@ class _SubBuffer:
         return self.host[: self.num_bytes]
 
 
-def _sub_buffers(device: Device, buffers: Buffers, lane: CopyLane) -> list[_SubBuffer]:
-    with device.beside(lane.value):
+def _sub_buffers(device: Device, buffers: Buffers, purpose: str) -> list[_SubBuffer]:
+    with device.beside(purpose):
         size = buffers.piece_bytes
         return [
             _SubBuffer(
@@ -65,7 +69,7 @@ class LeavingChunks:
     def __init__(self, comm: ChunkComm, device: Device, buffers: Buffers) -> None:
         self._comm = comm
         self._device = device
-        self._buffers = _sub_buffers(device, buffers, CopyLane.CHUNKS_LEAVING)
+        self._buffers = _sub_buffers(device, buffers, _LEAVES)
         self._free = deque(range(buffers.count))
 
     def load(self, content: Bytes) -> int:
@@ -74,7 +78,7 @@ class LeavingChunks:
         buffer = self._buffers[number]
         buffer.num_bytes = len(content)
         np.copyto(buffer.on_host().numpy(), content)  # Memory of an arena is not pinned.
-        with self._device.beside(CopyLane.CHUNKS_LEAVING.value):
+        with self._device.beside(_LEAVES):
             pairs = [(buffer.on_device(), buffer.on_host())]
             buffer.mark = self._device.copy(pairs, CopyLane.CHUNKS_LEAVING)
         return number
@@ -83,7 +87,7 @@ class LeavingChunks:
         """See `ChunkSender`."""
         loaded = self._buffers[buffer]
         assert loaded.mark is not None
-        with self._device.beside(CopyLane.CHUNKS_LEAVING.value):
+        with self._device.beside(_LEAVES):
             loaded.mark.order()
             self._comm.send_chunk(target, number, loaded.on_device())
 
@@ -102,7 +106,7 @@ class ArrivingChunks:
     def __init__(self, comm: ChunkComm, device: Device, buffers: Buffers) -> None:
         self._comm = comm
         self._device = device
-        self._buffers = _sub_buffers(device, buffers, CopyLane.CHUNKS_ARRIVING)
+        self._buffers = _sub_buffers(device, buffers, _ARRIVES)
         self._free: SimpleQueue[int] = SimpleQueue()
         for number in range(buffers.count):
             self._free.put(number)
@@ -114,7 +118,7 @@ class ArrivingChunks:
             raise AbortedError("the epoch is over")
         buffer = self._buffers[index]
         buffer.num_bytes = num_bytes
-        with self._device.beside(CopyLane.CHUNKS_ARRIVING.value):
+        with self._device.beside(_ARRIVES):
             self._comm.receive_chunk(source, number, buffer.on_device())
             pairs = [(buffer.on_host(), buffer.on_device())]
             buffer.mark = self._device.copy(pairs, CopyLane.CHUNKS_ARRIVING)

@@ -53,6 +53,7 @@ from planaria.engine.devices import Device
 from planaria.errors import AbortedError, PeerLostError
 from planaria.schedule.action import Schedule
 from planaria.transport.links import UNLIMITED_S, Channel, Links, Tag
+from planaria.transport.traffic import Use
 
 logger = logging.getLogger(__name__)
 
@@ -278,6 +279,7 @@ class NcclComm:
         if tensor.numel():
             with self._translating(target, "a send failed"):
                 work = self._groups[self._links.rank, target].send([tensor], 1, 0)
+            self._note_message(target, tag, tensor, is_out=True)
             self._leaving = [*_incomplete(self._leaving), (work, tensor)]
 
     def _post_receives(self) -> None:
@@ -297,10 +299,16 @@ class NcclComm:
                 if tensor.numel():
                     with self._translating(source, "a receive failed"):
                         work = self._groups[source, own].recv([tensor], 0, 0)
+            tag = Tag(Channel(channel), *numbers)
+            self._note_message(source, tag, tensor, is_out=False)
             with self._changed:
-                tag = Tag(Channel(channel), *numbers)
                 self._arrivals[source, tag] = _Arrival(tensor, work)
                 self._changed.notify_all()
+
+    def _note_message(self, peer: int, tag: Tag, tensor: Tensor, *, is_out: bool) -> None:
+        """Records when a message takes the network, as well as the host can know it."""
+        begin_s, traffic = time.monotonic(), self._links.traffic
+        traffic.note(Use(is_out, peer, tag, begin_s, begin_s + traffic.seconds(tensor.nbytes)))
 
     def receive(self, source: int, tag: Tag) -> Tensor:
         """See `DeviceComm`."""
@@ -346,8 +354,9 @@ class NcclComm:
         virtual_bytes: int,
     ) -> None:
         """See `DeviceComm`."""
-        del iteration, bucket, virtual_bytes  # The sums of a group come in one order on all ranks.
+        del virtual_bytes  # The sums of a group come in one order on all ranks.
         self.check()
+        begin_s = time.monotonic()
         group = self._groups[_SUM, *ranks] if len(ranks) > 1 else None
         others = [rank for rank in ranks if rank != self._links.rank] or [self._links.rank]
         size = sum(part.numel() for part in sums)
@@ -368,6 +377,10 @@ class NcclComm:
         finally:  # After an error the device may still write results, which the next epoch clears.
             last.order()
         self.check()  # After an abort the results are anything.
+        tag, end_s = Tag(Channel.SCATTER, iteration, bucket), time.monotonic()
+        for peer in ranks:
+            for is_out in (True, False) if peer != self._links.rank else ():
+                self._links.traffic.note(Use(is_out, peer, tag, begin_s, end_s))
 
     # -- the end ------------------------------------------------------------------------------
 
