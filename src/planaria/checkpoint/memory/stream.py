@@ -24,7 +24,7 @@ memory and not for the network.
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -310,7 +310,7 @@ class Copier:
         unanswered: dict[int, deque[_Unanswered]] = {target: deque() for target, _ in self._sends}
         for target, layer in self._sends:
             if layer not in unchanged or not self._offer_unchanged(target, layer, label):
-                self._send(target, layer, label, versions[layer], unanswered)
+                self._send(target, layer, label, versions[layer], unanswered[target])
         for target, messages in unanswered.items():
             while messages:
                 self._take_answer(target, messages)
@@ -321,26 +321,23 @@ class Copier:
         layer: int,
         label: Label,
         version: Version | None,
-        unanswered: "Mapping[int, deque[_Unanswered]]",
+        unanswered: "deque[_Unanswered]",
     ) -> None:
         """Sends a layer; each piece waits until there is a buffer for it."""
-        own = unanswered[target]
         opening = opening_of(version) if version else Opening()
         send = partial(self._send_opening, target, layer, label, opening)
         send()
-        own.append(_Unanswered(opening_answer_tag(label, layer), send, is_piece=False))
+        unanswered.append(_Unanswered(opening_answer_tag(label, layer), send, is_piece=False))
         for index in range(version.num_pieces if version else 0):
-            # The receiver's buffers are this rank's alone; the device's own are for all receivers.
-            sharing = {target: own} if self._chunks is None else unanswered
-            while sum(map(_num_pieces, sharing.values())) >= self._num_unacknowledged_max:
-                first = next(peer for peer, messages in sharing.items() if _num_pieces(messages))
-                self._take_answer(first, sharing[first])
+            while sum(message.is_piece for message in unanswered) >= self._num_unacknowledged_max:
+                self._take_answer(target, unanswered)
             assert version is not None
             send = partial(self._send_piece, target, version, index)
-            own.append(_Unanswered(answer_tag(label, layer, index), send, buffer=send()))
-        # A chunk that is asked for again must come before those of the next layer.
-        while own and self._chunks is not None:
-            self._take_answer(target, own)
+            unanswered.append(_Unanswered(answer_tag(label, layer, index), send, buffer=send()))
+        # A chunk that is asked for again must come before those of the next layer. And so all
+        # sub-buffers of the device are free for that one's, whoever it goes to.
+        while unanswered and self._chunks is not None:
+            self._take_answer(target, unanswered)
 
     def _offer_unchanged(self, target: int, layer: int, label: Label) -> bool:
         """Tells a receiver that a layer has not changed; returns whether it still has its copy."""
@@ -412,10 +409,6 @@ class _Unanswered:
     is_piece: bool = True
     buffer: int = -1
     tries: int = 1
-
-
-def _num_pieces(messages: Iterable[_Unanswered]) -> int:
-    return sum(message.is_piece for message in messages)
 
 
 class _VersionStart(NamedTuple):
