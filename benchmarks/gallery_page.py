@@ -133,7 +133,9 @@ def _introduction(lines: Sequence[Line], gallery: Gallery) -> str:
         f"processor; with {_SEEDS} seeds each, these pairs would take {whole_h:.1f}.\n\n"
         "Goodput is in percent of what the job's first plan, on all nodes, trains without a "
         "failure, by the estimator. A better plan may be found later, so a system can have more "
-        "than 100. A difference is in points of that, seed by seed, with its 95% interval by "
+        f"than 100: the policy {DEFAULT_POLICY} looks for one while nothing fails, which is most "
+        "of its lead where failures are rare. A difference is in points of that, seed by seed, "
+        "with its 95% interval by "
         f"Student's t. `{PLANARIAS[0]}` has the default policy, {DEFAULT_POLICY}; "
         f"`{PLANARIAS[1]}` has the policy that answers as Oobleck does."
     )
@@ -161,11 +163,13 @@ def _losses(duels: Sequence[Duel]) -> Iterator[str]:
         if not some:
             yield f"`{ours}` has not run yet."
             continue
+        counts = [duel.num_seeds for duel in some]
         lost = sorted((d for d in some if d.is_lost), key=lambda d: d.difference.mean)
         sure = [duel for duel in lost if duel.is_sure]
         yield (
             f"`{ours}` is behind in {len(sure)} of {count_text(len(some), 'comparison')}, and in "
-            f"{len(lost) - len(sure)} more by less than can be told from chance."
+            f"{len(lost) - len(sure)} more by less than can be told from chance. "
+            f"A comparison has {min(counts)} to {count_text(max(counts), 'seed')}."
         )
         for texts in (sure, [duel for duel in lost if not duel.is_sure]):
             if texts:

@@ -134,6 +134,7 @@ def test_the_page_begins_with_what_planaria_loses() -> None:
     assert "with 100 seeds each, these pairs would take 0.1." in sections[0]
     assert sections[1].startswith("What planaria loses")
     assert "`planaria` is behind in 2 of 4 comparisons, and in 1 more" in sections[1]
+    assert "A comparison has 2 to 3 seeds." in sections[1]
     rows = [row for row in sections[1].splitlines() if "+-" in row]
     assert rows[:2] == [
         f"| -5.00 +-1.24 | varuna | {CASE} | 3 |",
