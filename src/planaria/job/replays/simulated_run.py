@@ -225,23 +225,16 @@ def _happenings(run: RecordedRun) -> _Happenings:
         elif event.kind in ("preempt", "drained") and event.nodes:
             notice_s = event.value or run.planned.config.cluster.notice_s
             found.add(event.at_s, partial(_give_notice, event.nodes, notice_s))
-        elif event.kind in ("slow", "unslowed", "fast") and event.nodes:
-            found.add(event.at_s, partial(_set_speeds, _speeds(event)))
+        elif event.kind == "unslowed" or (event.kind == "slow" and event.value):
+            speed = 1.0 / event.value if event.kind == "slow" else 1.0
+            speeds = dict.fromkeys(event.nodes, speed)
+            found.add(event.at_s, partial(_set_speeds, speeds))
         elif inputs and inputs.lost and event.over_at_s > event.at_s:
             found.stood_for.append(event)
             found.add(event.at_s, partial(_stand_still, event.over_at_s))
         elif event.kind != "reformed":
             found.left_out.append(event)
     return found
-
-
-def _speeds(event: EventRecord) -> dict[int, float]:
-    known = event.inputs.findings.speeds if event.inputs else {}
-    if event.kind != "slow":
-        return dict.fromkeys(event.nodes, 1.0)
-    return {
-        node: 1.0 / event.value if event.value else known.get(node, 1.0) for node in event.nodes
-    }
 
 
 def _lose(nodes: tuple[int, ...], job: PlanariaRun, now_s: float) -> None:

@@ -67,7 +67,7 @@ from planaria.core.records import (
 )
 from planaria.observe.ledger import Category
 from planaria.planner.problem import Problem
-from planaria.planner.reroute.reroutes import PricedPlan, simulated_s
+from planaria.planner.reroute.reroutes import PricedPlan, expected_times
 from planaria.policies.building import transfer_s
 from planaria.policies.traits import TRAITS
 from planaria.policies.unequal_nodes import with_kinds
@@ -208,7 +208,8 @@ class PlanariaRun:
         self.run_until(now_s)
         self._speeds |= speeds
         self._speeds = {node: speed for node, speed in self._speeds.items() if speed != 1.0}
-        if self._speeds and not self._rules.layer_s:
+        # With a catalog these seconds, which no processors share, would correct the profile too.
+        if self._speeds and not self._rules.layer_s and self._rules.catalog is None:
             self._rules = replace(self._rules, layer_s=self._problem.profile.layer_s)
         self._num_reported = WINDOW + 1  # The one in flight has two speeds.
         if self._is_training:
@@ -354,7 +355,7 @@ class PlanariaRun:
     def _computing_s(self) -> dict[int, float]:
         """The seconds that each rank computes in an iteration; empty if no node is or was slow."""
         plan, layer_s = self._state.plan, self._rules.layer_s
-        if not (self._speeds or self._state.speeds):
+        if not layer_s or not (self._speeds or self._state.speeds):
             return {}
         per_node, slow = self._rules.job.cluster.devices_per_node, self._slow_nodes()
         return {
@@ -374,7 +375,8 @@ class PlanariaRun:
         if slow == plan.slow_nodes:
             return plan_s
         slower = with_kinds(plan, {n: NodeKind(s) for n, s in slow.items()})
-        return simulated_s(self._problem, slower) * plan_s / iteration_s(self._state)
+        slower_s = expected_times(self._problem, slower).iteration_s
+        return slower_s * plan_s / iteration_s(self._state)
 
     def _measure_iteration(self) -> None:
         """Sets the seconds of an iteration of the plan, and what they are spent on."""
