@@ -184,3 +184,19 @@ def test_the_loss_of_a_spare_node_interrupts_nothing() -> None:
 
     assert run.account.num_failures == 1
     assert run.account.num_restarts == 0
+
+
+def test_a_choice_that_is_barely_better_does_not_beat_a_plainer_one() -> None:
+    """Less than a thousandth is none of anybody's business."""
+    scenario = small()
+    trials = Trials(scenario, lambda _: scenario.setting, num_processes=1, watch=lambda *_: None)
+    plain, other = (Choice(system="restart", save_min=minutes) for minutes in (30, 5))
+    trials.play("test", [plain, other], (0,))
+    (outcome,) = trials.outcomes(plain, (0,))
+
+    best = {}
+    for factor in (1.0005, 1.002):
+        better = replace(outcome, samples=round(factor * outcome.samples))
+        trials._outcomes[other] = {0: better}
+        best[factor] = trials.best([other, plain], (0,))
+    assert best == {1.0005: plain, 1.002: other}
