@@ -1,6 +1,7 @@
 """The answer what pays most, in words."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from io import StringIO
 from pathlib import Path
@@ -116,6 +117,19 @@ def test_a_difference_within_the_noise_makes_no_winner() -> None:
     assert "These runs do not tell it apart from policy morph." in said
     assert "show no difference from policy morph, the next best (-1.0% to 5.0%)" in said
     assert "spares makes no difference that these runs show (1 spare)" in said
+
+
+def test_choices_with_the_same_runs_are_one_row_and_no_winner_is_made_of_them() -> None:
+    """Nothing was read back, so the time between saves did nothing."""
+    same = Interval(0.0, 0.0, 0.0)
+    saves = {replace(LEADER, save_min=minutes): same for minutes in (5, 240)}
+    words = text({MORPH: same, **saves})
+    said = flat(words)
+
+    assert "a save every 5 or 240 min" in said
+    assert sum(line.startswith(" a save every") for line in words.splitlines()) == 1
+    assert "Each run trains as much with policy morph, the next best." in said
+    assert "since none went back to an older state" in said
 
 
 def test_what_trains_nothing_is_said_without_a_gain() -> None:

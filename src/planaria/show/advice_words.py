@@ -155,6 +155,8 @@ def _gain_text(advice: Advice, other: Choice, name: str) -> str:
     gain = advice.gains[other]
     if gain is None:
         return f"It trains where {name} trains nothing in some runs."
+    if gain.low == gain.high == 0.0:
+        return f"Each run trains as much with {name}."
     if _is_noise(gain):
         return f"These runs show no difference from {name} ({_percent_range(gain)})."
     word = "more" if gain.mean > 0.0 else "less"
@@ -190,7 +192,11 @@ def _axis_text(advice: Advice, axis: str, words: str) -> str:
         first, last = (getattr(rivals[end], axis) for end in (0, -1))
         span = _value_text(axis, last)
         span = span if first == last else f"{_value_text(axis, first)} to {span}"
-        return f"{words} makes no difference that these runs show ({span})."
+        is_unused = axis in {"save_min", "copies"} and not any(
+            run.num_redone or run.num_restarts for run in advice.outcomes[advice.leader]
+        )
+        why = ", since none went back to an older state" if is_unused else ""
+        return f"{words} makes no difference that these runs show ({span}){why}."
     ends = dict.fromkeys((min(costs, key=size_of), max(costs, key=size_of)))
     parts = [_more_text(costs[value], _value_text(axis, value)) for value in ends]
     return f"{words} matters: as advised {', '.join(parts)}."
@@ -290,17 +296,25 @@ def _rows(advice: Advice) -> Iterable[tuple[str, Choice]]:
     yield "as advised", leader
     shown = {leader}
     for axis in _AXES:
-        for choice in sorted(_neighbours(advice, axis), key=lambda c: getattr(c, axis)):
-            shown.add(choice)
-            yield _value_text(axis, getattr(choice, axis)), choice
+        neighbours = sorted(_neighbours(advice, axis), key=lambda c: getattr(c, axis))
+        shown.update(neighbours)
+        same = [c for c in neighbours if advice.outcomes[c] == advice.outcomes[leader]]
+        if len(same) > 1:
+            values = ", ".join(str(getattr(choice, axis)) for choice in same[:-1])
+            last = _value_text(axis, getattr(same[-1], axis))
+            number = str(getattr(same[-1], axis))
+            yield last.replace(number, f"{values} or {number}"), same[0]
+        for choice in neighbours:
+            if len(same) < 2 or choice not in same:
+                yield _value_text(axis, getattr(choice, axis)), choice
     others = [choice for choice in advice.gains if choice not in shown]
     for choice in sorted(others, key=lambda c: -_goodput(advice.outcomes[c])):
         spares = f", {count_text(choice.num_spares, 'spare')}" if choice.num_spares else ""
         if choice.policy:
-            yield f"{choice.policy}, f = {choice.failures_tolerated}{spares}", choice
+            yield f"policy {choice.policy}, f = {choice.failures_tolerated}{spares}", choice
         else:
             name = "torchrun" if choice.system == "restart" else "torchrun, static"
-            yield f"{name}{spares}, a save every {choice.save_min} min", choice
+            yield f"{name}{spares}, {choice.save_min} min", choice
 
 
 def _dollars_per_million(answer: Recommendation, runs: Sequence[JobOutcome]) -> float | None:
