@@ -249,8 +249,14 @@ def _prepare(request: PrepareRequest) -> Prepared:
     )
 
 
+_DETOUR_TEXT: Final = (
+    'with checkpoint.path = "device" copies pass the memory of their machines once more on either '
+    'side, because ranks do not exchange tensors over NCCL; "host" saves that'
+)
+
+
 def _transport_notes(request: PrepareRequest, device: Device) -> tuple[str, ...]:
-    """The line that says why tensors will not go from GPU to GPU; empty if no user wonders.
+    """The lines that say why tensors or copies will not go from GPU to GPU, where a user wonders.
 
     Raises:
         ConfigError: the job asks for NCCL, which cannot be used on this machine.
@@ -261,7 +267,11 @@ def _transport_notes(request: PrepareRequest, device: Device) -> tuple[str, ...]
     if reason and cluster.transport == "nccl":
         raise transport_mistake(reason)
     is_silent = not reason or cluster.transport == "host" or device.place.type == "cpu"
-    return () if is_silent else (fallback_text(reason),)
+    is_detour = request.job.sends_copies_over_devices and (reason or cluster.transport == "host")
+    return (
+        *(() if is_silent else (fallback_text(reason),)),
+        *((_DETOUR_TEXT,) if is_detour else ()),
+    )
 
 
 def _check_profile(job: JobConfig, profile: ModelProfile, model: SplitModel) -> None:

@@ -168,3 +168,22 @@ def test_the_user_is_told_before_the_job_starts() -> None:
     only_nccl = PrepareRequest(job=job_with("nccl"), cache_directory="", processors=2)
     with pytest.raises(ConfigError, match=r"cluster\.transport"):
         prepare._transport_notes(only_nccl, Device())
+
+
+@pytest.mark.usefixtures("nccl")
+def test_the_user_is_told_that_copies_between_devices_make_a_detour() -> None:
+    """Where tensors do not go over NCCL; a paced job's copies go nowhere."""
+    for transport, device, model, is_detour in (
+        ("auto", Gpu("a"), "hf", False),
+        ("host", Gpu("a"), "hf", True),
+        ("auto", Gpu("a", 1), "hf", True),
+        ("auto", Device(), "hf", True),
+        ("auto", Device(), "paced", False),
+    ):
+        job = job_with(transport)
+        checkpoint = replace(job.checkpoint, copies=2, path="device")
+        kind: Any = model
+        job = replace(job, checkpoint=checkpoint, model=replace(job.model, kind=kind))
+        request = PrepareRequest(job=job, cache_directory="", processors=2)
+        notes = prepare._transport_notes(request, device)
+        assert any("checkpoint.path" in note for note in notes) == is_detour
