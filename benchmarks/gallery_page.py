@@ -169,7 +169,7 @@ def _losses(duels: Sequence[Duel]) -> Iterator[str]:
         yield (
             f"`{ours}` is behind in {len(sure)} of {count_text(len(some), 'comparison')}, and in "
             f"{len(lost) - len(sure)} more by less than can be told from chance. "
-            f"A comparison has {min(counts)} to {count_text(max(counts), 'seed')}."
+            f"A comparison has {_seeds_text(min(counts), max(counts))}."
         )
         for texts in (sure, [duel for duel in lost if not duel.is_sure]):
             if texts:
@@ -185,6 +185,10 @@ def _losses(duels: Sequence[Duel]) -> Iterator[str]:
                         for duel in texts
                     ],
                 )
+
+
+def _seeds_text(fewest: int, most: int) -> str:
+    return count_text(most, "seed") if fewest == most else f"{fewest} to {most} seeds"
 
 
 def _overview(gallery: Gallery) -> Iterator[str]:
