@@ -14,6 +14,7 @@ from helpers.chaos import (
     recoveries,
     run_under_faults,
 )
+from helpers.jobs import digests
 from planaria.core.job import JobConfig, PolicyName
 from planaria.core.specs import Prepared
 from planaria.errors import InsufficientError
@@ -153,12 +154,14 @@ def test_too_few_are_left_and_a_machine_is_waited_for(server: ForkServer, tmp_pa
 
 
 def test_too_few_are_left_and_no_machine_comes(server: ForkServer, tmp_path: Path) -> None:
-    """What is whole is saved then, and the job goes on from it when nodes are back."""
-    config = standing_by(tmp_path, server, nodes=4, grant_s=0.0)
+    """The newest save that is whole is named, and the job goes on from it when nodes are back."""
+    config = standing_by(tmp_path, server, iterations=SHORT)
     result = run_under_faults(config, server, "kill:0,1,2@8.forward")
+    resumed = run_under_faults(config, server, resume=True)
 
     assert isinstance(result.error, InsufficientError)
-    assert granted(result) == []
+    assert "go on from it with --resume" in str(result.error)
+    assert digests(resumed) == baseline_digests(server, SHORT)
 
 
 def test_a_node_that_hangs_is_given_back_with_its_machine(
