@@ -85,6 +85,7 @@ def test_a_rate_or_time_of_another_form_is_refused(
         ([*SMALL[1:], "--policies", "best"], ["--policies", "adaptive"]),
         ([*SMALL[1:], "--model", "gpt9"], ["gpt9", "llama2-7b"]),
         ([*SMALL[1:], "--model", "gpt3-175b"], ["cluster.nodes", "93 or more"]),
+        ([*SMALL[1:], "--calibrate", "README.md"], ["--calibrate", "is not JSON"]),
         ([*SMALL[1:], "--set", "job.cluster.standby=1"], ["--set", "is what is chosen"]),
         (["examples/spot.toml", "--nodes", "4"], ["--nodes", "--set"]),
     ],

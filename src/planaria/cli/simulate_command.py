@@ -193,10 +193,10 @@ def simulate(
     asked = (model, nodes, devices_per_node, failure_rate, repair, notice, price, hours, batch)
     options = AdviceOptions(*asked, policies)
     if scenario is None:
-        _refuse({"--calibrate": calibrate}, "it needs a scenario, or --replay")
         check_alone(options, systems=systems, sweep=sweep, plot=plot)
+        overrides = (*calibrated_overrides(calibrate), *(settings or ()))
         give_advice(
-            question_of(options, tuple(settings or ())),
+            question_of(options, overrides),
             num_seeds=seeds or NUM_SEEDS,
             num_processes=number,
             json_file=json_file,

@@ -59,6 +59,20 @@ def test_spares_never_pay_where_nothing_fails() -> None:
     assert all(gain is not None and gain.low is not None and gain.low > 0.1 for gain in gains)
 
 
+def test_keys_of_the_scenario_can_be_set() -> None:
+    """Costs, by hand or from a run; spares leave the batch as it is."""
+    grounds = Grounds(question(0.5, overrides=("costs.restart_s=7.5",)))
+    settings = [
+        grounds.setting(Choice(system="planaria", policy="morph", num_spares=spares))
+        for spares in (0, 2)
+    ]
+
+    assert [setting.costs.restart_s for setting in settings] == [7.5, 7.5]
+    assert [setting.job.training.global_batch_size for setting in settings] == [768, 768]
+    assert [setting.num_nodes for setting in settings] == [6, 4]
+    assert [setting.num_machines for setting in settings] == [6, 6]
+
+
 def test_choices_that_are_alike_leave_the_plainest() -> None:
     """Without failures neither saves nor copies nor f matter."""
     leader = answer_to(question(0.0)).advice.leader
