@@ -1,9 +1,9 @@
 """Tries the transport nccl on a machine with two GPUs: nobody has run it on two yet.
 
 First the conformance tests of the comm between ranks, which each have a GPU of their own; then a
-small GPT-2 on two nodes, of which one is killed and another one joins. Its hashes are compared with
-those of one process. Exits 2 where there are not two NVIDIA GPUs or torch has no NCCL, 1 if
-something failed. Logs are in reports/gpu2.
+small GPT-2 on two nodes, of which one is killed and another one joins; and the same with copies in
+memory that go from GPU to GPU. Hashes are compared with those of one process. Exits 2 where there
+are not two NVIDIA GPUs or torch has no NCCL, 1 if something failed. Logs are in reports/gpu2.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from gpu.running import ROOT, machine_facts, run_command, say
 TESTS: Final = "tests/engine/comm/test_device_comm.py"
 # A node that is lost gives its GPU to the one that joins: ranks are dealt to GPUs in turn.
 FAULTS: Final = ("kill:0@3.reduce", "join:1@5")
+COPIES: Final = {"copies": 2, "every": 1, "profile_iterations": 0, "path": "device"}
 
 
 def main() -> int:
@@ -41,15 +42,21 @@ def main() -> int:
     write_text(directory / "text", num_bytes=1 << 18)
     runner = Runner(directory, "cuda", directory / "saves")
     two = merged(_tables(directory), {"cluster": {"nodes": 2, "transport": "nccl"}})
+    copies = merged(two, {"checkpoint": COPIES})
     runs = [
         runner.run(started, timeout_s=timeout_s)
-        for started in (Started("one", _tables(directory)), Started("two", two, FAULTS))
+        for started in (
+            Started("one", _tables(directory)),
+            Started("two", two, FAULTS),
+            Started("copies", copies, FAULTS),
+        )
     ]
     for run in runs:
         say(f"{run.name}: {run.problem or run.hashes}; not injected: {run.unfired or 'none'}")
-    is_equal = bool(runs[0].hashes[0]) and runs[0].hashes == runs[1].hashes
+    is_equal = bool(runs[0].hashes[0]) and all(run.hashes == runs[0].hashes for run in runs)
     say(f"hashes {'equal' if is_equal else 'DIFFER'}")
-    return 0 if is_equal and not tests.problem and not runs[1].unfired else 1
+    is_injected = not any(run.unfired for run in runs)
+    return 0 if is_equal and not tests.problem and is_injected else 1
 
 
 def _tables(directory: Path) -> dict[str, Any]:

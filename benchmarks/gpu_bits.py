@@ -14,6 +14,7 @@ process on the same GPU. The parts, in the order of their importance:
                 relative difference of each layer at most 1e-5; how many bits differ is printed
     bfloat16    GPT-2 in bfloat16 with float32 masters, with a loss
     memory      twenty recoveries; the GPU memory in use does not grow
+    copies      the loss of all holders of a stage, whose copies went through the GPU in chunks
 
 Each part is independent of the others, but for the hashes of `gpt2`, which it runs anew if they are
 missing. Logs, job files and reports are kept in --directory. Exits 2 without a GPU, 1 if a part
@@ -41,7 +42,7 @@ from gpu.running import (
     say,
 )
 
-PARTS: Final = ("gpt2", "kills", "harder", "llama", "plain", "bfloat16", "memory")
+PARTS: Final = ("gpt2", "kills", "harder", "llama", "plain", "bfloat16", "memory", "copies")
 NUM_NODES: Final = 6
 NUM_RECOVERIES: Final = 20
 SETTLED: Final = 5
@@ -56,6 +57,7 @@ FAULTS: Final = {
     "gpt2-two-at-once": ("kill:0,3@3.reduce", "crash:1@5.forward", "leader:@7"),
     "gpt2-flip": ("flip:2@3", "kill:5@9.optimizer"),
     "gpt2-stage-lost": ("kill:0,2,4@5",),
+    "gpt2-over-devices": ("kill:0,2,4@5.backward",),
     "llama-six": ("kill:3@4.forward",),
     "bfloat16-six": ("kill:2@4.backward",),
 }
@@ -180,6 +182,15 @@ class _Bits:
         """A flip, a loss within a recovery, and a stage that no live node holds."""
         lost = self._six("gpt2-stage-lost", COPIES)
         return self._compared("gpt2", [self._six("gpt2-flip"), lost])
+
+    def copies(self) -> list[Row]:
+        """Copies that go from device to device."""
+        return self._compared("gpt2", [self._six("gpt2-over-devices", self.over_devices())])
+
+    def over_devices(self) -> Tables:
+        """The keys that have copies go so, in buffers that a device has room for."""
+        buffer_bytes = self.size.bytes_by_model["gpt2"] // 200
+        return merged(COPIES, {"checkpoint": {"path": "device", "buffer_bytes": buffer_bytes}})
 
     def llama(self) -> list[Row]:
         """Another family of models."""

@@ -158,6 +158,7 @@ def test_every_job_file_and_fault_of_the_bits_is_accepted(
     started = [bits._six(f"{model}-six") for model in ("gpt2", "llama", "bfloat16")]
     started += [bits._six(name) for name in gpu_bits.FAULTS]
     started += [bits._six("gpt2-stage-lost", gpu_bits.COPIES)]
+    started += [bits._six("gpt2-over-devices", bits.over_devices())]
     started += [Started("memory", bits._memory_tables(nodes=4), gpu_bits.memory_faults())]
 
     for one in started:
