@@ -35,6 +35,7 @@ from planaria.simulator.economics.planaria_run import PlanariaRun
 from planaria.simulator.economics.planaria_system import plans_of, rules_of_setting
 from planaria.systems.system import RecoveryCosts, Setting
 
+_FASTER_MAX = 4.0  # No plan is so many times as fast as the fastest iteration of the run.
 HORIZON_TIMES = 4.0  # A policy that takes so many times as long as the run is given up.
 
 
@@ -91,7 +92,10 @@ def simulated_run(run: RecordedRun, costs: RecoveryCosts, *, policy: PolicyName)
     setting = _setting(run, costs, policy)
     decisions: list[SimulatedDecision] = []
     simulated = _planaria_run(run, setting, partial(_note, decisions))
-    complete_by = partial(is_complete, simulated, setting, iterations=len(run.iterations))
+    least_s = min(iteration.seconds for iteration in run.iterations) / _FASTER_MAX
+    complete_by = partial(
+        is_complete, simulated, iterations=len(run.iterations), iteration_s_min=least_s
+    )
     happenings = _happenings(run)
     since_s = 0.0
     for at_s, _, happen in happenings.in_order:

@@ -92,7 +92,9 @@ LOSSES_MAX: Final = 1000
 def play(scenario: ClusterScenario, system: System, seed: int) -> JobOutcome:
     """The outcome of one system with one seed."""
     run = system.begin(scenario.setting)
-    complete_by = partial(is_complete, run, scenario.setting, iterations=scenario.iterations)
+    # No plan is twice as fast as that of all nodes.
+    least_s = scenario.setting.failure_free_s / 2
+    complete_by = partial(is_complete, run, iterations=scenario.iterations, iteration_s_min=least_s)
     num_nodes = scenario.setting.num_machines
     stream = scenario.failures.occurrences(
         num_nodes, horizon_s=scenario.horizon_s, rng=Random(f"{scenario.name} {seed}")
@@ -141,23 +143,23 @@ def _until(stream: Iterator[Occurrence], horizon_s: float) -> Iterator[Occurrenc
 
 
 def is_complete(
-    run: SystemRun, setting: Setting, now_s: float, *, since_s: float, iterations: int
+    run: SystemRun, now_s: float, *, since_s: float, iterations: int, iteration_s_min: float
 ) -> bool:
     """Has a job go on until a time, or until so many iterations are committed; whether they are.
 
     Args:
         since_s: time until which the job has gone on already.
         iterations: number of iterations; 0: it goes on until the time, and is never complete.
+        iteration_s_min: lower bound on the seconds of an iteration, so that no step commits more
+            than are missing.
     """
     if not iterations:
         run.run_until(now_s)
         return False
-    # No plan is twice as fast as that of all nodes, so no step commits more than are missing.
-    least_s = setting.failure_free_s / 2
     while (missing := iterations - run.account.num_iterations) > 0:
         if since_s >= now_s:
             return False
-        since_s = min(now_s, since_s + missing * least_s)
+        since_s = min(now_s, since_s + missing * iteration_s_min)
         run.run_until(since_s)
     return True
 
