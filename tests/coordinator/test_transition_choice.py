@@ -290,6 +290,7 @@ def test_a_decision_tells_what_it_was_made_from() -> None:
     inputs = notice.inputs
     assert inputs is not None
     assert (inputs.plan_epoch, inputs.members) == (before, (0, 1, 2))
+    assert inputs.plan == PLAN
     assert inputs.lost is not None
     assert (inputs.lost.nodes, inputs.changed) == ((3,), None)
     assert [node.node for node in inputs.cluster.nodes] == [0, 1, 2]

@@ -191,4 +191,5 @@ def decision_inputs(
         version_iterations=rules.version_iterations,
         processors=rules.processors,
         is_foreseen=is_foreseen,
+        plan=state.plan,
     )

@@ -215,6 +215,8 @@ class DecisionInputs(msgspec.Struct, frozen=True, kw_only=True):
         iteration_s: predicted seconds of an iteration with the plan of a change; 0: for a loss.
         version_iterations, processors: the same as in the coordinator's `Rules`.
         is_foreseen: whether the answer had been found ahead of need.
+        plan: plan that the job left, which it may never have trained by; None: it is kept elsewhere
+            under its epoch.
     """
 
     plan_epoch: int
@@ -231,6 +233,7 @@ class DecisionInputs(msgspec.Struct, frozen=True, kw_only=True):
     lost: NodesLost | None = None
     changed: NodesChanged | None = None
     iteration_s: float = 0.0
+    plan: Plan | None = None
 
 
 class Recovering(Message, frozen=True, kw_only=True):
