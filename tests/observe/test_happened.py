@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from helpers.recorder_messages import (
@@ -15,7 +16,10 @@ from helpers.recorder_messages import (
     recorder,
     recover,
 )
+from planaria.core.cluster import ClusterState
+from planaria.core.findings import FailureHistory, Findings
 from planaria.core.inject import Injection
+from planaria.core.records import DecisionInputs
 from planaria.observe.ledger import Category
 from planaria.observe.metrics import EventRecord
 
@@ -56,6 +60,34 @@ def test_an_event_tells_when_it_happened_was_noticed_and_was_over() -> None:
     assert (lost.at_s, lost.noticed_at_s, lost.over_at_s, lost.epoch) == (9.0, 10.0, 16.0, 4)
     assert (joined.at_s, joined.noticed_at_s, joined.over_at_s) == (7.0, 7.0, 8.0)
     assert run.plans == {PLAN.epoch: PLAN}
+
+
+def test_a_plan_that_a_decision_left_is_kept_though_it_never_ran() -> None:
+    """Another loss may come before training by it; a decision is made again from it."""
+    left = replace(PLAN, epoch=2)
+    inputs = DecisionInputs(
+        plan_epoch=2,
+        members=(5,),
+        cluster=ClusterState(4, ()),
+        findings=Findings(),
+        history=FailureHistory(),
+        priced_s=20.0,
+        next_iteration=7,
+        saved_iteration=-1,
+        version_iterations=1,
+        processors=0,
+        is_foreseen=False,
+        plan=left,
+    )
+    run = recorder()
+    run.on_recovering(loss_message(20.0, 6))
+    message = msgspec.structs.replace(decision_message(21.0), inputs=inputs)
+    run.on_decided(message, predicted_peak_bytes=5)
+
+    (event,) = run.events()
+    assert run.plans[2] == left
+    assert event.inputs is not None
+    assert event.inputs.plan is None  # The report has each plan once.
 
 
 def test_the_ledger_counts_from_the_fault_where_its_time_is_known() -> None:

@@ -10,6 +10,8 @@ from math import inf
 from operator import itemgetter
 from typing import Final
 
+import msgspec
+
 from planaria.core.inject import NODELESS_KINDS, Injection
 from planaria.core.messages import IterationDone, MeasuredSpan, Raised, WorkerReady
 from planaria.core.plan import Plan
@@ -19,6 +21,7 @@ from planaria.core.records import (
     Changed,
     Committed,
     Decided,
+    DecisionInputs,
     Forked,
     ProfileCorrected,
     Recovering,
@@ -347,6 +350,7 @@ class Recorder:
 
     def on_decided(self, message: Decided, *, predicted_peak_bytes: int) -> None:
         """Records how the coordinator decided that the job goes on."""
+        message = msgspec.structs.replace(message, inputs=self._inputs(message.inputs))
         self._predicted[message.epoch] = (message.predicted_s, predicted_peak_bytes)
         self.plans[message.plan.epoch] = message.plan
         self._undo(message.iteration)
@@ -364,6 +368,13 @@ class Recorder:
             joined = replace(joined, nodes=message.joined, reason=reason, epoch=message.epoch)
             self._events.append((order, replace(joined, iteration=message.iteration)))
 
+    def _inputs(self, inputs: DecisionInputs | None) -> DecisionInputs | None:
+        """The inputs of a decision without their plan, which is kept among all plans."""
+        if inputs is None or inputs.plan is None:
+            return inputs
+        self.plans[inputs.plan_epoch] = inputs.plan
+        return msgspec.structs.replace(inputs, plan=None)
+
     def on_degraded(self, reason: str, *, iteration: int) -> bool:
         """Records that the job survives fewer failures from now on.
 
@@ -377,6 +388,7 @@ class Recorder:
 
     def on_changed(self, message: Changed, *, predicted_peak_bytes: int) -> tuple[EventRecord, ...]:
         """Records nodes that came, left or changed while training went on; one event per kind."""
+        message = msgspec.structs.replace(message, inputs=self._inputs(message.inputs))
         self._predicted[message.epoch] = (message.predicted_s, predicted_peak_bytes)
         self.plans[message.plan.epoch] = message.plan
         self._move(message.pause_s, Category.USEFUL, Category.REGROUP)
