@@ -69,6 +69,8 @@ def _value(info: inspect.Type, rng: Random, depth: int) -> Any:
             return _value(rng.choice(types), rng, depth)
         case inspect.TupleType(item_types=types):
             return [_value(item, rng, depth + 1) for item in types]
+        case inspect.FrozenSetType(item_type=item):
+            return sorted({_value(item, rng, depth + 1) for _ in range(num_items)})
         case inspect.VarTupleType(item_type=item) | inspect.ListType(item_type=item):
             return [_value(item, rng, depth + 1) for _ in range(num_items)]
         case inspect.DictType(key_type=key, value_type=value):
