@@ -3,12 +3,15 @@
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from planaria.coordinator import step
 from planaria.errors import ConfigError
 from planaria.job.scenario_file import scenario_from_tables
 from planaria.job.what_if import Grounds, answer, choice_space
+from planaria.simulator.economics import planaria_run
 from planaria.simulator.economics.advice import Choice, Trials
 from planaria.simulator.economics.compare import ClusterScenario, compare, play
 from planaria.simulator.economics.planaria_system import PlanariaSystem
@@ -161,6 +164,26 @@ def test_standby_nodes_are_there_from_the_start_and_take_the_places_of_lost_ones
     assert runs[0].samples > 1.02 * runs[1].samples
     free = 768 / with_standby.setting.failure_free_s
     assert runs[0].samples_per_s == pytest.approx(free, rel=0.02)
+
+
+def test_iterations_are_jumped_over_while_standby_nodes_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is decided then: a year of a few failures took minutes."""
+    num_steps = 0
+
+    def step_together(*arguments: Any) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        return step.step_together(*arguments)
+
+    monkeypatch.setattr(planaria_run, "step_together", step_together)
+    run = PlanariaSystem().begin(small(cluster={"standby": 2}).setting)
+    run.run_until(3600.0)
+    num_steps = 0
+    run.run_until(361_000.0)
+
+    assert num_steps < 1000  # There are 200 saves.
 
 
 def test_other_systems_are_not_compared_where_there_are_standby_nodes() -> None:

@@ -282,12 +282,12 @@ class PlanariaRun:
 
     def _is_watching(self) -> bool:
         """Whether the coordinator may decide something at a commit though nothing happens."""
-        state, policy = self._state, self._rules.job.resilience.policy
-        may_improve = TRAITS[policy].can_improve and not state.search.is_plan_searched
+        state, members, job = self._state, self._state.membership, self._rules.job
+        traits, is_searched = TRAITS[job.resilience.policy], state.search.is_plan_searched
+        num_standby = job.cluster.standby if len(state.nodes) >= job.cluster.nodes else 0
+        is_waiting = len(members.candidates) > num_standby or bool(members.leaving or state.idle)
         is_hurried = bool(state.plan.gone) or self._rules.looks_ahead
-        members = state.membership
-        is_waiting = bool(members.candidates or members.leaving or state.idle)
-        return is_waiting or (may_improve and is_hurried)
+        return is_waiting or (traits.can_improve and not is_searched and is_hurried)
 
     def _commit(self, number: int) -> None:
         """Commits iterations; the coordinator gets the reports of the last one."""
