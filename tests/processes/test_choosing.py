@@ -117,7 +117,7 @@ def test_a_quick_answer_is_followed_by_a_better_one_at_commits(
     assert result.error is None
     assert digests(result) == digests(calm)
     lost = only_recovery(result)
-    assert (lost.policy, lost.transfer_bytes) == ("reroute", 0)
+    assert (lost.policy, lost.transfer_bytes) == ("reroute", 0), (lost.candidates, lost.inputs)
     assert lost.answer.endswith(", then repartition")
     (reformed,) = (event for event in result.report.events if event.kind == "reformed")
     assert reformed.policy == "repartition"
