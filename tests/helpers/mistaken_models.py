@@ -1,10 +1,10 @@
 """Models and data with a mistake in them, each as a user would make it.
 
-Those that go wrong in training let the few passes of profiling go by first: they count the passes
-of the process that built them. Processes that it forks to keep processors busy while it measures
-make as many as there is time for, and none of them goes wrong.
+Those that go wrong in training let some passes of their process go by first. Layers do so in no
+profile, in which processes that only keep processors busy make as many passes as there is time for.
 """
 
+import inspect
 import os
 import signal
 from collections.abc import Callable
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.user_models import WIDTH, points
+from planaria.engine import profiler
 
 NUM_GOOD_PASSES = 40
 
@@ -24,11 +25,19 @@ class _After(nn.Module):
         super().__init__()
         self._go_wrong = go_wrong
         self._num_passes = 0
-        self._builder = os.getpid()
 
     def forward(self, x: Tensor) -> Tensor:
-        self._num_passes += os.getpid() == self._builder
+        self._num_passes += not _is_profiled()
         return self._go_wrong(x) if self._num_passes > NUM_GOOD_PASSES else x
+
+
+def _is_profiled() -> bool:
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals["__name__"] == profiler.__name__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _raise(_: Tensor) -> Tensor:
