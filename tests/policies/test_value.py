@@ -248,6 +248,14 @@ def test_saves_that_do_not_come_are_not_counted_on() -> None:
     assert at_risk == pytest.approx(1000.0 + 8 / 2.0 / 0.1)
 
 
+def test_a_save_that_is_late_is_still_expected() -> None:
+    """Two saves in a row are missing, on a slow disk, and a failure is far away."""
+    alone = replace(transition(downtime_s=0.0, iteration_s=2.0), after=held_by((0, 1), each=2))
+    outlook = Outlook(failures_per_s=1e-6, unsaved_samples=20.0, between_saves=10.0, lost_max=inf)
+
+    assert samples_at_risk(alone, global_batch_size=8, outlook=outlook) <= 2 * 20.0
+
+
 def test_all_that_was_trained_is_at_risk_where_no_bound_is_told() -> None:
     """Without copies or saves; a failure cost nothing where the bound was left out."""
     alone = replace(transition(downtime_s=0.0, iteration_s=2.0), after=held_by((0, 1), each=2))

@@ -162,13 +162,15 @@ def samples_at_risk(transition: Transition, *, global_batch_size: int, outlook: 
     subtracted and p' * exp(-L * t') * E(y, v') is added. If the job ends at t', the former is
     subtracted only.
 
-    If two saves in a row are missing, as on a full disk, no later save is expected.
+    If two saves in a row are missing, on a slow or a full disk, the next one is expected to take as
+    long again as the newest is old: a slow disk has it soon, and the longer there was none, the
+    less a save is counted on.
     """
     rate = outlook.failures_per_s
     if not (rate and outlook.lost_max):
         return 0.0
-    is_saving = outlook.unsaved_samples < 2 * outlook.between_saves
-    between_saves = outlook.between_saves if is_saving else inf
+    is_late = outlook.unsaved_samples >= 2 * outlook.between_saves
+    between_saves = 2 * outlook.unsaved_samples if is_late else outlook.between_saves
 
     def samples_lost(at_s: float, trained: float, samples_per_s: float) -> float:
         if at_s == inf:
