@@ -1,12 +1,15 @@
 """The user's modules on a machine that joins: where they are written, and what is refused."""
 
+import os
+import signal
+import tempfile
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from planaria.core.machine_messages import SOURCES_BYTES_MAX, SourceFile
-from planaria.nodes.machine_files import unpack_sources
+from planaria.nodes.machine_files import modules_directory, unpack_sources
 
 
 def source(path: str, data: bytes = b"x = 1\n") -> SourceFile:
@@ -56,3 +59,33 @@ def test_without_code_the_same_files_must_be_there(
     missing = unpack_sources((source("missing.py"),), tmp_path / "no", has_code=True)
     assert "other.py differs from the head's other.py" in other
     assert "there is no missing.py" in missing
+
+
+def test_the_modules_of_a_killed_agent_are_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of an agent that lives stay, and so do those that it is about to lock."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    read_fd, write_fd = os.pipe()
+    killed = os.fork()
+    if killed == 0:
+        with modules_directory() as directory:
+            (directory / "models.py").touch()
+            os.write(write_fd, b"!")
+            signal.pause()
+        os._exit(1)
+    assert os.read(read_fd, 1) == b"!"
+    os.close(read_fd)
+    os.close(write_fd)
+    (left,) = tmp_path.iterdir()
+    with modules_directory() as living:
+        os.kill(killed, signal.SIGKILL)
+        os.waitpid(killed, 0)
+        with modules_directory():
+            assert left.exists()  # It is young.
+        for directory in (left, living):
+            os.utime(directory, (0, 0))
+        with modules_directory() as next_one:
+            assert set(tmp_path.iterdir()) == {living, next_one}
+
+    assert not list(tmp_path.iterdir())

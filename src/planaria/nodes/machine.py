@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import msgspec
@@ -64,7 +63,7 @@ from planaria.nodes.daemon_threads import answer_of_thread
 from planaria.nodes.examination import checks_of_this_machine, facts_of_this_machine
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.process_events import handle_signals, wait_until
-from planaria.nodes.machine_files import MachineFiles, unpack_sources
+from planaria.nodes.machine_files import MachineFiles, modules_directory, unpack_sources
 from planaria.nodes.machine_node import MachineNode
 from planaria.nodes.notices import parse_notice_source, wait_notice
 from planaria.nodes.part_reports import STATUS_SAVED
@@ -425,15 +424,14 @@ class _Machine:
         self._imports = None
         self._modules.close()
         try:
-            made = TemporaryDirectory(prefix="planaria-modules-", ignore_cleanup_errors=True)
-            directory = self._modules.enter_context(made)
+            directory = self._modules.enter_context(modules_directory())
             sources, has_code = offer.sources, self._spec.has_code
-            if reason := unpack_sources(sources, Path(directory), has_code=has_code):
+            if reason := unpack_sources(sources, directory, has_code=has_code):
                 return reason
         except OSError as error:
             return f"the job's modules cannot be kept here: {error}; make room, or set TMPDIR"
         try:
-            server = self._spec.server(offer.job, () if has_code else (directory,))
+            server = self._spec.server(offer.job, () if has_code else (str(directory),))
         except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started.
             return f"no fork server can be started here: {error}"
         self._node.open(server, self._spec.note)

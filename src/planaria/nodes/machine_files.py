@@ -2,10 +2,15 @@
 
 import asyncio
 import contextlib
+import fcntl
 import hashlib
 import os
+import shutil
+import stat
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -16,6 +21,8 @@ from planaria.nodes.input_files import input_digests
 from planaria.nodes.shared_saves import answer_mark, remove_answer
 
 _REMOVE_TIMEOUT_S: Final = 2.0
+_MODULES: Final = "planaria-modules-"
+_UNLOCKED_S: Final = 60.0  # An agent locks its directory right after it has made it.
 
 
 class MachineFiles:
@@ -59,6 +66,43 @@ class MachineFiles:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REMOVE_TIMEOUT_S):
                 await answer_of_thread(remove, name="saves")
+
+
+@contextlib.contextmanager
+def modules_directory() -> Iterator[Path]:
+    """A context with a private directory for the user's modules.
+
+    An agent that is killed cannot remove its directory, so the next one on the machine does. Each
+    is locked by its agent, and the kernel releases the lock when the agent ends, however that ends.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+    _remove_left_directories()
+    with tempfile.TemporaryDirectory(prefix=_MODULES, ignore_cleanup_errors=True) as name:
+        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            with contextlib.suppress(OSError):  # Not all file systems have locks.
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield Path(name)
+        finally:
+            os.close(fd)
+
+
+def _remove_left_directories() -> None:
+    """Removes the directories that agents of this user have left, as far as that can be done."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_MODULES}*"):
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+            if not is_own or time.time() - status.st_mtime < _UNLOCKED_S:
+                continue
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(fd)
 
 
 def unpack_sources(sources: Sequence[SourceFile], directory: Path, *, has_code: bool) -> str:
