@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import planaria
-from planaria.cli.simulate_command import SYSTEMS
+from planaria.cli.simulate.simulate_command import SYSTEMS
 from planaria.core.job import PolicyName
 from planaria.job.scenario_file import scenario_from_tables
 from planaria.papers.experiments import EXPERIMENTS

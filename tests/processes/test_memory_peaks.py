@@ -7,8 +7,8 @@ import pytest
 from planaria.core.inject import parse_injection
 from planaria.job.training_job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
+from planaria.show.chrome_trace import chrome_trace
 from planaria.show.pictures.gantt import compared_figure
-from planaria.show.plots import chrome_trace
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "small.toml"
 LOST = 2

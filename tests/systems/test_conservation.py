@@ -6,7 +6,7 @@ import pytest
 
 from helpers.simulated_clusters import small
 from helpers.system_runs import check_conserves, committed_at, setting_with
-from planaria.cli.simulate_command import SYSTEMS
+from planaria.cli.simulate.simulate_command import SYSTEMS
 from planaria.observe.ledger import Category
 from planaria.simulator.economics.planaria_system import PlanariaSystem
 from planaria.systems.gemini import Gemini

@@ -38,7 +38,7 @@ from planaria.cli.placement_command import placement
 from planaria.cli.plan_command import plan
 from planaria.cli.reproduce_command import reproduce
 from planaria.cli.run_command import run
-from planaria.cli.simulate_command import simulate
+from planaria.cli.simulate.simulate_command import simulate
 from planaria.cli.token_command import token
 from planaria.cli.train_command import train
 from planaria.job.scripts import named_job

@@ -26,9 +26,9 @@ from planaria.job.scripts import named_job
 from planaria.job.training_job import TrainingResult
 from planaria.nodes.head.process_events import LEAVE_SIGNALS, restore_handlers
 from planaria.nodes.output import unfailing
+from planaria.show.chrome_trace import chrome_trace
 from planaria.show.pictures.gantt import compared_figure
 from planaria.show.pictures.page import Format, is_picture, picture_format
-from planaria.show.plots import chrome_trace
 from planaria.transport.credentials import read_credentials, token_path
 
 State = Annotated[

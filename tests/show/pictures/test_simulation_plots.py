@@ -1,7 +1,7 @@
 """The picture of simulated jobs."""
 
 from helpers.simulated_clusters import outcome, small
-from planaria.cli.simulate_command import SYSTEMS
+from planaria.cli.simulate.simulate_command import SYSTEMS
 from planaria.show.pictures.simulation_plots import simulation_figure
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from helpers.command import assert_mistake, command
-from planaria.cli.advice_options import AdviceOptions, failures_table
+from planaria.cli.simulate.advice_options import AdviceOptions, failures_table
 from planaria.errors import ConfigError
 
 SMALL = (

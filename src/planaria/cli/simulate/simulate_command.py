@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from planaria.cli.advice_options import (
+from planaria.cli.command_line import Settings, check_writable, exit_codes, write
+from planaria.cli.simulate.advice_options import (
     NUM_SEEDS,
     AdviceOptions,
     Batch,
@@ -28,8 +29,7 @@ from planaria.cli.advice_options import (
     give_advice,
     question_of,
 )
-from planaria.cli.command_line import Settings, check_writable, exit_codes, write
-from planaria.cli.replay_output import (
+from planaria.cli.simulate.replay_output import (
     calibrated_overrides,
     decide_again,
     simulate_again,

@@ -9,7 +9,7 @@ from planaria.estimator.correction import Comparison, PeakBytes
 from planaria.estimator.time import Span, Timeline
 from planaria.observe.metrics import EventRecord
 from planaria.schedule.action import parse_action
-from planaria.show.plots import chrome_trace
+from planaria.show.chrome_trace import chrome_trace
 
 PREDICTED = Timeline(
     (

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from planaria.cli.replay_tables import (
+from planaria.cli.simulate.replay_tables import (
     costs_table,
     decisions_json,
     decisions_table,
