@@ -36,7 +36,8 @@ from planaria.show.pictures.page import (
     Page,
     Rectangle,
 )
-from planaria.show.reproductions import reproduction_figure, row_texts
+from planaria.show.pictures.reproduction_figure import reproduction_figure
+from planaria.show.reproductions import row_texts
 from planaria.show.words import count_text
 from planaria.simulator.economics.compare import Interval, interval
 

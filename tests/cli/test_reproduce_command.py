@@ -1,7 +1,6 @@
 """The command `planaria reproduce`."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,6 @@ import pytest
 from helpers.command import assert_mistake, command
 from planaria.cli import reproduce_command
 from planaria.papers.experiments import EXPERIMENTS
-from planaria.papers.rows import How, PublishedRow
-from planaria.show.reproductions import reproduction_figure
 
 
 def test_a_table_is_printed_as_json_with_published_numbers_and_ours() -> None:
@@ -63,21 +60,3 @@ def test_a_table_is_drawn(tmp_path: Path) -> None:
     assert b"varuna-no-checkpoint" in files[0].read_bytes()
     assert files[0].read_bytes() == files[1].read_bytes()
     assert_mistake(command("reproduce", "--plot", str(files[0])), "--plot", "name a table")
-
-
-def test_rows_of_one_quantity_are_drawn_to_one_scale() -> None:
-    """93 s of one system are shorter than 6,360 s of another; the picture shows it."""
-    short = PublishedRow({"system": "a", "quantity": "s"}, None, 1.0, How.SIMULATED)
-    experiment = EXPERIMENTS["gemini-figure-10"]
-
-    def widths(other: PublishedRow) -> set[int]:
-        """Widths of our bars, points."""
-        picture = reproduction_figure(experiment, (short, other), picture="svg").decode()
-        paths = re.findall(r'<path d="([^"]*)"[^>]*style="fill: #3d94c7', picture)
-        points = [float(x) for x, _ in re.findall(r"([\d.]+) ([\d.]+)", " ".join(paths))]
-        return {round(x - min(points)) for x in points if x - min(points) > 1}
-
-    assert 110 in widths(PublishedRow({"system": "b", "quantity": "s"}, None, 4.0, How.SIMULATED))
-    assert 110 not in widths(
-        PublishedRow({"system": "b", "quantity": "h"}, None, 4.0, How.SIMULATED)
-    )

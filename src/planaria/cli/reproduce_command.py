@@ -12,8 +12,8 @@ from planaria.cli.command_line import check_writable, exit_codes, write
 from planaria.errors import ConfigError
 from planaria.papers.experiments import EXPERIMENTS, named_experiment
 from planaria.show.pictures.page import picture_format
+from planaria.show.pictures.reproduction_figure import reproduction_figure
 from planaria.show.reproductions import (
-    reproduction_figure,
     reproduction_json,
     reproduction_table,
     reproductions_table,

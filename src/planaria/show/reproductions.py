@@ -1,4 +1,4 @@
-"""Published numbers beside ours: tables for a terminal, JSON, and a picture."""
+"""Published numbers beside ours: tables for a terminal, and JSON."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,25 +9,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planaria.papers.rows import Claim, Experiment, How, Key, PublishedRow
-from planaria.show.pictures.figures import draw_heading
-from planaria.show.pictures.page import (
-    FORWARD_COLOUR,
-    GRID_COLOUR,
-    LABEL,
-    LEFT_PT,
-    RIGHT_PT,
-    SMALL,
-    TITLE,
-    Format,
-    Page,
-    Rectangle,
-)
+from planaria.papers.rows import Claim, Experiment, How, PublishedRow
 from planaria.show.words import count_text
 
 _CLAIMS: Final = {Claim.EQUAL: "", Claim.OVER: "> ", Claim.UNDER: "< "}
-_BAR_LEFT_PT: Final = 330.0
-_BAR_PT: Final = 440.0  # Length of the longest bar.
 
 Results = Mapping[str, Sequence[PublishedRow]]  # Rows by the name of their experiment.
 
@@ -109,20 +94,21 @@ def reproduction_json(name: str, rows: Sequence[PublishedRow]) -> dict[str, Any]
 def row_texts(row: PublishedRow) -> tuple[str, str, str, str, str]:
     """The name of a row, the published number, ours, their ratio, and how ours came about."""
     return (
-        _keys_text(row),
-        f"{_CLAIMS[row.claim]}{_number_text(row.published)}",
-        _number_text(row.ours),
+        keys_text(row),
+        f"{_CLAIMS[row.claim]}{number_text(row.published)}",
+        number_text(row.ours),
         "" if row.ratio is None else _ratio_text(row.ratio),
         row.how.value,
     )
 
 
-def _keys_text(row: PublishedRow) -> str:
+def keys_text(row: PublishedRow) -> str:
+    """The keys of a row, separated by commas."""
     texts = (f"{key:g}" if isinstance(key, float) else str(key) for key in row.keys.values())
     return ", ".join(texts)
 
 
-def _number_text(number: float | None) -> str:
+def number_text(number: float | None) -> str:
     """A number with as many digits as a table of a paper prints."""
     if number is None:
         return "-"
@@ -142,41 +128,3 @@ def _verdict(rows: Sequence[PublishedRow]) -> str:
     verb = "comes" if num_back == 1 else "come"
     rows_text = count_text(num_printed, "row")
     return f"{num_back} of {rows_text} with a printed number {verb} back"
-
-
-def reproduction_figure(
-    experiment: Experiment, rows: Sequence[PublishedRow], *, picture: Format
-) -> bytes:
-    """A picture file with a bar for each published number, and one for ours below it.
-
-    Rows of a model and quantity share a scale, or rows with the same first key.
-    """
-    page = Page()
-    page.text((LEFT_PT, 42), experiment.title, TITLE)
-    legend = ((GRID_COLOUR, "published"), (FORWARD_COLOUR, "ours"))
-    note = f"{experiment.source}; {experiment.unit}"
-    draw_heading(page, 66, heading=experiment.name, note=note, legend=legend)
-    largest: dict[tuple[Key, ...], float] = {}
-    for row in rows:
-        group = _scale_group(row)
-        largest[group] = max(largest.get(group, 0.0), row.published or 0.0, row.ours or 0.0)
-    top = 84.0
-    for row in rows:
-        scale = _BAR_PT / (largest[_scale_group(row)] or 1.0)
-        width = _BAR_LEFT_PT - LEFT_PT - 8
-        page.text((LEFT_PT, top + 10), page.shortened_text(_keys_text(row), width, LABEL), LABEL)
-        for place, number, colour in (
-            (top + 2, row.published, GRID_COLOUR),
-            (top + 8, row.ours, FORWARD_COLOUR),
-        ):
-            if number is not None:
-                page.box(colour, Rectangle(_BAR_LEFT_PT, place, max(0.5, number * scale), 5))
-        numbers = f"{_number_text(row.published)}   {_number_text(row.ours)}"
-        page.text((RIGHT_PT, top + 10), numbers, SMALL, align="right")
-        top += 18
-    return page.content(top + 24, picture)
-
-
-def _scale_group(row: PublishedRow) -> tuple[Key, ...]:
-    named = tuple(row.keys[name] for name in ("model", "quantity") if name in row.keys)
-    return named or (next(iter(row.keys.values())),)
