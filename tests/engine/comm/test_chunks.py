@@ -5,7 +5,7 @@ On the device whose copies come late, a copy is wrong wherever a wait is missing
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -38,9 +38,10 @@ if torch.cuda.is_available():
 OWN = ((0, 1), (2,), ())
 COPIES = (LayerCopy(0, 0, (1, 2)), LayerCopy(1, 0, (2,)), LayerCopy(2, 1, (0,)))
 KEPT = {0: {0, 1, 2}, 1: {0, 2}, 2: {0, 1}}
-KEYS = [(-2, 0, 1), (-2, 0, 2), (-2, 1, 0)]
+KEYS = [(-2, 0, 1), (-2, 0, 2), (-2, 1, 0), (-2, 1, 2)]
 SIZE = 60_000
 BUFFERS = Buffers(32_000, 4)
+ONE_BUFFER = Buffers(5_000, 1)
 
 
 def state(layer: int, age: int) -> dict[str, np.ndarray]:
@@ -104,7 +105,10 @@ class Rank:
 
 @contextmanager
 def copying(
-    kind: str, buffers: Buffers = BUFFERS, device_of: Callable[[int], Device] | None = None
+    kind: str,
+    buffers: Buffers = BUFFERS,
+    device_of: Callable[[int], Device] | None = None,
+    copies: Sequence[LayerCopy] = COPIES,
 ) -> Iterator[list[Rank]]:
     """Three ranks that copy from device to device.
 
@@ -137,7 +141,7 @@ def copying(
                 links,
                 arena,
                 CopyPlan(
-                    own=OWN[links.rank], copies=COPIES, since=-1, epoch=0, complete_label=None
+                    own=OWN[links.rank], copies=copies, since=-1, epoch=0, complete_label=None
                 ),
                 host_copy=HostCopy(fill_alone, lambda _: 0, no_device),
                 flow=FlowControl(buffers, AtOnce(), TIMEOUT_S),
@@ -167,7 +171,7 @@ def assert_kept(ranks: list[Rank], age: int) -> None:
             assert all(np.array_equal(kept[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize("buffers", [BUFFERS, Buffers(5_000, 1), Buffers(1 << 20, 2)])
+@pytest.mark.parametrize("buffers", [BUFFERS, ONE_BUFFER, Buffers(1 << 20, 2)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_layer_is_kept_where_it_is_to_be(kind: str, buffers: Buffers) -> None:
     """In whatever chunks it comes, version after version, and none of it over the links."""
@@ -201,7 +205,7 @@ def test_a_chunk_that_is_damaged_is_sent_again(kind: str, monkeypatch: pytest.Mo
         return store_piece(version, index, piece, value)
 
     monkeypatch.setattr(Version, "store_piece", store_damaged_piece)
-    for buffers in (Buffers(20_000, 4), Buffers(5_000, 1)):
+    for buffers in (Buffers(20_000, 4), ONE_BUFFER):
         tried.clear()
         with copying(kind, buffers) as ranks:
             for rank in ranks:
@@ -292,7 +296,40 @@ def test_the_end_of_the_epoch_ends_chunks_under_way(kind: str) -> None:
         assert not ranks[2].kept(1)
 
 
-@pytest.mark.parametrize("kind", ["host cpu", "host late", "fake late"])
+@pytest.mark.parametrize(("buffers", "num_announced"), [(Buffers(1 << 20, 2), 1), (ONE_BUFFER, 2)])
+@pytest.mark.parametrize("kind", ["host late", "fake late"])
+def test_the_end_of_the_epoch_frees_who_waits_for_a_device(
+    kind: str, buffers: Buffers, num_announced: int
+) -> None:
+    """Rank 2 waits for no message: all of a layer lands, or another chunk takes the only buffer."""
+    slow = GatedDevice()
+    copies = (LayerCopy(0, 0, (2,)), LayerCopy(2, 1, (2,)))
+    with copying(
+        kind,
+        buffers,
+        device_of=lambda rank: slow if rank == 2 else LateDevice(),
+        copies=copies,
+    ) as ranks:
+        for rank in ranks:
+            rank.begin(1)
+        receiver = ranks[2].copier._receiver
+        landings = receiver._landings
+        assert landings is not None
+        wait_until(
+            lambda: (
+                landings._num_in_flight.total() == 1
+                and receiver._num_announced.total() == num_announced
+            )
+        )
+        abort(ranks, "a member is lost")
+        with pytest.raises(AbortedError):
+            ranks[2].copier.wait_ended()
+
+        assert not slow.gate.is_set()
+        slow.gate.set()
+
+
+@pytest.mark.parametrize("kind", ["host late", "fake late"])
 def test_a_receiver_that_dies_in_mid_chunk_ends_the_epoch_of_its_source(kind: str) -> None:
     """And nothing else: what its source has kept before is whole."""
     slow = GatedDevice()

@@ -25,11 +25,13 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 
 from planaria.checkpoint.memory.version import Bytes, hash_of
-from planaria.errors import PeerLostError
+from planaria.errors import AbortedError, PeerLostError
 from planaria.transport.links import Channel, Tag
 
 # An aborted epoch leaves a device a chunk that never comes; NCCL has taken seconds to give it up.
 _CLOSE_S: Final = 0.2
+# Nothing wakes a thread that waits for its own device when the epoch is aborted, so it asks.
+_CHECK_S: Final = 0.05
 
 
 class ChunkSender(Protocol):
@@ -50,10 +52,16 @@ class ChunkSender(Protocol):
 
 
 class ChunkReceiver(Protocol):
-    """The sub-buffers of a device in which chunks arrive."""
+    """The sub-buffers of a device in which chunks arrive.
+
+    Attributes:
+        num_buffers: number of sub-buffers.
+    """
+
+    num_buffers: int
 
     def receive(self, source: int, number: int, num_bytes: int) -> int:
-        """Waits for a free sub-buffer and begins to receive a chunk in it; returns its number.
+        """Begins to receive a chunk in a sub-buffer, of which one must be free; returns its number.
 
         Raises:
             AbortedError, PeerLostError: the epoch is over.
@@ -64,9 +72,6 @@ class ChunkReceiver(Protocol):
 
     def free(self, buffer: int) -> None:
         """Lets a sub-buffer receive again; any thread may call it."""
-
-    def close(self) -> None:
-        """Ends `receive` with an AbortedError; any thread may call it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +86,19 @@ class Landings:
     """A thread that waits for chunks on their way to the host, in the order in which they come.
 
     Args:
+        check_epoch: raises an AbortedError once the epoch is over.
         on_error: takes the error that ends the thread.
     """
 
-    def __init__(self, receiver: ChunkReceiver, *, on_error: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        receiver: ChunkReceiver,
+        *,
+        check_epoch: Callable[[], None],
+        on_error: Callable[[Exception], None],
+    ) -> None:
         self._receiver = receiver
+        self._check_epoch = check_epoch
         self._on_error = on_error
         self._queue: SimpleQueue[_Landing | None] = SimpleQueue()
         self._storing = threading.Lock()  # Held while the host's memory is written.
@@ -99,14 +112,16 @@ class Landings:
     def begin(
         self, source: int, number: int, num_bytes: int, *, store: Callable[[Bytes], None]
     ) -> None:
-        """Begins to receive a chunk.
+        """Begins to receive a chunk once a sub-buffer is free.
 
         Args:
             store: takes the bytes once they are on the host; not after `close`.
 
         Raises:
             AbortedError, PeerLostError: the epoch is over.
+            Exception: the error that has ended the thread.
         """
+        self._wait(lambda: self._num_in_flight.total() < self._receiver.num_buffers)
         buffer = self._receiver.receive(source, number, num_bytes)
         with self._changed:
             self._num_in_flight[source] += 1
@@ -120,14 +135,23 @@ class Landings:
     def wait_stored(self, source: int) -> None:
         """Blocks until all chunks of a source that have begun are stored.
 
-        Raises the error that has ended the thread, if any has.
+        Raises:
+            AbortedError: the epoch is over.
+            Exception: the error that has ended the thread.
         """
+        self._wait(lambda: not self._num_in_flight[source])
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        """Blocks until a condition holds, however long the device takes; raises as its callers."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._error or self._is_closed or not self._num_in_flight[source]
-            )
+            while not self._changed.wait_for(
+                lambda: self._error or self._is_closed or condition(), timeout=_CHECK_S
+            ):
+                self._check_epoch()
             if self._error is not None:
                 raise self._error
+            if self._is_closed:
+                raise AbortedError("the epoch is over")
 
     def close(self) -> None:
         """Ends the thread; from now on no chunk is stored.
@@ -138,7 +162,6 @@ class Landings:
             self._is_closed = True
             self._changed.notify_all()
         self._queue.put(None)
-        self._receiver.close()
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
@@ -157,7 +180,6 @@ class Landings:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
-            self._receiver.close()
             self._on_error(error)
 
 

@@ -65,7 +65,7 @@ class CopyReceiver:
         self._timeout_s = timeout_s
         self._landings = None
         if chunks is not None and layers_by_source:
-            self._landings = Landings(chunks, on_error=on_error)
+            self._landings = Landings(chunks, check_epoch=links.check_epoch, on_error=on_error)
         self._num_announced: Counter[int] = Counter()  # By source.
         self._complete_label: Label | None = None
 

@@ -10,7 +10,6 @@ Source: Gemini (SOSP '23), section 5.2: sub-buffers receive in turn and are copi
 
 from collections import deque
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Final
 
 import numpy as np
@@ -22,9 +21,7 @@ from planaria.checkpoint.memory.version import Bytes
 from planaria.engine.comm.device_comm import ChunkComm
 from planaria.engine.comm.pieces import host_memory
 from planaria.engine.devices import CopyLane, Device, Mark
-from planaria.errors import AbortedError
 
-_CLOSED: Final = -1
 # The streams of the threads. The copies between device and host have others (`CopyLane`): on one
 # stream the next chunk would arrive only after the one before has landed.
 _LEAVES: Final = "chunk leaves"
@@ -107,15 +104,12 @@ class ArrivingChunks:
         self._comm = comm
         self._device = device
         self._buffers = _sub_buffers(device, buffers, _ARRIVES)
-        self._free: SimpleQueue[int] = SimpleQueue()
-        for number in range(buffers.count):
-            self._free.put(number)
+        self.num_buffers = buffers.count
+        self._free = deque(range(buffers.count))
 
     def receive(self, source: int, number: int, num_bytes: int) -> int:
         """See `ChunkReceiver`."""
-        index = self._free.get()
-        if index == _CLOSED:
-            raise AbortedError("the epoch is over")
+        index = self._free.popleft()
         buffer = self._buffers[index]
         buffer.num_bytes = num_bytes
         with self._device.beside(_ARRIVES):
@@ -133,8 +127,4 @@ class ArrivingChunks:
 
     def free(self, buffer: int) -> None:
         """See `ChunkReceiver`."""
-        self._free.put(buffer)
-
-    def close(self) -> None:
-        """See `ChunkReceiver`."""
-        self._free.put(_CLOSED)
+        self._free.append(buffer)
