@@ -15,8 +15,9 @@ from helpers.recorder_messages import (
     parts,
     recorder,
     recover,
+    running,
 )
-from planaria.core.cluster import ClusterState
+from planaria.core.cluster import ClusterState, Node
 from planaria.core.findings import FailureHistory, Findings
 from planaria.core.inject import Injection
 from planaria.core.records import DecisionInputs
@@ -88,6 +89,36 @@ def test_a_plan_that_a_decision_left_is_kept_though_it_never_ran() -> None:
     assert run.plans[2] == left
     assert event.inputs is not None
     assert event.inputs.plan is None  # The report has each plan once.
+
+
+def test_decisions_share_what_is_as_at_an_earlier_one() -> None:
+    """Each message is decoded anew: of 1,000 nodes each event kept 3.1 MB, not 1.3."""
+    run = recorder()
+    for epoch in (4, 5):
+        inputs = DecisionInputs(
+            plan_epoch=PLAN.epoch,
+            members=(5,),
+            cluster=ClusterState(epoch, (Node(5, (frozenset({0, 1}),)),)),
+            findings=Findings(),
+            history=FailureHistory(),
+            priced_s=20.0,
+            next_iteration=7,
+            saved_iteration=-1,
+            version_iterations=1,
+            processors=0,
+            is_foreseen=False,
+            plan=replace(PLAN),
+        )
+        run.on_recovering(loss_message(20.0 + epoch, 6 + epoch))
+        message = msgspec.structs.replace(decision_message(21.0 + epoch), inputs=inputs)
+        run.on_decided(msgspec.structs.replace(message, plan=replace(PLAN)), predicted_peak_bytes=5)
+        run.on_running(msgspec.structs.replace(running(22.0 + epoch), plan=replace(PLAN)))
+
+    first, second = (event.inputs for event in run.events())
+    assert first is not None
+    assert second is not None
+    assert first.cluster.nodes[0] is second.cluster.nodes[0]
+    assert run.plans[PLAN.epoch] is run.measurements.epochs[3].plan
 
 
 def test_the_ledger_counts_from_the_fault_where_its_time_is_known() -> None:

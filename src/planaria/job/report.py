@@ -73,7 +73,7 @@ def report_of(
         final=final_record(planned, tier, recorder.iterations, observer, ended),
         plan=msgspec.to_builtins(planned.plan),
         plans={
-            epoch: msgspec.to_builtins(plan)
+            epoch: msgspec.Raw(msgspec.json.encode(plan))
             for epoch, plan in sorted((recorder.plans | {planned.plan.epoch: planned.plan}).items())
         },
         profile=msgspec.json.decode(encode_profile(prepared_profile)),

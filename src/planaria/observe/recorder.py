@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from planaria.core.cluster import Node
 from planaria.core.inject import NODELESS_KINDS, Injection
 from planaria.core.messages import IterationDone, MeasuredSpan, Raised, WorkerReady
 from planaria.core.plan import Plan
@@ -133,6 +134,7 @@ class Recorder:
         self.measurements = Measurements()
         self.copy_measurements = CopyMeasurements()
         self.plans: dict[int, Plan] = {}
+        self._nodes: dict[Node, Node] = {}
         self._shares_s: list[dict[Category, float]] = []  # One per committed iteration.
         self._orders = count()
         self._events: list[tuple[int, EventRecord]] = []  # (order, event that is over)
@@ -155,8 +157,7 @@ class Recorder:
 
     def on_running(self, message: Running) -> tuple[EventRecord, ...]:
         """Records that training runs, for the first time or again; returns the events that end."""
-        self.measurements.begin_epoch(message.epoch, message.plan)
-        self.plans[message.plan.epoch] = message.plan
+        self.measurements.begin_epoch(message.epoch, self._shared_plan(message.plan))
         for rank, worker in message.workers.items():
             self._note_worker(rank, worker, message)
         noticed = self._noticed_events()
@@ -352,7 +353,7 @@ class Recorder:
         """Records how the coordinator decided that the job goes on."""
         message = msgspec.structs.replace(message, inputs=self._inputs(message.inputs))
         self._predicted[message.epoch] = (message.predicted_s, predicted_peak_bytes)
-        self.plans[message.plan.epoch] = message.plan
+        self._shared_plan(message.plan)
         self._undo(message.iteration)
         self._in_flight = self._in_flight.with_answers(
             message.detected_s, is_redone=message.redone_samples > 0
@@ -369,11 +370,23 @@ class Recorder:
             self._events.append((order, replace(joined, iteration=message.iteration)))
 
     def _inputs(self, inputs: DecisionInputs | None) -> DecisionInputs | None:
-        """The inputs of a decision without their plan, which is kept among all plans."""
-        if inputs is None or inputs.plan is None:
-            return inputs
-        self.plans[inputs.plan_epoch] = inputs.plan
-        return msgspec.structs.replace(inputs, plan=None)
+        """The inputs of a decision as they are kept: the plan is among all plans, and nodes that
+        are as at an earlier decision are the same objects, or 1,000 nodes take 1 MB."""
+        if inputs is None:
+            return None
+        if inputs.plan is not None:
+            self._shared_plan(inputs.plan)
+        cluster = replace(
+            inputs.cluster,
+            nodes=tuple(self._nodes.setdefault(node, node) for node in inputs.cluster.nodes),
+        )
+        return msgspec.structs.replace(inputs, cluster=cluster, plan=None)
+
+    def _shared_plan(self, plan: Plan) -> Plan:
+        """The equal plan that is kept, so that a plan that several messages tell is kept once."""
+        if self.plans.get(plan.epoch) != plan:
+            self.plans[plan.epoch] = plan
+        return self.plans[plan.epoch]
 
     def on_degraded(self, reason: str, *, iteration: int) -> bool:
         """Records that the job survives fewer failures from now on.
@@ -390,7 +403,7 @@ class Recorder:
         """Records nodes that came, left or changed while training went on; one event per kind."""
         message = msgspec.structs.replace(message, inputs=self._inputs(message.inputs))
         self._predicted[message.epoch] = (message.predicted_s, predicted_peak_bytes)
-        self.plans[message.plan.epoch] = message.plan
+        self._shared_plan(message.plan)
         self._move(message.pause_s, Category.USEFUL, Category.REGROUP)
         over = []
         for kind in dict.fromkeys(message.kinds.values()):
