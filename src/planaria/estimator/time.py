@@ -165,14 +165,14 @@ class LeastTimes(NamedTuple):
 def least_times(profile: ModelProfile, plan: Plan) -> LeastTimes:
     """Lower bounds on an iteration of a plan, from the work of its ranks.
 
-    No rank begins before a microbatch has gone through the hops before its first one. Then it
-    computes all its work. With whole backwards its last action is one, whose gradient goes back
-    through these hops. O(microbatches + hops of different routes).
+    A rank begins when a microbatch has gone through the hops before it, and then computes all its
+    work. Its last action is a backward if backwards are whole; the gradient of that goes back
+    through the hops before it. O(microbatches + hops of different routes).
     """
     cluster = _Cluster(profile, plan)
     works_s: dict[int, float] = {}
     forth_s: dict[int, float] = {}
-    both_ways_s: dict[int, float] = {}
+    back_s: dict[int, float] = {}
     counts = Counter(map(id, plan.routes))
     for key, route in {id(route): route for route in plan.routes}.items():
         count, hop_times, before_s, behind_s = counts[key], cluster.hop_times(route), 0.0, 0.0
@@ -180,19 +180,17 @@ def least_times(profile: ModelProfile, plan: Plan) -> LeastTimes:
             rank, work_s = hop.rank, count * (times.forward_s + times.backward_s)
             works_s[rank] = works_s.get(rank, 0.0) + work_s
             forth_s[rank] = min(forth_s.get(rank, inf), before_s)
-            both_ways_s[rank] = min(both_ways_s.get(rank, inf), before_s + behind_s)
+            # The first microbatch of a rank and its last one may come by different routes.
+            back_s[rank] = min(back_s.get(rank, inf), behind_s)
             before_s += times.forward_s
             behind_s += times.backward_s
             if index + 1 < len(route) and route[index + 1].rank != rank:
                 onward, back = times.onward, hop_times[index + 1].back
                 before_s += onward.transfer_s + onward.latency_s
                 behind_s += back.transfer_s + back.latency_s
-    return LeastTimes(
-        *(
-            (1.0 - _ROUNDING) * max(work_s + around_s[rank] for rank, work_s in works_s.items())
-            for around_s in (both_ways_s, forth_s)
-        )
-    )
+    whole_s = max(work_s + forth_s[rank] + back_s[rank] for rank, work_s in works_s.items())
+    split_s = max(work_s + forth_s[rank] for rank, work_s in works_s.items())
+    return LeastTimes((1.0 - _ROUNDING) * whole_s, (1.0 - _ROUNDING) * split_s)
 
 
 def _costs(

@@ -262,6 +262,37 @@ def test_only_what_a_bound_shows_to_be_slower_is_not_simulated(
         assert least_s <= simulated_s(problem, same)
 
 
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_a_bound_holds_if_the_way_there_and_the_way_back_are_short_on_different_routes(
+    is_reversed: bool,
+) -> None:
+    """Two ways to one rank take 7 s there and 11 s back, and 11 s there and 7 s back."""
+    each_s = ((1.0, 5.0), (5.0, 1.0), (10.0, 10.0))  # Forward and backward of each layer.
+    layers = tuple(
+        replace(
+            layer_profile(f"layer {i}", forward_s),
+            backward_input_s={1: backward_s / 2},
+            backward_weight_s={1: backward_s / 2},
+        )
+        for i, (forward_s, backward_s) in enumerate(each_s)
+    )
+    problem = Problem(
+        profile=model_profile(layers), devices_per_node=1, num_microbatches=2, failures_tolerated=0
+    )
+    stages = tuple(Stage(i, i + 1, 1) for i in range(3))
+    slow, normal = NodeKind(speed=0.5), NodeKind()
+    slow_first = PipelineTemplate(stages, 3, kinds=(slow, normal, normal))
+    slow_second = PipelineTemplate(stages, 3, kinds=(normal, slow, normal))
+    pipelines = (Pipeline(slow_first, (0, 1, 2)), Pipeline(slow_second, (3, 4, 5)))
+    routes = (pipelines[0].route(), (*pipelines[1].route()[:2], pipelines[0].route()[2]))
+    plan = Plan(0, pipelines, routes[::-1] if is_reversed else routes, gone=(5,))
+
+    least = least_times(problem.profile, plan)
+
+    assert least.whole_s <= simulated_s(problem, plan)
+    assert least.split_s <= simulated_s(problem, replace(plan, splits_backward=True))
+
+
 def test_evenly_shared_work_is_a_bound_of_what_the_schedule_takes() -> None:
     """The most loaded rank, without gaps and with one fill and drain: no deal is better."""
     for num_pipelines, num_places, each, lost, _ in GREEDY:
