@@ -162,6 +162,18 @@ def test_varuna_loses_nothing_when_a_node_comes() -> None:
         assert (result.num_redone, result.num_restarts) == (0, 2), at_s
 
 
+def test_varuna_loses_nothing_when_a_node_comes_while_it_saves_for_another() -> None:
+    """A save takes about 100 s, and the second node comes 10 to 140 s after the first."""
+    of = small()
+    costs = RecoveryCosts(startup_s=0.0, save_bytes_per_s=sum(of.setting.layer_bytes) / 200.0)
+    lost, back = Occurrence(0.0, LOST, (1, 2)), Occurrence(1800.0, BACK, (2,))
+    for after_s in range(10, 150, 10):
+        other = Occurrence(1800.0 + after_s, BACK, (1,))
+        result = outcome(of, lost, back, other, costs=costs, system=Varuna())
+
+        assert result.num_redone == 0, after_s
+
+
 def test_a_save_of_oobleck_before_it_stops_takes_time() -> None:
     """As long as any other; what it saves counts after the next start."""
     costs = RecoveryCosts(startup_s=0.0, save_bytes_per_s=1e8)

@@ -81,6 +81,10 @@ class StoredSaves:
         self.complete_by(now_s)
         self._pending = (now_s + write_s, num_committed)
 
+    def left_s(self, now_s: float) -> float:
+        """Seconds until the save that is being written is complete; 0 if none is."""
+        return max(0.0, self._pending[0] - now_s) if self._pending is not None else 0.0
+
     def interrupt(self, now_s: float) -> None:
         """Loses the save that is being written now."""
         self.complete_by(now_s)

@@ -86,6 +86,8 @@ class _Morphing:
         del nodes
         if job.is_training:
             job.at_commit(partial(self._morph, job))
+        elif left_s := job.saves.left_s(now_s):
+            self._morph_after_save(job, now_s, left_s)
         else:
             self._fall_back(job, now_s)
 
@@ -106,6 +108,13 @@ class _Morphing:
         save = self._save(job, now_s)
         job.end()
         self._restart(job, now_s, save)
+
+    def _morph_after_save(self, job: ModelledJob, now_s: float, left_s: float) -> None:
+        """Starts anew as soon as the save that is being written is complete."""
+        job.interrupt(now_s)
+        job.saves.begin(job.account.num_iterations, now_s, write_s=left_s)
+        job.end()
+        self._restart(job, now_s, (Category.CHECKPOINT_STALL, left_s))
 
     def _save_by(self, job: ModelledJob, deadline_s: float, now_s: float) -> None:
         """Saves, and waits for the loss: what is trained after the save would be lost."""
