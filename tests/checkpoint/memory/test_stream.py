@@ -1,59 +1,41 @@
 """Copies on their way between ranks, each a few threads of this process."""
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from helpers.linked_ranks import TIMEOUT_S, is_blocked, link_ranks, wait_until
-from planaria.checkpoint.memory.arena import Arena, arena_fd
-from planaria.checkpoint.memory.filling import HostCopy, fill_alone, no_device
-from planaria.checkpoint.memory.stream import TRIES, Copier, CopyPlan
-from planaria.checkpoint.memory.turns import AtOnce, Buffers, FlowControl
+from helpers.copying_ranks import (
+    COPIES,
+    KEPT,
+    OWN,
+    CopyingRank,
+    assert_kept,
+    copying_rank,
+    damage_pieces,
+    layer_state,
+)
+from helpers.linked_ranks import is_blocked, link_ranks, wait_until
+from planaria.checkpoint.memory.arena import Arena
+from planaria.checkpoint.memory.stream import TRIES
+from planaria.checkpoint.memory.turns import Buffers
 from planaria.checkpoint.memory.version import Bytes, Version
-from planaria.checkpoint.memory.wire import State, copy_peers, state_of
+from planaria.checkpoint.memory.wire import copy_peers
 from planaria.core.copies import Label, LayerCopy
 from planaria.errors import AbortedError, CheckpointError, PeerLostError
 from planaria.transport.links import Channel, Links, Tag
 
-# Layers 0 and 1 are held by rank 0, layer 2 by rank 1; rank 2 holds none.
-OWN = ((0, 1), (2,), ())
-COPIES = (LayerCopy(0, 0, (1, 2)), LayerCopy(1, 0, (2,)), LayerCopy(2, 1, (0,)))
-KEPT = {0: {0, 1, 2}, 1: {0, 2}, 2: {0, 1}}
 SIZE = 300_000
 EMPTY: Bytes = np.empty(0, dtype=np.uint8)
 BUFFERS = Buffers(1 << 18, 4)
 
 
 def state(layer: int, age: int) -> dict[str, np.ndarray]:
-    """Of a layer, two tensors."""
-    rng = np.random.default_rng((layer, age))
-    weight = rng.standard_normal((SIZE // 4, 1)).astype(np.float32)
-    return {"parameter/weight": weight, "optimizer/weight/step": np.array(age)}
-
-
-@dataclass
-class Rank:
-    """A rank's copier and arena."""
-
-    links: Links
-    arena: Arena
-    copier: Copier
-    failures: list[str] = field(default_factory=list)
-
-    def begin(self, age: int) -> None:
-        """Begins a version of its layers."""
-        own = OWN[self.links.rank]
-        self.copier.begin(age, {layer: state(layer, age) for layer in own})
-
-    def kept(self, label: Label) -> dict[int, State]:
-        """The states that it has a copy of."""
-        layers = [n for n, labels in self.arena.versions().items() if label in labels]
-        return {layer: state_of(self.arena.read(layer, label)) for layer in layers}
+    """Of a layer of these tests."""
+    return layer_state(layer, age, SIZE)
 
 
 @contextmanager
@@ -61,41 +43,21 @@ def copying(
     copies: Sequence[LayerCopy] = COPIES,
     *,
     buffers: Buffers = BUFFERS,
-) -> Iterator[list[Rank]]:
+) -> Iterator[list[CopyingRank]]:
     """Three ranks that copy."""
-    with link_ranks(3) as ranks, ExitStack() as stack:
-        found = []
-        for links in ranks:
-            fd = arena_fd()
-            stack.callback(os.close, fd)
-            arena, failures = Arena(fd), list[str]()
-            copier = Copier(
-                links,
-                arena,
-                CopyPlan(
-                    own=OWN[links.rank], copies=copies, since=-1, epoch=0, complete_label=None
-                ),
-                host_copy=HostCopy(fill_alone, lambda _: 0, no_device),
-                flow=FlowControl(buffers, AtOnce(), TIMEOUT_S),
-                on_failure=failures.append,
+    with link_ranks(3) as all_links, ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                copying_rank(
+                    links,
+                    abort=partial(links.abort, first_epoch=1),
+                    copies=copies,
+                    buffers=buffers,
+                    layer_bytes=SIZE,
+                )
             )
-            stack.callback(copier.close)
-            stack.callback(links.abort, "the test is over", first_epoch=1)
-            found.append(Rank(links, arena, copier, failures))
-        yield found
-
-
-def assert_kept(ranks: Sequence[Rank], age: int, kept: Mapping[int, set[int]] = KEPT) -> None:
-    """Each rank has what it is to keep of this age, bit for bit."""
-    for rank in ranks:
-        states = rank.kept(Label(-1, 0, age))
-        assert states.keys() == kept[rank.links.rank]
-        for layer, found in states.items():
-            wanted = state(layer, age)
-            assert list(found) == list(wanted)
-            for name, array in found.items():
-                assert array.dtype == wanted[name].dtype
-                assert np.array_equal(array, wanted[name])
+            for links in all_links
+        ]
 
 
 @pytest.mark.parametrize("buffers", [BUFFERS, Buffers(10_000, 1), Buffers(1 << 30, 2)])
@@ -151,7 +113,7 @@ def test_a_layer_that_has_not_changed_is_not_sent_again() -> None:
             sent.append(sum(rank.links.sent_bytes[Channel.COPY] for rank in ranks))
             taken.append(ranks[2].arena.num_bytes)
             for rank in ranks:
-                states = rank.kept(Label(-1, 0, age))
+                states = rank.kept(age)
                 assert states.keys() == KEPT[rank.links.rank]
                 for layer, found in states.items():
                     wanted = state(layer, 5 if layer < 2 else age)
@@ -182,7 +144,7 @@ def test_a_layer_that_has_not_changed_is_sent_to_whoever_lost_it(is_spoilt: bool
             rank.copier.wait_ended()
             assert not rank.copier.has_failed
 
-        found = ranks[2].kept(Label(-1, 0, 6))
+        found = ranks[2].kept(6)
         assert found.keys() == KEPT[2]
         for name, array in state(0, 5).items():
             assert np.array_equal(found[0][name], array)
@@ -245,25 +207,14 @@ def test_a_piece_that_is_not_what_was_sent_is_asked_for_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first try of every third one."""
-    tried: set[tuple[int, int, int]] = set()
-    store_piece = Version.store_piece
-
-    def store_damaged_piece(version: Version, index: int, piece: np.ndarray, value: int) -> bool:
-        key = (id(version), version.layer, index)
-        if index % 3 == 0 and key not in tried:
-            tried.add(key)
-            piece = piece.copy()
-            piece[len(piece) // 2] ^= 4
-        return store_piece(version, index, piece, value)
-
-    monkeypatch.setattr(Version, "store_piece", store_damaged_piece)
+    damaged = damage_pieces(monkeypatch)
     with copying(buffers=Buffers(40_000, 4)) as ranks:
         for rank in ranks:
             rank.begin(2)
         for rank in ranks:
             rank.copier.wait_ended()
 
-        assert len(tried) > 20
+        assert len(damaged) > 20
         assert_kept(ranks, 2)
 
 
@@ -296,7 +247,7 @@ def test_what_a_layer_begins_with_is_asked_for_again_too(
                 rank.copier.complete()
         assert len(spoilt) == 2 * 4
         for rank in ranks:
-            assert rank.kept(Label(-1, 0, 3)).keys() == KEPT[rank.links.rank]
+            assert rank.kept(3).keys() == KEPT[rank.links.rank]
 
 
 def test_a_link_that_spoils_everything_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,52 +3,45 @@
 On the device whose copies come late, a copy is wrong wherever a wait is missing.
 """
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 
+from helpers.copying_ranks import (
+    COPIES,
+    OWN,
+    CopyingRank,
+    assert_kept,
+    copying_rank,
+    damage_pieces,
+    layer_state,
+)
 from helpers.fake_groups import Fabric, GlooMaker
 from helpers.linked_ranks import TIMEOUT_S, in_threads, is_blocked, link_ranks, wait_until
-from planaria.checkpoint.memory.arena import Arena, arena_fd
-from planaria.checkpoint.memory.filling import HostCopy, fill_alone, no_device
 from planaria.checkpoint.memory.landing import DevicePath, announced_index, announcement
-from planaria.checkpoint.memory.stream import TRIES, Copier, CopyPlan
-from planaria.checkpoint.memory.turns import AtOnce, Buffers, FlowControl
+from planaria.checkpoint.memory.stream import TRIES
+from planaria.checkpoint.memory.turns import Buffers
 from planaria.checkpoint.memory.version import Version
-from planaria.checkpoint.memory.wire import State, state_of
-from planaria.core.copies import Label, LayerCopy
+from planaria.core.copies import LayerCopy
 from planaria.engine.comm.chunks import ArrivingChunks, LeavingChunks
 from planaria.engine.comm.device_comm import DeviceComm
 from planaria.engine.comm.host import HostComm
 from planaria.engine.comm.nccl import GroupMaker, NcclComm
 from planaria.engine.devices import CopyLane, Device, LateDevice, Mark, Pairs, find_device
 from planaria.errors import AbortedError, PeerLostError
-from planaria.transport.links import Channel, Links
+from planaria.transport.links import Channel
 
 KINDS = ["host cpu", "host late", "fake late", "gloo cpu"]
 if torch.cuda.is_available():
     KINDS.append("host cuda")
-# Layers 0 and 1 are held by rank 0, layer 2 by rank 1; rank 2 holds none.
-OWN = ((0, 1), (2,), ())
-COPIES = (LayerCopy(0, 0, (1, 2)), LayerCopy(1, 0, (2,)), LayerCopy(2, 1, (0,)))
-KEPT = {0: {0, 1, 2}, 1: {0, 2}, 2: {0, 1}}
 KEYS = [(-2, 0, 1), (-2, 0, 2), (-2, 1, 0), (-2, 1, 2)]
 SIZE = 60_000
 BUFFERS = Buffers(32_000, 4)
 ONE_BUFFER = Buffers(5_000, 1)
-
-
-def state(layer: int, age: int) -> dict[str, np.ndarray]:
-    """Of a layer, two tensors."""
-    rng = np.random.default_rng((layer, age))
-    weight = rng.standard_normal((SIZE // 4, 1)).astype(np.float32)
-    return {"parameter/weight": weight, "optimizer/weight/step": np.array(age)}
 
 
 class GatedDevice(LateDevice):
@@ -82,34 +75,13 @@ class GatedMark:
         self.mark.order()
 
 
-@dataclass
-class Rank:
-    """A rank's copier, and what it copies with."""
-
-    links: Links
-    comm: DeviceComm
-    arena: Arena
-    copier: Copier
-    failures: list[str] = field(default_factory=list)
-
-    def begin(self, age: int) -> None:
-        """Begins a version of its layers."""
-        self.copier.begin(age, {layer: state(layer, age) for layer in OWN[self.links.rank]})
-
-    def kept(self, age: int) -> dict[int, State]:
-        """The states of this age that it has a copy of."""
-        label = Label(-1, 0, age)
-        layers = [n for n, labels in self.arena.versions().items() if label in labels]
-        return {layer: state_of(self.arena.read(layer, label)) for layer in layers}
-
-
 @contextmanager
 def copying(
     kind: str,
     buffers: Buffers = BUFFERS,
     device_of: Callable[[int], Device] | None = None,
     copies: Sequence[LayerCopy] = COPIES,
-) -> Iterator[list[Rank]]:
+) -> Iterator[list[CopyingRank]]:
     """Three ranks that copy from device to device.
 
     Args:
@@ -133,42 +105,24 @@ def copying(
                 each.result(timeout=TIMEOUT_S)
         ranks = []
         for links, comm, device in zip(all_links, comms, devices, strict=True):
-            fd = arena_fd()
-            stack.callback(os.close, fd)
-            arena, failures = Arena(fd), list[str]()
+            stack.callback(comm.close)
             sender = LeavingChunks(comm, device, buffers)
-            copier = Copier(
+            rank = copying_rank(
                 links,
-                arena,
-                CopyPlan(
-                    own=OWN[links.rank], copies=copies, since=-1, epoch=0, complete_label=None
-                ),
-                host_copy=HostCopy(fill_alone, lambda _: 0, no_device),
-                flow=FlowControl(buffers, AtOnce(), TIMEOUT_S),
-                on_failure=failures.append,
+                abort=comm.abort,
+                copies=copies,
+                buffers=buffers,
+                layer_bytes=SIZE,
                 device_path=DevicePath(sender, ArrivingChunks(comm, device, buffers)),
             )
-            stack.callback(comm.close)
-            stack.callback(copier.close)
-            ranks.append(Rank(links, comm, arena, copier, failures))
+            ranks.append(stack.enter_context(rank))
         stack.callback(abort, ranks, "the test is over")
         yield ranks
 
 
-def abort(ranks: list[Rank], reason: str) -> None:
+def abort(ranks: list[CopyingRank], reason: str) -> None:
     for rank in ranks:
-        rank.comm.abort(reason)
-
-
-def assert_kept(ranks: list[Rank], age: int) -> None:
-    """Each rank has what it is to keep of this age, bit for bit."""
-    for rank in ranks:
-        states = rank.kept(age)
-        assert states.keys() == KEPT[rank.links.rank]
-        for layer, kept in states.items():
-            wanted = state(layer, age)
-            assert list(kept) == list(wanted)
-            assert all(np.array_equal(kept[name], wanted[name]) for name in wanted)
+        rank.abort(reason)
 
 
 @pytest.mark.parametrize("buffers", [BUFFERS, ONE_BUFFER, Buffers(1 << 20, 2)])
@@ -193,27 +147,16 @@ def test_each_layer_is_kept_where_it_is_to_be(kind: str, buffers: Buffers) -> No
 @pytest.mark.parametrize("kind", ["host late", "fake late"])
 def test_a_chunk_that_is_damaged_is_sent_again(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first try of every third one, be it that others follow it or not."""
-    tried: set[tuple[int, int, int]] = set()
-    store_piece = Version.store_piece
-
-    def store_damaged_piece(version: Version, index: int, piece: np.ndarray, value: int) -> bool:
-        key = (id(version), version.layer, index)
-        if index % 3 == 0 and key not in tried:
-            tried.add(key)
-            piece = piece.copy()
-            piece[len(piece) // 2] ^= 4
-        return store_piece(version, index, piece, value)
-
-    monkeypatch.setattr(Version, "store_piece", store_damaged_piece)
+    damaged = damage_pieces(monkeypatch)
     for buffers in (Buffers(20_000, 4), ONE_BUFFER):
-        tried.clear()
+        damaged.clear()
         with copying(kind, buffers) as ranks:
             for rank in ranks:
                 rank.begin(2)
             for rank in ranks:
                 rank.copier.wait_ended()
 
-            assert len(tried) > 10
+            assert len(damaged) > 10
             assert_kept(ranks, 2)
 
 
@@ -253,7 +196,7 @@ def test_a_layer_may_change_while_its_chunks_wait() -> None:
     """Training waits for the own copy only."""
     slow = GatedDevice()
     with copying("host late", device_of=lambda rank: slow if rank == 2 else LateDevice()) as ranks:
-        states = {layer: state(layer, 7) for layer in OWN[0]}
+        states = {layer: layer_state(layer, 7, SIZE) for layer in OWN[0]}
         for rank in ranks[1:]:
             rank.begin(7)
         ranks[0].copier.begin(7, states)
