@@ -199,7 +199,8 @@ class Report:
 
     Attributes:
         plan: plan that the job began with.
-        plans: all plans of the run, by epoch; those of events and iterations among them.
+        plans: plans that decisions made or left, by epoch. Of a change in several switches, the
+            epochs before the last have none.
         profile: profile by which the job was planned, as `planaria profile` writes it.
         processors: number of processors that all ranks share; 0: each rank has its own.
         first_iteration: iteration with which the run began.

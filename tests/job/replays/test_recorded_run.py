@@ -1,14 +1,27 @@
 """Which files can be replayed, and what is said of others."""
 
+import copy
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from helpers.command import PACED
+from helpers.strategies import equal_problem
+from planaria.core.cluster import NodesLost, survivors
+from planaria.core.findings import FailureHistory, Findings
+from planaria.core.records import DecisionInputs
+from planaria.core.specs import Prepared
 from planaria.errors import ConfigError
+from planaria.job.config import load_job
+from planaria.job.planning import plan_job
+from planaria.job.replays.calibration import PlanSeconds
 from planaria.job.replays.recorded_run import read_run
 from planaria.observe.metrics import REPORT_VERSION
+from planaria.profiles.profile_json import encode_profile
 
 REPORT: dict[str, Any] = {
     "job": {},
@@ -62,3 +75,111 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     """With its name."""
     with pytest.raises(ConfigError, match=r"nowhere\.json.*cannot be read"):
         read_run(tmp_path / "nowhere.json", option="--calibrate")
+
+
+@pytest.fixture(scope="module")
+def whole_report() -> dict[str, Any]:
+    """The report of a run of 20 iterations, in which one node was lost."""
+    overrides = ["cluster.nodes=4", "training.global_batch_size=16", "training.microbatch_size=1"]
+    job = load_job(PACED.with_name("small.toml"), overrides=overrides)
+    profile = equal_problem(device_memory_bytes=200 << 20).profile
+    plan = plan_job(job, Prepared(profile=profile)).plan
+    inputs = DecisionInputs(
+        plan_epoch=plan.epoch,
+        members=plan.nodes[:-1],
+        cluster=survivors(plan, plan.nodes[-1:], epoch=plan.epoch + 1),
+        findings=Findings(),
+        history=FailureHistory(),
+        priced_s=20.0,
+        next_iteration=10,
+        saved_iteration=-1,
+        version_iterations=1,
+        processors=0,
+        is_foreseen=False,
+        lost=NodesLost(plan.nodes[-1:], 0),
+    )
+    lost = {"kind": "lost", "nodes": plan.nodes[-1:], "iteration": 10, "epoch": plan.epoch + 1}
+    content: dict[str, Any] = json.loads(
+        msgspec.json.encode(
+            {
+                "job": asdict(job),
+                "plan": plan,
+                "plans": {plan.epoch: plan, plan.epoch + 1: replace(plan, epoch=plan.epoch + 1)},
+                "profile": msgspec.Raw(encode_profile(profile)),
+                "processors": 0,
+                "first_iteration": 0,
+                "checkpoints": {},
+                "ledger": {"startup": 1.0, "checkpoint_stall": 0.0, "wall": 30.0},
+                "events": [lost | {"inputs": inputs}],
+                "iterations": [
+                    {"iteration": i, "samples": 16, "seconds": 1.0, "epoch": plan.epoch}
+                    | {"at_s": 2.0 + i}
+                    for i in range(20)
+                ],
+                "version": REPORT_VERSION,
+            }
+        )
+    )
+    return content
+
+
+def test_an_iteration_that_took_no_time_says_nothing_of_the_others(
+    tmp_path: Path, whole_report: dict[str, Any]
+) -> None:
+    """Its reports were lost with the coordinator; a simulation went on by tiny steps for it."""
+    report = copy.deepcopy(whole_report)
+    report["iterations"][7]["seconds"] = 0.0
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(report))
+
+    assert PlanSeconds(read_run(path, option="--replay")).fastest_s == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "why"),
+    [
+        (("job",), [], "Expected `object`"),
+        (("plans",), {}, "no plan of epoch"),
+        (("plan", "pipelines"), [], "has no stages"),
+        (("plan", "routes"), [], "is one of another job"),
+        (("profile", "layers"), [], "is one of another job"),
+        (("ledger",), {"startup": 1.0}, "the ledger has no checkpoint_stall"),
+        (("checkpoints",), None, "Expected `object`"),
+        (("iterations", -1, "at_s"), 0.5, "before it trained"),
+        (("iterations", 3, "seconds"), -1.0, "iteration 3 has negative seconds"),
+        (("iterations", 3, "samples"), 0, "iteration 3 has negative seconds or no samples"),
+        (("events", 0, "epoch"), -1, "no plan of epoch -1, which a decision needs"),
+        (("events", 0, "inputs", "lost"), None, "either a loss or a change"),
+        (("events", 0, "inputs", "cluster", "epoch"), -1, "left that of"),
+        (("events", 0, "inputs", "findings", "layer_factors"), [1.0], "of another model"),
+        (("events", 0, "inputs", "findings", "more_bytes"), [1], "of another model"),
+        (("events", 0, "inputs", "cluster", "nodes", 0, "node"), 2, "contradicts another"),
+    ],
+)
+def test_a_report_that_contradicts_itself_is_refused_before_it_is_replayed(
+    tmp_path: Path,
+    whole_report: dict[str, Any],
+    place: tuple[Any, ...],
+    value: object,
+    why: str,
+) -> None:
+    """Someone may have edited it, or put two together; a traceback would help nobody."""
+    report = copy.deepcopy(whole_report)
+    *outer, last = place
+    table: Any = report
+    for key in outer:
+        table = table[key]
+    table[last] = value
+
+    text = refusal(tmp_path, json.dumps(report))
+    assert "it is a damaged report" in text
+    assert why in text
+
+
+def test_a_report_without_one_of_its_tables_names_it(
+    tmp_path: Path, whole_report: dict[str, Any]
+) -> None:
+    """A cut-off file is no JSON, but an edited one may lack anything."""
+    report = {key: value for key, value in whole_report.items() if key != "first_iteration"}
+
+    assert "it has no first_iteration" in refusal(tmp_path, json.dumps(report))

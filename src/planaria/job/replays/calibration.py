@@ -233,10 +233,17 @@ class PlanSeconds:
         self._beside_s = findings.beside_s
         epochs = _trained_epochs(run)
         self._by_layout: dict[object, list[_TrainedEpoch]] = {}
+        epochs = tuple(epoch for epoch in epochs if epoch.seconds > 0.0)
         self._long_epochs = tuple(e for e in epochs if e.number >= _ITERATIONS_MIN) or epochs
         for epoch in self._long_epochs:
             self._by_layout.setdefault(_layout(epoch.plan), []).append(epoch)
         self._factors = {id(epoch): self._factor(epoch) for epoch in self._long_epochs}
+
+    @property
+    def fastest_s(self) -> float:
+        """The seconds of an iteration in the fastest epoch. The shortest iteration tells nothing:
+        one whose reports are lost with their coordinator may seem to take no time at all."""
+        return min(epoch.each_s for epoch in self._long_epochs)
 
     def _factor(self, epoch: _TrainedEpoch) -> float:
         return epoch.each_s / (_predicted_s(self._problem, epoch.plan) + self._beside_s)

@@ -23,6 +23,10 @@ from planaria.observe.metrics import REPORT_VERSION, EventRecord
 _OLD_REMEDY: Final = "train again with this version of planaria"
 _END_KINDS: Final = ("failed", "lost")  # Events of an early end, which concern no node.
 
+# What a report has beside the tables by which it is told from other files.
+_TABLES: Final = ("plan", "plans", "profile", "processors", "checkpoints", "first_iteration")
+_LEDGER: Final = (Category.STARTUP, Category.CHECKPOINT_STALL, "wall")
+
 Value = TypeVar("Value")
 
 
@@ -43,7 +47,7 @@ class RecordedRun:
     Attributes:
         name: name of the report's file, without its suffix.
         planned: the job with the plans that it had.
-        plans: all plans of the run, by epoch.
+        plans: plans of the run, by epoch; the same as in `Report`.
         iterations: committed iterations that count, in order.
         events: events in the order in which they happened.
         checkpoints, ledger: tables of the report, by name.
@@ -100,14 +104,18 @@ def read_run(path: Path, *, option: str) -> RecordedRun:
         option: option that names the file, for errors.
 
     Raises:
-        ConfigError: the file cannot be read, is no report, is of another version, or tells of no
-            iteration.
+        ConfigError: the file cannot be read, is no report, is of another version, tells of no
+            iteration, or contradicts itself.
     """
     report = _report(path, option=option)
+    missing = [name for name in _TABLES if name not in report]
     try:
+        if missing:
+            raise msgspec.ValidationError(f"it has no {missing[0]}")
         return _run(report, path.stem)
-    except (msgspec.ValidationError, KeyError) as error:
-        remedy = f"it is a damaged report: {error}"
+    except (msgspec.ValidationError, AssertionError) as error:
+        # Some types assert what whoever makes them must ensure.
+        remedy = f"it is a damaged report: {str(error) or 'a value contradicts another one'}"
         raise ConfigError(option, str(path), remedy) from error
 
 
@@ -144,8 +152,22 @@ def _run(report: Mapping[str, Any], name: str) -> RecordedRun:
     plans = _value(report["plans"], dict[int, Plan])
     profile = _value(report["profile"], ModelProfile)
     first = _value(report["plan"], Plan)
+    config = job_from_dict(_value(report["job"], dict[str, Any]))
+    iterations = _value(report["iterations"], tuple[RecordedIteration, ...])
+    events = _value(report["events"], tuple[EventRecord, ...])
+    ledger = _value(report["ledger"], dict[str, float])
+    plans |= {first.epoch: first}
+    reason = (
+        _plan_damage(plans, config.num_microbatches, len(profile.layers))
+        or _iteration_damage(iterations, plans, ledger)
+        or next(
+            filter(None, (_event_damage(one, plans, len(profile.layers)) for one in events)), ""
+        )
+    )
+    if reason:
+        raise msgspec.ValidationError(reason)
     planned = plan_job(
-        job_from_dict(report["job"]),
+        config,
         Prepared(profile=profile),
         plan=first,
         processors=_value(report["processors"], int),
@@ -153,13 +175,61 @@ def _run(report: Mapping[str, Any], name: str) -> RecordedRun:
     return RecordedRun(
         name=name,
         planned=planned,
-        plans=plans | {first.epoch: first},
-        iterations=_value(report["iterations"], tuple[RecordedIteration, ...]),
-        events=_value(report["events"], tuple[EventRecord, ...]),
+        plans=plans,
+        iterations=iterations,
+        events=events,
         checkpoints=_value(report["checkpoints"], dict[str, float]),
-        ledger=_value(report["ledger"], dict[str, float]),
+        ledger=ledger,
         first_iteration=_value(report["first_iteration"], int),
     )
+
+
+def _plan_damage(plans: Mapping[int, Plan], num_microbatches: int, num_layers: int) -> str:
+    """The reason why plans cannot be those of the job; "" for none."""
+    for epoch, plan in plans.items():
+        templates = [pipeline.template for pipeline in plan.pipelines]
+        if not templates or not all(template.stages for template in templates):
+            return f"the plan of epoch {epoch} has no stages"
+        if plan.num_layers != num_layers or len(plan.routes) != num_microbatches:
+            return f"the plan of epoch {epoch} is one of another job"
+    return ""
+
+
+def _iteration_damage(
+    iterations: Sequence[RecordedIteration], plans: Mapping[int, Plan], ledger: Mapping[str, float]
+) -> str:
+    """The reason why iterations cannot be those of the run; "" for none."""
+    lacking = [name for name in _LEDGER if name not in ledger]
+    if lacking:
+        return f"the ledger has no {lacking[0]}"
+    for iteration in iterations:
+        if iteration.seconds < 0.0 or iteration.samples < 1:
+            return f"iteration {iteration.iteration} has negative seconds or no samples"
+    # Of a change in several switches, only the last epoch has a plan in the report.
+    if not any(iteration.epoch in plans for iteration in iterations):
+        return "it has no plan of any iteration"
+    if iterations[-1].at_s <= ledger[Category.STARTUP]:
+        return "its last iteration was committed before it trained"
+    return ""
+
+
+def _event_damage(event: EventRecord, plans: Mapping[int, Plan], num_layers: int) -> str:
+    """The reason why the event's decision cannot have been made; "" for none."""
+    inputs = event.inputs
+    if inputs is None:
+        return ""
+    for epoch in (inputs.plan_epoch, event.epoch):
+        if epoch not in plans:
+            return f"it has no plan of epoch {epoch}, which a decision needs"
+    if (inputs.lost is None) == (inputs.changed is None):
+        return "a decision must answer either a loss or a change"
+    if inputs.cluster.epoch <= inputs.plan_epoch:
+        return f"the decision for epoch {inputs.cluster.epoch} left that of {inputs.plan_epoch}"
+    findings = inputs.findings
+    num_findings = {len(findings.layer_factors), len(findings.more_bytes)}
+    if not num_findings <= {0, num_layers} or min(findings.layer_factors, default=1.0) <= 0.0:
+        return "the findings of a decision are those of another model"
+    return ""
 
 
 def _value(value: Any, kind: type[Value]) -> Value:

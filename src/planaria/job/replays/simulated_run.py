@@ -35,7 +35,7 @@ from planaria.simulator.economics.planaria_run import PlanariaRun
 from planaria.simulator.economics.planaria_system import plans_of, rules_of_setting
 from planaria.systems.system import RecoveryCosts, Setting
 
-_FASTER_MAX = 4.0  # No plan is so many times as fast as the fastest iteration of the run.
+_FASTER_MAX = 4.0  # No plan is so many times as fast as the fastest epoch of the run.
 HORIZON_TIMES = 4.0  # A policy that takes so many times as long as the run is given up.
 
 
@@ -91,8 +91,9 @@ def simulated_run(run: RecordedRun, costs: RecoveryCosts, *, policy: PolicyName)
     """
     setting = _setting(run, costs, policy)
     decisions: list[SimulatedDecision] = []
-    simulated = _planaria_run(run, setting, partial(_note, decisions))
-    least_s = min(iteration.seconds for iteration in run.iterations) / _FASTER_MAX
+    seconds = PlanSeconds(run)
+    simulated = _planaria_run(run, setting, seconds, partial(_note, decisions))
+    least_s = seconds.fastest_s / _FASTER_MAX
     complete_by = partial(
         is_complete, simulated, iterations=len(run.iterations), iteration_s_min=least_s
     )
@@ -144,11 +145,14 @@ def _setting(run: RecordedRun, costs: RecoveryCosts, policy: PolicyName) -> Sett
 
 
 def _planaria_run(
-    run: RecordedRun, setting: Setting, on_notice: Callable[[ToLauncher, float], None]
+    run: RecordedRun,
+    setting: Setting,
+    seconds: PlanSeconds,
+    on_notice: Callable[[ToLauncher, float], None],
 ) -> PlanariaRun:
     """The simulated job; it begins with the plan of the run, unless the policy needs another."""
     problem, planned = setting.catalog.problem, run.planned
-    plan_of, seconds = plans_of(setting), PlanSeconds(run)
+    plan_of = plans_of(setting)
     findings = msgspec.structs.replace(run.findings, layer_factors=())  # The catalog has them.
 
     if TRAITS[setting.job.resilience.policy].has_shadows:
