@@ -183,3 +183,21 @@ def test_a_report_without_one_of_its_tables_names_it(
     report = {key: value for key, value in whole_report.items() if key != "first_iteration"}
 
     assert "it has no first_iteration" in refusal(tmp_path, json.dumps(report))
+
+
+def test_the_newest_findings_are_those_of_the_last_epoch(
+    tmp_path: Path, whole_report: dict[str, Any]
+) -> None:
+    """The coordinator after the first decision was on a machine whose clock is behind."""
+    report = copy.deepcopy(whole_report)
+    (first,) = report["events"]
+    second = copy.deepcopy(first)
+    report["plans"]["2"] = report["plans"]["1"] | {"epoch": 2}
+    second["epoch"] = second["inputs"]["cluster"]["epoch"] = 2
+    second["inputs"] |= {"plan_epoch": 1, "priced_s": first["inputs"]["priced_s"] - 9.0}
+    second["inputs"]["findings"]["beside_s"] = 0.5
+    report["events"].append(second)
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(report))
+
+    assert read_run(path, option="--replay").findings.beside_s == 0.5

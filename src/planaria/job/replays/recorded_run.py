@@ -80,10 +80,11 @@ class RecordedRun:
     @property
     def findings(self) -> Findings:
         """What the job had learned of itself by its last decision, without what is of one node."""
-        inputs = [event.inputs for event in self.events if event.inputs is not None]
+        # Clocks do not tell: a coordinator on another machine has another one.
+        inputs = {event.epoch: event.inputs for event in self.events if event.inputs is not None}
         if not inputs:
             return Findings()
-        newest = max(inputs, key=lambda one: one.priced_s).findings
+        newest = inputs[max(inputs)].findings
         return msgspec.structs.replace(newest, more_bytes=(), speeds={}, idle={})
 
     @property
