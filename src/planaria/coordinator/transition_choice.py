@@ -175,19 +175,19 @@ def decision_inputs(
         priced_s: time for which they were priced.
         is_foreseen: whether the answer had been found ahead of need.
     """
-    is_loss = isinstance(event, NodesLost)
+    lost, changed = (event, None) if isinstance(event, NodesLost) else (None, event)
     return DecisionInputs(
         plan_epoch=state.plan.epoch,
         members=state.nodes,
         cluster=cluster,
-        lost=event if isinstance(event, NodesLost) else None,
-        changed=None if isinstance(event, NodesLost) else event,
+        lost=lost,
+        changed=changed,
         findings=state.learning.findings,
         history=state.membership.history,
         priced_s=priced_s,
         next_iteration=state.commits.next_iteration,
         saved_iteration=state.saves.newest_iteration,
-        iteration_s=0.0 if is_loss else iteration_s(state),
+        iteration_s=iteration_s(state) if changed else 0.0,
         version_iterations=rules.version_iterations,
         processors=rules.processors,
         is_foreseen=is_foreseen,

@@ -1,7 +1,7 @@
 """A recorded run, simulated: what happened to its nodes happens again, and the coordinator decides.
 
-The coordinator knows from the start what that of the run had learned of its profile by the last
-decision. An iteration of a plan that the run had takes what it took; any other takes what the
+The simulated coordinator begins with the corrections of the profile that the real one had by its
+last decision. An iteration of a plan that the run had takes what it took; any other takes what the
 coordinator predicts, times the factor by which the run was off.
 
 Nodes are lost, join, are told of their end and slow down when they did in the run. A worker that
