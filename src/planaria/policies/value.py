@@ -162,9 +162,9 @@ def samples_at_risk(transition: Transition, *, global_batch_size: int, outlook: 
     subtracted and p' * exp(-L * t') * E(y, v') is added. If the job ends at t', the former is
     subtracted only.
 
-    If two saves in a row are missing, on a slow or a full disk, the next one is expected to take as
-    long again as the newest is old: a slow disk has it soon, and the longer there was none, the
-    less a save is counted on.
+    If two saves in a row are missing, the next one is expected once as many samples again are
+    trained as are unsaved now. A slow disk soon has a save; on a full one, the save that is
+    expected gets further away as training goes on.
     """
     rate = outlook.failures_per_s
     if not (rate and outlook.lost_max):

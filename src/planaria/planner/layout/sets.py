@@ -88,7 +88,8 @@ class SetSearch:
     def _equal_sets(self, nodes: Counts, min_pipelines: int) -> Iterator[tuple[Counts, ...]]:
         """The sets whose pipelines all have the same size.
 
-        One may be faster than any that a search finds: for these alone its times are exact.
+        One of them may be faster than any set that a search finds: a search neglects that pipelines
+        of different templates wait for each other, and so may prefer a mixed set that is slower.
         """
         for number in range(max(1, min_pipelines), self._max_pipelines(sum(nodes)) + 1):
             size = tuple(count // number for count in nodes)
