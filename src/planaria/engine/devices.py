@@ -46,8 +46,8 @@ class CopyLane(Enum):
     LEAVING = "leaving"  # Messages, on their way to the host.
     ARRIVING = "arriving"  # Messages, on their way to the device.
     STATE = "state"  # The state of layers: copies take longer than an action.
-    CHUNKS_LEAVING = "chunks leaving"  # Chunks of copies that go to other ranks,
-    CHUNKS_ARRIVING = "chunks arriving"  # and those that come from them.
+    CHUNKS_LEAVING = "chunks leaving"  # Chunks of copies that go to other ranks.
+    CHUNKS_ARRIVING = "chunks arriving"  # Chunks of copies that come from other ranks.
 
 
 class Mark(Protocol):

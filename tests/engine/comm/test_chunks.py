@@ -172,6 +172,22 @@ def test_a_device_that_spoils_everything_is_given_up(monkeypatch: pytest.MonkeyP
         assert 2 not in ranks[0].arena.versions()
 
 
+def test_an_error_of_a_chunk_that_lands_ends_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its receiver may wait for the next message of the source meanwhile, which never comes."""
+
+    def fail(*_: object) -> bool:
+        raise OSError("the memory is gone")
+
+    monkeypatch.setattr(Version, "store_piece", fail)
+    with copying("host late", ONE_BUFFER, copies=(LayerCopy(0, 0, (2,)),)) as ranks:
+        for rank in ranks:
+            rank.begin(2)
+        with pytest.raises(OSError, match="is gone"):
+            ranks[2].copier.wait_ended()
+
+        assert not ranks[2].kept(2)
+
+
 def test_a_copy_counts_once_it_is_on_the_host() -> None:
     """Chunks fill all sub-buffers of a device meanwhile, one arrives while another one lands."""
     slow = GatedDevice()

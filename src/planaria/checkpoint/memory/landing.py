@@ -28,7 +28,7 @@ from planaria.checkpoint.memory.version import Bytes, hash_of
 from planaria.errors import AbortedError, PeerLostError
 from planaria.transport.links import Channel, Tag
 
-# An aborted epoch leaves a device a chunk that never comes; NCCL has taken seconds to give it up.
+# After an abort a device may still wait for a chunk; NCCL has taken seconds to give one up.
 _CLOSE_S: Final = 0.2
 # Nothing wakes a thread that waits for its own device when the epoch is aborted, so it asks.
 _CHECK_S: Final = 0.05
@@ -83,7 +83,7 @@ class DevicePath:
 
 
 class Landings:
-    """A thread that waits for chunks on their way to the host, in the order in which they come.
+    """A thread that waits until chunks are on the host, in the order in which they have begun.
 
     Args:
         check_epoch: raises an AbortedError once the epoch is over.
@@ -156,7 +156,7 @@ class Landings:
     def close(self) -> None:
         """Ends the thread; from now on no chunk is stored.
 
-        The thread may wait for a device that gives up a chunk late. It is of no use then.
+        The thread may outlive this call, if its device gives up a chunk late; it then does nothing.
         """
         with self._storing, self._changed:
             self._is_closed = True

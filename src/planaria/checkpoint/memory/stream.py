@@ -334,8 +334,8 @@ class Copier:
             assert version is not None
             send = partial(self._send_piece, target, version, index)
             unanswered.append(_Unanswered(answer_tag(label, layer, index), send, buffer=send()))
-        # A chunk that is asked for again must come before those of the next layer. And so all
-        # sub-buffers of the device are free for that one's, whoever it goes to.
+        # A chunk that is asked for again must come before those of the next layer. If that one goes
+        # to another target, it needs the same sub-buffers.
         while unanswered and self._chunks is not None:
             self._take_answer(target, unanswered)
 
@@ -351,7 +351,7 @@ class Copier:
     def _send_piece(self, target: int, version: Version, index: int) -> int:
         """Sends a piece when its turn comes; returns the device's sub-buffer that it takes, or -1.
 
-        A device has it in its sub-buffer by then.
+        A piece that goes over the device is copied to its sub-buffer before its turn comes.
         """
         content = version.piece(index)
         if self._chunks is not None:

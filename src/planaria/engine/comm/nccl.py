@@ -379,8 +379,9 @@ class NcclComm:
         self.check()  # After an abort the results are anything.
         tag, end_s = Tag(Channel.SCATTER, iteration, bucket), time.monotonic()
         for peer in ranks:
-            for is_out in (True, False) if peer != self._links.rank else ():
-                self._links.traffic.note(Use(is_out, peer, tag, begin_s, end_s))
+            if peer != self._links.rank:
+                self._links.traffic.note(Use(True, peer, tag, begin_s, end_s))
+                self._links.traffic.note(Use(False, peer, tag, begin_s, end_s))
 
     # -- the end ------------------------------------------------------------------------------
 
