@@ -45,7 +45,7 @@ from planaria.systems.system import RecoveryCosts
 )
 def test_seconds_and_samples_are_conserved(seed: int) -> None:
     """Whatever happens, with every policy: the ledger sums to the wall time, no sample counts
-    twice, and no job is faster than one without failures."""
+    twice, and no job is faster than its devices compute without bubbles."""
     rng = Random(seed)
     of = small(
         **{
