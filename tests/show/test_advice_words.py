@@ -106,7 +106,7 @@ def test_a_clear_winner_is_named_with_its_gain() -> None:
     assert "$22.22 per million samples." in said
     assert "12.0% (10.0% to 14.0%) more than policy morph, the next best." in said
     assert "30.0% (20.0% to 40.0%) more than restarts under torchrun on a static cluster" in said
-    assert "spares matters: as advised 5.0% (4.0% to 6.0%) more than with 1 spare." in said
+    assert "spares matters: 5.0% (4.0% to 6.0%) more as advised than with 1 spare." in said
     assert "tell it apart" not in said
 
 
@@ -134,7 +134,10 @@ def test_choices_with_the_same_runs_are_one_row_and_no_winner_is_made_of_them() 
 
 def test_what_trains_nothing_is_said_without_a_gain() -> None:
     """Nothing can be divided by it."""
-    assert "It trains where policy morph, the next best trains nothing" in flat(text({MORPH: None}))
+    said = flat(text({MORPH: None, SPARE: None}))
+
+    assert "Some runs train nothing with policy morph, the next best." in said
+    assert "The number of spares matters: with 1 spare some runs train nothing." in said
 
 
 @pytest.mark.parametrize(
@@ -142,11 +145,11 @@ def test_what_trains_nothing_is_said_without_a_gain() -> None:
     [
         (
             SparesPay(policy="morph", multiple=4, multiple_max=4, num_spares=2),
-            "until the failure rate is 4 times as high, a loss every 2 h: there 2 would be best",
+            "2 spares with policy morph would pay at 4 times the failure rate, a loss every 2 h",
         ),
         (
             SparesPay(policy="morph", multiple=0, multiple_max=32, num_spares=0),
-            "Spares do not pay up to a loss every 15 min, with policy morph.",
+            "that was tried shows that spares pay with policy morph, up to a loss every 15 min.",
         ),
     ],
 )

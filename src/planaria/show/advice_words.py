@@ -154,7 +154,7 @@ def _gain_text(advice: Advice, other: Choice, name: str) -> str:
     """What the advice gains over another choice."""
     gain = advice.gains[other]
     if gain is None:
-        return f"It trains where {name} trains nothing in some runs."
+        return f"Some runs train nothing with {name}."
     if gain.low == gain.high == 0.0:
         return f"Each run trains as much with {name}."
     if _is_noise(gain):
@@ -199,14 +199,15 @@ def _axis_text(advice: Advice, axis: str, words: str) -> str:
         return f"{words} makes no difference that these runs show ({span}){why}."
     ends = dict.fromkeys((min(costs, key=size_of), max(costs, key=size_of)))
     parts = [_more_text(costs[value], _value_text(axis, value)) for value in ends]
-    return f"{words} matters: as advised {', '.join(parts)}."
+    return f"{words} matters: {', '.join(parts)}."
 
 
 def _more_text(gain: Interval | None, value: str) -> str:
     if gain is None:
-        return f"it trains where with {value} nothing is trained in some runs"
+        return f"with {value} some runs train nothing"
     word = "more" if gain.mean > 0.0 else "less"
-    return f"{share_text(abs(gain.mean))} ({_percent_range(_size(gain))}) {word} than with {value}"
+    size = f"{share_text(abs(gain.mean))} ({_percent_range(_size(gain))})"
+    return f"{size} {word} as advised than with {value}"
 
 
 def _size(gain: Interval) -> Interval:
@@ -247,12 +248,16 @@ def _spares_text(answer: Recommendation) -> Iterable[str]:
     rate = answer.question.losses_per_hour
     if not pay.multiple:
         every = duration_text(_S_PER_HOUR / rate / pay.multiple_max)
-        yield f"Spares do not pay up to a loss every {every}, with policy {pay.policy}."
+        yield (
+            f"No failure rate that was tried shows that spares pay with policy {pay.policy}, up to "
+            f"a loss every {every}."
+        )
         return
     every = duration_text(_S_PER_HOUR / rate / pay.multiple)
     yield (
-        f"Spares do not pay until the failure rate is {pay.multiple} times as high, a loss every "
-        f"{every}: there {pay.num_spares} would be best, with policy {pay.policy}."
+        f"Runs show that {count_text(pay.num_spares, 'spare')} with policy {pay.policy} would pay "
+        f"at {pay.multiple} times the failure rate, a loss every {every}, and at no lower rate "
+        "that was tried."
     )
 
 
@@ -261,8 +266,8 @@ def _intervals_text(answer: Recommendation) -> str:
     return (
         "Goodput with its 95% interval over seeds. What the advice gains is compared seed by seed; "
         f"its intervals hold for all {number} comparisons at once with 95% (Student's t, "
-        "Bonferroni), and more seeds make them narrower (--seeds). Other seeds chose than those "
-        "that measure."
+        "Bonferroni), and more seeds make them narrower (--seeds). No seed that chose the "
+        "advice measures it."
     )
 
 

@@ -1,5 +1,6 @@
 """The search for what pays most."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
@@ -11,9 +12,10 @@ from planaria.coordinator import step
 from planaria.errors import ConfigError
 from planaria.job.scenario_file import scenario_from_tables
 from planaria.job.what_if import Grounds, answer, choice_space
+from planaria.simulator.economics import advice as advice_module
 from planaria.simulator.economics import planaria_run
 from planaria.simulator.economics.advice import Choice, Trials
-from planaria.simulator.economics.compare import ClusterScenario, compare, play
+from planaria.simulator.economics.compare import ClusterScenario, JobOutcome, compare, play
 from planaria.simulator.economics.planaria_system import PlanariaSystem
 from planaria.simulator.economics.question import Question, Recommendation
 from planaria.systems.equal_pipelines import fastest_equal_pipelines
@@ -83,12 +85,51 @@ def test_choices_that_are_alike_leave_the_plainest() -> None:
     assert leader == Choice(system="planaria", policy="reinstantiate", failures_tolerated=1)
 
 
-def test_all_seeds_of_a_measurement_differ_from_those_that_chose() -> None:
-    """Else the choice would look better than it is."""
-    asked = answer_to(question(0.5))
+def test_no_seed_that_chose_the_advice_measures_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would look better than it is. Here seeds 3 to 6 choose one policy, and the first that
+    measure, 0 to 2, are for another; so others measure that one."""
 
-    for outcomes in asked.advice.outcomes.values():
-        assert [outcome.seed for outcome in outcomes] == [0, 1, 2]
+    def play_group(_: object, trials: Sequence[Any]) -> list[tuple[JobOutcome, ...]]:
+        return [tuple(played(trial.choice, seed) for seed in trial.seeds) for trial in trials]
+
+    def played(choice: Choice, seed: int) -> JobOutcome:
+        is_favoured = choice.policy == ("reinstantiate" if seed in range(3, 7) else "morph")
+        return replace(an_outcome, seed=seed, samples=2000 if is_favoured else 1000)
+
+    an_outcome = play(small(), Restart(), 0)
+    monkeypatch.setattr(advice_module, "_play_group", play_group)
+    asked = answer_to(question(0.5, policies=("reinstantiate", "morph"))).advice
+
+    assert asked.leader.policy == "morph"
+    for outcomes in asked.outcomes.values():
+        assert [outcome.seed for outcome in outcomes] == [7, 8, 9]
+
+
+@pytest.mark.parametrize(("lucky_seeds", "multiple"), [(range(3, 7), 0), (range(7), 2)])
+def test_spares_pay_only_where_other_seeds_show_it_than_those_that_chose_their_number(
+    lucky_seeds: range, multiple: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best of several numbers looks good to the seeds that choose it, 3 to 6."""
+
+    def play_group(
+        scenario: ClusterScenario, trials: Sequence[Any]
+    ) -> list[tuple[JobOutcome, ...]]:
+        is_higher_rate = scenario.horizon_s < 6 * 3600.0
+        return [
+            tuple(played(trial.choice, seed, is_higher_rate) for seed in trial.seeds)
+            for trial in trials
+        ]
+
+    def played(choice: Choice, seed: int, is_higher_rate: bool) -> JobOutcome:
+        is_better = is_higher_rate and choice.num_spares == 2 and seed in lucky_seeds
+        return replace(an_outcome, seed=seed, samples=2000 if is_better else 1000)
+
+    an_outcome = play(small(), Restart(), 0)
+    monkeypatch.setattr(advice_module, "_play_group", play_group)
+    pay = answer_to(question(0.5)).advice.spares_pay
+
+    assert pay is not None
+    assert pay.multiple == multiple
 
 
 def test_a_policy_that_searches_long_is_left_out_on_many_nodes_unless_it_is_named() -> None:

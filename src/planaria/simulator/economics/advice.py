@@ -1,14 +1,15 @@
 """Searches for what pays most on a cluster whose nodes fail: policy, f, spares, saves and copies.
 
-All choices are played through the same failures, so they are compared seed by seed. Some seeds
-choose, others measure what was chosen:
+All choices are played through the same failures, so they are compared seed by seed. No seed that
+chose the leader measures it:
 
 1. Screening: every policy with every f, without spares and with two, with two seeds; the leaders
    with more. Then the leader with every number of spares. Policies that search long for an answer
    are tried with the leader's f and spares only.
 2. Saves: the leader with every time between saves, and with copies in memory.
 3. Restarts under torchrun, with every time between saves; on a static cluster with spares, too.
-4. Measurement, with other seeds: the leader, and what differs from it in one respect.
+4. Measurement, with other seeds: the leader, and what differs from it in one respect. If one of
+   them is surely better, it is the leader, and further seeds measure again.
 
 Runs that have policy, f and spares in common share the answers of the policy, so that a search is
 made once for all their seeds. They are one task of one process, so the number of processes changes
@@ -106,9 +107,10 @@ class SparesPay:
 
     Attributes:
         policy: policy that was played.
-        multiple: lowest multiple of the failure rate at which they do; 0: none that was tried.
+        multiple: lowest multiple of the failure rate at which the seeds show that they do; 0: none
+            that was tried. The intervals of all multiples hold at once.
         multiple_max: the highest multiple that was tried.
-        num_spares: number of spares that was best there.
+        num_spares: number of spares that was played there.
     """
 
     policy: PolicyName
@@ -266,7 +268,7 @@ def advice(
     """What pays most.
 
     Args:
-        num_seeds: number of seeds that measure, 2 or more.
+        num_seeds: number of seeds that measure at a time, 2 or more.
         trials_at: function from a multiple of the failure rate to trials at that rate; None if
             nothing fails.
 
@@ -283,23 +285,24 @@ def advice(
     measuring = range(num_seeds)
     measured: list[Choice] = []
     gains: dict[Choice, Interval | None] = {}
-    for _ in range(_ROUNDS_MAX):
+    for rounds_left in reversed(range(_ROUNDS_MAX)):
         rivals = [*_policy_rivals(leader, screened, trials, choosing), *_neighbours(space, leader)]
         rivals = [leader, *measured, *rivals, *baselines]
         measured = trials.play("measuring", rivals, measuring)
         gains = _gains(leader, measured, trials, measuring)
         better = [c for c, gain in gains.items() if gain and gain.high and gain.high < -CLOSE]
         better = [choice for choice in better if choice.policy]
-        if not better:
+        if not (better and rounds_left):
             break
         leader = trials.best(better, measuring)
-    gains = _gains(leader, measured, trials, measuring)
+        first = max(measuring.stop, choosing.stop)
+        measuring = range(first, first + num_seeds)  # The others made it look better than it is.
     return Advice(
         leader=leader,
         outcomes={choice: trials.outcomes(choice, measuring) for choice in measured},
         gains=gains,
         reasons=trials.reasons,
-        spares_pay=_spares_pay(space, leader, screened, trials_at, choosing),
+        spares_pay=_spares_pay(space, leader, screened, trials_at, (choosing, measuring)),
     )
 
 
@@ -386,16 +389,25 @@ def _gains(
     leader: Choice, measured: Sequence[Choice], trials: Trials, seeds: Sequence[int]
 ) -> dict[Choice, Interval | None]:
     """What the leader gains over each choice, with intervals that hold at once."""
-    level = 1.0 - (1.0 - LEVEL) / max(1, len(measured) - 1)
-    own = trials.outcomes(leader, seeds)
-    gains: dict[Choice, Interval | None] = {}
-    for choice in measured:
-        pairs = list(zip(own, trials.outcomes(choice, seeds), strict=True))
-        gains[choice] = None
-        if all(other.samples for _, other in pairs):
-            ratios = [one.samples_per_s / other.samples_per_s - 1.0 for one, other in pairs]
-            gains[choice] = interval(ratios, level=level)
-    return gains
+    level = _level(len(measured) - 1)
+    return {choice: _gain(leader, choice, trials, seeds, level=level) for choice in measured}
+
+
+def _level(num_comparisons: int) -> float:
+    """The confidence of each of so many intervals that hold at once, by Bonferroni."""
+    return 1.0 - (1.0 - LEVEL) / max(1, num_comparisons)
+
+
+def _gain(
+    leader: Choice, choice: Choice, trials: Trials, seeds: Sequence[int], *, level: float
+) -> Interval | None:
+    """What the leader gains; None where the other trained nothing with some seed."""
+    pairs = list(zip(trials.outcomes(leader, seeds), trials.outcomes(choice, seeds), strict=True))
+    if not all(other.samples for _, other in pairs):
+        return None
+    return interval(
+        [one.samples_per_s / other.samples_per_s - 1.0 for one, other in pairs], level=level
+    )
 
 
 def _spares_pay(
@@ -403,9 +415,14 @@ def _spares_pay(
     leader: Choice,
     screened: Sequence[Choice],
     trials_at: Callable[[int], Trials] | None,
-    seeds: Sequence[int],
+    seeds: tuple[Sequence[int], Sequence[int]],
 ) -> SparesPay | None:
-    """The lowest failure rate at which spares pay, by a policy that answers at once."""
+    """The lowest failure rate at which spares surely pay, by a policy that answers at once.
+
+    Args:
+        seeds: seeds that choose the number of spares, and others that measure it.
+    """
+    choosing, measuring = seeds
     policy = leader.policy
     if policy in space.slow_policies:
         policy = next((one.policy for one in screened if one.policy in space.policies), policy)
@@ -416,11 +433,12 @@ def _spares_pay(
     for multiple in _MULTIPLES:
         trials = trials_at(multiple)
         with_spares = [replace(without, num_spares=number) for number in numbers]
-        played = trials.play("more failures", [without, *with_spares], seeds)
+        played = trials.play("more failures", [without, *with_spares], choosing)
         if without not in played or len(played) < 2:
             continue
-        best = trials.ranking(played[1:], seeds)[0]
-        gain = _gains(best, [without, best], trials, seeds)[without]
+        best = trials.ranking(played[1:], choosing)[0]
+        trials.play("measuring spares", [without, best], measuring)
+        gain = _gain(best, without, trials, measuring, level=_level(len(_MULTIPLES)))
         if gain is None or (gain.low is not None and gain.low > CLOSE):
             return SparesPay(
                 policy=policy,
