@@ -142,7 +142,6 @@ def test_an_iteration_that_took_no_time_says_nothing_of_the_others(
         (("plans",), {}, "no plan of epoch"),
         (("plan", "pipelines"), [], "has no stages"),
         (("plan", "routes"), [], "is one of another job"),
-        (("profile", "layers"), [], "is one of another job"),
         (("ledger",), {"startup": 1.0}, "the ledger has no checkpoint_stall"),
         (("checkpoints",), None, "Expected `object`"),
         (("iterations", -1, "at_s"), 0.5, "before it trained"),
@@ -201,3 +200,13 @@ def test_the_newest_findings_are_those_of_the_last_epoch(
     path.write_text(json.dumps(report))
 
     assert read_run(path, option="--replay").findings.beside_s == 0.5
+
+
+def test_the_profile_of_a_report_is_checked_as_one_of_a_file(
+    tmp_path: Path, whole_report: dict[str, Any]
+) -> None:
+    """Without the seconds of its microbatch no plan has a time."""
+    report = copy.deepcopy(whole_report)
+    report["profile"]["layers"][1]["backward_input_s"] = {}
+
+    assert "profile = 'report': layer" in refusal(tmp_path, json.dumps(report))

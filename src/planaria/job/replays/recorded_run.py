@@ -12,13 +12,14 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from planaria.core.findings import Findings
-from planaria.core.plan import ModelProfile, Plan
+from planaria.core.plan import Plan
 from planaria.core.specs import Prepared
 from planaria.errors import ConfigError
 from planaria.job.config import job_from_dict
 from planaria.job.planning import Planned, plan_job
 from planaria.observe.ledger import Category
 from planaria.observe.metrics import REPORT_VERSION, EventRecord
+from planaria.profiles.profile_json import decode_profile
 
 _OLD_REMEDY: Final = "train again with this version of planaria"
 _END_KINDS: Final = ("failed", "lost")  # Events of an early end, which concern no node.
@@ -151,7 +152,7 @@ def _report(path: Path, *, option: str) -> dict[str, Any]:
 
 def _run(report: Mapping[str, Any], name: str) -> RecordedRun:
     plans = _value(report["plans"], dict[int, Plan])
-    profile = _value(report["profile"], ModelProfile)
+    profile = decode_profile(msgspec.json.encode(report["profile"]), source=name)
     first = _value(report["plan"], Plan)
     config = job_from_dict(_value(report["job"], dict[str, Any]))
     iterations = _value(report["iterations"], tuple[RecordedIteration, ...])
