@@ -131,13 +131,15 @@ def _introduction(lines: Sequence[Line], gallery: Gallery) -> str:
         f"{count_text(len(counts), 'pair')} of a system and a case have {_SEEDS} seeds, the others "
         f"fewer (the least has {min(counts, default=0)}); every table says how many. They ran at "
         f"{count_text(len(commits), 'commit')} ({named}) and took {took_h:.2f} hours of a "
-        f"processor; with {_SEEDS} seeds each, these pairs would take {whole_h:.1f}.\n\n"
+        f"processor; with {_SEEDS} seeds each, these pairs would take {whole_h:.1f}. Where the "
+        "code has changed since its commit, a run stays here until `make results` repeats it.\n\n"
         "Goodput is in percent of what the job's first plan, on all nodes, trains without a "
         "failure, by the estimator. A better plan may be found later, so a system can have more "
         f"than 100: the policy {DEFAULT_POLICY} looks for one while nothing fails, which is most "
         "of its lead where failures are rare. A difference is in points of that, seed by seed, "
         "with its 95% interval by "
-        f"Student's t. `{PLANARIAS[0]}` has the default policy, {DEFAULT_POLICY}; "
+        "Student's t. Each interval holds for itself: of 100 differences that are none, about five "
+        f"leave 0 out by chance. `{PLANARIAS[0]}` has the default policy, {DEFAULT_POLICY}; "
         f"`{PLANARIAS[1]}` has the policy that answers as Oobleck does."
     )
 
