@@ -165,6 +165,7 @@ def test_what_was_not_played_has_its_reason_and_the_end_is_a_part_of_a_job_file(
     assert "Not played: absorb with f = 2 and 4 spares: too few nodes." in said
     assert "Not played: adaptive was left out: it searches long." in said
     assert "persist_every = 895 # Iterations: 30 min." in said
+    assert "global_batch_size = 512" in said  # Else 895 iterations are not 30 min.
     assert "$" not in said
     assert max(map(len, said.splitlines())) <= 80
     assert "\N{HORIZONTAL ELLIPSIS}" not in said

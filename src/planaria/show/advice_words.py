@@ -354,8 +354,12 @@ def _numbers_text(numbers: Iterable[int]) -> str:
 
 def _job_tables(answer: Recommendation) -> dict[str, dict[str, str | int]]:
     """The keys of a job file that have the advised values."""
-    leader = answer.advice.leader
+    leader, job = answer.advice.leader, answer.scenario.setting.job
     return {
+        "training": {
+            "global_batch_size": job.training.global_batch_size,
+            "microbatch_size": job.training.microbatch_size,
+        },
         "resilience": {
             "policy": leader.policy,
             "failures_tolerated": leader.failures_tolerated,
@@ -363,6 +367,7 @@ def _job_tables(answer: Recommendation) -> dict[str, dict[str, str | int]]:
         "checkpoint": {"persist_every": answer.persist_every, "copies": leader.copies},
         "cluster": {
             "nodes": answer.question.nodes - leader.num_spares,
+            "devices_per_node": answer.question.devices_per_node,
             "standby": leader.num_spares,
         },
     }

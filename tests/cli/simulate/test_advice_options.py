@@ -109,7 +109,7 @@ def test_the_same_seeds_give_the_same_bytes(tmp_path: Path) -> None:
     assert "Use policy reinstantiate with f = 1, no spares, a save every 30 min" in output
     assert "[resilience]" in output
     content = json.loads(files[0].read_text())
-    assert content["job"]["cluster"] == {"nodes": 4, "standby": 0}
+    assert content["job"]["cluster"] == {"nodes": 4, "devices_per_node": 1, "standby": 0}
     assert content["comparisons"] == len(content["choices"]) - 1
     systems = {choice["system"] for choice in content["choices"]}
     assert systems == {"planaria", "restart", "static"}

@@ -124,3 +124,13 @@ def test_a_sweep_has_no_picture(scenario: Path) -> None:
     options = ("--sweep", "run.hours=1,2", "--plot", str(scenario.with_name("one.svg")))
 
     assert_mistake(command("simulate", str(scenario), *options), "--plot", "leave --sweep out")
+
+
+@pytest.mark.parametrize(
+    "option", [("--nodes", "5"), ("--price", "2"), ("--seeds", "3"), ("--systems", "all")]
+)
+def test_a_replay_refuses_what_it_would_not_use(option: tuple[str, str]) -> None:
+    """Nodes, seeds and systems are those of the report."""
+    result = command("simulate", "--replay", "report.json", *option)
+
+    assert_mistake(result, option[0], "a replay takes all from its report")

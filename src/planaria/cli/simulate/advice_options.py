@@ -165,8 +165,8 @@ def check_alone(
         raise ConfigError("--systems", systems, remedy)
 
 
-def check_unused(options: AdviceOptions) -> None:
-    """Refuses options of a question beside a scenario.
+def check_unused(options: AdviceOptions, *, remedy: str) -> None:
+    """Refuses options of a question where none is asked.
 
     Raises:
         ConfigError: one was given.
@@ -175,7 +175,7 @@ def check_unused(options: AdviceOptions) -> None:
         value = getattr(options, field.name)
         if value != field.default:
             option = f"--{field.name.replace('_', '-')}"
-            raise ConfigError(option, value, "has no meaning with a scenario; use --set")
+            raise ConfigError(option, value, remedy)
 
 
 def question_of(options: AdviceOptions, overrides: tuple[str, ...]) -> Question:

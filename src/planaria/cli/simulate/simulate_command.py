@@ -40,7 +40,7 @@ from planaria.job.scenario_file import load_scenario, swept_overrides
 from planaria.show.pictures.page import picture_format
 from planaria.show.pictures.simulation_plots import simulation_figure
 from planaria.show.simulations import simulation_json, simulation_table, sweep_table
-from planaria.simulator.economics.compare import Outcomes, compare
+from planaria.simulator.economics.compare import PLANARIA, Outcomes, compare
 from planaria.simulator.economics.planaria_system import PlanariaSystem
 from planaria.systems.bamboo import Bamboo
 from planaria.systems.gemini import Gemini
@@ -69,6 +69,7 @@ SYSTEMS: Final[tuple[System, ...]] = (
     Replicas(),
 )
 _ALL: Final = "all"
+_UNUSED_BY_REPLAY: Final = ("SCENARIO", "--sweep", "--plot", "--set", "--seeds", "--systems")
 _NOT_WITH_REPLAY: Final = "a replay takes all from its report; leave this out"
 
 ScenarioFile = Annotated[
@@ -156,7 +157,7 @@ NumProcesses = Annotated[
 @exit_codes()
 def simulate(
     scenario: ScenarioFile = None,
-    systems: SystemNames = "planaria",
+    systems: SystemNames = PLANARIA,
     seeds: NumSeeds = 0,
     sweep: Sweeps = None,
     json_file: JsonFile = None,
@@ -183,18 +184,19 @@ def simulate(
     The coordinator and the policies are the real ones; nodes, links and failures are modelled.
     """
     check_writable("--json", json_file)
+    asked = (model, nodes, devices_per_node, failure_rate, repair, notice, price, hours, batch)
+    options = AdviceOptions(*asked, policies)
     if replay is not None:
-        others = {"SCENARIO": scenario, "--sweep": sweep, "--plot": plot, "--set": settings}
-        _refuse(others | {"--model": model}, _NOT_WITH_REPLAY)
+        others = (scenario, sweep, plot, settings, seeds, "" if systems == PLANARIA else systems)
+        _refuse(dict(zip(_UNUSED_BY_REPLAY, others, strict=True)), _NOT_WITH_REPLAY)
+        check_unused(options, remedy=_NOT_WITH_REPLAY)
         _replay(replay, _ReplayMode(without_inputs, policy, calibrate), json_file)
         return
     _refuse({"--policy": policy, "--without-inputs": without_inputs}, "it needs --replay")
     number = processes or len(os.sched_getaffinity(0))
-    asked = (model, nodes, devices_per_node, failure_rate, repair, notice, price, hours, batch)
-    options = AdviceOptions(*asked, policies)
+    overrides = (*calibrated_overrides(calibrate), *(settings or ()))
     if scenario is None:
         check_alone(options, systems=systems, sweep=sweep, plot=plot)
-        overrides = (*calibrated_overrides(calibrate), *(settings or ()))
         give_advice(
             question_of(options, overrides),
             num_seeds=seeds or NUM_SEEDS,
@@ -202,7 +204,7 @@ def simulate(
             json_file=json_file,
         )
         return
-    check_unused(options)
+    check_unused(options, remedy="has no meaning with a scenario; use --set")
     _simulate_scenario(
         scenario,
         systems,
@@ -211,7 +213,7 @@ def simulate(
         json_file=json_file,
         plot=plot,
         num_processes=number,
-        settings=[*calibrated_overrides(calibrate), *(settings or ())],
+        settings=list(overrides),
     )
 
 
