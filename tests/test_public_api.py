@@ -43,6 +43,7 @@ COMMANDS = {
         "--report",
         "--timeline",
         "--resume",
+        "--resume-if-saved",
         "--inject",
         "--state",
         "--listen",
@@ -89,7 +90,8 @@ COMMANDS = {
     "run": {
         "job",
         *("--nnodes", "--nproc-per-node", "--rdzv-endpoint", "--node-rank"),
-        *("--token-file", "--notice", "--report", "--resume", "--state", "--set"),
+        *("--token-file", "--notice", "--domain", "--report", "--resume", "--resume-if-saved"),
+        *("--state", "--set"),
     },
     "profile": {"job", "-o", "--output", "--set"},
     "plan": {

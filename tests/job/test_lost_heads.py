@@ -56,9 +56,11 @@ class Left:
         layers = (self.tier.write_layer(iteration, 0, 0, tensors),)
         self.tier.publish(Manifest(iteration=iteration, epoch=0, job=self.job, layers=layers))
 
-    def start(self, *, resume: bool = True) -> int:
+    def start(self, *, resume: bool = True, may_begin: bool = False) -> int:
         """The iteration from which a head goes on; -1: from the beginning."""
-        manifest = find_start(self.config, resume=resume, note=self.notes.append)
+        manifest = find_start(
+            self.config, resume=resume, may_begin=may_begin, note=self.notes.append
+        )
         return -1 if manifest is None else manifest.iteration
 
 
@@ -75,6 +77,18 @@ def test_a_job_goes_on_from_what_nodes_have_saved_if_that_is_newer(left: Left) -
 
     assert left.start() == 17
     assert "made a save of iteration 17" in left.notes[0]
+
+
+def test_a_scheduler_starts_a_job_again_with_the_command_of_its_first_start(tmp_path: Path) -> None:
+    """With --resume alone a job that was lost before its first save would never begin again."""
+    left = Left(tmp_path / "saves")
+    with pytest.raises(ConfigError, match="leave --resume out"):
+        left.start()
+    starts = [left.start(may_begin=True)]
+    left.save(10)
+    starts.append(left.start(may_begin=True))
+
+    assert starts == [-1, 10]
 
 
 def test_a_job_goes_on_from_a_save_that_is_newer_than_what_nodes_have_saved(left: Left) -> None:

@@ -22,9 +22,9 @@ import typer
 from rich.console import Console
 
 from planaria.cli.command_line import JobFile, Settings, exit_codes
-from planaria.cli.machine_commands import Notice, TokenFile
+from planaria.cli.machine_commands import Domain, Notice, TokenFile
 from planaria.cli.run_role import RunFlags, RunRole, run_role
-from planaria.cli.train_command import State
+from planaria.cli.train_command import Resume, ResumeIfSaved, State
 from planaria.nodes.forkserver import die_with_parent
 from planaria.nodes.head.process_events import LEAVE_SIGNALS
 from planaria.nodes.notices import parse_notice_source
@@ -81,7 +81,9 @@ def run(
     token_file: TokenFile = "",
     notice: Notice = "",
     report: Report = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest save.")] = False,
+    resume: Resume = False,
+    resume_if_saved: ResumeIfSaved = False,
+    domain: Domain = "",
     state: State = "",
     settings: Settings = None,
 ) -> None:
@@ -105,8 +107,15 @@ def run(
     console = Console(file=unfailing(sys.stdout), highlight=False, soft_wrap=True)
     console.print(f"planaria run: {role.why}", markup=False)
     token = ("--token-file", token_file) if token_file else ()
-    source = ("--notice", notice) if notice else ()
-    head = _train_arguments(job, role, report=report, resume=resume, state=state, settings=settings)
+    source = (*(("--notice", notice) if notice else ()), *(("--domain", domain) if domain else ()))
+    resumes = [
+        word
+        for word, is_given in (("--resume", resume), ("--resume-if-saved", resume_if_saved))
+        if is_given
+    ]
+    head = _train_arguments(
+        job, role, report=report, resumes=resumes, state=state, settings=settings
+    )
     raise typer.Exit(
         supervise(
             head=_planaria(*head, *token) if role.is_head else (),
@@ -121,7 +130,7 @@ def _train_arguments(
     role: RunRole,
     *,
     report: Path | None,
-    resume: bool,
+    resumes: Sequence[str],
     state: str,
     settings: Sequence[str] | None,
 ) -> list[str]:
@@ -131,8 +140,7 @@ def _train_arguments(
         words += ["--devices-per-node", str(role.devices_per_node)]
     if report is not None:
         words += ["--report", str(report)]
-    if resume:
-        words.append("--resume")
+    words += resumes
     if state:
         words += ["--state", state]
     for setting in settings or ():

@@ -39,6 +39,9 @@ State = Annotated[
         "state directory if the saves are in an object store.",
     ),
 ]
+ReportFile = Annotated[Path | None, typer.Option(help="Write the report to this JSON file.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest save.")]
+DevicesPerNode = Annotated[int | None, typer.Option(help="Number of devices in each node.")]
 TimelineFile = Annotated[
     Path | None,
     typer.Option(
@@ -75,6 +78,14 @@ Reattach = Annotated[
         help="With --listen: take up the machines of a head of this job that was lost.",
     ),
 ]
+ResumeIfSaved = Annotated[
+    bool,
+    typer.Option(
+        "--resume-if-saved",
+        help="With --listen: go on as --resume does, or begin if nothing is saved; for whoever "
+        "starts the same command again.",
+    ),
+]
 WaitNodes = Annotated[
     float, typer.Option(metavar="S", help="With --listen: seconds to wait for the first nodes.")
 ]
@@ -84,12 +95,11 @@ WaitNodes = Annotated[
 def train(
     job: JobFile,
     nodes: Nodes = "",
-    devices_per_node: Annotated[
-        int | None, typer.Option(help="Number of devices in each node.")
-    ] = None,
-    report: Annotated[Path | None, typer.Option(help="Write the report to this JSON file.")] = None,
+    devices_per_node: DevicesPerNode = None,
+    report: ReportFile = None,
     timeline: TimelineFile = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest save.")] = False,
+    resume: Resume = False,
+    resume_if_saved: ResumeIfSaved = False,
     inject: Faults = None,
     reattach: Reattach = False,
     state: State = "",
@@ -113,12 +123,14 @@ def train(
     sys.stdout, sys.stderr = unfailing(sys.stdout), unfailing(sys.stderr)
     loaded_job = named_job(job, overrides)
     cluster = loaded_job.config.cluster
-    listening = _listening(listen, cluster, wait_nodes, token_file, reattach)
+    listening = _listening(
+        listen, cluster, wait_nodes, token_file, reattach=reattach, may_begin=resume_if_saved
+    )
     listening = _with_faults(listening, cluster, injections)
     display = ConsoleDisplay(Console(file=sys.stdout))
     try:
         result = loaded_job.run(
-            resume=resume,
+            resume=resume or resume_if_saved,
             state=state,
             injections=injections,
             trace=timeline is not None,
@@ -151,12 +163,20 @@ def _ignoring_signals_to_leave() -> Iterator[None]:
 
 
 def _listening(
-    listen: str, cluster: ClusterConfig, wait_s: float, token_file: str, reattach: bool
+    listen: str,
+    cluster: ClusterConfig,
+    wait_s: float,
+    token_file: str,
+    *,
+    reattach: bool,
+    may_begin: bool,
 ) -> Listening | None:
     """How the head waits for machines; None: all nodes are processes of this machine."""
     if not listen:
         if reattach:
             raise ConfigError("--reattach", True, "it needs --listen, for machines to come back to")
+        if may_begin:
+            raise ConfigError("--resume-if-saved", True, "it needs --listen; write --resume")
         return None
     return Listening(
         address=listen,
@@ -165,6 +185,7 @@ def _listening(
         nodes_max=max(cluster.nodes, cluster.max_nodes) + cluster.standby,
         wait_s=wait_s,
         reattaches=reattach,
+        may_begin=may_begin,
     )
 
 

@@ -50,6 +50,7 @@ class Listening:
         nodes_max: number of machines that may train at once.
         wait_s: seconds that it waits for `nodes_min` machines.
         reattaches: whether the run that a killed head has left is taken up.
+        may_begin: whether a job that is to resume begins anew if nothing is saved.
     """
 
     address: str
@@ -58,6 +59,7 @@ class Listening:
     nodes_max: int
     wait_s: float
     reattaches: bool = False
+    may_begin: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,7 @@ def find_start(
     config: JobConfig,
     *,
     resume: bool,
+    may_begin: bool = False,
     note: Callable[[str], None],
     runner: asyncio.Runner | None = None,
 ) -> Manifest | None:
@@ -80,6 +81,7 @@ def find_start(
     What nodes of a lost head have saved by themselves is made a save first.
 
     Args:
+        may_begin: whether the job begins anew where there is nothing to resume from.
         note: shows the user a text, such as which newer versions are skipped.
         runner: runs what serves machines, which may bring nodes that are still saving.
 
@@ -90,7 +92,7 @@ def find_start(
     tier = with_time_limit(tier_of(checkpoint.directory), timeout_s=checkpoint.timeout_s)
     with _answering_in_time(config):
         assemble_parts(config, tier, resume=resume, note=note, runner=runner)
-        manifest = starting_point(config, tier, resume=resume)
+        manifest = starting_point(config, tier, resume=resume, may_begin=may_begin)
         for text in skipped_texts(tier, manifest) if manifest else ():
             note(text)
     return manifest

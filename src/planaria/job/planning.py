@@ -131,8 +131,13 @@ def fingerprint(config: JobConfig) -> dict[str, Any]:
     }
 
 
-def starting_point(config: JobConfig, tier: Tier, *, resume: bool) -> Manifest | None:
+def starting_point(
+    config: JobConfig, tier: Tier, *, resume: bool, may_begin: bool = False
+) -> Manifest | None:
     """The checkpoint to go on from; None for a fresh start.
+
+    Args:
+        may_begin: whether a job that is to resume begins anew if there is no checkpoint.
 
     Raises:
         ConfigError: there is no checkpoint to resume from, it belongs to another job, or a fresh
@@ -157,6 +162,8 @@ def starting_point(config: JobConfig, tier: Tier, *, resume: bool) -> Manifest |
                 f"it holds a checkpoint of iteration {manifest.iteration}; go on from it "
                 "with --resume, or name another directory",
             )
+        return None
+    if manifest is None and may_begin:
         return None
     if manifest is None:
         why = f" ({versions[0].name}: {versions[0].reason})" if versions else ""

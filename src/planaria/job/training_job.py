@@ -456,14 +456,15 @@ def _new_run(
     head: OpenHead, config: JobConfig, listening: Listening, display: Display, *, resume: bool
 ) -> RunRecord:
     """The record of a run that begins on the machines that come."""
-    note = display.note
+    may_begin, note = listening.may_begin, display.note
+    find = partial(find_start, config, resume=resume, may_begin=may_begin, note=note)
     # Nodes of a lost head save what they hold when their machines come here.
     is_run_left = resume and has_run(config)
-    manifest = None if is_run_left else find_start(config, resume=resume, note=note)
+    manifest = None if is_run_left else find()
     display.show_step(f"waiting for {count_text(listening.nodes_min, 'machine')}")
     config, prepared = gather(head, config, listening)
     if is_run_left:
-        manifest = find_start(config, resume=resume, note=note, runner=head.runner)
+        manifest = find(runner=head.runner)
     parts = next_parts(config, head.run)
     return RunRecord(run=head.run, job=config, prepared=prepared, resumed=manifest, parts=parts)
 
