@@ -73,6 +73,11 @@ COMMANDS = {
     "doctor": {"head", "--bandwidth", "--token-file", "--json"},
     "drain": {"node", "--head", "--token-file", "--job", "--timeout"},
     "events": {"report", "--head", "--token-file", "--job", "--json"},
+    "launch": {
+        *("job", "--on", "--nodes", "--dry-run", "--name", "--output", "-o", "--set"),
+        *("--devices-per-node", "--token-file", "--port", "--domain"),
+        *("--partition", "--time", "--image", "--namespace", "--volume", "--hosts"),
+    },
     "placement": {
         "--nodes",
         "--copies",

@@ -1,6 +1,6 @@
-"""The command line: `planaria train | run | agent | token | doctor | status | drain | events`,
-`planaria chaos | profile | plan | placement | reproduce | simulate`, and `planaria checkpoint ls |
-verify | prune | save | export`.
+"""The command line: `planaria train | run | launch | agent | token | doctor | status | drain`,
+`planaria events | chaos | profile | plan | placement | reproduce | simulate`, and `planaria
+checkpoint ls | verify | prune | save | export`.
 
 Exit codes:
 
@@ -33,6 +33,7 @@ from planaria.cli.command_line import JobFile, Settings, check_writable, exit_co
 from planaria.cli.doctor_command import doctor
 from planaria.cli.events_command import events
 from planaria.cli.job_commands import drain, status
+from planaria.cli.launch.launch_command import launch
 from planaria.cli.machine_commands import agent
 from planaria.cli.placement_command import placement
 from planaria.cli.plan_command import plan
@@ -62,6 +63,7 @@ app.command()(chaos)
 app.command()(doctor)
 app.command()(drain)
 app.command()(events)
+app.command()(launch)
 app.command()(placement)
 app.command()(plan)
 app.command()(reproduce)

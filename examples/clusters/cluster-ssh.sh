@@ -1,0 +1,64 @@
+#!/bin/bash
+# examples/cluster.toml on 2 to 4 machines over ssh. `planaria launch --on ssh` wrote this.
+#
+#   bash cluster-ssh.sh      Ctrl-C stops the job, after a save.
+#
+# Start it in the directory of the job, which all machines share. If this script dies, the machines
+# go on without it, and nobody starts one again.
+
+# A machine in each line, as HOST or HOST DOMAIN; the head is on the first one.
+hosts_file=examples/clusters/hosts.txt
+restarts_max=20
+mapfile -t hosts < <(grep -v -e '^ *#' -e '^ *$' "$hosts_file" | head -n 4)
+read -r head _ <<< "${hosts[0]}"
+
+# What a machine runs, with $rank, $head and $domain. A machine that runs it still, while the
+# connection was lost, says 75: start me again.
+IFS= read -r -d '' command << 'END'
+exec 9> ~/.planaria-cluster-$rank.lock
+flock -n 9 || exit 75
+echo $$ > ~/.planaria-cluster-$rank.pid
+exec planaria run --nnodes 2:4 --resume-if-saved --node-rank "$rank" --rdzv-endpoint "$head:29400" \
+    ${domain:+--domain "$domain"} examples/cluster.toml
+END
+
+reach() {  # HOST WORD...: runs a command there.
+    ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 "$@"
+}
+
+run() {  # RANK: runs it on a machine, again and again if need be; the exit code is the last one.
+    read -r host domain <<< "${hosts[$1]}"
+    printf -v words '%q ' "rank=$1" "head=${head#*@}" "domain=$domain"
+    for ((num_restarts = 0; num_restarts < restarts_max || $1 > 0; num_restarts++)); do
+        reach "$host" "cd $(printf %q "$PWD") && $words bash -s" <<< "$command"
+        code=$?
+        case $code in
+            0 | 1 | 2 | 130) break ;;   # It is done, or starting it again changes nothing.
+            3 | 75 | 255 | 1??) ;;      # Unfinished; no head; ssh has failed; it was killed.
+            *) break ;;
+        esac
+        sleep "${restart_s:-10}"
+        [ "$1" = 0 ] || kill -0 "$head_run" 2> /dev/null || break  # The job is over.
+    done
+    exit "$code"
+}
+
+stop() {  # RANK: has a machine stop; the head saves the job.
+    read -r host _ <<< "${hosts[$1]}"
+    reach -n "$host" "kill -TERM \$(cat ~/.planaria-cluster-$1.pid)" 2> /dev/null
+}
+
+run 0 &
+head_run=$!
+for ((rank = 1; rank < ${#hosts[@]}; rank++)); do run "$rank" & done
+trap 'is_told=yes; stop 0' INT TERM HUP
+while is_told=; wait "$head_run"; code=$?; [ "$is_told" ]; do :; done
+
+# The others end by themselves, but for those that have found no head.
+for ((second = 0; second < 20; second++)); do
+    [ "$(jobs -rp)" ] || exit "$code"
+    sleep 1
+done
+for ((rank = 1; rank < ${#hosts[@]}; rank++)); do stop "$rank"; done
+wait
+exit "$code"

@@ -1,0 +1,144 @@
+"""The manifest that runs a job on machines of Kubernetes: an indexed Job and its headless Service.
+
+Source: Kubernetes, "Indexed Job for Parallel Processing with Static Work Assignment", "Pod failure
+policy", "Success policy".
+"""
+
+import json
+from typing import Final
+
+from planaria.cli.launch.request import AtTemplate, LaunchRequest, shell_command
+from planaria.cli.run_role import PORT
+
+_MANIFEST: Final = AtTemplate("""\
+# @{job} on @{nodes} machines of Kubernetes (1.33 or newer).
+# `planaria launch --on kubernetes` wrote this.
+#
+#   kubectl create secret generic @{name}-token --from-file=token=TOKEN_FILE@{in_namespace}
+#   kubectl apply -f @{name}.yaml
+#
+# The volume @{volume} holds the directory of the job, and its saves; all machines write to it.
+apiVersion: v1
+kind: Service
+metadata:
+  name: @{name}
+@{namespace}spec:
+  clusterIP: None  # The first pod, with the head, has the name @{name}-0.@{name}.
+  publishNotReadyAddresses: true
+  selector:
+    batch.kubernetes.io/job-name: @{name}
+---
+apiVersion: batch/v1
+kind: Job
+metadata:
+  name: @{name}
+@{namespace}spec:
+  completionMode: Indexed
+  completions: @{max_nodes}
+  parallelism: @{max_nodes}
+  successPolicy:
+    rules:
+      - succeededIndexes: "0"  # The job is done when the head has ended with 0.
+  # Pods that fail are made again; the job can go on without @{spare} of them.
+  backoffLimitPerIndex: 20
+  maxFailedIndexes: @{spare}
+  podFailurePolicy:
+    rules:
+      - action: FailJob  # The head has ended so that starting the job again changes nothing.
+        onExitCodes:
+          containerName: planaria
+          operator: In
+          values: [1]
+      - action: FailIndex  # Another machine has.
+        onExitCodes:
+          containerName: planaria
+          operator: In
+          values: [2]
+      - action: Ignore  # The machine was taken away; the pod is made again on another one.
+        onPodConditions:
+          - type: DisruptionTarget
+  template:
+    metadata:
+      labels:
+        app: @{name}
+    spec:
+      subdomain: @{name}
+      restartPolicy: Never
+      terminationGracePeriodSeconds: 60  # More than cluster.notice_s, 30 s.
+      tolerations:  # Of spot machines, which may be taken away.
+        - key: cloud.google.com/gke-spot
+          operator: Exists
+        - key: kubernetes.azure.com/scalesetpriority
+          operator: Exists
+@{gpu_toleration}      affinity:
+        podAntiAffinity:  # One pod on each machine.
+          requiredDuringSchedulingIgnoredDuringExecution:
+            - topologyKey: kubernetes.io/hostname
+              labelSelector:
+                matchLabels:
+                  app: @{name}
+      containers:
+        - name: planaria
+          image: @{image}
+          workingDir: /job
+          command: [bash, -c]
+          args:
+            - |
+              trap 'is_told=yes; kill -TERM "$child"' TERM
+              @{command} &
+              child=$!
+              wait "$child"; code=$?
+              if [ "$is_told" ]; then wait "$child"; code=$?; fi
+              case $JOB_COMPLETION_INDEX:$is_told:$code in
+                0:*:2) code=1 ;;  # A mistake that the head finds is one of the whole job.
+                [1-9]*:*:1 | [1-9]*:*:130) code=2 ;;
+                # Told to go, the machine left in peace. Another one is to take its place.
+                [1-9]*:yes:0) code=75 ;;
+              esac
+              exit "$code"
+@{resources}          volumeMounts:
+            - {name: job, mountPath: /job}
+            - {name: token, mountPath: /etc/planaria}
+            - {name: memory, mountPath: /dev/shm}
+      volumes:
+        - name: job
+          persistentVolumeClaim: {claimName: @{volume}}
+        - name: token
+          secret: {secretName: @{name}-token, defaultMode: 0400}
+        - name: memory
+          emptyDir: {medium: Memory}
+""")
+_GPU_TOLERATION: Final = """\
+        - key: nvidia.com/gpu
+          operator: Exists
+"""
+
+
+def kubernetes_manifest(
+    request: LaunchRequest, *, image: str, namespace: str = "", volume: str = ""
+) -> str:
+    """The text of the manifest.
+
+    Args:
+        image: image of a container in which planaria is installed.
+        namespace: namespace of all objects; "": that of the user.
+        volume: claim of the volume with the job's directory; "": the name of the job.
+    """
+    low, high, num_devices = request.min_nodes, request.max_nodes, request.devices_per_node
+    endpoint = f"--rdzv-endpoint {request.name}-0.{request.name}:{request.port or PORT}"
+    token = "--token-file /etc/planaria/token"
+    resources = f"          resources:\n            limits: {{nvidia.com/gpu: {num_devices}}}\n"
+    return _MANIFEST.substitute(
+        job=request.job,
+        name=request.name,
+        nodes=f"{low} to {high}" if low < high else high,
+        max_nodes=high,
+        spare=high - low,
+        image=json.dumps(image),  # Every JSON text is YAML.
+        in_namespace=f" -n {namespace}" if namespace else "",
+        namespace=f"  namespace: {namespace}\n" if namespace else "",
+        volume=volume or request.name,
+        gpu_toleration=_GPU_TOLERATION if num_devices else "",
+        resources=resources if num_devices else "",
+        command=shell_command(request, endpoint, token, indent=14),
+    )

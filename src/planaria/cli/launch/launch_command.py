@@ -1,0 +1,282 @@
+"""`planaria launch`: has what allocates machines start a job on them.
+
+It writes the file that a person would have written for the scheduler, and submits it. The scheduler
+then starts `planaria run` on each machine, and starts it again when the exit code asks for that.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Final, NamedTuple, NoReturn
+
+import typer
+
+from planaria.cli.command_line import JobFile, Settings, exit_codes, write
+from planaria.cli.launch.kubernetes import kubernetes_manifest
+from planaria.cli.launch.ray_actors import ray_program
+from planaria.cli.launch.request import LaunchRequest
+from planaria.cli.launch.slurm import slurm_script
+from planaria.cli.launch.ssh_loop import check_hosts, ssh_script
+from planaria.errors import ConfigError
+from planaria.job.scripts import named_job
+
+_TOOL_TIMEOUT_S: Final = 60.0
+_NAME: Final = re.compile(r"[a-z]([-a-z0-9]{0,46}[a-z0-9])?")
+_PLAIN: Final = re.compile(r"[-\w./:@=,+]+")
+_PORT_MAX: Final = (1 << 16) - 1
+
+
+class Scheduler(Enum):
+    """What allocates machines."""
+
+    SLURM = "slurm"
+    KUBERNETES = "kubernetes"
+    RAY = "ray"
+    SSH = "ssh"
+
+
+class Submission(NamedTuple):
+    """A file for a scheduler, and how it is submitted.
+
+    Attributes:
+        file: name of the file, where the user names none.
+        tool: program that submits it.
+        words: command line that submits it; the path of the file is to be added.
+    """
+
+    file: str
+    tool: str
+    words: tuple[str, ...]
+
+
+class SchedulerOptions(NamedTuple):
+    """The options that only one scheduler has; "" where one is not given."""
+
+    partition: str
+    time: str
+    image: str
+    namespace: str
+    volume: str
+    hosts: str
+
+
+_OWN_OPTIONS: Final = {
+    Scheduler.SLURM: {"partition", "time"},
+    Scheduler.KUBERNETES: {"image", "namespace", "volume"},
+    Scheduler.RAY: set[str](),
+    Scheduler.SSH: {"hosts"},
+}
+
+
+def _text(help_text: str, metavar: str) -> object:
+    return typer.Option(metavar=metavar, help=help_text)
+
+
+On = Annotated[Scheduler, typer.Option("--on", help="What allocates the machines.")]
+Machines = Annotated[
+    str,
+    typer.Option(
+        metavar="N|MIN:MAX",
+        help="Number of machines with which the job begins, and the most that it may use.",
+    ),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print the file; write and submit nothing.")
+]
+Name = Annotated[str, _text("Name of the job there. Default: that of the job file.", "NAME")]
+Output = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", help="Write this file. Default: one named as the job."),
+]
+Devices = Annotated[int, typer.Option(min=0, help="Number of GPUs that each machine is to have.")]
+Token = Annotated[
+    str,
+    _text("Token file on each machine. Kubernetes has it as the secret NAME-token.", "FILE"),
+]
+Port = Annotated[int, typer.Option(min=0, max=_PORT_MAX, help="Port of the head.")]
+MachineDomain = Annotated[
+    str,
+    _text("Failure domain of each machine; its shell expands variables ($NAME) in it.", "TEXT"),
+]
+Partition = Annotated[str, _text("Slurm: the partition.", "NAME")]
+Time = Annotated[str, _text("Slurm: length of the job; it is saved before, and queued again.", "T")]
+Image = Annotated[str, _text("Kubernetes: a container's image that has planaria.", "IMAGE")]
+Namespace = Annotated[str, _text("Kubernetes: the namespace.", "NAME")]
+Volume = Annotated[
+    str,
+    _text("Kubernetes: claim of a volume with the job's directory. Default: NAME.", "CLAIM"),
+]
+HostsFile = Annotated[str, _text("ssh: a file of machines, a line each: HOST [DOMAIN].", "FILE")]
+
+
+@exit_codes()
+def launch(
+    job: JobFile,
+    on: On,
+    nodes: Machines,
+    dry_run: DryRun = False,
+    name: Name = "",
+    output: Output = None,
+    devices_per_node: Devices = 0,
+    token_file: Token = "",
+    port: Port = 0,
+    domain: MachineDomain = "",
+    partition: Partition = "",
+    time: Time = "",
+    image: Image = "",
+    namespace: Namespace = "",
+    volume: Volume = "",
+    hosts: HostsFile = "",
+    settings: Settings = None,
+) -> None:
+    """Has Slurm, Kubernetes, Ray or ssh start a job on their machines.
+
+    Writes a short file as a person would write it, in which each machine runs `planaria run`, and
+    submits it. It is started again by its exit code (docs/CLUSTER.md).
+    """
+    given = SchedulerOptions(partition, time, image, namespace, volume, hosts)
+    _check_options(on, given)
+    low, high = _bounds(nodes)
+    request = LaunchRequest(
+        job=str(job),
+        name=_job_name(name, job),
+        min_nodes=low,
+        max_nodes=high,
+        devices_per_node=devices_per_node,
+        token_file=token_file,
+        port=port,
+        domain=domain,
+        settings=tuple(settings or ()),
+    )
+    # In Kubernetes the volume has the job, and this machine may not.
+    if on is not Scheduler.KUBERNETES or job.exists():
+        named_job(job, list(settings or ()))
+    submission = _submission(on, request, given)
+    path = output or Path(submission.file)
+    text = _file_text(on, request, given, file=path.name)
+    if dry_run:
+        typer.echo(text, nl=False)
+        return
+    _submit(submission, request, given, path, text)
+
+
+# -- what is asked for ----------------------------------------------------------------------------
+
+
+def _check_options(on: Scheduler, given: SchedulerOptions) -> None:
+    for option, text in given._asdict().items():
+        if text and option not in _OWN_OPTIONS[on]:
+            remedy = f"--on {on.value} has no use for it; leave it out"
+            raise ConfigError(f"--{option}", text, remedy)
+        if text and not _PLAIN.fullmatch(text):
+            raise ConfigError(f"--{option}", text, "write it without spaces and quotes")
+    if on is Scheduler.KUBERNETES and not given.image:
+        raise ConfigError("--image", "", "name an image in which planaria is installed")
+    if on is Scheduler.SSH and not given.hosts:
+        raise ConfigError("--hosts", "", "name a file with a machine in each line: HOST [DOMAIN]")
+
+
+def _bounds(nodes: str) -> tuple[int, int]:
+    bounds = re.fullmatch(r"([0-9]{1,6})(?::([0-9]{1,6}))?", nodes)
+    low, high = (int(bounds[1]), int(bounds[2] or bounds[1])) if bounds else (0, 0)
+    if not 1 <= low <= high:
+        raise ConfigError("--nodes", nodes, "must be N, or MIN:MAX with 1 <= MIN <= MAX")
+    return low, high
+
+
+def _job_name(name: str, job: Path) -> str:
+    """The name of the job for schedulers, of which that of Kubernetes allows the fewest letters."""
+    text = name or re.sub(r"[^a-z0-9]+", "-", job.stem.lower()).strip("-")
+    if not _NAME.fullmatch(text):
+        remedy = "must be a lower-case letter and at most 47 more letters, digits and hyphens"
+        raise ConfigError("--name", text, remedy)
+    return text
+
+
+def _submission(on: Scheduler, request: LaunchRequest, given: SchedulerOptions) -> Submission:
+    name = request.name
+    namespace = ("-n", given.namespace) if given.namespace else ()
+    match on:
+        case Scheduler.SLURM:
+            return Submission(f"{name}.sbatch", "sbatch", ("sbatch",))
+        case Scheduler.KUBERNETES:
+            words = ("kubectl", *namespace, "apply", "-f")
+            return Submission(f"{name}.yaml", "kubectl", words)
+        case Scheduler.RAY:
+            # The program is started where the cluster's head is, in the directory of the job.
+            entry = ("env", f"--chdir={Path.cwd()}", "python")
+            words = ("ray", "job", "submit", "--no-wait", "--", *entry)
+            return Submission(f"{name.replace('-', '_')}_ray.py", "ray", words)
+        case Scheduler.SSH:
+            return Submission(f"{name}-ssh.sh", "ssh", ("bash",))
+
+
+def _file_text(on: Scheduler, request: LaunchRequest, given: SchedulerOptions, *, file: str) -> str:
+    match on:
+        case Scheduler.SLURM:
+            return slurm_script(request, partition=given.partition, time=given.time)
+        case Scheduler.KUBERNETES:
+            return kubernetes_manifest(
+                request, image=given.image, namespace=given.namespace, volume=given.volume
+            )
+        case Scheduler.RAY:
+            return ray_program(request, file=file)
+        case Scheduler.SSH:
+            try:
+                hosts = Path(given.hosts).read_text(encoding="utf-8")
+            except (OSError, UnicodeError) as error:
+                raise ConfigError("--hosts", given.hosts, f"cannot be read: {error}") from error
+            check_hosts(hosts, request, hosts_file=given.hosts)
+            return ssh_script(request, hosts_file=given.hosts, file=file)
+
+
+# -- submission -----------------------------------------------------------------------------------
+
+
+def _submit(
+    submission: Submission,
+    request: LaunchRequest,
+    given: SchedulerOptions,
+    path: Path,
+    text: str,
+) -> NoReturn:
+    """Writes the file, and becomes the program that submits it.
+
+    Raises:
+        ConfigError: the program or the secret is not there, or the file is, with other contents.
+    """
+    words = (*submission.words, str(path))
+    if shutil.which(submission.tool) is None:
+        by_hand = " ".join(words)
+        remedy = (
+            f"this machine has no {submission.tool}; print the file with --dry-run, and run "
+            f"`{by_hand}` on a machine that has it"
+        )
+        raise ConfigError("", "", remedy)
+    if submission.tool == "kubectl":
+        _check_secret(request, given)
+    if path.exists() and path.read_bytes() != text.encode():
+        remedy = "is there already and differs; submit it yourself, remove it, or name another file"
+        raise ConfigError("--output", str(path), remedy)
+    write(path, text.encode())
+    typer.echo(f"wrote {path}; running {' '.join(words)}")
+    os.execvp(words[0], words)
+
+
+def _check_secret(request: LaunchRequest, given: SchedulerOptions) -> None:
+    namespace = ["-n", given.namespace] if given.namespace else []
+    words = ["kubectl", *namespace, "get", "secret", f"{request.name}-token"]
+    ask = partial(subprocess.run, capture_output=True, text=True, check=False)
+    try:
+        answer = ask(words, timeout=_TOOL_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise ConfigError("", "", f"`{' '.join(words)}` does not answer") from None
+    if answer.returncode:
+        token = request.token_file or "TOKEN_FILE"
+        make = ["kubectl", *namespace, "create", "secret", "generic", f"{request.name}-token"]
+        remedy = f"make the secret: {' '.join(make)} --from-file=token={token}"
+        raise ConfigError("", "", f"{answer.stderr.strip()}; {remedy}")

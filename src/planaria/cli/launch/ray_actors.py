@@ -1,0 +1,125 @@
+"""The program that runs a job on machines of Ray, with an actor on each.
+
+Source: Ray, "Placement Groups", "Actor fault tolerance".
+"""
+
+import json
+from typing import Final
+
+from planaria.cli.launch.request import AtTemplate, LaunchRequest, options
+from planaria.cli.run_role import PORT
+
+_PROGRAM: Final = AtTemplate('''\
+"""@{job} on @{nodes} machines of Ray. `planaria launch --on ray` wrote this.
+
+    ray job submit --no-wait -- env --chdir="$PWD" python @{file}
+
+Submit it in the directory of the job, which all machines share.
+"""
+
+import os
+import subprocess
+import sys
+import time
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+MIN_MACHINES = @{min_nodes}
+MAX_MACHINES = @{max_nodes}
+BUNDLE = {@{resource}}  # What each machine gives to the job.
+PORT = @{port}
+COMMAND = [
+    *("planaria", "run"),
+@{command}
+]
+DIRECTORY = os.getcwd()
+RESTARTS_MAX = 20
+PAUSE_S = 10.0
+
+
+class Machine:
+    """One machine of the job."""
+
+    def address(self) -> str:
+        """The address at which other machines reach this one."""
+        return str(ray.util.get_node_ip_address())
+
+    def run(self, rank: int, head: str) -> int:
+        """Runs `planaria run` until it ends; returns its exit code."""
+        words = [*COMMAND, "--node-rank", str(rank), "--rdzv-endpoint", f"{head}:{PORT}"]
+@{domain}        # The command ends with its actor: it saves the job, or its node leaves.
+        words = ["setpriv", "--pdeathsig", "TERM", *words, @{job_text}]
+        code = subprocess.run(words, cwd=DIRECTORY, check=False).returncode
+        return 128 - code if code < 0 else code
+
+
+def start_machine(group: PlacementGroup, index: int) -> "ray.actor.ActorHandle":
+    """Starts an actor in a bundle of a placement group; Ray replaces it if its machine is lost."""
+    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+    actor = ray.remote(max_restarts=-1, @{options}, scheduling_strategy=place)(Machine)
+    return actor.remote()
+
+
+def main() -> int:
+    """Runs the job; returns the exit code of the machine with the head, the first one."""
+    ray.init()
+    group = placement_group([BUNDLE] * MIN_MACHINES, strategy="STRICT_SPREAD")
+    ray.get(group.ready())
+    machines = [start_machine(group, index) for index in range(MIN_MACHINES)]
+    num_more = MAX_MACHINES - MIN_MACHINES  # Each of these comes when Ray has it.
+    machines += [start_machine(placement_group([BUNDLE]), 0) for _ in range(num_more)]
+    head = ray.get(machines[0].address.remote())
+    running = {machine.run.remote(rank, head): rank for rank, machine in enumerate(machines)}
+    num_restarts = 0
+    while True:
+        [ended], _ = ray.wait(list(running))
+        rank = running.pop(ended)
+        try:
+            code = ray.get(ended)
+        except ray.exceptions.RayActorError:
+            code = None  # The machine was lost.
+        # 0: done. 1, 2, 130: starting it again changes nothing. Else it was lost or killed, ended
+        # unfinished (3), or found no head (75).
+        is_again = code not in (0, 1, 2, 130)
+        if rank == 0:
+            if not is_again or num_restarts == RESTARTS_MAX:
+                return 3 if code is None else code
+            num_restarts += 1
+            head = ray.get(machines[0].address.remote())
+        if is_again:
+            time.sleep(PAUSE_S)
+            running[machines[rank].run.remote(rank, head)] = rank
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+''')
+
+
+def ray_program(request: LaunchRequest, *, file: str) -> str:
+    """The text of the program.
+
+    Args:
+        file: name of the file that will hold it.
+    """
+    low, high, num_devices = request.min_nodes, request.max_nodes, request.devices_per_node
+    lines = []
+    for words in options(request):
+        texts = ", ".join(map(json.dumps, words))
+        lines.append(f"    *({texts})," if len(words) > 1 else f"    {texts},")
+    domain = f"os.path.expandvars({json.dumps(request.domain)})"
+    return _PROGRAM.substitute(
+        job=request.job,
+        job_text=json.dumps(request.job),
+        file=file,
+        nodes=f"{low} to {high}" if low < high else high,
+        min_nodes=low,
+        max_nodes=high,
+        resource=f'"GPU": {num_devices}' if num_devices else '"CPU": 1',
+        options=f"num_gpus={num_devices}" if num_devices else "num_cpus=1",
+        port=request.port or PORT,
+        command="\n".join(lines),
+        domain=f'        words += ["--domain", {domain}]\n' if request.domain else "",
+    )

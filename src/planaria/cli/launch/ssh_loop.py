@@ -1,0 +1,116 @@
+"""The script that runs a job on machines that ssh reaches."""
+
+import shlex
+from typing import Final
+
+from planaria.cli.launch.request import AtTemplate, LaunchRequest, shell_command
+from planaria.cli.run_role import PORT
+from planaria.errors import ConfigError
+
+_SCRIPT: Final = AtTemplate("""\
+#!/bin/bash
+# @{job} on @{nodes} machines over ssh. `planaria launch --on ssh` wrote this.
+#
+#   bash @{file}      Ctrl-C stops the job, after a save.
+#
+# Start it in the directory of the job, which all machines share. If this script dies, the machines
+# go on without it, and nobody starts one again.
+
+# A machine in each line, as HOST or HOST DOMAIN; the head is on the first one.
+hosts_file=@{hosts}
+restarts_max=20
+mapfile -t hosts < <(grep -v -e '^ *#' -e '^ *$' "$hosts_file" | head -n @{max_nodes})
+read -r head _ <<< "${hosts[0]}"
+
+# What a machine runs, with $rank, $head and $domain. A machine that runs it still, while the
+# connection was lost, says 75: start me again.
+IFS= read -r -d '' command << 'END'
+exec 9> ~/.planaria-@{name}-$rank.lock
+flock -n 9 || exit 75
+echo $$ > ~/.planaria-@{name}-$rank.pid
+exec @{command}
+END
+
+reach() {  # HOST WORD...: runs a command there.
+    ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 "$@@"
+}
+
+run() {  # RANK: runs it on a machine, again and again if need be; the exit code is the last one.
+    read -r host domain <<< "${hosts[$1]}"
+    printf -v words '%q ' "rank=$1" "head=${head#*@@}" "domain=$domain"
+    for ((num_restarts = 0; num_restarts < restarts_max || $1 > 0; num_restarts++)); do
+        reach "$host" "cd $(printf %q "$PWD") && $words bash -s" <<< "$command"
+        code=$?
+        case $code in
+            0 | 1 | 2 | 130) break ;;   # It is done, or starting it again changes nothing.
+            3 | 75 | 255 | 1??) ;;      # Unfinished; no head; ssh has failed; it was killed.
+            *) break ;;
+        esac
+        sleep "${restart_s:-10}"
+        [ "$1" = 0 ] || kill -0 "$head_run" 2> /dev/null || break  # The job is over.
+    done
+    exit "$code"
+}
+
+stop() {  # RANK: has a machine stop; the head saves the job.
+    read -r host _ <<< "${hosts[$1]}"
+    reach -n "$host" "kill -TERM \\$(cat ~/.planaria-@{name}-$1.pid)" 2> /dev/null
+}
+
+run 0 &
+head_run=$!
+for ((rank = 1; rank < ${#hosts[@@]}; rank++)); do run "$rank" & done
+trap 'is_told=yes; stop 0' INT TERM HUP
+while is_told=; wait "$head_run"; code=$?; [ "$is_told" ]; do :; done
+
+# The others end by themselves, but for those that have found no head.
+for ((second = 0; second < 20; second++)); do
+    [ "$(jobs -rp)" ] || exit "$code"
+    sleep 1
+done
+for ((rank = 1; rank < ${#hosts[@@]}; rank++)); do stop "$rank"; done
+wait
+exit "$code"
+""")
+
+
+def ssh_script(request: LaunchRequest, *, hosts_file: str, file: str) -> str:
+    """The text of the script.
+
+    Args:
+        hosts_file: path of the file with the machines.
+        file: name of the file that will hold the script.
+    """
+    low, high = request.min_nodes, request.max_nodes
+    port = request.port or PORT
+    domain = "" if request.domain else '${domain:+--domain "$domain"}'
+    command = shell_command(
+        request, f'--node-rank "$rank" --rdzv-endpoint "$head:{port}"', domain, indent=0
+    )
+    return _SCRIPT.substitute(
+        job=request.job,
+        name=request.name,
+        file=file,
+        nodes=f"{low} to {high}" if low < high else high,
+        hosts=shlex.quote(hosts_file),
+        max_nodes=high,
+        command=command,
+    )
+
+
+def check_hosts(text: str, request: LaunchRequest, *, hosts_file: str) -> None:
+    """Refuses a file of too few machines.
+
+    Args:
+        text: contents of the file.
+
+    Raises:
+        ConfigError: it names fewer machines than the job needs, or a machine twice.
+    """
+    lines = [line.split() for line in text.splitlines()]
+    hosts = [words[0] for words in lines if words and not words[0].startswith("#")]
+    if len(hosts) < request.min_nodes:
+        remedy = f"it names {len(hosts)} machines; --nodes asks for {request.min_nodes} at least"
+        raise ConfigError("--hosts", hosts_file, remedy)
+    if len(set(hosts)) < len(hosts):
+        raise ConfigError("--hosts", hosts_file, "it names a machine twice; name each once")
