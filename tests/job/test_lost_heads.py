@@ -1,19 +1,28 @@
 """A head finds what the nodes of a lost one have saved by themselves."""
 
 import asyncio
+import socket
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 
 from planaria.checkpoint.disk.parts import EpochMark, PartAnswer, RankPart, RunPlace
 from planaria.checkpoint.disk.tiers import Manifest, tier_of
 from planaria.core.job import CheckpointConfig, JobConfig
 from planaria.core.specs import Prepared
-from planaria.errors import ConfigError
+from planaria.errors import CheckpointError, ConfigError
 from planaria.job import lost_heads
-from planaria.job.lost_heads import has_run, next_parts, nodes_that_may_live
+from planaria.job.lost_heads import (
+    has_run,
+    mark_head,
+    next_parts,
+    nodes_that_may_live,
+    reachable_addresses,
+)
 from planaria.job.places import find_start
 from planaria.job.planning import fingerprint
 from planaria.nodes.head.remote.run_record import NodeLog, RunRecord
@@ -178,3 +187,66 @@ def test_any_node_may_live_where_nobody_can_read_which(tmp_path: Path) -> None:
 
     assert nodes_that_may_live(record, tmp_path / "none", note=left.notes.append) is None
     assert "is not known" in left.notes[0]
+
+
+def test_a_head_writes_where_it_listens_into_the_newest_run(left: Left) -> None:
+    """Agents without a node know no other run."""
+    mark_head(left.config, ("head.example", 7320))
+    mark = left.place.head()
+    assert mark is not None
+    assert mark.addresses == (("head.example", 7320),)
+    mark_head(left.config, ("[2001:db8::1]", 7320), run="run-000009-99")
+
+    mark = RunPlace(left.tier.storage, "run-000009-99").head()
+    assert mark is not None
+    assert mark.addresses == (("2001:db8::1", 7320),)
+
+
+def test_a_head_goes_on_where_it_cannot_write_where_it_listens(
+    left: Left, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The agents may have been given its address."""
+
+    def refuse(*_: object) -> None:
+        raise CheckpointError("the disk is full")
+
+    monkeypatch.setattr(RunPlace, "write_head", refuse)
+    mark_head(left.config, ("10.0.0.1", 7320))
+
+    assert "the disk is full: nodes find this head only" in caplog.text
+
+
+def test_a_job_without_runs_gets_no_file_of_a_head(tmp_path: Path) -> None:
+    left = Left(tmp_path / "saves")
+    mark_head(left.config, ("10.0.0.1", 7320))
+
+    assert not (tmp_path / "saves").exists()
+
+
+def test_a_head_that_listens_everywhere_names_the_addresses_of_its_interfaces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hosts = {
+        "lo": ("127.0.0.1", "::1"),
+        "down": ("10.0.0.1",),
+        "a": ("fe80::1%a", "2001:db8::1", "10.0.0.2"),
+        "b": ("169.254.3.4", "10.0.0.3", "10.0.0.4", "10.0.0.5", "10.0.0.6"),
+    }
+
+    def entry(host: str) -> SimpleNamespace:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return SimpleNamespace(family=family, address=host)
+
+    stats = {name: SimpleNamespace(isup=name != "down") for name in hosts}
+    addresses = {
+        name: [SimpleNamespace(family=socket.AF_PACKET, address="02:42"), *map(entry, some)]
+        for name, some in hosts.items()
+    }
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: stats)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
+
+    expected = tuple((f"10.0.0.{number}", 7320) for number in (2, 3, 4, 5))
+    assert reachable_addresses(("0.0.0.0", 7320)) == expected
+    assert reachable_addresses(("::", 7320)) == (("2001:db8::1", 7320),)
+    addresses.pop("b")
+    assert reachable_addresses(("", 7320)) == (("10.0.0.2", 7320), ("2001:db8::1", 7320))

@@ -148,7 +148,7 @@ def test_a_worker_that_breaks_the_protocol_is_killed(
         raise asyncio.CancelledError
 
     monkeypatch.setattr(os, "kill", lambda *arguments: kills.append(arguments))
-    monkeypatch.setattr(agent, "_wait_exit", wait_exit)
+    monkeypatch.setattr(agent, "wait_exit", wait_exit)
     worker: Any = Worker()
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(agent._Agent(SPEC, [worker], -1)._forward_messages(worker))

@@ -250,6 +250,39 @@ def test_a_head_that_comes_back_at_another_address_is_found_there(
         assert {worker["pid"] for worker in report["workers"]} == before
 
 
+def test_a_head_at_an_address_that_nobody_named_takes_the_nodes_up(
+    tmp_path: Path, local_hash: str, staying: StayingAgents
+) -> None:
+    """Nodes and agents read its address at the place of saves."""
+    with machines(tmp_path, nodes="2", staying=staying) as job:
+        job.head.wait_output("iteration 5 ")
+        before = job.worker_pids()
+        job.kill_head()
+        job.start_head("--reattach", address=f"127.0.0.3:{free_port('127.0.0.3')}")
+        report = job.report()
+
+        assert report["final"]["parameters_sha256"] == local_hash
+        assert {worker["pid"] for worker in report["workers"]} == before
+
+
+@pytest.mark.long
+def test_nodes_save_for_a_head_without_the_journal_at_an_address_that_nobody_named(
+    tmp_path: Path, local_hash: str
+) -> None:
+    """They come to it, and it goes on from what they save. No ordinary save was ever made."""
+    with machines(tmp_path, nodes="3", settings=("cluster.lease_s=1.0",)) as job:
+        first, *others = (job.join() for _ in range(3))
+        job.head.wait_output("iteration 5 ")
+        job.lose_head_machine(first)
+        job.start_head("--resume", address=f"127.0.0.3:{free_port('127.0.0.3')}")
+        job.join()
+        report = job.report()
+
+        assert report["final"]["parameters_sha256"] == local_hash
+        assert report["iterations"][0]["iteration"] >= 5
+        assert [agent.wait() for agent in others] == [0, 0]
+
+
 @pytest.mark.hosts
 @pytest.mark.long
 def test_an_agent_that_stays_serves_job_after_job(tmp_path: Path, local_hash: str) -> None:

@@ -1,32 +1,89 @@
-"""What a lost head's nodes have saved by themselves, as the next head finds it.
+"""How the next head and the nodes of a lost one find each other, and what those have saved.
 
 Source: docs/protocol.md, "Nodes without a head".
 """
 
 import asyncio
+import ipaddress
 import logging
+import socket
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Final
 
+import psutil
+
 from planaria.checkpoint.disk.assembly import assemble, has_parts, lacks_parts
-from planaria.checkpoint.disk.parts import RunPlace, newest_run, next_run, remove_runs
+from planaria.checkpoint.disk.parts import (
+    HeadMark,
+    RunPlace,
+    newest_run,
+    next_run,
+    remove_runs,
+)
 from planaria.checkpoint.disk.storage import ContentInfo, Storage
 from planaria.checkpoint.disk.tiers import Tier, tier_of
-from planaria.checkpoint.disk.time_limits import with_time_limit
+from planaria.checkpoint.disk.time_limits import with_short_limit, with_time_limit
 from planaria.core.job import JobConfig
 from planaria.errors import CheckpointError, ConfigError, LateError
 from planaria.nodes.daemon_threads import answer_of_thread
 from planaria.nodes.head.remote.run_record import RunRecord, started_nodes
 from planaria.protocol.agent_lease import meeting_s
+from planaria.transport.sockets import Address, bare_host
 
 logger = logging.getLogger(__name__)
 
+ANY_HOST: Final = ("0.0.0.0", "::", "")  # Hosts that mean all addresses of this machine.
 _FIELD: Final = "checkpoint.directory"
+_NUM_INTERFACES_MAX: Final = 4
 _LOOK_S: Final = 0.5
 _SILENT_S: Final = 60.0  # Time for a file to grow or to become whole: one layer, in a store.
+
+
+def mark_head(config: JobConfig, address: Address, *, run: str = "") -> None:
+    """Writes where this head listens, for nodes and agents that have lost theirs and look for one.
+
+    A failure is only logged: they may have been told this address.
+
+    Args:
+        address: host and port at which the head listens.
+        run: directory of the run whose nodes are meant; "": that of the newest run, if there is
+            any.
+    """
+    addresses = reachable_addresses(address)
+    try:
+        tier = with_short_limit(tier_of(config.checkpoint.directory), config.checkpoint)
+        run = run or newest_run(tier.storage)
+        if run and addresses:
+            RunPlace(tier.storage, run).write_head(HeadMark(addresses=addresses))
+    except CheckpointError as error:
+        logger.warning("%s: nodes find this head only at an address that they were given", error)
+
+
+def reachable_addresses(address: Address) -> tuple[Address, ...]:
+    """The addresses at which other machines may reach a listener, at most 4, IPv4 first.
+
+    Args:
+        address: host and port of the listener. If the host means all addresses of this machine,
+            those of its interfaces are returned that are up, without loopback and link-local ones.
+    """
+    host, port = bare_host(address[0]), address[1]
+    if host not in ANY_HOST:
+        return ((host, port),)
+    interfaces = psutil.net_if_stats()
+    families = (socket.AF_INET6,) if host == "::" else (socket.AF_INET, socket.AF_INET6)
+    hosts = [
+        ipaddress.ip_address(entry.address.partition("%")[0])
+        for name, entries in psutil.net_if_addrs().items()
+        if name in interfaces and interfaces[name].isup
+        for entry in entries
+        if entry.family in families
+    ]
+    usable = [each for each in hosts if not each.is_loopback and not each.is_link_local]
+    usable.sort(key=lambda each: each.version)
+    return tuple((str(each), port) for each in usable[:_NUM_INTERFACES_MAX])
 
 
 def has_run(config: JobConfig) -> bool:

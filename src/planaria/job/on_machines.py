@@ -18,7 +18,7 @@ from planaria.core.inject import Injection
 from planaria.core.job import ClusterConfig, JobConfig
 from planaria.core.specs import Prepared, PrepareRequest
 from planaria.errors import ConfigError, InsufficientError, TrainingError
-from planaria.job.lost_heads import nodes_that_may_live
+from planaria.job.lost_heads import ANY_HOST, mark_head, nodes_that_may_live
 from planaria.job.machine_kinds import of_fastest_kind, with_measured_links, with_memory_limit
 from planaria.job.planning import cache_directory, given_profile, mistake_error
 from planaria.job.user_sources import user_sources
@@ -36,7 +36,6 @@ from planaria.transport.sockets import address_text
 # A node ends itself once its lease and its patience are over. Before that, a machine notices within
 # as long again as its lease that a head is lost, and needs a few seconds to find the next one.
 _TAKE_UP_LEASES, _TAKE_UP_S = 2, 5.0
-_ANY_HOST = ("0.0.0.0", "::", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +174,8 @@ def take_up(head: OpenHead, left: LeftRun, *, resume: bool, note: Callable[[str]
             else ""
         )
     )
+    if left.record.parts:
+        mark_head(left.record.job, head.leader_sockets.address, run=left.record.parts)
     nodes = nodes_that_may_live(left.record, left.directory, note=note)
     waiting = head.machines.wait_living(nodes, timeout_s=timeout_s)
     head.is_taken_up = head.runner.run(waiting)
@@ -256,7 +257,7 @@ def _kept_text(patience_s: float) -> str:
 
 
 def _join_text(address: tuple[str, int]) -> str:
-    host = socket.gethostname() if address[0] in _ANY_HOST else address[0]
+    host = socket.gethostname() if address[0] in ANY_HOST else address[0]
     return f"planaria agent --join {address_text((host, address[1]))}"
 
 

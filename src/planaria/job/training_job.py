@@ -37,7 +37,7 @@ from planaria.estimator.correction import Comparison
 from planaria.estimator.time import Timeline
 from planaria.job.checks import check_inputs, check_job, unknown_in_domains
 from planaria.job.config import load_job
-from planaria.job.lost_heads import has_run, next_parts, remove_parts
+from planaria.job.lost_heads import has_run, mark_head, next_parts, remove_parts
 from planaria.job.machine_kinds import node_kinds
 from planaria.job.on_machines import (
     LeftRun,
@@ -335,6 +335,8 @@ class Job:
                 begun = self._begin(held, display, options)
                 planned = _plan_of(begun, display, plan=plan, catalog=catalog)
             config = begun.config
+            if begun.head is not None and not begun.head.is_taken_up:
+                mark_head(config, begun.head.leader_sockets.address, run=begun.parts)
             display.show_plan(planned)
             left = with_short_limit(tier, config.checkpoint)
             observer = _job_observer(planned, recorder := _recorder(planned, start_s), display)
@@ -459,7 +461,8 @@ def _new_run(
     may_begin, note = listening.may_begin, display.note
     find = partial(find_start, config, resume=resume, may_begin=may_begin, note=note)
     # Nodes of a lost head save what they hold when their machines come here.
-    is_run_left = resume and has_run(config)
+    if is_run_left := resume and has_run(config):
+        mark_head(config, head.leader_sockets.address)
     manifest = None if is_run_left else find()
     display.show_step(f"waiting for {count_text(listening.nodes_min, 'machine')}")
     config, prepared = gather(head, config, listening)

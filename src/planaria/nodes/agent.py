@@ -9,11 +9,11 @@ sent to the coordinator.
 SIGTERM, SIGUSR1 or a source of notices (notices.py) tells the agent that the node will be taken
 away. It reports that, and the node is planned out.
 
-When the coordinator is gone, the agent connects to the next one, which listens at the same address,
-and repeats the facts that may have been lost. Heartbeats renew the node's lease; while it has
-expired nothing is written to disk. The agent and its workers end when the launcher's end of the
-lifeline pipe closes, when the node is not a member any more, or when the coordinator says
-`Shutdown`.
+When the coordinator is gone, the agent connects to the next one, which listens at the same address
+or at another one that the agent knows (known_heads.py), and repeats the facts that may have been
+lost. Heartbeats renew the node's lease; while it has expired nothing is written to disk. The agent
+and its workers end when the launcher's end of the lifeline pipe closes, when the node is not a
+member any more, or when the coordinator says `Shutdown`.
 
 If the coordinator is on another machine, the agent also leaves a connection over which nothing
 comes, and connects again and again. It closes the connection that it left only when the coordinator
@@ -58,8 +58,10 @@ from planaria.core.messages import (
 )
 from planaria.core.specs import NodeSpec
 from planaria.errors import AuthenticationError
+from planaria.nodes.child_answers import wait_exit
 from planaria.nodes.descriptors import raise_open_files
 from planaria.nodes.forkserver import close_others, die_with_parent, leave_removed_directory
+from planaria.nodes.known_heads import KnownHeads, look_by_child
 from planaria.nodes.notices import fork_watcher, parse_notice_source
 from planaria.nodes.output import flush_own
 from planaria.nodes.part_reports import STATUS_SAVED, PartReports, end_group_with
@@ -232,8 +234,9 @@ class _Agent:
         self._cpu_steal = CpuSteal(TICKS_PER_LEASE)
         self._is_shut_down = False
         self._parts: PartReports | None = None  # There are some once the head is given up.
-        # Where a coordinator may be; the first is tried next.
-        self._addresses = deque((spec.coordinator, *spec.other_coordinators))
+        addresses = (spec.coordinator, *spec.other_coordinators)
+        place = spec.job.checkpoint.directory if spec.parts else ""
+        self._heads = KnownHeads(addresses, look_by_child, place=place)
 
     async def run(self) -> None:
         """Forwards messages until the coordinator says `Shutdown`."""
@@ -317,17 +320,15 @@ class _Agent:
         spec = self._spec
         credentials = credentials_of(spec.credentials)
         if credentials is not None:
-            address = self._addresses[0]
-            self._addresses.rotate(-1)  # If it is in vain, the next try goes to the next address.
+            address = self._heads.next_address()
             streams = await connect(
                 address,
                 Purpose.NODE,
                 credentials,
-                timeout_s=self._lease_s / 2 / len(self._addresses),
+                timeout_s=self._lease_s / 2 / self._heads.num_addresses,
                 identity=spec.node,
             )
-            # Should this one be lost, it comes back here most probably.
-            self._addresses.rotate(1)
+            self._heads.keep(address)
             return streams
         reader, writer = await open_stream(spec.coordinator)
         try:
@@ -396,7 +397,7 @@ class _Agent:
                 reader, writer = await asyncio.open_connection(sock=sock)
                 line = await reader.readline()
                 writer.close()
-                await _wait_exit(pid)
+                await wait_exit(pid)
                 if line:
                     self._on_notice(float(line))
                     return
@@ -504,7 +505,7 @@ class _Agent:
             except AuthenticationError as error:
                 logger.warning("the worker of rank %s is killed: %s", worker.rank, error)
                 os.kill(worker.pid, signal.SIGKILL)
-            pid, status = worker.pid, await _wait_exit(worker.pid)
+            pid, status = worker.pid, await wait_exit(worker.pid)
             if worker.ending is not None:
                 worker.ending.cancel()  # Another process may get the same pid from now on.
             exited = WorkerExited(
@@ -529,18 +530,6 @@ class _Agent:
             if order := successor_order(self._state, worker.rank, pid):
                 worker.tell(frame(order))
             self._report(exited)
-
-
-async def _wait_exit(pid: int) -> int:
-    """The exit status of a child process once it has ended; negative: it was killed by a signal."""
-    loop = asyncio.get_running_loop()
-    ended = loop.create_future()
-    pidfd = os.pidfd_open(pid)
-    loop.add_reader(pidfd, ended.set_result, None)
-    await ended
-    loop.remove_reader(pidfd)
-    os.close(pidfd)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def _become_worker(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:

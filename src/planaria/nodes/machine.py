@@ -63,6 +63,7 @@ from planaria.nodes.daemon_threads import answer_of_thread
 from planaria.nodes.examination import checks_of_this_machine, facts_of_this_machine
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.process_events import handle_signals, wait_until
+from planaria.nodes.known_heads import KnownHeads, look_by_thread
 from planaria.nodes.machine_files import MachineFiles, modules_directory, unpack_sources
 from planaria.nodes.machine_node import MachineNode
 from planaria.nodes.notices import parse_notice_source, wait_notice
@@ -141,6 +142,7 @@ class _Machine:
     def __init__(self, spec: MachineSpec) -> None:
         self._spec = spec
         self._id = secrets.token_hex(8)
+        self._heads = KnownHeads(spec.heads, look_by_thread())
         self._head: Address = spec.heads[0]
         self._writer: asyncio.StreamWriter | None = None
         self._host = spec.host
@@ -194,12 +196,10 @@ class _Machine:
     async def _serve(self) -> int:
         """Connects to the head again and again; returns the exit code once all is over."""
         lost_s, shown = time.monotonic(), ""
-        tries = 0
         while True:
             while self._node.has_given_up:  # A head that hears of its node would wait for it.
                 await asyncio.sleep(_RETRY_S)
-            self._head = self._spec.heads[tries % len(self._spec.heads)]
-            tries += 1
+            self._head = self._heads.next_address()
             try:
                 reader, self._writer = await connect(
                     self._head,
@@ -224,6 +224,7 @@ class _Machine:
                     return code
                 self._ended_run = "" if self._offer is None else self._offer.run
                 self._offer = self._over = None
+                self._heads.place = ""  # The next job may save elsewhere.
                 lost_s = time.monotonic()
                 continue
             if self._refusal:
@@ -383,6 +384,7 @@ class _Machine:
                 self._refuse(reason)
                 return
             self._offer = offer
+            self._heads.place = offer.job.checkpoint.directory
             self._spec.note(
                 f"took the job {offer.job.name!r} of {address_text(self._head)}; others reach this "
                 f"machine at {self._host}"

@@ -21,10 +21,8 @@ import contextlib
 import http.client
 import logging
 import os
-import signal
 import socket
 import time
-import traceback
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -34,8 +32,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from planaria.errors import ConfigError
-from planaria.nodes.forkserver import close_others, die_with_parent, leave_removed_directory
-from planaria.nodes.output import flush_own
+from planaria.nodes.child_answers import fork_answer
 
 logger = logging.getLogger(__name__)
 
@@ -129,25 +126,7 @@ def fork_watcher(source: NoticeSource) -> tuple[int, socket.socket]:
         Pid of the process, and a socket from which a line with the seconds until the machine is
         gone can be read. A socket that ends without a line means that the process was killed.
     """
-    sock, watcher_socket = socket.socketpair()
-    parent_pid = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            signal.set_wakeup_fd(-1)
-            for number in (signal.SIGTERM, signal.SIGUSR1):
-                signal.signal(number, signal.SIG_IGN)
-            die_with_parent(parent_pid)
-            close_others({0, 1, 2, watcher_socket.fileno()})
-            leave_removed_directory()
-            watcher_socket.sendall(b"%f\n" % wait_notice(source, pause_s=source.pause_s))
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            flush_own()
-            os._exit(0)
-    watcher_socket.close()
-    return pid, sock
+    return fork_answer(lambda: b"%f\n" % wait_notice(source, pause_s=source.pause_s))
 
 
 class _FileSource:

@@ -7,10 +7,15 @@ not look there:
                            /answer-00001                         what a rank knows, written first
                            /layer-00004-17-00001.safetensors     layer 4 of age 17, by rank 1
                            /part-00001                           the files of rank 1, written last
+                           /head                                 where a head listens
 
 The number of a run is higher than those of the runs before it. A rank writes only while its run is
 the newest, and while no head has marked an epoch without its node. assembly.py makes a save of the
 parts.
+
+The file `head` names the head that runs the job, or the one that waits for nodes of a lost head.
+Nodes and agents that have lost their head look there for the next one (nodes/known_heads.py). Who
+listens at such an address must still prove that it has the token file.
 
 Source: docs/protocol.md, "Nodes without a head".
 """
@@ -28,7 +33,11 @@ from planaria.checkpoint.disk.storage import Content, Storage, digest_of
 from planaria.checkpoint.disk.tiers import safetensors_content, tensors_in
 from planaria.core.messages import LayerFile
 from planaria.errors import CheckpointError
+from planaria.transport.sockets import Address, can_be_host
 
+_NUM_ADDRESSES_MAX: Final = 8
+_HOST_CHARACTERS_MAX: Final = 253  # The longest name that DNS has.
+_HEAD_BYTES_MAX: Final = 4096
 _RUN_NAME: Final = re.compile(r"run-(\d{6})-([0-9a-f]+)", re.ASCII)
 
 
@@ -94,7 +103,19 @@ class RankPart(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[PartLayer, ...]
 
 
-Record = TypeVar("Record", EpochMark, PartAnswer, RankPart)
+class HeadMark(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a head of the run listens.
+
+    Attributes:
+        version: version of the mark's format.
+        addresses: hosts and ports, at most 8; the one to try first is the first.
+    """
+
+    version: int = 1
+    addresses: tuple[Address, ...]
+
+
+Record = TypeVar("Record", EpochMark, HeadMark, PartAnswer, RankPart)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +152,20 @@ class RunPlace:
     def write_mark(self, mark: EpochMark) -> None:
         """Marks that an epoch has begun; for the head."""
         self._write(f"epoch-{mark.epoch:05d}", msgspec.json.encode(mark), _always)
+
+    def write_head(self, mark: HeadMark) -> None:
+        """Tells nodes that have lost their head where to look for one."""
+        assert _can_be_mark(mark), mark
+        self._write("head", msgspec.json.encode(mark), _always)
+
+    def head(self) -> HeadMark | None:
+        """Where a head has written that it listens; None: it has not, or that is damaged."""
+        name = f"{self.name}/head"
+        file = self.storage.entries(self.name).get(name)
+        if file is None or file.num_bytes > _HEAD_BYTES_MAX:
+            return None
+        mark = self._record(name, HeadMark)
+        return mark if mark is not None and _can_be_mark(mark) else None
 
     def refusal(self, *, node: int, epoch: int) -> str:
         """Why a node of an epoch must write nothing here; "": it may."""
@@ -262,6 +297,14 @@ def remove_runs(storage: Storage, *, before: str = "") -> None:
 def _run_names(storage: Storage) -> set[str]:
     names = {name.partition("/")[0] for name in storage.entries("")}
     return {name for name in names if _RUN_NAME.fullmatch(name)}
+
+
+def _can_be_mark(mark: HeadMark) -> bool:
+    """Whether the addresses are so many as there may be, and each can be one."""
+    return 0 < len(mark.addresses) <= _NUM_ADDRESSES_MAX and all(
+        len(host) <= _HOST_CHARACTERS_MAX and can_be_host(host) and 0 < port < 1 << 16
+        for host, port in mark.addresses
+    )
 
 
 def _always() -> bool:

@@ -1,0 +1,79 @@
+"""Answers of child processes that are forked for one question, by processes without threads."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import traceback
+from collections.abc import Callable
+
+from planaria.nodes.forkserver import close_others, die_with_parent, leave_removed_directory
+from planaria.nodes.output import flush_own
+
+
+def fork_answer(answer: Callable[[], bytes]) -> tuple[int, socket.socket]:
+    """Forks a process that ends once it has written an answer to a socket.
+
+    It dies with its parent, and ignores the signals that are notices.
+
+    Args:
+        answer: function that the process calls; it may block.
+
+    Returns:
+        Pid of the process, and the socket from which the answer can be read. A socket that ends
+        without one means that the function raised, or that the process was killed.
+    """
+    sock, child_socket = socket.socketpair()
+    parent_pid = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                signal.signal(number, signal.SIG_IGN)
+            die_with_parent(parent_pid)
+            close_others({0, 1, 2, child_socket.fileno()})
+            leave_removed_directory()
+            child_socket.sendall(answer())
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            flush_own()
+            os._exit(0)
+    child_socket.close()
+    return pid, sock
+
+
+async def answer_of_child(answer: Callable[[], bytes], *, timeout_s: float) -> bytes:
+    """What a function returns in a child process; b"": it raised, or there was no answer in time.
+
+    A child whose disk hangs may outlive its kill; this waits until it has ended.
+
+    Raises:
+        OSError: no process can be forked.
+    """
+    pid, sock = fork_answer(answer)
+    reader, writer = await asyncio.open_connection(sock=sock)
+    data = b""
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                data = await reader.read(-1)
+    finally:
+        writer.close()
+        os.kill(pid, signal.SIGKILL)
+        await wait_exit(pid)
+    return data
+
+
+async def wait_exit(pid: int) -> int:
+    """The exit status of a child process once it has ended; negative: it was killed by a signal."""
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+    pidfd = os.pidfd_open(pid)
+    loop.add_reader(pidfd, ended.set_result, None)
+    await ended
+    loop.remove_reader(pidfd)
+    os.close(pidfd)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

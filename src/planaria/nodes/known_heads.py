@@ -1,0 +1,152 @@
+"""Where nodes and agents that have lost their head look for one.
+
+They try the addresses that they were given, in turn, and those at which a head of the job's newest
+run has written that it listens: a head may be started anywhere, with the same place of saves. While
+there is no head, that file is read every 5 s at most. Addresses that are new in it are tried first.
+They never take the place of the given ones. Who wrote the file need not be trusted: a head proves
+that it has the token file, wherever it listens.
+
+Source: docs/protocol.md, "Nodes without a head".
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Final
+
+import msgspec
+
+from planaria.checkpoint.disk.parts import RunPlace, newest_run
+from planaria.checkpoint.disk.storage import Storage, storage_of
+from planaria.checkpoint.disk.time_limits import LOOK_TIMEOUT_S, TimeLimitedStorage
+from planaria.errors import PlanariaError
+from planaria.nodes.child_answers import answer_of_child
+from planaria.nodes.daemon_threads import answer_of_thread
+from planaria.transport.sockets import Address
+
+logger = logging.getLogger(__name__)
+
+LOOK_PERIOD_S: Final = 5.0
+_NUM_NAMED_MAX: Final = 4  # All addresses share half a lease.
+
+# Returns the addresses that are written at a place of saves, without blocking the event loop.
+Look = Callable[[str], Awaitable[tuple[Address, ...]]]
+
+
+class KnownHeads:
+    """The addresses at which a head may be. Used on one event loop.
+
+    Args:
+        given: addresses that the user has given.
+        look: see Look.
+        place: place of the job's saves, where heads write their addresses; "": none is known.
+        clock_s: returns the time in seconds.
+
+    Attributes:
+        place: see above.
+    """
+
+    def __init__(
+        self,
+        given: Sequence[Address],
+        look: Look,
+        *,
+        place: str = "",
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.place = place
+        self._given = tuple(given)
+        self._look, self._clock_s = look, clock_s
+        self._addresses = deque(self._given)  # The first is tried next.
+        self._named: frozenset[Address] = frozenset()
+        self._looking: asyncio.Task[None] | None = None
+        self._look_s = clock_s()  # A head was there a moment ago.
+
+    @property
+    def num_addresses(self) -> int:
+        """The number of addresses that are tried in turn."""
+        return len(self._addresses)
+
+    def next_address(self) -> Address:
+        """The address to try next, while there is no head; each call returns another one.
+
+        It has the place of saves looked at if that was not done lately.
+        """
+        now_s = self._clock_s()
+        if self.place and self._looking is None and now_s - self._look_s >= LOOK_PERIOD_S:
+            self._look_s = now_s
+            self._looking = asyncio.create_task(self._take_named(self.place))
+        address = self._addresses[0]
+        self._addresses.rotate(-1)
+        return address
+
+    def keep(self, address: Address) -> None:
+        """Has an address tried first next time: a head that is lost comes back there, probably."""
+        if address in self._addresses:  # Else the file names another one since.
+            self._addresses.remove(address)
+            self._addresses.appendleft(address)
+
+    async def _take_named(self, place: str) -> None:
+        """Takes the addresses that are written at a place, those that are new there first."""
+        try:
+            named = (await self._look(place))[:_NUM_NAMED_MAX]
+        except (MemoryError, OSError, PlanariaError, RuntimeError) as error:
+            # RuntimeError: no thread can be started.
+            logger.info("where a head listens cannot be read: %s", error)
+            return
+        finally:
+            self._looking = None
+        if not named:  # A look that failed in a child process, or no head of the run has written.
+            return
+        new = [address for address in named if address not in self._named]
+        kept = [
+            address
+            for address in self._addresses
+            if address not in new and (address in self._given or address in named)
+        ]
+        self._addresses = deque((*new, *kept))
+        self._named = frozenset(named)
+
+
+def addresses_at(storage: Storage) -> tuple[Address, ...]:
+    """The addresses that a head of the newest run has written; (): there are none.
+
+    Raises:
+        CheckpointError: the storage refuses.
+    """
+    name = newest_run(storage)
+    mark = RunPlace(storage, name).head() if name else None
+    return () if mark is None else mark.addresses
+
+
+def look_by_thread() -> Look:
+    """Looks by a thread. A storage that hangs keeps one thread, and no other look is made then."""
+    storages: dict[str, TimeLimitedStorage] = {}
+
+    def addresses(place: str) -> tuple[Address, ...]:
+        if place not in storages:
+            storages.clear()
+            storages[place] = TimeLimitedStorage(storage_of(place), timeout_s=LOOK_TIMEOUT_S)
+        return addresses_at(storages[place])
+
+    return lambda place: answer_of_thread(partial(addresses, place), name="head")
+
+
+async def look_by_child(place: str) -> tuple[Address, ...]:
+    """Looks by a child process, for an agent.
+
+    An agent forks workers, so it has no threads; those of an object store's client would hang in
+    the workers.
+    """
+
+    def answer() -> bytes:
+        try:
+            return msgspec.json.encode(addresses_at(storage_of(place)))
+        except PlanariaError:
+            return b""
+
+    data = await answer_of_child(answer, timeout_s=LOOK_TIMEOUT_S)
+    return msgspec.json.decode(data, type=tuple[Address, ...]) if data else ()

@@ -1,0 +1,83 @@
+"""The file that names the head of a run, which anybody who can write to the saves may damage."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from helpers.object_store import object_store
+from planaria.checkpoint.disk.parts import HeadMark, RunPlace, newest_run, remove_runs
+from planaria.checkpoint.disk.storage import Directory, storage_of
+
+RUN = "run-000001-a1"
+MARK = HeadMark(addresses=(("10.0.0.1", 7320), ("2001:db8::1", 7320), ("head.example", 65535)))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPlace:
+    return RunPlace(Directory(tmp_path), RUN)
+
+
+def write(run: RunPlace, content: bytes) -> None:
+    """Writes the content of the file of a run's head."""
+    run.storage.write(f"{RUN}/head", content, may_write=lambda: True)
+
+
+def test_what_a_head_has_written_is_read_until_another_one_writes(run: RunPlace) -> None:
+    assert run.head() is None
+    run.write_head(MARK)
+    assert run.head() == MARK
+    other = HeadMark(addresses=(("10.0.0.2", 7320),))
+    run.write_head(other)
+
+    assert run.head() == other
+    assert newest_run(run.storage) == RUN
+    contents = run.contents()
+    assert (contents.marks, contents.damage) == ((), ())
+
+
+def test_an_object_store_has_it_too() -> None:
+    with object_store() as url:
+        run = RunPlace(storage_of(url), RUN)
+        assert run.head() is None
+        run.write_head(MARK)
+
+        assert run.head() == MARK
+        remove_runs(run.storage)
+        assert newest_run(run.storage) == ""
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{}",
+        b"\xff",
+        b"[" * 4096,
+        msgspec.json.encode(MARK)[:-1],
+        msgspec.json.encode(MARK) + b" " * 4096,
+        b'{"version":2,"addresses":[["10.0.0.1",7320]]}',
+        b'{"version":1,"addresses":[]}',
+        b'{"version":1,"addresses":[["10.0.0.1",0]]}',
+        b'{"version":1,"addresses":[["10.0.0.1",65536]]}',
+        b'{"version":1,"addresses":[["10.0.0.1",-1]]}',
+        b'{"version":1,"addresses":[["10.0.0.1","7320"]]}',
+        b'{"version":1,"addresses":[["",7320]]}',
+        b'{"version":1,"addresses":[["a:b",7320]]}',
+        b'{"version":1,"addresses":[["a..b",7320]]}',
+        b'{"version":1,"addresses":[["' + b"a." * 127 + b'",7320]]}',
+        msgspec.json.encode(HeadMark(addresses=(("10.0.0.1", 7320),) * 9)),
+    ],
+)
+def test_a_damaged_or_foreign_file_names_no_head(content: bytes, run: RunPlace) -> None:
+    write(run, content)
+
+    assert run.head() is None
+
+
+def test_as_many_addresses_and_as_long_hosts_as_there_may_be_are_read(run: RunPlace) -> None:
+    host = ".".join(["a" * 49] * 5)
+    mark = HeadMark(addresses=((host, 65535),) * 8)
+    run.write_head(mark)
+
+    assert run.head() == mark

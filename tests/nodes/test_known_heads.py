@@ -1,0 +1,186 @@
+"""Where nodes and agents that have lost their head look for one, and in which order."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from helpers.heads import runs
+from helpers.tasks import wait_until
+from planaria.checkpoint.disk.parts import HeadMark, RunPlace
+from planaria.checkpoint.disk.storage import Directory
+from planaria.errors import CheckpointError
+from planaria.nodes import child_answers
+from planaria.nodes.child_answers import answer_of_child
+from planaria.nodes.known_heads import (
+    LOOK_PERIOD_S,
+    KnownHeads,
+    Look,
+    look_by_child,
+    look_by_thread,
+)
+from planaria.transport.sockets import Address
+
+GIVEN = (("10.0.0.1", 7320), ("10.0.0.2", 7320))
+NEW = (("10.0.0.3", 7320), ("10.0.0.4", 7320))
+PLACE = "saves"
+
+
+class Written:
+    """The addresses that heads have written at the place of saves.
+
+    Attributes:
+        addresses: those that a look finds; None: the place refuses.
+        places: the places that were looked at.
+        now_s: time of the clock, in seconds.
+    """
+
+    def __init__(self) -> None:
+        self.addresses: tuple[Address, ...] | None = ()
+        self.places: list[str] = []
+        self.now_s = 100.0
+
+    async def look(self, place: str) -> tuple[Address, ...]:
+        self.places.append(place)
+        if self.addresses is None:
+            raise CheckpointError("the place refuses")
+        return self.addresses
+
+    def heads(self, place: str = PLACE) -> KnownHeads:
+        return KnownHeads(GIVEN, self.look, place=place, clock_s=lambda: self.now_s)
+
+
+async def tries(heads: KnownHeads, num_tries: int) -> list[Address]:
+    """The addresses that are tried next, where each look is over before the next try."""
+    addresses = []
+    for _ in range(num_tries):
+        addresses.append(heads.next_address())
+        await asyncio.sleep(0.0)
+    return addresses
+
+
+@runs
+async def test_given_addresses_are_tried_in_turn_and_the_one_that_answered_first() -> None:
+    heads = Written().heads()
+    assert await tries(heads, 3) == [GIVEN[0], GIVEN[1], GIVEN[0]]
+    heads.keep(GIVEN[0])
+    assert await tries(heads, 2) == [GIVEN[0], GIVEN[1]]
+    assert heads.num_addresses == 2
+
+
+@runs
+async def test_new_addresses_are_tried_first_and_then_in_turn_with_the_given_ones() -> None:
+    written = Written()
+    heads = written.heads()
+    written.now_s += LOOK_PERIOD_S
+    written.addresses = (*NEW, GIVEN[1])
+    assert await tries(heads, 1) == [GIVEN[0]]  # The look has begun with it.
+
+    assert await tries(heads, 4) == [*NEW, GIVEN[1], GIVEN[0]]
+    assert heads.num_addresses == 4
+    written.now_s += LOOK_PERIOD_S
+    assert await tries(heads, 4) == [*NEW, GIVEN[1], GIVEN[0]]  # They are not new any more.
+
+
+@runs
+async def test_addresses_of_an_older_head_give_way_and_the_given_ones_never_do() -> None:
+    written = Written()
+    heads = written.heads()
+    for addresses, expected in (
+        (NEW[:1], {*GIVEN, NEW[0]}),
+        (NEW[1:], {*GIVEN, NEW[1]}),
+        ((), {*GIVEN, NEW[1]}),  # Nothing can be read any more.
+        (None, {*GIVEN, NEW[1]}),
+        (tuple((f"10.0.1.{n}", 7320) for n in range(8)), None),
+    ):
+        written.addresses = addresses
+        written.now_s += LOOK_PERIOD_S
+        await tries(heads, 1)
+        if expected is not None:
+            assert set(await tries(heads, heads.num_addresses)) == expected
+
+    assert heads.num_addresses == len(GIVEN) + 4  # The timeout of each must not become tiny.
+    heads.keep(NEW[1])  # It has answered although another head has written since.
+    assert set(GIVEN) <= set(await tries(heads, heads.num_addresses))
+
+
+@runs
+async def test_a_place_is_looked_at_every_five_seconds_at_most() -> None:
+    """A head is lost by hundreds of nodes at once. A look that hangs is the only one."""
+    written = Written()
+    heads = written.heads()
+    await tries(heads, 3)  # A head was there a moment ago.
+    assert written.places == []
+    for num_looks in (1, 2):
+        written.now_s += LOOK_PERIOD_S
+        await tries(heads, 3)
+        assert written.places == [PLACE] * num_looks
+
+    hanging = asyncio.Event()
+    num_hanging = 0
+
+    async def hang(_: str) -> tuple[Address, ...]:
+        nonlocal num_hanging
+        num_hanging += 1
+        await hanging.wait()
+        return NEW
+
+    heads = KnownHeads(GIVEN, hang, place=PLACE, clock_s=lambda: written.now_s)
+    for _ in range(3):
+        written.now_s += LOOK_PERIOD_S
+        await tries(heads, 1)
+    assert num_hanging == 1
+    hanging.set()
+    await wait_until(lambda: heads.num_addresses == 4)
+
+
+@runs
+async def test_nothing_is_looked_at_where_no_place_is_known() -> None:
+    written = Written()
+    written.addresses = NEW
+    heads = written.heads(place="")
+    written.now_s += LOOK_PERIOD_S
+    await tries(heads, 2)
+    assert heads.num_addresses == 2
+    heads.place = PLACE
+    await tries(heads, 2)
+    assert heads.num_addresses == 4
+
+
+@pytest.mark.parametrize("look", [look_by_thread(), look_by_child], ids=["thread", "child"])
+def test_the_newest_run_s_head_is_read_by_a_thread_or_a_child_process(
+    look: Look, tmp_path: Path
+) -> None:
+    async def read() -> tuple[Address, ...]:
+        return await look(str(tmp_path))
+
+    assert asyncio.run(read()) == ()
+    storage = Directory(tmp_path)
+    RunPlace(storage, "run-000001-a1").write_head(HeadMark(addresses=GIVEN))
+    RunPlace(storage, "run-000002-b2").write_head(HeadMark(addresses=NEW))
+    assert asyncio.run(read()) == NEW
+
+    storage.write("run-000003-c3/head", b"no mark", may_write=lambda: True)
+    assert asyncio.run(read()) == ()
+
+
+def test_a_child_process_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk may never answer. No process is left behind."""
+    pids: list[int] = []
+    fork = child_answers.fork_answer
+
+    def noted_fork(answer: object) -> object:
+        forked = fork(answer)  # type: ignore[arg-type]
+        pids.append(forked[0])
+        return forked
+
+    def hang() -> bytes:
+        time.sleep(3600.0)
+        return b"late"
+
+    monkeypatch.setattr(child_answers, "fork_answer", noted_fork)
+
+    assert asyncio.run(answer_of_child(hang, timeout_s=0.2)) == b""
+    assert len(pids) == 1
+    assert not Path(f"/proc/{pids[0]}").exists()
