@@ -70,6 +70,7 @@ def test_other_data_at_the_same_path_is_refused(hosts: tuple[Hosts, Path]) -> No
         host.kill_processes()
 
 
+@pytest.mark.long
 def test_a_directory_of_saves_of_each_machine_is_refused(hosts: tuple[Hosts, Path]) -> None:
     """Each machine would keep its part of a save for itself, and none could be resumed from."""
     (head_host, first, second), shared = hosts

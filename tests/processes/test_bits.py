@@ -64,8 +64,8 @@ def test_any_shape_gives_the_bits_of_one_process(
 
 @pytest.mark.parametrize(
     "family",
-    [  # Qwen2 is a variant of Llama.
-        pytest.param(family, marks=pytest.mark.long if family == "qwen2" else ())
+    [  # Qwen2 is a variant of Llama; test_oracle.py has BERT.
+        pytest.param(family, marks=pytest.mark.long if family in {"qwen2", "bert"} else ())
         for family in FAMILIES
     ],
 )

@@ -223,7 +223,7 @@ def test_a_node_whose_notice_file_appears_is_planned_out(
 ) -> None:
     """The node's own file, among those of all nodes; nothing is done twice for it."""
     settings = (
-        "model.time_scale=0.1",
+        "model.time_scale=0.05",
         "training.iterations=16",
         "cluster.nodes=4",
         "cluster.device_memory_bytes=0",

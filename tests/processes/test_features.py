@@ -92,6 +92,7 @@ def test_weights_from_a_directory(server: ForkServer, tmp_path: Path) -> None:
     assert one != digests(train_shape(job, (1,), server))
 
 
+@pytest.mark.long
 def test_a_saved_dataset(server: ForkServer, tmp_path: Path) -> None:
     """Rows of token ids, as `datasets` saves them."""
     import datasets  # For this test alone: it takes as long to import as the command line.

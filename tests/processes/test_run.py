@@ -19,9 +19,9 @@ from planaria.transport.credentials import write_credentials
 
 pytestmark = pytest.mark.faults
 
-# Iterations of a tenth of a second.
+# Iterations of a ninth of a second.
 SETTINGS = (
-    "model.time_scale=0.1",
+    "model.time_scale=0.04",
     "resilience.failures_tolerated=0",
     "training.global_batch_size=12",
     "cluster.device_memory_bytes=0",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.chaos import events_besides_load
+from helpers.chaos import events_besides_load, long_but_the_first
 from helpers.jobs import tiny_job
 from helpers.slow_leader import LINK_S
 from planaria.checkpoint.disk.tiers import tier_of
@@ -17,7 +17,7 @@ from planaria.nodes.forkserver import ForkServer
 LEASE_S = 1.0
 
 
-@pytest.mark.parametrize("keep", [0, 1])
+@pytest.mark.parametrize("keep", long_but_the_first([0, 1]))
 def test_a_manifest_that_takes_longer_than_a_lease_costs_nothing_else(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int
 ) -> None:

@@ -225,7 +225,7 @@ def test_each_step_of_the_local_answer_keeps_the_bits(
 
 
 @pytest.mark.parametrize("family", long_but_the_first(FAMILIES))
-@pytest.mark.parametrize("kind", ["crash", "stall"])
+@pytest.mark.parametrize("kind", long_but_the_first(["crash", "stall"]))
 def test_a_worker_that_ends_or_stands_still_is_replaced_in_its_node(
     kind: str, family: str, survive: Run
 ) -> None:

@@ -223,6 +223,8 @@ def test_a_worker_that_prints_more_than_anybody_reads_trains_on(tmp_path: Path) 
     assert "lines are left out here: nobody read them in time" in reader.text
 
 
+@pytest.mark.faults
+@pytest.mark.long
 def test_a_closed_terminal_saves_and_resume_goes_on(server: ForkServer, tmp_path: Path) -> None:
     """The kernel tells of it, and a shell once more; neither counts as a second Ctrl-C, nor do both
     make SIGTERM one. Nobody can be told anything any more."""

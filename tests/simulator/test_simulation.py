@@ -11,7 +11,7 @@ from planaria.simulator.__main__ import runs
 from planaria.simulator.loop import Loop
 from planaria.simulator.simulation import run, run_text
 
-NUM_RUNS = 100
+NUM_RUNS = 60
 _LOG = "from planaria.simulator.simulation import run; print(run({}).log)"
 
 
