@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import pytest
 from typer.testing import Result
 
@@ -91,6 +92,15 @@ def test_the_status_is_a_table() -> None:
     assert output.endswith("last event: iteration 5: node 3 was lost (its connection closed)\n")
 
 
+def test_the_status_says_what_links_carry() -> None:
+    links = {"inter_node": 1.25e9, "inter_domain": 2.5e7}
+    reply = json_reply(msgspec.structs.replace(EMPTY, links=links))
+
+    assert asked_here(reply, "status").output.endswith(
+        "links as measured: 10.00 Gbit/s within a domain, 0.20 Gbit/s between domains\n"
+    )
+
+
 def test_a_status_without_nodes_says_so() -> None:
     output = asked_here(json_reply(EMPTY), "status").output
 
@@ -104,7 +114,7 @@ def test_the_status_is_json_for_scripts_here_and_over_the_network() -> None:
     assert here.output == there.output
     assert list(json.loads(here.output)) == [
         *("job", "iteration", "epoch", "term", "policy", "degraded"),
-        *("nodes", "pipelines", "standby", "last_event"),
+        *("nodes", "pipelines", "standby", "last_event", "links"),
     ]
 
 

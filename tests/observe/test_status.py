@@ -76,6 +76,7 @@ def test_the_record_has_these_keys() -> None:
         "degraded": "",
         "pipelines": [[0, 1], [2]],
         "standby": [],
+        "links": {},
     }
 
 
@@ -126,6 +127,15 @@ def test_slow_and_unreachable_nodes_are_marked_until_they_are_not() -> None:
     assert marked.degraded == "one short"
     assert health(status(ON, slow, fast, live=(0, 1))) == {0: "ok", 1: "slow"}
     assert status(ON, slow, fast).degraded == ""
+
+
+def test_the_newest_commit_tells_the_speeds_of_links() -> None:
+    first, second = commit_message(6, 2.0), commit_message(7, 3.0)
+    first = msgspec.structs.replace(first, links={"inter_node": 1e9})
+    second = msgspec.structs.replace(second, links={"inter_node": 2e9, "inter_domain": 1e8})
+
+    assert status(ON, first).links == {"inter_node": 1e9}
+    assert status(ON, first, second).links == {"inter_node": 2e9, "inter_domain": 1e8}
 
 
 def test_states_and_health_are_words() -> None:

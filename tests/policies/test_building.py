@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.jobs import shaped_plan
 from helpers.strategies import MEBIBYTE, layer_profile, model_profile
-from planaria.core.plan import Link, Transfer
+from planaria.core.plan import Link, Transfer, Transition
 from planaria.policies.building import downtime_s
 from planaria.policies.policy import Prices, profile_prices
+from planaria.policies.renaming import Renaming, TransferTimes
 
 PRICES = Prices(
     links={"intra_node": Link(0.0, 1000.0), "inter_node": Link(0.5, 100.0)},
@@ -36,6 +38,46 @@ def test_layers_come_from_other_failure_domains_over_their_links() -> None:
 
     assert downtime_s((transfer,), far, devices_per_node=1) == pytest.approx(3.0 + 10.5)
     assert downtime_s((transfer,), far, devices_per_node=2) == pytest.approx(3.0 + 0.1)
+
+
+def test_each_transfer_takes_the_link_between_its_two_nodes() -> None:
+    """Nodes 0 and 1 are in one domain, node 2 in another; what node 0 sends near and far shares its
+    direction out."""
+    links = {**PRICES.links, "inter_domain": Link(0.5, 10.0)}
+    prices = replace(PRICES, links=links, domains={0: "left", 1: "left", 2: "right"})
+    near, far = Transfer(0, 0, 1, 100), Transfer(0, 0, 2, 100)
+
+    assert downtime_s((near,), prices, devices_per_node=1) == pytest.approx(3.0 + 1.5)
+    assert downtime_s((far,), prices, devices_per_node=1) == pytest.approx(3.0 + 10.5)
+    assert downtime_s((near, far), prices, devices_per_node=1) == pytest.approx(3.0 + 12.0)
+    apart = Transfer(0, 1, 0, 100)
+    assert downtime_s((apart, far), prices, devices_per_node=1) == pytest.approx(3.0 + 10.5)
+
+
+def test_an_answer_that_is_renamed_is_priced_by_its_own_pairs() -> None:
+    """The same layers move between two nodes of a domain, and between nodes of two."""
+    links = {**PRICES.links, "inter_domain": Link(0.5, 10.0)}
+    prices = replace(PRICES, links=links, domains={0: "left", 1: "left", 2: "right"})
+    plan = shaped_plan((1, 1), 6)
+    after = replace(plan, epoch=1)
+    transition = Transition(
+        before=plan,
+        after=after,
+        rounds=((Transfer(0, 0, 1, 100),),),
+        downtime_s=4.5,
+        iteration_s=1.0,
+        redone_samples=0,
+        policy="any",
+        answer="any",
+    )
+    times = TransferTimes()
+
+    def renamed_s(node_of: dict[int, int]) -> float:
+        renaming = Renaming(plan, node_of, epoch=1, times=times)
+        return renaming.transition(transition, redone_samples=0, prices=prices).downtime_s
+
+    assert renamed_s({0: 1, 1: 0}) == pytest.approx(3.0 + 1.5)
+    assert renamed_s({0: 1, 1: 2}) == pytest.approx(3.0 + 10.5)
 
 
 def test_prices_count_parameters_and_optimizer_state() -> None:

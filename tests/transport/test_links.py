@@ -349,3 +349,44 @@ def test_a_link_that_breaks_before_its_peer_is_in_the_epoch_frees_who_waits_for_
 
         assert isinstance(errors[0], PeerLostError)
         assert errors[0].rank == 2
+
+
+def test_large_messages_from_another_machine_measure_the_link() -> None:
+    """Bytes that a rank reads after it had read all that was there came in the time between."""
+    ranks = [Links(rank, token=TOKEN, host=f"127.0.0.{1 + rank}") for rank in range(2)]
+    try:
+        begin_all(ranks, 0)
+        left, right = ranks
+        small = payload(0, size=1000)
+        sums: dict[int, tuple[int, float]] = {}
+        num_sent = 0
+
+        def is_measured() -> bool:
+            nonlocal num_sent
+            left.send(1, tag(num_sent), payload(0, size=LARGE))
+            right.receive(0, tag(num_sent), timeout_s=TIMEOUT_S)
+            num_sent += 1
+            sums.update(right.take_receptions())
+            return bool(sums)
+
+        wait_until(is_measured)
+        right.send(0, tag(0), small)
+        left.receive(1, tag(0), timeout_s=TIMEOUT_S)
+
+        (num_bytes, seconds) = sums[0]
+        assert 0 < num_bytes <= num_sent * 8 * LARGE
+        assert 0.0 < seconds < TIMEOUT_S
+        assert right.take_receptions() == left.take_receptions() == {}
+    finally:
+        for links in ranks:
+            links.close()
+
+
+def test_messages_within_a_machine_measure_no_link() -> None:
+    """No job on one machine reports traffic."""
+    with link_ranks(2) as (left, right):
+        for index in range(3):
+            left.send(1, tag(index), payload(0, size=LARGE))
+            right.receive(0, tag(index), timeout_s=TIMEOUT_S)
+
+        assert right.take_receptions() == {}

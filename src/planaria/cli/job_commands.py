@@ -1,6 +1,7 @@
 """The commands `planaria status` and `planaria drain`, which ask a running job."""
 
 import sys
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
@@ -69,9 +70,20 @@ def _status_text(current: JobStatus) -> RenderableType:
     if current.degraded:
         lines.append(f"degraded: {current.degraded}")
     lines.append(_nodes_table(current) if current.nodes else "no node has been started yet")
+    if current.links:
+        lines.append(f"links as measured: {_links_text(current.links)}")
     if current.last_event is not None:
         lines.append(f"last event: {next(event_lines(current.last_event))}")
     return Group(*lines)
+
+
+def _links_text(links: Mapping[str, float]) -> str:
+    """The measured bandwidth of each kind of link."""
+    names = {"inter_node": "within a domain", "inter_domain": "between domains"}
+    return ", ".join(
+        f"{bytes_per_s * 8e-9:.2f} Gbit/s {names.get(kind, kind)}"
+        for kind, bytes_per_s in links.items()
+    )
 
 
 def _nodes_table(current: JobStatus) -> Table:

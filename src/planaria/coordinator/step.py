@@ -63,6 +63,7 @@ from planaria.coordinator.crashes import (
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.foresight import with_recovery
 from planaria.coordinator.learning.history import begun_history
+from planaria.coordinator.learning.link_speeds import link_speeds, with_link_speeds
 from planaria.coordinator.learning.overhead import with_order, with_start
 from planaria.coordinator.learning.profile_correction import with_corrections
 from planaria.coordinator.learning.slowness import with_speeds
@@ -455,6 +456,7 @@ def _commit_reported(rules: Rules, state: JobState, now_s: float) -> Step:
             return state, tuple(commands)
         first = reports[min(reports)]
         values = (first.loss, first.num_samples, first.sample_digest)
+        state = with_link_speeds(rules, state, reports.values())
         notice = _commit_notice(state, reports, values, ends=first.ends, now_s=now_s)
         commands.append(Notify(notice))
         state, new_commands = with_corrections(
@@ -489,6 +491,7 @@ def _commit_notice(
         reports=tuple(reports[rank] for rank in sorted(reports)),
         now_s=now_s,
         since=state.commits.origin.epoch,
+        links=link_speeds(state),
     )
 
 

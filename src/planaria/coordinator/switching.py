@@ -98,7 +98,7 @@ def waves_of(
     load: dict[tuple[str, str, int], int] = {}
     for layer, target in sorted(needs, key=lambda need: (stay[need[0]] > 0, stay[need[0]], need)):
         parts = needs[layer, target]
-        num_bytes = bytes_by_link(parts, devices_per_node=per_node)
+        num_bytes = bytes_by_link(parts, prices, devices_per_node=per_node)
         is_full = any(
             prices.links[link[0]].seconds(load.get(link, 0) + size) > iteration_s
             for link, size in num_bytes.items()

@@ -11,6 +11,7 @@ from typing import Final
 
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.history import learned_failures_per_s, learned_nodes_per_failure
+from planaria.coordinator.learning.link_speeds import domains_of
 from planaria.coordinator.learning.overhead import prices_of, switch_s
 from planaria.coordinator.learning.profile_correction import iteration_s
 from planaria.coordinator.state import JobState
@@ -192,4 +193,5 @@ def decision_inputs(
         processors=rules.processors,
         is_foreseen=is_foreseen,
         plan=state.plan,
+        domains=domains_of(rules, state),
     )

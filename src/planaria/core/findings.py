@@ -40,7 +40,9 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
         overheads_s: seconds that the newest recoveries took in addition to schedules and moving
             layers, the newest last.
         transfers_s: (predicted, measured) seconds of moving layers in the newest recoveries in
-            which layers moved; the prediction is by the profile's links.
+            which layers moved; the prediction is by the links as they were known then.
+        links: newest measured bytes per second of each kind of link between machines, the newest
+            last; empty: as the profile says. See coordinator/learning/link_speeds.py.
         recoveries_s: (predicted, measured) seconds of the newest recoveries, counted from when the
             loss was noticed. See coordinator/learning/foresight.py.
         pauses_s: seconds in which ranks did not train during the newest switches, without
@@ -57,6 +59,7 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
     hop_s: float = 0.0
     overheads_s: tuple[float, ...] = ()
     transfers_s: tuple[tuple[float, float], ...] = ()
+    links: dict[str, tuple[float, ...]] = {}
     recoveries_s: tuple[tuple[float, float], ...] = ()
     pauses_s: tuple[float, ...] = ()
     speeds: dict[int, float] = {}

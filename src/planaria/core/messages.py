@@ -115,6 +115,8 @@ class EpochReady(Message, frozen=True, kw_only=True):
         regroup_s: seconds from when the rank began to enter the epoch until its last link was up.
         scheduled_s: processor seconds that computing the rank's schedule took.
         transfer_s: seconds from then until the rank held its layers.
+        receptions: (bytes, seconds) of large messages that came from ranks on other machines since
+            the report before, by source rank; see transport/connection.py.
     """
 
     rank: int
@@ -124,6 +126,7 @@ class EpochReady(Message, frozen=True, kw_only=True):
     regroup_s: float = 0.0
     scheduled_s: float = 0.0
     transfer_s: float = 0.0
+    receptions: dict[int, tuple[int, float]] = {}
 
 
 class IterationDone(Message, frozen=True, kw_only=True):
@@ -151,6 +154,8 @@ class IterationDone(Message, frozen=True, kw_only=True):
         began_s: moment from which the spans count, by the node's clock; from the coordinator on by
             the head's clock; None: unknown.
         clock_error_s: bound on the error of `began_s` by the head's clock, in seconds.
+        receptions: (bytes, seconds) of large messages that came from ranks on other machines since
+            the report before, by source rank; see transport/connection.py.
     """
 
     rank: int
@@ -172,6 +177,7 @@ class IterationDone(Message, frozen=True, kw_only=True):
     spans: tuple[MeasuredSpan, ...] = ()
     began_s: float | None = None
     clock_error_s: float = 0.0
+    receptions: dict[int, tuple[int, float]] = {}
 
     @property
     def computing_s(self) -> float:

@@ -217,6 +217,7 @@ class DecisionInputs(msgspec.Struct, frozen=True, kw_only=True):
         is_foreseen: whether the answer had been found ahead of need.
         plan: plan that the job left, which it may never have trained by; None: it is kept elsewhere
             under its epoch.
+        domains: name of the failure domain of each node that is in one.
     """
 
     plan_epoch: int
@@ -234,6 +235,7 @@ class DecisionInputs(msgspec.Struct, frozen=True, kw_only=True):
     changed: NodesChanged | None = None
     iteration_s: float = 0.0
     plan: Plan | None = None
+    domains: dict[int, str] = {}
 
 
 class Recovering(Message, frozen=True, kw_only=True):
@@ -407,6 +409,7 @@ class Committed(Message, frozen=True, kw_only=True):
 
     Attributes:
         reports: reports of the ranks that could still send one.
+        links: measured bytes per second by kind of link between machines; empty: none was measured.
     """
 
     iteration: int
@@ -418,6 +421,7 @@ class Committed(Message, frozen=True, kw_only=True):
     reports: tuple[IterationDone, ...]
     now_s: float
     since: int = -1
+    links: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class Saved(Message, frozen=True, kw_only=True):

@@ -453,6 +453,7 @@ class Worker:
                 regroup_s=self._links.linked_s - self._regroup_begin_s,
                 scheduled_s=scheduled_s,
                 transfer_s=time.monotonic() - self._links.linked_s,
+                receptions=self._links.take_receptions(),
             )
         )
         self._received_bytes = 0
@@ -558,6 +559,7 @@ class Worker:
                 copied=self._copying.take_done(),
                 spans=self._spans if self._spec.trace else (),
                 began_s=executor.start_s,
+                receptions=self._links.take_receptions(),
             )
         )
 

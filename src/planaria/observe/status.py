@@ -5,7 +5,7 @@ the nodes that live it makes the record.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import msgspec
@@ -73,6 +73,8 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
         pipelines: nodes of each pipeline, in the order of its stages; lost ones are left out.
         standby: nodes that live and are in no plan.
         last_event: newest event of the report; None: there was none.
+        links: bytes per second of each kind of link between machines, as training has measured it:
+            "inter_node" within a failure domain, "inter_domain" between two.
     """
 
     job: str
@@ -85,6 +87,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     pipelines: tuple[tuple[int, ...], ...]
     standby: tuple[int, ...]
     last_event: EventRecord | None
+    links: dict[str, float] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +101,7 @@ class Standing:
         has_trained: whether training has begun.
         lost: nodes that were lost.
         slow: nodes that count as slow.
+        links: measured bytes per second by kind of link.
     """
 
     plan: Plan | None = None
@@ -108,6 +112,7 @@ class Standing:
     has_trained: bool = False
     lost: frozenset[int] = frozenset()
     slow: frozenset[int] = frozenset()
+    links: Mapping[str, float] = field(default_factory=dict)
 
     def after(self, message: ToLauncher) -> "Standing":
         """The standing once a message has come."""
@@ -138,7 +143,7 @@ class Standing:
                     slow=(self.slow - fast) | slow,
                 )
             case Committed():
-                return replace(self, num_committed=message.iteration + 1)
+                return replace(self, num_committed=message.iteration + 1, links=message.links)
         return self
 
 
@@ -170,25 +175,22 @@ def job_status(
             return Health.UNREACHABLE
         return Health.SLOW if node in standing.slow else Health.OK
 
-    states = {
-        node: _state(
-            standing,
-            node,
-            is_live=node in live,
-            is_planned=node in planned,
-            is_leaving=node in leaving,
+    def state(node: int) -> NodeState:
+        is_planned, is_leaving = node in planned, node in leaving
+        return _state(
+            standing, node, is_live=node in live, is_planned=is_planned, is_leaving=is_leaving
         )
-        for node in sorted(planned.union(live))
-    }
+
+    states = {node: state(node) for node in sorted(planned.union(live))}
     nodes = tuple(
         NodeStatus(
             node=node,
             host=hosts[node],
-            state=state,
+            state=node_state,
             ranks=tuple(range(node * per_node, (node + 1) * per_node)),
-            health=health(node, state),
+            health=health(node, node_state),
         )
-        for node, state in states.items()
+        for node, node_state in states.items()
     )
     return JobStatus(
         job=job.name,
@@ -201,6 +203,7 @@ def job_status(
         pipelines=_pipelines(plan),
         standby=tuple(node.node for node in nodes if node.state is NodeState.STANDBY),
         last_event=last_event,
+        links=dict(standing.links),
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from planaria.core.cluster import ClusterState
-from planaria.core.plan import Link, Plan, Transfer, Transition, link_between_pipelines
+from planaria.core.plan import Plan, Transfer, Transition
 from planaria.policies.policy import Prices
 from planaria.restorer.cover import trusted_layers
 from planaria.restorer.sources import transfer_rounds
@@ -57,37 +57,34 @@ def downtime_s(transfers: Iterable[Transfer], prices: Prices, *, devices_per_nod
 
 
 def transfer_s(transfers: Iterable[Transfer], prices: Prices, *, devices_per_node: int) -> float:
-    """Seconds for which simultaneous transfers keep the busiest link direction busy."""
-    bytes_on = bytes_by_link(transfers, devices_per_node=devices_per_node)
+    """Seconds for which simultaneous transfers keep the busiest link direction busy.
 
-    # Of all directions of one kind of link, that with the most bytes takes the longest.
-    most: dict[str, int] = {}
-    for (kind, _, _), num_bytes in bytes_on.items():
-        if num_bytes > most.get(kind, -1):
-            most[kind] = num_bytes
-
-    def link(kind: str) -> Link:
-        is_between = kind == "inter_node"
-        return link_between_pipelines(prices.links) if is_between else prices.links[kind]
-
-    return max((link(kind).seconds(n) for kind, n in most.items()), default=0.0)
+    A node has one direction out to other nodes and one in, however far these are.
+    """
+    busy_s: dict[tuple[bool, str, int], float] = {}
+    bytes_on = bytes_by_link(transfers, prices, devices_per_node=devices_per_node)
+    for (kind, direction, end), num_bytes in bytes_on.items():
+        shared = kind == "intra_node", direction, end
+        busy_s[shared] = busy_s.get(shared, 0.0) + prices.links[kind].seconds(num_bytes)
+    return max(busy_s.values(), default=0.0)
 
 
 def bytes_by_link(
-    transfers: Iterable[Transfer], *, devices_per_node: int
+    transfers: Iterable[Transfer], prices: Prices, *, devices_per_node: int
 ) -> dict[tuple[str, str, int], int]:
     """The bytes on each link direction, keyed by link kind, direction and end.
 
-    The end of an "inter_node" link is a node: it counts what that node sends to other nodes, or
-    receives. The end of an "intra_node" link is a rank: it counts what that rank sends within its
-    node, or receives.
+    The end of an "inter_node" or "inter_domain" link is a node: it counts what that node sends to
+    other nodes of that kind, or receives. The end of an "intra_node" link is a rank: it counts what
+    that rank sends within its node, or receives.
     """
     bytes_on: dict[tuple[str, str, int], int] = {}
     for transfer in transfers:
         source, target = transfer.source // devices_per_node, transfer.target // devices_per_node
-        kind = "inter_node"
         if source == target:
             kind, source, target = "intra_node", transfer.source, transfer.target
+        else:
+            kind = prices.kind_between(source, target)
         first, last = (kind, "from", source), (kind, "to", target)
         bytes_on[first] = bytes_on.get(first, 0) + transfer.num_bytes
         bytes_on[last] = bytes_on.get(last, 0) + transfer.num_bytes

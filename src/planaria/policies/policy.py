@@ -6,7 +6,7 @@ policies/value.py finds the best one.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from planaria.core.cluster import ClusterEvent, ClusterState
@@ -22,12 +22,22 @@ class Prices:
         layer_bytes: bytes of each layer's state, parameters and optimizer state.
         regroup_s: seconds that every recovery takes, whatever moves, to make links and groups anew.
         hop_s: seconds to compute a plan's schedules, per hop of the largest schedule.
+        domains: name of the failure domain of each node that is in one.
     """
 
     links: Mapping[str, Link]
     layer_bytes: tuple[int, ...]
     regroup_s: float
     hop_s: float = 0.0
+    domains: Mapping[int, str] = field(default_factory=dict)
+
+    def kind_between(self, node: int, other: int) -> str:
+        """The kind of link between two nodes, as in `links`.
+
+        Where no node is in a domain, all links are those between domains if there are such.
+        """
+        is_near = bool(self.domains) and self.domains.get(node) == self.domains.get(other)
+        return "inter_node" if is_near or "inter_domain" not in self.links else "inter_domain"
 
 
 class Policy(Protocol):

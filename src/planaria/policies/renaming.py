@@ -1,10 +1,11 @@
 """Renames the nodes of a transition, so that one answer serves for all losses that are alike.
 
-What transfers take does not depend on the numbers of nodes, since all links between nodes are
-alike. So it is computed once for an answer, and again if the links' speeds change.
+What transfers take does not depend on the numbers of nodes if all links between nodes are alike. So
+it is computed once for an answer, and again if the links' speeds change. If nodes are in failure
+domains, it is computed for each renamed answer.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -26,11 +27,18 @@ class TransferTimes:
         known = self._known.get(id(transition))
         if known is not None and known[1] == prices.links:
             return known[2]
-        transfers = [transfer for transfers in transition.rounds for transfer in transfers]
-        per_node = transition.after.pipelines[0].template.devices_per_node
-        seconds = transfer_s(transfers, prices, devices_per_node=per_node)
+        seconds = _transfer_s(transition, transition.rounds, prices)
         self._known[id(transition)] = transition, prices.links, seconds
         return seconds
+
+
+def _transfer_s(
+    transition: Transition, rounds: Iterable[Sequence[Transfer]], prices: Prices
+) -> float:
+    """Seconds of the transfers of these rounds."""
+    transfers = [transfer for transfers in rounds for transfer in transfers]
+    per_node = transition.after.pipelines[0].template.devices_per_node
+    return transfer_s(transfers, prices, devices_per_node=per_node)
 
 
 class Renaming:
@@ -90,15 +98,18 @@ class Renaming:
         then = transition.then
         if then is not None:
             then = self.transition(then, redone_samples=redone_samples, prices=prices)
+        rounds = tuple([self._round(transfers) for transfers in transition.rounds])
         if transition.goes_back:
             priced_s = transition.downtime_s + prices.regroup_s - regroup_s
+        elif prices.domains:
+            priced_s = prices.regroup_s + _transfer_s(transition, rounds, prices)
         else:
             priced_s = prices.regroup_s + self._times.seconds(transition, prices)
         return replace(
             transition,
             before=self._before,
             after=self._plan(transition.after),
-            rounds=tuple([self._round(transfers) for transfers in transition.rounds]),
+            rounds=rounds,
             downtime_s=0.0 if transition.keeps_plan else priced_s,
             redone_samples=redone_samples,
             then=then,

@@ -8,6 +8,10 @@ message that arrives damaged ends its connection. Both ends of a link are checke
 
 Any thread may call `append` and `withdraw_memory`; only the thread that serves the links calls the
 other methods.
+
+The speed of a link is measured by its large messages. Bytes that wait in the kernel came at an
+unknown time, so once a message begins to arrive they are read until none is left. What the message
+still lacks then arrives between that moment and its end, and only that is counted.
 """
 
 import socket
@@ -33,6 +37,8 @@ from planaria.transport.timekeeping import clock_name
 
 # A message of a job without a profile may have so many bytes.
 MESSAGE_BYTES_MAX: Final = 1 << 40
+# By messages of at least so many bytes links are measured.
+MEASURED_BYTES_MIN: Final = 1 << 20
 _HEADER = struct.Struct("!IBIIIQ")
 _DIGEST = struct.Struct("!Q")
 _CRC = struct.Struct("!I")
@@ -162,6 +168,26 @@ def _new_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
 MemoryFor = Callable[[int, int, Tag, int], npt.NDArray[np.uint8] | None]
 
 
+class Receptions:
+    """The bytes of large messages that arrived, and the seconds in which they did."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums: dict[int, tuple[int, float]] = {}
+
+    def add(self, peer: int, num_bytes: int, seconds: float) -> None:
+        """Adds bytes that a peer sent and that arrived within so many seconds."""
+        with self._lock:
+            bytes_before, before_s = self._sums.get(peer, (0, 0.0))
+            self._sums[peer] = bytes_before + num_bytes, before_s + seconds
+
+    def take(self) -> dict[int, tuple[int, float]]:
+        """Returns the (bytes, seconds) since the last call, by peer."""
+        with self._lock:
+            sums, self._sums = self._sums, {}
+            return sums
+
+
 @dataclass(frozen=True, slots=True)
 class OwnEnd:
     """The facts that all connections of a rank share.
@@ -174,6 +200,7 @@ class OwnEnd:
         num_bytes_max: size of the largest payload that the job sends.
         clock: name of the monotonic clock that this rank reads.
         security: TLS of all connections; None: they are plain.
+        receptions: speed at which large messages arrive, by peer.
     """
 
     token: bytes
@@ -183,6 +210,7 @@ class OwnEnd:
     num_bytes_max: int = MESSAGE_BYTES_MAX
     clock: str = field(default_factory=clock_name)
     security: LinkSecurity | None = None
+    receptions: Receptions = field(default_factory=Receptions)
 
     @property
     def number(self) -> int:
@@ -242,6 +270,10 @@ class Connection:
         self._has_offered_memory = False
         self._header: MessageHeader | None = None  # Of the message whose payload arrives.
         self._payload = np.empty(0, dtype=np.uint8)
+        # Moment at which all of the message that had come was read, and the bytes that it lacked
+        # then; 0.0: there was none yet.
+        self._drained_s = 0.0
+        self._lacked_bytes = 0
         self._hasher = xxhash.xxh3_64()
         self._head = bytearray()
         self._view = memoryview(self._head)
@@ -322,6 +354,8 @@ class Connection:
                 try:
                     count = self._receive(can_receive=num_read < _READ_BYTES_MAX)
                 except (BlockingIOError, InterruptedError):
+                    if num_read < _READ_BYTES_MAX:
+                        self._note_drained()
                     return
                 if count == 0:
                     raise ConnectionError("closed by peer")
@@ -331,6 +365,11 @@ class Connection:
                 self._view = self._view[count:]
                 messages = tuple(self._completed_messages())
             yield from messages
+
+    def _note_drained(self) -> None:
+        """Notes the first moment at which no more of a large message waits in the kernel."""
+        if not self._drained_s and len(self._payload) >= MEASURED_BYTES_MIN:
+            self._drained_s, self._lacked_bytes = time.monotonic(), len(self._view)
 
     def _receive(self, *, can_receive: bool) -> int:
         """The number of bytes that have been read into the view; 0: the stream has ended.
@@ -398,6 +437,10 @@ class Connection:
                 "damaged on its way; its checksum differs"
             )
         payload = self._payload
+        if self._drained_s:
+            seconds = time.monotonic() - self._drained_s
+            own.receptions.add(self.peer, self._lacked_bytes, seconds)
+            self._drained_s = 0.0
         self._expect_header()
         yield IncomingMessage(header.epoch, header.tag, payload)
 

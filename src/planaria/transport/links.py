@@ -130,6 +130,7 @@ class Links:
         callbacks = LinkCallbacks(
             lock, self._checked_link, self._transmit, self._deliver, on_failure, self.traffic
         )
+        self._is_paced = pacing is not None
         self._pacer = Pacer(rank, pacing, callbacks) if pacing else Unpaced(callbacks)
         self.timekeeper = self._pacer.timekeeper
         self._server = Server(
@@ -276,6 +277,18 @@ class Links:
         Nothing is written to the memory once a newer epoch has begun.
         """
         self._inbox.offer_memory(peer, self.epoch, tag, memory)
+
+    def take_receptions(self) -> dict[int, tuple[int, float]]:
+        """Returns (bytes, seconds) of large messages that came since the last call, by peer.
+
+        Only peers on other machines have entries, and paced links none.
+        """
+        own_host = self.address[0]
+        return {
+            peer: sums
+            for peer, sums in self._own.receptions.take().items()
+            if not self._is_paced and self._addresses.get(peer, self.address)[0] != own_host
+        }
 
     def abort(self, reason: str, *, first_epoch: int) -> None:
         """Ends all epochs before `first_epoch`: their blocked operations raise an AbortedError."""

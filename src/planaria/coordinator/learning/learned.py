@@ -29,7 +29,8 @@ class Learning:
             empty if each rank has its own processor.
         told_s: time at which all were told the answer to the newest loss, or before that, the time
             at which it was chosen; 0: no recovery is being timed. See overhead.py.
-        transfer_s: seconds that the recovery's transfers should take by the profile's links.
+        transfer_s: seconds that the recovery's transfers should take by the links as they were
+            known when it was chosen.
         recovery_s: predicted seconds of this recovery since its loss was noticed; 0: no prediction
             is open. See foresight.py.
     """

@@ -4,9 +4,10 @@ From the time at which all are told an answer until every rank can go on, a reco
 
     overhead_s + schedules_s + factor * transfer_s
 
-`transfer_s` is the time of the bytes on the busiest link, by the profile (policies/building.py). It
-takes longer in truth, because modules are built for the layers, bytes are hashed, and links are
-shared. The factor is learned from the newest recoveries in which layers moved:
+`transfer_s` is the time of the bytes on the busiest link (policies/building.py), by the profile, or
+by what links have carried (link_speeds.py). It takes longer in truth, because modules are built for
+the layers, bytes are hashed, and links are shared. The factor is learned from the newest recoveries
+in which layers moved:
 
     (0.02 s + sum of what they took) / (0.02 s + sum of their transfer_s)
 
@@ -37,10 +38,11 @@ from typing import Final
 import msgspec
 
 from planaria.coordinator.job_rules import Rules
+from planaria.coordinator.learning.link_speeds import measured_prices, with_link_speeds
 from planaria.coordinator.state import JobState
-from planaria.core.messages import EpochReady
+from planaria.core.messages import EpochReady, StartEpoch
 from planaria.core.plan import Link, Plan, Transition
-from planaria.policies.building import scheduling_s
+from planaria.policies.building import scheduling_s, transfer_s
 from planaria.policies.policy import Prices
 
 NUM_NEWEST: Final = 5
@@ -57,12 +59,13 @@ def prices_of(rules: Rules, state: JobState) -> Prices:
     overhead_s = rules.prices.regroup_s + RANK_S * _sharing(rules, state)
     if findings.overheads_s:
         overhead_s = median(findings.overheads_s)
+    measured = measured_prices(rules, state)
     links = {
         kind: Link(link.latency_s * factor, link.bandwidth_bytes_per_s / factor)
-        for kind, link in rules.prices.links.items()
+        for kind, link in measured.links.items()
     }
     hop_s = findings.hop_s * _sharing(rules, state) * _at_first(state)
-    return replace(rules.prices, links=links, regroup_s=overhead_s, hop_s=hop_s)
+    return replace(measured, links=links, regroup_s=overhead_s, hop_s=hop_s)
 
 
 def regroup_s(rules: Rules, state: JobState, plan: Plan) -> float:
@@ -120,18 +123,32 @@ def with_order(state: JobState, now_s: float) -> JobState:
 def with_start(rules: Rules, state: JobState, now_s: float) -> JobState:
     """The state that knows what it took until every rank could go on, or could begin at first."""
     state, schedules_s = _with_schedules(rules, state)
+    before, state = state, with_link_speeds(rules, state, state.facts.ready.values())
+    # The transfers are priced by what links carried in them, or the factor would count it twice.
+    shift_s = 0.0 if state is before else _moved_s(rules, state) - _moved_s(rules, before)
     learning, findings = state.learning, state.learning.findings
     # A coordinator that began in the middle of a recovery has no told_s.
     if state.facts.loss is not None and learning.told_s:
+        priced_s = learning.transfer_s + shift_s
         overhead_s = now_s - learning.told_s - schedules_s * _at_first(state)
         took_s = _transferred_s(state.facts.ready.values())
-        if learning.transfer_s > 0.0 and took_s > 0.0:
+        if priced_s > 0.0 and took_s > 0.0:
             overhead_s -= took_s
-            moved = (*findings.transfers_s, (learning.transfer_s, took_s))[-NUM_NEWEST:]
+            moved = (*findings.transfers_s, (priced_s, took_s))[-NUM_NEWEST:]
             findings = msgspec.structs.replace(findings, transfers_s=moved)
         newest_s = (*findings.overheads_s, max(0.0, overhead_s))[-NUM_NEWEST:]
         findings = msgspec.structs.replace(findings, overheads_s=newest_s)
     return replace(state, learning=replace(learning, findings=findings, told_s=0.0))
+
+
+def _moved_s(rules: Rules, state: JobState) -> float:
+    """Seconds of this epoch's transfers by the links as they are known, without the factor."""
+    order = state.facts.decision.order if state.facts.decision else None
+    if not isinstance(order, StartEpoch):
+        return 0.0
+    transfers = [transfer for transfers in order.rounds for transfer in transfers]
+    prices, per_node = measured_prices(rules, state), state.devices_per_node
+    return transfer_s(transfers, prices, devices_per_node=per_node)
 
 
 def _with_schedules(rules: Rules, state: JobState) -> tuple[JobState, float]:

@@ -21,6 +21,7 @@ from planaria.coordinator.state import Commits, JobState, Membership, Saves
 from planaria.coordinator.switching import weighed_changes
 from planaria.coordinator.transition_choice import choice_among
 from planaria.core.findings import Findings
+from planaria.core.persistent_map import PersistentMap
 from planaria.core.plan import Plan, Transition
 from planaria.core.records import DecisionInputs
 from planaria.job.replays.recorded_run import RecordedRun
@@ -162,7 +163,7 @@ def _state(inputs: DecisionInputs, plan: Plan, learning: Learning) -> JobState:
         nodes=inputs.members,
         plan=plan,
         commits=Commits(next_iteration=inputs.next_iteration),
-        membership=Membership(history=inputs.history),
+        membership=Membership(history=inputs.history, domains=PersistentMap(inputs.domains)),
         saves=Saves(versions=((saved, 0),) if saved >= 0 else ()),
         learning=learning,
     )
