@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn, cast
 from unittest.mock import patch
 
+import msgspec
 import pytest
 
 from helpers.left_runs import (
@@ -24,6 +25,8 @@ from helpers.left_runs import (
 from helpers.machine_lines import arrive
 from helpers.tasks import wait_until
 from planaria.checkpoint.disk.claim import claim
+from planaria.checkpoint.disk.parts import HeadMark, RunPlace
+from planaria.checkpoint.disk.storage import Directory
 from planaria.core.job import JobConfig
 from planaria.core.machine_messages import JobOffered, NodeEnded
 from planaria.errors import ConfigError
@@ -82,6 +85,26 @@ def left_run(saves: Path) -> LeftRun:
     record = read_run(saves / ".journal")
     assert record is not None
     return LeftRun(saves / ".journal", record)
+
+
+def test_a_head_that_waits_for_nodes_of_a_lost_one_writes_where_it_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it waits: they may have been told another address."""
+    left = left_run(tmp_path)
+    left = replace(left, record=msgspec.structs.replace(left.record, parts="run-000001-a1"))
+    place = RunPlace(Directory(tmp_path), left.record.parts)
+    marks: list[HeadMark | None] = []
+    with open_left_head(tmp_path) as (head, _), head:
+
+        async def wait_living(*_: object, **__: object) -> bool:
+            marks.append(place.head())
+            return True
+
+        monkeypatch.setattr(head.machines, "wait_living", wait_living)
+        assert take_up(head, left, resume=False, note=lambda _: None)
+
+        assert marks == [HeadMark(addresses=(head.leader_sockets.address,))]
 
 
 @pytest.mark.parametrize("resume", [False, True])

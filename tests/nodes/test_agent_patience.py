@@ -5,12 +5,15 @@ import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from helpers.heads import CREDENTIALS
-from planaria.core.job import ClusterConfig, JobConfig
+from planaria.checkpoint.disk.parts import HeadMark, RunPlace
+from planaria.checkpoint.disk.storage import Directory
+from planaria.core.job import CheckpointConfig, ClusterConfig, JobConfig
 from planaria.core.messages import (
     Heartbeat,
     HeartbeatTaken,
@@ -21,6 +24,7 @@ from planaria.core.messages import (
 )
 from planaria.core.specs import NodeSpec
 from planaria.nodes import agent as agent_module
+from planaria.nodes import known_heads
 from planaria.nodes.agent import _Agent
 from planaria.nodes.part_reports import PartReports
 from planaria.transport.frames import (
@@ -263,6 +267,45 @@ def test_an_agent_measures_how_far_the_head_s_clock_is_from_its_own(
                 line.close()
 
     with_agent(play, lifeline_fd, patience_s=patience_s)
+
+
+def test_a_node_finds_a_head_at_an_address_that_it_was_not_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It reads it at the place of saves. All addresses share half a lease then, too."""
+    given, named = ("10.0.0.1", 7320), ("10.0.0.2", 7320)
+    tries: list[tuple[Address, float]] = []
+
+    async def refuse(address: Address, *_: object, timeout_s: float, identity: int) -> None:
+        del identity
+        tries.append((address, timeout_s))
+        raise ConnectionError("no answer in time")
+
+    async def look(agent: _Agent) -> None:
+        while tries[-1:] != [(named, LEASE_S / 4)]:
+            with pytest.raises(ConnectionError):
+                await agent._connect()
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(agent_module, "connect", refuse)
+    monkeypatch.setattr(known_heads, "LOOK_PERIOD_S", 0.0)
+    RunPlace(Directory(tmp_path), "run-000001-a1").write_head(HeadMark(addresses=(named,)))
+    spec = NodeSpec(
+        job=JobConfig(
+            cluster=ClusterConfig(lease_s=LEASE_S),
+            checkpoint=CheckpointConfig(directory=str(tmp_path)),
+        ),
+        node=0,
+        token=TOKEN,
+        coordinator=given,
+        worker="",
+        cache_directory="",
+        credentials=msgspec.json.encode(CREDENTIALS),
+        parts="run-000001-a1",
+    )
+    asyncio.run(asyncio.wait_for(look(_Agent(spec, [], -1)), TIMEOUT_S))
+
+    assert tries[0] == (given, LEASE_S / 2)
 
 
 def test_all_addresses_of_heads_are_tried_within_half_a_lease(

@@ -12,8 +12,11 @@ import pytest
 
 from helpers.fake_fork_server import NO_PID
 from helpers.heads import runs
+from helpers.machine_lines import fake_head
 from helpers.offered_machines import offered_machine
 from helpers.tasks import settle, wait_until
+from planaria.checkpoint.disk.parts import HeadMark, RunPlace
+from planaria.checkpoint.disk.storage import Directory
 from planaria.core.job import ClusterConfig, JobConfig
 from planaria.core.machine_messages import (
     ExaminationRequested,
@@ -31,7 +34,7 @@ from planaria.core.machine_messages import (
 )
 from planaria.core.specs import PrepareRequest
 from planaria.errors import ConfigError
-from planaria.nodes import forking, machine, machine_node
+from planaria.nodes import forking, known_heads, machine, machine_node
 from planaria.nodes.forking import RENEWALS_MAX
 from planaria.nodes.part_reports import STATUS_SAVED
 
@@ -89,6 +92,26 @@ async def _code_without_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, st
         assert not made.server.kills
         made.server.end(NO_PID + 1, status)
         return await running
+
+
+@runs
+async def test_a_machine_finds_a_head_at_an_address_that_it_was_not_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads it at the place of saves of the job that it has taken."""
+    monkeypatch.setattr(known_heads, "LOOK_PERIOD_S", 0.0)
+    async with offered_machine(tmp_path, monkeypatch, job=JOB) as (made, _), fake_head() as other:
+        line = await made.join()
+        line.tell(made.request(0))
+        await wait_until(lambda: "runs node 0" in made.notes)
+        place = RunPlace(Directory(tmp_path / "saves"), "run-000001-a1")
+        place.write_head(HeadMark(addresses=(other.address,)))
+        made.head.close()
+        line.reset()
+        line = await other.next_line()
+
+        arrived = await line.wait(MachineArrived)
+        assert (arrived.run, arrived.node) == ("run", 0)
 
 
 @runs
