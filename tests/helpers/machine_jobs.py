@@ -82,10 +82,7 @@ class Machines:
         self._token = directory / "token"
         write_credentials(self._token)
         self._head_hosts = (hosts[0], tuple(hosts)[-1])
-        self._addresses = {}
-        for host in self._head_hosts:
-            port = host.run("python", "-c", _FREE_PORT, host.address).strip()
-            self._addresses[host] = f"{host.address}:{port}"
+        self._addresses = {host: _free_address(host) for host in self._head_hosts}
 
     def make_ready(self) -> None:
         """Ends whatever was done to the hosts, and starts the agents that are missing."""
@@ -113,18 +110,25 @@ class Machines:
         return self.agents[host.index]
 
     def start_head(
-        self, nodes: str, directory: Path, *options: str, is_elsewhere: bool = False
+        self,
+        nodes: str,
+        directory: Path,
+        *options: str,
+        is_elsewhere: bool = False,
+        is_known: bool = True,
     ) -> Process:
         """Starts the head of a job, whose journal, saves and report go to the directory.
 
         Args:
             options: further options of `planaria train`.
             is_elsewhere: whether it runs on the last host.
+            is_known: whether it listens at the address that agents know.
         """
         head = self._head_hosts[is_elsewhere]
+        address = self._addresses[head] if is_known else _free_address(head)
         return head.start(
             *("planaria", "train", *self._job_words(head.directory, directory / "checkpoints")),
-            *("--listen", self._addresses[head], "--nodes", nodes, *options),
+            *("--listen", address, "--nodes", nodes, *options),
             *("--token-file", str(self._token), "--report", str(directory / "report.json")),
             *("--state", str(directory / "state")),
             env=self._environment,
@@ -154,11 +158,11 @@ class MachineJob:
         machines.hurry_path.unlink(missing_ok=True)
         self.head = machines.start_head(self._nodes, directory, *options)
 
-    def take_up(self, *, is_elsewhere: bool) -> None:
-        """Starts the head again once it has been lost."""
+    def take_up(self, *, is_elsewhere: bool, is_known: bool = True) -> None:
+        """Starts the head again once it has been lost; see `Machines.start_head`."""
         options = ("--reattach",)
         self.head = self._machines.start_head(
-            self._nodes, self._directory, *options, is_elsewhere=is_elsewhere
+            *(self._nodes, self._directory, *options), is_elsewhere=is_elsewhere, is_known=is_known
         )
         self.head.wait_for_line("^iteration ", timeout_s=TIMEOUT_S)
 
@@ -257,6 +261,12 @@ def pids(host: Host) -> set[int]:
 def digests(report: Any) -> tuple[str, str]:
     """What must not depend on anything but the job."""
     return report["final"]["parameters_sha256"], report["final"]["optimizer_sha256"]
+
+
+def _free_address(host: Host) -> str:
+    """HOST:PORT of a host, where nobody listens."""
+    port = host.run("python", "-c", _FREE_PORT, host.address).strip()
+    return f"{host.address}:{port}"
 
 
 def _slow_job_words(directory: Path, saves: Path) -> tuple[str, ...]:

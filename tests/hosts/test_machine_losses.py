@@ -103,6 +103,26 @@ def test_another_host_takes_the_job_up_when_that_of_the_head_and_a_node_lose_pow
 
 
 @pytest.mark.long
+def test_a_head_on_another_host_at_an_address_that_nobody_knows_takes_the_job_up(
+    machines: Machines, shared: Path, expected: tuple[str, str]
+) -> None:
+    """That of the first head goes down and closes nothing. Nodes and agents read the new address at
+    the place of saves, and no process ends."""
+    hosts = machines.hosts
+    with machine_job(machines, shared) as job:
+        before = [pids(host) for host in machines.node_hosts]
+        hosts[0].kill()
+        job.take_up(is_elsewhere=True, is_known=False)
+        job.wait_progress()
+        assert [pids(host) for host in machines.node_hosts] == before
+        report = job.report()
+
+        assert digests(report) == expected
+        assert losses(report) == []
+        assert report["final"]["nodes"] == [0, 1, 2, 3]
+
+
+@pytest.mark.long
 @needs_namespaces
 def test_a_head_that_is_cut_off_for_a_while_costs_nothing(
     machines: Machines, shared: Path, expected: tuple[str, str]

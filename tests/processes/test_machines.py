@@ -18,9 +18,12 @@ import pytest
 
 from helpers.command import Command, command, wait_for
 from helpers.machines import JOB, PLANARIA, Machines, StayingAgents, free_port, machines
+from planaria.checkpoint.disk.parts import RunPlace, newest_run
+from planaria.checkpoint.disk.storage import Directory
 from planaria.job.training_job import Job
 from planaria.nodes.forkserver import ForkServer
 from planaria.transport.credentials import write_credentials
+from planaria.transport.sockets import address_text
 
 
 @pytest.fixture(scope="module")
@@ -257,6 +260,10 @@ def test_a_head_at_an_address_that_nobody_named_takes_the_nodes_up(
     with machines(tmp_path, nodes="2", staying=staying) as job:
         job.head.wait_output("iteration 5 ")
         before = job.worker_pids()
+        storage = Directory(job.saves)
+        mark = RunPlace(storage, newest_run(storage)).head()
+        assert mark is not None
+        assert [address_text(address) for address in mark.addresses] == [job.address]
         job.kill_head()
         job.start_head("--reattach", address=f"127.0.0.3:{free_port('127.0.0.3')}")
         report = job.report()
