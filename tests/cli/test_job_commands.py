@@ -93,7 +93,7 @@ def test_the_status_is_a_table() -> None:
 
 
 def test_the_status_says_what_links_carry() -> None:
-    links = {"inter_node": 1.25e9, "inter_domain": 2.5e7}
+    links = {"inter_domain": 2.5e7, "inter_node": 1.25e9}
     reply = json_reply(msgspec.structs.replace(EMPTY, links=links))
 
     assert asked_here(reply, "status").output.endswith(

@@ -116,6 +116,22 @@ def test_a_machine_that_is_told_to_leave_is_drained(tmp_path: Path, local_hash: 
         assert all(event["redone_samples"] == 0 for event in report["events"])
 
 
+@pytest.mark.long
+def test_the_status_tells_what_links_carry(tmp_path: Path) -> None:
+    """Two addresses of this machine stand for machines of two domains; the gradients are large."""
+    settings = ("model.config.n_embd=320", "training.iterations=10000")
+    with machines(tmp_path, nodes="2", settings=settings) as job:
+        for number, domain in enumerate(("left", "right")):
+            job.join(options=("--advertise", f"127.0.0.{2 + number}", "--domain", domain))
+        job.head.wait_output("iteration 1 ")
+
+        def is_measured() -> bool:
+            text = job.ask("status", job.address)
+            return " Gbit/s between domains" in text and "within a domain" not in text
+
+        wait_for(is_measured, what="links have been measured")
+
+
 def test_a_head_that_waits_for_machines_says_so_and_refuses_one_with_another_token(
     tmp_path: Path,
 ) -> None:

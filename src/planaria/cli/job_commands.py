@@ -81,8 +81,7 @@ def _links_text(links: Mapping[str, float]) -> str:
     """The measured bandwidth of each kind of link."""
     names = {"inter_node": "within a domain", "inter_domain": "between domains"}
     return ", ".join(
-        f"{bytes_per_s * 8e-9:.2f} Gbit/s {names.get(kind, kind)}"
-        for kind, bytes_per_s in links.items()
+        f"{links[kind] * 8e-9:.2f} Gbit/s {name}" for kind, name in names.items() if kind in links
     )
 
 
