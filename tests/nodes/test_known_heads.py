@@ -1,13 +1,16 @@
 """Where nodes and agents that have lost their head look for one, and in which order."""
 
 import asyncio
+import signal
+import socket
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
 from helpers.heads import runs
-from helpers.tasks import wait_until
+from helpers.tasks import settle, wait_until
 from planaria.checkpoint.disk.parts import HeadMark, RunPlace
 from planaria.checkpoint.disk.storage import Directory
 from planaria.errors import CheckpointError
@@ -163,6 +166,40 @@ def test_the_newest_run_s_head_is_read_by_a_thread_or_a_child_process(
 
     storage.write("run-000003-c3/head", b"no mark", may_write=lambda: True)
     assert asyncio.run(read()) == ()
+
+
+def test_an_agent_ends_while_a_child_that_was_killed_lives_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one does that waits for a disk: the kernel kills it only when the disk has answered."""
+    forks: list[tuple[int, socket.socket]] = []
+
+    def fork(_: object) -> tuple[int, socket.socket]:
+        sock, far = socket.socketpair()
+        process = subprocess.Popen(["sleep", "3600"])
+        processes.append(process)
+        forks.append((process.pid, far))
+        return process.pid, sock
+
+    async def cancel() -> None:
+        asking = asyncio.create_task(answer_of_child(lambda: b"", timeout_s=3600.0))
+        await wait_until(lambda: bool(forks))
+        await settle()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+    async def never(_: int) -> int:
+        await asyncio.Event().wait()
+        return 0
+
+    processes: list[subprocess.Popen[bytes]] = []
+    monkeypatch.setattr(child_answers, "fork_answer", fork)
+    monkeypatch.setattr(child_answers, "wait_exit", never)
+    asyncio.run(asyncio.wait_for(cancel(), 60.0))
+    forks[0][1].close()
+
+    assert processes[0].wait(timeout=60.0) == -signal.SIGKILL
 
 
 def test_a_child_process_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

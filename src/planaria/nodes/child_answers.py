@@ -48,7 +48,8 @@ def fork_answer(answer: Callable[[], bytes]) -> tuple[int, socket.socket]:
 async def answer_of_child(answer: Callable[[], bytes], *, timeout_s: float) -> bytes:
     """What a function returns in a child process; b"": it raised, or there was no answer in time.
 
-    A child whose disk hangs may outlive its kill; this waits until it has ended.
+    A child whose disk hangs may outlive its kill; this waits until it has ended, unless this is
+    cancelled.
 
     Raises:
         OSError: no process can be forked.
@@ -63,7 +64,7 @@ async def answer_of_child(answer: Callable[[], bytes], *, timeout_s: float) -> b
     finally:
         writer.close()
         os.kill(pid, signal.SIGKILL)
-        await wait_exit(pid)
+    await wait_exit(pid)
     return data
 
 
