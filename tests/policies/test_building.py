@@ -6,10 +6,12 @@ import pytest
 
 from helpers.jobs import shaped_plan
 from helpers.strategies import MEBIBYTE, layer_profile, model_profile
+from planaria.core.cluster import ClusterState, Node
 from planaria.core.plan import Link, Transfer, Transition
-from planaria.policies.building import downtime_s
+from planaria.policies.building import downtime_s, fastest_transfers
 from planaria.policies.policy import Prices, profile_prices
 from planaria.policies.renaming import Renaming, TransferTimes
+from planaria.restorer.strategies import LEAST_BYTES
 
 PRICES = Prices(
     links={"intra_node": Link(0.0, 1000.0), "inter_node": Link(0.5, 100.0)},
@@ -52,6 +54,26 @@ def test_each_transfer_takes_the_link_between_its_two_nodes() -> None:
     assert downtime_s((near, far), prices, devices_per_node=1) == pytest.approx(3.0 + 12.0)
     apart = Transfer(0, 1, 0, 100)
     assert downtime_s((apart, far), prices, devices_per_node=1) == pytest.approx(3.0 + 10.5)
+
+
+@pytest.mark.parametrize(("far_bytes_per_s", "sources"), [(10.0, [1]), (200.0, [1, 2])])
+def test_layers_come_from_near_holders_if_that_is_faster(
+    far_bytes_per_s: float, sources: list[int]
+) -> None:
+    """Node 1 is near and node 2 far; where its link is no slower, both send."""
+    plan, size = shaped_plan((1, 1, 1), 6), 1 << 24
+    links = {
+        kind: Link(0.0, 1e6 * bytes_per_s)
+        for kind, bytes_per_s in (("inter_node", 100.0), ("inter_domain", far_bytes_per_s))
+    }
+    domains = {0: "left", 1: "left", 2: "right"}
+    prices = replace(PRICES, links=links, layer_bytes=(size,) * plan.num_layers, domains=domains)
+    held = (frozenset(range(plan.num_layers)),)
+    cluster = ClusterState(1, (Node(0, (frozenset(),)), Node(1, held), Node(2, held)))
+
+    moved = fastest_transfers(plan, cluster, prices, LEAST_BYTES)
+
+    assert sorted({transfer.source for transfer in moved}) == sources
 
 
 def test_an_answer_that_is_renamed_is_priced_by_its_own_pairs() -> None:

@@ -185,3 +185,35 @@ def test_transfers_between_different_ranks_run_in_one_round() -> None:
     moves = [Transfer(0, node, (node + 1) % 4, 8) for node in range(4)]
 
     assert transfer_rounds(moves) == (tuple(moves),)
+
+
+def test_layers_come_from_the_domain_of_their_target_where_it_has_them() -> None:
+    """Whole, and from a holder; all other layers come from anywhere."""
+    rng = random.Random(SEED)
+    num_near = num_far = 0
+    for index in range(NUM_CASES):
+        plan, cluster, layer_bytes = case(rng)
+        if not plan.pipelines:
+            continue
+        per_node = plan.pipelines[0].template.devices_per_node
+        domains = {node.node: rng.choice("ab") for node in cluster.nodes if rng.random() < 0.8}
+        held, where = cluster.held_by_rank(), f"seed {SEED}, case {index}"
+
+        moves = balanced_transfers(plan, cluster, layer_bytes=layer_bytes, domains=domains)
+
+        num_chunks: Counter[tuple[int, int]] = Counter()
+        for transfer in moves:
+            assert transfer.layer in held[transfer.source], where
+            num_chunks[transfer.layer, transfer.target] += transfer.end_chunk - transfer.first_chunk
+            domain = domains.get(transfer.target // per_node)
+            near = [
+                rank
+                for rank, layers in held.items()
+                if transfer.layer in layers and domains.get(rank // per_node) == domain
+            ]
+            assert not (domains and near) or transfer.source in near, where
+            num_near += bool(near)
+            num_far += not near
+        assert sorted(num_chunks) == lacked(plan, cluster), where
+        assert set(num_chunks.values()) <= {NUM_CHUNKS}, where
+    assert min(num_near, num_far) > 50

@@ -32,7 +32,12 @@ from planaria.core.plan import (
 from planaria.planner.plans import PlanCatalog
 from planaria.planner.reroute.reroutes import PricedPlan, price_plan, simulated_s
 from planaria.planner.reroute.shadows import with_shadows
-from planaria.policies.building import downtime_s, least_exposed, num_exposed
+from planaria.policies.building import (
+    downtime_s,
+    fastest_transfers,
+    least_exposed,
+    num_exposed,
+)
 from planaria.policies.policy import Policy, Prices
 from planaria.restorer.sources import transfer_rounds
 from planaria.restorer.strategies import LEAST_BYTES, RestoreStrategy
@@ -103,9 +108,7 @@ class Absorb:
         priced_plan = price_plan(self.catalog.problem, with_shadows(transition.after))
         if priced_plan is None:
             return transition
-        transfers = self.restoring.sources(
-            priced_plan.plan, cluster, layer_bytes=prices.layer_bytes
-        )
+        transfers = fastest_transfers(priced_plan.plan, cluster, prices, self.restoring)
         return replace(
             transition,
             after=priced_plan.plan,

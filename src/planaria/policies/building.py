@@ -32,7 +32,7 @@ def transition_between(
     answer: str,
 ) -> Transition:
     """The transition from `plan` to `after` in which ranks get layers from their holders."""
-    transfers = restoring.sources(after, cluster, layer_bytes=prices.layer_bytes)
+    transfers = fastest_transfers(after, cluster, prices, restoring)
     per_node = after.pipelines[0].template.devices_per_node
     return Transition(
         before=plan,
@@ -44,6 +44,19 @@ def transition_between(
         policy=policy,
         answer=answer,
     )
+
+
+def fastest_transfers(
+    after: Plan, cluster: ClusterState, prices: Prices, restoring: RestoreStrategy
+) -> tuple[Transfer, ...]:
+    """The transfers of all layers that ranks of the plan lack: from all holders, or, if that is
+    faster, from those in the domains of the ranks."""
+    transfers = restoring.sources(after, cluster, layer_bytes=prices.layer_bytes)
+    if not prices.domains or "inter_domain" not in prices.links:
+        return transfers
+    near = restoring.sources(after, cluster, layer_bytes=prices.layer_bytes, domains=prices.domains)
+    per_node = after.pipelines[0].template.devices_per_node
+    return min(transfers, near, key=lambda x: transfer_s(x, prices, devices_per_node=per_node))
 
 
 def scheduling_s(plan: Plan, hop_s: float) -> float:

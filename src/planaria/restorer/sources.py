@@ -23,9 +23,10 @@ Source: none; Oobleck (SOSP '23), section 5, and Odyssey, section IV-B, copy a l
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -35,6 +36,7 @@ from planaria.core.plan import NUM_CHUNKS, Plan, Transfer
 
 WORTH_BYTES: Final = 1 << 20  # The smallest share for a node; other nodes send a smaller one.
 SENDERS_MIN: Final = 16  # How many holders of a set of layers are considered, at least.
+NO_DOMAINS: Final[Mapping[int, str]] = MappingProxyType({})
 _UNITS: Final = 1 << 29  # The flow counts in 32 bits, so all bytes together are this many units.
 
 
@@ -46,11 +48,19 @@ class _Need:
 
 
 def balanced_transfers(
-    after: Plan, cluster: ClusterState, *, layer_bytes: Sequence[int]
+    after: Plan,
+    cluster: ClusterState,
+    *,
+    layer_bytes: Sequence[int],
+    domains: Mapping[int, str] = NO_DOMAINS,
 ) -> tuple[Transfer, ...]:
     """The transfers of all layers that ranks of the plan lack, in chunks from live holders.
 
     Every layer must have a live holder; `ClusterState.lost_layers` names those that have none.
+
+    Args:
+        domains: name of the failure domain of each node that is in one. If any are given, a layer
+            comes from holders in its target's domain if there are such.
     """
     assert not cluster.lost_layers(after.num_layers)
     per_node = after.pipelines[0].template.devices_per_node
@@ -71,7 +81,8 @@ def balanced_transfers(
                 transfers.append(Transfer(layer, rank_in_node, rank, layer_bytes[layer]))
             else:
                 need = _Need(layer, rank, layer_bytes[layer])
-                groups.setdefault(tuple(sorted(holders[layer])), []).append(need)
+                nodes = _holders_to_ask(holders[layer], rank // per_node, domains)
+                groups.setdefault(tuple(sorted(nodes)), []).append(need)
     needs_by_group = [groups[nodes] for nodes in sorted(groups)]
     senders = _senders_to_consider(sorted(groups), needs_by_group)
     sizes = [sum(need.num_bytes for need in needs) for needs in needs_by_group]
@@ -80,6 +91,16 @@ def balanced_transfers(
     ):
         transfers += _chunk_transfers(needs, nodes, budgets, holders)
     return tuple(sorted(transfers))
+
+
+def _holders_to_ask(
+    holders: Collection[int], target: int, domains: Mapping[int, str]
+) -> Collection[int]:
+    """The holders in the domain of a node, if domains are given and there are such; else all."""
+    if not domains:
+        return holders
+    domain = domains.get(target)
+    return [node for node in holders if domains.get(node) == domain] or holders
 
 
 def _senders_to_consider(

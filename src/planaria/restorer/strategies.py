@@ -1,13 +1,13 @@
 """The strategies to restore a job: assignment of nodes to places, and sources of missing layers."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from planaria.core.cluster import ClusterState, Node
 from planaria.core.plan import Pipeline, Plan, Transfer
 from planaria.restorer.assignment import UnboundPipeline, assign_nodes
-from planaria.restorer.sources import balanced_transfers
+from planaria.restorer.sources import NO_DOMAINS, balanced_transfers
 
 
 class Assignment(Protocol):
@@ -28,7 +28,12 @@ class Sources(Protocol):
     """Chooses who sends which layers, as `balanced_transfers` does."""
 
     def __call__(
-        self, after: Plan, cluster: ClusterState, *, layer_bytes: Sequence[int]
+        self,
+        after: Plan,
+        cluster: ClusterState,
+        *,
+        layer_bytes: Sequence[int],
+        domains: Mapping[int, str] = NO_DOMAINS,
     ) -> tuple[Transfer, ...]: ...
 
 
@@ -66,9 +71,14 @@ def assign_nodes_in_order(
 
 
 def whole_transfers(
-    after: Plan, cluster: ClusterState, *, layer_bytes: Sequence[int]
+    after: Plan,
+    cluster: ClusterState,
+    *,
+    layer_bytes: Sequence[int],
+    domains: Mapping[int, str] = NO_DOMAINS,
 ) -> tuple[Transfer, ...]:
     """The transfers of all layers that ranks lack, each whole and from the lowest rank with it."""
+    del domains  # The lowest rank may be in any.
     layers_by_rank = cluster.held_by_rank()
     first_holder: dict[int, int] = {}
     for rank in sorted(layers_by_rank, reverse=True):
