@@ -15,6 +15,7 @@ from helpers.command import wait_for
 from planaria.cli import run_command
 from planaria.cli.main import app
 from planaria.cli.run_command import is_own_host, supervise
+from planaria.transport.credentials import write_credentials
 
 FOR_EVER = "import signal\nwhile True: signal.pause()"
 
@@ -218,3 +219,26 @@ def test_a_mistake_is_told_before_anything_is_started(
     assert (no_token.exit_code, no_place.exit_code) == (2, 2)
     assert "planaria token" in no_token.stderr
     assert "--rdzv-endpoint" in no_place.stderr
+
+
+def test_the_head_and_the_agent_get_the_options_that_are_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head's command had its token file behind the job, where it takes no option."""
+    commands: dict[str, tuple[str, ...]] = {}
+
+    def note_commands(**words: tuple[str, ...]) -> int:
+        commands.update(words)
+        return 0
+
+    monkeypatch.setattr(run_command, "supervise", note_commands)
+    token = str(tmp_path / "token")
+    write_credentials(Path(token))
+    options = ["--token-file", token, "--resume-if-saved", "--domain", "rack-1"]
+    ended = CliRunner().invoke(app, ["run", "job.toml", *options])
+
+    assert ended.exit_code == 0, ended.output
+    head, agent = (" ".join(commands[name][3:]) for name in ("head", "agent"))
+    assert head.startswith("train --listen 127.0.0.1:29400 --nodes 1:1 ")
+    assert head.endswith(f" --token-file {token} --resume-if-saved -- job.toml")
+    assert agent == f"agent --join 127.0.0.1:29400 --domain rack-1 --token-file {token}"

@@ -108,17 +108,15 @@ def run(
     console.print(f"planaria run: {role.why}", markup=False)
     token = ("--token-file", token_file) if token_file else ()
     source = (*(("--notice", notice) if notice else ()), *(("--domain", domain) if domain else ()))
-    resumes = [
-        word
-        for word, is_given in (("--resume", resume), ("--resume-if-saved", resume_if_saved))
-        if is_given
+    more = [
+        *token,
+        *(["--resume"] if resume else []),
+        *(["--resume-if-saved"] if resume_if_saved else []),
     ]
-    head = _train_arguments(
-        job, role, report=report, resumes=resumes, state=state, settings=settings
-    )
+    head = _train_arguments(job, role, report=report, state=state, settings=settings, more=more)
     raise typer.Exit(
         supervise(
-            head=_planaria(*head, *token) if role.is_head else (),
+            head=_planaria(*head) if role.is_head else (),
             agent=_planaria("agent", "--join", role.join, *source, *token),
             note=lambda text: console.print(f"planaria run: {text}", markup=False),
         )
@@ -130,22 +128,25 @@ def _train_arguments(
     role: RunRole,
     *,
     report: Path | None,
-    resumes: Sequence[str],
     state: str,
     settings: Sequence[str] | None,
+    more: Sequence[str],
 ) -> list[str]:
-    """The command line of the head, without the program."""
+    """The command line of the head, without the program.
+
+    Args:
+        more: further options.
+    """
     words = ["train", "--listen", role.listen, "--nodes", f"{role.min_nodes}:{role.max_nodes}"]
     if role.devices_per_node:
         words += ["--devices-per-node", str(role.devices_per_node)]
     if report is not None:
         words += ["--report", str(report)]
-    words += resumes
     if state:
         words += ["--state", state]
     for setting in settings or ():
         words += ["--set", setting]
-    return [*words, "--", str(job)]
+    return [*words, *more, "--", str(job)]
 
 
 def _planaria(*arguments: str) -> tuple[str, ...]:
