@@ -186,8 +186,8 @@ def test_an_agent_ends_while_a_child_that_was_killed_lives_on(
         await wait_until(lambda: bool(forks))
         await settle()
         asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
+        await asyncio.wait((asking,), timeout=20.0)
+        assert asking.cancelled()
 
     async def never(_: int) -> int:
         await asyncio.Event().wait()
@@ -196,7 +196,7 @@ def test_an_agent_ends_while_a_child_that_was_killed_lives_on(
     processes: list[subprocess.Popen[bytes]] = []
     monkeypatch.setattr(child_answers, "fork_answer", fork)
     monkeypatch.setattr(child_answers, "wait_exit", never)
-    asyncio.run(asyncio.wait_for(cancel(), 60.0))
+    asyncio.run(cancel())
     forks[0][1].close()
 
     assert processes[0].wait(timeout=60.0) == -signal.SIGKILL
