@@ -108,6 +108,7 @@ def test_what_needs_a_complete_version_says_that_there_is_none(
     for words in (("export", "-o", output), ("save", "--name", "best")):
         found = told(*words, str(leftovers), code=2)
         assert f"DIRECTORY = '{leftovers}': holds no complete version" in found
+        assert "try again then" in found
     found = told("export", str(leftovers), "--version", "5-0", "-o", output, code=2)
     assert "--version = '5-0': there is no complete version" in found
     assert f"nothing to remove: {leftovers} holds no complete version" in told(

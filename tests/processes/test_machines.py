@@ -144,7 +144,7 @@ def test_a_head_that_waits_for_machines_says_so_and_refuses_one_with_another_tok
         stranger = Command([*PLANARIA, *arguments], directory=tmp_path)
 
         assert stranger.wait() == 2
-        assert "token" in stranger.errors
+        assert f"--token-file = '{tmp_path / 'other'}'" in stranger.errors
         assert stranger.errors.count("\n") == 1
 
 

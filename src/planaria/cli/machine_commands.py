@@ -9,13 +9,13 @@ import typer
 from rich.console import Console
 
 from planaria.cli.command_line import exit_codes
-from planaria.errors import ConfigError
+from planaria.errors import AuthenticationError, ConfigError
 from planaria.job.planning import cache_directory, fork_server
 from planaria.nodes.machine import MachineSpec, run_machine
 from planaria.nodes.notices import parse_notice_source
 from planaria.nodes.output import unfailing
 from planaria.transport.acceptor import parse_address
-from planaria.transport.credentials import read_credentials, token_path
+from planaria.transport.credentials import FIELD, read_credentials, token_path
 from planaria.transport.sockets import Address, can_be_host
 
 TokenFile = Annotated[
@@ -100,7 +100,14 @@ def agent(
         server=lambda job, paths: fork_server(job, search_path=paths),
         note=lambda text: console.print(text, markup=False),
     )
-    raise typer.Exit(run_machine(spec))
+    raise typer.Exit(_exit_code(spec, token_file))
+
+
+def _exit_code(spec: MachineSpec, token_file: str) -> int:
+    try:
+        return run_machine(spec)
+    except AuthenticationError as error:
+        raise ConfigError(FIELD, str(token_path(token_file)), str(error)) from error
 
 
 def _head_address(text: str) -> Address:

@@ -127,7 +127,8 @@ def run_machine(spec: MachineSpec) -> int:
     """Offers this machine until the job is over or the user ends it; returns the exit code.
 
     Raises:
-        ConfigError: the head does not take this machine, or has another token file.
+        AuthenticationError: the head has another token file.
+        ConfigError: the head does not take this machine.
         KeyboardInterrupt: a second Ctrl-C ended everything at once.
     """
     return asyncio.run(serve_machine(spec))
@@ -136,6 +137,13 @@ def run_machine(spec: MachineSpec) -> int:
 async def serve_machine(spec: MachineSpec) -> int:
     """See run_machine."""
     return await _Machine(spec).run()
+
+
+def connection_problem(error: EOFError | OSError, head: Address) -> str:
+    """Why there is no connection to a head; the system's own words do not name the head."""
+    if isinstance(error, OSError) and error.errno:
+        return f"the connection to {address_text(head)} broke: {error.strerror}"
+    return str(error)
 
 
 class _Machine:
@@ -211,10 +219,10 @@ class _Machine:
                 problem = "the head closed the connection"
             except AuthenticationError as error:
                 if not self._has_been_taken:
-                    raise ConfigError("--token-file", "", str(error)) from error
+                    raise
                 problem = str(error)
-            except (ConnectionError, asyncio.IncompleteReadError, OSError) as error:
-                problem = str(error)
+            except (asyncio.IncompleteReadError, OSError) as error:
+                problem = connection_problem(error, self._head)
             self._drop_connection()
             if self._has_offer:
                 self._has_offer, lost_s = False, time.monotonic()

@@ -391,11 +391,13 @@ async def connect(
     loop = asyncio.get_running_loop()
     end_s = loop.time() + timeout_s
     where, problem = address_text(address), ": the name has no address"
+    remedy = "is the head running, and may this machine reach that port?"
     try:
         async with asyncio.timeout_at(end_s):
             endpoints = await loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:  # UnicodeError: it cannot be a name.
         problem = f": the name does not resolve ({error})"
+        remedy = "name the head's IP address instead, or add the name to /etc/hosts"
         endpoints = []
     for index, (family, _, _, _, endpoint) in enumerate(endpoints):
         now_s = loop.time()
@@ -409,7 +411,6 @@ async def connect(
         except (EOFError, OSError) as error:  # TimeoutError is an OSError.
             reason = _refusal_text(error) or "no answer in time"
             problem = f"{_route_text(endpoint, where)}: {reason}"
-    remedy = "is the head running, and may this machine reach that port?"
     raise ConnectionError(f"{where} cannot be reached{problem}; {remedy}")
 
 

@@ -106,8 +106,8 @@ def newest_of(tier: Tier, place: str) -> Manifest:
     manifest = tier.newest()
     if manifest is None or not manifest.layers:
         remedy = (
-            "holds no complete version; a job saves at its end, and also before that if "
-            "checkpoint.persist_every is set"
+            "holds no complete version; a job saves at its end, and also after each "
+            "checkpoint.persist_every iterations if that is set: try again then"
         )
         raise ConfigError("DIRECTORY", place, remedy)
     return manifest

@@ -12,7 +12,7 @@ from planaria.core.job import DataConfig, JobConfig, ResilienceConfig
 from planaria.core.machine_messages import MachineFacts
 from planaria.core.plan import LayerProfile, Link, ModelProfile
 from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
-from planaria.errors import ConfigError
+from planaria.errors import ConfigError, InsufficientError
 from planaria.nodes import machine as machine_module
 from planaria.nodes.head.remote.kind_speeds import kind_of
 
@@ -81,6 +81,23 @@ async def test_the_first_machine_of_each_kind_measures_once(tmp_path: Path) -> N
         measured = await made.machines.prepare(REQUEST)
 
     assert measured == {kind_of(FACTS["slow"]): profile(4.0), kind_of(FACTS["fast"]): profile(1.0)}
+
+
+@runs
+async def test_a_head_says_which_machine_measures(tmp_path: Path) -> None:
+    """Under load that took 35 s, in which a user saw nothing."""
+    async with cluster(tmp_path, JOB) as made:
+        await join(made, ("slow", 4.0))
+        await made.machines.prepare(REQUEST)
+
+        assert any("builds the model and measures its layers" in note for note in made.notes)
+
+
+@runs
+async def test_a_head_without_machines_says_what_to_start(tmp_path: Path) -> None:
+    async with cluster(tmp_path, JOB) as made:
+        with pytest.raises(InsufficientError, match="start planaria agent --join on each"):
+            await made.machines.wait_ready(1, timeout_s=0.01)
 
 
 @runs

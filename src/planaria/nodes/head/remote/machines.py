@@ -180,10 +180,11 @@ class Machines:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: self.num_ready >= num_machines)
         except TimeoutError as error:
-            reason = f"; {self._unfit_reason}" if self._unfit_reason else ""
+            remedy = "start planaria agent --join on each, or name fewer with --nodes"
+            reason = self._unfit_reason or remedy
             raise InsufficientError(
-                f"{self.num_ready} of {num_machines} machines have come in {timeout_s:.0f} s"
-                f"{reason}; nothing was trained"
+                f"{self.num_ready} of {num_machines} machines have come in {timeout_s:.0f} s; "
+                f"nothing was trained; {reason}"
             ) from error
         finally:
             self.is_waiting = False
@@ -234,6 +235,8 @@ class Machines:
             others = [each for each in self._free if kind_of(each.facts) not in measured]
             if not others:
                 return measured
+            if request.profile is None:
+                self._note(f"{others[0].name} builds the model and measures its layers ...")
             try:
                 answer = await others[0].prepare(request)
             except TimeoutError as error:
