@@ -541,7 +541,10 @@ def _refusal_text(error: Exception) -> str:
         return str(error)
     if isinstance(error, OSError) and error.errno and not isinstance(error, ssl.SSLError):
         return os.strerror(error.errno)
-    return "the other end closed the connection during the handshake: has it the same token file?"
+    return (
+        "the other end closed the connection during the handshake: either it was answered too "
+        "late and tries again, or it has another token file"
+    )
 
 
 def _route_text(endpoint: tuple[object, ...], asked: str) -> str:
