@@ -31,7 +31,7 @@ from planaria.core.job import JobConfig
 from planaria.core.machine_messages import JobOffered, NodeEnded
 from planaria.errors import ConfigError
 from planaria.job import on_machines, training_job
-from planaria.job.on_machines import LeftRun, find_left_run, take_up
+from planaria.job.on_machines import LeftRun, find_left_run, kept_settings_text, take_up
 from planaria.job.training_job import Job
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.journal_place import journal_place
@@ -329,3 +329,14 @@ def test_the_records_of_a_run_go_with_a_journal_that_moves(
         assert moved != str(left.directory)
         assert read_run(Path(moved)) == record
         assert (Path(moved) / "journal.nodes").read_bytes() == b"0\n"
+
+
+def test_settings_that_a_run_does_not_take_up_are_told(tmp_path: Path) -> None:
+    """All but the number of nodes, which is that of the machines with which it began."""
+    kept = left_job(tmp_path)
+    same = replace(kept, cluster=replace(kept.cluster, nodes=kept.cluster.nodes + 1))
+    longer = replace(same, training=replace(kept.training, iterations=1700))
+
+    assert kept_settings_text(same, kept) == ""
+    text = kept_settings_text(longer, kept)
+    assert f"began: training.iterations = {kept.training.iterations} (not 1700). " in text

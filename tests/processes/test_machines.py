@@ -269,6 +269,8 @@ def test_a_head_that_comes_back_at_another_address_is_found_there(
         assert {worker["pid"] for worker in report["workers"]} == before
 
 
+@pytest.mark.hosts
+@pytest.mark.long
 def test_a_head_at_an_address_that_nobody_named_takes_the_nodes_up(
     tmp_path: Path, local_hash: str, staying: StayingAgents
 ) -> None:

@@ -23,7 +23,7 @@ TokenFile = Annotated[
     typer.Option(
         metavar="FILE",
         help="File with the secret and the certificate that all machines share; "
-        "`planaria token FILE` makes it. Default: $PLANARIA_TOKEN_FILE, or "
+        "`planaria token` makes it. Default: $PLANARIA_TOKEN_FILE, or "
         "~/.config/planaria/token.",
     ),
 ]

@@ -20,8 +20,12 @@ from planaria.transport.credentials import (
 @exit_codes()
 def token(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="The new file; with --check, a file that exists.")
-    ],
+        Path | None,
+        typer.Argument(
+            metavar="FILE",
+            help="The new file; with --check, a file that exists. Default: where agents look.",
+        ),
+    ] = None,
     check: Annotated[
         bool,
         typer.Option("--check", help="Make nothing: check the file, and print its fingerprint."),
@@ -32,7 +36,7 @@ def token(
     It holds a new secret, and a certificate with its key that is valid for ten years. Whoever has
     the file may join the job, run code on its machines, and read its model.
     """
-    path = file.expanduser().absolute()
+    path = (token_path("") if file is None else file.expanduser()).absolute()
     if check:
         _print(*_facts(path))
     else:

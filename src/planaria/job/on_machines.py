@@ -10,9 +10,10 @@ import socket
 from asyncio import Runner
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from os import getcwd
 from pathlib import Path
+from typing import Any
 
 from planaria.core.inject import Injection
 from planaria.core.job import ClusterConfig, JobConfig
@@ -189,6 +190,32 @@ def take_up(head: OpenHead, left: LeftRun, *, resume: bool, note: Callable[[str]
         )
     head.begin_run(secrets.token_hex(8))
     return False
+
+
+def kept_settings_text(config: JobConfig, kept: JobConfig) -> str:
+    """What to tell a user whose job differs from that of the run that goes on; "": it does not.
+
+    Args:
+        kept: job of the run. Its number of nodes is that of the machines with which it began.
+    """
+    new, old = (dict(_leaves(asdict(each))) for each in (config, kept))
+    differing = [key for key in new if key != "cluster.nodes" and new[key] != old[key]]
+    if not differing:
+        return ""
+    listed = ", ".join(f"{key} = {old[key]!r} (not {new[key]!r})" for key in differing)
+    return (
+        f"the run goes on with the settings with which it began: {listed}. For other settings, "
+        "stop it, which saves it, and start it again with --resume"
+    )
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted keys of nested tables, and their values."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 @contextmanager

@@ -45,6 +45,7 @@ from planaria.job.on_machines import (
     begin_kinds,
     find_left_run,
     gather,
+    kept_settings_text,
     open_head,
     take_up,
 )
@@ -395,6 +396,8 @@ class Job:
                 held, config, state=state, note=note, taken_up=directory, keeps=keeps
             )
             record = left_run.record
+            if text := kept_settings_text(config, record.job):
+                note(text)
             begin_kinds(head, record.job, record.prepared, {})
         else:
             journal = open_journal(held, config, state=state, note=note)
