@@ -120,11 +120,13 @@ class ReturningMachine:
     """A machine with node 0, which comes to a head as soon as that says where it listens.
 
     Attributes:
+        address: address of the head; None: it does not listen yet.
         is_told: whether it was told that the job is over; None: its connection has not ended.
         display: display to give to the head's job.
     """
 
     def __init__(self) -> None:
+        self.address: Address | None = None
         self.is_told: bool | None = None
         self.display = NoteDisplay(self._on_note)
         self._thread: threading.Thread | None = None
@@ -132,7 +134,7 @@ class ReturningMachine:
     def _on_note(self, text: str) -> None:
         if "planaria agent --join " in text:
             host, _, port = text.split()[-1].rpartition(":")
-            address = (host, int(port))
+            address = self.address = host, int(port)
             self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(address)))
             self._thread.start()
 

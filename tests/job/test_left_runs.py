@@ -13,6 +13,7 @@ from unittest.mock import patch
 import msgspec
 import pytest
 
+from helpers.heads import CREDENTIALS
 from helpers.left_runs import (
     LISTENING,
     RUN,
@@ -36,6 +37,7 @@ from planaria.job.training_job import Job
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.journal_place import journal_place
 from planaria.nodes.head.process_events import restore_handlers
+from planaria.nodes.head.remote.network_requests import ask_head
 from planaria.nodes.head.remote.run_record import (
     RUN_FILE,
     TOUCH_PERIOD_S,
@@ -43,6 +45,7 @@ from planaria.nodes.head.remote.run_record import (
     read_run,
     record_age_s,
 )
+from planaria.nodes.head.requests import TellStatus
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ConfigError("model.kind", "", "wrong")])
@@ -57,6 +60,9 @@ def test_a_head_that_ends_while_it_takes_a_run_up_leaves_all_as_it_was(
     before = (journal / RUN_FILE).read_bytes()
 
     def fail(*_: object, **__: object) -> NoReturn:
+        if isinstance(error, KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            threading.Event().wait()  # This thread is left behind.
         raise error
 
     monkeypatch.setattr(training_job, "plan_job", fail)
@@ -67,6 +73,28 @@ def test_a_head_that_ends_while_it_takes_a_run_up_leaves_all_as_it_was(
     assert machine.is_told is False
     assert (journal / RUN_FILE).read_bytes() == before
     assert "try again with --reattach" in machine.display.notes[-1]
+
+
+def test_users_and_machines_are_answered_while_a_head_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan of a large job takes minutes; machines that came then had to try again and again."""
+    job, machine = left_job(tmp_path / "saves"), ReturningMachine()
+    leave_run(tmp_path / "saves" / ".journal", job)
+    answers: list[str] = []
+
+    def ask(*_: object, **__: object) -> NoReturn:
+        assert machine.address is not None
+        reply = ask_head(machine.address, CREDENTIALS, TellStatus(), timeout_s=60.0)
+        answers.append(reply.text)
+        raise ConfigError("model.kind", "", "wrong")
+
+    monkeypatch.setattr(training_job, "plan_job", ask)
+    with pytest.raises(ConfigError):
+        Job(job).run(listening=LISTENING, display=machine.display)
+    machine.join()
+
+    assert job.name in answers[0]
 
 
 LISTENING_ANEW = replace(LISTENING, reattaches=False)

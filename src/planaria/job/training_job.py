@@ -62,6 +62,7 @@ from planaria.job.planning import (
 from planaria.job.predictions import predicted_peak_bytes
 from planaria.job.report import compared_iterations, failure_of, report_of
 from planaria.job.resources import check_room
+from planaria.nodes.daemon_threads import answer_of_thread
 from planaria.nodes.descriptors import raise_open_files
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.launcher import Launcher, LaunchSpec
@@ -445,7 +446,8 @@ def _plan_of(
     begun: _Begun, display: Display, *, plan: Plan | None, catalog: PlanCatalog | None
 ) -> Planned:
     display.show_step("planning")
-    planned = plan_job(
+    work = partial(
+        plan_job,
         begun.config,
         begun.prepared,
         plan=plan,
@@ -453,6 +455,10 @@ def _plan_of(
         manifest=begun.manifest,
         kinds=begun.kinds,
     )
+    if begun.head is None:
+        planned = work()
+    else:  # Machines that come meanwhile, and users that ask, are answered.
+        planned = begun.head.runner.run(answer_of_thread(work, name="planning"))
     check_room(planned, is_here=begun.head is None)
     return planned
 
