@@ -23,6 +23,7 @@ from planaria.job.lost_heads import (
     nodes_that_may_live,
     reachable_addresses,
 )
+from planaria.job.on_machines import join_text
 from planaria.job.places import find_start
 from planaria.job.planning import fingerprint
 from planaria.nodes.head.remote.run_record import NodeLog, RunRecord
@@ -250,3 +251,8 @@ def test_a_head_that_listens_everywhere_names_the_addresses_of_its_interfaces(
     assert reachable_addresses(("::", 7320)) == (("2001:db8::1", 7320),)
     addresses.pop("b")
     assert reachable_addresses(("", 7320)) == (("10.0.0.2", 7320), ("2001:db8::1", 7320))
+
+    name = f"{socket.gethostname()}:7320"
+    assert join_text(("0.0.0.0", 7320)) == f"planaria agent --join {name} (or 10.0.0.2:7320)"
+    addresses.clear()
+    assert join_text(("0.0.0.0", 7320)) == f"planaria agent --join {name}"

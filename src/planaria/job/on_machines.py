@@ -19,7 +19,12 @@ from planaria.core.inject import Injection
 from planaria.core.job import ClusterConfig, JobConfig
 from planaria.core.specs import Prepared, PrepareRequest
 from planaria.errors import ConfigError, InsufficientError, TrainingError
-from planaria.job.lost_heads import ANY_HOST, mark_head, nodes_that_may_live
+from planaria.job.lost_heads import (
+    ANY_HOST,
+    mark_head,
+    nodes_that_may_live,
+    reachable_addresses,
+)
 from planaria.job.machine_kinds import of_fastest_kind, with_measured_links, with_memory_limit
 from planaria.job.planning import cache_directory, given_profile, mistake_error
 from planaria.job.user_sources import user_sources
@@ -32,7 +37,7 @@ from planaria.nodes.head.remote.run_record import RunRecord, has_nodes, read_run
 from planaria.nodes.shared_saves import place_mark, remove_other_marks
 from planaria.transport.acceptor import listen
 from planaria.transport.credentials import Credentials
-from planaria.transport.sockets import address_text
+from planaria.transport.sockets import Address, address_text
 
 # A node ends itself once its lease and its patience are over. Before that, a machine notices within
 # as long again as its lease that a head is lost, and needs a few seconds to find the next one.
@@ -266,7 +271,7 @@ def open_head(
             checks=checks,
             note=note,
         )
-        note(f"listening at {address_text(address)}; on each machine: {_join_text(address)}")
+        note(f"listening at {address_text(address)}; on each machine: {join_text(address)}")
         head = OpenHead(runner, listeners, address, machines, keeps_run=bool(run))
         try:
             with head:
@@ -283,9 +288,18 @@ def _kept_text(patience_s: float) -> str:
     )
 
 
-def _join_text(address: tuple[str, int]) -> str:
-    host = socket.gethostname() if address[0] in ANY_HOST else address[0]
-    return f"planaria agent --join {address_text((host, address[1]))}"
+def join_text(address: Address) -> str:
+    """The command that brings a machine to the head that listens at an address.
+
+    A head that listens at all its addresses is named by its machine's name. Other machines may not
+    know that name, so an address is told as well.
+    """
+    command = "planaria agent --join "
+    if address[0] not in ANY_HOST:
+        return command + address_text(address)
+    named = address_text((socket.gethostname(), address[1]))
+    others = "".join(f" (or {address_text(each)})" for each in reachable_addresses(address)[:1])
+    return f"{command}{named}{others}"
 
 
 def gather(head: OpenHead, config: JobConfig, listening: Listening) -> tuple[JobConfig, Prepared]:
