@@ -275,6 +275,27 @@ def test_after_the_patience_of_all_members_they_are_lost() -> None:
     play(run, patience_s=PATIENCE_S)
 
 
+def test_nodes_that_were_heard_before_they_became_members_are_not_lost_by_a_cut() -> None:
+    """All members were lost for good, and the head was cut off as soon as others took their places:
+    nobody had been heard as a member then, so their leases ran out in the cut."""
+    clock = Clock()
+    contact = HeadContact(lease_s=LEASE_S, patience_s=PATIENCE_S, now_s=clock.read)
+    for _ in range(2 * round(PATIENCE_S / BEAT_S)):
+        clock.now_s += BEAT_S
+        contact.hear_other(4)
+    before_s = contact.lease_now_s
+    assert not contact.is_cut_off
+    contact.add_members((4, 5).__contains__)
+    assert contact.lease_now_s == pytest.approx(before_s)
+    clock.now_s += PATIENCE_S
+
+    assert contact.is_cut_off
+    assert contact.lease_now_s - before_s < LEASE_S
+    contact.add_members((4, 5).__contains__)
+    clock.now_s += 2 * LEASE_S
+    assert not contact.is_cut_off
+
+
 def test_a_node_that_is_back_is_not_lost_if_another_one_answers_first() -> None:
     """It is asked as well, and its answer may be the slower one."""
 

@@ -13,6 +13,8 @@ off, and then it evicts nobody:
    first node that is heard again is the end of that, and the others keep their leases.
 4. A lease and `patience_s` after the last message of any member the clock goes on, and leases run
    out: the nodes have ended themselves.
+5. Nodes that wait to join do not count as heard. Once they are members, they count as heard when
+   they last were: a head that is cut off then evicts them no more than the members before them.
 
 Source: docs/protocol.md, "Epochs fence" (Contact).
 """
@@ -55,6 +57,7 @@ class HeadContact:
         self._silence_s_max = _BEATS_MISSED * lease_s / TICKS_PER_LEASE
         self._limit_s = patience_s + lease_s
         self._heard_s = now_s()  # Time at which a member was last heard.
+        self._others_s: dict[int, float] = {}  # When nodes were last heard that were no members.
         self._skipped_s = 0.0  # Time that the leases do not count.
         self._num_requests = 0
         self._closed: dict[int, int] = {}  # Nodes whose connections closed since, with requests.
@@ -105,6 +108,25 @@ class HeadContact:
         lost = tuple(other for other, number in self._closed.items() if number <= request)
         self._closed = {other: n for other, n in self._closed.items() if other not in lost}
         return Heard(lost=lost)
+
+    def hear_other(self, node: int) -> None:
+        """Notes that a node that is no member has said something."""
+        self.forget(node)
+        self._others_s[node] = self._now_s()
+
+    def add_members(self, is_member: Callable[[int], bool]) -> None:
+        """Has nodes that have become members count as heard when they last were.
+
+        Args:
+            is_member: returns whether a node is a member now.
+        """
+        added = [node for node in self._others_s if is_member(node)]
+        heard_s = max((self._others_s.pop(node) for node in added), default=self._heard_s)
+        if heard_s > self._heard_s:
+            now_s = self._now_s()
+            self._skipped_s += self._uncounted_s(now_s)
+            self._heard_s = heard_s
+            self._skipped_s -= self._uncounted_s(now_s)  # The clock of the leases goes on.
 
     def close(self, node: int, *, members: Collection[int]) -> int:
         """Notes that a node's connection has closed; returns the request to send to all others."""

@@ -257,7 +257,7 @@ class Leadership(Generic[Agent]):
         if not self._contact.is_remote:
             return
         if self.state.nodes and not self.state.is_member(node):
-            self._contact.forget(node)
+            self._contact.hear_other(node)
             return
         heard = self._contact.hear(node, leased=self._logbook.leased_nodes, request=request)
         for other in heard.pardoned:
@@ -308,6 +308,7 @@ class Leadership(Generic[Agent]):
             self._loss_iteration = max(self._loss_iteration, event.vector_iteration + 1)
             self._report_place("detect")
         self.state, commands = step(self._rules, self.state, event, now_s)
+        self._contact.add_members(self.state.is_member)
         await self._carry_out(commands, now_s)
 
     async def _carry_out(self, commands: tuple[Command, ...], now_s: float) -> None:
