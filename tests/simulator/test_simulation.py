@@ -101,6 +101,7 @@ def test_what_was_to_happen_later_happens_when_the_loop_runs_on() -> None:
         (21791, "morph"),
         (25983, "morph"),
         (33985, "morph"),
+        (42461, "adaptive"),
         (44660, "repartition"),
         (45124, "rollback"),
         (57351, "repartition"),
@@ -128,7 +129,8 @@ def test_what_a_seed_has_found_stays_away(seed: int, policy: PolicyName) -> None
     committed before all were told to run has no seconds to give back; a coordinator that was held
     up publishes what its successor has not seen, and hears of crashes behind commits; its clock is
     the launcher's; a save that it had given up cannot be completed by the next; what nobody holds
-    and no record tells is trained again."""
+    and no record tells is trained again; a coordinator that leads may say so at the moment at which
+    another one records its term."""
     one = run(seed, policies=(policy,))
 
     assert not one.violations, run_text(one)

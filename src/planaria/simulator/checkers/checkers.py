@@ -113,6 +113,7 @@ class Checkers:
         self._records: set[tuple[str, str]] = set()
         self._pieces: dict[str, bytes] = {}
         self._term = -1
+        self._term_s = 0.0  # Time at which it was recorded.
         self._epoch = -1
         self._members: tuple[int, ...] = cluster.job.plan.nodes
         self._lost_s = 0.0  # Time at which the launcher was last told of a loss.
@@ -223,7 +224,15 @@ class Checkers:
     def _check_term(self, term: int) -> None:
         if term != self._term + 1:
             self._fail(f"term {term} follows {self._term}")
-        self._term = term
+        self._term, self._term_s = term, self._cluster.loop.now_s
+
+    def _may_lead(self, term: int) -> bool:
+        """Whether a coordinator of a term may say that it leads.
+
+        One that led until this moment cannot know yet that another one has just recorded its term.
+        """
+        is_last = term == self._term - 1 and self._cluster.loop.now_s == self._term_s
+        return term == self._term or is_last
 
     def _check_progress(self, progress: Progress) -> None:
         if progress.since == self._origin.epoch and progress.num_committed > self._num_committed:
@@ -371,7 +380,7 @@ class Checkers:
     def on_message(self, message: ToLauncher) -> None:
         """See SimulationObserver."""
         match message:
-            case Leading() if message.term != self._term:
+            case Leading() if not self._may_lead(message.term):
                 self._fail(f"term {message.term} leads in term {self._term}")
             case Recorded():
                 self._launcher_state = self._recorded_state()
