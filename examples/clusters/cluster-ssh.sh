@@ -34,7 +34,8 @@ run() {  # RANK: runs it on a machine, again and again if need be; the exit code
         code=$?
         case $code in
             0 | 1 | 2 | 130) break ;;   # It is done, or starting it again changes nothing.
-            3 | 75 | 255 | 1??) ;;      # Unfinished; no head; ssh has failed; it was killed.
+            3 | 75 | 255) ;;            # Unfinished; no head; ssh has failed.
+            129 | 1[3-9]?) ;;           # It was killed. 126, 127: there is no planaria.
             *) break ;;
         esac
         sleep "${restart_s:-10}"

@@ -368,3 +368,7 @@ def test_settings_that_a_run_does_not_take_up_are_told(tmp_path: Path) -> None:
     assert kept_settings_text(same, kept) == ""
     text = kept_settings_text(longer, kept)
     assert f"began: training.iterations = {kept.training.iterations} (not 1700). " in text
+    optimizer = {**kept.training.optimizer, "weight_decay": 0.1}
+    decayed = replace(kept, training=replace(kept.training, optimizer=optimizer))
+    assert "training.optimizer.weight_decay = None (not 0.1). " in kept_settings_text(decayed, kept)
+    assert "training.optimizer.weight_decay = 0.1 (not None). " in kept_settings_text(kept, decayed)

@@ -52,13 +52,14 @@ def mark_head(config: JobConfig, address: Address, *, run: str = "") -> None:
         run: directory of the run whose nodes are meant; "": that of the newest run, if there is
             any.
     """
-    addresses = reachable_addresses(address)
     try:
+        addresses = reachable_addresses(address)
         tier = with_short_limit(tier_of(config.checkpoint.directory), config.checkpoint)
         run = run or newest_run(tier.storage)
         if run and addresses:
             RunPlace(tier.storage, run).write_head(HeadMark(addresses=addresses))
-    except CheckpointError as error:
+    except (CheckpointError, MemoryError, OSError, RuntimeError) as error:
+        # RuntimeError: no thread can be started.
         logger.warning("%s: nodes find this head only at an address that they were given", error)
 
 

@@ -204,10 +204,11 @@ def kept_settings_text(config: JobConfig, kept: JobConfig) -> str:
         kept: job of the run. Its number of nodes is that of the machines with which it began.
     """
     new, old = (dict(_leaves(asdict(each))) for each in (config, kept))
-    differing = [key for key in new if key != "cluster.nodes" and new[key] != old[key]]
+    keys = sorted({*new, *old} - {"cluster.nodes"})  # Some tables have any keys.
+    differing = [key for key in keys if new.get(key) != old.get(key)]
     if not differing:
         return ""
-    listed = ", ".join(f"{key} = {old[key]!r} (not {new[key]!r})" for key in differing)
+    listed = ", ".join(f"{key} = {old.get(key)!r} (not {new.get(key)!r})" for key in differing)
     return (
         f"the run goes on with the settings with which it began: {listed}. For other settings, "
         "stop it, which saves it, and start it again with --resume"

@@ -65,6 +65,18 @@ def test_pairs_of_nodes_are_in_classes_by_their_domains(cluster: FakeCluster) ->
     assert (prices.kind_between(0, 1), prices.kind_between(1, 2)) == ("inter_node", "inter_domain")
 
 
+def test_without_domains_all_links_are_of_the_class_that_prices_them(cluster: FakeCluster) -> None:
+    """A profile may have both; then all links are taken for the slower ones."""
+    both = {**LINKS, "inter_domain": Link(0.002, 1e8)}
+    for links, kind in ((LINKS, "inter_node"), (both, "inter_domain")):
+        rules = replace(RULES, prices=replace(RULES.prices, links=links), domains={})
+        state = with_link_speeds(rules, cluster.state, (report(0, from2=(2 * MIB, 1.0)),))
+
+        assert link_speeds(state) == {kind: 2.0 * MIB}
+        prices = measured_prices(rules, state)
+        assert prices.links[prices.kind_between(0, 2)].bandwidth_bytes_per_s == 2.0 * MIB
+
+
 def test_one_slow_rank_and_some_slow_iterations_change_nothing(cluster: FakeCluster) -> None:
     """A pair that stalls is not the class, and neither is an hour in which all stalled."""
     stalled = report(3, from2=(MIB, 100.0))

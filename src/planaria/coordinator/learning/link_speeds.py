@@ -49,12 +49,14 @@ def with_link_speeds(
 ) -> JobState:
     """The state that knows how fast large messages came to the ranks that report."""
     domains, per_node = domains_of(rules, state), state.devices_per_node
+    # Where no node is in a domain, all links are of the class by which they are priced.
+    same = _FAR if not domains and _FAR in rules.prices.links else _NEAR
     rates: dict[str, list[float]] = {}
     for report in reports:
         sums: dict[str, tuple[int, float]] = {}
         target = domains.get(report.rank // per_node)
         for source, (num_bytes, seconds) in report.receptions.items():
-            kind = _NEAR if domains.get(source // per_node) == target else _FAR
+            kind = same if domains.get(source // per_node) == target else _FAR
             bytes_before, before_s = sums.get(kind, (0, 0.0))
             sums[kind] = bytes_before + num_bytes, before_s + seconds
         for kind, (num_bytes, seconds) in sums.items():
