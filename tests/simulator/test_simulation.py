@@ -102,6 +102,7 @@ def test_what_was_to_happen_later_happens_when_the_loop_runs_on() -> None:
         (25983, "morph"),
         (33985, "morph"),
         (42461, "adaptive"),
+        (43351, "repartition"),
         (44660, "repartition"),
         (45124, "rollback"),
         (57351, "repartition"),
@@ -122,7 +123,8 @@ def test_what_a_seed_has_found_stays_away(seed: int, policy: PolicyName) -> None
     successor was there before it had begun, which took that for a disk that keeps no records; a
     worker that ended once it had answered, of whom two coordinators in a row had no time to hear;
     seconds of older iterations that were given to nodes without work; a head that was cut off as
-    soon as other nodes had taken the places of all members.
+    soon as other nodes had taken the places of all members; a job that stopped for want of nodes
+    though some waited, because a link had broken before.
     And where it was the simulation that was wrong: a job that begins again late needs time until
     its end, and so does one whose messages take half a second; a layer whose state has not come is
     not held; nodes end themselves where no coordinator could answer them for two leases; what was

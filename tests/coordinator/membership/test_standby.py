@@ -1,6 +1,7 @@
 """Who stands by, who is taken for a lost node, and who is waited for."""
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 from msgspec import structs
@@ -11,7 +12,11 @@ from helpers.jobs import shaped_plan
 from helpers.recorder_messages import change_message
 from planaria.coordinator.commands import End, Tick
 from planaria.coordinator.job_rules import Rules
-from planaria.coordinator.membership.standby import nodes_to_replace, num_joining
+from planaria.coordinator.membership.standby import (
+    nodes_to_replace,
+    num_joining,
+    replacements_at_loss,
+)
 from planaria.coordinator.state import Phase
 from planaria.core.kinds import ChangeKind, Ending, LossKind
 from planaria.core.messages import NoticeTaken, StopRequested
@@ -175,6 +180,20 @@ def test_a_node_that_is_taken_away_does_not_count_as_left() -> None:
     assert cluster.state.nodes == (0, 2, 3)
     assert cluster.state.plan.nodes == (0, 3)
     assert is_training(cluster)
+
+
+@pytest.mark.parametrize(("when_below", "taken"), [("continue", ()), ("stop", (2,))])
+def test_after_a_broken_link_as_many_are_taken_as_the_job_goes_on_with(
+    when_below: Literal["continue", "stop"], taken: tuple[int, ...]
+) -> None:
+    """A job that stops below (f + 1) * n0 nodes did so with a node that waited."""
+    made = rules(n0=1, f=1, standby=1)
+    resilience = replace(made.job.resilience, when_below=when_below)
+    made = replace(made, job=replace(made.job, resilience=resilience))
+    state = training(made, 2).state
+    state = replace(state, troubles=replace(state.troubles, broken_links=1))
+
+    assert replacements_at_loss(made, state, 1, NOW_S) == taken
 
 
 def test_machines_are_asked_for_where_nodes_are_lost_or_taken_away() -> None:

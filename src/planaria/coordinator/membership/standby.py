@@ -48,11 +48,13 @@ def replacements_at_loss(
     If fewer than (f + 1) * n0 nodes are left, any candidates with workers fill the gap, even those
     that are to be taken back later. Then standby nodes take the places of lost ones.
 
-    While links break between live nodes, only n0 nodes are filled up, and only after a commit the
-    rest: the candidates may be cut off, too, and each would cost another epoch.
+    While links break between live nodes, only as many are filled up as the job goes on with, and
+    only after a commit the rest: the candidates may be cut off, too, and each would cost another
+    epoch.
     """
-    is_cut = state.troubles.broken_links > 0
-    num_pipelines = 1 if is_cut else rules.job.resilience.failures_tolerated + 1
+    resilience, is_cut = rules.job.resilience, state.troubles.broken_links > 0
+    goes_on_with_n0 = is_cut and resilience.when_below == "continue"
+    num_pipelines = 1 if goes_on_with_n0 else resilience.failures_tolerated + 1
     needed = num_pipelines * rules.n0 - num_left
     anyone = trusted_first(state, filter(state.has_workers, state.membership.candidates), now_s)
     replacements = anyone[: max(0, needed)]
