@@ -232,15 +232,16 @@ def test_nodes_without_a_head_save_what_they_hold_and_another_head_goes_on_from_
 
 @pytest.mark.hosts
 @pytest.mark.long
+@pytest.mark.parametrize("host", ["", "127.0.0.3"], ids=["same address", "unknown address"])
 def test_nodes_that_still_look_for_their_head_save_when_another_one_has_no_journal(
-    tmp_path: Path, local_hash: str
+    host: str, tmp_path: Path, local_hash: str
 ) -> None:
-    """It cannot take them up, so their state would be lost with them."""
+    """It cannot take them up, so their state would be lost with them. No ordinary save was made."""
     with machines(tmp_path, nodes="3", settings=("cluster.lease_s=1.0",)) as job:
         first, *others = (job.join() for _ in range(3))
         job.head.wait_output("iteration 5 ")
         job.lose_head_machine(first)
-        job.start_head("--resume")
+        job.start_head("--resume", address=f"{host}:{free_port(host)}" if host else "")
         job.join()
         report = job.report()
 
@@ -288,24 +289,6 @@ def test_a_head_at_an_address_that_nobody_named_takes_the_nodes_up(
 
         assert report["final"]["parameters_sha256"] == local_hash
         assert {worker["pid"] for worker in report["workers"]} == before
-
-
-@pytest.mark.long
-def test_nodes_save_for_a_head_without_the_journal_at_an_address_that_nobody_named(
-    tmp_path: Path, local_hash: str
-) -> None:
-    """They come to it, and it goes on from what they save. No ordinary save was ever made."""
-    with machines(tmp_path, nodes="3", settings=("cluster.lease_s=1.0",)) as job:
-        first, *others = (job.join() for _ in range(3))
-        job.head.wait_output("iteration 5 ")
-        job.lose_head_machine(first)
-        job.start_head("--resume", address=f"127.0.0.3:{free_port('127.0.0.3')}")
-        job.join()
-        report = job.report()
-
-        assert report["final"]["parameters_sha256"] == local_hash
-        assert report["iterations"][0]["iteration"] >= 5
-        assert [agent.wait() for agent in others] == [0, 0]
 
 
 @pytest.mark.hosts
