@@ -9,7 +9,7 @@ import pytest
 
 from helpers.coordinated import HALVES, LEASE_S, NOW_S, small_rules, training_halves
 from helpers.tasks import TIMEOUT_S, settle
-from planaria.coordinator.commands import Saving, Tick
+from planaria.coordinator.commands import LeaseExpired, Saving, Tick
 from planaria.coordinator.contact import HeadContact, Heard
 from planaria.coordinator.leadership import Leadership
 from planaria.coordinator.membership.missing_members import arrival_s
@@ -120,7 +120,11 @@ class Head:
         """The nodes that are taken for lost so far, once the leases were looked at."""
         await self._store.expire()
         await settle()
-        return [event.node for event in self._effects.events if isinstance(event, NodeLost)]
+        return [
+            event.node
+            for event in self._effects.events
+            if isinstance(event, NodeLost | LeaseExpired)
+        ]
 
 
 def play(run: Callable[[Head, Clock], Coroutine[Any, Any, None]], *, patience_s: float) -> None:

@@ -22,7 +22,7 @@ from helpers.coordinated import (
 )
 from helpers.jobs import shaped_plan
 from helpers.tasks import TIMEOUT_S, settle
-from planaria.coordinator.commands import MembersRecorded, Saving, Tick
+from planaria.coordinator.commands import LeaseExpired, MembersRecorded, Saving, Tick
 from planaria.coordinator.contact import HeadContact
 from planaria.coordinator.leadership import Leadership
 from planaria.coordinator.step import Event
@@ -178,6 +178,36 @@ def test_a_node_that_is_lost_while_it_is_admitted_is_told_so() -> None:
         assert isinstance(new.told[-1], Abort)
         assert NODE not in new.told[-1].nodes
         assert not await logbook.renew(NODE)
+
+    gated(run)
+
+
+def test_a_node_that_came_back_before_the_end_of_its_lease_was_handled_is_not_lost() -> None:
+    """The leader wrote a record meanwhile, and evicted the node for the end of its older lease."""
+
+    async def run(store: EmbeddedStore, gate: asyncio.Event) -> None:
+        logbook = await open_logbook(store, "job", lease_s=LEASE_S)
+        leadership = Leadership[FakeLine](small_rules(), logbook, FakeHands(), contact=LOCAL)
+        await leadership.restore(shaped_plan((2, 2), 6), predicted_s=1.0, now_s=NOW_S)
+        ended = LeaseExpired(NODE)
+
+        for node in range(NODE + 1):
+            assert await leadership.admit(node, FakeLine())
+        await leadership.handle(ended, NOW_S)
+        assert NODE not in leadership.state.membership.gone
+
+        await logbook.revoke(NODE)
+        gate.clear()
+        admission = asyncio.create_task(leadership.admit(NODE, FakeLine()))
+        await settle()
+        await leadership.handle(ended, NOW_S)
+        gate.set()
+        assert await admission
+        assert NODE not in leadership.state.membership.gone
+
+        await logbook.revoke(NODE)
+        await leadership.handle(ended, NOW_S)
+        assert NODE in leadership.state.membership.gone
 
     gated(run)
 

@@ -155,6 +155,13 @@ class MustEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseExpired:
+    """The lease of a node has run out; the node is lost unless it has a new one by now."""
+
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed.
 

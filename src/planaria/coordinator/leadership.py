@@ -22,6 +22,7 @@ from planaria.coordinator.commands import (
     Discard,
     End,
     Evict,
+    LeaseExpired,
     MembersRecorded,
     Notify,
     Publish,
@@ -67,6 +68,8 @@ from planaria.core.records import (
 )
 from planaria.store.logbook import Logbook
 
+Queued = Event | LeaseExpired  # What waits to be handled.
+
 
 class AgentConnection(Protocol):
     """A connection to an agent."""
@@ -81,7 +84,7 @@ class AgentConnection(Protocol):
 class Effects(Protocol):
     """What a coordinator can do besides talking to agents; no method waits."""
 
-    def queue(self, event: Event) -> None:
+    def queue(self, event: Queued) -> None:
         """Has an event handled after all events queued before it."""
 
     def notify(self, message: ToLauncher) -> None:
@@ -298,12 +301,16 @@ class Leadership(Generic[Agent]):
     async def watch_leases(self) -> None:
         """Reports nodes whose leases have run out as lost; never returns."""
         async for node in self._logbook.ended_leases():
-            self._effects.queue(NodeLost(node=node, reason="its lease ran out"))
+            self._effects.queue(LeaseExpired(node))
 
     # -- events -----------------------------------------------------------------------------------
 
-    async def handle(self, event: Event, now_s: float) -> None:
+    async def handle(self, event: Queued, now_s: float) -> None:
         """Handles one event, and carries out the commands that follow from it."""
+        if isinstance(event, LeaseExpired):
+            if event.node in self._arriving or await self._logbook.is_leased(event.node):
+                return  # It has come back since.
+            event = NodeLost(node=event.node, reason="its lease ran out")
         if isinstance(event, Stopped):  # Its commit vector may be newer than all reports.
             self._loss_iteration = max(self._loss_iteration, event.vector_iteration + 1)
             self._report_place("detect")

@@ -233,6 +233,10 @@ class Logbook:
         """The nodes to which a lease was granted that was not revoked."""
         return self._leases.keys()
 
+    async def is_leased(self, node: int) -> bool:
+        """Whether a node has a lease that has not ended."""
+        return await self._store.get(self._keys.node(node)) is not None
+
     async def renew(self, node: int) -> bool:
         """Renews a node's lease for its full time; returns False if the lease has ended."""
         try:

@@ -199,8 +199,14 @@ def test_a_journal_whose_disk_hangs_is_told_and_holds_up_no_end(tmp_path: Path) 
         assert wait_exit(server, pid) == 0
 
 
-def test_a_coordinator_that_another_has_succeeded_only_leaves(tmp_path: Path) -> None:
-    """The records are there, for the next one to go on from: the job need not end."""
+@pytest.mark.parametrize("is_agent", [False, True])
+def test_a_coordinator_that_another_has_succeeded_only_leaves(
+    tmp_path: Path, is_agent: bool
+) -> None:
+    """The records are there, for the next one to go on from: the job need not end.
+
+    It had gone on with agents that asked for admission, who then never looked for the next one.
+    """
     kinds: list[type] = []
 
     async def run() -> None:
@@ -209,6 +215,7 @@ def test_a_coordinator_that_another_has_succeeded_only_leaves(tmp_path: Path) ->
         ours, theirs = socket.socketpair()
         lifeline, held = socket.socketpair()
         listener = socket.create_server(("127.0.0.1", 0))
+        address = listener.getsockname()[:2]
         with closing(ours), closing(lifeline), closing(held):
             leading = asyncio.create_task(
                 leader.run(listener.detach(), theirs.detach(), lifeline.fileno())
@@ -216,9 +223,14 @@ def test_a_coordinator_that_another_has_succeeded_only_leaves(tmp_path: Path) ->
             await asyncio.to_thread(wait_told, ours, Leading, kinds)
             lease_s = spec.job.cluster.lease_s
             await open_logbook(leader._store, spec.job.name, lease_s=lease_s)
-            leader._leadership._progress = Progress(num_committed=1, ends=False)
-            leader._has_progressed.set()
+            if is_agent:
+                agent = await asyncio.to_thread(connect_agent, address)
+            else:
+                leader._leadership._progress = Progress(num_committed=1, ends=False)
+                leader._has_progressed.set()
             await asyncio.wait_for(leading, TIMEOUT_S)
+            if is_agent:
+                agent.close()
             kinds.extend(messages_so_far(ours))
         assert not {Unrecorded, Ended}.intersection(kinds), kinds
 

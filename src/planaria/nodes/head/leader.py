@@ -42,10 +42,9 @@ from planaria.coordinator.commands import (
     SetAside,
 )
 from planaria.coordinator.contact import HeadContact
-from planaria.coordinator.leadership import Leadership, is_lost, may_expire
+from planaria.coordinator.leadership import Leadership, Queued, is_lost, may_expire
 from planaria.coordinator.learning.overhead import prices_of
 from planaria.coordinator.state import Phase
-from planaria.coordinator.step import Event
 from planaria.core.messages import NodeLost, Shutdown, ToNode
 from planaria.core.records import (
     AgentEnded,
@@ -126,7 +125,7 @@ class _Leader:
         if spec.heeds:
             slow = {"disk": self._disk.shut, "store": self._store_of_saves.slow}
             self._probe.listen(cut=lambda *_: None, slow=slow)
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: asyncio.Queue[Queued] = asyncio.Queue()
         self._agents: set[_AgentSocket] = set()
         self._frames = _Frames()
         self._refusals = RefusalLog(logger)
@@ -140,6 +139,7 @@ class _Leader:
     async def run(self, listener_fd: int, launcher_fd: int, lifeline_fd: int) -> None:
         """Coordinates until the job or its launcher ends."""
         self._serving: set[asyncio.Task[None]] = set()
+        self._overtaken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._publishing = self._publisher_thread()
         asyncio.get_running_loop().add_reader(lifeline_fd, os._exit, 1)
         reader, self._launcher = await asyncio.open_connection(
@@ -247,7 +247,7 @@ class _Leader:
             await self._searcher.open()
             tasks.append(asyncio.create_task(self._searcher.receive_answers()))
         try:
-            await self._handle_events((*tasks, self._publisher_error))
+            await self._handle_events((*tasks, self._publisher_error, self._overtaken))
         finally:
             for task in tasks:
                 task.cancel()
@@ -394,6 +394,9 @@ class _Leader:
                 await self._take_facts(node, reader)
         except AuthenticationError as error:  # The node breaks the protocol; the others go on.
             self._refusals.add(f"that of node {node}: {error}")
+        except ConflictError as error:  # Another coordinator has taken over.
+            if not self._overtaken.done():
+                self._overtaken.set_exception(error)
         except (OSError, StoreError) as error:
             logger.info("node %s: %s", node, error)
         finally:
@@ -474,7 +477,7 @@ class _Leader:
 
     # -- effects ----------------------------------------------------------------------------------
 
-    def queue(self, event: Event) -> None:
+    def queue(self, event: Queued) -> None:
         """See Effects."""
         self._events.put_nowait(event)
 

@@ -19,8 +19,7 @@ from planaria.coordinator.commands import (
 )
 from planaria.coordinator.contact import HeadContact
 from planaria.coordinator.job_rules import Rules
-from planaria.coordinator.leadership import Leadership, may_expire
-from planaria.coordinator.step import Event
+from planaria.coordinator.leadership import Leadership, Queued, may_expire
 from planaria.core.messages import BY_PUBLISHER, NodeLost, SaveFailed, Shutdown, ToNode
 from planaria.core.records import (
     Beat,
@@ -141,7 +140,7 @@ class SimulatedCoordinator:
         self._piece_bytes = piece_bytes
         self._launcher = launcher
         self._agents: list[_AgentEndpoint] = []
-        self._events: _Queue[Event] = _Queue()
+        self._events: _Queue[Queued] = _Queue()
         self._progress: _Queue[None] = _Queue()
 
     async def run(self) -> None:
@@ -254,6 +253,8 @@ class SimulatedCoordinator:
                 self.admitted.add(node)
                 while (message := await inbox.get()) is not None:
                     await self.leadership.on_message(node, message)
+        except ConflictError:  # Another coordinator has taken over.
+            self.process.kill()
         except StoreError as error:
             self._launcher.log_event("gives up", node, repr(error))
         self._agents.remove(line)
@@ -278,7 +279,7 @@ class SimulatedCoordinator:
 
     # -- effects ----------------------------------------------------------------------------------
 
-    def queue(self, event: Event) -> None:
+    def queue(self, event: Queued) -> None:
         """See Effects."""
         self._events.put(event)
 
