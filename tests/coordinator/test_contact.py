@@ -11,10 +11,10 @@ from helpers.coordinated import HALVES, LEASE_S, NOW_S, small_rules, training_ha
 from helpers.tasks import TIMEOUT_S, settle
 from planaria.coordinator.commands import LeaseExpired, Saving, Tick
 from planaria.coordinator.contact import HeadContact, Heard
-from planaria.coordinator.leadership import Leadership
+from planaria.coordinator.leadership import Leadership, Queued
 from planaria.coordinator.membership.missing_members import arrival_s
 from planaria.coordinator.state import Phase
-from planaria.coordinator.step import Event, step
+from planaria.coordinator.step import step
 from planaria.core.messages import (
     Heartbeat,
     HeartbeatRequested,
@@ -66,9 +66,9 @@ class Line:
 class Effects:
     """The events that a leader queues."""
 
-    events: list[Event] = field(default_factory=list)
+    events: list[Queued] = field(default_factory=list)
 
-    def queue(self, event: Event) -> None:
+    def queue(self, event: Queued) -> None:
         """See Effects of leadership.py."""
         self.events.append(event)
 

@@ -24,7 +24,7 @@ from helpers.jobs import shaped_plan
 from helpers.tasks import TIMEOUT_S, settle
 from planaria.coordinator.commands import LeaseExpired, MembersRecorded, Saving, Tick
 from planaria.coordinator.contact import HeadContact
-from planaria.coordinator.leadership import Leadership
+from planaria.coordinator.leadership import Leadership, Queued
 from planaria.coordinator.step import Event
 from planaria.core.clock_offsets import ClockOffset, ClockReading
 from planaria.core.messages import (
@@ -63,11 +63,11 @@ class FakeLine:
 class FakeHands:
     """What a leader does, written down."""
 
-    queued: list[Event] = field(default_factory=list)
+    queued: list[Queued] = field(default_factory=list)
     places: list[tuple[str, int]] = field(default_factory=list)
     notices: list[ToLauncher] = field(default_factory=list)
 
-    def queue(self, event: Event) -> None:
+    def queue(self, event: Queued) -> None:
         self.queued.append(event)
 
     def notify(self, message: ToLauncher) -> None:

@@ -43,7 +43,13 @@ from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.state import Phase
 from planaria.coordinator.step import Event, step
 from planaria.core.kinds import Ending
-from planaria.core.messages import PeerUnreachable, SaveLayers, StartEpoch, Stopped
+from planaria.core.messages import (
+    PeerUnreachable,
+    SaveLayers,
+    StartEpoch,
+    Stopped,
+    StopRequested,
+)
 from planaria.core.persistent_map import PersistentMap
 from planaria.core.plan import Transfer
 from planaria.core.records import Committed, Decided, Origin, Outcome, Warned
@@ -307,7 +313,8 @@ def test_an_outcome_that_is_the_last_iteration_is_saved_and_ends_the_job(stop_vo
     rules = small_rules()
     answers = last_answers(stop_votes)
     number = answers[0].vector_iteration + 1
-    events: list[Event] = [node_loss(3), MembersRecorded(1), *answers, DecisionRecorded(1)]
+    asked: list[Event] = [StopRequested()] if stop_votes else []
+    events: list[Event] = [*asked, node_loss(3), MembersRecorded(1), *answers, DecisionRecorded(1)]
     state, commands = after(training_halves(rules), events, rules)
 
     assert state.phase is Phase.SAVING
@@ -317,7 +324,7 @@ def test_an_outcome_that_is_the_last_iteration_is_saved_and_ends_the_job(stop_vo
     assert of_type(commands, Committed)[-1].ends
     parts = [save_report(rank, number, epoch=1, layers=part) for rank, part in order.layers.items()]
     _, commands = after(state, [*parts, Published(number, 1)], rules)
-    assert commands[-1] == End(Ending.FINISHED)
+    assert commands[-1] == End(Ending.STOPPED if stop_votes else Ending.FINISHED)
 
 
 @pytest.mark.parametrize("lost", [(3,), (1, 3)], ids=["one copy", "all copies"])

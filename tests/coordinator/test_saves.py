@@ -25,6 +25,7 @@ from helpers.coordinated import (
 )
 from planaria.coordinator.commands import (
     Command,
+    DecisionRecorded,
     Discard,
     End,
     MembersRecorded,
@@ -39,7 +40,7 @@ from planaria.coordinator.saves import SLOW_S
 from planaria.coordinator.state import JobState, Phase
 from planaria.coordinator.step import Event, step
 from planaria.core.kinds import Ending
-from planaria.core.messages import BY_PUBLISHER, Corrupted, Raised, SaveFailed
+from planaria.core.messages import BY_PUBLISHER, Corrupted, Raised, SaveFailed, SaveLayers
 from planaria.core.records import AwaitingSaves, Origin, Unsaved, Warned
 from planaria.protocol.agent_state import AgentState, on_report
 
@@ -102,6 +103,20 @@ def test_whoever_has_to_go_back_waits_for_the_disk_for_a_while(is_listing: bool)
 
     assert answered.commits.origin == Origin(iteration=NEXT, source=f"{NEXT}-0", epoch=2)
     assert unanswered.commits.origin == Origin(iteration=FIRST, source=SOURCE, epoch=2)
+
+
+def test_a_job_that_goes_back_to_the_save_after_its_last_iteration_has_finished() -> None:
+    """The coordinator had not heard that all were done; nodes began an epoch that never ended."""
+    training = replace(RULES.job.training, iterations=NEXT)
+    rules = replace(RULES, job=replace(RULES.job, training=training))
+    state, _ = after(publishing(), [Published(NEXT, 0), SavesListed()], rules)
+    state, commands = after(state, lost((0, 2)), rules)
+    (record,) = of_type(commands, RecordDecision)
+    assert isinstance(record.decision.order, SaveLayers)
+    state, commands = after(state, [DecisionRecorded(2)], rules)
+
+    (end,) = of_type(commands, End)
+    assert end.ending is Ending.FINISHED
 
 
 @pytest.mark.parametrize("is_published", [False, True])

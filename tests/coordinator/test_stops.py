@@ -53,11 +53,18 @@ def test_no_job_stops_for_want_of_nodes_that_have_come() -> None:
     assert [one.iteration for one in of_type(cluster.commands, Committed) if one.ends] == [END - 1]
 
 
-def test_a_job_goes_on_if_a_node_comes_during_its_last_save() -> None:
-    """All have agreed to end, for want of nodes, and one is lost before all layers are saved."""
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_job_goes_on_if_a_node_comes_during_its_last_save(restarts: bool) -> None:
+    """All have agreed to end, for want of nodes, and one is lost before all layers are saved.
+
+    A coordinator that has no record of why all end knows that nobody else has asked for it.
+    """
     cluster = training(rules())
     cluster.hear(NoticeTaken(node=1, rank=1, after_s=30.0))
     cluster.train(FIRST + 1)
+    if restarts:
+        cluster.progress = Progress(num_committed=FIRST + 1, ends=False)
+        cluster.restart()
     assert cluster.state.phase is Phase.SAVING
     cluster.join(2)
     cluster.lose(1)
@@ -140,6 +147,18 @@ def test_a_new_coordinator_knows_that_a_notice_made_the_job_stop() -> None:
 
     (end,) = of_type(cluster.commands, End)
     assert (end.ending, end.reason) == (Ending.LOST, reason)
+
+
+def test_a_new_coordinator_without_a_record_of_the_stop_does_not_call_it_finished() -> None:
+    cluster = training(rules())
+    cluster.hear(NoticeTaken(node=1, rank=1, after_s=30.0))
+    cluster.train(FIRST + 1)
+    cluster.progress = Progress(num_committed=FIRST + 1, ends=False)
+    cluster.restart()
+    cluster.hear(save_report(0, FIRST + 2, epoch=0, layers=range(NUM_LAYERS)))
+
+    (end,) = of_type(cluster.commands, End)
+    assert (end.ending, end.reason) == (Ending.LOST, "nodes were too few to go on")
 
 
 def test_a_job_that_must_end_stops_at_its_next_commit_saved() -> None:

@@ -29,7 +29,7 @@ from helpers.jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.commands import MembersRecorded, Saving
 from planaria.coordinator.contact import HeadContact
 from planaria.coordinator.job_rules import Rules
-from planaria.coordinator.leadership import Leadership
+from planaria.coordinator.leadership import Leadership, Queued
 from planaria.coordinator.state import Phase
 from planaria.coordinator.step import Event
 from planaria.core.commit import Votes, commit_vector, decode_vector, encode_vector, vector_layout
@@ -68,7 +68,7 @@ class FakeLine:
 class FakeHands:
     """What a leader does, of which nothing is done."""
 
-    def queue(self, event: Event) -> None:
+    def queue(self, event: Queued) -> None:
         pass
 
     def notify(self, message: ToLauncher) -> None:

@@ -42,6 +42,7 @@ from planaria.coordinator.membership.shortage import (
     left_text,
     refuse_drains,
     shortage_text,
+    with_untold_shortage,
 )
 from planaria.coordinator.membership.standby import (
     await_machine,
@@ -234,7 +235,9 @@ def _choose_continuation(rules: Rules, state: JobState, now_s: float) -> Step:
     held = held_layers(rules, state, outcome)
     cluster = _cluster(rules, state, held, now_s)
     num_nodes = _num_going_on(rules, state, len(cluster.nodes))
-    ends = _has_ended(rules, state, outcome, num_nodes)
+    if ends := _has_agreed_to_end(rules, state, outcome):
+        state = with_untold_shortage(rules, state, outcome.iteration, num_nodes)
+        ends = not _has_nodes_again(rules, state, outcome, num_nodes)
     state = replace(state, commits=replace(state.commits, ends=state.commits.ends and ends))
     answered, missing = state, _missing_layers(rules, state, outcome, cluster)
     is_saved = ends and state.saves.newest_iteration >= outcome.iteration
@@ -259,7 +262,8 @@ def _choose_continuation(rules: Rules, state: JobState, now_s: float) -> Step:
             return _end_unsaved(state, _unsaved_text(missing[0]))
         reason = state.stop.failed_reason
         return _save_then_end(state, outcome, held, ending=Ending.FAILED, reason=reason)
-    if ends and (is_saved or not missing):
+    is_done = point is not None and point.iteration >= rules.job.training.iterations
+    if is_done or (ends and (is_saved or not missing)):
         return _save_then_end(state, outcome, held, ending="", reason="")
     if state.stop.shortage and not state.stop.must_end:  # Nodes may have joined since the stop.
         state = replace(state, stop=replace(state.stop, is_requested=False, shortage=""))
@@ -276,33 +280,49 @@ def _choose_continuation(rules: Rules, state: JobState, now_s: float) -> Step:
         if transitions:
             return _resume(rules, state, outcome, event, cluster, transitions, now_s)
         reason = f"{left_text(num_nodes)}, and no policy knows an answer"
-    if not missing and is_granted_soon(rules, answered, now_s):
-        if replacements_at_loss(rules, answered, num_nodes, now_s):
-            reason = "a node has joined"
-            return begin_recovery(rules, answered, LossKind.GRANTED, (), reason=reason, now_s=now_s)
-        if not (can_await(rules, state) and _has_unsaved(state, outcome)):
-            return await_machine(rules, answered, reason, now_s)
     if missing:
         text = f"no live node holds layer {missing[0]}, and no copy of it is left"
         return _end_unsaved(state, f"{text}{_after_crash(state)}")
+    if joined := _with_joined(rules, answered, num_nodes, now_s):
+        return joined
+    is_saved_first = can_await(rules, state) and _has_unsaved(state, outcome)
+    if is_granted_soon(rules, answered, now_s) and not is_saved_first:
+        return await_machine(rules, answered, reason, now_s)
     return _save_then_end(state, outcome, held, ending=Ending.LOST, reason=reason)
 
 
-def _has_ended(rules: Rules, state: JobState, outcome: Outcome, num_nodes: int) -> bool:
-    """Whether training has ended with the outcome.
+def _with_joined(rules: Rules, state: JobState, num_nodes: int, now_s: float) -> Step | None:
+    """Begins an epoch with nodes that have joined since the loss; None if none help.
 
-    If all agreed to end because too few nodes were left, it goes on if there are enough by now;
-    with a target loss it does not, which may be why they agreed.
+    If no machine is waited for, they help only if there are enough with them.
+    """
+    replacements = replacements_at_loss(rules, state, num_nodes, now_s)
+    is_short = bool(shortage_text(rules, num_nodes)) and not is_ending(state)
+    is_filled = is_short and not shortage_text(rules, num_nodes + len(replacements))
+    is_awaited = can_await(rules, state) or is_granted_soon(rules, state, now_s)
+    if not replacements or not (is_filled or is_awaited):
+        return None
+    reason = "a node has joined"
+    return begin_recovery(rules, state, LossKind.GRANTED, (), reason=reason, now_s=now_s)
+
+
+def _has_agreed_to_end(rules: Rules, state: JobState, outcome: Outcome) -> bool:
+    """Whether all members have agreed that training ends with the outcome."""
+    if not outcome.vector:
+        return state.commits.ends
+    vector = decode_vector(outcome.vector, rules.layout)
+    return vector.is_last(outcome.iteration - 1, rules.job.training)
+
+
+def _has_nodes_again(rules: Rules, state: JobState, outcome: Outcome, num_nodes: int) -> bool:
+    """Whether members agreed to end because too few were left, and there are enough by now.
+
+    With a target loss that may have been why they agreed.
     """
     training, stop = rules.job.training, state.stop
     is_for_want = bool(stop.shortage) and not stop.must_end and training.target_loss <= 0.0
     is_done = outcome.iteration >= training.iterations
-    if is_for_want and not is_done and not shortage_text(rules, num_nodes):
-        return False
-    if not outcome.vector:
-        return state.commits.ends
-    vector = decode_vector(outcome.vector, rules.layout)
-    return vector.is_last(outcome.iteration - 1, training)
+    return is_for_want and not is_done and not shortage_text(rules, num_nodes)
 
 
 def _missing_layers(
@@ -336,12 +356,8 @@ def await_machines(rules: Rules, state: JobState, reason: str, now_s: float) -> 
     The time counts from the first call. If nodes have come since the save began, they fill the gap.
     """
     num_staying = _num_going_on(rules, state, len(state.nodes))
-    replacements = replacements_at_loss(rules, state, num_staying, now_s)
-    is_short = bool(shortage_text(rules, num_staying)) and not is_ending(state)
-    is_filled = not shortage_text(rules, num_staying + len(replacements))
-    if is_short and replacements and (is_filled or can_await(rules, state)):
-        reason = "a node has joined"
-        return begin_recovery(rules, state, LossKind.GRANTED, (), reason=reason, now_s=now_s)
+    if joined := _with_joined(rules, state, num_staying, now_s):
+        return joined
     if not can_await(rules, state):
         return None
     loss = state.facts.loss
@@ -498,7 +514,9 @@ def _save_then_end(
     """Has each layer saved by one of its holders before the job ends."""
     origin = state.commits.origin
     is_begun = outcome.iteration > origin.iteration
-    if not is_begun and not origin.copied:  # Nothing was trained since the save or the seed.
+    if (
+        ending and not is_begun and not origin.copied
+    ):  # Nothing was trained since the save or the seed.
         failed_or_lost = Ending.FAILED if state.stop.failure else Ending.LOST
         return end_job(state, End(failed_or_lost, reason, state.stop.failure))
     if state.saves.newest_iteration >= outcome.iteration:

@@ -73,6 +73,7 @@ from planaria.coordinator.membership.candidates import (
     on_leave_request,
 )
 from planaria.coordinator.membership.missing_members import check_missing
+from planaria.coordinator.membership.shortage import with_untold_shortage
 from planaria.coordinator.outcomes import answer_since_origin
 from planaria.coordinator.recovery import (
     await_machines,
@@ -549,6 +550,7 @@ def _end_when_saved(rules: Rules, state: JobState, now_s: float) -> Step:
         return await_last_save(rules, state, now_s)
     if decision.ending:
         return end_job(state, End(Ending(decision.ending), decision.reason, decision.failure))
+    stop = with_untold_shortage(rules, state, number, len(state.nodes)).stop
     is_cut_short = stop.is_requested and number < rules.job.training.iterations
     if stop.must_end and is_cut_short:
         return end_job(state, End(Ending.LOST, stop.must_end))

@@ -6,11 +6,25 @@ from typing import Literal
 import pytest
 from msgspec import structs
 
-from helpers.coordinated import FIRST, NOW_S, Survivors, of_type, small_rules
+from helpers.coordinated import (
+    FIRST,
+    LOWER,
+    NEXT,
+    NOW_S,
+    UPPER,
+    Survivors,
+    after,
+    node_loss,
+    of_type,
+    small_rules,
+    stop_report,
+    training_halves,
+    worker,
+)
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import shaped_plan
 from helpers.recorder_messages import change_message
-from planaria.coordinator.commands import End, Tick
+from planaria.coordinator.commands import End, MembersRecorded, Tick
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.membership.standby import (
     nodes_to_replace,
@@ -18,8 +32,9 @@ from planaria.coordinator.membership.standby import (
     replacements_at_loss,
 )
 from planaria.coordinator.state import Phase
+from planaria.coordinator.step import Event
 from planaria.core.kinds import ChangeKind, Ending, LossKind
-from planaria.core.messages import NoticeTaken, StopRequested
+from planaria.core.messages import NodeArrived, NoticeTaken, StopRequested
 from planaria.core.records import AwaitingMachine, Decided, Recovering, Warned
 
 PLAN = shaped_plan((1, 1), 6)
@@ -206,3 +221,20 @@ def test_machines_are_asked_for_where_nodes_are_lost_or_taken_away() -> None:
     kinds = {1: ChangeKind.PREEMPT, 2: ChangeKind.DRAIN, 5: ChangeKind.JOIN}
     changed = structs.replace(change_message(), kinds=kinds)
     assert nodes_to_replace(changed) == (1,)
+
+
+def test_a_job_that_would_end_takes_in_a_node_that_was_ready_before_that_was_decided() -> None:
+    """Nobody was to be waited for, and it was not among the members that stopped."""
+    made = small_rules(when_below="stop")
+    events: list[Event] = [
+        node_loss(3),
+        NodeArrived(node=4, rank=4, machine="m"),
+        MembersRecorded(1),
+        worker(4),
+    ]
+    held = {0: LOWER, 1: UPPER, 2: LOWER}
+    events += [stop_report(r, 1, layers=held[r], age=NEXT, last=NEXT - 1) for r in held]
+    state, commands = after(training_halves(made), events, made)
+
+    assert of_type(commands, End) == []
+    assert state.nodes == (0, 1, 2, 4)

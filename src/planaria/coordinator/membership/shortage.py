@@ -24,6 +24,22 @@ def shortage_text(rules: Rules, num_left: int) -> str:
     return ""
 
 
+def with_untold_shortage(
+    rules: Rules, state: JobState, num_iterations: int, num_left: int
+) -> JobState:
+    """The state of a job whose members have agreed to end after `num_iterations`.
+
+    If nobody asked for that, the coordinator before this one did, because nodes were short, and was
+    lost before it recorded why. With a target loss they may have reached it.
+    """
+    training, stop = rules.job.training, state.stop
+    is_done = num_iterations >= training.iterations or training.target_loss > 0.0
+    if stop.is_requested or is_done:
+        return state
+    shortage = shortage_text(rules, num_left) or "nodes were too few to go on"
+    return replace(state, stop=replace(stop, is_requested=True, shortage=shortage))
+
+
 def refuse_drains(rules: Rules, state: JobState, num_left: int) -> Step:
     """The state in which no node is drained any more, if too few nodes would be left without them.
 
