@@ -211,6 +211,14 @@ def test_after_a_broken_link_as_many_are_taken_as_the_job_goes_on_with(
     assert replacements_at_loss(made, state, 1, NOW_S) == taken
 
 
+def test_no_more_nodes_are_taken_than_there_may_be() -> None:
+    """Raised estimates of memory had made n0 so large that (f + 1) * n0 nodes were more."""
+    made = replace(rules(n0=1, f=1), n0=3, max_nodes=3)
+    state = training(replace(made, max_nodes=4), 2, 3).state
+
+    assert len(replacements_at_loss(made, state, 2, NOW_S)) == 1
+
+
 def test_machines_are_asked_for_where_nodes_are_lost_or_taken_away() -> None:
     """Not where a user drains one, or only a worker ended."""
     lost = Recovering(epoch=1, kind=LossKind.LOST, nodes=(3,), iteration=0, reason="", lost_s=0.0)

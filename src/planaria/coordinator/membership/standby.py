@@ -46,7 +46,8 @@ def replacements_at_loss(
     """The candidates that become members at once, after a loss.
 
     If fewer than (f + 1) * n0 nodes are left, any candidates with workers fill the gap, even those
-    that are to be taken back later. Then standby nodes take the places of lost ones.
+    that are to be taken back later; but no more than `max_nodes`. Then standby nodes take the
+    places of lost ones.
 
     While links break between live nodes, only as many are filled up as the job goes on with, and
     only after a commit the rest: the candidates may be cut off, too, and each would cost another
@@ -55,7 +56,7 @@ def replacements_at_loss(
     resilience, is_cut = rules.job.resilience, state.troubles.broken_links > 0
     goes_on_with_n0 = is_cut and resilience.when_below == "continue"
     num_pipelines = 1 if goes_on_with_n0 else resilience.failures_tolerated + 1
-    needed = num_pipelines * rules.n0 - num_left
+    needed = min(num_pipelines * rules.n0, rules.max_nodes) - num_left
     anyone = trusted_first(state, filter(state.has_workers, state.membership.candidates), now_s)
     replacements = anyone[: max(0, needed)]
     if rules.job.cluster.standby and not is_cut:

@@ -508,6 +508,8 @@ class Checkers:
             process = self._cluster.agents[node].process
             is_free = process.is_alive and process.stopped_s < 0.0
             is_free = is_free and not self._cluster.network.is_cut(node, LAUNCHER)
+            # Training may end before a planned change; then its leaving nodes await the last save.
+            is_free = is_free and not (self._cluster.ended and node in self._cluster.ended.nodes)
             since_s = max(evicted_s, self.faults.end_s)
             if is_free and self._cluster.loop.now_s - since_s > _LEAVES_S:
                 self._fail(f"node {node} is no member for long, and lives")
