@@ -30,7 +30,7 @@ from growth.costs import Costs
 from planaria.coordinator.commands import Discard, Publish, SetAside
 from planaria.coordinator.contact import HeadContact
 from planaria.coordinator.job_rules import Rules
-from planaria.coordinator.leadership import Leadership
+from planaria.coordinator.leadership import Leadership, Queued
 from planaria.coordinator.step import Event
 from planaria.core.messages import (
     Abort,
@@ -92,9 +92,9 @@ class _Line:
 
 @dataclass(slots=True)
 class _Effects:
-    queued: list[Event] = field(default_factory=list)
+    queued: list[Queued] = field(default_factory=list)
 
-    def queue(self, event: Event) -> None:
+    def queue(self, event: Queued) -> None:
         self.queued.append(event)
 
     def notify(self, message: ToLauncher) -> None:
