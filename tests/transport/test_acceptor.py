@@ -16,6 +16,7 @@ from planaria.errors import AuthenticationError, ConfigError
 from planaria.transport import acceptor as module
 from planaria.transport.acceptor import (
     Acceptor,
+    Handshakes,
     Purpose,
     accept,
     connect,
@@ -103,8 +104,9 @@ async def test_a_proof_for_one_purpose_serves_no_other() -> None:
         streams = await asyncio.open_connection(
             sock=sock, ssl=CREDENTIALS.client_context(), server_hostname=""
         )
+        key = CREDENTIALS.derive(Purpose.PROBE.key_name)
         with pytest.raises(AuthenticationError, match="has another job token"):
-            await module._prove(streams, Purpose.PROBE, CREDENTIALS, role=Role.CONNECT, identity=0)
+            await module._prove(streams, key, CREDENTIALS, role=Role.CONNECT, identity=0)
         await wait_until(lambda: bool(running.refused))
         assert not running.accepted
 
@@ -378,3 +380,29 @@ def test_where_nobody_can_listen_is_refused() -> None:
         listen("192.0.2.1:0")
     with pytest.raises(ConfigError, match="the name does not resolve"):
         listen("no.invalid:0")
+
+
+@runs
+async def test_whoever_has_another_key_is_refused_though_it_has_the_token_file() -> None:
+    """A node of an older run of the job was taken for the node of the new run with its number."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    handshakes, loop = Handshakes(CREDENTIALS), asyncio.get_running_loop()
+    listener.setblocking(False)
+    address = listener.getsockname()[:2]
+    for key in (b"this run", b"the run before", b""):
+        joining = asyncio.create_task(
+            connect(address, Purpose.NODE, CREDENTIALS, timeout_s=TIMEOUT_S, key=key)
+        )
+        sock, _ = await loop.sock_accept(listener)
+        assert await loop.sock_recv(sock, len(Purpose.NODE.value)) == Purpose.NODE.value
+        accepting = handshakes.accept(sock, Purpose.NODE, key=b"this run")
+        if key == b"this run":
+            _, writer, _ = await accepting
+            (await joining)[1].transport.abort()
+            writer.transport.abort()
+        else:
+            with pytest.raises(AuthenticationError):
+                await accepting
+            with pytest.raises((AuthenticationError, ConnectionError)):
+                await joining
+    listener.close()

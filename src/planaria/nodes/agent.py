@@ -327,6 +327,7 @@ class _Agent:
                 credentials,
                 timeout_s=self._lease_s / 2 / self._heads.num_addresses,
                 identity=spec.node,
+                key=derive(spec.token, NODES),  # The node of another run has the same number.
             )
             self._heads.keep(address)
             return streams

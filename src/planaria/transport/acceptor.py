@@ -304,11 +304,14 @@ class Handshakes:
         self._limits = Unproven[asyncio.Timeout](num_max)
 
     async def accept(
-        self, sock: socket.socket, purpose: Purpose
+        self, sock: socket.socket, purpose: Purpose, *, key: bytes = b""
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, int]:
         """Streams over the connection, and the identity of its other end.
 
         The socket belongs to the streams, and is closed if the connection is refused.
+
+        Args:
+            key: the key that the other end must have, too; b"": that of the purpose.
 
         Raises:
             AuthenticationError: the other end has another token file, ended the connection, took
@@ -321,7 +324,7 @@ class Handshakes:
                 self._limits.add(limit, source_of(peer))
                 try:
                     self._make_room(sock.fileno())
-                    return await self._accept(sock, purpose)
+                    return await self._accept(sock, purpose, key)
                 finally:
                     self._limits.remove(limit)
         except TimeoutError as error:
@@ -338,7 +341,7 @@ class Handshakes:
                 limit.reschedule(asyncio.get_running_loop().time())
 
     async def _accept(
-        self, sock: socket.socket, purpose: Purpose
+        self, sock: socket.socket, purpose: Purpose, key: bytes
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, int]:
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader()
@@ -356,8 +359,9 @@ class Handshakes:
                 ssl_shutdown_timeout=_CLOSE_TIMEOUT_S,
             )
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        key = key or self._credentials.derive(purpose.key_name)
         identity = await _prove(
-            (reader, writer), purpose, self._credentials, role=Role.ACCEPT, identity=0
+            (reader, writer), key, self._credentials, role=Role.ACCEPT, identity=0
         )
         return reader, writer, identity
 
@@ -376,6 +380,7 @@ async def connect(
     *,
     timeout_s: float,
     identity: int = 0,
+    key: bytes = b"",
 ) -> Streams:
     """Streams to a head that has proved that it has the same token file.
 
@@ -383,13 +388,15 @@ async def connect(
         address: host and port of the head; a name is resolved anew at each call.
         timeout_s: time for all of it, in which each address that the name has is tried.
         identity: number of this end that the head is told, below 2^64.
+        key: the key that the head must have, too; b"": that of the purpose.
 
     Raises:
-        AuthenticationError: the head has another token file, or is none.
+        AuthenticationError: the head has another token file or key, or is none.
         ConnectionError: the head cannot be reached, or ended the connection before it was proved.
     """
     loop = asyncio.get_running_loop()
     end_s = loop.time() + timeout_s
+    key = key or credentials.derive(purpose.key_name)
     where, problem = address_text(address), ": the name has no address"
     remedy = "is the head running, and may this machine reach that port?"
     try:
@@ -405,7 +412,7 @@ async def connect(
         try:  # A kernel without IPv6 still resolves names to its addresses.
             sock = socket.socket(family, socket.SOCK_STREAM)
             async with asyncio.timeout_at(own_end_s):
-                return await _connect(sock, endpoint, purpose, credentials, identity=identity)
+                return await _connect(sock, endpoint, purpose, credentials, key, identity=identity)
         except AuthenticationError as error:
             raise AuthenticationError(f"{where}: {error}") from error
         except (EOFError, OSError) as error:  # TimeoutError is an OSError.
@@ -419,6 +426,7 @@ async def _connect(
     endpoint: tuple[object, ...],
     purpose: Purpose,
     credentials: Credentials,
+    key: bytes,
     *,
     identity: int,
 ) -> Streams:
@@ -436,7 +444,7 @@ async def _connect(
             server_hostname="",
             ssl_shutdown_timeout=_CLOSE_TIMEOUT_S,
         )
-    await _prove(streams, purpose, credentials, role=Role.CONNECT, identity=identity)
+    await _prove(streams, key, credentials, role=Role.CONNECT, identity=identity)
     return streams
 
 
@@ -457,7 +465,7 @@ def tls_socket(sock: socket.socket, purpose: Purpose, credentials: Credentials) 
 
 
 async def _prove(
-    streams: Streams, purpose: Purpose, credentials: Credentials, *, role: Role, identity: int
+    streams: Streams, key: bytes, credentials: Credentials, *, role: Role, identity: int
 ) -> int:
     """The other end's identity, once its certificate and the handshake of frames.py are right.
 
@@ -468,7 +476,6 @@ async def _prove(
         certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
         if certificate != credentials.certificate_bytes():
             raise AuthenticationError("the other end has a certificate of another token file")
-        key = credentials.derive(purpose.key_name)
         with _tls_errors(credentials):
             return await shake_hands(reader, writer, token=key, role=role, identity=identity)
     except BaseException:

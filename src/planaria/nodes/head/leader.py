@@ -357,7 +357,7 @@ class _Leader:
 
         def take() -> None:
             for agent_socket in take_sockets(sock):
-                self._serve(handshakes.accept(agent_socket, Purpose.NODE))
+                self._serve(handshakes.accept(agent_socket, Purpose.NODE, key=self._node_key))
 
         loop.add_reader(sock, take)
         return partial(loop.remove_reader, sock)
