@@ -276,8 +276,10 @@ def test_a_node_finds_a_head_at_an_address_that_it_was_not_given(
     given, named = ("10.0.0.1", 7320), ("10.0.0.2", 7320)
     tries: list[tuple[Address, float]] = []
 
-    async def refuse(address: Address, *_: object, timeout_s: float, identity: int) -> None:
-        del identity
+    async def refuse(
+        address: Address, *_: object, timeout_s: float, identity: int, key: bytes
+    ) -> None:
+        assert (identity, key) == (0, derive(TOKEN, NODES))
         tries.append((address, timeout_s))
         raise ConnectionError("no answer in time")
 
@@ -314,8 +316,10 @@ def test_all_addresses_of_heads_are_tried_within_half_a_lease(
     """However many are dead: with half a lease for each, two would cost the node its lease."""
     tries: list[tuple[Address, float]] = []
 
-    async def refuse(address: Address, *_: object, timeout_s: float, identity: int) -> None:
-        del identity
+    async def refuse(
+        address: Address, *_: object, timeout_s: float, identity: int, key: bytes
+    ) -> None:
+        assert (identity, key) == (0, derive(TOKEN, NODES))
         tries.append((address, timeout_s))
         raise ConnectionError("no answer in time")
 

@@ -11,6 +11,7 @@ from planaria.protocol.agent_lease import (
     is_silent,
     lease_after_contact,
     lease_after_tick,
+    reconnect_s,
     renewed_lease,
     unconnected_lease,
 )
@@ -87,3 +88,14 @@ def test_an_answer_ends_the_search_for_a_coordinator() -> None:
 
     assert not is_given_up(answered, 222.9, is_connected=True)
     assert is_given_up(answered, 223.1, is_connected=True)
+
+
+@pytest.mark.parametrize(
+    ("lease_s", "is_refused", "pause_s"),
+    [(2.0, False, 0.02), (2.0, True, 0.5), (60.0, True, 1.0)],
+)
+def test_an_agent_that_is_refused_waits_longer_before_it_tries_again(
+    lease_s: float, is_refused: bool, pause_s: float
+) -> None:
+    """The head of another run would do fifty handshakes a second with each node of an older one."""
+    assert reconnect_s(lease_s, is_refused=is_refused) == pause_s

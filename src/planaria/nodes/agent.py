@@ -78,6 +78,7 @@ from planaria.protocol.agent_lease import (
     lease_after_tick,
     meeting_s,
     offset_after,
+    reconnect_s,
     renewed_lease,
     unconnected_lease,
     watched_action,
@@ -110,7 +111,6 @@ from planaria.transport.timekeeping import clock_name
 logger = logging.getLogger(__name__)
 
 _READ_BYTES: Final = 1 << 20
-_RECONNECT_S: Final = 0.02
 _NUM_SILENT_MAX: Final = 8  # Number of connections that were left and are still open.
 _STACK_SETTLED_S: Final = 0.05
 _WATCHER_PAUSE_S: Final = 1.0
@@ -264,16 +264,18 @@ class _Agent:
         while not self._is_shut_down and self._parts is None:
             self._session = asyncio.create_task(self._serve())
             await asyncio.wait((self._session,))
+            is_refused = False
             try:
                 self._session.result()
             except (OSError, asyncio.IncompleteReadError, AuthenticationError) as error:
                 logger.info("node %s: no coordinator: %s", self._spec.node, error)
+                is_refused = isinstance(error, AuthenticationError)
             except asyncio.CancelledError:
                 logger.info("node %s: the coordinator is silent", self._spec.node)
             self._to_coordinator = None
             self._send_heartbeat()  # The lease may be about to expire.
             if not self._is_shut_down:
-                await asyncio.sleep(_RECONNECT_S)
+                await asyncio.sleep(reconnect_s(self._lease_s, is_refused=is_refused))
         if self._parts is not None:
             self._close_silent(num_kept=0)  # For good: a head must not wait for this node.
             await self._save_parts(self._parts)

@@ -23,6 +23,7 @@ from planaria.core.messages import HeartbeatTaken, ToNode
 
 # Some of it is for a client of NFS, which may show what was there some seconds ago.
 _MEETING_LEASES, _MEETING_S = 2.0, 5.0
+_RECONNECT_S, _REFUSED_S = 0.02, 1.0
 TICKS_PER_LEASE = 6  # Looks at the clock per lease, by an agent and by the coordinator.
 
 
@@ -102,6 +103,14 @@ def is_given_up(lease: AgentLease, now_s: float, *, is_connected: bool) -> bool:
     if lease.patience_s:  # Who says something, if only while its disk is slow, is not away.
         return now_s > max(since_s, lease.heard_s) + lease.patience_s
     return is_connected and now_s > since_s + lease.lease_s
+
+
+def reconnect_s(lease_s: float, *, is_refused: bool) -> float:
+    """The seconds after which an agent connects to a coordinator again.
+
+    A head that refuses an agent runs another job or another run; it must not be kept busy.
+    """
+    return min(_REFUSED_S, lease_s / 4) if is_refused else _RECONNECT_S
 
 
 def meeting_s(lease_s: float) -> float:

@@ -3,8 +3,8 @@
 Whoever has the file may be the head of the job or join it; `planaria token` makes it. Connections
 between machines are TLS 1.3, and each end presents the one certificate of the file and accepts no
 other. Over TLS both ends also prove by the handshake of frames.py that they know the secret, with a
-key that is derived for the purpose of the connection. So a proof for one purpose is worth nothing
-for another.
+key that is derived for the purpose of the connection, and for a node from the run as well. So a
+proof for one purpose, or for one run, is worth nothing for another.
 
 The file is JSON with the fields of `Credentials` and a version. Nobody but its owner may read it.
 """

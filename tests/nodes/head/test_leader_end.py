@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from helpers.forked_ranks import wait_exit
+from helpers.heads import CREDENTIALS
 from helpers.jobs import leader_spec
 from helpers.random_json import damaged_body, random_body
 from helpers.tasks import wait_until
@@ -35,6 +36,7 @@ from planaria.nodes.head.leader import _Leader
 from planaria.nodes.head.leader_spec import LeaderSpec
 from planaria.nodes.head.publisher import Unfinished
 from planaria.store.logbook import open_logbook
+from planaria.transport.acceptor import Purpose, connect
 from planaria.transport.frames import (
     LINKS,
     NODES,
@@ -233,6 +235,41 @@ def test_a_coordinator_that_another_has_succeeded_only_leaves(
                 agent.close()
             kinds.extend(messages_so_far(ours))
         assert not {Unrecorded, Ended}.intersection(kinds), kinds
+
+    asyncio.run(run())
+
+
+def test_a_node_of_another_run_is_refused_though_it_has_the_token_file(tmp_path: Path) -> None:
+    """Its number is that of a node of this run."""
+
+    async def run() -> None:
+        spec = leader_spec(tmp_path, token=TOKEN)
+        leader = _Leader(msgspec.structs.replace(spec, credentials=CREDENTIALS))
+        accepted: list[asyncio.Task[object]] = []
+        channel, passed = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        loop, listener = asyncio.get_running_loop(), socket.create_server(("127.0.0.1", 0))
+        listener.setblocking(False)
+        with closing(channel), closing(passed), closing(listener):
+            with patch.object(leader, "_serve", lambda c: accepted.append(loop.create_task(c))):
+                stop_listening = await leader._listen(passed)
+                for token in (TOKEN, b"the token of another run"):
+                    address, key = listener.getsockname()[:2], derive(token, NODES)
+                    joining = loop.create_task(
+                        connect(address, Purpose.NODE, CREDENTIALS, timeout_s=TIMEOUT_S, key=key)
+                    )
+                    sock, _ = await loop.sock_accept(listener)
+                    await loop.sock_recv(sock, len(Purpose.NODE.value))
+                    with sock:
+                        socket.send_fds(channel, [b"!"], [sock.fileno()])
+                    await asyncio.wait((joining,), timeout=TIMEOUT_S)
+                    await wait_until(lambda: bool(accepted) and accepted[-1].done())
+                    if token == TOKEN:
+                        joining.result()[1].transport.abort()
+                        accepted.pop().result()
+                stop_listening()
+            with pytest.raises(AuthenticationError):
+                accepted[-1].result()
+            assert joining.exception() is not None
 
     asyncio.run(run())
 

@@ -484,9 +484,9 @@ class Checkers:
             self._fail(f"node {node} is given up, and nothing happened to it")
 
     def _may_recover(self) -> bool:
-        """Whether anything happened that costs an epoch: a head that is cut off does not.
+        """Whether anything happened that costs an epoch.
 
-        Unless its slow disk had kept it from answering anyone before that.
+        A head that is cut off costs none, unless its slow disk has kept nodes waiting before that.
         """
         kinds = {fault.kind for _, fault, _ in self.faults.injected}
         return not kinds <= _COST_NOTHING or bool(self._absence.forsaken_nodes())

@@ -31,6 +31,7 @@ from planaria.protocol.agent_lease import (
     lease_after_contact,
     lease_after_tick,
     offset_after,
+    reconnect_s,
     renewed_lease,
     unconnected_lease,
 )
@@ -48,7 +49,6 @@ from planaria.simulator.modelled.worker import SimulatedWorker, WorkerSpec, Work
 from planaria.simulator.network import Endpoint, Network
 from planaria.simulator.scenario import LEASE_S, PlannedJob, Scenario
 
-_RECONNECT_S = 0.02
 _STARTUP_S = 0.05
 _LEAVE_S = 0.3  # Time from a shutdown to the node's end, in which workers finish writing.
 KILLED = -9
@@ -175,7 +175,8 @@ class SimulatedAgent:
     async def _serve(self) -> None:
         """Connects to the coordinator again and again and serves each connection until it ends."""
         while not self._is_shut_down:
-            await self.process.sleep(self._surroundings.network.latency_s() + _RECONNECT_S)
+            pause_s = reconnect_s(LEASE_S, is_refused=False)
+            await self.process.sleep(self._surroundings.network.latency_s() + pause_s)
             end = self._surroundings.coordinator_connection(self)
             if end is None:
                 continue
