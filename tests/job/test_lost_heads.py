@@ -10,6 +10,8 @@ import numpy as np
 import psutil
 import pytest
 
+from helpers.heads import CREDENTIALS
+from helpers.left_runs import open_left_head
 from planaria.checkpoint.disk.parts import EpochMark, PartAnswer, RankPart, RunPlace
 from planaria.checkpoint.disk.tiers import Manifest, tier_of
 from planaria.core.job import CheckpointConfig, JobConfig
@@ -17,8 +19,9 @@ from planaria.core.specs import Prepared
 from planaria.errors import CheckpointError, ConfigError
 from planaria.job import lost_heads
 from planaria.job.lost_heads import (
-    has_run,
-    mark_head,
+    call_nodes,
+    check_no_other_head,
+    newest_parts,
     next_parts,
     nodes_that_may_live,
     reachable_addresses,
@@ -27,6 +30,7 @@ from planaria.job.on_machines import join_text
 from planaria.job.places import find_start
 from planaria.job.planning import fingerprint
 from planaria.nodes.head.remote.run_record import NodeLog, RunRecord
+from planaria.transport.credentials import make_credentials
 
 RUN = "run-000001-a1"
 
@@ -154,11 +158,11 @@ def test_a_head_does_not_wait_for_ever_for_nodes_that_were_saving(
 
 def test_each_run_has_a_higher_number_than_those_before(tmp_path: Path) -> None:
     left = Left(tmp_path / "saves")
-    assert not has_run(left.config)
+    assert newest_parts(left.config) == ""
     assert next_parts(left.config, "ff") == "run-000001-ff"
     left.mark()
 
-    assert has_run(left.config)
+    assert newest_parts(left.config) == RUN
     assert next_parts(left.config, "00") == "run-000002-00"
 
 
@@ -190,21 +194,20 @@ def test_any_node_may_live_where_nobody_can_read_which(tmp_path: Path) -> None:
     assert "is not known" in left.notes[0]
 
 
-def test_a_head_writes_where_it_listens_into_the_newest_run(left: Left) -> None:
-    """Agents without a node know no other run."""
-    mark_head(left.config, ("head.example", 7320))
-    mark = left.place.head()
-    assert mark is not None
-    assert mark.addresses == (("head.example", 7320),)
-    mark_head(left.config, ("[2001:db8::1]", 7320), run="run-000009-99")
+def test_a_head_writes_where_it_listens_into_the_directory_of_a_run(
+    left: Left, tmp_path: Path
+) -> None:
+    with open_left_head(tmp_path) as (head, runner):
+        head.leader_sockets.address = ("[2001:db8::1]", 7320)
+        runner.run(call_nodes(head, left.config, run=RUN))
 
-    mark = RunPlace(left.tier.storage, "run-000009-99").head()
+    mark = left.place.head()
     assert mark is not None
     assert mark.addresses == (("2001:db8::1", 7320),)
 
 
 def test_a_head_goes_on_where_it_cannot_write_where_it_listens(
-    left: Left, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    left: Left, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The agents may have been given its address."""
 
@@ -212,16 +215,28 @@ def test_a_head_goes_on_where_it_cannot_write_where_it_listens(
         raise CheckpointError("the disk is full")
 
     monkeypatch.setattr(RunPlace, "write_head", refuse)
-    mark_head(left.config, ("10.0.0.1", 7320))
+    with open_left_head(tmp_path) as (head, runner):
+        runner.run(call_nodes(head, left.config, run=RUN))
 
     assert "the disk is full: nodes find this head only" in caplog.text
 
 
-def test_a_job_without_runs_gets_no_file_of_a_head(tmp_path: Path) -> None:
-    left = Left(tmp_path / "saves")
-    mark_head(left.config, ("10.0.0.1", 7320))
+def test_no_head_begins_beside_another_one_of_its_job(left: Left, tmp_path: Path) -> None:
+    """A store has no locks: the second head would call nodes that the first one has only lost for
+    a moment, and both would save there."""
+    with open_left_head(tmp_path) as (first, runner), first:
+        runner.run(check_no_other_head(left.config, CREDENTIALS))
+        runner.run(call_nodes(first, left.config, run=RUN))
+        with pytest.raises(ConfigError, match="a head of this job is at work at 127"):
+            runner.run(check_no_other_head(left.config, CREDENTIALS))
+        with pytest.raises(ConfigError, match="end it first"):
+            runner.run(check_no_other_head(left.config, CREDENTIALS, run=RUN))
+        runner.run(check_no_other_head(left.config, make_credentials()))  # It is of other users.
 
-    assert not (tmp_path / "saves").exists()
+        first.run_place = "run-000001-b2"  # It runs another job now.
+        runner.run(check_no_other_head(left.config, CREDENTIALS))
+    with asyncio.Runner() as runner:
+        runner.run(check_no_other_head(left.config, CREDENTIALS))
 
 
 def test_a_head_that_listens_everywhere_names_the_addresses_of_its_interfaces(

@@ -146,9 +146,34 @@ async def test_nothing_is_looked_at_where_no_place_is_known() -> None:
     written.now_s += LOOK_PERIOD_S
     await tries(heads, 2)
     assert heads.num_addresses == 2
-    heads.place = PLACE
+    heads.look_at(PLACE)
     await tries(heads, 2)
     assert heads.num_addresses == 4
+
+
+@runs
+async def test_a_machine_that_stays_forgets_where_heads_of_the_last_job_were() -> None:
+    """Also what a look finds that ends after the job."""
+    hanging = asyncio.Event()
+    written = Written()
+
+    async def hang(_: str) -> tuple[Address, ...]:
+        await hanging.wait()
+        return NEW
+
+    heads = KnownHeads(GIVEN, hang, place=PLACE, clock_s=lambda: written.now_s)
+    hanging.set()
+    written.now_s += LOOK_PERIOD_S
+    await tries(heads, 2)
+    assert heads.num_addresses == 4
+    hanging.clear()
+    written.now_s += LOOK_PERIOD_S
+    await tries(heads, 1)
+    heads.look_at("")
+    assert heads.num_addresses == 2
+    hanging.set()
+    await settle()
+    assert heads.num_addresses == 2
 
 
 @pytest.mark.parametrize("look", [look_by_thread(), look_by_child], ids=["thread", "child"])

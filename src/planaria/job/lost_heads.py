@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import psutil
 
@@ -27,11 +27,15 @@ from planaria.checkpoint.disk.storage import ContentInfo, Storage
 from planaria.checkpoint.disk.tiers import Tier, tier_of
 from planaria.checkpoint.disk.time_limits import with_short_limit, with_time_limit
 from planaria.core.job import JobConfig
-from planaria.errors import CheckpointError, ConfigError, LateError
+from planaria.errors import AuthenticationError, CheckpointError, ConfigError, LateError
 from planaria.nodes.daemon_threads import answer_of_thread
+from planaria.nodes.head.remote.network_requests import head_connection
+from planaria.nodes.head.remote.open_head import OpenHead
 from planaria.nodes.head.remote.run_record import RunRecord, started_nodes
+from planaria.nodes.head.requests import TellRun
 from planaria.protocol.agent_lease import meeting_s
-from planaria.transport.sockets import Address, bare_host
+from planaria.transport.credentials import Credentials
+from planaria.transport.sockets import Address, address_text, bare_host
 
 logger = logging.getLogger(__name__)
 
@@ -39,24 +43,69 @@ ANY_HOST: Final = ("0.0.0.0", "::", "")  # Hosts that mean all addresses of this
 _FIELD: Final = "checkpoint.directory"
 _NUM_INTERFACES_MAX: Final = 4
 _LOOK_S: Final = 0.5
+_ASK_S: Final = 3.0
 _SILENT_S: Final = 60.0  # Time for a file to grow or to become whole: one layer, in a store.
 
+Result = TypeVar("Result")
 
-def mark_head(config: JobConfig, address: Address, *, run: str = "") -> None:
-    """Writes where this head listens, for nodes and agents that have lost theirs and look for one.
+
+async def call_nodes(head: OpenHead, config: JobConfig, *, run: str) -> None:
+    """Writes where a head listens, for nodes and agents that have lost theirs and look for one.
 
     A failure is only logged: they may have been told this address.
 
     Args:
-        address: host and port at which the head listens.
-        run: directory of the run whose nodes are meant; "": that of the newest run, if there is
-            any.
+        run: name of the directory of the run whose nodes are meant.
     """
+    head.run_place = run
+    address = head.leader_sockets.address
+    await answer_of_thread(partial(_mark_head, config, address, run=run), name="head")
+
+
+async def check_no_other_head(
+    config: JobConfig, credentials: Credentials, *, run: str = ""
+) -> None:
+    """Asks the head that a run's directory names, if any, whether it is at work.
+
+    On a store without locks nothing else tells. A head that cannot be reached is taken for lost. If
+    it is not, it saves nothing any more once this one has begun a run (nodes/head/publisher.py).
+
+    Args:
+        run: name of the directory; "": that of the newest run.
+
+    Raises:
+        ConfigError: it is at work, or the place of saves refuses.
+    """
+
+    def head_at(storage: Storage) -> tuple[str, tuple[Address, ...]]:
+        name = run or newest_run(storage)
+        mark = RunPlace(storage, name).head() if name else None
+        return name, () if mark is None else mark.addresses
+
+    async def works(address: Address) -> bool:
+        try:
+            async with head_connection(address, credentials, timeout_s=_ASK_S) as connection:
+                reply = await connection.ask(TellRun(), timeout_s=_ASK_S)
+        except (AuthenticationError, ConnectionError):
+            return False
+        return reply.is_done and reply.text == name
+
+    name, addresses = await answer_of_thread(partial(_looked_up, config, head_at), name="head")
+    answers = await asyncio.gather(*map(works, addresses))
+    for address, is_at_work in zip(addresses, answers, strict=True):
+        if is_at_work:
+            remedy = (
+                f"a head of this job is at work at {address_text(address)}, and saves there; end "
+                "it first, or name another directory"
+            )
+            raise ConfigError(_FIELD, config.checkpoint.directory, remedy)
+
+
+def _mark_head(config: JobConfig, address: Address, *, run: str) -> None:
     try:
         addresses = reachable_addresses(address)
         tier = with_short_limit(tier_of(config.checkpoint.directory), config.checkpoint)
-        run = run or newest_run(tier.storage)
-        if run and addresses:
+        if addresses:
             RunPlace(tier.storage, run).write_head(HeadMark(addresses=addresses))
     except (CheckpointError, MemoryError, OSError, RuntimeError) as error:
         # RuntimeError: no thread can be started.
@@ -87,13 +136,15 @@ def reachable_addresses(address: Address) -> tuple[Address, ...]:
     return tuple((str(each), port) for each in usable[:_NUM_INTERFACES_MAX])
 
 
-def has_run(config: JobConfig) -> bool:
-    """Whether a run has begun there whose end is not known: its nodes may live, or have saved.
+def newest_parts(config: JobConfig) -> str:
+    """The directory of the newest run whose end is not known: its nodes may live, or have saved.
+
+    "": there is none.
 
     Raises:
         ConfigError: the place of saves refuses.
     """
-    return bool(_looked_up(config, newest_run))
+    return _looked_up(config, newest_run)
 
 
 def assemble_parts(
@@ -178,7 +229,7 @@ def next_parts(config: JobConfig, run: str) -> str:
     return _looked_up(config, lambda storage: next_run(storage, run))
 
 
-def _looked_up(config: JobConfig, look: Callable[[Storage], str]) -> str:
+def _looked_up(config: JobConfig, look: Callable[[Storage], Result]) -> Result:
     checkpoint = config.checkpoint
     tier = with_time_limit(tier_of(checkpoint.directory), timeout_s=checkpoint.timeout_s)
     try:
@@ -218,12 +269,16 @@ async def _wait_parts(config: JobConfig, tier: Tier, note: Callable[[str], None]
         await asyncio.sleep(_LOOK_S)
 
 
-def remove_parts(tier: Tier) -> None:
+def remove_parts(tier: Tier, run: str) -> None:
     """Removes what nodes have saved by themselves, once the job has ended well.
 
     A failure is only logged.
+
+    Args:
+        run: name of the directory of the run that has ended: what belongs to a newer one stays;
+            "": it had none, so that nobody has begun another one meanwhile.
     """
     try:
-        remove_runs(tier.storage)
+        remove_runs(tier.storage, through=run)
     except CheckpointError as error:
         logger.warning("%s", error)

@@ -11,6 +11,7 @@ from asyncio import Runner
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from os import getcwd
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,14 @@ from planaria.core.specs import Prepared, PrepareRequest
 from planaria.errors import ConfigError, InsufficientError, TrainingError
 from planaria.job.lost_heads import (
     ANY_HOST,
-    mark_head,
+    call_nodes,
+    newest_parts,
+    next_parts,
     nodes_that_may_live,
     reachable_addresses,
 )
 from planaria.job.machine_kinds import of_fastest_kind, with_measured_links, with_memory_limit
+from planaria.job.places import find_start
 from planaria.job.planning import cache_directory, given_profile, mistake_error
 from planaria.job.user_sources import user_sources
 from planaria.nodes.head.journal_place import is_in_use, left_directories
@@ -35,6 +39,7 @@ from planaria.nodes.head.remote.machines import Machines
 from planaria.nodes.head.remote.open_head import OpenHead
 from planaria.nodes.head.remote.run_record import RunRecord, has_nodes, read_run, record_age_s
 from planaria.nodes.shared_saves import place_mark, remove_other_marks
+from planaria.show.words import count_text
 from planaria.transport.acceptor import listen
 from planaria.transport.credentials import Credentials
 from planaria.transport.sockets import Address, address_text
@@ -180,8 +185,8 @@ def take_up(head: OpenHead, left: LeftRun, *, resume: bool, note: Callable[[str]
             else ""
         )
     )
-    if left.record.parts:
-        mark_head(left.record.job, head.leader_sockets.address, run=left.record.parts)
+    if run := left.record.parts:
+        head.runner.run(call_nodes(head, left.record.job, run=run))
     nodes = nodes_that_may_live(left.record, left.directory, note=note)
     waiting = head.machines.wait_living(nodes, timeout_s=timeout_s)
     head.is_taken_up = head.runner.run(waiting)
@@ -332,6 +337,40 @@ def gather(head: OpenHead, config: JobConfig, listening: Listening) -> tuple[Job
     begin_kinds(head, config, prepared, measured)
     num_nodes = num_first_nodes(machines.num_ready, config.cluster, listening)
     return replace(config, cluster=replace(config.cluster, nodes=num_nodes)), prepared
+
+
+def new_run(
+    head: OpenHead,
+    config: JobConfig,
+    listening: Listening,
+    show_step: Callable[[str], None],
+    *,
+    resume: bool,
+    note: Callable[[str], None],
+) -> RunRecord:
+    """The record of a run that begins on the machines that come.
+
+    Args:
+        show_step: shows the user that a step begins that takes seconds.
+        resume: whether the job goes on from the newest save.
+        note: shows the user a text.
+
+    Raises:
+        ConfigError, TrainingError, InsufficientError: the same as in `gather`.
+    """
+    may_begin = listening.may_begin
+    find = partial(find_start, config, resume=resume, may_begin=may_begin, note=note)
+    # Nodes of a lost head save what they hold when their machines come here.
+    left = newest_parts(config) if resume else ""
+    if left:
+        head.runner.run(call_nodes(head, config, run=left))
+    manifest = None if left else find()
+    show_step(f"waiting for {count_text(listening.nodes_min, 'machine')}")
+    config, prepared = gather(head, config, listening)
+    if left:
+        manifest = find(runner=head.runner)
+    parts = next_parts(config, head.run)
+    return RunRecord(run=head.run, job=config, prepared=prepared, resumed=manifest, parts=parts)
 
 
 def num_first_nodes(num_ready: int, cluster: ClusterConfig, listening: Listening) -> int:

@@ -21,9 +21,7 @@ from typing import Protocol
 from planaria.checkpoint.disk.outgoing import save_as
 from planaria.checkpoint.disk.storage import absolute, absolute_path
 from planaria.checkpoint.disk.tiers import Manifest, Tier, newest_checkpoint_text, tier_of
-from planaria.checkpoint.disk.time_limits import (
-    with_short_limit,
-)
+from planaria.checkpoint.disk.time_limits import with_short_limit
 from planaria.core.copies import version_name
 from planaria.core.inject import Injection
 from planaria.core.job import JobConfig
@@ -37,15 +35,15 @@ from planaria.estimator.correction import Comparison
 from planaria.estimator.time import Timeline
 from planaria.job.checks import check_inputs, check_job, unknown_in_domains
 from planaria.job.config import load_job
-from planaria.job.lost_heads import has_run, mark_head, next_parts, remove_parts
+from planaria.job.lost_heads import check_no_other_head, reachable_addresses, remove_parts
 from planaria.job.machine_kinds import node_kinds
 from planaria.job.on_machines import (
     LeftRun,
     Listening,
     begin_kinds,
     find_left_run,
-    gather,
     kept_settings_text,
+    new_run,
     open_head,
     take_up,
 )
@@ -74,7 +72,7 @@ from planaria.observe.metrics import IterationRecord, Report
 from planaria.observe.recorder import Recorder
 from planaria.planner.plans import PlanCatalog
 from planaria.show.job_observer import JobObserver, TrainingDisplay
-from planaria.show.words import count_text
+from planaria.transport.sockets import Address
 
 logger = logging.getLogger(__name__)
 
@@ -337,8 +335,6 @@ class Job:
                 begun = self._begin(held, display, options)
                 planned = _plan_of(begun, display, plan=plan, catalog=catalog)
             config = begun.config
-            if begun.head is not None and not begun.head.is_taken_up:
-                mark_head(config, begun.head.leader_sockets.address, run=begun.parts)
             display.show_plan(planned)
             left = with_short_limit(tier, config.checkpoint)
             observer = _job_observer(planned, recorder := _recorder(planned, start_s), display)
@@ -356,6 +352,8 @@ class Job:
                 ended = launcher.run()
                 held.close()
                 observer.record_end(launcher.unfired_injections)
+                if failure_of(ended, left) is None:
+                    remove_parts(left, begun.parts)
                 return _result(planned, ended, tier=left, recorder=recorder, observer=observer)
 
     def _begin(self, held: ExitStack, display: Display, options: _RunOptions) -> _Begun:
@@ -389,6 +387,8 @@ class Job:
         head = held.enter_context(
             open_head(config, listening, search_path=path, run=run, note=note)
         )
+        parts = "" if left_run is None else left_run.record.parts
+        head.runner.run(check_no_other_head(config, listening.credentials, run=parts))
         running = ForkServer(HEAD_PRELOAD)
         held.callback(running.close)
         if left_run is not None and take_up(head, left_run, resume=resume, note=note):
@@ -402,10 +402,11 @@ class Job:
             begin_kinds(head, record.job, record.prepared, {})
         else:
             journal = open_journal(held, config, state=state, note=note)
-            record = _new_run(head, config, listening, display, resume=resume)
+            record = new_run(head, config, listening, display.show_step, resume=resume, note=note)
             write_run(Path(journal), record)
         log = head.machines.node_log = NodeLog(Path(journal))
         held.callback(log.close)
+        head.run_place = record.parts
         machines = head.machines.reserve(range(record.job.cluster.nodes))
         return _Begun(
             *(record.job, record.prepared, record.resumed, journal),
@@ -463,24 +464,6 @@ def _plan_of(
     return planned
 
 
-def _new_run(
-    head: OpenHead, config: JobConfig, listening: Listening, display: Display, *, resume: bool
-) -> RunRecord:
-    """The record of a run that begins on the machines that come."""
-    may_begin, note = listening.may_begin, display.note
-    find = partial(find_start, config, resume=resume, may_begin=may_begin, note=note)
-    # Nodes of a lost head save what they hold when their machines come here.
-    if is_run_left := resume and has_run(config):
-        mark_head(config, head.leader_sockets.address)
-    manifest = None if is_run_left else find()
-    display.show_step(f"waiting for {count_text(listening.nodes_min, 'machine')}")
-    config, prepared = gather(head, config, listening)
-    if is_run_left:
-        manifest = find(runner=head.runner)
-    parts = next_parts(config, head.run)
-    return RunRecord(run=head.run, job=config, prepared=prepared, resumed=manifest, parts=parts)
-
-
 def _make_ready(config: JobConfig, injections: Sequence[Injection], display: Display) -> None:
     """Warns of nodes in no failure domain, and makes room for the job's open files."""
     num_joining = sum(injection.num_nodes for injection in injections)
@@ -524,9 +507,10 @@ def _launch_spec(
 ) -> LaunchSpec:
     config, manifest, catalog = planned.config, planned.resumed, planned.catalog
     checking = ("on",) if listening is None else ("on", "auto")
-    token = b""
+    token, addresses = b"", tuple[Address, ...]()
     if begun.head is not None and listening is not None:
         token = listening.credentials.derive(f"run {begun.head.run}")
+        addresses = reachable_addresses(begun.head.leader_sockets.address)
     node = NodeSpec(
         job=config,
         node=0,
@@ -558,6 +542,7 @@ def _launch_spec(
         credentials=None if listening is None else listening.credentials,
         patience_s=node.patience_s,
         parts=begun.parts,
+        addresses=addresses,
         wait_s=0.0 if listening is None else config.cluster.wait_s,
     )
     return LaunchSpec(node, leader, tuple(injections))
@@ -584,9 +569,7 @@ def _result(
     planned: Planned, ended: Ended, *, tier: Tier, recorder: Recorder, observer: JobObserver
 ) -> TrainingResult:
     error = failure_of(ended, tier)
-    if error is None:
-        remove_parts(tier)
-    else:
+    if error is not None:
         observer.record_failure(str(error), ended)
     return TrainingResult(
         report=report_of(planned, tier, recorder, observer, ended),

@@ -70,6 +70,13 @@ class KnownHeads:
         """The number of addresses that are tried in turn."""
         return len(self._addresses)
 
+    def look_at(self, place: str) -> None:
+        """Has another place of saves looked at; what was read at the one before is forgotten."""
+        if place == self.place:
+            return
+        self.place, self._named = place, frozenset()
+        self._addresses = deque(self._given)
+
     def next_address(self) -> Address:
         """The address to try next, while there is no head; each call returns another one.
 
@@ -99,6 +106,8 @@ class KnownHeads:
             return
         finally:
             self._looking = None
+        if place != self.place:  # The job has ended meanwhile.
+            return
         if not named:  # A look that failed in a child process, or no head of the run has written.
             return
         new = [address for address in named if address not in self._named]

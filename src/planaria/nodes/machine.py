@@ -232,7 +232,7 @@ class _Machine:
                     return code
                 self._ended_run = "" if self._offer is None else self._offer.run
                 self._offer = self._over = None
-                self._heads.place = ""  # The next job may save elsewhere.
+                self._heads.look_at("")  # The next job may save elsewhere.
                 lost_s = time.monotonic()
                 continue
             if self._refusal:
@@ -392,7 +392,7 @@ class _Machine:
                 self._refuse(reason)
                 return
             self._offer = offer
-            self._heads.place = offer.job.checkpoint.directory
+            self._heads.look_at(offer.job.checkpoint.directory)
             self._spec.note(
                 f"took the job {offer.job.name!r} of {address_text(self._head)}; others reach this "
                 f"machine at {self._host}"

@@ -7,7 +7,7 @@ import pytest
 
 from helpers.object_store import object_store
 from planaria.checkpoint.disk.parts import HeadMark, RunPlace, newest_run, remove_runs
-from planaria.checkpoint.disk.storage import Directory, storage_of
+from planaria.checkpoint.disk.storage import ContentInfo, Directory, storage_of
 
 RUN = "run-000001-a1"
 MARK = HeadMark(addresses=(("10.0.0.1", 7320), ("2001:db8::1", 7320), ("head.example", 65535)))
@@ -43,8 +43,37 @@ def test_an_object_store_has_it_too() -> None:
         run.write_head(MARK)
 
         assert run.head() == MARK
+        assert (newest_run(run.storage), run.storage.versions()) == (RUN, [RUN])
         remove_runs(run.storage)
         assert newest_run(run.storage) == ""
+
+
+def test_the_newest_run_is_found_without_a_look_into_all_saves(
+    run: RunPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All nodes of a lost head look for it. What a head made and never wrote into is no run."""
+    run.write_head(MARK)
+    (tmp_path / "run-000002-b2").mkdir()
+    looked_at: list[str] = []
+    entries = Directory.entries
+
+    def noted_entries(storage: Directory, version: str) -> dict[str, ContentInfo]:
+        looked_at.append(version)
+        return entries(storage, version)
+
+    monkeypatch.setattr(Directory, "entries", noted_entries)
+
+    assert newest_run(run.storage) == RUN
+    assert looked_at == ["run-000002-b2", RUN]
+
+
+def test_what_belongs_to_a_newer_run_stays_when_a_run_has_ended(run: RunPlace) -> None:
+    newer = RunPlace(run.storage, "run-000002-b2")
+    for each in (RunPlace(run.storage, "run-000000-c3"), run, newer):
+        each.write_head(MARK)
+    remove_runs(run.storage, through=RUN)
+
+    assert run.storage.versions() == [newer.name]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 from helpers.command import wait_for
 from helpers.refused_reads import refused_reads
-from planaria.checkpoint.disk.parts import RunPlace
+from planaria.checkpoint.disk.parts import HeadMark, RunPlace
 from planaria.checkpoint.disk.tiers import Manifest, SavedVersion, Tier, tier_of
 from planaria.coordinator.commands import Discard, Pruned, Publish, Published, SavesListed
 from planaria.coordinator.saves import VersionEvent
@@ -26,7 +26,9 @@ from planaria.nodes.head.publisher import Publisher, PublisherThread, Unfinished
 class _Told:
     """A publisher, and what it says to whom."""
 
-    def __init__(self, directory: Path, *, keep: int = 1, run: str = "") -> None:
+    def __init__(
+        self, directory: Path, *, keep: int = 1, run: str = "", head: HeadMark | None = None
+    ) -> None:
         self.tier = tier_of(str(directory))
         self.run = RunPlace(self.tier.storage, run) if run else None
         self.events: list[VersionEvent | SaveFailed] = []
@@ -36,6 +38,7 @@ class _Told:
             fingerprint={"name": "job"},
             keep=keep,
             run=self.run,
+            head=head,
             queue=self.events.append,
             notify=self.notices.append,
         )
@@ -59,6 +62,37 @@ def test_a_save_is_published_and_older_ones_are_removed(tmp_path: Path) -> None:
     assert told.events == [Published(1, 0), Published(2, 0), Pruned("1-0")]
     assert told.notices == [Saved(iteration=1, epoch=0), Saved(iteration=2, epoch=0)]
     assert [version.iteration for version in told.tier.versions()] == [2]
+
+
+def test_a_run_saves_nothing_any_more_once_a_newer_one_has_begun(tmp_path: Path) -> None:
+    """Its head was cut off when another was started; the two would remove each other's saves."""
+    told, newer = (_Told(tmp_path, run=name) for name in ("run-000001-a1", "run-000002-a2"))
+    told.publisher.mark_epoch(0, (0, 1))
+    told.publish(1)
+    newer.publisher.mark_epoch(0, (0, 1))
+    told.publish(2)
+
+    failed = told.events[-1]
+    assert isinstance(failed, SaveFailed)
+    assert "a newer run of this job saves in" in failed.reason
+    told.publisher.discard(2, 0)
+    newer.publish(2)
+    assert newer.events == [Published(2, 0), Pruned("1-0")]
+
+
+def test_a_head_writes_where_it_listens_once_an_epoch_of_its_run_is_marked(
+    tmp_path: Path,
+) -> None:
+    """A run without an epoch would hide what nodes of the one before it save. And another head may
+    have written there while this one was cut off from its nodes, which are lost to it then."""
+    mark = HeadMark(addresses=(("10.0.0.1", 7320),))
+    told = _Told(tmp_path, run="run-000001-a1", head=mark)
+    assert told.run is not None
+    assert told.run.storage.versions() == []
+    for epoch in (0, 1):
+        told.publisher.mark_epoch(epoch, (0, 1))
+        assert told.run.head() == mark
+        told.run.write_head(HeadMark(addresses=(("10.0.0.2", 7320),)))
 
 
 def test_epochs_are_marked_for_nodes_that_lose_their_head(tmp_path: Path) -> None:

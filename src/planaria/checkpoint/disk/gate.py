@@ -47,6 +47,10 @@ class GatedStorage:
         self.gate.wait_passed()
         return self.storage.entries(version)
 
+    def versions(self) -> list[str]:
+        self.gate.wait_passed()
+        return self.storage.versions()
+
     def read(self, name: str) -> bytes:
         self.gate.wait_passed()
         return self.storage.read(name)

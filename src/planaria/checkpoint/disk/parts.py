@@ -267,7 +267,8 @@ def layer_file_name(layer: int, *, age: int, rank: int) -> str:
 
 def newest_run(storage: Storage) -> str:
     """The name of the directory of the newest run; "": there is none."""
-    return max(_run_names(storage), default="")
+    names = sorted(_run_names(storage), reverse=True)
+    return next((name for name in names if storage.entries(name)), "")
 
 
 def next_run(storage: Storage, run: str) -> str:
@@ -282,21 +283,21 @@ def next_run(storage: Storage, run: str) -> str:
     return name
 
 
-def remove_runs(storage: Storage, *, before: str = "") -> None:
-    """Removes the directories of runs, their marks last.
+def remove_runs(storage: Storage, *, before: str = "", through: str = "") -> None:
+    """Removes the directories of runs, their marks last; all of them if no limit is given.
 
     Args:
-        before: name of the run whose predecessors are removed; "": all runs are.
+        before: name of the run whose predecessors are removed.
+        through: name of the run that is removed with its predecessors.
     """
     for name in sorted(_run_names(storage)):
-        if not before or name < before:
+        if (not before or name < before) and (not through or name <= through):
             names = sorted(storage.entries(name), key=lambda n: (n.startswith(f"{name}/epoch"), n))
             storage.remove(name, names)
 
 
 def _run_names(storage: Storage) -> set[str]:
-    names = {name.partition("/")[0] for name in storage.entries("")}
-    return {name for name in names if _RUN_NAME.fullmatch(name)}
+    return {name for name in storage.versions() if _RUN_NAME.fullmatch(name)}
 
 
 def _can_be_mark(mark: HeadMark) -> bool:

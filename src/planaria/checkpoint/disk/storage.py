@@ -58,6 +58,10 @@ class Storage(Protocol):
         """The contents of a version that exist, by name; version "": those of all versions."""
         ...
 
+    def versions(self) -> list[str]:
+        """The names of the versions, in any order; some may be without contents."""
+        ...
+
     def read(self, name: str) -> bytes: ...
 
     def write(self, name: str, content: Content, *, may_write: Callable[[], bool]) -> None:
@@ -142,18 +146,15 @@ class Directory:
         return str(self.path / name)
 
     def entries(self, version: str) -> dict[str, ContentInfo]:
-        try:
-            directories = [self.path / version] if version else _visible(self.path)
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        except OSError as error:
-            raise UnreadableError(f"cannot read {self.path}: {error.strerror}") from error
         contents = {}
-        for directory in directories:
-            for path in _files(directory):
+        for directory in [version] if version else self.versions():
+            for path in _files(self.path / directory):
                 if entry := _content_info(path):
-                    contents[f"{directory.name}/{path.name}"] = entry
+                    contents[f"{directory}/{path.name}"] = entry
         return contents
+
+    def versions(self) -> list[str]:
+        return [path.name for path in _files(self.path) if not path.name.startswith(".")]
 
     def read(self, name: str) -> bytes:
         try:
@@ -255,6 +256,13 @@ class Objects:
             for entry in objects
         }
 
+    def versions(self) -> list[str]:
+        try:
+            names: list[str] = self._obstore.list_with_delimiter(self._store)["common_prefixes"]
+        except self._errors as error:
+            raise UnreadableError(f"cannot list {self._url}: {_error_text(error)}") from error
+        return names
+
     def read(self, name: str) -> bytes:
         try:
             return bytes(self._obstore.get(self._store, name).bytes())
@@ -318,11 +326,6 @@ def _error_text(error: Exception) -> str:
     first = next(iter(text.splitlines()), type(error).__name__).rstrip(" .:")
     details = "".join(f", {field}" for field in _ERROR_FIELDS.findall(text))
     return f"{first}{details}"
-
-
-def _visible(directory: Path) -> list[Path]:
-    """The entries of a directory without those beginning with a dot: a job's lock, its journal."""
-    return [path for path in directory.iterdir() if not path.name.startswith(".")]
 
 
 def _files(directory: Path) -> list[Path]:

@@ -51,6 +51,9 @@ class TimeLimitedStorage:
             self._read_s[name] = entry.num_bytes / _READ_BYTES_PER_S_MIN
         return contents
 
+    def versions(self) -> list[str]:
+        return self._answer("", self._storage.versions)
+
     def read(self, name: str) -> bytes:
         extra_s = self._read_s.get(name, 0.0)
         return self._answer(name, lambda: self._storage.read(name), extra_s=extra_s)

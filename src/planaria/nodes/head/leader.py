@@ -31,7 +31,7 @@ from typing import Any, Final
 import msgspec
 
 from planaria.checkpoint.disk.gate import Gate, behind_gate
-from planaria.checkpoint.disk.parts import RunPlace
+from planaria.checkpoint.disk.parts import HeadMark, RunPlace
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.coordinator.commands import (
     AnswersFound,
@@ -459,10 +459,11 @@ class _Leader:
         loop, checkpoint = asyncio.get_running_loop(), self._spec.job.checkpoint
         self._publisher_error: asyncio.Future[None] = loop.create_future()
         tier = behind_gate(tier_of(checkpoint.directory), self._store_of_saves)
-        parts = self._spec.parts
+        parts, addresses = self._spec.parts, self._spec.addresses
         publisher = Publisher(
             tier,
             run=RunPlace(tier.storage, parts) if parts else None,
+            head=HeadMark(addresses=addresses) if addresses else None,
             fingerprint=self._spec.fingerprint,
             keep=checkpoint.keep,
             queue=lambda event: _call(loop, lambda: self.queue(event)),

@@ -20,6 +20,7 @@ from planaria.policies.ahead import ForeseenAnswers
 from planaria.policies.named import looks_ahead, lookup_policy
 from planaria.policies.policy import Policy, profile_prices
 from planaria.transport.credentials import Credentials
+from planaria.transport.sockets import Address
 from planaria.transport.timekeeping import clock_name
 
 # Duration of a recovery besides moving layers, until the job has measured it; see docs/LOG.md.
@@ -42,6 +43,7 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
             machine.
         parts: directory of the run at the place of saves, in which epochs are marked for nodes that
             lose their head; "": they are not.
+        addresses: hosts and ports at which other machines may reach the head; (): none can.
         wait_s: see `Rules`.
         heeds: whether to keep a connection to the injector.
         injector: address of the injector.
@@ -67,6 +69,7 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
     token: bytes
     patience_s: float = 0.0
     parts: str = ""
+    addresses: tuple[Address, ...] = ()
     wait_s: float = 0.0
     places: tuple[Place, ...] = ()
     heeds: bool = False

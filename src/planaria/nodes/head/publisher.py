@@ -15,7 +15,13 @@ from enum import Enum
 from functools import partial
 from typing import Any, Final
 
-from planaria.checkpoint.disk.parts import EpochMark, RunPlace, remove_runs
+from planaria.checkpoint.disk.parts import (
+    EpochMark,
+    HeadMark,
+    RunPlace,
+    newest_run,
+    remove_runs,
+)
 from planaria.checkpoint.disk.tiers import UNPUBLISHED, Manifest, Tier
 from planaria.coordinator.commands import Discard, Pruned, Publish, Published, SavesListed
 from planaria.coordinator.saves import SLOW_S, VersionEvent
@@ -37,6 +43,7 @@ class Publisher:
         fingerprint: description of the job to write into each checkpoint.
         keep: number of newest checkpoints to keep; 0: all.
         run: directory of the run, for nodes that lose their head; None: they end with it.
+        head: addresses at which the head listens; None: nobody looks for it.
         queue: sends an event to the coordinator.
         notify: sends a message to the launcher.
     """
@@ -48,13 +55,14 @@ class Publisher:
         fingerprint: Mapping[str, Any],
         keep: int,
         run: RunPlace | None = None,
+        head: HeadMark | None = None,
         queue: Callable[[VersionEvent | SaveFailed], None],
         notify: Callable[[ToLauncher], None],
     ) -> None:
         self._tier = tier
         self._fingerprint = fingerprint
         self._keep = keep
-        self._run = run
+        self._run, self._head = run, head
         self._queue = queue
         self._notify = notify
 
@@ -86,7 +94,7 @@ class Publisher:
         return not refusals
 
     def publish(self, command: Publish) -> bool:
-        """Creates the manifest of a save; False if that fails.
+        """Creates the manifest of a save; False if that fails, or if a newer run saves there.
 
         The coordinator before this one may have created it already, right before it ended.
         """
@@ -97,6 +105,7 @@ class Publisher:
             layers=command.files,
         )
         try:
+            self._check_newest()
             self._tier.publish(manifest)
         except CheckpointError as error:
             failed = SaveFailed(
@@ -112,11 +121,17 @@ class Publisher:
         return True
 
     def mark_epoch(self, epoch: int, nodes: tuple[int, ...]) -> None:
-        """Marks an epoch's members for nodes that lose their head (docs/protocol.md, P1)."""
+        """Marks an epoch's members for nodes that lose their head (docs/protocol.md, P1).
+
+        After it, where the head listens is written; another head may have written there meanwhile,
+        while this one was cut off.
+        """
         if self._run is None:
             return
         try:
             self._run.write_mark(EpochMark(epoch=epoch, nodes=nodes, job=dict(self._fingerprint)))
+            if self._head is not None:
+                self._run.write_head(self._head)
         except CheckpointError as error:
             self._notify(Warned(text=f"if the head is lost, nodes cannot save: {error}"))
 
@@ -139,6 +154,7 @@ class Publisher:
     def discard(self, iteration: int, epoch: int) -> None:
         """Removes the files of a failed save."""
         try:
+            self._check_newest()  # A newer run may have a save of that name.
             self._tier.discard(iteration, epoch)
         except CheckpointError as error:
             self._notify(Warned(text=str(error)))
@@ -164,6 +180,15 @@ class Publisher:
                 self._tier.publish(manifest)
         except CheckpointError as error:
             self._notify(Warned(text=str(error)))
+
+    def _check_newest(self) -> None:
+        """Raises a CheckpointError if a newer run of the job has begun: its saves count."""
+        if self._run is None or (newest := newest_run(self._tier.storage)) <= self._run.name:
+            return
+        raise CheckpointError(
+            f"a newer run of this job saves in {self._tier.storage.where('')} ({newest}); this one "
+            "has nothing to save there any more: stop it, or the newer one"
+        )
 
 
 class Unfinished(Enum):

@@ -41,6 +41,10 @@ class TellStatus(msgspec.Struct, frozen=True, tag=True):
     """Request for what the job does at the moment."""
 
 
+class TellRun(msgspec.Struct, frozen=True, tag=True):
+    """Request of a head that starts, for the run in whose directory this one names itself."""
+
+
 class KeepSave(msgspec.Struct, frozen=True, tag=True):
     """Request to keep the newest save under a name."""
 
@@ -57,7 +61,7 @@ class Examine(msgspec.Struct, frozen=True, tag=True):
     has_bandwidth: bool = False
 
 
-Request = Drain | TellEvents | TellStatus | KeepSave | Examine
+Request = Drain | TellEvents | TellStatus | TellRun | KeepSave | Examine
 _decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 
 
@@ -157,6 +161,8 @@ def reply_function(
             case Examine():  # A head answers it itself (open_head.py).
                 text = "all nodes of this job are on this machine: planaria doctor examines it"
                 return RequestReply(is_done=False, text=text)
+            case TellRun():  # The same.
+                return RequestReply(is_done=False, text="")
 
     return answer
 

@@ -23,6 +23,7 @@ from planaria.nodes.head.requests import (
     Examine,
     Request,
     RequestReply,
+    TellRun,
     TellStatus,
     json_reply,
 )
@@ -111,6 +112,8 @@ class OpenHead:
         is_taken_up: whether nodes of the run live on, so that the launcher starts none at first.
         keeps_run: whether nodes of a head before this one may live with which this one has not gone
             on yet. They and their journal are left as they are if this head ends.
+        run_place: name of the directory of a run in which nodes read where this head listens
+            (checkpoint/disk/parts.py); "": in none yet.
         answer_job: function that answers what users ask about the job; until the job begins only
             its status is told.
     """
@@ -127,6 +130,7 @@ class OpenHead:
         self.runner = runner
         self.is_taken_up = False
         self.keeps_run = keeps_run
+        self.run_place = ""
         self._touching: asyncio.Task[None] | None = None
         self.machines = machines
         self.leader_sockets = PassedSockets(address)
@@ -200,6 +204,8 @@ class OpenHead:
 
     async def _answer(self, request: Request) -> RequestReply:
         """The answer to any request."""
+        if isinstance(request, TellRun):
+            return RequestReply(is_done=bool(self.run_place), text=self.run_place)
         if not isinstance(request, Examine):
             return await self.answer_job(request)
         if self._is_examining:
