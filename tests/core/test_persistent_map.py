@@ -1,11 +1,11 @@
 """A mapping that grows is a dict that is copied for every entry, only faster."""
 
-import time
 from collections.abc import Mapping
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.cpu_time import quickest
 from planaria.core.persistent_map import PersistentMap, has_all
 
 ENTRY = st.tuples(st.integers(0, 4), st.integers(0, 2))
@@ -43,14 +43,11 @@ def check_same(mapping: PersistentMap[int, int], plain: Mapping[int, int]) -> No
 def test_an_entry_costs_the_same_whatever_there_is() -> None:
     """Four times as many within eight times the time; copies would take sixteen."""
 
-    def seconds(num: int) -> float:
-        times = []
-        for _ in range(3):
-            begin_s = time.process_time()
-            grown: PersistentMap[int, int] = PersistentMap()
-            for key in range(num):
-                grown = grown.plus(key, key)
-            times.append(time.process_time() - begin_s)
-        return min(times)
+    def grow(num: int) -> None:
+        grown: PersistentMap[int, int] = PersistentMap()
+        for key in range(num):
+            grown = grown.plus(key, key)
 
-    assert seconds(40_000) < 8.0 * seconds(10_000)
+    _, few_s = quickest(lambda: grow(10_000))
+    limit_s = 8.0 * few_s
+    assert quickest(lambda: grow(40_000), limit_s=limit_s)[1] < limit_s

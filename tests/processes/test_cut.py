@@ -77,6 +77,7 @@ def test_of_two_sides_the_one_with_the_coordinator_goes_on(cut: Cut) -> None:
     assert result.report.final.nodes == (4, 5)
 
 
+@pytest.mark.long
 def test_a_node_that_is_cut_off_while_others_recover_is_lost_then(cut: Cut) -> None:
     """What it was told to begin, it can not."""
     result = cut("kill:5@3", "cut:0@3.transfer")

@@ -217,6 +217,7 @@ def test_a_script_without_a_main_guard_trains_once(tmp_path: Path) -> None:
     assert (tmp_path / "runs").read_text() == "run\n"
 
 
+@pytest.mark.long
 def test_the_example_script_trains_as_a_command(tmp_path: Path) -> None:
     """Its model, data and job are in one file that workers import."""
     arguments = train_arguments(SCRIPT_EXAMPLE, "training.iterations=3")

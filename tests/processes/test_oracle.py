@@ -27,7 +27,7 @@ from planaria.nodes.forkserver import ForkServer
 from planaria.transport.timekeeping import Timekeeper
 
 NUM_ITERATIONS = 12
-SAMPLE = ("gpt2", "llama", "bert", "sequential")  # The others are variants of them.
+SAMPLE = ("gpt2", "bert", "sequential")  # The others are variants of them.
 
 _OPT = {
     "num_hidden_layers": 8,
