@@ -91,11 +91,19 @@ def test_an_answer_ends_the_search_for_a_coordinator() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lease_s", "is_refused", "pause_s"),
-    [(2.0, False, 0.02), (2.0, True, 0.5), (60.0, True, 1.0)],
+    ("lease_s", "lost_s", "is_refused", "pause_s"),
+    [
+        (2.0, 0.0, False, 0.02),
+        (2.0, 0.4, False, 0.04),
+        (2.0, 300.0, False, 0.5),
+        (60.0, 300.0, False, 1.0),
+        (2.0, 0.0, True, 0.5),
+        (60.0, 0.0, True, 1.0),
+    ],
 )
-def test_an_agent_that_is_refused_waits_longer_before_it_tries_again(
-    lease_s: float, is_refused: bool, pause_s: float
+def test_an_agent_waits_longer_before_it_tries_again_the_longer_nobody_lets_it_in(
+    lease_s: float, lost_s: float, is_refused: bool, pause_s: float
 ) -> None:
-    """The head of another run would do fifty handshakes a second with each node of an older one."""
-    assert reconnect_s(lease_s, is_refused=is_refused) == pause_s
+    """A head that plans for minutes, or that runs something else, would be asked fifty times a
+    second by each node of an older run."""
+    assert reconnect_s(lease_s, lost_s=lost_s, is_refused=is_refused) == pytest.approx(pause_s)

@@ -261,6 +261,7 @@ class _Agent:
             forwarder.add_done_callback(self._on_forwarder_end)
         ticks = asyncio.create_task(self._run_ticks())
         watch = asyncio.create_task(self._watch_notices())
+        since_s = time.monotonic()
         while not self._is_shut_down and self._parts is None:
             self._session = asyncio.create_task(self._serve())
             await asyncio.wait((self._session,))
@@ -272,10 +273,14 @@ class _Agent:
                 is_refused = isinstance(error, AuthenticationError)
             except asyncio.CancelledError:
                 logger.info("node %s: the coordinator is silent", self._spec.node)
+            if self._to_coordinator is not None:
+                since_s = time.monotonic()
             self._to_coordinator = None
             self._send_heartbeat()  # The lease may be about to expire.
             if not self._is_shut_down:
-                await asyncio.sleep(reconnect_s(self._lease_s, is_refused=is_refused))
+                lost_s = time.monotonic() - since_s
+                pause_s = reconnect_s(self._lease_s, lost_s=lost_s, is_refused=is_refused)
+                await asyncio.sleep(pause_s)
         if self._parts is not None:
             self._close_silent(num_kept=0)  # For good: a head must not wait for this node.
             await self._save_parts(self._parts)

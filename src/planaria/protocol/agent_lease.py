@@ -23,7 +23,8 @@ from planaria.core.messages import HeartbeatTaken, ToNode
 
 # Some of it is for a client of NFS, which may show what was there some seconds ago.
 _MEETING_LEASES, _MEETING_S = 2.0, 5.0
-_RECONNECT_S, _REFUSED_S = 0.02, 1.0
+_RECONNECT_S, _PAUSE_S_MAX = 0.02, 1.0
+_PAUSE_SHARE = 0.1  # Of the time that an agent has had no coordinator, and may lose again by it.
 TICKS_PER_LEASE = 6  # Looks at the clock per lease, by an agent and by the coordinator.
 
 
@@ -105,12 +106,20 @@ def is_given_up(lease: AgentLease, now_s: float, *, is_connected: bool) -> bool:
     return is_connected and now_s > since_s + lease.lease_s
 
 
-def reconnect_s(lease_s: float, *, is_refused: bool) -> float:
+def reconnect_s(lease_s: float, *, lost_s: float, is_refused: bool) -> float:
     """The seconds after which an agent connects to a coordinator again.
 
-    A head that refuses an agent runs another job or another run; it must not be kept busy.
+    At first it does so at once: mostly the next coordinator is there in a fraction of a second. A
+    head that plans for minutes, or that refuses an agent since it runs another job or another run,
+    must not be kept busy by thousands.
+
+    Args:
+        lost_s: seconds for which the agent has had no coordinator.
     """
-    return min(_REFUSED_S, lease_s / 4) if is_refused else _RECONNECT_S
+    pause_s_max = min(_PAUSE_S_MAX, lease_s / 4)
+    if is_refused:
+        return pause_s_max
+    return min(max(_RECONNECT_S, _PAUSE_SHARE * lost_s), pause_s_max)
 
 
 def meeting_s(lease_s: float) -> float:
