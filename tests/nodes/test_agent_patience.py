@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
@@ -208,11 +209,17 @@ def test_a_node_ends_itself_when_nobody_answered_in_its_patience(
     assert "unanswered" in ends[0]
 
 
+@pytest.mark.parametrize(
+    ("patience_s", "is_leaving"),
+    [(2 * LEASE_S, False), (3600.0, True)],
+    ids=["no head for long", "taken away"],
+)
 def test_a_node_that_saves_by_itself_leaves_the_head_for_good_first(
-    lifeline_fd: int, monkeypatch: pytest.MonkeyPatch
+    patience_s: float, is_leaving: bool, lifeline_fd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a head that comes back meanwhile would wait for its answer. Its machine is told, or it
-    would name the node to such a head."""
+    would name the node to such a head. A node that will be taken away does not wait for one: it
+    would be killed with what only it holds."""
     saves: list[int] = []
     given_up_fd, head_lost_fd = (os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2))
 
@@ -226,12 +233,16 @@ def test_a_node_that_saves_by_itself_leaves_the_head_for_good_first(
         saves.append(agent._spec.node)
 
     async def play(lines: asyncio.Queue[Line]) -> None:
-        for _ in range(3):
+        await lines.get()
+        if is_leaving:
+            os.kill(os.getpid(), signal.SIGTERM)  # The agent handles it.
+            return
+        for _ in range(2):
             await lines.get()
 
     monkeypatch.setattr(_Agent, "_save_parts", save)
     parts, head_fds = "run-000001-00", (given_up_fd, head_lost_fd)
-    with_agent(play, lifeline_fd, patience_s=2 * LEASE_S, parts=parts, head_fds=head_fds)
+    with_agent(play, lifeline_fd, patience_s=patience_s, parts=parts, head_fds=head_fds)
     for descriptor in head_fds:
         os.close(descriptor)
 

@@ -82,6 +82,15 @@ def test_a_coordinator_that_is_heard_is_not_given_up() -> None:
     assert is_given_up(lease_after_contact(LOCAL, 150.0), 150.1, is_connected=True)
 
 
+def test_a_node_that_will_be_taken_away_does_not_wait_for_a_head() -> None:
+    """It would be killed with what only it holds; a head that answers plans it out."""
+    heard = lease_after_contact(ELSEWHERE, 105.0)
+
+    assert not is_given_up(heard, 104.9, is_connected=False, is_leaving=True)
+    assert is_given_up(heard, 105.1, is_connected=False, is_leaving=True)
+    assert not is_given_up(heard, 105.1, is_connected=False)
+
+
 def test_an_answer_ends_the_search_for_a_coordinator() -> None:
     """The patience begins anew with each answer."""
     answered = renewed_lease(ELSEWHERE, 160.0)

@@ -232,7 +232,7 @@ class _Agent:
         self._lease = first_lease(self._lease_s, time.monotonic(), patience_s=spec.patience_s)
         self._offset: ClockOffset | None = None  # Of the coordinator's clock from this one.
         self._cpu_steal = CpuSteal(TICKS_PER_LEASE)
-        self._is_shut_down = False
+        self._is_shut_down = self._is_leaving = False
         self._parts: PartReports | None = None  # There are some once the head is given up.
         addresses = (spec.coordinator, *spec.other_coordinators)
         place = spec.job.checkpoint.directory if spec.parts else ""
@@ -387,6 +387,7 @@ class _Agent:
 
     def _on_notice(self, after_s: float) -> None:
         """Reports that the node will be taken away in `after_s` seconds."""
+        self._is_leaving = True
         self._report(NoticeTaken(node=self._spec.node, rank=self._spec.rank, after_s=after_s))
 
     async def _watch_notices(self) -> None:
@@ -475,7 +476,8 @@ class _Agent:
                 node=self._spec.node, sent_s=now_s, offset=self._offset, request=request
             )
             to_coordinator.write(frame(heartbeat))
-        if is_given_up(self._lease, now_s, is_connected=to_coordinator is not None):
+        is_connected, is_leaving = to_coordinator is not None, self._is_leaving
+        if is_given_up(self._lease, now_s, is_connected=is_connected, is_leaving=is_leaving):
             self._give_up(f"its lease ran out {now_s - self._lease.end_s:.1f} s ago, unanswered")
         if to_coordinator is not None and is_silent(self._lease, now_s):
             self._session.cancel()

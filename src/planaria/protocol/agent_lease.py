@@ -97,12 +97,20 @@ def is_silent(lease: AgentLease, now_s: float) -> bool:
     return bool(lease.patience_s) and now_s > heard_s + lease.lease_s
 
 
-def is_given_up(lease: AgentLease, now_s: float, *, is_connected: bool) -> bool:
+def is_given_up(
+    lease: AgentLease, now_s: float, *, is_connected: bool, is_leaving: bool = False
+) -> bool:
     """Whether a coordinator was away, or left heartbeats unanswered, for so long that the node must
-    end itself."""
+    end itself.
+
+    Args:
+        is_leaving: whether the node will be taken away: it saves what it holds while it can, and
+            does not look for a coordinator any more once its lease has run out.
+    """
     since_s = max(lease.end_s, lease.awake_since_s)
     if lease.patience_s:  # Who says something, if only while its disk is slow, is not away.
-        return now_s > max(since_s, lease.heard_s) + lease.patience_s
+        patience_s = 0.0 if is_leaving else lease.patience_s
+        return now_s > max(since_s, lease.heard_s) + patience_s
     return is_connected and now_s > since_s + lease.lease_s
 
 
