@@ -44,8 +44,8 @@ def any_message_is_an_answer(patch: pytest.MonkeyPatch) -> None:
 def nodes_have_no_patience(patch: pytest.MonkeyPatch) -> None:
     """A node ends itself as it would beside the head."""
 
-    def given_up(lease: AgentLease, now_s: float, *, is_connected: bool) -> bool:
-        return is_given_up(replace(lease, patience_s=0.1), now_s, is_connected=is_connected)
+    def given_up(lease: AgentLease, now_s: float, **facts: bool) -> bool:
+        return is_given_up(replace(lease, patience_s=0.1), now_s, **facts)
 
     patch.setattr(agent, "is_given_up", given_up)
 

@@ -130,7 +130,7 @@ class SimulatedAgent:
         self._to_coordinator: Endpoint | None = None
         self._closed: Future[None]
         self._silent_ends: list[Endpoint] = []
-        self._is_shut_down = False
+        self._is_shut_down = self._is_leaving = False
         self._offset: ClockOffset | None = None
         self.process = Process(
             surroundings.loop, f"agent {node}", place=node, on_error=on_error, rate=rate
@@ -156,9 +156,12 @@ class SimulatedAgent:
     def give_notice(self, after_s: float) -> None:
         """Gives the node a preemption notice: it will be gone after `after_s`."""
         rank = self.node * self._surroundings.job.scenario.devices_per_node
-        self.process.call(
-            lambda: self._report(NoticeTaken(node=self.node, rank=rank, after_s=after_s))
-        )
+
+        def take() -> None:
+            self._is_leaving = True
+            self._report(NoticeTaken(node=self.node, rank=rank, after_s=after_s))
+
+        self.process.call(take)
 
     def raise_once(self, place: str) -> None:
         """Has the code in one of the workers raise once at a place, for a mistake in the job's
@@ -174,8 +177,10 @@ class SimulatedAgent:
 
     async def _serve(self) -> None:
         """Connects to the coordinator again and again and serves each connection until it ends."""
+        since_s = self.process.now_s
         while not self._is_shut_down:
-            pause_s = reconnect_s(LEASE_S, is_refused=False)
+            lost_s = self.process.now_s - since_s
+            pause_s = reconnect_s(LEASE_S, lost_s=lost_s, is_refused=False)
             await self.process.sleep(self._surroundings.network.latency_s() + pause_s)
             end = self._surroundings.coordinator_connection(self)
             if end is None:
@@ -194,6 +199,7 @@ class SimulatedAgent:
             self._lease = lease_after_contact(self._lease, self.process.now_s)
             self._send_heartbeat()
             await closed
+            since_s = self.process.now_s
             self._to_coordinator = None
             self._send_heartbeat()
 
@@ -265,7 +271,8 @@ class SimulatedAgent:
                 node=self.node, sent_s=now_s, offset=self._offset, request=request
             )
             to_coordinator.send(heartbeat)
-        if is_given_up(self._lease, now_s, is_connected=to_coordinator is not None):
+        is_connected, is_leaving = to_coordinator is not None, self._is_leaving
+        if is_given_up(self._lease, now_s, is_connected=is_connected, is_leaving=is_leaving):
             self._end_node(UNANSWERED)
         elif to_coordinator is not None and is_silent(self._lease, now_s):
             self._leave_silent(to_coordinator)
