@@ -116,7 +116,7 @@ def test_the_simulation_finds_a_bug_planted_in_copies_or_grants(
         (planted_around.any_error_is_the_jobs, draw_code_errors, 44),
         (planted_around.jobs_go_on_without_records, draw_full_disk, 0),
         (planted_around.what_is_live_is_given_up, draw_full_disk, 0),
-        (planted_around.who_saves_begins_a_new_job, draw_full_disk, 665),
+        (planted_around.who_saves_begins_a_new_job, draw_full_disk, 914),
         (planted_around.restarts_take_no_time, draw_faults, 0),
         (planted_around.nobody_is_idle, draw_faults, 0),
         (planted_around.nothing_is_redundant, draw_faults, 0),
@@ -151,7 +151,7 @@ def test_the_simulation_finds_a_plan_without_room(monkeypatch: pytest.MonkeyPatc
         (planted_machines.closed_connections_are_lost_nodes, draw_head_faults, 0),
         (planted_machines.any_message_is_an_answer, draw_head_faults, 125),
         (planted_machines.nodes_have_no_patience, draw_head_faults, 0),
-        (planted_machines.nobody_is_waited_for, draw_spot_faults, 11),
+        (planted_machines.nobody_is_waited_for, draw_spot_faults, 56),
         (planted_machines.who_comes_while_all_wait_is_not_taken, draw_spot_faults, 9),
     ],
 )
