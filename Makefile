@@ -44,7 +44,7 @@ SOURCES := src tests examples docs/draw_architecture.py $(if $(wildcard benchmar
 .DELETE_ON_ERROR:
 .PHONY: help demo unit test green sim soak sweep chaos hosts check docs profiles bench clean
 .PHONY: gpu-bits gpu-speed torches
-.PHONY: gpu2 results
+.PHONY: gpu2 results clusters
 
 help:
 	@echo 'make demo     train on six nodes, kill two, compare the bits with a run without faults'
@@ -57,6 +57,7 @@ help:
 	@echo 'make chaos    every loss: each node, each step, twice; then half an hour of drawn faults'
 	@echo 'make hosts    jobs on several machines, made of namespaces: as root, or else without cuts;'
 	@echo '              then six machines that lose nodes, and their downtimes beside one machine'
+	@echo 'make clusters real schedulers start jobs on test hosts, and machines are lost'
 	@echo 'make torches  the fast tests of the engine on the oldest and the newest torch (TORCHES=)'
 	@echo 'make check    formatting, lint and types'
 	@echo 'make docs     write the generated pages and the pictures in docs/'
@@ -92,7 +93,7 @@ soak: $(READY)
 	$(BIN)/python benchmarks/curves.py --iterations 3500 --plot docs/curves.svg
 
 sweep: $(READY)
-	$(BIN)/python -m pytest -m 'long and not faults and not hosts'
+	$(BIN)/python -m pytest -m 'long and not faults and not hosts and not clusters'
 
 chaos: $(READY)
 	$(BIN)/python -m pytest -m faults
@@ -103,6 +104,12 @@ chaos: $(READY)
 hosts: $(READY)
 	$(PYTEST) -m hosts
 	$(BIN)/python tests/downtimes.py || [ $$? -eq 2 ]
+
+# A real Slurm of four nodes, by root.
+clusters: $(READY)
+	@for program in munged slurmctld slurmd sbatch; do command -v $$program > /dev/null || { \
+		echo "make clusters needs $$program: apt-get install slurm-wlm munge" >&2; exit 2; }; done
+	$(PYTEST) -m clusters -rs
 
 # An environment for each version is made in reports/torches and kept.
 torches: $(READY)

@@ -20,7 +20,12 @@ for task in "${tasks[@]}"; do
 done
 exit "${worst:-0}"
 """
-_SCONTROL = 'echo "$*" >> "$FAKES/scontrol.words"\n'
+_SCONTROL = """\
+case $1 in
+    requeue) echo "$*" >> "$FAKES/scontrol.words" ;;
+    *) echo 127.0.0.1 ;;
+esac
+"""
 # Runs the command that ssh would run on a machine, here; it knows its options with values only.
 _SSH = """\
 while [[ $1 = -* ]]; do [ "$1" = -n ] && shift || shift 2; done

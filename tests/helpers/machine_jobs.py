@@ -237,7 +237,7 @@ def local_digests(directory: Path, server: ForkServer) -> tuple[str, str]:
     """What the same job ends with where its nodes are processes of this machine."""
     here = [f"{table}.target=helpers.slow_layers:{name}" for table, name in _TARGETS.items()]
     fewer = ("cluster.nodes=2", "resilience.failures_tolerated=0")
-    path = _write_job(directory, directory / "checkpoints")
+    path = write_job(directory, directory / "checkpoints")
     config = load_job(path, overrides=(*here, *fewer))
     final = Job(config).train(server=server).report.final
     return final.parameters_sha256, final.optimizer_sha256
@@ -270,10 +270,10 @@ def _free_address(host: Host) -> str:
 
 
 def _slow_job_words(directory: Path, saves: Path) -> tuple[str, ...]:
-    return (str(_write_job(directory, saves)),)
+    return (str(write_job(directory, saves)),)
 
 
-def _write_job(directory: Path, saves: Path) -> Path:
+def write_job(directory: Path, saves: Path) -> Path:
     """Writes the job file and the module of its model."""
     shutil.copy(_MODULE, directory)
     path = directory / "job.toml"

@@ -185,6 +185,27 @@ def test_nodes_that_were_evicted_or_have_given_up_do_not_come_back(tmp_path: Pat
     assert nodes_that_may_live(record, journal, note=pytest.fail) == frozenset((1, 3, 4))
 
 
+def test_nobody_is_waited_for_once_most_nodes_have_saved_a_whole_state(tmp_path: Path) -> None:
+    """Of a node whose machine was lost with the head nobody hears that it does not live."""
+    left, journal = Left(tmp_path / "saves"), tmp_path / "journal"
+    journal.mkdir()
+    log = NodeLog(journal)
+    for node in range(3):
+        log.add(node)
+    log.close()
+    record = RunRecord(
+        run="a1", job=left.config, prepared=Prepared(), resumed=None, parts=left.place.name
+    )
+    left.place.write_mark(EpochMark(epoch=0, nodes=(0, 1, 2), job=left.job))
+    left.save_part(0, 1, age=17)
+    assert nodes_that_may_live(record, journal, note=pytest.fail) == frozenset((1, 2))
+    left.place.write_answer(PartAnswer(node=1, rank=1, epoch=0, since=-1))
+
+    assert nodes_that_may_live(record, journal, note=pytest.fail) == frozenset()
+    left.save_part(0, age=17)
+    assert nodes_that_may_live(record, journal, note=pytest.fail) == frozenset((2,))
+
+
 def test_any_node_may_live_where_nobody_can_read_which(tmp_path: Path) -> None:
     """To wait too long is better than to lose what nodes hold."""
     left = Left(tmp_path / "saves")

@@ -15,7 +15,12 @@ from typing import Final, TypeVar
 
 import psutil
 
-from planaria.checkpoint.disk.assembly import assemble, has_parts, lacks_parts
+from planaria.checkpoint.disk.assembly import (
+    assemble,
+    has_newest_state,
+    has_parts,
+    lacks_parts,
+)
 from planaria.checkpoint.disk.parts import (
     HeadMark,
     RunPlace,
@@ -200,6 +205,7 @@ def nodes_that_may_live(
     """The nodes of a run that may come back to the next head; None: any may.
 
     They are those that were started, without those that were evicted or have given their head up.
+    If most members have, and their parts make a whole state, nobody is worth waiting for.
 
     Args:
         directory: directory of the run's journal.
@@ -216,8 +222,12 @@ def nodes_that_may_live(
         note(f"{error}: which nodes of the lost head may live is not known")
         return None
     members = {node for mark in contents.marks for node in mark.nodes}
-    evicted = members.difference(*(mark.nodes for mark in contents.marks[-1:]))
-    return nodes - evicted - {answer.node for answer in contents.answers}
+    newest = frozenset(contents.marks[-1].nodes) if contents.marks else frozenset()
+    evicted = members - newest if contents.marks else frozenset()
+    living = nodes - evicted - {answer.node for answer in contents.answers}
+    if 2 * len(newest & living) < len(newest) and has_newest_state(contents):
+        return frozenset()
+    return living
 
 
 def next_parts(config: JobConfig, run: str) -> str:

@@ -128,16 +128,10 @@ def member_parts(contents: RunContents) -> tuple[int, tuple[RankPart, ...], str]
 
 
 def lacks_parts(contents: RunContents, *, devices_per_node: int) -> bool:
-    """Whether parts are missing that ranks may still be writing, and that would make a newer save.
-
-    None are if all layers exist at the age to which the newest vector brings all ranks.
-    """
+    """Whether parts are missing that ranks may still be writing and that make a newer save."""
     if not contents.answers and not contents.parts:
         return False
-    _, parts, _ = member_parts(contents)
-    ages = [layer.age for part in parts for layer in part.layers]
-    ages += [answer.vector_iteration + 1 for answer in contents.answers]
-    if parts and not complete_files(parts, age=max(ages))[1]:
+    if has_newest_state(contents):
         return False
     nodes = contents.marks[-1].nodes if contents.marks else ()
     ranks = {
@@ -145,6 +139,16 @@ def lacks_parts(contents: RunContents, *, devices_per_node: int) -> bool:
     }
     ranks |= {answer.rank for answer in contents.answers}
     return not ranks <= {part.rank for part in contents.parts}
+
+
+def has_newest_state(contents: RunContents) -> bool:
+    """Whether all layers exist at the age to which the newest vector brings all ranks."""
+    if not contents.parts:
+        return False
+    _, parts, _ = member_parts(contents)
+    ages = [layer.age for part in parts for layer in part.layers]
+    ages += [answer.vector_iteration + 1 for answer in contents.answers]
+    return bool(parts) and not complete_files(parts, age=max(ages))[1]
 
 
 def complete_files(parts: Sequence[RankPart], *, age: int) -> tuple[Files, str]:

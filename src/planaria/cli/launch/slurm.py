@@ -20,56 +20,78 @@ _SCRIPT: Final = AtTemplate("""\
 #SBATCH --open-mode=append
 #SBATCH --nodes=@{slurm_nodes}
 #SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --mem=0
 @{more}
-# The loss of a machine does not end the job. That of the first one, on which the head is, does, and
-# Slurm queues the job again.
+# The loss of a machine does not end the job. If the first one is lost, on which the head and this
+# script are, the next ones save what they hold and queue the job again.
 #SBATCH --no-kill
 #SBATCH --requeue
 # This script gets SIGUSR1 so many seconds before the time of the job is over.
 #SBATCH --signal=B:USR1@@@{signal_s}
 
-requeues_max=20
 export code_file=$PWD/.@{name}-$SLURM_JOB_ID.code  # Exit code of the machine with the head.
 rm -f "$code_file"
+
+# Waits for some seconds, without a process that would be left behind.
+pause() { read -rt "$1" <> <(:) || :; }
+
+# Queues the job again, at most 20 times.
+queue_again() {
+    [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ] && scontrol requeue "$SLURM_JOB_ID"
+}
+
+# Runs on the second to fourth machine: waits until Slurm has lost the first one.
+watch_first() {
+    first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    while pause "${watch_s:-30}"; do
+        case $(sinfo --noheader --nodes="$first" --format=%T) in
+            down*) queue_again || scancel "$SLURM_JOB_ID" ;;
+        esac
+    done
+}
 
 # Runs on each machine.
 machine() {
     # Slurm may send a signal to this shell alone, or to all processes of the machine.
-    trap 'is_told=yes; kill -TERM "$child" 2> /dev/null' USR1 TERM
+    trap 'is_told=yes; is_leaving=yes; kill -TERM "$child" 2> /dev/null' USR1 TERM
+    case $SLURM_PROCID in [123]) watch_first & watch=$! ;; esac
+    code=130
     for try in {1..20}; do
+        [ -z "$is_leaving" ] || break
         @{command} &
         child=$!
         while is_told=; wait "$child"; code=$?; [ "$is_told" ]; do :; done
         # 75: there was no head, or no process could be started. 128 and more: it was killed.
         case $code in
             130) break ;;
-            75 | 129 | 1[3-9]?) sleep "${restart_s:-10}" ;;
+            75 | 129 | 1[3-9]?) sleep "${restart_s:-10}" & child=$!; wait "$child" ;;
             *) break ;;
         esac
     done
+    [ -z "$watch" ] || kill "$watch" 2> /dev/null
     if [ "$SLURM_PROCID" = 0 ]; then echo "$code" > "$code_file"; fi
     exit "$code"
 }
-export -f machine
+export -f pause queue_again watch_first machine
 
-is_time_over=no
-srun --no-kill -K0 --wait=0 --ntasks-per-node=1 bash -c machine &
+srun --no-kill -K0 --wait=0 --ntasks-per-node=1 --export=ALL bash -c machine &
 srun=$!
-trap 'is_time_over=yes; is_told=yes; kill -USR1 "$srun"' USR1
+# Once the head has ended, the other machines have a minute.
+(until [ -s "$code_file" ]; do pause 5; done; pause 60; kill -TERM "$srun") &
+limit=$!
+trap 'is_told=yes; kill -USR1 "$srun"' USR1
 while is_told=; wait "$srun"; [ "$is_told" ]; do :; done
+kill "$limit" 2> /dev/null
 
 code=$(cat "$code_file" 2> /dev/null || echo lost)
 rm -f "$code_file"
 case $code in
-    0) exit 0 ;;                    # The job is done.
-    3 | lost) is_again=yes ;;       # It ended unfinished, or the machine of the head was lost.
-    130) is_again=$is_time_over ;;  # It was stopped, after a save.
-    *) is_again=no ;;               # 1, 2: starting it again changes nothing.
+    0) exit 0 ;;  # The job is done.
+    # It ended unfinished, or was stopped after a save: the time is over, or others need machines.
+    # Slurm does not queue a job again that a user has cancelled.
+    3 | 130 | lost) echo "the head's machine ended with $code"; queue_again && exit ;;
 esac
-echo "the head's machine ended with $code"
-if [ $is_again = yes ] && [ "${SLURM_RESTART_COUNT:-0}" -lt $requeues_max ]; then
-    exec scontrol requeue "$SLURM_JOB_ID"
-fi
 [ "$code" != lost ] || code=3
 exit "$code"
 """)
