@@ -142,6 +142,20 @@ def test_the_loss_of_the_head_s_machine_loses_nothing_that_was_trained(
     assert "Restarts=1" in cluster.run("scontrol", "show", "job", job.number)
 
 
+def test_a_machine_that_is_drained_is_left_in_peace(
+    job: Launched, cluster: Slurm, expected: tuple[str, str]
+) -> None:
+    """Slurm interrupts nothing on it."""
+    name = cluster.nodes[3].name
+    cluster.run("scontrol", "update", f"nodename={name}", "state=drain", "reason=test")
+    node = job.wait_log(rf"^node (\d+) starts on {name} ")[1]
+    job.wait_log(rf"^node {node} leaves the job$")
+    job.wait_log(rf"^node {node} has ended$")
+
+    assert job.digests() == expected
+    assert not re.search("^lost: ", job.log, re.MULTILINE)
+
+
 def test_who_cancels_a_job_finds_it_saved(job: Launched, cluster: Slurm) -> None:
     """It is not queued again."""
     cluster.run("scancel", job.number)

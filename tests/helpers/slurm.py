@@ -104,6 +104,9 @@ class Slurm:
         for signal in ("KILL", "TERM"):  # The first one spares the time that processes have to end.
             with suppress(AssertionError):  # It has ended.
                 self.run("scancel", "--full", f"--signal={signal}", job)
+        for host in self.nodes:
+            with suppress(AssertionError):  # Slurm resumes only those that were drained or down.
+                self.run("scontrol", "update", f"nodename={host.name}", "state=resume")
         self._start_nodes()
 
     def run(self, *command: str) -> str:

@@ -375,10 +375,56 @@ def test_the_environment_names_another_server_of_metadata(
     assert parse_notice_source("gcp").read() == 30.0
 
 
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of what Slurm says of the machine; there is no controller while it is missing."""
+    state, program = tmp_path / "state", tmp_path / "scontrol"
+    program.write_text(
+        f'#!/bin/sh\n[ "$*" = "--oneliner show node n7" ] && cat {state} || '
+        '{ echo "no controller" >&2; exit 1; }\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
+    return state
+
+
+@pytest.mark.parametrize(
+    ("state", "after_s"),
+    [
+        ("ALLOCATED", None),
+        ("MIXED", None),
+        ("ALLOCATED+DRAIN", 40.0),
+        ("IDLE+DRAIN", 40.0),
+        ("DRAINING", 40.0),
+        ("DOWN+DRAIN+NOT_RESPONDING", 40.0),
+    ],
+)
+def test_slurm_says_whether_it_drains_the_machine(
+    state: str, after_s: float | None, scontrol: Path
+) -> None:
+    """It interrupts nothing there."""
+    scontrol.write_text(f"NodeName=n7 Arch=x86_64 State={state} Owner=N/A Reason=DRAIN later\n")
+
+    assert parse_notice_source("slurm", default_s=40.0).read() == after_s
+
+
+@pytest.mark.usefixtures("scontrol")
+def test_a_controller_that_is_away_is_an_error_and_no_notice() -> None:
+    with pytest.raises(OSError, match="ended with 1: no controller"):
+        parse_notice_source("slurm").read()
+
+
+def test_slurm_is_asked_only_in_a_job_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    with pytest.raises(ConfigError, match="SLURMD_NODENAME"):
+        parse_notice_source("slurm")
+
+
 @pytest.mark.parametrize("text", ["", "leave", "EC2", "azure", "ftp://host/leave", "./leave"])
 def test_a_text_that_names_no_source_is_refused(text: str) -> None:
     """A relative path means another file on each machine."""
-    with pytest.raises(ConfigError, match=r'path of a file, .* "ec2" or "gcp"') as caught:
+    with pytest.raises(ConfigError, match=r"path of a file, .* ec2, gcp or slurm") as caught:
         parse_notice_source(text, field="cluster.notice")
     assert caught.value.field == "cluster.notice"
 

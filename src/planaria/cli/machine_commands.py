@@ -32,7 +32,7 @@ Notice = Annotated[
     typer.Option(
         metavar="SOURCE",
         help="Where this machine looks for a notice that it will be taken away: the absolute path "
-        "of a file, a URL, ec2 or gcp. Default: cluster.notice of the job.",
+        "of a file, a URL, ec2, gcp or slurm. Default: cluster.notice of the job.",
     ),
 ]
 

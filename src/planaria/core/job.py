@@ -345,8 +345,8 @@ class ClusterConfig:
         "where each node looks for a notice that it will be taken away; the absolute path of a "
         "file that is made as the notice, or an http:// URL that answers with one (its text may be "
         "the number of seconds that are left, or a time such as 2026-01-31T12:00:00Z); ec2 or "
-        "gcp: the machine's own metadata in that cloud; {node} is replaced by the node's number; "
-        "empty: nowhere",
+        "gcp: the machine's own metadata in that cloud; slurm: whether Slurm drains it; {node} "
+        "is replaced by the node's number; empty: nowhere",
     )
     rejoin_delay_s: float = _key(
         10.0,

@@ -4,6 +4,8 @@
     http://HOST:PORT/X    a URL; an answer with status 2xx and a body is a notice, 404 is none
     ec2                   the metadata of a spot instance of Amazon EC2
     gcp                   the metadata of a virtual machine of Google Compute Engine
+    slurm                 the state of this machine in Slurm, which interrupts nothing on a machine
+                          that it drains
 
 The text of a file or body may say when the machine will be gone: a number of seconds, from when
 the notice is first seen, or a time as RFC 3339 writes it (2026-01-31T12:00:00Z), which is compared
@@ -14,14 +16,17 @@ A source is polled by a process of its own, the watcher, because a read of a net
 hang, and because an agent, which forks workers, must not have threads.
 
 Source: "Spot Instance interruption notices" and "Use the Instance Metadata Service" (Amazon EC2);
-"Preemptible VM instances" and "Handle GPU host maintenance events" (Google Compute Engine).
+"Preemptible VM instances" and "Handle GPU host maintenance events" (Google Compute Engine);
+scontrol(1), "drain".
 """
 
 import contextlib
 import http.client
 import logging
 import os
+import re
 import socket
+import subprocess
 import time
 from collections.abc import Mapping
 from datetime import datetime
@@ -50,6 +55,10 @@ _GCP_PREEMPTION_S: Final = 30.0
 # One hour for a machine with GPUs; the metadata do not say which it is.
 _GCP_MAINTENANCE_S: Final = 60.0
 _GCP_HEADERS: Final = {"Metadata-Flavor": "Google"}
+_SLURM_PAUSE_S: Final = 30.0  # Thousands of machines ask one controller.
+_SLURM_TIMEOUT_S: Final = 20.0
+_SLURM_NODE: Final = "SLURMD_NODENAME"
+_SLURM_STATE: Final = re.compile(r"\bState=(\S+)")
 
 
 class NoticeSource(Protocol):
@@ -73,7 +82,7 @@ class NoticeSource(Protocol):
 def parse_notice_source(
     text: str, *, field: str = "--notice", default_s: float = 30.0, metadata_url: str = ""
 ) -> NoticeSource:
-    """The source that a text names: an absolute path, a URL, "ec2" or "gcp".
+    """The source that a text names: an absolute path, a URL, "ec2", "gcp" or "slurm".
 
     Args:
         field: key or option that the text was given for, for the error.
@@ -88,13 +97,18 @@ def parse_notice_source(
         return _Ec2Source(server.rstrip("/"), default_s=default_s)
     if text == "gcp":
         return _GcpSource(server.rstrip("/"))
+    if text == "slurm":
+        if not (node := os.environ.get(_SLURM_NODE, "")):
+            remedy = f"is of use only in a job of Slurm, where ${_SLURM_NODE} names the machine"
+            raise ConfigError(field, text, remedy)
+        return _SlurmSource(node, default_s=default_s)
     if text.startswith(("http://", "https://")):
         if not _is_url(text):
             raise ConfigError(field, text, "must name a host, and a port from 1 to 65535 if any")
         return _UrlSource(text, default_s=default_s)
     if text.startswith("/"):
         return _FileSource(Path(text), default_s=default_s)
-    remedy = 'must be the absolute path of a file, an http:// or https:// URL, "ec2" or "gcp"'
+    remedy = "must be the absolute path of a file, an http:// or https:// URL, ec2, gcp or slurm"
     raise ConfigError(field, text, remedy)
 
 
@@ -266,6 +280,32 @@ class _GcpSource:
         if value not in among:
             raise ValueError(f"{name} is {value[:200]!r}, not one of {', '.join(among)}")
         return value
+
+
+class _SlurmSource:
+    """What Slurm says of one of its nodes. A drained one is given back once nothing runs on it."""
+
+    pause_s = _SLURM_PAUSE_S
+
+    def __init__(self, node: str, *, default_s: float) -> None:
+        self._node = node
+        self._default_s = default_s
+
+    def __str__(self) -> str:
+        return f"Slurm's state of {self._node}"
+
+    def read(self) -> float | None:
+        words = ("scontrol", "--oneliner", "show", "node", self._node)
+        try:
+            asked = subprocess.run(
+                words, capture_output=True, text=True, timeout=_SLURM_TIMEOUT_S, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError(f"scontrol got no answer in {_SLURM_TIMEOUT_S:g} s") from error
+        state = _SLURM_STATE.search(asked.stdout)
+        if asked.returncode or state is None:
+            raise OSError(f"scontrol ended with {asked.returncode}: {asked.stderr[:200].strip()}")
+        return self._default_s if "DRAIN" in state[1] else None
 
 
 def _seconds_left(text: str, default_s: float) -> float:

@@ -114,6 +114,7 @@ def slurm_script(
         more.append(f"#SBATCH --gpus-per-node={request.devices_per_node}")
     # The port follows from the number of the job, unless one is given.
     head = f'--rdzv-endpoint "$(scontrol show hostnames | head -n 1):{request.port}"'
+    parts = ("--notice slurm", *((head,) if request.port else ()))
     return _SCRIPT.substitute(
         job=request.job,
         name=request.name,
@@ -121,5 +122,5 @@ def slurm_script(
         slurm_nodes=f"{low}-{high}" if low < high else high,
         more="".join(f"{line}\n" for line in more),
         signal_s=signal_s,
-        command=shell_command(request, head if request.port else "", indent=8),
+        command=shell_command(request, *parts, indent=8),
     )
