@@ -411,7 +411,7 @@ def test_slurm_says_whether_it_drains_the_machine(
 
 @pytest.mark.usefixtures("scontrol")
 def test_a_controller_that_is_away_is_an_error_and_no_notice() -> None:
-    with pytest.raises(OSError, match="ended with 1: no controller"):
+    with pytest.raises(OSError, match="no controller"):
         parse_notice_source("slurm").read()
 
 
