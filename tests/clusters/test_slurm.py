@@ -27,6 +27,7 @@ pytestmark = [
 ]
 
 NUM_NODES: Final = 4
+SETTINGS: Final = ("--set", "cluster.device_memory_bytes=200000")  # One node can hold the model.
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ class Launched:
         self._hurry = directory / "hurry"
         write_job(directory, directory / "saves")
         write_credentials(directory / "token")
-        words = ("planaria", "launch", "job.toml", "--on", "slurm", "--nodes", "3:4")
+        words = ("planaria", "launch", "job.toml", "--on", "slurm", "--nodes", "3:4", *SETTINGS)
         variables = {HURRY: str(self._hurry), "watch_s": "2"}
         process = cluster.start(*words, "--token-file", "token", cwd=directory, env=variables)
         assert process.wait(TIMEOUT_S) == 0, process.output

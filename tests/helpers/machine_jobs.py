@@ -233,12 +233,15 @@ def machine_job(
         raise
 
 
-def local_digests(directory: Path, server: ForkServer) -> tuple[str, str]:
+def local_digests(
+    directory: Path, server: ForkServer, *, iterations: int = ITERATIONS
+) -> tuple[str, str]:
     """What the same job ends with where its nodes are processes of this machine."""
     here = [f"{table}.target=helpers.slow_layers:{name}" for table, name in _TARGETS.items()]
     fewer = ("cluster.nodes=2", "resilience.failures_tolerated=0")
+    length = f"training.iterations={iterations}"
     path = write_job(directory, directory / "checkpoints")
-    config = load_job(path, overrides=(*here, *fewer))
+    config = load_job(path, overrides=(*here, *fewer, length))
     final = Job(config).train(server=server).report.final
     return final.parameters_sha256, final.optimizer_sha256
 

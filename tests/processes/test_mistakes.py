@@ -342,8 +342,9 @@ def test_a_loss_that_is_no_number_ends_training_and_is_in_the_report() -> None:
     )
     assert 0 < committed <= int(iteration), told
     assert result.stderr.count("\n") == 1, told
-    (event,) = report["events"]
+    event = report["events"][-1]  # On a busy machine the job may have planned anew before.
     assert (event["kind"], event["iteration"]) == ("failed", committed), told
+    assert {each["kind"] for each in report["events"]}.isdisjoint({"lost", "restarted"}), told
     assert "diverged" in event["reason"]
 
 

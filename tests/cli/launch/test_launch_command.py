@@ -1,5 +1,6 @@
 """`planaria launch`: what it writes, what it refuses, and what the files do with exit codes."""
 
+import itertools
 import os
 import re
 import runpy
@@ -428,6 +429,7 @@ class FakeGroup:
 def fake_ray(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Puts a module in the place of ray; returns the options with which actors will be started."""
     started: list[dict[str, Any]] = []
+    num_asked = itertools.count()
     ray, util = ModuleType("ray"), ModuleType("ray.util")
     groups, strategies = (ModuleType(f"ray.util.{n}") for n in ("placement_group", "strategies"))
 
@@ -444,7 +446,13 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         wait=lambda refs: ([max(refs, key=lambda ref: ref.rank)], []),
         exceptions=type("exceptions", (), {"RayActorError": ActorLost}),
     )
-    util.__dict__.update(get_node_ip_address=lambda: "127.0.0.1")
+
+    def address() -> str:
+        if next(num_asked) % 2 == 0:  # Ray has not replaced the machine yet, or none is there yet.
+            raise ActorLost
+        return "127.0.0.1"
+
+    util.__dict__.update(get_node_ip_address=address)
     groups.__dict__.update(placement_group=FakeGroup, PlacementGroup=FakeGroup)
     strategies.__dict__.update(
         PlacementGroupSchedulingStrategy=lambda group, **index: (group, index)

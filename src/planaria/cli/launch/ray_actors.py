@@ -62,6 +62,15 @@ def start_machine(group: PlacementGroup, index: int) -> "ray.actor.ActorHandle":
     return actor.remote()
 
 
+def address_of(machine: "ray.actor.ActorHandle") -> str:
+    """The address of an actor's machine, once it has one: Ray may be replacing a lost one."""
+    while True:
+        try:
+            return str(ray.get(machine.address.remote()))
+        except ray.exceptions.RayActorError:
+            time.sleep(PAUSE_S)
+
+
 def main() -> int:
     """Runs the job; returns the exit code of the machine with the head, the first one."""
     ray.init()
@@ -70,7 +79,7 @@ def main() -> int:
     machines = [start_machine(group, index) for index in range(MIN_MACHINES)]
     num_more = MAX_MACHINES - MIN_MACHINES  # Each of these comes when Ray has it.
     machines += [start_machine(placement_group([BUNDLE]), 0) for _ in range(num_more)]
-    head = ray.get(machines[0].address.remote())
+    head = address_of(machines[0])
     running = {machine.run.remote(rank, head): rank for rank, machine in enumerate(machines)}
     num_restarts = 0
     while True:
@@ -87,7 +96,7 @@ def main() -> int:
             if not is_again or num_restarts == RESTARTS_MAX:
                 return 3 if code is None else code
             num_restarts += 1
-            head = ray.get(machines[0].address.remote())
+            head = address_of(machines[0])
         if is_again:
             time.sleep(PAUSE_S)
             running[machines[rank].run.remote(rank, head)] = rank
