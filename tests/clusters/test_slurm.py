@@ -162,3 +162,5 @@ def test_who_cancels_a_job_finds_it_saved(job: Launched, cluster: Slurm) -> None
     cluster.run("scancel", job.number)
     job.wait_log("^saved iteration ")
     job.wait_state("CANCELLED")
+
+    assert "Restarts=0" in cluster.run("scontrol", "show", "job", job.number)

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +50,15 @@ class Left:
         self.place = RunPlace(self.tier.storage, RUN)
         self.notes: list[str] = []
         self.job = dict(fingerprint(self.config))
+
+    def record(self, journal: Path, *, num_nodes: int) -> RunRecord:
+        """The record of the head's run, whose journal says that so many nodes were started."""
+        journal.mkdir()
+        with closing(NodeLog(journal)) as log:
+            for node in range(num_nodes):
+                log.add(node)
+        name = self.place.name
+        return RunRecord(run="a1", job=self.config, prepared=Prepared(), resumed=None, parts=name)
 
     def mark(self) -> None:
         self.place.write_mark(EpochMark(epoch=0, nodes=(0,), job=self.job))
@@ -169,14 +179,7 @@ def test_each_run_has_a_higher_number_than_those_before(tmp_path: Path) -> None:
 def test_nodes_that_were_evicted_or_have_given_up_do_not_come_back(tmp_path: Path) -> None:
     """The next head would wait for them in vain. One that has just joined is in no mark yet."""
     left, journal = Left(tmp_path / "saves"), tmp_path / "journal"
-    journal.mkdir()
-    log = NodeLog(journal)
-    for node in range(5):
-        log.add(node)
-    log.close()
-    record = RunRecord(
-        run="a1", job=left.config, prepared=Prepared(), resumed=None, parts=left.place.name
-    )
+    record = left.record(journal, num_nodes=5)
     assert nodes_that_may_live(record, journal, note=pytest.fail) == frozenset(range(5))
     left.place.write_mark(EpochMark(epoch=0, nodes=(0, 1, 2), job=left.job))
     left.place.write_mark(EpochMark(epoch=1, nodes=(1, 2, 3), job=left.job))
@@ -188,14 +191,7 @@ def test_nodes_that_were_evicted_or_have_given_up_do_not_come_back(tmp_path: Pat
 def test_nobody_is_waited_for_once_most_nodes_have_saved_a_whole_state(tmp_path: Path) -> None:
     """Of a node whose machine was lost with the head nobody hears that it does not live."""
     left, journal = Left(tmp_path / "saves"), tmp_path / "journal"
-    journal.mkdir()
-    log = NodeLog(journal)
-    for node in range(3):
-        log.add(node)
-    log.close()
-    record = RunRecord(
-        run="a1", job=left.config, prepared=Prepared(), resumed=None, parts=left.place.name
-    )
+    record = left.record(journal, num_nodes=3)
     left.place.write_mark(EpochMark(epoch=0, nodes=(0, 1, 2), job=left.job))
     left.save_part(0, 1, age=17)
     assert nodes_that_may_live(record, journal, note=pytest.fail) == frozenset((1, 2))

@@ -352,9 +352,7 @@ class Job:
                 ended = launcher.run()
                 held.close()
                 observer.record_end(launcher.unfired_injections)
-                if failure_of(ended, left) is None:
-                    remove_parts(left, begun.parts)
-                return _result(planned, ended, tier=left, recorder=recorder, observer=observer)
+                return _result(planned, ended, left, begun.parts, recorder, observer=observer)
 
     def _begin(self, held: ExitStack, display: Display, options: _RunOptions) -> _Begun:
         """Does what precedes planning; `held` holds what is opened for the run."""
@@ -566,10 +564,18 @@ def _told_if_interrupted(launcher: Launcher, tier: Tier) -> Iterator[None]:
 
 
 def _result(
-    planned: Planned, ended: Ended, *, tier: Tier, recorder: Recorder, observer: JobObserver
+    planned: Planned,
+    ended: Ended,
+    tier: Tier,
+    run: str,
+    recorder: Recorder,
+    *,
+    observer: JobObserver,
 ) -> TrainingResult:
     error = failure_of(ended, tier)
-    if error is not None:
+    if error is None:
+        remove_parts(tier, run)
+    else:
         observer.record_failure(str(error), ended)
     return TrainingResult(
         report=report_of(planned, tier, recorder, observer, ended),

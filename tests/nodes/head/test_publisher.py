@@ -15,6 +15,7 @@ from helpers.command import wait_for
 from helpers.refused_reads import refused_reads
 from planaria.checkpoint.disk.parts import HeadMark, RunPlace
 from planaria.checkpoint.disk.tiers import Manifest, SavedVersion, Tier, tier_of
+from planaria.checkpoint.disk.time_limits import discard
 from planaria.coordinator.commands import Discard, Pruned, Publish, Published, SavesListed
 from planaria.coordinator.saves import VersionEvent
 from planaria.core.messages import SaveFailed
@@ -76,6 +77,8 @@ def test_a_run_saves_nothing_any_more_once_a_newer_one_has_begun(tmp_path: Path)
     assert isinstance(failed, SaveFailed)
     assert "a newer run of this job saves in" in failed.reason
     told.publisher.discard(2, 0)
+    assert list(discard(told.tier, [(2, 0)], run="run-000001-a1")) == []
+    assert told.tier.storage.entries("2-0")  # They may be the newer run's.
     newer.publish(2)
     assert newer.events == [Published(2, 0), Pruned("1-0")]
 

@@ -271,6 +271,16 @@ def newest_run(storage: Storage) -> str:
     return next((name for name in names if storage.entries(name)), "")
 
 
+def newer_run(storage: Storage, run: str) -> str:
+    """The name of a run that has begun after another one, whose saves count; "": there is none.
+
+    Args:
+        run: name of the other one; "": it has no directory, and none begins after it.
+    """
+    newest = newest_run(storage) if run else ""
+    return newest if newest > run else ""
+
+
 def next_run(storage: Storage, run: str) -> str:
     """The name of the directory of a run that begins.
 

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Final, Generic, TypeVar
 
+from planaria.checkpoint.disk.parts import newer_run
 from planaria.checkpoint.disk.storage import Content, ContentInfo, Storage
 from planaria.checkpoint.disk.tiers import Tier
 from planaria.core.job import CheckpointConfig
@@ -172,13 +173,15 @@ def with_short_limit(tier: Tier, checkpoint: CheckpointConfig) -> Tier:
     return with_time_limit(tier, timeout_s=min(LOOK_TIMEOUT_S, checkpoint.timeout_s))
 
 
-def discard(tier: Tier, versions: Sequence[tuple[int, int]]) -> Iterator[str]:
+def discard(tier: Tier, versions: Sequence[tuple[int, int]], *, run: str = "") -> Iterator[str]:
     """Removes versions that were never published because a rank failed to write its part.
 
     It stops after LOOK_TIMEOUT_S. Yields a message for each reason why some of them stay.
 
     Args:
         versions: iteration and epoch of each version.
+        run: name of the run that failed to write them: a newer one may have saves of these names,
+            and then all stay.
     """
     end_s = time.monotonic() + LOOK_TIMEOUT_S
     for iteration, epoch in versions:
@@ -190,6 +193,8 @@ def discard(tier: Tier, versions: Sequence[tuple[int, int]]) -> Iterator[str]:
             )
             return
         try:
+            if newer_run(tier.storage, run):
+                return
             tier.discard(iteration, epoch)
         except CheckpointError as error:
             yield str(error)

@@ -36,17 +36,17 @@ rm -f "$code_file"
 # Waits for some seconds, without a process that would be left behind.
 pause() { read -rt "$1" <> <(:) || :; }
 
-# Queues the job again, at most 20 times.
-queue_again() {
-    [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ] && scontrol requeue "$SLURM_JOB_ID"
-}
+# The job is queued again at most 20 times.
+may_queue_again() { [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]; }
 
 # Runs on the second to fourth machine: waits until Slurm has lost the first one.
 watch_first() {
     first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
     while pause "${watch_s:-30}"; do
         case $(sinfo --noheader --nodes="$first" --format=%T) in
-            down*) queue_again || scancel "$SLURM_JOB_ID" ;;
+            # Another machine may have done so before: that this one fails then is nothing.
+            down*) if may_queue_again; then scontrol requeue "$SLURM_JOB_ID"
+                else scancel "$SLURM_JOB_ID"; fi ;;
         esac
     done
 }
@@ -73,7 +73,7 @@ machine() {
     if [ "$SLURM_PROCID" = 0 ]; then echo "$code" > "$code_file"; fi
     exit "$code"
 }
-export -f pause queue_again watch_first machine
+export -f pause may_queue_again watch_first machine
 
 srun --no-kill -K0 --wait=0 --ntasks-per-node=1 --export=ALL bash -c machine &
 srun=$!
@@ -90,7 +90,9 @@ case $code in
     0) exit 0 ;;  # The job is done.
     # It ended unfinished, or was stopped after a save: the time is over, or others need machines.
     # Slurm does not queue a job again that a user has cancelled.
-    3 | 130 | lost) echo "the head's machine ended with $code"; queue_again && exit ;;
+    3 | 130 | lost)
+        echo "the head's machine ended with $code"
+        may_queue_again && exec scontrol requeue "$SLURM_JOB_ID" ;;
 esac
 [ "$code" != lost ] || code=3
 exit "$code"

@@ -185,7 +185,7 @@ class Launcher:
             ended = asyncio.run(self._run())
         else:
             ended = self._head.runner.run(self._run())
-        for text in discard(self._tier, sorted(self._unsaved)):
+        for text in discard(self._tier, sorted(self._unsaved), run=self._node_spec.parts):
             self._warn(text)
         if self._error is not None:
             logger.warning(

@@ -19,7 +19,7 @@ from planaria.checkpoint.disk.parts import (
     EpochMark,
     HeadMark,
     RunPlace,
-    newest_run,
+    newer_run,
     remove_runs,
 )
 from planaria.checkpoint.disk.tiers import UNPUBLISHED, Manifest, Tier
@@ -63,6 +63,7 @@ class Publisher:
         self._fingerprint = fingerprint
         self._keep = keep
         self._run, self._head = run, head
+        self._run_name = "" if run is None else run.name
         self._queue = queue
         self._notify = notify
 
@@ -105,7 +106,11 @@ class Publisher:
             layers=command.files,
         )
         try:
-            self._check_newest()
+            if newer := newer_run(self._tier.storage, self._run_name):
+                raise CheckpointError(
+                    f"a newer run of this job saves in {self._tier.storage.where('')} ({newer}); "
+                    "this one has nothing to save there any more: stop it, or the newer one"
+                )
             self._tier.publish(manifest)
         except CheckpointError as error:
             failed = SaveFailed(
@@ -152,9 +157,10 @@ class Publisher:
             self._notify(Warned(text=f"old checkpoints stay: {error}"))
 
     def discard(self, iteration: int, epoch: int) -> None:
-        """Removes the files of a failed save."""
+        """Removes the files of a failed save, unless a newer run may have a save of that name."""
         try:
-            self._check_newest()  # A newer run may have a save of that name.
+            if newer_run(self._tier.storage, self._run_name):
+                return
             self._tier.discard(iteration, epoch)
         except CheckpointError as error:
             self._notify(Warned(text=str(error)))
@@ -180,15 +186,6 @@ class Publisher:
                 self._tier.publish(manifest)
         except CheckpointError as error:
             self._notify(Warned(text=str(error)))
-
-    def _check_newest(self) -> None:
-        """Raises a CheckpointError if a newer run of the job has begun: its saves count."""
-        if self._run is None or (newest := newest_run(self._tier.storage)) <= self._run.name:
-            return
-        raise CheckpointError(
-            f"a newer run of this job saves in {self._tier.storage.where('')} ({newest}); this one "
-            "has nothing to save there any more: stop it, or the newer one"
-        )
 
 
 class Unfinished(Enum):
