@@ -110,6 +110,20 @@ def test_waves_keep_the_one_link_of_a_node_for_no_longer_than_an_iteration() -> 
     assert [len(wave) for wave in waves] == [2, 1]
 
 
+def test_waves_count_near_and_far_links_of_a_node_as_one() -> None:
+    """Each alone would fit into an iteration; the node that sends both has one direction out."""
+    plan = plain_plan(0, (Pipeline(even_template(3), (0, 1, 2)),), (6,))
+    links = {"inter_node": Link(0.0, 100.0), "inter_domain": Link(0.0, 100.0)}
+    domains = {0: "left", 1: "left", 2: "right"}
+    prices = replace(PRICES, links=links, domains=domains)
+    moved = (Transfer(0, 0, 1, 150), Transfer(0, 0, 2, 150))
+    change = replace(SWITCH, before=plan, after=replace(plan, epoch=1), rounds=(moved,))
+
+    waves = waves_of(change, iteration_s=2.0, leaving=(), prices=prices)
+
+    assert [len(wave) for wave in waves] == [1, 1]
+
+
 def test_of_no_changes_none_is_weighed() -> None:
     """As where nothing is proposed."""
     assert weighed() == ()

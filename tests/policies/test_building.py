@@ -8,7 +8,12 @@ from helpers.jobs import shaped_plan
 from helpers.strategies import MEBIBYTE, layer_profile, model_profile
 from planaria.core.cluster import ClusterState, Node
 from planaria.core.plan import Link, Transfer, Transition
-from planaria.policies.building import downtime_s, fastest_transfers
+from planaria.policies.building import (
+    downtime_s,
+    fastest_transfers,
+    transfer_s,
+    with_near_sources,
+)
 from planaria.policies.policy import Prices, profile_prices
 from planaria.policies.renaming import Renaming, TransferTimes
 from planaria.restorer.strategies import LEAST_BYTES
@@ -100,6 +105,40 @@ def test_an_answer_that_is_renamed_is_priced_by_its_own_pairs() -> None:
 
     assert renamed_s({0: 1, 1: 0}) == pytest.approx(3.0 + 1.5)
     assert renamed_s({0: 1, 1: 2}) == pytest.approx(3.0 + 10.5)
+
+
+@pytest.mark.parametrize(("far_bytes_per_s", "source"), [(10.0, 1), (1e4, 2)])
+def test_an_answer_for_other_nodes_takes_near_holders_if_that_is_faster(
+    far_bytes_per_s: float, source: int
+) -> None:
+    """It was found where domains did not matter. Its price follows."""
+    plan = shaped_plan((1, 1, 1), 6)
+    links = {"inter_node": Link(0.0, 100.0), "inter_domain": Link(0.0, far_bytes_per_s)}
+    prices = replace(PRICES, links=links, domains={0: "left", 1: "left", 2: "right"})
+    held = (frozenset(range(plan.num_layers)),)
+    cluster = ClusterState(1, (Node(0, (frozenset(),)), Node(1, held), Node(2, held)))
+    moved = (Transfer(0, 2, 0, 300, 0, 1), Transfer(0, 2, 0, 300, 1, 2), Transfer(1, 1, 0, 100))
+    found = Transition(
+        before=plan,
+        after=replace(plan, epoch=1),
+        rounds=(moved,),
+        downtime_s=3.0 + transfer_s(moved, prices, devices_per_node=1),
+        iteration_s=1.0,
+        redone_samples=0,
+        policy="any",
+        answer="any",
+    )
+
+    near = with_near_sources(found, cluster, prices)
+
+    assert {x.source for transfers in near.rounds for x in transfers if not x.layer} == {source}
+    transfers = [transfer for transfers in near.rounds for transfer in transfers]
+    assert {(x.layer, x.target, x.first_chunk) for x in transfers} == {
+        (x.layer, x.target, x.first_chunk) for x in moved
+    }
+    seconds = transfer_s(transfers, prices, devices_per_node=1)
+    assert near.downtime_s == pytest.approx(3.0 + seconds)
+    assert seconds <= transfer_s(moved, prices, devices_per_node=1)
 
 
 def test_prices_count_parameters_and_optimizer_state() -> None:

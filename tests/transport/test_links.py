@@ -382,6 +382,23 @@ def test_large_messages_from_another_machine_measure_the_link() -> None:
             links.close()
 
 
+def test_the_last_bytes_of_a_large_message_measure_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They came in hardly any time, or in that of a thread that waited for its processor."""
+    monkeypatch.setattr("planaria.transport.connection._AWAITED_BYTES_MIN", 8 * LARGE + 1)
+    ranks = [Links(rank, token=TOKEN, host=f"127.0.0.{1 + rank}") for rank in range(2)]
+    try:
+        begin_all(ranks, 0)
+        left, right = ranks
+        for index in range(10):
+            left.send(1, tag(index), payload(0, size=LARGE))
+            right.receive(0, tag(index), timeout_s=TIMEOUT_S)
+
+        assert right.take_receptions() == {}
+    finally:
+        for links in ranks:
+            links.close()
+
+
 def test_messages_within_a_machine_measure_no_link() -> None:
     """No job on one machine reports traffic."""
     with link_ranks(2) as (left, right):

@@ -12,7 +12,7 @@ from planaria.core.messages import EpochReady
 from planaria.core.persistent_map import PersistentMap
 from planaria.core.plan import Plan, Transfer, Transition
 from planaria.core.records import Candidate, DecisionInputs
-from planaria.policies.building import bytes_by_link, transfer_s
+from planaria.policies.building import busiest_s, bytes_by_link, direction_of, transfer_s
 from planaria.policies.policy import Prices
 from planaria.policies.unequal_nodes import STAY
 
@@ -95,19 +95,19 @@ def waves_of(
         for transfer in transfers:
             needs.setdefault((transfer.layer, transfer.target), []).append(transfer)
     waves: list[list[Transfer]] = []
-    load: dict[tuple[str, str, int], int] = {}
+    # What the wave carries on the links of each direction.
+    load: dict[tuple[bool, str, int], Counter[tuple[str, str, int]]] = {}
     for layer, target in sorted(needs, key=lambda need: (stay[need[0]] > 0, stay[need[0]], need)):
         parts = needs[layer, target]
         num_bytes = bytes_by_link(parts, prices, devices_per_node=per_node)
-        is_full = any(
-            prices.links[link[0]].seconds(load.get(link, 0) + size) > iteration_s
-            for link, size in num_bytes.items()
-        )
-        if not waves or is_full:
+        together = Counter(num_bytes)
+        for direction in set(map(direction_of, num_bytes)):
+            together.update(load.get(direction, {}))
+        if not waves or busiest_s(together, prices) > iteration_s:
             waves.append([])
             load.clear()
         for link, size in num_bytes.items():
-            load[link] = load.get(link, 0) + size
+            load.setdefault(direction_of(link), Counter())[link] += size
         waves[-1] += parts
     return tuple(tuple(wave) for wave in waves)
 

@@ -4,8 +4,9 @@ Nodes at equal positions of equal pipelines are alike: the answer to the loss of
 renamed, the answer to the loss of another. So the losses of one, two, .. nodes are grouped into
 classes, and one loss of each class is answered, the likeliest class first. 1,000 nodes in pipelines
 of eight have 8 classes of losses of one node, and 64 of two. An answer is kept as the policy gave
-it, with its transfers and its price; renamed, it costs the same, since all links between nodes are
-alike.
+it, with its transfers and its price; renamed, it costs the same if all links between nodes are
+alike. If nodes are in domains, it is priced anew, and layers come from near holders where that is
+faster.
 
 A kept answer is valid if the survivors hold exactly what the plan gave them, are as fast as the
 plan assumes, and are trusted. Everything else is answered by a quick policy while nodes wait, and
@@ -28,6 +29,7 @@ from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged, Node
 from planaria.core.garbage import no_collection
 from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Transition
 from planaria.planner.layout.search import LayoutSearches
+from planaria.policies.building import with_near_sources
 from planaria.policies.policy import Policy, Prices
 from planaria.policies.renaming import Renaming
 from planaria.policies.repartition import has_equal_nodes, templates_of
@@ -101,6 +103,8 @@ class ForeseenAnswers:
             renaming.transition(transition, redone_samples=event.redone_samples, prices=prices)
             for transition in answers()
         )
+        if prices.domains and "inter_domain" in prices.links:
+            renamed = (with_near_sources(answer, cluster, prices) for answer in renamed)
         return tuple(replace(transition, is_foreseen=True) for transition in renamed)
 
 

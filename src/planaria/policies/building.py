@@ -5,7 +5,9 @@ The downtime of a transition follows from the bytes that move; its iteration is 
 estimate.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Final
 
 from planaria.core.cluster import ClusterState
@@ -59,6 +61,36 @@ def fastest_transfers(
     return min(transfers, near, key=lambda x: transfer_s(x, prices, devices_per_node=per_node))
 
 
+def with_near_sources(transition: Transition, cluster: ClusterState, prices: Prices) -> Transition:
+    """The transition in which ranks get layers from holders in their domains, if that is faster.
+
+    What comes from another domain comes from all near holders in turn instead. This is for answers
+    that were found for other nodes, where `fastest_transfers` would take too long.
+    """
+    per_node = transition.after.pipelines[0].template.devices_per_node
+    domain_of = prices.domains.get
+    holders: dict[tuple[int, str | None], list[int]] = {}
+    for rank, layers in cluster.held_by_rank().items():
+        for layer in layers:
+            holders.setdefault((layer, domain_of(rank // per_node)), []).append(rank)
+    near: list[Transfer] = []
+    found = tuple(chain.from_iterable(transition.rounds))
+    for transfer in found:
+        domain = domain_of(transfer.target // per_node)
+        others = holders.get((transfer.layer, domain))
+        if not others or domain_of(transfer.source // per_node) == domain:
+            near.append(transfer)
+            continue
+        others.append(others.pop(0))
+        near.append(replace(transfer, source=others[-1]))
+    found_s = transfer_s(found, prices, devices_per_node=per_node)
+    saved_s = found_s - transfer_s(near, prices, devices_per_node=per_node)
+    if saved_s <= 0.0:
+        return transition
+    rounds, left_s = transfer_rounds(near), transition.downtime_s - saved_s
+    return replace(transition, rounds=rounds, downtime_s=left_s)
+
+
 def scheduling_s(plan: Plan, hop_s: float) -> float:
     """Seconds to compute the schedules of a plan, before any rank trains in its epoch."""
     return hop_s * (_FIXED_HOPS + num_connected_hops(plan)) if hop_s else 0.0
@@ -74,12 +106,22 @@ def transfer_s(transfers: Iterable[Transfer], prices: Prices, *, devices_per_nod
 
     A node has one direction out to other nodes and one in, however far these are.
     """
+    return busiest_s(bytes_by_link(transfers, prices, devices_per_node=devices_per_node), prices)
+
+
+def busiest_s(bytes_on: Mapping[tuple[str, str, int], int], prices: Prices) -> float:
+    """Seconds for which the busiest link direction carries bytes, given as by `bytes_by_link`."""
     busy_s: dict[tuple[bool, str, int], float] = {}
-    bytes_on = bytes_by_link(transfers, prices, devices_per_node=devices_per_node)
-    for (kind, direction, end), num_bytes in bytes_on.items():
-        shared = kind == "intra_node", direction, end
-        busy_s[shared] = busy_s.get(shared, 0.0) + prices.links[kind].seconds(num_bytes)
+    for link, num_bytes in bytes_on.items():
+        direction = direction_of(link)
+        busy_s[direction] = busy_s.get(direction, 0.0) + prices.links[link[0]].seconds(num_bytes)
     return max(busy_s.values(), default=0.0)
+
+
+def direction_of(link: tuple[str, str, int]) -> tuple[bool, str, int]:
+    """The key of the direction that a link is part of: a node's links to others share one."""
+    kind, direction, end = link
+    return kind == "intra_node", direction, end
 
 
 def bytes_by_link(

@@ -37,8 +37,9 @@ from planaria.transport.timekeeping import clock_name
 
 # A message of a job without a profile may have so many bytes.
 MESSAGE_BYTES_MAX: Final = 1 << 40
-# By messages of at least so many bytes links are measured.
+# Links are measured by messages of at least so many bytes, of which at least so many were awaited.
 MEASURED_BYTES_MIN: Final = 1 << 20
+_AWAITED_BYTES_MIN: Final = 1 << 18
 _HEADER = struct.Struct("!IBIIIQ")
 _DIGEST = struct.Struct("!Q")
 _CRC = struct.Struct("!I")
@@ -439,7 +440,8 @@ class Connection:
         payload = self._payload
         if self._drained_s:
             seconds = time.monotonic() - self._drained_s
-            own.receptions.add(self.peer, self._lacked_bytes, seconds)
+            if self._lacked_bytes >= _AWAITED_BYTES_MIN:
+                own.receptions.add(self.peer, self._lacked_bytes, seconds)
             self._drained_s = 0.0
         self._expect_header()
         yield IncomingMessage(header.epoch, header.tag, payload)

@@ -121,6 +121,22 @@ def test_commits_take_the_reports_and_tell_the_speeds(cluster: FakeCluster) -> N
     assert link_speeds(cluster.state) == {"inter_node": 4.0 * MIB}
 
 
+def test_recoveries_before_a_class_was_measured_no_longer_count(cluster: FakeCluster) -> None:
+    """They took ten times what the profile said; the measured rate says that already."""
+    findings = Findings(transfers_s=((1.0, 10.0),))
+    learning = replace(cluster.state.learning, findings=findings)
+    state = replace(cluster.state, learning=learning)
+    assert prices_of(RULES, state).links["inter_node"].bandwidth_bytes_per_s < 2e8
+
+    state = after(state, report(0, from1=(10**8, 1.0)))
+
+    assert prices_of(RULES, state).links["inter_node"] == Link(0.001, 1e8)
+    known = msgspec.structs.replace(state.learning.findings, transfers_s=((1.0, 2.0),))
+    state = replace(state, learning=replace(state.learning, findings=known))
+    again = after(state, report(0, from1=(10**8, 1.0)))
+    assert again.learning.findings.transfers_s == ((1.0, 2.0),)
+
+
 def test_what_links_carried_in_a_recovery_is_not_counted_twice(cluster: FakeCluster) -> None:
     """The link carries a tenth of what the profile says, and the layers took ten times as long: the
     next transfer is priced at ten times as much, not at a hundred."""

@@ -69,6 +69,9 @@ def with_link_speeds(
         kind: (*findings.links.get(kind, ()), median(of_ranks))[-NUM_NEWEST:]
         for kind, of_ranks in sorted(rates.items())
     }
+    if newest.keys() - findings.links.keys():
+        # Transfers so far were priced by the profile; what that was wrong by is in the rates now.
+        findings = msgspec.structs.replace(findings, transfers_s=())
     findings = msgspec.structs.replace(findings, links={**findings.links, **newest})
     return replace(state, learning=replace(state.learning, findings=findings))
 
