@@ -50,6 +50,7 @@ COMMANDS = {
         "--reattach",
         "--wait-nodes",
         "--token-file",
+        "--operator",
         "--set",
     },
     "agent": {
@@ -96,7 +97,7 @@ COMMANDS = {
         "job",
         *("--nnodes", "--nproc-per-node", "--rdzv-endpoint", "--node-rank"),
         *("--token-file", "--notice", "--domain", "--report", "--resume", "--resume-if-saved"),
-        *("--state", "--set"),
+        *("--operator", "--state", "--set"),
     },
     "profile": {"job", "-o", "--output", "--set"},
     "plan": {

@@ -26,6 +26,7 @@ case $1 in
     *) echo 127.0.0.1 ;;
 esac
 """
+_SBATCH = 'echo "$*" >> "$FAKES/sbatch.words"; echo 8'
 # Runs the command that ssh would run on a machine, here; it knows its options with values only.
 _SSH = """\
 while [[ $1 = -* ]]; do [ "$1" = -n ] && shift || shift 2; done
@@ -46,7 +47,12 @@ class FakeScheduler:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         directory.mkdir()
-        for name, body in (("srun", _SRUN), ("scontrol", _SCONTROL), ("ssh", _SSH)):
+        for name, body in (
+            ("srun", _SRUN),
+            ("scontrol", _SCONTROL),
+            ("sbatch", _SBATCH),
+            ("ssh", _SSH),
+        ):
             self.write(name, body)
         left_out = ("SLURM_", "PET_", "KUBERNETES_")
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith(left_out)}

@@ -24,7 +24,7 @@ from rich.console import Console
 from planaria.cli.command_line import JobFile, Settings, exit_codes
 from planaria.cli.machine_commands import Domain, Notice, TokenFile
 from planaria.cli.run_role import RunFlags, RunRole, run_role
-from planaria.cli.train_command import Resume, ResumeIfSaved, State
+from planaria.cli.train_command import Operator, Resume, ResumeIfSaved, State
 from planaria.nodes.forkserver import die_with_parent
 from planaria.nodes.head.process_events import LEAVE_SIGNALS
 from planaria.nodes.notices import parse_notice_source
@@ -84,6 +84,7 @@ def run(
     resume: Resume = False,
     resume_if_saved: ResumeIfSaved = False,
     domain: Domain = "",
+    operator: Operator = "",
     state: State = "",
     settings: Settings = None,
 ) -> None:
@@ -112,6 +113,7 @@ def run(
         *token,
         *(["--resume"] if resume else []),
         *(["--resume-if-saved"] if resume_if_saved else []),
+        *(["--operator", operator] if operator else []),
     ]
     head = _train_arguments(job, role, report=report, state=state, settings=settings, more=more)
     raise typer.Exit(

@@ -86,6 +86,14 @@ ResumeIfSaved = Annotated[
         "starts the same command again.",
     ),
 ]
+Operator = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME|COMMAND",
+        help="Whom the head asks for a machine in place of a lost one: slurm, kubernetes, or a "
+        "command for the shell. Default: nobody.",
+    ),
+]
 WaitNodes = Annotated[
     float, typer.Option(metavar="S", help="With --listen: seconds to wait for the first nodes.")
 ]
@@ -106,6 +114,7 @@ def train(
     listen: Listen = "",
     wait_nodes: WaitNodes = 600.0,
     token_file: TokenFile = "",
+    operator: Operator = "",
     settings: Settings = None,
 ) -> None:
     """Trains a job on emulated nodes of this machine, or with --listen on other machines."""
@@ -124,7 +133,7 @@ def train(
     loaded_job = named_job(job, overrides)
     cluster = loaded_job.config.cluster
     listening = _listening(
-        listen, cluster, wait_nodes, token_file, reattach=reattach, may_begin=resume_if_saved
+        listen, cluster, wait_nodes, token_file, operator, reattach=reattach, begins=resume_if_saved
     )
     listening = _with_faults(listening, cluster, injections)
     display = ConsoleDisplay(Console(file=sys.stdout))
@@ -167,16 +176,20 @@ def _listening(
     cluster: ClusterConfig,
     wait_s: float,
     token_file: str,
+    operator: str,
     *,
     reattach: bool,
-    may_begin: bool,
+    begins: bool,
 ) -> Listening | None:
     """How the head waits for machines; None: all nodes are processes of this machine."""
     if not listen:
         if reattach:
             raise ConfigError("--reattach", True, "it needs --listen, for machines to come back to")
-        if may_begin:
+        if begins:
             raise ConfigError("--resume-if-saved", True, "it needs --listen; write --resume")
+        if operator:
+            remedy = "it needs --listen; on one machine cluster.grant_s has lost nodes replaced"
+            raise ConfigError("--operator", operator, remedy)
         return None
     return Listening(
         address=listen,
@@ -185,7 +198,9 @@ def _listening(
         nodes_max=max(cluster.nodes, cluster.max_nodes) + cluster.standby,
         wait_s=wait_s,
         reattaches=reattach,
-        may_begin=may_begin,
+        may_begin=begins,
+        operator=operator,
+        token_file=token_file,
     )
 
 

@@ -35,8 +35,10 @@ from planaria.job.user_sources import user_sources
 from planaria.nodes.head.journal_place import is_in_use, left_directories
 from planaria.nodes.head.remote.kind_speeds import Kind
 from planaria.nodes.head.remote.machine_checks import MachineChecks
+from planaria.nodes.head.remote.machine_operator import MachineOperator
 from planaria.nodes.head.remote.machines import Machines
 from planaria.nodes.head.remote.open_head import OpenHead
+from planaria.nodes.head.remote.platforms import open_platform
 from planaria.nodes.head.remote.run_record import RunRecord, has_nodes, read_run, record_age_s
 from planaria.nodes.shared_saves import place_mark, remove_other_marks
 from planaria.show.words import count_text
@@ -61,6 +63,9 @@ class Listening:
         wait_s: seconds that it waits for `nodes_min` machines.
         reattaches: whether the run that a killed head has left is taken up.
         may_begin: whether a job that is to resume begins anew if nothing is saved.
+        operator: platform that is asked for machines in place of lost ones
+            (nodes/head/remote/platforms.py); "": none is.
+        token_file: path of the token file on machines that come for that; "": the default one.
     """
 
     address: str
@@ -70,6 +75,8 @@ class Listening:
     wait_s: float
     reattaches: bool = False
     may_begin: bool = False
+    operator: str = ""
+    token_file: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,14 +284,28 @@ def open_head(
             checks=checks,
             note=note,
         )
+        operator = _machine_operator(listening, address, machines, note=note)
         note(f"listening at {address_text(address)}; on each machine: {join_text(address)}")
-        head = OpenHead(runner, listeners, address, machines, keeps_run=bool(run))
+        head = OpenHead(
+            runner, listeners, address, machines, keeps_run=bool(run), operator=operator
+        )
         try:
             with head:
                 yield head
         finally:
             if head.keeps_run:
                 note(_kept_text(config.cluster.patience_s))
+
+
+def _machine_operator(
+    listening: Listening, address: Address, machines: Machines, *, note: Callable[[str], None]
+) -> MachineOperator | None:
+    """Who asks for machines in place of lost ones; None: nobody does."""
+    if not listening.operator:
+        return None
+    heads = [address_text(each) for each in reachable_addresses(address)]
+    platform = open_platform(listening.operator, heads=heads, token_file=listening.token_file)
+    return MachineOperator(platform, machines, note=note)
 
 
 def _kept_text(patience_s: float) -> str:

@@ -93,7 +93,7 @@ def test_a_shell_reads_what_every_option_adds(on: str) -> None:
 
 def test_the_job_of_kubernetes_is_indexed_and_finds_its_head_by_the_service() -> None:
     """The names of both must fit, and a failed pod must be made again by its exit code."""
-    service, job = yaml.safe_load_all((CLUSTERS / "cluster.yaml").read_text())
+    service, *rights, job = yaml.safe_load_all((CLUSTERS / "cluster.yaml").read_text())
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     [container] = pod["containers"]
 
@@ -110,6 +110,14 @@ def test_the_job_of_kubernetes_is_indexed_and_finds_its_head_by_the_service() ->
     head = f"{job['metadata']['name']}-0.{pod['subdomain']}:29400"
     assert pod["subdomain"] == service["metadata"]["name"]
     assert f"--rdzv-endpoint {head}" in container["args"][0]
+    assert "--operator kubernetes" in container["args"][0]
+    account, role, binding = rights
+    assert pod["serviceAccountName"] == account["metadata"]["name"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account["metadata"]["name"]}]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert role["rules"] == [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "delete"]}
+    ]
     assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
 
 
@@ -118,11 +126,11 @@ def test_options_of_kubernetes_are_in_the_manifest() -> None:
     text = command(
         *COMMON, "--on", "kubernetes", *options, "--devices-per-node", "8", "--dry-run"
     ).output
-    service, job = yaml.safe_load_all(text)
-    pod = job["spec"]["template"]["spec"]
+    objects = list(yaml.safe_load_all(text))
+    pod = objects[-1]["spec"]["template"]["spec"]
 
-    assert {one["metadata"]["namespace"] for one in (service, job)} == {"team"}
-    assert {one["metadata"]["name"] for one in (service, job)} == {"run-1"}
+    assert {one["metadata"]["namespace"] for one in objects} == {"team"}
+    assert {one["metadata"]["name"] for one in objects} == {"run-1"}
     assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 8}
     assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == "disk"
     assert pod["volumes"][1]["secret"]["secretName"] == "run-1-token"
@@ -338,7 +346,7 @@ def test_slurm_queues_a_job_again_that_its_signal_has_stopped(
 
 def action_of_kubernetes(fakes: FakeScheduler, *, index: int, code: int) -> str:
     """What becomes of a pod: what its command makes of the code, and the policy of that."""
-    _, job = yaml.safe_load_all((CLUSTERS / "cluster.yaml").read_text())
+    *_, job = yaml.safe_load_all((CLUSTERS / "cluster.yaml").read_text())
     [container] = job["spec"]["template"]["spec"]["containers"]
     variables = {"HEAD": str(code), "OTHER": str(code), "JOB_COMPLETION_INDEX": str(index)}
     words = [*container["command"], *container["args"]]
@@ -367,7 +375,7 @@ def test_a_pod_that_left_in_peace_is_made_again(fakes: FakeScheduler) -> None:
     fakes.write(
         "planaria", "trap 'exit 0' TERM; touch \"$FAKES/ready\"; while :; do sleep 0.01; done"
     )
-    _, job = yaml.safe_load_all((CLUSTERS / "cluster.yaml").read_text())
+    *_, job = yaml.safe_load_all((CLUSTERS / "cluster.yaml").read_text())
     [container] = job["spec"]["template"]["spec"]["containers"]
     pod = subprocess.Popen(
         [*container["command"], *container["args"]],

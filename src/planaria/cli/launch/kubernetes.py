@@ -1,4 +1,5 @@
-"""The manifest that runs a job on machines of Kubernetes: an indexed Job and its headless Service.
+"""The manifest that runs a job on machines of Kubernetes: an indexed Job, its headless Service, and
+what lets its head delete the pods of lost machines.
 
 Source: Kubernetes, "Indexed Job for Parallel Processing with Static Work Assignment", "Pod failure
 policy", "Success policy".
@@ -27,6 +28,33 @@ metadata:
   publishNotReadyAddresses: true
   selector:
     batch.kubernetes.io/job-name: @{name}
+---
+# The head deletes the pod of a machine that it has lost, so that the Job makes another at once.
+apiVersion: v1
+kind: ServiceAccount
+metadata:
+  name: @{name}
+@{namespace}---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: Role
+metadata:
+  name: @{name}
+@{namespace}rules:
+  - apiGroups: [""]
+    resources: [pods]
+    verbs: [list, delete]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: RoleBinding
+metadata:
+  name: @{name}
+@{namespace}roleRef:
+  apiGroup: rbac.authorization.k8s.io
+  kind: Role
+  name: @{name}
+subjects:
+  - kind: ServiceAccount
+    name: @{name}
 ---
 apiVersion: batch/v1
 kind: Job
@@ -63,6 +91,7 @@ metadata:
         app: @{name}
     spec:
       subdomain: @{name}
+      serviceAccountName: @{name}
       restartPolicy: Never
       terminationGracePeriodSeconds: 60  # More than cluster.notice_s, 30 s.
       tolerations:  # Of spot machines, which may be taken away.
@@ -140,5 +169,5 @@ def kubernetes_manifest(
         volume=volume or request.name,
         gpu_toleration=_GPU_TOLERATION if num_devices else "",
         resources=resources if num_devices else "",
-        command=shell_command(request, endpoint, token, indent=14),
+        command=shell_command(request, endpoint, token, "--operator kubernetes", indent=14),
     )

@@ -23,8 +23,9 @@ _SCRIPT: Final = AtTemplate("""\
 #SBATCH --exclusive
 #SBATCH --mem=0
 @{more}
-# The loss of a machine does not end the job. If the first one is lost, on which the head and this
-# script are, the next ones save what they hold and queue the job again.
+# The loss of a machine does not end the job, and the head asks for another one, by a job of one
+# machine. If the first one is lost, on which the head and this script are, the next ones save what
+# they hold and queue this job again.
 #SBATCH --no-kill
 #SBATCH --requeue
 # This script gets SIGUSR1 so many seconds before the time of the job is over.
@@ -116,7 +117,7 @@ def slurm_script(
         more.append(f"#SBATCH --gpus-per-node={request.devices_per_node}")
     # The port follows from the number of the job, unless one is given.
     head = f'--rdzv-endpoint "$(scontrol show hostnames | head -n 1):{request.port}"'
-    parts = ("--notice slurm", *((head,) if request.port else ()))
+    parts = ("--notice slurm --operator slurm", *((head,) if request.port else ()))
     return _SCRIPT.substitute(
         job=request.job,
         name=request.name,

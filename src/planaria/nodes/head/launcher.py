@@ -42,7 +42,7 @@ from planaria.nodes.faults.injector import Injector, Targets, coordinator_places
 from planaria.nodes.faults.node_faults import LocalFaults, MachineFaults, NodeFaults
 from planaria.nodes.forking import Forker
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.head.cloud import LocalOperator
+from planaria.nodes.head.cloud import CloudOperator, LocalOperator
 from planaria.nodes.head.job_processes import JobProcesses
 from planaria.nodes.head.leader_runner import LeaderCallbacks, LeaderRunner
 from planaria.nodes.head.leader_spec import LeaderSpec
@@ -122,9 +122,11 @@ class Launcher:
         self._leaders = self._leader_runner(leader_spec, other_journal)
         self._injector = self._made_injector(token, server)
         self._drains = Drains(self._leaders.send, self._nodes.live_nodes)
-        self._operator = LocalOperator(
+        self._operator: CloudOperator = LocalOperator(
             spec.node.job.cluster.grant_s, give_back=self._nodes.drop, start_node=self._on_grant
         )
+        if head is not None and head.operator is not None:
+            self._operator = head.operator
         self._plan = spec.leader.plan
         self._standing = Standing(plan=spec.leader.plan, num_committed=spec.leader.first_iteration)
         self._is_training = False

@@ -200,9 +200,8 @@ class Machines:
         """
 
         def is_over() -> bool:
-            if nodes is not None and all(self._nodes.has_ended(node) for node in nodes):
-                return True
-            return bool(self._nodes.live)
+            have_ended = nodes is not None and all(map(self._nodes.has_ended, nodes))
+            return have_ended or bool(self._nodes.live)
 
         self._nodes.knows_members = False
         with contextlib.suppress(TimeoutError):
@@ -267,15 +266,17 @@ class Machines:
         logged = self.node_log.next_node if self.node_log is not None else 0
         return max(max(self._nodes.machines, default=-1) + 1, logged)
 
+    def machine_of(self, node: int) -> MachineHandle | None:
+        """The machine that runs a node, or ran it; None: it is not known."""
+        return self._nodes.machines.get(node)
+
     def host(self, node: int) -> str:
         """See NodeHandles."""
-        machine = self._nodes.machines.get(node)
-        return machine.facts.host if machine is not None else ""
+        return "" if (machine := self.machine_of(node)) is None else machine.facts.host
 
     def is_reachable(self, node: int) -> bool:
         """See NodeHandles."""
-        machine = self._nodes.machines.get(node)
-        return machine is not None and machine.writer is not None
+        return (machine := self.machine_of(node)) is not None and machine.writer is not None
 
     @property
     def has_room(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Final
 from planaria.core.records import AgentEnded, Ended
 from planaria.nodes.daemon_threads import answer_of_thread
 from planaria.nodes.head.remote.cluster_examination import examine_machines
+from planaria.nodes.head.remote.machine_operator import MachineOperator
 from planaria.nodes.head.remote.machines import Machines
 from planaria.nodes.head.remote.network_requests import NetworkRequests
 from planaria.nodes.head.remote.run_record import TOUCH_PERIOD_S
@@ -107,6 +108,7 @@ class OpenHead:
         runner: runs what concerns the port, before and during the job.
         address: host and port at which the head listens.
         keeps_run: whether the run is that of a head before this one.
+        operator: asks for machines in place of lost ones; None: nobody is asked.
 
     Attributes:
         is_taken_up: whether nodes of the run live on, so that the launcher starts none at first.
@@ -126,8 +128,10 @@ class OpenHead:
         machines: Machines,
         *,
         keeps_run: bool = False,
+        operator: MachineOperator | None = None,
     ) -> None:
         self.runner = runner
+        self.operator = operator
         self.is_taken_up = False
         self.keeps_run = keeps_run
         self.run_place = ""
@@ -199,6 +203,8 @@ class OpenHead:
             await self.machines.close()
         else:
             await self.machines.end_all(_result_of(ended))
+            if self.operator is not None:
+                await self.operator.cancel_requests()
         self._acceptor.close()
         await self._requests.close()
 

@@ -1,0 +1,303 @@
+"""Where machines come from: asks Slurm, Kubernetes, or a command for one in place of a lost one.
+
+    slurm         a job of one machine, which runs `planaria agent`
+    kubernetes    the lost machine's pod is deleted, so that its Job makes another
+    any other     a command for a shell, which asks whoever has machines; it finds the lost machine
+                  in $PLANARIA_LOST_NAME and $PLANARIA_LOST_HOST, and in $PLANARIA_HEAD the
+                  HOST:PORT at which agents join
+
+Ray needs none of these: it starts a lost actor anew by itself, and asks its autoscaler for room.
+
+Source: sbatch(1), scancel(1); Kubernetes API reference, "Pod" (v1); "Force Delete StatefulSet
+Pods", which holds for pods of a Job, too.
+"""
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import shlex
+import shutil
+import ssl
+import subprocess
+import sys
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from planaria.errors import ConfigError
+
+_TIMEOUT_S: Final = 60.0
+_TEXT_CHARACTERS_MAX: Final = 300
+_OPTION: Final = "--operator"
+_SLURM_JOB: Final = "SLURM_JOB_ID"
+_SLURM_TIME: Final = re.compile(r"(\d+-)?\d+(:\d+)*")
+# Of the variables that Slurm gives to a job, those that its programs need to find Slurm.
+_SLURM_OWN: Final = frozenset(("SLURM_CONF", "SLURM_CONF_SERVER"))
+_SIGNAL_S: Final = 120  # Time before the end of a machine's job in which its node leaves.
+_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_HAS_JOB: Final = "batch.kubernetes.io/job-name"
+_OK: Final = range(200, 300)
+
+
+@dataclass(frozen=True, slots=True)
+class LostMachine:
+    """A machine that the job has lost, or that is being taken away.
+
+    Attributes:
+        name: its host name.
+        host: address at which others reached it.
+        is_leaving: whether it was told to leave, so that its scheduler knows of it already.
+    """
+
+    name: str
+    host: str
+    is_leaving: bool
+
+
+class Platform(Protocol):
+    """Where machines come from."""
+
+    def ask_for_machine(self, lost: LostMachine) -> str:
+        """Asks for a machine in place of a lost one; returns what was done, in words.
+
+        Blocks until the platform has taken the request, at most a minute or two.
+
+        Raises:
+            OSError: it was refused, or not answered.
+        """
+
+    def cancel_requests(self) -> None:
+        """Takes back what was asked for and is not granted yet. Blocks likewise.
+
+        Raises:
+            OSError: the same.
+        """
+
+
+def open_platform(
+    text: str,
+    *,
+    heads: Sequence[str],
+    token_file: str,
+    environment: Mapping[str, str] = os.environ,
+    account: Path = _ACCOUNT,
+) -> Platform:
+    """The platform that a text names: "slurm", "kubernetes" or a command.
+
+    Args:
+        heads: HOST:PORT at which new machines find the head.
+        token_file: path of the token file on each machine.
+        environment: variables of this process.
+        account: directory with the service account of this pod.
+
+    Raises:
+        ConfigError: this machine is not one of that platform, or lacks the platform's program.
+    """
+    if text == "slurm":
+        return SlurmPlatform(heads, token_file=token_file, environment=environment)
+    if text == "kubernetes":
+        return KubernetesPlatform(environment, account)
+    if not text.strip():
+        raise ConfigError(_OPTION, text, "must be slurm, kubernetes, or a command")
+    return CommandPlatform(text, head=heads[0], environment=environment)
+
+
+class CommandPlatform:
+    """A command that asks for a machine; see the head of this module."""
+
+    def __init__(self, command: str, *, head: str, environment: Mapping[str, str]) -> None:
+        self._command = command
+        self._environment = {**environment, "PLANARIA_HEAD": head}
+
+    def ask_for_machine(self, lost: LostMachine) -> str:
+        """See Platform."""
+        environment = {
+            **self._environment,
+            "PLANARIA_LOST_NAME": lost.name,
+            "PLANARIA_LOST_HOST": lost.host,
+        }
+        text = _output(("/bin/sh", "-c", self._command), environment, what="the command")
+        return text.partition("\n")[0] or "the command has asked for one"
+
+    def cancel_requests(self) -> None:
+        """See Platform. A command cannot be asked to; agents find the job's end by themselves."""
+
+
+class SlurmPlatform:
+    """Slurm, which is asked for one machine more, in a job of its own.
+
+    That job ends with this one, and has its partition, account and quality of service, its devices
+    and the time that it has left.
+    """
+
+    def __init__(
+        self, heads: Sequence[str], *, token_file: str, environment: Mapping[str, str]
+    ) -> None:
+        if not environment.get(_SLURM_JOB):
+            remedy = f"is of use only in a job of Slurm, where ${_SLURM_JOB} names the job"
+            raise ConfigError(_OPTION, "slurm", remedy)
+        if shutil.which("sbatch", path=environment.get("PATH")) is None:
+            remedy = "there is no sbatch on this machine, which has the head; install it there"
+            raise ConfigError(_OPTION, "slurm", remedy)
+        self._job = environment
+        self._agent = (
+            *(sys.executable, "-m", "planaria", "agent"),
+            *("--join", ",".join(heads), "--notice", "slurm"),
+            *(("--token-file", token_file) if token_file else ()),
+        )
+        # What describes this job must not describe the other one.
+        self._environment = {
+            name: value
+            for name, value in environment.items()
+            if name in _SLURM_OWN or not name.startswith(("SLURM", "SBATCH", "SRUN"))
+        }
+        self._asked: list[str] = []  # Numbers of the jobs.
+
+    def ask_for_machine(self, lost: LostMachine) -> str:
+        """See Platform."""
+        del lost  # Slurm finds out by itself what it has lost.
+        words = ("sbatch", "--parsable", *self._options(), "--wrap", f"exec {self._command}")
+        # The number of the job, and the name of the cluster if there are several.
+        number = _output(words, self._environment, what="sbatch").partition(";")[0].strip()
+        self._asked.append(number)
+        return f"job {number} of Slurm is to bring one"
+
+    @property
+    def _command(self) -> str:
+        return shlex.join(self._agent)
+
+    def _options(self) -> list[str]:
+        name = self._job.get("SLURM_JOB_NAME", "planaria")
+        options = [
+            *("--nodes=1", "--ntasks=1", "--exclusive", "--mem=0"),
+            # The machine that is lost again is asked for again, by this head.
+            "--no-requeue",
+            f"--job-name={name}-more",
+            f"--output={name}-more-%j.log",
+            f"--signal=B:USR1@{_SIGNAL_S}",
+        ]
+        for option, variable in (
+            ("partition", "SLURM_JOB_PARTITION"),
+            ("account", "SLURM_JOB_ACCOUNT"),
+            ("qos", "SLURM_JOB_QOS"),
+            ("reservation", "SLURM_JOB_RESERVATION"),
+            ("gpus-per-node", "SLURM_GPUS_PER_NODE"),
+        ):
+            if value := self._job.get(variable):
+                options.append(f"--{option}={value}")
+        if _SLURM_TIME.fullmatch(left := self._time_left()):
+            options.append(f"--time={left}")
+        return options
+
+    def _time_left(self) -> str:
+        """The time that this job may still take, as Slurm writes it; "": not known."""
+        words = ("squeue", "--noheader", f"--jobs={self._job[_SLURM_JOB]}", "--format=%L")
+        with contextlib.suppress(OSError):
+            return _output(words, self._environment, what="squeue").strip()
+        return ""
+
+    def cancel_requests(self) -> None:
+        """See Platform."""
+        if self._asked:
+            words = ("scancel", "--state=PENDING", *self._asked)
+            _output(words, self._environment, what="scancel")
+
+
+class KubernetesPlatform:
+    """Kubernetes, whose Job makes another pod once the lost machine's is deleted.
+
+    By itself it would keep the pod of a machine that is gone until a person deletes the machine,
+    because nobody there confirms that the pod has ended. This job needs no confirmation: whoever
+    comes back from there has no lease.
+    """
+
+    def __init__(self, environment: Mapping[str, str], account: Path) -> None:
+        host = environment.get("KUBERNETES_SERVICE_HOST", "")
+        try:
+            self._port = int(environment.get("KUBERNETES_SERVICE_PORT", "443"))
+            self._namespace = (account / "namespace").read_text(encoding="utf-8").strip()
+            self._context = ssl.create_default_context(cafile=str(account / "ca.crt"))
+        except (OSError, ValueError) as error:
+            remedy = f"is of use only in a pod that has a service account: {error}"
+            raise ConfigError(_OPTION, "kubernetes", remedy) from error
+        if not host:
+            remedy = "is of use only in a pod, where $KUBERNETES_SERVICE_HOST names the API server"
+            raise ConfigError(_OPTION, "kubernetes", remedy)
+        self._host, self._account = host, account
+
+    def ask_for_machine(self, lost: LostMachine) -> str:
+        """See Platform."""
+        if lost.is_leaving:
+            return "its pod is told to go, and the Job makes another"
+        query = urllib.parse.urlencode({"labelSelector": _HAS_JOB})
+        pods = self._call("GET", f"pods?{query}").get("items", [])
+        names = {}
+        for pod in pods:
+            facts, status = pod.get("metadata", {}), pod.get("status", {})
+            if status.get("podIP") == lost.host and status.get("phase") == "Running":
+                names[str(facts.get("name"))] = str(facts.get("uid"))
+        for name, uid in names.items():
+            options = {"gracePeriodSeconds": 0, "preconditions": {"uid": uid}}
+            self._call("DELETE", f"pods/{urllib.parse.quote(name)}", options)
+        if not names:
+            return "its pod has ended, and the Job makes another"
+        return f"pod {', '.join(names)} is deleted, so that the Job makes another"
+
+    def cancel_requests(self) -> None:
+        """See Platform. Pods of the Job end with it."""
+
+    def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The answer of the API server to a request for an object of this namespace."""
+        token = (self._account / "token").read_text(encoding="utf-8").strip()  # It is renewed.
+        connection = http.client.HTTPSConnection(
+            self._host, self._port, timeout=_TIMEOUT_S, context=self._context
+        )
+        what = f"{method} {path.partition('?')[0]}"
+        try:
+            connection.request(
+                method,
+                f"/api/v1/namespaces/{self._namespace}/{path}",
+                body=None if body is None else json.dumps(body),
+                headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+            )
+            response = connection.getresponse()
+            text = response.read().decode(errors="replace")
+            if response.status == http.HTTPStatus.NOT_FOUND and method == "DELETE":
+                return {}  # Somebody else was quicker.
+            if response.status not in _OK:
+                reason = text[:_TEXT_CHARACTERS_MAX]
+                raise OSError(f"{what}: Kubernetes answered {response.status}: {reason}")
+            return json.loads(text)
+        except (http.client.HTTPException, ValueError) as error:
+            raise OSError(f"{what}: Kubernetes' answer makes no sense: {error!r}") from error
+        finally:
+            connection.close()
+
+
+def _output(words: Sequence[str], environment: Mapping[str, str], *, what: str) -> str:
+    """What a program writes to its standard output.
+
+    Raises:
+        OSError: it fails, or takes too long.
+    """
+    try:
+        done = subprocess.run(
+            words,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError(f"{what} got no answer in {_TIMEOUT_S:g} s") from error
+    if done.returncode:
+        reason = (done.stderr.strip() or done.stdout.strip())[-_TEXT_CHARACTERS_MAX:]
+        raise OSError(f"{what} ended with {done.returncode}: {reason}")
+    return done.stdout.strip()

@@ -1,0 +1,145 @@
+"""A server of the part of Kubernetes' API that a head uses: the pods of one namespace."""
+
+import http.server
+import ipaddress
+import json
+import ssl
+import threading
+import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Final
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+NAMESPACE: Final = "team"
+_TOKEN: Final = "a token of the service account"
+_HOST: Final = "127.0.0.1"
+_JOB_LABEL: Final = "batch.kubernetes.io/job-name"
+
+
+class FakeKubernetes:
+    """The pods, and what a pod finds of the server in its environment and its files.
+
+    Attributes:
+        account: directory with the service account.
+        environment: variables of a pod.
+        pods: pods by name.
+        deleted: name and options of each deletion.
+        refusal: status with which everything is answered; 0: with what it should be.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.account = directory / "serviceaccount"
+        self.account.mkdir(parents=True)
+        self.environment: dict[str, str] = {}
+        self.pods: dict[str, dict[str, Any]] = {}
+        self.deleted: list[tuple[str, dict[str, Any]]] = []
+        self.refusal = 0
+
+    def add_pod(
+        self, name: str, address: str, *, job: str = "cluster", phase: str = "Running"
+    ) -> None:
+        """Adds a pod of a Job; of none if that has no name."""
+        self.pods[name] = {
+            "metadata": {
+                "name": name,
+                "uid": f"uid of {name}",
+                "labels": {_JOB_LABEL: job} if job else {},
+            },
+            "status": {"podIP": address, "phase": phase},
+        }
+
+    def answer(self, method: str, path: str, token: str, body: bytes) -> tuple[int, Any]:
+        """Status and body of the answer to a request."""
+        if self.refusal or token != f"Bearer {_TOKEN}":
+            return self.refusal or 401, {"kind": "Status", "message": "no, says the test"}
+        url = urllib.parse.urlsplit(path)
+        prefix = f"/api/v1/namespaces/{NAMESPACE}/pods"
+        if method == "GET" and url.path == prefix:
+            assert urllib.parse.parse_qs(url.query) == {"labelSelector": [_JOB_LABEL]}
+            items = [p for p in self.pods.values() if _JOB_LABEL in p["metadata"]["labels"]]
+            return 200, {"kind": "PodList", "items": items}
+        name = url.path.removeprefix(f"{prefix}/")
+        if method == "DELETE" and name in self.pods:
+            options = json.loads(body)
+            if options["preconditions"]["uid"] != self.pods[name]["metadata"]["uid"]:
+                return 409, {"kind": "Status", "message": "the UID differs"}
+            self.deleted.append((name, options))
+            return 200, self.pods.pop(name)
+        return 404, {"kind": "Status", "message": f"{name} not found"}
+
+
+@contextmanager
+def fake_kubernetes(directory: Path) -> Iterator[FakeKubernetes]:
+    """A server for the length of the context."""
+    fake = FakeKubernetes(directory)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def _serve(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            token = self.headers.get("Authorization", "")
+            status, answer = fake.answer(self.command, self.path, token, body)
+            data = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_DELETE = _serve  # noqa: N815
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer((_HOST, 0), Handler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(_write_certificate(directory, fake.account / "ca.crt"))
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    (fake.account / "token").write_text(f"{_TOKEN}\n")
+    (fake.account / "namespace").write_text(NAMESPACE)
+    fake.environment = {
+        "KUBERNETES_SERVICE_HOST": _HOST,
+        "KUBERNETES_SERVICE_PORT": str(server.server_port),
+    }
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield fake
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def _write_certificate(directory: Path, path: Path) -> Path:
+    """Writes a certificate of the server; returns a file that has its key, too."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kubernetes")])
+    now = datetime.now(UTC)
+    alternative = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(_HOST))])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(alternative, critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = certificate.public_bytes(serialization.Encoding.PEM)
+    path.write_bytes(pem)
+    with_key = directory / "server.pem"
+    plain = serialization.NoEncryption()
+    key_pem = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain
+    )
+    with_key.write_bytes(pem + key_pem)
+    return with_key

@@ -1,0 +1,190 @@
+"""How a machine is asked for in place of a lost one, of Slurm, Kubernetes and a command."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers.fake_kubernetes import FakeKubernetes, fake_kubernetes
+from helpers.fake_scheduler import FakeScheduler
+from planaria.errors import ConfigError
+from planaria.nodes.head.remote import platforms
+from planaria.nodes.head.remote.platforms import LostMachine, Platform, open_platform
+
+LOST = LostMachine("host-3", "10.0.0.3", is_leaving=False)
+HEADS = ("10.0.0.1:7320", "[fd00::1]:7320")
+SBATCH = """\
+echo "$*" >> "$FAKES/sbatch.words"
+env | grep -c '^SLURM_' >> "$FAKES/sbatch.words"
+echo "42;cluster"
+"""
+
+
+def opened(text: str, **environment: str) -> Platform:
+    return open_platform(text, heads=HEADS, token_file="a token", environment=environment)
+
+
+# -- a command ------------------------------------------------------------------------------------
+
+
+def test_a_command_is_told_what_was_lost_and_where_the_head_is() -> None:
+    """Whatever else it needs it has in its environment, as its user has."""
+    words = '"$ZONE $PLANARIA_LOST_NAME $PLANARIA_LOST_HOST $PLANARIA_HEAD"'
+    platform = opened(f"echo {words}; echo more", ZONE="a", PATH="/usr/bin:/bin")
+
+    assert platform.ask_for_machine(LOST) == "a host-3 10.0.0.3 10.0.0.1:7320"
+    assert opened("true", PATH="/usr/bin:/bin").ask_for_machine(LOST)
+
+
+def test_a_command_that_fails_or_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its words, because it alone knows what is wrong."""
+    with pytest.raises(OSError, match=r"the command ended with 3: no quota"):
+        opened("echo no quota >&2; exit 3", PATH="/bin").ask_for_machine(LOST)
+    monkeypatch.setattr(platforms, "_TIMEOUT_S", 0.05)
+    with pytest.raises(TimeoutError, match=r"the command got no answer in 0.05 s"):
+        opened("exec sleep 60", PATH="/usr/bin:/bin").ask_for_machine(LOST)
+
+
+def test_no_command_is_a_mistake() -> None:
+    with pytest.raises(ConfigError, match="--operator = ' ': must be slurm, kubernetes, or a com"):
+        opened(" ")
+
+
+# -- Slurm ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path) -> FakeScheduler:
+    made = FakeScheduler(tmp_path / "fakes")
+    made.write("sbatch", SBATCH)
+    made.write("squeue", 'echo "$*" >> "$FAKES/squeue.words"; echo 1-02:03:04')
+    made.write("scancel", 'echo "$*" >> "$FAKES/scancel.words"')
+    return made
+
+
+def test_slurm_is_asked_for_one_machine_like_those_of_the_job(scheduler: FakeScheduler) -> None:
+    """In a job of its own, which does not take itself for a part of this one."""
+    platform = opened(
+        "slurm",
+        **scheduler.environment,
+        SLURM_JOB_NAME="cluster",
+        SLURM_JOB_PARTITION="gpus",
+        SLURM_GPUS_PER_NODE="8",
+        SLURM_CONF="/etc/slurm.conf",
+        SLURM_PROCID="0",
+    )
+
+    assert platform.ask_for_machine(LOST) == "job 42 of Slurm is to bring one"
+    words, num_variables = scheduler.words("sbatch")
+    agent = f"{sys.executable} -m planaria agent --join '{','.join(HEADS)}' --notice slurm"
+    for option in (
+        "--nodes=1 --ntasks=1 --exclusive --mem=0",
+        "--partition=gpus",
+        "--gpus-per-node=8",
+        "--time=1-02:03:04",
+        "--job-name=cluster-more",
+        f"--wrap exec {agent} --token-file 'a token'",
+    ):
+        assert option in words
+    assert "--account" not in words
+    assert num_variables == "1"  # SLURM_CONF.
+    assert "--jobs=7" in scheduler.words("squeue")[0]
+
+
+def test_what_slurm_has_not_granted_is_taken_back_at_the_end(scheduler: FakeScheduler) -> None:
+    platform = opened("slurm", **scheduler.environment)
+    platform.cancel_requests()
+    assert not scheduler.words("scancel")
+    platform.ask_for_machine(LOST)
+    platform.ask_for_machine(LOST)
+    platform.cancel_requests()
+
+    assert scheduler.words("scancel") == ["--state=PENDING 42 42"]
+
+
+def test_without_the_time_that_is_left_slurm_decides_it(scheduler: FakeScheduler) -> None:
+    for body in ("echo UNLIMITED", "exit 1"):
+        scheduler.write("squeue", body)
+        opened("slurm", **scheduler.environment).ask_for_machine(LOST)
+    assert not any("--time" in words for words in scheduler.words("sbatch"))
+
+
+def test_what_slurm_refuses_is_an_error(scheduler: FakeScheduler) -> None:
+    scheduler.write("sbatch", "echo error: Invalid account >&2; exit 1")
+    with pytest.raises(OSError, match="sbatch ended with 1: error: Invalid account"):
+        opened("slurm", **scheduler.environment).ask_for_machine(LOST)
+
+
+def test_slurm_must_be_there(scheduler: FakeScheduler) -> None:
+    environment = {**scheduler.environment, "SLURM_JOB_ID": ""}
+    with pytest.raises(ConfigError, match="is of use only in a job of Slurm"):
+        opened("slurm", **environment)
+    environment = {**scheduler.environment, "PATH": "/nowhere"}
+    with pytest.raises(ConfigError, match="there is no sbatch on this machine"):
+        opened("slurm", **environment)
+
+
+# -- Kubernetes -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kubernetes(tmp_path: Path) -> Iterator[FakeKubernetes]:
+    with fake_kubernetes(tmp_path) as fake:
+        fake.add_pod("cluster-0-abc", "10.0.0.1")
+        fake.add_pod("cluster-3-def", LOST.host)
+        fake.add_pod("a-daemon-of-the-machine", LOST.host, job="")
+        fake.add_pod("cluster-2-was", LOST.host, phase="Failed")
+        yield fake
+
+
+def in_pod(fake: FakeKubernetes) -> Platform:
+    return open_platform(
+        "kubernetes",
+        heads=HEADS,
+        token_file="",
+        environment=fake.environment,
+        account=fake.account,
+    )
+
+
+def test_the_pod_of_a_lost_machine_is_deleted_at_once(kubernetes: FakeKubernetes) -> None:
+    """Nobody on that machine would ever confirm that it has ended."""
+    platform = in_pod(kubernetes)
+
+    assert "pod cluster-3-def is deleted" in platform.ask_for_machine(LOST)
+    ((name, options),) = kubernetes.deleted
+    assert (name, options["gracePeriodSeconds"]) == ("cluster-3-def", 0)
+    assert "its pod has ended" in platform.ask_for_machine(LOST)
+    assert len(kubernetes.deleted) == 1
+    platform.cancel_requests()
+
+
+def test_a_pod_that_is_told_to_go_is_left_in_peace(kubernetes: FakeKubernetes) -> None:
+    """Its node hands over its layers in the time that the pod still has."""
+    leaving = LostMachine("cluster-3", LOST.host, is_leaving=True)
+
+    assert "is told to go" in in_pod(kubernetes).ask_for_machine(leaving)
+    assert not kubernetes.deleted
+
+
+def test_what_kubernetes_refuses_is_an_error(kubernetes: FakeKubernetes) -> None:
+    """As where the role was not applied."""
+    kubernetes.refusal = 403
+    with pytest.raises(OSError, match=r"GET pods: Kubernetes answered 403: .*says the test"):
+        in_pod(kubernetes).ask_for_machine(LOST)
+
+
+def test_an_api_server_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    with fake_kubernetes(tmp_path) as fake:
+        platform = in_pod(fake)
+    with pytest.raises(OSError, match="refused"):
+        platform.ask_for_machine(LOST)
+
+
+def test_kubernetes_is_of_use_in_a_pod_only(kubernetes: FakeKubernetes, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is of use only in a pod that has a service account"):
+        open_platform("kubernetes", heads=HEADS, token_file="", account=tmp_path / "none")
+    kubernetes.environment = {}
+    with pytest.raises(ConfigError, match="KUBERNETES_SERVICE_HOST"):
+        in_pod(kubernetes)
