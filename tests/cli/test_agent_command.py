@@ -5,7 +5,7 @@ import errno
 import pytest
 
 from helpers.command import assert_mistake, command
-from planaria.nodes.machine import connection_problem
+from planaria.nodes.known_heads import connection_problem
 
 
 @pytest.mark.parametrize("head", [":7320", "head:0", "head"])

@@ -17,10 +17,10 @@ from helpers.fake_cluster import FakeCluster
 from helpers.jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.commands import End, MustEnd
 from planaria.coordinator.job_rules import Rules
-from planaria.coordinator.state import Phase
-from planaria.core.kinds import Ending
-from planaria.core.messages import NoticeTaken, SaveLayers, StopRequested
-from planaria.core.records import Committed, Decision, Progress
+from planaria.coordinator.state import Crash, Phase
+from planaria.core.kinds import ChangeKind, Ending
+from planaria.core.messages import NoticeTaken, Raised, SaveLayers, StopRequested
+from planaria.core.records import Committed, Decision, Progress, Warned
 
 
 def rules(*, grant_s: float = 0.0) -> Rules:
@@ -51,6 +51,22 @@ def test_no_job_stops_for_want_of_nodes_that_have_come() -> None:
     assert cluster.state.nodes == (0, 2)
     assert not cluster.state.stop.shortage
     assert [one.iteration for one in of_type(cluster.commands, Committed) if one.ends] == [END - 1]
+
+
+def test_an_unfit_machine_is_told_to_the_user_and_its_crashes_are_not_the_jobs() -> None:
+    """The same error on a second node would end the job: it counts from one again."""
+    cluster = training(rules())
+    cluster.join(2)
+    raised = Raised(error="RuntimeError: CUDA error", first_layer=0, end_layer=1)
+    crashes = tuple(Crash(node, node, pid, 0, raised) for node, pid in ((1, 10), (1, 11), (0, 12)))
+    state = cluster.state
+    cluster.state = replace(state, troubles=replace(state.troubles, crashes=crashes))
+    cluster.hear(NoticeTaken(node=1, rank=1, after_s=30.0, reason="GPU 0 does not answer"))
+
+    warnings = [one.text for one in of_type(cluster.commands, Warned)]
+    assert "node 1 leaves the job, because its machine is unfit: GPU 0 does not answer" in warnings
+    assert [crash.node for crash in cluster.state.troubles.crashes] == [0]
+    assert cluster.state.membership.leaving[1].kind is ChangeKind.PREEMPT
 
 
 @pytest.mark.parametrize("restarts", [False, True])

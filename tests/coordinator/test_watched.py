@@ -3,8 +3,8 @@
 from math import inf
 from unittest.mock import patch
 
-from planaria.nodes.agent import CpuSteal
 from planaria.protocol.agent_lease import WatchedAction, is_late, watched_action
+from planaria.transport.pulse import CpuSteal
 
 
 def test_an_action_is_late_after_its_limit() -> None:
@@ -36,7 +36,7 @@ def test_what_was_taken_before_an_action_does_not_count() -> None:
 def test_the_processor_that_lost_most_tells() -> None:
     """Between two looks; whoever computes is on one of them."""
     looks = iter([[1.0, 2.0], [1.5, 2.0], [1.5, 4.0], [1.5, 4.0], [1.25, 4.0]])
-    with patch("planaria.nodes.agent._steal_by_processor", lambda: next(looks)):
+    with patch("planaria.transport.pulse._steal_by_processor", lambda: next(looks)):
         steal = CpuSteal(2)
         found = []
         for _ in range(4):

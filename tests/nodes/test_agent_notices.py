@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from planaria.core.job import ClusterConfig, JobConfig
-from planaria.core.messages import NoticeTaken
+from planaria.core.messages import NoticeTaken, WorkerFailed
 from planaria.core.specs import NodeSpec
 from planaria.nodes import agent
 from planaria.nodes.notices import NoticeSource, fork_watcher
@@ -84,3 +84,27 @@ def test_a_watcher_that_is_killed_is_replaced(
 
     assert reports == [NoticeTaken(node=3, rank=3, after_s=45.0)]
     assert len(tries) == 3
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 60.0])
+def test_a_crash_has_one_of_several_machines_examined(tmp_path: Path, patience_s: float) -> None:
+    """Once at a time; on one machine all nodes share its fate, so nothing is examined."""
+    check = f"echo run >> {tmp_path}/runs; echo the fan stands; exit 1"
+    job = JobConfig(cluster=ClusterConfig(health_check=check, notice_s=17.0))
+    spec = msgspec.structs.replace(SPEC, job=job, patience_s=patience_s)
+    examining = agent._Agent(spec, [], -1)
+    failed = WorkerFailed(node=3, rank=3, traceback="", blame="node")
+
+    async def crash() -> None:
+        for blame in ("job", "node", "node"):
+            examining._on_worker_message(msgspec.structs.replace(failed, blame=blame))
+        if examining._examining is not None:
+            await asyncio.wait_for(examining._examining, timeout=60.0)
+
+    asyncio.run(crash())
+
+    notices = [each for each in examining._state.facts.values() if isinstance(each, NoticeTaken)]
+    told = NoticeTaken(node=3, rank=3, after_s=17.0, reason="the fan stands")
+    assert notices == ([told] if patience_s else [])
+    if patience_s:
+        assert (tmp_path / "runs").read_text() == "run\n"

@@ -11,7 +11,11 @@ import pytest
 
 from planaria.core.checkups import CheckResult
 from planaria.nodes import examination
-from planaria.nodes.examination import checks_of_this_machine, facts_of_this_machine
+from planaria.nodes.examination import (
+    checks_of_this_machine,
+    device_models,
+    facts_of_this_machine,
+)
 
 UNLIMITED = resource.RLIM_INFINITY
 
@@ -159,12 +163,12 @@ def test_devices_are_named_by_their_driver(tmp_path: Path) -> None:
         text = f"Model: \t\t {model}\nIRQ:   \t\t 7\n"
         write(tmp_path, f"proc/driver/nvidia/gpus/000{number}/information", text)
 
-    models = examination._devices(tmp_path)
+    models = device_models(tmp_path)
     assert examination._counts_text(models) == "2 x NVIDIA H100, 1 x NVIDIA A10"
     write(tmp_path / "other", "dev/nvidia0", "")
     write(tmp_path / "other", "dev/nvidiactl", "")
-    assert examination._devices(tmp_path / "other") == ["NVIDIA"]
-    assert examination._devices(tmp_path / "none") == []
+    assert device_models(tmp_path / "other") == ["NVIDIA"]
+    assert device_models(tmp_path / "none") == []
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import errno
 import os
 import signal
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,6 +37,7 @@ from planaria.core.specs import PrepareRequest
 from planaria.errors import ConfigError
 from planaria.nodes import forking, known_heads, machine, machine_node
 from planaria.nodes.forking import RENEWALS_MAX
+from planaria.nodes.machine import EXIT_AGAIN
 from planaria.nodes.part_reports import STATUS_SAVED
 
 JOB = JobConfig(cluster=ClusterConfig(patience_s=60.0))
@@ -352,3 +354,47 @@ async def test_a_node_that_has_given_its_head_up_is_not_offered_to_the_next_one(
         line.tell(made.offer())
         assert (await line.wait(NodeEnded)) == NodeEnded(node=0, status=STATUS_SAVED)
         assert not running.done()
+
+
+@runs
+async def test_an_unfit_machine_takes_no_node_and_is_to_be_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head is told what is wrong; another try may find it mended."""
+    check = "echo the fan stands; exit 1"
+    job = replace(JOB, cluster=replace(JOB.cluster, health_check=check))
+    async with offered_machine(tmp_path, monkeypatch, job=job) as (made, running):
+        line = await made.head.next_line()
+        line.tell(made.offer())
+        unfit = await line.wait(MachineUnfit)
+
+        assert unfit.reason == "the fan stands"
+        assert await running == EXIT_AGAIN
+        assert "this machine cannot take part: the fan stands" in made.notes
+
+
+@runs
+async def test_a_machine_is_examined_again_when_its_node_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have broken since; then it takes no other node."""
+    check = f"test ! -e {tmp_path}/broken"
+    job = replace(JOB, cluster=replace(JOB.cluster, health_check=check))
+    async with offered_machine(tmp_path, monkeypatch, job=job) as (made, running):
+        line = await made.join()
+        line.tell(made.request(0))
+        await wait_until(lambda: "runs node 0" in made.notes)
+        await settle()
+        made.server.end(NO_PID + 1, -9)
+        await line.wait(NodeEnded)
+        await settle()
+        assert not running.done()
+        (tmp_path / "broken").touch()
+        line.tell(made.request(1))
+        await wait_until(lambda: "runs node 1" in made.notes)
+        await settle()
+        made.server.end(NO_PID + 2, -9)
+        unfit = await line.wait(MachineUnfit)
+
+        assert unfit.reason == "cluster.health_check ended with 1"
+        assert await running == EXIT_AGAIN

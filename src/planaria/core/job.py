@@ -348,6 +348,12 @@ class ClusterConfig:
         "gcp: the machine's own metadata in that cloud; slurm: whether Slurm drains it; {node} "
         "is replaced by the node's number; empty: nowhere",
     )
+    health_check: str = _key(
+        "",
+        "command for the shell that ends with 0 if the machine is fit for a node, and else says "
+        "what is wrong; it runs on each of several machines before it gets a node, and after a "
+        "failure there; a machine that is unfit takes no node, and its node leaves in peace",
+    )
     rejoin_delay_s: float = _key(
         10.0,
         "seconds until a machine is taken back whose nodes failed twice; each further failure "

@@ -334,11 +334,13 @@ class NoticeTaken(Message, frozen=True, kw_only=True):
     Attributes:
         rank: rank of that process, or the node's first rank if it was the agent.
         after_s: seconds from this message until the node is gone.
+        reason: description of why the machine is unfit; "": it will be taken away.
     """
 
     node: int
     rank: int
     after_s: float
+    reason: str = ""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

@@ -32,12 +32,11 @@ import socket
 import sys
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import msgspec
-import psutil
 
 from planaria.checkpoint.memory.arena import arena_fd
 from planaria.core.clock_offsets import ClockOffset
@@ -58,9 +57,10 @@ from planaria.core.messages import (
 )
 from planaria.core.specs import NodeSpec
 from planaria.errors import AuthenticationError
-from planaria.nodes.child_answers import wait_exit
+from planaria.nodes.child_answers import answer_of_child, wait_exit
 from planaria.nodes.descriptors import raise_open_files
 from planaria.nodes.forkserver import close_others, die_with_parent, leave_removed_directory
+from planaria.nodes.health import EXAMINATION_S, health_problem
 from planaria.nodes.known_heads import KnownHeads, look_by_child
 from planaria.nodes.notices import fork_watcher, parse_notice_source
 from planaria.nodes.output import flush_own
@@ -104,7 +104,7 @@ from planaria.transport.frames import (
     shake_hands,
 )
 from planaria.transport.pacing import node_clocks
-from planaria.transport.pulse import Pulse
+from planaria.transport.pulse import CpuSteal, Pulse
 from planaria.transport.sockets import open_stream
 from planaria.transport.timekeeping import clock_name
 
@@ -233,6 +233,7 @@ class _Agent:
         self._offset: ClockOffset | None = None  # Of the coordinator's clock from this one.
         self._cpu_steal = CpuSteal(TICKS_PER_LEASE)
         self._is_shut_down = self._is_leaving = False
+        self._examining: asyncio.Task[None] | None = None
         self._parts: PartReports | None = None  # There are some once the head is given up.
         addresses = (spec.coordinator, *spec.other_coordinators)
         place = spec.job.checkpoint.directory if spec.parts else ""
@@ -385,10 +386,28 @@ class _Agent:
         if self._to_coordinator is not None:
             self._to_coordinator.write(frame(message))
 
-    def _on_notice(self, after_s: float) -> None:
-        """Reports that the node will be taken away in `after_s` seconds."""
+    def _on_notice(self, after_s: float, *, reason: str = "") -> None:
+        """Reports that the node will be taken away in `after_s` seconds, or that it is unfit."""
         self._is_leaving = True
-        self._report(NoticeTaken(node=self._spec.node, rank=self._spec.rank, after_s=after_s))
+        node, rank = self._spec.node, self._spec.rank
+        self._report(NoticeTaken(node=node, rank=rank, after_s=after_s, reason=reason))
+
+    def _on_crash(self) -> None:
+        """Has the machine examined, if it is one of several: a worker has failed here."""
+        is_examining = self._examining is not None and not self._examining.done()
+        if self._spec.patience_s > 0.0 and not is_examining:
+            self._examining = asyncio.create_task(self._examine())
+
+    async def _examine(self) -> None:
+        """Reports that the machine is unfit for a node, if it is."""
+        spec = self._spec
+        find = partial(health_problem, spec.job, cache_directory=spec.cache_directory)
+        with contextlib.suppress(OSError):  # No process can be forked, and so no worker either.
+            answer = answer_of_child(lambda: b"!" + find().encode(), timeout_s=EXAMINATION_S)
+            # Without an answer something hangs.
+            told = await answer or f"!it was examined for {EXAMINATION_S:g} s".encode()
+            if reason := told[1:].decode(errors="replace"):
+                self._on_notice(spec.job.cluster.notice_s, reason=reason)
 
     async def _watch_notices(self) -> None:
         """Reports the notice of the node's source, if it has one; replaces a watcher that dies."""
@@ -448,6 +467,8 @@ class _Agent:
             self._parts.add(message)
         elif not isinstance(message, PartSaved):
             self._report(message)
+            if isinstance(message, WorkerFailed) and message.blame == "node":
+                self._on_crash()
 
     def _on_forwarder_end(self, forwarder: asyncio.Task[None]) -> None:
         """Ends the node if a worker cannot be replaced: others would wait for it for ever."""
@@ -540,6 +561,7 @@ class _Agent:
             if order := successor_order(self._state, worker.rank, pid):
                 worker.tell(frame(order))
             self._report(exited)
+            self._on_crash()
 
 
 def _become_worker(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:
@@ -559,41 +581,3 @@ def _become_worker(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse
     finally:
         flush_own()
         os._exit(status)
-
-
-# -- CPU steal: processor time that the host of a virtual machine gives to other machines ----------
-
-
-class CpuSteal:
-    """CPU steal in seconds, measured by repeated calls of `measure`.
-
-    Each measurement counts the steal of the processor that lost most since the one before.
-
-    Args:
-        num_recent: number of the newest measurements in `recent_s`.
-
-    Attributes:
-        total_s: CPU steal since this object was made, in seconds.
-    """
-
-    def __init__(self, num_recent: int) -> None:
-        self.total_s = 0.0
-        self._last = _steal_by_processor()
-        self._recent: deque[float] = deque(maxlen=num_recent)
-
-    def measure(self) -> None:
-        """Adds the CPU steal since the last measurement."""
-        now = _steal_by_processor()
-        lost_s = max((b - a for a, b in zip(self._last, now, strict=False)), default=0.0)
-        self._last = now
-        self._recent.append(max(0.0, lost_s))
-        self.total_s += self._recent[-1]
-
-    @property
-    def recent_s(self) -> float:
-        """CPU steal in the newest `num_recent` measurements, in seconds."""
-        return sum(self._recent)
-
-
-def _steal_by_processor() -> list[float]:
-    return [times.steal for times in psutil.cpu_times(percpu=True)]

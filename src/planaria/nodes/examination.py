@@ -12,13 +12,14 @@ import resource
 import shutil
 import socket
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Final
 
 from planaria.checkpoint.memory.room import available_bytes, total_bytes
 from planaria.core.checkups import CheckResult
-from planaria.core.machine_messages import MachineFacts
+from planaria.core.machine_messages import MachineExamined, MachineFacts
 from planaria.transport.sockets import listening_socket
 
 _OPEN_FILES_MIN: Final = 4096  # A job of a thousand nodes with two devices each needs as many.
@@ -39,7 +40,7 @@ def facts_of_this_machine(host: str, domain: str) -> MachineFacts:
         processors=len(os.sched_getaffinity(0)),
         memory_bytes=total_bytes(),
         processor=_processor_model(),
-        devices=tuple(_devices()),
+        devices=tuple(device_models()),
         versions={
             "python": platform.python_version(),
             **{name: _version(name) for name in ("torch", "planaria")},
@@ -53,7 +54,7 @@ def checks_of_this_machine(host: str = "") -> tuple[CheckResult, ...]:
     Args:
         host: address at which others reach this machine; "": any.
     """
-    devices = _devices()
+    devices = device_models()
     return (
         _python(),
         _torch(devices),
@@ -68,6 +69,15 @@ def checks_of_this_machine(host: str = "") -> tuple[CheckResult, ...]:
         _shared_memory(),
         CheckResult(subject="devices", value=_counts_text(devices) or "none"),
         _ports(host),
+    )
+
+
+def failed_examination(error: Exception, number: int, *, received_s: float) -> MachineExamined:
+    """The answer of a machine that could not examine itself."""
+    remedy = "its agent could not examine the machine; the agent's log has the whole error"
+    check = CheckResult(subject="examination", value=repr(error), remedy=remedy)
+    return MachineExamined(
+        checks=(check,), received_s=received_s, sent_s=time.time(), number=number
     )
 
 
@@ -120,7 +130,7 @@ def _memory() -> CheckResult:
     return CheckResult(subject="memory", value=value, remedy=remedy)
 
 
-def _devices(root: Path = Path("/")) -> list[str]:
+def device_models(root: Path = Path("/")) -> list[str]:
     """The model of each device, as drivers name it."""
     models = []
     for path in sorted(root.glob("proc/driver/nvidia/gpus/*/information")):

@@ -25,7 +25,7 @@ from planaria.checkpoint.disk.time_limits import LOOK_TIMEOUT_S, TimeLimitedStor
 from planaria.errors import PlanariaError
 from planaria.nodes.child_answers import answer_of_child
 from planaria.nodes.daemon_threads import answer_of_thread
-from planaria.transport.sockets import Address
+from planaria.transport.sockets import Address, address_text
 
 logger = logging.getLogger(__name__)
 
@@ -159,3 +159,10 @@ async def look_by_child(place: str) -> tuple[Address, ...]:
 
     data = await answer_of_child(answer, timeout_s=LOOK_TIMEOUT_S)
     return msgspec.json.decode(data, type=tuple[Address, ...]) if data else ()
+
+
+def connection_problem(error: EOFError | OSError, head: Address) -> str:
+    """Why there is no connection to a head; the system's own words do not name the head."""
+    if isinstance(error, OSError) and error.errno:
+        return f"the connection to {address_text(head)} broke: {error.strerror}"
+    return str(error)

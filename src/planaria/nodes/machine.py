@@ -28,7 +28,6 @@ from typing import Any, Final
 
 import msgspec
 
-from planaria.core.checkups import CheckResult
 from planaria.core.job import JobConfig
 from planaria.core.machine_messages import (
     PROTOCOL,
@@ -60,10 +59,15 @@ from planaria.core.machine_messages import (
 from planaria.core.specs import NodeSpec, Prepared
 from planaria.errors import AuthenticationError, ConfigError
 from planaria.nodes.daemon_threads import answer_of_thread
-from planaria.nodes.examination import checks_of_this_machine, facts_of_this_machine
+from planaria.nodes.examination import (
+    checks_of_this_machine,
+    facts_of_this_machine,
+    failed_examination,
+)
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.process_events import handle_signals, wait_until
-from planaria.nodes.known_heads import KnownHeads, look_by_thread
+from planaria.nodes.health import EXAMINATION_S, health_problem
+from planaria.nodes.known_heads import KnownHeads, connection_problem, look_by_thread
 from planaria.nodes.machine_files import MachineFiles, modules_directory, unpack_sources
 from planaria.nodes.machine_node import MachineNode
 from planaria.nodes.notices import parse_notice_source, wait_notice
@@ -139,13 +143,6 @@ async def serve_machine(spec: MachineSpec) -> int:
     return await _Machine(spec).run()
 
 
-def connection_problem(error: EOFError | OSError, head: Address) -> str:
-    """Why there is no connection to a head; the system's own words do not name the head."""
-    if isinstance(error, OSError) and error.errno:
-        return f"the connection to {address_text(head)} broke: {error.strerror}"
-    return str(error)
-
-
 class _Machine:
     def __init__(self, spec: MachineSpec) -> None:
         self._spec = spec
@@ -158,7 +155,7 @@ class _Machine:
         self._ended_run = ""  # The run that was over last; its head may still answer.
         self._node = MachineNode(self._on_node_end, on_failure=self._on_failure)
         self._ends: list[NodeEnded] = []  # The ends of the nodes of this run.
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._taking: asyncio.Task[None] | None = None
         self._preparing: asyncio.Task[None] | None = None
         self._modules = ExitStack()  # Removes the user's modules.
@@ -305,7 +302,7 @@ class _Machine:
         if self._writer is not None:
             self._writer.write(frame(message))
 
-    def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start_task(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_end)
@@ -330,7 +327,7 @@ class _Machine:
             logger.exception("a question of the head could not be answered")
             self._tell(failure(error))
 
-    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+    def _on_task_end(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) and not self._interrupted.done():
             self._interrupted.set_exception(error)
@@ -354,7 +351,7 @@ class _Machine:
                 received_s = time.time()
                 self._start_answer(
                     self._examine(number, received_s=received_s),
-                    lambda error: _examination_failure(error, number, received_s=received_s),
+                    lambda error: failed_examination(error, number, received_s=received_s),
                 )
             case LinkMeasureRequested(number=number):
                 self._start_answer(
@@ -401,6 +398,8 @@ class _Machine:
         self._has_been_taken = True
         ready = MachineReady(run=offer.run)
         if self._node.number < 0:  # Else the head has compared it before it got the node.
+            if not await self._is_fit(offer.job):
+                return
             try:
                 ready = await self._files.ready(offer)
             except ConfigError as error:
@@ -525,6 +524,19 @@ class _Machine:
             self._spec.note(f"node {node} has ended")
         if self._is_leaving:
             self._end_with(EXIT_DONE)
+        elif self._offer is not None and self._over is None:
+            self._start_task(self._is_fit(self._offer.job))
+
+    async def _is_fit(self, job: JobConfig) -> bool:
+        """Whether this machine is fit for a node; if not, the head is told and this ends."""
+        find = partial(health_problem, job, cache_directory=self._spec.cache_directory)
+        problem = f"it was examined for {EXAMINATION_S:g} s, and something there hangs"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(EXAMINATION_S):
+                problem = await answer_of_thread(find, name="health")
+        if problem:
+            self._on_failure(problem)
+        return not problem
 
     def _on_failure(self, failure: str) -> None:
         """Handles that nothing can be forked here any more; another process may succeed."""
@@ -585,12 +597,3 @@ class _Machine:
             self._leave()
         elif not self._interrupted.done():
             self._interrupted.set_result(None)
-
-
-def _examination_failure(error: Exception, number: int, *, received_s: float) -> MachineExamined:
-    """The answer of a machine that could not examine itself."""
-    remedy = "its agent could not examine the machine; the agent's log has the whole error"
-    check = CheckResult(subject="examination", value=repr(error), remedy=remedy)
-    return MachineExamined(
-        checks=(check,), received_s=received_s, sent_s=time.time(), number=number
-    )

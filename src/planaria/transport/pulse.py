@@ -1,5 +1,7 @@
 """Memory that an agent shares with a worker: the node's lease, and the worker's signs of life.
 
+How late a worker is, is told from it and from the time that the machine's host took (`CpuSteal`).
+
 The agent makes the memory before it forks the worker, so it needs no name and vanishes with the
 last of the two. Each field is one aligned word, has one writer, and is read and written as a whole:
 a worker may lose its processor in the middle of a field that is written byte by byte, and the agent
@@ -15,7 +17,10 @@ import math
 import mmap
 import os
 import time
+from collections import deque
 from typing import Final
+
+import psutil
 
 LEASE_TIMEOUT_S: Final = 60.0  # Long enough for a lost coordinator to be replaced.
 FIRST_BEAT_S: Final = 60.0  # A fork takes milliseconds, but seconds on a machine that many share.
@@ -112,3 +117,41 @@ class Pulse:
         self._numbers.release()
         self._memory.close()
         os.close(self.stack_fd)
+
+
+# -- CPU steal: processor time that the host of a virtual machine gives to other machines ----------
+
+
+class CpuSteal:
+    """CPU steal in seconds, measured by repeated calls of `measure`.
+
+    Each measurement counts the steal of the processor that lost most since the one before.
+
+    Args:
+        num_recent: number of the newest measurements in `recent_s`.
+
+    Attributes:
+        total_s: CPU steal since this object was made, in seconds.
+    """
+
+    def __init__(self, num_recent: int) -> None:
+        self.total_s = 0.0
+        self._last = _steal_by_processor()
+        self._recent: deque[float] = deque(maxlen=num_recent)
+
+    def measure(self) -> None:
+        """Adds the CPU steal since the last measurement."""
+        now = _steal_by_processor()
+        lost_s = max((b - a for a, b in zip(self._last, now, strict=False)), default=0.0)
+        self._last = now
+        self._recent.append(max(0.0, lost_s))
+        self.total_s += self._recent[-1]
+
+    @property
+    def recent_s(self) -> float:
+        """CPU steal in the newest `num_recent` measurements, in seconds."""
+        return sum(self._recent)
+
+
+def _steal_by_processor() -> list[float]:
+    return [times.steal for times in psutil.cpu_times(percpu=True)]

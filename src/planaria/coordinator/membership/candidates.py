@@ -96,11 +96,18 @@ def on_leave_request(
         leave = LeaveRequest(ChangeKind.PREEMPT, now_s + event.after_s * _KEPT_SHARE)
     if node in members.leaving and leave.kind in (ChangeKind.DRAIN, members.leaving[node].kind):
         return state, ()  # The same request came before.
+    told: tuple[Notify, ...] = ()
+    if isinstance(event, NoticeTaken) and event.reason:
+        # What its workers have raised is the machine's fault, and not the job's.
+        crashes = tuple(crash for crash in state.troubles.crashes if crash.node != node)
+        state = replace(state, troubles=replace(state.troubles, crashes=crashes))
+        text = f"node {node} leaves the job, because its machine is unfit: {event.reason}"
+        told = (Notify(Warned(text=text)),)
     if state.is_member(node):
         members = replace(members, leaving={**members.leaving, node: leave})
-        return replace(state, membership=members), ()
+        return replace(state, membership=members), told
     if node in members.candidates:
-        return _without_candidate(state, node), (Evict((node,)),)
+        return _without_candidate(state, node), (Evict((node,)), *told)
     if leave.kind is ChangeKind.DRAIN and node not in members.gone:
         return state, (Notify(Warned(text=f"there is no node {node} to drain")),)
     return state, ()

@@ -1,0 +1,160 @@
+"""Whether a machine is fit for a node, with drivers and commands of the test's own."""
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from planaria.core.job import ClusterConfig, JobConfig
+from planaria.nodes import health
+from planaria.nodes.health import health_problem
+
+CPU: Final = JobConfig(cluster=ClusterConfig(device="cpu"))
+GPU: Final = JobConfig(cluster=ClusterConfig(device="cuda", devices_per_node=2))
+# A module that stands for nvidia-ml-py; each device is a dict of what is unusual about it.
+PYNVML: Final = """\
+import json, os, time
+DEVICES = json.loads(os.environ["DEVICES"])
+NVML_MEMORY_ERROR_TYPE_UNCORRECTED = NVML_VOLATILE_ECC = 0
+class NVMLError(Exception): pass
+class NVMLError_LibraryNotFound(NVMLError): pass
+def nvmlInit():
+    if DEVICES is None: raise NVMLError_LibraryNotFound("no library")
+    if DEVICES == "broken": raise NVMLError("Driver/library version mismatch")
+    if DEVICES == "hangs": time.sleep(60)
+def nvmlDeviceGetCount(): return len(DEVICES)
+def nvmlDeviceGetHandleByIndex(index): return DEVICES[index]
+def nvmlDeviceGetMemoryInfo(device):
+    if device.get("lost"): raise NVMLError("GPU is lost")
+def nvmlDeviceGetTotalEccErrors(device, kind, counter):
+    if "errors" not in device: raise NVMLError("Not Supported")
+    return device["errors"]
+def nvmlDeviceGetRemappedRows(device):
+    if "rows" not in device: raise NVMLError("Not Supported")
+    return device["rows"]
+"""
+
+
+@pytest.fixture
+def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Has the examination find the module; `setenv("DEVICES", ..)` says which there are."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "pynvml.py").write_text(PYNVML)
+    paths = (str(tmp_path / "modules"), *sys.path)
+    monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, paths)))
+    monkeypatch.setattr(health, "_KERNEL_LOG", tmp_path / "kmsg")
+    monkeypatch.setattr(health, "device_models", lambda: ["NVIDIA"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return monkeypatch
+
+
+def problem(job: JobConfig, tmp_path: Path) -> str:
+    return health_problem(job, cache_directory=str(tmp_path / "cache"))
+
+
+def test_this_machine_is_fit(tmp_path: Path) -> None:
+    """Nothing of the examination is left behind."""
+    assert problem(CPU, tmp_path) == ""
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_machine_without_memory_is_unfit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "available_bytes", lambda: 7 << 20)
+    assert problem(CPU, tmp_path).startswith("it has 7 MiB of memory left")
+
+
+def test_a_disk_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """As one that is full, or mounted to be read only."""
+    (tmp_path / "cache").write_text("a file")
+    assert str(tmp_path / "cache") in problem(CPU, tmp_path)
+
+
+def test_the_users_own_check_says_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that hangs is as bad."""
+
+    def checked(command: str) -> str:
+        job = replace(CPU, cluster=replace(CPU.cluster, health_check=command))
+        return problem(job, tmp_path)
+
+    assert checked("echo all is well") == ""
+    assert checked("echo the fan of $HOSTNAME stands; exit 1").startswith("the fan of")
+    assert checked("exit 9") == "cluster.health_check ended with 9"
+    monkeypatch.setattr(health, "_COMMAND_S", 0.05)
+    assert checked("exec sleep 60") == "cluster.health_check has not ended within 0.05 s"
+
+
+@pytest.mark.parametrize(
+    ("there", "found"),
+    [
+        (None, ""),
+        ([], ""),
+        ([{}, {"errors": 0, "rows": [1, 1, False, False]}], ""),
+        ([{}], "it has 1 GPUs that answer, and the job needs 2"),
+        ([{}, {"lost": True}], "GPU 1 does not answer (GPU is lost); start the machine anew"),
+        ([{"errors": 3}, {}], "GPU 0 has had 3 uncorrected memory errors"),
+        ([{"rows": [0, 0, False, True]}, {}], "GPU 0 has memory rows that can be replaced no more"),
+        ([{"rows": [0, 1, True, False]}, {}], "GPU 0 has memory rows that are replaced once"),
+        ("broken", "its GPUs cannot be examined (Driver/library version mismatch)"),
+    ],
+)
+def test_devices_are_judged_by_their_library(
+    there: object, found: str, devices: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A device without error correction has nothing against it."""
+    devices.setenv("DEVICES", json.dumps(there))
+
+    told = problem(GPU, tmp_path)
+
+    assert told.startswith(found) if found else told == ""
+
+
+def test_devices_that_the_job_does_not_see_do_not_count(
+    devices: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    devices.setenv("DEVICES", json.dumps([{}, {"lost": True}, {}]))
+    devices.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    assert problem(GPU, tmp_path) == ""
+
+
+def test_a_driver_that_hangs_is_a_problem(devices: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its process is left behind, and killed."""
+    devices.setenv("DEVICES", json.dumps("hangs"))
+    devices.setattr(health, "_DEVICES_S", 2.0)
+    assert problem(GPU, tmp_path).startswith("its GPUs do not answer within 2 s")
+
+
+def test_without_the_library_nothing_is_found_wrong(
+    devices: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """nvidia-ml-py is optional."""
+    (tmp_path / "modules" / "pynvml.py").write_text("raise ImportError('there is none')")
+    devices.setenv("DEVICES", "null")
+    assert problem(GPU, tmp_path) == ""
+
+
+def test_an_error_of_the_machine_in_the_kernels_log_counts_and_one_of_an_application_does_not(
+    devices: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Those from before this process began are over."""
+    devices.setenv("DEVICES", "null")
+    log = tmp_path / "kmsg"
+    now_us = int(1e6 * time.monotonic())
+
+    def record(number: int, at_us: int) -> str:
+        return f"6,1234,{at_us},-;NVRM: Xid (PCI:0000:3b:00): {number}, pid=7, GPU has fallen off\n"
+
+    log.write_text("".join(record(number, now_us) for number in (13, 31, 43, 45, 68)))
+    assert problem(GPU, tmp_path) == ""
+    log.write_text(record(79, 1))
+    assert problem(GPU, tmp_path) == ""
+    log.write_text(record(79, now_us) + record(13, now_us))
+    assert problem(GPU, tmp_path).startswith(
+        "its driver reports Xid 79 of the GPU at PCI:0000:3b:00: pid=7, GPU has fallen off;"
+    )
+    assert problem(CPU, tmp_path) == ""
