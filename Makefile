@@ -105,12 +105,12 @@ hosts: $(READY)
 	$(PYTEST) -m hosts
 	$(BIN)/python tests/downtimes.py || [ $$? -eq 2 ]
 
-# A real Slurm and a real Ray of four machines, by root.
+# A real Slurm and a real Ray, and machines of a Kubernetes whose API alone is a fake; by root.
 clusters: $(READY)
 	@for program in munged slurmctld slurmd sbatch; do command -v $$program > /dev/null || { \
 		echo "make clusters needs $$program: apt-get install slurm-wlm munge" >&2; exit 2; }; done
-	@$(BIN)/python -c 'import ray' 2> /dev/null || { \
-		echo "make clusters needs ray: $(BIN)/pip install ray" >&2; exit 2; }
+	@$(BIN)/python -c 'import ray, kubernetes_validate' 2> /dev/null || { \
+		echo "make clusters needs $(BIN)/pip install ray kubernetes-validate" >&2; exit 2; }
 	$(PYTEST) -m clusters -rs
 
 # An environment for each version is made in reports/torches and kept.

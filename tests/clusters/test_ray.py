@@ -38,11 +38,11 @@ def machine_of_head(cluster: RayCluster) -> Host:
     raise AssertionError("no machine has the head")
 
 
-def test_ray_brings_back_a_lost_machine_and_that_of_the_head(
+def test_ray_brings_back_a_drained_machine_a_lost_one_and_that_of_the_head(
     tmp_path: Path, server: ForkServer
 ) -> None:
     """All processes of a machine are killed, its raylet with them, and Ray is started again there.
-    The next head goes on with the living nodes."""
+    The node of the drained one has left before. The next head goes on with the living nodes."""
     path = write_job(tmp_path, tmp_path / "saves")
     write_credentials(tmp_path / "token")
     words = ("launch", path.name, "--on", "ray", "--nodes", "3:4", "--token-file", "token")
@@ -55,9 +55,18 @@ def test_ray_brings_back_a_lost_machine_and_that_of_the_head(
         program.wait_for_line(r"iteration 5 ", timeout_s=TIMEOUT_S)
 
         head = machine_of_head(cluster)
-        other = next(host for host in cluster.machines if host is not head)
-        for host, event in ((other, r"lost: node \d"), (head, r"it runs node \d")):
+        drained, other = [host for host in cluster.machines if host is not head][:2]
+        for host, event in (
+            (drained, r"node \d has ended"),
+            (other, r"lost: node \d"),
+            (head, r"it runs node \d"),
+        ):
             start = len(program.output)
+            if host is drained:
+                cluster.drain(host)
+                program.wait_for_line(r"node \d leaves the job", timeout_s=TIMEOUT_S, start=start)
+                program.wait_for_line(event, timeout_s=TIMEOUT_S, start=start)
+                assert "lost: node" not in program.output
             host.kill_processes()
             cluster.start_raylet(host)
             program.wait_for_line(event, timeout_s=TIMEOUT_S, start=start)

@@ -1,6 +1,7 @@
 """A real Slurm runs what `planaria launch` writes, on machines of which some are lost.
 
-Four test hosts are its nodes, see helpers/slurm.py. Each job ends with the bits of one machine.
+Five test hosts are its nodes, see helpers/slurm.py; a job begins on four of them. Each job ends
+with the bits of one machine.
 """
 
 import re
@@ -26,8 +27,12 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-NUM_NODES: Final = 4
-SETTINGS: Final = ("--set", "cluster.device_memory_bytes=200000")  # One node can hold the model.
+NUM_NODES: Final = 5
+ITERATIONS: Final = 600  # Long enough for an agent to ask Slurm twice, every 30 s.
+SETTINGS: Final = (
+    *("--set", f"training.iterations={ITERATIONS}"),
+    *("--set", "cluster.device_memory_bytes=200000"),  # One node can hold the model.
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +43,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(directory: Path) -> Iterator[Slurm]:
-    """A Slurm of four nodes."""
+    """A Slurm of five nodes."""
     with slurm(directory, num_nodes=NUM_NODES) as made:
         yield made
 
@@ -46,7 +51,7 @@ def cluster(directory: Path) -> Iterator[Slurm]:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> tuple[str, str]:
     """The digests of the job on one machine."""
-    return local_digests(tmp_path_factory.mktemp("local"), server)
+    return local_digests(tmp_path_factory.mktemp("local"), server, iterations=ITERATIONS)
 
 
 class Launched:
@@ -116,15 +121,22 @@ def job(cluster: Slurm, directory: Path, request: pytest.FixtureRequest) -> Iter
         launched.wait_log("^iteration 5 ")
         yield launched
     finally:
-        cluster.restore(launched.number)
+        cluster.restore()
 
 
-def test_the_loss_of_a_machine_costs_its_node_alone(
+def wait_for_other_machine(job: Launched, cluster: Slurm) -> None:
+    """Waits until a node starts on the machine that the job did not begin on."""
+    job.wait_log(r"^asked for a machine in place of \S+ \(.*\): job \d+ of Slurm is to bring one$")
+    job.wait_log(rf"^node \d+ starts on {cluster.nodes[4].name} ")
+
+
+def test_the_loss_of_a_machine_costs_its_node_alone_and_another_one_takes_its_place(
     job: Launched, cluster: Slurm, expected: tuple[str, str]
 ) -> None:
     """Slurm's daemons and the tasks are killed there; allocation and step go on without it."""
     cluster.nodes[2].kill_processes()
     job.wait_log(r"^lost: node \d")
+    wait_for_other_machine(job, cluster)
 
     assert job.digests() == expected
     assert "Restarts=0" in cluster.run("scontrol", "show", "job", job.number)
@@ -152,6 +164,7 @@ def test_a_machine_that_is_drained_is_left_in_peace(
     node = job.wait_log(rf"^node (\d+) starts on {name} ")[1]
     job.wait_log(rf"^node {node} leaves the job$")
     job.wait_log(rf"^node {node} has ended$")
+    wait_for_other_machine(job, cluster)
 
     assert job.digests() == expected
     assert not re.search("^lost: ", job.log, re.MULTILINE)

@@ -1,9 +1,16 @@
-"""A server of the part of Kubernetes' API that a head uses: the pods of one namespace."""
+"""A server of the part of Kubernetes' API that a head uses: the pods of one namespace.
+
+    python -m helpers.fake_kubernetes DIRECTORY HOST
+
+serves on a test host until it is killed, and prints its port. Pods are files in a directory, so
+that the test, which plays the controller, may be elsewhere.
+"""
 
 import http.server
 import ipaddress
 import json
 import ssl
+import sys
 import threading
 import urllib.parse
 from collections.abc import Iterator
@@ -19,34 +26,36 @@ from cryptography.x509.oid import NameOID
 
 NAMESPACE: Final = "team"
 _TOKEN: Final = "a token of the service account"
-_HOST: Final = "127.0.0.1"
 _JOB_LABEL: Final = "batch.kubernetes.io/job-name"
 
 
 class FakeKubernetes:
     """The pods, and what a pod finds of the server in its environment and its files.
 
+    Args:
+        directory: directory of all files; what is there from before counts.
+
     Attributes:
         account: directory with the service account.
         environment: variables of a pod.
-        pods: pods by name.
-        deleted: name and options of each deletion.
         refusal: status with which everything is answered; 0: with what it should be.
     """
 
     def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self.account = directory / "serviceaccount"
-        self.account.mkdir(parents=True)
+        self._pods = directory / "pods"
+        for made in (self.account, self._pods):
+            made.mkdir(parents=True, exist_ok=True)
+        self._deleted = directory / "deleted.jsonl"
         self.environment: dict[str, str] = {}
-        self.pods: dict[str, dict[str, Any]] = {}
-        self.deleted: list[tuple[str, dict[str, Any]]] = []
         self.refusal = 0
 
-    def add_pod(
+    def put_pod(
         self, name: str, address: str, *, job: str = "cluster", phase: str = "Running"
     ) -> None:
-        """Adds a pod of a Job; of none if that has no name."""
-        self.pods[name] = {
+        """Makes a pod of a Job, or changes it; of no Job if that has no name."""
+        pod = {
             "metadata": {
                 "name": name,
                 "uid": f"uid of {name}",
@@ -54,6 +63,27 @@ class FakeKubernetes:
             },
             "status": {"podIP": address, "phase": phase},
         }
+        path = self._pods / name
+        path.with_suffix(".new").write_text(json.dumps(pod))
+        path.with_suffix(".new").replace(path)
+
+    @property
+    def pods(self) -> dict[str, dict[str, Any]]:
+        """The pods by name."""
+        paths = (path for path in self._pods.iterdir() if path.suffix != ".new")
+        return {path.name: json.loads(path.read_text()) for path in paths}
+
+    def delete_pod(self, name: str) -> None:
+        """Forgets a pod."""
+        (self._pods / name).unlink(missing_ok=True)
+
+    @property
+    def deleted(self) -> list[tuple[str, dict[str, Any]]]:
+        """The name and the options of each pod that was deleted by request."""
+        if not self._deleted.exists():
+            return []
+        entries = (json.loads(line) for line in self._deleted.read_text().splitlines())
+        return [(name, options) for name, options in entries]
 
     def answer(self, method: str, path: str, token: str, body: bytes) -> tuple[int, Any]:
         """Status and body of the answer to a request."""
@@ -61,23 +91,30 @@ class FakeKubernetes:
             return self.refusal or 401, {"kind": "Status", "message": "no, says the test"}
         url = urllib.parse.urlsplit(path)
         prefix = f"/api/v1/namespaces/{NAMESPACE}/pods"
+        pods = self.pods
         if method == "GET" and url.path == prefix:
             assert urllib.parse.parse_qs(url.query) == {"labelSelector": [_JOB_LABEL]}
-            items = [p for p in self.pods.values() if _JOB_LABEL in p["metadata"]["labels"]]
+            items = [p for p in pods.values() if _JOB_LABEL in p["metadata"]["labels"]]
             return 200, {"kind": "PodList", "items": items}
         name = url.path.removeprefix(f"{prefix}/")
-        if method == "DELETE" and name in self.pods:
+        if method == "DELETE" and name in pods:
             options = json.loads(body)
-            if options["preconditions"]["uid"] != self.pods[name]["metadata"]["uid"]:
+            if options["preconditions"]["uid"] != pods[name]["metadata"]["uid"]:
                 return 409, {"kind": "Status", "message": "the UID differs"}
-            self.deleted.append((name, options))
-            return 200, self.pods.pop(name)
+            with self._deleted.open("a") as file:
+                file.write(json.dumps([name, options]) + "\n")
+            self.delete_pod(name)
+            return 200, pods[name]
         return 404, {"kind": "Status", "message": f"{name} not found"}
 
 
 @contextmanager
-def fake_kubernetes(directory: Path) -> Iterator[FakeKubernetes]:
-    """A server for the length of the context."""
+def fake_kubernetes(directory: Path, host: str = "127.0.0.1") -> Iterator[FakeKubernetes]:
+    """A server for the length of the context.
+
+    Args:
+        host: address at which it serves.
+    """
     fake = FakeKubernetes(directory)
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -96,14 +133,14 @@ def fake_kubernetes(directory: Path) -> Iterator[FakeKubernetes]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = http.server.ThreadingHTTPServer((_HOST, 0), Handler)
+    server = http.server.ThreadingHTTPServer((host, 0), Handler)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(_write_certificate(directory, fake.account / "ca.crt"))
+    context.load_cert_chain(_write_certificate(directory, fake.account / "ca.crt", host))
     server.socket = context.wrap_socket(server.socket, server_side=True)
     (fake.account / "token").write_text(f"{_TOKEN}\n")
     (fake.account / "namespace").write_text(NAMESPACE)
     fake.environment = {
-        "KUBERNETES_SERVICE_HOST": _HOST,
+        "KUBERNETES_SERVICE_HOST": host,
         "KUBERNETES_SERVICE_PORT": str(server.server_port),
     }
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
@@ -116,12 +153,12 @@ def fake_kubernetes(directory: Path) -> Iterator[FakeKubernetes]:
         server.server_close()
 
 
-def _write_certificate(directory: Path, path: Path) -> Path:
+def _write_certificate(directory: Path, path: Path, host: str) -> Path:
     """Writes a certificate of the server; returns a file that has its key, too."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kubernetes")])
     now = datetime.now(UTC)
-    alternative = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(_HOST))])
+    alternative = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(host))])
     certificate = (
         x509.CertificateBuilder()
         .subject_name(name)
@@ -137,9 +174,21 @@ def _write_certificate(directory: Path, path: Path) -> Path:
     pem = certificate.public_bytes(serialization.Encoding.PEM)
     path.write_bytes(pem)
     with_key = directory / "server.pem"
-    plain = serialization.NoEncryption()
     key_pem = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
     )
     with_key.write_bytes(pem + key_pem)
     return with_key
+
+
+def main() -> None:
+    """Serves until it is killed."""
+    with fake_kubernetes(Path(sys.argv[1]), sys.argv[2]) as fake:
+        print("serves at port", fake.environment["KUBERNETES_SERVICE_PORT"], flush=True)
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -42,6 +42,21 @@ class RayCluster:
         """Starts Ray on a machine; for the first time, or after it was lost."""
         return self._start(host, f"--address={self._address}", "--num-cpus=1")
 
+    def drain(self, host: Host) -> None:
+        """Has Ray say that a machine will be taken away in ten minutes, which a test must do."""
+        look = (
+            "import ray; ray.init(log_to_driver=False); "
+            f"[node] = [n for n in ray.nodes() if n['NodeManagerAddress'] == '{host.address}']; "
+            "print('node', node['NodeID'])"
+        )
+        env = {"RAY_ADDRESS": self._address}
+        told = self._head.run("python", "-c", look, env=env)
+        self._head.run(
+            *("python", "-m", "ray.scripts.scripts", "drain-node", f"--address={self._address}"),
+            *("--node-id", told.split()[-1], "--reason", "DRAIN_NODE_REASON_PREEMPTION"),
+            *("--reason-message", "test", "--deadline-remaining-seconds", "600"),
+        )
+
     def _start(self, host: Host, *options: str) -> Process:
         return host.start(
             *("python", "-m", "ray.scripts.scripts", "start", "--block", *options),

@@ -99,11 +99,13 @@ class Slurm:
             timeout_s=TIMEOUT_S,
         )
 
-    def restore(self, job: str) -> None:
-        """Ends a job, if it has not ended, and brings lost nodes back."""
+    def restore(self) -> None:
+        """Ends all jobs, and brings lost nodes back."""
         for signal in ("KILL", "TERM"):  # The first one spares the time that processes have to end.
-            with suppress(AssertionError):  # It has ended.
-                self.run("scancel", "--full", f"--signal={signal}", job)
+            with suppress(AssertionError):  # There is none.
+                self.run("scancel", "--full", f"--signal={signal}", "--user=root")
+        with suppress(AssertionError):
+            self.run("scancel", "--user=root")
         for host in self.nodes:
             with suppress(AssertionError):  # Slurm resumes only those that were drained or down.
                 self.run("scontrol", "update", f"nodename={host.name}", "state=resume")

@@ -7,9 +7,10 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, Final
 
 import pytest
@@ -434,8 +435,14 @@ class FakeGroup:
         return FakeRef(lambda: self, -1)
 
 
-def fake_ray(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Puts a module in the place of ray; returns the options with which actors will be started."""
+def fake_ray(
+    monkeypatch: pytest.MonkeyPatch, draining: Callable[[], dict[str, int]] = dict
+) -> list[dict[str, Any]]:
+    """Puts a module in the place of ray; returns the options with which actors will be started.
+
+    Args:
+        draining: returns what is drained; this machine is "here".
+    """
     started: list[dict[str, Any]] = []
     num_asked = itertools.count()
     ray, util = ModuleType("ray"), ModuleType("ray.util")
@@ -453,6 +460,10 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         # The head ends last, or nothing else would be seen to end.
         wait=lambda refs: ([max(refs, key=lambda ref: ref.rank)], []),
         exceptions=type("exceptions", (), {"RayActorError": ActorLost}),
+        get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "here"),
+        _private=SimpleNamespace(
+            state=SimpleNamespace(state=SimpleNamespace(get_draining_nodes=draining))
+        ),
     )
 
     def address() -> str:
@@ -508,3 +519,33 @@ def test_ray_acts_on_exit_codes(
     places = [options["scheduling_strategy"] for options in started[:4]]
     assert [len(group.bundles) for group, _ in places] == [2, 2, 1, 1]
     assert places[0][0].strategy == "STRICT_SPREAD"
+
+
+@pytest.mark.parametrize(("end_s", "told"), [(0, ""), (50, r"\d\d")])
+def test_a_machine_that_ray_drains_is_told_so_once_and_is_to_run_elsewhere(
+    end_s: int, told: str, fakes: FakeScheduler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It leaves in peace, with 0, which would count as done. Ray refuses to answer at times."""
+    fakes.write(
+        "planaria",
+        f"notice=$(grep -oP -- '--notice \\K\\S+' <<< \"$*\"); touch {tmp_path}/runs\n"
+        'until [ -e "$notice" ]; do sleep 0.01; done\n'
+        f'cat "$notice" > {tmp_path}/told; exit 0',
+    )
+    for name, text in fakes.environment.items():
+        monkeypatch.setenv(name, text)
+    answers = itertools.count()
+
+    def draining() -> dict[str, int]:
+        if next(answers) % 2:
+            raise OSError("no answer")
+        is_running = (tmp_path / "runs").exists()
+        return {"here": int(1000 * (time.time() + end_s)) if end_s else 0} if is_running else {}
+
+    fake_ray(monkeypatch, draining)
+    program = runpy.run_path(str(CLUSTERS / "cluster_ray.py"))
+    program["main"].__globals__["POLL_S"] = 0.01
+    machine = program["Machine"]()
+
+    assert machine.run(1, "127.0.0.1") == EXIT_AGAIN
+    assert re.fullmatch(told, (tmp_path / "told").read_text())

@@ -85,6 +85,7 @@ metadata:
       - action: Ignore  # The machine was taken away; the pod is made again on another one.
         onPodConditions:
           - type: DisruptionTarget
+            status: "True"
   template:
     metadata:
       labels:

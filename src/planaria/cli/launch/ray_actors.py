@@ -17,9 +17,11 @@ _PROGRAM: Final = AtTemplate('''\
 Submit it in the directory of the job, which all machines share.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import time
 
 import ray
@@ -37,22 +39,61 @@ COMMAND = [
 DIRECTORY = os.getcwd()
 RESTARTS_MAX = 20
 PAUSE_S = 10.0
+POLL_S = 5.0  # Between two looks whether Ray drains the machine.
+AGAIN = 75  # The exit code that says: start this again.
 
 
 class Machine:
     """One machine of the job."""
+
+    def __init__(self) -> None:
+        self._is_unknown = False  # Whether Ray has not said what it drains.
 
     def address(self) -> str:
         """The address at which other machines reach this one."""
         return str(ray.util.get_node_ip_address())
 
     def run(self, rank: int, head: str) -> int:
-        """Runs `planaria run` until it ends; returns its exit code."""
+        """Runs `planaria run` until it ends; returns its exit code.
+
+        Once Ray drains the machine, the node leaves in peace. Ray starts the actor again elsewhere
+        when the machine is gone.
+        """
+        while self.seconds_left() is not None:
+            time.sleep(PAUSE_S)
+        notice = os.path.join(tempfile.mkdtemp(), "notice")
         words = [*COMMAND, "--node-rank", str(rank), "--rdzv-endpoint", f"{head}:{PORT}"]
+        words += ["--notice", notice]
 @{domain}        # The command ends with its actor: it saves the job, or its node leaves.
         words = ["setpriv", "--pdeathsig", "TERM", *words, @{job_text}]
-        code = subprocess.run(words, cwd=DIRECTORY, check=False).returncode
+        process = subprocess.Popen(words, cwd=DIRECTORY)
+        while (code := process.poll()) is None:
+            if (left := self.seconds_left()) is not None and not os.path.exists(notice):
+                with open(f"{notice}.new", "w") as file:
+                    file.write(left)
+                os.replace(f"{notice}.new", notice)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=POLL_S)
+        if code == 0 and rank and os.path.exists(notice):
+            return AGAIN
         return 128 - code if code < 0 else code
+
+    def seconds_left(self) -> str | None:
+        """The seconds until the machine is gone, "" if Ray does not say; None: it is not drained.
+
+        Ray has no public call for this; its own trainer uses this one.
+        """
+        try:
+            ends_ms = ray._private.state.state.get_draining_nodes()
+        except Exception as error:
+            if not self._is_unknown:
+                print(f"Ray does not say whether it drains this machine: {error!r}", flush=True)
+            self._is_unknown = True
+            return None
+        end_ms = ends_ms.get(ray.get_runtime_context().get_node_id())
+        if not end_ms:
+            return None if end_ms is None else ""
+        return f"{max(0.0, end_ms / 1000.0 - time.time()):.0f}"
 
 
 def start_machine(group: PlacementGroup, index: int) -> "ray.actor.ActorHandle":

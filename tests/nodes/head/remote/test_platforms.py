@@ -131,10 +131,10 @@ def test_slurm_must_be_there(scheduler: FakeScheduler) -> None:
 @pytest.fixture
 def kubernetes(tmp_path: Path) -> Iterator[FakeKubernetes]:
     with fake_kubernetes(tmp_path) as fake:
-        fake.add_pod("cluster-0-abc", "10.0.0.1")
-        fake.add_pod("cluster-3-def", LOST.host)
-        fake.add_pod("a-daemon-of-the-machine", LOST.host, job="")
-        fake.add_pod("cluster-2-was", LOST.host, phase="Failed")
+        fake.put_pod("cluster-0-abc", "10.0.0.1")
+        fake.put_pod("cluster-3-def", LOST.host)
+        fake.put_pod("a-daemon-of-the-machine", LOST.host, job="")
+        fake.put_pod("cluster-2-was", LOST.host, phase="Failed")
         yield fake
 
 
