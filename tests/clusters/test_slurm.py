@@ -126,7 +126,7 @@ def job(cluster: Slurm, directory: Path, request: pytest.FixtureRequest) -> Iter
 
 def wait_for_other_machine(job: Launched, cluster: Slurm) -> None:
     """Waits until a node starts on the machine that the job did not begin on."""
-    job.wait_log(r"^asked for a machine in place of \S+ \(.*\): job \d+ of Slurm is to bring one$")
+    job.wait_log(r"^asked for a machine in place of \S+ \(.*\): job \d+ of Slurm is to bring one")
     job.wait_log(rf"^node \d+ starts on {cluster.nodes[4].name} ")
 
 

@@ -52,16 +52,27 @@ class FakeKubernetes:
         self.refusal = 0
 
     def put_pod(
-        self, name: str, address: str, *, job: str = "cluster", phase: str = "Running"
+        self,
+        name: str,
+        address: str,
+        *,
+        job: str = "cluster",
+        phase: str = "Running",
+        verdict: str = "",
     ) -> None:
-        """Makes a pod of a Job, or changes it; of no Job if that has no name."""
+        """Makes a pod of a Job, or changes it; of no Job if that has no name.
+
+        Args:
+            verdict: reason why the pod is not ready; "": it is.
+        """
+        ready = {"type": "Ready", "status": "Unknown" if verdict else "True", "reason": verdict}
         pod = {
             "metadata": {
                 "name": name,
                 "uid": f"uid of {name}",
                 "labels": {_JOB_LABEL: job} if job else {},
             },
-            "status": {"podIP": address, "phase": phase},
+            "status": {"podIP": address, "phase": phase, "conditions": [ready]},
         }
         path = self._pods / name
         path.with_suffix(".new").write_text(json.dumps(pod))

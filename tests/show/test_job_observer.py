@@ -5,6 +5,7 @@ from msgspec import structs
 from helpers.recorder_messages import decision_message, loss_message, running, starting
 from planaria.core.inject import parse_injection
 from planaria.core.plan import Plan
+from planaria.core.records import Warned
 from planaria.observe.metrics import IterationRecord
 from planaria.observe.recorder import Recorder
 from planaria.show.job_observer import JobObserver
@@ -58,6 +59,18 @@ def test_a_job_is_degraded_once_though_two_coordinators_tell_it() -> None:
 
     assert notes.texts.count("degraded: one node is left") == 1
     assert [event.kind for event in recorder.events()] == ["lost", "degraded"]
+
+
+def test_a_warning_is_an_event_if_it_says_of_which_kind() -> None:
+    """All are shown."""
+    observer, recorder, notes = watched()
+    observer.on_message(Warned(text="the disk is slow"))
+    observer.on_message(Warned(text="GPU 0 does not answer", event="unfit"))
+
+    assert notes.texts == ["the disk is slow", "GPU 0 does not answer"]
+    assert [(event.kind, event.reason) for event in recorder.events()] == [
+        ("unfit", "GPU 0 does not answer")
+    ]
 
 
 def test_a_fault_that_never_came_is_told_as_it_was_asked_for() -> None:

@@ -446,12 +446,14 @@ class Warned(Message, frozen=True, kw_only=True):
         undrained: nodes that were to be drained and stay.
         untold: iteration that is committed although nobody can report it; -1: none.
         gone: nodes that had waited to join and are gone.
+        event: kind of the event that the report has of it; "": it has none.
     """
 
     text: str
     undrained: tuple[int, ...] = ()
     untold: int = -1
     gone: tuple[int, ...] = ()
+    event: str = ""
 
 
 class Ended(Message, frozen=True, kw_only=True):

@@ -115,6 +115,11 @@ class JobObserver:
                 text = f"iteration {message.iteration} was not saved: {message.reason}"
                 self._display.note(text)
             case Warned():
+                if message.event:
+                    iteration = self._recorder.next_iteration
+                    self._recorder.add_event(
+                        message.event, iteration=iteration, reason=message.text
+                    )
                 self._display.note(message.text)
 
     def on_fault(self, injection: Injection, *, now_s: float) -> None:

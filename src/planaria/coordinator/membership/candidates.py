@@ -102,7 +102,7 @@ def on_leave_request(
         crashes = tuple(crash for crash in state.troubles.crashes if crash.node != node)
         state = replace(state, troubles=replace(state.troubles, crashes=crashes))
         text = f"node {node} leaves the job, because its machine is unfit: {event.reason}"
-        told = (Notify(Warned(text=text)),)
+        told = (Notify(Warned(text=text, event="unfit")),)
     if state.is_member(node):
         members = replace(members, leaving={**members.leaving, node: leave})
         return replace(state, membership=members), told

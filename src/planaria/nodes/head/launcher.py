@@ -127,6 +127,7 @@ class Launcher:
         )
         if head is not None and head.operator is not None:
             self._operator = head.operator
+            head.operator.note = self._note_request
         self._plan = spec.leader.plan
         self._standing = Standing(plan=spec.leader.plan, num_committed=spec.leader.first_iteration)
         self._is_training = False
@@ -338,6 +339,10 @@ class Launcher:
 
     def _warn(self, text: str) -> None:
         self._pass_to_observer(Warned(text=text))
+
+    def _note_request(self, text: str) -> None:
+        """Shows that a machine was asked for, and why; the report has it, too."""
+        self._pass_to_observer(Warned(text=text, event="machine"))
 
     def _training_text(self) -> str:
         """Text about the job to show while a fork server is renewed."""

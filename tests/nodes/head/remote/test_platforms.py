@@ -58,6 +58,7 @@ def test_no_command_is_a_mistake() -> None:
 def scheduler(tmp_path: Path) -> FakeScheduler:
     made = FakeScheduler(tmp_path / "fakes")
     made.write("sbatch", SBATCH)
+    made.write("sinfo", 'echo "$*" >> "$FAKES/sinfo.words"; echo "down* (Not responding)"')
     made.write("squeue", 'echo "$*" >> "$FAKES/squeue.words"; echo 1-02:03:04')
     made.write("scancel", 'echo "$*" >> "$FAKES/scancel.words"')
     return made
@@ -75,7 +76,8 @@ def test_slurm_is_asked_for_one_machine_like_those_of_the_job(scheduler: FakeSch
         SLURM_PROCID="0",
     )
 
-    assert platform.ask_for_machine(LOST) == "job 42 of Slurm is to bring one"
+    told = "job 42 of Slurm is to bring one; Slurm calls host-3 down* (Not responding)"
+    assert platform.ask_for_machine(LOST) == told
     words, num_variables = scheduler.words("sbatch")
     agent = f"{sys.executable} -m planaria agent --join '{','.join(HEADS)}' --notice slurm"
     for option in (
@@ -106,7 +108,9 @@ def test_what_slurm_has_not_granted_is_taken_back_at_the_end(scheduler: FakeSche
 def test_without_the_time_that_is_left_slurm_decides_it(scheduler: FakeScheduler) -> None:
     for body in ("echo UNLIMITED", "exit 1"):
         scheduler.write("squeue", body)
-        opened("slurm", **scheduler.environment).ask_for_machine(LOST)
+        scheduler.write("sinfo", body.replace("UNLIMITED", ""))
+        told = opened("slurm", **scheduler.environment).ask_for_machine(LOST)
+        assert told == "job 42 of Slurm is to bring one"
     assert not any("--time" in words for words in scheduler.words("sbatch"))
 
 
@@ -132,7 +136,7 @@ def test_slurm_must_be_there(scheduler: FakeScheduler) -> None:
 def kubernetes(tmp_path: Path) -> Iterator[FakeKubernetes]:
     with fake_kubernetes(tmp_path) as fake:
         fake.put_pod("cluster-0-abc", "10.0.0.1")
-        fake.put_pod("cluster-3-def", LOST.host)
+        fake.put_pod("cluster-3-def", LOST.host, verdict="NodeLost")
         fake.put_pod("a-daemon-of-the-machine", LOST.host, job="")
         fake.put_pod("cluster-2-was", LOST.host, phase="Failed")
         yield fake
@@ -152,7 +156,8 @@ def test_the_pod_of_a_lost_machine_is_deleted_at_once(kubernetes: FakeKubernetes
     """Nobody on that machine would ever confirm that it has ended."""
     platform = in_pod(kubernetes)
 
-    assert "pod cluster-3-def is deleted" in platform.ask_for_machine(LOST)
+    told = "pod cluster-3-def is deleted, so that the Job makes another"
+    assert platform.ask_for_machine(LOST) == f"{told}; Kubernetes says NodeLost of it"
     ((name, options),) = kubernetes.deleted
     assert (name, options["gracePeriodSeconds"]) == ("cluster-3-def", 0)
     assert "its pod has ended" in platform.ask_for_machine(LOST)

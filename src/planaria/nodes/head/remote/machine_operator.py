@@ -33,8 +33,10 @@ class MachineOperator:
 
     Args:
         machines: the machines that have come to the head.
-        note: shows the user a text.
         return_s: seconds for which a lost machine is waited for.
+
+    Attributes:
+        note: shows the user a text, and may be replaced once the job has begun.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class MachineOperator:
     ) -> None:
         self._platform = platform
         self._machines = machines
-        self._note = note
+        self.note = note
         self._return_s = return_s
         self._nodes: set[int] = set()
         self._asking: dict[str, asyncio.Task[None]] = {}  # By address of the lost machine.
@@ -72,7 +74,7 @@ class MachineOperator:
         self._asking.pop(host, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("no machine could be asked for", exc_info=error)
-            self._note(f"no machine could be asked for in place of {host}: {error!r}")
+            self.note(f"no machine could be asked for in place of {host}: {error!r}")
 
     async def _ask(self, lost: LostMachine) -> None:
         """Asks for a machine until the platform has taken the request, or the lost one is back."""
@@ -84,14 +86,14 @@ class MachineOperator:
                 ask = partial(self._platform.ask_for_machine, lost)
                 text = await answer_of_thread(ask, name="operator")
             except OSError as error:
-                self._note(
+                self.note(
                     f"no machine can be asked for in place of {lost.name} ({lost.host}): {error}; "
                     f"asking again in {pause_s:.0f} s"
                 )
                 await asyncio.sleep(pause_s)
                 pause_s = min(2.0 * pause_s, _AGAIN_S_MAX)
             else:
-                self._note(f"asked for a machine in place of {lost.name} ({lost.host}): {text}")
+                self.note(f"asked for a machine in place of {lost.name} ({lost.host}): {text}")
                 return
 
     def _is_back(self, lost: LostMachine) -> bool:
@@ -113,4 +115,4 @@ class MachineOperator:
             async with asyncio.timeout(_CANCEL_TIMEOUT_S):
                 await answer_of_thread(self._platform.cancel_requests, name="operator")
         except OSError as error:  # TimeoutError is an OSError.
-            self._note(f"machines that were asked for may still come: {error}")
+            self.note(f"machines that were asked for may still come: {error}")

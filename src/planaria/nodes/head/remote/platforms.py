@@ -159,12 +159,19 @@ class SlurmPlatform:
 
     def ask_for_machine(self, lost: LostMachine) -> str:
         """See Platform."""
-        del lost  # Slurm finds out by itself what it has lost.
         words = ("sbatch", "--parsable", *self._options(), "--wrap", f"exec {self._command}")
         # The number of the job, and the name of the cluster if there are several.
         number = _output(words, self._environment, what="sbatch").partition(";")[0].strip()
         self._asked.append(number)
-        return f"job {number} of Slurm is to bring one"
+        return f"job {number} of Slurm is to bring one{self._verdict(lost)}"
+
+    def _verdict(self, lost: LostMachine) -> str:
+        """What Slurm says of a machine, to follow a text; "": nothing."""
+        words = ("sinfo", "--noheader", f"--nodes={lost.name}", "--format=%T (%E)")
+        with contextlib.suppress(OSError):
+            if text := _output(words, self._environment, what="sinfo").partition("\n")[0]:
+                return f"; Slurm calls {lost.name} {text}"
+        return ""
 
     @property
     def _command(self) -> str:
@@ -235,17 +242,19 @@ class KubernetesPlatform:
             return "its pod is told to go, and the Job makes another"
         query = urllib.parse.urlencode({"labelSelector": _HAS_JOB})
         pods = self._call("GET", f"pods?{query}").get("items", [])
-        names = {}
+        names, verdicts = {}, []
         for pod in pods:
             facts, status = pod.get("metadata", {}), pod.get("status", {})
             if status.get("podIP") == lost.host and status.get("phase") == "Running":
                 names[str(facts.get("name"))] = str(facts.get("uid"))
+                verdicts += _verdicts(status)
         for name, uid in names.items():
             options = {"gracePeriodSeconds": 0, "preconditions": {"uid": uid}}
             self._call("DELETE", f"pods/{urllib.parse.quote(name)}", options)
         if not names:
             return "its pod has ended, and the Job makes another"
-        return f"pod {', '.join(names)} is deleted, so that the Job makes another"
+        text = f"pod {', '.join(names)} is deleted, so that the Job makes another"
+        return f"{text}; Kubernetes says {', '.join(verdicts)} of it" if verdicts else text
 
     def cancel_requests(self) -> None:
         """See Platform. Pods of the Job end with it."""
@@ -276,6 +285,16 @@ class KubernetesPlatform:
             raise OSError(f"{what}: Kubernetes' answer makes no sense: {error!r}") from error
         finally:
             connection.close()
+
+
+def _verdicts(status: Mapping[str, Any]) -> list[str]:
+    """What Kubernetes says against a pod: why it is not ready, or is to be taken away."""
+    against = {("Ready", "False"), ("Ready", "Unknown"), ("DisruptionTarget", "True")}
+    return [
+        str(condition.get("reason") or condition["type"])
+        for condition in status.get("conditions", [])
+        if (condition.get("type"), condition.get("status")) in against
+    ]
 
 
 def _output(words: Sequence[str], environment: Mapping[str, str], *, what: str) -> str:
