@@ -97,7 +97,7 @@ COMMANDS = {
         "job",
         *("--nnodes", "--nproc-per-node", "--rdzv-endpoint", "--node-rank"),
         *("--token-file", "--notice", "--domain", "--report", "--resume", "--resume-if-saved"),
-        *("--operator", "--state", "--set"),
+        *("--advertise", "--interface", "--operator", "--state", "--set"),
     },
     "profile": {"job", "-o", "--output", "--set"},
     "plan": {

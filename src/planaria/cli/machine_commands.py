@@ -36,6 +36,17 @@ Notice = Annotated[
     ),
 ]
 
+Advertise = Annotated[
+    str,
+    typer.Option(
+        metavar="HOST",
+        help="Address at which other machines reach this one. Default: the address from which "
+        "it reaches the head.",
+    ),
+]
+Interface = Annotated[
+    str, typer.Option(metavar="NAME", help="Network interface whose address is that address.")
+]
 Domain = Annotated[
     str,
     typer.Option(metavar="NAME", help="Failure domain of this machine, such as its rack or zone."),
@@ -51,18 +62,8 @@ def agent(
         ),
     ],
     token_file: TokenFile = "",
-    advertise: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST",
-            help="Address at which other machines reach this one. Default: the address from which "
-            "it reaches the head.",
-        ),
-    ] = "",
-    interface: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="Network interface whose address is that address."),
-    ] = "",
+    advertise: Advertise = "",
+    interface: Interface = "",
     domain: Domain = "",
     notice: Notice = "",
     no_code: Annotated[

@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 
 from planaria.cli.command_line import JobFile, Settings, exit_codes
-from planaria.cli.machine_commands import Domain, Notice, TokenFile
+from planaria.cli.machine_commands import Advertise, Domain, Interface, Notice, TokenFile
 from planaria.cli.run_role import RunFlags, RunRole, run_role
 from planaria.cli.train_command import Operator, Resume, ResumeIfSaved, State
 from planaria.nodes.forkserver import die_with_parent
@@ -83,6 +83,8 @@ def run(
     report: Report = None,
     resume: Resume = False,
     resume_if_saved: ResumeIfSaved = False,
+    advertise: Advertise = "",
+    interface: Interface = "",
     domain: Domain = "",
     operator: Operator = "",
     state: State = "",
@@ -108,7 +110,8 @@ def run(
     console = Console(file=unfailing(sys.stdout), highlight=False, soft_wrap=True)
     console.print(f"planaria run: {role.why}", markup=False)
     token = ("--token-file", token_file) if token_file else ()
-    source = (*(("--notice", notice) if notice else ()), *(("--domain", domain) if domain else ()))
+    own = {"notice": notice, "domain": domain, "advertise": advertise, "interface": interface}
+    source = [word for name, text in own.items() if text for word in (f"--{name}", text)]
     more = [
         *token,
         *(["--resume"] if resume else []),

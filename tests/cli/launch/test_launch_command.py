@@ -1,24 +1,15 @@
-"""`planaria launch`: what it writes, what it refuses, and what the files do with exit codes."""
+"""`planaria launch`: what it writes and submits, and what it refuses."""
 
-import itertools
-import os
-import re
-import runpy
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any, Final
+from typing import Final
 
 import pytest
 import yaml
 
-from helpers.command import assert_mistake, command, wait_for
+from helpers.command import assert_mistake, command
 from helpers.fake_scheduler import FakeScheduler
-from planaria.nodes.machine import EXIT_AGAIN, EXIT_DONE, EXIT_UNFINISHED
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 CLUSTERS: Final = ROOT / "examples" / "clusters"
@@ -30,24 +21,6 @@ ARGUMENTS: Final = {
     "cluster_ray.py": ("--on", "ray"),
     "cluster-ssh.sh": ("--on", "ssh", "--hosts", HOSTS),
 }
-# The process of rank $rank: it ends with $HEAD or $OTHER first, then with 0. A head ends once the
-# other one has been started so often.
-FAKE_PLANARIA: Final = """\
-echo "$*" >> "$FAKES/planaria.words"
-rank=${SLURM_PROCID:-${JOB_COMPLETION_INDEX:-$(grep -oP -- '--node-rank \\K[0-9]+' <<< "$*")}}
-echo start >> "$FAKES/starts.$rank"
-[ "$(wc -l < "$FAKES/starts.$rank")" = 1 ] || exit 0
-if [ "$rank" = 0 ]; then
-    until [ "$(cat "$FAKES/starts.1" 2> /dev/null | wc -l)" -ge "${STARTS:-0}" ]; do :; done
-    if [ "$HEAD" = told ]; then
-        trap 'exit 130' TERM
-        touch "$FAKES/ready"
-        while :; do sleep 0.01; done
-    fi
-    exit "$HEAD"
-fi
-exit "$OTHER"
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -57,9 +30,7 @@ def _at_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fakes(tmp_path: Path) -> FakeScheduler:
-    made = FakeScheduler(tmp_path / "fakes")
-    made.write("planaria", FAKE_PLANARIA)
-    return made
+    return FakeScheduler(tmp_path / "fakes")
 
 
 # -- what is written ------------------------------------------------------------------------------
@@ -226,326 +197,29 @@ def test_the_file_is_written_and_submitted(fakes: FakeScheduler, tmp_path: Path)
     assert path.read_text() == (CLUSTERS / "cluster.sbatch").read_text()
 
 
-# -- exit codes -----------------------------------------------------------------------------------
-
-
-def exit_code_table() -> list[tuple[int, str, str]]:
-    """The codes of docs/CLUSTER.md, with their meanings on the head's machine and on another."""
-    page = (ROOT / "docs" / "CLUSTER.md").read_text()
-    section = page.partition("\n## Exit codes\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| ([0-9]+)[^|]*\| ([^|]*) \| ([^|]*) \|$", section, re.MULTILINE)
-    table = [(int(code), head, other) for code, head, other in rows]
-    return [*table, (137, *table[-1][1:])]
-
-
-TABLE: Final = exit_code_table()
-
-
-def is_again(text: str) -> bool:
-    """Whether a cell of the table says that the scheduler starts it again by itself."""
-    return text.startswith("again")
-
-
-def run_script(fakes: FakeScheduler, words: list[str], directory: Path, **variables: str) -> int:
-    """The exit code of a script of two machines."""
-    environment = {**fakes.environment, "NUM_MACHINES": "2", **variables}
-    script = subprocess.run(
-        words, env=environment, cwd=directory, timeout=60, capture_output=True, check=False
-    )
-    return script.returncode
-
-
-def num_starts(fakes: FakeScheduler, rank: int) -> int:
-    return len((fakes.directory / f"starts.{rank}").read_text().split())
-
-
-def test_the_table_has_the_codes_that_the_code_ends_with() -> None:
-    """An agent's are defined beside it; a command's others are those of cli/main.py."""
-    codes = [code for code, _, _ in TABLE]
-
-    assert {EXIT_DONE, 1, 2, EXIT_UNFINISHED, EXIT_AGAIN, 130} <= set(codes)
-    assert len(codes) == len(set(codes)) == 8
-
-
-@pytest.mark.parametrize(("code", "text"), [(code, head) for code, head, _ in TABLE])
-def test_slurm_acts_on_the_exit_code_of_the_head(
-    code: int, text: str, fakes: FakeScheduler, tmp_path: Path
+@pytest.mark.parametrize(
+    ("conditions", "is_deleted"),
+    [("", False), ("Suspended", False), ("SuccessCriteriaMet Complete", True), ("Failed", True)],
+)
+def test_a_job_of_kubernetes_that_is_over_is_deleted_before_it_is_started_anew(
+    conditions: str, is_deleted: bool, fakes: FakeScheduler, tmp_path: Path
 ) -> None:
-    """Other machines may be lost meanwhile: that is nothing, as the exit code of srun would be.
-
-    Whoever stops a job there does that by Slurm, which does not queue it again then. So Slurm has
-    other reasons where a signal has stopped a job that is not cancelled.
-    """
-    again = is_again(text) or code == 130
-    other = {"HEAD": str(code), "OTHER": "1"}
-    ended = run_script(fakes, ["bash", str(CLUSTERS / "cluster.sbatch")], tmp_path, **other)
-    requeues = fakes.words("scontrol")
-
-    assert requeues in ([], ["requeue 7"])
-    assert bool(requeues or num_starts(fakes, 0) > 1) == again
-    assert ended == (0 if again else code)
-    assert "--no-kill -K0 --wait=0" in fakes.words("srun")[0]
-    assert not list(tmp_path.glob(".cluster-*"))
-
-
-@pytest.mark.parametrize(("code", "text"), [(code, other) for code, _, other in TABLE])
-@pytest.mark.parametrize("on", ["slurm", "ssh"])
-def test_a_machine_is_started_again_if_its_exit_code_asks_for_it(
-    on: str, code: int, text: str, fakes: FakeScheduler, tmp_path: Path
-) -> None:
-    """The head goes on meanwhile."""
-    (tmp_path / "examples" / "clusters").mkdir(parents=True)
-    (tmp_path / HOSTS).write_text("127.0.0.1\n# none\nme@127.0.0.2 rack-2\n")
-    again = is_again(text) or (on == "ssh" and text.startswith("with the job"))
-    file = "cluster.sbatch" if on == "slurm" else "cluster-ssh.sh"
-    other = {"HEAD": "0", "OTHER": str(code), "STARTS": "2" if again else "1"}
-    ended = run_script(fakes, ["bash", str(CLUSTERS / file)], tmp_path, **other)
-
-    assert (ended, num_starts(fakes, 0), num_starts(fakes, 1)) == (0, 1, 2 if again else 1)
-    if on == "ssh":
-        own = next(words for words in fakes.words("planaria") if "--node-rank 1" in words)
-        assert "--rdzv-endpoint 127.0.0.1:29400 --domain rack-2" in own
-
-
-@pytest.mark.parametrize(("code", "text"), [(code, head) for code, head, _ in TABLE])
-def test_ssh_acts_on_the_exit_code_of_the_head(
-    code: int, text: str, fakes: FakeScheduler, tmp_path: Path
-) -> None:
-    (tmp_path / "examples" / "clusters").mkdir(parents=True)
-    (tmp_path / HOSTS).write_text("127.0.0.1\n127.0.0.2\n")
-    codes = {"HEAD": str(code), "OTHER": "0", "STARTS": "1"}
-    ended = run_script(fakes, ["bash", str(CLUSTERS / "cluster-ssh.sh")], tmp_path, **codes)
-
-    assert (ended, num_starts(fakes, 0)) == ((0, 2) if is_again(text) else (code, 1))
-
-
-def test_slurm_queues_a_job_again_that_its_signal_has_stopped(
-    fakes: FakeScheduler, tmp_path: Path
-) -> None:
-    """At most 20 times."""
-    for num_requeues, words in ((19, ["requeue 7"]), (20, ["requeue 7"])):
-        for file in fakes.directory.glob("starts.*"):
-            file.unlink()
-        (fakes.directory / "ready").unlink(missing_ok=True)
-        variables = {"NUM_MACHINES": "2", "HEAD": "told", "OTHER": "0"}
-        script = subprocess.Popen(
-            ["bash", str(CLUSTERS / "cluster.sbatch")],
-            env={**fakes.environment, **variables, "SLURM_RESTART_COUNT": str(num_requeues)},
-            cwd=tmp_path,
-            start_new_session=True,
-        )
-        try:
-            wait_for((fakes.directory / "ready").exists, what="the head is started")
-            script.send_signal(signal.SIGUSR1)
-            ended = script.wait(timeout=60)
-        finally:
-            if script.poll() is None:
-                os.killpg(script.pid, signal.SIGKILL)
-
-        assert (ended, fakes.words("scontrol")) == (0 if num_requeues < 20 else 130, words)
-
-
-def action_of_kubernetes(fakes: FakeScheduler, *, index: int, code: int) -> str:
-    """What becomes of a pod: what its command makes of the code, and the policy of that."""
-    *_, job = yaml.safe_load_all((CLUSTERS / "cluster.yaml").read_text())
-    [container] = job["spec"]["template"]["spec"]["containers"]
-    variables = {"HEAD": str(code), "OTHER": str(code), "JOB_COMPLETION_INDEX": str(index)}
-    words = [*container["command"], *container["args"]]
-    ended = run_script(fakes, words, fakes.directory, **variables)
-    for rule in job["spec"]["podFailurePolicy"]["rules"]:
-        if ended in rule.get("onExitCodes", {"values": []})["values"]:
-            return str(rule["action"])
-    return "Count" if ended else "Succeed"
-
-
-@pytest.mark.parametrize(("code", "head", "other"), TABLE)
-def test_kubernetes_acts_on_exit_codes(
-    code: int, head: str, other: str, fakes: FakeScheduler
-) -> None:
-    """What counts is made again; a head that was stopped was stopped by its pod's end."""
-    actions = [action_of_kubernetes(fakes, index=index, code=code) for index in (0, 1)]
-
-    is_head_again = is_again(head) or "again if the scheduler sent it" in head
-    is_other_again = is_again(other) or other.startswith("with the job")
-    assert actions[0] == ("Succeed" if code == 0 else "Count" if is_head_again else "FailJob")
-    assert actions[1] == ("Succeed" if code == 0 else "Count" if is_other_again else "FailIndex")
-
-
-def test_a_pod_that_left_in_peace_is_made_again(fakes: FakeScheduler) -> None:
-    """Its index would count as done, and no other machine would take its place."""
+    """Kubernetes took the same object once more, and did nothing."""
     fakes.write(
-        "planaria", "trap 'exit 0' TERM; touch \"$FAKES/ready\"; while :; do sleep 0.01; done"
+        "kubectl",
+        'echo "$*" >> "$FAKES/kubectl.words"\n'
+        f'case "$*" in *"get job"*) [ "{conditions}" ] || exit 1; echo "{conditions}" ;; esac',
     )
-    *_, job = yaml.safe_load_all((CLUSTERS / "cluster.yaml").read_text())
-    [container] = job["spec"]["template"]["spec"]["containers"]
-    pod = subprocess.Popen(
-        [*container["command"], *container["args"]],
-        env={**fakes.environment, "JOB_COMPLETION_INDEX": "3"},
-    )
-    wait_for((fakes.directory / "ready").exists, what="the command is started")
-    pod.send_signal(signal.SIGTERM)
-
-    assert pod.wait(timeout=60) == EXIT_AGAIN
-
-
-# -- Ray ------------------------------------------------------------------------------------------
-
-
-class ActorLost(Exception):
-    """When the machine of an actor is lost."""
-
-
-class FakeRef:
-    """A call of an actor's method, made when its result is asked for."""
-
-    def __init__(self, call: Callable[[], Any], rank: int) -> None:
-        self.call = call
-        self.rank = rank
-
-
-class FakeMethod:
-    """A method of an actor."""
-
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self._method = method
-
-    def remote(self, *arguments: Any) -> FakeRef:
-        rank = arguments[0] if arguments else -1
-        return FakeRef(lambda: self._method(*arguments), rank)
-
-
-class FakeActor:
-    """A handle of an actor."""
-
-    def __init__(self, instance: Any) -> None:
-        self._instance = instance
-
-    def __getattr__(self, name: str) -> FakeMethod:
-        return FakeMethod(getattr(self._instance, name))
-
-
-class FakeGroup:
-    """A placement group that is there at once."""
-
-    def __init__(self, bundles: list[dict[str, int]], strategy: str = "PACK") -> None:
-        self.bundles = bundles
-        self.strategy = strategy
-
-    def ready(self) -> FakeRef:
-        return FakeRef(lambda: self, -1)
-
-
-def fake_ray(
-    monkeypatch: pytest.MonkeyPatch, draining: Callable[[], dict[str, int]] = dict
-) -> list[dict[str, Any]]:
-    """Puts a module in the place of ray; returns the options with which actors will be started.
-
-    Args:
-        draining: returns what is drained; this machine is "here".
-    """
-    started: list[dict[str, Any]] = []
-    num_asked = itertools.count()
-    ray, util = ModuleType("ray"), ModuleType("ray.util")
-    groups, strategies = (ModuleType(f"ray.util.{n}") for n in ("placement_group", "strategies"))
-
-    def remote(**options: Any) -> Callable[[type], Any]:
-        started.append(options)
-        return lambda cls: type("Remote", (), {"remote": staticmethod(lambda: FakeActor(cls()))})
-
-    ray.__dict__.update(
-        util=util,
-        init=lambda: None,
-        remote=remote,
-        get=lambda ref: ref.call(),
-        # The head ends last, or nothing else would be seen to end.
-        wait=lambda refs: ([max(refs, key=lambda ref: ref.rank)], []),
-        exceptions=type("exceptions", (), {"RayActorError": ActorLost}),
-        get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "here"),
-        _private=SimpleNamespace(
-            state=SimpleNamespace(state=SimpleNamespace(get_draining_nodes=draining))
-        ),
+    words = [sys.executable, "-m", "planaria", *COMMON, *ARGUMENTS["cluster.yaml"]]
+    ended = subprocess.run(
+        [*words, "--namespace", "team", "-o", str(tmp_path / "job.yaml")],
+        env=fakes.environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
-    def address() -> str:
-        if next(num_asked) % 2 == 0:  # Ray has not replaced the machine yet, or none is there yet.
-            raise ActorLost
-        return "127.0.0.1"
-
-    util.__dict__.update(get_node_ip_address=address)
-    groups.__dict__.update(placement_group=FakeGroup, PlacementGroup=FakeGroup)
-    strategies.__dict__.update(
-        PlacementGroupSchedulingStrategy=lambda group, **index: (group, index)
-    )
-    modules = {
-        "ray": ray,
-        "ray.util": util,
-        "ray.util.placement_group": groups,
-        "ray.util.scheduling_strategies": strategies,
-    }
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    return started
-
-
-@pytest.mark.parametrize(("code", "head", "other"), TABLE)
-def test_ray_acts_on_exit_codes(
-    code: int,
-    head: str,
-    other: str,
-    fakes: FakeScheduler,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The head's machine first, then another one; Ray replaces the actors themselves."""
-    for name, text in fakes.environment.items():
-        monkeypatch.setenv(name, text)
-    started = fake_ray(monkeypatch)
-    monkeypatch.chdir(ROOT)
-    for ends, rank, text in (
-        ({"HEAD": str(code), "OTHER": "0"}, 0, head),
-        ({"HEAD": "0", "OTHER": str(code)}, 1, other),
-    ):
-        for name, value in ends.items():
-            monkeypatch.setenv(name, value)
-        for file in fakes.directory.glob("starts.*"):
-            file.unlink()
-        program = runpy.run_path(str(CLUSTERS / "cluster_ray.py"))
-        program["main"].__globals__["PAUSE_S"] = 0.0
-        ended = program["main"]()
-
-        again = is_again(text) or text.startswith("with the job")
-        assert num_starts(fakes, rank) == (2 if again else 1)
-        assert ended == (0 if again or rank else code)
-    assert {options["max_restarts"] for options in started} == {-1}
-    places = [options["scheduling_strategy"] for options in started[:4]]
-    assert [len(group.bundles) for group, _ in places] == [2, 2, 1, 1]
-    assert places[0][0].strategy == "STRICT_SPREAD"
-
-
-@pytest.mark.parametrize(("end_s", "told"), [(0, ""), (50, r"\d\d")])
-def test_a_machine_that_ray_drains_is_told_so_once_and_is_to_run_elsewhere(
-    end_s: int, told: str, fakes: FakeScheduler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """It leaves in peace, with 0, which would count as done. Ray refuses to answer at times."""
-    fakes.write(
-        "planaria",
-        f"notice=$(grep -oP -- '--notice \\K\\S+' <<< \"$*\"); touch {tmp_path}/runs\n"
-        'until [ -e "$notice" ]; do sleep 0.01; done\n'
-        f'cat "$notice" > {tmp_path}/told; exit 0',
-    )
-    for name, text in fakes.environment.items():
-        monkeypatch.setenv(name, text)
-    answers = itertools.count()
-
-    def draining() -> dict[str, int]:
-        if next(answers) % 2:
-            raise OSError("no answer")
-        is_running = (tmp_path / "runs").exists()
-        return {"here": int(1000 * (time.time() + end_s)) if end_s else 0} if is_running else {}
-
-    fake_ray(monkeypatch, draining)
-    program = runpy.run_path(str(CLUSTERS / "cluster_ray.py"))
-    program["main"].__globals__["POLL_S"] = 0.01
-    machine = program["Machine"]()
-
-    assert machine.run(1, "127.0.0.1") == EXIT_AGAIN
-    assert re.fullmatch(told, (tmp_path / "told").read_text())
+    assert (ended.returncode, ended.stderr) == (0, "")
+    told = fakes.words("kubectl")
+    assert ("-n team delete job cluster" in told) == is_deleted
+    assert told[-1] == f"-n team apply -f {tmp_path}/job.yaml"

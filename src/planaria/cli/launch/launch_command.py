@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, NamedTuple, NoReturn
 
@@ -259,6 +258,7 @@ def _submit(
         raise ConfigError("", "", remedy)
     if submission.tool == "kubectl":
         _check_secret(request, given)
+        _remove_finished(request, given)
     if path.exists() and path.read_bytes() != text.encode():
         remedy = "is there already and differs; submit it yourself, remove it, or name another file"
         raise ConfigError("--output", str(path), remedy)
@@ -268,15 +268,32 @@ def _submit(
 
 
 def _check_secret(request: LaunchRequest, given: SchedulerOptions) -> None:
-    namespace = ["-n", given.namespace] if given.namespace else []
-    words = ["kubectl", *namespace, "get", "secret", f"{request.name}-token"]
-    ask = partial(subprocess.run, capture_output=True, text=True, check=False)
-    try:
-        answer = ask(words, timeout=_TOOL_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise ConfigError("", "", f"`{' '.join(words)}` does not answer") from None
+    answer = _ask_kubectl(given, "get", "secret", f"{request.name}-token")
     if answer.returncode:
         token = request.token_file or "TOKEN_FILE"
+        namespace = ["-n", given.namespace] if given.namespace else []
         make = ["kubectl", *namespace, "create", "secret", "generic", f"{request.name}-token"]
         remedy = f"make the secret: {' '.join(make)} --from-file=token={token}"
         raise ConfigError("", "", f"{answer.stderr.strip()}; {remedy}")
+
+
+def _remove_finished(request: LaunchRequest, given: SchedulerOptions) -> None:
+    """Deletes the Job of the same name if it is over: Kubernetes would start it no more."""
+    form = "--output=jsonpath={.status.conditions[?(@.status=='True')].type}"
+    answer = _ask_kubectl(given, "get", "job", request.name, form)
+    if not answer.returncode and {"Complete", "Failed"} & {*answer.stdout.split()}:
+        typer.echo(f"the Job {request.name} is over; deleting it, to start it anew")
+        deleted = _ask_kubectl(given, "delete", "job", request.name)
+        if deleted.returncode:
+            raise ConfigError("", "", f"it cannot be deleted: {deleted.stderr.strip()}")
+
+
+def _ask_kubectl(given: SchedulerOptions, *words: str) -> "subprocess.CompletedProcess[str]":
+    namespace = ("-n", given.namespace) if given.namespace else ()
+    command = ("kubectl", *namespace, *words)
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_TOOL_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError("", "", f"`{' '.join(command)}` does not answer") from None

@@ -21,14 +21,24 @@ hosts_file=@{hosts}
 restarts_max=20
 mapfile -t hosts < <(grep -v -e '^ *#' -e '^ *$' "$hosts_file" | head -n @{max_nodes})
 read -r head _ <<< "${hosts[0]}"
+printf -v path %q "$PATH"  # A shell that ssh starts may not find planaria by itself.
 
-# What a machine runs, with $rank, $head and $domain. A machine that runs it still, while the
-# connection was lost, says 75: start me again.
+# What a machine runs, with $rank, $head and $domain. Where it runs still, because the connection
+# was lost, it is waited for, and its exit code is told.
 IFS= read -r -d '' command << 'END'
-exec 9> ~/.planaria-@{name}-$rank.lock
-flock -n 9 || exit 75
-echo $$ > ~/.planaria-@{name}-$rank.pid
-exec @{command}
+files=~/.planaria-@{name}-$rank
+exec 9> $files.lock
+if ! flock -n 9; then
+    flock 9
+    exit "$(cat $files.code)"
+fi
+echo 75 > $files.code  # Start me again, if this shell is killed.
+@{command} &
+echo $! > $files.pid
+wait $!
+code=$?
+echo $code > $files.code
+exit $code
 END
 
 reach() {  # HOST WORD...: runs a command there.
@@ -39,7 +49,7 @@ run() {  # RANK: runs it on a machine, again and again if need be; the exit code
     read -r host domain <<< "${hosts[$1]}"
     printf -v words '%q ' "rank=$1" "head=${head#*@@}" "domain=$domain"
     for ((num_restarts = 0; num_restarts < restarts_max || $1 > 0; num_restarts++)); do
-        reach "$host" "cd $(printf %q "$PWD") && $words bash -s" <<< "$command"
+        reach "$host" "cd $(printf %q "$PWD") && $words PATH=$path:\\$PATH bash -s" <<< "$command"
         code=$?
         case $code in
             0 | 1 | 2 | 130) break ;;   # It is done, or starting it again changes nothing.
