@@ -338,3 +338,69 @@ def test_what_user_code_raises_passes_through(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):
         user_function("user_broken:make", field="data.target")
+
+
+# -- files of token ids ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bin", "uint32", "int64"])
+def test_a_file_of_token_ids_is_cut_into_samples(tmp_path: Path, dtype: str) -> None:
+    """As nanoGPT's scripts write it, or with larger ids, as numpy does. The largest id counts."""
+    ids = np.arange(100)
+    ids[40] = 50_256
+    if dtype == "bin":
+        path = tmp_path / "train.bin"
+        ids.astype("<u2").tofile(path)
+    else:
+        path = tmp_path / "train.npy"
+        np.save(path, ids.astype(dtype))
+    data = DataConfig(kind="tokens", path=str(path), sequence_length=8)
+
+    dataset = load(data, tmp_path / "cache")
+
+    assert len(dataset) == 12  # The last sample needs the first token of the next as a target.
+    inputs, targets = dataset.sample(5, seed=0)
+    assert inputs.tolist() == [50_256, *range(41, 48)]
+    assert targets.tolist() == list(range(41, 49))
+    assert vocabulary_size(data, cache_directory=tmp_path / "cache") == 50_257
+    assert num_targets(dataset, np.array([0, 1]), seed=0) == 16
+    masked = load(data, tmp_path / "cache", objective="masked")
+    assert masked.vocabulary_size == 50_258
+
+
+def test_another_file_under_the_same_name_is_scanned_again(tmp_path: Path) -> None:
+    """The cache kept the largest id of the first."""
+    path = tmp_path / "train.bin"
+    data = DataConfig(kind="tokens", path=str(path), sequence_length=4)
+    for largest, length in ((7, 20), (9, 24)):
+        np.full(length, largest, dtype="<u2").tofile(path)
+        assert vocabulary_size(data, cache_directory=tmp_path / "cache") == largest + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("t.bin", b"123", "has an odd size"),
+        ("t.bin", b"12" * 8, "one sample needs 9 tokens"),
+        ("t.bin", b"", "one sample needs 9 tokens"),
+        ("t.npy", b"no array", "cannot be read"),
+        ("t.npy", np.zeros((4, 4), dtype=np.int64), r"holds int64 \[4, 4\]"),
+        ("t.npy", np.zeros(40), "holds float64"),
+        ("t.npy", np.full(40, -3), "holds the id -3"),
+        ("t.npy", np.array([{}]), "cannot be read"),
+        ("none.bin", None, "cannot be read"),
+    ],
+)
+def test_what_is_no_file_of_token_ids_is_a_mistake(
+    tmp_path: Path, name: str, content: bytes | np.ndarray | None, told: str
+) -> None:
+    """A pickle in a .npy file is not loaded: it could run anything."""
+    path = tmp_path / name
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        np.save(path, content)
+    data = DataConfig(kind="tokens", path=str(path), sequence_length=8)
+
+    with pytest.raises(ConfigError, match=told):
+        load(data, tmp_path / "cache")

@@ -62,12 +62,15 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    kind: Literal["text", "hf", "python"] = _key(
-        "text", "text: a text file; hf: a directory saved by datasets; python: your own dataset"
+    kind: Literal["text", "tokens", "hf", "python"] = _key(
+        "text",
+        "text: a text file; tokens: a file of token ids, raw uint16 as nanoGPT's .bin files, or a "
+        ".npy file; hf: a directory saved by datasets; python: your own dataset",
     )
     path: str = _key(
         "",
-        "text: the file; empty: the text in the modules of Python's own library; hf: the directory",
+        "text, tokens: the file; empty: the text in the modules of Python's own library; hf: the "
+        "directory",
     )
     target: str = _key(
         "", "python: module:function; the function returns a dataset with a length and an index"

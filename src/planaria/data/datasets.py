@@ -3,10 +3,11 @@
 Everything random in a sample (masks, transforms) comes from a seed that is a function of the
 job's seed, the iteration and the sample's number, so every node loads the same sample.
 
-Kinds: "text" is Python's own prose or any file (text.py). "hf" is a directory written by
-`save_to_disk` of Hugging Face datasets, with a column input_ids (and perhaps labels) or a column
-text. "python" is the user's own function, which returns an object that has a length and gives
-(inputs, targets) by index.
+Kinds: "text" is Python's own prose or any file (text.py). "tokens" is a file of token ids, as
+nanoGPT's scripts write it: raw uint16, or a .npy file; it is mapped and cut into samples. "hf" is a
+directory written by `save_to_disk` of Hugging Face datasets, with a column input_ids (and perhaps
+labels) or a column text. "python" is the user's own function, which returns an object that has a
+length and gives (inputs, targets) by index.
 
 The targets depend on the objective. "causal": the next token at each position; "masked": the hidden
 tokens; "supervised": whatever the model's loss takes. -100 marks a position without a target.
@@ -14,8 +15,9 @@ tokens; "supervised": whatever the model's loss takes. -100 marks a position wit
 
 import importlib
 import importlib.util
+import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -37,12 +39,16 @@ from planaria.data.text import (
     file_source,
     make_once,
     num_token_ids,
+    packed_dataset,
     prose_source,
     text_dataset,
+    token_file,
     tokenizer_size,
 )
 from planaria.errors import ConfigError
 from planaria.user_functions import user_function
+
+_SCANNED_AT_ONCE = 1 << 24  # Tokens; a mapped file may be larger than the memory.
 
 
 class Dataset(Protocol):
@@ -79,6 +85,10 @@ def load_dataset(data: DataConfig, *, objective: str, seed: int, cache_directory
         return _user_dataset(data.target, objective=objective, seed=seed)
     if data.kind == "hf":
         return _saved_dataset(data, objective=objective, cache_directory=cache_directory)
+    if data.kind == "tokens":
+        tokens = token_file(data.path)
+        number = _num_token_ids_in(tokens, data.path, cache_directory)
+        return packed_dataset(tokens, data.path, data, objective=objective, num_tokens=number)
     source = file_source(data.path) if data.path else prose_source()
     return text_dataset(source, data, objective=objective, cache_directory=cache_directory)
 
@@ -331,16 +341,40 @@ def _check_labels(rows: Any, path: str) -> None:
 
 
 def _num_ids(saved: Any, path: str, cache_directory: Path) -> int:
-    """One more than the largest number in input_ids; the cache keeps the scan's result."""
+    """One more than the largest number in input_ids."""
+
+    def ends() -> tuple[int, int]:
+        _, compute = _arrow()
+        found = compute.min_max(compute.list_flatten(saved.data.column("input_ids"))).as_py()
+        return found["min"], found["max"]
+
+    return _num_ids_once(ends, path, cache_directory)
+
+
+def _num_token_ids_in(tokens: np.ndarray, path: str, cache_directory: Path) -> int:
+    """One more than the largest of some tokens; 1 if there is none."""
+
+    def ends() -> tuple[int, int]:
+        pieces = range(0, len(tokens), _SCANNED_AT_ONCE)
+        lowest = (int(tokens[i : i + _SCANNED_AT_ONCE].min()) for i in pieces)
+        highest = (int(tokens[i : i + _SCANNED_AT_ONCE].max()) for i in pieces)
+        return min(lowest, default=0), max(highest, default=0)
+
+    return _num_ids_once(ends, path, cache_directory)
+
+
+def _num_ids_once(ends: Callable[[], tuple[int, int]], path: str, cache_directory: Path) -> int:
+    """One more than the largest token id in a dataset; the cache keeps the scan's result.
+
+    Args:
+        ends: function that scans the dataset for its smallest and its largest id.
+    """
 
     def scan(partial_path: Path) -> None:
-        _, compute = _arrow()
-        ends = compute.min_max(compute.list_flatten(saved.data.column("input_ids"))).as_py()
-        if ends["min"] < 0:
-            raise ConfigError(
-                "data.path", path, f"input_ids holds the id {ends['min']}; ids start at 0"
-            )
-        partial_path.write_text(str(ends["max"] + 1))
+        smallest, largest = ends()
+        if smallest < 0:
+            raise ConfigError("data.path", path, f"it holds the id {smallest}; ids start at 0")
+        partial_path.write_text(str(largest + 1))
 
     try:
         digest = _saved_digest(path)
@@ -358,18 +392,19 @@ def _arrow() -> tuple[Any, Any]:
 
 
 def _saved_digest(path: str) -> str:
-    """Digest of a saved dataset's JSON descriptions, and of its files' names, sizes and times.
+    """Digest of a dataset's JSON descriptions, and of its files' names, sizes and times.
 
     The content of the files is left out because it may be terabytes; datasets itself distinguishes
     versions by the descriptions.
     """
     digest = xxhash.xxh3_128()
-    for file in sorted(Path(path).rglob("*")):
+    files = sorted(Path(path).rglob("*")) or [Path(path)]
+    for file in files:
         if file.suffix == ".json":
             digest.update(file.read_bytes())
         elif file.is_file():
             status = file.stat()
-            name = file.relative_to(path)
+            name = os.path.relpath(file, path)
             digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
     return digest.hexdigest()
 

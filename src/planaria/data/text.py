@@ -122,9 +122,7 @@ def text_dataset(
     Raises:
         ConfigError: the text cannot be read or is too short for one sample.
     """
-    if objective not in ("causal", "masked"):
-        remedy = f"text has no {objective} targets; use another kind of data, which has them"
-        raise ConfigError("data.kind", data.kind, remedy)
+    _check_objective(data, objective)
     try:
         path = _token_file(source, data, cache_directory)
     except OSError as error:
@@ -132,19 +130,69 @@ def text_dataset(
         raise ConfigError(
             "data.path", source.name, f"it cannot be read, or the cache cannot be written: {reason}"
         ) from error
-    dtype = _token_dtype(data)
-    num_tokens = path.stat().st_size // dtype.itemsize
+    tokens = _tokens_at(path, _token_dtype(data))
+    return packed_dataset(
+        tokens, source.name, data, objective=objective, num_tokens=tokenizer_size(data)
+    )
+
+
+def packed_dataset(
+    tokens: np.ndarray, name: str, data: DataConfig, *, objective: str, num_tokens: int
+) -> TokenDataset:
+    """The samples of a long row of tokens, int [number of tokens].
+
+    Args:
+        name: name of its source, to show in messages.
+        num_tokens: number of tokens of the tokenizer.
+
+    Raises:
+        ConfigError: it is too short for one sample.
+    """
+    _check_objective(data, objective)
     extra = 1 if objective == "causal" else 0
-    num_samples = (num_tokens - extra) // data.sequence_length
+    num_samples = (len(tokens) - extra) // data.sequence_length
     if num_samples < 1:
         remedy = (
-            f"one sample needs {data.sequence_length + extra} tokens and {source.name} has "
-            f"{num_tokens}; give a longer text or shorter sequences"
+            f"one sample needs {data.sequence_length + extra} tokens and {name} has "
+            f"{len(tokens)}; give a longer text or shorter sequences"
         )
         raise ConfigError("data.sequence_length", data.sequence_length, remedy)
-    tokens = np.memmap(path, dtype=dtype, mode="r", shape=(num_tokens,))
     rows = _PackedRows(tokens, data.sequence_length, extra, num_samples)
-    return TokenDataset(rows, objective, data.sequence_length, tokenizer_size(data))
+    return TokenDataset(rows, objective, data.sequence_length, num_tokens)
+
+
+def token_file(path: str) -> np.ndarray:
+    """The tokens of a file, which is mapped: raw uint16, or the integers of a .npy file.
+
+    Raises:
+        ConfigError: the file cannot be read, or has no such tokens.
+    """
+    try:
+        if Path(path).suffix == ".npy":
+            tokens: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+        else:
+            if Path(path).stat().st_size % 2:
+                remedy = "has an odd size; it must hold uint16, or be a .npy file of integers"
+                raise ConfigError("data.path", path, remedy)
+            tokens = _tokens_at(Path(path), np.dtype("<u2"))
+    except (OSError, ValueError) as error:  # ValueError: it is no .npy file.
+        raise ConfigError("data.path", path, f"cannot be read: {error}") from error
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        remedy = f"holds {tokens.dtype} {list(tokens.shape)}; it must be one row of integers"
+        raise ConfigError("data.path", path, remedy)
+    return tokens
+
+
+def _tokens_at(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
+    """The numbers of a file; an empty one cannot be mapped."""
+    num = path.stat().st_size // dtype.itemsize
+    return np.memmap(path, dtype=dtype, mode="r", shape=(num,)) if num else np.empty(0, dtype)
+
+
+def _check_objective(data: DataConfig, objective: str) -> None:
+    if objective not in ("causal", "masked"):
+        remedy = f"text has no {objective} targets; use another kind of data, which has them"
+        raise ConfigError("data.kind", data.kind, remedy)
 
 
 def tokenizer_size(data: DataConfig) -> int:

@@ -71,7 +71,7 @@ _KINDS = {
     "model.target": ("python",),
     "model.time_scale": ("paced",),
     "model.jitter": ("paced",),
-    "data.path": ("text", "hf"),
+    "data.path": ("text", "tokens", "hf"),
     "data.target": ("python",),
 }
 
@@ -206,6 +206,8 @@ def _check_target(name: str, target: str, *, returned: str) -> None:
 def _check_data(data: DataConfig) -> None:
     if data.kind == "hf" and not data.path:
         raise ConfigError("data.path", "", "must name the directory of a saved dataset")
+    if data.kind == "tokens" and not data.path:
+        raise ConfigError("data.path", "", "must name a file of token ids")
     if data.kind == "python":
         _check_target("data.target", data.target, returned="an indexable dataset")
     # A byte-pair encoding starts with the single bytes and learns the tokens above them.
@@ -275,5 +277,5 @@ def check_inputs(job: JobConfig) -> None:
     exists = Path.is_dir if job.data.kind == "hf" else Path.is_file
     if job.data.path and not exists(Path(job.data.path)):
         raise ConfigError("data.path", job.data.path, _missing(job.data))
-    if job.data.path and job.data.kind == "text" and Path(job.data.path).stat().st_size == 0:
+    if job.data.path and job.data.kind != "hf" and Path(job.data.path).stat().st_size == 0:
         raise ConfigError("data.path", job.data.path, "the file is empty")
