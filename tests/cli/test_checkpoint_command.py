@@ -55,6 +55,20 @@ def test_versions_are_listed_the_newest_first(directory: Path) -> None:
     assert "no manifest" in listed[3]["reason"]
 
 
+def test_a_version_that_is_kept_under_a_name_is_listed(directory: Path) -> None:
+    """After the others; what nodes without a head have left is none."""
+    told("save", "--name", "tonight", str(directory))
+    (directory / "run-000001-a").mkdir()
+    (directory / "notes").mkdir()
+    lines = told("ls", str(directory)).strip().splitlines()
+
+    assert lines[-1].split()[:2] == ["tonight", "30"]
+    assert lines[-1].rstrip().endswith("kept")
+    *others, kept = json.loads(told("ls", str(directory), "--json"))
+    assert len(others) == 4
+    assert (kept["kept_as"], kept["version"], kept["num_layers"]) == ("tonight", "30-1", LAYERS)
+
+
 def test_a_flipped_bit_is_found_and_named(directory: Path) -> None:
     """In the version and the layer that it is in."""
     assert json.loads(told("verify", str(directory), "--json")) == {

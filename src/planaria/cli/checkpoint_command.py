@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 import typer
 from rich.console import Console
 
-from planaria.checkpoint.disk.outgoing import export_parameters, newest_of, save_as
+from planaria.checkpoint.disk.outgoing import export_parameters, kept_saves, newest_of, save_as
 from planaria.checkpoint.disk.tiers import (
     SET_ASIDE,
     UNPUBLISHED,
@@ -20,6 +20,7 @@ from planaria.checkpoint.disk.tiers import (
 )
 from planaria.cli.asking import HeadTokenFile, ask_job
 from planaria.cli.command_line import exit_codes, plain_table
+from planaria.core.copies import version_name
 from planaria.errors import CheckpointError, ConfigError
 from planaria.nodes.head.requests import KeepSave
 from planaria.show.words import bytes_text, count_text
@@ -48,10 +49,15 @@ checkpoint = typer.Typer(
 @checkpoint.command()
 @exit_codes()
 def ls(directory: Place = _HERE, as_json: AsJson = False) -> None:
-    """Lists all versions, the newest first; for an incomplete version it says why."""
+    """Lists all versions, the newest first; for an incomplete version it says why.
+
+    After them come those that `save` has kept under a name.
+    """
     versions = _versions(directory)
+    kept = kept_saves(directory)
     if as_json:
         facts = [_facts(version) for version in versions]
+        facts += [{"kept_as": name, **_manifest_facts(kept[name])} for name in kept]
         sys.stdout.write(json.dumps(facts, indent=2) + "\n")
         return
     table = plain_table("version", "iterations", "layers", "size", "written (UTC)", "state")
@@ -66,6 +72,9 @@ def ls(directory: Place = _HERE, as_json: AsJson = False) -> None:
             ]
         state = "complete" if manifest is not None else f"not complete: {version.reason}"
         table.add_row(version.name, str(version.iteration), *row, state)
+    for name, manifest in kept.items():
+        row = [str(manifest.iteration), str(len(manifest.layers)), bytes_text(_num_bytes(manifest))]
+        table.add_row(name, *row, "", "kept")
     Console().print(table)
 
 
@@ -248,6 +257,18 @@ def _facts(version: SavedVersion) -> dict[str, Any]:
         "reason": version.reason,
         "num_layers": len(manifest.layers) if manifest else 0,
         "num_bytes": _num_bytes(manifest) if manifest else 0,
+    }
+
+
+def _manifest_facts(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "version": version_name(manifest.iteration, manifest.epoch),
+        "iteration": manifest.iteration,
+        "epoch": manifest.epoch,
+        "is_complete": True,
+        "reason": "",
+        "num_layers": len(manifest.layers),
+        "num_bytes": _num_bytes(manifest),
     }
 
 

@@ -30,6 +30,20 @@ _PREFIX: Final = "parameter/"
 _NAME: Final = re.compile(r"(?!\d+-\d+$)[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 
 
+def kept_saves(place: str) -> dict[str, Manifest]:
+    """The complete versions at a place that are kept under names (`save_as`), by name.
+
+    Raises:
+        CheckpointError: the storage refuses.
+    """
+    kept: dict[str, Manifest] = {}
+    for name in sorted(name.rstrip("/") for name in tier_of(place).storage.versions()):
+        if _NAME.fullmatch(name):
+            newest = tier_of(f"{place.rstrip('/')}/{name}").newest()
+            kept |= {name: newest} if newest is not None else {}
+    return kept
+
+
 def save_as(place: str, name: str) -> str:
     """Copies the newest complete version at a place to a named save; returns the copy's place.
 
