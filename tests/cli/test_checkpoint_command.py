@@ -55,6 +55,14 @@ def test_versions_are_listed_the_newest_first(directory: Path) -> None:
     assert "no manifest" in listed[3]["reason"]
 
 
+def test_a_table_in_a_pipe_is_as_wide_as_its_cells(directory: Path) -> None:
+    """It was wrapped at 80 columns, with a row in several lines."""
+    lines = told("ls", str(directory)).splitlines()
+
+    (incomplete,) = [line for line in lines if line.strip().startswith("5-0")]
+    assert "not complete: it has no manifest" in " ".join(incomplete.split())
+
+
 def test_a_version_that_is_kept_under_a_name_is_listed(directory: Path) -> None:
     """After the others; what nodes without a head have left is none."""
     told("save", "--name", "tonight", str(directory))

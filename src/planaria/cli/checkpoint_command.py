@@ -19,7 +19,7 @@ from planaria.checkpoint.disk.tiers import (
     tier_of,
 )
 from planaria.cli.asking import HeadTokenFile, ask_job
-from planaria.cli.command_line import exit_codes, plain_table
+from planaria.cli.command_line import exit_codes, plain_table, table_console
 from planaria.core.copies import version_name
 from planaria.errors import CheckpointError, ConfigError
 from planaria.nodes.head.requests import KeepSave
@@ -75,7 +75,7 @@ def ls(directory: Place = _HERE, as_json: AsJson = False) -> None:
     for name, manifest in kept.items():
         row = [str(manifest.iteration), str(len(manifest.layers)), bytes_text(_num_bytes(manifest))]
         table.add_row(name, *row, "", "kept")
-    Console().print(table)
+    table_console().print(table)
 
 
 @checkpoint.command()

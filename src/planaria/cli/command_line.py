@@ -17,6 +17,8 @@ from planaria.checkpoint.disk.storage import absolute_path
 from planaria.errors import CheckpointError, ConfigError, InsufficientError, TrainingError
 from planaria.nodes.output import Outlet, finish, unfailing
 
+_PIPED_COLUMNS = 1000
+
 JobFile = Annotated[
     Path,
     typer.Argument(
@@ -37,6 +39,14 @@ def plain_table(*headings: str) -> Table:
     """An empty table. Cells are wrapped, never cut: half a path or address is of no use."""
     columns = (Column(heading, overflow="fold") for heading in headings)
     return Table(*columns, box=box.SIMPLE, pad_edge=False)
+
+
+def table_console() -> Console:
+    """A console for tables: in a file or a pipe they are not made to fit a window of 80 columns."""
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _PIPED_COLUMNS
+    return console
 
 
 @contextmanager

@@ -11,11 +11,10 @@ from typing import Annotated, Any, Final
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from planaria.cli.asking import HeadTokenFile, ask_job, record_of
-from planaria.cli.command_line import exit_codes, plain_table
+from planaria.cli.command_line import exit_codes, plain_table, table_console
 from planaria.core.checkups import CheckResult, ClusterCheckup
 from planaria.errors import ConfigError
 from planaria.nodes.examination import checks_of_this_machine
@@ -67,7 +66,7 @@ def doctor(
     if as_json:
         sys.stdout.write(json.dumps(facts, indent=2) + "\n")
     else:
-        Console(highlight=False).print(_table(rows, title), markup=False)
+        table_console().print(_table(rows, title), markup=False)
     if any(row.check.verdict == "problem" for row in rows):
         raise typer.Exit(1)
 
