@@ -66,7 +66,7 @@ def test_an_unfit_machine_is_told_to_the_user_and_its_crashes_are_not_the_jobs()
     warnings = [one.text for one in of_type(cluster.commands, Warned)]
     assert "node 1 leaves the job, because its machine is unfit: GPU 0 does not answer" in warnings
     assert [crash.node for crash in cluster.state.troubles.crashes] == [0]
-    assert cluster.state.membership.leaving[1].kind is ChangeKind.PREEMPT
+    assert cluster.state.membership.leaving[1].kind is ChangeKind.DRAIN
 
 
 @pytest.mark.parametrize("restarts", [False, True])

@@ -104,8 +104,9 @@ class FakeKubernetes:
         prefix = f"/api/v1/namespaces/{NAMESPACE}/pods"
         pods = self.pods
         if method == "GET" and url.path == prefix:
-            assert urllib.parse.parse_qs(url.query) == {"labelSelector": [_JOB_LABEL]}
-            items = [p for p in pods.values() if _JOB_LABEL in p["metadata"]["labels"]]
+            [selector] = urllib.parse.parse_qs(url.query)["labelSelector"]
+            label, _, job = selector.partition("=")
+            items = [p for p in pods.values() if p["metadata"]["labels"].get(label) == job]
             return 200, {"kind": "PodList", "items": items}
         name = url.path.removeprefix(f"{prefix}/")
         if method == "DELETE" and name in pods:

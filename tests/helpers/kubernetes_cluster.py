@@ -179,9 +179,22 @@ class KubernetesCluster:
             *container["command"],
             *container["args"],
             cwd=self._directory,
-            env={**self._environment, "JOB_COMPLETION_INDEX": str(index)},
+            env={
+                **self._environment,
+                **_pod_variables(container, pod_name, name),
+                "JOB_COMPLETION_INDEX": str(index),
+            },
         )
         self.pods[index] = Pod(pod_name, index, free[0], process)
+
+
+def _pod_variables(container: Mapping[str, Any], pod: str, job: str) -> dict[str, str]:
+    """The variables of a container, each of which names a field of its pod."""
+    fields = {"metadata.name": pod, "metadata.labels['batch.kubernetes.io/job-name']": job}
+    return {
+        each["name"]: fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
+        for each in container["env"]
+    }
 
 
 @contextmanager

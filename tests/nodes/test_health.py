@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,10 @@ def nvmlDeviceGetCount(): return len(DEVICES)
 def nvmlDeviceGetHandleByIndex(index): return DEVICES[index]
 def nvmlDeviceGetMemoryInfo(device):
     if device.get("lost"): raise NVMLError("GPU is lost")
+    if device.get("refuses"):
+        error = NVMLError("Not Supported")
+        error.value = device["refuses"]
+        raise error
 def nvmlDeviceGetTotalEccErrors(device, kind, counter):
     if "errors" not in device: raise NVMLError("Not Supported")
     return device["errors"]
@@ -52,37 +57,41 @@ def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPat
     return monkeypatch
 
 
-def problem(job: JobConfig, tmp_path: Path) -> str:
-    return health_problem(job, cache_directory=str(tmp_path / "cache"))
+@pytest.fixture(autouse=True)
+def _directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The temporary directory of the machine."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
 
 
 def test_this_machine_is_fit(tmp_path: Path) -> None:
     """Nothing of the examination is left behind."""
-    assert problem(CPU, tmp_path) == ""
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert health_problem(CPU) == ""
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_a_machine_without_memory_is_unfit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_memory_is_unfit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "available_bytes", lambda: 7 << 20)
-    assert problem(CPU, tmp_path).startswith("it has 7 MiB of memory left")
+    assert health_problem(CPU).startswith("it has 7 MiB of memory left")
+    # Unless its own node has taken it.
+    assert health_problem(CPU, has_node=True) == ""
 
 
 def test_a_disk_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     """As one that is full, or mounted to be read only."""
-    (tmp_path / "cache").write_text("a file")
-    assert str(tmp_path / "cache") in problem(CPU, tmp_path)
+    (tmp_path / "tmp").rmdir()
+    assert str(tmp_path / "tmp") in health_problem(CPU)
 
 
-def test_the_users_own_check_says_what_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_users_own_check_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that hangs is as bad."""
 
     def checked(command: str) -> str:
         job = replace(CPU, cluster=replace(CPU.cluster, health_check=command))
-        return problem(job, tmp_path)
+        return health_problem(job)
 
     assert checked("echo all is well") == ""
+    assert checked("sleep 60 & exit 0") == ""  # What it leaves behind is not waited for.
     assert checked("echo the fan of $HOSTNAME stands; exit 1").startswith("the fan of")
     assert checked("exit 9") == "cluster.health_check ended with 9"
     monkeypatch.setattr(health, "_COMMAND_S", 0.05)
@@ -95,7 +104,8 @@ def test_the_users_own_check_says_what_is_wrong(
         (None, ""),
         ([], ""),
         ([{}, {"errors": 0, "rows": [1, 1, False, False]}], ""),
-        ([{}], "it has 1 GPUs that answer, and the job needs 2"),
+        ([{"refuses": 3}], ""),
+        ([{"refuses": 4}, {"errors": 3}], "GPU 1 has had 3 uncorrected memory errors"),
         ([{}, {"lost": True}], "GPU 1 does not answer (GPU is lost); start the machine anew"),
         ([{"errors": 3}, {}], "GPU 0 has had 3 uncorrected memory errors"),
         ([{"rows": [0, 0, False, True]}, {}], "GPU 0 has memory rows that can be replaced no more"),
@@ -104,29 +114,27 @@ def test_the_users_own_check_says_what_is_wrong(
     ],
 )
 def test_devices_are_judged_by_their_library(
-    there: object, found: str, devices: pytest.MonkeyPatch, tmp_path: Path
+    there: object, found: str, devices: pytest.MonkeyPatch
 ) -> None:
     """A device without error correction has nothing against it."""
     devices.setenv("DEVICES", json.dumps(there))
 
-    told = problem(GPU, tmp_path)
+    told = health_problem(GPU)
 
     assert told.startswith(found) if found else told == ""
 
 
-def test_devices_that_the_job_does_not_see_do_not_count(
-    devices: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_devices_that_the_job_does_not_see_do_not_count(devices: pytest.MonkeyPatch) -> None:
     devices.setenv("DEVICES", json.dumps([{}, {"lost": True}, {}]))
     devices.setenv("CUDA_VISIBLE_DEVICES", "0,2")
-    assert problem(GPU, tmp_path) == ""
+    assert health_problem(GPU) == ""
 
 
-def test_a_driver_that_hangs_is_a_problem(devices: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_driver_that_hangs_is_a_problem(devices: pytest.MonkeyPatch) -> None:
     """Its process is left behind, and killed."""
     devices.setenv("DEVICES", json.dumps("hangs"))
     devices.setattr(health, "_DEVICES_S", 2.0)
-    assert problem(GPU, tmp_path).startswith("its GPUs do not answer within 2 s")
+    assert health_problem(GPU).startswith("its GPUs do not answer within 2 s")
 
 
 def test_without_the_library_nothing_is_found_wrong(
@@ -135,13 +143,13 @@ def test_without_the_library_nothing_is_found_wrong(
     """nvidia-ml-py is optional."""
     (tmp_path / "modules" / "pynvml.py").write_text("raise ImportError('there is none')")
     devices.setenv("DEVICES", "null")
-    assert problem(GPU, tmp_path) == ""
+    assert health_problem(GPU) == ""
 
 
 def test_an_error_of_the_machine_in_the_kernels_log_counts_and_one_of_an_application_does_not(
     devices: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Those from before this process began are over."""
+    """Those of more than ten minutes ago are over."""
     devices.setenv("DEVICES", "null")
     log = tmp_path / "kmsg"
     now_us = int(1e6 * time.monotonic())
@@ -150,11 +158,11 @@ def test_an_error_of_the_machine_in_the_kernels_log_counts_and_one_of_an_applica
         return f"6,1234,{at_us},-;NVRM: Xid (PCI:0000:3b:00): {number}, pid=7, GPU has fallen off\n"
 
     log.write_text("".join(record(number, now_us) for number in (13, 31, 43, 45, 68)))
-    assert problem(GPU, tmp_path) == ""
+    assert health_problem(GPU) == ""
     log.write_text(record(79, 1))
-    assert problem(GPU, tmp_path) == ""
+    assert health_problem(GPU) == ""
     log.write_text(record(79, now_us) + record(13, now_us))
-    assert problem(GPU, tmp_path).startswith(
+    assert health_problem(GPU).startswith(
         "its driver reports Xid 79 of the GPU at PCI:0000:3b:00: pid=7, GPU has fallen off;"
     )
-    assert problem(CPU, tmp_path) == ""
+    assert health_problem(CPU) == ""

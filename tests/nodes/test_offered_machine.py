@@ -29,6 +29,7 @@ from planaria.core.machine_messages import (
     LinkServeRequested,
     MachineArrived,
     MachineExamined,
+    MachineLeaving,
     MachineUnfit,
     NodeEnded,
     PrepareRequested,
@@ -397,4 +398,33 @@ async def test_a_machine_is_examined_again_when_its_node_has_ended(
         unfit = await line.wait(MachineUnfit)
 
         assert unfit.reason == "cluster.health_check ended with 1"
+        assert await running == EXIT_AGAIN
+
+
+@runs
+async def test_a_node_that_was_asked_for_before_the_examination_leaves_in_peace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head was quicker; the node was killed, and what it had trained was done again."""
+    check = f"until [ -e {tmp_path}/go ]; do sleep 0.01; done; ! [ -e {tmp_path}/broken ]"
+    job = replace(JOB, cluster=replace(JOB.cluster, health_check=check))
+    (tmp_path / "go").touch()
+    async with offered_machine(tmp_path, monkeypatch, job=job) as (made, running):
+        line = await made.join()
+        line.tell(made.request(0))
+        await wait_until(lambda: "runs node 0" in made.notes)
+        await settle()
+        (tmp_path / "go").unlink()
+        (tmp_path / "broken").touch()
+        made.server.end(NO_PID + 1, -9)
+        await line.wait(NodeEnded)
+        line.tell(made.request(1))
+        await wait_until(lambda: "runs node 1" in made.notes)
+        await settle()
+        (tmp_path / "go").touch()
+        await line.wait(MachineLeaving)
+        assert not made.server.kills
+        assert not running.done()
+        made.server.end(NO_PID + 2, 0)
+
         assert await running == EXIT_AGAIN

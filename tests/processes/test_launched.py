@@ -125,7 +125,7 @@ def test_ssh_starts_a_killed_machine_again_and_ctrl_c_saves_the_job(launched: La
     the head's exit code."""
     script = launched.ssh(iterations=1_000_000)
     wait_iteration(script, 2)
-    pid_file = launched.fakes.directory / ".planaria-small-1.pid"
+    (pid_file,) = launched.fakes.directory.glob(".planaria-small-*-1.pid")
     pid = int(pid_file.read_text())
     psutil.Process(pid).kill()
     wait_for(lambda: int(pid_file.read_text() or pid) != pid, what="it is started again")

@@ -353,9 +353,9 @@ class ClusterConfig:
     )
     health_check: str = _key(
         "",
-        "command for the shell that ends with 0 if the machine is fit for a node, and else says "
-        "what is wrong; it runs on each of several machines before it gets a node, and after a "
-        "failure there; a machine that is unfit takes no node, and its node leaves in peace",
+        "command for the shell that ends with 0 within 40 s if the machine is fit for a node, and "
+        "else says what is wrong; it runs on each of several machines before it gets a node, and "
+        "after a failure there; an unfit machine takes no node, and its node leaves in peace",
     )
     rejoin_delay_s: float = _key(
         10.0,

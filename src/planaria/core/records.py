@@ -446,6 +446,7 @@ class Warned(Message, frozen=True, kw_only=True):
         undrained: nodes that were to be drained and stay.
         untold: iteration that is committed although nobody can report it; -1: none.
         gone: nodes that had waited to join and are gone.
+        unfit: nodes whose machines are unfit.
         event: kind of the event that the report has of it; "": it has none.
     """
 
@@ -453,6 +454,7 @@ class Warned(Message, frozen=True, kw_only=True):
     undrained: tuple[int, ...] = ()
     untold: int = -1
     gone: tuple[int, ...] = ()
+    unfit: tuple[int, ...] = ()
     event: str = ""
 
 

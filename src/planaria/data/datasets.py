@@ -15,7 +15,6 @@ tokens; "supervised": whatever the model's loss takes. -100 marks a position wit
 
 import importlib
 import importlib.util
-import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -404,7 +403,7 @@ def _saved_digest(path: str) -> str:
             digest.update(file.read_bytes())
         elif file.is_file():
             status = file.stat()
-            name = os.path.relpath(file, path)
+            name = file.absolute() if file == Path(path) else file.relative_to(path)
             digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
     return digest.hexdigest()
 

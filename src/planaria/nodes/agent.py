@@ -399,15 +399,19 @@ class _Agent:
             self._examining = asyncio.create_task(self._examine())
 
     async def _examine(self) -> None:
-        """Reports that the machine is unfit for a node, if it is."""
-        spec = self._spec
-        find = partial(health_problem, spec.job, cache_directory=spec.cache_directory)
-        with contextlib.suppress(OSError):  # No process can be forked, and so no worker either.
-            answer = answer_of_child(lambda: b"!" + find().encode(), timeout_s=EXAMINATION_S)
-            # Without an answer something hangs.
-            told = await answer or f"!it was examined for {EXAMINATION_S:g} s".encode()
-            if reason := told[1:].decode(errors="replace"):
-                self._on_notice(spec.job.cluster.notice_s, reason=reason)
+        """Reports that the machine is unfit for a node, if it is, or if its examination hangs."""
+        find = partial(health_problem, self._spec.job, has_node=True)
+        began_s, told = time.monotonic(), b""
+        answer = answer_of_child(lambda: b"!" + find().encode(), timeout_s=EXAMINATION_S)
+        # OSError: no process can be forked, and so no worker either. TimeoutError is one: the child
+        # hangs in the kernel, and does not even end when it is killed.
+        with contextlib.suppress(OSError):
+            async with asyncio.timeout(EXAMINATION_S + 1.0):
+                told = await answer
+        if not told and time.monotonic() - began_s >= EXAMINATION_S:
+            told = f"!it was examined for {EXAMINATION_S:g} s, and something there hangs".encode()
+        if reason := told[1:].decode(errors="replace"):
+            self._on_notice(self._spec.job.cluster.notice_s, reason=reason)
 
     async def _watch_notices(self) -> None:
         """Reports the notice of the node's source, if it has one; replaces a watcher that dies."""

@@ -5,11 +5,16 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
+import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from planaria.nodes.forkserver import close_others, die_with_parent, leave_removed_directory
 from planaria.nodes.output import flush_own
+
+_PROGRAM_BYTES_MAX: Final = 1 << 16
 
 
 def fork_answer(answer: Callable[[], bytes]) -> tuple[int, socket.socket]:
@@ -78,3 +83,35 @@ async def wait_exit(pid: int) -> int:
     loop.remove_reader(pidfd)
     os.close(pidfd)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def program_result(
+    words: Sequence[str], *, timeout_s: float, environment: Mapping[str, str] | None = None
+) -> tuple[int, str, str]:
+    """Exit status, output and errors of a program; processes that it leaves behind may live on.
+
+    Blocks. Whatever it has started is killed if it takes too long.
+
+    Raises:
+        TimeoutError: it has not ended in time.
+        OSError: it cannot be started.
+    """
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            words,
+            env=None if environment is None else dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise TimeoutError(f"{words[0]} has not ended in {timeout_s:g} s") from error
+        texts = []
+        for file in (output, errors):
+            file.seek(0)
+            texts.append(file.read(_PROGRAM_BYTES_MAX).decode(errors="replace"))
+    return status, texts[0], texts[1]

@@ -8,7 +8,7 @@ Everything here may block for ever, on a disk or a driver that hangs. So it is c
 a process that can be left behind, and devices are examined by a process of their own, which asks
 NVIDIA's management library (nvidia-ml-py, optional) and prints what is wrong as a JSON text:
 
-    python -m planaria.nodes.health NUM_DEVICES
+    python -m planaria.nodes.health
 
 Source: NVIDIA, "XID Errors" and "NVIDIA GPU Memory Error Management"; the list of applications' own
 is that of NVIDIA's device plugin for Kubernetes.
@@ -30,9 +30,10 @@ from typing import Any, Final
 
 from planaria.checkpoint.memory.room import available_bytes
 from planaria.core.job import JobConfig
+from planaria.nodes.child_answers import program_result
 from planaria.nodes.examination import device_models
 
-EXAMINATION_S: Final = 60.0  # Whoever asks waits no longer; a machine that takes longer is unfit.
+EXAMINATION_S: Final = 90.0  # Whoever asks waits no longer; a machine that takes longer is unfit.
 _COMMAND_S: Final = 40.0
 _DEVICES_S: Final = 30.0
 _AVAILABLE_BYTES_MIN: Final = 256 << 20
@@ -43,30 +44,31 @@ _RECORD_BYTES: Final = 1 << 14
 # Severity, number and microseconds since boot, before the text of a record.
 _XID: Final = re.compile(r"^\d+,\d+,(\d+),[^;]*;NVRM: Xid \(([^)]*)\): (\d+),?(.*)$", re.MULTILINE)
 # Double-bit error; rows not remapped; NVLink; fallen off the bus; uncontained error; GSP; channel.
+_ANSWERS: Final = (3, 4)  # NVML_ERROR_NOT_SUPPORTED, NVML_ERROR_NO_PERMISSION.
 _XIDS_OF_MACHINES: Final = frozenset((48, 64, 74, 79, 95, 119, 120, 140))
-_BOOTED_S: Final = time.monotonic()  # When this process, or the one that forked it, began.
+_RECENT_S: Final = 600.0  # Errors in the log count for so long, also if the agent is started anew.
 
 
-def health_problem(job: JobConfig, *, cache_directory: str) -> str:
+def health_problem(job: JobConfig, *, has_node: bool = False) -> str:
     """Why this machine is unfit for a node of a job, and what to do; "": it is fit.
 
     Args:
-        cache_directory: directory in which tokens and profiles are kept between jobs.
+        has_node: whether a node runs here; what it has taken, of memory or disk, is its own.
     """
-    for find in _checks(job, cache_directory):
+    for find in _checks(job, has_node=has_node):
         if problem := find():
             return problem
     return ""
 
 
-def _checks(job: JobConfig, cache_directory: str) -> Iterator[Callable[[], str]]:
-    yield _memory_problem
-    for directory in dict.fromkeys((tempfile.gettempdir(), cache_directory)):
-        if directory:
-            yield partial(_disk_problem, Path(directory))
+def _checks(job: JobConfig, *, has_node: bool) -> Iterator[Callable[[], str]]:
+    if not has_node:
+        yield _memory_problem
+        yield partial(_disk_problem, Path(tempfile.gettempdir()))
     if job.cluster.device in ("auto", "cuda") and device_models():
-        yield partial(_kernel_problem, _KERNEL_LOG, since_s=_BOOTED_S)
-        yield partial(_device_problem, job)
+        since_s = time.monotonic() - _RECENT_S
+        yield partial(_kernel_problem, _KERNEL_LOG, since_s=since_s)
+        yield _device_problem
     if job.cluster.health_check:
         yield partial(_command_problem, job.cluster.health_check)
 
@@ -81,7 +83,6 @@ def _memory_problem() -> str:
 def _disk_problem(directory: Path) -> str:
     """Why nothing can be written to a directory."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(bytes(_TRIAL_BYTES))
             file.flush()
@@ -116,12 +117,11 @@ def _open_log(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def _device_problem(job: JobConfig) -> str:
+def _device_problem() -> str:
     """What NVIDIA's library says against the devices; "" if that is not installed."""
-    words = (sys.executable, "-m", "planaria.nodes.health")
     try:
         asked = subprocess.run(
-            (*words, str(job.cluster.devices_per_node)),
+            (sys.executable, "-m", "planaria.nodes.health"),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -140,43 +140,30 @@ def _device_problem(job: JobConfig) -> str:
 def _command_problem(command: str) -> str:
     """What the user's own check says."""
     try:
-        asked = subprocess.run(
-            ("/bin/sh", "-c", command),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=_COMMAND_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+        status, output, errors = program_result(("/bin/sh", "-c", command), timeout_s=_COMMAND_S)
+    except TimeoutError:
         return f"cluster.health_check has not ended within {_COMMAND_S:g} s"
     except OSError as error:
         return f"no process can be started there: {error.strerror or error}"
-    if not asked.returncode:
+    if not status:
         return ""
-    text = asked.stdout.strip()[-_TEXT_CHARACTERS_MAX:]
-    return text or f"cluster.health_check ended with {asked.returncode}"
+    text = (output.strip() or errors.strip())[-_TEXT_CHARACTERS_MAX:]
+    return text or f"cluster.health_check ended with {status}"
 
 
 # -- the process that examines devices -----------------------------------------------------------
 
 
-def device_problem(library: ModuleType, num_needed: int) -> str:
+def device_problem(library: ModuleType) -> str:
     """What is wrong with the devices that the job may use; "": nothing.
 
     Args:
         library: the module pynvml.
-        num_needed: number of devices that a node needs.
     """
     library.nvmlInit()
-    indices = _visible(library.nvmlDeviceGetCount())
-    for index in indices:
+    for index in _visible(library.nvmlDeviceGetCount()):
         for problem in _problems(library, index):
             return f"GPU {index} {problem}"
-    if 0 < len(indices) < num_needed:
-        return f"it has {len(indices)} GPUs that answer, and the job needs {num_needed}"
     return ""
 
 
@@ -192,10 +179,12 @@ def _visible(num_devices: int) -> list[int]:
 def _problems(library: ModuleType, index: int) -> Iterator[str]:
     try:
         device = library.nvmlDeviceGetHandleByIndex(index)
-        library.nvmlDeviceGetMemoryInfo(device)
+        library.nvmlDeviceGetMemoryInfo(device)  # The handle of a lost device is known still.
     except library.NVMLError as error:
-        yield f"does not answer ({error}); start the machine anew"
-        return
+        # Parts of a device (MIG), and devices that share the machine's memory, refuse to tell it.
+        if getattr(error, "value", 0) not in _ANSWERS:
+            yield f"does not answer ({error}); start the machine anew"
+            return
     if num_errors := _num_uncorrected(library, device):
         yield f"has had {num_errors} uncorrected memory errors since its last reset; reset it"
     try:
@@ -220,14 +209,14 @@ def _num_uncorrected(library: ModuleType, device: Any) -> int:
         return 0
 
 
-def _library_problem(num_needed: int) -> str:
+def _library_problem() -> str:
     """See device_problem; "" without the library, or without a device of NVIDIA's."""
     try:
         import pynvml
     except ImportError:
         return ""
     try:
-        return device_problem(pynvml, num_needed)
+        return device_problem(pynvml)
     except pynvml.NVMLError_LibraryNotFound:
         return ""
     except pynvml.NVMLError as error:
@@ -235,4 +224,4 @@ def _library_problem(num_needed: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(_library_problem(int(sys.argv[1]))))
+    sys.stdout.write(json.dumps(_library_problem()))

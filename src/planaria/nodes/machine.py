@@ -165,10 +165,9 @@ class _Machine:
         self._has_offer = False  # Whether the head has offered its job over this connection.
         # Model and modules of the user that the fork server has imported; None: there is no server.
         self._imports: tuple[str, str, tuple[tuple[str, str], ...]] | None = None
-        self._is_leaving = False
-        self._is_watching = False  # Whether a source of notices is polled.
-        self._has_been_taken = False
-        self._has_saved = False  # Whether its last node has saved what it held by itself.
+        self._unfit = ""  # Why it takes no other node than the one that leaves.
+        self._is_leaving = self._is_watching = False  # Watching: a source of notices is polled.
+        self._has_been_taken = self._has_saved = False  # Saved: by its last node, by itself.
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -478,10 +477,8 @@ class _Machine:
         """Tells what this machine is like; in a thread, because a file system may be slow."""
         examine = partial(checks_of_this_machine, self._host)
         checks = await answer_of_thread(examine, name="examination")
-        answer = MachineExamined(
-            checks=checks, received_s=received_s, sent_s=time.time(), number=number
-        )
-        self._tell(answer)
+        times = {"received_s": received_s, "sent_s": time.time()}
+        self._tell(MachineExamined(checks=checks, number=number, **times))
 
     def _start_node(self, spec: NodeSpec) -> None:
         if self._is_leaving or self._offer is None or self._node.number >= 0:
@@ -522,19 +519,23 @@ class _Machine:
             self._tell(self._ends[-1])
         if self._over is None:
             self._spec.note(f"node {node} has ended")
-        if self._is_leaving:
-            self._end_with(EXIT_DONE)
+        if self._is_leaving or self._unfit:
+            self._end_with(EXIT_AGAIN if self._unfit else EXIT_DONE)
         elif self._offer is not None and self._over is None:
             self._start_task(self._is_fit(self._offer.job))
 
     async def _is_fit(self, job: JobConfig) -> bool:
-        """Whether this machine is fit for a node; if not, the head is told and this ends."""
-        find = partial(health_problem, job, cache_directory=self._spec.cache_directory)
+        """Whether this machine is fit for a node; if not, it ends, once its node has left."""
         problem = f"it was examined for {EXAMINATION_S:g} s, and something there hangs"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(EXAMINATION_S):
-                problem = await answer_of_thread(find, name="health")
-        if problem:
+                problem = await answer_of_thread(partial(health_problem, job), name="health")
+        if problem and self._node.number >= 0:  # The head was quicker.
+            self._unfit = problem
+            self._spec.note(f"this machine can take no other node: {problem}")
+            self._tell(MachineLeaving())
+            self._node.notify()
+        elif problem:
             self._on_failure(problem)
         return not problem
 

@@ -208,7 +208,7 @@ def test_a_job_of_kubernetes_that_is_over_is_deleted_before_it_is_started_anew(
     fakes.write(
         "kubectl",
         'echo "$*" >> "$FAKES/kubectl.words"\n'
-        f'case "$*" in *"get job"*) [ "{conditions}" ] || exit 1; echo "{conditions}" ;; esac',
+        f'case "$*" in *"get jobs"*) [ "{conditions}" ] || exit 1; echo "{conditions}" ;; esac',
     )
     words = [sys.executable, "-m", "planaria", *COMMON, *ARGUMENTS["cluster.yaml"]]
     ended = subprocess.run(

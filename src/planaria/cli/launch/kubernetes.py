@@ -60,6 +60,7 @@ apiVersion: batch/v1
 kind: Job
 metadata:
   name: @{name}
+  labels: {app.kubernetes.io/managed-by: planaria}
 @{namespace}spec:
   completionMode: Indexed
   completions: @{max_nodes}
@@ -126,6 +127,11 @@ metadata:
                 [1-9]*:yes:0) code=75 ;;
               esac
               exit "$code"
+          env:  # For --operator kubernetes.
+            - name: PLANARIA_KUBERNETES_POD
+              valueFrom: {fieldRef: {fieldPath: metadata.name}}
+            - name: PLANARIA_KUBERNETES_JOB
+              valueFrom: {fieldRef: {fieldPath: "metadata.labels['batch.kubernetes.io/job-name']"}}
 @{resources}          volumeMounts:
             - {name: job, mountPath: /job}
             - {name: token, mountPath: /etc/planaria}

@@ -258,10 +258,11 @@ def _submit(
         raise ConfigError("", "", remedy)
     if submission.tool == "kubectl":
         _check_secret(request, given)
-        _remove_finished(request, given)
     if path.exists() and path.read_bytes() != text.encode():
         remedy = "is there already and differs; submit it yourself, remove it, or name another file"
         raise ConfigError("--output", str(path), remedy)
+    if submission.tool == "kubectl":
+        _remove_finished(request, given)
     write(path, text.encode())
     typer.echo(f"wrote {path}; running {' '.join(words)}")
     os.execvp(words[0], words)
@@ -278,11 +279,15 @@ def _check_secret(request: LaunchRequest, given: SchedulerOptions) -> None:
 
 
 def _remove_finished(request: LaunchRequest, given: SchedulerOptions) -> None:
-    """Deletes the Job of the same name if it is over: Kubernetes would start it no more."""
-    form = "--output=jsonpath={.status.conditions[?(@.status=='True')].type}"
-    answer = _ask_kubectl(given, "get", "job", request.name, form)
+    """Deletes a Job of the same name that is over: Kubernetes would start it no more."""
+    form = "--output=jsonpath={.items[*].status.conditions[?(@.status=='True')].type}"
+    own = ("--selector=app.kubernetes.io/managed-by=planaria",)
+    named = f"--field-selector=metadata.name={request.name}"
+    answer = _ask_kubectl(given, "get", "jobs", *own, named, form)
     if not answer.returncode and {"Complete", "Failed"} & {*answer.stdout.split()}:
-        typer.echo(f"the Job {request.name} is over; deleting it, to start it anew")
+        typer.echo(
+            f"the Job {request.name} is over; deleting it, with its pods and logs, to start anew"
+        )
         deleted = _ask_kubectl(given, "delete", "job", request.name)
         if deleted.returncode:
             raise ConfigError("", "", f"it cannot be deleted: {deleted.stderr.strip()}")

@@ -21,14 +21,16 @@ hosts_file=@{hosts}
 restarts_max=20
 mapfile -t hosts < <(grep -v -e '^ *#' -e '^ *$' "$hosts_file" | head -n @{max_nodes})
 read -r head _ <<< "${hosts[0]}"
+key=$(printf %s "$PWD" | cksum | cut -d " " -f 1)  # Jobs of other directories are others.
 printf -v path %q "$PATH"  # A shell that ssh starts may not find planaria by itself.
 
-# What a machine runs, with $rank, $head and $domain. Where it runs still, because the connection
-# was lost, it is waited for, and its exit code is told.
+# What a machine runs, with $rank, $head, $domain and $key. Where it runs still, because the
+# connection was lost, it is waited for, and its exit code is told.
 IFS= read -r -d '' command << 'END'
-files=~/.planaria-@{name}-$rank
+files=~/.planaria-@{name}-$key-$rank
 exec 9> $files.lock
 if ! flock -n 9; then
+    echo "planaria runs this job here still; waiting for it"
     flock 9
     exit "$(cat $files.code)"
 fi
@@ -47,7 +49,7 @@ reach() {  # HOST WORD...: runs a command there.
 
 run() {  # RANK: runs it on a machine, again and again if need be; the exit code is the last one.
     read -r host domain <<< "${hosts[$1]}"
-    printf -v words '%q ' "rank=$1" "head=${head#*@@}" "domain=$domain"
+    printf -v words '%q ' "rank=$1" "head=${head#*@@}" "domain=$domain" "key=$key"
     for ((num_restarts = 0; num_restarts < restarts_max || $1 > 0; num_restarts++)); do
         reach "$host" "cd $(printf %q "$PWD") && $words PATH=$path:\\$PATH bash -s" <<< "$command"
         code=$?
@@ -65,7 +67,7 @@ run() {  # RANK: runs it on a machine, again and again if need be; the exit code
 
 stop() {  # RANK: has a machine stop; the head saves the job.
     read -r host _ <<< "${hosts[$1]}"
-    reach -n "$host" "kill -TERM \\$(cat ~/.planaria-@{name}-$1.pid)" 2> /dev/null
+    reach -n "$host" "kill -TERM \\$(cat ~/.planaria-@{name}-$key-$1.pid)" 2> /dev/null
 }
 
 run 0 &

@@ -89,10 +89,13 @@ def _without_candidate(state: JobState, node: int) -> JobState:
 def on_leave_request(
     rules: Rules, state: JobState, event: NoticeTaken | DrainRequested, now_s: float
 ) -> Step:
-    """Notes that a node is to leave; a candidate leaves at once."""
+    """Notes that a node is to leave; a candidate leaves at once.
+
+    One whose machine is unfit leaves as if it were drained: it stays if the job needs it.
+    """
     node, members = event.node, state.membership
     leave = LeaveRequest(ChangeKind.DRAIN, now_s + rules.job.cluster.notice_s)
-    if isinstance(event, NoticeTaken):
+    if isinstance(event, NoticeTaken) and not event.reason:
         leave = LeaveRequest(ChangeKind.PREEMPT, now_s + event.after_s * _KEPT_SHARE)
     if node in members.leaving and leave.kind in (ChangeKind.DRAIN, members.leaving[node].kind):
         return state, ()  # The same request came before.
@@ -102,7 +105,7 @@ def on_leave_request(
         crashes = tuple(crash for crash in state.troubles.crashes if crash.node != node)
         state = replace(state, troubles=replace(state.troubles, crashes=crashes))
         text = f"node {node} leaves the job, because its machine is unfit: {event.reason}"
-        told = (Notify(Warned(text=text, event="unfit")),)
+        told = (Notify(Warned(text=text, unfit=(node,), event="unfit")),)
     if state.is_member(node):
         members = replace(members, leaving={**members.leaving, node: leave})
         return replace(state, membership=members), told

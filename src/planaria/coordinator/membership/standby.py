@@ -110,13 +110,13 @@ def await_machine(rules: Rules, state: JobState, shortage: str, now_s: float) ->
 
 
 def nodes_to_replace(message: ToLauncher) -> tuple[int, ...]:
-    """The nodes to ask replacements for: those that the message says are lost or preempted.
+    """The nodes to ask replacements for: those that the message says are lost, preempted or unfit.
 
     A drained node is not replaced.
     """
     match message:
-        case Warned(gone=nodes):
-            return nodes
+        case Warned():
+            return (*message.gone, *message.unfit)
         case Recovering(nodes=nodes) if message.kind is LossKind.LOST:
             return nodes
         case Changed(kinds=kinds):

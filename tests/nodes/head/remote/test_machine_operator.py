@@ -13,7 +13,7 @@ from helpers.heads import runs
 from helpers.recorder_messages import change_message
 from helpers.tasks import wait_until
 from planaria.core.kinds import ChangeKind
-from planaria.core.machine_messages import MachineLeaving, NodeRequested
+from planaria.core.machine_messages import NodeRequested
 from planaria.core.records import Warned
 from planaria.nodes.head.remote import machine_operator
 from planaria.nodes.head.remote.machine_operator import MachineOperator
@@ -74,7 +74,8 @@ async def test_a_machine_that_stays_away_is_asked_for_once(tmp_path: Path) -> No
 
         assert platform.lost == [LostMachine("first", "127.0.0.5", is_leaving=False)]
         assert platform.threads == {"operator"}
-        assert head.notes[-1] == "asked for a machine in place of first (127.0.0.5): done"
+        assert any("that of node 7: this head never saw it" in note for note in head.notes)
+        assert head.notes.count("asked for a machine in place of first (127.0.0.5): done") == 1
 
 
 @runs
@@ -92,8 +93,11 @@ async def test_a_machine_that_comes_back_is_not_asked_for(tmp_path: Path) -> Non
         assert not platform.lost
 
 
+@pytest.mark.parametrize("is_unfit", [False, True])
 @runs
-async def test_a_machine_that_leaves_is_asked_for_at_once(tmp_path: Path) -> None:
+async def test_a_machine_that_leaves_or_is_unfit_is_asked_for_at_once(
+    tmp_path: Path, is_unfit: bool
+) -> None:
     """It will not come back, and may be there for minutes."""
     platform = Asked()
     async with arriving_machines(tmp_path) as head:
@@ -101,12 +105,11 @@ async def test_a_machine_that_leaves_is_asked_for_at_once(tmp_path: Path) -> Non
         asks = operator(head, platform, return_s=NEVER_S)
         head.start(0)
         await first.wait(NodeRequested)
-        first.tell(MachineLeaving())
-        machine = head.machines.machine_of(0)
-        assert machine is not None
-        await wait_until(lambda: machine.is_leaving)
-        kinds = {0: ChangeKind.PREEMPT, 1: ChangeKind.JOIN}
-        asks.on_coordinator_message(msgspec.structs.replace(change_message(), kinds=kinds))
+        if is_unfit:
+            asks.on_coordinator_message(Warned(text="its GPU is lost", unfit=(0,)))
+        else:  # The coordinator may know of it before the machine says so.
+            kinds = {0: ChangeKind.PREEMPT, 1: ChangeKind.JOIN}
+            asks.on_coordinator_message(msgspec.structs.replace(change_message(), kinds=kinds))
         await wait_until(lambda: bool(platform.lost))
 
         assert platform.lost[0].is_leaving

@@ -12,6 +12,7 @@ from planaria.errors import ConfigError
 from planaria.nodes.head.remote import platforms
 from planaria.nodes.head.remote.platforms import LostMachine, Platform, open_platform
 
+POD = {"PLANARIA_KUBERNETES_POD": "cluster-0-abc", "PLANARIA_KUBERNETES_JOB": "cluster"}
 LOST = LostMachine("host-3", "10.0.0.3", is_leaving=False)
 HEADS = ("10.0.0.1:7320", "[fd00::1]:7320")
 SBATCH = """\
@@ -39,6 +40,7 @@ def test_a_command_is_told_what_was_lost_and_where_the_head_is() -> None:
 
 def test_a_command_that_fails_or_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """With its words, because it alone knows what is wrong."""
+    assert opened("sleep 60 & exit 0", PATH="/usr/bin:/bin").ask_for_machine(LOST)
     with pytest.raises(OSError, match=r"the command ended with 3: no quota"):
         opened("echo no quota >&2; exit 3", PATH="/bin").ask_for_machine(LOST)
     monkeypatch.setattr(platforms, "_TIMEOUT_S", 0.05)
@@ -90,19 +92,20 @@ def test_slurm_is_asked_for_one_machine_like_those_of_the_job(scheduler: FakeSch
     ):
         assert option in words
     assert "--account" not in words
+    assert f"--exclude={LOST.name}" in words
     assert num_variables == "1"  # SLURM_CONF.
     assert "--jobs=7" in scheduler.words("squeue")[0]
 
 
 def test_what_slurm_has_not_granted_is_taken_back_at_the_end(scheduler: FakeScheduler) -> None:
     platform = opened("slurm", **scheduler.environment)
-    platform.cancel_requests()
-    assert not scheduler.words("scancel")
     platform.ask_for_machine(LOST)
     platform.ask_for_machine(LOST)
     platform.cancel_requests()
 
     assert scheduler.words("scancel") == ["--state=PENDING 42 42"]
+    platform.ask_for_machine(LOST)  # The request was under way when the job ended.
+    assert scheduler.words("scancel")[-1] == "--state=PENDING 42 42 42"
 
 
 def test_without_the_time_that_is_left_slurm_decides_it(scheduler: FakeScheduler) -> None:
@@ -139,6 +142,7 @@ def kubernetes(tmp_path: Path) -> Iterator[FakeKubernetes]:
         fake.put_pod("cluster-3-def", LOST.host, verdict="NodeLost")
         fake.put_pod("a-daemon-of-the-machine", LOST.host, job="")
         fake.put_pod("cluster-2-was", LOST.host, phase="Failed")
+        fake.put_pod("another-3-abc", LOST.host, job="another")
         yield fake
 
 
@@ -147,7 +151,7 @@ def in_pod(fake: FakeKubernetes) -> Platform:
         "kubernetes",
         heads=HEADS,
         token_file="",
-        environment=fake.environment,
+        environment={**fake.environment, **POD},
         account=fake.account,
     )
 
@@ -169,7 +173,18 @@ def test_a_pod_that_is_told_to_go_is_left_in_peace(kubernetes: FakeKubernetes) -
     """Its node hands over its layers in the time that the pod still has."""
     leaving = LostMachine("cluster-3", LOST.host, is_leaving=True)
 
-    assert "is told to go" in in_pod(kubernetes).ask_for_machine(leaving)
+    assert "its pod ends" in in_pod(kubernetes).ask_for_machine(leaving)
+    assert not kubernetes.deleted
+
+
+def test_no_other_pod_is_deleted(kubernetes: FakeKubernetes) -> None:
+    """The head's own, whose agent alone was lost, and those of other addresses or Jobs."""
+    platform = in_pod(kubernetes)
+    own = platform.ask_for_machine(LostMachine("cluster-0", "10.0.0.1", is_leaving=False))
+    none = platform.ask_for_machine(LostMachine("cluster-7", "10.0.0.7", is_leaving=False))
+
+    assert own == "its pod is that of the head, and stays"
+    assert none == "no pod of the Job cluster has that address, so none is deleted"
     assert not kubernetes.deleted
 
 
@@ -190,6 +205,14 @@ def test_an_api_server_that_is_gone_is_an_error(tmp_path: Path) -> None:
 def test_kubernetes_is_of_use_in_a_pod_only(kubernetes: FakeKubernetes, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is of use only in a pod that has a service account"):
         open_platform("kubernetes", heads=HEADS, token_file="", account=tmp_path / "none")
+    with pytest.raises(ConfigError, match="PLANARIA_KUBERNETES_JOB must name"):
+        open_platform(
+            "kubernetes",
+            heads=HEADS,
+            token_file="",
+            environment=kubernetes.environment,
+            account=kubernetes.account,
+        )
     kubernetes.environment = {}
     with pytest.raises(ConfigError, match="KUBERNETES_SERVICE_HOST"):
         in_pod(kubernetes)

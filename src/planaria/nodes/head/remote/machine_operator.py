@@ -14,7 +14,7 @@ from functools import partial
 from typing import Final
 
 from planaria.coordinator.membership.standby import nodes_to_replace
-from planaria.core.records import Changed, ToLauncher
+from planaria.core.records import Changed, ToLauncher, Warned
 from planaria.nodes.daemon_threads import answer_of_thread
 from planaria.nodes.head.remote.machines import Machines
 from planaria.nodes.head.remote.platforms import LostMachine, Platform
@@ -59,7 +59,13 @@ class MachineOperator:
         for node in sorted(set(nodes) - self._nodes):
             self._nodes.add(node)
             machine = self._machines.machine_of(node)
-            if machine is None or machine.facts.host in self._asking:
+            if machine is None:
+                self.note(
+                    f"no machine is asked for in place of that of node {node}: this head never saw "
+                    "it, because it was lost with the head before"
+                )
+                continue
+            if machine.facts.host in self._asking:
                 continue
             host = machine.facts.host
             lost = LostMachine(machine.facts.name, host, is_leaving=not are_lost)
@@ -68,7 +74,10 @@ class MachineOperator:
 
     def on_coordinator_message(self, message: ToLauncher) -> None:
         """See CloudOperator."""
-        self.replace(nodes_to_replace(message), are_lost=not isinstance(message, Changed))
+        is_leaving = isinstance(message, Changed) or (
+            isinstance(message, Warned) and bool(message.unfit)
+        )
+        self.replace(nodes_to_replace(message), are_lost=not is_leaving)
 
     def _on_answer(self, host: str, task: asyncio.Task[None]) -> None:
         self._asking.pop(host, None)
@@ -81,7 +90,7 @@ class MachineOperator:
         if not lost.is_leaving:
             await asyncio.sleep(self._return_s)
         pause_s = _AGAIN_S
-        while not self._is_back(lost):
+        while lost.is_leaving or not self._is_back(lost):
             try:
                 ask = partial(self._platform.ask_for_machine, lost)
                 text = await answer_of_thread(ask, name="operator")
@@ -100,6 +109,7 @@ class MachineOperator:
         """Whether a machine with that name and address can take a node, or runs one."""
         return any(
             (machine.facts.name, machine.facts.host) == (lost.name, lost.host)
+            and machine.is_ready
             and not machine.is_leaving
             for machine in self._machines.connected
         )

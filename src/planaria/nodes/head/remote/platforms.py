@@ -20,8 +20,8 @@ import re
 import shlex
 import shutil
 import ssl
-import subprocess
 import sys
+import threading
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from planaria.errors import ConfigError
+from planaria.nodes.child_answers import program_result
 
 _TIMEOUT_S: Final = 60.0
 _TEXT_CHARACTERS_MAX: Final = 300
@@ -39,7 +40,9 @@ _SLURM_TIME: Final = re.compile(r"(\d+-)?\d+(:\d+)*")
 _SLURM_OWN: Final = frozenset(("SLURM_CONF", "SLURM_CONF_SERVER"))
 _SIGNAL_S: Final = 120  # Time before the end of a machine's job in which its node leaves.
 _ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-_HAS_JOB: Final = "batch.kubernetes.io/job-name"
+_JOB_LABEL: Final = "batch.kubernetes.io/job-name"
+_POD: Final = "PLANARIA_KUBERNETES_POD"
+_JOB: Final = "PLANARIA_KUBERNETES_JOB"
 _OK: Final = range(200, 300)
 
 
@@ -156,13 +159,21 @@ class SlurmPlatform:
             if name in _SLURM_OWN or not name.startswith(("SLURM", "SBATCH", "SRUN"))
         }
         self._asked: list[str] = []  # Numbers of the jobs.
+        self._lost: dict[str, None] = {}  # Names of machines that are not to be given again.
+        self._lock = threading.Lock()
+        self._is_closed = False
 
     def ask_for_machine(self, lost: LostMachine) -> str:
         """See Platform."""
+        self._lost[lost.name] = None
         words = ("sbatch", "--parsable", *self._options(), "--wrap", f"exec {self._command}")
         # The number of the job, and the name of the cluster if there are several.
         number = _output(words, self._environment, what="sbatch").partition(";")[0].strip()
-        self._asked.append(number)
+        with self._lock:
+            self._asked.append(number)
+            is_closed = self._is_closed
+        if is_closed:  # The job has ended meanwhile.
+            self.cancel_requests()
         return f"job {number} of Slurm is to bring one{self._verdict(lost)}"
 
     def _verdict(self, lost: LostMachine) -> str:
@@ -186,6 +197,7 @@ class SlurmPlatform:
             f"--job-name={name}-more",
             f"--output={name}-more-%j.log",
             f"--signal=B:USR1@{_SIGNAL_S}",
+            f"--exclude={','.join(self._lost)}",
         ]
         for option, variable in (
             ("partition", "SLURM_JOB_PARTITION"),
@@ -209,9 +221,10 @@ class SlurmPlatform:
 
     def cancel_requests(self) -> None:
         """See Platform."""
-        if self._asked:
-            words = ("scancel", "--state=PENDING", *self._asked)
-            _output(words, self._environment, what="scancel")
+        with self._lock:
+            self._is_closed, asked = True, tuple(self._asked)
+        if asked:
+            _output(("scancel", "--state=PENDING", *asked), self._environment, what="scancel")
 
 
 class KubernetesPlatform:
@@ -235,24 +248,35 @@ class KubernetesPlatform:
             remedy = "is of use only in a pod, where $KUBERNETES_SERVICE_HOST names the API server"
             raise ConfigError(_OPTION, "kubernetes", remedy)
         self._host, self._account = host, account
+        self._pod, self._job = (environment.get(name, "") for name in (_POD, _JOB))
+        if not (self._pod and self._job):
+            remedy = f"${_POD} and ${_JOB} must name this pod and its Job, as the manifest has them"
+            raise ConfigError(_OPTION, "kubernetes", remedy)
 
     def ask_for_machine(self, lost: LostMachine) -> str:
         """See Platform."""
         if lost.is_leaving:
-            return "its pod is told to go, and the Job makes another"
-        query = urllib.parse.urlencode({"labelSelector": _HAS_JOB})
-        pods = self._call("GET", f"pods?{query}").get("items", [])
-        names, verdicts = {}, []
-        for pod in pods:
+            return "its pod ends, and the Job makes another"
+        query = urllib.parse.urlencode({"labelSelector": f"{_JOB_LABEL}={self._job}"})
+        names, verdicts, has_ended = {}, [], False
+        for pod in self._call("GET", f"pods?{query}").get("items", []):
             facts, status = pod.get("metadata", {}), pod.get("status", {})
-            if status.get("podIP") == lost.host and status.get("phase") == "Running":
+            addresses = {status.get("podIP"), *(each["ip"] for each in status.get("podIPs", ()))}
+            if lost.host not in addresses:
+                continue
+            if facts.get("name") == self._pod:
+                return "its pod is that of the head, and stays"
+            has_ended |= status.get("phase") != "Running"
+            if status.get("phase") == "Running":
                 names[str(facts.get("name"))] = str(facts.get("uid"))
                 verdicts += _verdicts(status)
         for name, uid in names.items():
             options = {"gracePeriodSeconds": 0, "preconditions": {"uid": uid}}
             self._call("DELETE", f"pods/{urllib.parse.quote(name)}", options)
+        if not names and has_ended:
+            return "its pod has ended; the Job makes another, as far as its limits allow"
         if not names:
-            return "its pod has ended, and the Job makes another"
+            return f"no pod of the Job {self._job} has that address, so none is deleted"
         text = f"pod {', '.join(names)} is deleted, so that the Job makes another"
         return f"{text}; Kubernetes says {', '.join(verdicts)} of it" if verdicts else text
 
@@ -304,19 +328,12 @@ def _output(words: Sequence[str], environment: Mapping[str, str], *, what: str) 
         OSError: it fails, or takes too long.
     """
     try:
-        done = subprocess.run(
-            words,
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_TIMEOUT_S,
-            check=False,
+        status, output, errors = program_result(
+            words, timeout_s=_TIMEOUT_S, environment=environment
         )
-    except subprocess.TimeoutExpired as error:
+    except TimeoutError as error:
         raise TimeoutError(f"{what} got no answer in {_TIMEOUT_S:g} s") from error
-    if done.returncode:
-        reason = (done.stderr.strip() or done.stdout.strip())[-_TEXT_CHARACTERS_MAX:]
-        raise OSError(f"{what} ended with {done.returncode}: {reason}")
-    return done.stdout.strip()
+    if status:
+        reason = (errors.strip() or output.strip())[-_TEXT_CHARACTERS_MAX:]
+        raise OSError(f"{what} ended with {status}: {reason}")
+    return output.strip()
