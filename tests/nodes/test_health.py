@@ -166,3 +166,13 @@ def test_an_error_of_the_machine_in_the_kernels_log_counts_and_one_of_an_applica
         "its driver reports Xid 79 of the GPU at PCI:0000:3b:00: pid=7, GPU has fallen off;"
     )
     assert health_problem(CPU) == ""
+
+
+def test_a_fault_of_the_examination_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended the agent, and its node with it."""
+
+    def fail() -> int:
+        raise ValueError("no number")
+
+    monkeypatch.setattr(health, "available_bytes", fail)
+    assert health_problem(CPU) == ""

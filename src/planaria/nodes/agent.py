@@ -388,7 +388,7 @@ class _Agent:
 
     def _on_notice(self, after_s: float, *, reason: str = "") -> None:
         """Reports that the node will be taken away in `after_s` seconds, or that it is unfit."""
-        self._is_leaving = True
+        self._is_leaving |= not reason  # One that is unfit stays if the job needs it.
         node, rank = self._spec.node, self._spec.rank
         self._report(NoticeTaken(node=node, rank=rank, after_s=after_s, reason=reason))
 
@@ -410,7 +410,8 @@ class _Agent:
                 told = await answer
         if not told and time.monotonic() - began_s >= EXAMINATION_S:
             told = f"!it was examined for {EXAMINATION_S:g} s, and something there hangs".encode()
-        if reason := told[1:].decode(errors="replace"):
+        reason = told[1:].decode(errors="replace")
+        if reason and not self._is_leaving:
             self._on_notice(self._spec.job.cluster.notice_s, reason=reason)
 
     async def _watch_notices(self) -> None:

@@ -16,9 +16,9 @@ is that of NVIDIA's device plugin for Kubernetes.
 
 import contextlib
 import json
+import logging
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,6 +33,8 @@ from planaria.core.job import JobConfig
 from planaria.nodes.child_answers import program_result
 from planaria.nodes.examination import device_models
 
+logger = logging.getLogger(__name__)
+
 EXAMINATION_S: Final = 90.0  # Whoever asks waits no longer; a machine that takes longer is unfit.
 _COMMAND_S: Final = 40.0
 _DEVICES_S: Final = 30.0
@@ -43,8 +45,8 @@ _KERNEL_LOG: Final = Path("/dev/kmsg")
 _RECORD_BYTES: Final = 1 << 14
 # Severity, number and microseconds since boot, before the text of a record.
 _XID: Final = re.compile(r"^\d+,\d+,(\d+),[^;]*;NVRM: Xid \(([^)]*)\): (\d+),?(.*)$", re.MULTILINE)
-# Double-bit error; rows not remapped; NVLink; fallen off the bus; uncontained error; GSP; channel.
 _ANSWERS: Final = (3, 4)  # NVML_ERROR_NOT_SUPPORTED, NVML_ERROR_NO_PERMISSION.
+# Double-bit error; rows not remapped; NVLink; fallen off the bus; uncontained error; GSP; channel.
 _XIDS_OF_MACHINES: Final = frozenset((48, 64, 74, 79, 95, 119, 120, 140))
 _RECENT_S: Final = 600.0  # Errors in the log count for so long, also if the agent is started anew.
 
@@ -55,9 +57,12 @@ def health_problem(job: JobConfig, *, has_node: bool = False) -> str:
     Args:
         has_node: whether a node runs here; what it has taken, of memory or disk, is its own.
     """
-    for find in _checks(job, has_node=has_node):
-        if problem := find():
-            return problem
+    try:
+        for find in _checks(job, has_node=has_node):
+            if problem := find():
+                return problem
+    except Exception:  # A fault of planaria, which must not end the node that runs here.
+        logger.exception("this machine could not be examined")
     return ""
 
 
@@ -119,22 +124,16 @@ def _open_log(path: str, flags: int) -> int:
 
 def _device_problem() -> str:
     """What NVIDIA's library says against the devices; "" if that is not installed."""
+    words = (sys.executable, "-m", "planaria.nodes.health")
     try:
-        asked = subprocess.run(
-            (sys.executable, "-m", "planaria.nodes.health"),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_DEVICES_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+        _, output, errors = program_result(words, timeout_s=_DEVICES_S)
+    except TimeoutError:
         return f"its GPUs do not answer within {_DEVICES_S:g} s; start the machine anew"
     except OSError as error:
         return f"no process can be started there: {error.strerror or error}"
     with contextlib.suppress(ValueError):
-        return str(json.loads(asked.stdout))
-    return f"its GPUs could not be examined: {asked.stderr.strip()[-_TEXT_CHARACTERS_MAX:]}"
+        return str(json.loads(output))
+    return f"its GPUs could not be examined: {errors.strip()[-_TEXT_CHARACTERS_MAX:]}"
 
 
 def _command_problem(command: str) -> str:

@@ -97,6 +97,8 @@ def on_report(state: AgentState, message: Fact, now_s: float) -> AgentState:
             pass
         case CopiesFailed() | CopySpoilt():
             pass
+        case NoticeTaken() if message.reason:
+            pass
         case NoticeTaken():
             state = replace(state, noticed_s=state.noticed_s or now_s)
         case Corrupted() | NodeArrived() | PeerUnreachable():
@@ -114,7 +116,7 @@ def repeated_reports(state: AgentState, now_s: float) -> tuple[Fact, ...]:
     ago_s = now_s - state.noticed_s
     return tuple(
         msgspec.structs.replace(fact, after_s=max(0.0, fact.after_s - ago_s))
-        if isinstance(fact, NoticeTaken)
+        if isinstance(fact, NoticeTaken) and not fact.reason
         else fact
         for fact in state.facts.values()
     )
