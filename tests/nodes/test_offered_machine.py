@@ -13,14 +13,15 @@ import pytest
 
 from helpers.fake_fork_server import NO_PID
 from helpers.heads import runs
-from helpers.machine_lines import fake_head
-from helpers.offered_machines import offered_machine
+from helpers.machine_lines import MachineLine, fake_head
+from helpers.offered_machines import OfferedMachine, offered_machine
 from helpers.tasks import settle, wait_until
 from planaria.checkpoint.disk.parts import HeadMark, RunPlace
 from planaria.checkpoint.disk.storage import Directory
 from planaria.core.job import ClusterConfig, JobConfig
 from planaria.core.machine_messages import (
     ExaminationRequested,
+    FromMachine,
     JobOver,
     JobPrepared,
     LinkMeasured,
@@ -357,6 +358,15 @@ async def test_a_node_that_has_given_its_head_up_is_not_offered_to_the_next_one(
         assert not running.done()
 
 
+async def _with_node(made: OfferedMachine) -> MachineLine[FromMachine]:
+    """The connection of a machine that runs node 0."""
+    line = await made.join()
+    line.tell(made.request(0))
+    await wait_until(lambda: "runs node 0" in made.notes)
+    await settle()
+    return line
+
+
 @runs
 async def test_an_unfit_machine_takes_no_node_and_is_to_be_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -379,16 +389,15 @@ async def test_a_machine_is_examined_again_when_its_node_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may have broken since; then it takes no other node."""
-    check = f"test ! -e {tmp_path}/broken"
+    runs_file = tmp_path / "runs"
+    check = f"test ! -e {tmp_path}/broken; code=$?; echo >> {runs_file}; exit $code"
     job = replace(JOB, cluster=replace(JOB.cluster, health_check=check))
     async with offered_machine(tmp_path, monkeypatch, job=job) as (made, running):
-        line = await made.join()
-        line.tell(made.request(0))
-        await wait_until(lambda: "runs node 0" in made.notes)
-        await settle()
+        line = await _with_node(made)
         made.server.end(NO_PID + 1, -9)
         await line.wait(NodeEnded)
-        await settle()
+        # One run was before the node, and this one is after it.
+        await wait_until(lambda: runs_file.read_text() == "\n\n")
         assert not running.done()
         (tmp_path / "broken").touch()
         line.tell(made.request(1))
@@ -410,10 +419,7 @@ async def test_a_node_that_was_asked_for_before_the_examination_leaves_in_peace(
     job = replace(JOB, cluster=replace(JOB.cluster, health_check=check))
     (tmp_path / "go").touch()
     async with offered_machine(tmp_path, monkeypatch, job=job) as (made, running):
-        line = await made.join()
-        line.tell(made.request(0))
-        await wait_until(lambda: "runs node 0" in made.notes)
-        await settle()
+        line = await _with_node(made)
         (tmp_path / "go").unlink()
         (tmp_path / "broken").touch()
         made.server.end(NO_PID + 1, -9)

@@ -51,6 +51,15 @@ def operator(
     return MachineOperator(platform, head.machines, note=head.notes.append, return_s=return_s)
 
 
+async def lose_machine(head: ArrivingMachines, *, host: str = "127.0.0.1") -> None:
+    """A machine comes, gets node 0, and is away."""
+    line = await head.join("first", host=host)
+    head.start(0)
+    await line.wait(NodeRequested)
+    line.reset()
+    await wait_until(lambda: not head.machines.connected)
+
+
 def gone(node: int) -> Warned:
     return Warned(text="it is gone", gone=(node,))
 
@@ -60,12 +69,8 @@ async def test_a_machine_that_stays_away_is_asked_for_once(tmp_path: Path) -> No
     """However often its loss is told, and off the loop of the head."""
     platform = Asked()
     async with arriving_machines(tmp_path) as head:
-        first = await head.join("first", host="127.0.0.5")
         asks = operator(head, platform)
-        head.start(0)
-        await first.wait(NodeRequested)
-        first.reset()
-        await wait_until(lambda: not head.machines.connected)
+        await lose_machine(head, host="127.0.0.5")
         asks.on_coordinator_message(gone(0))
         await wait_until(lambda: bool(platform.lost))
         asks.on_coordinator_message(gone(0))
@@ -123,12 +128,8 @@ async def test_what_is_refused_is_asked_for_again(
     monkeypatch.setattr(machine_operator, "_AGAIN_S", SOON_S)
     platform = Asked(num_refusals=2)
     async with arriving_machines(tmp_path) as head:
-        first = await head.join("first")
         asks = operator(head, platform)
-        head.start(0)
-        await first.wait(NodeRequested)
-        first.reset()
-        await wait_until(lambda: not head.machines.connected)
+        await lose_machine(head)
         asks.on_coordinator_message(gone(0))
         await wait_until(lambda: bool(platform.lost))
 
@@ -142,12 +143,8 @@ async def test_at_the_end_nothing_more_is_asked_for(tmp_path: Path) -> None:
     """What was asked for before is taken back, if the platform answers."""
     platform = Asked()
     async with arriving_machines(tmp_path) as head:
-        first = await head.join("first")
         asks = operator(head, platform)
-        head.start(0)
-        await first.wait(NodeRequested)
-        first.reset()
-        await wait_until(lambda: not head.machines.connected)
+        await lose_machine(head)
         asks.on_coordinator_message(gone(0))
         asks.close()
         await asks.cancel_requests()
