@@ -1,6 +1,7 @@
 """What the tests share: one fork server with torch and the model families already imported."""
 
 import gc
+import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -14,6 +15,10 @@ FAMILY_MODULES = tuple(
     f"transformers.models.{family}.modeling_{family}"
     for family in ("gpt2", "llama", "qwen2", "bert")
 )
+
+# What is printed must not depend on the terminal or the service that runs the tests.
+for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "PY_COLORS", "TTY_COMPATIBLE"):
+    os.environ.pop(_name, None)
 
 settings.register_profile("busy", deadline=None)  # No example is wrong because a machine is busy.
 settings.load_profile("busy")
