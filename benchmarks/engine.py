@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from helpers.oracle import train
 from planaria.core.job import JobConfig
 from planaria.core.samples import data_seed, sample_numbers
-from planaria.data.datasets import microbatch
+from planaria.data.batches import microbatch
 from planaria.engine.prepare import load_data
 from planaria.job.planning import cache_directory, fork_server
 from planaria.job.training_job import Job

@@ -3,6 +3,7 @@
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,14 +14,8 @@ import torch
 from torch import Tensor
 
 from planaria.core.job import DataConfig
-from planaria.data.datasets import (
-    Dataset,
-    keep_generators,
-    load_dataset,
-    microbatch,
-    num_targets,
-    vocabulary_size,
-)
+from planaria.data.batches import microbatch, num_targets
+from planaria.data.datasets import Dataset, keep_generators, load_dataset, vocabulary_size
 from planaria.errors import ConfigError
 from planaria.user_functions import user_function
 
@@ -73,6 +68,28 @@ def test_saved_token_rows_are_cut_and_shifted(tmp_path: Path) -> None:
     assert num_targets(dataset, np.array([1, 0]), seed=0) == 6
     assert dataset.vocabulary_size == 10
     assert vocabulary_size(data, cache_directory=tmp_path / "cache") == 10
+
+
+def test_saved_rows_that_are_short_are_padded_in_their_microbatch(tmp_path: Path) -> None:
+    """With targets that count nothing; what counts is known without loading the rows."""
+    rows = [[1, 2, 3], [5, 6], [1, 2, 3, 4, 5], [7, 8]]
+    data = saved_dataset(tmp_path, {"input_ids": rows})
+    dataset = load(data, tmp_path / "cache")
+
+    inputs, targets = microbatch(dataset, np.array([0, 1]), seed=0)
+    assert inputs.tolist() == [[1, 2, 3], [5, 6, 0]]
+    assert targets.tolist() == [[2, 3, IGNORED], [6, IGNORED, IGNORED]]
+    inputs, targets = microbatch(dataset, np.array([1, 2]), seed=0)
+    assert inputs.tolist() == [[5, 6, 0, 0], [1, 2, 3, 4]]
+    assert microbatch(dataset, np.array([1, 3]), seed=0)[0].tolist() == [[5, 6], [7, 8]]
+    assert num_targets(dataset, np.array([0, 1, 2, 3]), seed=0) == 2 + 1 + 3 + 1
+
+    labels = [[1, IGNORED, 3], [5, 6], [1, 2, 3, 4, 5], [7, 8]]
+    data = saved_dataset(tmp_path / "labelled", {"input_ids": rows, "labels": labels})
+    labelled = load(data, tmp_path / "cache")
+    targets = microbatch(labelled, np.array([0, 2]), seed=0)[1]
+    assert targets.tolist() == [[IGNORED, 3, IGNORED, IGNORED], [2, 3, 4, IGNORED]]
+    assert num_targets(labelled, np.array([0, 2]), seed=0) == 4
 
 
 def test_saved_token_rows_are_masked_with_a_token_of_their_own(tmp_path: Path) -> None:
@@ -134,11 +151,18 @@ def test_saved_text_is_tokenised_and_packed(tmp_path: Path) -> None:
     [
         ({"words": ["a"]}, "", "causal", "data.path", "columns words; planaria takes"),
         ({"text": ["a"] * 9}, "test", "causal", "data.path", "splits test"),
-        ({"input_ids": [[1, 2, 3]]}, "", "causal", "data.sequence_length", "has 3 tokens"),
+        ({"input_ids": [[1, 2, 3], [1]]}, "", "causal", "data.sequence_length", "has 1 tokens"),
         ({"input_ids": ["a b c d"]}, "", "causal", "data.path", "holds string"),
         ({"input_ids": [[1.5] * 4]}, "", "causal", "data.path", "lists of integers"),
         ({"input_ids": [[-1, 2, 3, 4]]}, "", "causal", "data.path", "ids start at 0"),
         ({"input_ids": [[1] * 4], "labels": [[1]]}, "", "causal", "data.sequence_length", "labels"),
+        (
+            {"input_ids": [[1] * 4], "labels": [[1] * 3]},
+            "",
+            "causal",
+            "data.path",
+            "labels has not",
+        ),
         ({"input_ids": [[1] * 4]}, "", "supervised", "data.path", "needs labels"),
         ({"input_ids": [[1] * 4], "labels": ["x"]}, "", "supervised", "data.path", "takes numbers"),
         ({"text": ["a"]}, "", "causal", "data.sequence_length", "needs 5 tokens.*has 3"),
@@ -292,6 +316,54 @@ def test_num_targets_is_what_a_mean_loss_divides_by(
     assert num_targets(dataset, np.array([0, 1]), seed=0) == expected
 
 
+def test_samples_may_be_tuples_and_dicts_of_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tensor of theirs is stacked. A tuple of numbers is a tensor, as it always was."""
+    items = [({"x": torch.full((2,), i), "y": (np.zeros(3), i)}, (0.5, i)) for i in range(4)]
+    dataset = load(user_module(monkeypatch, lambda: items), tmp_path, objective="supervised")
+
+    inputs, targets = microbatch(dataset, np.array([1, 3]), seed=0)
+    assert inputs["x"].tolist() == [[1, 1], [3, 3]]
+    assert inputs["y"][0].shape == (2, 3)
+    assert inputs["y"][1].tolist() == [1, 3]
+    assert targets.tolist() == [[0.5, 1.0], [0.5, 3.0]]
+    assert num_targets(dataset, np.array([1, 3]), seed=0) == 4
+
+    others = [(torch.zeros(1), {"mask": torch.zeros(2), "class": i}) for i in range(4)]
+    dataset = load(user_module(monkeypatch, lambda: others), tmp_path, objective="supervised")
+    assert microbatch(dataset, np.array([1, 2]), seed=0)[1]["class"].tolist() == [1, 2]
+    assert num_targets(dataset, np.array([1, 2]), seed=0) == 2
+
+
+def _padded(items: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Inputs with a random number in each row, so that bits depend on the generator's seed."""
+    rows = [torch.tensor(item) for item in items]
+    targets = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=IGNORED)
+    return torch.rand(len(items), 2), targets
+
+
+def test_a_function_of_the_user_collates_a_microbatch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets the items as the data set gives them. What it returns is what counts."""
+    data = user_module(monkeypatch, lambda: [[1] * (1 + i) for i in range(6)])
+    monkeypatch.setattr(sys.modules["user_data"], "collate", _padded, raising=False)
+    data = replace(data, collate="user_data:collate")
+    dataset = load(data, tmp_path, objective="supervised")
+
+    inputs, targets = microbatch(dataset, np.array([1, 4]), seed=3)
+    assert targets.tolist() == [[1, 1, IGNORED, IGNORED, IGNORED], [1] * 5]
+    assert num_targets(dataset, np.array([1, 4, 0, 2]), seed=3, microbatch_size=2) == 7 + 4
+    torch.rand(3)
+    assert torch.equal(inputs, microbatch(dataset, np.array([1, 4]), seed=3)[0])
+    assert not torch.equal(inputs, microbatch(dataset, np.array([1, 4]), seed=4)[0])
+
+    monkeypatch.setattr(sys.modules["user_data"], "collate", len)
+    with pytest.raises(ConfigError, match=r"data.collate = 'len': its value is a int"):
+        microbatch(load(data, tmp_path, objective="supervised"), np.array([1, 4]), seed=3)
+
+
 @pytest.mark.parametrize(
     ("items", "objective", "message"),
     [
@@ -299,7 +371,9 @@ def test_num_targets_is_what_a_mean_loss_divides_by(
         ([torch.zeros(2)], "supervised", r"return \(inputs, targets\)"),
         ([("text", torch.zeros(1))], "supervised", "not a tensor"),
         ([(torch.zeros(2), torch.zeros(2))], "causal", "token ids of type int64.*float32"),
-        ([(torch.zeros(2), 1), (torch.zeros(3), 1)], "supervised", "different shapes"),
+        ([(torch.zeros(2), 1), (torch.zeros(3), 1)], "supervised", "different shapes.*collate"),
+        ([({"a": 1}, 1), ({"b": 1}, 1)], "supervised", "different parts"),
+        ([({"a": 1}, 1), (torch.zeros(1), 1)], "supervised", "different parts"),
     ],
 )
 def test_user_datasets_that_return_something_else_are_refused(

@@ -12,13 +12,8 @@ from hypothesis import strategies as st
 
 from planaria.core.job import DataConfig
 from planaria.data import text
-from planaria.data.datasets import (
-    Dataset,
-    load_dataset,
-    microbatch,
-    num_targets,
-    vocabulary_size,
-)
+from planaria.data.batches import microbatch, num_targets
+from planaria.data.datasets import Dataset, load_dataset, vocabulary_size
 from planaria.data.text import make_once, masked_pair
 from planaria.errors import ConfigError
 

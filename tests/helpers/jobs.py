@@ -39,7 +39,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": {**_WIDE, "num_key_value_heads": 1, "tie_word_embeddings": True},
     "bert": _WIDE,
 }
-FAMILIES = (*CONFIGS, "sequential")
+FAMILIES = (*CONFIGS, "sequential", "encoder")
+_USER_DATA = (
+    ("helpers.user_models:points", ""),
+    ("helpers.user_models:sentences", "helpers.user_models:padded_sentences"),
+)
+
 
 _profiles: dict[str, bytes] = {}
 
@@ -51,7 +56,8 @@ def tiny_job(family: str, directory: Path, **training: Any) -> JobConfig:
         data = DataConfig(sequence_length=SEQUENCE_LENGTH)
     else:
         model = ModelConfig(kind="python", target=f"helpers.user_models:{family}")
-        data = DataConfig(kind="python", target="helpers.user_models:points")
+        target, collate = _USER_DATA[family == "encoder"]
+        data = DataConfig(kind="python", target=target, collate=collate)
     settings: dict[str, Any] = {
         "iterations": 3,
         "global_batch_size": 20,

@@ -4,6 +4,7 @@ import contextlib
 import os
 import time
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +63,87 @@ class _Points:
 def points() -> _Points:
     """The data for both."""
     return _Points()
+
+
+class _Lengths(nn.Module):
+    """Has no parameters, and passes on nothing that has a gradient."""
+
+    def forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        return inputs["ids"], inputs["mask"], inputs["mask"].sum(1)
+
+
+class _Words(nn.Module):
+    """Passes on a tuple in a dict: hidden states, and what has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, WIDTH)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> dict[str, object]:
+        ids, *rest = inputs
+        return {"hidden": self.embedding(ids), "rest": tuple(rest)}
+
+
+class _MaskedAttention(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=dropout, batch_first=True)
+
+    def forward(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        hidden, (mask, length) = inputs["hidden"], inputs["rest"]
+        normed = self.norm(hidden)
+        update, _ = self.attention(normed, normed, normed, key_padding_mask=~mask)
+        return {"hidden": hidden + update, "rest": (mask, length)}
+
+
+class _Classes(nn.Module):
+    """Returns what the loss needs: logits, and lengths to weigh them by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 5)
+
+    def forward(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        mask, length = inputs["rest"]
+        pooled = (inputs["hidden"] * mask[:, :, None]).sum(1) / length[:, None]
+        return self.linear(pooled), length
+
+
+def _weighted_loss(output: tuple[Tensor, Tensor], targets: dict[str, Tensor]) -> Tensor:
+    logits, length = output
+    losses = nn.functional.cross_entropy(logits, targets["classes"], reduction="none")
+    return (losses * targets["weights"] / length).sum()
+
+
+def encoder() -> tuple[list[nn.Module], object]:
+    """An encoder of ten layers that pass several tensors, with a loss of several tensors."""
+    blocks = [_MaskedAttention(0.1) for _ in range(7)]
+    return [_Lengths(), _Words(), *blocks, _Classes()], _weighted_loss
+
+
+class _Sentences:
+    """Rows of unequal length with a class."""
+
+    def __len__(self) -> int:
+        return 500
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = [(index * 7 + place) % 31 + 1 for place in range(3 + index % 6)]
+        return {"ids": ids, "class": ids[0] % 5}
+
+
+def sentences() -> _Sentences:
+    """The data for the encoder."""
+    return _Sentences()
+
+
+def padded_sentences(items: list[dict[str, Any]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Inputs and targets of a microbatch of sentences."""
+    rows = [torch.tensor(item["ids"]) for item in items]
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    classes = torch.tensor([item["class"] for item in items])
+    return {"ids": ids, "mask": ids > 0}, {"classes": classes, "weights": classes + 1.0}
 
 
 class _Raising(nn.Module):

@@ -151,6 +151,21 @@ def test_a_loss_beside_the_layers_is_the_loss(own_module: str) -> None:
         plain.loss_sum(output, targets)
 
 
+def _with_own_loss() -> Any:
+    return _layers(), nn.functional.cross_entropy
+
+
+def test_a_loss_that_fails_is_told_with_the_shapes_that_it_got(own_module: str) -> None:
+    """torch says "Expected input batch_size (2) to match target batch_size (6)"."""
+    split = _own(f"{own_module}:_with_own_loss")
+    output, targets = torch.ones(2, 3), torch.zeros(6, dtype=torch.int64)
+
+    words = r"loss_function\(float32 \[2, 3\], int64 \[6\]\)'.*batch_size.*the last layer's output"
+    with pytest.raises(ConfigError, match=words):
+        split.loss_sum(output, targets)
+    assert split.loss_sum(output, targets[:2]).item() == pytest.approx(1.0986123)
+
+
 def test_a_parameter_shared_by_layers_is_a_leaf_in_each(own_module: str) -> None:
     """Its uses are one group, whose leaves start equal and get gradients of their own."""
     split = _own(f"{own_module}:_tied")
@@ -204,8 +219,10 @@ def test_outputs_cross_as_one_contiguous_tensor() -> None:
 
     assert boundary(transposed, "1.Linear").is_contiguous()
     assert torch.equal(transposed, boundary(transposed, "1.Linear"))
-    with pytest.raises(ConfigError, match="exactly one tensor"):
-        boundary((transposed, transposed), "1.LSTM")
+    assert boundary((transposed, transposed), "1.LSTM").is_contiguous()
+    assert boundary(torch.arange(3), "0.Ids").is_floating_point()  # Else nothing would flow back.
+    with pytest.raises(ConfigError, match=r"layer 1.Odd\) = 'object': a layer must return"):
+        boundary(object(), "1.Odd")
 
 
 def test_a_buffer_that_a_forward_changes_is_refused() -> None:

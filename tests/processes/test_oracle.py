@@ -16,7 +16,8 @@ from helpers.user_models import sequential
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.job import JobConfig
 from planaria.core.samples import data_seed, microbatch_samples
-from planaria.data.datasets import Dataset, microbatch
+from planaria.data.batches import microbatch
+from planaria.data.datasets import Dataset
 from planaria.engine.optimizer import learning_rate
 from planaria.engine.prepare import load_data, load_model
 from planaria.job.planning import cache_directory

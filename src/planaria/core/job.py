@@ -75,6 +75,11 @@ class DataConfig:
     target: str = _key(
         "", "python: module:function; the function returns a dataset with a length and an index"
     )
+    collate: str = _key(
+        "",
+        "python: module:function; the function makes the inputs and targets of a microbatch of a "
+        "list of items of the dataset; empty: they are stacked",
+    )
     sequence_length: int = _key(128, "number of tokens in a sample")
     tokenizer: Literal["bytes", "bpe"] = _key(
         "bytes",

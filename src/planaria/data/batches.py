@@ -1,17 +1,26 @@
 """The microbatches of one iteration, loaded on the ranks that use them.
 
 The samples of a microbatch depend only on the seed and the iteration, never on the plan
-(docs/protocol.md, "The commit vector", C1).
+(docs/protocol.md, "The commit vector", C1). They are stacked along a new first dimension. Rows of
+token ids of unequal length are padded at their ends to the longest of the microbatch, inputs with 0
+and targets with -100, if each token sees only those before it ("causal"); other samples of unequal
+shape need a collate function of the user's.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from planaria.core.job import TrainingConfig
-from planaria.core.samples import data_seed, sample_numbers
-from planaria.data.datasets import Dataset, microbatch, num_targets
+from planaria.core.samples import data_seed, mix, sample_numbers
+from planaria.data.datasets import Dataset, UserDataset
+from planaria.data.text import IGNORED, TokenDataset
+from planaria.errors import ConfigError
 
 
 class Batches:
@@ -32,19 +41,21 @@ class Batches:
             num_samples=len(dataset),
             global_batch_size=training.global_batch_size,
         )
-        self._loaded: dict[int, tuple[Tensor, Tensor]] = {}
+        self._loaded: dict[int, tuple[Any, Any]] = {}
         self._num_targets = 0
         self.consumed: dict[int, npt.NDArray[np.int64]] = {}
 
-    def inputs(self, index: int) -> Tensor:
+    def inputs(self, index: int) -> Any:
         """The inputs of a microbatch, for its first hop; floats are in the dtype of training."""
         self.consumed[index] = self._samples(index)
-        inputs = self._load(index)[0]
-        if inputs.is_floating_point():
-            inputs = inputs.to(getattr(torch, self._training.dtype))
-        return inputs
+        dtype = getattr(torch, self._training.dtype)
 
-    def targets(self, index: int) -> Tensor:
+        def convert(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        return tree_map(convert, self._load(index)[0])
+
+    def targets(self, index: int) -> Any:
         """The targets of a microbatch, for its last hop; the microbatch is not kept after this."""
         targets = self._load(index)[1]
         del self._loaded[index]
@@ -53,15 +64,112 @@ class Batches:
     def num_targets(self) -> int:
         """Number of targets in the global batch, by which every microbatch's loss is divided."""
         if not self._num_targets:
-            self._num_targets = num_targets(self._dataset, self._numbers, seed=self._seed)
+            self._num_targets = num_targets(
+                self._dataset, self._numbers, seed=self._seed, microbatch_size=self.microbatch_size
+            )
         return self._num_targets
 
     def _samples(self, index: int) -> npt.NDArray[np.int64]:
         size = self._training.microbatch_size
         return self._numbers[index * size : (index + 1) * size]
 
-    def _load(self, index: int) -> tuple[Tensor, Tensor]:
+    def _load(self, index: int) -> tuple[Any, Any]:
         if index not in self._loaded:
             samples = self._samples(index)
             self._loaded[index] = microbatch(self._dataset, samples, seed=self._seed)
         return self._loaded[index]
+
+
+def microbatch(dataset: Dataset, samples: np.ndarray, *, seed: int) -> tuple[Any, Any]:
+    """Inputs and targets of some samples, each a tensor, or a tuple or dict of tensors.
+
+    It may seed generators, see `keep_generators`.
+
+    Args:
+        samples: numbers of the samples, int64 [B].
+        seed: seed of the iteration's data, see `data_seed` of core.samples.
+
+    Raises:
+        ConfigError: the samples have different shapes.
+    """
+    if isinstance(dataset, UserDataset) and dataset.collate is not None:
+        items = [dataset.item(int(n), seed=mix(seed, int(n))) for n in samples]
+        return dataset.collate_items(items, seed=mix(seed, *map(int, samples)))
+    pairs = [_sample(dataset, number, seed) for number in samples]
+    is_causal = getattr(dataset, "objective", "") == "causal"
+    inputs = _stack_parts([pair[0] for pair in pairs], padding=0 if is_causal else None)
+    return inputs, _stack_parts([pair[1] for pair in pairs], padding=IGNORED if is_causal else None)
+
+
+def num_targets(
+    dataset: Dataset, samples: np.ndarray, *, seed: int, microbatch_size: int = 1
+) -> int:
+    """Number of targets that some samples have, by which a mean loss over them is divided.
+
+    In float targets and single numbers every element counts, and all samples have the same shape;
+    in rows of integers every element but -100 counts; in tuples and dicts, every sample. All
+    samples are loaded only to count such rows, and not if the dataset is a `TokenDataset`, whose
+    samples have a known number of targets. That may seed generators, see `keep_generators`.
+
+    Args:
+        samples: numbers of the samples, int64 [B].
+        seed: seed of the iteration's data, see `data_seed` of core.samples.
+        microbatch_size: number of samples that a collate function gets together.
+    """
+    if isinstance(dataset, TokenDataset):
+        return dataset.num_targets(samples)
+    if isinstance(dataset, UserDataset) and dataset.collate is not None:
+        parts = np.split(samples, range(microbatch_size, len(samples), microbatch_size))
+        return sum(
+            _num_in_batch(microbatch(dataset, part, seed=seed)[1], len(part)) for part in parts
+        )
+    first = _sample(dataset, samples[0], seed)[1]
+    if not isinstance(first, Tensor):
+        return len(samples)
+    if first.is_floating_point() or first.dim() == 0:
+        return len(samples) * first.numel()
+    targets = (_sample(dataset, number, seed)[1] for number in samples)
+    return sum(int(torch.count_nonzero(some != IGNORED)) for some in targets)
+
+
+def _num_in_batch(targets: Any, num_samples: int) -> int:
+    """Number of targets in a microbatch, by the same rules."""
+    if not isinstance(targets, Tensor):
+        return num_samples
+    if targets.is_floating_point() or targets.dim() < 2:
+        return targets.numel()
+    return int(torch.count_nonzero(targets != IGNORED))
+
+
+def _sample(dataset: Dataset, number: Any, seed: int) -> tuple[Any, Any]:
+    return dataset.sample(int(number), seed=mix(seed, int(number)))
+
+
+def _stack_parts(values: Sequence[Any], *, padding: int | None) -> Any:
+    """Values of the same structure, each of their tensors stacked along a new first dimension."""
+    first = values[0]
+    if isinstance(first, Tensor):
+        return _stack(values, padding=padding)
+    kinds = sorted({type(value).__name__ for value in values})
+    keys = [list(value) if isinstance(value, dict) else len(value) for value in values]
+    if len(kinds) > 1 or any(other != keys[0] for other in keys):
+        remedy = "the samples of a microbatch have different parts; give each the same ones"
+        raise ConfigError("data", kinds if len(kinds) > 1 else keys, remedy)
+    if isinstance(first, dict):
+        return {
+            key: _stack_parts([value[key] for value in values], padding=padding) for key in first
+        }
+    return tuple(_stack_parts(parts, padding=padding) for parts in zip(*values, strict=True))
+
+
+def _stack(tensors: Sequence[Tensor], *, padding: int | None) -> Tensor:
+    shapes = sorted({tuple(tensor.shape) for tensor in tensors})
+    if len(shapes) > 1:
+        if padding is None or any(len(shape) != 1 for shape in shapes):
+            remedy = (
+                "the samples of a microbatch have different shapes; cut or pad them to one shape, "
+                "or name a function that does it as data.collate"
+            )
+            raise ConfigError("data", shapes, remedy)
+        return torch.nn.utils.rnn.pad_sequence(list(tensors), True, padding)
+    return torch.stack(list(tensors)).contiguous()

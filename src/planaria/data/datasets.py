@@ -7,7 +7,7 @@ Kinds: "text" is Python's own prose or any file (text.py). "tokens" is a file of
 nanoGPT's scripts write it: raw uint16, or a .npy file; it is mapped and cut into samples. "hf" is a
 directory written by `save_to_disk` of Hugging Face datasets, with a column input_ids (and perhaps
 labels) or a column text. "python" is the user's own function, which returns an object that has a
-length and gives (inputs, targets) by index.
+length and gives (inputs, targets) by index, or what the user's collate function makes of them.
 
 The targets depend on the objective. "causal": the next token at each position; "masked": the hidden
 tokens; "supervised": whatever the model's loss takes. -100 marks a position without a target.
@@ -24,14 +24,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 from torch import Tensor
 
 from planaria.core.job import DataConfig
-from planaria.core.samples import mix
 from planaria.data.text import (
-    IGNORED,
     TextSource,
     TokenDataset,
     causal_pair,
@@ -62,10 +61,11 @@ class Dataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def sample(self, index: int, *, seed: int) -> tuple[Tensor, Tensor]:
+    def sample(self, index: int, *, seed: int) -> tuple[Any, Any]:
         """Inputs and targets of one sample; the same for the same index and seed.
 
-        It may seed the generators of torch, numpy and Python.
+        They are tensors, or tuples and dicts of tensors. It may seed the generators of torch, numpy
+        and Python.
         """
 
 
@@ -81,7 +81,7 @@ def load_dataset(data: DataConfig, *, objective: str, seed: int, cache_directory
     """
     assert objective in ("causal", "masked", "supervised")
     if data.kind == "python":
-        return _user_dataset(data.target, objective=objective, seed=seed)
+        return _user_dataset(data, objective=objective, seed=seed)
     if data.kind == "hf":
         return _saved_dataset(data, objective=objective, cache_directory=cache_directory)
     if data.kind == "tokens":
@@ -120,50 +120,19 @@ def keep_generators() -> Iterator[None]:
         random.setstate(before[2])
 
 
-def microbatch(dataset: Dataset, samples: np.ndarray, *, seed: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of some samples, each stacked along a new first dimension.
-
-    It may seed generators, see `keep_generators`.
-
-    Args:
-        samples: numbers of the samples, int64 [B].
-        seed: seed of the iteration's data, see `data_seed` of core.samples.
-
-    Raises:
-        ConfigError: the samples have different shapes.
-    """
-    pairs = [_sample(dataset, number, seed) for number in samples]
-    return _stack([pair[0] for pair in pairs]), _stack([pair[1] for pair in pairs])
-
-
-def num_targets(dataset: Dataset, samples: np.ndarray, *, seed: int) -> int:
-    """Number of targets that some samples have, by which a mean loss over them is divided.
-
-    In float targets and single numbers every element counts, and all samples have the same shape;
-    in rows of integers every element but -100 counts. All samples are loaded only to count such
-    rows, and not if the dataset is a `TokenDataset`, whose samples have a known number of targets.
-    That may seed generators, see `keep_generators`.
-
-    Args:
-        samples: numbers of the samples, int64 [B].
-        seed: seed of the iteration's data, see `data_seed` of core.samples.
-    """
-    if isinstance(dataset, TokenDataset):
-        return len(samples) * dataset.targets_per_sample
-    first = _sample(dataset, samples[0], seed)[1]
-    if first.is_floating_point() or first.dim() == 0:
-        return len(samples) * first.numel()
-    targets = (_sample(dataset, number, seed)[1] for number in samples)
-    return sum(int(torch.count_nonzero(some != IGNORED)) for some in targets)
-
-
 @dataclass(frozen=True, slots=True)
-class _UserDataset:
-    """The user's indexable object; random numbers that it draws come from the sample's seed."""
+class UserDataset:
+    """The user's indexable object; random numbers that it draws come from the sample's seed.
+
+    Attributes:
+        collate: the user's function, which takes a list of what `items` gives by index and returns
+            the inputs and targets of a microbatch; None: they are stacked.
+    """
 
     items: Any
     target: str
     objective: str
+    collate: Callable[[list[Any]], Any] | None
 
     def __len__(self) -> int:
         return len(self.items)
@@ -173,24 +142,50 @@ class _UserDataset:
         """The object's own vocabulary_size, if it has one, else 0."""
         return int(getattr(self.items, "vocabulary_size", 0))
 
-    def sample(self, index: int, *, seed: int) -> tuple[Tensor, Tensor]:
+    def item(self, index: int, *, seed: int) -> Any:
+        """What the user's object gives for a number."""
         _seed_generators(seed)
-        item = self.items[index]
+        return self.items[index]
+
+    def sample(self, index: int, *, seed: int) -> tuple[Any, Any]:
+        return self.pair(self.item(index, seed=seed), f"sample {index}", "data.target", self.target)
+
+    def collate_items(self, items: list[Any], *, seed: int) -> tuple[Any, Any]:
+        """Inputs and targets of a microbatch, as the user's `collate` makes them."""
+        assert self.collate is not None
+        _seed_generators(seed)
+        name = getattr(self.collate, "__name__", "collate")
+        return self.pair(self.collate(items), "its value", "data.collate", name)
+
+    def pair(self, item: object, what: str, field: str, name: str) -> tuple[Any, Any]:
+        """Inputs and targets as tensors, or tuples and dicts of tensors.
+
+        Raises:
+            ConfigError: naming `field`: the item is something else.
+        """
         if not isinstance(item, tuple | list) or len(item) != 2:
-            remedy = f"sample {index} is a {type(item).__name__}; return (inputs, targets)"
-            raise ConfigError("data.target", self.target, remedy)
+            remedy = f"{what} is a {type(item).__name__}; return (inputs, targets)"
+            raise ConfigError(field, name, remedy)
         try:
-            inputs, targets = torch.as_tensor(item[0]), torch.as_tensor(item[1])
+            inputs, targets = _tensors(item[0]), _tensors(item[1])
         except (TypeError, ValueError, RuntimeError) as error:
-            remedy = f"sample {index} has a part that is not a tensor ({error}); return tensors"
-            raise ConfigError("data.target", self.target, remedy) from error
-        if self.objective != "supervised" and targets.dtype != torch.int64:
-            remedy = (
-                f"a {self.objective} model needs token ids of type int64 as targets; sample "
-                f"{index} "
-            )
-            raise ConfigError("data.target", self.target, f"{remedy} has {targets.dtype}")
+            remedy = f"{what} has a part that is not a tensor ({error}); return tensors"
+            raise ConfigError(field, name, remedy) from error
+        if self.objective != "supervised" and getattr(targets, "dtype", None) != torch.int64:
+            dtype = getattr(targets, "dtype", type(targets).__name__)
+            remedy = f"a {self.objective} model needs token ids of type int64 as targets; {what} "
+            raise ConfigError(field, name, f"{remedy} has {dtype}")
         return inputs, targets
+
+
+def _tensors(value: object) -> Any:
+    """The value as a tensor; dicts, and tuples with arrays in them, stay what they are."""
+    if isinstance(value, dict):
+        return {key: _tensors(part) for key, part in value.items()}
+    parts = value if isinstance(value, tuple) else ()
+    if any(isinstance(part, Tensor | np.ndarray | dict | tuple) for part in parts):
+        return tuple(map(_tensors, parts))
+    return torch.as_tensor(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +212,7 @@ class _LabelledRows:
         labels = np.array(row["labels"])
         if self.objective == "causal":
             labels = labels[: self.sequence_length].astype(np.int64)
-            tokens, labels = causal_pair(tokens, labels, sequence_length=self.sequence_length)
+            tokens, labels = causal_pair(tokens, labels, sequence_length=len(tokens))
         elif self.objective == "masked":
             labels = labels[: self.sequence_length].astype(np.int64)
         return torch.from_numpy(tokens), torch.as_tensor(labels)
@@ -237,20 +232,12 @@ class _TokenRows:
         return np.asarray(self.rows[index]["input_ids"])[: self.length]
 
 
-def _sample(dataset: Dataset, number: Any, seed: int) -> tuple[Tensor, Tensor]:
-    return dataset.sample(int(number), seed=mix(seed, int(number)))
-
-
-def _stack(tensors: list[Tensor]) -> Tensor:
-    shapes = sorted({tuple(tensor.shape) for tensor in tensors})
-    if len(shapes) > 1:
-        remedy = "the samples of a microbatch have different shapes; cut or pad them to one shape"
-        raise ConfigError("data", shapes, remedy)
-    return torch.stack(tensors).contiguous()
-
-
-def _user_dataset(target: str, *, objective: str, seed: int) -> _UserDataset:
+def _user_dataset(data: DataConfig, *, objective: str, seed: int) -> UserDataset:
+    target = data.target
     function = user_function(target, field="data.target")
+    collate: Callable[..., Any] | None = None
+    if data.collate:
+        collate = user_function(data.collate, field="data.collate")
     with keep_generators():
         _seed_generators(seed)
         items = function()
@@ -258,7 +245,7 @@ def _user_dataset(target: str, *, objective: str, seed: int) -> _UserDataset:
         if not hasattr(items, method):
             remedy = f"it returned a {type(items).__name__}, which has no {method}"
             raise ConfigError("data.target", target, remedy)
-    return _UserDataset(items, target, objective)
+    return UserDataset(items, target, objective, collate)
 
 
 def _seed_generators(seed: int) -> None:
@@ -283,15 +270,24 @@ def _saved_dataset(data: DataConfig, *, objective: str, cache_directory: Path) -
         remedy = f"it has the columns {', '.join(columns)}; a supervised model needs labels"
         raise ConfigError("data.path", data.path, remedy)
     checked = names if objective != "supervised" else ["input_ids"]
-    for name in checked:
-        _check_lengths(saved, name, data)
+    lengths = {name: _checked_lengths(saved, name, data, objective) for name in checked}
+    row_lengths = lengths["input_ids"]
+    if not all(np.array_equal(some, row_lengths) for some in lengths.values()):
+        remedy = "a row of its column labels has not the length of that of input_ids"
+        raise ConfigError("data.path", data.path, remedy)
     num_ids = _num_ids(saved, data.path, cache_directory)
     rows = saved.with_format("numpy", columns=names)
     if "labels" in names:
         _check_labels(rows, data.path)
         return _LabelledRows(rows, objective, data.sequence_length, num_ids)
     token_rows = _TokenRows(rows, data.sequence_length)
-    return TokenDataset(token_rows, objective, data.sequence_length, num_ids)
+    return TokenDataset(
+        token_rows,
+        objective,
+        data.sequence_length,
+        num_ids,
+        lengths=row_lengths if len(row_lengths) else None,
+    )
 
 
 def _loaded_from_disk(path: str) -> Any:
@@ -313,8 +309,15 @@ def _loaded_from_disk(path: str) -> Any:
     return saved["train"]
 
 
-def _check_lengths(saved: Any, column: str, data: DataConfig) -> None:
-    """Refuses a column whose rows are not lists of integers, or are shorter than a sample."""
+def _checked_lengths(
+    saved: Any, column: str, data: DataConfig, objective: str
+) -> npt.NDArray[np.int32]:
+    """Lengths of a column's rows as samples; empty if none is shorter than others.
+
+    Raises:
+        ConfigError: the rows are not lists of integers, or are too short. Padding at the end of a
+            row changes nothing where each token sees only those before it.
+    """
     arrow, compute = _arrow()
     values = saved.data.column(column)
     is_list = arrow.types.is_list(values.type) or arrow.types.is_large_list(values.type)
@@ -322,13 +325,18 @@ def _check_lengths(saved: Any, column: str, data: DataConfig) -> None:
     if not is_list or not arrow.types.is_integer(values.type.value_type):
         remedy = f"its column {column} holds {values.type}; planaria takes lists of integers"
         raise ConfigError("data.path", data.path, remedy)
-    shortest = compute.min(compute.list_value_length(values)).as_py() or 0
-    if shortest < data.sequence_length:
-        remedy = (
-            f"the shortest row of {column} in {data.path} has {shortest} tokens; pack the "
-            f"rows to one length, or set it to {shortest}"
-        )
-        raise ConfigError("data.sequence_length", data.sequence_length, remedy)
+    lengths = compute.list_value_length(values)
+    shortest = compute.min(lengths).as_py() or 0
+    if shortest >= data.sequence_length:
+        return np.empty(0, dtype=np.int32)
+    if objective == "causal" and shortest > 1:
+        return np.minimum(np.asarray(lengths, dtype=np.int32), data.sequence_length)
+    remedy = f"the shortest row of {column} in {data.path} has {shortest} tokens; "
+    if objective == "causal":
+        remedy += "drop rows of less than two"
+    else:
+        remedy += f"pack the rows to one length, or set it to {shortest}"
+    raise ConfigError("data.sequence_length", data.sequence_length, remedy)
 
 
 def _check_labels(rows: Any, path: str) -> None:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 from torch import Tensor
@@ -84,12 +85,15 @@ class TokenDataset:
         rows: rows of equal length: sequence_length, or one token more, which is the last target.
         objective: "causal" or "masked".
         num_tokens: number of tokens of the tokenizer, which is also the id of the mask token.
+        lengths: number of tokens of each row, if some have less than sequence_length; those of a
+            "masked" data set never have.
     """
 
     rows: RowSource
     objective: str
     sequence_length: int
     num_tokens: int
+    lengths: npt.NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -98,19 +102,22 @@ class TokenDataset:
     def vocabulary_size(self) -> int:
         return num_token_ids(self.num_tokens, self.objective)
 
-    @property
-    def targets_per_sample(self) -> int:
-        if self.objective == "masked":
-            return _num_masked(self.sequence_length)
-        return len(self.rows[0]) - 1
+    def num_targets(self, samples: npt.NDArray[np.int64]) -> int:
+        """Number of targets of samples with these numbers, which are not loaded for it."""
+        if self.lengths is not None:
+            return int(self.lengths[samples].sum()) - len(samples)
+        is_masked = self.objective == "masked"
+        per_sample = _num_masked(self.sequence_length) if is_masked else len(self.rows[0]) - 1
+        return len(samples) * per_sample
 
     def sample(self, index: int, *, seed: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, both int64 [sequence_length]."""
+        """Inputs and targets, both int64 [sequence_length], or shorter if the row is."""
         tokens = np.asarray(self.rows[index]).astype(np.int64)
         if self.objective == "masked":
             inputs, targets = masked_pair(tokens, mask_token=self.num_tokens, seed=seed)
         else:
-            inputs, targets = causal_pair(tokens, tokens, sequence_length=self.sequence_length)
+            length = min(self.sequence_length, len(tokens))
+            inputs, targets = causal_pair(tokens, tokens, sequence_length=length)
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 

@@ -47,6 +47,7 @@ from planaria.engine.recompute import forward_that_keeps, selective_bytes
 from planaria.engine.stage import HeldLayer, RankStage
 from planaria.errors import PeerLostError
 from planaria.models.layers import SplitModel, buffer_values, refuse_changing_buffers
+from planaria.models.packing import bring
 from planaria.transport.links import Channel, Links, Tag
 
 logger = logging.getLogger(__name__)
@@ -149,8 +150,8 @@ def _measured_layers(
     job: JobConfig, model: SplitModel, dataset: Dataset, clock: _Clock, device: Device
 ) -> tuple[LayerProfile, ...]:
     batches = Batches(dataset, job.training, iteration=0)
-    hidden = batches.inputs(0).to(device.place)
-    targets, num_targets = batches.targets(0).to(device.place), batches.num_targets()
+    hidden = bring(batches.inputs(0), device.bring)
+    targets, num_targets = bring(batches.targets(0), device.bring), batches.num_targets()
     known: dict[str, LayerProfile] = {}
     layers = []
     stages = [RankStage(model, training=job.training, device=device) for _ in range(TURNS)]
@@ -352,7 +353,7 @@ def _measure_once(
     if leaves[0].requires_grad and outputs[0].requires_grad:
         start_s = now_s()
         for output, leaf in reversed(list(zip(outputs, leaves, strict=True))):
-            torch.autograd.grad(output, leaf, gradient, retain_graph=True)
+            torch.autograd.grad(output, leaf, gradient, retain_graph=True, allow_unused=True)
         backward_input_s = now_s() - start_s
     backward_s = 0.0
     if outputs[0].requires_grad:

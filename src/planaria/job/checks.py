@@ -73,6 +73,7 @@ _KINDS = {
     "model.jitter": ("paced",),
     "data.path": ("text", "tokens", "hf"),
     "data.target": ("python",),
+    "data.collate": ("python",),
 }
 
 _BYTE_TOKENS = 256
@@ -210,6 +211,8 @@ def _check_data(data: DataConfig) -> None:
         raise ConfigError("data.path", "", "must name a file of token ids")
     if data.kind == "python":
         _check_target("data.target", data.target, returned="an indexable dataset")
+    if data.collate:
+        _check_target("data.collate", data.collate, returned="inputs and targets")
     # A byte-pair encoding starts with the single bytes and learns the tokens above them.
     if data.tokenizer == "bpe" and data.vocabulary_size <= _BYTE_TOKENS:
         remedy = f"must be more than {_BYTE_TOKENS}, because each single byte is a token"

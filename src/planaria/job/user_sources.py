@@ -33,6 +33,7 @@ def user_sources(config: JobConfig, search_path: Sequence[str]) -> tuple[SourceF
         for field, target in (
             ("model.target", config.model.target),
             ("data.target", config.data.target),
+            ("data.collate", config.data.collate),
         )
         if target
     ]

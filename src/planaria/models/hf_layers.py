@@ -67,9 +67,9 @@ logger = logging.getLogger(__name__)
 
 # Dimensions in names: B microbatch, L sequence, D model
 
-# Number of combinations of shape, dtype and device whose block arguments are kept. A job needs one,
-# and another one to profile another microbatch size.
-_MAX_SHAPES = 8
+# Number of combinations of shape, dtype and device whose block arguments are kept. A job needs one
+# for each length to which its samples are padded.
+_MAX_SHAPES = 64
 
 
 class _BlockArguments:

@@ -23,10 +23,11 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from planaria.core.plan import LayerProfile
 from planaria.errors import ConfigError
+from planaria.models.packing import describe, is_packed, pack, unpack
 
 OWN_LAYERS = 'give the layers yourself with kind = "python"'
 
-LossFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,8 @@ class SplitModel:
     """A model split into layers; calling one layer after another is the same as calling the model.
 
     Layer 0 takes the inputs (token ids [B, L] of a language model), each other layer takes the
-    output of the one before it, and the last returns the logits. Outputs are contiguous, layers
+    output of the one before it, and the last returns the logits. Outputs are contiguous; several
+    tensors are packed as one (packing.py). Layers
     keep no state between calls, and they work in bfloat16 after `module.to(torch.bfloat16)`.
 
     Attributes:
@@ -134,33 +136,37 @@ class SplitModel:
         """The loss summed over the targets of a microbatch, a float32 scalar.
 
         Args:
-            output: the last layer's output.
-            targets: one target per position or per sample; cross entropy ignores -100.
+            output: the last layer's output; may be packed.
+            targets: one target per position or per sample; cross entropy ignores -100. May be
+                packed.
 
         Raises:
-            ConfigError: the user's loss function did not return one number.
+            ConfigError: the loss function failed, or did not return one number.
         """
-        loss = self._loss(output, targets)
+        values = unpack(output), unpack(targets)
+        shapes = f"loss_function({describe(values[0])}, {describe(values[1])})"
+        try:
+            loss = self._loss(*values)
+        except (torch.OutOfMemoryError, ConfigError):
+            raise
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            remedy = f"{error}; it gets the last layer's output and the targets of a microbatch"
+            raise ConfigError("model.target", shapes, remedy) from error
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ConfigError("model.target", shape, "the loss function must return one number")
+            remedy = f"it returned {describe(loss)}, and must return one number"
+            raise ConfigError("model.target", shapes, remedy)
         return loss.float().reshape(())
 
 
 def boundary(output: object, layer_name: str) -> Tensor:
-    """The output of a layer as the next layer takes it: one contiguous tensor.
+    """The output of a layer as one contiguous tensor; `unpack` gives the next layer what it was.
 
     Raises:
-        ConfigError: the layer did not return a tensor.
+        ConfigError: the layer returned something else than tensors.
     """
-    if isinstance(output, Tensor):
+    if isinstance(output, Tensor) and output.is_floating_point() and not is_packed(output):
         return output.contiguous()
-    raise ConfigError(
-        f"model (layer {layer_name})",
-        type(output).__name__,
-        "a layer must take and return exactly one tensor; pack what the next layers need "
-        f"into one tensor, or {OWN_LAYERS}",
-    )
+    return pack(output, f"model (layer {layer_name})")
 
 
 def refuse_running_statistics(layer_name: str, module: nn.Module) -> None:

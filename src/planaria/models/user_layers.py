@@ -5,12 +5,15 @@ arguments that build a module; either one alone or in a pair with a loss. A rank
 list's functions of the layers that it needs, each with its layer's seed, so no other layer is
 allocated. To get an item that is a module, it calls the user's function, which builds all modules,
 and keeps that one.
+
+A layer is called with what the one before it returned, a tensor, or a tuple, list or dict with
+tensors (packing.py); the first with the inputs of a microbatch, the loss with the last one's value.
 """
 
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +29,7 @@ from planaria.models.layers import (
     refuse_running_statistics,
     tied_groups,
 )
+from planaria.models.packing import unpack
 from planaria.user_functions import user_function
 
 LayerItem: TypeAlias = nn.Module | Callable[[], nn.Module]
@@ -73,8 +77,12 @@ class _UserLayer(nn.Module):
         self._name = name
         self.add_module(self._key, module)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the user's module, without the packing of what it takes and returns."""
+        self.get_submodule(self._key).compile(*args, **kwargs)
+
     def forward(self, x: Tensor) -> Tensor:
-        return boundary(self.get_submodule(self._key)(x), self._name)
+        return boundary(self.get_submodule(self._key)(unpack(x)), self._name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from planaria.engine.iteration.split_backward import input_gradient
+from planaria.models.packing import pack, unpack
 
 WIDTH = 12
 
@@ -33,6 +34,19 @@ class Uses(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(x @ self.weight + self.bias) * self.frozen
         return hidden @ (self.weight * self.bias.exp()).T + x
+
+
+class Several(nn.Module):
+    """Takes and returns several tensors, which are packed; they meet twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, ids, b = unpack(pack((x[0], torch.arange(3), x[1:]), "layer"))
+        hidden = unpack(pack({"a": self.first(a) * b, "ids": ids, "b": self.second(b)}, "layer"))
+        return pack((hidden["b"] + hidden["ids"].sum(), hidden["a"]), "layer")
 
 
 def mlp() -> nn.Module:
@@ -58,7 +72,7 @@ def run(module: nn.Module, x: Tensor) -> Tensor:
     return hidden
 
 
-@pytest.mark.parametrize("make", [mlp, Uses, gpt2_block, llama_parts])
+@pytest.mark.parametrize("make", [mlp, Uses, Several, gpt2_block, llama_parts])
 @pytest.mark.parametrize("ends_in_loss", [False, True])
 def test_the_bits_are_those_of_a_whole_backward(
     make: Callable[[], nn.Module], ends_in_loss: bool
@@ -79,6 +93,7 @@ def test_the_bits_are_those_of_a_whole_backward(
 
     found, rest = input_gradient(loss, gradient, source, module.parameters())
 
+    assert found is not None
     assert torch.equal(x.grad, found)
     assert all(parameter.grad is None for parameter in module.parameters())
     rest.run()
@@ -88,6 +103,23 @@ def test_the_bits_are_those_of_a_whole_backward(
         else:
             assert parameter.grad is not None, name
             assert torch.equal(whole, parameter.grad), name
+
+
+@pytest.mark.parametrize("is_leaf", [False, True])
+def test_an_output_that_does_not_depend_on_the_input_has_a_whole_backward(is_leaf: bool) -> None:
+    """A layer may take only token ids of what it is passed, and may have no parameters."""
+    linear = nn.Linear(WIDTH, 1)
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    output = linear(x.detach())
+    if is_leaf:
+        output = output.detach().requires_grad_()
+
+    found, rest = input_gradient(output, torch.ones_like(output), x, linear.parameters())
+    rest.run()
+
+    assert found is None
+    for parameter in linear.parameters():
+        assert (parameter.grad is None) == is_leaf
 
 
 def test_microbatches_may_be_put_off_together() -> None:

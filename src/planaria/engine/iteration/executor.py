@@ -36,6 +36,7 @@ from planaria.engine.iteration.guard import sampled_hashes
 from planaria.engine.iteration.split_backward import WeightGradients, input_gradient
 from planaria.engine.stage import HeldLayer, RankStage
 from planaria.errors import AbortedError, CorruptedError
+from planaria.models.packing import bring
 from planaria.schedule.action import Action, Kind, Schedule
 from planaria.transport.links import UNLIMITED_S, Channel, Links, Tag
 from planaria.transport.pulse import Pulse
@@ -313,7 +314,7 @@ class Executor:
         hop = route[action.hop]
         key = (action.microbatch, action.hop)
         if action.hop == 0:
-            hidden = self._stage.device.bring(self._batches.inputs(action.microbatch))
+            hidden = bring(self._batches.inputs(action.microbatch), self._stage.device.bring)
         elif key in self._inputs:
             hidden = self._inputs[key]
         else:  # The previous hop was on this rank too.
@@ -321,9 +322,11 @@ class Executor:
             hidden = self._inputs[key] = before.detach().requires_grad_()
         hidden = self._run_layers(hop, hidden, action.microbatch)
         if action.hop == len(route) - 1:
-            targets = self._stage.device.bring(self._batches.targets(action.microbatch))
+            targets = bring(self._batches.targets(action.microbatch), self._stage.device.bring)
             hidden = self._stage.model.loss_sum(hidden, targets) / self._batches.num_targets()
             self._losses[action.microbatch] = hidden.detach()
+        elif not hidden.requires_grad:  # It depends on no parameter; a backward begins at it.
+            hidden = hidden.detach().requires_grad_()
         self._outputs[key] = hidden
 
     def _shadow(self, action: Action) -> None:
@@ -365,8 +368,7 @@ class Executor:
         """Gives the gradient of a hop's input to the previous hop, if that was on this rank too."""
         before = (action.microbatch, action.hop - 1)
         if before in self._outputs:
-            gradient = self._inputs.pop((action.microbatch, action.hop)).grad
-            assert gradient is not None
+            gradient = _gradient_of(self._inputs.pop((action.microbatch, action.hop)))
             self._output_gradients[before] = gradient
 
     def _send_forward(self, action: Action) -> None:
@@ -383,8 +385,7 @@ class Executor:
 
     def _send_backward(self, action: Action) -> None:
         target = self._schedule.routes[action.microbatch][action.hop - 1]
-        gradient = self._inputs.pop((action.microbatch, action.hop)).grad
-        assert gradient is not None
+        gradient = _gradient_of(self._inputs.pop((action.microbatch, action.hop)))
         tag = Tag(Channel.BACKWARD, self._iteration, action.microbatch, action.hop - 1)
         self._send(target.rank, tag, gradient, layer=target.end_layer - 1)
 
@@ -518,6 +519,11 @@ class Executor:
         """Sends the output of a layer, or the gradient of that output."""
         virtual_bytes = self._stage.model.virtual_output_bytes(layer)
         self._comm.send(target, tag, tensor, virtual_bytes=virtual_bytes)
+
+
+def _gradient_of(source: Tensor) -> Tensor:
+    """The gradient of a hop's input; zeros if nothing that was differentiated depends on it."""
+    return torch.zeros_like(source) if source.grad is None else source.grad
 
 
 # -- gradients that are complete without a reduction, because only one rank holds their layers -----

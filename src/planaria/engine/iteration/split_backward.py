@@ -13,7 +13,7 @@ them would pass to another are replaced by those noted there, which already incl
 
 Source: torch.distributed.pipelining, stage_backward_input and stage_backward_weight; Zero Bubble
 (ICLR '24) for the idea.
-Differs: no bookkeeping for several inputs and outputs.
+Differs: no bookkeeping for several inputs and outputs, which are packed as one.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -84,16 +84,19 @@ class WeightGradients:
 
 def input_gradient(
     output: Tensor, gradient: Tensor | None, source: Tensor, parameters: Iterable[nn.Parameter]
-) -> tuple[Tensor, WeightGradients]:
+) -> tuple[Tensor | None, WeightGradients]:
     """The gradient of `source`, and the second part of the backward, for the parameters.
 
+    If `output` does not depend on `source`, whose gradient is None then, the whole backward is run.
+
     Args:
-        output: tensor that depends on `source`.
         gradient: gradient of `output`; None if `output` is a scalar.
         source: leaf that requires a gradient.
     """
-    assert output.grad_fn is not None
-    groups = _groups(output.grad_fn, source, set(parameters))
+    groups = _groups(output.grad_fn, source, set(parameters)) if output.grad_fn else None
+    if groups is None:
+        torch.autograd.backward(output, gradient)
+        return None, WeightGradients(())
     with ExitStack() as hooks:
         for joins, _ in groups:
             for join in joins:
@@ -104,8 +107,11 @@ def input_gradient(
 
 def _groups(
     root: Node, source: Tensor, parameters: set[nn.Parameter]
-) -> list[tuple[list[_Join], list[nn.Parameter]]]:
-    """The joins below root with their parameters; joins with a common parameter form one group."""
+) -> list[tuple[list[_Join], list[nn.Parameter]]] | None:
+    """The joins below root with their parameters; joins with a common parameter form one group.
+
+    None if no path leads from root to the source.
+    """
     order = _parents_last(root)
     on_path: set[Node] = set()
     reached: dict[Node, set[nn.Parameter]] = {}
@@ -122,6 +128,8 @@ def _groups(
         reached[node] = below
         if node in on_path and below:
             joins.append((_Join(node), below))
+    if root not in on_path:
+        return None
     groups: list[tuple[list[_Join], set[nn.Parameter]]] = []
     for join, below in joins:
         touched = [group for group in groups if not group[1].isdisjoint(below)]
