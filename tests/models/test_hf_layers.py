@@ -14,9 +14,8 @@ from planaria.core.job import ModelConfig
 from planaria.engine.prepare import split_model
 from planaria.errors import ConfigError
 from planaria.models.hf_model import hf_config, meta_model
-from planaria.models.layers import (
-    SplitModel,
-)
+from planaria.models.layers import SplitModel, cross_entropy_sum
+from planaria.models.packing import unpack
 
 # B microbatch, L sequence, D model
 
@@ -48,6 +47,7 @@ _OPT = {
     "word_embed_proj_dim": 32,
     "dropout": 0.0,
 }
+_EXPERTS = {"num_experts_per_tok": 2}
 _FALCON = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
 _FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": _GPT2,
@@ -62,6 +62,39 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "falcon": {"model_type": "falcon", **_FALCON},
     "bert": {"model_type": "bert", **_SIZES, **_NO_DROPOUT},
     "roberta": {"model_type": "roberta", **_SIZES, **_NO_DROPOUT},
+    "mixtral": {"model_type": "mixtral", **_GROUPED, **_EXPERTS, "num_local_experts": 4},
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **_GROUPED,
+        **_EXPERTS,
+        "num_local_experts": 4,
+        "head_dim": 16,
+        "sliding_window": 5,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **_GROUPED,
+        **_EXPERTS,
+        "num_experts": 4,
+        "head_dim": 16,
+        "moe_intermediate_size": 16,
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **_SIZES,
+        **_EXPERTS,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 16,
+        "n_group": 2,
+        "topk_group": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "first_k_dense_replace": 1,
+    },
 }
 
 
@@ -86,6 +119,7 @@ def _whole(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
         vocabulary_size=_VOCABULARY,
         sequence_length=_LENGTH,
     )
+    model_config._experts_implementation = "eager"
     is_masked = config["model_type"] in ("bert", "roberta")
     auto_class = AutoModelForMaskedLM if is_masked else AutoModelForCausalLM
     attention = config.get("attn_implementation", "eager")
@@ -146,9 +180,67 @@ def test_nothing_is_drawn_for_a_model_without_memory(
     model = ModelConfig(kind="hf", config=_FAMILIES[family])
     config = hf_config(model, vocabulary_size=_VOCABULARY, sequence_length=_LENGTH)
 
-    built, _ = meta_model(config)
+    built, _ = meta_model(config, is_deterministic=True)
 
     assert all(parameter.is_meta for parameter in built.parameters())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen3_moe"])
+def test_the_routers_loss_has_the_bits_of_the_whole_model(family: str) -> None:
+    """It is computed from sums that blocks pass on, and its gradients flow back through them."""
+    config = _FAMILIES[family] | {"output_router_logits": True}
+    split, whole = _hf(config), _whole(config)
+    layers, ids_BL = _layers_of(split, whole, torch.float32), _ids()
+    targets = ids_BL.roll(1, 1).clone()
+    targets[0, :3] = -100
+
+    theirs = whole(ids_BL, output_router_logits=True)
+    logits, router_loss = unpack(output := _chained(layers, ids_BL))
+    assert torch.equal(theirs.aux_loss, router_loss)
+    assert torch.equal(theirs.logits, logits)
+
+    count = int((targets != -100).sum())
+    loss = cross_entropy_sum(theirs.logits, targets)
+    loss = loss + whole.router_aux_loss_coef * count * theirs.aux_loss
+    ours = split.loss_sum(output, targets)
+    assert ours.item() == pytest.approx(loss.item(), rel=1e-6)
+    torch.autograd.backward([loss, ours])
+    for layer in layers:
+        for name, parameter in layer.named_parameters():
+            expected = whole.get_parameter(name).grad
+            assert parameter.grad is not None, name
+            assert (expected - parameter.grad).norm() <= 1e-5 * expected.norm(), name
+    assert split.config["output_router_logits"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_routers_pass_on_their_sums_in_any_precision(dtype: torch.dtype) -> None:
+    """The hidden states are in bfloat16 then, and the sums in float32."""
+    split = _hf(_FAMILIES["mixtral"] | {"output_router_logits": True})
+    layers = [split.materialise(layer).to(dtype) for layer in range(split.num_layers)]
+
+    loss = split.loss_sum(_chained(layers, _ids()), _ids())
+    torch.autograd.backward(loss)
+
+    assert loss.isfinite()
+    routers = [p for n, p in layers[1].named_parameters() if "gate.weight" in n]
+    assert all(p.grad is not None and p.grad.norm() > 0 for p in routers)
+    assert routers
+
+
+@pytest.mark.parametrize(
+    ("is_deterministic", "kernels"), [(True, ("eager", "eager")), (False, ("sdpa", "grouped_mm"))]
+)
+def test_kernels_that_no_config_names_are_exact_or_fast(
+    is_deterministic: bool, kernels: tuple[str, str]
+) -> None:
+    """Those that choose by shape and device have other bits for the same values."""
+    for named in ({}, {"attn_implementation": "eager", "experts_implementation": "batched_mm"}):
+        model = ModelConfig(kind="hf", config=_FAMILIES["mixtral"] | named)
+        config = hf_config(model, vocabulary_size=_VOCABULARY, sequence_length=_LENGTH)
+        built, _ = meta_model(config, is_deterministic=is_deterministic)
+        found = built.config._attn_implementation, built.config._experts_implementation
+        assert found == (tuple(named.values()) or kernels)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -392,7 +484,7 @@ def test_cross_entropy_is_summed_over_targets_that_count() -> None:
         ({"model_type": "albert", **_SIZES}, "model.config.model_type", "more than once"),
         ({"model_type": "vit"}, "model.config.model_type", "language model"),
         (
-            {"model_type": "mixtral", **_GROUPED, "output_router_logits": True},
+            {"model_type": "doge", **_GROUPED, "is_moe": True, "output_router_logits": True},
             "model.config.output_router_logits",
             'kind = "python"',
         ),

@@ -63,6 +63,7 @@ def load_model(
             seed=job.training.seed,
             vocabulary_size=size,
             sequence_length=job.data.sequence_length,
+            is_deterministic=job.training.deterministic,
         )
 
     model = split("causal")
@@ -144,7 +145,12 @@ def storage_of(spec: NodeSpec) -> Link | None:
 
 
 def split_model(
-    model: ModelConfig, *, seed: int, vocabulary_size: int, sequence_length: int
+    model: ModelConfig,
+    *,
+    seed: int,
+    vocabulary_size: int,
+    sequence_length: int,
+    is_deterministic: bool = True,
 ) -> SplitModel:
     """The model of a job as layers; only shapes stay in memory.
 
@@ -153,6 +159,8 @@ def split_model(
         vocabulary_size: upper bound on token ids, exclusive; the model's vocabulary size if its
             config names none.
         sequence_length: number of tokens in a sample.
+        is_deterministic: whether kernels repeat their bits; else they are the fastest ones. A
+            model's config may name others.
 
     Raises:
         ConfigError: the model cannot be built, or cannot be trained as a chain of layers.
@@ -171,7 +179,11 @@ def split_model(
     from planaria.models.hf_layers import split_hf_model
 
     return split_hf_model(
-        model, seed=seed, vocabulary_size=vocabulary_size, sequence_length=sequence_length
+        model,
+        seed=seed,
+        vocabulary_size=vocabulary_size,
+        sequence_length=sequence_length,
+        is_deterministic=is_deterministic,
     )
 
 

@@ -163,8 +163,7 @@ def _measured_layers(
         held = stages[0].layers[layer]
         module = held.module
         before = buffer_values(module)
-        with torch.no_grad():
-            output = module(hidden)
+        output = module(_leaf(hidden)).detach()
         refuse_changing_buffers(name, before, module)
         # Layers with the same parameters may differ in what no parameter shows, such as a stride.
         shapes = f"{tuple(hidden.shape)}/{tuple(output.shape)}"

@@ -11,9 +11,10 @@ logits depend, given the last block's output. The blocks must be a chain: each t
 before it returned, and nothing else that depends on parameters.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from planaria.errors import ConfigError
 from planaria.models.layers import OWN_LAYERS
 
 # Dimensions in names: B microbatch, L sequence, D model
+
+_EXPERTS: Final = "_experts_implementation"  # Attribute of configs of transformers.
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +331,8 @@ def _num_outputs(frame: Frame, block: nn.Module, hidden_BLD: Tensor, call: Call)
     args, kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (call.args, dict(call.kwargs)))
     meta_BLD = torch.empty_like(hidden_BLD, device="meta")
     try:
-        output = Call(call.is_named, args, kwargs).output(block, meta_BLD)
+        with _shape_only_experts(block):
+            output = Call(call.is_named, args, kwargs).output(block, meta_BLD)
     except (RuntimeError, NotImplementedError) as error:
         raise refusal(
             frame.model, f"a block needs values, not only shapes, to run ({error})"
@@ -337,6 +341,20 @@ def _num_outputs(frame: Frame, block: nn.Module, hidden_BLD: Tensor, call: Call)
     if not isinstance(hidden, Tensor) or hidden.shape != hidden_BLD.shape:
         raise refusal(frame.model, "its blocks do not return hidden states")
     return len(output) if isinstance(output, tuple) else 0
+
+
+@contextmanager
+def _shape_only_experts(block: nn.Module) -> Iterator[None]:
+    """Has a block's experts take no other steps for other values, which the meta device lacks."""
+    configs = {id(c): c for m in block.modules() if (c := getattr(m, "config", None)) is not None}
+    before = {key: getattr(c, _EXPERTS, None) for key, c in configs.items()}
+    for config in configs.values():
+        setattr(config, _EXPERTS, "batched_mm")
+    try:
+        yield
+    finally:
+        for key, config in configs.items():
+            setattr(config, _EXPERTS, before[key])
 
 
 def _names_reached(output: Tensor, model: nn.Module, names: Iterable[str]) -> frozenset[str]:

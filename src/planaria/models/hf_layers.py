@@ -13,8 +13,10 @@ Weights are drawn by the model's own rules with a seed for each layer, or read f
 parameter shared with an earlier layer gets the value that it has in that layer.
 
 A layer runs the operations of the whole model on the same tensors, so the bits are the same
-however the model is split. Attention is "eager" (products and a softmax) unless the config names
-another; "sdpa" chooses a kernel, and with it the bits, by device, shape and mask.
+however the model is split. Unless the config names others, attention and experts are "eager"
+(products and a softmax; one expert after the other) where training is deterministic, because "sdpa"
+and "grouped_mm" choose a kernel, and with it the bits, by device, shape and mask. Elsewhere they
+are what transformers takes, which are these two if the model can.
 
 Source: Oobleck (SOSP '23), section 6 (layers of a model, each built by the ranks that own it).
 Differs: Oobleck traces with torch.fx, which cannot trace the models of transformers 5.
@@ -24,7 +26,7 @@ import copy
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +55,9 @@ from planaria.models.hf_model import (
     too_few_positions,
     weights_on_disk,
 )
+from planaria.models.hf_routers import Routers, RouterSums, routers_of
 from planaria.models.layers import (
+    OWN_LAYERS,
     SplitModel,
     TiedGroup,
     boundary,
@@ -62,6 +66,7 @@ from planaria.models.layers import (
     refuse_running_statistics,
     tied_groups,
 )
+from planaria.models.packing import unpack
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +75,8 @@ logger = logging.getLogger(__name__)
 # Number of combinations of shape, dtype and device whose block arguments are kept. A job needs one
 # for each length to which its samples are padded.
 _MAX_SHAPES = 64
+
+_ROUTER_LOSS: Final = "output_router_logits"  # Key of configs of transformers.
 
 
 class _BlockArguments:
@@ -146,37 +153,65 @@ class _Embedding(nn.Module):
 class _Block(nn.Module):
     """The layer that runs one block, with the arguments that the model's forward passes to it."""
 
-    def __init__(self, index: int, path: str, arguments: _BlockArguments) -> None:
+    def __init__(
+        self, index: int, path: str, arguments: _BlockArguments, routers: Routers | None
+    ) -> None:
         super().__init__()
         self._index = index
         self._path = path
         self._arguments = arguments
+        self._routers = routers
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the block itself, whose code all blocks share."""
         self.get_submodule(self._path).compile(*args, **kwargs)
 
-    def forward(self, hidden_BLD: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        if self._routers is None:
+            return self._run_block(x)
+        hidden_BLD, sums = _take_apart(x, self._routers)
+        with self._routers.note_logits(self.get_submodule(self._path)) as noted:
+            hidden_BLD = self._run_block(hidden_BLD)
+        for logits_TE in noted:
+            sums = self._routers.add(sums, logits_TE)
+        return boundary((hidden_BLD, *sums.parts()), self._path)
+
+    def _run_block(self, hidden_BLD: Tensor) -> Tensor:
         call = self._arguments.call(self._index, hidden_BLD)
         output = call.output(self.get_submodule(self._path), hidden_BLD)
-        return boundary(output[0] if isinstance(output, tuple) else output, self._path)
+        hidden = output[0] if isinstance(output, tuple) else output
+        return boundary(hidden, self._path)
+
+
+def _take_apart(x: Tensor, routers: Routers) -> tuple[Tensor, RouterSums]:
+    """The hidden states and the routers' sums, of which the embedding passes on none."""
+    value = unpack(x)
+    if isinstance(value, Tensor):
+        return value, routers.no_sums(value.device)
+    hidden_BLD, *parts = value
+    return hidden_BLD, RouterSums(*parts)
 
 
 class _Head(nn.Module):
-    """The layer that computes the logits from the last block's output."""
+    """The layer that computes the logits from the last block's output, and the routers' loss."""
 
-    def __init__(self, frame: Frame, entry: "_HeadEntry") -> None:
+    def __init__(self, frame: Frame, entry: "_HeadEntry", routers: Routers | None) -> None:
         super().__init__()
         self._frame = frame
         self._entry = entry
+        self._routers = routers
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: the model's own forward is no code of a layer."""
 
-    def forward(self, hidden_BLD: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if self._frame.model.training != self.training:
             self._frame.model.train(self.training)
-        return boundary(self._entry.logits(self._frame, hidden_BLD), "head")
+        if self._routers is None:
+            return boundary(self._entry.logits(self._frame, x), "head")
+        hidden_BLD, sums = _take_apart(x, self._routers)
+        logits = self._entry.logits(self._frame, hidden_BLD)
+        return boundary((logits, self._routers.loss(sums)), "head")
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +269,7 @@ class HfLayers:
         aliases: all names of the same parameter, including this one, by name.
         head_entry: the way in which the head enters the model's forward.
         weights: the initial weights found on disk; may be empty.
+        routers: the routers whose loss is part of the total; None: none is.
     """
 
     frame: Frame
@@ -246,6 +282,7 @@ class HfLayers:
     arguments: _BlockArguments
     head_entry: _HeadEntry
     weights: Weights
+    routers: Routers | None
     seed: int
 
     def materialise(self, layer: int) -> nn.Module:
@@ -305,15 +342,20 @@ class HfLayers:
         if layer == 0:
             module = _Embedding(frame)
         elif layer <= len(self.blocks):
-            module = _Block(layer - 1, self.layer_names[layer], self.arguments)
+            module = _Block(layer - 1, self.layer_names[layer], self.arguments, self.routers)
         else:
-            module = _Head(frame, self.head_entry)
+            module = _Head(frame, self.head_entry, self.routers)
         _attach(module, frame.model, "", frozenset(self.leaves[layer]))
         return module.train()
 
 
 def split_hf_model(
-    model: ModelConfig, *, seed: int, vocabulary_size: int, sequence_length: int
+    model: ModelConfig,
+    *,
+    seed: int,
+    vocabulary_size: int,
+    sequence_length: int,
+    is_deterministic: bool,
 ) -> SplitModel:
     """The layers of a Hugging Face model; only their shapes stay in memory.
 
@@ -321,7 +363,8 @@ def split_hf_model(
         ConfigError: the config is wrong, or the architecture is not a chain of layers.
     """
     config = hf_config(model, vocabulary_size=vocabulary_size, sequence_length=sequence_length)
-    skeleton, objective = meta_model(config)
+    skeleton, objective = meta_model(config, is_deterministic=is_deterministic)
+    routers = _routers_with_loss(config, skeleton)
     identities = {name: id(p) for name, p in parameters_of(skeleton).items()}
     shapes = {name: p.shape for name, p in parameters_of(skeleton).items()}
     path, block_stubs = find_blocks(skeleton)
@@ -347,10 +390,30 @@ def split_hf_model(
         arguments=arguments,
         head_entry=_head_entry(frame, own.head),
         weights=weights,
+        routers=routers,
         seed=seed,
     )
-    config = config_values(skeleton)
-    return SplitModel(builder, objective=objective, loss=cross_entropy_sum, config=config)
+    values = config_values(skeleton) | ({_ROUTER_LOSS: True} if routers else {})
+    loss = routers.loss_sum if routers else cross_entropy_sum
+    return SplitModel(builder, objective=objective, loss=loss, config=values)
+
+
+def _routers_with_loss(config: Any, skeleton: Any) -> Routers | None:
+    """The model's routers if its config asks for their loss, which is computed here from then on.
+
+    Raises:
+        ConfigError: it has none that can be computed here.
+    """
+    if not getattr(config, _ROUTER_LOSS, False):
+        return None
+    routers = routers_of(skeleton)
+    if routers is None:
+        remedy = (
+            f"this model has no routers' loss that planaria knows; set it to false, or {OWN_LAYERS}"
+        )
+        raise ConfigError(f"model.config.{_ROUTER_LOSS}", True, remedy)
+    setattr(skeleton.config, _ROUTER_LOSS, False)  # Its own forward has no blocks to ask.
+    return routers
 
 
 def _leave(_index: int, hidden_BLD: Tensor, _call: Call) -> Tensor:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -26,9 +26,21 @@ from planaria.core.job import ModelConfig
 from planaria.errors import ConfigError
 from planaria.models.layers import OWN_LAYERS
 
+# Attributes of a config with the kernels of attention, and of a mixture of experts, which older
+# releases lack; None: transformers chooses.
+_ATTENTION: Final = "_attn_implementation"
+_EXPERTS: Final = "_experts_implementation"
+
 # Keys that transformers reads but does not store under the same name.
 _FURTHER_KEYS = frozenset(
-    {"model_type", "attn_implementation", "rope_theta", "rope_scaling", "head_dim"}
+    {
+        "model_type",
+        "attn_implementation",
+        "experts_implementation",
+        "rope_theta",
+        "rope_scaling",
+        "head_dim",
+    }
 )
 
 
@@ -67,11 +79,12 @@ def hf_config(model: ModelConfig, *, vocabulary_size: int, sequence_length: int)
     return config
 
 
-def meta_model(config: Any) -> tuple[Any, str]:
+def meta_model(config: Any, *, is_deterministic: bool) -> tuple[Any, str]:
     """The model of a config, in float32 on the meta device, and its objective.
 
     The objective is "masked" for a type that can fill in hidden tokens, unless the config makes it
-    a decoder, and "causal" (predict the next token) for other types.
+    a decoder, and "causal" (predict the next token) for other types. Without `is_deterministic`,
+    transformers chooses the kernels of attention and experts that the config does not name.
 
     Raises:
         ConfigError: the type is no language model, or transformers refuses the config.
@@ -84,13 +97,13 @@ def meta_model(config: Any) -> tuple[Any, str]:
     else:
         remedy = f"it is neither a causal nor a masked language model; {OWN_LAYERS}"
         raise ConfigError("model.config.model_type", config.model_type, remedy)
+    if is_deterministic:
+        for name in (_ATTENTION, _EXPERTS):
+            if getattr(config, name, "") is None:
+                setattr(config, name, "eager")
     try:
         with torch.device("meta"), _Undrawn():
-            model = auto_class.from_config(
-                config,
-                attn_implementation=config._attn_implementation or "eager",
-                dtype=torch.float32,
-            )
+            model = auto_class.from_config(config, dtype=torch.float32)
     except (AssertionError, TypeError, ValueError, ImportError) as error:
         raise ConfigError("model.config", config.model_type, str(error)) from error
     return model, objective
@@ -249,9 +262,6 @@ def _refuse_what_no_chain_does(config: Any) -> None:
     if config.is_encoder_decoder:
         remedy = f"a model with an encoder and a decoder is not a chain of layers; {OWN_LAYERS}"
         raise ConfigError("model.config.model_type", config.model_type, remedy)
-    if getattr(config, "output_router_logits", False):
-        remedy = f"the loss of the routers needs more than one tensor from a layer; {OWN_LAYERS}"
-        raise ConfigError("model.config.output_router_logits", True, remedy)
     if getattr(config, "layerdrop", 0.0):
         remedy = "planaria runs every layer for every microbatch; set it to 0.0"
         raise ConfigError("model.config.layerdrop", config.layerdrop, remedy)

@@ -2,9 +2,8 @@
 
 The engine keeps, sends and differentiates one tensor for each boundary between layers. A layer that
 returns a tuple, list or dict, nested at will, has it packed: one tensor in one memory, which starts
-with a description of its content. Tensors of the floating dtype that comes first are part of it as
-they are, so gradients flow through them. All others (token ids, masks, tensors of other dtypes) are
-packed bit by bit and have no gradient.
+with a description of its content, and holds the bits of all tensors one after another. So does its
+gradient, which holds the gradients of those that had one (and is never added to another).
 
 A packed tensor is known by its shape, five ones and its length, which no layer returns, and by the
 magic number at its beginning. On a device its description is copied to the host, once for each
@@ -32,10 +31,11 @@ from planaria.errors import ConfigError
 
 _MAGIC: Final = 0x504C414E41524941
 _DIMS: Final = 6
-_ALIGN: Final = 8  # Bytes; the largest size of an element that is viewed in a packed tensor.
+_ALIGN: Final = 16  # Bytes; the largest size of an element.
 _PREFIX: Final = 16  # Bytes: the magic number, and the length of the description.
 _FIRST_READ: Final = 4096  # Bytes that are copied from a device in the hope that they are enough.
 _ATTRIBUTE: Final = "planaria_layout"
+_WRONG_TYPE: Final = "a layer must return a tensor, or a tuple, list or dict with tensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +43,27 @@ class _Leaf:
     """One tensor, or one plain value, of a packed structure.
 
     Attributes:
-        dtype: name of the tensor's dtype; "": the leaf is `value`.
-        is_bits: whether the tensor is packed bit by bit.
+        dtype: the tensor's dtype; None: the leaf is `value`.
+        has_gradient: whether the tensor gets a gradient.
+        begin: offset of the tensor's memory, in bytes.
     """
 
-    dtype: str
+    dtype: torch.dtype | None
     shape: tuple[int, ...]
-    is_bits: bool
-    value: object = None
+    has_gradient: bool
+    begin: int
+    value: object
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor, aligned if it is packed bit by bit."""
-        size = math.prod(self.shape) * torch_dtype(self.dtype).itemsize
-        return _align(size) if self.is_bits else size
+        """Size of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize if self.dtype else 0
+
+    def view(self, memory: Tensor) -> Tensor:
+        """The tensor in the memory of the packed one, as bytes."""
+        assert self.dtype is not None
+        part = memory[self.begin : self.begin + self.num_bytes]
+        return part.view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +72,18 @@ class _Layout:
 
     Attributes:
         header: the description as bytes, aligned.
+        num_bytes: size of the packed tensor.
     """
 
     spec: TreeSpec
     leaves: tuple[_Leaf, ...]
     header: bytes
+    num_bytes: int
 
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The dtype that torch calls so."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
+    @property
+    def tensors(self) -> list[_Leaf]:
+        """The leaves that are tensors."""
+        return [leaf for leaf in self.leaves if leaf.dtype is not None]
 
 
 def pack(value: object, name: str) -> Tensor:
@@ -87,23 +94,15 @@ def pack(value: object, name: str) -> Tensor:
         name: name of its source, for errors.
 
     Raises:
-        ConfigError: it is none of these, or a tensor that is packed bit by bit needs a gradient.
+        ConfigError: it is none of these, or has no tensor.
     """
     leaves, spec = tree_flatten(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors:
         raise ConfigError(name, type(value).__name__, _WRONG_TYPE)
+    layout = _layout(_text(leaves, spec, name))
     base = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
-    described = tuple(_describe_leaf(leaf, base, name) for leaf in leaves)
-    layout = _layout(_text(described, spec, name))
-    parts = [_header_on(layout.header, base, tensors[0].device)]
-    carried = []
-    for leaf, description in zip(leaves, described, strict=True):
-        if description.is_bits:
-            parts.append(_bits(leaf, base))
-        elif description.dtype:
-            carried.append(leaf.reshape(-1))
-    packed = torch.cat([*parts, *carried]).view(*(1,) * (_DIMS - 1), -1)
+    packed: Tensor = _Pack.apply(layout, base, *tensors)  # type: ignore[no-untyped-call]
     setattr(packed, _ATTRIBUTE, layout)
     return packed
 
@@ -127,26 +126,8 @@ def unpack(tensor: Tensor) -> Any:
     if not is_packed(tensor):
         return tensor
     layout = _layout_of(tensor)
-    flat = tensor.view(-1)
-    offset = len(layout.header)
-    bits = flat.detach().view(torch.uint8)
-    values: list[object] = []
-    sizes = []
-    for leaf in layout.leaves:
-        if leaf.is_bits:
-            size = math.prod(leaf.shape) * torch_dtype(leaf.dtype).itemsize
-            part = bits[offset : offset + size].view(torch_dtype(leaf.dtype))
-            values.append(part.view(leaf.shape))
-            offset += leaf.num_bytes
-        else:
-            values.append(leaf.value)
-            if leaf.dtype:
-                sizes.append(math.prod(leaf.shape))
-    rest = flat[offset // tensor.element_size() :]
-    carried = iter(torch.split(rest, sizes) if sizes else ())
-    for index, leaf in enumerate(layout.leaves):
-        if leaf.dtype and not leaf.is_bits:
-            values[index] = next(carried).view(leaf.shape)
+    tensors = iter(_Unpack.apply(tensor, layout))  # type: ignore[no-untyped-call]
+    values = [leaf.value if leaf.dtype is None else next(tensors) for leaf in layout.leaves]
     return tree_unflatten(values, layout.spec)
 
 
@@ -159,7 +140,7 @@ def is_packed(tensor: Tensor) -> bool:
 def describe(value: object) -> str:
     """The shapes and dtypes of a tensor, or of a structure of tensors, to show to people."""
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        return f"{_name_of(value.dtype)} {list(value.shape)}"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {describe(part)}" for key, part in value.items()) + "}"
     if isinstance(value, tuple | list):
@@ -167,47 +148,82 @@ def describe(value: object) -> str:
     return type(value).__name__
 
 
-_WRONG_TYPE = "a layer must return a tensor, or a tuple, list or dict with tensors"
+class _Pack(torch.autograd.Function):
+    """Packs tensors; the gradient of each is a part of the packed tensor's."""
+
+    @staticmethod
+    def forward(ctx: Any, layout: _Layout, base: torch.dtype, *tensors: Tensor) -> Tensor:
+        ctx.layout = layout
+        memory = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=tensors[0].device)
+        memory[: len(layout.header)] = _header_on(layout.header, memory.device)
+        for leaf, tensor in zip(layout.tensors, tensors, strict=True):
+            leaf.view(memory).copy_(tensor)
+        return memory.view(base).view(*(1,) * (_DIMS - 1), -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        memory = gradients[0].contiguous().view(-1).view(torch.uint8)
+        leaves = ctx.layout.tensors
+        return None, None, *(leaf.view(memory) if leaf.has_gradient else None for leaf in leaves)
 
 
-def _describe_leaf(leaf: object, base: torch.dtype, name: str) -> _Leaf:
-    if not isinstance(leaf, Tensor):
-        if not isinstance(leaf, bool | int | float | str | None):
-            raise ConfigError(name, type(leaf).__name__, _WRONG_TYPE)
-        return _Leaf("", (), is_bits=False, value=leaf)
-    is_bits = leaf.dtype != base
-    dtype = str(leaf.dtype).removeprefix("torch.")
-    if is_bits and leaf.requires_grad:
-        remedy = (
-            f"one of its tensors is {str(base).removeprefix('torch.')}, and gradients flow through "
-            "one dtype; convert it, or detach it"
-        )
-        raise ConfigError(name, dtype, remedy)
-    return _Leaf(dtype, tuple(leaf.shape), is_bits=is_bits)
+class _Unpack(torch.autograd.Function):
+    """Takes a packed tensor apart; its gradient holds those of its parts."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, layout: _Layout) -> tuple[Tensor, ...]:
+        ctx.layout, ctx.shape, ctx.base = layout, packed.shape, packed.dtype
+        ctx.device = packed.device
+        memory = packed.detach().contiguous().view(-1).view(torch.uint8)
+        # Copies: no later operation in place may change another part, or what others still read.
+        tensors = tuple(leaf.view(memory).clone() for leaf in layout.tensors)
+        pairs = zip(layout.tensors, tensors, strict=True)
+        ctx.mark_non_differentiable(*(t for leaf, t in pairs if not leaf.has_gradient))
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        memory = torch.zeros(ctx.layout.num_bytes, dtype=torch.uint8, device=ctx.device)
+        for leaf, gradient in zip(ctx.layout.tensors, gradients, strict=True):
+            if leaf.has_gradient and gradient is not None:
+                leaf.view(memory).copy_(gradient)
+        return memory.view(ctx.base).view(ctx.shape), None
 
 
-def _text(leaves: tuple[_Leaf, ...], spec: TreeSpec, name: str) -> str:
+def _text(leaves: list[object], spec: TreeSpec, name: str) -> str:
     """The description of a packed tensor, as JSON."""
-    content = [[leaf.dtype, leaf.shape, leaf.is_bits, leaf.value] for leaf in leaves]
     try:
-        return json.dumps([treespec_dumps(spec), content])
+        return json.dumps([treespec_dumps(spec), [_describe_leaf(leaf, name) for leaf in leaves]])
     except (NotImplementedError, TypeError, ValueError) as error:
         raise ConfigError(name, str(error), _WRONG_TYPE) from error
 
 
+def _describe_leaf(leaf: object, name: str) -> list[object]:
+    if isinstance(leaf, Tensor):
+        return [_name_of(leaf.dtype), tuple(leaf.shape), leaf.requires_grad, None]
+    if not isinstance(leaf, bool | int | float | str | None):
+        raise ConfigError(name, type(leaf).__name__, _WRONG_TYPE)
+    return ["", (), False, leaf]
+
+
 @lru_cache(maxsize=256)
 def _layout(text: str) -> _Layout:
-    spec, content = json.loads(text)
-    leaves = tuple(_Leaf(d, tuple(shape), is_bits=b, value=v) for d, shape, b, v in content)
     data = text.encode()
     numbers = _MAGIC.to_bytes(8, "little") + len(data).to_bytes(8, "little")
     header = (numbers + data).ljust(_align(_PREFIX + len(data)), b" ")
-    return _Layout(treespec_loads(spec), leaves, header)
+    spec, content = json.loads(text)
+    leaves, begin = [], len(header)
+    for dtype_name, shape, has_gradient, value in content:
+        dtype = getattr(torch, dtype_name) if dtype_name else None
+        leaf = _Leaf(dtype, tuple(shape), has_gradient, begin, value)
+        leaves.append(leaf)
+        begin += _align(leaf.num_bytes)
+    return _Layout(treespec_loads(spec), tuple(leaves), header, begin)
 
 
 @lru_cache(maxsize=256)
-def _header_on(header: bytes, base: torch.dtype, device: torch.device) -> Tensor:
-    return torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device).view(base)
+def _header_on(header: bytes, device: torch.device) -> Tensor:
+    return torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device)
 
 
 def _layout_of(tensor: Tensor) -> _Layout:
@@ -221,19 +237,15 @@ def _layout_of(tensor: Tensor) -> _Layout:
                 "a tensor with five dimensions of size 1 before the last; give it another shape"
             )
             raise ConfigError("model", list(tensor.shape), remedy)
-        size = _align(_PREFIX + length)
-        if size > len(first):
-            first = content[:size].cpu().numpy().tobytes()
+        if _PREFIX + length > len(first):
+            first = content[: _PREFIX + length].cpu().numpy().tobytes()
         layout = _layout(first[_PREFIX : _PREFIX + length].decode())
     assert isinstance(layout, _Layout)
     return layout
 
 
-def _bits(tensor: Tensor, base: torch.dtype) -> Tensor:
-    """The tensor's memory as elements of `base`, aligned."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    missing = _align(len(flat)) - len(flat)
-    return torch.nn.functional.pad(flat, (0, missing)).view(base)
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _align(num_bytes: int) -> int:
