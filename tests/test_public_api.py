@@ -17,12 +17,17 @@ import planaria
 from planaria.cli.main import app
 
 NAMES = [
+    "Callbacks",
     "CheckpointConfig",
     "CheckpointError",
     "ClusterConfig",
     "ConfigError",
     "DataConfig",
+    "EvaluationConfig",
+    "EvaluationRecord",
+    "EventRecord",
     "InsufficientError",
+    "IterationRecord",
     "Job",
     "JobConfig",
     "MemoryCheckpointer",
@@ -30,9 +35,11 @@ NAMES = [
     "PlanariaError",
     "Report",
     "ResilienceConfig",
+    "TensorBoard",
     "TrainingConfig",
     "TrainingError",
     "TrainingResult",
+    "WandB",
     "__version__",
 ]
 COMMANDS = {
@@ -51,6 +58,8 @@ COMMANDS = {
         "--wait-nodes",
         "--token-file",
         "--operator",
+        "--tensorboard",
+        "--wandb",
         "--set",
     },
     "agent": {

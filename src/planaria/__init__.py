@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         CheckpointConfig,
         ClusterConfig,
         DataConfig,
+        EvaluationConfig,
         JobConfig,
         ModelConfig,
         ResilienceConfig,
@@ -35,18 +36,25 @@ if TYPE_CHECKING:
         TrainingError,
     )
     from planaria.job.training_job import Job, TrainingResult
-    from planaria.observe.metrics import Report
+    from planaria.observe.metrics import EvaluationRecord, EventRecord, IterationRecord, Report
+    from planaria.show.callbacks import Callbacks
+    from planaria.show.trackers import TensorBoard, WandB
     from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
 
 __version__ = "0.1.0"
 
 _MODULES = {
+    "Callbacks": "show.callbacks",
     "CheckpointConfig": "core.job",
     "CheckpointError": "errors",
     "ClusterConfig": "core.job",
     "ConfigError": "errors",
     "DataConfig": "core.job",
+    "EvaluationConfig": "core.job",
+    "EvaluationRecord": "observe.metrics",
+    "EventRecord": "observe.metrics",
     "InsufficientError": "errors",
+    "IterationRecord": "observe.metrics",
     "Job": "job.training_job",
     "JobConfig": "core.job",
     "MemoryCheckpointer": "torchrun.memory_checkpointer",
@@ -54,18 +62,25 @@ _MODULES = {
     "PlanariaError": "errors",
     "Report": "observe.metrics",
     "ResilienceConfig": "core.job",
+    "TensorBoard": "show.trackers",
     "TrainingConfig": "core.job",
     "TrainingError": "errors",
     "TrainingResult": "job.training_job",
+    "WandB": "show.trackers",
 }
 
 __all__ = [
+    "Callbacks",
     "CheckpointConfig",
     "CheckpointError",
     "ClusterConfig",
     "ConfigError",
     "DataConfig",
+    "EvaluationConfig",
+    "EvaluationRecord",
+    "EventRecord",
     "InsufficientError",
+    "IterationRecord",
     "Job",
     "JobConfig",
     "MemoryCheckpointer",
@@ -73,9 +88,11 @@ __all__ = [
     "PlanariaError",
     "Report",
     "ResilienceConfig",
+    "TensorBoard",
     "TrainingConfig",
     "TrainingError",
     "TrainingResult",
+    "WandB",
     "__version__",
 ]
 

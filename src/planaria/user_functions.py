@@ -7,7 +7,7 @@ from typing import Any
 from planaria.errors import ConfigError
 
 
-def user_function(target: str, *, field: str) -> Callable[[], Any]:
+def user_function(target: str, *, field: str) -> Callable[..., Any]:
     """The function that "module:function" names; what importing its module raises is raised.
 
     Raises:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from planaria.core.job import TrainingConfig
 from planaria.core.samples import sample_numbers
-from planaria.data.batches import Batches
+from planaria.data.batches import Batches, HeldOut
 
 TRAINING = TrainingConfig(global_batch_size=12, microbatch_size=3, seed=5)
 NUM_SAMPLES = 50
@@ -95,6 +95,24 @@ def test_the_loss_is_divided_by_the_targets_of_the_global_batch() -> None:
     batches = Batches(_Numbers(), TRAINING, iteration=2)
 
     assert batches.num_targets() == sum(1 if number % 2 else 2 for number in numbers(2))
+
+
+def test_held_out_samples_come_in_order_and_the_last_microbatch_may_be_small() -> None:
+    """The seed of a sample is the same in every evaluation."""
+    dataset = _Numbers()
+    held_out = HeldOut(dataset, TRAINING, num_samples=7)
+
+    inputs = [held_out.inputs(index).flatten().tolist() for index in range(3)]
+    assert inputs == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0], [6.0]]
+    assert [held_out.num_targets(index) for index in range(3)] == [5, 4, 2]
+    assert held_out.num_microbatches == 3
+    first = list(dataset.reads)
+    for index in range(3):
+        held_out.drop(index)
+        held_out.targets(index)
+    assert dataset.reads == [*first, *first]
+    assert HeldOut(dataset, TRAINING, num_samples=0).num_samples == NUM_SAMPLES
+    assert HeldOut(dataset, TRAINING, num_samples=10**6).num_samples == NUM_SAMPLES
 
 
 def test_inputs_have_the_dtype_that_training_computes_in() -> None:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from planaria.core.job import DataConfig
 from planaria.data import text
 from planaria.data.batches import microbatch, num_targets
-from planaria.data.datasets import Dataset, load_dataset, vocabulary_size
+from planaria.data.datasets import Dataset, load_dataset, load_held_out, vocabulary_size
 from planaria.data.text import make_once, masked_pair
 from planaria.errors import ConfigError
 
@@ -225,6 +226,32 @@ def test_byte_pairs_are_learned_from_the_text_and_give_it_back(tmp_path: Path) -
     assert int(tokens.max()) < dataset.vocabulary_size == 300
     assert len(dataset) == len(elsewhere)
     assert torch.equal(dataset.sample(5, seed=0)[0], elsewhere.sample(5, seed=0)[0])
+
+
+def test_held_out_text_has_the_tokens_of_the_training_text(tmp_path: Path) -> None:
+    """A tokenizer of its own would give other numbers to the same words."""
+    tokenizers = pytest.importorskip("tokenizers")
+    path = text_file(tmp_path, b"The quick brown fox jumps over the lazy dog.\n" * 300)
+    held_out = tmp_path / "held out"
+    held_out.write_bytes(b"zebras and the quick brown fox\n" * 90)
+    data = DataConfig(path=path, sequence_length=16, tokenizer="bpe", vocabulary_size=300)
+    cache = tmp_path / "cache"
+    load(data, cache)
+
+    dataset = load_held_out(
+        replace(data, path=str(held_out)), data, objective="causal", seed=0, cache_directory=cache
+    )
+
+    (saved,) = cache.glob("tokenizer-*.json")
+    decoded = tokenizers.Tokenizer.from_file(str(saved)).decode(
+        torch.cat([dataset.sample(k, seed=0)[0] for k in range(len(dataset))]).tolist()
+    )
+    assert held_out.read_text().startswith(decoded)
+    assert len(decoded) > 2000
+    with pytest.raises(ConfigError, match=r"^evaluation\.path = "):
+        load_held_out(
+            replace(data, path="no"), data, objective="causal", seed=0, cache_directory=cache
+        )
 
 
 def test_a_text_too_short_for_a_sample_is_refused_with_its_size(tmp_path: Path) -> None:

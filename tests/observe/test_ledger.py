@@ -50,7 +50,7 @@ def test_parts_have_the_reports_names() -> None:
     """All categories, also those that have no seconds."""
     names = (
         *("useful", "redundant", "redo", "detect", "decide", "regroup"),
-        *("transfer", "restart", "checkpoint_stall", "startup", "idle", "wall"),
+        *("transfer", "restart", "checkpoint_stall", "evaluation", "startup", "idle", "wall"),
     )
 
     assert tuple(Ledger(0.0, 0.0).parts()) == names

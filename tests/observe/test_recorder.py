@@ -18,6 +18,7 @@ from helpers.recorder_messages import (
 )
 from planaria.core.copies import CopiesDone
 from planaria.core.inject import parse_injection
+from planaria.core.messages import Evaluated
 from planaria.core.records import Starting
 from planaria.observe.ledger import Category
 from planaria.observe.recorder import Recorder
@@ -99,6 +100,35 @@ def test_the_seconds_of_a_run_go_where_they_belong() -> None:
 
     expected = {"startup": 4.0, "useful": 3.5, "checkpoint_stall": 1.0, "wall": 8.5}
     assert parts(run, 18.5) == expected
+
+
+def _evaluated(iteration: int, loss: float) -> Evaluated:
+    return Evaluated(iteration=iteration, loss=loss, num_samples=3, num_targets=9, seconds=0.5)
+
+
+def test_evaluations_are_recorded_once_and_their_time_is_no_training() -> None:
+    """All ranks report the same result; what is undone goes with the iterations."""
+    run = recorder()
+    reports = tuple(
+        structs.replace(report(rank, 6), evaluated=(_evaluated(6, 2.5),)) for rank in (0, 1)
+    )
+    message = structs.replace(commit_message(6, 16.0), reports=reports)
+    run.on_committed(message)
+    (record,) = run.on_evaluated(message)
+
+    assert (record.iteration, record.loss, record.targets, record.at_s) == (6, 2.5, 9, 6.0)
+    spent = parts(run, 16.0)
+    assert spent["evaluation"] == 0.5
+
+    later = structs.replace(report(0, 7), evaluated=(_evaluated(8, 2.0),))
+    message = structs.replace(commit_message(7, 18.0), reports=(later,))
+    run.on_committed(message)
+    run.on_evaluated(message)
+    assert list(run.evaluations) == [6, 8]
+    assert parts(run, 18.0)["evaluation"] == 1.0
+    run.on_committed(commit_message(6, 20.0))  # The job went back.
+    assert list(run.evaluations) == [6]
+    assert "evaluation" not in parts(run, 20.0)
 
 
 def test_workers_are_listed_by_rank_each_with_its_epochs() -> None:

@@ -301,6 +301,28 @@ def test_an_epoch_whose_training_is_over_only_waits_for_its_save() -> None:
     assert actions == (act.WaitWritten(0), act.EndEpoch(0))
 
 
+# -- evaluations ----------------------------------------------------------------------------------
+
+
+def test_evaluations_come_between_iterations_and_after_the_last() -> None:
+    """All ranks know when, without a word: also in an epoch that begins there."""
+    state = replace(NEW, rules=replace(RULES, evaluate_every=2))
+    state, actions = begun(state, start())
+    assert act.Evaluate not in kinds(actions)
+    state, actions = told(state, 0, vector())
+    assert act.Evaluate not in kinds(actions)
+    state, actions = told(state, 1, vector())
+    assert actions == (act.Evaluate(2), act.Reach("start", 2), act.Compute(2))
+
+    _, actions = begun(replace(NEW, rules=replace(RULES, evaluate_every=2)), start(1, 4))
+    assert actions[-3:] == (act.Evaluate(4), act.Reach("start", 4), act.Compute(4))
+
+    _, actions = on_computed(training(state, start(2, 4)), 4, vector())
+    assert kinds(actions)[-2:] == [act.Evaluate, act.TellIteration]
+    _, actions = on_computed(training(state, start(3, 2)), 2, vector(stop=1))
+    assert act.Evaluate(3) in actions
+
+
 # -- how an epoch ends ----------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from planaria.core.plan import Plan
 from planaria.core.records import Warned
 from planaria.observe.metrics import IterationRecord
 from planaria.observe.recorder import Recorder
+from planaria.show.callbacks import CallbackThread
 from planaria.show.job_observer import JobObserver
 
 
@@ -30,7 +31,10 @@ class Notes:
 def watched() -> tuple[JobObserver, Recorder, Notes]:
     recorder = Recorder(start_s=10.0, predicted_s=0.5, predicted_peak_bytes=999)
     notes = Notes()
-    return JobObserver(recorder, notes, predicted_peak_bytes=lambda _: 555), recorder, notes
+    observer = JobObserver(
+        recorder, notes, predicted_peak_bytes=lambda _: 555, callbacks=CallbackThread(())
+    )
+    return observer, recorder, notes
 
 
 def test_one_node_is_one_node() -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 from planaria.cli.command_line import JobFile, Settings, check_writable, exit_codes, write
 from planaria.cli.machine_commands import TokenFile
 from planaria.core.inject import Injection, check_injections, check_on_machines, parse_injection
-from planaria.core.job import ClusterConfig
+from planaria.core.job import ClusterConfig, JobConfig
 from planaria.errors import ConfigError
 from planaria.estimator.correction import Comparison
 from planaria.estimator.time import Timeline
@@ -26,9 +26,11 @@ from planaria.job.scripts import named_job
 from planaria.job.training_job import TrainingResult
 from planaria.nodes.head.process_events import LEAVE_SIGNALS, restore_handlers
 from planaria.nodes.output import unfailing
+from planaria.show.callbacks import Callbacks
 from planaria.show.chrome_trace import chrome_trace
 from planaria.show.pictures.gantt import compared_figure
 from planaria.show.pictures.page import Format, is_picture, picture_format
+from planaria.show.trackers import TensorBoard, WandB
 from planaria.transport.credentials import read_credentials, token_path
 
 State = Annotated[
@@ -94,6 +96,22 @@ Operator = Annotated[
         "command for the shell. Default: nobody.",
     ),
 ]
+TensorBoardDirectory = Annotated[
+    str,
+    typer.Option(
+        "--tensorboard",
+        metavar="DIR",
+        help="Write the job's curves there for TensorBoard; needs the package tensorboard.",
+    ),
+]
+WandBProject = Annotated[
+    str,
+    typer.Option(
+        "--wandb",
+        metavar="PROJECT",
+        help="Send the job's curves to a project of Weights & Biases; needs the package wandb.",
+    ),
+]
 WaitNodes = Annotated[
     float, typer.Option(metavar="S", help="With --listen: seconds to wait for the first nodes.")
 ]
@@ -115,18 +133,17 @@ def train(
     wait_nodes: WaitNodes = 600.0,
     token_file: TokenFile = "",
     operator: Operator = "",
+    tensorboard: TensorBoardDirectory = "",
+    wandb: WandBProject = "",
     settings: Settings = None,
 ) -> None:
     """Trains a job on emulated nodes of this machine, or with --listen on other machines."""
-    overrides = list(settings or ())
-    overrides += _node_overrides(nodes, has_max=bool(listen))
+    overrides = [*(settings or ()), *_node_overrides(nodes, has_max=bool(listen))]
     if devices_per_node is not None:
         overrides.append(f"cluster.devices_per_node={devices_per_node}")
     for name, path in (("--report", report), ("--timeline", timeline)):
         check_writable(name, path)
-    picture = None
-    if timeline is not None and is_picture(timeline.name):
-        picture = picture_format("--timeline", timeline.name)
+    picture = _picture_format(timeline)
     injections = tuple(parse_injection(spec) for spec in inject or ())
     # A script that defines the job runs in this process, so its prints need these streams too.
     sys.stdout, sys.stderr = unfailing(sys.stdout), unfailing(sys.stderr)
@@ -146,6 +163,7 @@ def train(
             display=display,
             output=display.output,
             listening=listening,
+            callbacks=_trackers(tensorboard, wandb, loaded_job.config),
         )
         with _ignoring_signals_to_leave():
             if report is not None:
@@ -160,6 +178,19 @@ def train(
         raise result.error
     if result.stopped:
         raise typer.Exit(130)
+
+
+def _picture_format(timeline: Path | None) -> Format | None:
+    """The format of the timeline, if its file is to be a picture."""
+    if timeline is None or not is_picture(timeline.name):
+        return None
+    return picture_format("--timeline", timeline.name)
+
+
+def _trackers(tensorboard: str, wandb: str, config: JobConfig) -> list[Callbacks]:
+    """What draws the job's curves elsewhere."""
+    trackers: list[Callbacks] = [TensorBoard(tensorboard)] if tensorboard else []
+    return [*trackers, WandB(wandb, config)] if wandb else trackers
 
 
 @contextmanager

@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, get_args
 
 from planaria.core.plan import Recomputation
@@ -137,6 +137,11 @@ class TrainingConfig:
     deterministic: bool = _key(
         True, "the job gives the same bits on any number of nodes; it sums gradients in float64"
     )
+    callbacks: tuple[str, ...] = _key(
+        (),
+        "module:function of functions that return a planaria.Callbacks, whose functions are called "
+        "while the job trains, by the process that leads it",
+    )
 
     @property
     def recomputation(self) -> Recomputation:
@@ -150,6 +155,35 @@ class TrainingConfig:
     def chooses_recomputation(self) -> bool:
         """Whether the planner chooses what is computed again."""
         return self.activation_checkpointing == "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationConfig:
+    every: int = _key(
+        0,
+        "number of iterations from one evaluation on held-out data to the next; the last iteration "
+        "has one, too; 0: none; the bits of training do not depend on it",
+    )
+    path: str = _key(
+        "",
+        "the held-out file or directory, if data.kind is text, tokens or hf; text has the tokens "
+        "of data.path",
+    )
+    target: str = _key(
+        "", "module:function of the held-out dataset, as data.target, if data.kind is python"
+    )
+    samples: int = _key(0, "number of samples that are evaluated, from the first on; 0: all")
+    metrics: Mapping[str, str] = _key(
+        {},
+        "further numbers, by name: module:function; the function takes the output of the last "
+        "layer and the targets of a microbatch and returns a sum over its targets, of which the "
+        "mean is shown",
+    )
+    patience: int = _key(
+        0,
+        "training stops after this many evaluations in a row whose loss is not the lowest so far; "
+        "0: it does not stop early",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,12 +405,13 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobConfig:
-    """A whole job: model, data, training, resilience, checkpoints and cluster."""
+    """A whole job: model, data, training, evaluation, resilience, checkpoints and cluster."""
 
     name: str = _key("job", "the job's name in reports and logs")
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -385,6 +420,12 @@ class JobConfig:
     def num_microbatches(self) -> int:
         """Number of microbatches of the whole job in one iteration."""
         return self.training.global_batch_size // self.training.microbatch_size
+
+    @property
+    def held_out(self) -> DataConfig:
+        """The data of evaluations."""
+        own = self.evaluation
+        return replace(self.data, path=own.path, target=own.target)
 
     @property
     def sends_copies_over_devices(self) -> bool:

@@ -129,6 +129,24 @@ class EpochReady(Message, frozen=True, kw_only=True):
     receptions: dict[int, tuple[int, float]] = {}
 
 
+class Evaluated(Message, frozen=True, kw_only=True):
+    """The result of an evaluation on held-out data, the same on all ranks.
+
+    Attributes:
+        iteration: number of iterations applied to the parameters.
+        loss: mean over the targets.
+        metrics: mean over the targets of each further number, by name.
+        seconds: seconds that this rank took.
+    """
+
+    iteration: int
+    loss: float
+    num_samples: int
+    num_targets: int
+    metrics: dict[str, float] = {}
+    seconds: float = 0.0
+
+
 class IterationDone(Message, frozen=True, kw_only=True):
     """A rank has applied an iteration; the age of its layers is now iteration + 1.
 
@@ -156,6 +174,7 @@ class IterationDone(Message, frozen=True, kw_only=True):
         clock_error_s: bound on the error of `began_s` by the head's clock, in seconds.
         receptions: (bytes, seconds) of large messages that came from ranks on other machines since
             the report before, by source rank; see transport/connection.py.
+        evaluated: evaluations since the report before; `seconds` has not their time.
     """
 
     rank: int
@@ -178,6 +197,7 @@ class IterationDone(Message, frozen=True, kw_only=True):
     began_s: float | None = None
     clock_error_s: float = 0.0
     receptions: dict[int, tuple[int, float]] = {}
+    evaluated: tuple[Evaluated, ...] = ()
 
     @property
     def computing_s(self) -> float:

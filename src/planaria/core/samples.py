@@ -37,6 +37,7 @@ _HALF_BITS_MIN = 3
 # First argument of `mix`, so that seeds for different purposes are never the same.
 _ORDER = 1
 _DATA = 2
+_HELD_OUT = 3
 
 
 def mix(*values: int) -> int:
@@ -57,6 +58,11 @@ def random_words(seed: int, count: int) -> np.ndarray:
 def data_seed(iteration: int, *, seed: int) -> int:
     """The seed of everything random in an iteration's data (masks, random transforms)."""
     return mix(_DATA, seed, iteration)
+
+
+def held_out_seed(*, seed: int) -> int:
+    """The seed of everything random in the data of evaluations, the same for all of them."""
+    return mix(_HELD_OUT, seed)
 
 
 def sample_numbers(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from planaria.core.job import TrainingConfig
-from planaria.core.samples import data_seed, mix, sample_numbers
+from planaria.core.samples import data_seed, held_out_seed, mix, sample_numbers
 from planaria.data.datasets import Dataset, UserDataset
 from planaria.data.text import IGNORED, TokenDataset
 from planaria.errors import ConfigError
@@ -48,12 +48,7 @@ class Batches:
     def inputs(self, index: int) -> Any:
         """The inputs of a microbatch, for its first hop; floats are in the dtype of training."""
         self.consumed[index] = self._samples(index)
-        dtype = getattr(torch, self._training.dtype)
-
-        def convert(tensor: Tensor) -> Tensor:
-            return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-        return tree_map(convert, self._load(index)[0])
+        return _convert(self._load(index)[0], self._training)
 
     def targets(self, index: int) -> Any:
         """The targets of a microbatch, for its last hop; the microbatch is not kept after this."""
@@ -78,6 +73,61 @@ class Batches:
             samples = self._samples(index)
             self._loaded[index] = microbatch(self._dataset, samples, seed=self._seed)
         return self._loaded[index]
+
+
+class HeldOut:
+    """The microbatches of an evaluation: samples in order, the last microbatch perhaps smaller.
+
+    Args:
+        num_samples: number of samples from the first on; 0: all.
+    """
+
+    def __init__(self, dataset: Dataset, training: TrainingConfig, *, num_samples: int) -> None:
+        self.num_samples = min(num_samples or len(dataset), len(dataset))
+        self._dataset = dataset
+        self._training = training
+        self._loaded: dict[int, tuple[Any, Any]] = {}
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of microbatches."""
+        return -(-self.num_samples // self._training.microbatch_size)
+
+    def inputs(self, index: int) -> Any:
+        """The inputs of a microbatch; floats are in the dtype of training."""
+        return _convert(self._load(index)[0], self._training)
+
+    def targets(self, index: int) -> Any:
+        """The targets of a microbatch."""
+        return self._load(index)[1]
+
+    def num_targets(self, index: int) -> int:
+        """Number of targets of a microbatch, see `num_targets`."""
+        return _num_in_batch(self._load(index)[1], len(self._samples(index)))
+
+    def drop(self, index: int) -> None:
+        """Forgets a microbatch that is not needed any more."""
+        self._loaded.pop(index, None)
+
+    def _samples(self, index: int) -> npt.NDArray[np.int64]:
+        first = index * self._training.microbatch_size
+        return np.arange(first, min(first + self._training.microbatch_size, self.num_samples))
+
+    def _load(self, index: int) -> tuple[Any, Any]:
+        if index not in self._loaded:
+            seed = held_out_seed(seed=self._training.seed)
+            self._loaded[index] = microbatch(self._dataset, self._samples(index), seed=seed)
+        return self._loaded[index]
+
+
+def _convert(inputs: Any, training: TrainingConfig) -> Any:
+    """The inputs with floats in the dtype of training."""
+    dtype = getattr(torch, training.dtype)
+
+    def convert(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return tree_map(convert, inputs)
 
 
 def microbatch(dataset: Dataset, samples: np.ndarray, *, seed: int) -> tuple[Any, Any]:

@@ -92,6 +92,33 @@ def load_dataset(data: DataConfig, *, objective: str, seed: int, cache_directory
     return text_dataset(source, data, objective=objective, cache_directory=cache_directory)
 
 
+def load_held_out(
+    held_out: DataConfig, training: DataConfig, *, objective: str, seed: int, cache_directory: Path
+) -> Dataset:
+    """The data of evaluations, with the tokens of the training data.
+
+    Raises:
+        ConfigError: see `load_dataset`; it names the keys of the evaluation.
+    """
+    try:
+        if held_out.kind != "text":
+            return load_dataset(
+                held_out, objective=objective, seed=seed, cache_directory=cache_directory
+            )
+        return text_dataset(
+            file_source(held_out.path),
+            held_out,
+            objective=objective,
+            cache_directory=cache_directory,
+            learned_from=file_source(training.path) if training.path else prose_source(),
+        )
+    except ConfigError as error:
+        field = error.field
+        if field in ("data.path", "data.target"):
+            field = field.replace("data.", "evaluation.")
+        raise ConfigError(field, error.value, error.remedy) from error
+
+
 def vocabulary_size(data: DataConfig, *, cache_directory: Path, objective: str = "causal") -> int:
     """The vocabulary_size of the data's dataset; text is not tokenised for it.
 

@@ -122,16 +122,24 @@ class TokenDataset:
 
 
 def text_dataset(
-    source: TextSource, data: DataConfig, *, objective: str, cache_directory: Path
+    source: TextSource,
+    data: DataConfig,
+    *,
+    objective: str,
+    cache_directory: Path,
+    learned_from: TextSource | None = None,
 ) -> TokenDataset:
     """The samples of a text, which is tokenised now if it was not before.
+
+    Args:
+        learned_from: text from which a tokenizer learns its tokens; None: the text itself.
 
     Raises:
         ConfigError: the text cannot be read or is too short for one sample.
     """
     _check_objective(data, objective)
     try:
-        path = _token_file(source, data, cache_directory)
+        path = _token_file(source, learned_from or source, data, cache_directory)
     except OSError as error:
         reason = f"{error.strerror} ({error.filename})"
         raise ConfigError(
@@ -326,10 +334,11 @@ def _token_dtype(data: DataConfig) -> np.dtype[Any]:
     return np.dtype("u1" if size <= 1 << 8 else "<u2" if size <= 1 << 16 else "<u4")
 
 
-def _token_file(source: TextSource, data: DataConfig, cache_directory: Path) -> Path:
-    bytes_path = cache_directory / f"tokens-{_digest(source.digest, 'bytes')}"
+def _token_file(
+    source: TextSource, learned_from: TextSource, data: DataConfig, cache_directory: Path
+) -> Path:
     if data.tokenizer == "bytes":
-        return make_once(bytes_path, lambda partial: _write(partial, source.pieces()))
+        return _bytes_file(source, cache_directory)
     if importlib.util.find_spec("tokenizers") is None:
         raise ConfigError(
             "data.tokenizer",
@@ -341,21 +350,26 @@ def _token_file(source: TextSource, data: DataConfig, cache_directory: Path) -> 
             f"the {_NUM_BYTE_TOKENS} single bytes are the first tokens; set it to a larger number"
         )
         raise ConfigError("data.vocabulary_size", data.vocabulary_size, remedy)
-    digest = _digest(source.digest, "bpe", str(data.vocabulary_size))
+    digest = _digest(learned_from.digest, "bpe", str(data.vocabulary_size))
 
-    def texts() -> Iterator[str]:
+    def texts(of: TextSource) -> Iterator[str]:
         # Collecting the text can take longer than tokenising it, so its bytes are kept.
-        make_once(bytes_path, lambda partial: _write(partial, source.pieces()))
-        return _text_pieces(bytes_path, source.name)
+        return _text_pieces(_bytes_file(of, cache_directory), of.name)
 
     def train(partial: Path) -> None:
-        _trained_tokenizer(texts(), data.vocabulary_size).save(str(partial))
+        _trained_tokenizer(texts(learned_from), data.vocabulary_size).save(str(partial))
 
     def encode(partial: Path) -> None:
-        _write(partial, _encoded_tokens(texts(), tokenizer_path, _token_dtype(data)))
+        _write(partial, _encoded_tokens(texts(source), tokenizer_path, _token_dtype(data)))
 
     tokenizer_path = make_once(cache_directory / f"tokenizer-{digest}.json", train)
-    return make_once(cache_directory / f"tokens-{digest}", encode)
+    name = digest if source.digest == learned_from.digest else _digest(source.digest, digest)
+    return make_once(cache_directory / f"tokens-{name}", encode)
+
+
+def _bytes_file(source: TextSource, cache_directory: Path) -> Path:
+    path = cache_directory / f"tokens-{_digest(source.digest, 'bytes')}"
+    return make_once(path, lambda partial: _write(partial, source.pieces()))
 
 
 def _trained_tokenizer(texts: Iterator[str], vocabulary_size: int) -> Any:

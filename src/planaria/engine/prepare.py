@@ -21,6 +21,7 @@ from planaria.data.datasets import Dataset, load_dataset, vocabulary_size
 from planaria.engine.blame import mistake_of, user_traceback
 from planaria.engine.comm.choice import fallback_text, nccl_obstacle, transport_mistake
 from planaria.engine.devices import Device, find_device
+from planaria.engine.iteration.evaluation import load_evaluation
 from planaria.engine.optimizer import learning_rate, optimizer_factory
 from planaria.engine.profiler import profile_model
 from planaria.errors import ConfigError
@@ -221,6 +222,7 @@ def _prepare(request: PrepareRequest) -> Prepared:
         job, cache_directory=cache_directory, profile=request.profile, timekeeper=Timekeeper()
     )
     dataset = load_data(job, objective=model.objective, cache_directory=cache_directory)
+    load_evaluation(job, dataset, objective=model.objective, cache_directory=cache_directory)
     sample_numbers(
         0,
         seed=job.training.seed,

@@ -49,6 +49,7 @@ from planaria.engine.control import Control
 from planaria.engine.copying import Copying
 from planaria.engine.entry import provide_layers
 from planaria.engine.exchange import keep_only_age, receive_silently
+from planaria.engine.iteration.evaluation import Evaluator, load_evaluation
 from planaria.engine.iteration.executor import Executor, ExecutorCallbacks, RankContext
 from planaria.engine.iteration.groups import iteration_peers
 from planaria.engine.iteration.guard import refuse_divergence, sampled_hashes
@@ -142,6 +143,7 @@ class Worker:
         self._is_leaving = False
         # State of the epoch that is served.
         self._executor: Executor | None = None
+        self._evaluator: Evaluator | None = None
         self._schedule: tuple[Schedule, float] | None = None
         self._regroup_begin_s = 0.0
         self._received_bytes = 0
@@ -155,6 +157,9 @@ class Worker:
         timekeeper = self._links.timekeeper
         model = load_model(self._job, cache_directory=cache, profile=profile, timekeeper=timekeeper)
         self._dataset = load_data(self._job, objective=model.objective, cache_directory=cache)
+        self._evaluation = load_evaluation(
+            self._job, self._dataset, objective=model.objective, cache_directory=cache
+        )
         pinned_bytes = pinned_bytes_of(self._spec)
         device = device_of(self._job, rank=self._spec.rank, pinned_bytes=pinned_bytes)
         self._stage = RankStage(model, training=self._job.training, device=device)
@@ -200,6 +205,7 @@ class Worker:
             training=self._job.training,
             persist_every=self._job.checkpoint.persist_every,
             save_timeout_s=self._job.checkpoint.timeout_s,
+            evaluate_every=self._job.evaluation.every,
         )
 
     def _obey(self, order: Order) -> None:
@@ -270,6 +276,9 @@ class Worker:
                 is_begun = self._save(action.age)
                 self._iteration_end_s = self._links.timekeeper.now_s()
                 return on_save_begun(self._state, is_begun)
+            case act.Evaluate():
+                assert self._evaluator is not None
+                self._iteration_end_s += self._evaluator.run(action.age)  # No part of an iteration.
             case act.Compute():
                 vector = self._compute(action.iteration)
                 return on_computed(self._state, action.iteration, vector)
@@ -458,6 +467,10 @@ class Worker:
         )
         self._received_bytes = 0
         self._stage.chosen = start.plan.recomputation_by_rank.get(self._spec.rank, {})
+        if self._evaluation is not None:
+            self._evaluator = Evaluator(
+                self._evaluation, start.plan, context=self._context, comm=self._control.comm
+            )
         self._executor = Executor(
             start.plan,
             schedule,
@@ -475,6 +488,7 @@ class Worker:
         # This also unblocks reductions, whatever ended the epoch.
         self._links.abort("the epoch is over", first_epoch=epoch + 1)
         executor, self._executor = self._executor, None
+        self._evaluator = None
         comm, self._control.comm = self._control.comm, None
         if comm is not None:  # The thread that reduces may wait in it, and not in a link.
             comm.abort("the epoch is over")
@@ -560,6 +574,7 @@ class Worker:
                 spans=self._spans if self._spec.trace else (),
                 began_s=executor.start_s,
                 receptions=self._links.take_receptions(),
+                evaluated=self._evaluator.take_results() if self._evaluator else (),
             )
         )
 

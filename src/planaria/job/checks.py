@@ -9,6 +9,7 @@ in the same words. How many nodes can have work is known only to the planner; pl
 
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
 
@@ -25,6 +26,9 @@ _MINIMUM = {
     "training.microbatch_size": 1,
     "training.gradient_clip": 0,
     "training.seed": 0,
+    "evaluation.every": 0,
+    "evaluation.samples": 0,
+    "evaluation.patience": 0,
     "resilience.failures_tolerated": 0,
     "resilience.failure_rate": 0,
     "resilience.dp_range": 0,
@@ -89,6 +93,7 @@ def check_job(job: JobConfig) -> None:
     _check_kinds(job)
     _check_model(job.model)
     _check_data(job.data)
+    _check_evaluation(job)
     _check_batch(job)
     _check_cluster(job.cluster)
     _check_paths(job)
@@ -219,6 +224,31 @@ def _check_data(data: DataConfig) -> None:
         raise ConfigError("data.vocabulary_size", data.vocabulary_size, remedy)
 
 
+def _check_evaluation(job: JobConfig) -> None:
+    """Refuses an evaluation without held-out data, and keys of it that mean nothing."""
+    evaluation, kind = job.evaluation, job.data.kind
+    if not evaluation.every:
+        for key, value in asdict(evaluation).items():
+            if value:
+                remedy = "has a meaning only with evaluation.every"
+                raise ConfigError(f"evaluation.{key}", value, remedy)
+        return
+    if job.model.kind == "paced":
+        remedy = "must be 0, because a paced model has no loss that means something"
+        raise ConfigError("evaluation.every", evaluation.every, remedy)
+    needed, other = ("target", "path") if kind == "python" else ("path", "target")
+    if value := getattr(evaluation, other):
+        remedy = f'has no meaning with data.kind = "{kind}"; give evaluation.{needed}'
+        raise ConfigError(f"evaluation.{other}", value, remedy)
+    if not getattr(evaluation, needed):
+        remedy = "must name the held-out data, of the kind of [data]"
+        raise ConfigError(f"evaluation.{needed}", "", remedy)
+    for name, target in evaluation.metrics.items():
+        _check_target(f"evaluation.metrics.{name}", target, returned="a number")
+    if evaluation.target:
+        _check_target("evaluation.target", evaluation.target, returned="an indexable dataset")
+
+
 def _check_batch(job: JobConfig) -> None:
     """Refuses a global batch that is not a plannable number of whole microbatches.
 
@@ -249,12 +279,19 @@ def _check_cluster(cluster: ClusterConfig) -> None:
         parse_notice_source(cluster.notice, field="cluster.notice")
 
 
-def _missing(data: DataConfig) -> str:
-    """The reason why data.path is not what its kind needs."""
-    needed, other = ("directory", "file") if data.kind == "hf" else ("file", "directory")
-    if Path(data.path).exists():
-        return f'is a {other}; kind = "{data.kind}" needs a {needed}'
-    return f"there is no such {needed}"
+def _check_data_path(name: str, data: DataConfig) -> None:
+    """Refuses a path that is not what the kind of data needs; none is no mistake here."""
+    if not data.path:
+        return
+    path, is_directory = Path(data.path), data.kind == "hf"
+    needed, other = ("directory", "file") if is_directory else ("file", "directory")
+    if not path.exists():
+        raise ConfigError(name, data.path, f"there is no such {needed}")
+    if path.is_dir() != is_directory:
+        remedy = f'is a {other}; kind = "{data.kind}" needs a {needed}'
+        raise ConfigError(name, data.path, remedy)
+    if not is_directory and path.stat().st_size == 0:
+        raise ConfigError(name, data.path, "the file is empty")
 
 
 def _check_paths(job: JobConfig) -> None:
@@ -277,8 +314,5 @@ def check_inputs(job: JobConfig) -> None:
     """
     if job.model.path and not Path(job.model.path, "config.json").is_file():
         raise ConfigError("model.path", job.model.path, "must be a directory with a config.json")
-    exists = Path.is_dir if job.data.kind == "hf" else Path.is_file
-    if job.data.path and not exists(Path(job.data.path)):
-        raise ConfigError("data.path", job.data.path, _missing(job.data))
-    if job.data.path and job.data.kind != "hf" and Path(job.data.path).stat().st_size == 0:
-        raise ConfigError("data.path", job.data.path, "the file is empty")
+    _check_data_path("data.path", job.data)
+    _check_data_path("evaluation.path", job.held_out)

@@ -31,7 +31,10 @@ from planaria.errors import ConfigError
 from planaria.job.checks import check_job
 from planaria.profiles.shipped import profile_path
 
-_INPUT_PATHS = (("model", "path", Path), ("model", "profile", profile_path), ("data", "path", Path))
+_INPUT_PATHS = (
+    *(("model", "path", Path), ("model", "profile", profile_path)),
+    *(("data", "path", Path), ("evaluation", "path", Path)),
+)
 
 _EXPECTED = {
     "int_type": "must be an integer",
@@ -39,7 +42,7 @@ _EXPECTED = {
     "bool_type": "must be true or false",
     "string_type": "must be a string, in quotes",
     "dict_type": "must be a table",
-    "tuple_type": "must be a list of lists, such as [[0, 1], [2, 3]]",
+    "tuple_type": "must be a list",
 }
 
 Record = TypeVar("Record")

@@ -122,7 +122,12 @@ def fingerprint(config: JobConfig) -> dict[str, Any]:
     return {
         "name": config.name,
         "model": {"kind": config.model.kind, "config": dict(config.model.config)},
-        "data": asdict(config.data) | {"path": Path(config.data.path).name},
+        "data": {
+            key: value
+            for key, value in asdict(config.data).items()
+            if key != "collate" or value  # Older saves do not name it.
+        }
+        | {"path": Path(config.data.path).name},
         "global_batch_size": training.global_batch_size,
         "microbatch_size": training.microbatch_size,
         "optimizer": dict(training.optimizer),

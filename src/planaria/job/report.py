@@ -66,6 +66,7 @@ def report_of(
         workers=recorder.workers(),
         iterations=tuple(recorder.iterations),
         events=recorder.events(),
+        evaluations=tuple(recorder.evaluations.values()),
         checkpoints=observer.checkpoints(
             every=config.checkpoint.persist_every, is_resumed=planned.resumed is not None
         ),

@@ -71,6 +71,7 @@ from planaria.nodes.head.remote.run_record import NodeLog, RunRecord, write_run
 from planaria.observe.metrics import IterationRecord, Report
 from planaria.observe.recorder import Recorder
 from planaria.planner.plans import PlanCatalog
+from planaria.show.callbacks import Callbacks, CallbackThread, callbacks_of
 from planaria.show.job_observer import JobObserver, TrainingDisplay
 from planaria.transport.sockets import Address
 
@@ -258,6 +259,7 @@ class Job:
         display: Display | None = None,
         server: ForkServer | None = None,
         state: str = "",
+        callbacks: Sequence[Callbacks] = (),
     ) -> TrainingResult:
         """Trains the job on emulated nodes of this machine, and saves it at the end.
 
@@ -272,6 +274,7 @@ class Job:
                 renewed if it is lost while the job trains.
             state: directory for the coordinator's journal; "": beside the saves, or in the user's
                 state directory if the saves are in an object store.
+            callbacks: functions to call while the job trains, beside training.callbacks.
 
         Raises:
             ConfigError: the job is wrong, or does not fit the checkpoint or the cluster; or its
@@ -291,6 +294,7 @@ class Job:
             display=display,
             server=server,
             state=state,
+            callbacks=callbacks,
         )
         if result.error is not None:
             raise result.error
@@ -309,6 +313,7 @@ class Job:
         state: str = "",
         output: Callable[[str], None] | None = None,
         listening: Listening | None = None,
+        callbacks: Sequence[Callbacks] = (),
     ) -> TrainingResult:
         """Trains like `train`, but returns an error that ends training in the result.
 
@@ -329,6 +334,7 @@ class Job:
         if listening is None:  # Else the machines look for them.
             check_inputs(config)
         _make_ready(config, injections, display)
+        calls = [*callbacks, *callbacks_of(config, search_path=self._search_path)]
         early = nullcontext() if listening is None else interrupt_at_leave_signals()
         with restore_handlers(), ExitStack() as held:
             with early:  # Machines that wait must be told.
@@ -337,15 +343,16 @@ class Job:
             config = begun.config
             display.show_plan(planned)
             left = with_short_limit(tier, config.checkpoint)
-            observer = _job_observer(planned, recorder := _recorder(planned, start_s), display)
+            thread = held.enter_context(CallbackThread(calls))
+            recorder = _recorder(planned, start_s)
+            observer = _job_observer(planned, recorder, display, thread)
             launch_spec = _launch_spec(planned, injections, begun, trace, listening)
-            other = partial(_other_journal, held, begun, state)
             launcher = Launcher(
                 launch_spec,
                 server=begun.server,
                 observer=observer,
                 tier=left,
-                other_journal=other,
+                other_journal=partial(_other_journal, held, begun, state),
                 head=begun.head,
             )
             with _told_if_interrupted(launcher, left):
@@ -479,13 +486,15 @@ def _recorder(planned: Planned, start_s: float) -> Recorder:
     )
 
 
-def _job_observer(planned: Planned, recorder: Recorder, display: Display) -> JobObserver:
+def _job_observer(
+    planned: Planned, recorder: Recorder, display: Display, callbacks: CallbackThread
+) -> JobObserver:
     buffers_bytes = planned.config.chunk_buffers_bytes
 
     def peak_bytes(plan: Plan) -> int:
         return predicted_peak_bytes(planned.problem, plan) + buffers_bytes
 
-    return JobObserver(recorder, display, predicted_peak_bytes=peak_bytes)
+    return JobObserver(recorder, display, predicted_peak_bytes=peak_bytes, callbacks=callbacks)
 
 
 def _prepared_here(config: JobConfig, server: ForkServer, display: Display) -> Prepared:
@@ -581,6 +590,6 @@ def _result(
         report=report_of(planned, tier, recorder, observer, ended),
         planned=planned,
         compared=tuple(compared_iterations(planned, recorder)),
-        stopped=ended.ending == Ending.STOPPED,
+        stopped=ended.ending == Ending.STOPPED and not observer.early,
         error=error,
     )

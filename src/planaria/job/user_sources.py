@@ -34,6 +34,8 @@ def user_sources(config: JobConfig, search_path: Sequence[str]) -> tuple[SourceF
             ("model.target", config.model.target),
             ("data.target", config.data.target),
             ("data.collate", config.data.collate),
+            ("evaluation.target", config.evaluation.target),
+            *((f"evaluation.metrics.{n}", t) for n, t in config.evaluation.metrics.items()),
         )
         if target
     ]

@@ -73,6 +73,8 @@ def input_paths(job: JobConfig) -> dict[str, Path]:
     paths = {}
     if job.data.path and job.data.kind != "python" and job.model.kind != "paced":
         paths["data.path"] = Path(job.data.path)
+    if job.evaluation.path:
+        paths["evaluation.path"] = Path(job.evaluation.path)
     if job.model.path and job.model.kind == "hf":
         paths["model.path"] = Path(job.model.path)
     return paths

@@ -31,6 +31,7 @@ class Category(StrEnum):
             coordinator. A job that trains without a coordinator does not wait for it.
         CHECKPOINT_STALL: the time in which training waits for saves or copies, the last save
             included.
+        EVALUATION: the time of evaluations on held-out data.
         STARTUP: the time before training begins.
         IDLE: the time in which all wait for a node, because too few are left; and the seconds of
             committed iterations times the share of members without a layer.
@@ -45,6 +46,7 @@ class Category(StrEnum):
     TRANSFER = "transfer"
     RESTART = "restart"
     CHECKPOINT_STALL = "checkpoint_stall"
+    EVALUATION = "evaluation"
     STARTUP = "startup"
     IDLE = "idle"
 

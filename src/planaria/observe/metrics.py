@@ -40,6 +40,27 @@ class IterationRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRecord:
+    """The result of an evaluation on held-out data.
+
+    Attributes:
+        iteration: number of iterations that the parameters were trained for.
+        loss: mean over the targets.
+        metrics: mean over the targets of each further number, by name.
+        seconds: time that it took; training waited for it.
+        at_s: time at which it was known on the head's clock, in seconds since the job started.
+    """
+
+    iteration: int
+    loss: float
+    samples: int
+    targets: int
+    metrics: dict[str, float]
+    seconds: float
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRecord:
     """What one worker process did; its pid and start time identify it."""
 
@@ -220,6 +241,7 @@ class Report:
     profile: dict[str, Any] = field(default_factory=dict)
     processors: int = 0
     first_iteration: int = 0
+    evaluations: tuple[EvaluationRecord, ...] = ()
     actions: tuple[ActionRecord, ...] = ()
     memory: tuple[MemoryRecord, ...] = ()
     version: int = REPORT_VERSION

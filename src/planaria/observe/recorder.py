@@ -31,7 +31,7 @@ from planaria.core.records import (
 )
 from planaria.observe.ledger import Category, Ledger
 from planaria.observe.measurements import CopyMeasurements, Measurements
-from planaria.observe.metrics import EventRecord, IterationRecord, WorkerRecord
+from planaria.observe.metrics import EvaluationRecord, EventRecord, IterationRecord, WorkerRecord
 from planaria.observe.open_events import (
     OpenEvent,
     change_event,
@@ -129,6 +129,7 @@ class Recorder:
         self._first_iteration = first_iteration
         self.ledger = Ledger(start_s, start_s)
         self.iterations: list[IterationRecord] = []
+        self.evaluations: dict[int, EvaluationRecord] = {}  # By iteration, in order.
         self.spans: list[dict[int, tuple[MeasuredSpan, ...]]] = []
         self.tensor_bytes: list[dict[int, int]] = []
         self.measurements = Measurements()
@@ -226,8 +227,32 @@ class Recorder:
             self._enter(Category.CHECKPOINT_STALL, message.now_s)
         return record
 
+    def on_evaluated(self, message: Committed) -> tuple[EvaluationRecord, ...]:
+        """Records the evaluations that are reported with a committed iteration, and returns them.
+
+        All ranks report the same results. One that was done again after a loss counts once.
+        """
+        found = {e.iteration: e for report in message.reports for e in report.evaluated}
+        records = tuple(
+            EvaluationRecord(
+                iteration=iteration,
+                loss=evaluated.loss,
+                samples=evaluated.num_samples,
+                targets=evaluated.num_targets,
+                metrics=evaluated.metrics,
+                seconds=evaluated.seconds,
+                at_s=message.now_s - self.ledger.start_s,
+            )
+            for iteration, evaluated in sorted(found.items())
+        )
+        self.evaluations |= {record.iteration: record for record in records}
+        return records
+
     def _divide(self, iteration_s: float, reports: Sequence[IterationDone]) -> None:
         """Divides the seconds of an iteration among ledger categories."""
+        evaluated_s = max((sum(e.seconds for e in r.evaluated) for r in reports), default=0.0)
+        evaluated_s = min(evaluated_s, self.ledger.seconds.get(Category.USEFUL, 0.0))
+        self._move(evaluated_s, Category.USEFUL, Category.EVALUATION)
         stall_s = max((report.stall_s for report in reports), default=0.0)
         self._move(stall_s, Category.USEFUL, Category.CHECKPOINT_STALL)
         # Ranks may begin before the ledger counts useful time; that part cannot be moved.
@@ -241,6 +266,7 @@ class Recorder:
         for category, seconds in shares_s.items():
             self._move(seconds, Category.USEFUL, category)
         useful_s = trained_s - idle_s - redundant_s
+        shares_s[Category.EVALUATION] = evaluated_s
         self._shares_s.append({Category.USEFUL: useful_s, **shares_s})
 
     def on_profile_corrected(self, message: ProfileCorrected) -> None:
@@ -262,6 +288,7 @@ class Recorder:
                 self._move(seconds, category, Category.REDO)
             for records in (self.iterations, self.spans, self.tensor_bytes, self._shares_s):
                 del records[-num_undone:]
+            self.evaluations = {n: e for n, e in self.evaluations.items() if n <= num_left}
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -507,6 +534,10 @@ class Recorder:
             *((open_event.order, open_event.event) for open_event in self._open_events),
         ]
         return tuple(event for _, event in sorted(events, key=itemgetter(0)))
+
+    def closed_events(self, first: int) -> tuple[EventRecord, ...]:
+        """The events that are over, in the order in which they were, without the first ones."""
+        return tuple(event for _, event in self._events[first:])
 
     def workers(self) -> tuple[WorkerRecord, ...]:
         """The workers of the run, sorted by rank and first epoch."""

@@ -135,6 +135,13 @@ class SaveFirst:
 
 
 @dataclass(frozen=True, slots=True)
+class Evaluate:
+    """Computes the loss of held-out data with the parameters of this age."""
+
+    age: int
+
+
+@dataclass(frozen=True, slots=True)
 class Compute:
     """Runs an iteration up to its commit vector; see `on_computed`."""
 
@@ -245,6 +252,7 @@ Action = (
     | BeginEpoch
     | Compare
     | SaveFirst
+    | Evaluate
     | Compute
     | CheckVector
     | ReceiveSilently

@@ -68,6 +68,7 @@ class WorkerRules:
             for another process of this rank.
         persist_every: number of iterations between saves; 0: no saves during training.
         save_timeout_s: longest wait of a rank for its save after parameters were found corrupt.
+        evaluate_every: number of iterations between evaluations; 0: there are none.
     """
 
     rank: int
@@ -77,6 +78,7 @@ class WorkerRules:
     training: TrainingConfig
     persist_every: int
     save_timeout_s: float
+    evaluate_every: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +246,10 @@ def _is_done(state: WorkerState, iteration: int) -> bool:
 def _train(state: WorkerState, iteration: int, *, ends: bool) -> WorkerStep:
     """The step to the next iteration, or to the end of the epoch if training has ended."""
     if not ends:
-        return state, (act.Reach("start", iteration), act.Compute(iteration))
+        every = state.rules.evaluate_every
+        is_due = every > 0 and iteration > 0 and iteration % every == 0
+        evaluates = (act.Evaluate(iteration),) if is_due else ()
+        return state, (*evaluates, act.Reach("start", iteration), act.Compute(iteration))
     epoch = _start_order(state).epoch
     return state, (act.WaitWritten(epoch), act.EndEpoch(epoch))
 
@@ -274,6 +279,8 @@ def on_computed(state: WorkerState, iteration: int, vector: CommitVector) -> Wor
         actions.append(act.Compare(age))
     if saves:
         actions.append(act.Save(age))
+    if ends and rules.evaluate_every:
+        actions.append(act.Evaluate(age))
     return state, (*actions, act.TellIteration(iteration, vector, ends=ends, switches=switches))
 
 

@@ -26,6 +26,7 @@ from planaria.core.records import (
 )
 from planaria.observe.metrics import EventRecord, IterationRecord
 from planaria.observe.recorder import Recorder
+from planaria.show.callbacks import CallbackThread
 from planaria.show.choice_text import back_text, choice_text
 from planaria.show.comparison import expected_text
 from planaria.show.words import count_text
@@ -59,6 +60,10 @@ class JobObserver:
 
     Args:
         predicted_peak_bytes: function that predicts the peak memory of a plan.
+        callbacks: thread that calls the user's callbacks.
+
+    Attributes:
+        early: reason for which a callback stopped training; "": none did.
     """
 
     def __init__(
@@ -67,7 +72,11 @@ class JobObserver:
         display: TrainingDisplay,
         *,
         predicted_peak_bytes: Callable[[Plan], int],
+        callbacks: CallbackThread,
     ) -> None:
+        self.early = ""
+        self._callbacks = callbacks
+        self._num_events_told = 0
         self._recorder = recorder
         self._display = display
         self._predicted_peak_bytes = predicted_peak_bytes
@@ -78,14 +87,24 @@ class JobObserver:
 
     def on_message(self, message: ToLauncher) -> None:
         """See `Observer` in nodes/head/observer.py."""
+        self._note_message(message)
+        for event in self._recorder.closed_events(self._num_events_told):
+            self._num_events_told += 1
+            self._callbacks.post("on_event", event)
+
+    @property
+    def stop_reason(self) -> str:
+        """See `Observer`."""
+        return self._callbacks.stop_reason
+
+    def _note_message(self, message: ToLauncher) -> None:
         match message:
             case Starting():
                 self._on_starting(message)
             case Running():
                 self._on_running(message)
             case Committed():
-                self._committed_s = message.now_s
-                self._display.show_iteration(self._recorder.on_committed(message))
+                self._on_committed(message)
             case Recovering():
                 self._recorder.on_recovering(message)
                 self._display.note(_loss_text(message))
@@ -108,6 +127,7 @@ class JobObserver:
             case Saved():
                 self._checkpoint_s.append(time.monotonic() - self._committed_s)
                 self._display.note(f"saved iteration {message.iteration}")
+                self._callbacks.post("on_save", message.iteration)
             case Unsaved():
                 self._recorder.add_event(
                     "save_failed", iteration=message.iteration, reason=message.reason
@@ -142,11 +162,17 @@ class JobObserver:
         self._recorder.add_event("granted", iteration=self._recorder.next_iteration, reason=reason)
         self._display.note(reason)
 
-    def on_stop_request(self) -> None:
+    def on_stop_request(self, reason: str) -> None:
         """See `Observer`."""
-        self._display.note(
-            "the job stops at the next commit; a second Ctrl-C stops it at once, without a save"
-        )
+        if not reason:
+            self._display.note(
+                "the job stops at the next commit; a second Ctrl-C stops it at once, without a save"
+            )
+            return
+        self.early = reason
+        text = f"training stops at the next commit: {reason}"
+        self._recorder.add_event("early", iteration=self._recorder.next_iteration, reason=text)
+        self._display.note(text)
 
     def events(self) -> tuple[EventRecord, ...]:
         """See `Observer`."""
@@ -191,6 +217,19 @@ class JobObserver:
             "expected_wasted_s": wasted_s,
             **self._recorder.copy_measurements.table(fmean(back) if back else 0.0),
         }
+
+    def _on_committed(self, message: Committed) -> None:
+        self._committed_s = message.now_s
+        record = self._recorder.on_committed(message)
+        self._display.show_iteration(record)
+        self._callbacks.post("on_commit", record)
+        for evaluated in self._recorder.on_evaluated(message):
+            metrics = "".join(f", {name} {value:.4f}" for name, value in evaluated.metrics.items())
+            self._display.note(
+                f"held-out data after {count_text(evaluated.iteration, 'iteration')}: "
+                f"loss {evaluated.loss:.4f}{metrics}"
+            )
+            self._callbacks.post("on_evaluation", evaluated)
 
     def _on_starting(self, message: Starting) -> None:
         self._recorder.on_starting(message)

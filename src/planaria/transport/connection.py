@@ -70,6 +70,9 @@ class Channel(IntEnum):
     GROUP = 15
     HEAD = 16
     CHUNK = 17
+    EVALUATE = 18
+    EVALUATE_TAKEN = 19
+    EVALUATED = 20
 
 
 _CHANNELS = frozenset(int(channel) for channel in Channel)

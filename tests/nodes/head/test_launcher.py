@@ -65,8 +65,10 @@ class Observer:
     def on_grant(self, *_: object, **__: object) -> None:
         self._told("granted")
 
-    def on_stop_request(self) -> None:
+    def on_stop_request(self, _: str) -> None:
         self._told("stopping")
+
+    stop_reason = ""
 
     def events(self) -> tuple[EventRecord, ...]:
         return ()

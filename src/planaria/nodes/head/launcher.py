@@ -336,6 +336,8 @@ class Launcher:
 
     def _pass_to_observer(self, message: ToLauncher) -> None:
         self._call_observer(partial(self._observer.on_message, message))
+        if self._observer.stop_reason and self._is_training and not self._ended.done():
+            self._request_stop(self._observer.stop_reason)
 
     def _warn(self, text: str) -> None:
         self._pass_to_observer(Warned(text=text))
@@ -425,11 +427,12 @@ class Launcher:
         else:
             self._on_interrupt()
 
-    def _request_stop(self) -> None:
+    def _request_stop(self, reason: str = "") -> None:
+        """Has training stop at the next commit; without a reason, the user asked for it."""
         if not self._stop_requested:
             self._stop_requested = True
             self._leaders.send(StopRequested())
-            self._call_observer(self._observer.on_stop_request)
+            self._call_observer(partial(self._observer.on_stop_request, reason))
 
     def _end(self, reason: str) -> None:
         """Ends the job for a reason that the coordinator does not know."""

@@ -27,8 +27,16 @@ class Observer(Protocol):
     def on_grant(self, node: int, *, replaced_node: int) -> None:
         """Notes that `node` starts on a machine granted in place of the replaced node's."""
 
-    def on_stop_request(self) -> None:
-        """Notes that the user asked to stop."""
+    def on_stop_request(self, reason: str) -> None:
+        """Notes that training stops at the next commit.
+
+        Args:
+            reason: reason of whoever stops it; "": the user asked to.
+        """
+
+    @property
+    def stop_reason(self) -> str:
+        """Reason for which the observer wants training to stop; "": it does not."""
 
     def events(self) -> tuple[EventRecord, ...]:
         """The events of the report so far."""

@@ -42,6 +42,7 @@ _LEDGER_COLOURS: Final[Mapping[Category, str]] = {
     Category.TRANSFER: "#0072b2",
     Category.RESTART: INK,
     Category.CHECKPOINT_STALL: "#882255",
+    Category.EVALUATION: "#44aa99",
     Category.STARTUP: "#999933",
     Category.IDLE: GRID_COLOUR,
 }

@@ -300,6 +300,8 @@ class SimulatedWorker:
                 is_begun = await self._save(action.age)
                 self._iteration_end_s = self.process.now_s
                 return on_save_begun(self.state, is_begun)
+            case act.Evaluate():
+                raise AssertionError(action)  # No scenario asks for evaluations.
             case act.Compute():
                 votes = partial(self._votes, action.iteration)
                 vector = await self._current_executor().run(

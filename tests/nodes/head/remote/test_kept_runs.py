@@ -93,8 +93,10 @@ class _Observer:
 
     on_coordinator_restart = on_grant = on_fault
 
-    def on_stop_request(self) -> None:
+    def on_stop_request(self, _: str) -> None:
         """See Observer."""
+
+    stop_reason = ""
 
     def events(self) -> tuple[()]:
         """See Observer."""

@@ -1,0 +1,229 @@
+"""The loss of held-out data, computed by the pipelines between two iterations.
+
+Microbatches take the routes of the plan in turn, forward alone, without dropout. Each rank runs its
+hops in the order of microbatches, so no two ranks wait for each other. A rank that sends waits
+until its receiver has computed the microbatch before the last one, so that none runs far ahead and
+fills the memory of those behind it. In the end all ranks sum the losses, and so know the result.
+
+Nothing of it is seen by training: the random generators are restored, no layer changes, and the
+time of iterations does not contain it.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planaria.core.job import JobConfig
+from planaria.core.messages import Evaluated
+from planaria.core.plan import Plan, Route
+from planaria.data.batches import HeldOut
+from planaria.data.datasets import Dataset, keep_generators, load_held_out
+from planaria.data.text import TokenDataset
+from planaria.engine.comm.device_comm import DeviceComm
+from planaria.engine.iteration.executor import RankContext
+from planaria.engine.iteration.groups import reduce_vector
+from planaria.errors import ConfigError
+from planaria.models.packing import bring, unpack
+from planaria.transport.links import UNLIMITED_S, Channel, Tag
+from planaria.user_functions import user_function
+
+Metric = Callable[[Any, Any], Any]
+
+_IN_FLIGHT: Final = 2  # Microbatches that a rank may be ahead of the next one.
+_LATE_FACTOR: Final = 10.0  # As of an action of training, see executor.py.
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What a job evaluates.
+
+    Attributes:
+        metrics: functions that return a sum over the targets of a microbatch, by name.
+    """
+
+    held_out: HeldOut
+    metrics: Mapping[str, Metric]
+
+
+def load_evaluation(
+    job: JobConfig, dataset: Dataset, *, objective: str, cache_directory: Path
+) -> Evaluation | None:
+    """What the job evaluates; None if nothing.
+
+    Args:
+        dataset: the training data.
+
+    Raises:
+        ConfigError: the held-out data cannot be read, or has tokens that the model does not know.
+    """
+    config = job.evaluation
+    if not config.every:
+        return None
+    held_out = load_held_out(
+        job.held_out,
+        job.data,
+        objective=objective,
+        seed=job.training.seed,
+        cache_directory=cache_directory,
+    )
+    known = dataset.vocabulary_size
+    if job.model.kind == "hf" and objective != "masked":
+        known = max(known, job.model.config.get("vocab_size", known))
+    if held_out.vocabulary_size > known > 0:
+        remedy = f"has the token id {held_out.vocabulary_size - 1}; the model knows {known} ids"
+        raise ConfigError("evaluation.path", config.path, remedy)
+    if isinstance(held_out, TokenDataset) and isinstance(dataset, TokenDataset):
+        held_out = replace(held_out, num_tokens=dataset.num_tokens)  # Of masks.
+    metrics: dict[str, Metric] = {
+        name: user_function(target, field=f"evaluation.metrics.{name}")
+        for name, target in config.metrics.items()
+    }
+    return Evaluation(HeldOut(held_out, job.training, num_samples=config.samples), metrics)
+
+
+class Evaluator:
+    """One rank's part of the evaluations of one epoch."""
+
+    def __init__(
+        self, evaluation: Evaluation, plan: Plan, *, context: RankContext, comm: DeviceComm
+    ) -> None:
+        self._evaluation = evaluation
+        self._results: list[Evaluated] = []
+        self._plan = plan
+        self._context = context
+        self._stage = context.stage
+        self._links = context.links
+        self._comm = comm
+        self._rank = context.links.rank
+        self._routes = list(dict.fromkeys(plan.routes))
+        self._longest_s = math.inf
+        self._untaken: dict[int, list[Tag]] = {}
+
+    def take_results(self) -> tuple[Evaluated, ...]:
+        """The results since this was last called."""
+        results, self._results = tuple(self._results), []
+        return results
+
+    def run(self, age: int) -> float:
+        """Evaluates parameters of this age; returns the seconds that it took.
+
+        When it returns, all ranks have the result.
+        """
+        begin_s = time.monotonic()
+        held_out, names = self._evaluation.held_out, sorted(self._evaluation.metrics)
+        count = held_out.num_microbatches
+        sums = np.zeros((2 + len(names), count), dtype=np.float64)
+        with torch.no_grad(), keep_generators(), self._layers_that_evaluate():
+            for index in range(count):
+                self._comm.check()
+                route = self._routes[index % len(self._routes)]
+                self._run_microbatch(route, age, index, sums[:, index])
+            for rank in sorted(self._untaken):
+                self._wait_taken(rank, at_most=0)
+        total = reduce_vector(
+            self._links,
+            sums.reshape(-1),
+            ranks=self._plan.all_ranks,
+            iteration=age,
+            timeout_s=UNLIMITED_S,
+            channel=Channel.EVALUATED,
+        )
+        losses, targets, *others = total.reshape(sums.shape).tolist()
+        num_targets = max(1.0, sum(targets))
+        seconds = time.monotonic() - begin_s
+        result = Evaluated(
+            iteration=age,
+            loss=sum(losses) / num_targets,
+            num_samples=held_out.num_samples,
+            num_targets=int(sum(targets)),
+            metrics={n: sum(row) / num_targets for n, row in zip(names, others, strict=True)},
+            seconds=seconds,
+        )
+        self._results.append(result)
+        return seconds
+
+    @contextmanager
+    def _layers_that_evaluate(self) -> Iterator[None]:
+        """Has the rank's layers do what they do when they are not trained."""
+        modules = [held.module for held in self._stage.layers.values()]
+        try:
+            for module in modules:
+                module.eval()
+            yield
+        finally:
+            for module in modules:
+                module.train()
+
+    def _run_microbatch(self, route: Route, age: int, index: int, sums: np.ndarray) -> None:
+        """Runs this rank's hops of a microbatch; writes its sums, if it ends on this rank."""
+        held_out, hidden = self._evaluation.held_out, None
+        for number, hop in enumerate(route):
+            if hop.rank != self._rank:
+                hidden = None
+                continue
+            if number and hidden is None:
+                tag = Tag(Channel.EVALUATE, age, index, number)
+                hidden = self._comm.receive(route[number - 1].rank, tag)
+            begin_s = self._begin_action()
+            if hidden is None:
+                hidden = bring(held_out.inputs(index), self._stage.device.bring)
+            hidden = self._stage.forward(
+                hop.first_layer, hop.end_layer, hidden, iteration=age, microbatch=index
+            )
+            is_last = number == len(route) - 1
+            if is_last:
+                self._write_sums(hidden, index, sums)
+            else:
+                self._stage.device.finish()
+            self._end_action(begin_s)
+            if number and route[number - 1].rank != self._rank:
+                taken = Tag(Channel.EVALUATE_TAKEN, age, index, number)
+                self._links.send(route[number - 1].rank, taken, np.zeros(1, dtype=np.uint8))
+            if not is_last and route[number + 1].rank != self._rank:
+                self._send(route[number + 1].rank, age, index, number + 1, hidden)
+
+    def _write_sums(self, output: Tensor, index: int, sums: np.ndarray) -> None:
+        evaluation = self._evaluation
+        targets = bring(evaluation.held_out.targets(index), self._stage.device.bring)
+        sums[0] = float(self._stage.model.loss_sum(output, targets))
+        values = unpack(output), unpack(targets)
+        sums[1] = evaluation.held_out.num_targets(index)
+        for row, (name, function) in enumerate(sorted(evaluation.metrics.items()), start=2):
+            value = function(*values)
+            try:
+                sums[row] = float(value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                remedy = f"it returned a {type(value).__name__}, and must return one number"
+                raise ConfigError(f"evaluation.metrics.{name}", name, remedy) from error
+        evaluation.held_out.drop(index)
+
+    def _send(self, target: int, age: int, index: int, hop: int, hidden: Tensor) -> None:
+        self._wait_taken(target, at_most=_IN_FLIGHT - 1)
+        self._comm.send(target, Tag(Channel.EVALUATE, age, index, hop), hidden, virtual_bytes=0)
+        tag = Tag(Channel.EVALUATE_TAKEN, age, index, hop)
+        self._untaken.setdefault(target, []).append(tag)
+
+    def _wait_taken(self, target: int, *, at_most: int) -> None:
+        """Waits until a rank has computed all but `at_most` of what was sent to it."""
+        untaken = self._untaken.get(target, [])
+        while len(untaken) > at_most:
+            self._links.receive(target, untaken.pop(0), timeout_s=UNLIMITED_S)
+
+    def _begin_action(self) -> float:
+        limit_s = max(self._context.lease_s, _LATE_FACTOR * self._longest_s)
+        self._context.pulse.begin_action(limit_s)
+        return time.monotonic()
+
+    def _end_action(self, begin_s: float) -> None:
+        self._context.pulse.begin_wait()
+        seconds = time.monotonic() - begin_s
+        is_first = self._longest_s == math.inf
+        self._longest_s = seconds if is_first else max(self._longest_s, seconds)

@@ -1,0 +1,155 @@
+"""Functions of the user's that are called while a job trains.
+
+They are called in a thread of their own, one after the other, in the process that leads the job: a
+slow one, such as one that sends numbers over a network, delays no iteration and no recovery.
+"""
+
+import logging
+import queue
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
+
+from planaria.core.job import JobConfig
+from planaria.errors import ConfigError
+from planaria.observe.metrics import EvaluationRecord, EventRecord, IterationRecord
+from planaria.user_functions import user_function
+
+_LEAVE_S: Final = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class Callbacks:
+    """Functions that are called while a job trains; a subclass overrides those that it needs.
+
+    A function that returns True stops training at the next commit; the job is saved. If one raises,
+    the job saves and ends with that exception. All are called in one thread.
+    """
+
+    def on_commit(self, record: IterationRecord) -> bool | None:
+        """Is called after each iteration; again for one that is done again after a loss."""
+
+    def on_event(self, event: EventRecord) -> bool | None:
+        """Is called after a loss, a join or another event, once it is over."""
+
+    def on_evaluation(self, record: EvaluationRecord) -> bool | None:
+        """Is called after each evaluation on held-out data."""
+
+    def on_save(self, iteration: int) -> bool | None:
+        """Is called once parameters of this number of iterations are complete on disk."""
+
+    def on_end(self) -> None:
+        """Is called when the job has ended, in whatever way."""
+
+
+class CallbackThread:
+    """Calls the functions of all callbacks of a job, in the order of what happened."""
+
+    def __init__(self, callbacks: Sequence[Callbacks]) -> None:
+        self._callbacks = tuple(callbacks)
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._error: Exception | None = None
+        self._is_closing = False
+        self._stopping = ""
+        self._thread = threading.Thread(target=self._run, name="callbacks", daemon=True)
+        if callbacks:
+            self._thread.start()
+
+    @property
+    def stop_reason(self) -> str:
+        """The reason for which a callback stops training; "": none does."""
+        return self._stopping
+
+    def post(self, name: str, *arguments: object) -> None:
+        """Has the function of this name called.
+
+        Raises:
+            Exception: a callback has raised it before.
+        """
+        if self._error is not None:
+            raise self._error
+        for callbacks in self._callbacks:
+            self._calls.put(partial(self._call, callbacks, name, arguments))
+
+    def __enter__(self) -> "CallbackThread":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Calls `on_end` of all callbacks, and waits until all calls have been made.
+
+        After an exception it waits for some seconds only.
+
+        Raises:
+            Exception: a callback has raised it.
+        """
+        if not self._callbacks:
+            return
+        for callbacks in self._callbacks:
+            self._calls.put(callbacks.on_end)
+        self._calls.put(self._end)
+        self._thread.join(None if kind is None else _LEAVE_S)
+        if self._error is not None and kind is None:
+            raise self._error
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            call = self._calls.get()
+            try:
+                call()
+            except Exception as error:
+                logger.info("a callback raised %r", error)
+                self._error = self._error or error
+
+    def _call(self, callbacks: Callbacks, name: str, arguments: tuple[object, ...]) -> None:
+        if self._error is None and getattr(callbacks, name)(*arguments):
+            self._stopping = f"{name} of {type(callbacks).__name__} returned True"
+
+    def _end(self) -> None:
+        self._is_closing = True
+
+
+def callbacks_of(config: JobConfig, *, search_path: Sequence[str]) -> list[Callbacks]:
+    """The callbacks that a job's keys ask for.
+
+    Args:
+        search_path: directories in which modules that the job names are looked for first.
+
+    Raises:
+        ConfigError: one cannot be found, or is something else.
+    """
+    sys.path[:0] = [
+        path for path in search_path if config.training.callbacks and path not in sys.path
+    ]
+    found: list[Callbacks] = []
+    for target in config.training.callbacks:
+        callbacks = user_function(target, field="training.callbacks")()
+        if not isinstance(callbacks, Callbacks):
+            remedy = f"it returned a {type(callbacks).__name__}; return a planaria.Callbacks"
+            raise ConfigError("training.callbacks", target, remedy)
+        found.append(callbacks)
+    if config.evaluation.patience:
+        found.append(Patience(config.evaluation.patience))
+    return found
+
+
+class Patience(Callbacks):
+    """Stops training once the loss of held-out data is not lower any more.
+
+    Args:
+        num_evaluations: number of evaluations in a row that were not better than the best before.
+    """
+
+    def __init__(self, num_evaluations: int) -> None:
+        self._allowed = num_evaluations
+        self._best: tuple[float, int] | None = None
+        self._num_worse = 0
+
+    def on_evaluation(self, record: EvaluationRecord) -> bool:
+        if self._best is None or record.loss < self._best[0]:
+            self._best, self._num_worse = (record.loss, record.iteration), 0
+        elif record.iteration > self._best[1]:  # Else it is done again.
+            self._num_worse += 1
+        return self._num_worse >= self._allowed

@@ -1,0 +1,98 @@
+"""Curves of a job in TensorBoard and in Weights & Biases.
+
+Both get the same numbers, at the iteration to which they belong: loss, samples per second, peak
+memory, loss and metrics of held-out data, the seconds that events cost, and saves.
+"""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from planaria.core.job import JobConfig
+from planaria.errors import ConfigError
+from planaria.observe.metrics import EvaluationRecord, EventRecord, IterationRecord
+from planaria.show.callbacks import Callbacks
+
+
+class _Tracker(Callbacks):
+    """Callbacks that record numbers by name and iteration."""
+
+    def record(self, numbers: Mapping[str, float], iteration: int) -> None:
+        """Records numbers that belong to an iteration."""
+        raise NotImplementedError
+
+    def on_commit(self, record: IterationRecord) -> None:
+        rate = record.samples / record.seconds if record.seconds else 0.0
+        numbers = {"train/loss": record.loss, "train/samples_per_second": rate}
+        self.record(numbers | {"train/peak_bytes": float(record.peak_bytes)}, record.iteration + 1)
+
+    def on_evaluation(self, record: EvaluationRecord) -> None:
+        metrics = {f"held_out/{name}": value for name, value in record.metrics.items()}
+        self.record({"held_out/loss": record.loss, **metrics}, record.iteration)
+
+    def on_event(self, event: EventRecord) -> None:
+        numbers = {f"events/{event.kind}_downtime_s": event.downtime_s or 0.0}
+        self.record(numbers, max(0, event.iteration))
+
+    def on_save(self, iteration: int) -> None:
+        self.record({"checkpoint/saved": float(iteration)}, iteration)
+
+
+class TensorBoard(_Tracker):
+    """Writes the curves of a job for TensorBoard; needs the package tensorboard.
+
+    Args:
+        directory: directory that TensorBoard is to show.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+
+    def __init__(self, directory: str) -> None:
+        module = _package("tensorboard.summary", "--tensorboard", directory)
+        self._writer: Any = module.Writer(directory)
+
+    def record(self, numbers: Mapping[str, float], iteration: int) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, iteration)
+        self._writer.flush()
+
+    def on_end(self) -> None:
+        self._writer.close()
+
+
+class WandB(_Tracker):
+    """Sends the curves of a job to Weights & Biases; needs the package wandb.
+
+    Args:
+        project: name of the project.
+        job: job whose keys are shown beside the curves.
+        arguments: further arguments of `wandb.init`.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+
+    def __init__(self, project: str, job: JobConfig | None = None, **arguments: Any) -> None:
+        module = _package("wandb", "--wandb", project)
+        config = {} if job is None else asdict(job)
+        name = None if job is None else job.name
+        self._run: Any = module.init(
+            project=project, **{"name": name, "config": config} | arguments
+        )
+
+    def record(self, numbers: Mapping[str, float], iteration: int) -> None:
+        # Iterations that are done again go back, so that a step of wandb's own would be refused.
+        self._run.log({**numbers, "iteration": iteration})
+
+    def on_end(self) -> None:
+        self._run.finish()
+
+
+def _package(name: str, option: str, value: str) -> Any:
+    package = name.partition(".")[0]
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(option, value, f"it needs a package: pip install {package}") from error

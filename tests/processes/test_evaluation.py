@@ -1,0 +1,158 @@
+"""Held-out data are evaluated while a job trains, and nothing of it is seen in the result."""
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helpers.jobs import digests, shaped_plan, tiny_job, train_shape
+from helpers.user_models import points, sequential
+from planaria.checkpoint.disk.tiers import tier_of
+from planaria.core.inject import parse_injection
+from planaria.core.job import EvaluationConfig, JobConfig
+from planaria.job.training_job import Job, TrainingResult
+from planaria.nodes.forkserver import ForkServer
+from planaria.observe.metrics import EvaluationRecord, EventRecord, IterationRecord
+from planaria.show.callbacks import Callbacks
+
+ITERATIONS = 5
+SAMPLES = 31  # The last microbatch has one.
+EVALUATION = EvaluationConfig(
+    every=2,
+    target="helpers.user_models:points",
+    samples=SAMPLES,
+    metrics={"accuracy": "processes.test_evaluation:accuracy"},
+)
+
+
+def accuracy(output: Tensor, targets: Tensor) -> Tensor:
+    """The number of right answers; kills its process once if the strike file says so."""
+    path = os.environ.get("STRIKE_FILE", "")
+    if path and os.path.exists(path):
+        os.unlink(path)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return (output.argmax(-1) == targets).sum()
+
+
+class Noted(Callbacks):
+    """Notes all calls; stops training at an evaluation after so many iterations."""
+
+    def __init__(self, stops_at: int = -1) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.has_ended = False
+        self._stops_at = stops_at
+
+    def on_commit(self, record: IterationRecord) -> None:
+        self.calls.append(("commit", record.iteration))
+
+    def on_event(self, event: EventRecord) -> None:
+        self.calls.append((event.kind, event.iteration))
+
+    def on_evaluation(self, record: EvaluationRecord) -> bool:
+        self.calls.append(("evaluation", record.iteration))
+        return record.iteration == self._stops_at
+
+    def on_save(self, iteration: int) -> None:
+        self.calls.append(("save", iteration))
+
+    def on_end(self) -> None:
+        self.has_ended = True
+
+
+def _job(directory: Path, family: str = "sequential", nodes: int = 3) -> JobConfig:
+    job = tiny_job(family, directory, iterations=ITERATIONS)
+    return replace(job, cluster=replace(job.cluster, nodes=nodes))
+
+
+def _plainly_evaluated(job: JobConfig) -> tuple[float, float]:
+    """Loss and accuracy of the newest save, in plain torch."""
+    model, tier = sequential(), tier_of(job.checkpoint.directory)
+    manifest = tier.newest()
+    assert manifest is not None
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for layer in range(len(model)):
+            state = tier.read_layer(manifest, layer)
+            for name, parameter in named.items():
+                if f"parameter/{name}" in state:
+                    parameter.copy_(torch.as_tensor(state[f"parameter/{name}"]))
+        samples = [points()[index] for index in range(SAMPLES)]
+        inputs, targets = (torch.stack(part) for part in zip(*samples, strict=True))
+        output = model.eval()(inputs)
+    loss = nn.functional.cross_entropy(output, targets)
+    return loss.item(), (output.argmax(-1) == targets).float().mean().item()
+
+
+def test_an_evaluation_changes_no_bit_and_gives_the_numbers_of_plain_torch(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """Without dropout, over two unequal pipelines; the last iteration has one, too."""
+    torch.set_num_threads(1)
+    plain = train_shape(_job(tmp_path / "plain"), (1, 2), server)
+    job = replace(_job(tmp_path / "evaluated"), evaluation=EVALUATION)
+    noted = Noted()
+    evaluated = Job(job).train(
+        plan=shaped_plan((1, 2), job.num_microbatches), server=server, callbacks=[noted]
+    )
+
+    assert digests(plain) == digests(evaluated)
+    records = evaluated.report.evaluations
+    assert [record.iteration for record in records] == [2, 4, ITERATIONS]
+    assert {(record.samples, record.targets) for record in records} == {(SAMPLES, SAMPLES)}
+    expected = _plainly_evaluated(job)
+    assert (records[-1].loss, records[-1].metrics["accuracy"]) == pytest.approx(expected, rel=1e-5)
+    assert evaluated.report.ledger["evaluation"] > 0.0 == plain.report.ledger["evaluation"]
+    assert noted.has_ended
+    told = [call for call in noted.calls if call[0] in ("commit", "evaluation")]
+    commits = [("commit", iteration) for iteration in range(ITERATIONS)]
+    assert told == [
+        *(*commits[:3], ("evaluation", 2), *commits[3:5]),
+        *(("evaluation", 4), ("evaluation", ITERATIONS)),
+    ]
+    assert ("save", ITERATIONS) in noted.calls
+
+
+def test_a_rank_that_is_killed_in_an_evaluation_costs_nothing_of_it(
+    server: ForkServer, strike_file: Path, tmp_path: Path
+) -> None:
+    """It is done again after the recovery, with the same numbers; and a node is killed later."""
+    job = replace(_job(tmp_path / "whole"), evaluation=EVALUATION)
+    whole = Job(job).train(server=server).report
+    strike_file.touch()
+    job = replace(_job(tmp_path / "killed"), evaluation=EVALUATION)
+    killed = Job(job).train(server=server, injections=[parse_injection("kill:1@3")]).report
+
+    assert not strike_file.exists()
+    assert {"crash", "kill"} <= {event.kind for event in killed.events}
+    assert whole.final.parameters_sha256 == killed.final.parameters_sha256
+    numbers = [
+        [(record.iteration, record.loss, record.metrics) for record in report.evaluations]
+        for report in (whole, killed)
+    ]
+    assert numbers[0] == numbers[1]
+    assert len(numbers[0]) == 3
+
+
+def _stopped(result: TrainingResult) -> tuple[int, bool]:
+    return result.report.final.iteration, result.stopped
+
+
+def test_training_ends_early_and_is_saved(server: ForkServer, tmp_path: Path) -> None:
+    """If a callback says so; it is no run that was interrupted."""
+    evaluation = replace(EVALUATION, metrics={}, every=1)
+    job = replace(_job(tmp_path / "called", nodes=1), evaluation=evaluation)
+    job = replace(job, training=replace(job.training, iterations=400))
+
+    result = Job(job).train(server=server, callbacks=[noted := Noted(stops_at=2)])
+
+    iteration, stopped = _stopped(result)
+    assert 3 <= iteration < 400
+    assert not stopped
+    (event,) = (event for event in result.report.events if event.kind == "early")
+    assert "on_evaluation of Noted returned True" in event.reason
+    assert ("save", iteration) in noted.calls
+    assert result.report.evaluations[-1].iteration == iteration

@@ -1,0 +1,217 @@
+"""The user's callbacks are called in order, off the loop, and may stop training."""
+
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from planaria.core.job import EvaluationConfig, JobConfig, TrainingConfig
+from planaria.errors import ConfigError
+from planaria.observe.metrics import EvaluationRecord, EventRecord, IterationRecord
+from planaria.show.callbacks import Callbacks, CallbackThread, Patience, callbacks_of
+from planaria.show.trackers import TensorBoard, WandB
+
+
+class Noted(Callbacks):
+    """Notes its calls; waits, returns and raises what it is told."""
+
+    def __init__(self, *, stops_at: int = -1, raises_at: int = -1) -> None:
+        self.calls: list[object] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self._stops_at, self._raises_at = stops_at, raises_at
+
+    def on_save(self, iteration: int) -> bool:
+        self.gate.wait()
+        if iteration == self._raises_at:
+            raise ZeroDivisionError("mine")
+        self.calls.append(iteration)
+        return iteration == self._stops_at
+
+    def on_end(self) -> None:
+        self.calls.append("end")
+
+
+def evaluation(iteration: int, loss: float) -> EvaluationRecord:
+    return EvaluationRecord(
+        iteration=iteration,
+        loss=loss,
+        samples=10,
+        targets=20,
+        metrics={"accuracy": 0.5},
+        seconds=1.0,
+        at_s=5.0,
+    )
+
+
+def test_calls_come_in_order_and_nobody_waits_for_one() -> None:
+    """Until the end, which waits for all of them."""
+    noted = Noted()
+    noted.gate.clear()
+    with CallbackThread([noted, other := Noted()]) as thread:
+        for iteration in range(100):
+            thread.post("on_save", iteration)
+        assert noted.calls == []
+        noted.gate.set()
+
+    assert noted.calls == other.calls == [*range(100), "end"]
+    assert thread.stop_reason == ""
+
+
+def test_a_job_without_callbacks_has_no_thread() -> None:
+    """And nothing is kept for it."""
+    before = threading.active_count()
+    with CallbackThread([]) as thread:
+        thread.post("on_save", 3)
+        assert threading.active_count() == before
+
+
+def test_one_that_returns_true_stops_training() -> None:
+    """With what to tell the user."""
+    with CallbackThread([Noted(stops_at=2)]) as thread:
+        for iteration in range(4):
+            thread.post("on_save", iteration)
+
+    assert thread.stop_reason == "on_save of Noted returned True"
+
+
+def _post_many(thread: CallbackThread) -> None:
+    for iteration in range(100_000):
+        thread.post("on_save", iteration)
+
+
+def test_what_one_raises_is_raised_at_the_next_call_and_no_further_one_is_made() -> None:
+    """The job saves and ends with it."""
+    noted = Noted(raises_at=1)
+    thread = CallbackThread([noted])
+    with pytest.raises(ZeroDivisionError, match="mine"), thread:
+        _post_many(thread)
+
+    assert noted.calls == [0, "end"]
+
+
+def test_what_one_raises_last_is_raised_in_the_end() -> None:
+    """Nothing that failed is passed over."""
+    with pytest.raises(ZeroDivisionError), CallbackThread([Noted(raises_at=0)]) as thread:
+        thread.post("on_save", 0)
+
+
+def test_patience_counts_evaluations_that_are_no_better_than_the_best() -> None:
+    """One that is done again after a loss counts once."""
+    patience = Patience(2)
+    losses = [(2, 3.0), (4, 2.0), (6, 2.5), (4, 2.0), (6, 1.9), (8, 1.9), (10, 2.0)]
+
+    stops = [patience.on_evaluation(evaluation(n, loss)) for n, loss in losses]
+
+    assert stops == [False] * 6 + [True]
+
+
+def _with(function: str) -> TrainingConfig:
+    return TrainingConfig(callbacks=(f"users_callbacks:{function}",))
+
+
+def test_a_job_names_its_callbacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As functions in modules beside its file."""
+    (tmp_path / "users_callbacks.py").write_text(
+        "import planaria\n"
+        "class Mine(planaria.Callbacks):\n    pass\n"
+        "def mine():\n    return Mine()\n"
+        "def number():\n    return 3\n"
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    evaluated = EvaluationConfig(every=1, path="x", patience=3)
+    job = JobConfig(training=_with("mine"), evaluation=evaluated)
+
+    mine, patience = callbacks_of(job, search_path=[str(tmp_path)])
+
+    assert type(mine).__name__ == "Mine"
+    assert isinstance(patience, Patience)
+    with pytest.raises(ConfigError, match="it returned a int; return"):
+        callbacks_of(JobConfig(training=_with("number")), search_path=[])
+    with pytest.raises(ConfigError, match="no function 'none'"):
+        callbacks_of(JobConfig(training=_with("none")), search_path=[])
+
+
+class _Written:
+    """Stands for the writers of both packages."""
+
+    def __init__(self) -> None:
+        self.numbers: list[tuple[str, float, int]] = []
+        self.begun: list[Any] = []
+        self.has_ended = False
+
+    def Writer(self, directory: str) -> "_Written":  # noqa: N802 (the package's name)
+        self.begun.append(directory)
+        return self
+
+    def init(self, **arguments: Any) -> "_Written":
+        self.begun.append(arguments)
+        return self
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.numbers.append((name, value, step))
+
+    def log(self, numbers: dict[str, float]) -> None:
+        step = int(numbers.pop("iteration"))
+        self.numbers += [(name, value, step) for name, value in numbers.items()]
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None:
+        self.has_ended = True
+
+    finish = close
+
+
+@pytest.mark.parametrize("kind", [TensorBoard, WandB])
+def test_curves_go_where_they_are_looked_at(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers to both, at the number of iterations that they belong to."""
+    written = _Written()
+    for name in ("tensorboard", "tensorboard.summary", "wandb"):
+        module: Any = ModuleType(name)
+        module.Writer, module.init = written.Writer, written.init
+        monkeypatch.setitem(sys.modules, name, module)
+    record = IterationRecord(
+        iteration=4,
+        loss=2.5,
+        samples=20,
+        sample_digest="",
+        seconds=0.5,
+        epoch=0,
+        predicted_s=0.4,
+        peak_bytes=7,
+        predicted_peak_bytes=8,
+    )
+
+    with CallbackThread([kind("here")]) as thread:
+        thread.post("on_commit", record)
+        thread.post("on_evaluation", evaluation(5, 1.5))
+        thread.post("on_event", EventRecord(kind="kill", nodes=(1,), iteration=3, downtime_s=0.25))
+        thread.post("on_save", 5)
+
+    assert written.numbers == [
+        ("train/loss", 2.5, 5),
+        ("train/samples_per_second", 40.0, 5),
+        ("train/peak_bytes", 7.0, 5),
+        ("held_out/loss", 1.5, 5),
+        ("held_out/accuracy", 0.5, 5),
+        ("events/kill_downtime_s", 0.25, 3),
+        ("checkpoint/saved", 5.0, 5),
+    ]
+    assert written.has_ended
+    assert written.begun[0] == "here" or written.begun[0]["project"] == "here"
+
+
+@pytest.mark.parametrize(("kind", "package"), [(TensorBoard, "tensorboard"), (WandB, "wandb")])
+def test_a_package_that_is_not_installed_is_named(
+    kind: Any, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the command that installs it."""
+    for name in (package, f"{package}.summary"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+    with pytest.raises(ConfigError, match=f"pip install {package}"):
+        kind("here")
