@@ -132,6 +132,7 @@ def test_saved_classes_are_supervised_targets(tmp_path: Path) -> None:
 
     assert targets.tolist() == [1, 2]
     assert targets.dtype == torch.int64
+    assert vocabulary_size(data, cache_directory=tmp_path / "cache") == 5
     assert num_targets(dataset, np.array([2, 0]), seed=0) == 2
 
 

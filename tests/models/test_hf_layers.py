@@ -185,6 +185,54 @@ def test_nothing_is_drawn_for_a_model_without_memory(
     assert all(parameter.is_meta for parameter in built.parameters())
 
 
+_IMAGES = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10}
+_SHORT = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
+_CLASSIFIERS: dict[str, dict[str, Any]] = {
+    "vit": {"model_type": "vit", **_SIZES, **_IMAGES},
+    "deit": {"model_type": "deit", **_SIZES, **_IMAGES},
+    "dinov2": {"model_type": "dinov2", **_SHORT, **_IMAGES},  # It has a mask that nothing uses.
+    "bert": {
+        "model_type": "bert",
+        **_SIZES,
+        **_NO_DROPOUT,
+        "num_labels": 3,
+        "architectures": ["BertForSequenceClassification"],
+    },
+    "roberta": {
+        "model_type": "roberta",
+        **_SIZES,
+        **_NO_DROPOUT,
+        "num_labels": 3,
+        "architectures": ["RobertaForTokenClassification"],
+    },
+}
+
+
+@pytest.mark.parametrize("family", _CLASSIFIERS)
+def test_classifiers_of_images_texts_and_tokens_have_the_bits_of_the_whole(family: str) -> None:
+    """Their targets are classes, of a sample or of each token."""
+    config = _CLASSIFIERS[family]
+    model = ModelConfig(kind="hf", config=config)
+    split = _hf(config)
+    built = hf_config(model, vocabulary_size=_VOCABULARY, sequence_length=_LENGTH)
+    whole = type(meta_model(built, is_deterministic=True)[0])(built).train()
+    layers = _layers_of(split, whole, torch.float32)
+    inputs = torch.randn(3, 1, 8, 8) if "image_size" in config else _ids(3)
+    expected, actual = whole(inputs).logits, _chained(layers, inputs)
+    classes = torch.arange(expected[..., 0].numel()).reshape(expected.shape[:-1]) % 3
+
+    assert split.objective == "supervised"
+    assert torch.equal(expected, actual)
+    cross_entropy_sum(expected, classes).backward()  # type: ignore[no-untyped-call]
+    split.loss_sum(actual, classes).backward()  # type: ignore[no-untyped-call]
+    for layer in layers:
+        for name, parameter in layer.named_parameters():
+            theirs = whole.get_parameter(name).grad
+            assert (theirs is None) == (parameter.grad is None) == (not parameter.requires_grad)
+            if theirs is not None and parameter.grad is not None:
+                assert torch.equal(theirs, parameter.grad), name
+
+
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen3_moe"])
 def test_the_routers_loss_has_the_bits_of_the_whole_model(family: str) -> None:
     """It is computed from sums that blocks pass on, and its gradients flow back through them."""
@@ -482,7 +530,13 @@ def test_cross_entropy_is_summed_over_targets_that_count() -> None:
         ({**_FAMILIES["opt"], "layerdrop": 0.1}, "model.config.layerdrop", "0.0"),
         ({"model_type": "t5"}, "model.config.model_type", 'kind = "python"'),
         ({"model_type": "albert", **_SIZES}, "model.config.model_type", "more than once"),
-        ({"model_type": "vit"}, "model.config.model_type", "language model"),
+        ({"model_type": "resnet"}, "model.config.model_type", "no image_size"),
+        ({"model_type": "sam"}, "model.config.model_type", "no language model"),
+        (
+            {"model_type": "gpt2", "architectures": ["GPT2ForSequenceClassification"]},
+            "model.config.architectures",
+            "encoders only",
+        ),
         (
             {"model_type": "doge", **_GROUPED, "is_moe": True, "output_router_logits": True},
             "model.config.output_router_logits",

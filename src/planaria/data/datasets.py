@@ -127,6 +127,10 @@ def vocabulary_size(data: DataConfig, *, cache_directory: Path, objective: str =
     """
     if data.kind == "text":
         return num_token_ids(tokenizer_size(data), objective)
+    if data.kind == "hf":
+        saved = _loaded_from_disk(data.path)
+        if {"input_ids", "labels"} <= set(saved.column_names):  # Whatever the labels are.
+            return _num_ids(saved, data.path, cache_directory)
     return load_dataset(
         data, objective=objective, seed=0, cache_directory=cache_directory
     ).vocabulary_size

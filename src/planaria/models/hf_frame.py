@@ -11,7 +11,7 @@ logits depend, given the last block's output. The blocks must be a chain: each t
 before it returned, and nothing else that depends on parameters.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -99,11 +99,38 @@ class BlockStub(nn.Module):
         return (hidden_BLD, *extras) if self.num_outputs else hidden_BLD
 
 
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a model takes: token ids, int64 [B, L], or images, [B, channels, rows, columns].
+
+    Attributes:
+        image: shape of an image; empty: token ids.
+    """
+
+    image: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Name of the forward's argument."""
+        return "pixel_values" if self.image else "input_ids"
+
+    def constant(self, shape: Sequence[int], value: int, like: Tensor) -> Tensor:
+        """Inputs of one value, of as many samples (and tokens) as the shape [B, L] says.
+
+        Args:
+            like: tensor on whose device they are, and in whose dtype images are.
+        """
+        if self.image:
+            return like.new_full((shape[0], *self.image), value)
+        return torch.full(tuple(shape[:2]), value, dtype=torch.int64, device=like.device)
+
+
 class Frame:
     """A model with block stubs in place of its blocks; `copy.deepcopy` gives an independent one."""
 
-    def __init__(self, model: Any, block_stubs: nn.ModuleList) -> None:
+    def __init__(self, model: Any, block_stubs: nn.ModuleList, inputs: Inputs) -> None:
         self.model = model
+        self.inputs = inputs
         self.block_stubs = block_stubs
         self._visitor = _Visitor()
         for index, block in enumerate(block_stubs):
@@ -122,10 +149,10 @@ class Frame:
             self._visitor.visit = None
         return logits
 
-    def hidden_states(self, ids_BL: Tensor, visit: Visit) -> Tensor:
+    def hidden_states(self, inputs: Tensor, visit: Visit) -> Tensor:
         """The hidden states with which `visit` stops the model's forward (`ForwardStopped`)."""
         try:
-            self.logits({"input_ids": ids_BL}, visit)
+            self.logits({self.inputs.name: inputs}, visit)
         except ForwardStopped as stop:
             return stop.hidden_BLD
         raise refusal(self.model, "its forward does not use all of its blocks")
@@ -237,14 +264,14 @@ def _is_undefined(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_meta and not is_initialised(value)
 
 
-def ownership(frame: Frame, blocks: tuple[nn.Module, ...], *, ids_BL: Tensor) -> Ownership:
+def ownership(frame: Frame, blocks: tuple[nn.Module, ...], *, inputs: Tensor) -> Ownership:
     """The parameters used before and after the blocks, found by two forwards without real weights.
 
     Args:
         frame: a frame that this function may change, with its parameters on the meta device and
             valid buffers.
         blocks: the model's blocks, on the meta device.
-        ids_BL: token ids to run the model's forward on.
+        inputs: inputs to run the model's forward on.
 
     Raises:
         ConfigError: the model is not a chain of layers.
@@ -252,7 +279,7 @@ def ownership(frame: Frame, blocks: tuple[nn.Module, ...], *, ids_BL: Tensor) ->
     """
     parameters = parameters_of(frame.model)
     with torch.enable_grad():
-        first_BLD, num_outputs = _walk_blocks(frame, blocks, ids_BL)
+        first_BLD, num_outputs = _walk_blocks(frame, blocks, inputs)
         embedding = _names_reached(first_BLD, frame.model, parameters)
         # The head runs on the meta device: the logits computed with a ghost would take real memory.
         for name, parameter in parameters.items():
@@ -260,7 +287,7 @@ def ownership(frame: Frame, blocks: tuple[nn.Module, ...], *, ids_BL: Tensor) ->
                 set_tensor(frame.model, name, parameter)
         for stub, count in zip(frame.block_stubs, num_outputs, strict=True):
             stub.num_outputs = count  # type: ignore[assignment]
-        logits = _logits_after(frame, ids_BL, torch.empty_like(first_BLD, device="meta"))
+        logits = _logits_after(frame, inputs, torch.empty_like(first_BLD, device="meta"))
         head = _names_reached(logits, frame.model, parameters)
     if embedding & head:
         why = f"{min(embedding & head)} is used before and after its blocks"
@@ -269,7 +296,7 @@ def ownership(frame: Frame, blocks: tuple[nn.Module, ...], *, ids_BL: Tensor) ->
 
 
 def _walk_blocks(
-    frame: Frame, blocks: tuple[nn.Module, ...], ids_BL: Tensor
+    frame: Frame, blocks: tuple[nn.Module, ...], inputs: Tensor
 ) -> tuple[Tensor, tuple[int, ...]]:
     """The first block's input, and the `num_outputs` of each block.
 
@@ -299,11 +326,11 @@ def _walk_blocks(
         frame.block_stubs[index].num_outputs = num_outputs[type(block)]  # type: ignore[assignment]
         return returned[-1]
 
-    first_BLD = frame.hidden_states(ids_BL, walk)
+    first_BLD = frame.hidden_states(inputs, walk)
     return first_BLD, tuple(num_outputs[type(block)] for block in blocks)
 
 
-def _logits_after(frame: Frame, ids_BL: Tensor, hidden_BLD: Tensor) -> Tensor:
+def _logits_after(frame: Frame, inputs: Tensor, hidden_BLD: Tensor) -> Tensor:
     """The logits, on the meta device, given the last block's output.
 
     Raises:
@@ -316,7 +343,7 @@ def _logits_after(frame: Frame, ids_BL: Tensor, hidden_BLD: Tensor) -> Tensor:
         return hidden_BLD
 
     try:
-        logits = frame.logits({"input_ids": ids_BL}, pass_by)
+        logits = frame.logits({frame.inputs.name: inputs}, pass_by)
     except (RuntimeError, NotImplementedError) as error:
         why = f"the part after its blocks cannot run alone ({error})"
         raise refusal(frame.model, why) from error

@@ -26,6 +26,7 @@ import copy
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -37,6 +38,7 @@ from planaria.models.hf_frame import (
     Call,
     ForwardStopped,
     Frame,
+    Inputs,
     Ownership,
     find_blocks,
     ghost,
@@ -51,6 +53,7 @@ from planaria.models.hf_model import (
     Weights,
     config_values,
     hf_config,
+    inputs_of,
     meta_model,
     too_few_positions,
     weights_on_disk,
@@ -99,22 +102,22 @@ class _BlockArguments:
         if key not in self._calls:
             if len(self._calls) == _MAX_SHAPES:
                 self._calls.clear()
-            ids_BL = torch.zeros(key[0], dtype=torch.int64, device=hidden_BLD.device)
-            self._calls[key] = self.record_calls(ids_BL, hidden_BLD.dtype)
+            inputs = self.frame.inputs.constant(key[0], 0, hidden_BLD)
+            self._calls[key] = self.record_calls(inputs, hidden_BLD.dtype)
         return self._calls[key][block]
 
     @torch.no_grad()
-    def record_calls(self, ids_BL: Tensor, dtype: torch.dtype) -> tuple[Call, ...]:
-        """The arguments of all blocks for these ids.
+    def record_calls(self, inputs: Tensor, dtype: torch.dtype) -> tuple[Call, ...]:
+        """The arguments of all blocks for these inputs.
 
         Raises:
             ConfigError: the arguments depend on weights.
         """
         model = self.frame.model
         for name, shape in self._shapes.items():
-            set_tensor(model, name, ghost(shape, dtype=dtype, device=ids_BL.device))
+            set_tensor(model, name, ghost(shape, dtype=dtype, device=inputs.device))
         # Buffers (rotary frequencies) move to the device but stay in float32.
-        model.to(ids_BL.device)
+        model.to(inputs.device)
         calls: list[Call] = []
 
         def note(index: int, hidden_BLD: Tensor, call: Call) -> Tensor:
@@ -123,14 +126,14 @@ class _BlockArguments:
                 raise ForwardStopped(hidden_BLD)
             return hidden_BLD
 
-        self.frame.hidden_states(ids_BL, note)
+        self.frame.hidden_states(inputs, note)
         if any(bool(tensor.isnan().any()) for call in calls for tensor in call.tensors()):
             raise refusal(model, "its blocks take more inputs than hidden states")
         return tuple(calls)
 
 
 class _Embedding(nn.Module):
-    """The layer that computes the first block's input from token ids."""
+    """The layer that computes the first block's input from token ids or images."""
 
     def __init__(self, frame: Frame) -> None:
         super().__init__()
@@ -139,15 +142,15 @@ class _Embedding(nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: the model's own forward is no code of a layer."""
 
-    def forward(self, ids_BL: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         model = self._frame.model
         if model.training != self.training:
             model.train(self.training)
         # Buffers that are not part of the layer (rotary frequencies) move to its device, but keep
         # their dtype.
-        if any(buffer.device != ids_BL.device for buffer in model.buffers()):
-            model.to(ids_BL.device)
-        return boundary(self._frame.hidden_states(ids_BL, _leave), "embedding")
+        if any(buffer.device != inputs.device for buffer in model.buffers()):
+            model.to(inputs.device)
+        return boundary(self._frame.hidden_states(inputs, _leave), "embedding")
 
 
 class _Block(nn.Module):
@@ -247,6 +250,11 @@ def _ghost_of_embeds(hidden_BLD: Tensor) -> dict[str, Tensor]:
     return {"inputs_embeds": ghost(hidden_BLD.shape, dtype=hidden_BLD.dtype, device=cpu)}
 
 
+def _images(inputs: Inputs, place: torch.device, hidden_BLD: Tensor) -> dict[str, Tensor]:
+    like = torch.empty((), dtype=hidden_BLD.dtype, device=place)
+    return {inputs.name: inputs.constant(hidden_BLD.shape, 0, like)}
+
+
 # From the cheapest to the one that every model has. On the meta device nothing is computed; and a
 # ghost in place of the embedding's output is not looked up.
 _HEAD_ENTRIES = (
@@ -254,6 +262,13 @@ _HEAD_ENTRIES = (
     _HeadEntry(torch.device("cpu"), _ghost_of_embeds),
     _HeadEntry(torch.device("cpu"), _ids),
 )
+
+
+def _head_entries(inputs: Inputs) -> tuple[_HeadEntry, ...]:
+    if not inputs.image:
+        return _HEAD_ENTRIES
+    places = torch.device("meta"), torch.device("cpu")
+    return tuple(_HeadEntry(place, partial(_images, inputs, place)) for place in places)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,7 +384,7 @@ def split_hf_model(
     shapes = {name: p.shape for name, p in parameters_of(skeleton).items()}
     path, block_stubs = find_blocks(skeleton)
     blocks = tuple(block_stubs)
-    frame = Frame(skeleton.eval(), block_stubs)
+    frame = Frame(skeleton.eval(), block_stubs, inputs_of(skeleton))
     layer_names = ("embedding", *(f"{path}.{index}" for index in range(len(blocks))), "head")
     for name, part in zip(layer_names, (skeleton, *blocks, skeleton), strict=True):
         refuse_running_statistics(name, part)
@@ -451,20 +466,22 @@ def _examine(
     probe = copy.deepcopy(frame)
     initialise(probe.model, seed=0)
     arguments = _BlockArguments(copy.deepcopy(probe))
-    ids_BL = torch.full((1, sequence_length), model.config.vocab_size - 1)
+    largest = 1 if frame.inputs.image else model.config.vocab_size - 1
+    examples = [
+        frame.inputs.constant((1, sequence_length), value, torch.empty(()))
+        for value in (largest, 0)
+    ]
     try:
-        own = ownership(probe, blocks, ids_BL=ids_BL)
+        own = ownership(probe, blocks, inputs=examples[0])
     except (IndexError, RuntimeError) as error:
         # For a missing position an embedding raises an IndexError, and gather a RuntimeError.
-        if "out of" not in str(error):
+        if "out of" not in str(error) or frame.inputs.image:
             raise
         raise too_few_positions(model.config, sequence_length) from error
     for each in (frame, arguments.frame):
         for stub, count in zip(each.block_stubs, own.num_outputs, strict=True):
             stub.num_outputs = count  # type: ignore[assignment]
-    calls = [
-        arguments.record_calls(ids, torch.float32) for ids in (ids_BL, torch.zeros_like(ids_BL))
-    ]
+    calls = [arguments.record_calls(inputs, torch.float32) for inputs in examples]
     for call, other in zip(*calls, strict=True):
         if not all(map(torch.equal, call.tensors(), other.tensors())):
             raise refusal(model, "its blocks take more inputs than hidden states")
@@ -478,7 +495,8 @@ def _head_entry(frame: Frame, names: Collection[str]) -> _HeadEntry:
     Args:
         names: parameters of the head.
     """
-    for entry in _HEAD_ENTRIES[:-1]:
+    *cheaper, last = _head_entries(frame.inputs)
+    for entry in cheaper:
         probe = copy.deepcopy(frame)
         initialise(probe.model, seed=0)
         for name, parameter in parameters_of(probe.model).items():
@@ -489,8 +507,8 @@ def _head_entry(frame: Frame, names: Collection[str]) -> _HeadEntry:
             if not entry.logits(probe, hidden_BLD).is_meta:
                 return entry
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-            logger.info("the head's entry %s fails: %s", entry.inputs.__name__, error)
-    return _HEAD_ENTRIES[-1]
+            logger.info("the head's entry %s fails: %s", entry.inputs, error)
+    return last
 
 
 def _aliases(identities: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
@@ -515,9 +533,9 @@ def _leaves_by_layer(
     for name in around - layer_of.keys():
         # The model never reads the parameter by this name, only by another one (BERT's bias).
         layers = [layer_of[alias] for alias in aliases[name] if alias in layer_of]
-        if not layers:
-            raise refusal(frame.model, f"parameter {name} does not change its output")
-        layer_of[name] = max(layers)
+        if not layers:  # Nothing depends on it (a mask token): it is kept, and never changes.
+            frame.model.get_parameter(name).requires_grad_(False)
+        layer_of[name] = max(layers, default=0)
     return tuple(
         {
             name: next(alias for alias in aliases[name] if layer_of[alias] == layer)

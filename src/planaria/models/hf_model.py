@@ -16,14 +16,23 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
 from planaria.core.job import ModelConfig
 from planaria.errors import ConfigError
+from planaria.models.hf_frame import Inputs
 from planaria.models.layers import OWN_LAYERS
 
 # Attributes of a config with the kernels of attention, and of a mixture of experts, which older
@@ -31,15 +40,19 @@ from planaria.models.layers import OWN_LAYERS
 _ATTENTION: Final = "_attn_implementation"
 _EXPERTS: Final = "_experts_implementation"
 
+_OF_IMAGES: Final = "ForImageClassification"
+# By the end of the architecture's name: the class of transformers, and a word for people.
+_CLASSIFIERS: Final = {
+    _OF_IMAGES: (AutoModelForImageClassification, "classifiers of images"),
+    "ForSequenceClassification": (AutoModelForSequenceClassification, "classifiers of texts"),
+    "ForTokenClassification": (AutoModelForTokenClassification, "classifiers of tokens"),
+}
+
 # Keys that transformers reads but does not store under the same name.
 _FURTHER_KEYS = frozenset(
     {
-        "model_type",
-        "attn_implementation",
-        "experts_implementation",
-        "rope_theta",
-        "rope_scaling",
-        "head_dim",
+        *("model_type", "attn_implementation", "experts_implementation", "rope_theta"),
+        *("rope_scaling", "head_dim", "architectures", "num_labels", "id2label", "label2id"),
     }
 )
 
@@ -53,7 +66,6 @@ def hf_config(model: ModelConfig, *, vocabulary_size: int, sequence_length: int)
         ConfigError: a key is unknown, or a value is impossible or too small for the data.
     """
     keys = {**_keys_on_disk(model.path), **model.config}
-    keys.setdefault("vocab_size", vocabulary_size)
     model_type = keys.get("model_type", "")
     if model_type not in CONFIG_MAPPING:
         raise ConfigError(
@@ -61,13 +73,19 @@ def hf_config(model: ModelConfig, *, vocabulary_size: int, sequence_length: int)
         )
     config_class = CONFIG_MAPPING[model_type]
     defaults = vars(config_class())
+    if "vocab_size" in {*defaults, *config_class.attribute_map}:
+        keys.setdefault("vocab_size", vocabulary_size)
     known = {*defaults, *config_class.attribute_map, *_FURTHER_KEYS}
     for key in model.config:
         if key not in known:
             raise ConfigError(f"model.config.{key}", model.config[key], _nearest(key, known))
     for key, value in defaults.items():
         # The default of a special token is no valid token id if the vocabulary is smaller.
-        if key.endswith("_token_id") and isinstance(value, int) and value >= keys["vocab_size"]:
+        if (
+            key.endswith("_token_id")
+            and isinstance(value, int)
+            and value >= keys.get("vocab_size", 0)
+        ):
             keys.setdefault(key, None)
     try:
         config = config_class.from_dict(keys)
@@ -82,21 +100,17 @@ def hf_config(model: ModelConfig, *, vocabulary_size: int, sequence_length: int)
 def meta_model(config: Any, *, is_deterministic: bool) -> tuple[Any, str]:
     """The model of a config, in float32 on the meta device, and its objective.
 
-    The objective is "masked" for a type that can fill in hidden tokens, unless the config makes it
-    a decoder, and "causal" (predict the next token) for other types. Without `is_deterministic`,
-    transformers chooses the kernels of attention and experts that the config does not name.
+    The objective is "supervised" for a classifier, which `architectures` of the config names, or if
+    the type is one of images; "masked" for another type that can fill in hidden tokens, unless the
+    config makes it a decoder; and "causal" (predict the next token) for other types. Without
+    `is_deterministic`, transformers chooses the kernels of attention and experts that the config
+    does not name.
 
     Raises:
-        ConfigError: the type is no language model, or transformers refuses the config.
+        ConfigError: the type is none of these, or transformers refuses the config.
     """
-    is_decoder = getattr(config, "is_decoder", False)
-    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_decoder:
-        auto_class, objective = AutoModelForMaskedLM, "masked"
-    elif config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        auto_class, objective = AutoModelForCausalLM, "causal"
-    else:
-        remedy = f"it is neither a causal nor a masked language model; {OWN_LAYERS}"
-        raise ConfigError("model.config.model_type", config.model_type, remedy)
+    auto_class, objective = _auto_class(config)
+    config.architectures = config.architectures or []  # Some auto classes expect a list.
     if is_deterministic:
         for name in (_ATTENTION, _EXPERTS):
             if getattr(config, name, "") is None:
@@ -107,6 +121,46 @@ def meta_model(config: Any, *, is_deterministic: bool) -> tuple[Any, str]:
     except (AssertionError, TypeError, ValueError, ImportError) as error:
         raise ConfigError("model.config", config.model_type, str(error)) from error
     return model, objective
+
+
+def _auto_class(config: Any) -> tuple[Any, str]:
+    """The class of transformers that builds the model, and the model's objective."""
+    model_type = config.model_type
+    is_encoder = model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    is_encoder = is_encoder and not getattr(config, "is_decoder", False)
+    architecture = next(iter(config.architectures or ()), "")
+    for ending, (auto_class, name) in _CLASSIFIERS.items():
+        if architecture.endswith(ending):
+            # A decoder's classifier looks for the last token that is no padding.
+            if is_encoder or ending == _OF_IMAGES:
+                return auto_class, "supervised"
+            remedy = f"{name} are trained from encoders only; {OWN_LAYERS}"
+            raise ConfigError("model.config.architectures", architecture, remedy)
+    if is_encoder:
+        return AutoModelForMaskedLM, "masked"
+    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return AutoModelForCausalLM, "causal"
+    if model_type in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
+        return AutoModelForImageClassification, "supervised"
+    remedy = f"it is no language model, and classifies no images; {OWN_LAYERS}"
+    raise ConfigError("model.config.model_type", model_type, remedy)
+
+
+def inputs_of(model: Any) -> Inputs:
+    """The inputs that a model's forward takes.
+
+    Raises:
+        ConfigError: they are images of any size.
+    """
+    if model.main_input_name != "pixel_values":
+        return Inputs()
+    config = model.config
+    size = getattr(config, "image_size", None)
+    if size is None:
+        remedy = f"its config has no image_size, so it is no chain of blocks; {OWN_LAYERS}"
+        raise ConfigError("model.config.model_type", config.model_type, remedy)
+    rows, columns = (size, size) if isinstance(size, int) else size
+    return Inputs((config.num_channels, rows, columns))
 
 
 class _Undrawn(TorchFunctionMode):
@@ -236,7 +290,7 @@ def _nearest(key: str, known: Iterable[str]) -> str:
 
 
 def _check_sizes(config: Any, *, vocabulary_size: int, sequence_length: int) -> None:
-    if config.vocab_size < vocabulary_size:
+    if getattr(config, "vocab_size", vocabulary_size) < vocabulary_size:
         remedy = (
             f"the data has {vocabulary_size} different tokens; set it to this number, or leave "
             "the key out"
