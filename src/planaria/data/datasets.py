@@ -80,6 +80,8 @@ def load_dataset(data: DataConfig, *, objective: str, seed: int, cache_directory
         ConfigError: the data cannot be read, or does not fit the objective or the sequence length.
     """
     assert objective in ("causal", "masked", "supervised")
+    if data.kind in ("text", "tokens") and objective == "supervised":
+        objective = "causal"  # Layers of the user's own learn the next token.
     if data.kind == "python":
         return _user_dataset(data, objective=objective, seed=seed)
     if data.kind == "hf":
@@ -101,6 +103,8 @@ def load_held_out(
         ConfigError: see `load_dataset`; it names the keys of the evaluation.
     """
     try:
+        if held_out.kind == "text" and objective == "supervised":
+            objective = "causal"
         if held_out.kind != "text":
             return load_dataset(
                 held_out, objective=objective, seed=seed, cache_directory=cache_directory
