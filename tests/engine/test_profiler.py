@@ -417,7 +417,7 @@ def test_frozen_parameters_have_no_optimizer_state(tmp_path: Path) -> None:
     layers = (nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 1))
     frozen = _profile_of(tiny_job("sequential", tmp_path), *layers, shape=(8,)).layers[0]
 
-    assert (frozen.parameter_bytes, frozen.optimizer_bytes) == (4 * 72, 0)
+    assert (frozen.parameter_bytes, frozen.optimizer_bytes, frozen.frozen_bytes) == (0, 0, 4 * 72)
 
 
 def test_measuring_changes_neither_parameters_nor_gradients(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """A Hugging Face model cut into layers computes, and starts from, what the whole model does."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -274,6 +276,36 @@ def test_routers_pass_on_their_sums_in_any_precision(dtype: torch.dtype) -> None
     routers = [p for n, p in layers[1].named_parameters() if "gate.weight" in n]
     assert all(p.grad is not None and p.grad.norm() > 0 for p in routers)
     assert routers
+
+
+def test_adapters_begin_as_the_model_itself_and_alone_are_trained() -> None:
+    """Tied embeddings are frozen with all else; a rank draws or reads them as without adapters."""
+    pytest.importorskip("peft")
+    config = _FAMILIES["qwen3"]
+    lora = {"r": 2, "target_modules": ["q_proj", "down_proj"]}
+    model = ModelConfig(kind="hf", config=config, lora=lora)
+    split_up = partial(
+        split_model, seed=_SEED, vocabulary_size=_VOCABULARY, sequence_length=_LENGTH
+    )
+    split, base = split_up(model), _hf(config)
+
+    layers = [split.materialise(layer) for layer in range(split.num_layers)]
+    plain = [base.materialise(layer) for layer in range(base.num_layers)]
+    assert torch.equal(_chained(layers, _ids()), _chained(plain, _ids()))
+    assert split.tied == ()
+    assert split.parameter_shapes(0) == split.parameter_shapes(5) == {}
+    shapes = split.parameter_shapes(1)
+    assert len(shapes) == 4
+    assert all("lora_" in name for name in shapes)
+    for layer in layers:
+        for name, parameter in layer.named_parameters():
+            assert parameter.requires_grad == ("lora_" in name)
+    # A rank that gets the state of a layer has the frozen parameters already.
+    _assert_same_bits(layers[2], split.structure(2))
+    assert split.config["adapter_config"]["r"] == 2
+    for mistake in ({"r": 2, "target_modules": ["nothing"]}, {"rank": 2}, {"use_dora": True}):
+        with pytest.raises(ConfigError, match=r"^model\.lora = "):
+            split_up(replace(model, lora=mistake))
 
 
 @pytest.mark.parametrize(

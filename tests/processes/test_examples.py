@@ -14,16 +14,17 @@ from planaria.job.planning import fork_server
 from planaria.job.training_job import Job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SHORT = ("training.iterations=6", "evaluation.every=4", "training.global_batch_size=24")
+SHORT = ("training.iterations=6", "training.global_batch_size=24")
 
 
-def _trained(job_file: Path, place: Path) -> None:
+def _trained(job_file: Path, place: Path, *, evaluates: bool = True) -> None:
     """Trains the job on one node, and on four of which one is killed; compares the results."""
     jobs = [
         Job.from_file(
             job_file,
             overrides=[
                 *SHORT,
+                *(("evaluation.every=4",) if evaluates else ()),
                 f"cluster.nodes={nodes}",
                 f"resilience.failures_tolerated={min(1, nodes - 1)}",
                 f'checkpoint.directory="{place / str(nodes)}"',
@@ -40,7 +41,8 @@ def _trained(job_file: Path, place: Path) -> None:
 
     assert digests(alone) == digests(killed)
     assert len(killed.report.final.nodes) == 3
-    assert [record.iteration for record in killed.report.evaluations] == [4, 6]
+    iterations = [record.iteration for record in killed.report.evaluations]
+    assert iterations == ([4, 6] if evaluates else [])
 
 
 def test_a_model_of_nanogpts_structure(tmp_path: Path) -> None:
@@ -54,6 +56,15 @@ def test_a_model_of_nanogpts_structure(tmp_path: Path) -> None:
     source = (tmp_path / "nanogpt" / "model.py").read_text()
     added = [line for line in source.partition("# -- For planaria")[2].splitlines()[1:] if line]
     assert len(added) <= 20
+
+
+@pytest.mark.long
+def test_adapters_of_a_small_llama(tmp_path: Path) -> None:
+    """They alone are trained."""
+    if importlib.util.find_spec("peft") is None:
+        pytest.skip("peft is not installed")
+
+    _trained(EXAMPLES / "lora.toml", tmp_path, evaluates=False)
 
 
 @pytest.mark.long

@@ -11,7 +11,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from helpers.jobs import digests, tiny_job, train_shape
 from planaria.checkpoint.disk.outgoing import export_parameters
 from planaria.checkpoint.disk.tiers import tier_of
+from planaria.core.inject import parse_injection
 from planaria.core.job import DataConfig, JobConfig, ModelConfig
+from planaria.engine.prepare import split_model
 from planaria.job.training_job import Job
 from planaria.nodes.forkserver import ForkServer
 
@@ -72,8 +74,7 @@ def test_layers_built_alone(server: ForkServer, tmp_path: Path) -> None:
     assert one == other
 
 
-def test_weights_from_a_directory(server: ForkServer, tmp_path: Path) -> None:
-    """A model saved by transformers is where training starts, on one node and on three."""
+def _saved_llama(directory: Path) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
@@ -82,8 +83,61 @@ def test_weights_from_a_directory(server: ForkServer, tmp_path: Path) -> None:
         num_hidden_layers=8,
         num_attention_heads=2,
         max_position_embeddings=64,
+        tie_word_embeddings=True,
     )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "weights")
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(directory)
+    return model
+
+
+@pytest.mark.long
+def test_adapters_alone_are_trained_moved_and_saved(server: ForkServer, tmp_path: Path) -> None:
+    """Their export is one of peft, with the logits of the layers; the model itself stays."""
+    peft = pytest.importorskip("peft")
+    _saved_llama(tmp_path / "weights")
+    lora = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "target_modules": ["q_proj", "up_proj"]}
+    model = ModelConfig(path=str(tmp_path / "weights"), lora=lora)
+    job = replace(tiny_job("llama", tmp_path), model=model)
+
+    one, other = _both(job, server, tmp_path)
+    struck = replace(
+        job,
+        cluster=replace(job.cluster, nodes=3),
+        checkpoint=replace(job.checkpoint, directory=str(tmp_path / "struck")),
+    )
+    struck_result = Job(struck).train(
+        server=server, injections=[parse_injection("kill:1@1.backward")]
+    )
+    assert one == other == digests(struck_result)
+
+    tier = tier_of(str(tmp_path / "other"))
+    manifest = tier.newest()
+    assert manifest is not None
+    states = [tier.read_layer(manifest, layer) for layer in range(len(manifest.layers))]
+    assert all("lora_" in name for state in states for name in state)
+    assert [len(state) for state in states] == [0, *[4 * 4] * 8, 0]
+    export_parameters(tier, manifest, tmp_path / "adapters")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "weights", attn_implementation="eager")
+    adapted = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapters")).eval()
+
+    split = split_model(model, seed=0, vocabulary_size=256, sequence_length=16)
+    hidden = ids = torch.arange(32).reshape(2, 16)
+    for layer, state in enumerate(states):
+        module = split.materialise(layer).eval()
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                if "lora_" in name:
+                    parameter.copy_(torch.as_tensor(state[f"parameter/{name}"]))
+            hidden = module(hidden)
+    with torch.no_grad():
+        assert torch.allclose(adapted(ids).logits, hidden, atol=1e-6)
+        with adapted.disable_adapter():
+            assert not torch.allclose(adapted(ids).logits, hidden, atol=1e-4)
+
+
+def test_weights_from_a_directory(server: ForkServer, tmp_path: Path) -> None:
+    """A model saved by transformers is where training starts, on one node and on three."""
+    _saved_llama(tmp_path / "weights")
     job = tiny_job("llama", tmp_path)
     given = replace(job, model=ModelConfig(path=str(tmp_path / "weights")))
 

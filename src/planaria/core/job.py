@@ -40,6 +40,11 @@ class ModelConfig:
         "hf: a directory with config.json; training starts from the weights in its *.safetensors, "
         "if it has any",
     )
+    lora: Mapping[str, Any] = _key(
+        {},
+        "hf: arguments of LoraConfig of the package peft, such as r = 8 and target_modules; only "
+        "these low-rank adapters are trained, moved, copied and saved; empty: the whole model is",
+    )
     target: str = _key(
         "",
         "python: module:function; the function returns the layers (a Sequential or a list of "

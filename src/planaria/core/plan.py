@@ -64,7 +64,8 @@ class LayerProfile:
             the layer supports.
         backward_input_s: seconds of the backward for the gradient of the input alone, same keys.
         backward_weight_s: additional seconds for the gradients of the weights, same keys.
-        parameter_bytes: size of the layer's parameters.
+        parameter_bytes: size of the layer's parameters that are trained; only these are reduced,
+            moved, copied and saved.
         optimizer_bytes: size of the optimizer state of these parameters.
         activation_bytes: size of what the layer keeps from the forward to the backward.
         output_bytes: size of what the layer sends to the next layer.
@@ -73,6 +74,7 @@ class LayerProfile:
         recomputed: costs if activations are computed again, by "selective" or "full"; modes that
             nobody has measured, or that the layer cannot have, are left out.
         backward_bytes: size of what the backward computes again before it needs it.
+        frozen_bytes: size of the parameters that are not trained.
     """
 
     name: str
@@ -86,6 +88,7 @@ class LayerProfile:
     update_s: Mapping[int, float] = field(default_factory=dict)
     recomputed: Mapping[str, RecomputationCost] = field(default_factory=dict)
     backward_bytes: int = 0
+    frozen_bytes: int = 0
 
     def recomputing(self, mode: Recomputation) -> "LayerProfile":
         """The profile of the layer if its backward computes that much again; the same profile if

@@ -48,13 +48,15 @@ NOT_YET = -1  # Age of a layer without a valid state: not arrived yet, or its st
 class HeldLayer:
     """One layer on this rank.
 
-    A parameter that does not require gradients never changes; weight decay does not apply to it.
+    A parameter that does not require gradients never changes. It is no part of the layer's state:
+    every rank has its value from the seed or from disk.
 
     Attributes:
         age: number of iterations applied to the layer; NOT_YET: it has no valid state.
         gradients_of: the iteration whose reduced gradients are complete; -1: none.
         masters: the float32 parameters that are stepped, saved and sent, by name; the module's own
             unless it computes in bfloat16.
+        parameters: all parameters of the module, by name, those that never change among them.
         sums: flat gradient sums of the parameters that are not tied; a backward adds to them.
         tied_sums: flat gradient sums of this layer's use of each tied parameter, by name.
         gradients: flat float32 reduced gradients of the parameters that are not tied; the same
@@ -77,10 +79,10 @@ class HeldLayer:
         self._mirror = StateMirror(device)
         self._num_steps = 0  # Of the optimizer, which counts them itself, but on the device.
         module = module.to(device.place)
-        self.masters: dict[str, nn.Parameter] = dict(module.named_parameters())
+        self.masters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         if training.dtype == "bfloat16":
             self.masters = {
-                name: nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                name: nn.Parameter(parameter.detach().clone())
                 for name, parameter in self.masters.items()
             }
             module = module.to(torch.bfloat16)
@@ -88,10 +90,7 @@ class HeldLayer:
             module.compile(dynamic=False)
         self.module = module
         self.parameters = dict(module.named_parameters())
-        self._trained = {n: master for n, master in self.masters.items() if master.requires_grad}
-        self.optimizer = (
-            optimizer_factory(training)(self._trained.items()) if self._trained else None
-        )
+        self.optimizer = optimizer_factory(training)(self.masters.items()) if self.masters else None
         sum_dtype = torch.float64 if training.deterministic else torch.float32
         self.tied_names = tuple(name for name in self.masters if name in set(tied))
         own = [name for name in self.masters if name not in self.tied_names]
@@ -100,7 +99,7 @@ class HeldLayer:
         self.gradients = _gradient_buffer(self.sums)
         self.tied_sums = {
             name: torch.zeros(self.masters[name].numel(), dtype=sum_dtype, device=device.place)
-            for name in tied
+            for name in self.tied_names
         }
         self.tied_gradients = {
             name: _gradient_buffer(sums) for name, sums in self.tied_sums.items()
@@ -125,7 +124,7 @@ class HeldLayer:
     def _attach_sums(self) -> None:
         """Lets autograd add to the sums, in fast mode."""
         if self._sums_are_grad:
-            for name, master in self._trained.items():
+            for name, master in self.masters.items():
                 master.grad = self._sum_views[name]
 
     def _shaped_views(self, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -201,14 +200,14 @@ class HeldLayer:
         if scale != 1.0:
             for flat in (self.gradients, *self.tied_gradients.values()):
                 flat.mul_(scale)
-        for name, master in self._trained.items():
+        for name, master in self.masters.items():
             master.grad = self._gradient_views[name]
         return True
 
     def end_step(self, iteration: int) -> None:
         """Notes that the optimizer has taken the step of an iteration."""
-        self._num_steps += bool(self._trained)
-        for name, master in self._trained.items():
+        self._num_steps += bool(self.masters)
+        for name, master in self.masters.items():
             master.grad = None
             if self.parameters[name] is not master:
                 self.parameters[name].data.copy_(master.data)
@@ -240,7 +239,7 @@ class HeldLayer:
     def _state_tensors(self) -> dict[str, Tensor]:
         tensors = {f"parameter/{name}": master.detach() for name, master in self.masters.items()}
         if self.optimizer is not None:
-            named = optimizer_state(self.optimizer, self._trained, num_steps=self._num_steps)
+            named = optimizer_state(self.optimizer, self.masters, num_steps=self._num_steps)
             tensors |= {f"optimizer/{name}": tensor for name, tensor in named.items()}
         return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
@@ -259,7 +258,7 @@ class HeldLayer:
                 for name, array in state.items()
                 if name.startswith(prefix)
             }
-            self._num_steps = load_optimizer_state(self.optimizer, self._trained, named)
+            self._num_steps = load_optimizer_state(self.optimizer, self.masters, named)
         self.age = age
 
 

@@ -148,7 +148,8 @@ def kept_bytes(profile: ModelProfile, schedule: Schedule, rank: int) -> int:
 def _state_bytes(layers: Sequence[LayerProfile], num_devices: int, gradient_copies: int) -> int:
     parameter_bytes = sum(layer.parameter_bytes for layer in layers)
     optimizer_bytes = sum(layer.optimizer_bytes for layer in layers)
-    sharded_bytes = parameter_bytes * (1 + gradient_copies) + optimizer_bytes
+    frozen_bytes = sum(layer.frozen_bytes for layer in layers)
+    sharded_bytes = parameter_bytes * (1 + gradient_copies) + optimizer_bytes + frozen_bytes
     return -(-sharded_bytes // num_devices)
 
 
@@ -161,7 +162,7 @@ def stage_bytes(
         Table of shape [L + 1, L + 1]; entry [u, v] is for layers [u, v), and 0 if u >= v.
     """
     sharded = [
-        layer.parameter_bytes * (1 + gradient_copies) + layer.optimizer_bytes
+        layer.parameter_bytes * (1 + gradient_copies) + layer.optimizer_bytes + layer.frozen_bytes
         for layer in profile.layers
     ]
     activations = [layer.activation_bytes for layer in profile.layers]

@@ -72,6 +72,7 @@ _POSITIVE = (
 _KINDS = {
     "model.config": ("hf",),
     "model.path": ("hf",),
+    "model.lora": ("hf",),
     "model.target": ("python",),
     "model.time_scale": ("paced",),
     "model.jitter": ("paced",),

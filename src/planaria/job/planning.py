@@ -111,6 +111,8 @@ def fork_server(
     if config.model.kind == "hf":
         family = str(config.model.config.get("model_type", "")).replace("-", "_")
         preload += (*_PRELOAD_HF, f"transformers.models.{family}.modeling_{family}")
+    if config.model.lora:
+        preload += ("peft",)
     with suppress(FileNotFoundError):  # The current directory may have been removed.
         search_path = [*search_path, os.getcwd()]
     return ForkServer(preload, path=search_path, output=output)
@@ -121,7 +123,8 @@ def fingerprint(config: JobConfig) -> dict[str, Any]:
     training = config.training
     return {
         "name": config.name,
-        "model": {"kind": config.model.kind, "config": dict(config.model.config)},
+        "model": {"kind": config.model.kind, "config": dict(config.model.config)}
+        | ({"lora": dict(config.model.lora)} if config.model.lora else {}),
         "data": {
             key: value
             for key, value in asdict(config.data).items()

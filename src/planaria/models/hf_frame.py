@@ -283,8 +283,8 @@ def ownership(frame: Frame, blocks: tuple[nn.Module, ...], *, inputs: Tensor) ->
         embedding = _names_reached(first_BLD, frame.model, parameters)
         # The head runs on the meta device: the logits computed with a ghost would take real memory.
         for name, parameter in parameters.items():
-            if name not in embedding:
-                set_tensor(frame.model, name, parameter)
+            if name not in embedding:  # Frozen ones are used as well.
+                set_tensor(frame.model, name, parameter.requires_grad_())
         for stub, count in zip(frame.block_stubs, num_outputs, strict=True):
             stub.num_outputs = count  # type: ignore[assignment]
         logits = _logits_after(frame, inputs, torch.empty_like(first_BLD, device="meta"))

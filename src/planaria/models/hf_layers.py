@@ -32,8 +32,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from planaria.checkpoint.disk.outgoing import ADAPTERS
 from planaria.core.job import ModelConfig
 from planaria.errors import ConfigError
+from planaria.models.hf_adapters import add_adapters, draw_adapters, is_adapter
 from planaria.models.hf_frame import (
     Call,
     ForwardStopped,
@@ -280,9 +282,12 @@ class HfLayers:
         blocks: the blocks, on the meta device.
         leaves: name of the leaf by full parameter name, one mapping for each layer; two names have
             the same leaf if the layer itself uses a parameter twice.
-        shapes: shape of each leaf by name, in the model's order, one mapping for each layer.
+        shapes: shape of each trained leaf by name, in the model's order, one mapping for each
+            layer.
         aliases: all names of the same parameter, including this one, by name.
         head_entry: the way in which the head enters the model's forward.
+        tied: groups of uses of trained parameters.
+        shared: groups of uses of all parameters, for their initial values.
         weights: the initial weights found on disk; may be empty.
         routers: the routers whose loss is part of the total; None: none is.
     """
@@ -294,6 +299,7 @@ class HfLayers:
     shapes: tuple[Mapping[str, torch.Size], ...]
     aliases: Mapping[str, tuple[str, ...]]
     tied: tuple[TiedGroup, ...]
+    shared: tuple[TiedGroup, ...]
     arguments: _BlockArguments
     head_entry: _HeadEntry
     weights: Weights
@@ -305,7 +311,7 @@ class HfLayers:
         frame = self._frame_of(layer)
         owners = {
             use.name: group.uses[0]
-            for group in self.tied
+            for group in self.shared
             for use in group.uses[1:]
             if use.layer == layer
         }
@@ -318,11 +324,15 @@ class HfLayers:
                 owner = self.materialise(owners[name].layer)
                 leaf.data = owner.get_parameter(owners[name].name).data
                 mark_initialised(leaf)
-        initialise(frame.model, seed=layer_seed(self.seed, layer))
+        seed = layer_seed(self.seed, layer)
+        draw_adapters(frame.model.named_parameters(), seed=seed)
+        initialise(frame.model, seed=seed)
         return self._module(frame, layer)
 
     def structure(self, layer: int) -> nn.Module:
-        """The layer with parameters of undefined value and valid buffers."""
+        """The layer with trained parameters of undefined value and valid buffers."""
+        if len(self.shapes[layer]) < len(set(self.leaves[layer].values())):
+            return self.materialise(layer)  # No state has its other parameters.
         frame = self._frame_of(layer)
         for leaf in frame.model.parameters():
             mark_initialised(leaf)
@@ -380,8 +390,10 @@ def split_hf_model(
     config = hf_config(model, vocabulary_size=vocabulary_size, sequence_length=sequence_length)
     skeleton, objective = meta_model(config, is_deterministic=is_deterministic)
     routers = _routers_with_loss(config, skeleton)
-    identities = {name: id(p) for name, p in parameters_of(skeleton).items()}
-    shapes = {name: p.shape for name, p in parameters_of(skeleton).items()}
+    adapters = add_adapters(skeleton, model.lora) if model.lora else {}
+    parameters = parameters_of(skeleton)
+    identities = {name: id(p) for name, p in parameters.items()}
+    shapes = {name: p.shape for name, p in parameters.items()}
     path, block_stubs = find_blocks(skeleton)
     blocks = tuple(block_stubs)
     frame = Frame(skeleton.eval(), block_stubs, inputs_of(skeleton))
@@ -394,14 +406,16 @@ def split_hf_model(
     weights = weights_on_disk(model.path, prefix=skeleton.base_model_prefix)
     _check_weights(weights, leaves, aliases=aliases, shapes=shapes)
     own_names = [dict.fromkeys(layer.values()) for layer in leaves]
+    trained = [[n for n in names if parameters[n].requires_grad] for names in own_names]
     builder = HfLayers(
         frame=frame,
         blocks=blocks,
         layer_names=layer_names,
         leaves=leaves,
-        shapes=tuple({name: shapes[name] for name in layer} for layer in own_names),
+        shapes=tuple({name: shapes[name] for name in layer} for layer in trained),
         aliases=aliases,
-        tied=tied_groups([{name: identities[name] for name in layer} for layer in own_names]),
+        tied=tied_groups([{name: identities[name] for name in layer} for layer in trained]),
+        shared=tied_groups([{name: identities[name] for name in layer} for layer in own_names]),
         arguments=arguments,
         head_entry=_head_entry(frame, own.head),
         weights=weights,
@@ -409,6 +423,8 @@ def split_hf_model(
         seed=seed,
     )
     values = config_values(skeleton) | ({_ROUTER_LOSS: True} if routers else {})
+    if adapters:
+        values = {ADAPTERS: adapters | {"base_model_name_or_path": model.path}}
     loss = routers.loss_sum if routers else cross_entropy_sum
     return SplitModel(builder, objective=objective, loss=loss, config=values)
 
@@ -561,6 +577,8 @@ def _check_weights(
             stored = [alias for alias in aliases[name] if weights.has(alias)]
             for alias in stored:
                 weights.check_shape(alias, shapes[alias])
+            if is_adapter(name):
+                continue
             if not stored and 0 < layer < len(leaves) - 1:
                 raise ConfigError(
                     "model.path", weights.directory, f"no file in it holds the parameter {name}"

@@ -32,6 +32,7 @@ from transformers.models.auto.modeling_auto import (
 
 from planaria.core.job import ModelConfig
 from planaria.errors import ConfigError
+from planaria.models.hf_adapters import name_without_adapters
 from planaria.models.hf_frame import Inputs
 from planaria.models.layers import OWN_LAYERS
 
@@ -225,7 +226,7 @@ class Weights:
         return tensor.to(torch.float32)
 
     def _plain(self, name: str) -> str:
-        return name.removeprefix(f"{self.prefix}.")
+        return name_without_adapters(name).removeprefix(f"{self.prefix}.")
 
 
 def weights_on_disk(directory: str, *, prefix: str) -> Weights:

@@ -108,11 +108,11 @@ class SplitModel:
         return self._builder.materialise(layer)
 
     def structure(self, layer: int) -> nn.Module:
-        """The layer with parameters of any value, into which a state is to be loaded."""
+        """The layer, into which a state is to be loaded; its trained parameters have any value."""
         return self._builder.structure(layer)
 
     def parameter_shapes(self, layer: int) -> dict[str, torch.Size]:
-        """The shape of each of the layer's parameters, in `named_parameters` order."""
+        """The shape of each parameter of the layer that is trained, in `named_parameters` order."""
         return self._builder.parameter_shapes(layer)
 
     def virtual_output_bytes(self, layer: int) -> int:

@@ -53,7 +53,11 @@ def split_user_model(target: str, *, seed: int) -> SplitModel:
         refuse_running_statistics(name, module)
         _refuse_other_dtypes(name, module)
     parameters = [
-        {f"{index}.{name}": parameter for name, parameter in module.named_parameters()}
+        {
+            f"{index}.{name}": parameter
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
         for index, module in enumerate(modules)
     ]
     builder = _UserLayers(
@@ -94,7 +98,7 @@ class _UserLayers:
         target: name of the function in the job file.
         factories: function that builds the module, for each layer; None: the user's function
             returned the module itself.
-        shapes: shapes of the parameters by full name, one mapping for each layer.
+        shapes: shapes of the trained parameters by full name, one mapping for each layer.
     """
 
     function: Callable[[], object]

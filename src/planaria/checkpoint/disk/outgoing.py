@@ -3,7 +3,8 @@
 A named save is a tier of its own beside the versions, {place}/{name}/{iteration}-{epoch}/..., so a
 job continues from it if `checkpoint.directory` names it, and nothing ever prunes it. An export is
 a directory as Hugging Face tools read it: parameters by name in safetensors files, and config.json
-if the model has one. Both check the hashes of the layers that they read.
+if the model has one; or the adapters alone, where only they were trained. Both check the hashes of
+the layers that they read.
 """
 
 import json
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 SHARD_BYTES: Final = 5_000_000_000  # The size of files that Hugging Face tools write.
 _TRIES_MAX: Final = 8  # Each try can fail because the version is pruned while it is read.
+ADAPTERS: Final = "adapter_config"  # Key of a job's config whose model has adapters (LoRA).
 _PREFIX: Final = "parameter/"
 _NAME: Final = re.compile(r"(?!\d+-\d+$)[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 
@@ -136,6 +138,9 @@ def export_parameters(tier: Tier, manifest: Manifest, output: Path) -> tuple[str
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError("--output", str(output), "is not empty; name a new directory")
+    config = manifest.job.get("config") or {}
+    if ADAPTERS in config:
+        return _export_adapters(tier, manifest, Directory(output), config[ADAPTERS])
     shards = list(_shards(manifest))
     target = Directory(output)
     names: list[str] = []
@@ -152,12 +157,30 @@ def export_parameters(tier: Tier, manifest: Manifest, output: Path) -> tuple[str
     texts: dict[str, Mapping[str, Any]] = {}
     if len(shards) > 1:
         texts["model.safetensors.index.json"] = {"metadata": {}, "weight_map": where}
-    if config := manifest.job.get("config"):
+    if config:
         texts["config.json"] = config
     for file, value in texts.items():
         content = json.dumps(value, indent=2).encode() + b"\n"
         target.write(file, content, may_write=_always)
     return (*names, *texts)
+
+
+def _export_adapters(
+    tier: Tier, manifest: Manifest, target: Directory, config: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Writes adapters as `PeftModel.from_pretrained` reads them; returns the names of its files."""
+    parameters = _parameters(tier, manifest, [entry.layer for entry in manifest.layers])
+    tensors = {
+        f"base_model.model.{name.replace('.default', '')}": array
+        for name, array in parameters.items()
+    }
+    contents = {
+        "adapter_model.safetensors": safetensors_content(tensors, metadata={"format": "pt"}),
+        "adapter_config.json": json.dumps(config, indent=2).encode() + b"\n",
+    }
+    for file, content in contents.items():
+        target.write(file, content, may_write=_always)
+    return tuple(contents)
 
 
 def _shards(manifest: Manifest) -> Iterator[list[int]]:

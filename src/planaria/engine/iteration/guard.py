@@ -61,7 +61,7 @@ def _parameter_tensors(held: HeldLayer) -> Iterator[Tensor]:
     """All tensors that store parameters: masters, and parameters that are not their own masters."""
     yield from held.masters.values()
     for name, parameter in held.parameters.items():
-        if parameter is not held.masters[name]:
+        if parameter is not held.masters.get(name):
             yield parameter
 
 

@@ -1,0 +1,85 @@
+"""Low-rank adapters (LoRA) in a model of transformers, by the package peft.
+
+The model's own parameters are frozen, so only the adapters are trained, and only they move, are
+copied and are saved: a rank reads the frozen ones from `model.path`, or draws them from the seed.
+
+Source: Hu et al., LoRA (ICLR '22). An adapter adds B A x to a product W x; A is drawn at random and
+B begins at 0, so that training begins with the model as it is.
+"""
+
+import importlib
+import math
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from planaria.errors import ConfigError
+from planaria.models.hf_frame import is_initialised, mark_initialised
+
+_INSIDE: Final = ".base_layer"  # Part of the name of a parameter whose module has an adapter.
+_FIRST, _SECOND = ".lora_A.", ".lora_B."
+
+
+def add_adapters(model: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Puts adapters into a model on the meta device, and freezes all else; returns their config.
+
+    Args:
+        arguments: arguments of peft's LoraConfig.
+
+    Raises:
+        ConfigError: peft is not installed, or does not know or refuses the arguments.
+    """
+    try:
+        peft = importlib.import_module("peft")
+    except ModuleNotFoundError as error:
+        remedy = "it needs a package: pip install 'planaria[lora]'"
+        raise ConfigError("model.lora", dict(arguments), remedy) from error
+    try:
+        config = peft.LoraConfig(**arguments)
+        with torch.device("meta"):
+            peft.inject_adapter_in_model(config, model)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ConfigError("model.lora", dict(arguments), str(error)) from error
+    for name, parameter in model.named_parameters():
+        is_other = "lora_" in name and not (_FIRST in name or _SECOND in name)
+        if is_other:
+            remedy = f"{name} is drawn in a way that planaria does not know; leave that variant out"
+            raise ConfigError("model.lora", dict(arguments), remedy)
+        parameter.requires_grad_(is_adapter(name))
+    return {key: _plain(value) for key, value in config.to_dict().items()}
+
+
+def _plain(value: object) -> object:
+    """The value as JSON has it."""
+    if isinstance(value, set | frozenset | tuple):
+        return sorted(map(str, value))
+    if isinstance(value, Enum):
+        return value.value
+    return value if isinstance(value, bool | int | float | str | list | dict | None) else str(value)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter belongs to an adapter."""
+    return _FIRST in name or _SECOND in name
+
+
+def name_without_adapters(name: str) -> str:
+    """The name that a parameter has in the model without adapters."""
+    return name.replace(_INSIDE, "")
+
+
+def draw_adapters(named: Iterable[tuple[str, nn.Parameter]], *, seed: int) -> None:
+    """Draws the parameters of adapters that have no value yet, as peft does, and marks them."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in named:
+        if is_initialised(parameter) or not is_adapter(name):
+            continue
+        with torch.no_grad():
+            if _SECOND in name:
+                parameter.zero_()
+            else:
+                nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)
+        mark_initialised(parameter)
