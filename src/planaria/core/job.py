@@ -85,6 +85,11 @@ class DataConfig:
         "python: module:function; the function makes the inputs and targets of a microbatch of a "
         "list of items of the dataset; empty: they are stacked",
     )
+    workers: int = _key(
+        0,
+        "number of processes of each rank that load samples ahead, while the rank computes; 0: the "
+        "rank loads them itself; the bits do not depend on it",
+    )
     sequence_length: int = _key(128, "number of tokens in a sample")
     tokenizer: Literal["bytes", "bpe"] = _key(
         "bytes",

@@ -8,7 +8,7 @@ shape need a collate function of the user's.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,16 +22,37 @@ from planaria.data.datasets import Dataset, UserDataset
 from planaria.data.text import IGNORED, TokenDataset
 from planaria.errors import ConfigError
 
+COUNT: Final = -1  # Stands for the number of targets of an iteration, in place of a microbatch.
+
+
+class Prefetched(Protocol):
+    """Microbatches that were loaded ahead; see prefetch.py."""
+
+    def take(self, iteration: int, index: int) -> Any:
+        """A microbatch, or for index `COUNT` the number of targets; None: there is none."""
+
 
 class Batches:
     """Inputs and targets of an iteration.
+
+    Args:
+        ahead: microbatches that were loaded ahead; None: none were.
 
     Attributes:
         consumed: sample numbers of each microbatch whose inputs were asked for, by microbatch.
     """
 
-    def __init__(self, dataset: Dataset, training: TrainingConfig, *, iteration: int) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        training: TrainingConfig,
+        *,
+        iteration: int,
+        ahead: Prefetched | None = None,
+    ) -> None:
+        self.iteration = iteration
         self.microbatch_size = training.microbatch_size
+        self._ahead = ahead
         self._dataset = dataset
         self._training = training
         self._seed = data_seed(iteration, seed=training.seed)
@@ -58,6 +79,8 @@ class Batches:
 
     def num_targets(self) -> int:
         """Number of targets in the global batch, by which every microbatch's loss is divided."""
+        if not self._num_targets and self._ahead is not None:
+            self._num_targets = self._ahead.take(self.iteration, COUNT) or 0
         if not self._num_targets:
             self._num_targets = num_targets(
                 self._dataset, self._numbers, seed=self._seed, microbatch_size=self.microbatch_size
@@ -68,10 +91,14 @@ class Batches:
         size = self._training.microbatch_size
         return self._numbers[index * size : (index + 1) * size]
 
+    def load(self, index: int) -> tuple[Any, Any]:
+        """Inputs and targets of a microbatch, which is not kept."""
+        return microbatch(self._dataset, self._samples(index), seed=self._seed)
+
     def _load(self, index: int) -> tuple[Any, Any]:
         if index not in self._loaded:
-            samples = self._samples(index)
-            self._loaded[index] = microbatch(self._dataset, samples, seed=self._seed)
+            ahead = self._ahead.take(self.iteration, index) if self._ahead is not None else None
+            self._loaded[index] = self.load(index) if ahead is None else ahead
         return self._loaded[index]
 
 

@@ -10,6 +10,7 @@ import torch
 
 from planaria.core.messages import Abort, NoticeTaken, Shutdown, Stopped
 from planaria.core.specs import NodeSpec
+from planaria.data.prefetch import fork_loaders
 from planaria.engine.blame import failure_of
 from planaria.engine.control import Control
 from planaria.engine.prepare import message_bytes_max, pacing_of
@@ -34,6 +35,8 @@ def main(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:
     # Python stacks of a worker that hangs or crashes, for its agent to read.
     faulthandler.register(signal.SIGUSR1, file=pulse.stack_fd, all_threads=True)
     faulthandler.enable(file=pulse.stack_fd, all_threads=True)
+    descriptors = agent_fd, lifeline_fd
+    loaders = fork_loaders(spec.job.data.workers, close=descriptors)  # While there is no thread.
     links = Links(
         spec.rank,
         token=derive(spec.token, LINKS),
@@ -47,7 +50,9 @@ def main(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:
     notice = NoticeTaken(node=spec.node, rank=spec.rank, after_s=spec.job.cluster.notice_s)
     control = Control(agent_fd, lifeline_fd, links=links, pulse=pulse, beat_s=beat_s, notice=notice)
     try:
-        Worker(spec, control, links, pulse).run()
+        worker = Worker(spec, control, links, pulse)
+        worker.loaders = loaders
+        worker.run()
         return
     except (Exception, SystemExit) as error:
         failure = failure_of(error, spec, pid=os.getpid(), epoch=-1, layers=(0, 0))

@@ -11,9 +11,10 @@ each layer is still known, except that of a layer whose optimizer step raised, w
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
 
@@ -41,7 +42,7 @@ from planaria.core.messages import (
 )
 from planaria.core.plan import Plan
 from planaria.core.specs import NodeSpec
-from planaria.data.batches import Batches
+from planaria.data.prefetch import LoaderStart, Prefetch
 from planaria.engine.blame import failure_of
 from planaria.engine.comm.choice import open_comm
 from planaria.engine.comm.device_comm import DeviceComm
@@ -144,6 +145,7 @@ class Worker:
         # State of the epoch that is served.
         self._executor: Executor | None = None
         self._evaluator: Evaluator | None = None
+        self.loaders: Sequence[Connection] = ()  # Processes that load its samples.
         self._schedule: tuple[Schedule, float] | None = None
         self._regroup_begin_s = 0.0
         self._received_bytes = 0
@@ -157,6 +159,7 @@ class Worker:
         timekeeper = self._links.timekeeper
         model = load_model(self._job, cache_directory=cache, profile=profile, timekeeper=timekeeper)
         self._dataset = load_data(self._job, objective=model.objective, cache_directory=cache)
+        self._prefetch = Prefetch(self.loaders, LoaderStart(self._job, model.objective, cache))
         self._evaluation = load_evaluation(
             self._job, self._dataset, objective=model.objective, cache_directory=cache
         )
@@ -504,10 +507,11 @@ class Worker:
         """Computes an iteration; returns its commit vector once its gradients are complete."""
         self._peak.reset()
         self._copying.on_iteration_begin(iteration)
+        plan, rank = self._current_start().plan, self._spec.rank
         with self._tensors.watch() if self._spec.trace else nullcontext():
             vector, self._spans = self._current_executor().run(
                 iteration,
-                Batches(self._dataset, self._job.training, iteration=iteration),
+                self._prefetch.batches(self._dataset, iteration, plan, rank),
                 votes=lambda: self._votes(iteration),
             )
         return vector

@@ -21,6 +21,7 @@ from planaria.profiles.shipped import NOT_FOUND, profile_path
 _MINIMUM = {
     "model.jitter": 0,
     "data.sequence_length": 1,
+    "data.workers": 0,
     "training.iterations": 1,
     "training.target_loss": 0,
     "training.microbatch_size": 1,
@@ -95,6 +96,10 @@ def check_job(job: JobConfig) -> None:
     _check_model(job.model)
     _check_data(job.data)
     _check_evaluation(job)
+    if job.model.kind == "paced" and job.data.workers:
+        raise ConfigError(
+            "data.workers", job.data.workers, "must be 0: a paced model has no samples"
+        )
     _check_batch(job)
     _check_cluster(job.cluster)
     _check_paths(job)

@@ -128,7 +128,8 @@ def fingerprint(config: JobConfig) -> dict[str, Any]:
         "data": {
             key: value
             for key, value in asdict(config.data).items()
-            if key != "collate" or value  # Older saves do not name it.
+            # The bits do not depend on workers, and older saves do not name collate.
+            if key != "workers" and (key != "collate" or value)
         }
         | {"path": Path(config.data.path).name},
         "global_batch_size": training.global_batch_size,
