@@ -15,7 +15,13 @@ from torch import Tensor
 
 from planaria.core.job import DataConfig
 from planaria.data.batches import microbatch, num_targets
-from planaria.data.datasets import Dataset, keep_generators, load_dataset, vocabulary_size
+from planaria.data.datasets import (
+    Dataset,
+    keep_generators,
+    load_dataset,
+    load_held_out,
+    vocabulary_size,
+)
 from planaria.errors import ConfigError
 from planaria.user_functions import user_function
 
@@ -134,6 +140,32 @@ def test_saved_classes_are_supervised_targets(tmp_path: Path) -> None:
     assert targets.dtype == torch.int64
     assert vocabulary_size(data, cache_directory=tmp_path / "cache") == 5
     assert num_targets(dataset, np.array([2, 0]), seed=0) == 2
+
+
+def test_held_out_saved_text_has_the_tokens_of_the_training_text(tmp_path: Path) -> None:
+    """A tokenizer that learned from it would give other numbers to the same words."""
+    pytest.importorskip("tokenizers")
+    data = saved_dataset(tmp_path / "training", {"text": ["the quick brown fox " * 40] * 9})
+    other = saved_dataset(tmp_path / "other", {"text": ["zebras zip and zag " * 40] * 9})
+    data = replace(data, tokenizer="bpe", vocabulary_size=300)
+    cache = tmp_path / "cache"
+
+    load_held_out(
+        replace(data, path=other.path), data, objective="causal", seed=0, cache_directory=cache
+    )
+    load(data, cache)
+
+    assert len(list(cache.glob("tokenizer-*.json"))) == 1
+
+
+def test_a_label_for_each_token_is_cut_like_the_tokens(tmp_path: Path) -> None:
+    """For classifiers of tokens; a label of a row stays."""
+    columns = {"input_ids": [[1, 2, 3, 4, 5], [6, 7, 8, 9]], "labels": [[0, 1, 0, 1, 1], [1] * 4]}
+    dataset = load(saved_dataset(tmp_path, columns), tmp_path / "cache", objective="supervised")
+
+    targets = microbatch(dataset, np.array([0, 1]), seed=0)[1]
+
+    assert targets.tolist() == [[0, 1, 0, 1], [1] * 4]
 
 
 def test_saved_text_is_tokenised_and_packed(tmp_path: Path) -> None:
@@ -344,6 +376,14 @@ def _padded(items: list[list[int]]) -> tuple[Tensor, Tensor]:
     return torch.rand(len(items), 2), targets
 
 
+_num_collated: list[int] = []
+
+
+def _counted(items: list[list[int]]) -> tuple[Tensor, dict[str, Tensor]]:
+    _num_collated.append(len(items))
+    return torch.zeros(len(items)), {"class": torch.zeros(len(items))}
+
+
 def test_a_function_of_the_user_collates_a_microbatch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,6 +399,12 @@ def test_a_function_of_the_user_collates_a_microbatch(
     torch.rand(3)
     assert torch.equal(inputs, microbatch(dataset, np.array([1, 4]), seed=3)[0])
     assert not torch.equal(inputs, microbatch(dataset, np.array([1, 4]), seed=4)[0])
+
+    monkeypatch.setattr(sys.modules["user_data"], "collate", _counted)
+    counted = load(data, tmp_path, objective="supervised")
+    _num_collated.clear()
+    assert num_targets(counted, np.arange(6), seed=3, microbatch_size=2) == 6
+    assert len(_num_collated) == 1  # One is enough to know that each sample counts.
 
     monkeypatch.setattr(sys.modules["user_data"], "collate", len)
     with pytest.raises(ConfigError, match=r"data.collate = 'len': its value is a int"):

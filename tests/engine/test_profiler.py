@@ -420,6 +420,15 @@ def test_frozen_parameters_have_no_optimizer_state(tmp_path: Path) -> None:
     assert (frozen.parameter_bytes, frozen.optimizer_bytes, frozen.frozen_bytes) == (0, 0, 4 * 72)
 
 
+def test_a_frozen_layer_is_no_measure_for_a_trained_one(tmp_path: Path) -> None:
+    """Blocks of one shape are measured once, and the first of them may be frozen."""
+    layers = (nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8))
+    profile = _profile_of(tiny_job("sequential", tmp_path), *layers, nn.Linear(8, 1), shape=(8,))
+
+    sizes = [layer.parameter_bytes for layer in profile.layers]
+    assert sizes == [4 * 72, 0, 4 * 72, 4 * 9]
+
+
 def test_measuring_changes_neither_parameters_nor_gradients(tmp_path: Path) -> None:
     """A caller may train what it has measured."""
     layers = (nn.Linear(8, 8), nn.Linear(8, 1))

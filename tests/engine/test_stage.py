@@ -11,6 +11,7 @@ from torch import nn
 from planaria.core.job import ModelConfig, TrainingConfig
 from planaria.engine.prepare import split_model
 from planaria.engine.stage import HeldLayer, RankStage
+from planaria.errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -240,6 +241,19 @@ def test_a_layer_whose_parameters_are_all_frozen_only_grows_older() -> None:
     assert other.age == 1
     assert state == {} == other.state()
     assert held.sums.numel() == 0
+
+
+def test_a_save_of_other_trained_parameters_is_refused() -> None:
+    """A frozen parameter has the value of the seed; silently it would lose what was trained."""
+    held = HeldLayer(0, nn.Linear(3, 2), training=TRAINING, tied=())
+    frozen = HeldLayer(0, nn.Linear(3, 2).requires_grad_(False), training=TRAINING, tied=())
+
+    with pytest.raises(ConfigError, match="model = 'weight': it is frozen now"):
+        frozen.load(held.state(), age=1)
+    with pytest.raises(ConfigError, match="model = 'weight': it is trained now"):
+        held.load(frozen.state(), age=1)
+    same = {f"parameter/{n}": p.detach().numpy() for n, p in frozen.parameters.items()}
+    frozen.load(same, age=1)  # As saves of older releases have it.
 
 
 def test_norms_are_summed_in_float64() -> None:

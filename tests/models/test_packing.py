@@ -111,6 +111,7 @@ def test_a_batch_is_brought_with_its_description() -> None:
     [
         (object(), "layer 3 = 'object': a layer must return a tensor"),
         ((1, 2), "layer 3 = 'tuple': a layer must return a tensor"),
+        ({(1, 2): torch.zeros(1)}, "layer 3 = .*keys of a dict must be texts"),
         ((torch.zeros(1), {1, 2}), "layer 3 = 'set': a layer must return a tensor"),
     ],
 )

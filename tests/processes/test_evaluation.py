@@ -1,5 +1,6 @@
 """Held-out data are evaluated while a job trains, and nothing of it is seen in the result."""
 
+import math
 import os
 import signal
 from dataclasses import replace
@@ -137,6 +138,23 @@ def test_a_rank_that_is_killed_in_an_evaluation_costs_nothing_of_it(
     assert len(numbers[0]) == 3
 
 
+def odd(output: Tensor, _: Tensor) -> float:
+    """A metric that is not a number."""
+    return float("nan") * float(output.sum())
+
+
+def test_a_number_that_is_none_costs_nothing(server: ForkServer, tmp_path: Path) -> None:
+    """JSON cannot say it: the agents took the message for a forged one, and killed all workers."""
+    evaluation = replace(EVALUATION, metrics={"odd": "processes.test_evaluation:odd"})
+    job = replace(_job(tmp_path, nodes=2), evaluation=evaluation)
+
+    report = Job(job).train(server=server).report
+
+    assert not report.events
+    assert len(report.evaluations) == 3
+    assert all(math.isnan(record.metrics["odd"]) for record in report.evaluations)
+
+
 def _stopped(result: TrainingResult) -> tuple[int, bool]:
     return result.report.final.iteration, result.stopped
 
@@ -155,4 +173,4 @@ def test_training_ends_early_and_is_saved(server: ForkServer, tmp_path: Path) ->
     (event,) = (event for event in result.report.events if event.kind == "early")
     assert "on_evaluation of Noted returned True" in event.reason
     assert ("save", iteration) in noted.calls
-    assert result.report.evaluations[-1].iteration == iteration
+    assert result.report.evaluations[-1].iteration < iteration

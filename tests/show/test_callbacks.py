@@ -2,13 +2,14 @@
 
 import sys
 import threading
+from math import nan
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from planaria.core.job import EvaluationConfig, JobConfig, TrainingConfig
+from planaria.core.job import JobConfig, TrainingConfig
 from planaria.errors import ConfigError
 from planaria.observe.metrics import EvaluationRecord, EventRecord, IterationRecord
 from planaria.show.callbacks import Callbacks, CallbackThread, Patience, callbacks_of
@@ -93,20 +94,37 @@ def test_what_one_raises_is_raised_at_the_next_call_and_no_further_one_is_made()
     assert noted.calls == [0, "end"]
 
 
-def test_what_one_raises_last_is_raised_in_the_end() -> None:
-    """Nothing that failed is passed over."""
-    with pytest.raises(ZeroDivisionError), CallbackThread([Noted(raises_at=0)]) as thread:
+def test_what_one_raises_last_is_told_and_costs_no_result(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What has been trained is saved by then, and its report is still to be written."""
+    with CallbackThread([Noted(raises_at=0)]) as thread:
         thread.post("on_save", 0)
+
+    assert "a callback raised ZeroDivisionError('mine')" in caplog.text
+
+
+class _Leaves(Callbacks):
+    def on_save(self, iteration: int) -> None:
+        sys.exit(iteration)
+
+
+def test_a_callback_that_exits_ends_the_job_and_not_its_thread() -> None:
+    """It would have ended the thread, and nobody would have heard of it."""
+    thread = CallbackThread([_Leaves()])
+    with pytest.raises(RuntimeError, match="SystemExit"), thread:
+        _post_many(thread)
 
 
 def test_patience_counts_evaluations_that_are_no_better_than_the_best() -> None:
-    """One that is done again after a loss counts once."""
+    """If the job goes back, those after that point count no more, and are done again."""
     patience = Patience(2)
-    losses = [(2, 3.0), (4, 2.0), (6, 2.5), (4, 2.0), (6, 1.9), (8, 1.9), (10, 2.0)]
+    losses = [(2, 3.0), (4, 2.0), (6, 2.5), (4, 2.0), (6, 2.5), (6, 1.9), (8, nan), (10, 2.0)]
 
-    stops = [patience.on_evaluation(evaluation(n, loss)) for n, loss in losses]
+    stops = [patience.is_over(evaluation(n, loss)) for n, loss in losses]
 
-    assert stops == [False] * 6 + [True]
+    assert stops == [False] * 7 + [True]
+    assert not any(Patience(0).is_over(evaluation(n, 1.0)) for n in range(9))
 
 
 def _with(function: str) -> TrainingConfig:
@@ -122,13 +140,9 @@ def test_a_job_names_its_callbacks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "def number():\n    return 3\n"
     )
     monkeypatch.setattr(sys, "path", list(sys.path))
-    evaluated = EvaluationConfig(every=1, path="x", patience=3)
-    job = JobConfig(training=_with("mine"), evaluation=evaluated)
-
-    mine, patience = callbacks_of(job, search_path=[str(tmp_path)])
+    (mine,) = callbacks_of(JobConfig(training=_with("mine")), search_path=[str(tmp_path)])
 
     assert type(mine).__name__ == "Mine"
-    assert isinstance(patience, Patience)
     with pytest.raises(ConfigError, match="it returned a int; return"):
         callbacks_of(JobConfig(training=_with("number")), search_path=[])
     with pytest.raises(ConfigError, match="no function 'none'"):
@@ -141,7 +155,11 @@ class _Written:
     def __init__(self) -> None:
         self.numbers: list[tuple[str, float, int]] = []
         self.begun: list[Any] = []
+        self.axes: list[tuple[str, str]] = []
         self.has_ended = False
+
+    def define_metric(self, name: str, step_metric: str = "") -> None:
+        self.axes.append((name, step_metric))
 
     def Writer(self, directory: str) -> "_Written":  # noqa: N802 (the package's name)
         self.begun.append(directory)
@@ -202,7 +220,29 @@ def test_curves_go_where_they_are_looked_at(kind: Any, monkeypatch: pytest.Monke
         ("checkpoint/saved", 5.0, 5),
     ]
     assert written.has_ended
+    assert written.axes in ([], [("iteration", ""), ("*", "iteration")])
     assert written.begun[0] == "here" or written.begun[0]["project"] == "here"
+
+
+def test_a_full_disk_costs_the_curves_and_nothing_else(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told once."""
+    written = _Written()
+    module: Any = ModuleType("tensorboard.summary")
+    module.Writer = written.Writer
+    monkeypatch.setitem(sys.modules, "tensorboard.summary", module)
+    monkeypatch.setattr(written, "flush", _fail)
+
+    with CallbackThread([TensorBoard("here")]) as thread:
+        thread.post("on_save", 5)
+        thread.post("on_save", 6)
+
+    assert caplog.text.count("TensorBoard records nothing more: OSError") == 1
+
+
+def _fail() -> None:
+    raise OSError(28, "no space left on device")
 
 
 @pytest.mark.parametrize(("kind", "package"), [(TensorBoard, "tensorboard"), (WandB, "wandb")])

@@ -8,7 +8,7 @@ from planaria.core.plan import Plan
 from planaria.core.records import Warned
 from planaria.observe.metrics import IterationRecord
 from planaria.observe.recorder import Recorder
-from planaria.show.callbacks import CallbackThread
+from planaria.show.callbacks import CallbackThread, Patience
 from planaria.show.job_observer import JobObserver
 
 
@@ -32,7 +32,11 @@ def watched() -> tuple[JobObserver, Recorder, Notes]:
     recorder = Recorder(start_s=10.0, predicted_s=0.5, predicted_peak_bytes=999)
     notes = Notes()
     observer = JobObserver(
-        recorder, notes, predicted_peak_bytes=lambda _: 555, callbacks=CallbackThread(())
+        recorder,
+        notes,
+        predicted_peak_bytes=lambda _: 555,
+        callbacks=CallbackThread(()),
+        patience=Patience(0),
     )
     return observer, recorder, notes
 

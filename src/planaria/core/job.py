@@ -140,8 +140,8 @@ class TrainingConfig:
     )
     compile: bool = _key(
         False,
-        "each block is compiled by torch.compile, once in each process: what a rank keeps or gets "
-        "of the same shape is not compiled again",
+        "each block is compiled by torch.compile, once in each process and for each shape of its "
+        "inputs: what a rank keeps or gets of the same shape is not compiled again",
     )
     seed: int = _key(0, "decides the first parameters, the order of samples and dropout")
     deterministic: bool = _key(

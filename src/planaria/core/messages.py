@@ -134,16 +134,16 @@ class Evaluated(Message, frozen=True, kw_only=True):
 
     Attributes:
         iteration: number of iterations applied to the parameters.
-        loss: mean over the targets.
-        metrics: mean over the targets of each further number, by name.
+        loss: mean over the targets; None: it is not a number, which JSON cannot say.
+        metrics: the same of each further number, by name.
         seconds: seconds that this rank took.
     """
 
     iteration: int
-    loss: float
+    loss: float | None
     num_samples: int
     num_targets: int
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float | None] = {}
     seconds: float = 0.0
 
 

@@ -132,9 +132,9 @@ class HeldOut:
         """Number of targets of a microbatch, see `num_targets`."""
         return _num_in_batch(self._load(index)[1], len(self._samples(index)))
 
-    def drop(self, index: int) -> None:
-        """Forgets a microbatch that is not needed any more."""
-        self._loaded.pop(index, None)
+    def clear(self) -> None:
+        """Forgets the microbatches that were loaded."""
+        self._loaded.clear()
 
     def _samples(self, index: int) -> npt.NDArray[np.int64]:
         first = index * self._training.microbatch_size
@@ -197,6 +197,9 @@ def num_targets(
         return dataset.num_targets(samples)
     if isinstance(dataset, UserDataset) and dataset.collate is not None:
         parts = np.split(samples, range(microbatch_size, len(samples), microbatch_size))
+        some = microbatch(dataset, parts[0], seed=seed)[1]
+        if not isinstance(some, Tensor) or some.dim() < 2:  # One for each sample.
+            return len(samples)
         return sum(
             _num_in_batch(microbatch(dataset, part, seed=seed)[1], len(part)) for part in parts
         )

@@ -80,8 +80,6 @@ def load_dataset(data: DataConfig, *, objective: str, seed: int, cache_directory
         ConfigError: the data cannot be read, or does not fit the objective or the sequence length.
     """
     assert objective in ("causal", "masked", "supervised")
-    if data.kind in ("text", "tokens") and objective == "supervised":
-        objective = "causal"  # Layers of the user's own learn the next token.
     if data.kind == "python":
         return _user_dataset(data, objective=objective, seed=seed)
     if data.kind == "hf":
@@ -103,8 +101,13 @@ def load_held_out(
         ConfigError: see `load_dataset`; it names the keys of the evaluation.
     """
     try:
-        if held_out.kind == "text" and objective == "supervised":
-            objective = "causal"
+        if held_out.kind == "hf":
+            return _saved_dataset(
+                held_out,
+                objective=objective,
+                cache_directory=cache_directory,
+                learned_from=training.path,
+            )
         if held_out.kind != "text":
             return load_dataset(
                 held_out, objective=objective, seed=seed, cache_directory=cache_directory
@@ -235,6 +238,7 @@ class _LabelledRows:
     objective: str
     sequence_length: int
     vocabulary_size: int
+    is_padded: bool
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -242,9 +246,12 @@ class _LabelledRows:
     def sample(self, index: int, *, seed: int) -> tuple[Tensor, Tensor]:
         assert seed >= 0
         row = self.rows[index]
-        tokens = np.asarray(row["input_ids"]).astype(np.int64)[: self.sequence_length]
+        whole = np.asarray(row["input_ids"]).astype(np.int64)
+        tokens = whole[: self.sequence_length]
         # A copy, because the arrays of datasets may be read-only, which torch does not support.
         labels = np.array(row["labels"])
+        if labels.shape == whole.shape:  # One for each token.
+            labels = labels[: self.sequence_length]
         if self.objective == "causal":
             labels = labels[: self.sequence_length].astype(np.int64)
             tokens, labels = causal_pair(tokens, labels, sequence_length=len(tokens))
@@ -291,15 +298,26 @@ def _seed_generators(seed: int) -> None:
     random.seed(seed)
 
 
-def _saved_dataset(data: DataConfig, *, objective: str, cache_directory: Path) -> Dataset:
+def _saved_dataset(
+    data: DataConfig, *, objective: str, cache_directory: Path, learned_from: str = ""
+) -> Dataset:
+    """The data set of a directory; a tokenizer learns from the one named `learned_from`."""
     saved = _loaded_from_disk(data.path)
     columns = saved.column_names
     if "input_ids" not in columns and "text" not in columns:
         remedy = f"it has the columns {', '.join(columns)}; planaria takes input_ids or text"
         raise ConfigError("data.path", data.path, remedy)
     if "input_ids" not in columns:
-        source = TextSource(data.path, _saved_digest(data.path), partial(_row_texts, saved))
-        return text_dataset(source, data, objective=objective, cache_directory=cache_directory)
+        source, other = _saved_text(data.path, saved), None
+        if learned_from:
+            other = _saved_text(learned_from, _loaded_from_disk(learned_from))
+        return text_dataset(
+            source,
+            data,
+            objective=objective,
+            cache_directory=cache_directory,
+            learned_from=other,
+        )
     names = [name for name in ("input_ids", "labels") if name in columns]
     if objective == "supervised" and "labels" not in names:
         remedy = f"it has the columns {', '.join(columns)}; a supervised model needs labels"
@@ -314,7 +332,8 @@ def _saved_dataset(data: DataConfig, *, objective: str, cache_directory: Path) -
     rows = saved.with_format("numpy", columns=names)
     if "labels" in names:
         _check_labels(rows, data.path)
-        return _LabelledRows(rows, objective, data.sequence_length, num_ids)
+        is_padded = len(row_lengths) > 0
+        return _LabelledRows(rows, objective, data.sequence_length, num_ids, is_padded)
     token_rows = _TokenRows(rows, data.sequence_length)
     return TokenDataset(
         token_rows,
@@ -323,6 +342,10 @@ def _saved_dataset(data: DataConfig, *, objective: str, cache_directory: Path) -
         num_ids,
         lengths=row_lengths if len(row_lengths) else None,
     )
+
+
+def _saved_text(path: str, saved: Any) -> TextSource:
+    return TextSource(path, _saved_digest(path), partial(_row_texts, saved))
 
 
 def _loaded_from_disk(path: str) -> Any:

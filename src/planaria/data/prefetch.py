@@ -181,7 +181,8 @@ class Prefetch:
                     if key in self._asked:
                         self._loaded[key] = tree_map(_as_tensor, found)
                         self._changed.notify_all()
-        except (EOFError, OSError):
+        except Exception as error:  # Whatever it is, nobody must wait for this loader.
+            logger.info("what a loader sent cannot be used: %r", error)
             self._note_end(number)
 
     def _note_end(self, number: int) -> None:

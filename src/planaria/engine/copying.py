@@ -219,6 +219,11 @@ class Copying:
             must_end = self._job.every != "auto" and (iteration + 1) % self._job.every == 0
             self._turns.on_iteration_begin(iteration, must_end=must_end)
 
+    def on_pause(self) -> None:
+        """Must be called before what is done between two iterations and takes long."""
+        if self._turns is not None:
+            self._turns.on_pause()
+
     def on_action_done(self) -> None:
         """Must be called after each forward and backward."""
         if self._turns is not None:

@@ -68,6 +68,8 @@ def load_model(
         )
 
     model = split("causal")
+    if job.model.kind == "python" and job.data.kind in ("text", "tokens"):
+        model.objective = "causal"  # It learns the next token.
     # A masked objective needs one token more, the mask.
     return split(model.objective) if model.objective == "masked" else model
 
@@ -222,7 +224,8 @@ def _prepare(request: PrepareRequest) -> Prepared:
         job, cache_directory=cache_directory, profile=request.profile, timekeeper=Timekeeper()
     )
     dataset = load_data(job, objective=model.objective, cache_directory=cache_directory)
-    load_evaluation(job, dataset, objective=model.objective, cache_directory=cache_directory)
+    load_evaluation(job, dataset, model=model, cache_directory=cache_directory)
+    _check_trained(job, model, dataset)
     sample_numbers(
         0,
         seed=job.training.seed,
@@ -261,6 +264,17 @@ def _prepare(request: PrepareRequest) -> Prepared:
         config=dict(model.config),
         notes=notes,
     )
+
+
+def _check_trained(job: JobConfig, model: SplitModel, dataset: Dataset) -> None:
+    """Refuses a model of which nothing is trained, and routers that would count padding."""
+    if job.model.kind == "paced":
+        return
+    if not any(model.parameter_shapes(layer) for layer in range(model.num_layers)):
+        raise ConfigError("model", job.model.kind, "none of its parameters requires a gradient")
+    if job.model.config.get("output_router_logits") and getattr(dataset, "is_padded", False):
+        remedy = "the routers would count padding; give rows of one length, or set it to false"
+        raise ConfigError("model.config.output_router_logits", True, remedy)
 
 
 _DETOUR_TEXT: Final = (

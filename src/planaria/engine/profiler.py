@@ -256,7 +256,7 @@ class _Seconds:
 def _kind(module: nn.Module) -> str:
     """Key that is the same for layers that take the same time."""
     parts = sorted(type(part).__name__ for part in module.modules())
-    shapes = [tuple(parameter.shape) for parameter in module.parameters()]
+    shapes = [(tuple(p.shape), p.requires_grad) for p in module.parameters()]
     return f"{parts}{shapes}"
 
 

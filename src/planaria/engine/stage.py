@@ -39,6 +39,7 @@ from planaria.engine.optimizer import (
 )
 from planaria.engine.recompute import forward_that_keeps
 from planaria.engine.staging import State, StateMirror, as_tensor
+from planaria.errors import ConfigError
 from planaria.models.layers import SplitModel, TiedGroup
 
 _ROW = 1024  # Elements of a gradient whose squares are added in float32, in fast mode.
@@ -244,8 +245,13 @@ class HeldLayer:
         return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
     def load(self, state: State, *, age: int) -> None:
-        """Loads a state that `state` returned."""
+        """Loads a state that `state` returned.
+
+        Raises:
+            ConfigError: other parameters were trained when the state was made.
+        """
         self._mirror.forget()
+        self._refuse_other_parameters(state)
         with torch.no_grad():
             for name, master in self.masters.items():
                 master.copy_(as_tensor(state[f"parameter/{name}"]))
@@ -260,6 +266,23 @@ class HeldLayer:
             }
             self._num_steps = load_optimizer_state(self.optimizer, self.masters, named)
         self.age = age
+
+    def _refuse_other_parameters(self, state: State) -> None:
+        """Refuses a state without a trained parameter, or with another value of a frozen one."""
+        for name, parameter in self.parameters.items():
+            saved = state.get(f"parameter/{name}")
+            if saved is None and name in self.masters:
+                remedy = "it is trained now, and was frozen when the save was made; begin a new job"
+                raise ConfigError("model", name, remedy)
+            if saved is None or name in self.masters:
+                continue
+            value = as_tensor(saved).to(parameter.dtype)
+            if not torch.equal(value, parameter.detach().cpu()):
+                remedy = (
+                    "it is frozen now, and the save has another value than the seed or model.path "
+                    "gives; export the save, and begin a new job with it as model.path"
+                )
+                raise ConfigError("model", name, remedy)
 
 
 def _gradient_buffer(sums: Tensor) -> Tensor:
@@ -418,7 +441,19 @@ class RankStage:
             hidden = forward_that_keeps(
                 self._seeded_forward, module, hidden, seed, recomputation=self._recomputation(layer)
             )
+            if torch.is_grad_enabled() and not hidden.requires_grad:
+                # No trained parameter is before it. What another rank gets requires a gradient, so
+                # this does as well: else the bits might depend on the plan.
+                hidden = hidden.detach().requires_grad_()
         return hidden
+
+    def loss_sum(
+        self, output: Tensor, targets: Tensor, *, iteration: int, microbatch: int
+    ) -> Tensor:
+        """The loss of a microbatch, see `SplitModel.loss_sum`; a loss may draw random numbers."""
+        num_layers = self.model.num_layers
+        self.device.seed(mix(self.training.seed, iteration, microbatch, num_layers))
+        return self.model.loss_sum(output, targets)
 
     def _recomputation(self, layer: int) -> Recomputation:
         # The loss follows the last layer at once, so that nothing would be gained there.

@@ -161,7 +161,7 @@ class Worker:
         self._dataset = load_data(self._job, objective=model.objective, cache_directory=cache)
         self._prefetch = Prefetch(self.loaders, LoaderStart(self._job, model.objective, cache))
         self._evaluation = load_evaluation(
-            self._job, self._dataset, objective=model.objective, cache_directory=cache
+            self._job, self._dataset, model=model, cache_directory=cache
         )
         pinned_bytes = pinned_bytes_of(self._spec)
         device = device_of(self._job, rank=self._spec.rank, pinned_bytes=pinned_bytes)
@@ -281,6 +281,7 @@ class Worker:
                 return on_save_begun(self._state, is_begun)
             case act.Evaluate():
                 assert self._evaluator is not None
+                self._copying.on_pause()
                 self._iteration_end_s += self._evaluator.run(action.age)  # No part of an iteration.
             case act.Compute():
                 vector = self._compute(action.iteration)

@@ -216,7 +216,8 @@ def kept_settings_text(config: JobConfig, kept: JobConfig) -> str:
         kept: job of the run. Its number of nodes is that of the machines with which it began.
     """
     new, old = (dict(_leaves(asdict(each))) for each in (config, kept))
-    keys = sorted({*new, *old} - {"cluster.nodes"})  # Some tables have any keys.
+    # Callbacks are those of the new head. Some tables have any keys.
+    keys = sorted({*new, *old} - {"cluster.nodes", "training.callbacks"})
     differing = [key for key in keys if new.get(key) != old.get(key)]
     if not differing:
         return ""

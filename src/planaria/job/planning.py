@@ -124,7 +124,11 @@ def fingerprint(config: JobConfig) -> dict[str, Any]:
     return {
         "name": config.name,
         "model": {"kind": config.model.kind, "config": dict(config.model.config)}
-        | ({"lora": dict(config.model.lora)} if config.model.lora else {}),
+        | (
+            {"lora": dict(config.model.lora), "path": Path(config.model.path).name}
+            if config.model.lora
+            else {}
+        ),
         "data": {
             key: value
             for key, value in asdict(config.data).items()

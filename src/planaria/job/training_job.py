@@ -71,7 +71,7 @@ from planaria.nodes.head.remote.run_record import NodeLog, RunRecord, write_run
 from planaria.observe.metrics import IterationRecord, Report
 from planaria.observe.recorder import Recorder
 from planaria.planner.plans import PlanCatalog
-from planaria.show.callbacks import Callbacks, CallbackThread, callbacks_of
+from planaria.show.callbacks import Callbacks, CallbackThread, Patience, callbacks_of
 from planaria.show.job_observer import JobObserver, TrainingDisplay
 from planaria.transport.sockets import Address
 
@@ -337,13 +337,13 @@ class Job:
         calls = [*callbacks, *callbacks_of(config, search_path=self._search_path)]
         early = nullcontext() if listening is None else interrupt_at_leave_signals()
         with restore_handlers(), ExitStack() as held:
+            thread = held.enter_context(CallbackThread(calls))
             with early:  # Machines that wait must be told.
                 begun = self._begin(held, display, options)
                 planned = _plan_of(begun, display, plan=plan, catalog=catalog)
             config = begun.config
             display.show_plan(planned)
             left = with_short_limit(tier, config.checkpoint)
-            thread = held.enter_context(CallbackThread(calls))
             recorder = _recorder(planned, start_s)
             observer = _job_observer(planned, recorder, display, thread)
             launch_spec = _launch_spec(planned, injections, begun, trace, listening)
@@ -490,11 +490,15 @@ def _job_observer(
     planned: Planned, recorder: Recorder, display: Display, callbacks: CallbackThread
 ) -> JobObserver:
     buffers_bytes = planned.config.chunk_buffers_bytes
-
-    def peak_bytes(plan: Plan) -> int:
-        return predicted_peak_bytes(planned.problem, plan) + buffers_bytes
-
-    return JobObserver(recorder, display, predicted_peak_bytes=peak_bytes, callbacks=callbacks)
+    return JobObserver(
+        recorder,
+        display,
+        predicted_peak_bytes=lambda plan: (
+            predicted_peak_bytes(planned.problem, plan) + buffers_bytes
+        ),
+        callbacks=callbacks,
+        patience=Patience(planned.config.evaluation.patience),
+    )
 
 
 def _prepared_here(config: JobConfig, server: ForkServer, display: Display) -> Prepared:

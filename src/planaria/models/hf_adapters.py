@@ -21,13 +21,22 @@ from planaria.models.hf_frame import is_initialised, mark_initialised
 
 _INSIDE: Final = ".base_layer"  # Part of the name of a parameter whose module has an adapter.
 _FIRST, _SECOND = ".lora_A.", ".lora_B."
+# What would train more than the adapters, or draw them in another way.
+_FIXED: Final[dict[str, Any]] = {
+    "bias": "none",
+    "init_lora_weights": True,
+    "modules_to_save": None,
+    "trainable_token_indices": None,
+}
 
 
-def add_adapters(model: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def add_adapters(model: Any, arguments: Mapping[str, Any], *, trains_head: bool) -> dict[str, Any]:
     """Puts adapters into a model on the meta device, and freezes all else; returns their config.
 
     Args:
         arguments: arguments of peft's LoraConfig.
+        trains_head: whether what follows the base model is trained, too: the head of a classifier
+            begins with random values.
 
     Raises:
         ConfigError: peft is not installed, or does not know or refuses the arguments.
@@ -39,17 +48,24 @@ def add_adapters(model: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError("model.lora", dict(arguments), remedy) from error
     try:
         config = peft.LoraConfig(**arguments)
+        for key, value in _FIXED.items():
+            if getattr(config, key, value) != value:
+                remedy = f"{key} = {getattr(config, key)!r} is not supported; leave it out"
+                raise ConfigError("model.lora", dict(arguments), remedy)
         with torch.device("meta"):
             peft.inject_adapter_in_model(config, model)
     except (TypeError, ValueError, KeyError) as error:
         raise ConfigError("model.lora", dict(arguments), str(error)) from error
+    base, head = f"{model.base_model_prefix}.", set[str]()
     for name, parameter in model.named_parameters():
-        is_other = "lora_" in name and not (_FIRST in name or _SECOND in name)
-        if is_other:
+        if "lora_" in name and not is_adapter(name):
             remedy = f"{name} is drawn in a way that planaria does not know; leave that variant out"
             raise ConfigError("model.lora", dict(arguments), remedy)
-        parameter.requires_grad_(is_adapter(name))
-    return {key: _plain(value) for key, value in config.to_dict().items()}
+        is_head = trains_head and not name.startswith(base) and not is_adapter(name)
+        parameter.requires_grad_(is_adapter(name) or is_head)
+        head |= {name.partition(".")[0]} if is_head else set()
+    values = {key: _plain(value) for key, value in config.to_dict().items()}
+    return values | ({"modules_to_save": sorted(head)} if head else {})
 
 
 def _plain(value: object) -> object:

@@ -24,9 +24,8 @@ Differs: Oobleck traces with torch.fx, which cannot trace the models of transfor
 
 import copy
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -40,7 +39,6 @@ from planaria.models.hf_frame import (
     Call,
     ForwardStopped,
     Frame,
-    Inputs,
     Ownership,
     find_blocks,
     ghost,
@@ -51,6 +49,7 @@ from planaria.models.hf_frame import (
     refusal,
     set_tensor,
 )
+from planaria.models.hf_heads import HeadEntry, cheapest_entry
 from planaria.models.hf_model import (
     Weights,
     config_values,
@@ -71,15 +70,14 @@ from planaria.models.layers import (
     refuse_running_statistics,
     tied_groups,
 )
-from planaria.models.packing import unpack
+from planaria.models.packing import describe, is_packed, unpack
 
 logger = logging.getLogger(__name__)
 
 # Dimensions in names: B microbatch, L sequence, D model
 
-# Number of combinations of shape, dtype and device whose block arguments are kept. A job needs one
-# for each length to which its samples are padded.
-_MAX_SHAPES = 64
+# Arguments of blocks that are kept, for each length to which samples are padded: masks mostly.
+_ARGUMENTS_BYTES: Final = 1 << 27
 
 _ROUTER_LOSS: Final = "output_router_logits"  # Key of configs of transformers.
 
@@ -102,11 +100,20 @@ class _BlockArguments:
         """The arguments of a block for hidden states of this shape, dtype and device."""
         key = (hidden_BLD.shape[:2], hidden_BLD.dtype, hidden_BLD.device)
         if key not in self._calls:
-            if len(self._calls) == _MAX_SHAPES:
-                self._calls.clear()
+            self._make_room()
             inputs = self.frame.inputs.constant(key[0], 0, hidden_BLD)
             self._calls[key] = self.record_calls(inputs, hidden_BLD.dtype)
         return self._calls[key][block]
+
+    def _make_room(self) -> None:
+        """Forgets the oldest arguments while all together are large."""
+        while len(self._calls) > 1:
+            tensors = {
+                id(t): t for calls in self._calls.values() for c in calls for t in c.tensors()
+            }
+            if sum(tensor.nbytes for tensor in tensors.values()) < _ARGUMENTS_BYTES:
+                return
+            del self._calls[next(iter(self._calls))]
 
     @torch.no_grad()
     def record_calls(self, inputs: Tensor, dtype: torch.dtype) -> tuple[Call, ...]:
@@ -146,6 +153,12 @@ class _Embedding(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         model = self._frame.model
+        if is_packed(inputs):
+            remedy = (
+                f"a model of transformers takes one tensor, {self._frame.inputs.name}, and no "
+                "padding mask; return that alone as the inputs"
+            )
+            raise ConfigError("data", describe(unpack(inputs)), remedy)
         if model.training != self.training:
             model.train(self.training)
         # Buffers that are not part of the layer (rotary frequencies) move to its device, but keep
@@ -200,7 +213,7 @@ def _take_apart(x: Tensor, routers: Routers) -> tuple[Tensor, RouterSums]:
 class _Head(nn.Module):
     """The layer that computes the logits from the last block's output, and the routers' loss."""
 
-    def __init__(self, frame: Frame, entry: "_HeadEntry", routers: Routers | None) -> None:
+    def __init__(self, frame: Frame, entry: HeadEntry, routers: Routers | None) -> None:
         super().__init__()
         self._frame = frame
         self._entry = entry
@@ -217,60 +230,6 @@ class _Head(nn.Module):
         hidden_BLD, sums = _take_apart(x, self._routers)
         logits = self._entry.logits(self._frame, hidden_BLD)
         return boundary((logits, self._routers.loss(sums)), "head")
-
-
-@dataclass(frozen=True, slots=True)
-class _HeadEntry:
-    """How the head runs what the model's forward does before the blocks, only to throw it away.
-
-    Computed for nothing, an embedding can take as long as the head itself.
-
-    Attributes:
-        place: device of the ghosts.
-        inputs: function that returns the arguments of the model's forward for such hidden states.
-    """
-
-    place: torch.device
-    inputs: Callable[[Tensor], dict[str, Tensor]]
-
-    def logits(self, frame: Frame, hidden_BLD: Tensor) -> Tensor:
-        """The logits for the last block's output."""
-        return frame.logits(self.inputs(hidden_BLD), lambda _index, _hidden, _call: hidden_BLD)
-
-
-def _ids(hidden_BLD: Tensor) -> dict[str, Tensor]:
-    return {"input_ids": torch.zeros(hidden_BLD.shape[:2], dtype=torch.int64)}
-
-
-def _ids_with_positions(hidden_BLD: Tensor) -> dict[str, Tensor]:
-    """Ids and positions that are not on the device of the ghosts: models look at their values."""
-    return {**_ids(hidden_BLD), "position_ids": torch.arange(hidden_BLD.shape[1])[None]}
-
-
-def _ghost_of_embeds(hidden_BLD: Tensor) -> dict[str, Tensor]:
-    cpu = torch.device("cpu")
-    return {"inputs_embeds": ghost(hidden_BLD.shape, dtype=hidden_BLD.dtype, device=cpu)}
-
-
-def _images(inputs: Inputs, place: torch.device, hidden_BLD: Tensor) -> dict[str, Tensor]:
-    like = torch.empty((), dtype=hidden_BLD.dtype, device=place)
-    return {inputs.name: inputs.constant(hidden_BLD.shape, 0, like)}
-
-
-# From the cheapest to the one that every model has. On the meta device nothing is computed; and a
-# ghost in place of the embedding's output is not looked up.
-_HEAD_ENTRIES = (
-    _HeadEntry(torch.device("meta"), _ids_with_positions),
-    _HeadEntry(torch.device("cpu"), _ghost_of_embeds),
-    _HeadEntry(torch.device("cpu"), _ids),
-)
-
-
-def _head_entries(inputs: Inputs) -> tuple[_HeadEntry, ...]:
-    if not inputs.image:
-        return _HEAD_ENTRIES
-    places = torch.device("meta"), torch.device("cpu")
-    return tuple(_HeadEntry(place, partial(_images, inputs, place)) for place in places)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,7 +260,7 @@ class HfLayers:
     tied: tuple[TiedGroup, ...]
     shared: tuple[TiedGroup, ...]
     arguments: _BlockArguments
-    head_entry: _HeadEntry
+    head_entry: HeadEntry
     weights: Weights
     routers: Routers | None
     seed: int
@@ -390,7 +349,10 @@ def split_hf_model(
     config = hf_config(model, vocabulary_size=vocabulary_size, sequence_length=sequence_length)
     skeleton, objective = meta_model(config, is_deterministic=is_deterministic)
     routers = _routers_with_loss(config, skeleton)
-    adapters = add_adapters(skeleton, model.lora) if model.lora else {}
+    adapters: dict[str, Any] = {}
+    if model.lora:
+        trains_head = objective == "supervised"
+        adapters = add_adapters(skeleton, model.lora, trains_head=trains_head)
     parameters = parameters_of(skeleton)
     identities = {name: id(p) for name, p in parameters.items()}
     shapes = {name: p.shape for name, p in parameters.items()}
@@ -417,7 +379,7 @@ def split_hf_model(
         tied=tied_groups([{name: identities[name] for name in layer} for layer in trained]),
         shared=tied_groups([{name: identities[name] for name in layer} for layer in own_names]),
         arguments=arguments,
-        head_entry=_head_entry(frame, own.head),
+        head_entry=cheapest_entry(frame, own.head),
         weights=weights,
         routers=routers,
         seed=seed,
@@ -426,7 +388,9 @@ def split_hf_model(
     if adapters:
         values = {ADAPTERS: adapters | {"base_model_name_or_path": model.path}}
     loss = routers.loss_sum if routers else cross_entropy_sum
-    return SplitModel(builder, objective=objective, loss=loss, config=values)
+    return SplitModel(
+        builder, objective=objective, loss=loss, config=values, loss_field="model.config"
+    )
 
 
 def _routers_with_loss(config: Any, skeleton: Any) -> Routers | None:
@@ -502,29 +466,6 @@ def _examine(
         if not all(map(torch.equal, call.tensors(), other.tensors())):
             raise refusal(model, "its blocks take more inputs than hidden states")
     return own, arguments
-
-
-@torch.no_grad()
-def _head_entry(frame: Frame, names: Collection[str]) -> _HeadEntry:
-    """The cheapest entry of the head that the model's forward can take.
-
-    Args:
-        names: parameters of the head.
-    """
-    *cheaper, last = _head_entries(frame.inputs)
-    for entry in cheaper:
-        probe = copy.deepcopy(frame)
-        initialise(probe.model, seed=0)
-        for name, parameter in parameters_of(probe.model).items():
-            place = torch.device("cpu") if name in names else entry.place
-            set_tensor(probe.model, name, ghost(parameter.shape, dtype=torch.float32, device=place))
-        try:
-            hidden_BLD = torch.zeros(1, 2, probe.model.config.hidden_size)
-            if not entry.logits(probe, hidden_BLD).is_meta:
-                return entry
-        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-            logger.info("the head's entry %s fails: %s", entry.inputs, error)
-    return last
 
 
 def _aliases(identities: Mapping[str, int]) -> dict[str, tuple[str, ...]]:

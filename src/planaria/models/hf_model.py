@@ -93,6 +93,10 @@ def hf_config(model: ModelConfig, *, vocabulary_size: int, sequence_length: int)
     except (StrictDataclassError, TypeError, ValueError) as error:
         raise ConfigError("model.config", dict(model.config), str(error)) from error
     config.use_cache = False
+    if not getattr(config, "vocab_size", 1):
+        remedy = "set it, or give the data set a vocabulary_size"
+        raise ConfigError("model.config.vocab_size", 0, remedy)
+    _check_architecture(model.config)
     _check_sizes(config, vocabulary_size=vocabulary_size, sequence_length=sequence_length)
     _refuse_what_no_chain_does(config)
     return config
@@ -122,6 +126,21 @@ def meta_model(config: Any, *, is_deterministic: bool) -> tuple[Any, str]:
     except (AssertionError, TypeError, ValueError, ImportError) as error:
         raise ConfigError("model.config", config.model_type, str(error)) from error
     return model, objective
+
+
+def _check_architecture(given: Mapping[str, Any]) -> None:
+    """Refuses an architecture that the user names and that would not be what is trained."""
+    names = given.get("architectures", [])
+    if not isinstance(names, list | tuple) or len(names) > 1:
+        raise ConfigError("model.config.architectures", names, "must be a list of one name")
+    known = (*_CLASSIFIERS, "ForCausalLM", "ForMaskedLM", "LMHeadModel")
+    if names and not str(names[0]).endswith(known):
+        remedy = f"planaria trains those that end in {', '.join(known)}; {OWN_LAYERS}"
+        raise ConfigError("model.config.architectures", names, remedy)
+    problem = given.get("problem_type") or "single_label_classification"
+    if problem != "single_label_classification":
+        remedy = f"planaria trains classifiers with one class for each target; {OWN_LAYERS}"
+        raise ConfigError("model.config.problem_type", problem, remedy)
 
 
 def _auto_class(config: Any) -> tuple[Any, str]:

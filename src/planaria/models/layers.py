@@ -12,8 +12,10 @@ torch.fx cannot trace the models of transformers 5.
 """
 
 import hashlib
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -79,7 +81,10 @@ class SplitModel:
             they cannot.
     """
 
-    __slots__ = ("_builder", "_loss", "config", "layer_names", "objective", "tied", "virtual")
+    __slots__ = (
+        *("_builder", "_loss", "_loss_field", "config", "layer_names", "objective", "tied"),
+        "virtual",
+    )
 
     def __init__(
         self,
@@ -89,7 +94,9 @@ class SplitModel:
         loss: LossFunction,
         virtual: tuple[LayerProfile, ...] = (),
         config: Mapping[str, Any] | None = None,
+        loss_field: str = "model.target",
     ) -> None:
+        self._loss_field = loss_field
         self.virtual = virtual
         self.config = config or {}
         self._builder = builder
@@ -149,12 +156,14 @@ class SplitModel:
             loss = self._loss(*values)
         except (torch.OutOfMemoryError, ConfigError):
             raise
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            remedy = f"{error}; it gets the last layer's output and the targets of a microbatch"
-            raise ConfigError("model.target", shapes, remedy) from error
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            *_, frame = traceback.extract_tb(error.__traceback__)
+            place = f"{Path(frame.filename).name}, line {frame.lineno}"
+            remedy = f"{error} ({place}); it gets the last layer's output and the targets"
+            raise ConfigError(self._loss_field, shapes, remedy) from error
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             remedy = f"it returned {describe(loss)}, and must return one number"
-            raise ConfigError("model.target", shapes, remedy)
+            raise ConfigError(self._loss_field, shapes, remedy)
         return loss.float().reshape(())
 
 
@@ -179,13 +188,21 @@ def refuse_running_statistics(layer_name: str, module: nn.Module) -> None:
 
 
 def buffer_values(module: nn.Module) -> dict[str, Tensor]:
-    """A copy of the layer's buffers, to pass to `refuse_changing_buffers` after a forward."""
-    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    """A copy of the layer's buffers and frozen parameters, for `refuse_changing_buffers`."""
+    return {
+        name: tensor.detach().clone() for name, tensor in _values_without_gradient(module).items()
+    }
+
+
+def _values_without_gradient(module: nn.Module) -> dict[str, Tensor]:
+    frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
+    return {**dict(module.named_buffers()), **frozen}
 
 
 def refuse_changing_buffers(layer_name: str, before: dict[str, Tensor], module: nn.Module) -> None:
-    """Raises ConfigError if a forward in train mode has changed a buffer of the layer."""
-    after = dict(module.named_buffers())
+    """Raises ConfigError if a forward in train mode has changed a buffer of the layer, or a frozen
+    parameter."""
+    after = _values_without_gradient(module)
     for name in sorted(before.keys() | after.keys()):
         if name not in before or name not in after or not torch.equal(before[name], after[name]):
             raise _batch_statistics_error(layer_name, f"buffer {name}")

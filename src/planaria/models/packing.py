@@ -100,7 +100,9 @@ def pack(value: object, name: str) -> Tensor:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors:
         raise ConfigError(name, type(value).__name__, _WRONG_TYPE)
-    layout = _layout(_text(leaves, spec, name))
+    layout = _layout_of_value(leaves, spec, name)
+    if layout.spec != spec:
+        raise ConfigError(name, describe(value), "the keys of a dict must be texts or numbers")
     base = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
     packed: Tensor = _Pack.apply(layout, base, *tensors)  # type: ignore[no-untyped-call]
     setattr(packed, _ATTRIBUTE, layout)
@@ -190,10 +192,10 @@ class _Unpack(torch.autograd.Function):
         return memory.view(ctx.base).view(ctx.shape), None
 
 
-def _text(leaves: list[object], spec: TreeSpec, name: str) -> str:
-    """The description of a packed tensor, as JSON."""
+def _layout_of_value(leaves: list[object], spec: TreeSpec, name: str) -> _Layout:
     try:
-        return json.dumps([treespec_dumps(spec), [_describe_leaf(leaf, name) for leaf in leaves]])
+        content = [_describe_leaf(leaf, name) for leaf in leaves]
+        return _layout(json.dumps([treespec_dumps(spec), content]))
     except (NotImplementedError, TypeError, ValueError) as error:
         raise ConfigError(name, str(error), _WRONG_TYPE) from error
 

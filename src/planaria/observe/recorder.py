@@ -6,7 +6,7 @@ Its callers pass the time; it reads no clock.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count
-from math import inf
+from math import inf, nan
 from operator import itemgetter
 from typing import Final
 
@@ -236,10 +236,10 @@ class Recorder:
         records = tuple(
             EvaluationRecord(
                 iteration=iteration,
-                loss=evaluated.loss,
+                loss=nan if evaluated.loss is None else evaluated.loss,
                 samples=evaluated.num_samples,
                 targets=evaluated.num_targets,
-                metrics=evaluated.metrics,
+                metrics={n: nan if v is None else v for n, v in evaluated.metrics.items()},
                 seconds=evaluated.seconds,
                 at_s=message.now_s - self.ledger.start_s,
             )

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from typing import Final
 
 from planaria.core.job import JobConfig
@@ -18,6 +19,8 @@ from planaria.observe.metrics import EvaluationRecord, EventRecord, IterationRec
 from planaria.user_functions import user_function
 
 _LEAVE_S: Final = 5.0
+_END_S: Final = 60.0
+_MANY_CALLS: Final = 1000  # A user is told once that so many wait.
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ class CallbackThread:
         self._callbacks = tuple(callbacks)
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._error: Exception | None = None
-        self._is_closing = False
+        self._is_closing = self._is_late = False
         self._stopping = ""
         self._thread = threading.Thread(target=self._run, name="callbacks", daemon=True)
         if callbacks:
@@ -73,6 +76,9 @@ class CallbackThread:
             raise self._error
         for callbacks in self._callbacks:
             self._calls.put(partial(self._call, callbacks, name, arguments))
+        if not self._is_late and self._calls.qsize() > _MANY_CALLS:
+            self._is_late = True
+            logger.warning("callbacks are slower than training: %s calls wait", _MANY_CALLS)
 
     def __enter__(self) -> "CallbackThread":
         return self
@@ -80,19 +86,19 @@ class CallbackThread:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Calls `on_end` of all callbacks, and waits until all calls have been made.
 
-        After an exception it waits for some seconds only.
-
-        Raises:
-            Exception: a callback has raised it.
+        It waits for a minute, and after an exception for some seconds: what has been trained is
+        saved, and no callback may keep its report.
         """
         if not self._callbacks:
             return
         for callbacks in self._callbacks:
             self._calls.put(callbacks.on_end)
         self._calls.put(self._end)
-        self._thread.join(None if kind is None else _LEAVE_S)
+        self._thread.join(_END_S if kind is None else _LEAVE_S)
+        if self._thread.is_alive():
+            logger.warning("callbacks are not done; %s calls are left out", self._calls.qsize())
         if self._error is not None and kind is None:
-            raise self._error
+            logger.warning("a callback raised %r", self._error, exc_info=self._error)
 
     def _run(self) -> None:
         while not self._is_closing:
@@ -100,8 +106,9 @@ class CallbackThread:
             try:
                 call()
             except Exception as error:
-                logger.info("a callback raised %r", error)
                 self._error = self._error or error
+            except BaseException as error:  # Such as SystemExit, which would end this thread alone.
+                self._error = self._error or RuntimeError(f"a callback raised {error!r}")
 
     def _call(self, callbacks: Callbacks, name: str, arguments: tuple[object, ...]) -> None:
         if self._error is None and getattr(callbacks, name)(*arguments):
@@ -130,26 +137,32 @@ def callbacks_of(config: JobConfig, *, search_path: Sequence[str]) -> list[Callb
             remedy = f"it returned a {type(callbacks).__name__}; return a planaria.Callbacks"
             raise ConfigError("training.callbacks", target, remedy)
         found.append(callbacks)
-    if config.evaluation.patience:
-        found.append(Patience(config.evaluation.patience))
     return found
 
 
-class Patience(Callbacks):
-    """Stops training once the loss of held-out data is not lower any more.
+class Patience:
+    """Ends training once the loss of held-out data is not lower any more.
 
     Args:
-        num_evaluations: number of evaluations in a row that were not better than the best before.
+        num_evaluations: number of evaluations in a row that were not better than the best before;
+            0: any number of them.
     """
 
     def __init__(self, num_evaluations: int) -> None:
         self._allowed = num_evaluations
-        self._best: tuple[float, int] | None = None
-        self._num_worse = 0
+        self._losses: dict[int, float] = {}
 
-    def on_evaluation(self, record: EvaluationRecord) -> bool:
-        if self._best is None or record.loss < self._best[0]:
-            self._best, self._num_worse = (record.loss, record.iteration), 0
-        elif record.iteration > self._best[1]:  # Else it is done again.
-            self._num_worse += 1
-        return self._num_worse >= self._allowed
+    def is_over(self, record: EvaluationRecord) -> bool:
+        """Whether training should end after one more evaluation.
+
+        Those of later iterations were undone, if the job went back.
+        """
+        if not self._allowed:
+            return False
+        self._losses = {n: loss for n, loss in self._losses.items() if n < record.iteration}
+        self._losses[record.iteration] = record.loss
+        num_worse, best = 0, inf
+        for loss in self._losses.values():
+            num_worse = 0 if loss < best else num_worse + 1
+            best = min(best, loss)
+        return num_worse >= self._allowed

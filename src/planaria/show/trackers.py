@@ -5,7 +5,8 @@ memory, loss and metrics of held-out data, the seconds that events cost, and sav
 """
 
 import importlib
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -14,13 +15,41 @@ from planaria.errors import ConfigError
 from planaria.observe.metrics import EvaluationRecord, EventRecord, IterationRecord
 from planaria.show.callbacks import Callbacks
 
+logger = logging.getLogger(__name__)
+
 
 class _Tracker(Callbacks):
-    """Callbacks that record numbers by name and iteration."""
+    """Callbacks that record numbers by name and iteration.
 
-    def record(self, numbers: Mapping[str, float], iteration: int) -> None:
+    A full disk or a network that is gone costs the rest of the curves, and nothing of training.
+    """
+
+    def __init__(self) -> None:
+        self._is_broken = False
+
+    def write(self, numbers: Mapping[str, float], iteration: int) -> None:
         """Records numbers that belong to an iteration."""
         raise NotImplementedError
+
+    def end(self) -> None:
+        """Ends the record."""
+        raise NotImplementedError
+
+    def record(self, numbers: Mapping[str, float], iteration: int) -> None:
+        """Records numbers that belong to an iteration, unless that has failed before."""
+        self._try(lambda: self.write(numbers, iteration))
+
+    def on_end(self) -> None:
+        self._try(self.end)
+
+    def _try(self, call: Callable[[], None]) -> None:
+        if self._is_broken:
+            return
+        try:
+            call()
+        except Exception as error:
+            self._is_broken = True
+            logger.warning("%s records nothing more: %r", type(self).__name__, error)
 
     def on_commit(self, record: IterationRecord) -> None:
         rate = record.samples / record.seconds if record.seconds else 0.0
@@ -50,15 +79,16 @@ class TensorBoard(_Tracker):
     """
 
     def __init__(self, directory: str) -> None:
+        super().__init__()
         module = _package("tensorboard.summary", "--tensorboard", directory)
         self._writer: Any = module.Writer(directory)
 
-    def record(self, numbers: Mapping[str, float], iteration: int) -> None:
+    def write(self, numbers: Mapping[str, float], iteration: int) -> None:
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, iteration)
         self._writer.flush()
 
-    def on_end(self) -> None:
+    def end(self) -> None:
         self._writer.close()
 
 
@@ -75,18 +105,21 @@ class WandB(_Tracker):
     """
 
     def __init__(self, project: str, job: JobConfig | None = None, **arguments: Any) -> None:
+        super().__init__()
         module = _package("wandb", "--wandb", project)
         config = {} if job is None else asdict(job)
         name = None if job is None else job.name
-        self._run: Any = module.init(
-            project=project, **{"name": name, "config": config} | arguments
-        )
+        settings = {"name": name, "config": config} | arguments
+        self._run: Any = module.init(project=project, **settings)
+        # Else curves would be drawn over the number of calls.
+        self._run.define_metric("iteration")
+        self._run.define_metric("*", step_metric="iteration")
 
-    def record(self, numbers: Mapping[str, float], iteration: int) -> None:
+    def write(self, numbers: Mapping[str, float], iteration: int) -> None:
         # Iterations that are done again go back, so that a step of wandb's own would be refused.
         self._run.log({**numbers, "iteration": iteration})
 
-    def on_end(self) -> None:
+    def end(self) -> None:
         self._run.finish()
 
 

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 SHARD_BYTES: Final = 5_000_000_000  # The size of files that Hugging Face tools write.
 _TRIES_MAX: Final = 8  # Each try can fail because the version is pruned while it is read.
 ADAPTERS: Final = "adapter_config"  # Key of a job's config whose model has adapters (LoRA).
+_ADAPTER: Final = re.compile(r"(\.lora_[AB])\.default(?=\.)")
 _PREFIX: Final = "parameter/"
 _NAME: Final = re.compile(r"(?!\d+-\d+$)[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 
@@ -171,8 +172,7 @@ def _export_adapters(
     """Writes adapters as `PeftModel.from_pretrained` reads them; returns the names of its files."""
     parameters = _parameters(tier, manifest, [entry.layer for entry in manifest.layers])
     tensors = {
-        f"base_model.model.{name.replace('.default', '')}": array
-        for name, array in parameters.items()
+        "base_model.model." + _ADAPTER.sub(r"\1", name): array for name, array in parameters.items()
     }
     contents = {
         "adapter_model.safetensors": safetensors_content(tensors, metadata={"format": "pt"}),

@@ -132,6 +132,12 @@ class Interleaving:
             self._has_sent, self._must_end, self._is_held = False, must_end, False
             self._changed.notify_all()
 
+    def on_pause(self) -> None:
+        """Notes that training pauses: the time until the next iteration tells nothing about one."""
+        with self._changed:
+            self._done_s = []
+            self._changed.notify_all()
+
     def take_idle_s(self) -> tuple[float, float]:
         """The idle seconds of an iteration, and the seconds that chunks took since the last call.
 

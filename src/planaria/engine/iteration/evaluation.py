@@ -31,6 +31,7 @@ from planaria.engine.comm.device_comm import DeviceComm
 from planaria.engine.iteration.executor import RankContext
 from planaria.engine.iteration.groups import reduce_vector
 from planaria.errors import ConfigError
+from planaria.models.layers import SplitModel
 from planaria.models.packing import bring, unpack
 from planaria.transport.links import UNLIMITED_S, Channel, Tag
 from planaria.user_functions import user_function
@@ -54,7 +55,7 @@ class Evaluation:
 
 
 def load_evaluation(
-    job: JobConfig, dataset: Dataset, *, objective: str, cache_directory: Path
+    job: JobConfig, dataset: Dataset, *, model: SplitModel, cache_directory: Path
 ) -> Evaluation | None:
     """What the job evaluates; None if nothing.
 
@@ -70,13 +71,13 @@ def load_evaluation(
     held_out = load_held_out(
         job.held_out,
         job.data,
-        objective=objective,
+        objective=model.objective,
         seed=job.training.seed,
         cache_directory=cache_directory,
     )
-    known = dataset.vocabulary_size
-    if job.model.kind == "hf" and objective != "masked":
-        known = max(known, job.model.config.get("vocab_size", known))
+    if not len(held_out):
+        raise ConfigError(f"evaluation.{'target' if config.target else 'path'}", "", "it is empty")
+    known = model.config.get("vocab_size", 0)
     if held_out.vocabulary_size > known > 0:
         remedy = f"has the token id {held_out.vocabulary_size - 1}; the model knows {known} ids"
         raise ConfigError("evaluation.path", config.path, remedy)
@@ -87,6 +88,10 @@ def load_evaluation(
         for name, target in config.metrics.items()
     }
     return Evaluation(HeldOut(held_out, job.training, num_samples=config.samples), metrics)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 class Evaluator:
@@ -103,7 +108,7 @@ class Evaluator:
         self._links = context.links
         self._comm = comm
         self._rank = context.links.rank
-        self._routes = list(dict.fromkeys(plan.routes))
+        self._routes = plan.different_routes
         self._longest_s = math.inf
         self._untaken: dict[int, list[Tag]] = {}
 
@@ -120,6 +125,7 @@ class Evaluator:
         begin_s = time.monotonic()
         held_out, names = self._evaluation.held_out, sorted(self._evaluation.metrics)
         count = held_out.num_microbatches
+        held_out.clear()  # An evaluation before this one may have been broken off.
         sums = np.zeros((2 + len(names), count), dtype=np.float64)
         with torch.no_grad(), keep_generators(), self._layers_that_evaluate():
             for index in range(count):
@@ -137,14 +143,16 @@ class Evaluator:
             channel=Channel.EVALUATED,
         )
         losses, targets, *others = total.reshape(sums.shape).tolist()
-        num_targets = max(1.0, sum(targets))
+        num_targets = sum(targets) or math.nan
         seconds = time.monotonic() - begin_s
         result = Evaluated(
             iteration=age,
-            loss=sum(losses) / num_targets,
+            loss=_finite(sum(losses) / num_targets),
             num_samples=held_out.num_samples,
             num_targets=int(sum(targets)),
-            metrics={n: sum(row) / num_targets for n, row in zip(names, others, strict=True)},
+            metrics={
+                n: _finite(sum(row) / num_targets) for n, row in zip(names, others, strict=True)
+            },
             seconds=seconds,
         )
         self._results.append(result)
@@ -173,6 +181,7 @@ class Evaluator:
                 tag = Tag(Channel.EVALUATE, age, index, number)
                 hidden = self._comm.receive(route[number - 1].rank, tag)
             begin_s = self._begin_action()
+            self._context.pulse.layers = hop.first_layer, hop.end_layer
             if hidden is None:
                 hidden = bring(held_out.inputs(index), self._stage.device.bring)
             hidden = self._stage.forward(
@@ -180,7 +189,7 @@ class Evaluator:
             )
             is_last = number == len(route) - 1
             if is_last:
-                self._write_sums(hidden, index, sums)
+                self._write_sums(hidden, age, index, sums)
             else:
                 self._stage.device.finish()
             self._end_action(begin_s)
@@ -189,11 +198,13 @@ class Evaluator:
                 self._links.send(route[number - 1].rank, taken, np.zeros(1, dtype=np.uint8))
             if not is_last and route[number + 1].rank != self._rank:
                 self._send(route[number + 1].rank, age, index, number + 1, hidden)
+        held_out.clear()
 
-    def _write_sums(self, output: Tensor, index: int, sums: np.ndarray) -> None:
+    def _write_sums(self, output: Tensor, age: int, index: int, sums: np.ndarray) -> None:
         evaluation = self._evaluation
         targets = bring(evaluation.held_out.targets(index), self._stage.device.bring)
-        sums[0] = float(self._stage.model.loss_sum(output, targets))
+        loss = self._stage.loss_sum(output, targets, iteration=age, microbatch=index)
+        sums[0] = float(loss)
         values = unpack(output), unpack(targets)
         sums[1] = evaluation.held_out.num_targets(index)
         for row, (name, function) in enumerate(sorted(evaluation.metrics.items()), start=2):
@@ -203,7 +214,6 @@ class Evaluator:
             except (TypeError, ValueError, RuntimeError) as error:
                 remedy = f"it returned a {type(value).__name__}, and must return one number"
                 raise ConfigError(f"evaluation.metrics.{name}", name, remedy) from error
-        evaluation.held_out.drop(index)
 
     def _send(self, target: int, age: int, index: int, hop: int, hidden: Tensor) -> None:
         self._wait_taken(target, at_most=_IN_FLIGHT - 1)
@@ -223,6 +233,7 @@ class Evaluator:
         return time.monotonic()
 
     def _end_action(self, begin_s: float) -> None:
+        self._context.pulse.layers = (0, 0)
         self._context.pulse.begin_wait()
         seconds = time.monotonic() - begin_s
         is_first = self._longest_s == math.inf

@@ -323,10 +323,11 @@ class Executor:
         hidden = self._run_layers(hop, hidden, action.microbatch)
         if action.hop == len(route) - 1:
             targets = bring(self._batches.targets(action.microbatch), self._stage.device.bring)
-            hidden = self._stage.model.loss_sum(hidden, targets) / self._batches.num_targets()
+            hidden = self._stage.loss_sum(
+                hidden, targets, iteration=self._iteration, microbatch=action.microbatch
+            )
+            hidden = hidden / self._batches.num_targets()
             self._losses[action.microbatch] = hidden.detach()
-        elif not hidden.requires_grad:  # It depends on no parameter; a backward begins at it.
-            hidden = hidden.detach().requires_grad_()
         self._outputs[key] = hidden
 
     def _shadow(self, action: Action) -> None:

@@ -189,14 +189,17 @@ def _trained_epochs(run: RecordedRun) -> tuple[_TrainedEpoch, ...]:
     every = run.planned.config.checkpoint.persist_every
     stall_s = sum(_save_stalls(run)) / every if every else 0.0
     epochs: dict[int, _TrainedEpoch] = {}
-    before_s = run.startup_s
+    before_s, last = run.startup_s, run.iterations[-1]
     for iteration in run.iterations:
         at_s, plan = iteration.at_s, run.plans.get(iteration.epoch)
         began_s = max([before_s, *(end_s for end_s in ends_s if end_s <= at_s)])
         before_s = at_s
         if plan is not None:
             known = epochs.get(iteration.epoch, _TrainedEpoch(plan, began_s, at_s, 0.0, 0))
-            seconds = known.seconds + max(0.0, at_s - began_s - stall_s)
+            # The last iteration is reported after the evaluation that follows it.
+            ages = (iteration.iteration, *([iteration.iteration + 1] if iteration is last else []))
+            evaluated_s = sum(run.evaluated_s.get(age, 0.0) for age in ages)
+            seconds = known.seconds + max(0.0, at_s - began_s - stall_s - evaluated_s)
             epochs[iteration.epoch] = replace(
                 known, ended_s=at_s, seconds=seconds, number=known.number + 1
             )

@@ -41,6 +41,13 @@ class RecordedIteration(msgspec.Struct, frozen=True):
     at_s: float
 
 
+class _Evaluation(msgspec.Struct, frozen=True):
+    """What a replay needs of an evaluation; its loss may be no number."""
+
+    iteration: int
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
     """A run that is over.
@@ -52,6 +59,7 @@ class RecordedRun:
         iterations: committed iterations that count, in order.
         events: events in the order in which they happened.
         checkpoints, ledger: tables of the report, by name.
+        evaluated_s: seconds of evaluations, by the number of iterations before them.
     """
 
     name: str
@@ -62,6 +70,7 @@ class RecordedRun:
     checkpoints: Mapping[str, float]
     ledger: Mapping[str, float]
     first_iteration: int
+    evaluated_s: Mapping[int, float]
 
     @property
     def trained_until_s(self) -> float:
@@ -183,6 +192,10 @@ def _run(report: Mapping[str, Any], name: str) -> RecordedRun:
         checkpoints=_value(report["checkpoints"], dict[str, float]),
         ledger=ledger,
         first_iteration=_value(report["first_iteration"], int),
+        evaluated_s={
+            one.iteration: one.seconds
+            for one in _value(report.get("evaluations", []), tuple[_Evaluation, ...])
+        },
     )
 
 
