@@ -45,6 +45,7 @@ def _trained(job_file: Path, place: Path, *, evaluates: bool = True) -> None:
     assert iterations == ([4, 6] if evaluates else [])
 
 
+@pytest.mark.long
 def test_a_model_of_nanogpts_structure(tmp_path: Path) -> None:
     """Its own text in .bin files, tied embeddings, dropout; twenty lines were added to it."""
     shutil.copytree(EXAMPLES / "nanogpt", tmp_path / "nanogpt")

@@ -5,10 +5,12 @@ slow one, such as one that sends numbers over a network, delays no iteration and
 """
 
 import logging
+import os
 import queue
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from math import inf
 from typing import Final
@@ -127,9 +129,10 @@ def callbacks_of(config: JobConfig, *, search_path: Sequence[str]) -> list[Callb
     Raises:
         ConfigError: one cannot be found, or is something else.
     """
-    sys.path[:0] = [
-        path for path in search_path if config.training.callbacks and path not in sys.path
-    ]
+    with suppress(FileNotFoundError):  # The current directory may have been removed.
+        search_path = [*search_path, os.getcwd()]
+    if config.training.callbacks:
+        sys.path[:0] = [path for path in search_path if path not in sys.path]
     found: list[Callbacks] = []
     for target in config.training.callbacks:
         callbacks = user_function(target, field="training.callbacks")()
