@@ -323,7 +323,11 @@ def test_cross_entropy_is_summed_over_targets_that_count() -> None:
             "model.config.problem_type",
             "one class",
         ),
-        ({"model_type": "llama", **SIZES, "vocab_size": 0}, "model.config.vocab_size", "set it"),
+        (
+            {"model_type": "llama", **SIZES, "vocab_size": 0},
+            "model.config.vocab_size",
+            "more than 0",
+        ),
         (
             {"model_type": "gpt2", "architectures": ["GPT2ForSequenceClassification"]},
             "model.config.architectures",

@@ -74,7 +74,8 @@ def hf_config(model: ModelConfig, *, vocabulary_size: int, sequence_length: int)
         )
     config_class = CONFIG_MAPPING[model_type]
     defaults = vars(config_class())
-    if "vocab_size" in {*defaults, *config_class.attribute_map}:
+    # Data that do not say how many token ids they have leave the model its own number.
+    if vocabulary_size and "vocab_size" in {*defaults, *config_class.attribute_map}:
         keys.setdefault("vocab_size", vocabulary_size)
     known = {*defaults, *config_class.attribute_map, *_FURTHER_KEYS}
     for key in model.config:
@@ -85,7 +86,7 @@ def hf_config(model: ModelConfig, *, vocabulary_size: int, sequence_length: int)
         if (
             key.endswith("_token_id")
             and isinstance(value, int)
-            and value >= keys.get("vocab_size", 0)
+            and value >= keys.get("vocab_size", value + 1)
         ):
             keys.setdefault(key, None)
     try:
@@ -94,7 +95,7 @@ def hf_config(model: ModelConfig, *, vocabulary_size: int, sequence_length: int)
         raise ConfigError("model.config", dict(model.config), str(error)) from error
     config.use_cache = False
     if not getattr(config, "vocab_size", 1):
-        remedy = "set it, or give the data set a vocabulary_size"
+        remedy = "must be more than 0; without it the data set or the model says how many there are"
         raise ConfigError("model.config.vocab_size", 0, remedy)
     _check_architecture(model.config)
     _check_sizes(config, vocabulary_size=vocabulary_size, sequence_length=sequence_length)
