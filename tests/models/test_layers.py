@@ -155,6 +155,14 @@ def _with_own_loss() -> Any:
     return _layers(), nn.functional.cross_entropy
 
 
+def _raising_loss(*_: Tensor) -> Tensor:
+    raise ValueError("the user's own words")
+
+
+def _with_raising_loss() -> Any:
+    return _layers(), _raising_loss
+
+
 def test_a_loss_that_fails_is_told_with_the_shapes_that_it_got(own_module: str) -> None:
     """torch says "Expected input batch_size (2) to match target batch_size (6)"."""
     split = _own(f"{own_module}:_with_own_loss")
@@ -164,6 +172,8 @@ def test_a_loss_that_fails_is_told_with_the_shapes_that_it_got(own_module: str) 
     with pytest.raises(ConfigError, match=words):
         split.loss_sum(output, targets)
     assert split.loss_sum(output, targets[:2]).item() == pytest.approx(1.0986123)
+    with pytest.raises(ValueError, match="the user's own words"):
+        _own(f"{own_module}:_with_raising_loss").loss_sum(output, targets)
 
 
 def test_a_parameter_shared_by_layers_is_a_leaf_in_each(own_module: str) -> None:

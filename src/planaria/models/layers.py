@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ from planaria.errors import ConfigError
 from planaria.models.packing import describe, is_packed, pack, unpack
 
 OWN_LAYERS = 'give the layers yourself with kind = "python"'
+
+_TORCH: Final = str(Path(torch.__file__).parent)
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
 
@@ -157,9 +159,13 @@ class SplitModel:
         except (torch.OutOfMemoryError, ConfigError):
             raise
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
-            *_, frame = traceback.extract_tb(error.__traceback__)
-            place = f"{Path(frame.filename).name}, line {frame.lineno}"
-            remedy = f"{error} ({place}); it gets the last layer's output and the targets"
+            frames = traceback.extract_tb(error.__traceback__)
+            own = [frame for frame in frames if not frame.filename.startswith(_TORCH)]
+            if own[-1] is frames[-1] and (own[-1].line or "").startswith("raise"):
+                raise  # In the user's own words.
+            place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})"
+            place = "" if own[-1].filename == __file__ else place
+            remedy = f"{error}{place}; it gets the last layer's output and the targets"
             raise ConfigError(self._loss_field, shapes, remedy) from error
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             remedy = f"it returned {describe(loss)}, and must return one number"
