@@ -66,7 +66,9 @@ class Noted(Callbacks):
 
 def _job(directory: Path, family: str = "sequential", nodes: int = 3) -> JobConfig:
     job = tiny_job(family, directory, iterations=ITERATIONS)
-    return replace(job, cluster=replace(job.cluster, nodes=nodes))
+    # Else a node may be the only one that holds a layer.
+    resilience = replace(job.resilience, failures_tolerated=min(1, nodes - 1))
+    return replace(job, cluster=replace(job.cluster, nodes=nodes), resilience=resilience)
 
 
 def _plainly_evaluated(job: JobConfig) -> tuple[float, float]:

@@ -103,6 +103,7 @@ def test_adapters_alone_are_trained_moved_and_saved(server: ForkServer, tmp_path
     struck = replace(
         job,
         cluster=replace(job.cluster, nodes=3),
+        resilience=replace(job.resilience, failures_tolerated=1),
         checkpoint=replace(job.checkpoint, directory=str(tmp_path / "struck")),
     )
     struck_result = Job(struck).train(
