@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from helpers.oracle import Microbatch, train
+from helpers.hf_models import DEEPSEEK
+from helpers.oracle import microbatches_of, train
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.inject import parse_injection
 from planaria.core.job import (
@@ -35,8 +36,6 @@ from planaria.core.job import (
     ResilienceConfig,
     TrainingConfig,
 )
-from planaria.core.samples import data_seed, microbatch_samples
-from planaria.data.batches import microbatch
 from planaria.engine.prepare import load_data, load_model
 from planaria.errors import ConfigError
 from planaria.job.planning import cache_directory, fork_server
@@ -111,21 +110,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "olmoe": _GROUPED | {"num_experts_per_tok": 2, "num_experts": 4},
     "qwen2_moe": _OWN_EXPERTS | {"shared_expert_intermediate_size": 16},
     "qwen3_moe": _OWN_EXPERTS | {"head_dim": 8},
-    "deepseek_v3": {
-        **_WIDE,
-        "num_key_value_heads": 4,
-        "num_experts_per_tok": 2,
-        "n_routed_experts": 4,
-        "moe_intermediate_size": 16,
-        "n_group": 2,
-        "topk_group": 1,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-        "first_k_dense_replace": 1,
-    },
+    "deepseek_v3": _WIDE | DEEPSEEK,
     "mamba": {"num_hidden_layers": 4, "hidden_size": 32},
     "bert": _WIDE | _QUIET,
     "roberta": _WIDE | _QUIET,
@@ -244,7 +229,7 @@ def _distances(job: JobConfig, split: SplitModel, cache: Path) -> Iterator[float
     before = {name: parameter.detach().clone() for name, parameter in named.items()}
     train(
         _WithRouters(whole, job.model.config.get("output_router_logits", False)),
-        _microbatches(job, dataset),
+        microbatches_of(job, dataset),
         loss_sum=_loss_sum,
         learning_rates=[job.training.learning_rate] * ITERATIONS,
     )
@@ -283,28 +268,6 @@ def _loss_sum(output: Any, targets: Tensor) -> Tensor:
     logits, router_loss = output
     loss: Tensor = cross_entropy_sum(logits, targets) + router_loss * (targets != -100).sum()
     return loss
-
-
-def _microbatches(job: JobConfig, dataset: Any) -> list[list[Microbatch]]:
-    training = job.training
-    return [
-        [
-            microbatch(
-                dataset,
-                microbatch_samples(
-                    iteration,
-                    index,
-                    seed=training.seed,
-                    num_samples=len(dataset),
-                    global_batch_size=training.global_batch_size,
-                    microbatch_size=training.microbatch_size,
-                ),
-                seed=data_seed(iteration, seed=training.seed),
-            )
-            for index in range(job.num_microbatches)
-        ]
-        for iteration in range(ITERATIONS)
-    ]
 
 
 def page(rows: list[Row]) -> str:

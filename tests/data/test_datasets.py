@@ -384,6 +384,12 @@ def _counted(items: list[list[int]]) -> tuple[Tensor, dict[str, Tensor]]:
     return torch.zeros(len(items)), {"class": torch.zeros(len(items))}
 
 
+def _flat(items: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """All tokens of a microbatch in one row; its first sample may have one alone."""
+    tokens = torch.tensor([token for item in items for token in item])
+    return tokens, tokens
+
+
 def test_a_function_of_the_user_collates_a_microbatch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -405,6 +411,10 @@ def test_a_function_of_the_user_collates_a_microbatch(
     _num_collated.clear()
     assert num_targets(counted, np.arange(6), seed=3, microbatch_size=2) == 6
     assert len(_num_collated) == 1  # One is enough to know that each sample counts.
+
+    monkeypatch.setattr(sys.modules["user_data"], "collate", _flat)
+    flat = load(data, tmp_path, objective="supervised")
+    assert num_targets(flat, np.array([0, 3, 5]), seed=3, microbatch_size=1) == 1 + 4 + 6
 
     monkeypatch.setattr(sys.modules["user_data"], "collate", len)
     with pytest.raises(ConfigError, match=r"data.collate = 'len': its value is a int"):

@@ -9,6 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from planaria.core.job import JobConfig
+from planaria.core.samples import data_seed, microbatch_samples
+from planaria.data.batches import microbatch
+from planaria.data.datasets import Dataset
+
 Microbatch = tuple[Tensor, Tensor]
 LossSum = Callable[[Tensor, Tensor], Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -78,3 +83,26 @@ def _set_gradients(
 
 def _num_targets(targets: Tensor) -> int:
     return len(targets) if targets.is_floating_point() else int((targets != -100).sum())
+
+
+def microbatches_of(job: JobConfig, dataset: Dataset) -> list[list[Microbatch]]:
+    """A job's microbatches, by iteration, fixed before any engine runs."""
+    training = job.training
+    return [
+        [
+            microbatch(
+                dataset,
+                microbatch_samples(
+                    iteration,
+                    index,
+                    seed=training.seed,
+                    num_samples=len(dataset),
+                    global_batch_size=training.global_batch_size,
+                    microbatch_size=training.microbatch_size,
+                ),
+                seed=data_seed(iteration, seed=training.seed),
+            )
+            for index in range(job.num_microbatches)
+        ]
+        for iteration in range(training.iterations)
+    ]

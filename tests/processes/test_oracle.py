@@ -11,12 +11,10 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from helpers.jobs import CONFIGS, shaped_plan, tiny_job
-from helpers.oracle import Microbatch, train
+from helpers.oracle import microbatches_of, train
 from helpers.user_models import sequential
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.job import JobConfig
-from planaria.core.samples import data_seed, microbatch_samples
-from planaria.data.batches import microbatch
 from planaria.data.datasets import Dataset
 from planaria.engine.optimizer import learning_rate
 from planaria.engine.prepare import load_data, load_model
@@ -66,29 +64,6 @@ def _job(family: str, directory: Path) -> JobConfig:
     return replace(job, name=family, model=replace(job.model, config=config))
 
 
-def _iterations(job: JobConfig, dataset: Dataset) -> list[list[Microbatch]]:
-    """The job's microbatches, fixed before any engine runs."""
-    training = job.training
-    return [
-        [
-            microbatch(
-                dataset,
-                microbatch_samples(
-                    iteration,
-                    index,
-                    seed=training.seed,
-                    num_samples=len(dataset),
-                    global_batch_size=training.global_batch_size,
-                    microbatch_size=training.microbatch_size,
-                ),
-                seed=data_seed(iteration, seed=training.seed),
-            )
-            for index in range(job.num_microbatches)
-        ]
-        for iteration in range(training.iterations)
-    ]
-
-
 def _whole(job: JobConfig, split: SplitModel, dataset: Dataset) -> nn.Module:
     """The whole model in plain torch, with the first weights of the layers."""
     if job.model.kind == "python":
@@ -131,7 +106,7 @@ def test_training_agrees_with_plain_torch(family: str, server: ForkServer, tmp_p
     dataset = load_data(job, objective=split.objective, cache_directory=cache)
     expected = train(
         _whole(job, split, dataset),
-        _iterations(job, dataset),
+        microbatches_of(job, dataset),
         loss_sum=_cross_entropy_sum,
         learning_rates=[learning_rate(job.training, i) for i in range(NUM_ITERATIONS)],
         gradient_clip=job.training.gradient_clip,

@@ -197,12 +197,11 @@ def num_targets(
         return dataset.num_targets(samples)
     if isinstance(dataset, UserDataset) and dataset.collate is not None:
         parts = np.split(samples, range(microbatch_size, len(samples), microbatch_size))
-        some = microbatch(dataset, parts[0], seed=seed)[1]
-        if not isinstance(some, Tensor) or some.dim() < 2:  # One for each sample.
+        targets_of = (microbatch(dataset, part, seed=seed)[1] for part in parts)
+        first = next(targets_of)
+        if not isinstance(first, Tensor):
             return len(samples)
-        return sum(
-            _num_in_batch(microbatch(dataset, part, seed=seed)[1], len(part)) for part in parts
-        )
+        return sum(_num_in_batch(some, 0) for some in (first, *targets_of))
     first = _sample(dataset, samples[0], seed)[1]
     if not isinstance(first, Tensor):
         return len(samples)

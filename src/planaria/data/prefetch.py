@@ -168,11 +168,6 @@ class Prefetch:
             del self._asked[key]  # If it is needed again, it is asked for again.
             return self._loaded.pop(key, None)
 
-    def close(self) -> None:
-        """Ends the loaders."""
-        for loader in self._loaders:
-            loader.close()
-
     def _receive(self, number: int) -> None:
         try:
             while True:

@@ -6,6 +6,7 @@ memory, loss and metrics of held-out data, the seconds that events cost, and sav
 
 import importlib
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -18,7 +19,7 @@ from planaria.show.callbacks import Callbacks
 logger = logging.getLogger(__name__)
 
 
-class _Tracker(Callbacks):
+class _Tracker(Callbacks, ABC):
     """Callbacks that record numbers by name and iteration.
 
     A full disk or a network that is gone costs the rest of the curves, and nothing of training.
@@ -27,13 +28,13 @@ class _Tracker(Callbacks):
     def __init__(self) -> None:
         self._is_broken = False
 
+    @abstractmethod
     def write(self, numbers: Mapping[str, float], iteration: int) -> None:
         """Records numbers that belong to an iteration."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self) -> None:
         """Ends the record."""
-        raise NotImplementedError
 
     def record(self, numbers: Mapping[str, float], iteration: int) -> None:
         """Records numbers that belong to an iteration, unless that has failed before."""
