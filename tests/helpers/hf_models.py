@@ -45,9 +45,17 @@ OPT = {
 EXPERTS = {"num_experts_per_tok": 2}
 FALCON = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
 DEEPSEEK = {
-    "num_experts_per_tok": 2, "num_key_value_heads": 4, "n_routed_experts": 4,
-    "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1, "q_lora_rank": 16,
-    "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
     "first_k_dense_replace": 1,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
