@@ -7,13 +7,15 @@ from pathlib import Path
 _SRUN = """\
 # Starts the command at the end as a task for each machine, and passes SIGUSR1 on to all of them.
 command=("${@: -3}")
+pass_on() { kill -USR1 "${tasks[@]}" 2> /dev/null; }
+trap 'is_told=yes; was_told=yes; pass_on' USR1
 for ((rank = 0; rank < NUM_MACHINES; rank++)); do
     SLURM_STEP_ID=0 SLURM_STEP_TASKS_PER_NODE=1 SLURM_STEP_NODELIST=127.0.0.1 \\
         SLURM_NODEID=$rank SLURM_PROCID=$rank "${command[@]}" &
     tasks+=($!)
 done
 echo "$*" > "$FAKES/srun.words"
-trap 'is_told=yes; kill -USR1 "${tasks[@]}"' USR1
+[ -z "$was_told" ] || pass_on  # Some had not been started then.
 for task in "${tasks[@]}"; do
     while is_told=; wait "$task"; code=$?; [ "$is_told" ]; do :; done
     [ "$code" -le "${worst:-0}" ] || worst=$code

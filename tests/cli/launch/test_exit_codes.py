@@ -198,6 +198,36 @@ def test_slurm_queues_a_job_again_that_its_signal_has_stopped(
         assert (ended, fakes.words("scontrol")) == (0 if num_requeues < 20 else 130, words)
 
 
+@pytest.mark.parametrize("name", ["child", "srun"])
+def test_a_signal_that_comes_before_its_process_is_noted_is_passed_on(
+    name: str, fakes: FakeScheduler, tmp_path: Path
+) -> None:
+    """The shell is slow between two lines; the head would train on until Slurm kills it."""
+    slow = tmp_path / "slow"
+    slow.write_text(
+        "set -o functrace\n"
+        f'trap \'[[ $BASH_COMMAND != {name}=?! ]] || [ -e "$FAKES/slept" ] || '
+        '{ touch "$FAKES/slept"; sleep 1; }\' DEBUG\n'
+    )
+    variables = {"NUM_MACHINES": "1", "HEAD": "told", "BASH_ENV": str(slow)}
+    script = subprocess.Popen(
+        ["bash", str(CLUSTERS / "cluster.sbatch")],
+        env={**fakes.environment, **variables},
+        cwd=tmp_path,
+        start_new_session=True,
+    )
+    try:
+        wait_for((fakes.directory / "slept").exists, what="the shell is slow")
+        wait_for((fakes.directory / "ready").exists, what="the head is started")
+        script.send_signal(signal.SIGUSR1)
+        ended = script.wait(timeout=60)
+    finally:
+        if script.poll() is None:
+            os.killpg(script.pid, signal.SIGKILL)
+
+    assert (ended, fakes.words("scontrol")) == (0, ["requeue 7"])
+
+
 def action_of_kubernetes(fakes: FakeScheduler, *, index: int, code: int) -> str:
     """What becomes of a pod: what its command makes of the code, and the policy of that."""
     *_, job = yaml.safe_load_all((CLUSTERS / "cluster.yaml").read_text())

@@ -115,9 +115,12 @@ metadata:
           command: [bash, -c]
           args:
             - |
-              trap 'is_told=yes; kill -TERM "$child"' TERM
+              # The signal may come before the line that notes the process.
+              trap 'is_told=yes
+                if [ "$child" ]; then kill -TERM "$child"; else is_early=yes; fi' TERM
               @{command} &
               child=$!
+              [ -z "$is_early" ] || kill -TERM "$child"
               wait "$child"; code=$?
               if [ "$is_told" ]; then wait "$child"; code=$?; fi
               case $JOB_COMPLETION_INDEX:$is_told:$code in

@@ -52,17 +52,26 @@ watch_first() {
     done
 }
 
+# Takes a signal, which may come before the line that notes the process that it is for.
+take() {
+    is_told=yes
+    if [ "$2" ]; then kill "-$1" "$2" 2> /dev/null; else is_early=yes; fi
+}
+
 # Runs on each machine.
 machine() {
     # Slurm may send a signal to this shell alone, or to all processes of the machine.
-    trap 'is_told=yes; is_leaving=yes; kill -TERM "$child" 2> /dev/null' USR1 TERM
+    trap 'is_leaving=yes; take TERM "$child"' USR1 TERM
     case $SLURM_PROCID in [123]) watch_first & watch=$! ;; esac
     code=130
     for try in {1..20}; do
         [ -z "$is_leaving" ] || break
+        child=
         @{command} &
         child=$!
+        [ -z "$is_early" ] || kill -TERM "$child"
         while is_told=; wait "$child"; code=$?; [ "$is_told" ]; do :; done
+        [ "$is_leaving$code" != yes143 ] || code=130  # It was told before it could listen.
         # 75: there was no head, or no process could be started. 128 and more: it was killed.
         case $code in
             130) break ;;
@@ -74,14 +83,15 @@ machine() {
     if [ "$SLURM_PROCID" = 0 ]; then echo "$code" > "$code_file"; fi
     exit "$code"
 }
-export -f pause may_queue_again watch_first machine
+export -f pause may_queue_again watch_first take machine
 
+trap 'take USR1 "$srun"' USR1
 srun --no-kill -K0 --wait=0 --ntasks-per-node=1 --export=ALL bash -c machine &
 srun=$!
+[ -z "$is_early" ] || kill -USR1 "$srun"
 # Once the head has ended, the other machines have a minute.
 (until [ -s "$code_file" ]; do pause 5; done; pause 60; kill -TERM "$srun") &
 limit=$!
-trap 'is_told=yes; kill -USR1 "$srun"' USR1
 while is_told=; wait "$srun"; [ "$is_told" ]; do :; done
 kill "$limit" 2> /dev/null
 
