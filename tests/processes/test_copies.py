@@ -207,6 +207,23 @@ def test_whenever_copies_go(
     assert digests(result) == baseline_digests(server, ITERATIONS)
 
 
+@pytest.mark.parametrize(
+    ("copies", "every"),
+    [(3, 1), *(pytest.param(k, n, marks=pytest.mark.long) for k, n in ((2, "auto"), (3, 4)))],
+)
+def test_copies_that_are_dealt_beforehand(
+    copies: int, every: Any, server: ForkServer, job: JobConfig, holders: tuple[int, ...]
+) -> None:
+    """By Gemini's Algorithm 2, to one remote copy or to two; before the loss and after it."""
+    checkpoint = replace(job.checkpoint, copies=copies, every=every, schedule="paper")
+    specs = f"kill:{','.join(map(str, holders))}@6.backward", "crash:3@8.forward"
+    result = run_under_faults(replace(job, checkpoint=checkpoint), server, *specs)
+
+    check_survived(result, specs, baseline_digests(server, ITERATIONS))
+    assert recoveries(result)[0].source_tier == "memory"
+    assert result.report.checkpoints["idle_used_s"] > 0.0
+
+
 @pytest.fixture
 def watching(job: JobConfig) -> JobConfig:
     """With copies from the third iteration on."""

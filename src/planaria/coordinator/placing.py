@@ -17,7 +17,7 @@ from planaria.core.persistent_map import PersistentMap
 from planaria.core.plan import Plan
 from planaria.core.records import Warned
 from planaria.placement.fewer_sets import optimised_copies
-from planaria.placement.idle import predicted_idle, predicted_sending
+from planaria.placement.idle import predicted_idle, predicted_idle_of_sources, predicted_sending
 from planaria.placement.interleave import PREDICTED_GAMMA
 from planaria.placement.layer_copies import keeping_places, layer_copies
 from planaria.placement.placement import PaperStrategy, paper_placement
@@ -100,20 +100,26 @@ def _exposure_text(name: str, layers: Collection[int]) -> str:
 
 
 def idle_of(rules: Rules, plan: Plan, copies: tuple[LayerCopy, ...]) -> tuple[IdleSpans, ...]:
-    """The predicted idle spans in which these copies may be sent.
+    """The predicted idle spans in which these copies may be sent, as `checkpoint.schedule` sees
+    them.
 
     Empty if copies do not wait for idle spans, or if the plan is so large that its ranks observe
     the spans sooner than they can be predicted.
     """
     problem = _predictable_problem(rules, plan)
-    return predicted_idle(problem, plan, copies) if copies and problem else ()
+    if not copies or problem is None:
+        return ()
+    if rules.job.checkpoint.schedule == "paper":
+        return predicted_idle_of_sources(problem, plan, copies)
+    return predicted_idle(problem, plan, copies)
 
 
 def version_iterations(rules: Rules, plan: Plan, *, chunk_bytes: int) -> int:
     """The predicted number of iterations from one version of the copies to the next.
 
     It is the job's `checkpoint.every`, or longer if a version that waits for idle spans takes more
-    iterations to arrive: a version begins when the one before has arrived.
+    iterations to arrive: a version begins when the one before has arrived. With
+    `checkpoint.schedule = "paper"` it takes one iteration, because the last span has no end.
 
     Args:
         chunk_bytes: size of one buffer.
@@ -122,7 +128,7 @@ def version_iterations(rules: Rules, plan: Plan, *, chunk_bytes: int) -> int:
     least = 1 if checkpoint.every == "auto" else checkpoint.every
     problem = _predictable_problem(rules, plan)
     copies = copies_of(rules, plan)
-    if problem is None or not copies:
+    if problem is None or not copies or checkpoint.schedule == "paper":
         return least
     sending = predicted_sending(
         problem,

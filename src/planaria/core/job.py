@@ -303,6 +303,13 @@ class CheckpointConfig:
         "a single buffer; naive: at once, a layer at a time; blocking: at once, and training "
         "waits",
     )
+    schedule: Literal["measured", "paper"] = _key(
+        "measured",
+        "how interleaved copies are dealt to the idle spans of an iteration; measured: each piece "
+        "goes in the first span that turns out to have room for it; paper: each has its span "
+        "beforehand, as in Gemini's Algorithm 2, and the last span takes the rest, so that a "
+        "version is sent in one iteration",
+    )
     path: Literal["host", "device"] = _key(
         "host",
         "where copies arrive; host: in the memory of the receiving machine; device: in buffers of "

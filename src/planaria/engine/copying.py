@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Final
 
 from planaria.checkpoint.memory.arena import Arena
+from planaria.checkpoint.memory.chunk_list import ChunkList
 from planaria.checkpoint.memory.filling import Filler, HostCopy, fill_alone
 from planaria.checkpoint.memory.interleaving import CopyPeers, Interleaving
 from planaria.checkpoint.memory.landing import DevicePath
@@ -192,6 +193,7 @@ class Copying:
         per_node = self._spec.job.cluster.devices_per_node
         if profile is None or job.mode in ("naive", "blocking"):
             return None
+        link = link_between_pipelines(profile.links)
         return Interleaving(
             self._links,
             CopyPeers(
@@ -199,10 +201,11 @@ class Copying:
                 sources=incoming_layers(rank, start.copies).keys(),
                 is_far=lambda peer: peer // per_node != rank // per_node,
             ),
-            link=link_between_pipelines(profile.links),
+            link=link,
             idle={entry.target: entry.spans for entry in start.idle if entry.source == rank},
             gamma=None if job.gamma == "auto" else job.gamma,
             num_iterations=job.profile_iterations - 1,
+            chunks=ChunkList(link) if job.schedule == "paper" else None,
         )
 
     def _sleep_device_to_host(self, num_bytes: int, *, is_own: bool) -> None:

@@ -131,6 +131,12 @@ def _check_ranges(job: JobConfig) -> None:
             'mode, or checkpoint.path = "host"'
         )
         raise ConfigError("checkpoint.mode", "naive", remedy)
+    if job.checkpoint.schedule == "paper" and job.checkpoint.mode != "interleaved":
+        remedy = (
+            'deals copies to idle spans and needs checkpoint.mode = "interleaved"; this job has '
+            f'"{job.checkpoint.mode}"'
+        )
+        raise ConfigError("checkpoint.schedule", "paper", remedy)
     for name in _POSITIVE:
         if (value := attrgetter(name)(job)) <= 0:
             raise ConfigError(name, value, "must be more than 0")

@@ -41,6 +41,28 @@ def predicted_idle(
     )
 
 
+def predicted_idle_of_sources(
+    problem: Problem, plan: Plan, copies: Collection[LayerCopy]
+) -> tuple[IdleSpans, ...]:
+    """The idle spans of each rank that sends copies, the same for all its copy holders. O(actions).
+
+    A span is idle if both link directions of the sender are.
+
+    Source: Gemini (SOSP '23), section 5.4, which measures the spans.
+    Differs: they are known before the first iteration of a plan.
+    """
+    occupation = _LinkOccupation(problem, plan)
+    spans = {
+        source: spans_after_computations(
+            occupation.idle(occupation.node_of(source), [occupation.node_of(source)]),
+            occupation.ends_s(source),
+        )
+        for source in {copy.source for copy in copies}
+    }
+    pairs = sorted({(copy.source, target) for copy in copies for target in copy.targets})
+    return tuple(IdleSpans(source, target, spans[source]) for source, target in pairs)
+
+
 @dataclass(frozen=True, slots=True)
 class Sending:
     """What the ranks of a node together send of one version of the copies.

@@ -89,6 +89,28 @@ def checkpoint_chunks(
     return tuple(chunks)
 
 
+def spans_of_chunks(chunks_s: Sequence[float], usable_s: Sequence[float]) -> tuple[int, ...]:
+    """The index of the span in which each of these chunks is sent, ascending. O(spans + chunks).
+
+    Args:
+        chunks_s: seconds that each chunk takes, in the order of sending: one copy after the other.
+        usable_s: seconds of each idle span in which chunks may be sent; the last one is taken to be
+            endless.
+
+    Source: Gemini (SOSP '23), section 5.3, algorithm 2.
+    Differs: the chunks are cut already, so none is made smaller to fill up a span.
+    """
+    assert usable_s
+    dealt = []
+    span, used_s = 0, 0.0
+    for chunk_s in chunks_s:
+        while span < len(usable_s) - 1 and used_s + chunk_s > usable_s[span]:
+            span, used_s = span + 1, 0.0
+        dealt.append(span)
+        used_s += chunk_s
+    return tuple(dealt)
+
+
 def idle_spans(busy: Sequence[Interval], *, end_s: float) -> tuple[Interval, ...]:
     """The parts of an iteration outside the busy intervals, which may overlap, in order of time.
 

@@ -179,6 +179,10 @@ class BetweenCollectives:
         """The size of the pieces of a version that begins now; at most `most_bytes`."""
         return self._turns.chunk_bytes(most_bytes)
 
+    def deal(self, sizes: Sequence[int]) -> None:
+        """Takes note of the pieces that are to be sent, as `Turns.deal` does."""
+        self._turns.deal(sizes)
+
     def wait(self, target: int, num_bytes: int) -> None:
         """Blocks until a piece of so many bytes may be sent; raises as `Turns.wait` does."""
         self._turns.wait(target, num_bytes)

@@ -17,6 +17,10 @@ Source: Gemini (SOSP '23), sections 5.2 to 5.4.
 Differs: chunks are assigned to spans as time passes and not before. The result is the same if
 iterations repeat exactly, and training is disturbed less if they do not. The receiver's direction
 in counts, too.
+
+A rank that is given a `ChunkList` does as the paper does (`checkpoint.schedule = "paper"`). A span
+is idle if the source's own links are, both directions, whatever its receivers do. A version's
+chunks are dealt to the spans of one iteration before the first of them is sent.
 """
 
 import threading
@@ -30,6 +34,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from planaria.checkpoint.memory.chunk_list import ChunkList
 from planaria.core.copies import IdleSpan
 from planaria.core.plan import Link
 from planaria.errors import AbortedError
@@ -72,6 +77,8 @@ class Interleaving:
         idle: predicted idle spans by target; empty: no chunk is sent before spans are measured.
         gamma: share of a span that is used; None: it is measured.
         num_iterations: number of iterations over which measurements are averaged.
+        chunks: list of the chunks of a version, dealt beforehand; None: each chunk goes in the
+            first span that has room for it.
     """
 
     def __init__(
@@ -83,6 +90,7 @@ class Interleaving:
         idle: Mapping[int, Sequence[IdleSpan]],
         gamma: float | None,
         num_iterations: int,
+        chunks: ChunkList | None = None,
     ) -> None:
         self._links = links
         self._link = link
@@ -98,6 +106,7 @@ class Interleaving:
         # The busy intervals of targets' directions in, in the newest measurement.
         self._busy_into: dict[int, tuple[Interval, ...]] = {}
         self._changed = threading.Condition()  # Guards all that follows.
+        self._chunks = chunks
         # The iteration's start, then the ends of its forwards and backwards.
         self._done_s: list[float] = []
         self._free_s = 0.0  # The end of the time that the last chunk takes on the direction out.
@@ -129,6 +138,9 @@ class Interleaving:
         self._update_spans()
         with self._changed:
             self._done_s = [now_s]
+            if self._chunks is not None:
+                # Spans may have been measured anew. Chunks of the last iteration have none here.
+                self._chunks.deal_again(self._usable_s(now_s) if self._is_held else ())
             self._has_sent, self._must_end, self._is_held = False, must_end, False
             self._changed.notify_all()
 
@@ -190,6 +202,16 @@ class Interleaving:
             gamma = self.gamma
         return best_chunk_bytes(lasts_s, most_bytes=most_bytes, link=self._link, gamma=gamma)
 
+    def deal(self, sizes: Sequence[int]) -> None:
+        """Deals the chunks of a version to spans, if that is done beforehand.
+
+        Args:
+            sizes: bytes of each chunk, in the order of sending.
+        """
+        with self._changed:
+            if self._chunks is not None:
+                self._chunks.deal(sizes, self._usable_s(self._links.timekeeper.now_s()))
+
     def wait(self, target: int, num_bytes: int) -> None:
         """Blocks until a chunk of so many bytes may be sent.
 
@@ -214,6 +236,8 @@ class Interleaving:
                 self._links.timekeeper.reach(moment_s)
                 self._free_s, self._has_sent = moment_s + lasts_s, True
                 self._used_s += lasts_s
+                if self._chunks is not None:
+                    self._chunks.take()
                 return
 
     @property
@@ -227,6 +251,8 @@ class Interleaving:
             return None
         if self._is_rushed:
             return now_s
+        if self._chunks is not None:
+            return self._dealt_moment_s(self._chunks.next_span, now_s)
         spans = self._spans.get(target, ())
         for index, span in enumerate(spans):
             if span.after >= len(self._done_s):
@@ -241,11 +267,45 @@ class Interleaving:
             return now_s
         return None
 
+    def _dealt_moment_s(self, number: int | None, now_s: float) -> float | None:
+        """The moment at which a chunk of span `number` may be sent; None: as in `_moment_s`."""
+        if not self._done_s:
+            return None
+        if number is None:
+            return now_s
+        span = self._source_spans[number]
+        if span.after >= len(self._done_s):
+            return None
+        return max(now_s, self._done_s[span.after] + span.offset_s)
+
+    def _usable_s(self, now_s: float) -> list[float]:
+        """The seconds of each span that chunks may use and that have not passed."""
+        spans = self._source_spans
+        usable_s = [self.gamma * span.lasts_s for span in spans]
+        if not self._is_held:
+            for index, span in enumerate(spans):
+                if span.after < len(self._done_s):
+                    start_s = self._done_s[span.after] + span.offset_s
+                    usable_s[index] -= max(0.0, now_s - start_s)
+        return usable_s
+
+    @property
+    def _source_spans(self) -> Sequence[IdleSpan]:
+        """The spans to all targets, if chunks are dealt beforehand."""
+        return next(iter(self._spans.values()), ())
+
     # -- what is measured -------------------------------------------------------------------------
 
     def _evaluate_measurement(self) -> None:
-        """Evaluates a finished measurement, and tells `sources` when the direction in is busy."""
+        """Evaluates a finished measurement, and tells `sources` when the direction in is busy.
+
+        Where chunks are dealt beforehand, no source asks, and this rank's spans are known at once.
+        """
         self._average = self._measurement.average()
+        if self._chunks is not None:
+            for target in self._targets:
+                self._set_spans(target, self._average.into)
+            return
         into = np.frombuffer(msgspec.json.encode(self._average.into), dtype=np.uint8)
         for source in self._sources:
             self._links.send(source, _use_tag(self._round), into)
@@ -254,7 +314,7 @@ class Interleaving:
 
     def _update_spans(self) -> None:
         """Reads the targets' busy intervals that have come, and recomputes the spans to them."""
-        if self._average is None:
+        if self._average is None or self._chunks is not None:
             return
         tag = _use_tag(self._round - 1)
         for target in self._targets:
@@ -263,11 +323,15 @@ class Interleaving:
                 self._busy_into[target] = msgspec.json.decode(
                     message.tobytes(), type=tuple[Interval, ...]
                 )
-                busy = [*self._average.out, *self._busy_into[target]]
-                idle = idle_spans(busy, end_s=self._average.iteration_s)
-                with self._changed:
-                    self._spans[target] = spans_after_computations(idle, self._average.ends_s)
-                    self.gamma = self._given_gamma or self._average.gamma(idle)
+                self._set_spans(target, self._busy_into[target])
+
+    def _set_spans(self, target: int, into: Sequence[Interval]) -> None:
+        """Finds the spans to a target between the messages out and those `into` some rank."""
+        assert self._average is not None
+        idle = idle_spans([*self._average.out, *into], end_s=self._average.iteration_s)
+        with self._changed:
+            self._spans[target] = spans_after_computations(idle, self._average.ends_s)
+            self.gamma = self._given_gamma or self._average.gamma(idle)
 
 
 class _AverageIteration(msgspec.Struct, frozen=True):

@@ -35,7 +35,7 @@ from planaria.checkpoint.memory.filling import HostCopy
 from planaria.checkpoint.memory.landing import DevicePath, announcement, announcement_tag
 from planaria.checkpoint.memory.receiver import CopyReceiver
 from planaria.checkpoint.memory.turns import FlowControl
-from planaria.checkpoint.memory.version import Version
+from planaria.checkpoint.memory.version import Bytes, Version
 from planaria.checkpoint.memory.wire import (
     GOOD,
     Opening,
@@ -307,6 +307,8 @@ class Copier:
             for layer, version in versions.items()
             if version and self._own_copies.finish_and_compare(version, older)
         }
+        sent = (versions[layer] for _, layer in self._sends if layer not in unchanged)
+        self._turns.deal([size for version in sent if version for size in self._sizes(version)])
         unanswered: dict[int, deque[_Unanswered]] = {target: deque() for target, _ in self._sends}
         for target, layer in self._sends:
             if layer not in unchanged or not self._offer_unchanged(target, layer, label):
@@ -339,6 +341,15 @@ class Copier:
         while unanswered and self._chunks is not None:
             self._take_answer(target, unanswered)
 
+    def _sizes(self, version: Version) -> list[int]:
+        """The bytes that each piece of a layer stands for."""
+        pieces = map(version.piece, range(version.num_pieces))
+        return [self._stands_for(version, piece) or len(piece) for piece in pieces]
+
+    def _stands_for(self, version: Version, piece: Bytes) -> int:
+        """The bytes of a larger layer that a piece stands for; 0: the layer stands for itself."""
+        return self._virtual_bytes(version.layer) * len(piece) // len(version.content)
+
     def _offer_unchanged(self, target: int, layer: int, label: Label) -> bool:
         """Tells a receiver that a layer has not changed; returns whether it still has its copy."""
         self._send_opening(target, layer, label, Opening(is_same=True))
@@ -362,7 +373,7 @@ class Copier:
             self._links.send(target, announcement_tag(number), announcement(index))
             return buffer
         tag = piece_tag(version.label, version.layer, index)
-        stands_for = self._virtual_bytes(version.layer) * len(content) // len(version.content)
+        stands_for = self._stands_for(version, content)
         self._turns.wait(target, stands_for or len(content))
         self._links.send(target, tag, content, virtual_bytes=stands_for)
         return -1

@@ -1,5 +1,6 @@
 """The interfaces that decide when pieces of copies are sent, and the buffers of their receivers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +33,13 @@ class Turns(Protocol):
             most_bytes: upper bound on that size.
         """
 
+    def deal(self, sizes: Sequence[int]) -> None:
+        """Takes note of the pieces that are to be sent, before the first of a version is sent.
+
+        Args:
+            sizes: bytes that each piece stands for, in the order of sending.
+        """
+
     def wait(self, target: int, num_bytes: int) -> None:
         """Blocks until a piece of so many bytes may be sent.
 
@@ -46,6 +54,9 @@ class AtOnce:
     def chunk_bytes(self, most_bytes: int) -> int:
         """The greatest size that is allowed."""
         return most_bytes
+
+    def deal(self, sizes: Sequence[int]) -> None:
+        """Does nothing: no piece waits for a span."""
 
     def wait(self, target: int, num_bytes: int) -> None:
         """Returns at once."""
