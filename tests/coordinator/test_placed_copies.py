@@ -9,8 +9,9 @@ import pytest
 
 from helpers.coordinated import small_rules
 from helpers.jobs import shaped_plan
+from helpers.strategies import equal_problem
 from planaria.coordinator.job_rules import Rules
-from planaria.coordinator.placing import copies_of, version_iterations
+from planaria.coordinator.placing import copies_of, idle_of, version_iterations
 from planaria.core.job import CheckpointConfig
 from planaria.core.plan import Link, Plan, one_device_profile
 from planaria.job.planning import read_profile
@@ -68,20 +69,21 @@ def test_a_job_without_copies_has_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gigabits", "every", "mode", "iterations"),
+    ("gigabits", "iterations", "keys"),
     [
-        (200, "auto", "interleaved", 1),
-        (200, 4, "interleaved", 4),
-        (5, "auto", "interleaved", 3),
-        (5, 4, "interleaved", 4),
-        (5, "auto", "naive", 1),
+        (200, 1, {}),
+        (200, 4, {"every": 4}),
+        (5, 3, {}),
+        (5, 4, {"every": 4}),
+        (5, 1, {"mode": "naive"}),
+        (5, 1, {"schedule": "paper"}),
     ],
 )
 def test_a_version_takes_what_it_is_sent_for(
-    gigabits: float, every: Any, mode: Any, iterations: int
+    gigabits: float, iterations: int, keys: dict[str, Any]
 ) -> None:
     """Llama-2 7B on 16 nodes; over slow links its copies do not fit into an iteration's idle time,
-    unless nobody asks whether it is idle."""
+    unless nobody asks whether it is idle, or its last span has no end."""
     profile = one_device_profile(read_profile(Path("llama2-7b")))
     link = Link(profile.links["inter_node"].latency_s, gigabits * 1.25e8)
     problem = Problem(
@@ -92,6 +94,23 @@ def test_a_version_takes_what_it_is_sent_for(
     )
     plans = foreseen_plans(problem, 16, pipeline_templates(problem, 16))
     prices = profile_prices(problem.profile, regroup_s=0.05)
-    rules = replace(placed_by(copies=2, every=every, mode=mode), catalog=plans, prices=prices)
+    rules = replace(placed_by(copies=2, **keys), catalog=plans, prices=prices)
 
     assert version_iterations(rules, plans.plans[16], chunk_bytes=32 << 20) == iterations
+
+
+def test_spans_are_those_that_the_schedule_of_copies_sees() -> None:
+    """The paper's are those of the source, so they are the same for both of its receivers."""
+    plan = shaped_plan((3, 3), 6)
+    problem = equal_problem(num_layers=plan.num_layers, num_microbatches=6)
+    plans = foreseen_plans(problem, 6, pipeline_templates(problem, 6))
+    found = {}
+    for schedule in ("measured", "paper"):
+        rules = replace(placed_by(copies=3, schedule=schedule), catalog=plans)
+        spans: dict[int, set[Any]] = {}
+        for one in idle_of(rules, plan, copies_of(rules, plan)):
+            spans.setdefault(one.source, set()).add(one.spans)
+        found[schedule] = max(map(len, spans.values()))
+
+    assert found["paper"] == 1
+    assert found["measured"] > 1

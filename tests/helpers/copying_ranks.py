@@ -13,7 +13,7 @@ from planaria.checkpoint.memory.arena import Arena, arena_fd
 from planaria.checkpoint.memory.filling import HostCopy, fill_alone, no_device
 from planaria.checkpoint.memory.landing import DevicePath
 from planaria.checkpoint.memory.stream import Copier, CopyPlan
-from planaria.checkpoint.memory.turns import AtOnce, Buffers, FlowControl
+from planaria.checkpoint.memory.turns import AtOnce, Buffers, FlowControl, Turns
 from planaria.checkpoint.memory.version import Bytes, Version
 from planaria.checkpoint.memory.wire import State, state_of
 from planaria.core.copies import Label, LayerCopy
@@ -70,6 +70,7 @@ def copying_rank(
     buffers: Buffers,
     layer_bytes: int,
     device_path: DevicePath | None = None,
+    turns: Turns | None = None,
 ) -> Iterator[CopyingRank]:
     """A rank that copies; at the end its epoch is aborted."""
     fd = arena_fd()
@@ -81,7 +82,7 @@ def copying_rank(
             arena,
             CopyPlan(own=own, copies=copies, since=-1, epoch=0, complete_label=None),
             host_copy=HostCopy(fill_alone, lambda _: 0, no_device),
-            flow=FlowControl(buffers, AtOnce(), TIMEOUT_S),
+            flow=FlowControl(buffers, turns or AtOnce(), TIMEOUT_S),
             on_failure=failures.append,
             device_path=device_path,
         )

@@ -163,6 +163,15 @@ def test_inputs_lie_beside_the_file_and_outputs_in_the_current_directory(
         ({"cluster": {"lease_s": 0.0}}, "cluster.lease_s", "must be at least 0.5"),
         ({"checkpoint": {"every": 0}}, "checkpoint.every", 'at least 1, or "auto"'),
         ({"checkpoint": {"every": "often"}}, "checkpoint.every", 'must be: integer or "auto"'),
+        ({"checkpoint": {"schedule": "dealt"}}, "checkpoint.schedule", '"measured", "paper"'),
+        *(
+            (
+                {"checkpoint": {"schedule": "paper", "mode": mode}},
+                "checkpoint.schedule",
+                f'needs checkpoint.mode = "interleaved"; this job has "{mode}"',
+            )
+            for mode in ("unpipelined", "naive", "blocking")
+        ),
         ({"checkpoint": {"copies": -1}}, "checkpoint.copies", "must be at least 0"),
         ({"checkpoint": {"strategy": "best"}}, "checkpoint.strategy", '"ring", "optimised"'),
         (

@@ -12,7 +12,12 @@ from helpers.strategies import layer_profile, model_profile
 from planaria.core.copies import IdleSpans, LayerCopy
 from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, plain_plan
 from planaria.estimator.time import Timeline, predicted_timeline
-from planaria.placement.idle import Sending, predicted_idle, predicted_sending
+from planaria.placement.idle import (
+    Sending,
+    predicted_idle,
+    predicted_idle_of_sources,
+    predicted_sending,
+)
 from planaria.placement.layer_copies import layer_copies
 from planaria.placement.placement import paper_placement
 from planaria.planner.problem import Problem
@@ -95,6 +100,29 @@ def test_no_span_meets_what_its_source_sends_or_its_target_gets(shape: list[int]
                 assert until_s <= start_s + 1e-9 or from_s >= start_s + lasts_s - 1e-9
         covered_s = sum(lasts_s for _, lasts_s in idle) + _union_s(busy)
         assert covered_s == pytest.approx(timeline.iteration_s)
+
+
+@given(shapes)
+def test_a_source_is_idle_while_it_neither_sends_nor_gets(shape: list[int]) -> None:
+    """Whatever its receivers do; so its spans to all of them are the same, and all that is left."""
+    plan = shaped_plan(tuple(shape), 8)
+    problem = Problem(profile=PROFILE, devices_per_node=1, num_microbatches=8, failures_tolerated=0)
+    others = len(plan.nodes) - 1
+    copies = [LayerCopy(0, 0, tuple(range(1, 1 + min(2, others))))]
+    found = predicted_idle_of_sources(problem, plan, copies)
+    schedule = plan_schedule(plan, order=problem.reduction_order)
+    timeline = predicted_timeline(
+        schedule, PROFILE, plan=plan, reduce_bytes_factor=problem.reduce_bytes_factor
+    )
+    busy = [
+        *_taken(schedule, timeline, 0, is_out=True),
+        *_taken(schedule, timeline, 0, is_out=False),
+    ]
+
+    assert [(one.source, one.target) for one in found] == [(0, n) for n in copies[0].targets]
+    assert {one.spans for one in found} == {found[0].spans}
+    covered_s = sum(span.lasts_s for span in found[0].spans) + _union_s(busy)
+    assert covered_s == pytest.approx(timeline.iteration_s)
 
 
 def _taken(

@@ -8,7 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.core.plan import Link
-from planaria.placement.interleave import Chunk, checkpoint_chunks, idle_spans
+from planaria.placement.interleave import (
+    Chunk,
+    checkpoint_chunks,
+    idle_spans,
+    spans_of_chunks,
+)
 
 LINK = Link(0.5, 10.0)  # Half a second a chunk, and ten bytes a second.
 
@@ -74,6 +79,33 @@ def test_all_bytes_are_sent_once_in_order_and_in_their_spans(
         is_last = chunk.span == len(spans_s) - 1
         end_s = chunk.after_s + LINK.seconds(size)
         assert end_s <= (inf if is_last else gamma * spans_s[chunk.span] + 1e-9)
+
+
+def test_chunks_that_are_cut_already_are_dealt_as_they_are() -> None:
+    """None is made smaller to fill up a span, and no later one is dealt to a span before it."""
+    assert spans_of_chunks((2.0, 2.0, 2.0, 1.0, 9.0, 9.0), (5.0, 2.5, 1.5, 0.0)) == (
+        *(0, 0),
+        1,
+        2,
+        *(3, 3),
+    )
+
+
+@given(st.lists(st.floats(0.1, 5.0), max_size=20), spans)
+def test_each_chunk_is_dealt_to_the_first_span_behind_the_others_with_room_for_it(
+    chunks_s: list[float], usable_s: list[float]
+) -> None:
+    """Of each span but the last, the next chunk of the list would not have fitted."""
+    dealt = spans_of_chunks(chunks_s, usable_s)
+
+    assert len(dealt) == len(chunks_s)
+    assert list(dealt) == sorted(dealt)
+    for span, lasts_s in enumerate(usable_s[:-1]):
+        inside = [n for n, where in enumerate(dealt) if where == span]
+        used_s = sum(chunks_s[n] for n in inside)
+        assert used_s <= lasts_s + 1e-9
+        beyond = [n for n, where in enumerate(dealt) if where > span]
+        assert not beyond or used_s + chunks_s[beyond[0]] > lasts_s - 1e-9
 
 
 times = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), max_size=8)

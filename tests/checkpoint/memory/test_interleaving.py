@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from helpers.linked_ranks import TIMEOUT_S, wait_until
+from planaria.checkpoint.memory.chunk_list import ChunkList
 from planaria.checkpoint.memory.interleaving import CopyPeers, Interleaving, _AverageIteration
 from planaria.core.copies import IdleSpan
 from planaria.core.plan import Link
@@ -60,6 +61,10 @@ class Sender:
     def chunk(self, num_bytes: int = CHUNK) -> "Future[float]":
         return self._pool.submit(self._wait, num_bytes)
 
+    def reach(self, moment_s: float) -> None:
+        """The thread's work is at this moment once the chunks before are sent."""
+        self._pool.submit(self._wires.timekeeper.reach, moment_s)
+
     def close(self) -> None:
         self._turns.close()
         self._pool.shutdown()
@@ -75,7 +80,12 @@ def wires() -> Wires:
 
 
 def interleaving(
-    wires: Wires, spans: Sequence[IdleSpan], *, gamma: float | None = 1.0, iterations: int = 1000
+    wires: Wires,
+    spans: Sequence[IdleSpan],
+    *,
+    gamma: float | None = 1.0,
+    iterations: int = 1000,
+    chunks: ChunkList | None = None,
 ) -> Interleaving:
     return Interleaving(
         wires,  # type: ignore[arg-type]
@@ -84,6 +94,7 @@ def interleaving(
         idle={1: spans} if spans else {},
         gamma=gamma,
         num_iterations=iterations,
+        chunks=chunks,
     )
 
 
@@ -287,3 +298,125 @@ def test_chunks_go_when_nothing_is_done_for_some_iterations(
     turns.on_action_done()
 
     assert late.result(TIMEOUT_S) >= 0.0
+
+
+# -- chunks that are dealt beforehand -------------------------------------------------------------
+
+
+@pytest.fixture
+def dealt(wires: Wires) -> Interleaving:
+    """The same spans, of which the third is the last and so takes all the rest."""
+    turns = interleaving(wires, SPANS, chunks=ChunkList(LINK))
+    turns.hold()
+    return turns
+
+
+@pytest.fixture
+def dealt_sender(dealt: Interleaving, wires: Wires) -> Iterator[Sender]:
+    found = Sender(dealt, wires)
+    yield found
+    found.close()
+
+
+def test_a_list_is_sent_in_the_spans_that_it_names(
+    dealt: Interleaving, wires: Wires, dealt_sender: Sender
+) -> None:
+    """Two chunks in the first, one in the second; two in the last, which has time for none, all in
+    one iteration that must not even end with them."""
+    dealt.deal([CHUNK] * 5)
+    chunks = [dealt_sender.chunk() for _ in range(5)]
+    start_s = begin(dealt, wires)
+
+    moments_s = [chunk.result(TIMEOUT_S) - start_s for chunk in chunks[:2]]
+    assert moments_s == pytest.approx([0.05, 0.15])
+    act(dealt, wires, start_s + 0.3)
+    assert not chunks[2].done()
+    act(dealt, wires, start_s + 0.4)
+    moments_s = [chunk.result(TIMEOUT_S) - start_s for chunk in chunks[2:]]
+    assert moments_s == pytest.approx([0.4, 0.8, 0.9])
+
+
+def test_a_chunk_waits_for_its_span_though_another_has_room(
+    dealt: Interleaving, wires: Wires, dealt_sender: Sender
+) -> None:
+    """It was to be a large one, which only the last span has room for."""
+    dealt.deal([1000])
+    chunk = dealt_sender.chunk()
+    start_s = begin(dealt, wires)
+    for _ in range(2):
+        act(dealt, wires, start_s + 0.1)
+
+    assert chunk.result(TIMEOUT_S) == pytest.approx(start_s + 0.5)
+
+
+def test_a_chunk_whose_span_has_passed_goes_at_once(
+    dealt: Interleaving, wires: Wires, dealt_sender: Sender
+) -> None:
+    """Training is in the way now, which the list does not know."""
+    dealt.deal([CHUNK] * 2)
+    start_s = begin(dealt, wires)
+    assert dealt_sender.chunk().result(TIMEOUT_S)
+    dealt_sender.reach(start_s + 0.28)
+
+    assert dealt_sender.chunk().result(TIMEOUT_S) == pytest.approx(start_s + 0.28)
+
+
+def test_what_a_list_has_left_at_the_end_goes_in_the_next_iteration_at_once(
+    dealt: Interleaving, wires: Wires, dealt_sender: Sender
+) -> None:
+    """Its last span has no end."""
+    dealt.deal([CHUNK] * 9)
+    start_s = begin(dealt, wires)
+    for _ in range(2):
+        assert dealt_sender.chunk().result(TIMEOUT_S)
+    late = [dealt_sender.chunk() for _ in range(2)]
+    wires.timekeeper.reach(start_s + 1.0)
+    begin(dealt, wires, iteration=1)
+    dealt_sender.reach(start_s + 1.0)
+
+    moments_s = [chunk.result(TIMEOUT_S) - start_s for chunk in late]
+    assert moments_s[1] - moments_s[0] == pytest.approx(CHUNK_S)
+    assert moments_s[1] <= 1.1 + 1e-9
+
+
+def test_spans_that_have_passed_when_a_list_is_dealt_get_nothing(
+    dealt: Interleaving, wires: Wires, dealt_sender: Sender
+) -> None:
+    """The own copy was not made before; of a span that has begun, its rest is used."""
+    start_s = begin(dealt, wires)
+    act(dealt, wires, start_s + 0.05)
+    wires.timekeeper.reach(start_s + 0.16)
+    dealt.deal([CHUNK] * 3)
+    dealt_sender.reach(start_s + 0.16)
+    chunks = [dealt_sender.chunk() for _ in range(3)]
+    act(dealt, wires, start_s + 0.4)
+
+    moments_s = [chunk.result(TIMEOUT_S) - start_s for chunk in chunks]
+    assert moments_s == pytest.approx([0.16, 0.4, 0.8])
+
+
+def test_a_list_is_dealt_anew_when_spans_are_measured_anew(wires: Wires) -> None:
+    """From this rank's own messages, both ways; nobody is told of them."""
+    turns = interleaving(wires, [], iterations=2, chunks=ChunkList(LINK))
+    sender = Sender(turns, wires)
+    for iteration in range(4):
+        if iteration == 3:
+            turns.hold()
+            turns.deal([CHUNK] * 3)
+        start_s = begin(turns, wires, iteration=iteration)
+        for peer, is_out, first_s in ((1, True, 0.15), (2, False, 0.4)):
+            tag = Tag(Channel.FORWARD, iteration, 0)
+            wires.traffic.note(Use(is_out, peer, tag, start_s + first_s, start_s + first_s + 0.1))
+        if iteration < 3:
+            act(turns, wires, start_s + 0.2)
+            wires.timekeeper.reach(start_s + 1.0)
+    sender.reach(start_s)
+    chunks = [sender.chunk() for _ in range(3)]
+    act(turns, wires, start_s + 0.2)
+
+    assert not wires.told
+    lasts_s = [span.lasts_s for span in turns.spans(1)]
+    assert lasts_s == pytest.approx([0.15, 0.15, 0.5])
+    moments_s = [chunk.result(TIMEOUT_S) - start_s for chunk in chunks]
+    assert moments_s == pytest.approx([0.0, 0.25, 0.5])
+    sender.close()

@@ -21,7 +21,7 @@ from helpers.copying_ranks import (
 from helpers.linked_ranks import is_blocked, link_ranks, wait_until
 from planaria.checkpoint.memory.arena import Arena
 from planaria.checkpoint.memory.stream import TRIES
-from planaria.checkpoint.memory.turns import Buffers
+from planaria.checkpoint.memory.turns import Buffers, Turns
 from planaria.checkpoint.memory.version import Bytes, Version
 from planaria.checkpoint.memory.wire import copy_peers
 from planaria.core.copies import Label, LayerCopy
@@ -43,6 +43,7 @@ def copying(
     copies: Sequence[LayerCopy] = COPIES,
     *,
     buffers: Buffers = BUFFERS,
+    turns: Sequence[Turns] = (),
 ) -> Iterator[list[CopyingRank]]:
     """Three ranks that copy."""
     with link_ranks(3) as all_links, ExitStack() as stack:
@@ -54,6 +55,7 @@ def copying(
                     copies=copies,
                     buffers=buffers,
                     layer_bytes=SIZE,
+                    turns=turns[links.rank] if turns else None,
                 )
             )
             for links in all_links
@@ -121,6 +123,49 @@ def test_a_layer_that_has_not_changed_is_not_sent_again() -> None:
 
         assert sent[1] - sent[0] < sent[0]
         assert taken[2] == taken[1] == taken[0]
+
+
+class Noted:
+    """Turns that let everything go, and note it.
+
+    Attributes:
+        dealt: sizes of the pieces of each version, as they were told beforehand.
+        sent: target and size of each piece, as it went.
+    """
+
+    def __init__(self) -> None:
+        self.dealt: list[list[int]] = []
+        self.sent: list[tuple[int, int]] = []
+
+    def chunk_bytes(self, most_bytes: int) -> int:
+        return most_bytes
+
+    def deal(self, sizes: Sequence[int]) -> None:
+        assert sum(map(len, self.dealt)) == len(self.sent)
+        self.dealt.append(list(sizes))
+
+    def wait(self, target: int, num_bytes: int) -> None:
+        self.sent.append((target, num_bytes))
+
+
+def test_what_will_be_sent_is_known_before_the_first_piece() -> None:
+    """One copy of all layers after the other, and nothing of a layer that has not changed."""
+    turns = [Noted() for _ in OWN]
+    with copying(turns=turns) as ranks:
+        for age in (5, 6, 7):
+            for rank in ranks:
+                own = {n: state(n, age if n and age < 7 else 5) for n in OWN[rank.links.rank]}
+                rank.copier.begin(age, own)
+            for rank in ranks:
+                rank.copier.wait_ended()
+                rank.copier.complete()
+
+    per_layer = -(-SIZE // BUFFERS.piece_bytes)
+    assert [size for sizes in turns[0].dealt for size in sizes] == [n for _, n in turns[0].sent]
+    targets = [1] * per_layer + [2] * (2 * per_layer)
+    assert [target for target, _ in turns[0].sent[: 3 * per_layer]] == targets
+    assert list(map(len, turns[0].dealt)) == [3 * per_layer, per_layer, per_layer]
+    assert turns[2].dealt == [[], [], []]
 
 
 @pytest.mark.parametrize("is_spoilt", [False, True])
