@@ -12,7 +12,7 @@ it is copied (`best_chunk_bytes` chooses the size); the paper cuts a smaller chu
 span. Chunks are sent from the copy in the own node's memory, so what begins before that is made is
 lost: spans that have passed by then get nothing. The paper's optimizer step waits for the last
 chunk; here a commit waits for it only if `checkpoint.every` has it wait. A chunk that arrived
-damaged takes the turn of the next one, and so on; the last one then goes in the last span.
+damaged takes the turn of the next one, and so on; the last one then goes at once.
 """
 
 from collections.abc import Sequence
