@@ -395,6 +395,22 @@ def test_spans_that_have_passed_when_a_list_is_dealt_get_nothing(
     assert moments_s == pytest.approx([0.16, 0.4, 0.8])
 
 
+def test_a_list_keeps_its_spans_until_it_is_dealt_anew(
+    dealt: Interleaving, wires: Wires, dealt_sender: Sender
+) -> None:
+    """Others, and fewer, may be measured while its last chunks are on their way."""
+    dealt.deal([1000])
+    chunk = dealt_sender.chunk(1000)
+    start_s = begin(dealt, wires)
+    dealt._average = _AverageIteration(out=(), into=(), ends_s=(), iteration_s=9.0, jitter_s=0.0)
+    dealt._set_spans(1, ())
+    for _ in range(2):
+        act(dealt, wires, start_s + 0.1)
+
+    assert len(dealt.spans(1)) == 1
+    assert chunk.result(TIMEOUT_S) == pytest.approx(start_s + 0.5)
+
+
 def test_a_list_is_dealt_anew_when_spans_are_measured_anew(wires: Wires) -> None:
     """From this rank's own messages, both ways; nobody is told of them."""
     turns = interleaving(wires, [], iterations=2, chunks=ChunkList(LINK))

@@ -17,6 +17,7 @@ damaged takes the turn of the next one, and so on; the last one then goes at onc
 
 from collections.abc import Sequence
 
+from planaria.core.copies import IdleSpan
 from planaria.core.plan import Link
 from planaria.placement.interleave import spans_of_chunks
 
@@ -31,29 +32,30 @@ class ChunkList:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._sizes: tuple[int, ...] = ()
-        self._spans: tuple[int, ...] = ()
+        self._spans: tuple[IdleSpan, ...] = ()
         self._num_sent = 0
 
-    def deal(self, sizes: Sequence[int], usable_s: Sequence[float]) -> None:
+    def deal(self, sizes: Sequence[int], spans: Sequence[IdleSpan]) -> None:
         """Deals the chunks of a version, whatever the list held before.
 
         Args:
             sizes: bytes of each chunk, in the order of sending.
-            usable_s: seconds of each idle span in which chunks may be sent; empty: the chunks go at
-                once.
+            spans: idle spans, each as long as chunks may use it; empty: the chunks go at once.
         """
         self._sizes, self._num_sent = tuple(sizes), 0
         self._spans = ()
-        if usable_s:
-            self._spans = spans_of_chunks(list(map(self._link.seconds, sizes)), usable_s)
+        if spans:
+            chunks_s = [self._link.seconds(size) for size in sizes]
+            dealt = spans_of_chunks(chunks_s, [span.lasts_s for span in spans])
+            self._spans = tuple(spans[index] for index in dealt)
 
-    def deal_again(self, usable_s: Sequence[float]) -> None:
+    def deal_again(self, spans: Sequence[IdleSpan]) -> None:
         """Deals the chunks that are left to other spans, as `deal` does."""
-        self.deal(self._sizes[self._num_sent :], usable_s)
+        self.deal(self._sizes[self._num_sent :], spans)
 
     @property
-    def next_span(self) -> int | None:
-        """The index of the span of the next chunk; None: it goes at once."""
+    def next_span(self) -> IdleSpan | None:
+        """The span of the next chunk; None: it goes at once."""
         return self._spans[self._num_sent] if self._num_sent < len(self._spans) else None
 
     def take(self) -> None:

@@ -140,7 +140,7 @@ class Interleaving:
             self._done_s = [now_s]
             if self._chunks is not None:
                 # Spans may have been measured anew. Chunks of the last iteration have none here.
-                self._chunks.deal_again(self._usable_s(now_s) if self._is_held else ())
+                self._chunks.deal_again(self._usable_spans(now_s) if self._is_held else ())
             self._has_sent, self._must_end, self._is_held = False, must_end, False
             self._changed.notify_all()
 
@@ -210,7 +210,7 @@ class Interleaving:
         """
         with self._changed:
             if self._chunks is not None:
-                self._chunks.deal(sizes, self._usable_s(self._links.timekeeper.now_s()))
+                self._chunks.deal(sizes, self._usable_spans(self._links.timekeeper.now_s()))
 
     def wait(self, target: int, num_bytes: int) -> None:
         """Blocks until a chunk of so many bytes may be sent.
@@ -267,32 +267,30 @@ class Interleaving:
             return now_s
         return None
 
-    def _dealt_moment_s(self, number: int | None, now_s: float) -> float | None:
-        """The moment at which a chunk of span `number` may be sent; None: as in `_moment_s`."""
+    def _dealt_moment_s(self, span: IdleSpan | None, now_s: float) -> float | None:
+        """The moment at which a chunk that is dealt to a span may be sent; None: as `_moment_s`.
+
+        Args:
+            span: the chunk's span; None: it goes at once.
+        """
         if not self._done_s:
             return None
-        if number is None:
+        if span is None:
             return now_s
-        span = self._source_spans[number]
         if span.after >= len(self._done_s):
             return None
         return max(now_s, self._done_s[span.after] + span.offset_s)
 
-    def _usable_s(self, now_s: float) -> list[float]:
-        """The seconds of each span that chunks may use and that have not passed."""
-        spans = self._source_spans
-        usable_s = [self.gamma * span.lasts_s for span in spans]
-        if not self._is_held:
-            for index, span in enumerate(spans):
-                if span.after < len(self._done_s):
-                    start_s = self._done_s[span.after] + span.offset_s
-                    usable_s[index] -= max(0.0, now_s - start_s)
-        return usable_s
-
-    @property
-    def _source_spans(self) -> Sequence[IdleSpan]:
-        """The spans to all targets, if chunks are dealt beforehand."""
-        return next(iter(self._spans.values()), ())
+    def _usable_spans(self, now_s: float) -> list[IdleSpan]:
+        """The spans, each as long as chunks may use it from now on."""
+        usable = []
+        for span in next(iter(self._spans.values()), ()):  # Those to all targets are the same.
+            usable_s = self.gamma * span.lasts_s
+            if not self._is_held and span.after < len(self._done_s):
+                start_s = self._done_s[span.after] + span.offset_s
+                usable_s -= max(0.0, now_s - start_s)
+            usable.append(span._replace(lasts_s=usable_s))
+        return usable
 
     # -- what is measured -------------------------------------------------------------------------
 
