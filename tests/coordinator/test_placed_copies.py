@@ -76,14 +76,16 @@ def test_a_job_without_copies_has_none() -> None:
         (5, 3, {}),
         (5, 4, {"every": 4}),
         (5, 1, {"mode": "naive"}),
-        (5, 1, {"schedule": "paper"}),
+        (200, 1, {"schedule": "paper"}),
+        (5, 2, {"schedule": "paper"}),
+        (5, 4, {"schedule": "paper", "every": 4}),
     ],
 )
 def test_a_version_takes_what_it_is_sent_for(
     gigabits: float, iterations: int, keys: dict[str, Any]
 ) -> None:
     """Llama-2 7B on 16 nodes; over slow links its copies do not fit into an iteration's idle time,
-    unless nobody asks whether it is idle, or its last span has no end."""
+    unless nobody asks whether it is idle; the paper's last span reaches into the next one."""
     profile = one_device_profile(read_profile(Path("llama2-7b")))
     link = Link(profile.links["inter_node"].latency_s, gigabits * 1.25e8)
     problem = Problem(

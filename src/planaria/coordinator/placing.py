@@ -118,8 +118,7 @@ def version_iterations(rules: Rules, plan: Plan, *, chunk_bytes: int) -> int:
     """The predicted number of iterations from one version of the copies to the next.
 
     It is the job's `checkpoint.every`, or longer if a version that waits for idle spans takes more
-    iterations to arrive: a version begins when the one before has arrived. With
-    `checkpoint.schedule = "paper"` it takes one iteration, because the last span has no end.
+    iterations to arrive: a version begins when the one before has arrived.
 
     Args:
         chunk_bytes: size of one buffer.
@@ -128,7 +127,7 @@ def version_iterations(rules: Rules, plan: Plan, *, chunk_bytes: int) -> int:
     least = 1 if checkpoint.every == "auto" else checkpoint.every
     problem = _predictable_problem(rules, plan)
     copies = copies_of(rules, plan)
-    if problem is None or not copies or checkpoint.schedule == "paper":
+    if problem is None or not copies:
         return least
     sending = predicted_sending(
         problem,
@@ -138,6 +137,8 @@ def version_iterations(rules: Rules, plan: Plan, *, chunk_bytes: int) -> int:
         chunk_bytes=chunk_bytes,
         gamma=PREDICTED_GAMMA if checkpoint.gamma == "auto" else checkpoint.gamma,
     )
+    if checkpoint.schedule == "paper":
+        return max((least, *(node.endless_iterations for node in sending.values())))
     return max((least, *(node.iterations for node in sending.values())))
 
 

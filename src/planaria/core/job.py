@@ -307,8 +307,8 @@ class CheckpointConfig:
         "measured",
         "how interleaved copies are dealt to the idle spans of an iteration; measured: each piece "
         "goes in the first span that turns out to have room for it; paper: each has its span "
-        "beforehand, as in Gemini's Algorithm 2, and the last span takes the rest, so that a "
-        "version is sent in one iteration",
+        "beforehand, as in Gemini's Algorithm 2, and the last span of the iteration takes what is "
+        "left of the version",
     )
     path: Literal["host", "device"] = _key(
         "host",

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import ceil
 
 from planaria.core.copies import IdleSpans, LayerCopy
 from planaria.core.plan import Link, Plan, link_between_pipelines
@@ -76,6 +77,9 @@ class Sending:
             copy holders are idle.
         iterations: number of iterations over which a version is sent for which no commit waits.
         longer_s: seconds by which an iteration is longer if its commit waits for a version.
+        endless_iterations: number of iterations from one version to the next if all chunks of a
+            version are sent from the spans of one iteration on, of which the last one has no end,
+            and no commit waits.
     """
 
     num_bytes: int
@@ -83,6 +87,7 @@ class Sending:
     idle_s: float
     iterations: int
     longer_s: float
+    endless_iterations: int
 
 
 def predicted_sending(
@@ -124,12 +129,14 @@ def predicted_sending(
             gamma=gamma,
         )
         chunks = chunks_in(spans_s)
+        longer_s = max(0.0, _last_s(chunks, len(spans_s) - 1, link) - spans_s[-1])
         sending_by_node[node] = Sending(
             num_bytes=node_bytes,
             sends_s=sum(map(link.seconds, map(_size, chunks))),
             idle_s=sum(spans_s),
             iterations=_num_iterations(chunks_in, spans_s),
-            longer_s=max(0.0, _last_s(chunks, len(spans_s) - 1, link) - spans_s[-1]),
+            longer_s=longer_s,
+            endless_iterations=1 + ceil(longer_s / occupation.iteration_s),
         )
     return sending_by_node
 
@@ -162,6 +169,9 @@ class _LinkOccupation:
     """When training occupies the link directions of nodes, in an iteration of a plan.
 
     Each node has one outgoing and one incoming direction, however many devices it has.
+
+    Attributes:
+        iteration_s: duration of the iteration.
     """
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
@@ -175,7 +185,7 @@ class _LinkOccupation:
             plan=plan,
             reduce_bytes_factor=problem.reduce_bytes_factor,
         )
-        self._end_s = timeline.iteration_s
+        self.iteration_s = timeline.iteration_s
         self._out: defaultdict[int, list[Interval]] = defaultdict(list)
         self._into: defaultdict[int, list[Interval]] = defaultdict(list)
         self._ends_s: defaultdict[int, list[float]] = defaultdict(list)
@@ -189,7 +199,7 @@ class _LinkOccupation:
         """The intervals in which the outgoing direction of `source` and the incoming directions of
         all `targets` are idle."""
         incoming = (interval for target in targets for interval in self._into[target])
-        return idle_spans([*self._out[source], *incoming], end_s=self._end_s)
+        return idle_spans([*self._out[source], *incoming], end_s=self.iteration_s)
 
     def ends_s(self, rank: int) -> list[float]:
         """The times at which the computations of a rank end, ascending."""
