@@ -75,7 +75,7 @@ COMMANDS = {
         ),
     },
     "chaos": {"job", "--minutes", "--seed", "--report", "--set"},
-    "checkpoint export": {"directory", "--output", "-o", "--version"},
+    "checkpoint export": {"directory", "--output", "-o", "--version", "--model-path"},
     "checkpoint ls": {"directory", "--json"},
     "checkpoint prune": {"directory", "--keep"},
     "checkpoint save": {"directory", "--name", "--head", "--token-file"},

@@ -29,7 +29,7 @@ from planaria.job.lost_heads import (
 )
 from planaria.job.on_machines import join_text
 from planaria.job.places import find_start
-from planaria.job.planning import fingerprint
+from planaria.job.save_facts import fingerprint
 from planaria.nodes.head.remote.run_record import NodeLog, RunRecord
 from planaria.transport.credentials import make_credentials
 

@@ -36,6 +36,13 @@ WhichVersion = Annotated[
     str,
     typer.Option("--version", metavar="VERSION", help="Look at this version only, such as 100-3."),
 ]
+ModelPath = Annotated[
+    str,
+    typer.Option(
+        metavar="DIRECTORY",
+        help="Where model.path of the job is now. Default: where it was when the job saved.",
+    ),
+]
 _KEEP_TIMEOUT_S: Final = 3600.0  # A large version is read and written.
 _HERE: Final = "checkpoints"
 
@@ -189,6 +196,7 @@ def export(
     version: Annotated[
         str, typer.Option(metavar="VERSION", help="Export this version, not the newest.")
     ] = "",
+    model_path: ModelPath = "",
 ) -> None:
     """Writes the parameters of a version as safetensors, with config.json if the model has one.
 
@@ -205,7 +213,7 @@ def export(
             "checkpoint ls lists them",
         )
     console = Console(soft_wrap=True, highlight=False)
-    for name in export_parameters(tier, manifest, output):
+    for name in export_parameters(tier, manifest, output, origin=model_path):
         console.print(str(output / name), markup=False)
 
 

@@ -454,3 +454,19 @@ class JobConfig:
     def chunk_buffers_bytes(self) -> int:
         """Bytes of a device that hold chunks of copies: those that leave and those that arrive."""
         return 2 * self.checkpoint.buffer_bytes if self.sends_copies_over_devices else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """The facts from which the model of a save is built again without the job's data.
+
+    Attributes:
+        model: the job's model; its path is absolute.
+        sequence_length: number of tokens in a sample.
+        vocabulary_size: number of token ids of the data; 0: not known.
+    """
+
+    model: ModelConfig
+    training: TrainingConfig
+    sequence_length: int
+    vocabulary_size: int

@@ -9,9 +9,9 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -41,6 +41,7 @@ from planaria.estimator.time import Timeline
 from planaria.job.checks import NUM_MICROBATCHES_MAX
 from planaria.job.machine_kinds import plan_for_kinds
 from planaria.job.predictions import prediction
+from planaria.job.save_facts import fingerprint
 from planaria.nodes.forkserver import ForkServer
 from planaria.planner.plans import PlanCatalog, best_plan, plan_catalog
 from planaria.planner.problem import Problem, batch_error
@@ -116,32 +117,6 @@ def fork_server(
     with suppress(FileNotFoundError):  # The current directory may have been removed.
         search_path = [*search_path, os.getcwd()]
     return ForkServer(preload, path=search_path, output=output)
-
-
-def fingerprint(config: JobConfig) -> dict[str, Any]:
-    """The settings that must not change between the run that saved and the one that resumes."""
-    training = config.training
-    return {
-        "name": config.name,
-        "model": {"kind": config.model.kind, "config": dict(config.model.config)}
-        | (
-            {"lora": dict(config.model.lora), "path": Path(config.model.path).name}
-            if config.model.lora
-            else {}
-        ),
-        "data": {
-            key: value
-            for key, value in asdict(config.data).items()
-            # The bits do not depend on workers, and older saves do not name collate.
-            if key != "workers" and (key != "collate" or value)
-        }
-        | {"path": Path(config.data.path).name},
-        "global_batch_size": training.global_batch_size,
-        "microbatch_size": training.microbatch_size,
-        "optimizer": dict(training.optimizer),
-        "dtype": training.dtype,
-        "seed": training.seed,
-    }
 
 
 def starting_point(

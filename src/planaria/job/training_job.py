@@ -52,7 +52,6 @@ from planaria.job.planning import (
     Planned,
     cache_directory,
     check_given_profile,
-    fingerprint,
     fork_server,
     plan_job,
     prepare,
@@ -60,6 +59,7 @@ from planaria.job.planning import (
 from planaria.job.predictions import predicted_peak_bytes
 from planaria.job.report import compared_iterations, failure_of, report_of
 from planaria.job.resources import check_room
+from planaria.job.save_facts import save_facts
 from planaria.nodes.daemon_threads import answer_of_thread
 from planaria.nodes.descriptors import raise_open_files
 from planaria.nodes.forkserver import ForkServer
@@ -517,6 +517,7 @@ def _launch_spec(
     listening: Listening | None,
 ) -> LaunchSpec:
     config, manifest, catalog = planned.config, planned.resumed, planned.catalog
+    known = planned.prepared
     checking = ("on",) if listening is None else ("on", "auto")
     token, addresses = b"", tuple[Address, ...]()
     if begun.head is not None and listening is not None:
@@ -529,7 +530,7 @@ def _launch_spec(
         coordinator=("", 0),
         worker=_WORKER,
         cache_directory=cache_directory(),
-        profile=planned.prepared.profile,
+        profile=known.profile,
         trace=trace,
         patience_s=0.0 if listening is None else config.cluster.patience_s,
         parts=begun.parts,
@@ -545,7 +546,7 @@ def _launch_spec(
         plans=dict(catalog.plans),
         first_iteration=manifest.iteration if manifest else 0,
         source=version_name(manifest.iteration, manifest.epoch) if manifest and has_state else "",
-        fingerprint=fingerprint(config) | {"config": planned.prepared.config},
+        fingerprint=save_facts(config, values=known.config, vocabulary_size=known.vocabulary_size),
         directory=begun.journal,
         token=token,
         domains={node: facts.domain for node, facts in begun.machines.items() if facts.domain},

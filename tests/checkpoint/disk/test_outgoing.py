@@ -8,10 +8,12 @@ import pytest
 from safetensors.numpy import save
 from xxhash import xxh3_128_hexdigest
 
-from planaria.checkpoint.disk.outgoing import save_as
+from planaria.checkpoint.disk.outgoing import export_parameters, save_as
 from planaria.checkpoint.disk.tiers import Manifest, Tier, tier_of
+from planaria.core.job import JobConfig, ModelConfig
 from planaria.core.messages import LayerFile
 from planaria.errors import CheckpointError
+from planaria.job.save_facts import save_facts
 
 LAYERS = 3
 
@@ -111,3 +113,38 @@ def test_a_layer_that_was_laid_out_otherwise_is_kept_as_it_is_written_now(tmp_pa
     assert newest is not None
     assert newest.layers == (ours,)
     assert kept.read_layer(newest, 0)["parameter/w"].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_an_export_has_the_tokenizer_of_the_model_that_training_began_with(tmp_path: Path) -> None:
+    """Whatever that consists of, and no weights; and the same from where that model is now."""
+    companions = (
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json"),
+        *("merges.txt", "spiece.model", "chat_template.jinja", "generation_config.json"),
+        *("additional_chat_templates/tool.jinja", "preprocessor_config.json"),
+    )
+    others = ("model.safetensors", "optimizer.pt", "README.md", "checkpoint-3/tokenizer.json")
+    for name in (*companions, *others, "config.json"):
+        (tmp_path / "model" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "model" / name).write_text(f"of {name}")
+    config = JobConfig(model=ModelConfig(path=str(tmp_path / "model")))
+    tier, tensors = tier_of(str(tmp_path / "saves")), {"parameter/w": np.ones(4, np.float32)}
+    manifest = Manifest(
+        iteration=1,
+        epoch=0,
+        job=save_facts(config, values={"model_type": "gpt2"}, vocabulary_size=9),
+        layers=(tier.write_layer(1, 0, 0, tensors),),
+    )
+    tier.publish(manifest)
+    read = tier.newest()
+    assert read is not None
+
+    names = export_parameters(tier, read, tmp_path / "exported")
+    (tmp_path / "model").rename(tmp_path / "moved")
+    without = export_parameters(tier, read, tmp_path / "without")
+    again = export_parameters(tier, read, tmp_path / "again", origin=str(tmp_path / "moved"))
+
+    assert set(names) == {"model.safetensors", "config.json", *companions}
+    assert again == names
+    assert set(without) == {"model.safetensors", "config.json"}
+    for name in companions:
+        assert (tmp_path / "exported" / name).read_text() == f"of {name}"

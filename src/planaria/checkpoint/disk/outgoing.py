@@ -3,24 +3,26 @@
 A named save is a tier of its own beside the versions, {place}/{name}/{iteration}-{epoch}/..., so a
 job continues from it if `checkpoint.directory` names it, and nothing ever prunes it. An export is
 a directory as Hugging Face tools read it: parameters by name in safetensors files, and config.json
-if the model has one; or the adapters alone, where only they were trained. Both check the hashes of
-the layers that they read.
+if the model has one; or the adapters alone, where only they were trained. The tokenizer of the
+model that training began with goes along. Both check the hashes of the layers that they read.
 """
 
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from planaria.checkpoint.disk.storage import Directory
 from planaria.checkpoint.disk.tiers import Manifest, Tier, safetensors_content, tier_of
+from planaria.core.job import ModelFacts
 from planaria.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -28,6 +30,13 @@ logger = logging.getLogger(__name__)
 SHARD_BYTES: Final = 5_000_000_000  # The size of files that Hugging Face tools write.
 _TRIES_MAX: Final = 8  # Each try can fail because the version is pruned while it is read.
 ADAPTERS: Final = "adapter_config"  # Key of a job's config whose model has adapters (LoRA).
+MODEL_FACTS: Final = "model_facts"  # Key of the facts from which the model is built again.
+# Files beside a model's weights that belong to it whatever its weights are.
+_COMPANIONS: Final = (
+    *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
+    *("*.model", "*.tiktoken", "sentencepiece*", "chat_template*", "additional_chat_templates/*"),
+    *("generation_config.json", "preprocessor_config.json", "processor_config.json"),
+)
 _ADAPTER: Final = re.compile(r"(\.lora_[AB])\.default(?=\.)")
 _PREFIX: Final = "parameter/"
 _NAME: Final = re.compile(r"(?!\d+-\d+$)[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
@@ -130,27 +139,81 @@ def newest_of(tier: Tier, place: str) -> Manifest:
     return manifest
 
 
-def export_parameters(tier: Tier, manifest: Manifest, output: Path) -> tuple[str, ...]:
+def model_facts(manifest: Manifest) -> ModelFacts | None:
+    """The facts from which the model of a save is built again; None: an older planaria wrote it.
+
+    Raises:
+        CheckpointError: this planaria cannot read them.
+    """
+    try:
+        facts = manifest.job.get(MODEL_FACTS)
+        return None if facts is None else msgspec.convert(facts, type=ModelFacts)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(
+            f"cannot read {MODEL_FACTS} of the save's manifest: {error}"
+        ) from error
+
+
+def export_parameters(
+    tier: Tier, manifest: Manifest, output: Path, *, origin: str = ""
+) -> tuple[str, ...]:
     """Writes the parameters of a version to a new directory; returns the names of its files.
+
+    Args:
+        origin: directory of the model that training began with, whose tokenizer goes along; "": the
+            one that the save names.
 
     Raises:
         ConfigError: the directory is not empty, or is a file.
         CheckpointError: the version is damaged, or the disk refuses.
     """
+    config, facts = manifest.job.get("config") or {}, model_facts(manifest)
+    target = new_directory(output)
+    if ADAPTERS in config:
+        names = _export_adapters(tier, manifest, target, config[ADAPTERS])
+    else:
+        sizes = [entry.num_bytes for entry in manifest.layers]
+
+        def read(layer: int) -> Mapping[str, np.ndarray]:
+            return _parameters(tier, manifest, [manifest.layers[layer].layer])
+
+        names = write_model(target, sizes, read, config=config)
+    return names + copy_companions(origin or (facts.model.path if facts else ""), target)
+
+
+def new_directory(output: Path) -> Directory:
+    """A directory to export to.
+
+    Raises:
+        ConfigError: it is not empty, or is a file.
+    """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError("--output", str(output), "is not empty; name a new directory")
-    config = manifest.job.get("config") or {}
-    if ADAPTERS in config:
-        return _export_adapters(tier, manifest, Directory(output), config[ADAPTERS])
-    shards = list(_shards(manifest))
-    target = Directory(output)
+    return Directory(output)
+
+
+def write_model(
+    target: Directory,
+    sizes: Sequence[int],
+    read: Callable[[int], Mapping[str, np.ndarray]],
+    *,
+    config: Mapping[str, Any],
+) -> tuple[str, ...]:
+    """Writes a model as `from_pretrained` reads it; returns the names of the files.
+
+    Args:
+        sizes: bytes of each layer's tensors, or about as many, by which they are dealt to files.
+        read: function that returns the tensors of a layer.
+        config: content of config.json; empty: the model has none.
+    """
+    shards = list(_shards(sizes))
     names: list[str] = []
     where: dict[str, str] = {}
     for number, layers in enumerate(shards, 1):
         file = "model.safetensors"
         if len(shards) > 1:
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = _parameters(tier, manifest, layers)
+        tensors = {name: array for layer in layers for name, array in read(layer).items()}
         where |= dict.fromkeys(tensors, file)
         content = safetensors_content(tensors, metadata={"format": "pt"})
         target.write(file, content, may_write=_always)
@@ -164,6 +227,23 @@ def export_parameters(tier: Tier, manifest: Manifest, output: Path) -> tuple[str
         content = json.dumps(value, indent=2).encode() + b"\n"
         target.write(file, content, may_write=_always)
     return (*names, *texts)
+
+
+def copy_companions(origin: str, target: Directory) -> tuple[str, ...]:
+    """Copies what belongs to a model beside its weights, such as its tokenizer, to an export.
+
+    Args:
+        origin: directory of the model; nothing is copied if it is "" or does not exist.
+
+    Returns:
+        The names of the files.
+    """
+    directory = Path(origin)
+    paths = [path for pattern in _COMPANIONS for path in directory.glob(pattern)] if origin else []
+    names = sorted({path.relative_to(directory).as_posix() for path in paths if path.is_file()})
+    for name in names:
+        target.write(name, Directory(directory).read(name), may_write=_always)
+    return tuple(names)
 
 
 def _export_adapters(
@@ -183,20 +263,16 @@ def _export_adapters(
     return tuple(contents)
 
 
-def _shards(manifest: Manifest) -> Iterator[list[int]]:
-    """Yields the layers of each file.
-
-    The size of a file is bounded by the bytes of its layers' state, which are more than those of
-    their parameters.
-    """
+def _shards(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Yields the layers of each file."""
     layers: list[int] = []
     num_bytes = 0
-    for entry in manifest.layers:
-        if layers and num_bytes + entry.num_bytes > SHARD_BYTES:
+    for layer, size in enumerate(sizes):
+        if layers and num_bytes + size > SHARD_BYTES:
             yield layers
             layers, num_bytes = [], 0
-        layers.append(entry.layer)
-        num_bytes += entry.num_bytes
+        layers.append(layer)
+        num_bytes += size
     yield layers
 
 
