@@ -34,7 +34,12 @@ from torch import Tensor, nn
 from planaria.checkpoint.disk.outgoing import ADAPTERS
 from planaria.core.job import ModelConfig
 from planaria.errors import ConfigError
-from planaria.models.hf_adapters import add_adapters, draw_adapters, is_adapter
+from planaria.models.hf_adapters import (
+    add_adapters,
+    draw_adapters,
+    is_adapter,
+    name_without_adapters,
+)
 from planaria.models.hf_frame import (
     Call,
     ForwardStopped,
@@ -51,15 +56,14 @@ from planaria.models.hf_frame import (
 )
 from planaria.models.hf_heads import HeadEntry, cheapest_entry
 from planaria.models.hf_model import (
-    Weights,
     config_values,
     hf_config,
     inputs_of,
     meta_model,
     too_few_positions,
-    weights_on_disk,
 )
 from planaria.models.hf_routers import Routers, RouterSums, routers_of
+from planaria.models.hf_weights import Weights, weights_on_disk
 from planaria.models.layers import (
     OWN_LAYERS,
     SplitModel,
@@ -286,6 +290,7 @@ class HfLayers:
         seed = layer_seed(self.seed, layer)
         draw_adapters(frame.model.named_parameters(), seed=seed)
         initialise(frame.model, seed=seed)
+        self._load_buffers(frame)
         return self._module(frame, layer)
 
     def structure(self, layer: int) -> nn.Module:
@@ -296,6 +301,7 @@ class HfLayers:
         for leaf in frame.model.parameters():
             mark_initialised(leaf)
         initialise(frame.model, seed=0)
+        self._load_buffers(frame)
         return self._module(frame, layer)
 
     def parameter_shapes(self, layer: int) -> dict[str, torch.Size]:
@@ -319,6 +325,12 @@ class HfLayers:
                 made[leaf] = nn.Parameter(empty, requires_grad=old.requires_grad)
             set_tensor(frame.model, name, made[leaf])
         return frame
+
+    def _load_buffers(self, frame: Frame) -> None:
+        """Reads the buffers that are on disk (the correction of the routers of DeepSeek-V3)."""
+        for name, buffer in frame.model.named_buffers():
+            if name_without_adapters(name) in self.weights.buffers:
+                buffer.copy_(self.weights.tensor(name))
 
     def _module(self, frame: Frame, layer: int) -> nn.Module:
         """The layer's own modules under their full names, in a module that runs them."""
@@ -349,6 +361,7 @@ def split_hf_model(
     config = hf_config(model, vocabulary_size=vocabulary_size, sequence_length=sequence_length)
     skeleton, objective = meta_model(config, is_deterministic=is_deterministic)
     routers = _routers_with_loss(config, skeleton)
+    weights = weights_on_disk(model.path, skeleton)
     adapters: dict[str, Any] = {}
     if model.lora:
         trains_head = objective == "supervised"
@@ -365,7 +378,6 @@ def split_hf_model(
     own, arguments = _examine(frame, blocks, sequence_length=sequence_length)
     aliases = _aliases(identities)
     leaves = _leaves_by_layer(frame, own, aliases=aliases, layer_names=layer_names)
-    weights = weights_on_disk(model.path, prefix=skeleton.base_model_prefix)
     _check_weights(weights, leaves, aliases=aliases, shapes=shapes)
     own_names = [dict.fromkeys(layer.values()) for layer in leaves]
     trained = [[n for n in names if parameters[n].requires_grad] for names in own_names]

@@ -1,20 +1,16 @@
-"""A Hugging Face architecture: its config, its model on the meta device, its weights on disk.
+"""A Hugging Face architecture: its config, and its model on the meta device.
 
-No parameter stays in memory here: the model is built on the meta device, and weights are read from
-safetensors files one tensor at a time. Files are never unpickled.
+No parameter stays in memory here: the model is built on the meta device.
 """
 
 import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import safe_open
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import (
     CONFIG_MAPPING,
@@ -32,7 +28,6 @@ from transformers.models.auto.modeling_auto import (
 
 from planaria.core.job import ModelConfig
 from planaria.errors import ConfigError
-from planaria.models.hf_adapters import name_without_adapters
 from planaria.models.hf_frame import Inputs
 from planaria.models.layers import OWN_LAYERS
 
@@ -210,82 +205,6 @@ def config_values(model: Any) -> dict[str, Any]:
     """The content of config.json from which transformers can build the same model."""
     values: dict[str, Any] = json.loads(model.config.to_json_string())
     return values | {"architectures": [type(model).__name__], "use_cache": True}
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    file: Path
-    key: str
-    shape: torch.Size
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """The safetensors files of a directory, looked up with or without the base model's prefix."""
-
-    directory: str
-    prefix: str
-    entries: Mapping[str, _Entry]
-
-    def has(self, name: str) -> bool:
-        """Whether the files hold the parameter."""
-        return self._plain(name) in self.entries
-
-    def check_shape(self, name: str, shape: torch.Size) -> None:
-        """Raises ConfigError if the files hold the parameter in another shape."""
-        found = self.entries[self._plain(name)].shape
-        if found != shape:
-            remedy = f"{name} is {tuple(found)} on disk and {tuple(shape)} in the model's config"
-            raise ConfigError("model.path", self.directory, remedy)
-
-    def tensor(self, name: str) -> Tensor:
-        """The parameter in float32, read without the rest of its file."""
-        entry = self.entries[self._plain(name)]
-        with safe_open(entry.file, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(entry.key)
-        return tensor.to(torch.float32)
-
-    def _plain(self, name: str) -> str:
-        return name_without_adapters(name).removeprefix(f"{self.prefix}.")
-
-
-def weights_on_disk(directory: str, *, prefix: str) -> Weights:
-    """The weights in a directory; empty if it is "" or has no safetensors file.
-
-    Args:
-        prefix: name of the base model inside the whole model, such as "transformer".
-
-    Raises:
-        ConfigError: a file is missing, or the weights are pickled.
-    """
-    entries: dict[str, _Entry] = {}
-    for path in _weight_files(Path(directory)) if directory else ():
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 (a safetensors file is not iterable)
-                shape = torch.Size(file.get_slice(key).get_shape())
-                entries[key.removeprefix(f"{prefix}.")] = _Entry(path, key, shape)
-    return Weights(directory, prefix, entries)
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        names = json.loads(index.read_text())["weight_map"].values()
-        files = [directory / name for name in sorted(set(names))]
-    elif (directory / "model.safetensors").is_file():
-        files = [directory / "model.safetensors"]
-    else:
-        files = sorted(directory.glob("*.safetensors"))
-    missing = [path.name for path in files if not path.is_file()]
-    if missing:
-        raise ConfigError("model.path", str(directory), f"lacks {', '.join(missing)}")
-    if not files and any(directory.glob("*.bin")):
-        remedy = (
-            "its weights are pickled; load them with transformers, and write them with "
-            "save_pretrained"
-        )
-        raise ConfigError("model.path", str(directory), remedy)
-    return files
 
 
 def _keys_on_disk(path: str) -> dict[str, Any]:

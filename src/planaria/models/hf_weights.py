@@ -1,0 +1,195 @@
+"""The weights of a Hugging Face model on disk, read one parameter at a time.
+
+Files may name and lay out parameters in another way than the model: transformers renames what older
+releases named otherwise, and stacks the weights of experts. Its own rules are applied here to the
+tensors that one parameter is made of. Files are never unpickled.
+"""
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from planaria.errors import ConfigError
+from planaria.models.hf_adapters import name_without_adapters
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    file: Path
+    key: str
+    shape: torch.Size
+
+    def read(self) -> Tensor:
+        with safe_open(self.file, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(self.key)
+        return tensor
+
+    def sketch(self) -> Tensor:
+        """A tensor of this shape without memory."""
+        return torch.empty(self.shape, device="meta")
+
+
+@dataclass(frozen=True, slots=True)
+class _Outline:
+    """What the rules of transformers may ask a model.
+
+    Attributes:
+        parameters: parameters and buffers by name, on the meta device.
+        config: the model's config.
+    """
+
+    parameters: Mapping[str, Tensor]
+    config: Any
+
+    def get_parameter(self, name: str) -> Tensor:
+        """The parameter of this name, for its shape."""
+        return self.parameters[name]
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversion:
+    """Parameters that are made of several tensors, or of one that is laid out otherwise.
+
+    Attributes:
+        rule: converter of transformers.
+        target: name of the first parameter that it makes.
+        sources: tensors that it is made of, each with the pattern of the rule that it fits.
+    """
+
+    rule: Any
+    target: str
+    sources: tuple[tuple[str, _Entry], ...]
+    outline: _Outline
+
+    def results(self, read: Callable[[_Entry], Tensor]) -> dict[str, Tensor]:
+        """The parameters by name."""
+        rule = copy.deepcopy(self.rule)
+        for pattern, entry in self.sources:
+            rule.add_tensor(self.target, entry.key, pattern, read(entry))
+        made = rule.convert(self.target, model=self.outline, config=self.outline.config)
+        return {
+            name: value[0] if isinstance(value, list) else value for name, value in made.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The safetensors files of a directory, by the names that parameters have in the model.
+
+    Attributes:
+        entries: tensors that are parameters as they are.
+        conversions: rules by the names of the parameters that they make.
+        shapes: shape of each parameter.
+        buffers: names of buffers that are among them.
+    """
+
+    directory: str
+    entries: Mapping[str, _Entry]
+    conversions: Mapping[str, _Conversion]
+    shapes: Mapping[str, torch.Size]
+    buffers: frozenset[str]
+
+    def has(self, name: str) -> bool:
+        """Whether the files hold the parameter."""
+        return name_without_adapters(name) in self.shapes
+
+    def check_shape(self, name: str, shape: torch.Size) -> None:
+        """Raises ConfigError if the files hold the parameter in another shape."""
+        found = self.shapes[name_without_adapters(name)]
+        if found != shape:
+            remedy = f"{name} is {tuple(found)} on disk and {tuple(shape)} in the model's config"
+            raise ConfigError("model.path", self.directory, remedy)
+
+    def tensor(self, name: str) -> Tensor:
+        """The parameter in float32, read without the rest of its files."""
+        plain = name_without_adapters(name)
+        if plain in self.entries:
+            return self.entries[plain].read().to(torch.float32)
+        return self.conversions[plain].results(_Entry.read)[plain].to(torch.float32)
+
+
+def weights_on_disk(directory: str, model: Any) -> Weights:
+    """The weights in a directory; empty if it is "" or has no safetensors file.
+
+    Args:
+        model: model of transformers on the meta device, without adapters.
+
+    Raises:
+        ConfigError: a file is missing, or the weights are pickled, or do not fit the model.
+    """
+    known = model.state_dict(keep_vars=True)  # Of buffers, those that are kept in files.
+    outline = _Outline(known, model.config)
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    entries: dict[str, _Entry] = {}
+    sources: dict[str, list[tuple[str, _Entry]]] = {}
+    found = _entries(Path(directory)) if directory else ()
+    for entry in sorted(found, key=lambda entry: _natural(entry.key)):
+        prefix = model.base_model_prefix
+        name, pattern = rename_source_key(entry.key, renamings, converters, prefix, known)
+        if name not in known and entry.key in known:
+            name, pattern = entry.key, None
+        if pattern is None:
+            entries[name] = entry
+        elif name in known:
+            sources.setdefault(name, []).append((pattern, entry))
+    conversions: dict[str, _Conversion] = {}
+    shapes = {name: entry.shape for name, entry in entries.items()}
+    for target, tensors in sources.items():
+        made = _Conversion(by_pattern[tensors[0][0]], target, tuple(tensors), outline)
+        try:
+            sketches = made.results(_Entry.sketch)
+        except (RuntimeError, ValueError, KeyError, StopIteration) as error:
+            remedy = f"the tensors of {target} do not fit together: {error}"
+            raise ConfigError("model.path", directory, remedy) from error
+        conversions |= dict.fromkeys(sketches, made)
+        shapes |= {name: tensor.shape for name, tensor in sketches.items()}
+    buffers = frozenset(name for name, _ in model.named_buffers() if name in known)
+    return Weights(directory, entries, conversions, shapes, buffers & shapes.keys())
+
+
+def _entries(directory: Path) -> Iterator[_Entry]:
+    """The tensors of all files."""
+    for path in _weight_files(directory):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 (a safetensors file is not iterable)
+                yield _Entry(path, key, torch.Size(file.get_slice(key).get_shape()))
+
+
+def _natural(key: str) -> list[tuple[bool, int, str]]:
+    """A name in the order of its numbers, in which experts are stacked."""
+    return [
+        (not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in key.split(".")
+    ]
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = json.loads(index.read_text())["weight_map"].values()
+        files = [directory / name for name in sorted(set(names))]
+    elif (directory / "model.safetensors").is_file():
+        files = [directory / "model.safetensors"]
+    else:
+        files = sorted(directory.glob("*.safetensors"))
+    missing = [path.name for path in files if not path.is_file()]
+    if missing:
+        raise ConfigError("model.path", str(directory), f"lacks {', '.join(missing)}")
+    if not files and any(directory.glob("*.bin")):
+        remedy = (
+            "its weights are pickled; load them with transformers, and write them with "
+            "save_pretrained"
+        )
+        raise ConfigError("model.path", str(directory), remedy)
+    return files
