@@ -35,6 +35,14 @@ def plain_sequential() -> nn.Sequential:
     return sequential(dropout=0.0)
 
 
+def partly_frozen() -> nn.Sequential:
+    """Two layers: a weight of the first is frozen, and the second has a buffer."""
+    first, last = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 5)
+    first.weight.requires_grad_(False)
+    last.register_buffer("scale", torch.full((3,), 2.0))
+    return nn.Sequential(first, last)
+
+
 def wide() -> nn.Sequential:
     """A classifier whose blocks have more than two MiB of state, so that two may send one."""
     width = 448

@@ -87,6 +87,14 @@ def name_without_adapters(name: str) -> str:
     return name.replace(_INSIDE, "")
 
 
+def merge_adapters(module: nn.Module) -> None:
+    """Adds what the adapters in a module do to the weights that they adapt, as peft does."""
+    layers: Any = importlib.import_module("peft.tuners.tuners_utils")
+    for part in module.modules():
+        if isinstance(part, layers.BaseTunerLayer):
+            part.merge()
+
+
 def draw_adapters(named: Iterable[tuple[str, nn.Parameter]], *, seed: int) -> None:
     """Draws the parameters of adapters that have no value yet, as peft does, and marks them."""
     generator = torch.Generator().manual_seed(seed)

@@ -1,0 +1,144 @@
+"""A whole model from a save: adapters merged as peft merges them, and what was frozen."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from helpers.hf_models import FAMILIES, LENGTH, VOCABULARY, ids_of, whole_of
+from helpers.saves import stepped_save
+from planaria.checkpoint.disk.outgoing import export_parameters
+from planaria.checkpoint.disk.tiers import Manifest, Tier
+from planaria.core.job import DataConfig, JobConfig, ModelConfig
+from planaria.engine.formats.whole_model import Adapters, export_whole, whole_model
+from planaria.engine.prepare import split_model
+from planaria.errors import CheckpointError, ConfigError
+
+
+def _adapted_save(
+    family: str, directory: Path, targets: Sequence[str], **lora: Any
+) -> tuple[Tier, Manifest]:
+    """A save of adapters that took steps; the model is in {directory}/model."""
+    whole_of(FAMILIES[family]).save_pretrained(directory / "model")
+    arguments = {"r": 4, "lora_alpha": 12, "target_modules": list(targets)}
+    model = ModelConfig(path=str(directory / "model"), lora=arguments | lora)
+    job = JobConfig(model=model, data=DataConfig(sequence_length=LENGTH))
+    split = split_model(model, seed=0, vocabulary_size=VOCABULARY, sequence_length=LENGTH)
+    return stepped_save(job, split, directory / "saves", vocabulary_size=VOCABULARY)
+
+
+def _read(directory: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
+
+
+@torch.no_grad()
+def _logits(model: Any) -> torch.Tensor:
+    logits: torch.Tensor = model(ids_of()).logits
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "lora"),
+    [
+        ("llama", ["q_proj", "up_proj"], {}),
+        ("gpt2", ["c_attn"], {"fan_in_fan_out": True, "use_rslora": True}),
+        ("qwen3", ["o_proj", "lm_head"], {"alpha_pattern": {"o_proj": 3}}),
+    ],
+)
+def test_a_merged_model_has_the_bits_of_peft(
+    family: str, targets: list[str], lora: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of models that lay weights out in two ways; a head is no embedding any more."""
+    peft = pytest.importorskip("peft")
+    tier, manifest = _adapted_save(family, tmp_path, targets, **lora)
+
+    export_parameters(tier, manifest, tmp_path / "adapters")
+    model = whole_model(tier, manifest, adapters=Adapters.MERGED)
+    names = export_whole(model, tmp_path / "merged")
+
+    base = _read(tmp_path / "model")
+    plain = _logits(base)
+    adapted = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapters"))
+    expected = _logits(adapted)
+    merged = _logits(_read(tmp_path / "merged"))
+    assert torch.allclose(merged, expected, atol=1e-4)
+    assert not torch.allclose(plain, expected, atol=1e-3)
+    if "lm_head" in targets:  # Here peft changes the embedding, too, and so the function.
+        config = json.loads((tmp_path / "merged" / "config.json").read_text())
+        assert config["tie_word_embeddings"] is False
+    else:
+        assert torch.equal(merged, _logits(adapted.merge_and_unload()))
+    assert not any("adapter" in name for name in names)
+    assert "generation_config.json" in names
+
+
+def test_a_save_of_a_directory_that_moved_is_exported_with_its_new_place(tmp_path: Path) -> None:
+    """A LoRA job may be exported on another machine than the one that it was trained on."""
+    pytest.importorskip("peft")
+    tier, manifest = _adapted_save("llama", tmp_path, ["q_proj"])
+    export_whole(whole_model(tier, manifest, adapters=Adapters.MERGED), tmp_path / "first")
+    (tmp_path / "model").rename(tmp_path / "moved")
+
+    with pytest.raises(ConfigError, match="--model-path"):
+        whole_model(tier, manifest)
+    moved = str(tmp_path / "moved")
+    model = whole_model(tier, manifest, adapters=Adapters.MERGED, model_path=moved)
+    export_whole(model, tmp_path / "second")
+
+    files = (tmp_path / name / "model.safetensors" for name in ("first", "second"))
+    first, second = map(load_file, files)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_layers_of_ones_own_are_exported_with_what_was_frozen(tmp_path: Path) -> None:
+    """And with their buffers: it is the state_dict of what the function returns."""
+    config = ModelConfig(kind="python", target="helpers.user_models:partly_frozen")
+    job = JobConfig(model=config, data=DataConfig(kind="python"))
+    split = split_model(config, seed=0, vocabulary_size=0, sequence_length=1)
+    tier, manifest = stepped_save(job, split, tmp_path / "saves")
+
+    export_whole(whole_model(tier, manifest, adapters=Adapters.MERGED), tmp_path / "whole")
+
+    module = torch.nn.Sequential(*(split.materialise(layer) for layer in range(2)))
+    state = load_file(tmp_path / "whole" / "model.safetensors")
+    assert len(state) == len(module.state_dict())
+    trained = {
+        name.removeprefix("parameter/"): torch.from_numpy(array)
+        for layer in range(2)
+        for name, array in tier.read_layer(manifest, layer).items()
+        if name.startswith("parameter/")
+    }
+    assert 0 < len(trained) < len(state)
+    for layer in module:
+        for name, tensor in layer.state_dict().items():
+            assert torch.equal(state[name], trained.get(name, tensor)), name
+
+
+def test_a_save_without_the_facts_of_its_model_is_refused(tmp_path: Path) -> None:
+    """Older releases did not write them; a save of another model is refused, too."""
+    tier, manifest = _plain_save(tmp_path)
+    job = {key: value for key, value in manifest.job.items() if key != "model_facts"}
+    with pytest.raises(ConfigError, match="an older planaria made this save"):
+        whole_model(tier, replace(manifest, job=job))
+
+    shorter = replace(manifest, layers=manifest.layers[:-1])
+    with pytest.raises(CheckpointError, match="has 5 layers, and its model has 6"):
+        whole_model(tier, shorter)
+    text = json.dumps(dict(manifest.job)).replace('"n_embd": 64', '"n_embd": 32')
+    other = whole_model(tier, replace(manifest, job=json.loads(text)))
+    with pytest.raises(CheckpointError, match=r"has a \(128, 64\) parameter transformer.wte"):
+        other.tensors(0)
+
+
+def _plain_save(directory: Path) -> tuple[Tier, Manifest]:
+    model = ModelConfig(config=FAMILIES["gpt2"])
+    job = JobConfig(model=model, data=DataConfig(sequence_length=LENGTH))
+    split = split_model(model, seed=0, vocabulary_size=VOCABULARY, sequence_length=LENGTH)
+    return stepped_save(job, split, directory / "saves", vocabulary_size=VOCABULARY)
