@@ -1,11 +1,13 @@
 """What a job file can ask for, each in a whole job on one node and on three: the same bits."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from helpers.jobs import digests, tiny_job, train_shape
@@ -13,7 +15,11 @@ from planaria.checkpoint.disk.outgoing import export_parameters
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.inject import parse_injection
 from planaria.core.job import DataConfig, JobConfig, ModelConfig
+from planaria.engine.formats.dcp_export import export_dcp
+from planaria.engine.formats.state_import import import_state
+from planaria.engine.formats.whole_model import whole_model
 from planaria.engine.prepare import split_model
+from planaria.job.save_facts import save_facts
 from planaria.job.training_job import Job
 from planaria.nodes.forkserver import ForkServer
 
@@ -205,4 +211,58 @@ def test_a_job_keeps_its_newest_save_under_a_name(server: ForkServer, tmp_path: 
 
     again = replace(job, checkpoint=replace(job.checkpoint, directory=str(Path(place).parent)))
     result = train_shape(again, (3,), server, resume=True)
+    assert digests(whole) == digests(result)
+
+
+def test_a_job_goes_on_from_a_state_that_was_imported(server: ForkServer, tmp_path: Path) -> None:
+    """As from its own save: out to DCP and in again, it ends with the bits of the whole job."""
+    whole = train_shape(tiny_job("sequential", tmp_path, iterations=4), (2,), server)
+    first = tiny_job("sequential", tmp_path / "first", iterations=2)
+    train_shape(first, (1,), server)
+    tier = tier_of(first.checkpoint.directory)
+    manifest = tier.newest()
+    assert manifest is not None
+    export_dcp(whole_model(tier, manifest), tmp_path / "dcp", with_optimizer=True)
+
+    again = tiny_job("sequential", tmp_path / "again", iterations=4)
+    imported = import_state(
+        again,
+        tmp_path / "dcp",
+        iteration=-1,
+        tier=tier_of(again.checkpoint.directory),
+        cache_directory=tmp_path,
+        facts=partial(save_facts, again),
+    )
+    result = train_shape(again, (3,), server, resume=True)
+
+    assert imported.layers == manifest.layers
+    assert digests(whole) == digests(result)
+
+
+def test_a_job_begins_with_parameters_that_were_imported(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """At iteration 0, with an optimizer that has taken no step."""
+    job = tiny_job("sequential", tmp_path, iterations=2)
+    whole = train_shape(job, (1,), server)
+    split = split_model(job.model, seed=7, vocabulary_size=0, sequence_length=1)
+    (tmp_path / "start").mkdir()
+    state = {
+        name: parameter
+        for layer in range(split.num_layers)
+        for name, parameter in split.materialise(layer).state_dict().items()
+    }
+    save_file(state, tmp_path / "start" / "model.safetensors")
+
+    again = tiny_job("sequential", tmp_path / "again", iterations=2)
+    import_state(
+        again,
+        tmp_path / "start",
+        iteration=-1,
+        tier=tier_of(again.checkpoint.directory),
+        cache_directory=tmp_path,
+        facts=partial(save_facts, again),
+    )
+    result = train_shape(again, (2,), server, resume=True)
+
     assert digests(whole) == digests(result)

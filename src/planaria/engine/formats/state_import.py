@@ -1,0 +1,227 @@
+"""A state of another tool becomes a save, from which a job goes on with --resume.
+
+The tensors have the names of `export_dcp`: "model.{name}" (or "{name}" alone), and
+"optim.state.{name}.{key}" for the optimizer, as `get_optimizer_state_dict` of torch names them.
+"""
+
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from planaria.checkpoint.disk.tiers import Manifest, Tier
+from planaria.core.job import JobConfig, TrainingConfig
+from planaria.data.datasets import vocabulary_size
+from planaria.engine.formats.dcp_export import ITERATION, MODEL, OPTIMIZER
+from planaria.engine.formats.state_sources import StateSource, state_source
+from planaria.engine.optimizer import optimizer_factory
+from planaria.engine.prepare import load_model
+from planaria.errors import ConfigError
+from planaria.models.layers import SplitModel
+from planaria.transport.timekeeping import Timekeeper
+
+_MODELS: Final = (MODEL, "")
+_STEP: Final = "step"
+_OPTIMIZERS: Final = (OPTIMIZER, "optimizer.state.", "state.")
+
+
+class FactsFunction(Protocol):
+    """Returns what a save says of a job."""
+
+    def __call__(self, *, values: Mapping[str, Any], vocabulary_size: int) -> Mapping[str, Any]:
+        """The facts, from the model's config and the number of token ids of the data."""
+        ...
+
+
+def import_state(
+    job: JobConfig,
+    directory: Path,
+    *,
+    iteration: int,
+    tier: Tier,
+    cache_directory: Path,
+    facts: FactsFunction,
+) -> Manifest:
+    """Makes a state the first save of a job.
+
+    Args:
+        directory: directory of the state; see `state_source`.
+        iteration: number of iterations that made it; -1: what it says itself, or its optimizer's
+            steps; 0 if it has neither.
+        tier: tier in which the job saves.
+
+    Raises:
+        ConfigError: the state is not one of the job's model and optimizer, or the job is wrong.
+        CheckpointError: a file of it is damaged, or the disk refuses.
+    """
+    if job.model.kind == "paced":
+        raise ConfigError("model.kind", job.model.kind, "its layers have no state to import")
+    model = load_model(job, cache_directory=cache_directory, profile=None, timekeeper=Timekeeper())
+    size = vocabulary_size(job.data, cache_directory=cache_directory, objective=model.objective)
+    state = _find_state(state_source(directory), model, job.training, where=str(directory))
+    number = state.iteration() if iteration < 0 else iteration
+    with ExitStack() as undo:
+        undo.callback(tier.discard, number, 0)
+        files = tuple(
+            tier.write_layer(number, 0, layer, state.layer(layer))
+            for layer in range(model.num_layers)
+        )
+        said = facts(values=model.config, vocabulary_size=size)
+        manifest = Manifest(iteration=number, epoch=0, job=said, layers=files)
+        tier.publish(manifest)
+        undo.pop_all()
+    return manifest
+
+
+@dataclass(frozen=True, slots=True)
+class _ImportedState:
+    """A state in another format, found to be one of the job's model and optimizer.
+
+    Attributes:
+        where: place of the state, as people name it.
+        prefix: beginning of the names of parameters in the source.
+        parameters: name in the source by name of the parameter.
+        optimizer: names in the source of the optimizer's state, by key, by name of the parameter;
+            empty: the source has none.
+        num_steps: number of steps that the optimizer has taken; 0: not known.
+    """
+
+    source: StateSource
+    model: SplitModel
+    where: str
+    prefix: str
+    parameters: Mapping[str, str]
+    optimizer: Mapping[str, Mapping[str, str]]
+    num_steps: int
+
+    def iteration(self) -> int:
+        """The number of iterations that made the state, as far as it says so."""
+        if ITERATION in self.source.names:
+            return int(self.source.read([ITERATION])[ITERATION])
+        return self.num_steps
+
+    def layer(self, layer: int) -> dict[str, np.ndarray]:
+        """The state of a layer, as saves have it.
+
+        Raises:
+            ConfigError: a tensor has another shape, or a frozen parameter has another value.
+        """
+        shapes = self.model.parameter_shapes(layer)
+        names = {f"parameter/{name}": self.parameters[name] for name in shapes}
+        for name in shapes:
+            found = self.optimizer.get(name, {})
+            names |= {f"optimizer/{name}/{key}": place for key, place in found.items()}
+        tensors = self.source.read(set(names.values()))
+        for name, shape in shapes.items():
+            own = tensors[self.parameters[name]].shape
+            if own != shape:
+                remedy = f"its {name} is {tuple(own)}, and that of the job's model {tuple(shape)}"
+                raise ConfigError("SOURCE", self.where, remedy)
+        self._refuse_other_frozen(layer)
+        return {name: _array(name, tensors[place]) for name, place in names.items()}
+
+    def _refuse_other_frozen(self, layer: int) -> None:
+        """Refuses another value of a frozen parameter than training would have."""
+        parameters = self.model.structure(layer).named_parameters()
+        frozen = {
+            f"{self.prefix}{name}": parameter
+            for name, parameter in parameters
+            if not parameter.requires_grad and f"{self.prefix}{name}" in self.source.names
+        }
+        for name, value in self.source.read(list(frozen)).items():
+            if not torch.equal(value.to(torch.float32), frozen[name].detach()):
+                remedy = (
+                    f"its {name.removeprefix(self.prefix)} is not what model.path or the seed "
+                    "gives, and the job does not train it; begin with the model that the state was "
+                    "made from"
+                )
+                raise ConfigError("SOURCE", self.where, remedy)
+
+
+def _find_state(
+    source: StateSource, model: SplitModel, training: TrainingConfig, *, where: str
+) -> _ImportedState:
+    """The state of the job's model in a source.
+
+    Raises:
+        ConfigError: the source lacks a part of it, or has that of another optimizer.
+    """
+    shapes = {
+        name: shape
+        for layer in range(model.num_layers)
+        for name, shape in model.parameter_shapes(layer).items()
+    }
+    # A tied parameter may be there by one of its names alone, as optimizers know it.
+    ties = [[use.name for use in group.uses] for group in model.tied]
+    aliases = {name: [name, *tied] for tied in ties for name in tied}
+    prefix = max(_MODELS, key=lambda each: sum(f"{each}{name}" in source.names for name in shapes))
+    parameters: dict[str, str] = {}
+    for name in shapes:
+        known = (f"{prefix}{each}" for each in aliases.get(name, [name]))
+        parameters[name] = next((each for each in known if each in source.names), "")
+        if not parameters[name]:
+            remedy = f"it has no parameter {name}; name the job with the model that it was made of"
+            raise ConfigError("SOURCE", where, remedy)
+    found = _optimizer_names(source.names)
+    optimizer = {
+        name: next((found[each] for each in aliases.get(name, [name]) if each in found), {})
+        for name in shapes
+    }
+    kept = {n: _optimizer_keys(training, n) for n in {len(shape) for shape in shapes.values()}}
+    for name, shape in shapes.items() if found else ():
+        keys = kept[len(shape)]
+        if optimizer[name].keys() != keys:
+            remedy = (
+                f"this one keeps {_names_text(keys)} of {name}, and {where} has "
+                f"{_names_text(optimizer[name].keys())}; name the optimizer that it was made with"
+            )
+            raise ConfigError("training.optimizer", dict(training.optimizer), remedy)
+    places = [names[_STEP] for names in optimizer.values() if _STEP in names]
+    steps = {int(tensor) for tensor in source.read(places).values()}
+    if len(steps) > 1:
+        remedy = f"its parameters were stepped {min(steps)} to {max(steps)} times, not all alike"
+        raise ConfigError("SOURCE", where, remedy)
+    return _ImportedState(
+        source, model, where, prefix, parameters, optimizer, num_steps=max(steps, default=0)
+    )
+
+
+def _optimizer_names(names: Collection[str]) -> dict[str, dict[str, str]]:
+    """The names of the optimizer's tensors, by parameter and key."""
+    found: dict[str, dict[str, str]] = {}
+    for prefix in _OPTIMIZERS:
+        for place in names:
+            if place.startswith(prefix):
+                name, _, key = place.removeprefix(prefix).rpartition(".")
+                found.setdefault(name, {})[key] = place
+        if found:
+            break
+    return found
+
+
+def _optimizer_keys(training: TrainingConfig, num_dimensions: int) -> set[str]:
+    """What the job's optimizer keeps of a parameter, found by a step of it."""
+    parameter = nn.Parameter(torch.zeros((1,) * num_dimensions))
+    optimizer = optimizer_factory(training)([("trial", parameter)])
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return {key for key, value in optimizer.state[parameter].items() if value is not None}
+
+
+def _array(name: str, tensor: Tensor) -> np.ndarray:
+    """A tensor as saves have it: steps as int64, and floats of 32 bits at least."""
+    if name.endswith(f"/{_STEP}"):
+        return np.array(int(tensor), dtype=np.int64)
+    is_short = tensor.is_floating_point() and tensor.itemsize < torch.float32.itemsize
+    if is_short or name.startswith("parameter/"):
+        tensor = tensor.to(torch.float32)
+    return tensor.numpy()
+
+
+def _names_text(keys: Collection[str]) -> str:
+    return ", ".join(sorted(keys)) or "nothing"
