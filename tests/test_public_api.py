@@ -75,7 +75,11 @@ COMMANDS = {
         ),
     },
     "chaos": {"job", "--minutes", "--seed", "--report", "--set"},
-    "checkpoint export": {"directory", "--output", "-o", "--version", "--model-path"},
+    "checkpoint export": {
+        *("directory", "--output", "-o", "--version", "--model-path", "--format", "--merge"),
+        "--optimizer",
+    },
+    "checkpoint import": {"job", "source", "--iteration", "--set"},
     "checkpoint ls": {"directory", "--json"},
     "checkpoint prune": {"directory", "--keep"},
     "checkpoint save": {"directory", "--name", "--head", "--token-file"},

@@ -1,14 +1,28 @@
 """`planaria checkpoint`: what is saved, whether it is whole, and what may go."""
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
 from typer.testing import CliRunner
 
+from helpers.saves import stepped_save
 from planaria.checkpoint.disk.tiers import Manifest, tier_of
 from planaria.cli.main import app
+from planaria.engine.prepare import split_model
+from planaria.job.config import load_job
 
 LAYERS = 3
 
@@ -195,3 +209,90 @@ def test_an_export_may_go_to_the_directory_one_is_in(
     told("export", str(directory), "-o", output)
     assert [path.name for path in (tmp_path / "here").iterdir()] == ["model.safetensors"]
     assert "is not empty" in told("export", str(directory), "-o", output, code=2)
+
+
+def _language_model(directory: Path) -> None:
+    """A GPT-2 with a tokenizer of words and with settings for generation."""
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "one": 1, "two": 2}))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    tokenizer.save_pretrained(directory)
+    GPT2LMHeadModel(GPT2Config(vocab_size=256, **SHAPE)).save_pretrained(directory)
+    GenerationConfig(max_new_tokens=7, eos_token_id=2).save_pretrained(directory)
+
+
+SHAPE: dict[str, Any] = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 32}
+JOB = """
+[model]
+path = "{path}"
+[data]
+sequence_length = 8
+[training]
+optimizer = {{ name = "AdamW", weight_decay = 0.1 }}
+[checkpoint]
+directory = "{directory}"
+"""
+
+
+@pytest.fixture
+def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with job.toml, with the save of that job in saves, and its model in model."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    _language_model(tmp_path / "model")
+    for name in ("saves", "others"):
+        file = tmp_path / ("job.toml" if name == "saves" else "other.toml")
+        file.write_text(JOB.format(path=tmp_path / "model", directory=tmp_path / name))
+    config = load_job(tmp_path / "job.toml")
+    split = split_model(config.model, seed=0, vocabulary_size=256, sequence_length=8)
+    stepped_save(config, split, tmp_path / "saves", vocabulary_size=256)
+    return tmp_path
+
+
+def test_an_export_is_ready_to_generate(tuned: Path) -> None:
+    """With the tokenizer and the settings of the model that training began with."""
+    output = told("export", str(tuned / "saves"), "-o", str(tuned / "out"))
+
+    text = "one two three"
+    ids = AutoTokenizer.from_pretrained(tuned / "out")(text)["input_ids"]
+    assert ids == AutoTokenizer.from_pretrained(tuned / "model")(text)["input_ids"] == [1, 2, 0]
+    settings = GenerationConfig.from_pretrained(tuned / "out")
+    assert (settings.max_new_tokens, settings.eos_token_id) == (7, 2)
+    assert AutoModelForCausalLM.from_pretrained(tuned / "out").generation_config.eos_token_id == 2
+    assert "the job was trained on tokens of its own (data.tokenizer = 'bytes')" in output
+
+    (tuned / "model").rename(tuned / "moved")
+    assert "its tokenizer is not in the export" in told(
+        "export", str(tuned / "saves"), "-o", str(tuned / "without")
+    )
+    moved = ("--model-path", str(tuned / "moved"))
+    told("export", str(tuned / "saves"), "-o", str(tuned / "with"), *moved)
+    assert (tuned / "with" / "tokenizer.json").is_file()
+
+
+def test_a_save_goes_out_to_dcp_and_comes_in_again(tuned: Path) -> None:
+    """The save of a job that goes on from it has the hashes of the first."""
+    options = ("--format", "dcp", "--optimizer")
+    output = told("export", str(tuned / "saves"), "-o", str(tuned / "dcp"), *options)
+    assert str(tuned / "dcp" / ".metadata") in output.replace("\n", "")
+
+    output = told("import", str(tuned / "other.toml"), str(tuned / "dcp"))
+    assert str(tuned / "others" / "2-0") in output
+    first, second = (tier_of(str(tuned / name)).newest() for name in ("saves", "others"))
+    assert first is not None
+    assert second is not None
+    assert first.layers == second.layers
+
+    output = told("import", str(tuned / "other.toml"), str(tuned / "dcp"), code=2)
+    assert "it holds version 2-0 already; name another directory" in output
+    assert not (tuned / "others" / ".job.lock").exists()
+
+
+def test_the_options_of_one_format_are_refused_with_the_other(tuned: Path) -> None:
+    """safetensors files have no place for the optimizer; a whole model has one."""
+    words = ("export", str(tuned / "saves"), "-o", str(tuned / "out"))
+    assert "only --format dcp" in told(*words, "--optimizer", code=2)
+
+    told(*words, "--merge")
+    assert (tuned / "out" / "config.json").is_file()
+    assert (tuned / "out" / "tokenizer.json").is_file()

@@ -1,15 +1,25 @@
-"""The commands `planaria checkpoint`: list, verify, prune, keep and export what a job has saved."""
+"""The commands `planaria checkpoint`: list, verify, prune, keep, export and import saves."""
 
 import json
+import os
 import sys
 from datetime import UTC, datetime
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
 
-from planaria.checkpoint.disk.outgoing import export_parameters, kept_saves, newest_of, save_as
+from planaria.checkpoint.disk.claim import claim
+from planaria.checkpoint.disk.outgoing import (
+    export_parameters,
+    kept_saves,
+    model_facts,
+    newest_of,
+    save_as,
+)
 from planaria.checkpoint.disk.tiers import (
     SET_ASIDE,
     UNPUBLISHED,
@@ -19,9 +29,19 @@ from planaria.checkpoint.disk.tiers import (
     tier_of,
 )
 from planaria.cli.asking import HeadTokenFile, ask_job
-from planaria.cli.command_line import exit_codes, plain_table, table_console
+from planaria.cli.command_line import (
+    JobFile,
+    Settings,
+    exit_codes,
+    plain_table,
+    table_console,
+)
 from planaria.core.copies import version_name
 from planaria.errors import CheckpointError, ConfigError
+from planaria.job.checks import check_inputs
+from planaria.job.planning import cache_directory
+from planaria.job.save_facts import save_facts
+from planaria.job.scripts import named_job
 from planaria.nodes.head.requests import KeepSave
 from planaria.show.words import bytes_text, count_text
 
@@ -43,13 +63,22 @@ ModelPath = Annotated[
         help="Where model.path of the job is now. Default: where it was when the job saved.",
     ),
 ]
+
+
+class Format(StrEnum):
+    """The formats of an export."""
+
+    SAFETENSORS = "safetensors"
+    DCP = "dcp"
+
+
 _KEEP_TIMEOUT_S: Final = 3600.0  # A large version is read and written.
 _HERE: Final = "checkpoints"
 
 checkpoint = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="Lists, verifies, removes and exports the saves of jobs.",
+    help="Lists, verifies, removes, exports and imports the saves of jobs.",
 )
 
 
@@ -196,25 +225,134 @@ def export(
     version: Annotated[
         str, typer.Option(metavar="VERSION", help="Export this version, not the newest.")
     ] = "",
+    file_format: Annotated[
+        Format,
+        typer.Option(
+            "--format",
+            help="safetensors: for transformers; dcp: for torch.distributed.checkpoint.",
+        ),
+    ] = Format.SAFETENSORS,
+    merges: Annotated[
+        bool,
+        typer.Option(
+            "--merge",
+            help="Write the whole model: with what was frozen, and LoRA merged into the weights.",
+        ),
+    ] = False,
+    with_optimizer: Annotated[
+        bool, typer.Option("--optimizer", help="dcp: write the optimizer's state, too.")
+    ] = False,
     model_path: ModelPath = "",
 ) -> None:
-    """Writes the parameters of a version as safetensors, with config.json if the model has one.
+    """Writes the parameters of a version for other tools.
 
-    Hugging Face transformers can read the directory with from_pretrained.
+    Hugging Face transformers can read the directory with from_pretrained; adapters alone are
+    written for peft. With --format dcp, torch.distributed.checkpoint.load can read it.
     """
-    tier = tier_of(directory)
-    manifests = {saved.name: saved.manifest for saved in _versions(directory)}
-    manifest = manifests.get(version) if version else newest_of(tier, directory)
-    if manifest is None:
-        raise ConfigError(
-            "--version",
-            version,
-            f"there is no complete version of this name in {directory}; planaria "
-            "checkpoint ls lists them",
-        )
+    tier, manifest = tier_of(directory), _chosen_manifest(directory, version)
+    if with_optimizer and file_format is not Format.DCP:
+        raise ConfigError("--optimizer", True, "only --format dcp has the optimizer's state")
+    if file_format is Format.SAFETENSORS and not merges:
+        names = export_parameters(tier, manifest, output, origin=model_path)
+    else:
+        # torch takes seconds to import, and no other command needs it.
+        from planaria.engine.formats.whole_model import Adapters, export_whole, whole_model
+
+        sys.path.insert(0, os.getcwd())  # Modules that the job names.
+        adapters = Adapters.MERGED if merges else Adapters.KEPT
+        model = whole_model(tier, manifest, adapters=adapters, model_path=model_path)
+        if file_format is Format.DCP:
+            from planaria.engine.formats.dcp_export import export_dcp
+
+            names = export_dcp(model, output, with_optimizer=with_optimizer)
+        else:
+            names = export_whole(model, output)
     console = Console(soft_wrap=True, highlight=False)
-    for name in export_parameters(tier, manifest, output, origin=model_path):
+    for name in names:
         console.print(str(output / name), markup=False)
+    if note := _tokenizer_note(manifest, model_path, names):
+        Console(stderr=True, soft_wrap=True, highlight=False).print(note, markup=False)
+
+
+def _tokenizer_note(manifest: Manifest, model_path: str, names: tuple[str, ...]) -> str:
+    """What a user should know of the tokenizer of an export; empty: nothing."""
+    facts = model_facts(manifest)
+    path = model_path or (facts.model.path if facts else "")
+    if path and not Path(path).is_dir():
+        return (
+            f"{path}, the job's model.path, is not here, so its tokenizer is not in the export; "
+            "say where it is now by --model-path"
+        )
+    data = manifest.job.get("data") or {}
+    if data.get("kind") == "text" and any(name.startswith("tokenizer") for name in names):
+        return (
+            "the tokenizer of model.path is in the export, but the job was trained on tokens of "
+            f"its own (data.tokenizer = {data.get('tokenizer')!r})"
+        )
+    return ""
+
+
+@checkpoint.command("import")
+@exit_codes()
+def import_checkpoint(
+    job: JobFile,
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="A directory of torch.distributed.checkpoint, or one with safetensors files.",
+        ),
+    ],
+    iteration: Annotated[
+        int,
+        typer.Option(
+            min=-1,
+            help="Number of iterations that made the state. Default: what it says itself, else 0.",
+        ),
+    ] = -1,
+    settings: Settings = None,
+) -> None:
+    """Makes a state of another tool the first save of a job, from which it goes on with --resume.
+
+    It has parameters "model.NAME" or "NAME", and may have the optimizer's state,
+    "optim.state.NAME.KEY". --format dcp of planaria checkpoint export writes such a directory.
+    """
+    named = named_job(job, settings or [])
+    config = named.config
+    check_inputs(config)
+    place = config.checkpoint.directory
+    tier = tier_of(place)
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    with claim(place, config.name, note=partial(console.print, markup=False)):
+        if versions := tier.versions():
+            remedy = f"it holds version {versions[0].name} already; name another directory"
+            raise ConfigError("checkpoint.directory", place, remedy)
+        # torch takes seconds to import, and most commands do not need it.
+        from planaria.engine.formats.state_import import import_state
+
+        sys.path[:0] = [*named.search_path, os.getcwd()]
+        manifest = import_state(
+            config,
+            source,
+            iteration=iteration,
+            tier=tier,
+            cache_directory=Path(cache_directory()),
+            facts=partial(save_facts, config),
+        )
+    where = tier.where(manifest.iteration, manifest.epoch)
+    Console(soft_wrap=True, highlight=False).print(where, markup=False)
+
+
+def _chosen_manifest(directory: str, version: str) -> Manifest:
+    """The manifest of a complete version; version "": of the newest one."""
+    manifests = {saved.name: saved.manifest for saved in _versions(directory)}
+    manifest = manifests.get(version) if version else newest_of(tier_of(directory), directory)
+    if manifest is None:
+        remedy = (
+            f"there is no complete version of this name in {directory}; planaria checkpoint ls "
+            "lists them"
+        )
+        raise ConfigError("--version", version, remedy)
+    return manifest
 
 
 def _versions(directory: str) -> tuple[SavedVersion, ...]:
