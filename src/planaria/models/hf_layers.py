@@ -523,7 +523,7 @@ def _check_weights(
     shapes: Mapping[str, torch.Size],
 ) -> None:
     """Raises ConfigError if the files lack a block's parameter, or hold one in another shape."""
-    if not weights.entries:
+    if not weights.shapes:
         return
     for layer, names in enumerate(leaves):
         for name in names:

@@ -126,6 +126,8 @@ def weights_on_disk(directory: str, model: Any) -> Weights:
     Raises:
         ConfigError: a file is missing, or the weights are pickled, or do not fit the model.
     """
+    if not directory:
+        return Weights(directory, {}, {}, {}, frozenset())
     known = model.state_dict(keep_vars=True)  # Of buffers, those that are kept in files.
     outline = _Outline(known, model.config)
     rules = get_model_conversion_mapping(model)
@@ -134,9 +136,8 @@ def weights_on_disk(directory: str, model: Any) -> Weights:
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     entries: dict[str, _Entry] = {}
     sources: dict[str, list[tuple[str, _Entry]]] = {}
-    found = _entries(Path(directory)) if directory else ()
-    for entry in sorted(found, key=lambda entry: _natural(entry.key)):
-        prefix = model.base_model_prefix
+    prefix = model.base_model_prefix
+    for entry in sorted(_entries(Path(directory)), key=lambda entry: _natural(entry.key)):
         name, pattern = rename_source_key(entry.key, renamings, converters, prefix, known)
         if name not in known and entry.key in known:
             name, pattern = entry.key, None
