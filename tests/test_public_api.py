@@ -33,6 +33,7 @@ NAMES = [
     "MemoryCheckpointer",
     "ModelConfig",
     "PlanariaError",
+    "RandomGenerators",
     "Report",
     "ResilienceConfig",
     "TensorBoard",

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from planaria.observe.metrics import EvaluationRecord, EventRecord, IterationRecord, Report
     from planaria.show.callbacks import Callbacks
     from planaria.show.trackers import TensorBoard, WandB
+    from planaria.torchrun.loop_state import RandomGenerators
     from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
 
 __version__ = "0.1.0"
@@ -60,6 +61,7 @@ _MODULES = {
     "MemoryCheckpointer": "torchrun.memory_checkpointer",
     "ModelConfig": "core.job",
     "PlanariaError": "errors",
+    "RandomGenerators": "torchrun.loop_state",
     "Report": "observe.metrics",
     "ResilienceConfig": "core.job",
     "TensorBoard": "show.trackers",
@@ -86,6 +88,7 @@ __all__ = [
     "MemoryCheckpointer",
     "ModelConfig",
     "PlanariaError",
+    "RandomGenerators",
     "Report",
     "ResilienceConfig",
     "TensorBoard",

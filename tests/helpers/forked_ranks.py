@@ -7,6 +7,7 @@ import select
 import socket
 import sys
 import time
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,25 @@ TIMEOUT_S = 110.0
 NUM_RANKS = 2
 
 
-def told_by_ranks(server: ForkServer, target: str, directory: Path, **more: object) -> list[Any]:
-    """What the ranks tell, in their order; all of them end well.
+def told_by_ranks(
+    server: ForkServer,
+    target: str,
+    directory: Path,
+    *,
+    killed: Collection[int] = (),
+    num_ranks: int = NUM_RANKS,
+    **more: object,
+) -> list[Any]:
+    """What the ranks tell, in their order; all of them end well but for those that are killed.
 
     Args:
         target: is called with an order and a descriptor, see `order` and `tell`.
+        killed: ranks that kill themselves, and tell nothing.
         more: of the order.
     """
     pids, answers = [], []
     with ExitStack() as stack:
-        for number in range(NUM_RANKS):
+        for number in range(num_ranks):
             ours, theirs = socket.socketpair()
             answers.append(stack.enter_context(ours).makefile())
             ours.settimeout(TIMEOUT_S)
@@ -42,8 +52,9 @@ def told_by_ranks(server: ForkServer, target: str, directory: Path, **more: obje
         return statuses.keys() >= {*pids}
 
     wait_for(have_ended, what="all ranks have ended")
-    assert [statuses[pid] for pid in pids] == [0] * NUM_RANKS  # Or they have printed why.
-    return [json.loads(text) for text in told]
+    ends = [-9 if number in killed else 0 for number in range(num_ranks)]
+    assert [statuses[pid] for pid in pids] == ends  # Or they have printed why.
+    return [json.loads(text) if text else None for text in told]
 
 
 def wait_exit(server: ForkServer, pid: int) -> int:

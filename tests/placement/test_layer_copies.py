@@ -125,7 +125,9 @@ ranks_of_nodes = st.lists(st.sampled_from("abcd"), min_size=1, max_size=8)
 @given(ranks_of_nodes, st.integers(1, 5))
 def test_a_shard_is_kept_on_as_many_nodes_as_is_asked_for(nodes: list[str], copies: int) -> None:
     """Also where nodes have different numbers of ranks, in any order."""
-    found = shard_copies(nodes, copies)
+    num_nodes = len({*nodes})
+    placement = paper_placement(num_nodes, min(copies, num_nodes), "mixed")
+    found = shard_copies(nodes, placement)
 
     assert [(copy.layer, copy.source) for copy in found] == [(n, n) for n in range(len(nodes))]
     for copy in found:
@@ -135,6 +137,6 @@ def test_a_shard_is_kept_on_as_many_nodes_as_is_asked_for(nodes: list[str], copi
 
 def test_shards_of_a_node_go_to_as_many_ranks_of_the_next() -> None:
     """So that all take part in sending and in keeping."""
-    found = shard_copies(["a", "a", "b", "b", "c", "c"], 2)
+    found = shard_copies(["a", "a", "b", "b", "c", "c"], paper_placement(3, 2, "ring"))
 
     assert [copy.targets for copy in found] == [(2,), (3,), (4,), (5,), (0,), (1,)]

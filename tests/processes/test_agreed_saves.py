@@ -133,7 +133,7 @@ def alone(number: int, directory: str) -> None:
     saver = saver_of(float(number), f"{directory}/run{number}")
     saver.save(1)
     saver.wait_ended()
-    saver._slot.close()
+    saver._memory._slot.close()
     saver.close()
     dist.destroy_process_group()
 
@@ -142,7 +142,7 @@ def back_from_two_runs(number: int, directory: str) -> dict[str, str]:
     """The iteration and the weights after `alone` on each rank's machine."""
     saver = saver_of(-1.0, f"{directory}/run{number}")
     first = saver.restore()
-    (weight,) = saver._state.model.parameters()
+    (weight,) = saver._group._state.model.parameters()
     saver.close()
     return {"two runs": f"{first} {weight.flatten().tolist()}"}
 
@@ -153,13 +153,13 @@ def of_one_name(number: int, directory: str) -> dict[str, str]:
     here = Path(directory) / f"machine{number}"
     here.mkdir()
     os.chdir(here)
-    with patch("planaria.torchrun.memory_checkpointer.logger.warning") as warned:
+    with patch("planaria.torchrun.group_copies.logger.warning") as warned:
         for copies in (2, 3):
             saver = saver_of(1.0, "place", copies=copies)
             dist.barrier()  # All are linked.
             saver.close()
     warnings = gather_records(list[str], [str(call) for call in warned.mock_calls])[0]
-    return {"one name": f"{len({*saver._nodes})} nodes: {warnings}"}
+    return {"one name": f"{len({*saver._group._nodes})} nodes: {warnings}"}
 
 
 def saver_of(value: float, place: str, copies: int = 2) -> MemoryCheckpointer:

@@ -14,7 +14,7 @@ from helpers.forked_ranks import order, tell, told_by_ranks
 from planaria.checkpoint.memory.version import Bytes
 from planaria.errors import CheckpointError, ConfigError
 from planaria.nodes.forkserver import ForkServer
-from planaria.torchrun import memory_checkpointer
+from planaria.torchrun import arguments
 from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
 
 pytestmark = pytest.mark.faults
@@ -50,8 +50,8 @@ def rank(payload: bytes, answer_fd: int) -> None:
             states[iteration + 1] = state_of(model, optimizer)
         if number == 1:  # Rank 0 has its own.
             saver.wait_ended()
-            for label in saver._arena.versions()[0]:
-                flipped(saver._arena.read(0, label).content)
+            for label in saver._memory.arena.versions()[0]:
+                flipped(saver._memory.arena.read(0, label).content)
         first = saver.restore()
         is_same = all(map(torch.equal, state_of(model, optimizer), states[first]))
         backs.append((first, is_same))
@@ -117,7 +117,7 @@ def test_copies_that_a_node_has_no_memory_for_are_refused_with_the_figure(
     alone: MemoryCheckpointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before any is made: two versions of what is kept there."""
-    monkeypatch.setattr(memory_checkpointer, "available_bytes", lambda: 100)
+    monkeypatch.setattr(arguments, "available_bytes", lambda: 100)
     with pytest.raises(ConfigError, match="has 100 bytes, and they take") as caught:
         alone.save(1)
     assert caught.value.field == "copies"
@@ -134,8 +134,8 @@ def test_what_is_damaged_is_not_there_when_it_is_restored_again(alone: MemoryChe
     """It is dropped when it is found, and the model is not taken for a new one."""
     assert alone.save(5)
     alone.wait_ended()
-    for label in alone._arena.versions()[0]:
-        flipped(alone._arena.read(0, label).content)
+    for label in alone._memory.arena.versions()[0]:
+        flipped(alone._memory.arena.read(0, label).content)
     for _ in range(2):
         with pytest.raises(CheckpointError, match="no version in memory is complete"):
             alone.restore()

@@ -68,7 +68,7 @@ def test_a_save_hands_the_copies_of_a_lost_keeper_to_another_one(
         for iteration in (2, 3):
             begun.append(saver.save(iteration))
             saver.wait_ended()
-    saver._slot.close()  # As if the rank were dead.
+    saver._memory._slot.close()  # As if the rank were dead.
 
     next_one = attach(place, 0, num_slots=1, idle_s=60.0)
 
@@ -100,7 +100,7 @@ def test_nothing_is_saved_where_no_other_keeper_starts(
     kill_keeper(tmp_path / "place")
     with caplog.at_level(logging.WARNING):
         begun = [saver.save(2), saver.save(3)]
-    weight = next(saver._state.model.parameters())
+    weight = next(saver._group._state.model.parameters())
     weight.data.zero_()
 
     assert begun == [False, False]

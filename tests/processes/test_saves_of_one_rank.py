@@ -38,7 +38,7 @@ class Savers:
     ) -> MemoryCheckpointer:
         """Another one, as if the rank had died and been started again."""
         if self._last is not None:
-            self._last._slot.close()
+            self._last._memory._slot.close()
         where = str(self._place)
         self._last = MemoryCheckpointer(model, optimizer, others=others, copies=1, directory=where)
         return self._last
@@ -142,7 +142,7 @@ def test_any_optimizer_waits_for_a_copy_before_it_steps(savers: Savers) -> None:
     model = nn.Sequential(generator, discriminator)
     one, other = SGD(generator.parameters(), lr=1.0), SGD(discriminator.parameters(), lr=1.0)
     saver = savers.next(model, one, {"other": other})
-    saver._filler = SlowFiller()
+    saver._memory.filler = SlowFiller()
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     before = discriminator.weight.detach().clone()
@@ -154,7 +154,7 @@ def test_any_optimizer_waits_for_a_copy_before_it_steps(savers: Savers) -> None:
 
     assert stepping.is_alive()
     assert torch.equal(discriminator.weight, before)
-    saver._filler.may_copy.set()
+    saver._memory.filler.may_copy.set()
     stepping.join(TIMEOUT_S)
     assert torch.equal(discriminator.weight, before - 1.0)
     assert saver.restore() == 1

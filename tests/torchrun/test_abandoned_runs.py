@@ -36,20 +36,20 @@ def run(place: Path, *, slot: int, num_slots: int) -> Iterator[MemoryCheckpointe
         )
     yield saver
     saver.wait_ended()
-    saver._slot.close()  # As if the rank were dead.
+    saver._memory._slot.close()  # As if the rank were dead.
     saver.close()
 
 
 def save(saver: MemoryCheckpointer, iteration: int) -> None:
     """A version whose weights are the number of its iteration."""
-    (weight,) = saver._state.model.parameters()
+    (weight,) = saver._group._state.model.parameters()
     weight.data.fill_(float(iteration))
     assert saver.save(iteration)
 
 
 def restored(saver: MemoryCheckpointer) -> tuple[int, list[float]]:
     first = saver.restore()
-    (weight,) = saver._state.model.parameters()
+    (weight,) = saver._group._state.model.parameters()
     return first, weight.flatten().tolist()
 
 
@@ -65,13 +65,13 @@ def test_a_run_that_began_anew_is_restored_though_an_abandoned_one_came_further(
         save(anew, 3)
 
     with run(place, slot=0, num_slots=1) as third:
-        assert [label.age for label in third._restores.complete()] == [3, 9]
+        assert [label.age for label in third._group._restores.complete()] == [3, 9]
         assert restored(third) == (3, [3.0, 3.0])
         save(third, 4)
         third.wait_ended()
         save(third, 5)  # The version before is complete.
     with run(place, slot=0, num_slots=1) as fourth:
-        assert [label.age for label in fourth._restores.complete()] == [5, 4]
+        assert [label.age for label in fourth._group._restores.complete()] == [5, 4]
 
 
 def test_a_run_that_went_back_counts_also_where_its_clock_did(
@@ -80,7 +80,7 @@ def test_a_run_that_went_back_counts_also_where_its_clock_did(
     """It knows the run before, so no clock is needed."""
     with run(place, slot=0, num_slots=1) as first:
         save(first, 9)
-    monkeypatch.setattr("planaria.torchrun.memory_checkpointer.time.time_ns", lambda: 0)
+    monkeypatch.setattr("planaria.torchrun.group_copies.time.time_ns", lambda: 0)
     with run(place, slot=0, num_slots=1) as second:
         save(second, 2)  # It began from scratch, and asked for no version.
 

@@ -1,5 +1,6 @@
 """Collectives of a loop of one's own are noted, and copies go between them."""
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -9,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.linked_ranks import link_ranks
+from helpers.linked_ranks import link_ranks, wait_until
 from planaria.core.plan import Link
+from planaria.engine.devices import LateDevice
 from planaria.torchrun import collectives
 from planaria.torchrun.collectives import BetweenCollectives, Collectives, measured_link
 from planaria.transport.links import Channel, Tag
@@ -223,3 +225,27 @@ def test_watching_needs_collectives_by_any_of_their_names() -> None:
     finally:
         watch.close()
     assert dist.all_reduce is before
+
+
+def test_collectives_of_a_device_are_noted_when_its_stream_has_passed_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In their order, by the host's clock; none of those that the host waits for by itself."""
+    noted: list[tuple[float, float]] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: time.sleep(0.01))
+    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda *_, **__: Work())
+    watch = Collectives(lambda *span: noted.append(span), device=LateDevice())
+
+    begin_s = time.monotonic()
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1))
+    dist.all_gather_into_tensor(torch.ones(1), torch.ones(1), async_op=True)
+    end_s = time.monotonic()
+    wait_until(lambda: len(noted) == 3)
+    watch.close()
+
+    flat = [second for span in noted for second in span]
+    assert flat == sorted(flat)
+    assert begin_s <= flat[0]
+    assert flat[-1] <= end_s + 1.0
+    assert all(ended_s - begun_s >= 0.01 for begun_s, ended_s in noted)

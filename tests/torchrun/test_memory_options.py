@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from planaria.errors import ConfigError
-from planaria.torchrun.memory_checkpointer import BUFFER_BYTES_MIN, check_least
+from planaria.torchrun.arguments import BUFFER_BYTES_MIN, check_least
 
 FINE: dict[str, Any] = {
     "copies": 1,

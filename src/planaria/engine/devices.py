@@ -489,6 +489,17 @@ def find_device(kind: str, *, rank: int) -> Device:
     return Accelerator(kind, rank % count)
 
 
+def device_at(place: torch.device) -> Device:
+    """The device at which a tensor of somebody else's program lies.
+
+    The processor stands for types whose copies cannot be made beside other work.
+    """
+    if place.type != _accelerator_kind():
+        return PROCESSOR
+    module: Any = torch.get_device_module(place.type)
+    return Accelerator(place.type, module.current_device() if place.index is None else place.index)
+
+
 def usable_bytes(device: Device, *, num_ranks: int) -> int:
     """Bytes that each of a machine's ranks may hold on a device like this; 0: no limit is known."""
     num_sharing = -(-num_ranks // device.count)

@@ -95,28 +95,23 @@ def _nodes_in_other_domains(
     return chosen + others[: number - len(chosen)]
 
 
-def shard_copies(nodes: Sequence[str], copies: int) -> tuple[LayerCopy, ...]:
+def shard_copies(nodes: Sequence[str], placement: Placement) -> tuple[LayerCopy, ...]:
     """The copies of shards, of which each rank has one: the copy holders of a shard are on the
-    nodes that follow the rank's own node, at the same place within the node as the rank.
-
-    A shard has fewer copies than `copies` if there are fewer nodes.
+    nodes that the placement names for the rank's node, at the same place within the node.
 
     Args:
         nodes: name of each rank's node.
-        copies: number of copies of each shard, the one on its own node included.
+        placement: placement of the nodes, in the order in which they first occur.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         ranks_of.setdefault(node, []).append(rank)
     by_node = list(ranks_of.values())
     copies_of_shards = {}
-    for index, ranks in enumerate(by_node):
+    for ranks, holders in zip(by_node, placement.holders, strict=True):
         for place, rank in enumerate(ranks):
-            next_nodes = (
-                by_node[(index + step) % len(by_node)]
-                for step in range(1, min(copies, len(by_node)))
-            )
-            targets = tuple(others[place % len(others)] for others in next_nodes)
+            others = (by_node[holder] for holder in holders[1:])
+            targets = tuple(there[place % len(there)] for there in others)
             copies_of_shards[rank] = LayerCopy(rank, rank, targets)
     return tuple(copies_of_shards[rank] for rank in range(len(nodes)))
 

@@ -28,6 +28,8 @@ from planaria.checkpoint.memory.interleaving import CopyPeers, Interleaving
 from planaria.checkpoint.memory.wire import incoming_layers, outgoing_copies
 from planaria.core.copies import IdleSpan, LayerCopy
 from planaria.core.plan import Link
+from planaria.engine.devices import PROCESSOR, Device
+from planaria.torchrun.device_times import DeviceTimes
 from planaria.torchrun.gathering import backend_of
 from planaria.transport.links import Channel, Links, Tag
 from planaria.transport.traffic import Use
@@ -50,10 +52,16 @@ class Collectives:
     Args:
         on_collective: takes begin and end of each collective, by the monotonic clock; called on any
             thread.
+        device: device whose stream waits for collectives, if the host does not; those of which the
+            caller gets a handle are not noted then.
     """
 
-    def __init__(self, on_collective: Callable[[float, float], None]) -> None:
+    def __init__(
+        self, on_collective: Callable[[float, float], None], *, device: Device = PROCESSOR
+    ) -> None:
         self._on_collective = on_collective
+        # Not `on_collective` itself, which `close` takes away.
+        self._times = None if device.is_host else DeviceTimes(device, self._note)
         self._nested = threading.local()  # A collective may call another one, which is not noted.
         self._watched: dict[str, tuple[Any, Any]] = {}
         for name in _NAMES:
@@ -70,6 +78,11 @@ class Collectives:
             ):  # Unless someone else has wrapped it since.
                 setattr(dist, name, original)
         self._on_collective = _ignore
+        if self._times is not None:
+            self._times.close()
+
+    def _note(self, start_s: float, end_s: float) -> None:
+        self._on_collective(start_s, end_s)
 
     @contextmanager
     def pause_watching(self) -> Iterator[None]:
@@ -89,8 +102,13 @@ class Collectives:
             if getattr(self._nested, "any", False):
                 return original(*arguments, **keys)
             start_s = time.monotonic()
+            start = self._times.start() if self._times else None
             with self.pause_watching():
                 work = original(*arguments, **keys)
+            if self._times and start:
+                if work is None:
+                    self._times.end(start)
+                return work
             try:
                 future = work.get_future() if work is not None else None
             except (AttributeError, RuntimeError):  # Gloo's reduce-scatters have no future.
@@ -116,6 +134,7 @@ class BetweenCollectives:
         far: ranks of other nodes; at least one.
         targets, sources: ranks that copies are sent to, and ranks that they come from.
         iterations: number of iterations over which measurements are averaged.
+        device: argument of `Collectives`.
     """
 
     def __init__(
@@ -127,6 +146,7 @@ class BetweenCollectives:
         targets: Collection[int],
         sources: Collection[int],
         iterations: int,
+        device: Device = PROCESSOR,
     ) -> None:
         self._links = links
         self._far = min(far)  # Any rank of another node: a collective uses the links to all nodes.
@@ -141,7 +161,7 @@ class BetweenCollectives:
             gamma=None,
             num_iterations=iterations,
         )
-        self._collectives = Collectives(self._record)
+        self._collectives = Collectives(self._record, device=device)
 
     @property
     def pause_watching(self) -> Callable[[], Any]:
@@ -207,6 +227,7 @@ def between_collectives(
     copies: Sequence[LayerCopy],
     *,
     iterations: int,
+    device: Device,
     device_type: str,
 ) -> BetweenCollectives | None:
     """The turns in which a rank sends copies between collectives; None: it sends them at once.
@@ -216,14 +237,15 @@ def between_collectives(
         copies: shards with the ranks that keep copies of them.
         iterations: number of iterations over which collectives are measured; 0: copies are sent at
             once.
+        device: device on which the model computes.
         device_type: torch's name of the devices whose tensors the loop's collectives take.
     """
     far = {rank for rank, node in enumerate(nodes) if node != nodes[links.rank]}
     targets = {target for target, _ in outgoing_copies(links.rank, copies)}
     sources = incoming_layers(links.rank, copies).keys()
-    # The host does not learn when the collectives of other backends are over.
-    is_timed = backend_of(device_type) == "gloo"
-    if not iterations or not targets or not is_timed:
+    # The host does not learn when the collectives of other backends are over; the device does.
+    is_timed_here = backend_of(device_type) == "gloo"
+    if not iterations or not targets or (device.is_host and not is_timed_here):
         return None
     return BetweenCollectives(
         links,
@@ -232,6 +254,7 @@ def between_collectives(
         targets=targets,
         sources=sources,
         iterations=iterations,
+        device=PROCESSOR if is_timed_here else device,
     )
 
 

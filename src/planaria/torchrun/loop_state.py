@@ -6,8 +6,9 @@ from the file and refuses types that it does not know. So the state is written a
 test before the first version.
 """
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any, Final
 
@@ -38,11 +39,46 @@ class NonTensorState:
         numbers: values of the optimizer's state that are not tensors, by name.
         groups: the optimizer's param_groups, each with the number of its parameters as "params".
         others: state_dict of each further object that is saved, by name.
+        per_rank: state_dict of each object of which every rank has its own, by name.
     """
 
-    numbers: Mapping[str, Any]
-    groups: Sequence[Mapping[str, Any]]
-    others: Mapping[str, Any]
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    groups: Sequence[Mapping[str, Any]] = ()
+    others: Mapping[str, Any] = field(default_factory=dict)
+    per_rank: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def _fields(self) -> tuple[Any, ...]:
+        return self.numbers, self.groups, self.others, self.per_rank
+
+
+class RandomGenerators:
+    """The global generators of Python, numpy and torch, and torch's for the rank's accelerator.
+
+        MemoryCheckpointer(model, optimizer, per_rank={"random": RandomGenerators()})
+
+    After a restore a rank draws the numbers that it would have drawn.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all generators, by name."""
+        states: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+        }
+        if module := _device_module():
+            states["device"] = module.get_rng_state()
+        return states
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Sets the generators that were saved and exist here."""
+        random.setstate(state_dict["python"])
+        np.random.set_state(state_dict["numpy"])
+        torch.set_rng_state(state_dict["torch"])
+        module = _device_module()
+        if module and "device" in state_dict:
+            module.set_rng_state(state_dict["device"])
 
 
 def encoded_state(non_tensors: NonTensorState) -> bytes:
@@ -52,7 +88,7 @@ def encoded_state(non_tensors: NonTensorState) -> bytes:
         ConfigError: a value cannot be written; the error names it.
     """
     try:
-        return _bytes_of((non_tensors.numbers, non_tensors.groups, non_tensors.others))
+        return _bytes_of(non_tensors._fields)
     except Exception as error:  # Each type raises its own errors.
         raise _refusal(non_tensors) from error
 
@@ -64,12 +100,11 @@ def decoded_state(raw: bytes) -> NonTensorState:
         CheckpointError: the bytes cannot be read.
     """
     try:
-        numbers, groups, others = _value_of(raw)
+        return NonTensorState(*_value_of(raw))
     except Exception as error:  # Each type raises its own errors.
         raise CheckpointError(
             f"the saved values that are not tensors cannot be read: {error}"
         ) from error
-    return NonTensorState(numbers, groups, others)
 
 
 def check(non_tensors: NonTensorState) -> None:
@@ -101,6 +136,7 @@ def _named_values(non_tensors: NonTensorState) -> Iterator[tuple[str, Any]]:
     for group in non_tensors.groups:
         yield from ((f"optimizer.{key}", value) for key, value in group.items())
     yield from ((f"others.{name}", value) for name, value in non_tensors.others.items())
+    yield from ((f"per_rank.{name}", value) for name, value in non_tensors.per_rank.items())
 
 
 def _innermost(name: str, value: Any) -> tuple[str, Any]:
@@ -130,3 +166,9 @@ def _value_of(raw: bytes) -> Any:
     with torch.serialization.safe_globals(list(_NUMPY)):
         # The devices of the writer may not exist here.
         return torch.load(BytesIO(raw), map_location="cpu", weights_only=True)
+
+
+def _device_module() -> Any:
+    """Torch's module for this process's accelerator; None: there is none."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return None if accelerator is None else torch.get_device_module(accelerator)

@@ -18,69 +18,50 @@ since, and with it the sharding of model and optimizer. Versions of the run that
 the newest, whatever their iteration: a run that began anew, or from an older version, supersedes
 the versions of the run before.
 
+After a restore the version is copied anew at once if fewer nodes keep it than should, as after a
+loss: so the next loss is survived, too.
+
+With `persist_directory` some versions are also written to a disk or store (persisting.py), from
+which `restore` takes what no memory has any more. With `can_reform` the ranks that live make a new
+process group after a loss, without a restart (survivors.py):
+
+    except RuntimeError:  # A peer is gone.
+        checkpointer.reform()
+        model, optimizer = build()  # As at the start, on the new group.
+        checkpointer.use(model, optimizer)
+        first = checkpointer.restore()
+
 A model that every rank holds whole (DDP) is copied once on each node, and sent to no other.
 
 Source: Gemini (SOSP '23).
 Differs from NVRx and lm-resiliency, which need the same ranks again to restore.
 """
 
-import contextlib
 import logging
-import os
-import secrets
-import socket
-import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from planaria.checkpoint.memory.arena import Arena
-from planaria.checkpoint.memory.filling import Filler, HostCopy, no_device
-from planaria.checkpoint.memory.room import available_bytes
-from planaria.checkpoint.memory.stream import Copier, CopyPlan
-from planaria.checkpoint.memory.turns import AtOnce, Buffers, FlowControl
-from planaria.checkpoint.memory.wire import State
-from planaria.core.copies import IdleSpan, Label, LayerCopy
-from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
-from planaria.placement.layer_copies import shard_copies
-from planaria.torchrun.collectives import BetweenCollectives, between_collectives
-from planaria.torchrun.gathering import gather_bytes, gather_records, true_on_all
-from planaria.torchrun.keeper import KeeperSlot, attach
-from planaria.torchrun.restores import Restores
-from planaria.torchrun.save_checks import check_on_all, check_tensors_on_all, parts_of_state
+from planaria.core.copies import IdleSpan
+from planaria.errors import ConfigError
+from planaria.placement.placement import Strategy
+from planaria.torchrun.arguments import Options, check_least, runtime_directory
+from planaria.torchrun.group_copies import GroupCopies
+from planaria.torchrun.persisting import PersistentTier
+from planaria.torchrun.rank_memory import RankMemory
+from planaria.torchrun.shard_placement import check_strategy
 from planaria.torchrun.shards import Stateful, TrainingState
-from planaria.transport.links import UNLIMITED_S, Address, Links
+from planaria.torchrun.survivors import MeetingStore, Ranks, group_settings, leave_group
 
 logger = logging.getLogger(__name__)
 
-_PLACE: Final = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # Defaults without torchrun.
-_LINK_TIMEOUT_S: Final = 600.0
-_EPOCH: Final = 0  # The only epoch of the links, which live as long as the ranks.
-
-
-class _RankFacts(msgspec.Struct, frozen=True):
-    """The facts that a rank tells all others when it begins.
-
-    Attributes:
-        node: name of its node, equal for all ranks with the same keeper.
-        address: host and port at which it accepts links.
-        labels: labels of the versions that it keeps, by shard.
-        begin_us: time at which it began, in microseconds since 1970.
-    """
-
-    node: str
-    address: Address
-    labels: dict[int, tuple[Label, ...]]
-    begin_us: int
+_CLOSE_S: Final = 60.0  # Longest wait for a version that is being written at the end.
 
 
 class MemoryCheckpointer:
@@ -94,12 +75,22 @@ class MemoryCheckpointer:
     Args:
         others: further objects to save, such as a scheduler, by name. Their state_dicts must be
             readable by torch.load with weights_only=True, and the same on all ranks.
+        per_rank: likewise objects of which each rank has its own, such as `RandomGenerators()` or
+            the position in its data. They are restored where there are as many ranks as before.
         copies: number of copies of each shard, the one on its own node included.
+        placement: way to choose the nodes that keep copies: "mixed", "group" or "ring" as in the
+            paper, or "optimised", which heeds `domain`.
+        domain: name of the failure domain of this rank's node, such as its rack or zone.
         buffer_bytes: size of a rank's buffers for the copies of one sender; at least 64 KiB.
         is_interleaved: whether copies are sent between the loop's collectives, if these use the
             gloo backend; otherwise they are sent at once.
         profile_iterations: number of iterations in which collectives are measured before copies are
             sent between them; the measurement is repeated all the time. 0: no interleaving.
+        persist_directory: directory or URL of an object store for versions that outlive all nodes,
+            the same place for all ranks; "": none.
+        persist_every: least number of iterations between two of these.
+        keep: number of these to keep; 0: all.
+        can_reform: whether `reform` may be called: each rank then listens at a port for others.
         name: name of the job, which distinguishes jobs of one user on one machine; ignored if
             `directory` is given.
         directory: directory of the keeper's socket; "": one named by the job, below XDG_RUNTIME_DIR
@@ -118,10 +109,17 @@ class MemoryCheckpointer:
         optimizer: Optimizer,
         *,
         others: Mapping[str, Stateful] | None = None,
+        per_rank: Mapping[str, Stateful] | None = None,
         copies: int = 2,
+        placement: Strategy = "mixed",
+        domain: str = "",
         buffer_bytes: int = 64 << 20,
         is_interleaved: bool = True,
         profile_iterations: int = 20,
+        persist_directory: str = "",
+        persist_every: int = 100,
+        keep: int = 2,
+        can_reform: bool = False,
         name: str = "job",
         directory: str = "",
         idle_s: float = 600.0,
@@ -134,46 +132,31 @@ class MemoryCheckpointer:
             buffer_bytes=buffer_bytes,
             profile_iterations=profile_iterations,
             idle_s=idle_s,
+            persist_every=persist_every,
+            keep=keep,
         )
-        self._state = TrainingState(model, optimizer, others or {})
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._copies = copies
-        self._buffers = Buffers(buffer_bytes, 4)
-        self._profile_iterations = profile_iterations if is_interleaved else 0
-        self._turns: BetweenCollectives | None = None
+        check_strategy(placement, domain)
+        self._options = Options(
+            copies=copies,
+            placement=placement,
+            domain=domain,
+            buffer_bytes=buffer_bytes,
+            profile_iterations=profile_iterations if is_interleaved else 0,
+            persist_every=persist_every,
+        )
+        self._tier = PersistentTier(persist_directory, keep=keep) if persist_directory else None
+        self._store = MeetingStore() if can_reform else None
         place = Path(directory) if directory else runtime_directory() / name
-        slot, num_slots = (int(os.environ.get(n, d)) for n, d in _PLACE.items())
-        self._slot: KeeperSlot = attach(place, slot, num_slots=num_slots, idle_s=idle_s)
-        self._can_be_kept = True
-        self._arena = Arena(self._slot.fd)
-        self._older = [Arena(fd) for fd in self._slot.further_fds]  # Of ranks that are no more.
-        random_bytes = gather_bytes(secrets.token_bytes(24))[0]
-        # A random number, since unrelated runs may use the same epochs.
-        self._run = int.from_bytes(random_bytes[16:]) >> 2
-        self._links = Links(self._rank, token=random_bytes[:16], host=own_host())
-        node = f"{socket.gethostname()}:{place}#{self._slot.keeper_id}"
-        mine = _RankFacts(node, self._links.address, self._versions(), time.time_ns() // 1000)
-        ranks = gather_records(_RankFacts, mine)
-        self._nodes = [rank.node for rank in ranks]
-        if not self._rank and (num_nodes := len({*self._nodes})) < copies:
-            logger.warning("only %s of %s copies are made: too few nodes", num_nodes, copies)
-        self._restores = self._restores_of([rank.labels for rank in ranks])
-        addresses = {number: rank.address for number, rank in enumerate(ranks)}
-        others_than_this = addresses.keys() - {self._rank}
-        self._links.begin(
-            _EPOCH, addresses=addresses, peers=others_than_this, timeout_s=_LINK_TIMEOUT_S
-        )
-        self._epoch = _epoch_after(ranks)  # The epoch in the labels of this run's versions.
-        # The version of earlier runs that is kept until one of this run is complete.
-        self._complete_label = next(iter(self._restores.complete()), None)
-        self._copier: Copier | None = None
-        self._saved = -1
+        self._memory = RankMemory(place, idle_s=idle_s)
         self._is_closed = False
-        self._filler = Filler(torch.get_num_threads())
+        self._generation = 0  # The number of groups before this one.
+        self._group = self._begin(TrainingState(model, optimizer, others or {}, per_rank or {}))
         # It is called for every optimizer: another one may step parameters of the model, too.
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
-    # -- restoring --------------------------------------------------------------------------------
+    def _begin(self, state: TrainingState) -> GroupCopies:
+        store_port = self._store.port if self._store else 0
+        return GroupCopies(self._memory, state, self._tier, self._options, store_port=store_port)
 
     def restore(self) -> int:
         """Restores the newest version of which all shards exist.
@@ -181,56 +164,18 @@ class MemoryCheckpointer:
         Versions of the run that began last come first, and within a run the newest one. A version
         is logged and skipped if it is damaged, belongs to another model, or is refused by one of
         `others`. In the middle of a run, `restore` waits for the version that is being copied, and
-        may restore it.
+        may restore it. If fewer nodes than should keep the version, its copies are made anew.
 
         Returns:
             The iteration of the version; 0: there is none.
 
         Raises:
-            CheckpointError: no version could be restored in the middle of a run; the model is
-                unchanged.
+            CheckpointError: no version could be restored in the middle of a run, or none of those
+                in `persist_directory`, or that cannot be read; the model is unchanged.
             ConfigError: a tensor is sparse, or has no values yet, as on the meta device.
         """
         self._check_open()
-        with self._pause_watching():
-            return self._restore_newest()
-
-    def _restore_newest(self) -> int:
-        if self._copier is not None:
-            self._end_run(self._copier)
-        self._state.reshard()
-        check_tensors_on_all(self._state)
-        for label in self._restores.complete():
-            reason = self._restores.restore_version(label)
-            if not reason:
-                self._complete_label, self._saved = label, label.age - 1
-                return label.age
-            if not self._rank:
-                logger.warning("the copies of iteration %s are not used: %s", label.age, reason)
-        if self._saved >= 0:  # The model has been trained, so 0 would be wrong.
-            raise CheckpointError("no version in memory is complete: the model stays as it is")
-        self._complete_label = None
-        return 0
-
-    def _end_run(self, copier: Copier) -> None:
-        """Ends the run of versions in progress, since later states are not a continuation of it.
-
-        After a restore the state of an iteration may differ from the same iteration's before.
-        """
-        self.wait_ended()
-        self._complete_if_ended(copier)
-        copier.close()
-        self._copier = None
-        self._epoch += 1
-        labels = gather_records(dict[int, tuple[Label, ...]], self._versions())
-        self._restores = self._restores_of(labels)
-
-    def _restores_of(self, labels: Sequence[Mapping[int, tuple[Label, ...]]]) -> Restores:
-        """This rank's part in restores, given the labels that each rank keeps, by shard."""
-        arenas = (self._arena, *self._older)
-        return Restores(self._links, self._state, arenas, dict(enumerate(labels)))
-
-    # -- saving -----------------------------------------------------------------------------------
+        return self._group.restore()
 
     def save(self, iteration: int) -> bool:
         """Begins a version of the state after so many iterations.
@@ -245,119 +190,44 @@ class MemoryCheckpointer:
                 for the copies, or if a restore could not bring back all of the state.
         """
         self._check_open()
-        if iteration <= self._saved:
-            raise ConfigError(
-                "iteration",
-                iteration,
-                f"must be above {self._saved}, the iteration that was saved before",
-            )
-        with self._pause_watching():
-            begins = self._begin(iteration)
-        if self._turns is not None:
-            self._turns.on_iteration_begin(begins=begins)
-        return begins
+        return self._group.save(iteration)
 
-    def _pause_watching(self) -> AbstractContextManager[None]:
-        """A context in which this thread's collectives do not count as the loop's."""
-        return self._turns.pause_watching() if self._turns else nullcontext()
-
-    def _begin(self, iteration: int) -> bool:
-        self._state.reshard()
-        copier = self._copier or self._make_copier()
-        if not self._complete_if_ended(copier):
-            return False
-        if not self._are_checked:
-            self._check(copier.own)
-        copier.begin(iteration, self._states() if copier.own else {})
-        self._saved = iteration
-        return True
-
-    def _complete_if_ended(self, copier: Copier) -> bool:
-        """Marks the newest version as complete if it has ended on all ranks and failed on none.
+    def persist(self) -> bool:
+        """Writes the newest version to `persist_directory` now; blocks until it is there.
 
         Returns:
-            Whether another version may begin: the newest one has ended on all ranks, and all ranks'
-            memory is owned by keepers.
+            Whether it is there, the same on all ranks; if not, the log says why.
+
+        Raises:
+            ConfigError: there is no persist_directory.
         """
-        try:
-            is_free = not copier.has_begun or copier.has_ended
-            is_whole = copier.has_begun and not copier.has_failed
-        except (AbortedError, PeerLostError) as error:
-            logger.warning("rank %s makes no copies any more: %s", self._rank, error)
-            is_free, is_whole = False, False
-        is_checked = parts_of_state(self._state.optimizer) == self._checked
-        are_free, are_whole, are_owned, self._are_checked = true_on_all(
-            is_free, is_whole, self._is_owned(), is_checked
-        )
-        if are_free and are_whole:
-            copier.complete()
-            for arena in self._older:
-                arena.keep_only((), layers=())
-            self._older = []
-        return are_free and are_owned
+        self._check_open()
+        return self._group.persist()
 
-    def _is_owned(self) -> bool:
-        """Whether a keeper owns this rank's memory; if the keeper is gone, another one is tried."""
-        if self._can_be_kept and self._slot.is_gone:
-            gone = f"rank {self._rank}: the process that owned copies on this machine is gone"
-            try:
-                self._slot.renew()
-                logger.warning("%s; another process owns them now", gone)
-            except CheckpointError as error:
-                self._can_be_kept = False
-                lost = "copies here end with this rank, and nothing is saved any more"
-                logger.warning("%s, and no other one can be started: %s: %s", gone, lost, error)
-        return self._can_be_kept
+    def _before_step(self, *_: Any) -> None:
+        """Keeps an optimizer's step from changing tensors that are being copied."""
+        self.wait_copied()
 
-    def _states(self) -> dict[int, State]:
-        """This rank's shard as it is now, by its number."""
-        return {self._shard: self._state.shard(self._shard, self._num_shards)[1]}
+    def wait_copied(self) -> None:
+        """Blocks until model and optimizer may change; every optimizer step calls it by itself.
 
-    def _make_copier(self) -> Copier:
-        """Makes the copier of this run, at the run's first save."""
-        is_replicated = self._state.is_replicated
-        self._num_shards = 1 if is_replicated else self._world_size
-        self._shard = 0 if is_replicated else self._rank
-        first = self._nodes.index(self._nodes[self._rank])
-        own = () if is_replicated and first != self._rank else (self._shard,)
-        self._shard_copies = () if is_replicated else shard_copies(self._nodes, self._copies)
-        self._check(own)
-        self._turns = self._turns or between_collectives(
-            self._links,
-            self._nodes,
-            self._shard_copies,
-            iterations=self._profile_iterations,
-            device_type=self._state.device_type,
-        )
-        self._copier = Copier(
-            self._links,
-            self._arena,
-            CopyPlan(
-                own=own,
-                copies=self._shard_copies,
-                since=self._num_shards,
-                epoch=self._epoch,
-                run=self._run,
-                complete_label=self._complete_label,
-            ),
-            host_copy=HostCopy(self._filler, _no_virtual_bytes, no_device),
-            flow=FlowControl(self._buffers, self._turns or AtOnce(), UNLIMITED_S),
-            on_failure=self._on_failure,
-        )
-        return self._copier
+        Changes on an accelerator are ordered after the copies from it, and do not wait here.
+        """
+        self._check_open()
+        self._group.wait_copied()
 
-    def _check(self, own: Sequence[int]) -> None:
-        """Checks that a restore can bring back all of the state, and that memory suffices."""
-        check_on_all(self._state)
-        state = self._states()[self._shard] if own else {}
-        check_room_on_all(
-            self._nodes,
-            self._shard_copies,
-            num_copies=self._copies,
-            own_bytes=sum(array.nbytes for array in state.values()),
-            arena_bytes=self._arena.num_bytes,
-        )
-        self._checked = parts_of_state(self._state.optimizer)
+    def wait_ended(self) -> None:
+        """Blocks until the newest version has ended for this rank: all its copies have arrived."""
+        self._check_open()
+        self._group.wait_ended()
+
+    @property
+    def survival(self) -> tuple[float, ...]:
+        """The probabilities that memory has all state if 0, 1, 2, .. nodes are lost at once.
+
+        Every set of as many nodes is equally likely. Empty before the first save.
+        """
+        return self._group.survival
 
     @property
     def idle_spans(self) -> dict[int, tuple[IdleSpan, ...]]:
@@ -366,169 +236,87 @@ class MemoryCheckpointer:
         `after` of a span counts collectives. Empty before spans are measured, and if copies are
         sent at once.
         """
-        return self._turns.spans if self._turns else {}
+        return self._group.idle_spans
 
-    def _on_failure(self, reason: str) -> None:
-        logger.warning("rank %s: copies are not complete: %s", self._rank, reason)
+    # -- going on without a restart ---------------------------------------------------------------
 
-    def _before_step(self, *_: Any) -> None:
-        """Waits before an optimizer's step, which changes the tensors that are being copied."""
-        self.wait_copied()
+    def reform(self, *, timeout_s: float = 60.0) -> None:
+        """Makes the default process group anew, of the ranks that live, after a peer was lost.
 
-    def wait_copied(self) -> None:
-        """Blocks until model and optimizer may change; every optimizer step calls it by itself."""
+        Call it where a collective raised an error; all ranks that live must call it. Then make
+        model and optimizer anew, as at the start, and call `use`. RANK and WORLD_SIZE in the
+        environment are set to the new numbers.
+
+        Args:
+            timeout_s: longest wait for a rank whose process lives, which may still wait in a
+                collective for a lost one; give it more than the process group's own timeout.
+
+        Raises:
+            ConfigError: `can_reform` is not set.
+            CheckpointError: no group can be made, or no more than half of the ranks are left and
+                the others may not have ended; start the script again.
+        """
         self._check_open()
-        copier = self._copier
-        if copier is not None and copier.own and copier.has_begun:
-            self._wait(lambda: copier.wait_copied(copier.own[0]))
+        if self._store is None:
+            remedy = "set it, so that ranks can meet after a loss"
+            raise ConfigError("can_reform", False, remedy)
+        group = self._group
+        settings = group_settings()
+        group.end()
+        leave_group()  # Whoever waits in a collective for this rank gets an error, too.
+        self._generation += 1
+        stores = {
+            number: (rank.address[0], rank.store_port) for number, rank in enumerate(group.ranks)
+        }
+        ranks = Ranks(
+            rank=group.rank,
+            stores=stores,
+            generation=self._generation,
+            lost=lambda: group.links.lost_peers.keys(),
+            claim=lambda: self._claim(group),
+        )
+        members = self._store.meet(ranks, settings, timeout_s=timeout_s)
+        group.links.close()
+        # What it remembers of layouts refers to the groups of that time.
+        propagator: Any = DTensor._op_dispatcher.sharding_propagator
+        propagator.propagate_op_sharding.cache_clear()
+        lost, place = sorted(stores.keys() - {*members}), members.index(group.rank)
+        logger.warning("rank %s is rank %s now, without ranks %s", group.rank, place, lost)
 
-    def wait_ended(self) -> None:
-        """Blocks until the newest version has ended for this rank: all its copies have arrived."""
+    def _claim(self, group: GroupCopies) -> bool:
+        if self._tier is None:
+            return False
+        return self._tier.claim(f"{group.name}-{self._generation}", f"rank {group.rank}")
+
+    def use(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        others: Mapping[str, Stateful] | None = None,
+        per_rank: Mapping[str, Stateful] | None = None,
+    ) -> None:
+        """Begins with a model that was made anew after `reform`; `restore` fills it."""
         self._check_open()
-        if self._copier is not None and self._copier.has_begun:
-            if self._turns is not None:
-                self._turns.rush()
-            self._wait(self._copier.wait_ended)
-
-    def _wait(self, wait: Callable[[], None]) -> None:
-        """Calls `wait`; logs a lost peer instead of raising, so that training goes on."""
-        try:
-            wait()
-        except (AbortedError, PeerLostError) as error:
-            logger.warning("rank %s makes no copies any more: %s", self._rank, error)
+        self._group = self._begin(TrainingState(model, optimizer, others or {}, per_rank or {}))
 
     def close(self) -> None:
-        """Ends copying and the keeper at the end of the job, so all copies are gone.
+        """Ends copying and the keeper at the end of the job, so all copies in memory are gone.
 
+        A version that is being written to `persist_directory` is waited for, a minute at most.
         Idempotent. Other methods raise a ConfigError afterwards.
         """
         if self._is_closed:
             return
         self._is_closed = True
         self._hook.remove()
-        if self._turns is not None:
-            self._turns.close()
-        self._links.abort("it is over", first_epoch=_EPOCH + 1)
-        if self._copier is not None:
-            self._copier.close()
-        self._filler.close()
-        self._links.close()
-        self._slot.end()
+        if self._tier is not None:
+            self._tier.wait(_CLOSE_S)
+        self._group.end()
+        self._group.links.close()
+        self._memory.close()
 
     def _check_open(self) -> None:
         if self._is_closed:
             remedy = "it is closed; make another MemoryCheckpointer"
             raise ConfigError("MemoryCheckpointer", "closed", remedy)
-
-    def _versions(self) -> dict[int, tuple[Label, ...]]:
-        versions: dict[int, tuple[Label, ...]] = {}
-        for arena in (self._arena, *self._older):
-            for shard, labels in arena.versions().items():
-                versions[shard] = (*versions.get(shard, ()), *labels)
-        return versions
-
-
-def _epoch_after(ranks: Sequence[_RankFacts]) -> int:
-    """An epoch above those of all known versions, whatever the clocks say.
-
-    It is also at least the present time in microseconds, so that it is above the epochs of earlier
-    runs whose memory is not known now, unless clocks have gone back.
-    """
-    known = [n.epoch for rank in ranks for labels in rank.labels.values() for n in labels]
-    return max([1 + max(known, default=-1), *(rank.begin_us for rank in ranks)])
-
-
-def _no_virtual_bytes(_shard: int) -> int:
-    return 0
-
-
-# -- the arguments of a MemoryCheckpointer, and their defaults -------------------------------------
-
-# Pieces have a quarter of it, 16 KiB: that gives some 30 MB/s over a link within one machine.
-# Pieces of 4 KiB give a tenth of that.
-BUFFER_BYTES_MIN: Final = 64 << 10
-
-
-def check_least(*, copies: int, buffer_bytes: int, profile_iterations: int, idle_s: float) -> None:
-    """Refuses numbers that are too small, or not whole numbers where only those make sense.
-
-    Raises:
-        ConfigError: a number is refused; the error names the first such.
-    """
-    for field, value, least, why in (
-        ("copies", copies, 1, "the node's own copy counts"),
-        ("buffer_bytes", buffer_bytes, BUFFER_BYTES_MIN, "smaller buffers make copies slow"),
-        ("profile_iterations", profile_iterations, 0, "with 0 copies are sent at once"),
-    ):
-        if not isinstance(value, int) or value < least:
-            raise ConfigError(field, value, f"must be a whole number of at least {least}; {why}")
-    if not idle_s > 0:
-        raise ConfigError(
-            "idle_s",
-            idle_s,
-            "must be above 0, because else copies are lost together with the ranks",
-        )
-
-
-def own_host() -> str:
-    """The address by which other nodes reach this one."""
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            sock.connect((master, 9))
-            host: str = sock.getsockname()[0]
-            return host
-    except OSError:
-        return "127.0.0.1"
-
-
-def runtime_directory() -> Path:
-    """The directory in which each keeper of the user has a directory for its socket.
-
-    It is made if it is missing, for access by the user alone. Launchers have sockets there, too.
-    """
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    path = Path(base) / "planaria" if base else Path(f"/tmp/planaria-{os.getuid()}")
-    with contextlib.suppress(OSError):  # The use of the directory raises a better error.
-        path.mkdir(mode=0o700, exist_ok=True)
-    return path
-
-
-# -- a check, on all ranks, that nodes have the memory for the copies that they are to keep --------
-
-
-def check_room_on_all(
-    nodes: Sequence[str],
-    copies: Sequence[LayerCopy],
-    *,
-    num_copies: int,
-    own_bytes: int,
-    arena_bytes: int,
-) -> None:
-    """Refuses copies if a node lacks the memory for two versions of each shard that it keeps.
-
-    One of the two is whole while the other one is copied.
-
-    Args:
-        nodes: names of all ranks' nodes, by rank.
-        copies: shards with the ranks that keep copies of them.
-        num_copies: number of copies that the user asked for.
-        own_bytes: size of this rank's own shard; 0: this rank copies none.
-        arena_bytes: memory that this rank has for copies already.
-
-    Raises:
-        ConfigError: a node lacks memory; raised on all ranks.
-    """
-    sizes = gather_records(int, own_bytes)
-    kept = Counter[str]()
-    for node, size in zip(nodes, sizes, strict=True):
-        kept[node] += size
-    for copy in copies:
-        for target in copy.targets:
-            kept[nodes[target]] += sizes[copy.source]
-    here, arenas = nodes[dist.get_rank()], gather_records(int, arena_bytes)
-    there = sum(size for size, node in zip(arenas, nodes, strict=True) if node == here)
-    needed, room = 2 * kept[here], available_bytes() + there
-    short = "" if needed <= room else f"{here} has {room} bytes, and they take {needed} there"
-    for reason in filter(None, gather_records(str, short)):
-        raise ConfigError("copies", num_copies, f"{reason}; make fewer copies, or use more nodes")

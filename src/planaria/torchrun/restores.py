@@ -127,26 +127,52 @@ class Restores:
             message = _RestoreMessage(reason=str(error))
         if reason := _first_reason(gather_records(_RestoreMessage, message)):
             return reason
-        return self._load_version(tensors, shards[min(shards)])
+        return self._load_version(tensors, shards)
 
-    def _load_version(self, tensors: Mapping[str, Tensor], any_shard: Shard) -> str:
+    def _load_version(self, tensors: Mapping[str, Tensor], shards: Mapping[int, Shard]) -> str:
         """Loads a version that all ranks have assembled; returns as `restore_version` does.
 
         Args:
-            any_shard: any shard of the version, for the state besides the tensors.
+            shards: all shards of the version, for the state besides the tensors.
         """
-        before, message = b"", _RestoreMessage()
+        any_shard, own = shards[min(shards)], self._own_state(shards)
+        before, own_before, message = b"", b"", _RestoreMessage()
         try:
             before = encoded_state(self._state.non_tensor_state())
+            own_before = self._state.per_rank_state()
             self._state.load_others(any_shard.beside)
+            if own:
+                self._state.load_per_rank(own)
         except (CheckpointError, ConfigError) as error:
             message = _RestoreMessage(reason=str(error))
         if reason := _first_reason(gather_records(_RestoreMessage, message)):
             if before:
                 self._state.load_others(before)
+            if own_before:
+                self._state.load_per_rank(own_before)
             return reason
         self._state.load(tensors, any_shard)  # No rank has refused, so all ranks load.
         return ""
+
+    def _own_state(self, shards: Mapping[int, Shard]) -> bytes:
+        """The saved state of the objects of which every rank has its own; empty: it is left out.
+
+        The state of a rank means nothing where the ranks are not as many as they were.
+        """
+        if not self._state.per_rank:
+            return b""
+        own = {rank: raw for shard in shards.values() for rank, raw in shard.per_rank.items()}
+        if own.keys() == set(range(len(self._labels_by_rank))):
+            return own[self._rank]
+        if not self._rank:
+            logger.warning(
+                "per_rank objects (%s) stay as they are: the version is of %s ranks, and there are"
+                " %s now",
+                ", ".join(self._state.per_rank),
+                len(own),
+                len(self._labels_by_rank),
+            )
+        return b""
 
     def _checked_versions(self, label: Label) -> tuple[dict[int, Version], tuple[str, ...]]:
         """The shards of a version that this rank keeps and has checked, by number.

@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 
 from planaria.errors import ConfigError
 from planaria.torchrun.gathering import gather_records
-from planaria.torchrun.loop_state import check
 from planaria.torchrun.shards import TrainingState
 
 _SHARD: Final = "shard it with its model, by FSDP2"
@@ -136,7 +135,7 @@ def _check_own(state: TrainingState) -> None:
     _check_inner_optimizers(state.optimizer)
     _check_parameters(state)
     _check_state(state)
-    check(state.non_tensor_state())
+    state.check_values()
 
 
 def _check_shapes(state: TrainingState, digests: Sequence[_StructureDigests]) -> None:

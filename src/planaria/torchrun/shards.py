@@ -6,8 +6,8 @@ FSDP2 and tensor parallelism; a plain tensor is whole), and the state that is no
 assembled, slice by slice.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from planaria.checkpoint.memory.wire import State
 from planaria.errors import CheckpointError
-from planaria.torchrun.loop_state import NonTensorState, decoded_state, encoded_state
+from planaria.torchrun.loop_state import NonTensorState, check, decoded_state, encoded_state
 from planaria.torchrun.slices import TensorSlice, assemble_part, is_in, local_part, overlap
 
 HEAD: Final = "shard"  # The name of the bytes that encode the `Shard`, which describes the others.
@@ -43,21 +43,35 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
         tensors: positions of tensors in the whole ones, by name; the names are "parameter/...",
             "buffer/..." and "optimizer/{parameter}/{key}".
         beside: state that is not a tensor, as `loop_state.encoded_state` encodes it.
+        per_rank: state of the objects of which every rank has its own, encoded likewise, by rank;
+            that of this rank, or of all ranks if all hold the same shard.
     """
 
     rank: int
     world_size: int
     tensors: dict[str, TensorSlice]
     beside: bytes
+    per_rank: dict[int, bytes] = {}
+
+
+def bytes_now(tensors: Mapping[str, Tensor]) -> State:
+    """The bytes of tensors; views of those that are contiguous and on the host."""
+    return {name: _bytes(tensor) for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """A model, its optimizer and the other objects that are saved, as this rank has them."""
+    """A model, its optimizer and the other objects that are saved, as this rank has them.
+
+    Attributes:
+        others: objects whose states are the same on all ranks, by name.
+        per_rank: objects of which every rank has its own, by name.
+    """
 
     model: nn.Module
     optimizer: Optimizer
     others: Mapping[str, Stateful]
+    per_rank: Mapping[str, Stateful] = field(default_factory=dict)
 
     @property
     def is_replicated(self) -> bool:
@@ -84,30 +98,61 @@ class TrainingState:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def shard(self, rank: int, world_size: int) -> tuple[Shard, State]:
+    def shard(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        per_rank: Mapping[int, bytes] | None = None,
+        read: Callable[[Mapping[str, Tensor]], State] = bytes_now,
+    ) -> tuple[Shard, State]:
         """This rank's shard, and its bytes under the names of the shard's tensors and HEAD.
 
         The bytes of contiguous parameters and optimizer state on the host are views; all other
         bytes are copies.
 
+        Args:
+            per_rank: value of this field of the shard.
+            read: brings tensors to the host as bytes.
+
         Raises:
             ConfigError: a value that is not a tensor cannot be written.
         """
         slices: dict[str, TensorSlice] = {}
-        state: dict[str, np.ndarray] = {}
+        tensors: dict[str, Tensor] = {}
         for name, value in self.tensors():
             local, slices[name] = local_part(value)
             # The next forward changes buffers without waiting for the copy.
-            is_buffer = name.startswith("buffer/")
-            state[name] = _bytes(local.to("cpu", copy=True) if is_buffer else local)
+            tensors[name] = local.clone() if name.startswith("buffer/") else local
         shard = Shard(
             rank=rank,
             world_size=world_size,
             tensors=slices,
             beside=encoded_state(self.non_tensor_state()),
+            per_rank=dict(per_rank or {}),
         )
-        state[HEAD] = np.frombuffer(msgspec.json.encode(shard), dtype=np.uint8)
-        return shard, state
+        tensors[HEAD] = torch.frombuffer(bytearray(msgspec.json.encode(shard)), dtype=torch.uint8)
+        return shard, read(tensors)
+
+    def per_rank_state(self) -> bytes:
+        """The encoded state of the objects of which every rank has its own; empty: it has none.
+
+        Raises:
+            ConfigError: a value cannot be written.
+        """
+        return encoded_state(self._own_objects()) if self.per_rank else b""
+
+    def check_values(self) -> None:
+        """Refuses state besides tensors that a restore could not read back.
+
+        Raises:
+            ConfigError: a value cannot be written or read back; the error names it.
+        """
+        check(self.non_tensor_state())
+        check(self._own_objects())
+
+    def _own_objects(self) -> NonTensorState:
+        return NonTensorState(per_rank={n: own.state_dict() for n, own in self.per_rank.items()})
 
     def slices(self) -> dict[str, TensorSlice]:
         """The positions of this rank's tensors in the whole ones, by name, as they are now."""
@@ -238,13 +283,18 @@ class TrainingState:
         Raises:
             CheckpointError: an object refused its state, and may have loaded half of it.
         """
-        states = decoded_state(raw).others
-        for name, other in self.others.items():
-            try:
-                other.load_state_dict(states[name])
-            except Exception as error:  # Each type raises its own errors.
-                what = f"others.{name} does not accept the state that was saved of it"
-                raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
+        _load_objects("others", self.others, decoded_state(raw).others)
+
+    def load_per_rank(self, raw: bytes) -> None:
+        """Loads the states of the objects of which every rank has its own.
+
+        Args:
+            raw: result of `per_rank_state` on the rank of this number.
+
+        Raises:
+            CheckpointError: an object refused its state, and may have loaded half of it.
+        """
+        _load_objects("per_rank", self.per_rank, decoded_state(raw).per_rank)
 
     def load(self, tensors: Mapping[str, Tensor], any_shard: Shard) -> None:
         """Loads a version into the model and the optimizer.
@@ -329,6 +379,19 @@ class TrainingState:
                 place = msgspec.structs.replace(of_parameter, dtype=saved_slice.dtype)
             places[name] = place
         return places
+
+
+def _load_objects(
+    kind: str, objects: Mapping[str, Stateful], states: Mapping[str, Mapping[str, Any]]
+) -> None:
+    for name, other in objects.items():
+        if name not in states:
+            raise CheckpointError(f"nothing was saved of {kind}.{name}")
+        try:
+            other.load_state_dict(dict(states[name]))
+        except Exception as error:  # Each type raises its own errors.
+            what = f"{kind}.{name} does not accept the state that was saved of it"
+            raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def _owner(name: str) -> str:

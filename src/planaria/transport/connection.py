@@ -73,6 +73,8 @@ class Channel(IntEnum):
     EVALUATE = 18
     EVALUATE_TAKEN = 19
     EVALUATED = 20
+    SAVED = 21
+    ALIVE = 22
 
 
 _CHANNELS = frozenset(int(channel) for channel in Channel)

@@ -270,6 +270,27 @@ class Links:
         """
         return self._inbox.first(wanted, self.epoch) is not None
 
+    @property
+    def lost_peers(self) -> dict[int, str]:
+        """The peers whose links have broken in this epoch, with the reasons."""
+        with self._changed:
+            return dict(self._lost)
+
+    def wait_for(self, condition: Callable[[], bool]) -> bool:
+        """Blocks until a condition on messages and links is true.
+
+        Returns:
+            False: the epoch is over, or the links are closed.
+        """
+        with self._changed:
+            epoch = self.epoch
+
+            def is_over() -> bool:
+                return bool(self._failure) or epoch < max(self._first_epoch, self.epoch)
+
+            self._changed.wait_for(lambda: condition() or is_over())
+            return not is_over()
+
     def offer_memory(self, peer: int, tag: Tag, memory: npt.NDArray[np.uint8]) -> None:
         """Has a message of this epoch arrive in the given memory.
 

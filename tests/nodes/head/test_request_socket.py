@@ -13,7 +13,7 @@ from planaria.errors import ConfigError
 from planaria.nodes.head import request_socket
 from planaria.nodes.head.request_socket import ask, serve_requests
 from planaria.nodes.head.requests import Request, RequestReply, TellEvents
-from planaria.torchrun.memory_checkpointer import runtime_directory
+from planaria.torchrun.arguments import runtime_directory
 
 SOMEBODY = 12345
 

@@ -146,9 +146,14 @@ class Tier:
     """Versions of one job's state. All methods raise a CheckpointError if the storage refuses.
 
     Only one job at a time may read or write a tier.
+
+    Attributes:
+        is_by_epoch: whether the newest version is that of the newest epoch, and not that of the
+            most iterations.
     """
 
     storage: Storage
+    is_by_epoch: bool = False
 
     def where(self, iteration: int, epoch: int) -> str:
         """The place of a version, as people name it."""
@@ -208,7 +213,7 @@ class Tier:
             )
 
     def versions(self) -> tuple[SavedVersion, ...]:
-        """All versions that have at least one file, newest first by (iteration, epoch)."""
+        """All versions that have at least one file, newest first."""
         return tuple(self.each_version())
 
     def each_version(self) -> Iterator[SavedVersion]:
@@ -222,7 +227,8 @@ class Tier:
         for name, entry in self.storage.entries("").items():
             if match := _VERSION_NAME.fullmatch(name.partition("/")[0]):
                 contents.setdefault((int(match[1]), int(match[2])), {})[name] = entry
-        for numbers in sorted(contents, reverse=True):
+        step = -1 if self.is_by_epoch else 1
+        for numbers in sorted(contents, key=lambda each: each[::step], reverse=True):
             yield (*numbers, contents[numbers])
 
     def manifest(self, version: str) -> Manifest:

@@ -77,6 +77,7 @@ class Arena:
         self._spare: dict[int, list[tuple[int, int]]] = {}
         self._reserved: set[int] = set()  # Offsets of extents that were reserved.
         self._layers_in_reservation: set[int] = set()
+        self._held: set[Label] = set()
         states = np.frombuffer(self._table, dtype=np.uint64)[:: _ENTRY_BYTES // _STATE.size]
         for index in np.flatnonzero(states == _WHOLE).tolist():
             self._entries[index] = self._read_entry(index)
@@ -241,14 +242,24 @@ class Arena:
         with self._changed:
             self._drop_all(version.layer, version.label)
 
+    def hold(self, label: Label) -> None:
+        """Keeps the versions of this label, whatever `keep_only` drops, until `release`."""
+        with self._changed:
+            self._held.add(label)
+
+    def release(self, label: Label) -> None:
+        """Ends `hold`; the next `keep_only` may drop the versions."""
+        with self._changed:
+            self._held.discard(label)
+
     def keep_only(self, labels: Collection[Label], *, layers: Collection[int]) -> None:
-        """Drops all versions except those of these labels.
+        """Drops all versions except those of these labels, and those that are held.
 
         Free memory goes back to the kernel, except that of `layers`: their next versions use it.
         """
         with self._changed:
             for index, entry in list(self._entries.items()):
-                if entry.label not in labels:
+                if entry.label not in labels and entry.label not in self._held:
                     self._drop(index)
             self._punch_spare(but=layers)
 

@@ -1,0 +1,132 @@
+"""The arguments of a MemoryCheckpointer: their bounds, defaults, and the memory that they take."""
+
+import contextlib
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch.distributed as dist
+
+from planaria.checkpoint.memory.room import available_bytes
+from planaria.core.copies import LayerCopy
+from planaria.errors import ConfigError
+from planaria.placement.placement import Strategy
+from planaria.torchrun.gathering import gather_records
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options that hold for each group of ranks; MemoryCheckpointer explains them."""
+
+    copies: int
+    placement: Strategy
+    domain: str
+    buffer_bytes: int
+    profile_iterations: int
+    persist_every: int
+
+
+# Pieces have a quarter of it, 16 KiB: that gives some 30 MB/s over a link within one machine.
+# Pieces of 4 KiB give a tenth of that.
+BUFFER_BYTES_MIN: Final = 64 << 10
+
+
+def check_least(
+    *,
+    copies: int,
+    buffer_bytes: int,
+    profile_iterations: int,
+    idle_s: float,
+    persist_every: int = 1,
+    keep: int = 1,
+) -> None:
+    """Refuses numbers that are too small, or not whole numbers where only those make sense.
+
+    Raises:
+        ConfigError: a number is refused; the error names the first such.
+    """
+    for field, value, least, why in (
+        ("copies", copies, 1, "the node's own copy counts"),
+        ("buffer_bytes", buffer_bytes, BUFFER_BYTES_MIN, "smaller buffers make copies slow"),
+        ("profile_iterations", profile_iterations, 0, "with 0 copies are sent at once"),
+        ("persist_every", persist_every, 1, "it counts iterations"),
+        ("keep", keep, 0, "with 0 all saves are kept"),
+    ):
+        if not isinstance(value, int) or value < least:
+            raise ConfigError(field, value, f"must be a whole number of at least {least}; {why}")
+    if not idle_s > 0:
+        raise ConfigError(
+            "idle_s",
+            idle_s,
+            "must be above 0, because else copies are lost together with the ranks",
+        )
+
+
+def own_host() -> str:
+    """The address by which other nodes reach this one."""
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            sock.connect((master, 9))
+            host: str = sock.getsockname()[0]
+            return host
+    except OSError:
+        return "127.0.0.1"
+
+
+def runtime_directory() -> Path:
+    """The directory in which each keeper of the user has a directory for its socket.
+
+    It is made if it is missing, for access by the user alone. Launchers have sockets there, too.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    path = Path(base) / "planaria" if base else Path(f"/tmp/planaria-{os.getuid()}")
+    with contextlib.suppress(OSError):  # The use of the directory raises a better error.
+        path.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+# -- a check, on all ranks, that nodes have the memory for the copies that they are to keep --------
+
+
+def check_room_on_all(
+    nodes: Sequence[str],
+    copies: Sequence[LayerCopy],
+    *,
+    num_copies: int,
+    own_bytes: int,
+    arena_bytes: int,
+    is_persisted: bool = False,
+) -> None:
+    """Refuses copies if a node lacks the memory for two versions of each shard that it keeps.
+
+    One of the two is whole while the other one is copied. A version of the node's own shards that
+    is being written to disk takes memory once more.
+
+    Args:
+        nodes: names of all ranks' nodes, by rank.
+        copies: shards with the ranks that keep copies of them.
+        num_copies: number of copies that the user asked for.
+        own_bytes: size of this rank's own shard; 0: this rank copies none.
+        arena_bytes: memory that this rank has for copies already.
+
+    Raises:
+        ConfigError: a node lacks memory; raised on all ranks.
+    """
+    sizes = gather_records(int, own_bytes)
+    kept: defaultdict[str, float] = defaultdict(float)
+    for node, size in zip(nodes, sizes, strict=True):
+        kept[node] += size * (1.5 if is_persisted else 1.0)
+    for copy in copies:
+        for target in copy.targets:
+            kept[nodes[target]] += sizes[copy.source]
+    here, arenas = nodes[dist.get_rank()], gather_records(int, arena_bytes)
+    there = sum(size for size, node in zip(arenas, nodes, strict=True) if node == here)
+    needed, room = int(2 * kept[here]), available_bytes() + there
+    short = "" if needed <= room else f"{here} has {room} bytes, and they take {needed} there"
+    for reason in filter(None, gather_records(str, short)):
+        raise ConfigError("copies", num_copies, f"{reason}; make fewer copies, or use more nodes")

@@ -1,0 +1,471 @@
+"""The copies of one process group: what a rank keeps, sends, restores and writes while it lasts.
+
+MemoryCheckpointer makes one for the default process group of the moment, and another one if that
+group breaks and is made anew of the ranks that live. All ranks make the same calls in the same
+order.
+"""
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final
+
+import msgspec
+import torch.distributed as dist
+
+from planaria.checkpoint.memory.filling import HostCopy, no_device
+from planaria.checkpoint.memory.stream import Copier, CopyPlan
+from planaria.checkpoint.memory.turns import AtOnce, Buffers, FlowControl
+from planaria.checkpoint.memory.wire import State
+from planaria.core.copies import IdleSpan, Label, LayerCopy
+from planaria.engine.devices import device_at
+from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
+from planaria.placement.layer_copies import shard_copies
+from planaria.placement.placement import Placement
+from planaria.torchrun.arguments import Options, check_room_on_all, own_host
+from planaria.torchrun.collectives import BetweenCollectives, between_collectives
+from planaria.torchrun.gathering import gather_bytes, gather_records, true_on_all
+from planaria.torchrun.group_sockets import LossWatch, connections_between_ranks
+from planaria.torchrun.host_bytes import HostBytes
+from planaria.torchrun.persisting import PersistentTier
+from planaria.torchrun.rank_memory import RankMemory
+from planaria.torchrun.restores import Restores
+from planaria.torchrun.save_checks import check_on_all, check_tensors_on_all, parts_of_state
+from planaria.torchrun.shard_placement import place_nodes, survival, whole_everywhere
+from planaria.torchrun.shards import TrainingState
+from planaria.transport.links import UNLIMITED_S, Address, Links
+
+logger = logging.getLogger(__name__)
+
+_LINK_TIMEOUT_S: Final = 600.0
+_NUM_BUFFERS: Final = 4
+_EPOCH: Final = 0  # The only epoch of the links, which live as long as the group.
+
+
+class RankFacts(msgspec.Struct, frozen=True):
+    """The facts that a rank tells all others when it begins.
+
+    Attributes:
+        node: name of its node, equal for all ranks with the same keeper.
+        address: host and port at which it accepts links.
+        labels: labels of the versions that it keeps, by shard.
+        begin_us: time at which it began, in microseconds since 1970.
+        domain: name of its failure domain; "": none.
+        store_port: port of its store, at which ranks meet after a loss; 0: it has none.
+    """
+
+    node: str
+    address: Address
+    labels: dict[int, tuple[Label, ...]]
+    begin_us: int
+    domain: str
+    store_port: int
+
+
+class GroupCopies:
+    """A rank's part in the copies of the default process group.
+
+    Args:
+        store_port: port of this rank's store, at which ranks meet after a loss; 0: it has none.
+
+    Attributes:
+        rank: number of this rank.
+        ranks: facts about all ranks, by rank.
+        links: links to the other ranks.
+    """
+
+    def __init__(
+        self,
+        memory: RankMemory,
+        state: TrainingState,
+        tier: PersistentTier | None,
+        options: Options,
+        *,
+        store_port: int,
+    ) -> None:
+        self._memory, self._state, self._tier, self._options = memory, state, tier, options
+        self._device = device_at(next(state.model.parameters()).device)
+        self._host_bytes = HostBytes(self._device)
+        self.rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._turns: BetweenCollectives | None = None
+        self._copier: Copier | None = None
+        self._placement = Placement(())
+        self._saved = -1
+        self._num_persisted = 0  # How many times `persist_every` the newest saved version has.
+        # Before this rank makes connections of its own to others.
+        connections = connections_between_ranks() if store_port else frozenset()
+        random_bytes = gather_bytes(secrets.token_bytes(24))[0]
+        # A random number, since unrelated runs may use the same epochs.
+        self._run = int.from_bytes(random_bytes[16:]) >> 2
+        self.links = Links(self.rank, token=random_bytes[:16], host=own_host())
+        self.ranks = gather_records(RankFacts, self._facts(store_port))
+        self._nodes = [rank.node for rank in self.ranks]
+        if not self.rank and (num_nodes := len({*self._nodes})) < options.copies:
+            copies = options.copies
+            logger.warning("only %s of %s copies are made: too few nodes", num_nodes, copies)
+        self._restores = self._restores_of([rank.labels for rank in self.ranks])
+        addresses = {number: rank.address for number, rank in enumerate(self.ranks)}
+        others_than_this = addresses.keys() - {self.rank}
+        self.links.begin(
+            _EPOCH, addresses=addresses, peers=others_than_this, timeout_s=_LINK_TIMEOUT_S
+        )
+        self._watch: LossWatch | None = None
+        if store_port:
+            self._watch = LossWatch(self.links, self._world_size, connections)
+        self._epoch = _epoch_after(self.ranks)  # The epoch in the labels of this run's versions.
+        # The version of earlier runs that is kept until one of this run is complete.
+        self._complete_label = next(iter(self._restores.complete()), None)
+
+    @property
+    def name(self) -> str:
+        """A name that no other group of this or another job has."""
+        return f"{self._epoch}-{self._run}"
+
+    def _facts(self, store_port: int) -> RankFacts:
+        return RankFacts(
+            node=self._memory.node,
+            address=self.links.address,
+            labels=self._memory.versions(),
+            begin_us=time.time_ns() // 1000,
+            domain=self._options.domain,
+            store_port=store_port,
+        )
+
+    # -- restoring --------------------------------------------------------------------------------
+
+    def restore(self) -> int:
+        """Restores the newest version; see `MemoryCheckpointer.restore`."""
+        with self._pause_watching():
+            return self._restore_newest()
+
+    def _restore_newest(self) -> int:
+        if self._copier is not None:
+            self._end_run(self._copier)
+        self._state.reshard()
+        check_tensors_on_all(self._state)
+        in_memory, (on_disk, problem) = self._restores.complete(), self._labels_on_disk()
+        for label in sorted({*in_memory, *on_disk}, key=_begin_of, reverse=True):
+            reason = self._restore_version(label, label in in_memory, label in on_disk)
+            if not reason:
+                self._complete_label, self._saved = label, label.age - 1
+                self._note_persisted(label, on_disk)
+                self._copy_anew(label)
+                return label.age
+            if not self.rank:
+                logger.warning("the copies of iteration %s are not used: %s", label.age, reason)
+        if self._saved >= 0:  # The model has been trained, so 0 would be wrong.
+            raise CheckpointError("no version in memory is complete: the model stays as it is")
+        if (on_disk or problem) and self._tier:
+            why = problem or "the log says why"
+            raise CheckpointError(
+                f"no save in {self._tier.place} can be used: {why}; mend that, or name another "
+                "persist_directory to begin anew"
+            )
+        self._complete_label = None
+        return 0
+
+    def _note_persisted(self, label: Label, on_disk: Sequence[Label]) -> None:
+        """Notes what of the state that was restored is behind memory already."""
+        ages = [saved.age for saved in on_disk if saved.age <= label.age]
+        self._num_persisted = max(ages, default=0) // self._options.persist_every
+        if self._tier is not None and label in on_disk:
+            self._tier.note_saved(label)
+
+    def _labels_on_disk(self) -> tuple[tuple[Label, ...], str]:
+        """The labels of the complete versions behind memory, newest first, and why there may be
+        others; empty: there are none."""
+        labels: tuple[Label, ...] = ()
+        problem = ""
+        if self._tier is not None and not self.rank:
+            try:
+                labels = self._tier.labels()
+            except CheckpointError as error:
+                problem = str(error)
+        return gather_records(tuple[tuple[Label, ...], str], (labels, problem))[0]
+
+    def _restore_version(self, label: Label, is_in_memory: bool, is_on_disk: bool) -> str:
+        """Restores a version from memory, or else from the tier behind it; returns why it failed,
+        empty if it did not."""
+        reason = self._restores.restore_version(label) if is_in_memory else "no memory has it"
+        if reason and is_on_disk and self._tier:
+            readers = {self._nodes.index(node) for node in self._nodes}
+            shards = range(self.rank, label.since, self._world_size)
+            if label.since == 1:  # All ranks need all of it, so each node reads it.
+                shards = range(1 if self.rank in readers else 0)
+            reasons = gather_records(str, self._tier.bring(self._memory.arena, label, shards))
+            reason = next(filter(None, reasons), "") or self._restores.restore_version(label)
+        return reason
+
+    def _copy_anew(self, label: Label) -> None:
+        """Begins to copy the restored version if fewer nodes keep it than should."""
+        keeping: dict[int, set[str]] = {shard: set() for shard in range(label.since)}
+        versions = gather_records(dict[int, tuple[Label, ...]], self._memory.versions())
+        for node, labels_by_shard in zip(self._nodes, versions, strict=True):
+            for shard, labels in labels_by_shard.items():
+                if label in labels:
+                    keeping[shard].add(node)
+        num_nodes = len({*self._nodes})
+        wanted = num_nodes if label.since == 1 else min(self._options.copies, num_nodes)
+        if min(map(len, keeping.values())) < wanted:
+            self._begin(label.age)
+            self._saved = label.age - 1
+            self.wait_copied()
+
+    def _end_run(self, copier: Copier) -> None:
+        """Ends the run of versions in progress, since later states are not a continuation of it.
+
+        After a restore the state of an iteration may differ from the same iteration's before.
+        """
+        self.wait_ended()
+        self._complete_if_ended(copier)
+        copier.close()
+        self._copier = None
+        self._epoch += 1
+        labels = gather_records(dict[int, tuple[Label, ...]], self._memory.versions())
+        self._restores = self._restores_of(labels)
+
+    def _restores_of(self, labels: Sequence[Mapping[int, tuple[Label, ...]]]) -> Restores:
+        """This rank's part in restores, given the labels that each rank keeps, by shard."""
+        arenas = (self._memory.arena, *self._memory.older)
+        return Restores(self.links, self._state, arenas, dict(enumerate(labels)))
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def save(self, iteration: int) -> bool:
+        """Begins a version; see `MemoryCheckpointer.save`."""
+        if iteration <= self._saved:
+            raise ConfigError(
+                "iteration",
+                iteration,
+                f"must be above {self._saved}, the iteration that was saved before",
+            )
+        with self._pause_watching():
+            begins = self._begin(iteration)
+        if self._turns is not None:
+            self._turns.on_iteration_begin(begins=begins)
+        return begins
+
+    def _pause_watching(self) -> AbstractContextManager[None]:
+        """A context in which this thread's collectives do not count as the loop's."""
+        return self._turns.pause_watching() if self._turns else nullcontext()
+
+    def _begin(self, iteration: int) -> bool:
+        self._state.reshard()
+        copier = self._copier or self._make_copier()
+        if not self._complete_if_ended(copier):
+            return False
+        if not self._are_checked:
+            self._check(copier.own)
+        own_objects = self._gather_own_objects()
+        copier.begin(iteration, self._states(own_objects) if copier.own else {})
+        self._saved = iteration
+        return True
+
+    def _complete_if_ended(self, copier: Copier) -> bool:
+        """Marks the newest version as complete if it has ended on all ranks and failed on none.
+
+        Returns:
+            Whether another version may begin: the newest one has ended on all ranks, and all ranks'
+            memory is owned by keepers.
+        """
+        try:
+            is_free = not copier.has_begun or copier.has_ended
+            is_whole = copier.has_begun and not copier.has_failed
+        except (AbortedError, PeerLostError) as error:
+            logger.warning("rank %s makes no copies any more: %s", self.rank, error)
+            is_free, is_whole = False, False
+        is_checked = parts_of_state(self._state.optimizer) == self._checked
+        is_quiet = self._tier is not None and not self._tier.is_writing
+        are_free, are_whole, are_owned, self._are_checked, are_quiet = true_on_all(
+            is_free, is_whole, self._memory.is_owned(self.rank), is_checked, is_quiet
+        )
+        if are_free and are_whole:
+            copier.complete()
+            age = copier.complete_label.age if copier.complete_label else 0
+            if are_quiet and age // self._options.persist_every > self._num_persisted:
+                self._persist(copier)
+            self._memory.drop_older()
+        return are_free and are_owned
+
+    def _persist(self, copier: Copier) -> None:
+        """Begins to write the newest complete version to the tier behind memory."""
+        label = copier.complete_label
+        assert self._tier is not None
+        assert label is not None
+        self._num_persisted = label.age // self._options.persist_every
+        writers = range(1 if self._state.is_replicated else self._world_size)
+        self._tier.write(self.links, self._memory.arena, label, shard=self._shard, writers=writers)
+
+    def persist(self) -> bool:
+        """Writes the newest version now; see `MemoryCheckpointer.persist`."""
+        if self._tier is None:
+            raise ConfigError("persist_directory", "", "name a directory or the URL of a store")
+        with self._pause_watching():
+            copier = self._copier
+            if copier is None or not copier.has_begun:  # At most a version was restored.
+                label = self._complete_label
+                return label is not None and true_on_all(self._tier.has_saved(label))[0]
+            self.wait_ended()
+            self._tier.wait()
+            self._complete_if_ended(copier)
+            if (label := copier.complete_label) is None:
+                return False
+            is_known = self._tier.is_writing or self._tier.has_saved(label)
+            if not true_on_all(is_known)[0]:
+                self._persist(copier)
+            self._tier.wait()
+            return true_on_all(self._tier.has_saved(label))[0]
+
+    def _gather_own_objects(self) -> dict[int, bytes]:
+        """The states of per_rank objects that this rank's shard has, by rank."""
+        if not self._state.per_rank:
+            return {}
+        mine = self._state.per_rank_state()
+        if self._state.is_replicated:  # The one shard has those of all.
+            return dict(enumerate(gather_bytes(mine)))
+        return {self.rank: mine}
+
+    def _states(self, own_objects: Mapping[int, bytes]) -> dict[int, State]:
+        """This rank's shard as it is now, by its number."""
+        _, state = self._state.shard(
+            self._shard, self._num_shards, per_rank=own_objects, read=self._host_bytes.read
+        )
+        return {self._shard: state}
+
+    def _make_copier(self) -> Copier:
+        """Makes the copier of this run, at the run's first save."""
+        is_replicated = self._state.is_replicated
+        self._num_shards = 1 if is_replicated else self._world_size
+        self._shard = 0 if is_replicated else self.rank
+        first = self._nodes.index(self._nodes[self.rank])
+        own = () if is_replicated and first != self.rank else (self._shard,)
+        self._placement = self._place_copies()
+        self._shard_copies: tuple[LayerCopy, ...] = ()
+        if not is_replicated:
+            self._shard_copies = shard_copies(self._nodes, self._placement)
+        self._check(own)
+        self._turns = self._turns or between_collectives(
+            self.links,
+            self._nodes,
+            self._shard_copies,
+            iterations=self._options.profile_iterations,
+            device=self._device,
+            device_type=self._state.device_type,
+        )
+        self._copier = Copier(
+            self.links,
+            self._memory.arena,
+            CopyPlan(
+                own=own,
+                copies=self._shard_copies,
+                since=self._num_shards,
+                epoch=self._epoch,
+                run=self._run,
+                complete_label=self._complete_label,
+            ),
+            host_copy=HostCopy(self._memory.filler, _no_virtual_bytes, no_device),
+            flow=FlowControl(
+                Buffers(self._options.buffer_bytes, _NUM_BUFFERS),
+                self._turns or AtOnce(),
+                UNLIMITED_S,
+            ),
+            on_failure=self._on_failure,
+        )
+        return self._copier
+
+    def _check(self, own: Sequence[int]) -> None:
+        """Checks that a restore can bring back all of the state, and that memory suffices."""
+        check_on_all(self._state)
+        own_objects = self._gather_own_objects()
+        state = self._states(own_objects)[self._shard] if own else {}
+        check_room_on_all(
+            self._nodes,
+            self._shard_copies,
+            num_copies=self._options.copies,
+            own_bytes=sum(array.nbytes for array in state.values()),
+            arena_bytes=self._memory.arena.num_bytes,
+            is_persisted=self._tier is not None,
+        )
+        self._checked = parts_of_state(self._state.optimizer)
+
+    def _place_copies(self) -> Placement:
+        """The nodes that keep copies of each node's state, in the order of their first ranks."""
+        options = self._options
+        if self._state.is_replicated:
+            return whole_everywhere(self._nodes)
+        domains = [rank.domain for rank in self.ranks]
+        if options.placement != "optimised":
+            return place_nodes(
+                self._nodes, options.copies, strategy=options.placement, domains=domains
+            )
+        # A search that takes seconds; its result must be the same on all machines.
+        own = Placement(())
+        if not self.rank:
+            own = place_nodes(self._nodes, options.copies, strategy="optimised", domains=domains)
+        return Placement(gather_records(tuple[tuple[int, ...], ...], own.holders)[0])
+
+    @property
+    def survival(self) -> tuple[float, ...]:
+        """See `MemoryCheckpointer.survival`."""
+        return survival(self._placement) if self._placement.holders else ()
+
+    @property
+    def idle_spans(self) -> dict[int, tuple[IdleSpan, ...]]:
+        """See `MemoryCheckpointer.idle_spans`."""
+        return self._turns.spans if self._turns else {}
+
+    def _on_failure(self, reason: str) -> None:
+        logger.warning("rank %s: copies are not complete: %s", self.rank, reason)
+
+    def wait_copied(self) -> None:
+        """Blocks until tensors may change; see `MemoryCheckpointer.wait_copied`."""
+        copier = self._copier
+        if copier is not None and copier.own and copier.has_begun:
+            self._host_bytes.order()
+            if self._host_bytes.has_views:
+                self._wait(lambda: copier.wait_copied(copier.own[0]))
+
+    def wait_ended(self) -> None:
+        """Blocks until the newest version has ended for this rank: all its copies have arrived."""
+        if self._copier is not None and self._copier.has_begun:
+            if self._turns is not None:
+                self._turns.rush()
+            self._wait(self._copier.wait_ended)
+
+    def _wait(self, wait: Callable[[], None]) -> None:
+        """Calls `wait`; logs a lost peer instead of raising, so that training goes on."""
+        try:
+            wait()
+        except (AbortedError, PeerLostError) as error:
+            logger.warning("rank %s makes no copies any more: %s", self.rank, error)
+
+    def end(self) -> None:
+        """Ends the threads that copy, without waiting for what they copy; links stay."""
+        if self._watch is not None:
+            self._watch.say_farewell()
+        if self._turns is not None:
+            self._turns.close()
+        self.links.abort("it is over", first_epoch=_EPOCH + 1)
+        if self._copier is not None:
+            self._copier.close()
+            self._copier = None
+
+
+def _begin_of(label: Label) -> tuple[int, int]:
+    return label.epoch, label.age
+
+
+def _epoch_after(ranks: Sequence[RankFacts]) -> int:
+    """An epoch above those of all known versions, whatever the clocks say.
+
+    It is also at least the present time in microseconds, so that it is above the epochs of earlier
+    runs whose memory is not known now, unless clocks have gone back.
+    """
+    known = [n.epoch for rank in ranks for labels in rank.labels.values() for n in labels]
+    return max([1 + max(known, default=-1), *(rank.begin_us for rank in ranks)])
+
+
+def _no_virtual_bytes(_shard: int) -> int:
+    return 0

@@ -1,0 +1,141 @@
+"""Wakes a rank that waits in a collective for a peer that is gone.
+
+Gloo tells only the neighbours of a lost rank; the others wait for the whole timeout of the group,
+and its operations cannot be aborted. But they raise an error at once when their sockets are shut.
+These are the connections between processes of ranks that exist before this rank makes others of its
+own; both ends are compared, so that no connection of the script to anybody else is among them.
+
+The kernel of a machine closes the links of a process that dies. A machine that is gone closes
+nothing, so each rank sends beats to the next one, which tells all others when it hears none.
+"""
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import numpy as np
+import psutil
+import torch.distributed as dist
+
+from planaria.errors import AbortedError, PeerLostError
+from planaria.torchrun.gathering import gather_records
+from planaria.transport.links import Channel, Links, Tag
+
+logger = logging.getLogger(__name__)
+
+_Ends = tuple[str, str]  # The own end and the other one of a connection.
+# What ranks tell each other: that they are done, that they live, and that another one is silent.
+_FAREWELL: Final = Tag(Channel.ALIVE, 0, 0, 0)
+_BEAT: Final = Tag(Channel.ALIVE, 0, 1, 0)
+_SILENCE: Final = Tag(Channel.ALIVE, 0, 2, 0)
+_NOTHING: Final = np.zeros(1, dtype=np.uint8)
+_BEAT_S: Final = 0.5
+SILENCE_S: Final = 5.0  # A rank of which nobody has heard for so long is lost.
+
+
+def connections_between_ranks() -> frozenset[_Ends]:
+    """The connections of this process to other ranks, as of now; all ranks must call it.
+
+    Empty where the kernel does not tell, or addresses are translated between machines.
+    """
+    mine = {_ends_of(each.laddr, each.raddr) for each in _connections()}
+    theirs = {
+        (remote, local)
+        for rank, connections in enumerate(gather_records(list[_Ends], sorted(mine)))
+        if rank != dist.get_rank()
+        for local, remote in connections
+    }
+    return frozenset(mine & theirs)
+
+
+class LossWatch:
+    """Shuts the connections of collectives as soon as a peer is lost, until links are closed.
+
+    Args:
+        num_ranks: number of ranks, which are linked with each other.
+        connections: result of `connections_between_ranks`.
+    """
+
+    def __init__(self, links: Links, num_ranks: int, connections: Collection[_Ends]) -> None:
+        self._links = links
+        self._peers = [rank for rank in range(num_ranks) if rank != links.rank]
+        self._connections = frozenset(connections)
+        self._is_done = threading.Event()
+        for work in (self._watch, self._beat, self._listen) if self._peers else ():
+            threading.Thread(target=work, name="watch peers", daemon=True).start()
+
+    def say_farewell(self) -> None:
+        """Tells all peers that this rank ends its part because it is done with it."""
+        self._is_done.set()
+        self._send(_FAREWELL)
+
+    def _send(self, tag: Tag) -> None:
+        for peer in self._peers:
+            with suppress(AbortedError, PeerLostError):
+                self._links.send(peer, tag, _NOTHING)
+
+    def _missing_ranks(self) -> set[int]:
+        """The ranks whose links have broken though they were not done."""
+        lost = self._links.lost_peers
+        return {peer for peer in lost if not self._links.has_any({peer: _FAREWELL})}
+
+    def _watch(self) -> None:
+        """Waits until a peer is lost, or another one says so."""
+        told = dict.fromkeys(self._peers, _SILENCE)
+        if self._links.wait_for(lambda: bool(self._missing_ranks()) or self._links.has_any(told)):
+            if missing := self._missing_ranks():
+                logger.warning("rank %s lost ranks %s", self._links.rank, sorted(missing))
+            shut(self._connections)
+
+    def _beat(self) -> None:
+        """Tells the next rank that this one lives."""
+        following = self._peers[self._links.rank % len(self._peers)]
+        while not self._is_done.wait(_BEAT_S):
+            try:
+                self._links.check_epoch()
+                self._links.send(following, _BEAT, _NOTHING)
+            except (AbortedError, PeerLostError):
+                return
+
+    def _listen(self) -> None:
+        """Listens to the rank before, and tells all others if it is silent."""
+        before = self._peers[self._links.rank - 1]
+        try:
+            while True:
+                self._links.receive(before, _BEAT, timeout_s=SILENCE_S)
+        except AbortedError:
+            return
+        except PeerLostError:
+            is_watched = bool(self._links.lost_peers)  # `_watch` knows better.
+        if not is_watched and not self._links.has_any({before: _FAREWELL}):
+            logger.warning("rank %s hears nothing from rank %s", self._links.rank, before)
+            self._send(_SILENCE)
+            shut(self._connections)
+
+
+def shut(connections: Collection[_Ends]) -> None:
+    """Shuts connections of this process, so that whoever waits for them gets an error."""
+    for connection in _connections():
+        if _ends_of(connection.laddr, connection.raddr) not in connections:
+            continue
+        with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as sock:
+            # Another thread may have closed it meanwhile, and got the same number for another one.
+            if _ends_of(sock.getsockname(), sock.getpeername()) in connections:
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+def _connections() -> list[Any]:
+    """This process's connections over TCP; none where the system does not tell."""
+    try:
+        return [each for each in psutil.Process().net_connections(kind="tcp") if each.raddr]
+    except (psutil.Error, OSError):
+        return []
+
+
+def _ends_of(local: Sequence[Any], remote: Sequence[Any]) -> _Ends:
+    own, other = (f"{end[0].removeprefix('::ffff:')} {end[1]}" for end in (local, remote))
+    return own, other

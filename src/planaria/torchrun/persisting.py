@@ -1,0 +1,237 @@
+"""The tier behind memory, for scripts with their own training loop: a directory or object store.
+
+Some complete versions in memory are written there, one safetensors file for each shard, and a
+manifest last (checkpoint/disk/tiers.py). Each rank writes its own shard from its memory of copies,
+in a thread; a version that is being written stays in memory until then, so the version takes memory
+once more. Rank 0 hears from all others how that went, and publishes the version. Training waits for
+none of this: a version that is due while an older one is still being written is left out.
+
+The newest version is that of the run that began last, as in memory.
+"""
+
+import logging
+import threading
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from planaria.checkpoint.disk.storage import absolute, storage_of
+from planaria.checkpoint.disk.tiers import BFLOAT16, SET_ASIDE, UNPUBLISHED, Manifest, Tier
+from planaria.checkpoint.disk.time_limits import TimeLimitedStorage
+from planaria.checkpoint.memory.arena import Arena
+from planaria.checkpoint.memory.filling import HostCopy, fill_alone, no_device
+from planaria.checkpoint.memory.stream import OwnCopies
+from planaria.checkpoint.memory.wire import State, state_of
+from planaria.core.copies import Label
+from planaria.core.messages import LayerFile
+from planaria.errors import AbortedError, CheckpointError, PeerLostError
+from planaria.torchrun.shards import HEAD, Shard
+from planaria.transport.links import UNLIMITED_S, Channel, Links, Tag
+
+logger = logging.getLogger(__name__)
+
+_KIND: Final = "MemoryCheckpointer"
+_PIECE_BYTES: Final = 16 << 20  # Of a version that is brought back to memory.
+_READ_TIMEOUT_S: Final = 60.0  # Of a request to the disk or store; a read of much gets more.
+# The types of tensors that safetensors files have; others are written as bytes.
+_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
+    "bfloat16": BFLOAT16,
+    **{
+        name: np.dtype(name)
+        for name in (
+            *("float64", "float32", "float16", "complex64", "bool"),
+            *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+        )
+    },
+}
+
+
+class _WrittenShard(msgspec.Struct, frozen=True):
+    """A rank's message to rank 0 about its shard.
+
+    Attributes:
+        file: its file; None: it is not written.
+        reason: why not, in words.
+    """
+
+    file: LayerFile | None = None
+    reason: str = ""
+
+
+class PersistentTier:
+    """One rank's part in the saves of versions on a disk or in an object store.
+
+    Args:
+        place: directory or URL, the same on all ranks.
+        keep: number of complete saves to keep; 0: all of them.
+
+    Raises:
+        ConfigError: the URL names no store that can be used.
+    """
+
+    def __init__(self, place: str, *, keep: int) -> None:
+        self.place = absolute(place)
+        self._keep = keep
+        storage = storage_of(self.place)
+        self._tier = Tier(storage, is_by_epoch=True)
+        self._read_tier = Tier(TimeLimitedStorage(storage, timeout_s=_READ_TIMEOUT_S), True)
+        self._thread: threading.Thread | None = None
+        self._saved: Label | None = None  # The newest label whose save has ended well, here.
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a version is still being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def write(
+        self, links: Links, arena: Arena, label: Label, *, shard: int, writers: Collection[int]
+    ) -> None:
+        """Begins to write a complete version, on all `writers` and on rank 0.
+
+        Args:
+            shard: number of this rank's shard.
+            writers: ranks that write one shard each.
+        """
+        arena.hold(label)
+        arguments = links, arena, label, shard, frozenset(writers)
+        self._thread = threading.Thread(
+            target=self._write, args=arguments, name="persist", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Blocks until no version is being written, or until the time is over."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def has_saved(self, label: Label) -> bool:
+        """Whether this rank's part in the save of a version has ended well."""
+        return self._saved == label
+
+    def note_saved(self, label: Label) -> None:
+        """Notes that a version is complete there, which another run has saved."""
+        self._saved = label
+
+    def _write(
+        self, links: Links, arena: Arena, label: Label, shard: int, writers: frozenset[int]
+    ) -> None:
+        written = _WrittenShard()
+        try:
+            if links.rank in writers:
+                written = self._write_shard(arena, label, shard)
+            tag = Tag(Channel.SAVED, label.age, 0, 0)
+            reason = written.reason
+            if not links.rank:
+                reason = self._publish(links, label, tag, writers, written)
+            elif links.rank in writers:
+                links.send(0, tag, np.frombuffer(msgspec.json.encode(written), dtype=np.uint8))
+            if not reason:
+                self._saved = label
+            else:
+                logger.warning("iteration %s is not saved: %s", label.age, reason)
+        except (AbortedError, PeerLostError) as error:
+            logger.warning("iteration %s is not saved: %s", label.age, error)
+        finally:
+            arena.release(label)
+
+    def _write_shard(self, arena: Arena, label: Label, shard: int) -> _WrittenShard:
+        try:
+            tensors = _typed_tensors(state_of(arena.read(shard, label)))
+            return _WrittenShard(self._tier.write_layer(label.age, label.epoch, shard, tensors))
+        except CheckpointError as error:
+            return _WrittenShard(reason=str(error))
+
+    def _publish(
+        self, links: Links, label: Label, tag: Tag, writers: frozenset[int], own: _WrittenShard
+    ) -> str:
+        """Publishes a version once all shards are written; returns why not, empty if it did."""
+        written = [own] if links.rank in writers else []
+        for rank in sorted(writers - {links.rank}):
+            raw = links.receive(rank, tag, timeout_s=UNLIMITED_S)
+            written.append(msgspec.json.decode(raw.tobytes(), type=_WrittenShard))
+        if reason := next((each.reason for each in written if each.reason), ""):
+            return reason
+        manifest = Manifest(
+            iteration=label.age,
+            epoch=label.epoch,
+            job={"kind": _KIND, "shards": label.since, "run": label.run},
+            layers=tuple(each.file for each in written if each.file is not None),
+        )
+        try:
+            self._tier.publish(manifest)
+            self._tier.prune(self._keep)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    def claim(self, name: str, owner: str) -> bool:
+        """Whether `owner` is the first that claims a name at this place."""
+        try:
+            return self._tier.storage.create(f".claims/{name}", owner.encode())
+        except CheckpointError as error:
+            logger.warning("%s cannot be claimed in %s: %s", name, self.place, error)
+            return False
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def labels(self) -> tuple[Label, ...]:
+        """The labels of the complete versions, newest first.
+
+        Raises:
+            CheckpointError: the storage does not answer, or refuses, or all of its versions are
+                damaged.
+        """
+        labels, damaged = [], ""
+        for version in self._read_tier.each_version():
+            if version.manifest is None and version.reason not in (UNPUBLISHED, SET_ASIDE):
+                damaged = f"{self._tier.where(version.iteration, version.epoch)}: {version.reason}"
+                logger.warning("a save is not used, %s", damaged)
+            elif version.manifest and version.manifest.job.get("kind") == _KIND:
+                labels.append(_label_of(version.manifest))
+        if damaged and not labels:
+            raise CheckpointError(damaged)
+        return tuple(labels)
+
+    def bring(self, arena: Arena, label: Label, shards: Collection[int]) -> str:
+        """Brings shards of a version to memory; returns why that failed, empty if it did not."""
+        copies = OwnCopies(arena, HostCopy(fill_alone, _no_virtual_bytes, no_device))
+        try:
+            manifest = self._read_tier.manifest(f"{label.age}-{label.epoch}")
+            for shard in sorted(shards):
+                tensors = self._read_tier.read_layer(manifest, shard)
+                state = {name: _bytes(array) for name, array in tensors.items()}
+                version = copies.copy_layer(shard, label, state, _PIECE_BYTES)
+                copies.finish_and_compare(version, None)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+
+def _label_of(manifest: Manifest) -> Label:
+    job = manifest.job
+    return Label(int(job["shards"]), manifest.epoch, manifest.iteration, int(job["run"]))
+
+
+def _typed_tensors(state: State) -> dict[str, np.ndarray]:
+    """A shard's tensors in their own types and shapes, as views where their bytes are aligned."""
+    head: Shard = msgspec.json.decode(state[HEAD].tobytes(), type=Shard)
+    tensors: dict[str, np.ndarray] = {}
+    for name, array in state.items():
+        place = head.tensors.get(name)
+        dtype = _DTYPES.get(place.dtype) if place else None
+        raw = array.reshape(-1)
+        tensors[name] = raw.view(dtype).reshape(place.shape) if place and dtype else raw
+    return tensors
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1).view(np.uint8)
+
+
+def _no_virtual_bytes(shard: int) -> int:
+    del shard
+    return 0

@@ -1,0 +1,87 @@
+"""The memory in which a rank of a user's own loop keeps copies, for as long as its process lives.
+
+The keeper of the node owns it (keeper.py), so it outlives the process. It stays the same when the
+ranks that live make a new process group.
+"""
+
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from planaria.checkpoint.memory.arena import Arena
+from planaria.checkpoint.memory.filling import Filler
+from planaria.core.copies import Label
+from planaria.errors import CheckpointError
+from planaria.torchrun.keeper import KeeperSlot, attach
+
+logger = logging.getLogger(__name__)
+
+_PLACE: Final = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # Defaults without torchrun.
+
+
+class RankMemory:
+    """A rank's place in the memory of its node.
+
+    Args:
+        place: directory of the keeper's socket.
+        idle_s: seconds that the keeper keeps copies when no rank is left.
+
+    Attributes:
+        node: name of the node, equal for all ranks with the same keeper.
+        arena: copies that this rank keeps.
+        older: copies that ranks that are no more have left here, to read; dropped once a version of
+            this run is complete.
+        filler: copies bytes to the arena.
+
+    Raises:
+        CheckpointError: the keeper does not start, or the rank's slot or the directory is taken.
+    """
+
+    def __init__(self, place: Path, *, idle_s: float) -> None:
+        slot, num_slots = (int(os.environ.get(n, d)) for n, d in _PLACE.items())
+        self._slot: KeeperSlot = attach(place, slot, num_slots=num_slots, idle_s=idle_s)
+        self._can_be_kept = True
+        self.node = f"{socket.gethostname()}:{place}#{self._slot.keeper_id}"
+        self.arena = Arena(self._slot.fd)
+        self.older = [Arena(fd) for fd in self._slot.further_fds]
+        self.filler = Filler(torch.get_num_threads())
+
+    def versions(self) -> dict[int, tuple[Label, ...]]:
+        """The labels of the versions that are here, by shard."""
+        versions: dict[int, tuple[Label, ...]] = {}
+        for arena in (self.arena, *self.older):
+            for shard, labels in arena.versions().items():
+                versions[shard] = (*versions.get(shard, ()), *labels)
+        return versions
+
+    def drop_older(self) -> None:
+        """Drops what ranks that are no more have left here."""
+        for arena in self.older:
+            arena.keep_only((), layers=())
+        self.older = []
+
+    def is_owned(self, rank: int) -> bool:
+        """Whether a keeper owns the memory; if the keeper is gone, another one is tried.
+
+        Args:
+            rank: number of this rank, for the log.
+        """
+        if self._can_be_kept and self._slot.is_gone:
+            gone = f"rank {rank}: the process that owned copies on this machine is gone"
+            try:
+                self._slot.renew()
+                logger.warning("%s; another process owns them now", gone)
+            except CheckpointError as error:
+                self._can_be_kept = False
+                lost = "copies here end with this rank, and nothing is saved any more"
+                logger.warning("%s, and no other one can be started: %s: %s", gone, lost, error)
+        return self._can_be_kept
+
+    def close(self) -> None:
+        """Ends the keeper, and with it all copies of the node."""
+        self.filler.close()
+        self._slot.end()

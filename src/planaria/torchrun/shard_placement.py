@@ -1,0 +1,93 @@
+"""Chooses the machines that keep copies of each shard, and says how likely all shards survive.
+
+The ranks of a node share its fate, so nodes are placed and not ranks. The copies of a rank's shard
+are kept by the ranks of the same place on the nodes that keep copies of its node's state.
+
+Source: Gemini (SOSP '23), section 4.
+Differs: `optimised` also keeps copies out of the failure domain of their shard, see
+placement/spread.py.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final, get_args
+
+import numpy as np
+
+from planaria.errors import ConfigError
+from planaria.placement.placement import Placement, Strategy, paper_placement
+from planaria.placement.spread import Limits, optimised_placement
+from planaria.placement.survival import DOMAIN_FAILURE, NODE_FAILURE, Failures, survival_by_lost
+
+_LOST_MAX: Final = 8  # Survival is told for up to so many lost nodes.
+
+
+def check_strategy(strategy: str, domain: str) -> None:
+    """Refuses a way of placing copies that does not exist, and a domain that it would not heed.
+
+    Raises:
+        ConfigError: one of the two is refused.
+    """
+    choices = get_args(Strategy)
+    if strategy not in choices:
+        raise ConfigError("placement", strategy, f"the choices are {', '.join(choices)}")
+    if domain and strategy != "optimised":
+        remedy = f'placement {strategy!r} takes no notice of domains; use placement="optimised"'
+        raise ConfigError("domain", domain, remedy)
+
+
+def place_nodes(
+    nodes: Sequence[str], copies: int, *, strategy: Strategy, domains: Sequence[str]
+) -> Placement:
+    """The placement of the nodes' states, in the order in which nodes first occur.
+
+    Args:
+        nodes: name of each rank's node.
+        copies: number of copies of each state; fewer are made if there are fewer nodes.
+        domains: name of each rank's failure domain; "": none.
+
+    Raises:
+        ConfigError: the copies cannot be placed in this way.
+    """
+    num_ranks = Counter(nodes)
+    names = list(num_ranks)
+    copies = min(copies, len(names))
+    if strategy != "optimised":
+        return paper_placement(len(names), copies, strategy)
+    domain_of = dict(zip(nodes, domains, strict=True))
+    members = {
+        domain: frozenset(n for n, name in enumerate(names) if domain_of[name] == domain)
+        for domain in sorted({*domains} - {""})
+    }
+    failures = Failures(
+        (NODE_FAILURE,) * len(names),
+        {nodes: DOMAIN_FAILURE for nodes in members.values() if len(nodes) > 1},
+    )
+    state = tuple(num_ranks.values())
+    limits = Limits(
+        state=state,
+        memory=(copies * max(state),) * len(names),
+        receive=((copies - 1) * max(state),) * len(names),
+    )
+    return optimised_placement(copies, failures=failures, limits=limits)
+
+
+def survival(placement: Placement) -> tuple[float, ...]:
+    """The probabilities that memory has all shards if 0, 1, 2, .. nodes are lost at once.
+
+    Every set of as many nodes is equally likely.
+    """
+    num_nodes = len(placement.holders)
+    estimates = survival_by_lost(
+        num_nodes,
+        placement.holders,
+        most_lost=min(num_nodes, _LOST_MAX),
+        rng=np.random.default_rng(0),
+    )
+    return tuple(estimate.probability for estimate in estimates)
+
+
+def whole_everywhere(nodes: Sequence[str]) -> Placement:
+    """The placement of a state that every node holds whole."""
+    numbers = range(len({*nodes}))
+    return Placement(tuple((node, *(n for n in numbers if n != node)) for node in numbers))

@@ -1,0 +1,241 @@
+"""Makes the default process group anew, of the ranks that live, after others were lost.
+
+Every rank has a store, at which the others find it while it lives. The lowest rank that is found
+leads: it waits until each rank has come to its store or was lost, and says who is a member. The
+new group has its members in the order of their old ranks, and meets at the leader's store. If the
+leader is lost meanwhile, the next rank leads.
+
+Two parts of a cluster that do not reach each other must not both go on. So members must be more
+than half of the ranks, or the processes of all others must be known to have ended: their machines
+refuse connections to them. Otherwise `claim` decides, which a place that both parts write to
+answers once.
+"""
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from planaria.errors import CheckpointError
+from planaria.transport.links import Address
+
+logger = logging.getLogger(__name__)
+
+_TCPStore: Any = dist.__dict__["TCPStore"]  # Torch does not export it to type checkers.
+
+_LOOK_S: Final = 0.02
+_PROBE_S: Final = 1.0  # Interval at which it is asked whether those that have not come live.
+_CONNECT_S: Final = 2.0  # A machine that lives answers sooner.
+_STAYS_S: Final = 0.05
+_STORE_S: Final = 5.0  # Longest wait for a store that has just answered.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The ranks of a group that broke, as one of them knows them.
+
+    Attributes:
+        rank: number of this rank.
+        stores: address of each rank's store, by rank.
+        generation: number of groups that were made of these processes before.
+        lost: ranks whose links have broken by now.
+        claim: whether these members alone may go on; asked if they may not be the only ones.
+    """
+
+    rank: int
+    stores: Mapping[int, Address]
+    generation: int
+    lost: Callable[[], Collection[int]]
+    claim: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """The settings of the default process group, to make another one like it."""
+
+    backend: str
+    timeout: timedelta
+
+
+class MeetingStore:
+    """A rank's store, for as long as its process lives."""
+
+    def __init__(self) -> None:
+        self._store = _TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+    @property
+    def port(self) -> int:
+        """The port at which it listens."""
+        port: int = self._store.port
+        return port
+
+    def meet(self, ranks: Ranks, settings: GroupSettings, *, timeout_s: float) -> tuple[int, ...]:
+        """Makes the default group of the ranks that live; returns their old numbers.
+
+        Args:
+            timeout_s: longest time in which each rank that lives has to come.
+
+        Raises:
+            CheckpointError: others may have formed a group already, or no group could be made.
+        """
+        others = ranks.stores.keys() - {ranks.rank}
+        present = {*_answering(ranks, others - {*ranks.lost()})}
+        for leader in sorted(present | {ranks.rank}):
+            is_own = leader == ranks.rank
+            try:
+                store = self._store if is_own else _store_at(ranks.stores[leader])
+                members = (
+                    self._choose_members(ranks, present, timeout_s)
+                    if is_own
+                    else _ask_members(store, ranks, timeout_s)
+                )
+                _make_group(store, ranks, members, settings)
+            except RuntimeError as error:  # The errors of torch.distributed are such.
+                logger.warning("no group could be made with rank %s: %s", leader, error)
+                continue
+            return members
+        raise CheckpointError("no group could be made of the ranks that are left; start them anew")
+
+    def _choose_members(
+        self, ranks: Ranks, present: Collection[int], timeout_s: float
+    ) -> tuple[int, ...]:
+        """The ranks that have come, once all others are lost or late; tells them.
+
+        Args:
+            present: ranks whose stores can be reached.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        awaited, alive = ranks.stores.keys() - {ranks.rank}, {*present}
+        probe_s = time.monotonic() + _PROBE_S
+        while awaited & alive - {*ranks.lost()} and time.monotonic() < deadline_s:
+            time.sleep(_LOOK_S)
+            awaited = {peer for peer in awaited if not self._store.check([_key(ranks, peer)])}
+            if time.monotonic() > probe_s:  # A store answers whatever its rank is busy with.
+                alive &= {*_answering(ranks, awaited & alive)}
+                probe_s = time.monotonic() + _PROBE_S
+        awaited = {peer for peer in awaited if not self._store.check([_key(ranks, peer)])}
+        members = tuple(sorted(ranks.stores.keys() - awaited))
+        reason = _reason_to_end(ranks, members)
+        self._store.set(_key(ranks, "members"), json.dumps([reason, members]))
+        if reason:
+            raise CheckpointError(reason)
+        return members
+
+
+def group_settings() -> GroupSettings:
+    """The settings of the default process group."""
+    group: Any = dist.group.WORLD
+    device = group._device_types[0] if group._device_types else torch.device("cpu")
+    options = group._get_backend(device).options
+    return GroupSettings(dist.get_backend_config(), getattr(options, "_timeout", timedelta(0)))
+
+
+def leave_group() -> None:
+    """Ends the default process group, whose peers may be lost; its collectives raise errors."""
+    group: Any = dist.group.WORLD
+    if group is not None and "nccl" in dist.get_backend_config():
+        group.abort()  # Or the end would wait for what peers never send.
+    dist.destroy_process_group()
+
+
+def _reason_to_end(ranks: Ranks, members: Collection[int]) -> str:
+    """Why the members must not go on; empty: they may."""
+    others = ranks.stores.keys() - {*members}
+    if 2 * len(members) > len(ranks.stores) or all(map(_is_over, map(ranks.stores.get, others))):
+        return ""
+    if ranks.claim():
+        return ""
+    return (
+        f"ranks {sorted(members)} are no more than half of {len(ranks.stores)}, and the others may "
+        "go on without them; start the script again (with persist_directory the half that comes "
+        "first would go on)"
+    )
+
+
+def _make_group(
+    store: Store, ranks: Ranks, members: tuple[int, ...], settings: GroupSettings
+) -> None:
+    if ranks.rank not in members:
+        raise CheckpointError(f"rank {ranks.rank} came too late, and others go on without it")
+    place = members.index(ranks.rank)
+    try:
+        dist.init_process_group(
+            settings.backend,
+            store=PrefixStore(f"group {ranks.generation}", store),
+            rank=place,
+            world_size=len(members),
+            timeout=settings.timeout or None,
+        )
+        dist.barrier()  # Some backends connect when they are used first.
+    except RuntimeError:
+        if dist.is_initialized():
+            leave_group()
+        raise
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(place), str(len(members))
+
+
+def _ask_members(store: Store, ranks: Ranks, timeout_s: float) -> tuple[int, ...]:
+    store.set(_key(ranks, ranks.rank), "here")
+    # The leader may have come much later than this rank, and waits as long for others.
+    store.wait([_key(ranks, "members")], timedelta(seconds=2 * timeout_s))
+    reason, members = json.loads(store.get(_key(ranks, "members")))
+    if reason:
+        raise CheckpointError(reason)
+    return tuple(members)
+
+
+def _answering(ranks: Ranks, peers: Collection[int]) -> list[int]:
+    """Those of some ranks whose stores can be reached, ascending."""
+    peers = sorted(peers)
+    with ThreadPoolExecutor(max(1, len(peers))) as pool:
+        answers = list(pool.map(_answers, [ranks.stores[peer] for peer in peers]))
+    return [peer for peer, is_there in zip(peers, answers, strict=True) if is_there]
+
+
+def _key(ranks: Ranks, name: int | str) -> str:
+    return f"{ranks.generation}/{name}"
+
+
+def _store_at(address: Address) -> Store:
+    host, port = address
+    store: Store = _TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_STORE_S))
+    return store
+
+
+def _answers(address: Address) -> bool:
+    """Whether a rank's store can be reached; a process that is being killed accepts for a moment,
+    but does not stay."""
+    try:
+        sock = socket.create_connection(address, timeout=_CONNECT_S)
+    except OSError:
+        return False
+    with sock:
+        sock.settimeout(_STAYS_S)
+        try:
+            return bool(sock.recv(1))
+        except TimeoutError:  # A store says nothing unasked.
+            return True
+        except OSError:
+            return False
+
+
+def _is_over(address: Address | None) -> bool:
+    """Whether the machine of a rank says that its process has ended."""
+    assert address is not None
+    try:
+        with socket.create_connection(address, timeout=_CONNECT_S):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False

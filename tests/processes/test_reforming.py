@@ -1,0 +1,172 @@
+"""Ranks of a user's own loop that go on in their processes after others were killed."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Optimizer
+
+from helpers.forked_ranks import order, tell, told_by_ranks
+from helpers.keepers import keepers
+from helpers.machines import free_port
+from planaria.nodes.forkserver import ForkServer
+from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
+
+pytestmark = pytest.mark.faults
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp2_in_process.py"
+NUM_RANKS = 4
+TIMEOUT_S = 110.0
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """Where keepers of the test have their sockets; they end with it."""
+    yield tmp_path
+    for process in keepers(tmp_path):
+        process.kill()
+
+
+def run(place: Path, *words: str, num_ranks: int = NUM_RANKS) -> tuple[str, list[int]]:
+    """What ranks print, each on a node of its own, and their exit statuses."""
+    port = str(free_port("127.0.0.1"))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(EXAMPLE), "--directory", str(place / f"node{rank}"), *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ
+            | {"RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+        )
+        for rank in range(num_ranks)
+    ]
+    told = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
+    return "\n".join(told), [process.returncode for process in processes]
+
+
+def assert_each_went_on(told: str, *numbers: int) -> None:
+    """Each group began with what the one before had after that iteration."""
+    begins = re.findall(r"^from (\d+) (\w+)", told, re.MULTILINE)
+    after = dict(re.findall(r"^iteration (\d+) (\w+)", told, re.MULTILINE))
+    assert [int(number) for number, _ in begins] == [0, *numbers], told
+    for number, value in begins[1:]:
+        assert after[number] == value
+
+
+def sharded() -> tuple[nn.Linear, Optimizer]:
+    """A model that the ranks of the moment share."""
+    model = nn.Linear(6, 6, bias=False)
+    fully_shard(model)
+    return model, SGD(model.parameters(), lr=0.1)
+
+
+def weight_of(model: nn.Linear) -> list[list[float]]:
+    """The whole weight, on all ranks."""
+    assert isinstance(model.weight, DTensor)
+    rows: list[list[float]] = model.weight.full_tensor().tolist()
+    return rows
+
+
+def lose_the_first(payload: bytes, answer_fd: int) -> None:
+    """Rank 0 kills itself after a save; the others wait for it in a collective."""
+    called = order(payload)
+    number, directory = called["number"], called["directory"]
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/store",
+        rank=number,
+        world_size=3,
+        timeout=timedelta(seconds=600),
+    )
+    torch.manual_seed(1)
+    checkpointer = MemoryCheckpointer(
+        *sharded(), can_reform=True, directory=f"{directory}/node{number}"
+    )
+    model = checkpointer._group._state.model
+    assert isinstance(model, nn.Linear)
+    expected = weight_of(model)
+    checkpointer.save(1)
+    checkpointer.wait_ended()
+    dist.barrier()
+    if number == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    reason = ""
+    try:
+        dist.all_reduce(torch.zeros(1))
+        dist.all_reduce(torch.zeros(1))
+    except RuntimeError as error:
+        reason = str(error)
+    checkpointer.reform()
+    torch.manual_seed(2)
+    model, optimizer = sharded()
+    checkpointer.use(model, optimizer)
+    iteration = checkpointer.restore()
+    answer: list[object] = [bool(reason), dist.get_rank(), iteration, weight_of(model) == expected]
+    checkpointer.wait_ended()  # The copies that are made anew.
+    answer.append(checkpointer.survival)
+    dist.barrier()
+    checkpointer.close()
+    tell(answer_fd, answer)
+
+
+def test_ranks_that_live_make_a_group_without_the_lost_one(server: ForkServer, place: Path) -> None:
+    """They learn of the loss at once, whatever the timeout of their group is; their shards are cut
+    anew, and kept twice again before a step is taken."""
+    told = told_by_ranks(
+        server,
+        "processes.test_reforming:lose_the_first",
+        place,
+        killed=[0],
+        num_ranks=3,
+    )
+
+    assert told == [
+        None,
+        [True, 0, 1, True, [1.0, 1.0, 0.0]],
+        [True, 1, 1, True, [1.0, 1.0, 0.0]],
+    ]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("more", [(), ("--ddp",)])
+def test_ranks_go_on_in_place_after_each_of_two_losses(more: tuple[str, ...], place: Path) -> None:
+    """Among the lost ones is the first rank, which led the group. Copies were made anew between the
+    two, so the shards of the second one have survived, too."""
+    told, statuses = run(place, "--iterations", "9", "--dies", "3@3,0@6", *more)
+
+    assert statuses == [-9, 0, 0, -9], told
+    assert_each_went_on(told, 3, 6)
+    assert len(re.findall(r"^recovered", told, re.MULTILINE)) == 2
+    assert re.search(r"^survival 1.0000 1.0000 0.0000$", told, re.MULTILINE)
+
+
+@pytest.mark.long
+def test_what_all_ranks_lose_the_persistent_tier_has(place: Path) -> None:
+    """Another number of ranks starts from it."""
+    saves = ("--saves", str(place / "saves"), "--persist-every", "2")
+    _, statuses = run(place, "--iterations", "9", *saves, "--dies", "0@5,1@5,2@5,3@5")
+    assert statuses == [-9] * NUM_RANKS
+    for process in keepers(place):
+        process.kill()
+        process.wait()
+
+    told, statuses = run(place, "--iterations", "7", *saves, num_ranks=2)
+
+    assert statuses == [0, 0], told
+    begins = re.findall(r"^from (\d+)", told, re.MULTILINE)
+    assert begins in (["2"], ["4"]), told
+    assert re.search(r"^saved True$", told, re.MULTILINE)

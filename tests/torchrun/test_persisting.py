@@ -1,0 +1,209 @@
+"""Versions that outlive all memory: written behind it, and read where no memory has any."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from helpers.linked_ranks import wait_until
+from planaria.checkpoint.disk.storage import Content, Directory
+from planaria.errors import CheckpointError, ConfigError
+from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
+
+Make = Callable[..., MemoryCheckpointer]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Makes that of a single rank, as on a machine that has nothing in memory."""
+    made: list[MemoryCheckpointer] = []
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+
+    def one(**options: Any) -> MemoryCheckpointer:
+        model = nn.Linear(4, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        where = {"persist_directory": str(tmp_path / "saves"), "persist_every": 2}
+        place = str(tmp_path / f"place{len(made)}")
+        made.append(MemoryCheckpointer(model, optimizer, directory=place, **{**where, **options}))
+        return made[-1]
+
+    yield one
+    for each in made:
+        each.close()
+    dist.destroy_process_group()
+
+
+def train(saver: MemoryCheckpointer, *iterations: int) -> None:
+    """Each sets all weights to its number; its version is complete then."""
+    for iteration in iterations:
+        weight(saver).data.fill_(float(iteration))
+        assert saver.save(iteration)
+        saver.wait_ended()
+
+
+def weight(saver: MemoryCheckpointer) -> nn.Parameter:
+    return next(saver._group._state.model.parameters())
+
+
+def saves(tmp_path: Path) -> list[int]:
+    """The iterations of complete saves, ascending."""
+    manifests = (tmp_path / "saves").glob("*-*/manifest.json")
+    return sorted(int(path.parent.name.partition("-")[0]) for path in manifests)
+
+
+def test_every_second_version_is_written_and_outlives_memory(make: Make, tmp_path: Path) -> None:
+    """And `persist` writes the newest one at once."""
+    saver = make()
+    train(saver, 1, 2, 3)
+    wait_until(lambda: saves(tmp_path) == [2])
+    assert saver.persist()
+    assert saves(tmp_path) == [2, 3]
+    saver.close()  # With it all that memory had.
+
+    other = make()
+
+    assert other.restore() == 3
+    assert weight(other).tolist() == [[3.0] * 4]
+    assert other.persist()  # It is there already.
+    assert saves(tmp_path) == [2, 3]
+
+
+def test_files_hold_tensors_that_others_can_read(make: Make, tmp_path: Path) -> None:
+    saver = make()
+    train(saver, 1)
+    assert saver.persist()
+
+    (path,) = (tmp_path / "saves").glob("1-*/*.safetensors")
+    tensors = safetensors.numpy.load_file(path)
+
+    assert np.array_equal(tensors["parameter/weight"], np.full((1, 4), 1.0, np.float32))
+
+
+def test_the_newest_run_s_versions_are_kept_and_read_first(make: Make, tmp_path: Path) -> None:
+    """Another run had come further before it was given up."""
+    first = make(keep=2)
+    train(first, 8)
+    assert first.persist()
+    first.close()
+    second = make(keep=2)
+    train(second, 2, 3)  # It has not restored anything.
+    assert second.persist()
+    train(second, 4)
+    assert second.persist()
+    second.close()
+
+    assert saves(tmp_path) == [3, 4]
+    assert make().restore() == 4
+
+
+def test_a_version_that_memory_has_is_not_read_from_disk(make: Make, tmp_path: Path) -> None:
+    saver = make()
+    train(saver, 1)
+    assert saver.persist()
+    train(saver, 2)
+    for path in (tmp_path / "saves").glob("*-*/*.safetensors"):
+        path.write_bytes(b"damaged")
+    weight(saver).data.zero_()
+
+    assert saver.restore() == 2
+    assert weight(saver).tolist() == [[2.0] * 4]
+
+
+def test_a_damaged_version_gives_way_to_the_one_before(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = make()
+    for iteration in (1, 2):
+        train(saver, iteration)
+        assert saver.persist()
+    saver.close()
+    (path,) = (tmp_path / "saves").glob("2-*/*.safetensors")
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+    with caplog.at_level(logging.WARNING):
+        assert make().restore() == 1
+    assert "does not hold what was written to it" in caplog.text
+
+
+def test_saves_of_which_none_can_be_used_are_not_taken_for_a_new_beginning(
+    make: Make, tmp_path: Path
+) -> None:
+    """It would train from the start, and write over what somebody could still mend."""
+    saver = make()
+    train(saver, 1)
+    assert saver.persist()
+    saver.close()
+    (path,) = (tmp_path / "saves").glob("1-*/*.safetensors")
+    path.write_bytes(b"damaged")
+
+    with pytest.raises(CheckpointError, match="name another persist_directory"):
+        make().restore()
+
+
+def test_a_place_that_cannot_be_listed_is_not_taken_for_an_empty_one(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_directory: Directory) -> list[str]:
+        raise CheckpointError("no answer")
+
+    monkeypatch.setattr(Directory, "versions", fail)
+
+    with pytest.raises(CheckpointError, match="can be used: no answer; mend that"):
+        make().restore()
+
+
+def test_training_waits_for_no_disk(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is being written stays as it is in memory, however many versions come after it."""
+    may_write = threading.Event()
+    write = Directory.write
+
+    def wait_and_write(
+        directory: Directory, name: str, content: Content, *, may_write_it: Callable[[], bool]
+    ) -> None:
+        may_write.wait(60.0)
+        write(directory, name, content, may_write=may_write_it)
+
+    monkeypatch.setattr(
+        Directory,
+        "write",
+        lambda storage, name, content, may_write: wait_and_write(
+            storage, name, content, may_write_it=may_write
+        ),
+    )
+    saver = make()
+    train(saver, *range(1, 10))
+    assert saves(tmp_path) == []
+    may_write.set()
+
+    assert saver.persist()
+    assert saves(tmp_path) == [2, 9]
+    (path,) = (tmp_path / "saves").glob("2-*/*.safetensors")
+    assert set(safetensors.numpy.load_file(path)["parameter/weight"].flat) == {2.0}
+
+
+def test_a_save_that_fails_is_told_and_training_goes_on(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "saves").write_text("no directory")
+    saver = make()
+
+    with caplog.at_level(logging.WARNING):
+        train(saver, 1, 2, 3)
+        assert not saver.persist()
+    assert "iteration 2 is not saved" in caplog.text
+    train(saver, 4)
+
+
+def test_nothing_is_persisted_without_a_place(make: Make) -> None:
+    with pytest.raises(ConfigError, match="name a directory or the URL of a store"):
+        make(persist_directory="").persist()

@@ -1,0 +1,87 @@
+"""Who leads, who is awaited, and who may go on after a loss."""
+
+import socket
+import time
+from collections.abc import Collection
+
+import pytest
+
+from planaria.torchrun import survivors
+from planaria.torchrun.survivors import MeetingStore, Ranks, _answers, _reason_to_end
+from planaria.transport.links import Address
+
+SILENT: Address = ("192.0.2.1", 9)  # Of a machine that is gone: nothing comes back from it.
+
+
+@pytest.fixture(autouse=True)
+def _silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = socket.create_connection
+
+    def time_out(address: Address, timeout: float) -> socket.socket:
+        if address == SILENT:
+            raise TimeoutError
+        return connect(address, timeout=timeout)
+
+    monkeypatch.setattr(socket, "create_connection", time_out)
+    monkeypatch.setattr(survivors, "_PROBE_S", 0.1)
+
+
+def refusing() -> Address:
+    """Of a process that has ended, on a machine that lives."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        address: Address = sock.getsockname()
+        return address
+
+
+def ranks(stores: dict[int, Address], *, lost: Collection[int] = (), claims: bool = False) -> Ranks:
+    """As rank 0 knows them."""
+    return Ranks(rank=0, stores=stores, generation=1, lost=lambda: lost, claim=lambda: claims)
+
+
+def test_a_store_answers_while_its_process_lives_whatever_that_does() -> None:
+    store = MeetingStore()
+
+    assert _answers(("127.0.0.1", store.port))
+    assert not _answers(refusing())
+
+
+def test_a_machine_that_is_gone_does_not_answer() -> None:
+    """A connection that is not made in time is no store that says nothing."""
+    assert not _answers(SILENT)
+
+
+def test_the_leader_waits_for_none_whose_machine_is_gone() -> None:
+    """Links do not say so for a long time."""
+    store = MeetingStore()
+    own = ("127.0.0.1", store.port)
+    begin_s = time.monotonic()
+
+    members = store._choose_members(ranks({0: own, 1: SILENT}, claims=True), [1], 600.0)
+
+    assert members == (0,)
+    assert time.monotonic() - begin_s < 60.0
+
+
+@pytest.mark.parametrize(
+    ("others", "members", "claims", "may_go_on"),
+    [
+        ([SILENT], [0, 1, 2], False, True),  # More than half.
+        ([SILENT, SILENT], [0, 1], False, False),  # They may be the other half, and go on.
+        ([SILENT, SILENT], [0, 1], True, True),  # One half alone has claimed it.
+        (["over", "over", "over"], [0], False, True),  # Their machines say that they have ended.
+        (["over", SILENT], [0, 1], False, False),
+    ],
+)
+def test_two_halves_do_not_both_go_on(
+    others: list[Address | str],
+    members: list[int],
+    claims: bool,
+    may_go_on: bool,
+) -> None:
+    stores: dict[int, Address] = dict.fromkeys(members, ("127.0.0.1", 9))
+    for number, other in enumerate(others, start=len(members)):
+        stores[number] = refusing() if isinstance(other, str) else other
+
+    reason = _reason_to_end(ranks(stores, claims=claims), members)
+
+    assert (reason == "") is may_go_on, reason
