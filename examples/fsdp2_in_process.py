@@ -51,6 +51,10 @@ def main() -> None:
     lost_s = 0.0
     while True:
         try:
+            if lost_s:
+                checkpointer.reform()
+                model, optimizer = build(is_ddp=options.ddp)
+                checkpointer.use(model, optimizer)
             first = checkpointer.restore()
             note(f"from {first} {digest(model)}")
             for iteration in range(first, options.iterations):
@@ -65,9 +69,6 @@ def main() -> None:
             break
         except RuntimeError:  # A rank is gone, and a collective with it.
             lost_s = time.monotonic()
-            checkpointer.reform()
-            model, optimizer = build(is_ddp=options.ddp)
-            checkpointer.use(model, optimizer)
     note(f"survival {' '.join(f'{p:.4f}' for p in checkpointer.survival)}")
     if options.saves:
         note(f"saved {checkpointer.persist()}")

@@ -19,7 +19,9 @@ from torch.optim import SGD, Optimizer
 
 from helpers.forked_ranks import order, tell, told_by_ranks
 from helpers.keepers import keepers
+from helpers.linked_ranks import wait_until
 from helpers.machines import free_port
+from planaria.errors import CheckpointError
 from planaria.nodes.forkserver import ForkServer
 from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
 
@@ -80,8 +82,8 @@ def weight_of(model: nn.Linear) -> list[list[float]]:
     return rows
 
 
-def lose_the_first(payload: bytes, answer_fd: int) -> None:
-    """Rank 0 kills itself after a save; the others wait for it in a collective."""
+def start(payload: bytes, num_ranks: int, *, copies: int = 3) -> tuple[int, MemoryCheckpointer]:
+    """A rank with a node of its own, whose model is sharded."""
     called = order(payload)
     number, directory = called["number"], called["directory"]
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -89,13 +91,17 @@ def lose_the_first(payload: bytes, answer_fd: int) -> None:
         "gloo",
         init_method=f"file://{directory}/store",
         rank=number,
-        world_size=3,
+        world_size=num_ranks,
         timeout=timedelta(seconds=600),
     )
+    place = f"{directory}/node{number}"
+    return number, MemoryCheckpointer(*sharded(), copies=copies, can_reform=True, directory=place)
+
+
+def lose_the_first(payload: bytes, answer_fd: int) -> None:
+    """Rank 0 kills itself after a save; the others wait for it in a collective."""
     torch.manual_seed(1)
-    checkpointer = MemoryCheckpointer(
-        *sharded(), can_reform=True, directory=f"{directory}/node{number}"
-    )
+    number, checkpointer = start(payload, 3, copies=2)
     model = checkpointer._group._state.model
     assert isinstance(model, nn.Linear)
     expected = weight_of(model)
@@ -116,7 +122,9 @@ def lose_the_first(payload: bytes, answer_fd: int) -> None:
     checkpointer.use(model, optimizer)
     iteration = checkpointer.restore()
     answer: list[object] = [bool(reason), dist.get_rank(), iteration, weight_of(model) == expected]
-    checkpointer.wait_ended()  # The copies that are made anew.
+    copier = checkpointer._group._copier
+    assert copier is not None
+    wait_until(lambda: copier.has_ended)  # Copies are made anew without anybody's asking.
     answer.append(checkpointer.survival)
     dist.barrier()
     checkpointer.close()
@@ -128,7 +136,7 @@ def test_ranks_that_live_make_a_group_without_the_lost_one(server: ForkServer, p
     anew, and kept twice again before a step is taken."""
     told = told_by_ranks(
         server,
-        "processes.test_reforming:lose_the_first",
+        f"{__name__}:lose_the_first",
         place,
         killed=[0],
         num_ranks=3,
@@ -139,6 +147,55 @@ def test_ranks_that_live_make_a_group_without_the_lost_one(server: ForkServer, p
         [True, 0, 1, True, [1.0, 1.0, 0.0]],
         [True, 1, 1, True, [1.0, 1.0, 0.0]],
     ]
+
+
+def lose_two(payload: bytes, answer_fd: int) -> None:
+    """Rank 0 kills itself after a save, and rank 1 while the others begin anew."""
+    number, checkpointer = start(payload, 3)
+    checkpointer.save(1)
+    checkpointer.wait_ended()
+    dist.barrier()
+    if number == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    iteration = -1
+    while iteration < 0:
+        try:
+            checkpointer.reform()
+            model, optimizer = sharded()
+            if number == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            checkpointer.use(model, optimizer)
+            iteration = checkpointer.restore()
+        except RuntimeError:
+            continue
+    checkpointer.close()
+    tell(answer_fd, [dist.get_world_size(), iteration])
+
+
+def test_a_loss_while_ranks_begin_anew_is_one_more_loss(server: ForkServer, place: Path) -> None:
+    """Before the second one is linked to the last."""
+    told = told_by_ranks(server, f"{__name__}:lose_two", place, killed=[0, 1], num_ranks=3)
+
+    assert told == [None, None, [1, 1]]
+
+
+def lose_none(payload: bytes, answer_fd: int) -> None:
+    """All ranks raise an error of their own."""
+    _, checkpointer = start(payload, 2)
+    reason = ""
+    try:
+        checkpointer.reform()
+    except CheckpointError as error:
+        reason = str(error)
+    dist.barrier()
+    tell(answer_fd, reason)
+
+
+def test_an_error_that_is_no_loss_is_not_taken_for_one(server: ForkServer, place: Path) -> None:
+    """A loop would meet it again and again."""
+    told = told_by_ranks(server, f"{__name__}:lose_none", place)
+
+    assert told == ["no rank was lost, so the error had another reason"] * 2
 
 
 @pytest.mark.long

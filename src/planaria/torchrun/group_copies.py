@@ -108,15 +108,31 @@ class GroupCopies:
         self._restores = self._restores_of([rank.labels for rank in self.ranks])
         addresses = {number: rank.address for number, rank in enumerate(self.ranks)}
         others_than_this = addresses.keys() - {self.rank}
-        self.links.begin(
-            _EPOCH, addresses=addresses, peers=others_than_this, timeout_s=_LINK_TIMEOUT_S
-        )
+        try:
+            self.links.begin(
+                _EPOCH, addresses=addresses, peers=others_than_this, timeout_s=_LINK_TIMEOUT_S
+            )
+        except PeerLostError as error:  # Scripts look for the errors of torch.
+            self.links.close()
+            raise dist.DistNetworkError(str(error)) from error
         self._watch: LossWatch | None = None
         if store_port:
             self._watch = LossWatch(self.links, self._world_size, connections)
         self._epoch = _epoch_after(self.ranks)  # The epoch in the labels of this run's versions.
         # The version of earlier runs that is kept until one of this run is complete.
         self._complete_label = next(iter(self._restores.complete()), None)
+
+    @property
+    def stores(self) -> dict[int, Address]:
+        """The address of each rank's store, by rank; a port is 0 where there is none."""
+        return {
+            number: (rank.address[0], rank.store_port) for number, rank in enumerate(self.ranks)
+        }
+
+    @property
+    def is_alarmed(self) -> bool:
+        """Whether a rank was taken for lost, rightly or not."""
+        return self._watch is not None and self._watch.is_alarmed
 
     @property
     def name(self) -> str:
@@ -210,6 +226,8 @@ class GroupCopies:
         wanted = num_nodes if label.since == 1 else min(self._options.copies, num_nodes)
         if min(map(len, keeping.values())) < wanted:
             self._begin(label.age)
+            if self._turns is not None:
+                self._turns.rush()  # Nothing else uses the network yet.
             self._saved = label.age - 1
             self.wait_copied()
 

@@ -58,6 +58,9 @@ class LossWatch:
     Args:
         num_ranks: number of ranks, which are linked with each other.
         connections: result of `connections_between_ranks`.
+
+    Attributes:
+        is_alarmed: whether a rank was taken for lost.
     """
 
     def __init__(self, links: Links, num_ranks: int, connections: Collection[_Ends]) -> None:
@@ -65,6 +68,7 @@ class LossWatch:
         self._peers = [rank for rank in range(num_ranks) if rank != links.rank]
         self._connections = frozenset(connections)
         self._is_done = threading.Event()
+        self.is_alarmed = False
         for work in (self._watch, self._beat, self._listen) if self._peers else ():
             threading.Thread(target=work, name="watch peers", daemon=True).start()
 
@@ -78,6 +82,10 @@ class LossWatch:
             with suppress(AbortedError, PeerLostError):
                 self._links.send(peer, tag, _NOTHING)
 
+    def _alarm(self) -> None:
+        self.is_alarmed = True
+        shut(self._connections)
+
     def _missing_ranks(self) -> set[int]:
         """The ranks whose links have broken though they were not done."""
         lost = self._links.lost_peers
@@ -89,7 +97,7 @@ class LossWatch:
         if self._links.wait_for(lambda: bool(self._missing_ranks()) or self._links.has_any(told)):
             if missing := self._missing_ranks():
                 logger.warning("rank %s lost ranks %s", self._links.rank, sorted(missing))
-            shut(self._connections)
+            self._alarm()
 
     def _beat(self) -> None:
         """Tells the next rank that this one lives."""
@@ -114,7 +122,7 @@ class LossWatch:
         if not is_watched and not self._links.has_any({before: _FAREWELL}):
             logger.warning("rank %s hears nothing from rank %s", self._links.rank, before)
             self._send(_SILENCE)
-            shut(self._connections)
+            self._alarm()
 
 
 def shut(connections: Collection[_Ends]) -> None:

@@ -25,11 +25,18 @@ With `persist_directory` some versions are also written to a disk or store (pers
 which `restore` takes what no memory has any more. With `can_reform` the ranks that live make a new
 process group after a loss, without a restart (survivors.py):
 
-    except RuntimeError:  # A peer is gone.
-        checkpointer.reform()
-        model, optimizer = build()  # As at the start, on the new group.
-        checkpointer.use(model, optimizer)
-        first = checkpointer.restore()
+    is_broken = False
+    while True:
+        try:
+            if is_broken:
+                checkpointer.reform()
+                model, optimizer = build()  # As at the start, on the new group.
+                checkpointer.use(model, optimizer)
+            for iteration in range(checkpointer.restore(), last):
+                ...
+            break
+        except RuntimeError:  # A peer is gone, perhaps while that was done.
+            is_broken = True
 
 A model that every rank holds whole (DDP) is copied once on each node, and sent to no other.
 
@@ -49,9 +56,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from planaria.core.copies import IdleSpan
-from planaria.errors import ConfigError
+from planaria.errors import CheckpointError, ConfigError
 from planaria.placement.placement import Strategy
 from planaria.torchrun.arguments import Options, check_least, runtime_directory
+from planaria.torchrun.gathering import true_on_all
 from planaria.torchrun.group_copies import GroupCopies
 from planaria.torchrun.persisting import PersistentTier
 from planaria.torchrun.rank_memory import RankMemory
@@ -88,7 +96,7 @@ class MemoryCheckpointer:
             sent between them; the measurement is repeated all the time. 0: no interleaving.
         persist_directory: directory or URL of an object store for versions that outlive all nodes,
             the same place for all ranks; "": none.
-        persist_every: least number of iterations between two of these.
+        persist_every: number of iterations in which one of these is written.
         keep: number of these to keep; 0: all.
         can_reform: whether `reform` may be called: each rank then listens at a port for others.
         name: name of the job, which distinguishes jobs of one user on one machine; ignored if
@@ -146,11 +154,15 @@ class MemoryCheckpointer:
         )
         self._tier = PersistentTier(persist_directory, keep=keep) if persist_directory else None
         self._store = MeetingStore() if can_reform else None
+        self._settings = group_settings()
         place = Path(directory) if directory else runtime_directory() / name
         self._memory = RankMemory(place, idle_s=idle_s)
         self._is_closed = False
         self._generation = 0  # The number of groups before this one.
         self._group = self._begin(TrainingState(model, optimizer, others or {}, per_rank or {}))
+        # What the members of the default group know of each other, by rank.
+        self._stores = self._group.stores
+        self._rank, self._is_used = self._group.rank, True
         # It is called for every optimizer: another one may step parameters of the model, too.
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
@@ -244,8 +256,8 @@ class MemoryCheckpointer:
         """Makes the default process group anew, of the ranks that live, after a peer was lost.
 
         Call it where a collective raised an error; all ranks that live must call it. Then make
-        model and optimizer anew, as at the start, and call `use`. RANK and WORLD_SIZE in the
-        environment are set to the new numbers.
+        model and optimizer anew, as at the start, and call `use`. If another rank is lost by then,
+        call it again. RANK and WORLD_SIZE in the environment are set to the new numbers.
 
         Args:
             timeout_s: longest wait for a rank whose process lives, which may still wait in a
@@ -253,40 +265,42 @@ class MemoryCheckpointer:
 
         Raises:
             ConfigError: `can_reform` is not set.
-            CheckpointError: no group can be made, or no more than half of the ranks are left and
-                the others may not have ended; start the script again.
+            CheckpointError: no rank was lost; or no group can be made, or no more than half of the
+                ranks are left and the others may not have ended; start the script again.
         """
         self._check_open()
         if self._store is None:
             remedy = "set it, so that ranks can meet after a loss"
             raise ConfigError("can_reform", False, remedy)
-        group = self._group
-        settings = group_settings()
-        group.end()
-        leave_group()  # Whoever waits in a collective for this rank gets an error, too.
+        group = self._group if self._is_used else None
+        if group is not None:
+            group.end()
+        leave_group()
         self._generation += 1
-        stores = {
-            number: (rank.address[0], rank.store_port) for number, rank in enumerate(group.ranks)
-        }
         ranks = Ranks(
-            rank=group.rank,
-            stores=stores,
+            rank=self._rank,
+            stores=self._stores,
             generation=self._generation,
-            lost=lambda: group.links.lost_peers.keys(),
-            claim=lambda: self._claim(group),
+            lost=lambda: group.links.lost_peers.keys() if group else (),
+            claim=self._claim,
         )
-        members = self._store.meet(ranks, settings, timeout_s=timeout_s)
-        group.links.close()
+        members = self._store.meet(ranks, self._settings, timeout_s=timeout_s)
+        is_alarmed = group is None or group.is_alarmed
+        if group is not None:
+            group.links.close()
+        lost, place = sorted(self._stores.keys() - {*members}), members.index(self._rank)
+        logger.warning("rank %s is rank %s now, without ranks %s", self._rank, place, lost)
+        self._stores = {number: self._stores[member] for number, member in enumerate(members)}
+        self._rank, self._is_used = place, False
         # What it remembers of layouts refers to the groups of that time.
         propagator: Any = DTensor._op_dispatcher.sharding_propagator
         propagator.propagate_op_sharding.cache_clear()
-        lost, place = sorted(stores.keys() - {*members}), members.index(group.rank)
-        logger.warning("rank %s is rank %s now, without ranks %s", group.rank, place, lost)
+        if true_on_all(not lost and not is_alarmed)[0]:
+            raise CheckpointError("no rank was lost, so the error had another reason")
 
-    def _claim(self, group: GroupCopies) -> bool:
-        if self._tier is None:
-            return False
-        return self._tier.claim(f"{group.name}-{self._generation}", f"rank {group.rank}")
+    def _claim(self) -> bool:
+        name = f"{self._group.name}-{self._generation}"
+        return self._tier is not None and self._tier.claim(name, f"rank {self._rank}")
 
     def use(
         self,
@@ -299,6 +313,7 @@ class MemoryCheckpointer:
         """Begins with a model that was made anew after `reform`; `restore` fills it."""
         self._check_open()
         self._group = self._begin(TrainingState(model, optimizer, others or {}, per_rank or {}))
+        self._is_used = True
 
     def close(self) -> None:
         """Ends copying and the keeper at the end of the job, so all copies in memory are gone.

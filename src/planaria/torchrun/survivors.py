@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -61,10 +60,14 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
-    """The settings of the default process group, to make another one like it."""
+    """The settings of the default process group, to make another one like it.
+
+    Attributes:
+        timeout: timeout of collectives; None: the backend's own.
+    """
 
     backend: str
-    timeout: timedelta
+    timeout: timedelta | None
 
 
 class MeetingStore:
@@ -135,15 +138,18 @@ class MeetingStore:
 def group_settings() -> GroupSettings:
     """The settings of the default process group."""
     group: Any = dist.group.WORLD
-    device = group._device_types[0] if group._device_types else torch.device("cpu")
-    options = group._get_backend(device).options
-    return GroupSettings(dist.get_backend_config(), getattr(options, "_timeout", timedelta(0)))
+    timeout = None
+    for device in group._device_types:
+        timeout = timeout or getattr(group._get_backend(device).options, "_timeout", None)
+    return GroupSettings(dist.get_backend_config(), timeout)
 
 
 def leave_group() -> None:
-    """Ends the default process group, whose peers may be lost; its collectives raise errors."""
+    """Ends the default process group, if there is one; peers of it may be lost."""
     group: Any = dist.group.WORLD
-    if group is not None and "nccl" in dist.get_backend_config():
+    if group is None:
+        return
+    if "nccl" in dist.get_backend_config():
         group.abort()  # Or the end would wait for what peers never send.
     dist.destroy_process_group()
 
@@ -174,12 +180,11 @@ def _make_group(
             store=PrefixStore(f"group {ranks.generation}", store),
             rank=place,
             world_size=len(members),
-            timeout=settings.timeout or None,
+            timeout=settings.timeout,
         )
         dist.barrier()  # Some backends connect when they are used first.
     except RuntimeError:
-        if dist.is_initialized():
-            leave_group()
+        leave_group()
         raise
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(place), str(len(members))
 
