@@ -333,6 +333,8 @@ def test_cross_entropy_is_summed_over_targets_that_count() -> None:
             "model.config.architectures",
             "encoders only",
         ),
+        ({**FAMILIES["mixtral"], "num_experts_per_tok": 5}, "model.config", "fit each other"),
+        ({**FAMILIES["mixtral"], "num_key_value_heads": 3}, "model.config", "fit each other"),
         (
             {"model_type": "doge", **GROUPED, "is_moe": True, "output_router_logits": True},
             "model.config.output_router_logits",

@@ -16,6 +16,7 @@ from planaria.models.layers import (
     TiedUse,
     boundary,
     buffer_values,
+    kept_tensors,
     refuse_changing_buffers,
 )
 
@@ -253,3 +254,30 @@ def test_a_buffer_that_a_forward_changes_is_refused() -> None:
     module(torch.ones(3))
     with pytest.raises(ConfigError, match="GroupNorm"):
         refuse_changing_buffers("0.Counting", before, module)
+
+
+def test_tensors_that_a_forward_keeps_are_found() -> None:
+    """An auxiliary loss in an attribute is lost; a norm of weights computes them anew in a hook."""
+
+    def scale(part: nn.Module, _: object) -> None:
+        part.scaled = part.get_parameter("weight") * 2.0
+
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(3, 2)
+            self.aux = torch.zeros(())
+            self.seen: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.aux = self.gate(x).square().mean()
+            self.seen.append(self.gate(x))
+            return x
+
+    module = nn.Sequential(nn.Linear(3, 3), Router())
+    module[0].register_forward_pre_hook(scale)
+    assert kept_tensors(module) == []
+
+    module(torch.ones(1, 3))
+
+    assert kept_tensors(module) == ["1.aux", "1.seen"]

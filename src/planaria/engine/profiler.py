@@ -46,12 +46,22 @@ from planaria.engine.optimizer import optimizer_factory, optimizer_state
 from planaria.engine.recompute import forward_that_keeps, selective_bytes
 from planaria.engine.stage import HeldLayer, RankStage
 from planaria.errors import PeerLostError
-from planaria.models.layers import SplitModel, buffer_values, refuse_changing_buffers
+from planaria.models.layers import (
+    SplitModel,
+    buffer_values,
+    kept_tensors,
+    refuse_changing_buffers,
+)
 from planaria.models.packing import bring
 from planaria.transport.links import Channel, Links, Tag
 
 logger = logging.getLogger(__name__)
 
+_KEPT_TENSORS: Final = (
+    "model (layer %s): its forward leaves tensors with gradients in attributes (%s); no loss sees "
+    "them there, because a loss gets the last layer's output alone: return what it needs, such as "
+    "the auxiliary loss of a router, beside the hidden states"
+)
 NUM_RUNS = 5
 # Number of layers that take turns, unless one alone exceeds CACHE_BYTES; more change nothing.
 TURNS: Final = 3
@@ -165,6 +175,8 @@ def _measured_layers(
         before = buffer_values(module)
         output = module(_leaf(hidden)).detach()
         refuse_changing_buffers(name, before, module)
+        if kept := kept_tensors(module):
+            logger.warning(_KEPT_TENSORS, name, ", ".join(kept))
         # Layers with the same parameters may differ in what no parameter shows, such as a stride.
         shapes = f"{tuple(hidden.shape)}/{tuple(output.shape)}"
         key = f"{layer == 0}/{is_last}/{_kind(module)}/{shapes}"

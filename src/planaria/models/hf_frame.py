@@ -360,10 +360,16 @@ def _num_outputs(frame: Frame, block: nn.Module, hidden_BLD: Tensor, call: Call)
     try:
         with _shape_only_experts(block):
             output = Call(call.is_named, args, kwargs).output(block, meta_BLD)
-    except (RuntimeError, NotImplementedError) as error:
-        raise refusal(
-            frame.model, f"a block needs values, not only shapes, to run ({error})"
-        ) from error
+    except (RuntimeError, NotImplementedError, ValueError, IndexError) as error:
+        if isinstance(error, NotImplementedError) or "meta" in str(error):
+            why = f"a block needs values, not only shapes, to run ({error})"
+            raise refusal(frame.model, why) from error
+        remedy = (
+            f"a {type(block).__name__} with it cannot run ({error}); give sizes that fit each "
+            "other, such as heads that divide the hidden size, and no more experts per token "
+            "than experts"
+        )
+        raise ConfigError("model.config", frame.model.config.model_type, remedy) from error
     hidden = output[0] if isinstance(output, tuple) and output else output
     if not isinstance(hidden, Tensor) or hidden.shape != hidden_BLD.shape:
         raise refusal(frame.model, "its blocks do not return hidden states")

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves
 
 from planaria.core.plan import LayerProfile
 from planaria.errors import ConfigError
@@ -221,6 +222,21 @@ def layer_seed(seed: int, layer: int) -> int:
     """
     digest = hashlib.blake2b(f"{seed}/{layer}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")
+
+
+def kept_tensors(module: nn.Module) -> list[str]:
+    """The names of attributes in which a forward has left tensors through which gradients flow.
+
+    Parts with hooks before their forward are left out: they compute their weights anew from
+    parameters, as for a norm of weights.
+    """
+    names = []
+    for path, part in module.named_modules():
+        for name, value in vars(part).items() if not part._forward_pre_hooks else ():
+            leaves = tree_leaves(value) if isinstance(value, list | tuple | dict | Tensor) else []
+            if any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in leaves):
+                names.append(f"{path}.{name}".removeprefix("."))
+    return names
 
 
 def tied_groups(names_by_layer: Sequence[dict[str, int]]) -> tuple[TiedGroup, ...]:
