@@ -11,6 +11,8 @@ time. The parts, in the order of their importance:
                 state to memory after each one; goal: at most 1% slower than in the first half. Peak
                 memory, measured and predicted
     compile     both with compiled blocks
+    loop        a loop of one's own in float32, with and without MemoryCheckpointer.save after each
+                iteration: the stall of the copy from the device
 
 The first iteration of each run is left out. Each figure is a median, with the smallest and the
 largest beside it. Logs, job files and reports are kept in --directory; the saves that jobs make at
@@ -47,8 +49,8 @@ from gpu.running import (
     say,
 )
 
-PARTS: Final = ("raw", "speed", "compile")
-LEAST_S: Final = {"raw": 10.0, "speed": 60.0, "compile": 90.0}
+PARTS: Final = ("raw", "speed", "compile", "loop")
+LEAST_S: Final = {"raw": 10.0, "speed": 60.0, "compile": 90.0, "loop": 30.0}
 SPEED_GOAL: Final = 0.95
 SLOWDOWN_GOAL: Final = 0.01
 MEMORY_GOAL: Final = 0.10
@@ -210,6 +212,23 @@ class _Speed:
         say(f"   planaria, compiled: {ours}")
         theirs = self._rate(self._plain("plain-compile", "--compile")["seconds"])
         return [_run_row(run), _ratio_row("planaria over plain loop, compiled", ours, theirs)]
+
+    def loop(self) -> list[Row]:
+        """What saves of MemoryCheckpointer cost a loop of one's own."""
+        sizes = ["--width", "64", "--layers", "2", "--batch", "64"] if self.options.small else []
+        found = self._script("loop", "own_loop.py", ["--device", self.runner.torch_device, *sizes])
+        without, saved, again = (
+            statistics.median(found[turn]) for turn in ("without", "saved", "again")
+        )
+        slowdown, drift = saved / without - 1.0, again / without - 1.0
+        copy_s = found["state_bytes"] / self.to_host / 1e9 if self.to_host else 0.0
+        say(
+            f"   MemoryCheckpointer: {100 * slowdown:+.2f}% ({1e3 * (saved - without):.2f} ms of "
+            f"{1e3 * without:.1f} ms), A/A {100 * drift:+.2f}%; {found['state_bytes'] / 1e9:.2f} "
+            f"GB of state, {copy_s:.2f} s at the rate of pinned copies; {found['begun']} of "
+            f"{found['saves']} saves began a version"
+        )
+        return [{"name": "MemoryCheckpointer", "slowdown": slowdown, "drift": drift, **found}]
 
     def _num_parameters(self) -> int:
         """Number of elements of all parameters, from the log of the plain loop."""
