@@ -1,14 +1,19 @@
 """Batches: which samples a microbatch is made of depends on the seed and the iteration alone."""
 
+import random
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from planaria.core.job import TrainingConfig
 from planaria.core.samples import sample_numbers
-from planaria.data.batches import Batches, HeldOut
+from planaria.data.batches import Batches, HeldOut, unrepeated_text
+from planaria.data.datasets import UserDataset
 
 TRAINING = TrainingConfig(global_batch_size=12, microbatch_size=3, seed=5)
 NUM_SAMPLES = 50
@@ -122,3 +127,44 @@ def test_inputs_have_the_dtype_that_training_computes_in() -> None:
 
     assert batches.inputs(0).dtype == torch.bfloat16
     assert batches.targets(0).dtype == torch.int64
+
+
+class _Augmented:
+    """A sample is its number, NaN, and a coin that decides whether it is negated."""
+
+    def __init__(self, coin: Callable[[], float]) -> None:
+        self._coin = coin
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
+        sign = 1.0 if self._coin() < 0.5 else -1.0
+        return torch.tensor([sign * (1 + index), float("nan")]), {"y": torch.tensor(index)}
+
+
+def _pairs(items: list[Any]) -> tuple[Tensor, Tensor]:
+    return torch.stack([x for x, _ in items]), torch.tensor([y["y"] for _, y in items])
+
+
+@pytest.mark.parametrize("collate", [None, _pairs])
+def test_a_data_set_that_keeps_a_generator_is_told_before_training(
+    collate: Callable[[list[Any]], Any] | None,
+) -> None:
+    """What such a sample is depends on what its process has read before, so on who is lost."""
+    training = TrainingConfig(global_batch_size=32, microbatch_size=16)
+    kept, torch_kept = np.random.default_rng(0), torch.Generator().manual_seed(0)
+    before = torch.get_rng_state()
+
+    def text(coin: Callable[[], float]) -> str:
+        dataset = UserDataset(_Augmented(coin), "mine:data", "supervised", collate)
+        return unrepeated_text(dataset, training)
+
+    part = "the first microbatch" if collate else "sample "
+    for coin in (kept.random, lambda: float(torch.rand(1, generator=torch_kept))):
+        assert text(coin).startswith(f"data.target = 'mine:data': {part}")
+        assert "differs each time that it is read" in text(coin)
+    for coin in (random.random, np.random.random, lambda: float(torch.rand(1)), lambda: 0.0):
+        assert text(coin) == ""
+    assert torch.equal(before, torch.get_rng_state())
+    assert unrepeated_text(_Numbers(), training) == ""

@@ -140,3 +140,22 @@ class _RaisingData:
 def raising_data() -> _RaisingData:
     """Data that cannot be read after a while."""
     return _RaisingData()
+
+
+class _KeptGenerator:
+    """Adds noise from a generator of its own."""
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+
+    def __len__(self) -> int:
+        return 500
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = points()[index]
+        return x + torch.randn(8, generator=self._generator), y
+
+
+def kept_generator() -> _KeptGenerator:
+    """Data whose samples depend on what was read before."""
+    return _KeptGenerator()

@@ -319,6 +319,19 @@ def test_what_the_users_code_raises_is_shown_once_from_its_first_own_frame(
 
 
 @pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize(("data", "count"), [("mistaken", 1), ("user", 0)])
+def test_a_data_set_that_keeps_a_generator_is_warned_of(data: str, count: int) -> None:
+    """Its job trains, but a loss would change its result."""
+    function = {"mistaken": "kept_generator", "user": "points"}[data]
+    job = python_job("helpers.user_models:sequential", f"helpers.{data}_models:{function}")
+
+    result = train(job, "training.iterations=2")
+
+    assert result.exit_code == 0
+    assert result.output.count("differs each time that it is read") == count
+
+
+@pytest.mark.usefixtures("shared")
 def test_a_process_killed_while_it_looks_at_the_job_is_told() -> None:
     """As the kernel does where a model is too large to be built."""
     result = train(python_job("helpers.mistaken_models:killed_at_once"))

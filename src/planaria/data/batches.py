@@ -14,15 +14,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 from planaria.core.job import TrainingConfig
 from planaria.core.samples import data_seed, held_out_seed, mix, sample_numbers
-from planaria.data.datasets import Dataset, UserDataset
+from planaria.data.datasets import Dataset, UserDataset, keep_generators
 from planaria.data.text import IGNORED, TokenDataset
 from planaria.errors import ConfigError
 
 COUNT: Final = -1  # Stands for the number of targets of an iteration, in place of a microbatch.
+_NUM_READ_TWICE: Final = 8  # A flip of a coin is then found in 255 of 256 data sets.
 
 
 class Prefetched(Protocol):
@@ -145,6 +146,50 @@ class HeldOut:
             seed = held_out_seed(seed=self._training.seed)
             self._loaded[index] = microbatch(self._dataset, self._samples(index), seed=seed)
         return self._loaded[index]
+
+
+def unrepeated_text(dataset: Dataset, training: TrainingConfig) -> str:
+    """The warning that a user's sample has other bits when it is read again; "" if it has not.
+
+    A few samples of the first microbatch are read twice, each seeded as in training.
+    """
+    if not isinstance(dataset, UserDataset):
+        return ""
+    numbers = sample_numbers(
+        0,
+        seed=training.seed,
+        num_samples=len(dataset),
+        global_batch_size=training.global_batch_size,
+    )[: training.microbatch_size]
+    parts = [numbers]
+    if dataset.collate is None:
+        parts = [numbers[i : i + 1] for i in range(min(len(numbers), _NUM_READ_TWICE))]
+    seed = data_seed(0, seed=training.seed)
+    with keep_generators():
+        first, again = ([microbatch(dataset, p, seed=seed) for p in parts] for _ in range(2))
+    pairs = zip(parts, first, again, strict=True)
+    differing = [part for part, one, two in pairs if not _have_same_bits(one, two)]
+    if not differing:
+        return ""
+    what = "the first microbatch" if dataset.collate else f"sample {differing[0][0]}"
+    return (
+        f"data.target = {dataset.target!r}: {what} differs each time that it is read, although "
+        "planaria seeds torch, numpy and random before each sample; a generator that the data set "
+        "keeps depends on what was read before, so a loss of a node changes the result"
+    )
+
+
+def _have_same_bits(value: Any, other: Any) -> bool:
+    """Whether two values have the same structure and tensors; a NaN is the same as itself."""
+    (tensors, structure), (others, other_structure) = tree_flatten(value), tree_flatten(other)
+    return structure == other_structure and all(map(_are_same_bits, tensors, others))
+
+
+def _are_same_bits(tensor: Tensor, other: Tensor) -> bool:
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
+        return False
+    one, two = (t.contiguous().view(-1).view(torch.uint8) for t in (tensor, other))
+    return torch.equal(one, two)
 
 
 def _convert(inputs: Any, training: TrainingConfig) -> Any:

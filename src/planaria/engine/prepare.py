@@ -17,6 +17,7 @@ from planaria.core.job import JobConfig, ModelConfig
 from planaria.core.plan import Link, ModelProfile
 from planaria.core.samples import sample_numbers
 from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
+from planaria.data.batches import unrepeated_text
 from planaria.data.datasets import Dataset, load_dataset, vocabulary_size
 from planaria.engine.blame import mistake_of, user_traceback
 from planaria.engine.comm.choice import fallback_text, nccl_obstacle, transport_mistake
@@ -235,7 +236,8 @@ def _prepare(request: PrepareRequest) -> Prepared:
     learning_rate(job.training, 0)
     optimizer_factory(job.training)
     device = device_of(job, rank=0)
-    notes = _transport_notes(request, device)
+    unrepeated = unrepeated_text(dataset, job.training)
+    notes = (*_transport_notes(request, device), *filter(None, (unrepeated,)))
     later = {use for group in model.tied for use in group.uses[1:]}
     shapes = [model.parameter_shapes(layer) for layer in range(model.num_layers)]
     if request.profile is not None and job.model.kind != "paced":
