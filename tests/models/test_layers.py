@@ -1,7 +1,9 @@
 """Layers of the user's own are the user's own model, each built alone."""
 
 import sys
+import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -281,3 +283,39 @@ def test_tensors_that_a_forward_keeps_are_found() -> None:
     module(torch.ones(1, 3))
 
     assert kept_tensors(module) == ["1.aux", "1.seen"]
+
+
+_WEIGHTS = dict(nn.Linear(8, 3).state_dict())  # As from a file, without metadata of torch.
+
+
+def _start(assign: bool) -> nn.Module:
+    layer = nn.Linear(8, 3)
+    layer.load_state_dict(_WEIGHTS, assign=assign)
+    return layer.requires_grad_(False)
+
+
+def _loaded() -> list[Any]:
+    return [partial(nn.Linear, 4, 8), partial(_start, assign=True), partial(_start, assign=False)]
+
+
+def _noisy() -> nn.Module:
+    warnings.warn("mine", UserWarning, stacklevel=1)
+    return nn.Linear(8, 3)
+
+
+def _warning() -> list[Any]:
+    return [partial(nn.Linear, 4, 8), _noisy]
+
+
+def test_a_layers_function_may_load_its_weights_in_silence(own_module: str) -> None:
+    """On the meta device torch would warn of each parameter. Other warnings are shown."""
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        model = _own(f"{own_module}:_loaded")
+        _own(f"{own_module}:_warning")
+
+    assert [str(each.message) for each in shown] == ["mine"]
+    assert [sorted(model.parameter_shapes(layer)) for layer in (1, 2)] == [[], []]
+    for layer in (1, 2):
+        built = dict(model.materialise(layer).named_parameters())
+        assert torch.equal(built[f"{layer}.weight"], _WEIGHTS["weight"])

@@ -11,7 +11,9 @@ tensors (packing.py); the first with the inputs of a microbatch, the loss with t
 """
 
 import copy
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -45,7 +47,7 @@ def split_user_model(target: str, *, seed: int) -> SplitModel:
     function = user_function(target, field="model.target")
     with torch.random.fork_rng(devices=[]):
         items, loss = _call(function, target=target, seed=seed)
-        with torch.device("meta"):
+        with torch.device("meta"), _ignore_weights_on_meta():
             # A layer's function runs on the meta device, because only shapes are needed here.
             modules = [_build(item) for item in items]
     names = tuple(f"{index}.{type(module).__name__}" for index, module in enumerate(modules))
@@ -70,6 +72,22 @@ def split_user_model(target: str, *, seed: int) -> SplitModel:
         tied=tied_groups([{name: id(p) for name, p in layer.items()} for layer in parameters]),
     )
     return SplitModel(builder, objective="supervised", loss=loss)
+
+
+@contextmanager
+def _ignore_weights_on_meta() -> Iterator[None]:
+    """Keeps torch silent when a layer's function loads weights on the meta device.
+
+    Torch warns, once for each parameter, that they are dropped there. Where the layer is built to
+    be trained they are not.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore",
+            message=r"for \S+: copying from a non-meta parameter .* to a meta parameter",
+            category=UserWarning,
+        )
+        yield
 
 
 class _UserLayer(nn.Module):
