@@ -13,9 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from helpers.user_models import WIDTH, points
+from planaria.core.samples import sample_numbers
 from planaria.engine import profiler
 
 NUM_GOOD_PASSES = 40
+LATE_ITERATION = 3
+# A sample of that iteration, of jobs with this seed and batch.
+LATE_SAMPLE = int(sample_numbers(LATE_ITERATION, seed=0, num_samples=500, global_batch_size=8)[0])
 
 
 class _After(nn.Module):
@@ -159,3 +163,32 @@ class _KeptGenerator:
 def kept_generator() -> _KeptGenerator:
     """Data whose samples depend on what was read before."""
     return _KeptGenerator()
+
+
+class _OneIsWrong:
+    """The points, one of which is changed."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+        self._change = change
+
+    def __len__(self) -> int:
+        return 500
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = points()[index]
+        return self._change(x, y) if index == LATE_SAMPLE else (x, y)
+
+
+def one_label() -> _OneIsWrong:
+    """One label that is no class."""
+    return _OneIsWrong(lambda x, y: (x, y + 9))
+
+
+def one_shape() -> _OneIsWrong:
+    """One sample that is shorter than the others."""
+    return _OneIsWrong(lambda x, y: (x[:7], y))
+
+
+def one_raises() -> _OneIsWrong:
+    """One sample that cannot be read."""
+    return _OneIsWrong(lambda x, y: (_raise(x), y))

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from helpers.command import CHECKPOINTS, PACED, assert_mistake, command, train
+from helpers.mistaken_models import LATE_ITERATION, LATE_SAMPLE
 from planaria.nodes.forkserver import ForkServer
 
 FAST_S = 1.0  # Of this process alone, whatever else the machine does.
@@ -329,6 +330,43 @@ def test_a_data_set_that_keeps_a_generator_is_warned_of(data: str, count: int) -
 
     assert result.exit_code == 0
     assert result.output.count("differs each time that it is read") == count
+
+
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize(
+    ("data", "code", "parts"),
+    [
+        ("one_label", 2, (" is out of bounds", f"in iteration {LATE_ITERATION} for a microbatch")),
+        ("one_shape", 2, ("different shapes", f"sample {LATE_SAMPLE} has [7], and sample ")),
+        ("one_raises", 1, ("Traceback", f"planaria: raised for sample {LATE_SAMPLE}")),
+    ],
+)
+def test_a_sample_that_is_wrong_is_named(data: str, code: int, parts: tuple[str, ...]) -> None:
+    """Among a million. Of a loss only the microbatch is known."""
+    job = python_job("helpers.user_models:sequential", f"helpers.mistaken_models:{data}")
+
+    result = train(job, "training.microbatch_size=4")  # Three are as they should be.
+
+    assert result.exit_code == code, result.output
+    for part in (*parts, f" {LATE_SAMPLE}"):
+        assert part in result.stderr
+
+
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize(
+    ("data", "part"), [("one_label", " is out of bounds"), ("one_shape", "[7]")]
+)
+def test_a_held_out_sample_that_is_wrong_is_told_as_such(data: str, part: str) -> None:
+    """The model and its loss, which the message named, have trained for an iteration."""
+    job, target = python_job("helpers.user_models:sequential"), f"helpers.mistaken_models:{data}"
+
+    result = train(job, "evaluation.every=1", f"evaluation.target={target}")
+
+    first = LATE_SAMPLE - LATE_SAMPLE % 2
+    where = f"samples {first} to {first + 1} in the evaluation after 1 iterations: "
+    assert result.exit_code == 2, result.output
+    assert f"planaria: evaluation.target = '{target}': {where}" in result.stderr
+    assert part in result.stderr
 
 
 @pytest.mark.usefixtures("shared")

@@ -7,7 +7,9 @@ and targets with -100, if each token sees only those before it ("causal"); other
 shape need a collate function of the user's.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -20,9 +22,10 @@ from planaria.core.job import TrainingConfig
 from planaria.core.samples import data_seed, held_out_seed, mix, sample_numbers
 from planaria.data.datasets import Dataset, UserDataset, keep_generators
 from planaria.data.text import IGNORED, TokenDataset
-from planaria.errors import ConfigError
+from planaria.errors import ConfigError, PlanariaError
 
 COUNT: Final = -1  # Stands for the number of targets of an iteration, in place of a microbatch.
+_NUM_NAMED: Final = 64  # A message stays one that can be read.
 _NUM_READ_TWICE: Final = 8  # A flip of a coin is then found in 255 of 256 data sets.
 
 
@@ -88,6 +91,18 @@ class Batches:
             )
         return self._num_targets
 
+    @contextmanager
+    def name_samples(self, index: int) -> Iterator[None]:
+        """Has what the body raises say which samples the microbatch has."""
+        numbers = ", ".join(map(str, self._samples(index)[:_NUM_NAMED]))
+        more = ", ..." if self.microbatch_size > _NUM_NAMED else ""
+        text = f"raised in iteration {self.iteration} for a microbatch of samples {numbers}{more}"
+        try:
+            with note_samples(text):
+                yield
+        except ConfigError as error:
+            raise type(error)(error.field, error.value, f"{error.remedy}; {text}") from error
+
     def _samples(self, index: int) -> npt.NDArray[np.int64]:
         size = self._training.microbatch_size
         return self._numbers[index * size : (index + 1) * size]
@@ -133,6 +148,13 @@ class HeldOut:
         """Number of targets of a microbatch, see `num_targets`."""
         return _num_in_batch(self._load(index)[1], len(self._samples(index)))
 
+    def samples_text(self, index: int) -> str:
+        """The samples of a microbatch, for a message."""
+        numbers = self._samples(index)
+        return (
+            f"samples {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"sample {numbers[0]}"
+        )
+
     def clear(self) -> None:
         """Forgets the microbatches that were loaded."""
         self._loaded.clear()
@@ -146,6 +168,21 @@ class HeldOut:
             seed = held_out_seed(seed=self._training.seed)
             self._loaded[index] = microbatch(self._dataset, self._samples(index), seed=seed)
         return self._loaded[index]
+
+
+@contextmanager
+def note_samples(text: str) -> Iterator[None]:
+    """Adds a note with the samples at fault to what the user's code raises in the body.
+
+    Mistakes that planaria has found name the samples themselves.
+    """
+    try:
+        yield
+    except PlanariaError:
+        raise
+    except Exception as error:
+        error.add_note(f"planaria: {text}")
+        raise
 
 
 def unrepeated_text(dataset: Dataset, training: TrainingConfig) -> str:
@@ -215,12 +252,16 @@ def microbatch(dataset: Dataset, samples: np.ndarray, *, seed: int) -> tuple[Any
         ConfigError: the samples have different shapes.
     """
     if isinstance(dataset, UserDataset) and dataset.collate is not None:
-        items = [dataset.item(int(n), seed=mix(seed, int(n))) for n in samples]
-        return dataset.collate_items(items, seed=mix(seed, *map(int, samples)))
+        items = [_item(dataset, int(number), seed) for number in samples]
+        with note_samples(f"raised for samples {', '.join(map(str, samples[:_NUM_NAMED]))}"):
+            return dataset.collate_items(items, seed=mix(seed, *map(int, samples)))
     pairs = [_sample(dataset, number, seed) for number in samples]
     is_causal = getattr(dataset, "objective", "") == "causal"
-    inputs = _stack_parts([pair[0] for pair in pairs], padding=0 if is_causal else None)
-    return inputs, _stack_parts([pair[1] for pair in pairs], padding=IGNORED if is_causal else None)
+    inputs, targets = zip(*pairs, strict=True)
+    return (
+        _stack_parts(inputs, samples, padding=0 if is_causal else None),
+        _stack_parts(targets, samples, padding=IGNORED if is_causal else None),
+    )
 
 
 def num_targets(
@@ -266,34 +307,63 @@ def _num_in_batch(targets: Any, num_samples: int) -> int:
 
 
 def _sample(dataset: Dataset, number: Any, seed: int) -> tuple[Any, Any]:
-    return dataset.sample(int(number), seed=mix(seed, int(number)))
+    with note_samples(f"raised for sample {number}"):
+        return dataset.sample(int(number), seed=mix(seed, int(number)))
 
 
-def _stack_parts(values: Sequence[Any], *, padding: int | None) -> Any:
-    """Values of the same structure, each of their tensors stacked along a new first dimension."""
+def _item(dataset: UserDataset, number: int, seed: int) -> Any:
+    with note_samples(f"raised for sample {number}"):
+        return dataset.item(number, seed=mix(seed, number))
+
+
+def _stack_parts(values: Sequence[Any], numbers: np.ndarray, *, padding: int | None) -> Any:
+    """Values of the same structure, each of their tensors stacked along a new first dimension.
+
+    Args:
+        numbers: numbers of the samples that have the values, for messages.
+    """
     first = values[0]
-    if isinstance(first, Tensor):
-        return _stack(values, padding=padding)
-    kinds = sorted({type(value).__name__ for value in values})
-    keys = [list(value) if isinstance(value, dict) else len(value) for value in values]
-    if len(kinds) > 1 or any(other != keys[0] for other in keys):
-        remedy = "the samples of a microbatch have different parts; give each the same ones"
-        raise ConfigError("data", kinds if len(kinds) > 1 else keys, remedy)
+    if all(isinstance(value, Tensor) for value in values):
+        return _stack(values, numbers, padding=padding)
+    kinds = [type(value).__name__ for value in values]
+    keys = [str(list(value)) if isinstance(value, dict) else _length(value) for value in values]
+    for features in (kinds, keys):
+        if len(set(features)) > 1:
+            remedy = (
+                "the samples of a microbatch have different parts: "
+                f"{_difference(features, numbers)}; give each the same ones"
+            )
+            raise ConfigError("data", sorted(set(features)), remedy)
     if isinstance(first, dict):
         return {
-            key: _stack_parts([value[key] for value in values], padding=padding) for key in first
+            key: _stack_parts([value[key] for value in values], numbers, padding=padding)
+            for key in first
         }
-    return tuple(_stack_parts(parts, padding=padding) for parts in zip(*values, strict=True))
+    return tuple(
+        _stack_parts(parts, numbers, padding=padding) for parts in zip(*values, strict=True)
+    )
 
 
-def _stack(tensors: Sequence[Tensor], *, padding: int | None) -> Tensor:
-    shapes = sorted({tuple(tensor.shape) for tensor in tensors})
-    if len(shapes) > 1:
+def _length(value: Any) -> str:
+    return "a tensor" if isinstance(value, Tensor) else f"{len(value)} parts"
+
+
+def _stack(tensors: Sequence[Tensor], numbers: np.ndarray, *, padding: int | None) -> Tensor:
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if len(set(shapes)) > 1:
         if padding is None or any(len(shape) != 1 for shape in shapes):
             remedy = (
-                "the samples of a microbatch have different shapes; cut or pad them to one shape, "
-                "or name a function that does it as data.collate"
+                "the samples of a microbatch have different shapes: "
+                f"{_difference([str(list(shape)) for shape in shapes], numbers)}; cut or pad them "
+                "to one shape, or name a function that does it as data.collate"
             )
-            raise ConfigError("data", shapes, remedy)
+            raise ConfigError("data", sorted(set(shapes)), remedy)
         return torch.nn.utils.rnn.pad_sequence(list(tensors), True, padding)
     return torch.stack(list(tensors)).contiguous()
+
+
+def _difference(features: Sequence[str], numbers: np.ndarray) -> str:
+    """The sentence that a sample has the rarest of some features, and another the commonest."""
+    (common, _), *_, (odd, _) = Counter(features).most_common()
+    one, other = numbers[features.index(odd)], numbers[features.index(common)]
+    return f"sample {one} has {odd}, and sample {other} has {common}"

@@ -24,7 +24,7 @@ from torch import Tensor
 from planaria.core.job import JobConfig
 from planaria.core.messages import Evaluated
 from planaria.core.plan import Plan, Route
-from planaria.data.batches import HeldOut
+from planaria.data.batches import HeldOut, note_samples
 from planaria.data.datasets import Dataset, keep_generators, load_held_out
 from planaria.data.text import TokenDataset
 from planaria.engine.comm.device_comm import DeviceComm
@@ -48,10 +48,28 @@ class Evaluation:
 
     Attributes:
         metrics: functions that return a sum over the targets of a microbatch, by name.
+        key: key that names the held-out data: "evaluation.target" or "evaluation.path".
+        name: value of that key.
     """
 
     held_out: HeldOut
     metrics: Mapping[str, Metric]
+    key: str
+    name: str
+
+    @contextmanager
+    def name_samples(self, age: int, index: int) -> Iterator[None]:
+        """Has what the body raises say that a microbatch was evaluated, and of which samples."""
+        samples = f"{self.held_out.samples_text(index)} in the evaluation after {age} iterations"
+        try:
+            with note_samples(f"raised for {samples}, of {self.key}"):
+                yield
+        except ConfigError as error:
+            if error.field.startswith("evaluation."):
+                remedy = f"{error.remedy}; raised for {samples}"
+                raise ConfigError(error.field, error.value, remedy) from error
+            cause = error.remedy if error.value == self.name else f"{error.value}: {error.remedy}"
+            raise ConfigError(self.key, self.name, f"{samples}: {cause}") from error
 
 
 def load_evaluation(
@@ -68,6 +86,7 @@ def load_evaluation(
     config = job.evaluation
     if not config.every:
         return None
+    key = f"evaluation.{'target' if config.target else 'path'}"
     held_out = load_held_out(
         job.held_out,
         job.data,
@@ -76,7 +95,7 @@ def load_evaluation(
         cache_directory=cache_directory,
     )
     if not len(held_out):
-        raise ConfigError(f"evaluation.{'target' if config.target else 'path'}", "", "it is empty")
+        raise ConfigError(key, "", "it is empty")
     known = model.config.get("vocab_size", 0)
     if held_out.vocabulary_size > known > 0:
         remedy = f"has the token id {held_out.vocabulary_size - 1}; the model knows {known} ids"
@@ -87,7 +106,8 @@ def load_evaluation(
         name: user_function(target, field=f"evaluation.metrics.{name}")
         for name, target in config.metrics.items()
     }
-    return Evaluation(HeldOut(held_out, job.training, num_samples=config.samples), metrics)
+    samples = HeldOut(held_out, job.training, num_samples=config.samples)
+    return Evaluation(samples, metrics, key, config.target or config.path)
 
 
 def _finite(value: float) -> float | None:
@@ -182,16 +202,17 @@ class Evaluator:
                 hidden = self._comm.receive(route[number - 1].rank, tag)
             begin_s = self._begin_action()
             self._context.pulse.layers = hop.first_layer, hop.end_layer
-            if hidden is None:
-                hidden = bring(held_out.inputs(index), self._stage.device.bring)
-            hidden = self._stage.forward(
-                hop.first_layer, hop.end_layer, hidden, iteration=age, microbatch=index
-            )
             is_last = number == len(route) - 1
-            if is_last:
-                self._write_sums(hidden, age, index, sums)
-            else:
-                self._stage.device.finish()
+            with self._evaluation.name_samples(age, index):
+                if hidden is None:
+                    hidden = bring(held_out.inputs(index), self._stage.device.bring)
+                hidden = self._stage.forward(
+                    hop.first_layer, hop.end_layer, hidden, iteration=age, microbatch=index
+                )
+                if is_last:
+                    self._write_sums(hidden, age, index, sums)
+                else:
+                    self._stage.device.finish()
             self._end_action(begin_s)
             if number and route[number - 1].rank != self._rank:
                 taken = Tag(Channel.EVALUATE_TAKEN, age, index, number)

@@ -323,9 +323,10 @@ class Executor:
         hidden = self._run_layers(hop, hidden, action.microbatch)
         if action.hop == len(route) - 1:
             targets = bring(self._batches.targets(action.microbatch), self._stage.device.bring)
-            hidden = self._stage.loss_sum(
-                hidden, targets, iteration=self._iteration, microbatch=action.microbatch
-            )
+            with self._batches.name_samples(action.microbatch):
+                hidden = self._stage.loss_sum(
+                    hidden, targets, iteration=self._iteration, microbatch=action.microbatch
+                )
             hidden = hidden / self._batches.num_targets()
             self._losses[action.microbatch] = hidden.detach()
         self._outputs[key] = hidden
@@ -340,7 +341,8 @@ class Executor:
 
     def _run_layers(self, hop: Hop, hidden: Tensor, microbatch: int) -> Tensor:
         first, end, number = hop.first_layer, hop.end_layer, self._iteration
-        return self._stage.forward(first, end, hidden, iteration=number, microbatch=microbatch)
+        with self._batches.name_samples(microbatch):
+            return self._stage.forward(first, end, hidden, iteration=number, microbatch=microbatch)
 
     def _backward(self, action: Action) -> None:
         key = (action.microbatch, action.hop)
