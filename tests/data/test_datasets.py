@@ -417,14 +417,14 @@ def test_a_function_of_the_user_collates_a_microbatch(
     assert num_targets(flat, np.array([0, 3, 5]), seed=3, microbatch_size=1) == 1 + 4 + 6
 
     monkeypatch.setattr(sys.modules["user_data"], "collate", len)
-    with pytest.raises(ConfigError, match=r"data.collate = 'len': its value is a int"):
+    with pytest.raises(ConfigError, match=r"data.collate = 'len': its value is of type int"):
         microbatch(load(data, tmp_path, objective="supervised"), np.array([1, 4]), seed=3)
 
 
 @pytest.mark.parametrize(
     ("items", "objective", "message"),
     [
-        (7, "supervised", "returned a int, which has no __len__"),
+        (7, "supervised", "returned an object of type int, which has no __len__"),
         ([torch.zeros(2)], "supervised", r"return \(inputs, targets\)"),
         ([("text", torch.zeros(1))], "supervised", "not a tensor"),
         ([(torch.zeros(2), torch.zeros(2))], "causal", "token ids of type int64.*float32"),

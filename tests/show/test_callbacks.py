@@ -144,7 +144,7 @@ def test_a_job_names_its_callbacks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (mine,) = callbacks_of(JobConfig(training=_with("mine")), search_path=[])
 
     assert type(mine).__name__ == "Mine"
-    with pytest.raises(ConfigError, match="it returned a int; return"):
+    with pytest.raises(ConfigError, match="it returned an object of type int; return"):
         callbacks_of(JobConfig(training=_with("number")), search_path=[])
     with pytest.raises(ConfigError, match="no function 'none'"):
         callbacks_of(JobConfig(training=_with("none")), search_path=[])

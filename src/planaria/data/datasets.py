@@ -202,7 +202,7 @@ class UserDataset:
             ConfigError: naming `field`: the item is something else.
         """
         if not isinstance(item, tuple | list) or len(item) != 2:
-            remedy = f"{what} is a {type(item).__name__}; return (inputs, targets)"
+            remedy = f"{what} is of type {type(item).__name__}; return (inputs, targets)"
             raise ConfigError(field, name, remedy)
         try:
             inputs, targets = _tensors(item[0]), _tensors(item[1])
@@ -285,7 +285,7 @@ def _user_dataset(data: DataConfig, *, objective: str, seed: int) -> UserDataset
         items = function()
     for method in ("__len__", "__getitem__"):
         if not hasattr(items, method):
-            remedy = f"it returned a {type(items).__name__}, which has no {method}"
+            remedy = f"it returned an object of type {type(items).__name__}, which has no {method}"
             raise ConfigError("data.target", target, remedy)
     return UserDataset(items, target, objective, collate)
 

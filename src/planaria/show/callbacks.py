@@ -137,7 +137,8 @@ def callbacks_of(config: JobConfig, *, search_path: Sequence[str]) -> list[Callb
     for target in config.training.callbacks:
         callbacks = user_function(target, field="training.callbacks")()
         if not isinstance(callbacks, Callbacks):
-            remedy = f"it returned a {type(callbacks).__name__}; return a planaria.Callbacks"
+            name = type(callbacks).__name__
+            remedy = f"it returned an object of type {name}; return a planaria.Callbacks"
             raise ConfigError("training.callbacks", target, remedy)
         found.append(callbacks)
     return found

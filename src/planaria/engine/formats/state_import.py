@@ -7,6 +7,7 @@ The tensors have the names of `export_dcp`: "model.{name}" (or "{name}" alone), 
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -27,6 +28,7 @@ from planaria.transport.timekeeping import Timekeeper
 
 _MODELS: Final = (MODEL, "")
 _STEP: Final = "step"
+_NUM_SHOWN: Final = 2
 _OPTIMIZERS: Final = (OPTIMIZER, "optimizer.state.", "state.")
 
 
@@ -63,7 +65,7 @@ def import_state(
         raise ConfigError("model.kind", job.model.kind, "its layers have no state to import")
     model = load_model(job, cache_directory=cache_directory, profile=None, timekeeper=Timekeeper())
     size = vocabulary_size(job.data, cache_directory=cache_directory, objective=model.objective)
-    state = _find_state(state_source(directory), model, job.training, where=str(directory))
+    state = _find_state(state_source(directory), model, job, where=str(directory))
     number = state.iteration() if iteration < 0 else iteration
     with ExitStack() as undo:
         undo.callback(tier.discard, number, 0)
@@ -89,6 +91,7 @@ class _ImportedState:
         optimizer: names in the source of the optimizer's state, by key, by name of the parameter;
             empty: the source has none.
         num_steps: number of steps that the optimizer has taken; 0: not known.
+        is_own: whether the layers are the user's own, with kind = "python".
     """
 
     source: StateSource
@@ -98,6 +101,7 @@ class _ImportedState:
     parameters: Mapping[str, str]
     optimizer: Mapping[str, Mapping[str, str]]
     num_steps: int
+    is_own: bool
 
     def iteration(self) -> int:
         """The number of iterations that made the state, as far as it says so."""
@@ -135,16 +139,17 @@ class _ImportedState:
         }
         for name, value in self.source.read(list(frozen)).items():
             if not torch.equal(value.to(torch.float32), frozen[name].detach()):
+                own = "the function of model.target gives with training.seed"
                 remedy = (
-                    f"its {name.removeprefix(self.prefix)} is not what model.path or the seed "
-                    "gives, and the job does not train it; begin with the model that the state was "
-                    "made from"
+                    f"its {name.removeprefix(self.prefix)} is not what "
+                    f"{own if self.is_own else 'model.path or the seed gives'}, and the job does "
+                    "not train it; begin with the model that the state was made from"
                 )
                 raise ConfigError("SOURCE", self.where, remedy)
 
 
 def _find_state(
-    source: StateSource, model: SplitModel, training: TrainingConfig, *, where: str
+    source: StateSource, model: SplitModel, job: JobConfig, *, where: str
 ) -> _ImportedState:
     """The state of the job's model in a source.
 
@@ -165,14 +170,13 @@ def _find_state(
         known = (f"{prefix}{each}" for each in aliases.get(name, [name]))
         parameters[name] = next((each for each in known if each in source.names), "")
         if not parameters[name]:
-            remedy = f"it has no parameter {name}; name the job with the model that it was made of"
-            raise ConfigError("SOURCE", where, remedy)
+            raise ConfigError("SOURCE", where, _lacking_text(source, name, job.model.kind))
     found = _optimizer_names(source.names)
     optimizer = {
         name: next((found[each] for each in aliases.get(name, [name]) if each in found), {})
         for name in shapes
     }
-    kept = {n: _optimizer_keys(training, n) for n in {len(shape) for shape in shapes.values()}}
+    kept = {n: _optimizer_keys(job.training, n) for n in {len(shape) for shape in shapes.values()}}
     for name, shape in shapes.items() if found else ():
         keys = kept[len(shape)]
         if optimizer[name].keys() != keys:
@@ -180,14 +184,16 @@ def _find_state(
                 f"this one keeps {_names_text(keys)} of {name}, and {where} has "
                 f"{_names_text(optimizer[name].keys())}; name the optimizer that it was made with"
             )
-            raise ConfigError("training.optimizer", dict(training.optimizer), remedy)
+            raise ConfigError("training.optimizer", dict(job.training.optimizer), remedy)
     places = [names[_STEP] for names in optimizer.values() if _STEP in names]
     steps = {int(tensor) for tensor in source.read(places).values()}
     if len(steps) > 1:
         remedy = f"its parameters were stepped {min(steps)} to {max(steps)} times, not all alike"
         raise ConfigError("SOURCE", where, remedy)
     return _ImportedState(
-        source, model, where, prefix, parameters, optimizer, num_steps=max(steps, default=0)
+        *(source, model, where, prefix, parameters, optimizer),
+        num_steps=max(steps, default=0),
+        is_own=job.model.kind == "python",
     )
 
 
@@ -221,6 +227,18 @@ def _array(name: str, tensor: Tensor) -> np.ndarray:
     if is_short or name.startswith("parameter/"):
         tensor = tensor.to(torch.float32)
     return tensor.numpy()
+
+
+def _lacking_text(source: StateSource, name: str, kind: str) -> str:
+    """The remedy for a source without a parameter of this name, with names that it has."""
+    others = sorted(n for n in source.names if not n.startswith((*_OPTIMIZERS, ITERATION)))
+    shown = get_close_matches(name, others, n=_NUM_SHOWN, cutoff=0.0)
+    has = f" (it has {' and '.join(shown)})" if shown else ""
+    rule = "name parameters LAYER_NUMBER.NAME, as the job's own layers do, or "
+    return (
+        f"it has no parameter {name}{has}; {rule if kind == 'python' else ''}"
+        "name the job with the model that it was made of"
+    )
 
 
 def _names_text(keys: Collection[str]) -> str:

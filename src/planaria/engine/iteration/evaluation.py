@@ -233,7 +233,8 @@ class Evaluator:
             try:
                 sums[row] = float(value)
             except (TypeError, ValueError, RuntimeError) as error:
-                remedy = f"it returned a {type(value).__name__}, and must return one number"
+                kind = type(value).__name__
+                remedy = f"it returned an object of type {kind}, and must return one number"
                 raise ConfigError(f"evaluation.metrics.{name}", name, remedy) from error
 
     def _send(self, target: int, age: int, index: int, hop: int, hidden: Tensor) -> None:
