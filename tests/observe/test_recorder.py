@@ -21,6 +21,7 @@ from planaria.core.inject import parse_injection
 from planaria.core.messages import Evaluated
 from planaria.core.records import Starting
 from planaria.observe.ledger import Category
+from planaria.observe.metrics import EvaluationRecord, EventRecord
 from planaria.observe.recorder import Recorder
 
 
@@ -41,6 +42,24 @@ def test_an_iteration_is_recorded_as_the_report_has_it() -> None:
         "at_s": 6.0,  # The run started at second 10.
         "clock_error_s": None,  # Rank 1 does not say when it began.
     }
+
+
+def test_a_record_is_printed_in_one_short_line() -> None:
+    """Who prints what a callback gets wants no prices of all answers, which take 3 KB."""
+    event = EventRecord(
+        kind="lost", nodes=(1,), iteration=0, downtime_s=0.5, candidates=({"answer": "redo"},) * 50
+    )
+    evaluation = EvaluationRecord(
+        iteration=3, loss=0.5, samples=7, targets=7, metrics={"hits": 0.25}, seconds=0.5, at_s=9.0
+    )
+
+    assert str(event) == "EventRecord(kind='lost', nodes=(1,), iteration=0, downtime_s=0.5)"
+    assert str(evaluation) == (
+        "EvaluationRecord(iteration=3, loss=0.5, metrics={'hits': 0.25}, samples=7, seconds=0.5)"
+    )
+    assert str(recorder().on_committed(commit_message(6, 16.0))) == (
+        "IterationRecord(iteration=6, loss=2.5, samples=3, seconds=2.0)"
+    )
 
 
 def test_an_iteration_that_nobody_is_left_to_report_has_the_coordinators_seconds() -> None:

@@ -9,6 +9,13 @@ from planaria.core.records import DecisionInputs
 REPORT_VERSION: Final = 2
 
 
+def _record_text(record: object, *names: str) -> str:
+    """A record in one line, with these of its fields that are not empty."""
+    values = ((name, getattr(record, name)) for name in names)
+    shown = (f"{name}={value!r}" for name, value in values if name == "iteration" or value)
+    return f"{type(record).__name__}({', '.join(shown)})"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationRecord:
     """A committed iteration.
@@ -38,6 +45,9 @@ class IterationRecord:
     at_s: float = 0.0
     clock_error_s: float | None = 0.0
 
+    def __str__(self) -> str:
+        return _record_text(self, "iteration", "loss", "samples", "seconds")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRecord:
@@ -58,6 +68,9 @@ class EvaluationRecord:
     metrics: dict[str, float]
     seconds: float
     at_s: float
+
+    def __str__(self) -> str:
+        return _record_text(self, "iteration", "loss", "metrics", "samples", "seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +154,10 @@ class EventRecord:
     message: str = ""
     layers: tuple[int, ...] = ()
     inputs: DecisionInputs | None = None
+
+    def __str__(self) -> str:
+        names = ("kind", "nodes", "iteration", "step", "policy", "answer", "downtime_s")
+        return _record_text(self, *names, "redone_samples", "reason", "error", "message")
 
     @property
     def is_foreseen(self) -> bool:

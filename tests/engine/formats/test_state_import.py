@@ -177,7 +177,10 @@ def _changed(state: dict[str, Any], change: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("lacks", r"no parameter 1\.bias \(it has model\.0\.bias and model\..*\); .* LAYER_NUMBER\.NAME"),
+        (
+            "lacks",
+            r"no parameter 1\.bias \(it has model\.0\.bias and model\..*\); .* LAYER_NUMBER\.NAME",
+        ),
         ("shape", r"its 1.bias is \(9,\), and that of the job's model \(5,\)"),
         ("frozen", r"its 0\.weight is not what the function of model\.target gives"),
         ("steps", "its parameters were stepped 3 to 8 times"),
