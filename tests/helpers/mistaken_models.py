@@ -127,6 +127,67 @@ def with_raising_loss() -> tuple[nn.Sequential, object]:
     return _around(nn.Tanh()), _raising_loss
 
 
+def _mean_loss(output: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, targets)
+
+
+def with_mean_loss() -> tuple[nn.Sequential, object]:
+    """Its loss has the reduction that torch takes if none is named."""
+    return _around(nn.Tanh()), _mean_loss
+
+
+def _detached_loss(output: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, targets, reduction="sum").detach()
+
+
+def with_detached_loss() -> tuple[nn.Sequential, object]:
+    """Nothing can be learned from its loss."""
+    return _around(nn.Tanh()), _detached_loss
+
+
+def _loss_of_attribute(output: Tensor, targets: Tensor) -> Tensor:
+    logits = output.logits  # type: ignore[attr-defined]
+    return nn.functional.cross_entropy(logits, targets, reduction="sum")
+
+
+def with_loss_of_attribute() -> tuple[nn.Sequential, object]:
+    """Its loss takes the output for that of a whole model of transformers."""
+    return _around(nn.Tanh()), _loss_of_attribute
+
+
+class _TwoTensors(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x.exp()
+
+
+class _TwoArguments(nn.Module):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return x * scale
+
+
+def takes_two_arguments() -> nn.Sequential:
+    """Its fifth layer expects that a tuple is unpacked."""
+    return nn.Sequential(
+        *(nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), _TwoTensors()),
+        *(_TwoArguments(), nn.Linear(WIDTH, 5)),
+    )
+
+
+class _MissingKey(nn.Module):
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        return inputs["hidden"]
+
+
+class _OneKey(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"state": x}
+
+
+def misses_a_key() -> nn.Sequential:
+    """Its third layer looks for a key that the second does not return."""
+    return nn.Sequential(nn.Linear(8, WIDTH), _OneKey(), _MissingKey(), nn.Linear(WIDTH, 5))
+
+
 class _RaisingData:
     num_reads = 0
 

@@ -39,13 +39,14 @@ from planaria.core.plan import (
     TiedParameters,
 )
 from planaria.data.batches import Batches
-from planaria.data.datasets import Dataset
+from planaria.data.datasets import Dataset, keep_generators
 from planaria.engine.contention import Contention
 from planaria.engine.devices import PROCESSOR, Accelerator, CopyLane, Device, usable_bytes
 from planaria.engine.optimizer import optimizer_factory, optimizer_state
 from planaria.engine.recompute import forward_that_keeps, selective_bytes
 from planaria.engine.stage import HeldLayer, RankStage
 from planaria.errors import PeerLostError
+from planaria.models.first_microbatch import examine_loss, first_output
 from planaria.models.layers import (
     SplitModel,
     buffer_values,
@@ -103,7 +104,7 @@ def profile_model(
         device: the device that is measured.
 
     Raises:
-        ConfigError: a layer changes a buffer in its forward.
+        ConfigError: a layer changes a buffer in its forward, or the job's own loss is no sum.
     """
     is_accelerator = isinstance(device, Accelerator)
     shares = 0 < processors < num_ranks and not is_accelerator
@@ -173,7 +174,11 @@ def _measured_layers(
         held = stages[0].layers[layer]
         module = held.module
         before = buffer_values(module)
-        output = module(_leaf(hidden)).detach()
+        output = first_output(module, _leaf(hidden), name=name)
+        if is_last and job.model.kind == "python":
+            with keep_generators():
+                examine_loss(model, output, targets, num_samples=job.training.microbatch_size)
+        output = output.detach()
         refuse_changing_buffers(name, before, module)
         if kept := kept_tensors(module):
             logger.warning(_KEPT_TENSORS, name, ", ".join(kept))

@@ -31,6 +31,7 @@ from planaria.models.packing import describe, is_packed, pack, unpack
 OWN_LAYERS = 'give the layers yourself with kind = "python"'
 
 _TORCH: Final = str(Path(torch.__file__).parent)
+_OF_WRONG_SHAPES: Final = (IndexError, RuntimeError, TypeError, ValueError)
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
 
@@ -154,24 +155,31 @@ class SplitModel:
             ConfigError: the loss function failed, or did not return one number.
         """
         values = unpack(output), unpack(targets)
-        shapes = f"loss_function({describe(values[0])}, {describe(values[1])})"
+        call = loss_call(*values)
         try:
             loss = self._loss(*values)
         except (torch.OutOfMemoryError, ConfigError):
             raise
-        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
             own = [frame for frame in frames if not frame.filename.startswith(_TORCH)]
-            if own[-1] is frames[-1] and (own[-1].line or "").startswith("raise"):
-                raise  # In the user's own words.
+            is_own_words = own[-1] is frames[-1] and (own[-1].line or "").startswith("raise")
+            if is_own_words or not isinstance(error, _OF_WRONG_SHAPES):
+                error.add_note(f"{call} raised it; it gets the last layer's output and the targets")
+                raise
             place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})"
             place = "" if own[-1].filename == __file__ else place
             remedy = f"{error}{place}; it gets the last layer's output and the targets"
-            raise ConfigError(self._loss_field, shapes, remedy) from error
+            raise ConfigError(self._loss_field, call, remedy) from error
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             remedy = f"it returned {describe(loss)}, and must return one number"
-            raise ConfigError(self._loss_field, shapes, remedy)
+            raise ConfigError(self._loss_field, call, remedy)
         return loss.float().reshape(())
+
+
+def loss_call(output: Any, targets: Any) -> str:
+    """The call of a loss with the shapes that it gets, to show to people."""
+    return f"loss_function({describe(output)}, {describe(targets)})"
 
 
 def boundary(output: object, layer_name: str) -> Tensor:

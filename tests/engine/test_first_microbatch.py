@@ -1,0 +1,201 @@
+"""A user's layers and loss are examined on the first microbatch, before training."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from helpers.jobs import tiny_job
+from planaria.core.plan import ModelProfile
+from planaria.engine import profiler
+from planaria.engine.blame import user_traceback
+from planaria.engine.prepare import load_data, load_model
+from planaria.errors import ConfigError
+from planaria.models.first_microbatch import examine_loss
+from planaria.models.layers import SplitModel
+from planaria.models.packing import pack
+from planaria.transport.timekeeping import Timekeeper
+
+Loss = Callable[[Any, Any], Tensor]
+NUM_SAMPLES = 4
+
+
+class _NoLayers:
+    """The builder of a model of which only the loss is used."""
+
+    layer_names = ("0.Linear",)
+    tied = ()
+
+    def materialise(self, layer: int) -> nn.Module:
+        raise NotImplementedError(layer)
+
+    def structure(self, layer: int) -> nn.Module:
+        raise NotImplementedError(layer)
+
+    def parameter_shapes(self, layer: int) -> dict[str, torch.Size]:
+        raise NotImplementedError(layer)
+
+
+def _examine(loss: Loss, *, output: Any = None, targets: Any = None, size: int = 4) -> None:
+    """Examines a loss on four samples of six numbers each, or on what is given."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (size, 6)
+    output = torch.randn(shape, generator=generator) if output is None else output
+    targets = torch.randn(shape, generator=generator) if targets is None else targets
+    tensors = output if isinstance(output, dict) else {"": output}
+    for tensor in tensors.values():
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            tensor.requires_grad_()
+    model = SplitModel(_NoLayers(), objective="supervised", loss=loss)
+    parts = [part if isinstance(part, Tensor) else pack(part, "test") for part in (output, targets)]
+    examine_loss(model, *parts, num_samples=size)
+
+
+def _profile(target: str, directory: Path) -> ModelProfile:
+    job = tiny_job("sequential", directory)
+    job = replace(job, model=replace(job.model, target=f"helpers.mistaken_models:{target}"))
+    model = load_model(job, cache_directory=directory, profile=None, timekeeper=Timekeeper())
+    dataset = load_data(job, objective=model.objective, cache_directory=directory)
+    return profiler.profile_model(job, model, dataset)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mean_is_refused(size: int, dtype: torch.dtype) -> None:
+    """Gradients would be too small by the number of targets of a microbatch."""
+    generator = torch.Generator().manual_seed(2)
+    output = torch.randn(size, 6, generator=generator).to(dtype)
+
+    words = r'1\.0\d times that of the samples once.*return the sum.*reduction="sum"'
+    with pytest.raises(ConfigError, match=words) as caught:
+        _examine(lambda o, t: functional.mse_loss(o, t.to(dtype)), output=output, size=size)
+    assert caught.value.field == "model.target"
+
+
+def test_a_mean_of_several_tensors_is_refused() -> None:
+    """A dict from the layers, a tuple of targets with a class that counts for nothing."""
+    output = {"logits": torch.randn(4, 5), "kind": "words", "none": None}
+    targets = torch.tensor([1, 2, -100, 0]), torch.ones(4, 2)
+
+    with pytest.raises(ConfigError, match="so it is a mean"):
+        _examine(
+            lambda o, t: functional.cross_entropy(o["logits"], t[0]), output=output, targets=targets
+        )
+
+
+def _in_place(output: Tensor, targets: Tensor) -> Tensor:
+    output -= targets
+    return output.square().sum()
+
+
+LET_THROUGH: dict[str, Loss] = {
+    "sum": lambda o, t: functional.mse_loss(o, t, reduction="sum"),
+    "sum over samples of means": lambda o, t: (o - t).square().mean(1).sum(),
+    "mean times the number of samples": lambda o, t: (o - t).square().mean() * len(o),
+    "norm": lambda o, t: (o - t).norm(),
+    "zero": lambda o, t: 0.0 * functional.mse_loss(o, t),
+    "negative": lambda o, t: -functional.mse_loss(o, t),
+    "infinite": lambda o, t: functional.mse_loss(o, t) / 0.0,
+    "sum with a large constant": lambda o, t: (o - t).square().sum() + 1e6,
+    "mean of random numbers": lambda o, t: functional.mse_loss(o, t + 0.1 * torch.randn_like(t)),
+    "mean of some samples": lambda o, t: functional.mse_loss(o[:2], t[:2], reduction="sum"),
+    "one shape alone": lambda o, t: (o.view(NUM_SAMPLES, 6) - t).square().mean() * NUM_SAMPLES,
+    "in place": lambda o, t: _in_place(o.clone(), t),
+    "contrastive": lambda o, t: (
+        functional.cross_entropy(o @ t.T, torch.arange(len(o))) * torch.tensor(float(len(o)))
+    ),
+    "of pairs": lambda o, _: (o[::2] - o[1::2]).square().sum(),
+}
+
+
+@pytest.mark.parametrize("name", LET_THROUGH)
+def test_what_may_be_a_sum_is_let_through(name: str) -> None:
+    """A loss that is wrongly refused cannot be trained at all."""
+    _examine(LET_THROUGH[name])
+
+
+def test_a_loss_that_gets_more_than_rows_of_samples_is_let_through() -> None:
+    """A layer may count the samples, by which the loss multiplies a mean."""
+    for count in (torch.tensor(4.0), 4):
+        output = {"x": torch.randn(4, 6), "count": count}
+        _examine(lambda o, t: functional.mse_loss(o["x"], t) * o["count"], output=output)
+
+
+def test_one_sample_may_be_taken_by_its_index() -> None:
+    """Microbatches of one sample, of which a second one is not looked at."""
+    _examine(lambda o, t: functional.mse_loss(o[0], t[0], reduction="sum"), size=1)
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("with_mean_loss", "loss_function.*float32.*so it is a mean"),
+        ("with_detached_loss", "loss_function.*float32.*without a gradient.*detach"),
+    ],
+)
+def test_a_loss_is_examined_before_training(target: str, words: str, tmp_path: Path) -> None:
+    """It is told in one line, with what the loss got."""
+    with pytest.raises(ConfigError, match=words):
+        _profile(target, tmp_path)
+
+
+def test_an_examination_leaves_the_random_generators_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss may draw from any of them."""
+    states = []
+
+    def note(*_: object, **__: object) -> None:
+        states.append(
+            repr((torch.get_rng_state().tolist(), np.random.get_state(), random.getstate()))
+        )
+
+    def draw(*_: object, **__: object) -> None:
+        note()
+        torch.rand(3)
+        np.random.rand(3)
+        random.random()
+
+    monkeypatch.setattr(profiler, "examine_loss", draw)
+    monkeypatch.setattr(profiler, "refuse_changing_buffers", note)
+    _profile("raises", tmp_path)
+
+    assert states[-1] == states[-2]
+
+
+TWO_ARGUMENTS = """\
+layer 4._TwoArguments got (float32 [2, 24], float32 [2, 24]); a layer gets one argument: what the \
+layer before it returned; a tuple is not unpacked
+"""
+MISSING_KEY = "layer 2._MissingKey got {state: float32 [2, 24]}\n"
+NO_ATTRIBUTE = """\
+loss_function(float32 [2, 5], int64 [2]) raised it; it gets the last layer's output and the targets
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "words"),
+    [
+        ("takes_two_arguments", TypeError, TWO_ARGUMENTS),
+        ("misses_a_key", KeyError, MISSING_KEY),
+        ("with_loss_of_attribute", AttributeError, NO_ATTRIBUTE),
+    ],
+)
+def test_what_the_users_code_raises_is_told_with_what_it_got(
+    target: str, error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    """Below the user's traceback, which is whole."""
+    with pytest.raises(error) as caught:
+        _profile(target, tmp_path)
+
+    text = user_traceback(caught.value)
+    assert text.endswith(words)
+    assert text.count("Traceback") == 1
+    assert "planaria/" not in text
