@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planaria.core.job import JobConfig
+from planaria.core.job import EvaluationConfig, JobConfig
 from planaria.errors import ConfigError
 from planaria.job.checks import check_inputs, unknown_in_domains
-from planaria.job.config import job_from_dict, keys_page, keys_table, load_job
+from planaria.job.config import job_from_dict, keys_page, keys_table, load_job, overridden_job
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALLEST: Mapping[str, Any] = {"model": {"config": {"model_type": "gpt2"}}}
@@ -105,6 +105,22 @@ def test_overrides_beat_the_file_and_later_ones_beat_earlier(tmp_path: Path) -> 
     }
     assert job.training.optimizer == {"name": "SGD", "momentum": 0.5}
     assert job.training.deterministic is False
+
+
+def test_an_evaluation_every_0_iterations_is_none_whatever_else_is_given(tmp_path: Path) -> None:
+    """For one run without it nobody should have to edit the file; a script's job is the same."""
+    evaluated = {**SMALLEST, "evaluation": {"every": 5, "path": __file__, "patience": 3}}
+    path = job_file(tmp_path, f"[evaluation]\nevery = 5\npath = '{__file__}'\npatience = 3\n")
+    off = "evaluation.every=0"
+
+    assert load_job(path, overrides=[off]).evaluation == EvaluationConfig()
+    job = job_from_dict(evaluated)
+    assert overridden_job(job, directory=tmp_path, overrides=[off]).evaluation == EvaluationConfig()
+    assert overridden_job(job, directory=tmp_path, overrides=[]).evaluation.every == 5
+    with pytest.raises(ConfigError, match=r"only with evaluation\.every"):
+        overridden_job(
+            job_from_dict(SMALLEST), directory=tmp_path, overrides=["evaluation.samples=2"]
+        )
 
 
 def test_inputs_lie_beside_the_file_and_outputs_in_the_current_directory(

@@ -172,7 +172,8 @@ class EvaluationConfig:
     every: int = _key(
         0,
         "number of iterations from one evaluation on held-out data to the next; the last iteration "
-        "has one, too; 0: none; the bits of training do not depend on it",
+        "has one, too; 0: none, whatever other keys are given; the bits of training do not depend "
+        "on it",
     )
     path: str = _key(
         "",

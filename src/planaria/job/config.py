@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from pydantic import TypeAdapter, ValidationError
 
 from planaria.checkpoint.disk.storage import absolute, absolute_path
-from planaria.core.job import JobConfig
+from planaria.core.job import EvaluationConfig, JobConfig
 from planaria.errors import ConfigError
 from planaria.job.checks import check_job
 from planaria.profiles.shipped import profile_path
@@ -70,7 +70,10 @@ def overridden_job(job: JobConfig, *, directory: Path, overrides: Sequence[str])
     Raises:
         ConfigError: the same as in `load_job`.
     """
-    return _job_with_overrides(_with_absolute_paths(asdict(job), directory=directory), overrides)
+    data = asdict(job)
+    if not job.evaluation.every:
+        del data["evaluation"]["every"]  # As good as not given.
+    return _job_with_overrides(_with_absolute_paths(data, directory=directory), overrides)
 
 
 def _job_with_overrides(data: dict[str, Any], overrides: Sequence[str]) -> JobConfig:
@@ -87,6 +90,8 @@ def job_from_dict(data: Mapping[str, Any], *, directory: Path = Path()) -> JobCo
     """
     tables = _with_absolute_paths(data, directory=directory)
     job = record_from_table(JobConfig, tables, prefix="")
+    if not job.evaluation.every and "every" in tables.get("evaluation", {}):
+        job = replace(job, evaluation=EvaluationConfig())  # Turned off, with all its keys.
     check_job(job)
     output = absolute(job.checkpoint.directory)
     return replace(job, checkpoint=replace(job.checkpoint, directory=output))
