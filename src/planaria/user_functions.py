@@ -1,5 +1,6 @@
 """The user's own functions, named in a job file as "module:function"."""
 
+import difflib
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,9 @@ def user_function(target: str, *, field: str) -> Callable[..., Any]:
         raise ConfigError(field, target, remedy) from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        remedy = f"module {module_name!r} has no function {function_name!r}"
+        names = [name for name, value in vars(module).items() if callable(value)]
+        nearest = difflib.get_close_matches(function_name, names, n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        remedy = f"module {module_name!r} has no function {function_name!r}{hint}"
         raise ConfigError(field, target, remedy)
     return function  # type: ignore[no-any-return]

@@ -5,6 +5,7 @@ import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from helpers.refused_reads import refused_reads
 from planaria.checkpoint.disk.tiers import Manifest, tier_of
 from planaria.core.specs import Prepared
 from planaria.errors import ConfigError
-from planaria.job.config import load_job
+from planaria.job.config import job_from_dict, load_job
 from planaria.job.planning import (
     ACTION_S_MIN,
     cache_directory,
@@ -23,6 +24,7 @@ from planaria.job.planning import (
     short_actions_text,
     starting_point,
 )
+from planaria.job.save_facts import fingerprint
 from planaria.profiles.profile_json import encode_profile
 
 
@@ -128,3 +130,38 @@ def test_a_job_does_not_start_beside_a_save_that_cannot_be_read_now(
         pytest.raises(ConfigError, match=r"checkpoint\.directory = .* cannot read .*0-1/manifest"),
     ):
         starting_point(config, tier, resume=resume)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"data": {"target": "m:g"}}, r"^data\.target = 'm:g': .* saved with 'm:f'; set it as it"),
+        (
+            {"data": {"target": "m:g", "collate": "m:c"}, "training": {"seed": 3}},
+            r"^data\.target = .*'m:f', data\.collate = None, training\.seed = 0; set it",
+        ),
+        (
+            {"training": {"optimizer": {"lr": 1}}},
+            r"^training\.optimizer\.lr = 1: .*saved with None",
+        ),
+        ({"name": "other"}, ""),
+    ],
+)
+def test_a_checkpoint_of_another_job_is_refused_by_the_keys_that_differ(
+    tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
+    """Nobody wants to find them in two dicts of ten keys."""
+    table = {"kind": "python", "target": "m:f"}
+    tables: dict[str, Any] = {"model": table, "data": table}
+    tables["checkpoint"] = {"directory": str(tmp_path)}
+    tier = tier_of(str(tmp_path))
+    saved = fingerprint(job_from_dict(tables))
+    manifest = Manifest(iteration=0, epoch=0, job=saved, layers=())
+    tier.publish(manifest)
+    config = job_from_dict({**tables, **settings, "data": table | settings.get("data", {})})
+
+    if not words:
+        assert starting_point(config, tier, resume=True) == manifest
+        return
+    with pytest.raises(ConfigError, match=words):
+        starting_point(config, tier, resume=True)

@@ -199,6 +199,7 @@ def test_a_parameter_shared_by_layers_is_a_leaf_in_each(own_module: str) -> None
         ("_number", "nn.Sequential"),
         ("_number_inside", "nn.Sequential"),
         ("_missing", "no function '_missing'"),
+        ("_layer", "did you mean _layers?"),
     ],
 )
 def test_what_a_users_function_must_not_return_is_refused(

@@ -233,7 +233,10 @@ def test_a_checkpoint_is_neither_mixed_with_another_run_nor_with_another_job() -
         ([], ("checkpoint of iteration 2", "--resume")),
         (["--resume", "--set", "training.seed=8"], ("seed = 8", "saved with 0")),
         (["--resume", "--set", "training.microbatch_size=4"], ("microbatch_size = 4",)),
-        (["--resume", "--set", "data.sequence_length=8"], ("data = ", "saved with")),
+        (
+            ["--resume", "--set", "data.sequence_length=8"],
+            ("data.sequence_length = 8:", "saved with"),
+        ),
         (["--resume", "--set", "training.iterations=2"], ("training.iterations = 2",)),
     ):
         result = command("train", str(job), *arguments)

@@ -176,10 +176,22 @@ def skipped_texts(tier: Tier, manifest: Manifest) -> tuple[str, ...]:
 
 def _check_same_job(config: JobConfig, manifest: Manifest) -> None:
     directory = config.checkpoint.directory
-    for key, value in msgspec.to_builtins(fingerprint(config)).items():
-        if key != "name" and manifest.job.get(key) != value:
-            remedy = f"the checkpoint in {directory} was saved with {manifest.job.get(key)!r}"
-            raise ConfigError(key, value, remedy)
+    settings = msgspec.to_builtins(fingerprint(config))
+    saved = {key: manifest.job.get(key) for key in settings}
+    tables = ("model", "data")  # Further keys are those of [training].
+    differences = [
+        (key if key.partition(".")[0] in tables else f"training.{key}", value, old)
+        for key, value, old in _differences(settings, saved)
+        if key != "name"
+    ]
+    if differences:
+        (name, value, before), *others = differences
+        more = "".join(f", {key} = {old!r}" for key, _, old in others)
+        remedy = (
+            f"the checkpoint in {directory} was saved with {before!r}{more}; set it as it was, or "
+            "name another checkpoint.directory to begin anew"
+        )
+        raise ConfigError(name, value, remedy)
     if manifest.iteration >= config.training.iterations:
         raise ConfigError(
             "training.iterations",
@@ -187,6 +199,22 @@ def _check_same_job(config: JobConfig, manifest: Manifest) -> None:
             f"the checkpoint already has {manifest.iteration} iterations; set a larger "
             "number to train on",
         )
+
+
+def _differences(
+    value: object, saved: object, *, name: str = ""
+) -> Iterator[tuple[str, object, object]]:
+    """The keys whose values differ, each with both values; None stands for a key that is not there.
+
+    Args:
+        name: name of the key whose values are compared; "": they are those of a whole job.
+    """
+    if isinstance(value, Mapping) and isinstance(saved, Mapping):
+        for key in dict.fromkeys((*value, *saved)):
+            inner = f"{name}.{key}" if name else key
+            yield from _differences(value.get(key), saved.get(key), name=inner)
+    elif value != saved:
+        yield name, value, saved
 
 
 def cache_directory() -> str:
