@@ -53,7 +53,7 @@ class Layer(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        slow: Tensor = _Sleep.apply(self.linear(x))
+        slow: Tensor = _Sleep.apply(self.linear(x))  # type: ignore[no-untyped-call]
         return slow
 
 

@@ -43,7 +43,7 @@ def _planned(config: JobConfig) -> Any:
         config=config,
         resumed=None,
         catalog=SimpleNamespace(templates={}, plans={}),
-        prepared=SimpleNamespace(profile=None, config={}),
+        prepared=SimpleNamespace(profile=None, config={}, vocabulary_size=0),
         predicted=SimpleNamespace(iteration_s=1.0),
         plan=SimpleNamespace(slow_nodes={}),
         problem=None,
