@@ -175,7 +175,7 @@ def test_a_malformed_sample_in_the_middle_of_training_costs_nothing_that_was_tra
     assert isinstance(result.error, ConfigError)
     done = len(result.report.iterations)
     assert done >= 2
-    assert "is a tuple; return (inputs, targets); " in str(result.error)
+    assert "is of type tuple; return (inputs, targets); " in str(result.error)
     assert f"of iteration {done}; go on from it with --resume" in str(result.error)
 
     strike_file.unlink()
