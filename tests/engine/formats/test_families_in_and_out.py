@@ -29,7 +29,13 @@ def _logits(directory: Path, config: dict[str, Any]) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+FAST = {"gpt2", "gpt_neox", "mixtral"}  # One of each way in which files differ from models.
+
+
+@pytest.mark.parametrize(
+    "family",
+    [f if f in FAST else pytest.param(f, marks=pytest.mark.long) for f in FAMILIES],
+)
 def test_a_family_has_the_bits_of_transformers_before_training_and_after(
     family: str, tmp_path: Path
 ) -> None:

@@ -63,7 +63,7 @@ def _import(
     ],
     ids=str,
 )
-@pytest.mark.parametrize("family", ["gpt2", "bert"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("bert", marks=pytest.mark.long)])
 def test_a_save_that_went_out_comes_in_with_the_same_hashes(
     family: str, optimizer: dict[str, Any], tmp_path: Path
 ) -> None:
