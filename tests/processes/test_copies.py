@@ -151,6 +151,7 @@ def test_the_workers_of_all_nodes_die_at_once(run: Run) -> None:
     assert event.downtime_s < MARGIN * BACK_WITHIN_S
 
 
+@pytest.mark.long
 def test_nodes_of_several_devices_keep_copies(server: ForkServer, job: JobConfig) -> None:
     """Each rank of a node has an arena, and sends to one of another node."""
     config = replace(job, cluster=replace(job.cluster, nodes=3, devices_per_node=2))
@@ -241,6 +242,7 @@ def test_at_first_the_network_is_watched(
     assert any("there are no copies in memory before iteration 3" in note for note in display.notes)
 
 
+@pytest.mark.long
 def test_then_copies_go_where_there_was_nothing(
     server: ForkServer, watching: JobConfig, holders: tuple[int, ...]
 ) -> None:
@@ -346,6 +348,7 @@ class _Flipper(_Notes):
                     self.num_flipped += 1
 
 
+@pytest.mark.long
 def test_copies_that_have_rotted_are_not_used(server: ForkServer, run: Run) -> None:
     """The node whose memory it is says so, and others give what it has lost."""
     flipper = _Flipper(server, 4)

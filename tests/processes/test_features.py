@@ -35,12 +35,16 @@ def _both(
     return digests(train_shape(one, (1,), server)), digests(train_shape(other, (1, 2), server))
 
 
+def _long(value: object) -> object:
+    return pytest.param(value, marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [
-        {"name": "SGD", "momentum": 0.9, "nesterov": True},
+        _long({"name": "SGD", "momentum": 0.9, "nesterov": True}),
         {"name": "Adafactor"},
-        {"name": "AdamW", "amsgrad": True, "weight_decay": 0.1},
+        _long({"name": "AdamW", "amsgrad": True, "weight_decay": 0.1}),
     ],
     ids=lambda optimizer: str(optimizer["name"]),
 )
@@ -142,6 +146,7 @@ def test_adapters_alone_are_trained_moved_and_saved(server: ForkServer, tmp_path
             assert not torch.allclose(adapted(ids).logits, hidden, atol=1e-4)
 
 
+@pytest.mark.long
 def test_weights_from_a_directory(server: ForkServer, tmp_path: Path) -> None:
     """A model saved by transformers is where training starts, on one node and on three."""
     _saved_llama(tmp_path / "weights")
@@ -167,7 +172,8 @@ def test_a_saved_dataset(server: ForkServer, tmp_path: Path) -> None:
     assert one == other
 
 
-@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.long), "bert"])
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_a_text_file_with_a_tokenizer_of_its_own(
     family: str, server: ForkServer, tmp_path: Path
 ) -> None:
