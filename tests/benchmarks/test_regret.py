@@ -53,6 +53,7 @@ def test_saves_are_as_far_apart_as_the_case_says_at_the_start() -> None:
     assert iterations_between_saves(replace(CASE, save_every_s=start_s / 3)) == 1
 
 
+@pytest.mark.long
 def test_every_policy_trains_through_the_same_failures() -> None:
     """Each has the samples of its iterations; morph goes back at every loss and has fewer."""
     found = result(replace(CASE, gap_s=1800.0), num_seeds=1, num_failures=3)
