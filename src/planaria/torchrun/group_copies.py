@@ -100,27 +100,38 @@ class GroupCopies:
         # A random number, since unrelated runs may use the same epochs.
         self._run = int.from_bytes(random_bytes[16:]) >> 2
         self.links = Links(self.rank, token=random_bytes[:16], host=own_host())
-        self.ranks = gather_records(RankFacts, self._facts(store_port))
-        self._nodes = [rank.node for rank in self.ranks]
-        if not self.rank and (num_nodes := len({*self._nodes})) < options.copies:
-            copies = options.copies
-            logger.warning("only %s of %s copies are made: too few nodes", num_nodes, copies)
-        self._restores = self._restores_of([rank.labels for rank in self.ranks])
-        addresses = {number: rank.address for number, rank in enumerate(self.ranks)}
-        others_than_this = addresses.keys() - {self.rank}
         try:
-            self.links.begin(
-                _EPOCH, addresses=addresses, peers=others_than_this, timeout_s=_LINK_TIMEOUT_S
-            )
+            self._meet(store_port)
         except PeerLostError as error:  # Scripts look for the errors of torch.
             self.links.close()
             raise dist.DistNetworkError(str(error)) from error
+        except BaseException:
+            self.links.close()
+            raise
         self._watch: LossWatch | None = None
         if store_port:
             self._watch = LossWatch(self.links, self._world_size, connections)
         self._epoch = _epoch_after(self.ranks)  # The epoch in the labels of this run's versions.
         # The version of earlier runs that is kept until one of this run is complete.
         self._complete_label = next(iter(self._restores.complete()), None)
+
+    def _meet(self, store_port: int) -> None:
+        """Learns of all other ranks, and links to them.
+
+        Raises:
+            PeerLostError: a rank was lost meanwhile.
+        """
+        self.ranks = gather_records(RankFacts, self._facts(store_port))
+        self._nodes = [rank.node for rank in self.ranks]
+        copies = self._options.copies
+        if not self.rank and (num_nodes := len({*self._nodes})) < copies:
+            logger.warning("only %s of %s copies are made: too few nodes", num_nodes, copies)
+        self._restores = self._restores_of([rank.labels for rank in self.ranks])
+        addresses = {number: rank.address for number, rank in enumerate(self.ranks)}
+        others_than_this = addresses.keys() - {self.rank}
+        self.links.begin(
+            _EPOCH, addresses=addresses, peers=others_than_this, timeout_s=_LINK_TIMEOUT_S
+        )
 
     @property
     def stores(self) -> dict[int, Address]:
