@@ -47,6 +47,7 @@ class ArrivingMachines:
             note=self.notes.append,
         )
         self.machines.on_end = self.ends.append
+        self._lines: list[MachineLine[ToMachine]] = []
 
     async def arrive(
         self,
@@ -61,6 +62,7 @@ class ArrivingMachines:
         line = await arrive(
             self.address, name=name, host=host, run=run, node=node, machine_id=machine_id
         )
+        self._lines.append(line)
         await line.wait(JobOffered)
         return line
 
@@ -85,6 +87,11 @@ class ArrivingMachines:
         await wait_until(lambda: self.machines.num_ready == num_ready + 1)
         return line
 
+    def leave(self) -> None:
+        """Has all machines leave without a word."""
+        for line in self._lines:
+            line.close()
+
     def start(self, node: int) -> None:
         """Starts a node, as the launcher does."""
         self.machines.start(node_spec(self._job, node), is_granted=False)
@@ -107,5 +114,6 @@ async def arriving_machines(
         try:
             yield made
         finally:
+            made.leave()
             await made.machines.end_all(None)
             acceptor.close()

@@ -11,7 +11,7 @@ import pytest
 from helpers.command import wait_for
 from helpers.hosts import Host, Hosts, Process
 
-pytestmark = [pytest.mark.hosts, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.hosts, pytest.mark.long, pytest.mark.timeout(600)]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp2_in_process.py"
 TIMEOUT_S = 120.0

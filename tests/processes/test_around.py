@@ -137,6 +137,7 @@ def test_an_order_that_was_looked_for_has_the_bits_of_any_other(
     assert found[0] == found[1]
 
 
+@pytest.mark.long
 def test_the_next_loss_strikes_a_rerouted_plan_and_a_node_joins_it(reroute: Run) -> None:
     """Who joins takes an empty place, at a commit, and nothing is done again for it."""
     result = reroute("kill:0@2", "kill:3@4", "join:1@5", iterations=LONG)

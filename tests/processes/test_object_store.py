@@ -134,6 +134,7 @@ def test_saves_that_a_store_does_not_give_are_as_good_as_before_another_time(
     assert resumed.report.iterations[0].iteration == int(saves[0].partition("-")[0])
 
 
+@pytest.mark.long
 def test_a_save_under_way_is_complete_before_a_flipped_bit_ends_the_job(
     store: Store, tmp_path: Path
 ) -> None:

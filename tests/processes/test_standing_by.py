@@ -97,6 +97,7 @@ def test_machines_are_granted_for_lost_ones_and_stand_by(
     assert result.report.final.nodes == (0, 2, 4, 5)
 
 
+@pytest.mark.long
 def test_without_a_standby_node_the_others_go_on_until_a_machine_is_granted(
     server: ForkServer, tmp_path: Path
 ) -> None:
