@@ -49,17 +49,25 @@ _MINIMUM = {
     "cluster.device_memory_bytes": 0,
     "cluster.pinned_memory_bytes": 0,
     "cluster.lease_s": 0.5,
+    "cluster.notice_s": 0,
+    "cluster.rejoin_delay_s": 0,
     "cluster.wait_s": 0,
 }
 NODES_MAX = 10_000  # Nobody has more, so a number with one zero too many is refused at once.
 _TIMEOUT_S_MAX = 1e8  # Three years. A thread cannot be waited for longer than 9e9 s.
+_WORKERS_MAX = 256  # Each is a process, for each rank.
 _MAXIMUM: dict[str, float] = {
+    "data.workers": _WORKERS_MAX,
     "checkpoint.timeout_s": _TIMEOUT_S_MAX,
     "cluster.nodes": NODES_MAX,
     "cluster.max_nodes": NODES_MAX,
     "cluster.standby": NODES_MAX,
     "cluster.devices_per_node": NODES_MAX,
+    "cluster.grant_s": _TIMEOUT_S_MAX,
+    "cluster.lease_s": _TIMEOUT_S_MAX,
+    "cluster.notice_s": _TIMEOUT_S_MAX,
     "cluster.patience_s": _TIMEOUT_S_MAX,
+    "cluster.rejoin_delay_s": _TIMEOUT_S_MAX,
     "cluster.wait_s": _TIMEOUT_S_MAX,
 }
 # A plan has a route for each microbatch. With more than this, planning takes longer than training.
