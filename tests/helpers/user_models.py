@@ -73,6 +73,25 @@ def points() -> _Points:
     return _Points()
 
 
+def _loss_of_labels(output: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, targets[:, 0], reduction="sum")
+
+
+def labelled() -> tuple[nn.Sequential, object]:
+    """The classifier without dropout, of samples with a label or none (-100)."""
+    return plain_sequential(), _loss_of_labels
+
+
+class _Unlabelled(_Points):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return super().__getitem__(index)[0], torch.tensor([-100])
+
+
+def unlabelled() -> _Unlabelled:
+    """The data without a label."""
+    return _Unlabelled()
+
+
 class _Lengths(nn.Module):
     """Has no parameters, and passes on nothing that has a gradient."""
 

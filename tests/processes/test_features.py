@@ -77,6 +77,18 @@ def test_a_target_loss_ends_the_job(server: ForkServer, tmp_path: Path) -> None:
     assert not result.stopped
 
 
+def test_an_iteration_without_any_target_changes_nothing(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """Rows may be cut before their labels. That is no divergence, and no target that is reached."""
+    job = tiny_job("labelled", tmp_path, target_loss=0.5, optimizer={"name": "SGD"})
+    job = replace(job, data=replace(job.data, target="helpers.user_models:unlabelled"))
+
+    result = train_shape(job, (1, 2), server)
+
+    assert [record.loss for record in result.report.iterations] == [0.0] * 3
+
+
 def test_layers_built_alone(server: ForkServer, tmp_path: Path) -> None:
     """Factories: each layer under a seed of its own, wherever it is built."""
     one, other = _both(tiny_job("factories", tmp_path), server, tmp_path)

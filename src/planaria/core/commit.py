@@ -100,7 +100,7 @@ class CommitVector:
 
     def is_last(self, iteration: int, training: TrainingConfig) -> bool:
         """Whether training ends after this iteration; all holders of the vector find the same."""
-        reached = training.target_loss > 0.0 and self.loss <= training.target_loss
+        reached = 0.0 < self.loss <= training.target_loss  # Without any target, the loss is 0.
         return iteration + 1 >= training.iterations or reached or self.votes.stop > 0
 
     def is_switch_agreed(self, plan: Plan) -> bool:

@@ -327,7 +327,7 @@ class Executor:
                 hidden = self._stage.loss_sum(
                     hidden, targets, iteration=self._iteration, microbatch=action.microbatch
                 )
-            hidden = hidden / self._batches.num_targets()
+            hidden = hidden / max(1, self._batches.num_targets())  # Of none, the loss is 0.
             self._losses[action.microbatch] = hidden.detach()
         self._outputs[key] = hidden
 
