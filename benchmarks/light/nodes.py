@@ -46,7 +46,7 @@ from planaria.core.machine_messages import (
 from planaria.core.messages import Abort, Blame, Raised, ToNode
 from planaria.core.plan import Link, ModelProfile, Plan, Transition
 from planaria.core.samples import sample_numbers
-from planaria.core.specs import NodeSpec, Prepared
+from planaria.core.specs import NodeSpec, NumSamples, Prepared
 from planaria.errors import AuthenticationError
 from planaria.nodes.machine_files import MachineFiles
 from planaria.planner.plans import PlanCatalog
@@ -384,7 +384,7 @@ def _prepared(profile: ModelProfile) -> Prepared:
     num_layers = len(profile.layers)
     return Prepared(
         profile=profile,
-        num_samples=NUM_SAMPLES,
+        num_samples=NumSamples(NUM_SAMPLES),
         objective="supervised",
         parameters=(("weight",),) * num_layers,
         num_parameters=num_layers,

@@ -157,7 +157,7 @@ def test_a_data_set_that_keeps_a_generator_is_told_before_training(
     before = torch.get_rng_state()
 
     def text(coin: Callable[[], float]) -> str:
-        dataset = UserDataset(_Augmented(coin), "mine:data", "supervised", collate)
+        dataset = UserDataset(_Augmented(coin), "mine:data", "supervised", collate, NUM_SAMPLES)
         return unrepeated_text(dataset, training)
 
     part = "the first microbatch" if collate else "sample "

@@ -101,6 +101,17 @@ def points() -> _StrikingPoints:
     return _StrikingPoints()
 
 
+class _GrowingPoints(_StrikingPoints):
+    def __len__(self) -> int:
+        has_grown = Path(os.environ.get("STRIKE_FILE", "/nowhere")).exists()
+        return super().__len__() + has_grown
+
+
+def growing_points() -> _GrowingPoints:
+    """The data, of which there are more once a test says so."""
+    return _GrowingPoints()
+
+
 class _SpoiltPoints(_StrikingPoints):
     def __getitem__(self, index: int) -> Any:
         sample = super().__getitem__(index)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import pytest
 
 from planaria.core.job import ClusterConfig, JobConfig
+from planaria.core.specs import Prepared
 from planaria.job.on_machines import Listening
 from planaria.job.training_job import _launch_spec
 from planaria.transport.credentials import make_credentials
@@ -43,7 +44,7 @@ def _planned(config: JobConfig) -> Any:
         config=config,
         resumed=None,
         catalog=SimpleNamespace(templates={}, plans={}),
-        prepared=SimpleNamespace(profile=None, config={}, vocabulary_size=0),
+        prepared=Prepared(),
         predicted=SimpleNamespace(iteration_s=1.0),
         plan=SimpleNamespace(slow_nodes={}),
         problem=None,

@@ -101,6 +101,21 @@ def test_data_that_one_node_cannot_read_evict_it(
     assert set(result.report.final.nodes) == {0, 1, 2} - set(last.nodes)
 
 
+def test_a_worker_that_sees_other_data_than_the_job_began_with_trains_nothing(
+    server: ForkServer, strike_file: Path, tmp_path: Path, calm: TrainingResult
+) -> None:
+    """Its numbers would be those of other samples. Those that live keep to the length that was."""
+    strike = Strike(what="memory", times=1)
+    growing = job(tmp_path, data="helpers.striking_models:growing_points")
+    result = growing.run(server=server, display=_Striking(strike_file, strike))
+
+    assert_as_calm(result, calm)
+    event = crashes(result)[-1]
+    assert event.error == "OSError"
+    assert "there are 501 samples here, and the job began with 500" in event.message
+    assert set(result.report.final.nodes) == {0, 1, 2} - set(event.nodes)
+
+
 def test_a_node_with_bus_errors_is_evicted(
     server: ForkServer, strike_file: Path, tmp_path: Path, calm: TrainingResult
 ) -> None:

@@ -4,13 +4,20 @@ These payloads of the fork server travel in memory, never in argv, because they 
 token.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from planaria.core.inject import Place
 from planaria.core.job import JobConfig
 from planaria.core.plan import ModelProfile
+
+
+class NumSamples(NamedTuple):
+    """Numbers of samples of the data, and of the held-out data that are evaluated."""
+
+    data: int = 0
+    held_out: int = 0
 
 
 class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +38,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
         notice: source of preemption notices for this machine (nodes/notices.py); empty: the job's
             own, `cluster.notice`.
         profile: costs of the model's layers and of the links between nodes.
+        num_samples: numbers of samples that the job began with; 0: not known.
         trace: whether workers report the spans of every iteration.
         places: places at which faults are to be injected on this node.
         injector: host and port at which the launcher listens for processes that reach such a place.
@@ -61,6 +69,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     patience_s: float = 0.0
     notice: str = ""
     profile: ModelProfile | None = None
+    num_samples: NumSamples = NumSamples()
     trace: bool = False
     places: tuple[Place, ...] = ()
     injector: tuple[str, int] = ("", 0)
@@ -114,7 +123,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     profile: ModelProfile | None = None
-    num_samples: int = 0
+    num_samples: NumSamples = NumSamples()
     vocabulary_size: int = 0
     objective: str = ""
     parameters: tuple[tuple[str, ...], ...] = ()

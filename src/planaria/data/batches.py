@@ -67,7 +67,7 @@ class Batches:
             global_batch_size=training.global_batch_size,
         )
         self._loaded: dict[int, tuple[Any, Any]] = {}
-        self._num_targets = 0
+        self._num_targets: int | None = None
         self.consumed: dict[int, npt.NDArray[np.int64]] = {}
 
     def inputs(self, index: int) -> Any:
@@ -83,9 +83,9 @@ class Batches:
 
     def num_targets(self) -> int:
         """Number of targets in the global batch, by which every microbatch's loss is divided."""
-        if not self._num_targets and self._ahead is not None:
-            self._num_targets = self._ahead.take(self.iteration, COUNT) or 0
-        if not self._num_targets:
+        if self._num_targets is None and self._ahead is not None:
+            self._num_targets = self._ahead.take(self.iteration, COUNT)
+        if self._num_targets is None:
             self._num_targets = num_targets(
                 self._dataset, self._numbers, seed=self._seed, microbatch_size=self.microbatch_size
             )
@@ -183,6 +183,24 @@ def note_samples(text: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"planaria: {text}")
         raise
+
+
+def check_num_samples(num_samples: int, num_before: int, key: str) -> None:
+    """Refuses data that have changed since the job began: other samples would have the numbers.
+
+    Args:
+        num_before: number of samples that the job began with; 0: not known.
+        key: key that names the data.
+
+    Raises:
+        OSError: the data have another number of samples. It counts against the node, which may be
+            the only one that sees other data.
+    """
+    if num_before and num_samples != num_before:
+        raise OSError(
+            f"{key}: there are {num_samples} samples here, and the job began with {num_before}; "
+            "data must not change while a job trains, and all nodes must see the same"
+        )
 
 
 def unrepeated_text(dataset: Dataset, training: TrainingConfig) -> str:

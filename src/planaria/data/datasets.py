@@ -165,15 +165,18 @@ class UserDataset:
     Attributes:
         collate: the user's function, which takes a list of what `items` gives by index and returns
             the inputs and targets of a microbatch; None: they are stacked.
+        num_samples: length of the object when it was made; it may change meanwhile, and the numbers
+            of all iterations' samples depend on it.
     """
 
     items: Any
     target: str
     objective: str
     collate: Callable[[list[Any]], Any] | None
+    num_samples: int
 
     def __len__(self) -> int:
-        return len(self.items)
+        return self.num_samples
 
     @property
     def vocabulary_size(self) -> int:
@@ -287,7 +290,7 @@ def _user_dataset(data: DataConfig, *, objective: str, seed: int) -> UserDataset
         if not hasattr(items, method):
             remedy = f"it returned an object of type {type(items).__name__}, which has no {method}"
             raise ConfigError("data.target", target, remedy)
-    return UserDataset(items, target, objective, collate)
+    return UserDataset(items, target, objective, collate, len(items))
 
 
 def _seed_generators(seed: int) -> None:

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from planaria.core.job import JobConfig
 from planaria.core.plan import Plan
-from planaria.data.batches import COUNT, Batches
+from planaria.core.specs import NodeSpec
+from planaria.data.batches import COUNT, Batches, check_num_samples
 from planaria.data.datasets import Dataset, load_dataset
 
 logger = logging.getLogger(__name__)
@@ -39,11 +39,13 @@ Key = tuple[int, int]  # (iteration, microbatch)
 
 @dataclass(frozen=True, slots=True)
 class LoaderStart:
-    """The first message to a loader: what it loads samples of."""
+    """The first message to a loader: what it loads samples of.
 
-    job: JobConfig
+    A loader that sees another number of samples than the job began with ends.
+    """
+
+    spec: NodeSpec
     objective: str
-    cache_directory: Path
 
 
 def fork_loaders(count: int, *, close: Collection[int]) -> list[Connection]:
@@ -81,13 +83,14 @@ def _serve(rank: Connection, parent: int) -> None:
     torch.set_num_threads(1)
     try:
         start: LoaderStart = rank.recv()
-        job = start.job
+        job = start.spec.job
         dataset = load_dataset(
             job.data,
             objective=start.objective,
             seed=job.training.seed,
-            cache_directory=start.cache_directory,
+            cache_directory=Path(start.spec.cache_directory),
         )
+        check_num_samples(len(dataset), start.spec.num_samples.data, "data")
         batches: Batches | None = None
         while True:
             iteration, index = rank.recv()
@@ -121,7 +124,7 @@ class Prefetch:
     """
 
     def __init__(self, loaders: Sequence[Connection], start: LoaderStart) -> None:
-        self._training = start.job.training
+        self._training = start.spec.job.training
         self._loaders = list(loaders)
         self._asked: dict[Key, int] = {}  # The loader that was asked, by its number.
         self._loaded: dict[Key, Any] = {}

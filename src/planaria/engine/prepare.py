@@ -16,7 +16,7 @@ from planaria.checkpoint.memory.room import available_bytes
 from planaria.core.job import JobConfig, ModelConfig
 from planaria.core.plan import Link, ModelProfile
 from planaria.core.samples import sample_numbers
-from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
+from planaria.core.specs import NodeSpec, NumSamples, Prepared, PrepareRequest
 from planaria.data.batches import unrepeated_text
 from planaria.data.datasets import Dataset, load_dataset, vocabulary_size
 from planaria.engine.blame import mistake_of, user_traceback
@@ -225,7 +225,7 @@ def _prepare(request: PrepareRequest) -> Prepared:
         job, cache_directory=cache_directory, profile=request.profile, timekeeper=Timekeeper()
     )
     dataset = load_data(job, objective=model.objective, cache_directory=cache_directory)
-    load_evaluation(job, dataset, model=model, cache_directory=cache_directory)
+    evaluated = load_evaluation(job, dataset, model=model, cache_directory=cache_directory)
     _check_trained(job, model, dataset)
     sample_numbers(
         0,
@@ -256,7 +256,7 @@ def _prepare(request: PrepareRequest) -> Prepared:
             processors=request.processors,
             device=device,
         ),
-        num_samples=len(dataset),
+        num_samples=NumSamples(len(dataset), evaluated.held_out.num_samples if evaluated else 0),
         vocabulary_size=dataset.vocabulary_size,
         objective=model.objective,
         parameters=parameters,

@@ -42,6 +42,7 @@ from planaria.core.messages import (
 )
 from planaria.core.plan import Plan
 from planaria.core.specs import NodeSpec
+from planaria.data.batches import check_num_samples
 from planaria.data.prefetch import LoaderStart, Prefetch
 from planaria.engine.blame import failure_of
 from planaria.engine.comm.choice import open_comm
@@ -155,16 +156,16 @@ class Worker:
 
     def run(self) -> None:
         """Loads model and data, then obeys orders until the job shuts down."""
-        cache, profile = Path(self._spec.cache_directory), self._spec.profile
-        timekeeper = self._links.timekeeper
-        model = load_model(self._job, cache_directory=cache, profile=profile, timekeeper=timekeeper)
+        spec, cache = self._spec, Path(self._spec.cache_directory)
+        clock = self._links.timekeeper
+        model = load_model(self._job, cache_directory=cache, profile=spec.profile, timekeeper=clock)
         self._dataset = load_data(self._job, objective=model.objective, cache_directory=cache)
-        self._prefetch = Prefetch(self.loaders, LoaderStart(self._job, model.objective, cache))
+        check_num_samples(len(self._dataset), spec.num_samples.data, "data")
+        self._prefetch = Prefetch(self.loaders, LoaderStart(spec, model.objective))
         self._evaluation = load_evaluation(
-            self._job, self._dataset, model=model, cache_directory=cache
+            self._job, self._dataset, spec.num_samples.held_out, model=model, cache_directory=cache
         )
-        pinned_bytes = pinned_bytes_of(self._spec)
-        device = device_of(self._job, rank=self._spec.rank, pinned_bytes=pinned_bytes)
+        device = device_of(self._job, rank=spec.rank, pinned_bytes=pinned_bytes_of(spec))
         self._stage = RankStage(model, training=self._job.training, device=device)
         self._tensors = TensorPeak(self._stage)
         self._peak = memory_peak(device)

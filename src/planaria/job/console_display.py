@@ -43,7 +43,7 @@ class ConsoleDisplay:
         assert profile is not None
         self._note_now(
             f"{planned.prepared.num_parameters / 1e6:.2f} M parameters in {len(profile.layers)} "
-            f"layers, {planned.prepared.num_samples} samples; "
+            f"layers, {planned.prepared.num_samples.data} samples; "
             f"{count_text(len(planned.plan.nodes), 'node')} in "
             f"{count_text(len(planned.plan.pipelines), 'pipeline')}"
         )

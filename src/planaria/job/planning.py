@@ -41,7 +41,7 @@ from planaria.estimator.time import Timeline
 from planaria.job.checks import NUM_MICROBATCHES_MAX
 from planaria.job.machine_kinds import plan_for_kinds
 from planaria.job.predictions import prediction
-from planaria.job.save_facts import fingerprint
+from planaria.job.save_facts import changed_data_text, fingerprint
 from planaria.nodes.forkserver import ForkServer
 from planaria.planner.plans import PlanCatalog, best_plan, plan_catalog
 from planaria.planner.problem import Problem, batch_error
@@ -389,9 +389,11 @@ def plan_job(
             plan = first_plan_with_shadows(problem, plan).plan
     assert len(plan.routes) == config.num_microbatches
     predicted = prediction(problem, plan)
+    changed = changed_data_text(manifest.job, prepared) if manifest else ""
+    notes = (*prepared.notes, *filter(None, (changed,)))
     return Planned(
         config=config,
-        prepared=prepared,
+        prepared=msgspec.structs.replace(prepared, notes=notes),
         problem=problem,
         templates=templates,
         catalog=catalog,

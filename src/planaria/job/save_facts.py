@@ -3,13 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from planaria.checkpoint.disk.outgoing import MODEL_FACTS
 from planaria.checkpoint.disk.storage import absolute
 from planaria.core.job import JobConfig, ModelFacts
+from planaria.core.specs import Prepared
+
+_NUM_SAMPLES: Final = "num_samples"
 
 
 def fingerprint(config: JobConfig) -> dict[str, Any]:
@@ -38,20 +41,36 @@ def fingerprint(config: JobConfig) -> dict[str, Any]:
     }
 
 
-def save_facts(
-    config: JobConfig, *, values: Mapping[str, Any], vocabulary_size: int
-) -> dict[str, Any]:
+def save_facts(config: JobConfig, prepared: Prepared) -> dict[str, Any]:
     """The settings that a job which resumes is compared with, and what `checkpoint export` needs.
 
     Args:
-        values: configuration of the model, as other tools read it from config.json.
-        vocabulary_size: number of token ids of the data; 0: not known.
+        prepared: facts on the job; those on its data may be missing.
     """
     path = absolute(config.model.path) if config.model.path else ""
     facts = ModelFacts(
         model=replace(config.model, path=path),
         training=config.training,
         sequence_length=config.data.sequence_length,
-        vocabulary_size=vocabulary_size,
+        vocabulary_size=prepared.vocabulary_size,
     )
-    return fingerprint(config) | {"config": values, MODEL_FACTS: msgspec.to_builtins(facts)}
+    return fingerprint(config) | {
+        "config": prepared.config,
+        MODEL_FACTS: msgspec.to_builtins(facts),
+        _NUM_SAMPLES: prepared.num_samples.data,
+    }
+
+
+def changed_data_text(saved: Mapping[str, Any], prepared: Prepared) -> str:
+    """The warning that there are other samples than when a save was made; "": there are not.
+
+    Args:
+        saved: facts that the save has on its job; an older one lacks the number of samples.
+    """
+    before, now = saved.get(_NUM_SAMPLES, 0), prepared.num_samples.data
+    if not before or now == before:
+        return ""
+    return (
+        f"the data have {now} samples, and had {before} when the checkpoint was saved: from here "
+        "on samples come in another order, so that some are repeated and others left out"
+    )

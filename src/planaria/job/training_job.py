@@ -516,8 +516,7 @@ def _launch_spec(
     trace: bool,
     listening: Listening | None,
 ) -> LaunchSpec:
-    config, manifest, catalog = planned.config, planned.resumed, planned.catalog
-    known = planned.prepared
+    config, known, manifest = planned.config, planned.prepared, planned.resumed
     checking = ("on",) if listening is None else ("on", "auto")
     token, addresses = b"", tuple[Address, ...]()
     if begun.head is not None and listening is not None:
@@ -531,6 +530,7 @@ def _launch_spec(
         worker=_WORKER,
         cache_directory=cache_directory(),
         profile=known.profile,
+        num_samples=known.num_samples,
         trace=trace,
         patience_s=0.0 if listening is None else config.cluster.patience_s,
         parts=begun.parts,
@@ -542,11 +542,11 @@ def _launch_spec(
         plan=planned.plan,
         predicted_s=planned.predicted.iteration_s,
         problem=planned.problem,
-        templates=dict(catalog.templates),
-        plans=dict(catalog.plans),
+        templates=dict(planned.catalog.templates),
+        plans=dict(planned.catalog.plans),
         first_iteration=manifest.iteration if manifest else 0,
         source=version_name(manifest.iteration, manifest.epoch) if manifest and has_state else "",
-        fingerprint=save_facts(config, values=known.config, vocabulary_size=known.vocabulary_size),
+        fingerprint=save_facts(config, known),
         directory=begun.journal,
         token=token,
         domains={node: facts.domain for node, facts in begun.machines.items() if facts.domain},

@@ -12,6 +12,7 @@ from planaria.checkpoint.disk.outgoing import export_parameters, save_as
 from planaria.checkpoint.disk.tiers import Manifest, Tier, tier_of
 from planaria.core.job import JobConfig, ModelConfig
 from planaria.core.messages import LayerFile
+from planaria.core.specs import Prepared
 from planaria.errors import CheckpointError
 from planaria.job.save_facts import save_facts
 
@@ -131,7 +132,7 @@ def test_an_export_has_the_tokenizer_of_the_model_that_training_began_with(tmp_p
     manifest = Manifest(
         iteration=1,
         epoch=0,
-        job=save_facts(config, values={"model_type": "gpt2"}, vocabulary_size=9),
+        job=save_facts(config, Prepared(config={"model_type": "gpt2"}, vocabulary_size=9)),
         layers=(tier.write_layer(1, 0, 0, tensors),),
     )
     tier.publish(manifest)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from planaria.checkpoint.disk.tiers import Manifest, Tier
 from planaria.core.job import JobConfig, TrainingConfig
+from planaria.core.specs import Prepared
 from planaria.data.datasets import vocabulary_size
 from planaria.engine.formats.dcp_export import ITERATION, MODEL, OPTIMIZER
 from planaria.engine.formats.state_sources import StateSource, state_source
@@ -35,7 +36,7 @@ _OPTIMIZERS: Final = (OPTIMIZER, "optimizer.state.", "state.")
 class FactsFunction(Protocol):
     """Returns what a save says of a job."""
 
-    def __call__(self, *, values: Mapping[str, Any], vocabulary_size: int) -> Mapping[str, Any]:
+    def __call__(self, prepared: Prepared, /) -> Mapping[str, Any]:
         """The facts, from the model's config and the number of token ids of the data."""
         ...
 
@@ -73,7 +74,7 @@ def import_state(
             tier.write_layer(number, 0, layer, state.layer(layer))
             for layer in range(model.num_layers)
         )
-        said = facts(values=model.config, vocabulary_size=size)
+        said = facts(Prepared(config=dict(model.config), vocabulary_size=size))
         manifest = Manifest(iteration=number, epoch=0, job=said, layers=files)
         tier.publish(manifest)
         undo.pop_all()

@@ -24,7 +24,7 @@ from torch import Tensor
 from planaria.core.job import JobConfig
 from planaria.core.messages import Evaluated
 from planaria.core.plan import Plan, Route
-from planaria.data.batches import HeldOut, note_samples
+from planaria.data.batches import HeldOut, check_num_samples, note_samples
 from planaria.data.datasets import Dataset, keep_generators, load_held_out
 from planaria.data.text import TokenDataset
 from planaria.engine.comm.device_comm import DeviceComm
@@ -73,14 +73,21 @@ class Evaluation:
 
 
 def load_evaluation(
-    job: JobConfig, dataset: Dataset, *, model: SplitModel, cache_directory: Path
+    job: JobConfig,
+    dataset: Dataset,
+    num_samples: int = 0,
+    *,
+    model: SplitModel,
+    cache_directory: Path,
 ) -> Evaluation | None:
     """What the job evaluates; None if nothing.
 
     Args:
         dataset: the training data.
+        num_samples: number of held-out samples that the job began with; 0: not known.
 
     Raises:
+        OSError: there are other held-out samples by now.
         ConfigError: the held-out data cannot be read, or has tokens that the model does not know.
     """
     config = job.evaluation
@@ -107,6 +114,7 @@ def load_evaluation(
         for name, target in config.metrics.items()
     }
     samples = HeldOut(held_out, job.training, num_samples=config.samples)
+    check_num_samples(samples.num_samples, num_samples, key)
     return Evaluation(samples, metrics, key, config.target or config.path)
 
 
