@@ -221,17 +221,23 @@ def test_a_mistake_is_told_before_anything_is_started(
     assert "--rdzv-endpoint" in no_place.stderr
 
 
-def test_the_head_and_the_agent_get_the_options_that_are_theirs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The head's command had its token file behind the job, where it takes no option."""
-    commands: dict[str, tuple[str, ...]] = {}
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, ...]]:
+    """The command lines of the head and the agent, which are noted instead of started."""
+    noted: dict[str, tuple[str, ...]] = {}
 
     def note_commands(**words: tuple[str, ...]) -> int:
-        commands.update(words)
+        noted.update(words)
         return 0
 
     monkeypatch.setattr(run_command, "supervise", note_commands)
+    return noted
+
+
+def test_the_head_and_the_agent_get_the_options_that_are_theirs(
+    tmp_path: Path, commands: dict[str, tuple[str, ...]]
+) -> None:
+    """The head's command had its token file behind the job, where it takes no option."""
     token = str(tmp_path / "token")
     write_credentials(Path(token))
     options = ["--token-file", token, "--resume-if-saved", "--domain", "rack-1"]
@@ -244,3 +250,39 @@ def test_the_head_and_the_agent_get_the_options_that_are_theirs(
     assert head.endswith(f" --token-file {token} --resume-if-saved --operator ./ask -- job.toml")
     own = "--domain rack-1 --advertise node-1"
     assert agent == f"agent --join 127.0.0.1:29400 {own} --token-file {token}"
+
+
+@pytest.mark.parametrize(
+    ("options", "own"),
+    [
+        (("--nnodes", "1:4"), "--advertise 192.0.2.7"),
+        (("--nnodes", "1:4", "--interface", "eth1"), "--interface eth1"),
+        (("--nnodes", "1:4", "--advertise", "me"), "--advertise me"),
+        (("--nnodes", "1"), ""),  # Nobody else has to reach it.
+        (("--nnodes", "1:4", "--node-rank", "1"), ""),  # The head is elsewhere.
+    ],
+)
+@pytest.mark.parametrize(("address", "is_loopback"), [("127.0.1.1", True), ("192.0.2.7", False)])
+def test_the_agent_beside_the_head_is_reached_where_the_machine_s_name_is_a_loopback_address(
+    address: str,
+    is_loopback: bool,
+    options: tuple[str, ...],
+    own: str,
+    tmp_path: Path,
+    commands: dict[str, tuple[str, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Debian writes 127.0.1.1 NAME to /etc/hosts. The agent joined from there, and was refused."""
+    entry = (socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [entry])
+    monkeypatch.setattr(run_command, "reachable_addresses", lambda _: (("192.0.2.7", 7320),))
+    token = str(tmp_path / "token")
+    write_credentials(Path(token))
+    place = ("--rdzv-endpoint", "node-1:7320", "--node-rank", "0")
+    ended = CliRunner().invoke(app, ["run", "job.toml", *place, *options, "--token-file", token])
+
+    assert ended.exit_code == 0, ended.output
+    is_own = is_loopback or own != "--advertise 192.0.2.7"
+    expected = f"{own} " if own and is_own else ""
+    agent = " ".join(commands["agent"][3:])
+    assert agent == f"agent --join node-1:7320 {expected}--token-file {token}"

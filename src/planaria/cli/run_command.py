@@ -25,11 +25,14 @@ from planaria.cli.command_line import JobFile, Settings, exit_codes
 from planaria.cli.machine_commands import Advertise, Domain, Interface, Notice, TokenFile
 from planaria.cli.run_role import RunFlags, RunRole, run_role
 from planaria.cli.train_command import Operator, Resume, ResumeIfSaved, State
+from planaria.job.lost_heads import reachable_addresses
 from planaria.nodes.forkserver import die_with_parent
 from planaria.nodes.head.process_events import LEAVE_SIGNALS
 from planaria.nodes.notices import parse_notice_source
 from planaria.nodes.output import unfailing
+from planaria.transport.acceptor import parse_address
 from planaria.transport.credentials import read_credentials, token_path
+from planaria.transport.sockets import is_loopback
 
 _MISTAKE: Final = 2
 _INTERRUPTED: Final = 130
@@ -110,6 +113,7 @@ def run(
     console = Console(file=unfailing(sys.stdout), highlight=False, soft_wrap=True)
     console.print(f"planaria run: {role.why}", markup=False)
     token = ("--token-file", token_file) if token_file else ()
+    advertise = advertise or ("" if interface else _address_for_others(role))
     own = {"notice": notice, "domain": domain, "advertise": advertise, "interface": interface}
     source = [word for name, text in own.items() if text for word in (f"--{name}", text)]
     more = [
@@ -152,6 +156,21 @@ def _train_arguments(
     for setting in settings or ():
         words += ["--set", setting]
     return [*words, *more, "--", str(job)]
+
+
+def _address_for_others(role: RunRole) -> str:
+    """The address at which others reach the agent beside the head; "": that of its route there.
+
+    On many systems a machine's own name is a loopback address to itself (127.0.1.1).
+    """
+    host, port = parse_address(role.join, field="--rdzv-endpoint")
+    if role.max_nodes < 2 or is_loopback(host):
+        return ""
+    with contextlib.suppress(OSError, UnicodeError):
+        *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if is_loopback(str(address[0])):
+            return next((own for own, _ in reachable_addresses(("", port))), "")
+    return ""
 
 
 def _planaria(*arguments: str) -> tuple[str, ...]:
