@@ -90,7 +90,7 @@ COMMANDS = {
     "events": {"report", "--head", "--token-file", "--job", "--json"},
     "launch": {
         *("job", "--on", "--nodes", "--dry-run", "--name", "--output", "-o", "--set"),
-        *("--devices-per-node", "--token-file", "--port", "--domain"),
+        *("--devices-per-node", "--token-file", "--port", "--domain", "--interface"),
         *("--partition", "--time", "--image", "--namespace", "--volume", "--hosts"),
     },
     "placement": {

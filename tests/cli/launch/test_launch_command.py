@@ -49,7 +49,7 @@ def test_a_shell_reads_what_every_option_adds(on: str) -> None:
     """A long command goes over several lines."""
     options = ("--devices-per-node", "8", "--token-file", "a token", "--port", "7000")
     own = ("--partition", "gpus") if on == "slurm" else ("--hosts", HOSTS)
-    settings = ("--set", "training.iterations=7", "--domain", "$RACK")
+    settings = ("--set", "training.iterations=7", "--domain", "$RACK", "--interface", "ib0")
     script = command(*COMMON, "--on", on, *options, *own, *settings, "--dry-run").output
     read = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
 
@@ -57,6 +57,7 @@ def test_a_shell_reads_what_every_option_adds(on: str) -> None:
     assert '--domain "$RACK"' in script
     assert "--token-file 'a token'" in script
     assert "--nproc-per-node 8" in script
+    assert "--interface ib0" in script
     assert all(len(line) <= 100 for line in script.splitlines())
     if on == "slurm":
         assert "#SBATCH --gpus-per-node=8\n" in script

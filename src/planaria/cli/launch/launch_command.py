@@ -101,6 +101,9 @@ MachineDomain = Annotated[
     str,
     _text("Failure domain of each machine; its shell expands variables ($NAME) in it.", "TEXT"),
 ]
+NetworkInterface = Annotated[
+    str, _text("Network interface at whose address others reach each machine.", "NAME")
+]
 Partition = Annotated[str, _text("Slurm: the partition.", "NAME")]
 Time = Annotated[str, _text("Slurm: length of the job; it is saved before, and queued again.", "T")]
 Image = Annotated[str, _text("Kubernetes: a container's image that has planaria.", "IMAGE")]
@@ -124,6 +127,7 @@ def launch(
     token_file: Token = "",
     port: Port = 0,
     domain: MachineDomain = "",
+    interface: NetworkInterface = "",
     partition: Partition = "",
     time: Time = "",
     image: Image = "",
@@ -149,6 +153,7 @@ def launch(
         token_file=token_file,
         port=port,
         domain=domain,
+        interface=interface,
         settings=tuple(settings or ()),
     )
     # In Kubernetes the volume has the job, and this machine may not.

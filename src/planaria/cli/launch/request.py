@@ -26,6 +26,8 @@ class LaunchRequest:
         token_file: path of the token file on each machine; "": the default one.
         port: port of the head; 0: that of `planaria run`.
         domain: failure domain of each machine, in which its shell expands variables; "": none.
+        interface: network interface at whose address others reach each machine; "": that of its
+            route to the head.
         settings: overrides of the job file, KEY=VALUE.
     """
 
@@ -37,6 +39,7 @@ class LaunchRequest:
     token_file: str = ""
     port: int = 0
     domain: str = ""
+    interface: str = ""
     settings: tuple[str, ...] = ()
 
 
@@ -59,6 +62,8 @@ def options(request: LaunchRequest) -> tuple[tuple[str, ...], ...]:
         words.append(("--nproc-per-node", str(request.devices_per_node)))
     if request.token_file:
         words.append(("--token-file", request.token_file))
+    if request.interface:
+        words.append(("--interface", request.interface))
     return (*words, *(("--set", setting) for setting in request.settings))
 
 
