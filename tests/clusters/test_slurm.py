@@ -142,10 +142,14 @@ def test_the_loss_of_a_machine_costs_its_node_alone_and_another_one_takes_its_pl
     assert "Restarts=0" in cluster.run("scontrol", "show", "job", job.number)
 
 
+@pytest.mark.parametrize("is_drained", [False, True])
 def test_the_loss_of_the_head_s_machine_loses_nothing_that_was_trained(
-    job: Launched, cluster: Slurm, expected: tuple[str, str]
+    is_drained: bool, job: Launched, cluster: Slurm, expected: tuple[str, str]
 ) -> None:
     """The others have the job queued again, and save what they hold when Slurm ends them."""
+    if is_drained:  # Slurm never calls it down then.
+        name = cluster.nodes[0].name
+        cluster.run("scontrol", "update", f"nodename={name}", "state=drain", "reason=test")
     cluster.nodes[0].kill_processes()
     made = job.wait_log("made a save of iteration ([0-9]+) of what ranks")
 

@@ -198,6 +198,29 @@ def test_slurm_queues_a_job_again_that_its_signal_has_stopped(
         assert (ended, fakes.words("scontrol")) == (0 if num_requeues < 20 else 130, words)
 
 
+@pytest.mark.parametrize(
+    ("state", "is_lost"),
+    [
+        *(("down", True), ("down*", True), ("drained", True), ("drained*", True), ("fail", True)),
+        *(("allocated", False), ("draining", False), ("draining*", False), ("failing*", False)),
+    ],
+)
+def test_slurm_queues_a_job_again_whose_first_machine_it_has_lost(
+    state: str, is_lost: bool, fakes: FakeScheduler, tmp_path: Path
+) -> None:
+    """One that was drained before is never called down. What the job holds is draining."""
+    fakes.write("sinfo", f"echo >> \"$FAKES/sinfo.words\"; echo '{state}'")
+    fakes.write(
+        "planaria",
+        'until [ "$(cat "$FAKES/sinfo.words" 2> /dev/null | wc -l)" -ge 3 ]; do sleep 0.01; done\n'
+        "exit 1",
+    )
+    words = ["bash", str(CLUSTERS / "cluster.sbatch")]
+
+    assert run_script(fakes, words, tmp_path, watch_s="0.01") == 1
+    assert {*fakes.words("scontrol")} == ({"requeue 7"} if is_lost else set())
+
+
 @pytest.mark.parametrize("name", ["child", "srun"])
 def test_a_signal_that_comes_before_its_process_is_noted_is_passed_on(
     name: str, fakes: FakeScheduler, tmp_path: Path

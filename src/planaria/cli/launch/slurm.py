@@ -45,8 +45,10 @@ watch_first() {
     first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
     while pause "${watch_s:-30}"; do
         case $(sinfo --noheader --nodes="$first" --format=%T) in
+            # One that was drained before is drained, never down; while it runs it is draining.
             # Another machine may have done so before: that this one fails then is nothing.
-            down*) if may_queue_again; then scontrol requeue "$SLURM_JOB_ID"
+            down* | drained* | fail | 'fail*')
+                if may_queue_again; then scontrol requeue "$SLURM_JOB_ID"
                 else scancel "$SLURM_JOB_ID"; fi ;;
         esac
     done
