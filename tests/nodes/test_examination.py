@@ -55,13 +55,23 @@ def test_an_examination_takes_no_time_and_changes_no_limit() -> None:
     assert (resource.getrlimit(resource.RLIMIT_NOFILE), len(os.listdir("/proc/self/fd"))) == before
 
 
-def test_the_facts_for_the_head_name_versions_and_the_processor() -> None:
+def test_the_facts_for_the_head_name_versions_and_the_processor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
     facts = facts_of_this_machine("10.0.0.1", "rack")
 
     assert (facts.host, facts.domain, facts.name) == ("10.0.0.1", "rack", socket.gethostname())
     assert list(facts.versions) == ["python", "torch", "planaria"]
     assert facts.processor
     assert facts.memory_bytes > 0
+
+
+def test_a_machine_has_the_name_that_slurm_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host name may have a domain, and Slurm refuses that."""
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
+
+    assert facts_of_this_machine("10.0.0.1", "").name == "n7"
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,8 @@ _TIME_ERROR: Final = 5  # The state of adjtimex for a clock that nobody synchron
 def facts_of_this_machine(host: str, domain: str) -> MachineFacts:
     """The facts on this machine that its head needs."""
     return MachineFacts(
-        name=socket.gethostname(),
+        # Slurm knows its machines by names of their own, which need not be the hosts'.
+        name=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
         host=host,
         domain=domain,
         processors=len(os.sched_getaffinity(0)),

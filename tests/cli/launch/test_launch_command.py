@@ -62,6 +62,8 @@ def test_a_shell_reads_what_every_option_adds(on: str) -> None:
     if on == "slurm":
         assert "#SBATCH --gpus-per-node=8\n" in script
         assert "#SBATCH --partition=gpus\n" in script
+        spare = """export PLANARIA_AGENT_OPTIONS='--interface ib0 --domain "$RACK"'\n"""
+        assert spare in script
 
 
 def test_the_job_of_kubernetes_is_indexed_and_finds_its_head_by_the_service() -> None:

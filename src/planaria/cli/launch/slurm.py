@@ -3,6 +3,7 @@
 Source: sbatch(1), srun(1), scontrol(1).
 """
 
+import shlex
 from typing import Final
 
 from planaria.cli.launch.request import AtTemplate, LaunchRequest, shell_command
@@ -31,7 +32,7 @@ _SCRIPT: Final = AtTemplate("""\
 # This script gets SIGUSR1 so many seconds before the time of the job is over.
 #SBATCH --signal=B:USR1@@@{signal_s}
 
-export code_file=$PWD/.@{name}-$SLURM_JOB_ID.code  # Exit code of the machine with the head.
+@{spare}export code_file=$PWD/.@{name}-$SLURM_JOB_ID.code  # Exit code of the machine with the head.
 rm -f "$code_file"
 
 # Waits for some seconds, without a process that would be left behind.
@@ -110,6 +111,9 @@ esac
 [ "$code" != lost ] || code=3
 exit "$code"
 """)
+_SPARE: Final = """\
+# The agents of machines that the head asks for have these, too.
+export PLANARIA_AGENT_OPTIONS="""
 
 
 def slurm_script(
@@ -127,6 +131,8 @@ def slurm_script(
     more += [f"#SBATCH --time={time}"] if time else []
     if request.devices_per_node:
         more.append(f"#SBATCH --gpus-per-node={request.devices_per_node}")
+    spare = shlex.join(("--interface", request.interface)) if request.interface else ""
+    spare += f' --domain "{request.domain}"' if request.domain else ""
     # The port follows from the number of the job, unless one is given.
     head = f'--rdzv-endpoint "$(scontrol show hostnames | head -n 1):{request.port}"'
     parts = ("--notice slurm --operator slurm", *((head,) if request.port else ()))
@@ -137,5 +143,6 @@ def slurm_script(
         slurm_nodes=f"{low}-{high}" if low < high else high,
         more="".join(f"{line}\n" for line in more),
         signal_s=signal_s,
+        spare=f"{_SPARE}{shlex.quote(spare.strip())}\n" if spare else "",
         command=shell_command(request, *parts, indent=8),
     )

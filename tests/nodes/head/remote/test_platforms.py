@@ -62,6 +62,7 @@ def scheduler(tmp_path: Path) -> FakeScheduler:
     made.write("sbatch", SBATCH)
     made.write("sinfo", 'echo "$*" >> "$FAKES/sinfo.words"; echo "down* (Not responding)"')
     made.write("squeue", 'echo "$*" >> "$FAKES/squeue.words"; echo 1-02:03:04')
+    made.write("scontrol", 'echo "$*" >> "$FAKES/scontrol.words"; echo "$RECORD"')
     made.write("scancel", 'echo "$*" >> "$FAKES/scancel.words"')
     return made
 
@@ -115,6 +116,58 @@ def test_without_the_time_that_is_left_slurm_decides_it(scheduler: FakeScheduler
         told = opened("slurm", **scheduler.environment).ask_for_machine(LOST)
         assert told == "job 42 of Slurm is to bring one"
     assert not any("--time" in words for words in scheduler.words("sbatch"))
+
+
+@pytest.mark.parametrize(
+    ("record", "options"),
+    [
+        ("Features=(null) DelayBoot=0 TresPerNode=gres:gpu:8", ["--gres=gpu:8"]),
+        (
+            "BatchFeatures=x Features=a100&[r1|r2] TresPerNode=cpu:1,gres/gpu:a100:8,gres/nic:1",
+            ["--constraint=a100&[r1|r2]", "--gres=gpu:a100:8,nic:1"],
+        ),
+        # Of so many machines one rack each: a job of one machine cannot be that.
+        ("Features=[r1*2&r2*2] Power=", ["--gpus-per-node=4"]),
+        ("", ["--gpus-per-node=4"]),
+    ],
+)
+def test_a_spare_machine_has_the_features_and_devices_of_the_job(
+    record: str, options: list[str], scheduler: FakeScheduler
+) -> None:
+    """As Slurm tells them of the job: its environment has no --gres and no --constraint."""
+    variables = {"RECORD": record, "SLURM_GPUS_PER_NODE": "4"}
+    opened("slurm", **scheduler.environment, **variables).ask_for_machine(LOST)
+
+    words = scheduler.words("sbatch")[0].split()
+    own = ("--constraint", "--gres", "--gpus-per-node")
+    assert [word for word in words if word.startswith(own)] == options
+    assert scheduler.words("scontrol") == ["--oneliner show job 7"]
+
+
+def test_a_spare_machine_s_agent_has_the_options_of_the_others(scheduler: FakeScheduler) -> None:
+    """The shell of its machine expands the variables."""
+    more = '--domain "$RACK"'
+    opened("slurm", **scheduler.environment, PLANARIA_AGENT_OPTIONS=more).ask_for_machine(LOST)
+
+    assert scheduler.words("sbatch")[0].endswith(f"--token-file 'a token' {more}")
+
+
+def test_a_machine_is_asked_for_though_slurm_does_not_know_the_name_of_the_lost_one(
+    scheduler: FakeScheduler,
+) -> None:
+    """Slurm refused the whole request then. It knows the others."""
+    refuse = (
+        'case "$*" in *--exclude=*cluster.local*) echo "Invalid node name specified" >&2; exit 1'
+    )
+    scheduler.write("sbatch", f"{refuse} ;; esac\n{SBATCH}")
+    platform = opened("slurm", **scheduler.environment)
+    other = LostMachine("host-4.cluster.local", "10.0.0.4", is_leaving=False)
+
+    assert "job 42 of Slurm" in platform.ask_for_machine(other)
+    assert "job 42 of Slurm" in platform.ask_for_machine(LOST)
+    first, second = scheduler.words("sbatch")[::2]
+    assert "--exclude" not in first
+    assert f"--exclude={LOST.name} " in second
 
 
 def test_what_slurm_refuses_is_an_error(scheduler: FakeScheduler) -> None:

@@ -1,6 +1,7 @@
 """Where machines come from: asks Slurm, Kubernetes, or a command for one in place of a lost one.
 
-    slurm         a job of one machine, which runs `planaria agent`
+    slurm         a job of one machine, which runs `planaria agent`, with the further options in
+                  $PLANARIA_AGENT_OPTIONS as the shell there reads them
     kubernetes    the lost machine's pod is deleted, so that its Job makes another
     any other     a command for a shell, which asks whoever has machines; it finds the lost machine
                   in $PLANARIA_LOST_NAME and $PLANARIA_LOST_HOST, and in $PLANARIA_HEAD the
@@ -35,6 +36,11 @@ _TIMEOUT_S: Final = 60.0
 _TEXT_CHARACTERS_MAX: Final = 300
 _OPTION: Final = "--operator"
 _SLURM_JOB: Final = "SLURM_JOB_ID"
+_SLURM_UNKNOWN_NODE: Final = "Invalid node name"
+# What `scontrol show job` says: 'Features=a&b TresPerNode=gres/gpu:8,gres/nic:1', or gres:gpu:8.
+_SLURM_FEATURES: Final = re.compile(r"(?<!\S)Features=(?!\(null\))([^\s*]+)(?!\S)")
+_SLURM_TRES: Final = re.compile(r"(?<!\S)TresPerNode=(\S+)")
+_SLURM_GRES: Final = re.compile(r"(?:gres[:/])+(.+)")
 _SLURM_TIME: Final = re.compile(r"(\d+-)?\d+(:\d+)*")
 # Of the variables that Slurm gives to a job, those that its programs need to find Slurm.
 _SLURM_OWN: Final = frozenset(("SLURM_CONF", "SLURM_CONF_SERVER"))
@@ -51,7 +57,7 @@ class LostMachine:
     """A machine that the job has lost, or that is being taken away.
 
     Attributes:
-        name: its host name.
+        name: its name in Slurm, else its host name.
         host: address at which others reached it.
         is_leaving: whether it was told to leave, so that its scheduler knows of it already.
     """
@@ -133,8 +139,8 @@ class CommandPlatform:
 class SlurmPlatform:
     """Slurm, which is asked for one machine more, in a job of its own.
 
-    That job ends with this one, and has its partition, account and quality of service, its devices
-    and the time that it has left.
+    That job ends with this one, and has its partition, account and quality of service, its features
+    and devices, and the time that it has left.
     """
 
     def __init__(
@@ -152,6 +158,7 @@ class SlurmPlatform:
             *("--join", ",".join(heads), "--notice", "slurm"),
             *(("--token-file", token_file) if token_file else ()),
         )
+        self._agent_options = environment.get("PLANARIA_AGENT_OPTIONS", "")
         # What describes this job must not describe the other one.
         self._environment = {
             name: value
@@ -166,15 +173,25 @@ class SlurmPlatform:
     def ask_for_machine(self, lost: LostMachine) -> str:
         """See Platform."""
         self._lost[lost.name] = None
-        words = ("sbatch", "--parsable", *self._options(), "--wrap", f"exec {self._command}")
-        # The number of the job, and the name of the cluster if there are several.
-        number = _output(words, self._environment, what="sbatch").partition(";")[0].strip()
+        try:
+            number = self._submit()
+        except OSError as error:
+            if _SLURM_UNKNOWN_NODE not in str(error):
+                raise
+            del self._lost[lost.name]
+            number = self._submit()
         with self._lock:
             self._asked.append(number)
             is_closed = self._is_closed
         if is_closed:  # The job has ended meanwhile.
             self.cancel_requests()
         return f"job {number} of Slurm is to bring one{self._verdict(lost)}"
+
+    def _submit(self) -> str:
+        """Submits the job of one machine; returns its number."""
+        words = ("sbatch", "--parsable", *self._options(), "--wrap", f"exec {self._command}")
+        # The number of the job, and the name of the cluster if there are several.
+        return _output(words, self._environment, what="sbatch").partition(";")[0].strip()
 
     def _verdict(self, lost: LostMachine) -> str:
         """What Slurm says of a machine, to follow a text; "": nothing."""
@@ -186,7 +203,7 @@ class SlurmPlatform:
 
     @property
     def _command(self) -> str:
-        return shlex.join(self._agent)
+        return f"{shlex.join(self._agent)} {self._agent_options}".rstrip()
 
     def _options(self) -> list[str]:
         name = self._job.get("SLURM_JOB_NAME", "planaria")
@@ -197,20 +214,36 @@ class SlurmPlatform:
             f"--job-name={name}-more",
             f"--output={name}-more-%j.log",
             f"--signal=B:USR1@{_SIGNAL_S}",
-            f"--exclude={','.join(self._lost)}",
+            *([f"--exclude={','.join(self._lost)}"] if self._lost else []),
         ]
+        features, devices = self._features_and_devices()
+        options += [f"--constraint={features}"] if features else []
+        options += [f"--gres={devices}"] if devices else []
         for option, variable in (
             ("partition", "SLURM_JOB_PARTITION"),
             ("account", "SLURM_JOB_ACCOUNT"),
             ("qos", "SLURM_JOB_QOS"),
             ("reservation", "SLURM_JOB_RESERVATION"),
-            ("gpus-per-node", "SLURM_GPUS_PER_NODE"),
+            *(() if devices else (("gpus-per-node", "SLURM_GPUS_PER_NODE"),)),
         ):
             if value := self._job.get(variable):
                 options.append(f"--{option}={value}")
         if _SLURM_TIME.fullmatch(left := self._time_left()):
             options.append(f"--time={left}")
         return options
+
+    def _features_and_devices(self) -> tuple[str, str]:
+        """The features and the generic resources of each machine of this job; "": none, or unknown.
+
+        Left out are features of which the job wants several machines each.
+        """
+        words = ("scontrol", "--oneliner", "show", "job", self._job[_SLURM_JOB])
+        with contextlib.suppress(OSError):
+            record = _output(words, self._environment, what="scontrol")
+            features, tres = _SLURM_FEATURES.search(record), _SLURM_TRES.search(record)
+            items = map(_SLURM_GRES.fullmatch, tres[1].split(",") if tres else ())
+            return features[1] if features else "", ",".join(item[1] for item in items if item)
+        return "", ""
 
     def _time_left(self) -> str:
         """The time that this job may still take, as Slurm writes it; "": not known."""
