@@ -107,7 +107,7 @@ def test_slurm_acts_on_the_exit_code_of_the_head(
     assert requeues in ([], ["requeue 7"])
     assert bool(requeues or num_starts(fakes, 0) > 1) == again
     assert ended == (0 if again else code)
-    assert "--no-kill -K0 --wait=0" in fakes.words("srun")[0]
+    assert "--mem=0 --cpu-bind=none --no-kill -K0 --wait=0" in fakes.words("srun")[0]
     assert not list(tmp_path.glob(".cluster-*"))
 
 
@@ -196,6 +196,28 @@ def test_slurm_queues_a_job_again_that_its_signal_has_stopped(
                 os.killpg(script.pid, signal.SIGKILL)
 
         assert (ended, fakes.words("scontrol")) == (0 if num_requeues < 20 else 130, words)
+
+
+def test_slurm_does_not_queue_a_job_again_that_srun_refuses(
+    fakes: FakeScheduler, tmp_path: Path
+) -> None:
+    """It would be refused 20 times more."""
+    fakes.write("srun", 'echo "srun: fatal: mutually exclusive" >&2; exit 5')
+    words = ["bash", str(CLUSTERS / "cluster.sbatch")]
+
+    assert run_script(fakes, words, tmp_path) == 5
+    assert not fakes.words("scontrol")
+
+
+def test_slurm_queues_a_job_again_whose_head_was_killed_with_its_shell(
+    fakes: FakeScheduler, tmp_path: Path
+) -> None:
+    """Nobody says an exit code then. The memory of the machine may have run out."""
+    fakes.write("planaria", '[ "$SLURM_PROCID" != 0 ] || kill -KILL "$PPID"')
+    words = ["bash", str(CLUSTERS / "cluster.sbatch")]
+
+    assert run_script(fakes, words, tmp_path) == 0
+    assert fakes.words("scontrol") == ["requeue 7"]
 
 
 @pytest.mark.parametrize(

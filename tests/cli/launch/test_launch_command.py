@@ -200,6 +200,24 @@ def test_the_file_is_written_and_submitted(fakes: FakeScheduler, tmp_path: Path)
     assert path.read_text() == (CLUSTERS / "cluster.sbatch").read_text()
 
 
+def test_a_job_is_submitted_from_within_another_one(fakes: FakeScheduler, tmp_path: Path) -> None:
+    """As from a notebook on a machine of Slurm. What describes that job broke the srun of this one.
+    What the user has set for sbatch is kept."""
+    fakes.write("sbatch", 'env | grep -E "^(SLURM|SBATCH|SRUN)" | sort')
+    others = {"SLURM_MEM_PER_CPU": "4G", "SLURM_CPU_BIND": "quiet", "SRUN_DEBUG": "3"}
+    kept = {"SBATCH_ACCOUNT": "a", "SLURM_CLUSTERS": "c", "SLURM_CONF": "/etc/slurm.conf"}
+    words = [sys.executable, "-m", "planaria", *COMMON, *ARGUMENTS["cluster.sbatch"]]
+    ended = subprocess.run(
+        [*words, "-o", str(tmp_path / "mine.sbatch")],
+        env={**fakes.environment, **others, **kept},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert ended.stdout.splitlines()[1:] == [f"{name}={text}" for name, text in kept.items()]
+
+
 @pytest.mark.parametrize(
     ("conditions", "is_deleted"),
     [("", False), ("Suspended", False), ("SuccessCriteriaMet Complete", True), ("Failed", True)],

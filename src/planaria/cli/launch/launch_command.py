@@ -26,6 +26,7 @@ from planaria.job.scripts import named_job
 _TOOL_TIMEOUT_S: Final = 60.0
 _NAME: Final = re.compile(r"[a-z]([-a-z0-9]{0,46}[a-z0-9])?")
 _PLAIN: Final = re.compile(r"[-\w./:@=,+]+")
+_USERS_OWN: Final = ("SLURM_CONF", "SLURM_CLUSTERS")  # Which Slurm is meant.
 _PORT_MAX: Final = (1 << 16) - 1
 
 
@@ -270,7 +271,19 @@ def _submit(
         _remove_finished(request, given)
     write(path, text.encode())
     typer.echo(f"wrote {path}; running {' '.join(words)}")
-    os.execvp(words[0], words)
+    os.execvpe(words[0], words, _environment_of_user())
+
+
+def _environment_of_user() -> dict[str, str]:
+    """The variables of this process, without those that Slurm has set.
+
+    Where this runs in a job of Slurm they describe that job, and the next one would inherit them.
+    """
+    return {
+        name: text
+        for name, text in os.environ.items()
+        if name.startswith(_USERS_OWN) or not name.startswith(("SLURM", "SRUN"))
+    }
 
 
 def _check_secret(request: LaunchRequest, given: SchedulerOptions) -> None:

@@ -65,7 +65,10 @@ take() {
 machine() {
     # Slurm may send a signal to this shell alone, or to all processes of the machine.
     trap 'is_leaving=yes; take TERM "$child"' USR1 TERM
-    case $SLURM_PROCID in [123]) watch_first & watch=$! ;; esac
+    case $SLURM_PROCID in
+        0) : > "$code_file" ;;  # It has begun.
+        [123]) watch_first & watch=$! ;;
+    esac
     code=130
     for try in {1..20}; do
         [ -z "$is_leaving" ] || break
@@ -88,19 +91,24 @@ machine() {
 }
 export -f pause may_queue_again watch_first take machine
 
-trap 'take USR1 "$srun"' USR1
-srun --no-kill -K0 --wait=0 --ntasks-per-node=1 --export=ALL bash -c machine &
+trap 'was_told=yes; take USR1 "$srun"' USR1
+srun --mem=0 --cpu-bind=none --no-kill -K0 --wait=0 --ntasks-per-node=1 --export=ALL \\
+    bash -c machine &
 srun=$!
 [ -z "$is_early" ] || kill -USR1 "$srun"
 # Once the head has ended, the other machines have a minute.
 (until [ -s "$code_file" ]; do pause 5; done; pause 60; kill -TERM "$srun") &
 limit=$!
-while is_told=; wait "$srun"; [ "$is_told" ]; do :; done
+while is_told=; wait "$srun"; ended=$?; [ "$is_told" ]; do :; done
 kill "$limit" 2> /dev/null
 
-code=$(cat "$code_file" 2> /dev/null || echo lost)
+if [ ! -e "$code_file" ] && [ "$ended" != 0 ] && [ -z "$was_told" ]; then
+    echo "srun ended with $ended before the head's machine began"
+    exit "$ended"  # It would end so again.
+fi
+code=$(cat "$code_file" 2> /dev/null)
 rm -f "$code_file"
-case $code in
+case ${code:=lost} in
     0) exit 0 ;;  # The job is done.
     # It ended unfinished, or was stopped after a save: the time is over, or others need machines.
     # Slurm does not queue a job again that a user has cancelled.
