@@ -25,6 +25,10 @@ COMMAND = [
     *("--nnodes", "2:4"),
     "--resume-if-saved",
 ]
+# When an actor ends, Ray kills its children, but not theirs. The command, a child of this shell, is
+# told so: it saves the job, or its node leaves.
+TELL_CHILD = 'setpriv --pdeathsig TERM "$@" & wait $!'
+SHELL = ["setpriv", "--pdeathsig", "KILL", "bash", "-c", TELL_CHILD, "bash"]
 DIRECTORY = os.getcwd()
 RESTARTS_MAX = 20
 PAUSE_S = 10.0
@@ -53,9 +57,7 @@ class Machine:
         notice = os.path.join(tempfile.mkdtemp(), "notice")
         words = [*COMMAND, "--node-rank", str(rank), "--rdzv-endpoint", f"{head}:{PORT}"]
         words += ["--notice", notice]
-        # The command ends with its actor: it saves the job, or its node leaves.
-        words = ["setpriv", "--pdeathsig", "TERM", *words, "examples/cluster.toml"]
-        process = subprocess.Popen(words, cwd=DIRECTORY)
+        process = subprocess.Popen([*SHELL, *words, "examples/cluster.toml"], cwd=DIRECTORY)
         while (code := process.poll()) is None:
             if (left := self.seconds_left()) is not None and not os.path.exists(notice):
                 with open(f"{notice}.new", "w") as file:

@@ -477,3 +477,35 @@ def test_a_machine_that_ray_drains_is_told_so_once_and_is_to_run_elsewhere(
 
     assert machine.run(1, "127.0.0.1") == EXIT_AGAIN
     assert re.fullmatch(told, (tmp_path / "told").read_text())
+
+
+@pytest.mark.parametrize("end", ["os.kill(child.pid, 9)", "os.kill(os.getpid(), 9)"])
+def test_a_command_whose_actor_ends_is_told_to_end(
+    end: str, fakes: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It saves the job, or its node leaves. When a job is stopped, Ray kills the children of its
+    actors; where memory runs out, the kernel kills an actor."""
+    fakes.write(
+        "planaria",
+        'trap \'touch "$FAKES/was_told"; exit\' TERM; touch "$FAKES/ready"\n'
+        "while :; do sleep 0.01; done",
+    )
+    fake_ray(monkeypatch)
+    program = runpy.run_path(str(CLUSTERS / "cluster_ray.py"))
+    started: list[list[str]] = []
+
+    def note_words(words: list[str], **_: object) -> SimpleNamespace:
+        started.append(words)
+        return SimpleNamespace(poll=lambda: 0)
+
+    monkeypatch.setattr(subprocess, "Popen", note_words)
+    program["Machine"]().run(1, "127.0.0.1")
+    monkeypatch.undo()
+    actor = (
+        "import os, subprocess, sys\n"
+        "child = subprocess.Popen(sys.argv[1:])\n"
+        "while not os.path.exists(os.environ['FAKES'] + '/ready'): pass\n" + end
+    )
+    subprocess.run([sys.executable, "-c", actor, *started[0]], env=fakes.environment, check=False)
+
+    wait_for((fakes.directory / "was_told").exists, what="the command is told to end")
