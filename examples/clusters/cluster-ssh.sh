@@ -41,7 +41,8 @@ reach() {  # HOST WORD...: runs a command there.
 run() {  # RANK: runs it on a machine, again and again if need be; the exit code is the last one.
     read -r host domain <<< "${hosts[$1]}"
     printf -v words '%q ' "rank=$1" "head=${head#*@}" "domain=$domain" "key=$key"
-    for ((num_restarts = 0; num_restarts < restarts_max || $1 > 0; num_restarts++)); do
+    # A lost connection (255) is no restart: the machine runs it still, or is waited for.
+    for ((num_restarts = 0; num_restarts < restarts_max || $1 > 0; num_restarts += code != 255)); do
         reach "$host" "cd $(printf %q "$PWD") && $words PATH=$path:\$PATH bash -s" <<< "$command"
         code=$?
         case $code in
@@ -64,7 +65,7 @@ stop() {  # RANK: has a machine stop; the head saves the job.
 run 0 &
 head_run=$!
 for ((rank = 1; rank < ${#hosts[@]}; rank++)); do run "$rank" & done
-trap 'is_told=yes; stop 0' INT TERM HUP
+trap 'is_told=yes; stop 0 || echo "the first machine cannot be told now; try again"' INT TERM HUP
 while is_told=; wait "$head_run"; code=$?; [ "$is_told" ]; do :; done
 
 # The others end by themselves, but for those that have found no head.

@@ -172,6 +172,26 @@ def test_ssh_waits_for_a_machine_whose_connection_was_lost(
     assert (ended, num_starts(fakes, 0)) == (130, 1)
 
 
+def test_ssh_ends_no_job_whose_first_machine_it_cannot_reach(
+    fakes: FakeScheduler, tmp_path: Path
+) -> None:
+    """The others train on. After 20 lost connections they were told to stop."""
+    (tmp_path / "examples" / "clusters").mkdir(parents=True)
+    (tmp_path / HOSTS).write_text("127.0.0.1\n127.0.0.2\n")
+    connect = (fakes.directory / "ssh").read_text()
+    lost = 'case "$*" in *rank=0*) echo >> "$FAKES/calls"; [ "$(wc -l < "$FAKES/calls")" -gt 25 ]'
+    fakes.write("ssh", f"{lost} || exit 255 ;; esac\n{connect}")
+    fakes.write(
+        "planaria",
+        'case "$*" in *"--node-rank 0"*) touch "$FAKES/is_done"; exit 0 ;; esac\n'
+        "trap 'exit 0' TERM\n"
+        'until [ -e "$FAKES/is_done" ]; do sleep 0.01; done',
+    )
+
+    assert run_script(fakes, ["bash", str(CLUSTERS / "cluster-ssh.sh")], tmp_path) == 0
+    assert not [words for words in fakes.words("ssh") if "kill" in words]
+
+
 def test_slurm_queues_a_job_again_that_its_signal_has_stopped(
     fakes: FakeScheduler, tmp_path: Path
 ) -> None:
