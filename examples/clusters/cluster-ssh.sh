@@ -11,7 +11,8 @@ hosts_file=examples/clusters/hosts.txt
 restarts_max=20
 mapfile -t hosts < <(grep -v -e '^ *#' -e '^ *$' "$hosts_file" | head -n 4)
 read -r head _ <<< "${hosts[0]}"
-key=$(printf %s "$PWD" | cksum | cut -d " " -f 1)  # Jobs of other directories are others.
+# Jobs of other directories or names are others; the port of the head follows from this, too.
+key=$(printf %s "$PWD/cluster" | cksum | cut -d " " -f 1)
 printf -v path %q "$PATH"  # A shell that ssh starts may not find planaria by itself.
 
 # What a machine runs, with $rank, $head, $domain and $key. Where it runs still, because the
@@ -25,7 +26,8 @@ if ! flock -n 9; then
     exit "$(cat $files.code)"
 fi
 echo 75 > $files.code  # Start me again, if this shell is killed.
-planaria run --nnodes 2:4 --resume-if-saved --node-rank "$rank" --rdzv-endpoint "$head:29400" \
+planaria run --nnodes 2:4 --resume-if-saved \
+    --node-rank "$rank" --rdzv-endpoint "$head:$((20000 + key % 10000))" \
     ${domain:+--domain "$domain"} examples/cluster.toml &
 echo $! > $files.pid
 wait $!

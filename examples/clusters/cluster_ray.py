@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 MIN_MACHINES = 2
 MAX_MACHINES = 4
 BUNDLE = {"CPU": 1}  # What each machine gives to the job.
-PORT = 29400
+PORT = 0  # 0: it follows from the number of the job.
 COMMAND = [
     *("planaria", "run"),
     *("--nnodes", "2:4"),
@@ -55,7 +55,7 @@ class Machine:
         while self.seconds_left() is not None:
             time.sleep(PAUSE_S)
         notice = os.path.join(tempfile.mkdtemp(), "notice")
-        words = [*COMMAND, "--node-rank", str(rank), "--rdzv-endpoint", f"{head}:{PORT}"]
+        words = [*COMMAND, "--node-rank", str(rank), "--rdzv-endpoint", f"{head}:{head_port()}"]
         words += ["--notice", notice]
         process = subprocess.Popen([*SHELL, *words, "examples/cluster.toml"], cwd=DIRECTORY)
         while (code := process.poll()) is None:
@@ -85,6 +85,12 @@ class Machine:
         if not end_ms:
             return None if end_ms is None else ""
         return f"{max(0.0, end_ms / 1000.0 - time.time()):.0f}"
+
+
+def head_port() -> int:
+    """The port of the head. Jobs of one Ray have different ones."""
+    number = int.from_bytes(bytes.fromhex(ray.get_runtime_context().get_job_id()), "little")
+    return PORT or 20000 + number % 10000
 
 
 def start_machine(group: PlacementGroup, index: int) -> "ray.actor.ActorHandle":

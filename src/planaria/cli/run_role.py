@@ -37,9 +37,10 @@ from planaria.transport.sockets import Address, address_text, is_loopback
 PORT: Final = 29400  # The port of torchrun's rendezvous.
 _OWN_HOST: Final = "127.0.0.1"
 _PORT_MAX: Final = (1 << 16) - 1
-# Jobs of Slurm that share a machine get different ports, below those that Linux gives to clients.
-_SLURM_FIRST_PORT: Final = 20_000
-_SLURM_PORTS: Final = 10_000
+# Jobs of a scheduler that share a machine get different ports, below those that Linux gives to
+# clients.
+FIRST_PORT: Final = 20_000
+NUM_PORTS: Final = 10_000
 _HOSTS_MAX: Final = 1 << 16
 _OWN_BACKENDS: Final = ("", "c10d", "static")  # Those of which a machine of the job is the place.
 _JOB_DECIDES: Final = ("auto", "cpu", "gpu", "xpu")  # What torchrun counts the devices of.
@@ -251,7 +252,7 @@ def _slurm_port(environment: Environment) -> int:
     job = _variable(environment, "SLURM_JOB_ID")
     if not job:
         return PORT
-    return _SLURM_FIRST_PORT + _number(job, minimum=0) % _SLURM_PORTS
+    return FIRST_PORT + _number(job, minimum=0) % NUM_PORTS
 
 
 def slurm_hosts(text: str, *, field: str) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from helpers.command import wait_for
+from helpers.command import command, wait_for
 from helpers.fake_scheduler import FakeScheduler
 from planaria.nodes.machine import EXIT_AGAIN, EXIT_DONE, EXIT_UNFINISHED
 
@@ -127,7 +127,7 @@ def test_a_machine_is_started_again_if_its_exit_code_asks_for_it(
     assert (ended, num_starts(fakes, 0), num_starts(fakes, 1)) == (0, 1, 2 if again else 1)
     if on == "ssh":
         own = next(words for words in fakes.words("planaria") if "--node-rank 1" in words)
-        assert "--rdzv-endpoint 127.0.0.1:29400 --domain rack-2" in own
+        assert re.search(r"--rdzv-endpoint 127.0.0.1:2\d{4} --domain rack-2", own)
 
 
 @pytest.mark.parametrize(("code", "text"), [(code, head) for code, head, _ in TABLE])
@@ -140,6 +140,23 @@ def test_ssh_acts_on_the_exit_code_of_the_head(
     ended = run_script(fakes, ["bash", str(CLUSTERS / "cluster-ssh.sh")], tmp_path, **codes)
 
     assert (ended, num_starts(fakes, 0)) == ((0, 2) if is_again(text) else (code, 1))
+
+
+def test_jobs_over_ssh_have_ports_of_their_own(fakes: FakeScheduler, tmp_path: Path) -> None:
+    """Two of a user on the same machines: agents of one joined the head of the other."""
+    ports = set()
+    for name, directory in (("a", "x"), ("a", "y"), ("b", "x")):
+        place = tmp_path / directory
+        (place / "examples" / "clusters").mkdir(parents=True, exist_ok=True)
+        (place / HOSTS).write_text("127.0.0.1\n")
+        words = ("--nodes", "1", "--on", "ssh", "--hosts", HOSTS, "--name", name, "--dry-run")
+        (place / name).write_text(command("launch", "examples/cluster.toml", *words).output)
+        for file in fakes.directory.glob("starts.*"):
+            file.unlink()
+        assert run_script(fakes, ["bash", name], place, HEAD="0") == 0
+        ports |= set(re.findall(r"127.0.0.1:(2\d{4})", fakes.words("planaria")[-1]))
+
+    assert len(ports) == 3
 
 
 def test_ssh_waits_for_a_machine_whose_connection_was_lost(
@@ -408,7 +425,9 @@ def fake_ray(
         # The head ends last, or nothing else would be seen to end.
         wait=lambda refs: ([max(refs, key=lambda ref: ref.rank)], []),
         exceptions=type("exceptions", (), {"RayActorError": ActorLost}),
-        get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "here"),
+        get_runtime_context=lambda: SimpleNamespace(
+            get_node_id=lambda: "here", get_job_id=lambda: "0a000000"
+        ),
         _private=SimpleNamespace(
             state=SimpleNamespace(state=SimpleNamespace(get_draining_nodes=draining))
         ),
@@ -463,6 +482,7 @@ def test_ray_acts_on_exit_codes(
         again = is_again(text) or text.startswith("with the job")
         assert num_starts(fakes, rank) == (2 if again else 1)
         assert ended == (0 if again or rank else code)
+    assert all("--rdzv-endpoint 127.0.0.1:20010" in words for words in fakes.words("planaria"))
     assert {options["max_restarts"] for options in started} == {-1}
     places = [options["scheduling_strategy"] for options in started[:4]]
     assert [len(group.bundles) for group, _ in places] == [2, 2, 1, 1]

@@ -116,9 +116,10 @@ def test_options_of_kubernetes_are_in_the_manifest() -> None:
 
 def test_an_actor_of_ray_asks_for_no_more_than_its_bundle_has() -> None:
     """Ray gives an actor that asks for GPUs alone a CPU as well, which no bundle had."""
-    options = ("--on", "ray", "--devices-per-node", "8", "--dry-run")
+    options = ("--on", "ray", "--devices-per-node", "8", "--port", "7000", "--dry-run")
     text = command(*COMMON, *options).output
 
+    assert "PORT = 7000\n" in text
     assert '{"CPU": 1, "GPU": 8}' in text
     assert "num_cpus=1, num_gpus=8" in text
 

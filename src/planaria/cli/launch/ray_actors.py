@@ -7,7 +7,7 @@ import json
 from typing import Final
 
 from planaria.cli.launch.request import AtTemplate, LaunchRequest, options
-from planaria.cli.run_role import PORT
+from planaria.cli.run_role import FIRST_PORT, NUM_PORTS
 
 _PROGRAM: Final = AtTemplate('''\
 """@{job} on @{nodes} machines of Ray. `planaria launch --on ray` wrote this.
@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 MIN_MACHINES = @{min_nodes}
 MAX_MACHINES = @{max_nodes}
 BUNDLE = {@{resource}}  # What each machine gives to the job.
-PORT = @{port}
+PORT = @{port}@{port_comment}
 COMMAND = [
     *("planaria", "run"),
 @{command}
@@ -66,7 +66,7 @@ class Machine:
         while self.seconds_left() is not None:
             time.sleep(PAUSE_S)
         notice = os.path.join(tempfile.mkdtemp(), "notice")
-        words = [*COMMAND, "--node-rank", str(rank), "--rdzv-endpoint", f"{head}:{PORT}"]
+        words = [*COMMAND, "--node-rank", str(rank), "--rdzv-endpoint", f"{head}:{head_port()}"]
         words += ["--notice", notice]
 @{domain}        process = subprocess.Popen([*SHELL, *words, @{job_text}], cwd=DIRECTORY)
         while (code := process.poll()) is None:
@@ -96,6 +96,12 @@ class Machine:
         if not end_ms:
             return None if end_ms is None else ""
         return f"{max(0.0, end_ms / 1000.0 - time.time()):.0f}"
+
+
+def head_port() -> int:
+    """The port of the head. Jobs of one Ray have different ones."""
+    number = int.from_bytes(bytes.fromhex(ray.get_runtime_context().get_job_id()), "little")
+    return PORT or @{first_port} + number % @{num_ports}
 
 
 def start_machine(group: PlacementGroup, index: int) -> "ray.actor.ActorHandle":
@@ -171,7 +177,10 @@ def ray_program(request: LaunchRequest, *, file: str) -> str:
         max_nodes=high,
         resource='"CPU": 1' + (f', "GPU": {num_devices}' if num_devices else ""),
         options="num_cpus=1" + (f", num_gpus={num_devices}" if num_devices else ""),
-        port=request.port or PORT,
+        port=request.port,
+        port_comment="" if request.port else "  # 0: it follows from the number of the job.",
+        first_port=FIRST_PORT,
+        num_ports=NUM_PORTS,
         command="\n".join(lines),
         domain=f'        words += ["--domain", {domain}]\n' if request.domain else "",
     )

@@ -24,7 +24,8 @@ class LaunchRequest:
         devices_per_node: number of devices in each machine; 0: as many as the job says, and no
             accelerator is asked for.
         token_file: path of the token file on each machine; "": the default one.
-        port: port of the head; 0: that of `planaria run`.
+        port: port of the head; 0: one that follows from the job, in Kubernetes that of
+            `planaria run`.
         domain: failure domain of each machine, in which its shell expands variables; "": none.
         interface: network interface at whose address others reach each machine; "": that of its
             route to the head.

@@ -4,7 +4,7 @@ import shlex
 from typing import Final
 
 from planaria.cli.launch.request import AtTemplate, LaunchRequest, shell_command
-from planaria.cli.run_role import PORT
+from planaria.cli.run_role import FIRST_PORT, NUM_PORTS
 from planaria.errors import ConfigError
 
 _SCRIPT: Final = AtTemplate("""\
@@ -21,7 +21,8 @@ hosts_file=@{hosts}
 restarts_max=20
 mapfile -t hosts < <(grep -v -e '^ *#' -e '^ *$' "$hosts_file" | head -n @{max_nodes})
 read -r head _ <<< "${hosts[0]}"
-key=$(printf %s "$PWD" | cksum | cut -d " " -f 1)  # Jobs of other directories are others.
+# Jobs of other directories or names are others; the port of the head follows from this, too.
+key=$(printf %s "$PWD/@{name}" | cksum | cut -d " " -f 1)
 printf -v path %q "$PATH"  # A shell that ssh starts may not find planaria by itself.
 
 # What a machine runs, with $rank, $head, $domain and $key. Where it runs still, because the
@@ -96,7 +97,7 @@ def ssh_script(request: LaunchRequest, *, hosts_file: str, file: str) -> str:
         file: name of the file that will hold the script.
     """
     low, high = request.min_nodes, request.max_nodes
-    port = request.port or PORT
+    port = request.port or f"$(({FIRST_PORT} + key % {NUM_PORTS}))"
     domain = "" if request.domain else '${domain:+--domain "$domain"}'
     command = shell_command(
         request, f'--node-rank "$rank" --rdzv-endpoint "$head:{port}"', domain, indent=0
