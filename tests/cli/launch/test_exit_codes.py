@@ -549,3 +549,27 @@ def test_a_command_whose_actor_ends_is_told_to_end(
     subprocess.run([sys.executable, "-c", actor, *started[0]], env=fakes.environment, check=False)
 
     wait_for((fakes.directory / "was_told").exists, what="the command is told to end")
+
+
+def test_an_unfit_machine_of_ray_is_asked_less_and_less_often(
+    fakes: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its actor cannot run elsewhere. One that ran for long may have found no head: that passes."""
+    fakes.write("planaria", "exit 75")
+    for name, text in fakes.environment.items():
+        monkeypatch.setenv(name, text)
+    fake_ray(monkeypatch)
+    program = runpy.run_path(str(CLUSTERS / "cluster_ray.py"))
+    pauses: list[float] = []
+    times_s = itertools.count()  # Between two looks at the clock a second passes.
+    clock = SimpleNamespace(
+        sleep=pauses.append, monotonic=lambda: float(next(times_s)), time=time.time
+    )
+    program["main"].__globals__["time"] = clock
+    machine = program["Machine"]()
+    codes = [machine.run(1, "127.0.0.1") for _ in range(7)]
+    times_s = itertools.count(step=1000)
+    codes.append(machine.run(1, "127.0.0.1"))
+
+    assert codes == [EXIT_AGAIN] * 8
+    assert pauses == [10.0, 30.0, 70.0, 150.0, 300.0, 300.0, 300.0, 0.0]

@@ -43,6 +43,7 @@ SHELL = ["setpriv", "--pdeathsig", "KILL", "bash", "-c", TELL_CHILD, "bash"]
 DIRECTORY = os.getcwd()
 RESTARTS_MAX = 20
 PAUSE_S = 10.0
+PAUSE_S_MAX = 300.0  # Of a machine that is unfit each time that it is asked.
 POLL_S = 5.0  # Between two looks whether Ray drains the machine.
 AGAIN = 75  # The exit code that says: start this again.
 
@@ -52,6 +53,7 @@ class Machine:
 
     def __init__(self) -> None:
         self._is_unknown = False  # Whether Ray has not said what it drains.
+        self._pause_s = 0.0
 
     def address(self) -> str:
         """The address at which other machines reach this one."""
@@ -68,7 +70,8 @@ class Machine:
         notice = os.path.join(tempfile.mkdtemp(), "notice")
         words = [*COMMAND, "--node-rank", str(rank), "--rdzv-endpoint", f"{head}:{head_port()}"]
         words += ["--notice", notice]
-@{domain}        process = subprocess.Popen([*SHELL, *words, @{job_text}], cwd=DIRECTORY)
+@{domain}        start_s = time.monotonic()
+        process = subprocess.Popen([*SHELL, *words, @{job_text}], cwd=DIRECTORY)
         while (code := process.poll()) is None:
             if (left := self.seconds_left()) is not None and not os.path.exists(notice):
                 with open(f"{notice}.new", "w") as file:
@@ -78,6 +81,9 @@ class Machine:
                 process.wait(timeout=POLL_S)
         if code == 0 and rank and os.path.exists(notice):
             return AGAIN
+        is_unfit = code == AGAIN and time.monotonic() - start_s < PAUSE_S_MAX
+        self._pause_s = min(2 * self._pause_s + PAUSE_S, PAUSE_S_MAX) if is_unfit else 0.0
+        time.sleep(self._pause_s)
         return 128 - code if code < 0 else code
 
     def seconds_left(self) -> str | None:
