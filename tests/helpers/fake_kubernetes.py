@@ -3,7 +3,9 @@
     python -m helpers.fake_kubernetes DIRECTORY HOST
 
 serves on a test host until it is killed, and prints its port. Pods are files in a directory, so
-that the test, which plays the controller, may be elsewhere.
+that the test, which plays the controller, may be elsewhere. As there, a pod of a Job that is
+deleted stays, with the time of that, until it has failed or succeeded: only then does the Job's
+controller take its finalizer away.
 """
 
 import http.server
@@ -13,7 +15,7 @@ import ssl
 import sys
 import threading
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -27,6 +29,9 @@ from cryptography.x509.oid import NameOID
 NAMESPACE: Final = "team"
 _TOKEN: Final = "a token of the service account"
 _JOB_LABEL: Final = "batch.kubernetes.io/job-name"
+_FINALIZER: Final = "batch.kubernetes.io/job-tracking"
+_PATCH: Final = "application/strategic-merge-patch+json"
+_TERMINAL: Final = ("Failed", "Succeeded")
 
 
 class FakeKubernetes:
@@ -48,6 +53,7 @@ class FakeKubernetes:
         for made in (self.account, self._pods):
             made.mkdir(parents=True, exist_ok=True)
         self._deleted = directory / "deleted.jsonl"
+        self._patched = directory / "patched.jsonl"
         self.environment: dict[str, str] = {}
         self.refusal = 0
 
@@ -65,15 +71,24 @@ class FakeKubernetes:
         Args:
             verdict: reason why the pod is not ready; "": it is.
         """
-        ready = {"type": "Ready", "status": "Unknown" if verdict else "True", "reason": verdict}
+        ready = {"type": "Ready", "status": "False" if verdict else "True", "reason": verdict}
         pod = {
             "metadata": {
                 "name": name,
                 "uid": f"uid of {name}",
                 "labels": {_JOB_LABEL: job} if job else {},
+                "finalizers": [_FINALIZER] if job else [],
             },
             "status": {"podIP": address, "phase": phase, "conditions": [ready]},
         }
+        self._write(name, pod)
+
+    def _write(self, name: str, pod: Mapping[str, Any]) -> None:
+        """Keeps a pod, unless it is deleted and nothing holds it."""
+        facts, phase = pod["metadata"], pod["status"]["phase"]
+        if "deletionTimestamp" in facts and (not facts["finalizers"] or phase in _TERMINAL):
+            self.delete_pod(name)
+            return
         path = self._pods / name
         path.with_suffix(".new").write_text(json.dumps(pod))
         path.with_suffix(".new").replace(path)
@@ -91,14 +106,18 @@ class FakeKubernetes:
     @property
     def deleted(self) -> list[tuple[str, dict[str, Any]]]:
         """The name and the options of each pod that was deleted by request."""
-        if not self._deleted.exists():
-            return []
-        entries = (json.loads(line) for line in self._deleted.read_text().splitlines())
-        return [(name, options) for name, options in entries]
+        return [(name, options) for name, options in _entries(self._deleted)]
 
-    def answer(self, method: str, path: str, token: str, body: bytes) -> tuple[int, Any]:
+    @property
+    def patched(self) -> list[dict[str, Any]]:
+        """The status that pods got by request."""
+        return _entries(self._patched)
+
+    def answer(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes
+    ) -> tuple[int, Any]:
         """Status and body of the answer to a request."""
-        if self.refusal or token != f"Bearer {_TOKEN}":
+        if self.refusal or headers.get("Authorization") != f"Bearer {_TOKEN}":
             return self.refusal or 401, {"kind": "Status", "message": "no, says the test"}
         url = urllib.parse.urlsplit(path)
         prefix = f"/api/v1/namespaces/{NAMESPACE}/pods"
@@ -108,16 +127,34 @@ class FakeKubernetes:
             label, _, job = selector.partition("=")
             items = [p for p in pods.values() if p["metadata"]["labels"].get(label) == job]
             return 200, {"kind": "PodList", "items": items}
-        name = url.path.removeprefix(f"{prefix}/")
-        if method == "DELETE" and name in pods:
-            options = json.loads(body)
-            if options["preconditions"]["uid"] != pods[name]["metadata"]["uid"]:
-                return 409, {"kind": "Status", "message": "the UID differs"}
+        name, _, part = url.path.removeprefix(f"{prefix}/").partition("/")
+        if name not in pods:
+            return 404, {"kind": "Status", "message": f"{name} not found"}
+        pod, request = pods[name], json.loads(body)
+        facts = request["preconditions" if method == "DELETE" else "metadata"]
+        if facts["uid"] != pod["metadata"]["uid"]:
+            return 409, {"kind": "Status", "message": "the UID differs"}
+        if (method, part) == ("DELETE", ""):
             with self._deleted.open("a") as file:
-                file.write(json.dumps([name, options]) + "\n")
-            self.delete_pod(name)
-            return 200, pods[name]
-        return 404, {"kind": "Status", "message": f"{name} not found"}
+                file.write(json.dumps([name, request]) + "\n")
+            pod["metadata"].setdefault("deletionTimestamp", "2026-01-31T12:00:00Z")
+        elif (method, part) == ("PATCH", "status"):
+            if headers.get("Content-Type") != _PATCH:
+                return 415, {"kind": "Status", "message": f"the test knows {_PATCH} alone"}
+            conditions = [*pod["status"]["conditions"], *request["status"]["conditions"]]
+            by_type = {condition["type"]: condition for condition in conditions}
+            pod["status"] |= {**request["status"], "conditions": [*by_type.values()]}
+            with self._patched.open("a") as file:
+                file.write(json.dumps(pod["status"]) + "\n")
+        else:
+            return 405, {"kind": "Status", "message": f"the test knows no {method} of {url.path}"}
+        self._write(name, pod)
+        return 200, pod
+
+
+def _entries(path: Path) -> list[Any]:
+    """What the lines of a file say; nothing if there is no file yet."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 @contextmanager
@@ -132,15 +169,14 @@ def fake_kubernetes(directory: Path, host: str = "127.0.0.1") -> Iterator[FakeKu
     class Handler(http.server.BaseHTTPRequestHandler):
         def _serve(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            token = self.headers.get("Authorization", "")
-            status, answer = fake.answer(self.command, self.path, token, body)
+            status, answer = fake.answer(self.command, self.path, dict(self.headers), body)
             data = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
 
-        do_GET = do_DELETE = _serve  # noqa: N815
+        do_GET = do_PATCH = do_DELETE = _serve  # noqa: N815
 
         def log_message(self, *_: object) -> None:
             pass

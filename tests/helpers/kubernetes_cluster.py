@@ -108,6 +108,8 @@ class KubernetesCluster:
         """A machine loses its power; Kubernetes keeps its pod, which it cannot ask. Returns it."""
         pod = self.pods[index]
         pod.host.kill()
+        name = self._job["metadata"]["name"]
+        self._api.put_pod(pod.name, pod.host.address, job=name, verdict="NodeLost")
         return pod
 
     def restore_machine(self, pod: Pod) -> None:
@@ -129,7 +131,7 @@ class KubernetesCluster:
         known = self._api.pods
         for pod in list(self.pods.values()):
             code = pod.process.returncode if pod.host.is_up else None
-            if pod.name not in known:
+            if pod.name not in known or known[pod.name]["status"]["phase"] == "Failed":
                 del self.pods[pod.index]
                 self.ended.append((pod, -1))
             elif code is not None:

@@ -1,5 +1,5 @@
 """The manifest that runs a job on machines of Kubernetes: an indexed Job, its headless Service, and
-what lets its head delete the pods of lost machines.
+what lets its head end the pods of lost machines.
 
 Source: Kubernetes, "Indexed Job for Parallel Processing with Static Work Assignment", "Pod failure
 policy", "Success policy".
@@ -29,7 +29,8 @@ metadata:
   selector:
     batch.kubernetes.io/job-name: @{name}
 ---
-# The head deletes the pod of a machine that it has lost, so that the Job makes another at once.
+# The head calls the pod of a machine that it has lost failed, so that the Job makes another, and
+# deletes it.
 apiVersion: v1
 kind: ServiceAccount
 metadata:
@@ -43,6 +44,9 @@ metadata:
   - apiGroups: [""]
     resources: [pods]
     verbs: [list, delete]
+  - apiGroups: [""]
+    resources: [pods/status]
+    verbs: [patch]
 ---
 apiVersion: rbac.authorization.k8s.io/v1
 kind: RoleBinding

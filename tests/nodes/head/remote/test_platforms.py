@@ -209,17 +209,40 @@ def in_pod(fake: FakeKubernetes) -> Platform:
     )
 
 
-def test_the_pod_of_a_lost_machine_is_deleted_at_once(kubernetes: FakeKubernetes) -> None:
-    """Nobody on that machine would ever confirm that it has ended."""
+def test_the_pod_of_a_lost_machine_fails_and_is_deleted(kubernetes: FakeKubernetes) -> None:
+    """Nobody on that machine would ever say that it has ended: the Job waited for that for ever.
+    It must not count against the limits of the Job, either."""
     platform = in_pod(kubernetes)
-
     told = "pod cluster-3-def is deleted, so that the Job makes another"
+
     assert platform.ask_for_machine(LOST) == f"{told}; Kubernetes says NodeLost of it"
+    assert "cluster-3-def" not in kubernetes.pods
+    (status,) = kubernetes.patched
+    conditions = {condition["type"]: condition["status"] for condition in status["conditions"]}
+    assert (status["phase"], conditions) == (
+        "Failed",
+        {"Ready": "False", "DisruptionTarget": "True"},
+    )
     ((name, options),) = kubernetes.deleted
     assert (name, options["gracePeriodSeconds"]) == ("cluster-3-def", 0)
     assert "its pod has ended" in platform.ask_for_machine(LOST)
     assert len(kubernetes.deleted) == 1
     platform.cancel_requests()
+
+
+def test_the_pod_of_a_machine_that_kubernetes_has_not_missed_yet_stays_for_a_while(
+    kubernetes: FakeKubernetes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another pod might come to the same dead machine, and never begin there."""
+    kubernetes.put_pod("cluster-3-def", LOST.host)
+    platform = in_pod(kubernetes)
+
+    with pytest.raises(OSError, match="has not missed its machine yet, and calls cluster-3-def"):
+        platform.ask_for_machine(LOST)
+    assert "cluster-3-def" in kubernetes.pods
+    assert not kubernetes.deleted
+    monkeypatch.setattr(platforms, "_READY_S", 0.0)
+    assert "pod cluster-3-def is deleted" in platform.ask_for_machine(LOST)
 
 
 def test_a_pod_that_is_told_to_go_is_left_in_peace(kubernetes: FakeKubernetes) -> None:

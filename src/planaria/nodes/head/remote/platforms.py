@@ -2,15 +2,15 @@
 
     slurm         a job of one machine, which runs `planaria agent`, with the further options in
                   $PLANARIA_AGENT_OPTIONS as the shell there reads them
-    kubernetes    the lost machine's pod is deleted, so that its Job makes another
+    kubernetes    the lost machine's pod is called failed and deleted, so that its Job makes another
     any other     a command for a shell, which asks whoever has machines; it finds the lost machine
                   in $PLANARIA_LOST_NAME and $PLANARIA_LOST_HOST, and in $PLANARIA_HEAD the
                   HOST:PORT at which agents join
 
 Ray needs none of these: it starts a lost actor anew by itself, and asks its autoscaler for room.
 
-Source: sbatch(1), scancel(1); Kubernetes API reference, "Pod" (v1); "Force Delete StatefulSet
-Pods", which holds for pods of a Job, too.
+Source: sbatch(1), scancel(1); Kubernetes API reference, "Pod" (v1); Kubernetes, "Pod garbage
+collection", whose controller does the same with pods of machines that are deleted.
 """
 
 import contextlib
@@ -23,9 +23,11 @@ import shutil
 import ssl
 import sys
 import threading
+import time
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -50,6 +52,9 @@ _JOB_LABEL: Final = "batch.kubernetes.io/job-name"
 _POD: Final = "PLANARIA_KUBERNETES_POD"
 _JOB: Final = "PLANARIA_KUBERNETES_JOB"
 _OK: Final = range(200, 300)
+# Kubernetes calls the pods of a silent machine unready after 40 to 50 s, and binds no pod to it
+# from then on. One that stays ready for so long runs on a machine that the job alone cannot reach.
+_READY_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,11 +266,12 @@ class SlurmPlatform:
 
 
 class KubernetesPlatform:
-    """Kubernetes, whose Job makes another pod once the lost machine's is deleted.
+    """Kubernetes, whose Job makes another pod once the lost machine's has failed.
 
     By itself it would keep the pod of a machine that is gone until a person deletes the machine,
-    because nobody there confirms that the pod has ended. This job needs no confirmation: whoever
-    comes back from there has no lease.
+    because nobody there confirms that the pod has ended. To delete the pod is not enough: the Job
+    holds it by a finalizer until its phase says that it has ended. This job needs no confirmation:
+    whoever comes back from there has no lease.
     """
 
     def __init__(self, environment: Mapping[str, str], account: Path) -> None:
@@ -282,6 +288,7 @@ class KubernetesPlatform:
             raise ConfigError(_OPTION, "kubernetes", remedy)
         self._host, self._account = host, account
         self._pod, self._job = (environment.get(name, "") for name in (_POD, _JOB))
+        self._seen_s: dict[str, float] = {}  # When each pod was first taken for lost, by its UID.
         if not (self._pod and self._job):
             remedy = f"${_POD} and ${_JOB} must name this pod and its Job, as the manifest has them"
             raise ConfigError(_OPTION, "kubernetes", remedy)
@@ -291,27 +298,60 @@ class KubernetesPlatform:
         if lost.is_leaving:
             return "its pod ends, and the Job makes another"
         query = urllib.parse.urlencode({"labelSelector": f"{_JOB_LABEL}={self._job}"})
-        names, verdicts, has_ended = {}, [], False
+        running, has_ended = [], False
         for pod in self._call("GET", f"pods?{query}").get("items", []):
-            facts, status = pod.get("metadata", {}), pod.get("status", {})
+            status = pod.get("status", {})
             addresses = {status.get("podIP"), *(each["ip"] for each in status.get("podIPs", ()))}
             if lost.host not in addresses:
                 continue
-            if facts.get("name") == self._pod:
+            if pod["metadata"]["name"] == self._pod:
                 return "its pod is that of the head, and stays"
-            has_ended |= status.get("phase") != "Running"
             if status.get("phase") == "Running":
-                names[str(facts.get("name"))] = str(facts.get("uid"))
-                verdicts += _verdicts(status)
-        for name, uid in names.items():
-            options = {"gracePeriodSeconds": 0, "preconditions": {"uid": uid}}
-            self._call("DELETE", f"pods/{urllib.parse.quote(name)}", options)
-        if not names and has_ended:
+                running.append(pod)
+            else:
+                has_ended = True
+        if not running and has_ended:
             return "its pod has ended; the Job makes another, as far as its limits allow"
-        if not names:
+        if not running:
             return f"no pod of the Job {self._job} has that address, so none is deleted"
-        text = f"pod {', '.join(names)} is deleted, so that the Job makes another"
+        self._check_unready(running)
+        for pod in running:
+            self._fail_and_delete(pod["metadata"]["name"], uid=pod["metadata"]["uid"])
+        names = ", ".join(pod["metadata"]["name"] for pod in running)
+        verdicts = [text for pod in running for text in _verdicts(pod["status"])]
+        text = f"pod {names} is deleted, so that the Job makes another"
         return f"{text}; Kubernetes says {', '.join(verdicts)} of it" if verdicts else text
+
+    def _check_unready(self, pods: Sequence[Mapping[str, Any]]) -> None:
+        """Refuses to go on while pods are ready, for a while: another one might come to them.
+
+        Raises:
+            OSError: a pod is ready.
+        """
+        now_s = time.monotonic()
+        for pod in pods:
+            since_s = self._seen_s.setdefault(pod["metadata"]["uid"], now_s)
+            if _has_condition(pod["status"], "Ready", "True") and now_s - since_s < _READY_S:
+                name = pod["metadata"]["name"]
+                raise OSError(f"Kubernetes has not missed its machine yet, and calls {name} ready")
+
+    def _fail_and_delete(self, name: str, *, uid: str) -> None:
+        """Has the Job make another pod, without counting this one as a failure of its index.
+
+        It is deleted as well, so that a machine that comes back ends it.
+        """
+        path = f"pods/{urllib.parse.quote(name)}"
+        condition = {
+            "type": "DisruptionTarget",
+            "status": "True",
+            "reason": "MachineLost",
+            "message": "the head of the job has lost the machine",
+            "lastTransitionTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        }
+        status = {"phase": "Failed", "conditions": [condition]}
+        self._call("PATCH", f"{path}/status", {"metadata": {"uid": uid}, "status": status})
+        options = {"gracePeriodSeconds": 0, "preconditions": {"uid": uid}}
+        self._call("DELETE", path, options)
 
     def cancel_requests(self) -> None:
         """See Platform. Pods of the Job end with it."""
@@ -323,16 +363,18 @@ class KubernetesPlatform:
             self._host, self._port, timeout=_TIMEOUT_S, context=self._context
         )
         what = f"{method} {path.partition('?')[0]}"
+        # A patch of this kind leaves the other conditions of a pod alone.
+        kind = "strategic-merge-patch+json" if method == "PATCH" else "json"
         try:
             connection.request(
                 method,
                 f"/api/v1/namespaces/{self._namespace}/{path}",
                 body=None if body is None else json.dumps(body),
-                headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+                headers={"Authorization": f"Bearer {token}", "Content-Type": f"application/{kind}"},
             )
             response = connection.getresponse()
             text = response.read().decode(errors="replace")
-            if response.status == http.HTTPStatus.NOT_FOUND and method == "DELETE":
+            if response.status == http.HTTPStatus.NOT_FOUND and method != "GET":
                 return {}  # Somebody else was quicker.
             if response.status not in _OK:
                 reason = text[:_TEXT_CHARACTERS_MAX]
@@ -344,13 +386,17 @@ class KubernetesPlatform:
             connection.close()
 
 
+def _has_condition(status: Mapping[str, Any], kind: str, value: str) -> bool:
+    return any((c["type"], c["status"]) == (kind, value) for c in status.get("conditions", ()))
+
+
 def _verdicts(status: Mapping[str, Any]) -> list[str]:
-    """What Kubernetes says against a pod: why it is not ready, or is to be taken away."""
-    against = {("Ready", "False"), ("Ready", "Unknown"), ("DisruptionTarget", "True")}
+    """What Kubernetes says against a pod: that it is not ready, or is to be taken away."""
+    against = {"Ready": ("False", "Unknown"), "DisruptionTarget": ("True",)}
     return [
-        str(condition.get("reason") or condition["type"])
-        for condition in status.get("conditions", [])
-        if (condition.get("type"), condition.get("status")) in against
+        str(condition.get("reason") or "not ready")
+        for condition in status.get("conditions", ())
+        if condition["status"] in against.get(condition["type"], ())
     ]
 
 
