@@ -18,6 +18,7 @@ from helpers.kubernetes_cluster import KubernetesCluster, kubernetes_cluster
 from helpers.machine_jobs import TIMEOUT_S, local_digests, write_job
 from helpers.slow_layers import HURRY
 from planaria.nodes.forkserver import ForkServer
+from planaria.nodes.machine import EXIT_LEFT
 from planaria.transport.credentials import write_credentials
 
 HAS_SCHEMA: Final = importlib.util.find_spec("kubernetes_validate") is not None
@@ -78,7 +79,7 @@ def test_the_job_outlives_the_loss_of_machines_and_a_drain(
         cluster.drain(3)
         wait_line(cluster, r"^drained: node \d")
         cluster.wait_for(
-            lambda: [code for pod, code in cluster.ended if pod.index == 3] == [75],
+            lambda: [code for pod, code in cluster.ended if pod.index == 3] == [EXIT_LEFT],
             what="the pod ends",
             timeout_s=TIMEOUT_S,
         )

@@ -83,7 +83,8 @@ def agent(
 
     Exit codes: 0 the job is done, or the machine left in peace; 2 a mistake; 3 the job ended
     unfinished, also by its user, or the head was lost and the node saved what it held; 75 there was
-    no head for too long: start the agent again; 130 a second Ctrl-C.
+    no head for too long: start the agent again; 76 the notice says that the machine will be taken
+    away, and it left in peace; 130 a second Ctrl-C.
     """
     sys.stdout, sys.stderr = unfailing(sys.stdout), unfailing(sys.stderr)
     if notice:

@@ -81,10 +81,10 @@ from planaria.transport.sockets import Address, address_text, break_when_silent
 logger = logging.getLogger(__name__)
 
 EXIT_DONE: Final = 0
-# The job ended before its last iteration, perhaps because its user stopped it; or its head was
-# lost, and the node saved what it held.
+# The job ended before its last iteration, or its head was lost and the node saved what it held.
 EXIT_UNFINISHED: Final = 3
 EXIT_AGAIN: Final = 75  # The head was lost for too long; start this again.
+EXIT_LEFT: Final = 76  # The source of notices says that this machine will be taken away.
 
 _CONNECT_TIMEOUT_S: Final = 10.0
 _RETRY_S: Final = 0.5
@@ -165,7 +165,7 @@ class _Machine:
         self._has_offer = False  # Whether the head has offered its job over this connection.
         # Model and modules of the user that the fork server has imported; None: there is no server.
         self._imports: tuple[str, str, tuple[tuple[str, str], ...]] | None = None
-        self._unfit = ""  # Why it takes no other node than the one that leaves.
+        self._leave_code: int | None = None  # The exit code once its node, the last one, has left.
         self._is_leaving = self._is_watching = False  # Watching: a source of notices is polled.
         self._has_been_taken = self._has_saved = False  # Saved: by its last node, by itself.
 
@@ -519,8 +519,8 @@ class _Machine:
             self._tell(self._ends[-1])
         if self._over is None:
             self._spec.note(f"node {node} has ended")
-        if self._is_leaving or self._unfit:
-            self._end_with(EXIT_AGAIN if self._unfit else EXIT_DONE)
+        if self._leave_code is not None:
+            self._end_with(self._leave_code)
         elif self._offer is not None and self._over is None:
             self._start_task(self._is_fit(self._offer.job))
 
@@ -531,7 +531,7 @@ class _Machine:
             async with asyncio.timeout(EXAMINATION_S):
                 problem = await answer_of_thread(partial(health_problem, job), name="health")
         if problem and self._node.number >= 0:  # The head was quicker.
-            self._unfit = problem
+            self._leave_code = EXIT_AGAIN
             self._spec.note(f"this machine can take no other node: {problem}")
             self._tell(MachineLeaving())
             self._node.notify()
@@ -562,15 +562,15 @@ class _Machine:
         if self._begin_leaving():
             self._node.notify()
 
-    def _begin_leaving(self) -> bool:
+    def _begin_leaving(self, code: int = EXIT_DONE) -> bool:
         """Takes no further node from now on; returns whether there is one that is to leave now."""
         if self._is_leaving:
             return False
-        self._is_leaving = True
+        self._is_leaving, self._leave_code = True, code
         self._tell(MachineLeaving())
         self._node.give_up()
         if self._node.number < 0:
-            self._end_with(EXIT_DONE)
+            self._end_with(code)
             return False
         self._spec.note(f"node {self._node.number} leaves the job")
         return True
@@ -589,7 +589,7 @@ class _Machine:
         def wait() -> None:
             wait_notice(source, pause_s=source.pause_s)
             with contextlib.suppress(RuntimeError):  # The loop has ended.
-                loop.call_soon_threadsafe(self._begin_leaving)
+                loop.call_soon_threadsafe(self._begin_leaving, EXIT_LEFT)
 
         threading.Thread(target=wait, name="notices", daemon=True).start()
 

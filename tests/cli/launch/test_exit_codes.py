@@ -18,7 +18,7 @@ import yaml
 
 from helpers.command import command, wait_for
 from helpers.fake_scheduler import FakeScheduler
-from planaria.nodes.machine import EXIT_AGAIN, EXIT_DONE, EXIT_UNFINISHED
+from planaria.nodes.machine import EXIT_AGAIN, EXIT_DONE, EXIT_LEFT, EXIT_UNFINISHED
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 CLUSTERS: Final = ROOT / "examples" / "clusters"
@@ -62,6 +62,7 @@ def exit_code_table() -> list[tuple[int, str, str]]:
 
 
 TABLE: Final = exit_code_table()
+HEADS: Final = [(code, head) for code, head, _ in TABLE if head != "-"]  # No head ends with others.
 
 
 def is_again(text: str) -> bool:
@@ -86,11 +87,11 @@ def test_the_table_has_the_codes_that_the_code_ends_with() -> None:
     """An agent's are defined beside it; a command's others are those of cli/main.py."""
     codes = [code for code, _, _ in TABLE]
 
-    assert {EXIT_DONE, 1, 2, EXIT_UNFINISHED, EXIT_AGAIN, 130} <= set(codes)
-    assert len(codes) == len(set(codes)) == 8
+    assert {EXIT_DONE, 1, 2, EXIT_UNFINISHED, EXIT_AGAIN, EXIT_LEFT, 130} <= set(codes)
+    assert len(codes) == len(set(codes)) == 9
 
 
-@pytest.mark.parametrize(("code", "text"), [(code, head) for code, head, _ in TABLE])
+@pytest.mark.parametrize(("code", "text"), HEADS)
 def test_slurm_acts_on_the_exit_code_of_the_head(
     code: int, text: str, fakes: FakeScheduler, tmp_path: Path
 ) -> None:
@@ -130,7 +131,7 @@ def test_a_machine_is_started_again_if_its_exit_code_asks_for_it(
         assert re.search(r"--rdzv-endpoint 127.0.0.1:2\d{4} --domain rack-2", own)
 
 
-@pytest.mark.parametrize(("code", "text"), [(code, head) for code, head, _ in TABLE])
+@pytest.mark.parametrize(("code", "text"), HEADS)
 def test_ssh_acts_on_the_exit_code_of_the_head(
     code: int, text: str, fakes: FakeScheduler, tmp_path: Path
 ) -> None:
@@ -332,14 +333,19 @@ def test_kubernetes_acts_on_exit_codes(
 
     is_head_again = is_again(head) or "again if the scheduler sent it" in head
     is_other_again = is_again(other) or other.startswith("with the job")
-    assert actions[0] == ("Succeed" if code == 0 else "Count" if is_head_again else "FailJob")
-    assert actions[1] == ("Succeed" if code == 0 else "Count" if is_other_again else "FailIndex")
+    is_elsewhere = other.startswith("elsewhere")
+    expected = "Ignore" if is_elsewhere else "Count" if is_other_again else "FailIndex"
+    if head != "-":
+        assert actions[0] == ("Succeed" if code == 0 else "Count" if is_head_again else "FailJob")
+    assert actions[1] == ("Succeed" if code == 0 else expected)
 
 
-def test_a_pod_that_left_in_peace_is_made_again(fakes: FakeScheduler) -> None:
-    """Its index would count as done, and no other machine would take its place."""
+@pytest.mark.parametrize("code", [0, 1, 130])
+def test_a_pod_that_is_told_to_go_is_made_again(code: int, fakes: FakeScheduler) -> None:
+    """However it ends: its index would be done or failed, and no machine would take its place."""
     fakes.write(
-        "planaria", "trap 'exit 0' TERM; touch \"$FAKES/ready\"; while :; do sleep 0.01; done"
+        "planaria",
+        f"trap 'exit {code}' TERM; touch \"$FAKES/ready\"; while :; do sleep 0.01; done",
     )
     *_, job = yaml.safe_load_all((CLUSTERS / "cluster.yaml").read_text())
     [container] = job["spec"]["template"]["spec"]["containers"]
@@ -350,7 +356,7 @@ def test_a_pod_that_left_in_peace_is_made_again(fakes: FakeScheduler) -> None:
     wait_for((fakes.directory / "ready").exists, what="the command is started")
     pod.send_signal(signal.SIGTERM)
 
-    assert pod.wait(timeout=60) == EXIT_AGAIN
+    assert pod.wait(timeout=60) == EXIT_LEFT
 
 
 # -- Ray ------------------------------------------------------------------------------------------
@@ -471,6 +477,8 @@ def test_ray_acts_on_exit_codes(
         ({"HEAD": str(code), "OTHER": "0"}, 0, head),
         ({"HEAD": "0", "OTHER": str(code)}, 1, other),
     ):
+        if text == "-":
+            continue
         for name, value in ends.items():
             monkeypatch.setenv(name, value)
         for file in fakes.directory.glob("starts.*"):
@@ -479,7 +487,7 @@ def test_ray_acts_on_exit_codes(
         program["main"].__globals__["PAUSE_S"] = 0.0
         ended = program["main"]()
 
-        again = is_again(text) or text.startswith("with the job")
+        again = is_again(text) or text.startswith(("with the job", "elsewhere"))
         assert num_starts(fakes, rank) == (2 if again else 1)
         assert ended == (0 if again or rank else code)
     assert all("--rdzv-endpoint 127.0.0.1:20010" in words for words in fakes.words("planaria"))

@@ -87,7 +87,12 @@ metadata:
           containerName: planaria
           operator: In
           values: [2]
-      - action: Ignore  # The machine was taken away; the pod is made again on another one.
+      - action: Ignore  # The machine is taken away, and has left; the pod is made again.
+        onExitCodes:
+          containerName: planaria
+          operator: In
+          values: [76]
+      - action: Ignore  # It was taken away.
         onPodConditions:
           - type: DisruptionTarget
             status: "True"
@@ -129,9 +134,9 @@ metadata:
               if [ "$is_told" ]; then wait "$child"; code=$?; fi
               case $JOB_COMPLETION_INDEX:$is_told:$code in
                 0:*:2) code=1 ;;  # A mistake that the head finds is one of the whole job.
-                [1-9]*:*:1 | [1-9]*:*:130) code=2 ;;
-                # Told to go, the machine left in peace. Another one is to take its place.
-                [1-9]*:yes:0) code=75 ;;
+                # Told to go, the machine left. Another one is to take its place.
+                [1-9]*:yes:*) code=76 ;;
+                [1-9]*::1 | [1-9]*::130) code=2 ;;
               esac
               exit "$code"
           env:  # For --operator kubernetes.
