@@ -153,8 +153,13 @@ class KubernetesCluster:
             if code in rule.get("onExitCodes", {"values": []})["values"]
         ]
         assert "FailJob" not in actions, self.log
-        self._failures[pod.index] += code != 0
-        if not code or actions or self._failures[pod.index] > spec["backoffLimitPerIndex"]:
+        is_ignored = "Ignore" in actions
+        self._failures[pod.index] += code != 0 and not is_ignored
+        if (
+            not code
+            or (actions and not is_ignored)
+            or self._failures[pod.index] > spec["backoffLimitPerIndex"]
+        ):
             self._over.add(pod.index)
         if not code and str(pod.index) == spec["successPolicy"]["rules"][0]["succeededIndexes"]:
             self.is_complete = True
@@ -183,16 +188,23 @@ class KubernetesCluster:
             cwd=self._directory,
             env={
                 **self._environment,
-                **_pod_variables(container, pod_name, name),
+                **_pod_variables(container, pod_name, name, num_failures=self._failures[index]),
                 "JOB_COMPLETION_INDEX": str(index),
             },
         )
         self.pods[index] = Pod(pod_name, index, free[0], process)
 
 
-def _pod_variables(container: Mapping[str, Any], pod: str, job: str) -> dict[str, str]:
+def _pod_variables(
+    container: Mapping[str, Any], pod: str, job: str, *, num_failures: int
+) -> dict[str, str]:
     """The variables of a container, each of which names a field of its pod."""
-    fields = {"metadata.name": pod, "metadata.labels['batch.kubernetes.io/job-name']": job}
+    count = "metadata.annotations['batch.kubernetes.io/job-index-failure-count']"
+    fields = {
+        "metadata.name": pod,
+        "metadata.labels['batch.kubernetes.io/job-name']": job,
+        count: str(num_failures),
+    }
     return {
         each["name"]: fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
         for each in container["env"]

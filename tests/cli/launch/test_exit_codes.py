@@ -1,5 +1,6 @@
 """What the files of `planaria launch` do with exit codes and signals, under fake schedulers."""
 
+import contextlib
 import itertools
 import os
 import re
@@ -311,17 +312,22 @@ def test_a_signal_that_comes_before_its_process_is_noted_is_passed_on(
     assert (ended, fakes.words("scontrol")) == (0, ["requeue 7"])
 
 
+def pod_command() -> list[str]:
+    """What a pod runs."""
+    *_, job = yaml.safe_load_all((CLUSTERS / "cluster.yaml").read_text())
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    return [*container["command"], *container["args"]]
+
+
 def action_of_kubernetes(fakes: FakeScheduler, *, index: int, code: int) -> str:
     """What becomes of a pod: what its command makes of the code, and the policy of that."""
     *_, job = yaml.safe_load_all((CLUSTERS / "cluster.yaml").read_text())
-    [container] = job["spec"]["template"]["spec"]["containers"]
     variables = {"HEAD": str(code), "OTHER": str(code), "JOB_COMPLETION_INDEX": str(index)}
-    words = [*container["command"], *container["args"]]
-    ended = run_script(fakes, words, fakes.directory, **variables)
+    ended = run_script(fakes, pod_command(), fakes.directory, **variables)
     for rule in job["spec"]["podFailurePolicy"]["rules"]:
         if ended in rule.get("onExitCodes", {"values": []})["values"]:
             return str(rule["action"])
-    return "Count" if ended else "Succeed"
+    return "Count" if ended else "Again" if num_starts(fakes, index) > 1 else "Succeed"
 
 
 @pytest.mark.parametrize(("code", "head", "other"), TABLE)
@@ -331,32 +337,88 @@ def test_kubernetes_acts_on_exit_codes(
     """What counts is made again; a head that was stopped was stopped by its pod's end."""
     actions = [action_of_kubernetes(fakes, index=index, code=code) for index in (0, 1)]
 
-    is_head_again = is_again(head) or "again if the scheduler sent it" in head
+    is_stopped = "again if the scheduler sent it" in head
     is_other_again = is_again(other) or other.startswith("with the job")
     is_elsewhere = other.startswith("elsewhere")
-    expected = "Ignore" if is_elsewhere else "Count" if is_other_again else "FailIndex"
+    expected = "Ignore" if is_elsewhere else "Again" if is_other_again else "FailIndex"
     if head != "-":
-        assert actions[0] == ("Succeed" if code == 0 else "Count" if is_head_again else "FailJob")
+        again = "Again" if is_again(head) else "Count" if is_stopped else "FailJob"
+        assert actions[0] == ("Succeed" if code == 0 else again)
     assert actions[1] == ("Succeed" if code == 0 else expected)
 
 
-@pytest.mark.parametrize("code", [0, 1, 130])
-def test_a_pod_that_is_told_to_go_is_made_again(code: int, fakes: FakeScheduler) -> None:
-    """However it ends: its index would be done or failed, and no machine would take its place."""
+@pytest.mark.parametrize(
+    ("index", "code", "pauses", "ended"),
+    [
+        (0, 3, "10 " * 10, 3),
+        (0, 137, "10 " * 10, 137),
+        (1, 3, "10 " * 10, 3),
+        # The machine may be unfit, and another pod would come to it again.
+        (1, 75, "10 20 40 80 160 320 600 600 600 600 ", 75),
+    ],
+)
+def test_a_pod_keeps_its_machine_for_ten_tries(
+    index: int, code: int, pauses: str, ended: int, fakes: FakeScheduler
+) -> None:
+    """A pod that ended gave its machine to another one, which has no head then."""
+    fakes.write("planaria", f"exit {code}")
+    fakes.write("sleep", 'echo -n "$1 " >> "$FAKES/sleep.words"')
+    variables = {"JOB_COMPLETION_INDEX": str(index), "restart_s": ""}
+
+    assert run_script(fakes, pod_command(), fakes.directory, **variables) == ended
+    assert fakes.words("sleep") == [pauses]
+
+
+@pytest.mark.parametrize(("index", "num_failures", "ended"), [(0, 19, 3), (0, 20, 1), (1, 20, 3)])
+def test_the_last_pod_of_the_head_fails_the_job(
+    index: int, num_failures: int, ended: int, fakes: FakeScheduler
+) -> None:
+    """Its index alone failed, and the other machines waited for a head for ever."""
+    fakes.write("planaria", "exit 3")
+    variables = {"JOB_COMPLETION_INDEX": str(index), "NUM_FAILURES": str(num_failures)}
+
+    assert run_script(fakes, pod_command(), fakes.directory, **variables) == ended
+
+
+@pytest.mark.parametrize(
+    ("index", "code", "ended"),
+    [
+        *((3, 0, EXIT_LEFT), (3, 1, EXIT_LEFT), (3, 130, EXIT_LEFT)),
+        *((0, 0, 0), (0, 1, 1), (0, 130, EXIT_LEFT)),
+    ],
+)
+def test_a_pod_that_is_told_to_go_is_made_again(
+    index: int, code: int, ended: int, fakes: FakeScheduler
+) -> None:
+    """However it ends: its index would be done or failed, and no machine would take its place.
+    That the job is done, or never will be, the head alone can say."""
     fakes.write(
         "planaria",
         f"trap 'exit {code}' TERM; touch \"$FAKES/ready\"; while :; do sleep 0.01; done",
     )
-    *_, job = yaml.safe_load_all((CLUSTERS / "cluster.yaml").read_text())
-    [container] = job["spec"]["template"]["spec"]["containers"]
-    pod = subprocess.Popen(
-        [*container["command"], *container["args"]],
-        env={**fakes.environment, "JOB_COMPLETION_INDEX": "3"},
-    )
-    wait_for((fakes.directory / "ready").exists, what="the command is started")
-    pod.send_signal(signal.SIGTERM)
 
-    assert pod.wait(timeout=60) == EXIT_LEFT
+    assert code_of_pod_told_to_go(fakes, index, at="ready") == ended
+
+
+def test_a_pod_is_told_to_go_between_two_tries(fakes: FakeScheduler) -> None:
+    """It ends at once; Kubernetes would kill it after a minute."""
+    fakes.write("planaria", "exit 75")
+    fakes.write("sleep", 'touch "$FAKES/sleeps"; exec tail -f /dev/null')
+
+    assert code_of_pod_told_to_go(fakes, 3, at="sleeps") == EXIT_LEFT
+
+
+def code_of_pod_told_to_go(fakes: FakeScheduler, index: int, *, at: str) -> int:
+    """The exit code of a pod that is told to go once there is a file."""
+    environment = {**fakes.environment, "JOB_COMPLETION_INDEX": str(index)}
+    pod = subprocess.Popen(pod_command(), env=environment, start_new_session=True)
+    try:
+        wait_for((fakes.directory / at).exists, what="the command is started")
+        pod.send_signal(signal.SIGTERM)
+        return pod.wait(timeout=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pod.pid, signal.SIGKILL)
 
 
 # -- Ray ------------------------------------------------------------------------------------------

@@ -127,23 +127,44 @@ metadata:
               # The signal may come before the line that notes the process.
               trap 'is_told=yes
                 if [ "$child" ]; then kill -TERM "$child"; else is_early=yes; fi' TERM
-              @{command} &
-              child=$!
-              [ -z "$is_early" ] || kill -TERM "$child"
-              wait "$child"; code=$?
-              if [ "$is_told" ]; then wait "$child"; code=$?; fi
+              # Whatever is to be started again is started here, because another pod might get the
+              # machine of one that ends. A machine that may be unfit waits longer and longer.
+              for pause_s in 10 20 40 80 160 320 600 600 600 600; do
+                child=
+                @{command} &
+                child=$!
+                [ -z "$is_early" ] || kill -TERM "$child"
+                wait "$child"; code=$?
+                if [ "$is_told" ]; then wait "$child"; code=$?; fi
+                case $JOB_COMPLETION_INDEX:$is_told:$code in
+                  *:yes:* | *:130) break ;;
+                  [1-9]*:75) ;;
+                  *:3 | *:75 | *:129 | *:1[3-9]?) pause_s=10 ;;
+                  *) break ;;
+                esac
+                sleep "${restart_s:-$pause_s}" &
+                child=$!
+                [ "$is_told" ] || wait "$child"
+                [ -z "$is_told" ] || break
+              done
               case $JOB_COMPLETION_INDEX:$is_told:$code in
+                0:*:[01]) ;;
                 0:*:2) code=1 ;;  # A mistake that the head finds is one of the whole job.
-                # Told to go, the machine left. Another one is to take its place.
-                [1-9]*:yes:*) code=76 ;;
-                [1-9]*::1 | [1-9]*::130) code=2 ;;
+                *:yes:*) code=76 ;;  # Told to go. Another machine is to take its place.
+                # The last pod of the head: without one the other machines would wait for ever.
+                0:*) [ "${NUM_FAILURES:-0}" -lt 20 ] || code=1 ;;
+                [1-9]*:1 | [1-9]*:130) code=2 ;;
               esac
               exit "$code"
-          env:  # For --operator kubernetes.
-            - name: PLANARIA_KUBERNETES_POD
+          env:
+            - name: PLANARIA_KUBERNETES_POD  # This and the next one are for --operator kubernetes.
               valueFrom: {fieldRef: {fieldPath: metadata.name}}
             - name: PLANARIA_KUBERNETES_JOB
               valueFrom: {fieldRef: {fieldPath: "metadata.labels['batch.kubernetes.io/job-name']"}}
+            - name: NUM_FAILURES  # Pods of this index before, those that count.
+              valueFrom:
+                fieldRef:
+                  fieldPath: metadata.annotations['batch.kubernetes.io/job-index-failure-count']
 @{resources}          volumeMounts:
             - {name: job, mountPath: /job}
             - {name: token, mountPath: /etc/planaria}
@@ -188,5 +209,5 @@ def kubernetes_manifest(
         volume=volume or request.name,
         gpu_toleration=_GPU_TOLERATION if num_devices else "",
         resources=resources if num_devices else "",
-        command=shell_command(request, endpoint, token, "--operator kubernetes", indent=14),
+        command=shell_command(request, endpoint, token, "--operator kubernetes", indent=16),
     )

@@ -249,7 +249,7 @@ def test_a_pod_that_is_told_to_go_is_left_in_peace(kubernetes: FakeKubernetes) -
     """Its node hands over its layers in the time that the pod still has."""
     leaving = LostMachine("cluster-3", LOST.host, is_leaving=True)
 
-    assert "its pod ends" in in_pod(kubernetes).ask_for_machine(leaving)
+    assert "once its own has ended" in in_pod(kubernetes).ask_for_machine(leaving)
     assert not kubernetes.deleted
 
 

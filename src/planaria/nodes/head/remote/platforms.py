@@ -296,7 +296,7 @@ class KubernetesPlatform:
     def ask_for_machine(self, lost: LostMachine) -> str:
         """See Platform."""
         if lost.is_leaving:
-            return "its pod ends, and the Job makes another"
+            return "the Job makes another pod once its own has ended"
         query = urllib.parse.urlencode({"labelSelector": f"{_JOB_LABEL}={self._job}"})
         running, has_ended = [], False
         for pod in self._call("GET", f"pods?{query}").get("items", []):
