@@ -92,6 +92,7 @@ COMMANDS = {
         *("job", "--on", "--nodes", "--dry-run", "--name", "--output", "-o", "--set"),
         *("--devices-per-node", "--token-file", "--port", "--domain", "--interface"),
         *("--partition", "--time", "--image", "--namespace", "--volume", "--hosts"),
+        *("--cpus", "--memory"),
     },
     "placement": {
         "--nodes",

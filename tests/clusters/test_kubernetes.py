@@ -33,6 +33,7 @@ NUM_MACHINES: Final = 5
 ITERATIONS: Final = 1000
 SETTINGS: Final = (f"training.iterations={ITERATIONS}", "cluster.device_memory_bytes=200000")
 VERSIONS: Final = ("1.33.0", "1.37.0")
+MORE: Final = ("--cpus", "16", "--memory", "64Gi")
 
 
 def manifest(job: str, *options: str) -> list[dict[str, Any]]:
@@ -49,7 +50,7 @@ def manifest(job: str, *options: str) -> list[dict[str, Any]]:
     return objects
 
 
-@pytest.mark.parametrize("options", [(), ("--devices-per-node", "8", "--namespace", "team")])
+@pytest.mark.parametrize("options", [(), ("--devices-per-node", "8", "--namespace", "team", *MORE)])
 def test_kubernetes_takes_every_object(options: tuple[str, ...]) -> None:
     """Its schema knows each field, and forbids all others."""
     assert len(manifest("examples/cluster.toml", *options)) == 5

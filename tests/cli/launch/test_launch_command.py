@@ -112,6 +112,27 @@ def test_options_of_kubernetes_are_in_the_manifest() -> None:
     assert pod["volumes"][1]["secret"]["secretName"] == "run-1-token"
 
 
+def test_a_pod_asks_kubernetes_for_what_it_takes() -> None:
+    """One that asks for nothing is the first that is evicted, and a quota refuses it. An autoscaler
+    that packs pods closer would take its machine."""
+    options = (*ARGUMENTS["cluster.yaml"], "--cpus", "16", "--memory", "64Gi", "--dry-run")
+    for gpus, own in (((), {}), (("--devices-per-node", "8"), {"nvidia.com/gpu": 8})):
+        *_, job = yaml.safe_load_all(command(*COMMON, *options, *gpus).output)
+        template = job["spec"]["template"]
+        [container] = template["spec"]["containers"]
+
+        assert container["resources"] == {
+            "requests": {"cpu": 16, "memory": "64Gi"},
+            "limits": {**own, "memory": "64Gi"},
+        }
+        memory = template["spec"]["volumes"][-1]["emptyDir"]
+        assert memory == {"medium": "Memory", "sizeLimit": "64Gi"}
+        assert template["metadata"]["annotations"] == {
+            "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+            "karpenter.sh/do-not-disrupt": "true",
+        }
+
+
 # -- what is refused ------------------------------------------------------------------------------
 
 
@@ -146,6 +167,9 @@ def test_without_the_scheduler_nothing_is_written(
     [
         (("--on", "slurm", "--image", "x"), ("--image", "slurm has no use for it")),
         (("--on", "kubernetes"), ("--image", "planaria is installed")),
+        (("--on", "kubernetes", "--image", "x", "--cpus", "0"), ("--cpus", "at least 1")),
+        (("--on", "kubernetes", "--image", "x", "--memory", "64"), ("--memory", "64Gi")),
+        (("--on", "slurm", "--memory", "64Gi"), ("--memory", "slurm has no use for it")),
         (("--on", "ssh"), ("--hosts", "HOST [DOMAIN]")),
         (("--on", "ssh", "--hosts", "none"), ("--hosts", "cannot be read")),
         (("--on", "slurm", "--partition", "a b"), ("--partition", "without spaces")),

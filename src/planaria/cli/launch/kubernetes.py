@@ -6,6 +6,7 @@ policy", "Success policy".
 """
 
 import json
+from collections.abc import Mapping
 from typing import Final
 
 from planaria.cli.launch.request import AtTemplate, LaunchRequest, shell_command
@@ -100,6 +101,9 @@ metadata:
     metadata:
       labels:
         app: @{name}
+      annotations:  # No autoscaler takes the machine away to need fewer of them.
+        cluster-autoscaler.kubernetes.io/safe-to-evict: "false"
+        karpenter.sh/do-not-disrupt: "true"
     spec:
       subdomain: @{name}
       serviceAccountName: @{name}
@@ -175,7 +179,7 @@ metadata:
         - name: token
           secret: {secretName: @{name}-token, defaultMode: 0400}
         - name: memory
-          emptyDir: {medium: Memory}
+          emptyDir: {medium: Memory@{memory_limit}}
 """)
 _GPU_TOLERATION: Final = """\
         - key: nvidia.com/gpu
@@ -184,7 +188,13 @@ _GPU_TOLERATION: Final = """\
 
 
 def kubernetes_manifest(
-    request: LaunchRequest, *, image: str, namespace: str = "", volume: str = ""
+    request: LaunchRequest,
+    *,
+    image: str,
+    namespace: str = "",
+    volume: str = "",
+    cpus: str = "",
+    memory: str = "",
 ) -> str:
     """The text of the manifest.
 
@@ -192,11 +202,15 @@ def kubernetes_manifest(
         image: image of a container in which planaria is installed.
         namespace: namespace of all objects; "": that of the user.
         volume: claim of the volume with the job's directory; "": the name of the job.
+        cpus: number of processors that each machine is to have free; "": none is asked for.
+        memory: memory that each machine is to have free, and that a pod may take at most, such as
+            64Gi; "": none is asked for, and there is no limit.
     """
     low, high, num_devices = request.min_nodes, request.max_nodes, request.devices_per_node
     endpoint = f"--rdzv-endpoint {request.name}-0.{request.name}:{request.port or PORT}"
     token = "--token-file /etc/planaria/token"
-    resources = f"          resources:\n            limits: {{nvidia.com/gpu: {num_devices}}}\n"
+    requests = {"cpu": cpus, "memory": memory}
+    limits = {"nvidia.com/gpu": str(num_devices or ""), "memory": memory}
     return _MANIFEST.substitute(
         job=request.job,
         name=request.name,
@@ -208,6 +222,20 @@ def kubernetes_manifest(
         namespace=f"  namespace: {namespace}\n" if namespace else "",
         volume=volume or request.name,
         gpu_toleration=_GPU_TOLERATION if num_devices else "",
-        resources=resources if num_devices else "",
+        resources=_resources(requests=requests, limits=limits),
+        memory_limit=f", sizeLimit: {memory}" if memory else "",
         command=shell_command(request, endpoint, token, "--operator kubernetes", indent=16),
     )
+
+
+def _resources(**parts: Mapping[str, str]) -> str:
+    """The lines that say what a container asks for, and what it may take at most.
+
+    Args:
+        parts: amounts by resource; "" where there is none.
+    """
+    lines = []
+    for name, amounts in parts.items():
+        texts = [f"{resource}: {amount}" for resource, amount in amounts.items() if amount]
+        lines += [f"            {name}: {{{', '.join(texts)}}}\n"] if texts else []
+    return "".join(["          resources:\n", *lines]) if lines else ""

@@ -27,6 +27,8 @@ _TOOL_TIMEOUT_S: Final = 60.0
 _NAME: Final = re.compile(r"[a-z]([-a-z0-9]{0,46}[a-z0-9])?")
 _PLAIN: Final = re.compile(r"[-\w./:@=,+]+")
 _USERS_OWN: Final = ("SLURM_CONF", "SLURM_CLUSTERS")  # Which Slurm is meant.
+_CPUS: Final = re.compile(r"[1-9][0-9]*")
+_MEMORY: Final = re.compile(r"[1-9][0-9]*([KMGTP]i|[kMGTP])")
 _PORT_MAX: Final = (1 << 16) - 1
 
 
@@ -61,12 +63,14 @@ class SchedulerOptions(NamedTuple):
     image: str
     namespace: str
     volume: str
+    cpus: str
+    memory: str
     hosts: str
 
 
 _OWN_OPTIONS: Final = {
     Scheduler.SLURM: {"partition", "time"},
-    Scheduler.KUBERNETES: {"image", "namespace", "volume"},
+    Scheduler.KUBERNETES: {"image", "namespace", "volume", "cpus", "memory"},
     Scheduler.RAY: set[str](),
     Scheduler.SSH: {"hosts"},
 }
@@ -113,6 +117,13 @@ Volume = Annotated[
     str,
     _text("Kubernetes: claim of a volume with the job's directory. Default: NAME.", "CLAIM"),
 ]
+Cpus = Annotated[
+    str, _text("Kubernetes: number of processors that each machine is to have free.", "N")
+]
+Memory = Annotated[
+    str,
+    _text("Kubernetes: memory to be free on each machine, and the most a pod takes.", "64Gi"),
+]
 HostsFile = Annotated[str, _text("ssh: a file of machines, a line each: HOST [DOMAIN].", "FILE")]
 
 
@@ -134,6 +145,8 @@ def launch(
     image: Image = "",
     namespace: Namespace = "",
     volume: Volume = "",
+    cpus: Cpus = "",
+    memory: Memory = "",
     hosts: HostsFile = "",
     settings: Settings = None,
 ) -> None:
@@ -142,7 +155,7 @@ def launch(
     Writes a short file as a person would write it, in which each machine runs `planaria run`, and
     submits it. It is started again by its exit code (docs/CLUSTER.md).
     """
-    given = SchedulerOptions(partition, time, image, namespace, volume, hosts)
+    given = SchedulerOptions(partition, time, image, namespace, volume, cpus, memory, hosts)
     _check_options(on, given)
     low, high = _bounds(nodes)
     request = LaunchRequest(
@@ -179,6 +192,10 @@ def _check_options(on: Scheduler, given: SchedulerOptions) -> None:
             raise ConfigError(f"--{option}", text, remedy)
         if text and not _PLAIN.fullmatch(text):
             raise ConfigError(f"--{option}", text, "write it without spaces and quotes")
+    if given.cpus and not _CPUS.fullmatch(given.cpus):
+        raise ConfigError("--cpus", given.cpus, "must be an integer of at least 1")
+    if given.memory and not _MEMORY.fullmatch(given.memory):
+        raise ConfigError("--memory", given.memory, "must be a number with its unit, such as 64Gi")
     if on is Scheduler.KUBERNETES and not given.image:
         raise ConfigError("--image", "", "name an image in which planaria is installed")
     if on is Scheduler.SSH and not given.hosts:
@@ -226,7 +243,12 @@ def _file_text(on: Scheduler, request: LaunchRequest, given: SchedulerOptions, *
             return slurm_script(request, partition=given.partition, time=given.time)
         case Scheduler.KUBERNETES:
             return kubernetes_manifest(
-                request, image=given.image, namespace=given.namespace, volume=given.volume
+                request,
+                image=given.image,
+                namespace=given.namespace,
+                volume=given.volume,
+                cpus=given.cpus,
+                memory=given.memory,
             )
         case Scheduler.RAY:
             return ray_program(request, file=file)
