@@ -1,74 +1,29 @@
 """What the files of `planaria launch` do with exit codes and signals, under fake schedulers."""
 
 import contextlib
-import itertools
 import os
 import re
-import runpy
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any, Final
+from typing import Final
 
 import pytest
 import yaml
 
 from helpers.command import command, wait_for
+from helpers.exit_codes import ROOT, TABLE, fake_scheduler, is_again, num_starts
 from helpers.fake_scheduler import FakeScheduler
 from planaria.nodes.machine import EXIT_AGAIN, EXIT_DONE, EXIT_LEFT, EXIT_UNFINISHED
 
-ROOT: Final = Path(__file__).resolve().parents[3]
 CLUSTERS: Final = ROOT / "examples" / "clusters"
 HOSTS: Final = "examples/clusters/hosts.txt"
-# The process of rank $rank: it ends with $HEAD or $OTHER first, then with 0. A head ends once the
-# other one has been started so often.
-FAKE_PLANARIA: Final = """\
-echo "$*" >> "$FAKES/planaria.words"
-rank=${SLURM_PROCID:-${JOB_COMPLETION_INDEX:-$(grep -oP -- '--node-rank \\K[0-9]+' <<< "$*")}}
-echo start >> "$FAKES/starts.$rank"
-[ "$(wc -l < "$FAKES/starts.$rank")" = 1 ] || exit 0
-if [ "$rank" = 0 ]; then
-    until [ "$(cat "$FAKES/starts.1" 2> /dev/null | wc -l)" -ge "${STARTS:-0}" ]; do :; done
-    if [ "$HEAD" = told ]; then
-        trap 'exit 130' TERM
-        touch "$FAKES/ready"
-        while :; do sleep 0.01; done
-    fi
-    exit "$HEAD"
-fi
-exit "$OTHER"
-"""
+HEADS: Final = [(code, head) for code, head, _ in TABLE if head != "-"]  # No head ends with others.
 
 
 @pytest.fixture
 def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
-    """Programs of schedulers and of planaria; the repository is the current directory."""
-    monkeypatch.chdir(ROOT)
-    made = FakeScheduler(tmp_path / "fakes")
-    made.write("planaria", FAKE_PLANARIA)
-    return made
-
-
-def exit_code_table() -> list[tuple[int, str, str]]:
-    """The codes of docs/CLUSTER.md, with their meanings on the head's machine and on another."""
-    page = (ROOT / "docs" / "CLUSTER.md").read_text()
-    section = page.partition("\n## Exit codes\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| ([0-9]+)[^|]*\| ([^|]*) \| ([^|]*) \|$", section, re.MULTILINE)
-    table = [(int(code), head, other) for code, head, other in rows]
-    return [*table, (137, *table[-1][1:])]
-
-
-TABLE: Final = exit_code_table()
-HEADS: Final = [(code, head) for code, head, _ in TABLE if head != "-"]  # No head ends with others.
-
-
-def is_again(text: str) -> bool:
-    """Whether a cell of the table says that the scheduler starts it again by itself."""
-    return text.startswith("again")
+    return fake_scheduler(tmp_path / "fakes", monkeypatch)
 
 
 def run_script(fakes: FakeScheduler, words: list[str], directory: Path, **variables: str) -> int:
@@ -78,10 +33,6 @@ def run_script(fakes: FakeScheduler, words: list[str], directory: Path, **variab
         words, env=environment, cwd=directory, timeout=60, capture_output=True, check=False
     )
     return script.returncode
-
-
-def num_starts(fakes: FakeScheduler, rank: int) -> int:
-    return len((fakes.directory / f"starts.{rank}").read_text().split())
 
 
 def test_the_table_has_the_codes_that_the_code_ends_with() -> None:
@@ -419,227 +370,3 @@ def code_of_pod_told_to_go(fakes: FakeScheduler, index: int, *, at: str) -> int:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pod.pid, signal.SIGKILL)
-
-
-# -- Ray ------------------------------------------------------------------------------------------
-
-
-class ActorLost(Exception):
-    """When the machine of an actor is lost."""
-
-
-class FakeRef:
-    """A call of an actor's method, made when its result is asked for."""
-
-    def __init__(self, call: Callable[[], Any], rank: int) -> None:
-        self.call = call
-        self.rank = rank
-
-
-class FakeMethod:
-    """A method of an actor."""
-
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self._method = method
-
-    def remote(self, *arguments: Any) -> FakeRef:
-        rank = arguments[0] if arguments else -1
-        return FakeRef(lambda: self._method(*arguments), rank)
-
-
-class FakeActor:
-    """A handle of an actor."""
-
-    def __init__(self, instance: Any) -> None:
-        self._instance = instance
-
-    def __getattr__(self, name: str) -> FakeMethod:
-        return FakeMethod(getattr(self._instance, name))
-
-
-class FakeGroup:
-    """A placement group that is there at once."""
-
-    def __init__(self, bundles: list[dict[str, int]], strategy: str = "PACK") -> None:
-        self.bundles = bundles
-        self.strategy = strategy
-
-    def ready(self) -> FakeRef:
-        return FakeRef(lambda: self, -1)
-
-
-def fake_ray(
-    monkeypatch: pytest.MonkeyPatch, draining: Callable[[], dict[str, int]] = dict
-) -> list[dict[str, Any]]:
-    """Puts a module in the place of ray; returns the options with which actors will be started.
-
-    Args:
-        draining: returns what is drained; this machine is "here".
-    """
-    started: list[dict[str, Any]] = []
-    num_asked = itertools.count()
-    ray, util = ModuleType("ray"), ModuleType("ray.util")
-    groups, strategies = (ModuleType(f"ray.util.{n}") for n in ("placement_group", "strategies"))
-
-    def remote(**options: Any) -> Callable[[type], Any]:
-        started.append(options)
-        return lambda cls: type("Remote", (), {"remote": staticmethod(lambda: FakeActor(cls()))})
-
-    ray.__dict__.update(
-        util=util,
-        init=lambda: None,
-        remote=remote,
-        get=lambda ref: ref.call(),
-        # The head ends last, or nothing else would be seen to end.
-        wait=lambda refs: ([max(refs, key=lambda ref: ref.rank)], []),
-        exceptions=type("exceptions", (), {"RayActorError": ActorLost}),
-        get_runtime_context=lambda: SimpleNamespace(
-            get_node_id=lambda: "here", get_job_id=lambda: "0a000000"
-        ),
-        _private=SimpleNamespace(
-            state=SimpleNamespace(state=SimpleNamespace(get_draining_nodes=draining))
-        ),
-    )
-
-    def address() -> str:
-        if next(num_asked) % 2 == 0:  # Ray has not replaced the machine yet, or none is there yet.
-            raise ActorLost
-        return "127.0.0.1"
-
-    util.__dict__.update(get_node_ip_address=address)
-    groups.__dict__.update(placement_group=FakeGroup, PlacementGroup=FakeGroup)
-    strategies.__dict__.update(
-        PlacementGroupSchedulingStrategy=lambda group, **index: (group, index)
-    )
-    modules = {
-        "ray": ray,
-        "ray.util": util,
-        "ray.util.placement_group": groups,
-        "ray.util.scheduling_strategies": strategies,
-    }
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    return started
-
-
-@pytest.mark.parametrize(("code", "head", "other"), TABLE)
-def test_ray_acts_on_exit_codes(
-    code: int,
-    head: str,
-    other: str,
-    fakes: FakeScheduler,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The head's machine first, then another one; Ray replaces the actors themselves."""
-    for name, text in fakes.environment.items():
-        monkeypatch.setenv(name, text)
-    started = fake_ray(monkeypatch)
-    monkeypatch.chdir(ROOT)
-    for ends, rank, text in (
-        ({"HEAD": str(code), "OTHER": "0"}, 0, head),
-        ({"HEAD": "0", "OTHER": str(code)}, 1, other),
-    ):
-        if text == "-":
-            continue
-        for name, value in ends.items():
-            monkeypatch.setenv(name, value)
-        for file in fakes.directory.glob("starts.*"):
-            file.unlink()
-        program = runpy.run_path(str(CLUSTERS / "cluster_ray.py"))
-        program["main"].__globals__["PAUSE_S"] = 0.0
-        ended = program["main"]()
-
-        again = is_again(text) or text.startswith(("with the job", "elsewhere"))
-        assert num_starts(fakes, rank) == (2 if again else 1)
-        assert ended == (0 if again or rank else code)
-    assert all("--rdzv-endpoint 127.0.0.1:20010" in words for words in fakes.words("planaria"))
-    assert {options["max_restarts"] for options in started} == {-1}
-    places = [options["scheduling_strategy"] for options in started[:4]]
-    assert [len(group.bundles) for group, _ in places] == [2, 2, 1, 1]
-    assert places[0][0].strategy == "STRICT_SPREAD"
-
-
-@pytest.mark.parametrize(("end_s", "told"), [(0, ""), (50, r"\d\d")])
-def test_a_machine_that_ray_drains_is_told_so_once_and_is_to_run_elsewhere(
-    end_s: int, told: str, fakes: FakeScheduler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """It leaves in peace, with 0, which would count as done. Ray refuses to answer at times."""
-    fakes.write(
-        "planaria",
-        f"notice=$(grep -oP -- '--notice \\K\\S+' <<< \"$*\"); touch {tmp_path}/runs\n"
-        'until [ -e "$notice" ]; do sleep 0.01; done\n'
-        f'cat "$notice" > {tmp_path}/told; exit 0',
-    )
-    for name, text in fakes.environment.items():
-        monkeypatch.setenv(name, text)
-    answers = itertools.count()
-
-    def draining() -> dict[str, int]:
-        if next(answers) % 2:
-            raise OSError("no answer")
-        is_running = (tmp_path / "runs").exists()
-        return {"here": int(1000 * (time.time() + end_s)) if end_s else 0} if is_running else {}
-
-    fake_ray(monkeypatch, draining)
-    program = runpy.run_path(str(CLUSTERS / "cluster_ray.py"))
-    program["main"].__globals__["POLL_S"] = 0.01
-    machine = program["Machine"]()
-
-    assert machine.run(1, "127.0.0.1") == EXIT_AGAIN
-    assert re.fullmatch(told, (tmp_path / "told").read_text())
-
-
-@pytest.mark.parametrize("end", ["os.kill(child.pid, 9)", "os.kill(os.getpid(), 9)"])
-def test_a_command_whose_actor_ends_is_told_to_end(
-    end: str, fakes: FakeScheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It saves the job, or its node leaves. When a job is stopped, Ray kills the children of its
-    actors; where memory runs out, the kernel kills an actor."""
-    fakes.write(
-        "planaria",
-        'trap \'touch "$FAKES/was_told"; exit\' TERM; touch "$FAKES/ready"\n'
-        "while :; do sleep 0.01; done",
-    )
-    fake_ray(monkeypatch)
-    program = runpy.run_path(str(CLUSTERS / "cluster_ray.py"))
-    started: list[list[str]] = []
-
-    def note_words(words: list[str], **_: object) -> SimpleNamespace:
-        started.append(words)
-        return SimpleNamespace(poll=lambda: 0)
-
-    monkeypatch.setattr(subprocess, "Popen", note_words)
-    program["Machine"]().run(1, "127.0.0.1")
-    monkeypatch.undo()
-    actor = (
-        "import os, subprocess, sys\n"
-        "child = subprocess.Popen(sys.argv[1:])\n"
-        "while not os.path.exists(os.environ['FAKES'] + '/ready'): pass\n" + end
-    )
-    subprocess.run([sys.executable, "-c", actor, *started[0]], env=fakes.environment, check=False)
-
-    wait_for((fakes.directory / "was_told").exists, what="the command is told to end")
-
-
-def test_an_unfit_machine_of_ray_is_asked_less_and_less_often(
-    fakes: FakeScheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its actor cannot run elsewhere. One that ran for long may have found no head: that passes."""
-    fakes.write("planaria", "exit 75")
-    for name, text in fakes.environment.items():
-        monkeypatch.setenv(name, text)
-    fake_ray(monkeypatch)
-    program = runpy.run_path(str(CLUSTERS / "cluster_ray.py"))
-    pauses: list[float] = []
-    times_s = itertools.count()  # Between two looks at the clock a second passes.
-    clock = SimpleNamespace(
-        sleep=pauses.append, monotonic=lambda: float(next(times_s)), time=time.time
-    )
-    program["main"].__globals__["time"] = clock
-    machine = program["Machine"]()
-    codes = [machine.run(1, "127.0.0.1") for _ in range(7)]
-    times_s = itertools.count(step=1000)
-    codes.append(machine.run(1, "127.0.0.1"))
-
-    assert codes == [EXIT_AGAIN] * 8
-    assert pauses == [10.0, 30.0, 70.0, 150.0, 300.0, 300.0, 300.0, 0.0]
