@@ -119,7 +119,7 @@ def test_a_group_that_is_made_while_the_epoch_is_aborted_is_aborted_too() -> Non
         wait_until(lambda: fabric.num_aborted == [1])
 
 
-def test_all_groups_are_aborted_as_one_and_once() -> None:
+def test_all_groups_are_aborted_in_one_call_and_once() -> None:
     """One after the other, groups of NCCL may wait for each other."""
     fabric = Fabric()
     with formed(fabric) as (left, right):
@@ -128,6 +128,37 @@ def test_all_groups_are_aborted_as_one_and_once() -> None:
         wait_until(lambda: len(fabric.num_aborted) == 2)
 
     assert fabric.num_aborted == [3, 3]
+
+
+@pytest.fixture
+def maker() -> Iterator[NcclMaker]:
+    """A maker of groups of NCCL; the environment is afterwards what it was."""
+    environment = dict(os.environ)
+    try:
+        yield NcclMaker()
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def test_no_group_of_nccl_waits_for_the_abort_of_another(
+    maker: NcclMaker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each frees memory, which may wait for the kernels of all; an error of one is said."""
+    all_begun = threading.Barrier(3)
+
+    class Waiting:
+        def abort(self) -> None:
+            if all_begun.wait(TIMEOUT_S) == 0:
+                raise RuntimeError("NCCL error: unhandled cuda error")
+
+    groups: Any = [Waiting() for _ in range(all_begun.parties)]
+    maker.abort_all(groups)
+
+    assert not all_begun.broken
+    assert caplog.messages == [
+        "a group of NCCL could not be aborted: NCCL error: unhandled cuda error"
+    ]
 
 
 def test_the_results_of_a_sum_that_was_aborted_are_refused() -> None:
@@ -226,7 +257,7 @@ def test_a_store_takes_nothing_of_the_next_epoch() -> None:
 
 
 def test_groups_of_nccl_have_streams_that_nothing_else_uses(
-    monkeypatch: pytest.MonkeyPatch,
+    maker: NcclMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch's streams are few; two that are one would have ranks wait for each other for ever."""
     made: list[SimpleNamespace] = []
@@ -240,18 +271,20 @@ def test_groups_of_nccl_have_streams_that_nothing_else_uses(
             return SimpleNamespace(config=SimpleNamespace(), is_high_priority_stream=False)
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
-    environment = dict(os.environ)
-    try:
-        NcclMaker().make(Store(), 0, 2)
-        assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"
-        assert os.environ["NCCL_CUMEM_ENABLE"] == environment.get("NCCL_CUMEM_ENABLE", "0")
-    finally:
-        os.environ.clear()
-        os.environ.update(environment)
+    maker.make(Store(), 0, 2)
 
     (options,) = made
     assert options.is_high_priority_stream
     assert options.config.blocking == 0
+
+
+def test_torch_leaves_it_to_the_coordinator_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user sets for NCCL itself stays."""
+    monkeypatch.setattr(os, "environ", {"NCCL_CUMEM_ENABLE": "1"})
+    NcclMaker()
+
+    assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"
+    assert os.environ["NCCL_CUMEM_ENABLE"] == "1"
 
 
 def test_each_direction_and_each_set_of_holders_has_a_group() -> None:

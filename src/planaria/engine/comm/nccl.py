@@ -21,9 +21,9 @@ whatever order each sends to its targets. These groups are formed with the other
 begins: NCCL may let the making of a group wait for what is under way on the device, which may be
 training that waits for the rank that makes its end of the group later.
 
-A group is never taken apart: when an epoch ends, all its groups are aborted as one by a thread of
-its own, because an abort may wait for a lock that a group holds while it is formed. Those who wait
-are freed before that.
+A group is never taken apart: when an epoch ends, all its groups are aborted at once, each by a
+thread of its own, because an abort may wait for a lock that a group holds while it is formed, and
+for kernels of other groups that nothing but their abort ends. Those who wait are freed before that.
 
 Source: ncclCommAbort; torch.distributed.ProcessGroupNCCL. Differs from a process group of torch: a
 rank that is lost costs the epoch its groups, and nobody's process.
@@ -111,7 +111,7 @@ class GroupMaker(Protocol):
         """
 
     def abort_all(self, groups: Sequence[Group]) -> None:
-        """Aborts groups as one."""
+        """Aborts groups, none of which waits for the abort of another."""
 
 
 class LinkStore(Store):
@@ -552,10 +552,20 @@ class NcclMaker:
 
     def abort_all(self, groups: Sequence[Group]) -> None:
         """See `GroupMaker`."""
-        first: Any = groups[0]
-        first._group_start()
-        try:
-            for group in groups:
-                group.abort()
-        finally:
-            first._group_end()
+        # An abort frees memory of the device, which may wait for the kernels of all groups. Torch
+        # aborts each group in a new thread, so ncclGroupStart here would not make them one abort.
+        threads = [
+            threading.Thread(target=_abort, args=(group,), name="abort group", daemon=True)
+            for group in groups
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def _abort(group: Group) -> None:
+    try:
+        group.abort()
+    except RuntimeError as error:  # Nobody uses the group any more.
+        logger.warning("a group of NCCL could not be aborted: %s", error)
