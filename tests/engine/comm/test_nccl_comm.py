@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -224,6 +225,16 @@ def test_an_error_of_a_thread_that_nobody_has_seen_is_raised_at_the_end(
             right.receive(0, tag(0))
 
 
+def test_a_comm_that_is_closed_holds_no_groups() -> None:
+    """What frees them waits for threads of torch, which the garbage collector must not."""
+    with formed(Fabric()) as (comm, _):
+        groups = [weakref.ref(group) for group in comm._groups.values()]
+        comm.close()
+
+        assert len(groups) == 3
+        wait_until(lambda: not any(group() for group in groups))
+
+
 def test_what_a_rank_sets_all_ranks_of_the_group_get() -> None:
     """In any order; a rank may set nothing at all."""
     with link_ranks(3) as ranks:
@@ -284,6 +295,7 @@ def test_torch_leaves_it_to_the_coordinator_what_is_lost(monkeypatch: pytest.Mon
     NcclMaker()
 
     assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"
+    assert os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] == "0"  # A minute otherwise.
     assert os.environ["NCCL_CUMEM_ENABLE"] == "1"
 
 

@@ -1,6 +1,8 @@
 """What a rank's iterations promise where the device computes while it is given more."""
 
+import gc
 import math
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,3 +122,17 @@ def test_a_reduction_waits_for_its_layers_and_what_follows_it_for_the_reduction(
             executor._run_bucket(0, 0.0, device.mark())
 
     assert device.waits == [("reduce", ""), ("", "reduce")]
+
+
+def test_the_comm_of_a_closed_executor_is_freed_without_the_garbage_collector() -> None:
+    """That may run in the thread that beats, which would wait there until groups are freed."""
+    plan = shaped_plan((1,), JOB.num_microbatches)
+    gc.disable()
+    try:
+        with executor_on(LateDevice(), plan, Pulse()) as executor:
+            freed = weakref.ref(executor), weakref.ref(executor._comm)
+        del executor
+
+        assert [each() for each in freed] == [None, None]
+    finally:
+        gc.enable()

@@ -422,6 +422,8 @@ class NcclComm:
             thread.join(timeout=max(0.0, deadline_s - time.monotonic()))
             if thread.is_alive():  # It keeps what it uses, and is of no use to anybody.
                 logger.warning("thread %s of epoch %s goes on", thread.name, self._epoch)
+        with self._changed:  # An error refers to its frames, which refer to this comm.
+            self._groups.clear()
         is_lost = isinstance(self._error, PeerLostError | AbortedError)
         if self._error is not None and not is_lost and not self._is_error_raised:
             self._is_error_raised = True
@@ -535,6 +537,9 @@ class NcclMaker:
             TORCH_NCCL_PROPAGATE_ERROR="0",
             TORCH_NCCL_RETHROW_CUDA_ERRORS="0",
             TORCH_NCCL_USE_COMM_NONBLOCKING="1",
+            # Else the thread that watches a group sleeps for a minute after each operation that has
+            # failed, and whoever drops the group waits for that thread.
+            TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC="0",
         )
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # Its memory outlives an abort.
         # With it, one of seven starts that made fifty groups in a row hung (nccl issue 2379).

@@ -152,8 +152,11 @@ class Executor:
     def close(self) -> None:
         """Ends the communication thread; whatever it waits for must have ended or been aborted."""
         self._communication.shutdown(wait=True, cancel_futures=True)
-        # The handlers refer to the executor, so only the garbage collector would free the tensors.
         self._drop_tensors()
+        # The handlers refer to the executor, so only the garbage collector would free it and the
+        # comm. It may run in any thread, the one that beats too, and groups take long to free.
+        self._handlers.clear()
+        del self._comm
 
     def _drop_tensors(self) -> None:
         self._inputs: dict[tuple[int, int], Tensor] = {}
