@@ -5,6 +5,7 @@ import multiprocessing
 import sys
 import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +14,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
+import gpu2
 import gpu_bits
 import gpu_speed
 from gpu.jobs import JobRun, Runner, Started, toml_text, write_text
@@ -21,7 +23,12 @@ from gpu.running import Ended, NotRunError, Parts, Row, last_json, run_command
 from helpers.command import wait_for
 from planaria.core.inject import check_injections, parse_injection
 from planaria.core.job import JobConfig
+from planaria.core.specs import Prepared
+from planaria.engine.prepare import load_data, load_model
+from planaria.engine.profiler import profile_model
 from planaria.job.config import load_job
+from planaria.job.planning import plan_job
+from planaria.transport.timekeeping import Timekeeper
 
 sys.path.pop()  # Or a script of benchmarks/ would be taken for a folder of tests/.
 
@@ -192,6 +199,27 @@ def test_the_job_file_of_the_speed_is_accepted(
     job = _loaded(toml_text(tables), tmp_path)
     tokens = job.training.global_batch_size * job.data.sequence_length
     assert tokens == (256 if words else 1 << 19)
+
+
+def test_the_jobs_on_two_gpus_send_from_stage_to_stage_and_sum_over_pipelines(
+    tmp_path: Path,
+) -> None:
+    """With one pipeline for each node, nothing but sums would go over NCCL."""
+    write_text(tmp_path / "text", num_bytes=1 << 16)
+    jobs = {
+        name: _loaded(toml_text(gpu2.tables_of(name, tmp_path)), tmp_path) for name in gpu2.JOBS
+    }
+    one = jobs["one"]
+    model = load_model(one, cache_directory=tmp_path, profile=None, timekeeper=Timekeeper())
+    dataset = load_data(one, objective=model.objective, cache_directory=tmp_path)
+    profile = profile_model(one, model, dataset)
+
+    for name, job in jobs.items():
+        faults = tuple(map(parse_injection, gpu2.FAULTS[name]))
+        check_injections(faults, num_nodes=job.cluster.nodes)
+        limited = replace(profile, device_memory_bytes=job.cluster.device_memory_bytes)
+        plan = plan_job(job, Prepared(profile=limited)).plan
+        assert "+".join(str(len(each.nodes)) for each in plan.pipelines) == gpu2.SHAPES[name]
 
 
 def _loaded(text: str, directory: Path) -> JobConfig:
