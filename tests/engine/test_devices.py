@@ -1,5 +1,6 @@
 """The table of devices, and what each entry promises about copies."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from helpers.linked_ranks import TIMEOUT_S, in_threads
+from planaria.core.job import ClusterConfig, JobConfig, TrainingConfig
 from planaria.engine.devices import (
     AUTO,
     LATE,
@@ -19,6 +21,7 @@ from planaria.engine.devices import (
     find_device,
     usable_bytes,
 )
+from planaria.engine.prepare import device_of
 from planaria.errors import ConfigError
 
 
@@ -75,6 +78,38 @@ def test_a_device_that_was_used_before_the_fork_is_refused(monkeypatch: pytest.M
 
     with pytest.raises(ConfigError, match="forked from has used a device"):
         find_device("cuda", rank=0)
+
+
+class NewInductor:
+    """The keys of torch's compiler that are set here; others are refused."""
+
+    __slots__ = ("compile_threads", "deterministic")
+
+
+class OldInductor:
+    """Those of an older release."""
+
+    __slots__ = ("compile_threads", "dynamic_scale_rblock", "shape_padding")
+
+
+@pytest.mark.parametrize("is_deterministic", [True, False])
+@pytest.mark.parametrize("inductor", [NewInductor, OldInductor])
+def test_no_compiled_kernel_of_a_deterministic_job_is_chosen_by_its_speed(
+    inductor: type, monkeypatch: pytest.MonkeyPatch, *, is_deterministic: bool
+) -> None:
+    """On a GPU some are timed first, and their bits differ; a fast job takes the fastest."""
+    config, dynamo = inductor(), SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "torch._inductor.config", config)
+    monkeypatch.setitem(sys.modules, "torch._dynamo.config", dynamo)
+    training = TrainingConfig(compile=True, deterministic=is_deterministic)
+
+    device_of(JobConfig(training=training, cluster=ClusterConfig(device="cpu")), rank=0)
+
+    expected = {"deterministic": True}
+    if inductor is OldInductor:
+        expected = {"dynamic_scale_rblock": False, "shape_padding": False}
+    chosen = {name: getattr(config, name, None) for name in expected}
+    assert chosen == (expected if is_deterministic else dict.fromkeys(expected))
 
 
 class FakeModule:

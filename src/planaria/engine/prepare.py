@@ -91,11 +91,21 @@ def device_of(job: JobConfig, *, rank: int, pinned_bytes: int = 0) -> Device:
         # Processes that compile would outlive a worker that is killed.
         inductor: Any = importlib.import_module("torch._inductor.config")
         inductor.compile_threads = 1
+        if job.training.deterministic:
+            _choose_kernels_untimed(inductor)
         # Layers share code that is compiled for each. After 8 torch would run the others without,
         # and their bits would depend on how many layers a rank has.
         dynamo: Any = importlib.import_module("torch._dynamo.config")
         dynamo.recompile_limit = dynamo.accumulated_recompile_limit = _COMPILED_LAYERS_MAX
     return device
+
+
+def _choose_kernels_untimed(inductor: Any) -> None:
+    """Keeps kernels of a GPU from being chosen by their speed, which differs each time."""
+    try:
+        inductor.deterministic = True
+    except AttributeError:  # Older releases of torch have a key for each choice.
+        inductor.dynamic_scale_rblock = inductor.shape_padding = False
 
 
 def pinned_bytes_of(spec: NodeSpec) -> int:
