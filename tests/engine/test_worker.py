@@ -262,7 +262,7 @@ def test_the_links_of_a_worker_are_as_its_node_is_told(monkeypatch: pytest.Monke
             told.append((links.address[0], links._own.is_checked, links._own.num_bytes_max))
             links.close()
 
-        def run(self) -> None:
+        def run(self, _: object) -> None:
             """Returns at once."""
 
     pulse = Pulse()
@@ -294,7 +294,7 @@ def test_a_worker_whose_node_is_to_blame_leaves_once_it_has_told(
         def __init__(self, *_: object) -> None:
             self.send = told.append
 
-        def run(self) -> None:
+        def run(self, _: object) -> None:
             raise OSError("Input/output error")
 
     pulse = Pulse()
@@ -306,6 +306,37 @@ def test_a_worker_whose_node_is_to_blame_leaves_once_it_has_told(
     (failed,) = told
     assert isinstance(failed, WorkerFailed)
     assert (failed.blame, failed.epoch) == ("node", -1)
+
+
+@pytest.mark.usefixtures("_process_stays_as_it_is")
+def test_a_worker_has_its_device_before_it_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA takes seconds to start where there are many GPUs, and keeps all threads from running.
+
+    A device that does not start is told of all the same.
+    """
+    told: list[object] = []
+
+    class Line:
+        """A line to the agent, over which the worker beats from the beginning."""
+
+        def __init__(self, *_: object, **__: object) -> None:
+            told.append("beats")
+            self.send = told.append
+
+    def fail(*_: object, **__: object) -> None:
+        told.append("device")
+        raise RuntimeError("CUDA error: system not yet initialized")
+
+    pulse = Pulse()
+    monkeypatch.setattr(process, "Control", Line)
+    monkeypatch.setattr(process, "device_of", fail, raising=False)
+    process.main(BARE_SPEC, -1, -1, pulse)
+    pulse.close()
+
+    *begun, failed = told
+    assert begun == ["device", "beats"]
+    assert isinstance(failed, WorkerFailed)
+    assert failed.blame == "node"
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from planaria.core.messages import Abort, Fact, Message, Order, Shutdown, StartE
 from planaria.core.plan import Plan
 from planaria.core.specs import NodeSpec
 from planaria.engine.control import Control
+from planaria.engine.prepare import device_of
 from planaria.engine.worker import Worker
 from planaria.protocol import worker_state
 from planaria.protocol.worker_state import on_message
@@ -92,6 +93,7 @@ class Served:
         self.line = Line(self.links)
         self.worker = Worker(spec, cast(Control, self.line), self.links, self.pulse)
         self.error: BaseException | None = None
+        self._device = device_of(job, rank=rank)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         self.line.wait_told(WorkerReady)
@@ -115,6 +117,6 @@ class Served:
 
     def _run(self) -> None:
         try:
-            self.worker.run()
+            self.worker.run(self._device)
         except BaseException as error:  # For the test to look at.
             self.error = error

@@ -13,7 +13,7 @@ from planaria.core.specs import NodeSpec
 from planaria.data.prefetch import fork_loaders
 from planaria.engine.blame import failure_of
 from planaria.engine.control import Control
-from planaria.engine.prepare import message_bytes_max, pacing_of
+from planaria.engine.prepare import device_of, message_bytes_max, pacing_of, pinned_bytes_of
 from planaria.engine.worker import Worker
 from planaria.transport.frames import LINKS, derive
 from planaria.transport.link_tls import link_security
@@ -48,11 +48,16 @@ def main(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:
     )
     beat_s = spec.job.cluster.lease_s / _BEATS_PER_LEASE
     notice = NoticeTaken(node=spec.node, rank=spec.rank, after_s=spec.job.cluster.notice_s)
-    control = Control(agent_fd, lifeline_fd, links=links, pulse=pulse, beat_s=beat_s, notice=notice)
     try:
+        try:  # CUDA may start for longer than a lease, and lets no other thread run meanwhile.
+            device = device_of(spec.job, rank=spec.rank, pinned_bytes=pinned_bytes_of(spec))
+        finally:  # The first beat has a longer time limit.
+            control = Control(
+                agent_fd, lifeline_fd, links=links, pulse=pulse, beat_s=beat_s, notice=notice
+            )
         worker = Worker(spec, control, links, pulse)
         worker.loaders = loaders
-        worker.run()
+        worker.run(device)
         return
     except (Exception, SystemExit) as error:
         failure = failure_of(error, spec, pid=os.getpid(), epoch=-1, layers=(0, 0))

@@ -49,6 +49,7 @@ from planaria.engine.comm.choice import open_comm
 from planaria.engine.comm.device_comm import DeviceComm
 from planaria.engine.control import Control
 from planaria.engine.copying import Copying
+from planaria.engine.devices import Device
 from planaria.engine.entry import provide_layers
 from planaria.engine.exchange import keep_only_age, receive_silently
 from planaria.engine.iteration.evaluation import Evaluator, load_evaluation
@@ -58,13 +59,7 @@ from planaria.engine.iteration.guard import refuse_divergence, sampled_hashes
 from planaria.engine.iteration.memory_peaks import TensorPeak, memory_peak
 from planaria.engine.optimizer import clip_scale, learning_rate
 from planaria.engine.part_writing import save_part
-from planaria.engine.prepare import (
-    device_of,
-    load_data,
-    load_model,
-    pinned_bytes_of,
-    storage_of,
-)
+from planaria.engine.prepare import load_data, load_model, storage_of
 from planaria.engine.profiler import tied_parameters
 from planaria.engine.saver import Saver
 from planaria.engine.stage import HeldLayer, RankStage
@@ -154,7 +149,7 @@ class Worker:
         self._iteration_end_s = 0.0
         self._stall_s = 0.0
 
-    def run(self) -> None:
+    def run(self, device: Device) -> None:
         """Loads model and data, then obeys orders until the job shuts down."""
         spec, cache = self._spec, Path(self._spec.cache_directory)
         clock = self._links.timekeeper
@@ -165,7 +160,6 @@ class Worker:
         self._evaluation = load_evaluation(
             self._job, self._dataset, spec.num_samples.held_out, model=model, cache_directory=cache
         )
-        device = device_of(self._job, rank=spec.rank, pinned_bytes=pinned_bytes_of(spec))
         self._stage = RankStage(model, training=self._job.training, device=device)
         self._tensors = TensorPeak(self._stage)
         self._peak = memory_peak(device)
