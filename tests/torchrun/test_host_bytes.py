@@ -47,6 +47,19 @@ def test_the_next_state_is_another_one_in_the_same_buffers() -> None:
     assert np.shares_memory(second, first)
 
 
+def test_tensors_of_another_device_are_copied_at_once() -> None:
+    """No stream of this device waits for what another one computes."""
+    device = LateDevice()
+    device.place = torch.device("cpu", 0)  # That of a tensor is "cpu", as a second one.
+    host_bytes = HostBytes(device)
+    tensor = torch.arange(4.0)
+
+    state = host_bytes.read({"weight": tensor})
+    tensor.zero_()
+
+    assert state["weight"].view("float32").tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
 def test_tensors_of_the_host_are_views_for_which_a_step_waits() -> None:
     host_bytes = HostBytes(device_at(torch.device("cpu")))
     tensor = torch.zeros(3)

@@ -62,7 +62,8 @@ class HostBytes:
         self._mirror.order()
 
     def _is_away(self, tensor: Tensor) -> bool:
-        return tensor.device.type == self._device.place.type
+        # Its streams, and so its copies, are those of one device. Others are copied at once.
+        return tensor.device == self._device.place
 
 
 def _flat_bytes(tensor: Tensor) -> Tensor:
