@@ -22,6 +22,7 @@ class Fabric:
         num_aborted: the number of groups in each call that has aborted some.
         on_make: is called before a group is made.
         on_abort: is called before groups are aborted.
+        on_ask: is called before it is told whether an operation is over.
         is_silent: whether an abort ends waits as if the operations had been carried out.
     """
 
@@ -29,6 +30,7 @@ class Fabric:
         self.num_aborted: list[int] = []
         self.on_make: Callable[[str], None] = lambda _: None
         self.on_abort: Callable[[], None] = lambda: None
+        self.on_ask: Callable[[], None] = lambda: None
         self.is_silent = False
         self.changed = threading.Condition()
         self.posted: dict[tuple[str, str, int, int], Tensor] = {}
@@ -62,13 +64,13 @@ class FakeGroup:
         """See `Group`."""
         assert (self._rank, target, tag) == (0, 1, 0)
         self._post("point", tensors[0])
-        return FakeWork(lambda: None)
+        return FakeWork(lambda: None, self._fabric)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> "FakeWork":
         """See `Group`."""
         assert (self._rank, source, tag) == (1, 0, 0)
         number = self._number("point")
-        return FakeWork(lambda: self._fill([tensors[0]], [0], "point", number))
+        return FakeWork(lambda: self._fill([tensors[0]], [0], "point", number), self._fabric)
 
     def alltoall_base(
         self, targets: Tensor, sources: Tensor, sizes: list[int], source_sizes: list[int]
@@ -83,12 +85,12 @@ class FakeGroup:
             return tensor.chunk(self._size)[own]
 
         ranks = range(self._size)
-        return FakeWork(lambda: self._fill(parts, ranks, "all", number, own_part))
+        return FakeWork(lambda: self._fill(parts, ranks, "all", number, own_part), self._fabric)
 
     def _allgather_base(self, targets: Tensor, source: Tensor) -> "FakeWork":
         number = self._post("gather", source)
         parts, ranks = targets.chunk(self._size), range(self._size)
-        return FakeWork(lambda: self._fill(parts, ranks, "gather", number))
+        return FakeWork(lambda: self._fill(parts, ranks, "gather", number), self._fabric)
 
     def abort(self) -> None:
         """See `Group`."""
@@ -134,8 +136,9 @@ class FakeGroup:
 class FakeWork:
     """An operation that is carried out when it is waited for."""
 
-    def __init__(self, carry_out: Callable[[], None]) -> None:
+    def __init__(self, carry_out: Callable[[], None], fabric: Fabric) -> None:
         self._carry_out = carry_out
+        self._fabric = fabric
 
     def wait(self) -> None:
         """See `Work`."""
@@ -143,6 +146,7 @@ class FakeWork:
 
     def is_completed(self) -> bool:
         """See `Work`."""
+        self._fabric.on_ask()
         return False
 
 

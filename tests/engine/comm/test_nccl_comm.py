@@ -207,6 +207,23 @@ def test_an_operation_that_fails_ends_the_epoch_with_its_peer() -> None:
     assert lost.value.rank == 1
 
 
+def test_nobody_asks_an_operation_of_an_aborted_group_whether_it_is_over() -> None:
+    """The answer would wait for the abort, which may wait for NCCL."""
+    fabric, num_asked = Fabric(), 0
+
+    def ask() -> None:
+        nonlocal num_asked
+        num_asked += 1
+        comm.abort("a member is lost")
+
+    with formed(fabric) as (comm, _):
+        for number in range(3):
+            fabric.on_ask = ask if number == 2 else fabric.on_ask
+            comm.send(1, tag(number), torch.ones(3), virtual_bytes=0)
+
+    assert num_asked == 1
+
+
 def test_an_error_of_a_thread_that_nobody_has_seen_is_raised_at_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -280,7 +280,7 @@ class NcclComm:
             with self._translating(target, "a send failed"):
                 work = self._groups[self._links.rank, target].send([tensor], 1, 0)
             self._note_message(target, tag, tensor, is_out=True)
-            self._leaving = [*_incomplete(self._leaving), (work, tensor)]
+            self._leaving = [*self._incomplete(self._leaving), (work, tensor)]
 
     def _post_receives(self) -> None:
         """Posts the receive of each message as soon as its head has come."""
@@ -332,7 +332,7 @@ class NcclComm:
         self.check()
         with self._translating(target, "a send of a copy failed"):
             work = self._groups[_COPIES, self._links.rank, target].send([chunk], 1, 0)
-        self._leaving_chunks = [*_incomplete(self._leaving_chunks), (work, chunk)]
+        self._leaving_chunks = [*self._incomplete(self._leaving_chunks), (work, chunk)]
 
     def receive_chunk(self, source: int, number: int, buffer: Tensor) -> None:
         """See `ChunkComm`."""
@@ -429,6 +429,13 @@ class NcclComm:
             self._is_error_raised = True
             raise self._error
 
+    def _incomplete(self, works: Iterable[tuple[Work, Tensor]]) -> list[tuple[Work, Tensor]]:
+        """The operations that are still under way, each with its tensor; all after an abort.
+
+        To ask one may wait for the abort of its group.
+        """
+        return [each for each in works if self._is_over() or not each[0].is_completed()]
+
     def _is_over(self) -> bool:
         return bool(self._abort_reason) or self._error is not None
 
@@ -483,11 +490,6 @@ def _sum_block(
         group._allgather_base(gathered, rounded).wait()
     for result, part in pairs_with(gathered[:size], results):
         result.copy_(part)
-
-
-def _incomplete(works: Iterable[tuple[Work, Tensor]]) -> list[tuple[Work, Tensor]]:
-    """The operations that are still under way, each with its tensor."""
-    return [each for each in works if not each[0].is_completed()]
 
 
 def group_keys(schedule: Schedule, copies: Iterable[LayerCopy] = ()) -> list[GroupKey]:
