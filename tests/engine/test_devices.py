@@ -307,7 +307,7 @@ def test_state_beyond_the_limit_is_copied_through_memory_that_is_not_pinned(
 ) -> None:
     """A line says so, once; memory that is dropped is pinned for others."""
     device, _ = second
-    monkeypatch.setattr(device, "host_like", lambda tensor: torch.zeros_like(tensor) + 1)
+    monkeypatch.setattr(device, "_pinned_like", lambda tensor: torch.zeros_like(tensor) + 1)
     monkeypatch.setattr(device, "_drop_unused", lambda: None)
     device._pinned = PinnedMemory(64, drop_unused=lambda: None)
     tensor = torch.empty(8)
@@ -331,9 +331,11 @@ def test_state_is_copied_though_the_kernel_pins_no_memory(
     def refuse(_: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("CUDA error: OS call failed or operation not supported on this OS")
 
-    monkeypatch.setattr(device, "host_like", refuse)
+    monkeypatch.setattr(device, "_pinned_like", refuse)
 
     assert device.state_like(torch.empty(8)).shape == (8,)
-    (record,) = caplog.records
-    assert "no more memory can be pinned: CUDA error: OS call failed" in record.message
+    assert [device.host_like(torch.empty(size)).shape for size in (5, 6)] == [(5,), (6,)]
+    told, messages = [record.message for record in caplog.records]
+    assert "no more memory can be pinned: CUDA error: OS call failed" in told
+    assert "no memory can be pinned: CUDA error: OS call failed" in messages
     assert device._pinned.num_bytes == 0

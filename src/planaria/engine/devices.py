@@ -241,6 +241,7 @@ class Accelerator(Device):
         self._thread = threading.local()
         self._pinned = PinnedMemory(0, drop_unused=self._drop_unused)
         self._is_shortage_told = False
+        self._is_limit_told = False
 
     def begin(self, *, is_deterministic: bool, pinned_bytes: int) -> None:
         """Chooses kernels: those that repeat bit for bit, or the fastest ones."""
@@ -293,7 +294,21 @@ class Accelerator(Device):
         return _EventMoment(event)
 
     def host_like(self, tensor: Tensor) -> Tensor:
-        """A new pinned tensor; torch keeps the memory of those that are dropped for the next."""
+        """A new pinned tensor; torch keeps the memory of those that are dropped for the next.
+
+        One that is not pinned, and a line, if no more memory can be.
+        """
+        try:
+            return self._pinned_like(tensor)
+        except RuntimeError as error:  # The kernel has a limit.
+            if not self._is_limit_told:
+                self._is_limit_told = True
+                logger.warning(
+                    "copies hold up training, because no memory can be pinned: %s", error
+                )
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    def _pinned_like(self, tensor: Tensor) -> Tensor:
         self.current_stream()
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
@@ -302,7 +317,7 @@ class Accelerator(Device):
         num_bytes, reason = tensor.nbytes, f"{self._pinned.num_bytes} bytes are pinned already"
         if self._pinned.take(num_bytes):
             try:
-                buffer = self.host_like(tensor)
+                buffer = self._pinned_like(tensor)
             except RuntimeError as error:  # The kernel, too, has a limit.
                 self._pinned.forget(num_bytes)
                 reason = f"no more memory can be pinned: {error}"

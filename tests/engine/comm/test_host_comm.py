@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +14,13 @@ from torch import Tensor
 from helpers.linked_ranks import TIMEOUT_S, in_threads, link_ranks, tag, wait_until
 from planaria.engine.comm.device_comm import HEAD_BYTES
 from planaria.engine.comm.host import HostComm
-from planaria.engine.comm.pieces import piece_tag
+from planaria.engine.comm.pieces import (
+    ArrivingPieces,
+    LeavingSums,
+    piece_tag,
+    pieces_on_host,
+    send_pieces,
+)
 from planaria.engine.devices import CopyLane, Device, LateDevice, Mark, Pairs
 from planaria.errors import AbortedError
 from planaria.transport.links import Buffer, Channel, Links, Tag
@@ -141,6 +148,54 @@ def test_what_is_awaited_arrives_where_the_device_copies_it_from(
         receiver.close()
 
     assert copied == offered
+
+
+class CountingDevice(LateDevice):
+    """A device that counts the tensors that would be pinned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_pinned = 0
+
+    def host_like(self, tensor: Tensor) -> Tensor:
+        self.num_pinned += 1
+        return super().host_like(tensor)
+
+
+def test_few_pieces_of_a_sum_are_pinned_while_links_have_not_sent_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of them are as much as the gradients, beside cluster.pinned_memory_bytes."""
+    monkeypatch.setattr("planaria.engine.comm.pieces.PIECE_BYTES", 8)
+    device, sums = CountingDevice(), torch.arange(200.0)
+    leaving = LeavingSums(device)
+    pieces = leaving.pieces([sums[:50], sums[50:]])
+    unsent = [next(pieces).wait()]
+    num_begun = device.num_pinned
+    unsent += [piece.wait() for piece in pieces]
+    num_pinned = device.num_pinned
+    arrived = np.concatenate([array.view(np.float32) for arrays in unsent for array in arrays])
+    unsent.clear()
+    num_pieces = sum(len(piece.wait()) for piece in leaving.pieces([sums]))
+
+    assert num_begun < num_pinned < num_pieces == 100
+    assert np.array_equal(arrived, sums.numpy())
+    assert device.num_pinned == num_pinned + num_pieces
+
+
+def test_memory_is_pinned_for_few_pieces_that_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More is offered while they come; what came too early for that is copied."""
+    monkeypatch.setattr("planaria.engine.comm.pieces.PIECE_BYTES", 8)
+    device, sent, target = CountingDevice(), torch.arange(200.0), torch.empty(200)
+    with link_ranks(2) as (left, right):
+        arriving = ArrivingPieces(left, 1, tag(0), [target], device=device)
+        num_offered = device.num_pinned
+        send_pieces(right, 0, tag(0), pieces_on_host(device, sent))
+        for mark in arriving.begin_fill(timeout_s=TIMEOUT_S):
+            mark.wait()
+
+    assert 0 < num_offered < 50
+    assert torch.equal(target, sent)
 
 
 def break_sends(monkeypatch: pytest.MonkeyPatch) -> None:

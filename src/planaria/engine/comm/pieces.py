@@ -5,10 +5,15 @@ on the links. A processor sends one piece, of the tensors themselves. Whoever re
 pieces as they come, so ranks of all devices can exchange tensors.
 
 A piece that comes once its memory was offered arrives in pinned memory; any other one is copied
-there first.
+there first. Of large messages few pieces are in pinned memory at a time: of the sums of a bucket
+all would be as much as the gradients.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -25,6 +30,8 @@ Bytes = npt.NDArray[Any]
 # cost more of a thread's time than their bytes.
 PIECE_BYTES: Final = 4 << 20
 _NUMBER_SHIFT: Final = 16
+_AHEAD: Final = 16  # Pieces of a sum that are copied or awaited before they are needed.
+_UNSENT: Final = 32  # Pieces of a sum that may be pinned while links have not sent them.
 
 
 def piece_tag(tag: Tag, number: int) -> Tag:
@@ -37,33 +44,72 @@ class LeavingPiece:
     """Elements of flat tensors on their way to the host.
 
     Args:
-        arrays: arrays that will hold the elements, in order.
         mark: the copies from the device; None: the arrays are the tensors themselves.
+
+    Attributes:
+        arrays: arrays that will hold the elements, in order.
     """
 
     def __init__(self, arrays: Sequence[Bytes], mark: Mark | None) -> None:
-        self._arrays = arrays
+        self.arrays = arrays
         self._mark = mark
 
     def wait(self) -> Sequence[Bytes]:
         """Blocks until the elements are there; returns their arrays."""
         if self._mark is not None:
             self._mark.wait()
-        return self._arrays
+        return self.arrays
 
 
 def begin_pieces(device: Device, parts: Sequence[Tensor]) -> list[LeavingPiece]:
     """Begins to copy flat tensors of one dtype to the host, after what was computed so far."""
+    return list(_beginning_pieces(device, parts, partial(host_memory, device)))
+
+
+class LeavingSums:
+    """Sums of a device on their way to the host, a few pieces ahead of what is needed.
+
+    Those that links have not sent stay in memory. Once they are many the network is slower than
+    copies from the device, and the next ones are copied to memory that is not pinned.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._unsent: list[weakref.ref[Bytes]] = []
+
+    def pieces(self, parts: Sequence[Tensor]) -> Iterator[LeavingPiece]:
+        """The pieces of flat tensors, whose copies begin while those before are taken."""
+        begun: deque[LeavingPiece] = deque()
+        for piece in _beginning_pieces(self._device, parts, self._memory):
+            begun.append(piece)
+            self._unsent += map(weakref.ref, piece.arrays)
+            if len(begun) > _AHEAD:
+                yield begun.popleft()
+        while begun:
+            yield begun.popleft()
+
+    def _memory(self, size: int, dtype: torch.dtype) -> Tensor:
+        self._unsent = [array for array in self._unsent if array() is not None]
+        if len(self._unsent) < _UNSENT:
+            return host_memory(self._device, size, dtype)
+        return torch.empty(size, dtype=dtype)
+
+
+def _beginning_pieces(
+    device: Device, parts: Sequence[Tensor], memory: Callable[[int, torch.dtype], Tensor]
+) -> Iterator[LeavingPiece]:
+    """Begins to copy a piece each time that one is taken."""
     if device.is_host:
-        return [LeavingPiece([part.numpy() for part in parts], None)]
-    pieces = []
+        yield LeavingPiece([part.numpy() for part in parts], None)
+        return
     for first, end in _cuts(parts):
         views = flat_range(parts, first, end)
-        buffer = host_memory(device, end - first, views[0].dtype)
+        buffer = memory(end - first, views[0].dtype)
         pairs = [(part, view) for view, part in pairs_with(buffer, views)]
         mark = device.copy(pairs, CopyLane.LEAVING)
-        pieces.append(LeavingPiece([_bytes_of(buffer)], mark))
-    return pieces or [LeavingPiece([], None)]
+        yield LeavingPiece([_bytes_of(buffer)], mark)
+    if not sum(part.numel() for part in parts):
+        yield LeavingPiece([], None)
 
 
 def pieces_on_host(device: Device, tensor: Tensor) -> list[LeavingPiece]:
@@ -124,7 +170,8 @@ def receive_pieces(
 class ArrivingPieces:
     """Flat tensors of a device that are filled with what a peer sends.
 
-    From when it is made, what the peer sends arrives in pinned memory.
+    From when it is made, what the peer sends arrives in pinned memory, but for pieces that come
+    long before those that are copied to the tensors.
 
     Attributes:
         marks: the copies to the tensors that have begun.
@@ -147,12 +194,17 @@ class ArrivingPieces:
         self._device = device
         self._first_number = first_number
         self.marks: list[Mark] = []
-        self._offered: list[Tensor] = []
-        if not device.is_host:
-            for number, (first, end) in enumerate(_cuts(targets), first_number):
-                buffer = host_memory(device, end - first, targets[0].dtype)
-                self._offered.append(buffer)
-                links.offer_memory(source, piece_tag(tag, number), _bytes_of(buffer))
+        self._cuts = enumerate([] if device.is_host else _cuts(targets))
+        self._offered: dict[int, Tensor] = {}
+        self._offer(_AHEAD)
+
+    def _offer(self, count: int) -> None:
+        """Offers pinned memory for so many pieces more."""
+        for index, (first, end) in islice(self._cuts, count):
+            buffer = host_memory(self._device, end - first, self._targets[0].dtype)
+            self._offered[index] = buffer
+            tag = piece_tag(self._tag, self._first_number + index)
+            self._links.offer_memory(self._source, tag, _bytes_of(buffer))
 
     def begin_fill(self, *, timeout_s: float = UNLIMITED_S) -> list[Mark]:
         """Begins to copy each piece to the tensors once it has arrived.
@@ -169,6 +221,7 @@ class ArrivingPieces:
             timeout_s=timeout_s,
         )
         for index, received in enumerate(pieces):
+            self._offer(1)
             if len(received):
                 values = self._values_to_copy(index, received)
                 views = flat_range(self._targets, first, first + len(values))
@@ -182,7 +235,7 @@ class ArrivingPieces:
         values = torch.from_numpy(received).view(self._targets[0].dtype)
         if self._device.is_host:
             return values
-        offered = self._offered[index] if index < len(self._offered) else None
+        offered = self._offered.pop(index, None)
         if offered is not None and offered.data_ptr() == values.data_ptr():
             return offered
         return host_memory(self._device, len(values), values.dtype).copy_(values)

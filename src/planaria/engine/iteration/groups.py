@@ -22,7 +22,7 @@ from torch import Tensor
 
 from planaria.engine.comm.pieces import (
     ArrivingPieces,
-    begin_pieces,
+    LeavingSums,
     flat_range,
     host_memory,
     pairs_with,
@@ -68,7 +68,8 @@ def reduce_bucket(
     gathered_bytes = virtual_bytes // len(ranks)
     scattered_bytes = gathered_bytes * sums[0].element_size() // results[0].element_size()
     cuts = list(pairwise(bounds))
-    outgoing = [begin_pieces(device, flat_range(sums, *cut)) for cut in cuts]
+    leaving = LeavingSums(device)
+    outgoing = [leaving.pieces(flat_range(sums, *cut)) for cut in cuts]
     arriving = [
         ArrivingPieces(links, ranks[i], gather, flat_range(results, *cuts[i]), device=device)
         for i in others
