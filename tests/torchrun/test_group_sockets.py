@@ -1,13 +1,18 @@
 """Connections of collectives are shut when a peer is lost, and no others."""
 
 import socket
+import threading
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
-from helpers.linked_ranks import link_ranks, wait_until
-from planaria.torchrun import group_sockets
-from planaria.torchrun.group_sockets import LossWatch, shut
+from helpers.linked_ranks import TIMEOUT_S, link_ranks, wait_until
+from planaria.errors import ConfigError
+from planaria.torchrun import group_sockets, survivors
+from planaria.torchrun.group_copies import GroupCopies
+from planaria.torchrun.group_sockets import LossWatch, check_errors_stay, shut
 
 
 def connected() -> tuple[socket.socket, socket.socket]:
@@ -82,6 +87,64 @@ def test_a_peer_that_is_done_is_not_taken_for_lost(says_farewell: bool) -> None:
             assert not is_shut(ours)
         else:
             wait_until(lambda: is_shut(ours))
+
+
+class FakeNccl:
+    """A group of NCCL, whose abort waits until all others are being aborted, too."""
+
+    def __init__(self, all_begun: threading.Barrier) -> None:
+        self._all_begun = all_begun
+
+    def abort(self) -> None:
+        self._all_begun.wait(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("says_farewell", [True, False])
+def test_groups_of_nccl_are_aborted_when_a_peer_is_lost(
+    says_farewell: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their loop waits for its device, and nothing else ends that; groups that are new stay."""
+    all_begun = threading.Barrier(3)
+    groups = [FakeNccl(all_begun) for _ in range(2)]
+    monkeypatch.setattr(group_sockets, "nccl_groups", lambda: groups)
+    with link_ranks(2) as (here, gone):
+        watch = LossWatch(here, 2, ())
+        copies = GroupCopies.__new__(GroupCopies)
+        copies._saved, copies._watch = -1, watch
+        if says_farewell:
+            watch.say_farewell()
+        gone.close()
+        if says_farewell:
+            wait_until(lambda: watch.is_alarmed)
+        else:
+            all_begun.wait(TIMEOUT_S)
+            with pytest.raises(dist.DistBackendError, match="were aborted"):
+                copies.save(0)
+
+    assert watch.has_aborted is not says_farewell
+
+
+def test_whoever_leaves_a_group_aborts_all_groups_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of a mesh would wait for its lost rank at its end."""
+    all_begun = threading.Barrier(2)
+    groups = [FakeNccl(all_begun) for _ in range(2)]
+    monkeypatch.setattr(survivors, "nccl_groups", lambda: groups)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    survivors.leave_group()
+
+    assert not dist.is_initialized()
+    assert not all_begun.broken
+    assert all_begun.n_waiting == 0
+
+
+def test_a_process_that_nccl_would_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before training, and not once a rank is lost."""
+    monkeypatch.setattr(group_sockets, "backend_of", lambda _: "nccl")
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    with pytest.raises(ConfigError, match="would end this process"):
+        check_errors_stay("cuda")
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    check_errors_stay("cuda")
 
 
 def test_a_peer_of_which_nothing_is_heard_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,11 +270,17 @@ class GroupCopies:
                 iteration,
                 f"must be above {self._saved}, the iteration that was saved before",
             )
+        self._check_not_aborted()
         with self._pause_watching():
             begins = self._begin(iteration)
         if self._turns is not None:
             self._turns.on_iteration_begin(begins=begins)
         return begins
+
+    def _check_not_aborted(self) -> None:
+        """Refuses what a device has computed since its groups were aborted, which is anything."""
+        if self._watch is not None and self._watch.has_aborted:
+            raise dist.DistBackendError("a rank was lost, and the groups of NCCL were aborted")
 
     def _pause_watching(self) -> AbstractContextManager[None]:
         """A context in which this thread's collectives do not count as the loop's."""
@@ -310,6 +316,7 @@ class GroupCopies:
         are_free, are_whole, are_owned, self._are_checked, are_quiet = true_on_all(
             is_free, is_whole, self._memory.is_owned(self.rank), is_checked, is_quiet
         )
+        self._check_not_aborted()
         if are_free and are_whole:
             copier.complete()
             age = copier.complete_label.age if copier.complete_label else 0

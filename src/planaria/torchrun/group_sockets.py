@@ -5,6 +5,9 @@ and its operations cannot be aborted. But they raise an error at once when their
 These are the connections between processes of ranks that exist before this rank makes others of its
 own; both ends are compared, so that no connection of the script to anybody else is among them.
 
+A group of NCCL has a rank wait for its device, and raises no error. So it is aborted: what the rank
+computes then is anything, and the next operation of the group raises an error.
+
 The kernel of a machine closes the links of a process that dies. A machine that is gone closes
 nothing, so each rank sends beats to the next one, which tells all others when it hears none.
 """
@@ -21,8 +24,9 @@ import numpy as np
 import psutil
 import torch.distributed as dist
 
-from planaria.errors import AbortedError, PeerLostError
-from planaria.torchrun.gathering import gather_records
+from planaria.engine.comm.nccl import abort_at_once
+from planaria.errors import AbortedError, ConfigError, PeerLostError
+from planaria.torchrun.gathering import backend_of, gather_records
 from planaria.transport.links import Channel, Links, Tag
 
 logger = logging.getLogger(__name__)
@@ -61,6 +65,7 @@ class LossWatch:
 
     Attributes:
         is_alarmed: whether a rank was taken for lost.
+        has_aborted: whether groups of NCCL were aborted then, or are about to be.
     """
 
     def __init__(self, links: Links, num_ranks: int, connections: Collection[_Ends]) -> None:
@@ -68,7 +73,7 @@ class LossWatch:
         self._peers = [rank for rank in range(num_ranks) if rank != links.rank]
         self._connections = frozenset(connections)
         self._is_done = threading.Event()
-        self.is_alarmed = False
+        self.is_alarmed = self.has_aborted = False
         for work in (self._watch, self._beat, self._listen) if self._peers else ():
             threading.Thread(target=work, name="watch peers", daemon=True).start()
 
@@ -85,6 +90,9 @@ class LossWatch:
     def _alarm(self) -> None:
         self.is_alarmed = True
         shut(self._connections)
+        if (groups := nccl_groups()) and not self._is_done.is_set():  # Else they may be new ones.
+            self.has_aborted = True
+            abort_at_once(groups)
 
     def _missing_ranks(self) -> set[int]:
         """The ranks whose links have broken though they were not done."""
@@ -123,6 +131,34 @@ class LossWatch:
             logger.warning("rank %s hears nothing from rank %s", self._links.rank, before)
             self._send(_SILENCE)
             self._alarm()
+
+
+def nccl_groups() -> list[Any]:
+    """All process groups of NCCL that torch.distributed knows, subgroups included."""
+    if not dist.is_nccl_available():
+        return []
+    state: Any = dist.distributed_c10d
+    groups = [
+        group._get_backend(device)
+        for group in list(state._world.pg_map)
+        for device in group._device_types
+    ]
+    return [group for group in groups if isinstance(group, dist.ProcessGroupNCCL)]
+
+
+def check_errors_stay(device_type: str) -> None:
+    """Refuses groups of NCCL that end the process when a peer is lost.
+
+    Raises:
+        ConfigError: torch is to do that for the default group on this type of device.
+    """
+    value = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    if backend_of(device_type) == "nccl" and value != "0":
+        remedy = (
+            "torch would end this process when another rank is lost; set the environment variable "
+            "to 0 before init_process_group, or leave can_reform off"
+        )
+        raise ConfigError("TORCH_NCCL_ASYNC_ERROR_HANDLING", value, remedy)
 
 
 def shut(connections: Collection[_Ends]) -> None:

@@ -61,6 +61,7 @@ from planaria.placement.placement import Strategy
 from planaria.torchrun.arguments import Options, check_least, runtime_directory
 from planaria.torchrun.gathering import true_on_all
 from planaria.torchrun.group_copies import GroupCopies
+from planaria.torchrun.group_sockets import check_errors_stay
 from planaria.torchrun.persisting import PersistentTier
 from planaria.torchrun.rank_memory import RankMemory
 from planaria.torchrun.shard_placement import check_strategy
@@ -144,6 +145,8 @@ class MemoryCheckpointer:
             keep=keep,
         )
         check_strategy(placement, domain)
+        if can_reform:
+            check_errors_stay(next(model.parameters()).device.type)
         self._options = Options(
             copies=copies,
             placement=placement,

@@ -25,7 +25,9 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from planaria.engine.comm.nccl import abort_at_once
 from planaria.errors import CheckpointError
+from planaria.torchrun.group_sockets import nccl_groups
 from planaria.transport.links import Address
 
 logger = logging.getLogger(__name__)
@@ -149,8 +151,7 @@ def leave_group() -> None:
     group: Any = dist.group.WORLD
     if group is None:
         return
-    if "nccl" in dist.get_backend_config():
-        group.abort()  # Or the end would wait for what peers never send.
+    abort_at_once(nccl_groups())  # Or the end would wait for what peers never send.
     dist.destroy_process_group()
 
 

@@ -559,19 +559,33 @@ class NcclMaker:
 
     def abort_all(self, groups: Sequence[Group]) -> None:
         """See `GroupMaker`."""
-        # An abort frees memory of the device, which may wait for the kernels of all groups. Torch
-        # aborts each group in a new thread, so ncclGroupStart here would not make them one abort.
-        threads = [
-            threading.Thread(target=_abort, args=(group,), name="abort group", daemon=True)
-            for group in groups
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        abort_at_once(groups)
 
 
-def _abort(group: Group) -> None:
+class Abortable(Protocol):
+    """A group that can be aborted."""
+
+    def abort(self) -> None:
+        """Ends all operations of the group; it is of no use afterwards."""
+
+
+def abort_at_once(groups: Sequence[Abortable]) -> None:
+    """Aborts groups of NCCL, none of which waits for the abort of another; blocks until it is done.
+
+    An abort frees memory of the device, which may wait for the kernels of all groups. Torch aborts
+    each group in a new thread, so ncclGroupStart here would not make them one abort.
+    """
+    threads = [
+        threading.Thread(target=_abort, args=(group,), name="abort group", daemon=True)
+        for group in groups
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _abort(group: Abortable) -> None:
     try:
         group.abort()
     except RuntimeError as error:  # Nobody uses the group any more.
