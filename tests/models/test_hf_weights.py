@@ -1,5 +1,7 @@
 """Weights on disk become parameters by the rules of transformers itself."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ def test_files_may_name_and_lay_out_parameters_otherwise(family: str, tmp_path: 
     split = split_of({}, path=str(tmp_path))
     layers = [split.materialise(layer) for layer in range(split.num_layers)]
 
+    assert split.notes == ()
     for layer in layers:
         for name, parameter in layer.named_parameters():
             assert torch.equal(whole.get_parameter(name), parameter), name
@@ -51,3 +54,71 @@ def test_experts_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="do not fit together"):
         split_of({}, path=str(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_codes_in_place_of_weights_are_refused(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """They were read as the weights, without the scales beside them."""
+    whole_of(FAMILIES[family]).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(n for n, tensor in tensors.items() if tensor.dim() > 1 and ".0." in n)
+    tensors[name] = tensors[name].to(dtype)
+    tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    with pytest.raises(ConfigError, match=rf"quantised \({re.escape(name)} is of dtype .8"):
+        split_of({}, path=str(tmp_path))
+
+
+def test_a_quantised_checkpoint_is_refused_by_its_config(tmp_path: Path) -> None:
+    """Its other tensors would be missing, or have odd shapes. A config alone names no codes."""
+    whole_of(FAMILIES["gpt2"]).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(ConfigError, match=r"fp8.*dequantise them.*save_pretrained"):
+        split_of({}, path=str(tmp_path))
+    (tmp_path / "model.safetensors").unlink()
+    assert "quantization_config" not in split_of({}, path=str(tmp_path)).config
+
+
+def test_tensors_that_no_parameter_takes_are_told(tmp_path: Path) -> None:
+    """A model with fewer layers than the files leaves out the others, and drops nothing else."""
+    whole_of(FAMILIES["gpt2"]).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 4, 4)  # Older releases kept a mask.
+    tensors["transformer.h.0.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    assert split_of({}, path=str(tmp_path)).notes == ()
+    (note,) = split_of({"n_layer": 3}, path=str(tmp_path)).notes
+    assert "no parameter of GPT2LMHeadModel takes" in note
+    assert "transformer.h.3.attn.c_attn.weight, " in note
+    # One of the twelve has a name like that of the mask.
+    assert note.endswith("and 6 more")
+
+
+@pytest.mark.parametrize("is_base", [False, True])
+def test_a_head_that_the_job_replaces_is_not_told(is_base: bool, tmp_path: Path) -> None:
+    """The files are of a class with another head, or with none, but with blocks of no use."""
+    whole = whole_of(FAMILIES["bert"])
+    (whole.base_model if is_base else whole).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    base = "" if is_base else "bert."
+    tensors |= {f"{base}pooler.dense.extra": torch.ones(2), "cls.seq_relationship": torch.ones(2)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = {"architectures": ["BertForTokenClassification"], "num_labels": 3}
+
+    path = str(tmp_path)
+    notes = split_of(config, path=path).notes
+    fewer = split_of(config | {"num_hidden_layers": 3}, path=path).notes
+    assert not notes if is_base else "bert.pooler" in notes[0]
+    assert "cls" not in "".join(notes)
+    assert len(fewer) == 1
+    assert f"{base}encoder.layer.3." in fewer[0]
+    if not is_base:
+        assert "cls.seq_relationship" in split_of({}, path=path).notes[0]

@@ -247,7 +247,7 @@ def _prepare(request: PrepareRequest) -> Prepared:
     optimizer_factory(job.training)
     device = device_of(job, rank=0)
     unrepeated = unrepeated_text(dataset, job.training)
-    notes = (*_transport_notes(request, device), *filter(None, (unrepeated,)))
+    notes = (*_transport_notes(request, device), *filter(None, (unrepeated,)), *model.notes)
     later = {use for group in model.tied for use in group.uses[1:]}
     shapes = [model.parameter_shapes(layer) for layer in range(model.num_layers)]
     if request.profile is not None and job.model.kind != "paced":

@@ -364,8 +364,8 @@ def split_hf_model(
     weights = weights_on_disk(model.path, skeleton)
     adapters: dict[str, Any] = {}
     if model.lora:
-        trains_head = objective == "supervised"
-        adapters = add_adapters(skeleton, model.lora, trains_head=trains_head)
+        adapters = add_adapters(skeleton, model.lora, trains_head=objective == "supervised")
+        adapters["base_model_name_or_path"] = model.path
     parameters = parameters_of(skeleton)
     identities = {name: id(p) for name, p in parameters.items()}
     shapes = {name: p.shape for name, p in parameters.items()}
@@ -396,13 +396,23 @@ def split_hf_model(
         routers=routers,
         seed=seed,
     )
-    values = config_values(skeleton) | ({_ROUTER_LOSS: True} if routers else {})
-    if adapters:
-        values = {ADAPTERS: adapters | {"base_model_name_or_path": model.path}}
-    loss = routers.loss_sum if routers else cross_entropy_sum
     return SplitModel(
-        builder, objective=objective, loss=loss, config=values, loss_field="model.config"
+        builder,
+        objective=objective,
+        loss=routers.loss_sum if routers else cross_entropy_sum,
+        config=_config_of(skeleton, routers, adapters),
+        loss_field="model.config",
+        notes=weights.notes,
     )
+
+
+def _config_of(
+    skeleton: Any, routers: Routers | None, adapters: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The content of config.json; or the config of the adapters, if only they are trained."""
+    if adapters:
+        return {ADAPTERS: adapters}
+    return config_values(skeleton) | ({_ROUTER_LOSS: True} if routers else {})
 
 
 def _routers_with_loss(config: Any, skeleton: Any) -> Routers | None:

@@ -36,6 +36,8 @@ from planaria.models.layers import OWN_LAYERS
 _ATTENTION: Final = "_attn_implementation"
 _EXPERTS: Final = "_experts_implementation"
 
+QUANTISATION: Final = "quantization_config"  # Key of config.json of a model in which codes are.
+
 _OF_IMAGES: Final = "ForImageClassification"
 # By the end of the architecture's name: the class of transformers, and a word for people.
 _CLASSIFIERS: Final = {
@@ -61,7 +63,8 @@ def hf_config(model: ModelConfig, *, vocabulary_size: int, sequence_length: int)
     Raises:
         ConfigError: a key is unknown, or a value is impossible or too small for the data.
     """
-    keys = {**_keys_on_disk(model.path), **model.config}
+    keys = {**keys_on_disk(model.path), **model.config}
+    keys.pop(QUANTISATION, None)  # No weights are read in that form (`weights_on_disk`).
     model_type = keys.get("model_type", "")
     if model_type not in CONFIG_MAPPING:
         raise ConfigError(
@@ -207,7 +210,12 @@ def config_values(model: Any) -> dict[str, Any]:
     return values | {"architectures": [type(model).__name__], "use_cache": True}
 
 
-def _keys_on_disk(path: str) -> dict[str, Any]:
+def keys_on_disk(path: str) -> dict[str, Any]:
+    """The content of config.json in `model.path`; empty if that is "".
+
+    Raises:
+        ConfigError: there is no such file, or it is not JSON.
+    """
     if not path:
         return {}
     file = Path(path) / "config.json"

@@ -2,17 +2,20 @@
 
 Files may name and lay out parameters in another way than the model: transformers renames what older
 releases named otherwise, and stacks the weights of experts. Its own rules are applied here to the
-tensors that one parameter is made of. Files are never unpickled.
+tensors that one parameter is made of. Files are never unpickled, and quantised weights are refused:
+without their scales they are codes.
 """
 
 import copy
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
+import transformers
 from safetensors import safe_open
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -20,6 +23,12 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from planaria.errors import ConfigError
 from planaria.models.hf_adapters import name_without_adapters
+from planaria.models.hf_model import QUANTISATION, keys_on_disk
+
+_CODES: Final = ("F4", "F6", "F8", "I4", "I8", "U4", "U8")  # Dtypes of quantised weights begin so.
+# Patterns of tensors that older releases of transformers saved, and newer ones compute.
+_COMPUTED: Final = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
+_NUM_SHOWN: Final = 5  # Tensors that a note names.
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +36,7 @@ class _Entry:
     file: Path
     key: str
     shape: torch.Size
+    dtype: str
 
     def read(self) -> Tensor:
         with safe_open(self.file, framework="pt") as file:
@@ -90,6 +100,7 @@ class Weights:
         conversions: rules by the names of the parameters that they make.
         shapes: shape of each parameter.
         buffers: names of buffers that are among them.
+        notes: lines for the user about the files.
     """
 
     directory: str
@@ -97,6 +108,7 @@ class Weights:
     conversions: Mapping[str, _Conversion]
     shapes: Mapping[str, torch.Size]
     buffers: frozenset[str]
+    notes: tuple[str, ...] = ()
 
     def has(self, name: str) -> bool:
         """Whether the files hold the parameter."""
@@ -124,7 +136,8 @@ def weights_on_disk(directory: str, model: Any) -> Weights:
         model: model of transformers on the meta device, without adapters.
 
     Raises:
-        ConfigError: a file is missing, or the weights are pickled, or do not fit the model.
+        ConfigError: a file is missing, or the weights are pickled or quantised, or do not fit the
+            model.
     """
     if not directory:
         return Weights(directory, {}, {}, {}, frozenset())
@@ -136,14 +149,19 @@ def weights_on_disk(directory: str, model: Any) -> Weights:
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     entries: dict[str, _Entry] = {}
     sources: dict[str, list[tuple[str, _Entry]]] = {}
+    unused: dict[str, str] = {}
     prefix = model.base_model_prefix
     for entry in sorted(_entries(Path(directory)), key=lambda entry: _natural(entry.key)):
         name, pattern = rename_source_key(entry.key, renamings, converters, prefix, known)
         if name not in known and entry.key in known:
             name, pattern = entry.key, None
+        if name not in known:
+            unused[entry.key] = name
+            continue
+        _refuse_codes(directory, entry, known[name])
         if pattern is None:
             entries[name] = entry
-        elif name in known:
+        else:
             sources.setdefault(name, []).append((pattern, entry))
     conversions: dict[str, _Conversion] = {}
     shapes = {name: entry.shape for name, entry in entries.items()}
@@ -157,15 +175,70 @@ def weights_on_disk(directory: str, model: Any) -> Weights:
         conversions |= dict.fromkeys(sketches, made)
         shapes |= {name: tensor.shape for name, tensor in sketches.items()}
     buffers = frozenset(name for name, _ in model.named_buffers() if name in known)
-    return Weights(directory, entries, conversions, shapes, buffers & shapes.keys())
+    notes = _notes(directory, unused, model)
+    return Weights(directory, entries, conversions, shapes, buffers & shapes.keys(), notes)
 
 
 def _entries(directory: Path) -> Iterator[_Entry]:
     """The tensors of all files."""
-    for path in _weight_files(directory):
+    files = _weight_files(directory)
+    if files and (method := keys_on_disk(str(directory)).get(QUANTISATION)):
+        raise _quantised_error(directory, f"its config.json has {QUANTISATION} = {method}")
+    for path in files:
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 (a safetensors file is not iterable)
-                yield _Entry(path, key, torch.Size(file.get_slice(key).get_shape()))
+                part = file.get_slice(key)
+                yield _Entry(path, key, torch.Size(part.get_shape()), part.get_dtype())
+
+
+def _refuse_codes(directory: str, entry: _Entry, target: Tensor) -> None:
+    """Refuses a tensor of codes, which need scales to be floats, in place of floats."""
+    if target.is_floating_point() and entry.dtype.startswith(_CODES):
+        raise _quantised_error(Path(directory), f"{entry.key} is of dtype {entry.dtype}")
+
+
+def _quantised_error(directory: Path, sign: str) -> ConfigError:
+    """The error for quantised weights."""
+    remedy = (
+        f"its weights are quantised ({sign}); load them with transformers, dequantise them "
+        "(dequantize=True in the config of the method, or model.dequantize()), and write them "
+        "with save_pretrained"
+    )
+    return ConfigError("model.path", str(directory), remedy)
+
+
+def _notes(directory: str, unused: Mapping[str, str], model: Any) -> tuple[str, ...]:
+    """A note that tensors are left out; none for those of which it is known to be harmless.
+
+    Args:
+        unused: names that the model would have for tensors, by those in the files.
+    """
+    patterns = (*_COMPUTED, *(model._keys_to_ignore_on_load_unexpected or ()))
+    harmless = {name for name, _ in model.named_buffers()}
+    if _has_other_head(directory, model):
+        # Files of the base model alone have names without its prefix.
+        own = (model.base_model_prefix, *dict(model.base_model.named_children()))
+        harmless |= {name for name in unused.values() if name.partition(".")[0] not in own}
+    names = [
+        key
+        for key, name in unused.items()
+        if name not in harmless and not any(re.search(pattern, name) for pattern in patterns)
+    ]
+    if not names:
+        return ()
+    shown = ", ".join(names[:_NUM_SHOWN])
+    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
+    note = f"no parameter of {type(model).__name__} takes these tensors of {directory}"
+    return (f"{note}: {shown}{more}",)
+
+
+def _has_other_head(directory: str, model: Any) -> bool:
+    """Whether the files are of a class with the same base model and another head."""
+    names = keys_on_disk(directory).get("architectures") or ()
+    classes = [getattr(transformers, name, None) for name in names]
+    return type(model) not in classes and any(
+        getattr(each, "config_class", None) is type(model).config_class for each in classes
+    )
 
 
 def _natural(key: str) -> list[tuple[bool, int, str]]:

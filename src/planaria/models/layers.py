@@ -83,11 +83,12 @@ class SplitModel:
         virtual: profile of each layer of a paced model; empty: the model is not paced.
         config: content of the config.json from which other tools can build the same model; empty:
             they cannot.
+        notes: lines for the user to read before the job trains.
     """
 
     __slots__ = (
-        *("_builder", "_loss", "_loss_field", "config", "layer_names", "objective", "tied"),
-        "virtual",
+        *("_builder", "_loss", "_loss_field", "config", "layer_names", "notes", "objective"),
+        *("tied", "virtual"),
     )
 
     def __init__(
@@ -99,8 +100,10 @@ class SplitModel:
         virtual: tuple[LayerProfile, ...] = (),
         config: Mapping[str, Any] | None = None,
         loss_field: str = "model.target",
+        notes: tuple[str, ...] = (),
     ) -> None:
         self._loss_field = loss_field
+        self.notes = notes
         self.virtual = virtual
         self.config = config or {}
         self._builder = builder
