@@ -6,7 +6,8 @@ summed in one flat tensor. Those of a tied parameter, which several layers use, 
 of their own for each use, because they are summed over the holders of all its uses.
 
 In fast mode the sums of float32 parameters are their `.grad`, so autograd adds to them itself. In
-deterministic mode, and in bfloat16, hooks add each gradient to its sums.
+deterministic mode, and in bfloat16, hooks add each gradient to its sums. A parameter that the model
+keeps in float32 in a bfloat16 job (a router's weights) is its own master.
 
 State and sums are on the rank's device. Initial weights are drawn on the processor and moved, so
 that a seed means the same everywhere.
@@ -56,7 +57,7 @@ class HeldLayer:
         age: number of iterations applied to the layer; NOT_YET: it has no valid state.
         gradients_of: the iteration whose reduced gradients are complete; -1: none.
         masters: the float32 parameters that are stepped, saved and sent, by name; the module's own
-            unless it computes in bfloat16.
+            where these are in float32.
         parameters: all parameters of the module, by name, those that never change among them.
         sums: flat gradient sums of the parameters that are not tied; a backward adds to them.
         tied_sums: flat gradient sums of this layer's use of each tied parameter, by name.
@@ -72,8 +73,16 @@ class HeldLayer:
         *,
         training: TrainingConfig,
         tied: Collection[str],
+        float32: Collection[str] = (),
         device: Device = PROCESSOR,
     ) -> None:
+        """Holds a layer.
+
+        Args:
+            module: the layer in float32, which is changed in place.
+            tied: names of parameters that other layers use, too.
+            float32: names of parameters and buffers that stay in float32 in a bfloat16 job.
+        """
         self.layer = layer
         self.age = 0
         self.gradients_of = -1
@@ -82,11 +91,12 @@ class HeldLayer:
         module = module.to(device.place)
         self.masters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         if training.dtype == "bfloat16":
-            self.masters = {
+            self.masters |= {
                 name: nn.Parameter(parameter.detach().clone())
                 for name, parameter in self.masters.items()
+                if name not in float32
             }
-            module = module.to(torch.bfloat16)
+            _cast_to_bfloat16(module, float32)
         if training.compile:
             module.compile(dynamic=False)
         self.module = module
@@ -115,6 +125,10 @@ class HeldLayer:
         }
         self._sums_are_grad = not training.deterministic and training.dtype == "float32"
         self._attach_sums()
+        self._hook_sums()
+
+    def _hook_sums(self) -> None:
+        """Has hooks add gradients to the sums, where autograd does not."""
         for name, parameter in self.parameters.items():
             if parameter.requires_grad and not self._sums_are_grad:
                 # A bound method would make a cycle, so that only the garbage collector would free
@@ -285,6 +299,18 @@ class HeldLayer:
                 raise ConfigError("model", name, remedy)
 
 
+def _cast_to_bfloat16(module: nn.Module, float32: Collection[str]) -> None:
+    """Casts all floats of a module but those of the tensors with these names."""
+    named = (*module.named_parameters(), *module.named_buffers())
+    kept = {id(tensor) for name, tensor in named if name in float32}
+
+    def cast(tensor: Tensor) -> Tensor:
+        is_kept = id(tensor) in kept or not tensor.is_floating_point()
+        return tensor if is_kept else tensor.to(torch.bfloat16)
+
+    module._apply(cast)  # type: ignore[no-untyped-call]
+
+
 def _gradient_buffer(sums: Tensor) -> Tensor:
     """Tensor for the reduced gradients: `sums` itself if that is float32, else a new one.
 
@@ -350,6 +376,8 @@ class RankStage:
         # Optimizers that step several layers together, and the layers' own that they stand for.
         self._joined: tuple[list[Optimizer], list[Optimizer]] = [], []
         self.chosen: Mapping[int, Recomputation] = {}
+        names = model.float32_names if training.dtype == "bfloat16" else frozenset
+        self._float32: frozenset[str] = names()
 
     def hold(self, layers: Iterable[int], *, states: Mapping[int, State], age: int) -> None:
         """Materialises layers, from `states` if it has them, else from the seed.
@@ -377,7 +405,14 @@ class RankStage:
 
     def _new_layer(self, layer: int, module: nn.Module) -> HeldLayer:
         tied = [u.name for g in self.model.tied for u in g.uses if u.layer == layer]
-        return HeldLayer(layer, module, training=self.training, tied=tied, device=self.device)
+        return HeldLayer(
+            layer,
+            module,
+            training=self.training,
+            tied=tied,
+            float32=self._float32,
+            device=self.device,
+        )
 
     def _add(self, held: HeldLayer) -> None:
         assert held.layer not in self.layers

@@ -57,6 +57,7 @@ from planaria.models.hf_frame import (
 from planaria.models.hf_heads import HeadEntry, cheapest_entry
 from planaria.models.hf_model import (
     config_values,
+    float32_names,
     hf_config,
     inputs_of,
     meta_model,
@@ -307,6 +308,11 @@ class HfLayers:
     def parameter_shapes(self, layer: int) -> dict[str, torch.Size]:
         return dict(self.shapes[layer])
 
+    def float32_names(self) -> frozenset[str]:
+        """See `SplitModel.float32_names`."""
+        names = float32_names(self.frame.model)
+        return names | {each for each in self.aliases if name_without_adapters(each) in names}
+
     def _frame_of(self, layer: int) -> Frame:
         """The frame with memory for this layer's parameters, and ghosts for all others."""
         frame = copy.deepcopy(self.frame)
@@ -403,6 +409,7 @@ def split_hf_model(
         config=_config_of(skeleton, routers, adapters),
         loss_field="model.config",
         notes=weights.notes,
+        float32_names=builder.float32_names,
     )
 
 

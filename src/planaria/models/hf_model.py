@@ -3,8 +3,10 @@
 No parameter stays in memory here: the model is built on the meta device.
 """
 
+import copy
 import difflib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -202,6 +204,23 @@ class _Undrawn(TorchFunctionMode):
         if getattr(func, "__module__", "") == torch.nn.init.__name__:
             return named["tensor"] if "tensor" in named else args[0]
         return func(*args, **named)
+
+
+def float32_names(model: Any) -> frozenset[str]:
+    """Names of the tensors that transformers keeps in float32 where the model is in bfloat16.
+
+    Its class lists some (`_keep_in_fp32_modules_strict`), and its modules make others in float32
+    whatever the dtype of the model.
+    """
+    patterns = [part.replace("*", ".*") for part in model._keep_in_fp32_modules_strict or ()]
+    with torch.device("meta"), _Undrawn():
+        same = type(model)._from_config(copy.deepcopy(model.config), dtype=torch.bfloat16)
+    named = (*same.named_parameters(remove_duplicate=False), *same.named_buffers())
+    return frozenset(
+        name
+        for name, tensor in named
+        if tensor.dtype is torch.float32 or any(re.search(part, name) for part in patterns)
+    )
 
 
 def config_values(model: Any) -> dict[str, Any]:

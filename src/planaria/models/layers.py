@@ -73,7 +73,8 @@ class SplitModel:
     Layer 0 takes the inputs (token ids [B, L] of a language model), each other layer takes the
     output of the one before it, and the last returns the logits. Outputs are contiguous; several
     tensors are packed as one (packing.py). Layers
-    keep no state between calls, and they work in bfloat16 after `module.to(torch.bfloat16)`.
+    keep no state between calls, and they work in bfloat16 once all other tensors than those of
+    `float32_names` are cast to it.
 
     Attributes:
         layer_names: names to show to people: "embedding", "transformer.h.0", ..., "head".
@@ -84,11 +85,13 @@ class SplitModel:
         config: content of the config.json from which other tools can build the same model; empty:
             they cannot.
         notes: lines for the user to read before the job trains.
+        float32_names: function that returns the names of parameters and buffers that stay in
+            float32 where the layers work in bfloat16.
     """
 
     __slots__ = (
-        *("_builder", "_loss", "_loss_field", "config", "layer_names", "notes", "objective"),
-        *("tied", "virtual"),
+        *("_builder", "_loss", "_loss_field", "config", "float32_names", "layer_names", "notes"),
+        *("objective", "tied", "virtual"),
     )
 
     def __init__(
@@ -101,9 +104,11 @@ class SplitModel:
         config: Mapping[str, Any] | None = None,
         loss_field: str = "model.target",
         notes: tuple[str, ...] = (),
+        float32_names: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
         self._loss_field = loss_field
         self.notes = notes
+        self.float32_names = float32_names
         self.virtual = virtual
         self.config = config or {}
         self._builder = builder
