@@ -9,7 +9,8 @@ B begins at 0, so that training begins with the model as it is.
 
 import importlib
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from enum import Enum
 from typing import Any, Final
 
@@ -46,26 +47,45 @@ def add_adapters(model: Any, arguments: Mapping[str, Any], *, trains_head: bool)
     except ModuleNotFoundError as error:
         remedy = "it needs a package: pip install 'planaria[lora]'"
         raise ConfigError("model.lora", dict(arguments), remedy) from error
+    head = _head_modules(model) if trains_head else []
     try:
         config = peft.LoraConfig(**arguments)
         for key, value in _FIXED.items():
             if getattr(config, key, value) != value:
                 remedy = f"{key} = {getattr(config, key)!r} is not supported; leave it out"
                 raise ConfigError("model.lora", dict(arguments), remedy)
+        if head:
+            config.exclude_modules = _pattern_without_adapters(config.exclude_modules, head)
         with torch.device("meta"):
             peft.inject_adapter_in_model(config, model)
     except (TypeError, ValueError, KeyError) as error:
         raise ConfigError("model.lora", dict(arguments), str(error)) from error
-    base, head = f"{model.base_model_prefix}.", set[str]()
     for name, parameter in model.named_parameters():
         if "lora_" in name and not is_adapter(name):
             remedy = f"{name} is drawn in a way that planaria does not know; leave that variant out"
             raise ConfigError("model.lora", dict(arguments), remedy)
-        is_head = trains_head and not name.startswith(base) and not is_adapter(name)
-        parameter.requires_grad_(is_adapter(name) or is_head)
-        head |= {name.partition(".")[0]} if is_head else set()
+        parameter.requires_grad_(is_adapter(name) or name.partition(".")[0] in head)
     values = {key: _plain(value) for key, value in config.to_dict().items()}
-    return values | ({"modules_to_save": sorted(head)} if head else {})
+    return values | ({"modules_to_save": head} if head else {})
+
+
+def _head_modules(model: Any) -> list[str]:
+    """The names of the modules with parameters that follow the base model."""
+    names = {name.partition(".")[0] for name, _ in model.named_parameters()}
+    return sorted(names - {model.base_model_prefix})
+
+
+def _pattern_without_adapters(given: Collection[str] | str | None, head: Collection[str]) -> str:
+    """The pattern of modules that get no adapter: those given to peft, and the trained head.
+
+    An export has the head whole, and peft looks for no adapter in a module that is saved whole.
+    """
+    names = "|".join(map(re.escape, head))
+    if not given:
+        return rf"({names})(\..*)?"
+    if not isinstance(given, str):  # As peft reads a list.
+        given = rf"(.*\.)?({'|'.join(map(re.escape, sorted(given)))})"
+    return rf"({given})|({names})(\..*)?"
 
 
 def _plain(value: object) -> object:
@@ -91,7 +111,8 @@ def merge_adapters(module: nn.Module) -> None:
     """Adds what the adapters in a module do to the weights that they adapt, as peft does."""
     layers: Any = importlib.import_module("peft.tuners.tuners_utils")
     for part in module.modules():
-        if isinstance(part, layers.BaseTunerLayer):
+        # Without parameters it belongs to another layer of the model, and has ghosts.
+        if isinstance(part, layers.BaseTunerLayer) and any(True for _ in part.parameters()):
             part.merge()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -76,6 +77,49 @@ def test_a_merged_model_has_the_bits_of_peft(
         assert torch.equal(merged, _logits(adapted.merge_and_unload()))
     assert not any("adapter" in name for name in names)
     assert "generation_config.json" in names
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "lora"),
+    [
+        ("bert", "all-linear", {}),
+        ("roberta", ["query", "dense"], {}),
+        ("roberta", ["query", "dense"], {"exclude_modules": ["attention.output.dense"]}),
+        ("roberta", "all-linear", {"exclude_modules": r".*\.1\..*"}),
+    ],
+)
+def test_peft_reads_the_adapters_and_the_head_of_a_classifier(
+    family: str, targets: list[str] | str, lora: dict[str, Any], tmp_path: Path
+) -> None:
+    """A head that is trained itself gets no adapters: peft did not find its weights."""
+    peft = pytest.importorskip("peft")
+    kind = "SequenceClassification"
+    name = {"bert": f"BertFor{kind}", "roberta": f"RobertaFor{kind}"}[family]
+    config = FAMILIES[family] | {"architectures": [name], "num_labels": 3, "vocab_size": VOCABULARY}
+    own_class = getattr(transformers, name)
+    own_class(own_class.config_class(**config)).save_pretrained(tmp_path / "model")
+    arguments = {"r": 2, "target_modules": targets} | lora
+    model = ModelConfig(path=str(tmp_path / "model"), lora=arguments)
+    job = JobConfig(model=model, data=DataConfig(sequence_length=LENGTH))
+    split = split_model(model, seed=0, vocabulary_size=VOCABULARY, sequence_length=LENGTH)
+    tier, manifest = stepped_save(job, split, tmp_path / "saves", vocabulary_size=VOCABULARY)
+
+    export_parameters(tier, manifest, tmp_path / "adapters")
+    whole = whole_model(tier, manifest, adapters=Adapters.MERGED)
+    export_whole(whole, tmp_path / "merged")
+
+    bare = own_class.from_pretrained(tmp_path / "model", attn_implementation="eager").eval()
+    plain = _logits(bare)
+    adapted = peft.PeftModel.from_pretrained(bare, str(tmp_path / "adapters")).eval()
+    merged = own_class.from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
+    assert torch.allclose(_logits(merged), _logits(adapted), atol=1e-6)
+    assert not torch.allclose(plain, _logits(adapted), atol=1e-4)
+    trained = [name for layer in range(6) for name in split.parameter_shapes(layer)]
+    assert not any("lora_" in name for name in trained if name.startswith("classifier."))
+    if "exclude_modules" in lora:
+        kept = ".attention.output.dense." if isinstance(targets, list) else ".layer.1."
+        assert not any(kept in name for name in trained)
+        assert any(".output.dense." in name for name in trained)
 
 
 def test_a_save_of_a_directory_that_moved_is_exported_with_its_new_place(tmp_path: Path) -> None:
