@@ -15,6 +15,7 @@ from helpers.hf_models import (
     GPT2,
     GROUPED,
     LENGTH,
+    NO_DROPOUT,
     SEED,
     SIZES,
     VOCABULARY,
@@ -97,6 +98,22 @@ def test_the_chain_of_layers_has_the_bits_of_the_whole_model(
         bound = 1e-6 if dtype == torch.float32 else 1e-2
         assert error <= bound * expected_gradient.float().norm()
     assert {name for name, _ in whole.named_parameters()} == seen
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", [*FAMILIES, "bert-generation"])
+def test_no_token_of_a_causal_model_sees_those_after_it(family: str) -> None:
+    """Else it would learn to copy what it is to predict. A masked model sees all."""
+    decoder = {"model_type": family, **SIZES, **NO_DROPOUT, "is_decoder": True}
+    split = split_of(FAMILIES.get(family, decoder))
+    layers = [split.materialise(layer).eval() for layer in range(split.num_layers)]
+    ids_BL, others_BL = ids_of(), ids_of()
+    others_BL[:, -1] = (others_BL[:, -1] + 1) % VOCABULARY
+
+    differ = (chained(layers, ids_BL) - chained(layers, others_BL)).abs().amax(-1)
+    assert differ[:, -1].min() > 1e-3
+    # Products of experts round otherwise for other numbers of tokens.
+    assert (differ[:, :-1].max() < 1e-6) == (split.objective == "causal")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -305,6 +322,19 @@ def test_cross_entropy_is_summed_over_targets_that_count() -> None:
         ),
         ({**FAMILIES["opt"], "layerdrop": 0.1}, "model.config.layerdrop", "0.0"),
         ({"model_type": "t5"}, "model.config.model_type", 'kind = "python"'),
+        ({"model_type": "bert-generation", **SIZES}, "model.config.is_decoder", "set it to true"),
+        (
+            {**FAMILIES["llama"], "is_causal": False},
+            "model.config.is_causal",
+            "sees those after it",
+        ),
+        (
+            {"model_type": "gemma3_text", **GROUPED, "use_bidirectional_attention": True},
+            "model.config.use_bidirectional_attention",
+            "set it to false",
+        ),
+        ({"model_type": "xlnet"}, "model.config.attn_type", "sees those after it"),
+        ({"model_type": "xlnet", "attn_type": "uni"}, "model.config.model_type", "the dtype of"),
         ({"model_type": "albert", **SIZES}, "model.config.model_type", "more than once"),
         ({"model_type": "resnet"}, "model.config.model_type", "no image_size"),
         ({"model_type": "sam"}, "model.config.model_type", "no language model"),

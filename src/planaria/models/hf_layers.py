@@ -487,6 +487,9 @@ def _examine(
         if "out of" not in str(error) or frame.inputs.image:
             raise
         raise too_few_positions(model.config, sequence_length) from error
+    except StopIteration as error:
+        # `PreTrainedModel.dtype`: ghosts are no parameters.
+        raise refusal(model, "its forward asks for the dtype of its parameters") from error
     for each in (frame, arguments.frame):
         for stub, count in zip(each.block_stubs, own.num_outputs, strict=True):
             stub.num_outputs = count  # type: ignore[assignment]

@@ -53,8 +53,17 @@ _FURTHER_KEYS = frozenset(
     {
         *("model_type", "attn_implementation", "experts_implementation", "rope_theta"),
         *("rope_scaling", "head_dim", "architectures", "num_labels", "id2label", "label2id"),
+        "is_causal",
     }
 )
+
+_UNLESS_DECODER: Final = frozenset({"bert-generation"})  # Causal types that are encoders otherwise.
+# By key of a config: the values with which a token sees those after it, and the way out.
+_SEES_LATER: Final = {
+    "is_causal": ((False, None), "set it to true"),
+    "use_bidirectional_attention": ((True, "all"), "set it to false"),
+    "attn_type": (("bi",), OWN_LAYERS),  # Of XLNet.
+}
 
 
 def hf_config(model: ModelConfig, *, vocabulary_size: int, sequence_length: int) -> Any:
@@ -113,7 +122,8 @@ def meta_model(config: Any, *, is_deterministic: bool) -> tuple[Any, str]:
     does not name.
 
     Raises:
-        ConfigError: the type is none of these, or transformers refuses the config.
+        ConfigError: the type is none of these, a causal model's tokens see those after them, or
+            transformers refuses the config.
     """
     auto_class, objective = _auto_class(config)
     config.architectures = config.architectures or []  # Some auto classes expect a list.
@@ -160,11 +170,22 @@ def _auto_class(config: Any) -> tuple[Any, str]:
     if is_encoder:
         return AutoModelForMaskedLM, "masked"
     if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        _refuse_what_sees_later_tokens(config)
         return AutoModelForCausalLM, "causal"
     if model_type in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
         return AutoModelForImageClassification, "supervised"
     remedy = f"it is no language model, and classifies no images; {OWN_LAYERS}"
     raise ConfigError("model.config.model_type", model_type, remedy)
+
+
+def _refuse_what_sees_later_tokens(config: Any) -> None:
+    """Raises ConfigError for a language model whose tokens see what they are to predict."""
+    why = "each token sees those after it, which it is to predict"
+    if config.model_type in _UNLESS_DECODER and not config.is_decoder:
+        raise ConfigError("model.config.is_decoder", False, f"{why}; set it to true")
+    for key, (values, way_out) in _SEES_LATER.items():
+        if (value := getattr(config, key, "")) in values:
+            raise ConfigError(f"model.config.{key}", value, f"{why}; {way_out}")
 
 
 def inputs_of(model: Any) -> Inputs:
@@ -264,7 +285,8 @@ def _check_sizes(config: Any, *, vocabulary_size: int, sequence_length: int) -> 
         )
         raise ConfigError("model.config.vocab_size", config.vocab_size, remedy)
     num_positions = getattr(config, "max_position_embeddings", None)
-    if isinstance(num_positions, int) and num_positions < sequence_length:
+    # Below 0 there is no bound (XLNet).
+    if isinstance(num_positions, int) and 0 <= num_positions < sequence_length:
         raise too_few_positions(config, sequence_length)
 
 
