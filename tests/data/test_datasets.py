@@ -13,12 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.saved_datasets import load, saved_dataset
 from planaria.core.job import DataConfig
 from planaria.data.batches import microbatch, num_targets
 from planaria.data.datasets import (
-    Dataset,
     keep_generators,
-    load_dataset,
     load_held_out,
     vocabulary_size,
 )
@@ -36,10 +35,6 @@ def text_file(directory: Path, content: bytes) -> str:
     return str(path)
 
 
-def load(data: DataConfig, cache: Path, *, objective: str = "causal") -> Dataset:
-    return load_dataset(data, objective=objective, seed=1, cache_directory=cache)
-
-
 def test_microbatches_are_stacked_int64_and_contiguous(tmp_path: Path) -> None:
     """Layout changes bits: what the first layer gets is always laid out the same."""
     data = DataConfig(path=text_file(tmp_path, b"abcdefghi" * 9), sequence_length=8)
@@ -50,16 +45,6 @@ def test_microbatches_are_stacked_int64_and_contiguous(tmp_path: Path) -> None:
     assert inputs.dtype == targets.dtype == torch.int64
     assert inputs.is_contiguous()
     assert bytes(inputs[1].tolist()) == b"abcdefgh"
-
-
-def saved_dataset(directory: Path, columns: dict[str, list[Any]], *, split: str = "") -> DataConfig:
-    datasets = pytest.importorskip("datasets")
-    datasets.disable_progress_bars()
-    saved = datasets.Dataset.from_dict(columns)
-    if split:
-        saved = datasets.DatasetDict({split: saved})
-    saved.save_to_disk(directory / "saved")
-    return DataConfig(kind="hf", path=str(directory / "saved"), sequence_length=4)
 
 
 def test_saved_token_rows_are_cut_and_shifted(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ job's seed, the iteration and the sample's number, so every node loads the same 
 Kinds: "text" is Python's own prose or any file (text.py). "tokens" is a file of token ids, as
 nanoGPT's scripts write it: raw uint16, or a .npy file; it is mapped and cut into samples. "hf" is a
 directory written by `save_to_disk` of Hugging Face datasets, with a column input_ids (and perhaps
-labels) or a column text. "python" is the user's own function, which returns an object that has a
-length and gives (inputs, targets) by index, or what the user's collate function makes of them.
+labels; padding.py says what further columns do) or a column text. "python" is the user's own
+function, which returns an object that has a length and gives (inputs, targets) by index, or what
+the user's collate function makes of them.
 
 The targets depend on the objective. "causal": the next token at each position; "masked": the hidden
 tokens; "supervised": whatever the model's loss takes. -100 marks a position without a target.
@@ -30,6 +31,14 @@ import xxhash
 from torch import Tensor
 
 from planaria.core.job import DataConfig
+from planaria.data.padding import (
+    MASKS,
+    TYPES,
+    arrow_modules,
+    integer_lists,
+    lengths_without_padding,
+    refuse_inner_padding,
+)
 from planaria.data.text import (
     TextSource,
     TokenDataset,
@@ -136,7 +145,9 @@ def vocabulary_size(data: DataConfig, *, cache_directory: Path, objective: str =
         return num_token_ids(tokenizer_size(data), objective)
     if data.kind == "hf":
         saved = _loaded_from_disk(data.path)
-        if {"input_ids", "labels"} <= set(saved.column_names):  # Whatever the labels are.
+        columns = set(saved.column_names)
+        # Whatever the labels are; what padding is wrong depends on the objective, asked for later.
+        if "input_ids" in columns and (objective == "causal" or "labels" in columns):
             return _num_ids(saved, data.path, cache_directory)
     return load_dataset(
         data, objective=objective, seed=0, cache_directory=cache_directory
@@ -235,46 +246,57 @@ class _LabelledRows:
 
     In Hugging Face datasets the label of a token has the token's own position. For "causal" labels
     are shifted by one here, because a target in planaria is what the model predicts at a position.
+
+    Attributes:
+        lengths: number of tokens of each row, if some have less than sequence_length; else empty.
     """
 
     rows: Any
     objective: str
     sequence_length: int
     vocabulary_size: int
-    is_padded: bool
+    lengths: npt.NDArray[np.int32]
 
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether rows of unequal length are padded in their microbatch."""
+        return len(self.lengths) > 0
+
     def sample(self, index: int, *, seed: int) -> tuple[Tensor, Tensor]:
         assert seed >= 0
         row = self.rows[index]
+        length = int(self.lengths[index]) if self.is_padded else self.sequence_length
         whole = np.asarray(row["input_ids"]).astype(np.int64)
-        tokens = whole[: self.sequence_length]
+        tokens = whole[:length]
         # A copy, because the arrays of datasets may be read-only, which torch does not support.
         labels = np.array(row["labels"])
         if labels.shape == whole.shape:  # One for each token.
-            labels = labels[: self.sequence_length]
+            labels = labels[:length]
         if self.objective == "causal":
-            labels = labels[: self.sequence_length].astype(np.int64)
+            labels = labels[:length].astype(np.int64)
             tokens, labels = causal_pair(tokens, labels, sequence_length=len(tokens))
         elif self.objective == "masked":
-            labels = labels[: self.sequence_length].astype(np.int64)
+            labels = labels[:length].astype(np.int64)
         return torch.from_numpy(tokens), torch.as_tensor(labels)
 
 
 @dataclass(frozen=True, slots=True)
 class _TokenRows:
-    """The rows of column input_ids, each cut to `length` tokens."""
+    """The rows of column input_ids, each cut to `length` tokens, or to its own of `lengths`."""
 
     rows: Any
     length: int
+    lengths: npt.NDArray[np.int32]
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int, /) -> np.ndarray:
-        return np.asarray(self.rows[index]["input_ids"])[: self.length]
+        length = int(self.lengths[index]) if len(self.lengths) else self.length
+        return np.asarray(self.rows[index]["input_ids"])[:length]
 
 
 def _user_dataset(data: DataConfig, *, objective: str, seed: int) -> UserDataset:
@@ -326,7 +348,8 @@ def _saved_dataset(
         remedy = f"it has the columns {', '.join(columns)}; a supervised model needs labels"
         raise ConfigError("data.path", data.path, remedy)
     checked = names if objective != "supervised" else ["input_ids"]
-    lengths = {name: _checked_lengths(saved, name, data, objective) for name in checked}
+    kept = _kept_lengths(saved, data, objective, cache_directory)
+    lengths = {name: _checked_lengths(saved, name, data, objective, kept) for name in checked}
     row_lengths = lengths["input_ids"]
     if not all(np.array_equal(some, row_lengths) for some in lengths.values()):
         remedy = "a row of its column labels has not the length of that of input_ids"
@@ -335,9 +358,8 @@ def _saved_dataset(
     rows = saved.with_format("numpy", columns=names)
     if "labels" in names:
         _check_labels(rows, data.path)
-        is_padded = len(row_lengths) > 0
-        return _LabelledRows(rows, objective, data.sequence_length, num_ids, is_padded)
-    token_rows = _TokenRows(rows, data.sequence_length)
+        return _LabelledRows(rows, objective, data.sequence_length, num_ids, row_lengths)
+    token_rows = _TokenRows(rows, data.sequence_length, row_lengths)
     return TokenDataset(
         token_rows,
         objective,
@@ -370,24 +392,44 @@ def _loaded_from_disk(path: str) -> Any:
     return saved["train"]
 
 
+def _kept_lengths(
+    saved: Any, data: DataConfig, objective: str, cache_directory: Path
+) -> npt.NDArray[np.int32]:
+    """Number of tokens of each row without padding; empty if there is none.
+
+    Raises:
+        ConfigError: see `lengths_without_padding` and `refuse_inner_padding`.
+    """
+    if not {MASKS, TYPES} & set(saved.column_names):
+        return np.empty(0, dtype=np.int32)
+
+    def scan(partial_path: Path) -> None:
+        partial_path.write_bytes(lengths_without_padding(saved, data.path).tobytes())
+
+    path = _scan_once("kept-lengths", scan, data.path, cache_directory)
+    kept = np.fromfile(path, dtype=np.int32)
+    refuse_inner_padding(kept, data.path, objective=objective, sequence_length=data.sequence_length)
+    return kept
+
+
 def _checked_lengths(
-    saved: Any, column: str, data: DataConfig, objective: str
+    saved: Any, column: str, data: DataConfig, objective: str, kept: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.int32]:
     """Lengths of a column's rows as samples; empty if none is shorter than others.
+
+    Args:
+        kept: number of tokens of each row without padding; empty if there is none.
 
     Raises:
         ConfigError: the rows are not lists of integers, or are too short. Padding at the end of a
             row changes nothing where each token sees only those before it.
     """
-    arrow, compute = _arrow()
-    values = saved.data.column(column)
-    is_list = arrow.types.is_list(values.type) or arrow.types.is_large_list(values.type)
-    is_list = is_list or arrow.types.is_fixed_size_list(values.type)
-    if not is_list or not arrow.types.is_integer(values.type.value_type):
-        remedy = f"its column {column} holds {values.type}; planaria takes lists of integers"
-        raise ConfigError("data.path", data.path, remedy)
-    lengths = compute.list_value_length(values)
+    _, compute = arrow_modules()
+    lengths = compute.list_value_length(integer_lists(saved, column, data.path))
     shortest = compute.min(lengths).as_py() or 0
+    if len(kept):
+        lengths = np.minimum(np.asarray(lengths), kept)
+        shortest = int(lengths.min())
     if shortest >= data.sequence_length:
         return np.empty(0, dtype=np.int32)
     if objective == "causal" and shortest > 1:
@@ -410,10 +452,11 @@ def _check_labels(rows: Any, path: str) -> None:
 
 def _num_ids(saved: Any, path: str, cache_directory: Path) -> int:
     """One more than the largest number in input_ids."""
+    values = integer_lists(saved, "input_ids", path)
 
     def ends() -> tuple[int, int]:
-        _, compute = _arrow()
-        found = compute.min_max(compute.list_flatten(saved.data.column("input_ids"))).as_py()
+        _, compute = arrow_modules()
+        found = compute.min_max(compute.list_flatten(values)).as_py()
         return found["min"], found["max"]
 
     return _num_ids_once(ends, path, cache_directory)
@@ -444,19 +487,23 @@ def _num_ids_once(ends: Callable[[], tuple[int, int]], path: str, cache_director
             raise ConfigError("data.path", path, f"it holds the id {smallest}; ids start at 0")
         partial_path.write_text(str(largest + 1))
 
+    return int(_scan_once("num-ids", scan, path, cache_directory).read_text())
+
+
+def _scan_once(name: str, scan: Callable[[Path], None], path: str, cache_directory: Path) -> Path:
+    """The file in the cache with what a scan of the data set at `path` gave, made now or before.
+
+    Args:
+        name: name of what it gives.
+        scan: function that scans the data set, and writes the file.
+    """
     try:
-        digest = _saved_digest(path)
-        return int(make_once(cache_directory / f"num-ids-{digest}", scan).read_text())
+        return make_once(cache_directory / f"{name}-{_saved_digest(path)}", scan)
     except OSError as error:
         reason = f"{error.strerror} ({error.filename})"
         raise ConfigError(
             "data.path", path, f"it cannot be read, or the cache cannot be written: {reason}"
         ) from error
-
-
-def _arrow() -> tuple[Any, Any]:
-    """pyarrow and pyarrow.compute, which come with datasets and have no types."""
-    return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.compute")
 
 
 def _saved_digest(path: str) -> str:

@@ -1,0 +1,119 @@
+"""Padding in the rows of a saved data set, and other columns that tokenizers write beside tokens.
+
+`tok(text, padding="max_length")` writes rows of one length with a column attention_mask, 0 where a
+token is padding. planaria gives a model the tokens alone. Padding at the end of a row can be cut
+off; any other would be seen by the model as text, and trained on. So would the second of two texts
+in a row, which only a column token_type_ids tells from the first.
+
+Columns are read as arrays, a chunk at a time, because a data set may be larger than the memory.
+"""
+
+import importlib
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from planaria.errors import ConfigError
+
+MASKS: Final = "attention_mask"
+TYPES: Final = "token_type_ids"
+
+
+def arrow_modules() -> tuple[Any, Any]:
+    """pyarrow and pyarrow.compute, which come with datasets and have no types."""
+    return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.compute")
+
+
+def integer_lists(saved: Any, column: str, path: str) -> Any:
+    """A column of a saved data set, as the chunks of its file.
+
+    Raises:
+        ConfigError: its rows are not lists of integers.
+    """
+    arrow, _ = arrow_modules()
+    values = saved.data.column(column)
+    kinds = arrow.types.is_list, arrow.types.is_large_list, arrow.types.is_fixed_size_list
+    if any(is_kind(values.type) for is_kind in kinds):
+        kind = values.type.value_type
+        if arrow.types.is_integer(kind) or (column == MASKS and arrow.types.is_boolean(kind)):
+            return values
+    remedy = f"its column {column} holds {values.type}; planaria takes lists of integers"
+    raise ConfigError("data.path", path, remedy)
+
+
+def lengths_without_padding(saved: Any, path: str) -> npt.NDArray[np.int32]:
+    """Number of tokens of each row that its attention_mask keeps; empty if it keeps all.
+
+    -1 stands for a row in which a 0 comes before a 1.
+
+    Raises:
+        ConfigError: a column does not fit input_ids, or has token types.
+    """
+    _, compute = arrow_modules()
+    lengths = np.asarray(compute.list_value_length(integer_lists(saved, "input_ids", path)))
+    if TYPES in saved.column_names:
+        _refuse_types(integer_lists(saved, TYPES, path), path)
+    if MASKS not in saved.column_names:
+        return np.empty(0, dtype=np.int32)
+    masks = integer_lists(saved, MASKS, path)
+    if not np.array_equal(np.asarray(compute.list_value_length(masks)), lengths):
+        remedy = f"a row of its column {MASKS} has not the length of that of input_ids"
+        raise ConfigError("data.path", path, remedy)
+    kept = [_lengths_of_chunk(chunk, path) for chunk in masks.chunks]
+    whole = np.concatenate([*kept, np.empty(0, dtype=np.int32)])
+    return whole if (whole != lengths).any() else np.empty(0, dtype=np.int32)
+
+
+def refuse_inner_padding(
+    kept: npt.NDArray[np.int32], path: str, *, objective: str, sequence_length: int
+) -> None:
+    """Refuses padding that cannot be cut off.
+
+    Args:
+        kept: the lengths that `lengths_without_padding` returned.
+
+    Raises:
+        ConfigError: it names the first row with such padding, and what to do.
+    """
+    is_wrong = kept < (0 if objective == "causal" else sequence_length)
+    if not is_wrong.any():
+        return
+    where = f"row {int(is_wrong.argmax())} of its column {MASKS} has a 0"
+    if objective == "causal":
+        remedy = (
+            f"{where} before a 1, and planaria cuts padding off the ends of rows alone; tokenise "
+            'with padding_side = "right", or without padding'
+        )
+    else:
+        remedy = (
+            f"{where} among its first {sequence_length} tokens, and a {objective} model would see "
+            "that padding, because planaria gives it no mask; cut or pack the rows to one length "
+            "without padding, or remove the column if the model may see it"
+        )
+    raise ConfigError("data.path", path, remedy)
+
+
+def _lengths_of_chunk(chunk: Any, path: str) -> npt.NDArray[np.int32]:
+    """The number of ones of each row of a chunk; -1 if they are not its first tokens."""
+    _, compute = arrow_modules()
+    ends = np.cumsum(np.asarray(compute.fill_null(compute.list_value_length(chunk), 0)), dtype="i8")
+    begins = np.concatenate([[0], ends])[:-1]
+    values = np.asarray(chunk.flatten())
+    if ((values != 0) & (values != 1)).any():
+        remedy = f"its column {MASKS} holds numbers other than 0 and 1; give rows of one text each"
+        raise ConfigError("data.path", path, remedy)
+    ones_before = np.concatenate([[0], np.cumsum(values, dtype="i8")])
+    ones = ones_before[ends] - ones_before[begins]
+    are_first = ones_before[begins + ones] - ones_before[begins] == ones
+    return np.where(are_first, ones, -1).astype(np.int32)
+
+
+def _refuse_types(types: Any, path: str) -> None:
+    _, compute = arrow_modules()
+    if any(compute.min_max(compute.list_flatten(types)).as_py().values()):
+        remedy = (
+            f"its column {TYPES} holds numbers other than 0, and planaria gives a model input_ids "
+            "alone; give rows of one text each, or remove the column if the model needs no types"
+        )
+        raise ConfigError("data.path", path, remedy)
