@@ -15,6 +15,7 @@ from planaria.core.job import DataConfig
 from planaria.data import text
 from planaria.data.batches import microbatch, num_targets
 from planaria.data.datasets import Dataset, load_dataset, load_held_out, vocabulary_size
+from planaria.data.special_tokens import SpecialTokens
 from planaria.data.text import make_once, masked_pair
 from planaria.errors import ConfigError
 
@@ -59,7 +60,7 @@ def test_masked_samples_hide_15_percent_and_tell_what_was_there(length: int, see
     """Targets are the hidden tokens and nothing else; what is no target is shown as it is."""
     tokens = np.arange(length, dtype=np.int64) % 50
 
-    inputs, targets = masked_pair(tokens, mask_token=50, seed=seed)
+    inputs, targets = masked_pair(tokens, special=SpecialTokens(50, ()), num_tokens=50, seed=seed)
 
     hidden = targets != IGNORED
     assert hidden.sum() == max(1, int(0.15 * length + 0.5))
@@ -76,7 +77,9 @@ def test_masks_follow_bert_and_the_seed() -> None:
     shown: list[int] = []
     places = np.zeros(length)
     for seed in range(300):
-        inputs, targets = masked_pair(tokens, mask_token=1000, seed=seed)
+        inputs, targets = masked_pair(
+            tokens, special=SpecialTokens(1000, ()), num_tokens=1000, seed=seed
+        )
         shown += inputs[targets != IGNORED].tolist()
         places += targets != IGNORED
 

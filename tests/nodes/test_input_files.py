@@ -110,9 +110,15 @@ def test_a_model_is_compared_by_its_configuration_and_weights(tmp_path: Path) ->
     ]
     before = [digest(job, tmp_path) for job in jobs]
 
+    write(tmp_path / "b" / "model" / "tokenizer_config.json", "{}")
+    assert before[0] == before[1] == digest(jobs[1], tmp_path)
+    # A masked model's mask is in it, if the ids of tokens come from elsewhere.
+    of_ids = [replace(job, data=DataConfig(kind="tokens")) for job in jobs]
+    assert digest(of_ids[0], tmp_path) != digest(of_ids[1], tmp_path)
+
     write(tmp_path / "b" / "model" / "model.safetensors", "no weights")
 
-    assert before[0] == before[1] != digest(jobs[1], tmp_path)
+    assert before[1] != digest(jobs[1], tmp_path)
 
 
 def test_what_is_missing_is_named_with_what_to_do(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from planaria.core.job import DataConfig
+from planaria.core.job import DataConfig, ModelConfig
 from planaria.data.padding import (
     MASKS,
     TYPES,
@@ -39,6 +39,7 @@ from planaria.data.padding import (
     lengths_without_padding,
     refuse_inner_padding,
 )
+from planaria.data.special_tokens import special_tokens
 from planaria.data.text import (
     TextSource,
     TokenDataset,
@@ -56,6 +57,7 @@ from planaria.errors import ConfigError
 from planaria.user_functions import user_function
 
 _SCANNED_AT_ONCE = 1 << 24  # Tokens; a mapped file may be larger than the memory.
+_FRESH_MODEL: Final = ModelConfig()
 
 
 class Dataset(Protocol):
@@ -78,12 +80,20 @@ class Dataset(Protocol):
         """
 
 
-def load_dataset(data: DataConfig, *, objective: str, seed: int, cache_directory: Path) -> Dataset:
+def load_dataset(
+    data: DataConfig,
+    *,
+    objective: str,
+    seed: int,
+    cache_directory: Path,
+    model: ModelConfig = _FRESH_MODEL,
+) -> Dataset:
     """The job's data; one process makes the tokens and keeps them in cache_directory for all.
 
     Args:
         objective: "causal", "masked" or "supervised".
         seed: seed with which the function that builds a "python" dataset runs.
+        model: the job's model, whose directory may have a tokenizer with the mask token.
 
     Raises:
         ConfigError: the data cannot be read, or does not fit the objective or the sequence length.
@@ -92,17 +102,31 @@ def load_dataset(data: DataConfig, *, objective: str, seed: int, cache_directory
     if data.kind == "python":
         return _user_dataset(data, objective=objective, seed=seed)
     if data.kind == "hf":
-        return _saved_dataset(data, objective=objective, cache_directory=cache_directory)
+        return _saved_dataset(
+            data, objective=objective, cache_directory=cache_directory, model=model
+        )
     if data.kind == "tokens":
         tokens = token_file(data.path)
-        number = _num_token_ids_in(tokens, data.path, cache_directory)
-        return packed_dataset(tokens, data.path, data, objective=objective, num_tokens=number)
+        return packed_dataset(
+            tokens,
+            data.path,
+            data,
+            objective=objective,
+            num_tokens=_num_token_ids_in(tokens, data.path, cache_directory),
+            special=special_tokens(model.path) if objective == "masked" else None,
+        )
     source = file_source(data.path) if data.path else prose_source()
     return text_dataset(source, data, objective=objective, cache_directory=cache_directory)
 
 
 def load_held_out(
-    held_out: DataConfig, training: DataConfig, *, objective: str, seed: int, cache_directory: Path
+    held_out: DataConfig,
+    training: DataConfig,
+    *,
+    objective: str,
+    seed: int,
+    cache_directory: Path,
+    model: ModelConfig = _FRESH_MODEL,
 ) -> Dataset:
     """The data of evaluations, with the tokens of the training data.
 
@@ -115,11 +139,16 @@ def load_held_out(
                 held_out,
                 objective=objective,
                 cache_directory=cache_directory,
+                model=model,
                 learned_from=training.path,
             )
         if held_out.kind != "text":
             return load_dataset(
-                held_out, objective=objective, seed=seed, cache_directory=cache_directory
+                held_out,
+                objective=objective,
+                seed=seed,
+                cache_directory=cache_directory,
+                model=model,
             )
         return text_dataset(
             file_source(held_out.path),
@@ -135,7 +164,13 @@ def load_held_out(
         raise ConfigError(field, error.value, error.remedy) from error
 
 
-def vocabulary_size(data: DataConfig, *, cache_directory: Path, objective: str = "causal") -> int:
+def vocabulary_size(
+    data: DataConfig,
+    *,
+    cache_directory: Path,
+    objective: str = "causal",
+    model: ModelConfig = _FRESH_MODEL,
+) -> int:
     """The vocabulary_size of the data's dataset; text is not tokenised for it.
 
     Raises:
@@ -150,7 +185,7 @@ def vocabulary_size(data: DataConfig, *, cache_directory: Path, objective: str =
         if "input_ids" in columns and (objective == "causal" or "labels" in columns):
             return _num_ids(saved, data.path, cache_directory)
     return load_dataset(
-        data, objective=objective, seed=0, cache_directory=cache_directory
+        data, objective=objective, seed=0, cache_directory=cache_directory, model=model
     ).vocabulary_size
 
 
@@ -324,7 +359,12 @@ def _seed_generators(seed: int) -> None:
 
 
 def _saved_dataset(
-    data: DataConfig, *, objective: str, cache_directory: Path, learned_from: str = ""
+    data: DataConfig,
+    *,
+    objective: str,
+    cache_directory: Path,
+    model: ModelConfig,
+    learned_from: str = "",
 ) -> Dataset:
     """The data set of a directory; a tokenizer learns from the one named `learned_from`."""
     saved = _loaded_from_disk(data.path)
@@ -366,6 +406,7 @@ def _saved_dataset(
         data.sequence_length,
         num_ids,
         lengths=row_lengths if len(row_lengths) else None,
+        special=special_tokens(model.path) if objective == "masked" else None,
     )
 
 

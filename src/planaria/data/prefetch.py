@@ -89,6 +89,7 @@ def _serve(rank: Connection, parent: int) -> None:
             objective=start.objective,
             seed=job.training.seed,
             cache_directory=Path(start.spec.cache_directory),
+            model=job.model,
         )
         check_num_samples(len(dataset), start.spec.num_samples.data, "data")
         batches: Batches | None = None

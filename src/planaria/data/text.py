@@ -8,11 +8,12 @@ process makes a file, under another name, and then renames it; other processes w
 
 The inputs of samples do not overlap. "causal": the targets are the inputs shifted by one token.
 "masked": 15% of the positions, at least one, are targets; 80% of these inputs are the mask token,
-10% a random token, and 10% are unchanged.
+10% a random token, and 10% are unchanged. Ids of a model with a tokenizer of its own have its mask
+token, and its special tokens are never targets; text has a mask token after all others.
 
 Source: Devlin et al., BERT (NAACL '19), section 3.1, for masks; Radford et al., GPT-2 (2019),
-section 2.2, for byte-level pairs. Differs: the number of masked positions is the same in every
-sample, so the targets of a batch are counted without loading it.
+section 2.2, for byte-level pairs. Differs: the number of masked positions depends on the number of
+tokens alone, so the targets of a batch are counted without drawing masks.
 """
 
 import ast
@@ -37,6 +38,7 @@ from torch import Tensor
 
 from planaria.core.job import DataConfig
 from planaria.core.samples import random_words
+from planaria.data.special_tokens import SpecialTokens
 from planaria.errors import ConfigError
 
 # A target that cross entropy in torch ignores.
@@ -84,9 +86,11 @@ class TokenDataset:
     Attributes:
         rows: rows of equal length: sequence_length, or one token more, which is the last target.
         objective: "causal" or "masked".
-        num_tokens: number of tokens of the tokenizer, which is also the id of the mask token.
+        num_tokens: number of tokens of the tokenizer.
         lengths: number of tokens of each row, if some have less than sequence_length; those of a
             "masked" data set never have.
+        special: special tokens of the model's own tokenizer; None: the mask token comes after all
+            others, and no token is special.
     """
 
     rows: RowSource
@@ -94,12 +98,15 @@ class TokenDataset:
     sequence_length: int
     num_tokens: int
     lengths: npt.NDArray[np.int32] | None = None
+    special: SpecialTokens | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
     def vocabulary_size(self) -> int:
+        if self.special is not None:
+            return max(self.num_tokens, self.special.mask + 1)
         return num_token_ids(self.num_tokens, self.objective)
 
     @property
@@ -108,9 +115,14 @@ class TokenDataset:
         return self.lengths is not None
 
     def num_targets(self, samples: npt.NDArray[np.int64]) -> int:
-        """Number of targets of samples with these numbers, which are not loaded for it."""
+        """Number of targets of samples with these numbers, which are not masked for it."""
         if self.lengths is not None:
             return int(self.lengths[samples].sum()) - len(samples)
+        if self.special is not None:
+            rows = (np.asarray(self.rows[int(number)]) for number in samples)
+            return sum(
+                _num_masked(int(np.isin(row, self.special.ids, invert=True).sum())) for row in rows
+            )
         is_masked = self.objective == "masked"
         per_sample = _num_masked(self.sequence_length) if is_masked else len(self.rows[0]) - 1
         return len(samples) * per_sample
@@ -119,7 +131,10 @@ class TokenDataset:
         """Inputs and targets, both int64 [sequence_length], or shorter if the row is."""
         tokens = np.asarray(self.rows[index]).astype(np.int64)
         if self.objective == "masked":
-            inputs, targets = masked_pair(tokens, mask_token=self.num_tokens, seed=seed)
+            special = self.special or SpecialTokens(self.num_tokens, ())
+            inputs, targets = masked_pair(
+                tokens, special=special, num_tokens=self.num_tokens, seed=seed
+            )
         else:
             length = min(self.sequence_length, len(tokens))
             inputs, targets = causal_pair(tokens, tokens, sequence_length=length)
@@ -157,13 +172,20 @@ def text_dataset(
 
 
 def packed_dataset(
-    tokens: np.ndarray, name: str, data: DataConfig, *, objective: str, num_tokens: int
+    tokens: np.ndarray,
+    name: str,
+    data: DataConfig,
+    *,
+    objective: str,
+    num_tokens: int,
+    special: SpecialTokens | None = None,
 ) -> TokenDataset:
     """The samples of a long row of tokens, int [number of tokens].
 
     Args:
         name: name of its source, to show in messages.
         num_tokens: number of tokens of the tokenizer.
+        special: see `TokenDataset`.
 
     Raises:
         ConfigError: it is too short for one sample.
@@ -178,7 +200,7 @@ def packed_dataset(
         )
         raise ConfigError("data.sequence_length", data.sequence_length, remedy)
     rows = _PackedRows(tokens, data.sequence_length, extra, num_samples)
-    return TokenDataset(rows, objective, data.sequence_length, num_tokens)
+    return TokenDataset(rows, objective, data.sequence_length, num_tokens, special=special)
 
 
 def token_file(path: str) -> np.ndarray:
@@ -290,17 +312,25 @@ def causal_pair(
     return tokens[:sequence_length], targets
 
 
-def masked_pair(tokens: np.ndarray, *, mask_token: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs with some tokens hidden, and those tokens as targets, both int64 [length]."""
+def masked_pair(
+    tokens: np.ndarray, *, special: SpecialTokens, num_tokens: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs with some tokens hidden, and those tokens as targets, both int64 [length].
+
+    Args:
+        num_tokens: upper bound on the random tokens, exclusive.
+    """
     length = len(tokens)
     order, kind, other = random_words(seed, 3 * length).reshape(3, length)
-    places = np.argsort(order, kind="stable")[: _num_masked(length)]
+    places = np.argsort(order, kind="stable")
+    places = places[np.isin(tokens[places], special.ids, invert=True)]
+    places = places[: _num_masked(len(places))]
     inputs, targets = tokens.copy(), np.full(length, IGNORED, dtype=np.int64)
     targets[places] = tokens[places]
     tenth = kind[places] % 10
-    inputs[places[tenth < 8]] = mask_token
+    inputs[places[tenth < 8]] = special.mask
     replaced = places[tenth == 8]
-    inputs[replaced] = other[replaced] % mask_token
+    inputs[replaced] = other[replaced] % num_tokens
     return inputs, targets
 
 
@@ -327,7 +357,7 @@ class _PackedRows:
 
 
 def _num_masked(length: int) -> int:
-    return max(1, (15 * length + 50) // 100)
+    return min(length, max(1, (15 * length + 50) // 100))
 
 
 def _digest(*parts: str) -> str:

@@ -59,7 +59,9 @@ def load_model(
         )
 
     def split(objective: str) -> SplitModel:
-        size = vocabulary_size(job.data, cache_directory=cache_directory, objective=objective)
+        size = vocabulary_size(
+            job.data, cache_directory=cache_directory, objective=objective, model=job.model
+        )
         return split_model(
             job.model,
             seed=job.training.seed,
@@ -71,7 +73,7 @@ def load_model(
     model = split("causal")
     if job.model.kind == "python" and job.data.kind in ("text", "tokens"):
         model.objective = "causal"  # It learns the next token.
-    # A masked objective needs one token more, the mask.
+    # A masked objective may need one token more, the mask.
     return split(model.objective) if model.objective == "masked" else model
 
 
@@ -206,7 +208,11 @@ def load_data(job: JobConfig, *, objective: str, cache_directory: Path) -> Datas
     if job.model.kind == "paced":
         return PacedData()
     return load_dataset(
-        job.data, objective=objective, seed=job.training.seed, cache_directory=cache_directory
+        job.data,
+        objective=objective,
+        seed=job.training.seed,
+        cache_directory=cache_directory,
+        model=job.model,
     )
 
 

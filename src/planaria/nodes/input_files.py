@@ -31,6 +31,8 @@ _NOTED_BYTES: Final = 1 << 30  # Reading this takes seconds, so the user is told
 _NOTE_S: Final = 30.0
 _RECENT_NS: Final = 2_000_000_000
 _MODEL_FILES: Final = ("config.json", "*.safetensors", "*.safetensors.index.json")
+# Which tokens of ids from elsewhere are hidden depends on them, for a masked language model.
+_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 # Files that the package datasets keeps beside a dataset, and that are no part of it.
 _NO_DATA: Final = "cache-"
 
@@ -87,7 +89,9 @@ def _files(job: JobConfig, key: str, path: Path) -> list[Path]:
         ConfigError: there are none.
     """
     if key == "model.path":
-        files = [file for pattern in _MODEL_FILES for file in path.glob(pattern)]
+        has_ids = job.data.kind in ("hf", "tokens")
+        patterns = (*_MODEL_FILES, *(_TOKENIZER_FILES if has_ids else ()))
+        files = [file for pattern in patterns for file in path.glob(pattern)]
     elif job.data.kind == "hf":
         files = [file for file in path.rglob("*") if _is_data(file.relative_to(path))]
     else:

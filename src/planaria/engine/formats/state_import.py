@@ -65,7 +65,9 @@ def import_state(
     if job.model.kind == "paced":
         raise ConfigError("model.kind", job.model.kind, "its layers have no state to import")
     model = load_model(job, cache_directory=cache_directory, profile=None, timekeeper=Timekeeper())
-    size = vocabulary_size(job.data, cache_directory=cache_directory, objective=model.objective)
+    size = vocabulary_size(
+        job.data, cache_directory=cache_directory, objective=model.objective, model=job.model
+    )
     state = _find_state(state_source(directory), model, job, where=str(directory))
     number = state.iteration() if iteration < 0 else iteration
     with ExitStack() as undo:

@@ -100,6 +100,7 @@ def load_evaluation(
         objective=model.objective,
         seed=job.training.seed,
         cache_directory=cache_directory,
+        model=job.model,
     )
     if not len(held_out):
         raise ConfigError(key, "", "it is empty")
