@@ -5,10 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from helpers.saved_datasets import load, saved_dataset
+from planaria.core.job import DataConfig, ModelConfig
 from planaria.data.batches import microbatch, num_targets
-from planaria.data.datasets import vocabulary_size
+from planaria.data.datasets import load_dataset, load_held_out, vocabulary_size
 from planaria.data.text import IGNORED
 from planaria.errors import ConfigError
 
@@ -42,7 +45,7 @@ def test_padding_at_the_end_of_saved_rows_is_cut_off(tmp_path: Path) -> None:
     assert num_targets(labelled, np.array([0, 1]), seed=0) == 3
 
     whole = saved_dataset(tmp_path / "whole", {"input_ids": rows, "attention_mask": [[1] * 6] * 4})
-    assert not getattr(load(whole, tmp_path / "cache"), "is_padded", True)
+    assert getattr(load(whole, tmp_path / "cache"), "lengths", ()) is None
     later = _mask("111100 111111 111111 111110")  # Beyond the four tokens of a sample.
     data = saved_dataset(tmp_path / "later", {"input_ids": rows, "attention_mask": later})
     assert len(load(data, tmp_path / "cache", objective="masked")) == 4
@@ -85,3 +88,68 @@ def test_padding_that_a_model_would_take_for_text_is_refused(
     with pytest.raises(ConfigError, match=message):
         load(data, tmp_path / "cache", objective=objective)
     assert vocabulary_size(data, cache_directory=tmp_path / "cache") == 5
+
+
+class _Rows:
+    """Rows of the user's, of which the last is longer."""
+
+    def __init__(self, *lengths: int) -> None:
+        self._lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        row = torch.arange(self._lengths[index] + 1)
+        return row[:-1], row[1:]
+
+
+def equal_rows() -> _Rows:
+    """Data of one length, by the name of this function."""
+    return _Rows(4, 4)
+
+
+def unequal_rows() -> _Rows:
+    """Data of two lengths."""
+    return _Rows(3, 4)
+
+
+def _routers(directory: Path, **keys: bool) -> ModelConfig:
+    """A model's directory whose config.json asks for the routers' loss."""
+    directory.mkdir()
+    (directory / "config.json").write_text('{"output_router_logits": true}')
+    return ModelConfig(path=str(directory), config=keys)
+
+
+def test_routers_never_count_padding(tmp_path: Path) -> None:
+    """Their loss is a mean over all tokens. Wherever the key stands, whoever made the rows, and in
+    held-out rows, too.
+    """
+    asked = ModelConfig(config={"model_type": "mixtral", "output_router_logits": True})
+    equal = saved_dataset(tmp_path / "equal", {"input_ids": [[1, 2, 3]] * 2})
+    unequal = saved_dataset(tmp_path / "unequal", {"input_ids": [[1, 2, 3], [1, 2, 3, 4]]})
+    own, own_unequal = (
+        DataConfig(kind="python", target=f"{__name__}:{name}_rows") for name in ("equal", "unequal")
+    )
+    base: dict[str, Any] = {"objective": "causal", "seed": 0, "cache_directory": tmp_path}
+    for model in (asked, _routers(tmp_path / "model")):
+        arguments = base | {"model": model}
+        load_dataset(equal, **arguments)
+        microbatch(load_dataset(own, **arguments), np.array([0, 1]), seed=0)
+        with pytest.raises(ConfigError, match=r"count padding.*unequal.* 3 to 4 tokens") as caught:
+            load_dataset(unequal, **arguments)
+        assert caught.value.field == "model.config.output_router_logits"
+        with pytest.raises(ConfigError, match=r"count padding.*unequal.* 3 to 4 tokens"):
+            load_held_out(unequal, equal, **arguments)
+        for dataset in (
+            load_dataset(own_unequal, **arguments),
+            load_held_out(own_unequal, own, **arguments),
+        ):
+            with pytest.raises(ConfigError, match=r"count padding: sample 1 has \[4\], and"):
+                microbatch(dataset, np.array([0, 1]), seed=0)
+
+    for model in (ModelConfig(), _routers(tmp_path / "off", output_router_logits=False)):
+        arguments = base | {"model": model}
+        load_dataset(unequal, **arguments)
+        inputs, _ = microbatch(load_dataset(own_unequal, **arguments), np.array([0, 1]), seed=0)
+        assert inputs.tolist() == [[0, 1, 2, 0], [0, 1, 2, 3]]

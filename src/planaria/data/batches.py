@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from planaria.core.job import TrainingConfig
 from planaria.core.samples import data_seed, held_out_seed, mix, sample_numbers
 from planaria.data.datasets import Dataset, UserDataset, keep_generators
+from planaria.data.padding import ROUTERS_KEY
 from planaria.data.text import IGNORED, TokenDataset
 from planaria.errors import ConfigError, PlanariaError
 
@@ -276,10 +277,24 @@ def microbatch(dataset: Dataset, samples: np.ndarray, *, seed: int) -> tuple[Any
     pairs = [_sample(dataset, number, seed) for number in samples]
     is_causal = getattr(dataset, "objective", "") == "causal"
     inputs, targets = zip(*pairs, strict=True)
+    if isinstance(dataset, UserDataset) and not dataset.may_pad:
+        _refuse_padding(inputs, samples)
     return (
         _stack_parts(inputs, samples, padding=0 if is_causal else None),
         _stack_parts(targets, samples, padding=IGNORED if is_causal else None),
     )
+
+
+def _refuse_padding(inputs: Sequence[Any], numbers: np.ndarray) -> None:
+    """Refuses samples that would be padded, where the loss would count that."""
+    shapes = [str(list(getattr(value, "shape", ()))) for value in inputs]
+    if len(set(shapes)) > 1:
+        remedy = (
+            "the samples of a microbatch have different shapes, and the routers would count "
+            f"padding: {_difference(shapes, numbers)}; give rows of one length, or set "
+            f"{ROUTERS_KEY} to false"
+        )
+        raise ConfigError("data", sorted(set(shapes)), remedy)
 
 
 def num_targets(

@@ -35,9 +35,11 @@ from planaria.data.padding import (
     MASKS,
     TYPES,
     arrow_modules,
+    counts_padding,
     integer_lists,
     lengths_without_padding,
     refuse_inner_padding,
+    refuse_unequal_rows,
 )
 from planaria.data.special_tokens import special_tokens
 from planaria.data.text import (
@@ -93,14 +95,15 @@ def load_dataset(
     Args:
         objective: "causal", "masked" or "supervised".
         seed: seed with which the function that builds a "python" dataset runs.
-        model: the job's model, whose directory may have a tokenizer with the mask token.
+        model: the job's model, by which padding may be refused, and whose directory may have a
+            tokenizer with the mask token.
 
     Raises:
         ConfigError: the data cannot be read, or does not fit the objective or the sequence length.
     """
     assert objective in ("causal", "masked", "supervised")
     if data.kind == "python":
-        return _user_dataset(data, objective=objective, seed=seed)
+        return _user_dataset(data, objective=objective, seed=seed, model=model)
     if data.kind == "hf":
         return _saved_dataset(
             data, objective=objective, cache_directory=cache_directory, model=model
@@ -213,6 +216,7 @@ class UserDataset:
             the inputs and targets of a microbatch; None: they are stacked.
         num_samples: length of the object when it was made; it may change meanwhile, and the numbers
             of all iterations' samples depend on it.
+        may_pad: whether rows of unequal length may be padded in their microbatch.
     """
 
     items: Any
@@ -220,6 +224,7 @@ class UserDataset:
     objective: str
     collate: Callable[[list[Any]], Any] | None
     num_samples: int
+    may_pad: bool = True
 
     def __len__(self) -> int:
         return self.num_samples
@@ -295,15 +300,10 @@ class _LabelledRows:
     def __len__(self) -> int:
         return len(self.rows)
 
-    @property
-    def is_padded(self) -> bool:
-        """Whether rows of unequal length are padded in their microbatch."""
-        return len(self.lengths) > 0
-
     def sample(self, index: int, *, seed: int) -> tuple[Tensor, Tensor]:
         assert seed >= 0
         row = self.rows[index]
-        length = int(self.lengths[index]) if self.is_padded else self.sequence_length
+        length = int(self.lengths[index]) if len(self.lengths) else self.sequence_length
         whole = np.asarray(row["input_ids"]).astype(np.int64)
         tokens = whole[:length]
         # A copy, because the arrays of datasets may be read-only, which torch does not support.
@@ -334,7 +334,9 @@ class _TokenRows:
         return np.asarray(self.rows[index]["input_ids"])[:length]
 
 
-def _user_dataset(data: DataConfig, *, objective: str, seed: int) -> UserDataset:
+def _user_dataset(
+    data: DataConfig, *, objective: str, seed: int, model: ModelConfig
+) -> UserDataset:
     target = data.target
     function = user_function(target, field="data.target")
     collate: Callable[..., Any] | None = None
@@ -347,7 +349,8 @@ def _user_dataset(data: DataConfig, *, objective: str, seed: int) -> UserDataset
         if not hasattr(items, method):
             remedy = f"it returned an object of type {type(items).__name__}, which has no {method}"
             raise ConfigError("data.target", target, remedy)
-    return UserDataset(items, target, objective, collate, len(items))
+    may_pad = not counts_padding(model)
+    return UserDataset(items, target, objective, collate, len(items), may_pad)
 
 
 def _seed_generators(seed: int) -> None:
@@ -394,6 +397,8 @@ def _saved_dataset(
     if not all(np.array_equal(some, row_lengths) for some in lengths.values()):
         remedy = "a row of its column labels has not the length of that of input_ids"
         raise ConfigError("data.path", data.path, remedy)
+    if counts_padding(model):
+        refuse_unequal_rows(row_lengths, data.path)
     num_ids = _num_ids(saved, data.path, cache_directory)
     rows = saved.with_format("numpy", columns=names)
     if "labels" in names:

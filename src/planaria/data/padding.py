@@ -9,15 +9,27 @@ Columns are read as arrays, a chunk at a time, because a data set may be larger 
 """
 
 import importlib
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from planaria.core.job import ModelConfig
+from planaria.data.special_tokens import json_at
 from planaria.errors import ConfigError
 
+ROUTERS_KEY: Final = "model.config.output_router_logits"
 MASKS: Final = "attention_mask"
 TYPES: Final = "token_type_ids"
+
+
+def counts_padding(model: ModelConfig) -> bool:
+    """Whether the loss of a model depends on padding: the routers' loss is one of all tokens."""
+    keys = dict(model.config)
+    if model.path:
+        keys = json_at(Path(model.path, "config.json"), model.path) | keys
+    return model.kind == "hf" and bool(keys.get(ROUTERS_KEY.rpartition(".")[2]))
 
 
 def arrow_modules() -> tuple[Any, Any]:
@@ -92,6 +104,20 @@ def refuse_inner_padding(
             "without padding, or remove the column if the model may see it"
         )
     raise ConfigError("data.path", path, remedy)
+
+
+def refuse_unequal_rows(lengths: npt.NDArray[np.int32], path: str) -> None:
+    """Refuses rows that would be padded in a microbatch, if the loss would count that.
+
+    Args:
+        lengths: length of each row as a sample; empty if all are equal.
+    """
+    if len(lengths) and lengths.min() < lengths.max():
+        remedy = (
+            f"the routers would count padding, and the rows of {path} have {lengths.min()} to "
+            f"{lengths.max()} tokens; give rows of one length, or set it to false"
+        )
+        raise ConfigError(ROUTERS_KEY, True, remedy)
 
 
 def _lengths_of_chunk(chunk: Any, path: str) -> npt.NDArray[np.int32]:

@@ -45,8 +45,8 @@ def special_tokens(directory: str) -> SpecialTokens | None:
     place = Path(directory)
     if not directory:
         return None
-    config = _json_at(place / "tokenizer_config.json", directory)
-    roles = config | _json_at(place / "special_tokens_map.json", directory)
+    config = json_at(place / "tokenizer_config.json", directory)
+    roles = config | json_at(place / "special_tokens_map.json", directory)
     entries = config.get("added_tokens_decoder", {}).items()
     ids = {entry["content"]: int(number) for number, entry in entries}
     special = {entry["content"] for _, entry in entries if entry.get("special")}
@@ -71,8 +71,12 @@ def special_tokens(directory: str) -> SpecialTokens | None:
     raise ConfigError("model.path", directory, remedy)
 
 
-def _json_at(path: Path, directory: str) -> dict[str, Any]:
-    """The content of a JSON file of a model's directory; empty if there is none."""
+def json_at(path: Path, directory: str) -> dict[str, Any]:
+    """The content of a JSON file of a model's directory; empty if there is none.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     if not path.is_file():
         return {}
     try:

@@ -109,11 +109,6 @@ class TokenDataset:
             return max(self.num_tokens, self.special.mask + 1)
         return num_token_ids(self.num_tokens, self.objective)
 
-    @property
-    def is_padded(self) -> bool:
-        """Whether rows of unequal length are padded in their microbatch."""
-        return self.lengths is not None
-
     def num_targets(self, samples: npt.NDArray[np.int64]) -> int:
         """Number of targets of samples with these numbers, which are not masked for it."""
         if self.lengths is not None:

@@ -242,7 +242,7 @@ def _prepare(request: PrepareRequest) -> Prepared:
     )
     dataset = load_data(job, objective=model.objective, cache_directory=cache_directory)
     evaluated = load_evaluation(job, dataset, model=model, cache_directory=cache_directory)
-    _check_trained(job, model, dataset)
+    _check_trained(job, model)
     sample_numbers(
         0,
         seed=job.training.seed,
@@ -284,15 +284,12 @@ def _prepare(request: PrepareRequest) -> Prepared:
     )
 
 
-def _check_trained(job: JobConfig, model: SplitModel, dataset: Dataset) -> None:
-    """Refuses a model of which nothing is trained, and routers that would count padding."""
+def _check_trained(job: JobConfig, model: SplitModel) -> None:
+    """Refuses a model of which nothing is trained."""
     if job.model.kind == "paced":
         return
     if not any(model.parameter_shapes(layer) for layer in range(model.num_layers)):
         raise ConfigError("model", job.model.kind, "none of its parameters requires a gradient")
-    if job.model.config.get("output_router_logits") and getattr(dataset, "is_padded", False):
-        remedy = "the routers would count padding; give rows of one length, or set it to false"
-        raise ConfigError("model.config.output_router_logits", True, remedy)
 
 
 _DETOUR_TEXT: Final = (
