@@ -12,8 +12,9 @@ from torch import Tensor
 
 from planaria.core.job import TrainingConfig
 from planaria.core.samples import sample_numbers
-from planaria.data.batches import Batches, HeldOut, unrepeated_text
+from planaria.data.batches import Batches, HeldOut, refuse_unshifted, unrepeated_text
 from planaria.data.datasets import UserDataset
+from planaria.errors import ConfigError
 
 TRAINING = TrainingConfig(global_batch_size=12, microbatch_size=3, seed=5)
 NUM_SAMPLES = 50
@@ -168,3 +169,46 @@ def test_a_data_set_that_keeps_a_generator_is_told_before_training(
         assert text(coin) == ""
     assert torch.equal(before, torch.get_rng_state())
     assert unrepeated_text(_Numbers(), training) == ""
+
+
+def _rows(items: list[Any]) -> tuple[Tensor, Tensor]:
+    return torch.stack([x for x, _ in items]), torch.stack([y for _, y in items])
+
+
+IDS = torch.arange(60).reshape(10, 6) % 7
+PROMPT = torch.where(torch.arange(6) < 5, -100, IDS)
+EQUAL = torch.full((10, 6), 3)
+
+
+@pytest.mark.parametrize("collate", [None, _rows])
+@pytest.mark.parametrize(
+    ("inputs", "targets", "objective", "is_refused"),
+    [
+        (IDS, IDS, "causal", True),
+        (IDS, torch.where(torch.arange(6) < 2, -100, IDS), "causal", True),
+        (IDS[:, :-1], IDS[:, 1:], "causal", False),
+        (IDS[:, :-1], PROMPT[:, 1:], "causal", False),
+        (EQUAL, EQUAL, "causal", False),
+        (IDS, torch.full_like(IDS, -100), "causal", False),
+        (IDS, IDS, "masked", False),
+        (IDS, IDS, "supervised", False),
+    ],
+)
+def test_causal_targets_that_are_the_inputs_are_refused(
+    inputs: Tensor,
+    targets: Tensor,
+    objective: str,
+    is_refused: bool,
+    collate: Callable[[list[Any]], Any] | None,
+) -> None:
+    """As one writes them for transformers, which shifts them. Rows of one token may be right."""
+    training = TrainingConfig(global_batch_size=8, microbatch_size=4)
+    items = list(zip(inputs, targets, strict=True))
+    dataset = UserDataset(items, "mine:data", objective, collate, len(items))
+
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"mine:data.* return \(ids\[:-1\], ids\[1:\]\)"):
+            refuse_unshifted(dataset, training)
+    else:
+        refuse_unshifted(dataset, training)
+    refuse_unshifted(_Numbers(), training)

@@ -1,11 +1,13 @@
 """A user's layers and loss are examined on the first microbatch, before training."""
 
+import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -13,10 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from helpers.jobs import tiny_job
+from planaria.core.job import DataConfig
 from planaria.core.plan import ModelProfile
+from planaria.core.specs import Prepared, PrepareRequest
 from planaria.engine import profiler
 from planaria.engine.blame import user_traceback
-from planaria.engine.prepare import load_data, load_model
+from planaria.engine.prepare import load_data, load_model, main
 from planaria.errors import ConfigError
 from planaria.models.first_microbatch import examine_loss
 from planaria.models.layers import SplitModel
@@ -144,6 +148,23 @@ def test_a_loss_is_examined_before_training(target: str, words: str, tmp_path: P
     """It is told in one line, with what the loss got."""
     with pytest.raises(ConfigError, match=words):
         _profile(target, tmp_path)
+
+
+def test_targets_that_are_the_inputs_are_refused_before_training(tmp_path: Path) -> None:
+    """A model that copies what it sees has a loss near 0, and nobody would wonder."""
+    target = "helpers.mistaken_models:unshifted"
+    data = DataConfig(kind="python", target=target, sequence_length=16)
+    job = replace(tiny_job("gpt2", tmp_path), data=data)
+    request = PrepareRequest(job=job, cache_directory=str(tmp_path))
+    read, write = os.pipe()
+
+    main(msgspec.json.encode(request), write)
+
+    with os.fdopen(read, "rb") as file:
+        prepared = msgspec.json.decode(file.read(), type=Prepared)
+    assert prepared.mistake is not None
+    assert prepared.mistake[0] == "data.target"
+    assert "its targets are its inputs" in prepared.mistake[2]
 
 
 def test_an_examination_leaves_the_random_generators_alone(

@@ -226,6 +226,11 @@ def kept_generator() -> _KeptGenerator:
     return _KeptGenerator()
 
 
+def unshifted() -> list[tuple[Tensor, Tensor]]:
+    """Targets as a model of transformers takes them, which shifts them itself."""
+    return [(torch.arange(i, i + 16),) * 2 for i in range(50)]
+
+
 class _OneIsWrong:
     """The points, one of which is changed."""
 

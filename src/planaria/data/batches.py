@@ -211,15 +211,7 @@ def unrepeated_text(dataset: Dataset, training: TrainingConfig) -> str:
     """
     if not isinstance(dataset, UserDataset):
         return ""
-    numbers = sample_numbers(
-        0,
-        seed=training.seed,
-        num_samples=len(dataset),
-        global_batch_size=training.global_batch_size,
-    )[: training.microbatch_size]
-    parts = [numbers]
-    if dataset.collate is None:
-        parts = [numbers[i : i + 1] for i in range(min(len(numbers), _NUM_READ_TWICE))]
+    parts = _first_parts(dataset, training)[:_NUM_READ_TWICE]
     seed = data_seed(0, seed=training.seed)
     with keep_generators():
         first, again = ([microbatch(dataset, p, seed=seed) for p in parts] for _ in range(2))
@@ -233,6 +225,54 @@ def unrepeated_text(dataset: Dataset, training: TrainingConfig) -> str:
         "planaria seeds torch, numpy and random before each sample; a generator that the data set "
         "keeps depends on what was read before, so a loss of a node changes the result"
     )
+
+
+def refuse_unshifted(dataset: Dataset, training: TrainingConfig) -> None:
+    """Refuses a user's causal targets that are the inputs, in all of the first microbatch.
+
+    A model learns nothing from them but to copy what it sees. Where they are the next tokens as
+    well, as in a row of equal ones, they are let through.
+
+    Raises:
+        ConfigError: the targets are the inputs.
+    """
+    if not isinstance(dataset, UserDataset) or dataset.objective != "causal":
+        return
+    seed = data_seed(0, seed=training.seed)
+    with keep_generators():
+        pairs = [microbatch(dataset, p, seed=seed) for p in _first_parts(dataset, training)]
+    if all(map(_are_inputs, pairs)) and not all(map(_are_next, pairs)):
+        remedy = (
+            "its targets are its inputs, so a model would learn to copy what it sees; the target "
+            'at a place is what the model predicts there, because only data.kind = "hf" shifts: '
+            "return (ids[:-1], ids[1:])"
+        )
+        raise ConfigError("data.target", dataset.target, remedy)
+
+
+def _are_inputs(pair: tuple[Any, Any]) -> bool:
+    """Whether each target is the input at its place; there may be none."""
+    inputs, targets = pair
+    if not isinstance(inputs, Tensor) or inputs.shape != targets.shape:
+        return False
+    return bool(((targets == inputs) | (targets == IGNORED)).all())
+
+
+def _are_next(pair: tuple[Any, Any]) -> bool:
+    """Whether each target is the input at the next place, as far as there is one."""
+    following, targets = pair[0][..., 1:], pair[1][..., :-1]
+    return bool(((targets == following) | (targets == IGNORED)).all())
+
+
+def _first_parts(dataset: UserDataset, training: TrainingConfig) -> list[npt.NDArray[np.int64]]:
+    """The samples of the first microbatch, one by one if they are not collated together."""
+    numbers = sample_numbers(
+        0,
+        seed=training.seed,
+        num_samples=len(dataset),
+        global_batch_size=training.global_batch_size,
+    )[: training.microbatch_size]
+    return [numbers] if dataset.collate else np.split(numbers, len(numbers))
 
 
 def _have_same_bits(value: Any, other: Any) -> bool:

@@ -17,7 +17,7 @@ from planaria.core.job import JobConfig, ModelConfig
 from planaria.core.plan import Link, ModelProfile
 from planaria.core.samples import sample_numbers
 from planaria.core.specs import NodeSpec, NumSamples, Prepared, PrepareRequest
-from planaria.data.batches import unrepeated_text
+from planaria.data.batches import refuse_unshifted, unrepeated_text
 from planaria.data.datasets import Dataset, load_dataset, vocabulary_size
 from planaria.engine.blame import mistake_of, user_traceback
 from planaria.engine.comm.choice import fallback_text, nccl_obstacle, transport_mistake
@@ -249,6 +249,7 @@ def _prepare(request: PrepareRequest) -> Prepared:
         num_samples=len(dataset),
         global_batch_size=job.training.global_batch_size,
     )
+    refuse_unshifted(dataset, job.training)
     learning_rate(job.training, 0)
     optimizer_factory(job.training)
     device = device_of(job, rank=0)
