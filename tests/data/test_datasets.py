@@ -185,6 +185,7 @@ def test_saved_text_is_tokenised_and_packed(tmp_path: Path) -> None:
         ({"input_ids": [[1] * 4], "labels": ["x"]}, "", "supervised", "data.path", "takes numbers"),
         ({"text": ["a"]}, "", "causal", "data.sequence_length", "needs 5 tokens.*has 3"),
         ({"text": ["a"] * 9}, "", "supervised", "data.kind", "no supervised targets"),
+        ({"text": ["a", None] * 9}, "", "causal", "data.path", "row 1 .* null, as 9 of 18 are"),
     ],
 )
 def test_saved_datasets_that_do_not_fit_are_refused(

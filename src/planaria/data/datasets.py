@@ -416,6 +416,20 @@ def _saved_dataset(
 
 
 def _saved_text(path: str, saved: Any) -> TextSource:
+    """The texts of a saved data set.
+
+    Raises:
+        ConfigError: one is null, which has no text.
+    """
+    _, compute = arrow_modules()
+    texts = saved.data.column("text")
+    if texts.null_count:
+        row = compute.index(compute.is_null(texts), True).as_py()
+        remedy = (
+            f"row {row} of its column text is null, as {texts.null_count} of {len(texts)} are; "
+            'save it without them: saved.filter(lambda row: row["text"] is not None)'
+        )
+        raise ConfigError("data.path", path, remedy)
     return TextSource(path, _saved_digest(path), partial(_row_texts, saved))
 
 
