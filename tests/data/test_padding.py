@@ -57,7 +57,7 @@ def test_padding_is_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     data = saved_dataset(tmp_path, columns)
     first = load(data, tmp_path / "cache")
 
-    monkeypatch.delattr("planaria.data.datasets.lengths_without_padding")
+    monkeypatch.delattr("planaria.data.saved_rows.lengths_without_padding")
     again = load(data, tmp_path / "cache")
 
     assert first.sample(1, seed=0)[0].tolist() == again.sample(1, seed=0)[0].tolist() == [1, 2]
