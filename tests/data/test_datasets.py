@@ -17,7 +17,9 @@ from helpers.saved_datasets import load, saved_dataset
 from planaria.core.job import DataConfig
 from planaria.data.batches import microbatch, num_targets
 from planaria.data.datasets import (
+    Dataset,
     keep_generators,
+    load_dataset,
     load_held_out,
     vocabulary_size,
 )
@@ -141,6 +143,42 @@ def test_held_out_saved_text_has_the_tokens_of_the_training_text(tmp_path: Path)
     load(data, cache)
 
     assert len(list(cache.glob("tokenizer-*.json"))) == 1
+
+
+@pytest.mark.parametrize("column", ["input_ids", "text"])
+def test_held_out_data_are_a_split_of_their_own(tmp_path: Path, column: str) -> None:
+    """Where one directory has them beside the training data, which they were taken from."""
+    datasets = pytest.importorskip("datasets")
+    rows = dict(zip(("test", "train", "validation"), range(5, 8), strict=True))
+
+    def saved(name: str, *splits: str) -> DataConfig:
+        values: dict[str, list[Any]] = {split: [[rows[split]] * 5] * 3 for split in splits}
+        if column == "text":
+            values = {split: [str(rows[split]) * 20] * 3 for split in splits}
+        columns = {s: datasets.Dataset.from_dict({column: v}) for s, v in values.items()}
+        datasets.DatasetDict(columns).save_to_disk(tmp_path / name)
+        return DataConfig(kind="hf", path=str(tmp_path / name), sequence_length=4)
+
+    def first(dataset: Dataset) -> int:
+        token = int(dataset.sample(0, seed=0)[0][0])
+        return token if column == "input_ids" else int(chr(token))
+
+    arguments: Any = {"objective": "causal", "seed": 0, "cache_directory": tmp_path / "cache"}
+    whole = saved("whole", "test", "train", "validation")
+    training = load_dataset(whole, **arguments)
+    held_out = load_held_out(whole, whole, **arguments)
+    assert (first(training), first(held_out)) == (6, 7)
+    if column == "input_ids":
+        assert (training.vocabulary_size, held_out.vocabulary_size) == (7, 8)
+    tested = saved("tested", "test", "train")
+    assert first(load_held_out(tested, tested, **arguments)) == 5
+
+    alone = saved("alone", "train")
+    with pytest.raises(ConfigError, match="splits train, and none is validation or test") as caught:
+        load_held_out(alone, alone, **arguments)
+    assert caught.value.field == "evaluation.path"
+    named = replace(alone, path=f"{alone.path}/train")
+    assert first(load_held_out(named, alone, **arguments)) == 6
 
 
 def test_a_label_for_each_token_is_cut_like_the_tokens(tmp_path: Path) -> None:

@@ -26,7 +26,13 @@ from torch import Tensor
 
 from planaria.core.job import DataConfig, ModelConfig
 from planaria.data.padding import counts_padding
-from planaria.data.saved_rows import loaded_from_disk, num_ids_once, num_row_ids, saved_dataset
+from planaria.data.saved_rows import (
+    HELD_OUT,
+    loaded_from_disk,
+    num_ids_once,
+    num_row_ids,
+    saved_dataset,
+)
 from planaria.data.special_tokens import special_tokens
 from planaria.data.text import (
     file_source,
@@ -125,6 +131,7 @@ def load_held_out(
                 objective=objective,
                 cache_directory=cache_directory,
                 model=model,
+                splits=HELD_OUT,
                 learned_from=training.path,
             )
         if held_out.kind != "text":
@@ -164,11 +171,11 @@ def vocabulary_size(
     if data.kind == "text":
         return num_token_ids(tokenizer_size(data), objective)
     if data.kind == "hf":
-        saved = loaded_from_disk(data.path)
+        saved, path = loaded_from_disk(data.path)
         columns = set(saved.column_names)
         # Whatever the labels are; what padding is wrong depends on the objective, asked for later.
         if "input_ids" in columns and (objective == "causal" or "labels" in columns):
-            return num_row_ids(saved, data.path, cache_directory)
+            return num_row_ids(saved, path, cache_directory)
     return load_dataset(
         data, objective=objective, seed=0, cache_directory=cache_directory, model=model
     ).vocabulary_size

@@ -5,11 +5,11 @@ what further columns do. Or they have a column text, which is tokenised and cut 
 """
 
 import importlib.util
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,10 @@ from planaria.data.padding import (
 from planaria.data.special_tokens import special_tokens
 from planaria.data.text import TextSource, TokenDataset, causal_pair, make_once, text_dataset
 from planaria.errors import ConfigError
+
+# Splits of a directory that has several, the best first.
+TRAINING: Final = ("train",)
+HELD_OUT: Final = ("validation", "test")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +97,19 @@ def saved_dataset(
     objective: str,
     cache_directory: Path,
     model: ModelConfig,
+    splits: Sequence[str] = TRAINING,
     learned_from: str = "",
 ) -> LabelledRows | TokenDataset:
     """The data set of a directory; a tokenizer learns from the one named `learned_from`.
 
+    Args:
+        splits: see `loaded_from_disk`.
+
     Raises:
         ConfigError: it cannot be read, or does not fit the objective, the model or the length.
     """
-    saved = loaded_from_disk(data.path)
+    saved, path = loaded_from_disk(data.path, splits)
+    data = replace(data, path=path)
     columns = saved.column_names
     if "input_ids" not in columns and "text" not in columns:
         remedy = f"it has the columns {', '.join(columns)}; planaria takes input_ids or text"
@@ -108,13 +117,10 @@ def saved_dataset(
     if "input_ids" not in columns:
         source, other = _saved_text(data.path, saved), None
         if learned_from:
-            other = _saved_text(learned_from, loaded_from_disk(learned_from))
+            training, path = loaded_from_disk(learned_from, TRAINING)
+            other = _saved_text(path, training)
         return text_dataset(
-            source,
-            data,
-            objective=objective,
-            cache_directory=cache_directory,
-            learned_from=other,
+            source, data, objective=objective, cache_directory=cache_directory, learned_from=other
         )
     names = [name for name in ("input_ids", "labels") if name in columns]
     if objective == "supervised" and "labels" not in names:
@@ -163,8 +169,15 @@ def _saved_text(path: str, saved: Any) -> TextSource:
     return TextSource(path, _saved_digest(path), partial(_row_texts, saved))
 
 
-def loaded_from_disk(path: str) -> Any:
-    """The saved `datasets.Dataset`; the split "train" if the directory has several splits."""
+def loaded_from_disk(path: str, splits: Sequence[str] = TRAINING) -> tuple[Any, str]:
+    """The saved `datasets.Dataset`, and the directory that holds it alone.
+
+    Args:
+        splits: names of splits; if the directory has several, the first of these is taken.
+
+    Raises:
+        ConfigError: there is no data set, or it has none of the splits.
+    """
     if importlib.util.find_spec("datasets") is None:
         raise ConfigError("data.kind", "hf", "it needs more packages: pip install 'planaria[hf]'")
     import datasets
@@ -175,11 +188,15 @@ def loaded_from_disk(path: str) -> Any:
         remedy = f"{error}; give a directory that save_to_disk of datasets wrote"
         raise ConfigError("data.path", path, remedy) from error
     if not isinstance(saved, datasets.DatasetDict):
-        return saved
-    if "train" not in saved:
-        remedy = f"it has the splits {', '.join(saved)}; give the directory of one of them"
-        raise ConfigError("data.path", path, remedy)
-    return saved["train"]
+        return saved, path
+    for split in splits:
+        if split in saved:
+            return saved[split], str(Path(path, split))
+    remedy = (
+        f"it has the splits {', '.join(saved)}, and none is {' or '.join(splits)}; give the "
+        "directory of one of them"
+    )
+    raise ConfigError("data.path", path, remedy)
 
 
 def _kept_lengths(
