@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,11 +83,14 @@ def weight_of(model: nn.Linear) -> list[list[float]]:
     return rows
 
 
-def start(payload: bytes, num_ranks: int, *, copies: int = 3) -> tuple[int, MemoryCheckpointer]:
-    """A rank with a node of its own, whose model is sharded."""
+def start(
+    payload: bytes, num_ranks: int, *, copies: int = 3, is_one_node: bool = False, **more: Any
+) -> tuple[int, MemoryCheckpointer]:
+    """A rank with a node of its own, or one that all share, whose model is sharded."""
     called = order(payload)
     number, directory = called["number"], called["directory"]
-    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    local, of, node = (number, num_ranks, 0) if is_one_node else (0, 1, number)
+    os.environ |= {"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(of)}
     dist.init_process_group(
         "gloo",
         init_method=f"file://{directory}/store",
@@ -94,8 +98,8 @@ def start(payload: bytes, num_ranks: int, *, copies: int = 3) -> tuple[int, Memo
         world_size=num_ranks,
         timeout=timedelta(seconds=600),
     )
-    place = f"{directory}/node{number}"
-    return number, MemoryCheckpointer(*sharded(), copies=copies, can_reform=True, directory=place)
+    more |= {"copies": copies, "can_reform": True, "directory": f"{directory}/node{node}"}
+    return number, MemoryCheckpointer(*sharded(), **more)
 
 
 def lose_the_first(payload: bytes, answer_fd: int) -> None:
@@ -177,6 +181,57 @@ def test_a_loss_while_ranks_begin_anew_is_one_more_loss(server: ForkServer, plac
     told = told_by_ranks(server, f"{__name__}:lose_two", place, killed=[0, 1], num_ranks=3)
 
     assert told == [None, None, [1, 1]]
+
+
+def lose_the_last(payload: bytes, answer_fd: int) -> None:
+    """The second of two ranks kills itself after a save, of which there is one copy."""
+    is_one_node = order(payload)["is_one_node"]
+    number, checkpointer = start(payload, 2, copies=1, is_one_node=is_one_node)
+    model = checkpointer._group._state.model
+    assert isinstance(model, nn.Linear)
+    expected = weight_of(model)
+    checkpointer.save(5)
+    checkpointer.wait_ended()
+    dist.barrier()
+    if number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    before = checkpointer._memory.versions()
+    checkpointer.reform()
+    torch.manual_seed(2)
+    model, optimizer = sharded()
+    checkpointer.use(model, optimizer)
+    try:
+        iteration = checkpointer.restore()
+    except CheckpointError as error:
+        tell(answer_fd, [str(error), checkpointer._memory.versions() == before])
+        return
+    answer: list[object] = [iteration, weight_of(model) == expected]
+    checkpointer.save(6)
+    checkpointer.wait_ended()
+    checkpointer.save(7)  # What was left of the lost rank is not needed any more.
+    answer.append([label.age for label in checkpointer._memory.versions()[0]][:1])
+    answer.append([label.age for label in checkpointer._memory.versions().get(1, ())])
+    checkpointer.close()
+    tell(answer_fd, answer)
+
+
+def test_what_a_killed_rank_leaves_to_its_machine_is_read_there(
+    server: ForkServer, place: Path
+) -> None:
+    """No memory of a rank that lives has it; a restart of the script would find it, too."""
+    told = told_by_ranks(server, f"{__name__}:lose_the_last", place, killed=[1], is_one_node=True)
+
+    assert told == [[5, True, [6], []], None]
+
+
+def test_ranks_do_not_begin_from_scratch_where_a_restart_would_find_a_version(
+    server: ForkServer, place: Path
+) -> None:
+    """The machine of the lost rank lives, and has its shard; the copies of others stay, too."""
+    told = told_by_ranks(server, f"{__name__}:lose_the_last", place, killed=[1], is_one_node=False)
+
+    assert told[0][1], told
+    assert "start the script again" in told[0][0]
 
 
 def lose_none(payload: bytes, answer_fd: int) -> None:

@@ -95,6 +95,44 @@ def test_a_directory_of_another_user_is_refused(
         os.chown(theirs, 0, -1)
 
 
+def test_a_process_adopts_what_others_leave_and_holds_it_then(place: Path) -> None:
+    """Each of them is given to a single process, for only one may use an arena at a time."""
+    first, second, dead = (attach(place, slot, num_slots=3, idle_s=60.0) for slot in range(3))
+    os.pwrite(dead.fd, b"here", 128)
+    assert first.adopt() == []
+    dead.close()
+
+    (fd,) = first.adopt()
+
+    assert os.pread(fd, 4, 128) == b"here"
+    assert first.adopt() == second.adopt() == []
+    first.close()
+    assert [os.pread(fd, 4, 128) for fd in second.adopt()] == [bytes(4), b"here"]
+    second.close()
+    again = attach(place, 2, num_slots=3, idle_s=60.0)
+    assert os.pread(again.fd, 4, 128) == b"here"
+    again.end()
+
+
+def test_what_was_adopted_goes_to_the_next_keeper_with_the_rest(place: Path) -> None:
+    """A restart of the script may still need it."""
+    first, dead = (attach(place, slot, num_slots=2, idle_s=60.0) for slot in range(2))
+    os.pwrite(dead.fd, b"here", 128)
+    dead.close()
+    first.adopt()
+    (process,) = keepers(place)
+    process.kill()
+    process.wait(timeout=TIMEOUT_S)
+    first.renew()
+    assert first.adopt() == []
+    first.close()
+
+    again = attach(place, 0, num_slots=2, idle_s=60.0)
+
+    assert [os.pread(fd, 4, 128) for fd in again.further_fds] == [b"here"]
+    again.end()
+
+
 def test_a_keeper_without_descriptors_keeps_what_it_has(place: Path) -> None:
     """It would lose all copies if it ended; who connects waits until there are some."""
     first = attach(place, 0, num_slots=2, idle_s=60.0)

@@ -69,6 +69,7 @@ class GroupCopies:
 
     Args:
         store_port: port of this rank's store, at which ranks meet after a loss; 0: it has none.
+        had_version: whether a group before this one had a version, as far as this rank knows.
 
     Attributes:
         rank: number of this rank.
@@ -84,6 +85,7 @@ class GroupCopies:
         options: Options,
         *,
         store_port: int,
+        had_version: bool,
     ) -> None:
         self._memory, self._state, self._tier, self._options = memory, state, tier, options
         self._device = device_at(next(state.model.parameters()).device)
@@ -92,7 +94,7 @@ class GroupCopies:
         self._turns: BetweenCollectives | None = None
         self._copier: Copier | None = None
         self._placement = Placement(())
-        self._saved = -1
+        self._saved, self._had_version = -1, had_version
         self._num_persisted = 0  # How many times `persist_every` the newest saved version has.
         # Before this rank makes connections of its own to others.
         connections = connections_between_ranks() if store_port else frozenset()
@@ -150,6 +152,18 @@ class GroupCopies:
         """A name that no other group of this or another job has."""
         return f"{self._epoch}-{self._run}"
 
+    @property
+    def has_version(self) -> bool:
+        """Whether there is a complete version as far as this rank knows: its own part has ended."""
+        copier = self._copier
+        label = copier.complete_label if copier is not None else self._complete_label
+        if copier is None or label is not None:
+            return label is not None
+        try:
+            return copier.has_ended and not copier.has_failed
+        except (AbortedError, PeerLostError):
+            return False
+
     def _facts(self, store_port: int) -> RankFacts:
         return RankFacts(
             node=self._memory.node,
@@ -184,6 +198,11 @@ class GroupCopies:
                 logger.warning("the copies of iteration %s are not used: %s", label.age, reason)
         if self._saved >= 0:  # The model has been trained, so 0 would be wrong.
             raise CheckpointError("no version in memory is complete: the model stays as it is")
+        if true_on_all(self._had_version)[0]:
+            raise CheckpointError(
+                "the ranks that are left have no version whole in memory; start the script again: "
+                "memory of the machines of lost ranks may have the rest"
+            )
         if (on_disk or problem) and self._tier:
             why = problem or "the log says why"
             raise CheckpointError(

@@ -5,7 +5,8 @@ its own, so it outlives the ranks and the program that restarts them. A slot is 
 the node (LOCAL_RANK). The keeper makes a file in memory (arena.py) for each slot, and hands its
 descriptor to the rank that asks over a socket in that directory. It ends when it is told to, or
 when nobody has been connected for a while. If a keeper was killed or its socket was removed, the
-ranks that hold its slots hand their files to another keeper.
+ranks that hold its slots hand their files to another keeper. A rank that lives can adopt the slots
+of ranks that have died.
 """
 
 import fcntl
@@ -56,7 +57,7 @@ class KeeperSlot:
 
     Attributes:
         fd: descriptor of the slot's arena.
-        further_fds: descriptors of arenas of slots that nobody holds now, for this process to read.
+        further_fds: descriptors of arenas of slots that nobody else holds, for this one to read.
         keeper_id: random id of the first keeper, in hex; it identifies the node, since several
             machines may have the same host name.
     """
@@ -76,11 +77,7 @@ class KeeperSlot:
         file = _socket_file(self._slot_request.directory)
         if file is None or file != self._file:
             return True
-        try:
-            return not self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except OSError as error:
-            # A keeper that lives sends nothing unasked.
-            return not isinstance(error, BlockingIOError)
+        return _has_left(self._sock)  # A keeper that lives sends nothing unasked.
 
     def renew(self) -> None:
         """Hands the slot's memory to another keeper, which is started if there is none.
@@ -93,6 +90,15 @@ class KeeperSlot:
             self._slot_request, (self.fd, *self.further_fds)
         )
         _close(again)
+
+    def adopt(self) -> list[int]:
+        """Takes all slots that nobody holds now, too; returns the descriptors of their arenas.
+
+        Empty if there is none, or the keeper is gone.
+        """
+        _, fds = _ask(self._sock, b'{"adopts": true}\n', ())
+        self.further_fds += fds
+        return fds
 
     def end(self) -> None:
         """Ends the keeper, and with it all copies that it owns."""
@@ -111,6 +117,14 @@ def _leave(reference: "weakref.ref[KeeperSlot]") -> None:
     """Closes a forked child's connection, which would hold the slot after its parent's death."""
     if kept := reference():
         kept.close()
+
+
+def _has_left(sock: socket.socket) -> bool:
+    """Whether the other end has closed its connection, and nothing of it is left to read."""
+    try:
+        return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
 
 
 def attach(directory: Path, slot: int, *, num_slots: int, idle_s: float) -> KeeperSlot:
@@ -266,7 +280,7 @@ class _KeeperState:
     Attributes:
         idle_s: time without clients after which it ends; set by the newest client.
         slots: descriptor of each slot's arena, by slot.
-        held: slot that each client holds, by client.
+        held: slots that each client holds, by client: its own, and those that it reads.
         is_over: whether a client has asked it to end.
         is_short: whether it lacks the resources to accept a client; that was logged then.
         keeper_id: random id of this keeper.
@@ -274,7 +288,7 @@ class _KeeperState:
 
     idle_s: float
     slots: dict[int, int] = field(default_factory=dict)
-    held: dict[socket.socket, int] = field(default_factory=dict)
+    held: dict[socket.socket, set[int]] = field(default_factory=dict)
     is_over: bool = False
     is_short: bool = False
     keeper_id: bytes = field(default_factory=lambda: secrets.token_bytes(_ID_BYTES))
@@ -348,16 +362,17 @@ def _answer_client(client: socket.socket, state: _KeeperState) -> bool:
             if not line:
                 return False
             wish = _wish(line)
-            if wish is None:
+            if wish == "ends":
                 state.is_over = True
                 return False
+            if isinstance(wish, str):
+                _give_unheld(client, state)
+                return True
             slot, num_slots, idle_s = wish
-            if holder := next(
-                (peer for peer, peer_slot in held.items() if peer_slot == slot), None
-            ):
+            if holder := next((peer for peer, theirs in held.items() if slot in theirs), None):
                 client.sendall(_TAKEN + str(_peer_of(holder)[0]).encode())
                 return True
-            held[client] = slot
+            held[client] = {slot}
             state.idle_s = idle_s
             unused.pop_all()
             for index, fd in enumerate(fds_given):
@@ -367,19 +382,31 @@ def _answer_client(client: socket.socket, state: _KeeperState) -> bool:
                 slots[number] = fd
             if slot not in slots:
                 slots[slot] = arena_fd()
-            free = sorted(slots.keys() - {*held.values()})
-            further = [slots[n] for n in free if n >= num_slots and n % num_slots == slot]
-            socket.send_fds(
-                client, [_GRANTED + state.keeper_id], [slots[slot], *further][:_FDS_MAX]
-            )
+            free = sorted(slots.keys() - set().union(*held.values()))
+            further = [n for n in free if n >= num_slots and n % num_slots == slot]
+            further = further[: _FDS_MAX - 1]
+            held[client].update(further)
+            fds = [slots[n] for n in (slot, *further)]
+            socket.send_fds(client, [_GRANTED + state.keeper_id], fds)
         except (OSError, OverflowError, RecursionError, ValueError) as error:
             sys.stderr.write(f"a client sent an unusable request: {error}\n")
             return False
     return True
 
 
-def _wish(line: bytes) -> tuple[int, int, float] | None:
-    """Slot, number of slots and idle_s of a client that asks for a slot; None: it ends the keeper.
+def _give_unheld(client: socket.socket, state: _KeeperState) -> None:
+    """Gives a client all slots that nobody holds; it holds them from now on."""
+    # The end of a client that was killed may not have been noticed yet.
+    theirs = [slots for peer, slots in state.held.items() if not _has_left(peer)]
+    unheld = sorted(state.slots.keys() - set().union(*theirs))[:_FDS_MAX]
+    state.held.setdefault(client, set()).update(unheld)
+    socket.send_fds(client, [_GRANTED], [state.slots[slot] for slot in unheld])
+
+
+def _wish(line: bytes) -> tuple[int, int, float] | str:
+    """Slot, number of slots and idle_s of a client that asks for a slot; or what else it does.
+
+    That is "ends", for the keeper, or "adopts", for all slots that nobody holds.
 
     Raises:
         ValueError: the line is not a request.
@@ -387,7 +414,9 @@ def _wish(line: bytes) -> tuple[int, int, float] | None:
     """
     match json.loads(line):
         case {"ends": True}:
-            return None
+            return "ends"
+        case {"adopts": True}:
+            return "adopts"
         case {"slot": int(slot), "of": int(num_slots), "idle_s": int() | float() as idle_s} if (
             slot >= 0 and num_slots >= 1 and idle_s >= 0  # NaN is not.
         ):

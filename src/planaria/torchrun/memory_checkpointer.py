@@ -162,6 +162,7 @@ class MemoryCheckpointer:
         self._memory = RankMemory(place, idle_s=idle_s)
         self._is_closed = False
         self._generation = 0  # The number of groups before this one.
+        self._had_version = False  # One of them had a version, as far as this rank knows.
         self._group = self._begin(TrainingState(model, optimizer, others or {}, per_rank or {}))
         # What the members of the default group know of each other, by rank.
         self._stores = self._group.stores
@@ -171,7 +172,14 @@ class MemoryCheckpointer:
 
     def _begin(self, state: TrainingState) -> GroupCopies:
         store_port = self._store.port if self._store else 0
-        return GroupCopies(self._memory, state, self._tier, self._options, store_port=store_port)
+        return GroupCopies(
+            self._memory,
+            state,
+            self._tier,
+            self._options,
+            store_port=store_port,
+            had_version=self._had_version,
+        )
 
     def restore(self) -> int:
         """Restores the newest version of which all shards exist.
@@ -185,8 +193,10 @@ class MemoryCheckpointer:
             The iteration of the version; 0: there is none.
 
         Raises:
-            CheckpointError: no version could be restored in the middle of a run, or none of those
-                in `persist_directory`, or that cannot be read; the model is unchanged.
+            CheckpointError: no version could be restored in the middle of a run or after `reform`,
+                or none of those in `persist_directory`, or that cannot be read; the model and all
+                copies are unchanged. After `reform` a restart of the script may find what memory of
+                machines of lost ranks has.
             ConfigError: a tensor is sparse, or has no values yet, as on the meta device.
         """
         self._check_open()
@@ -277,6 +287,7 @@ class MemoryCheckpointer:
             raise ConfigError("can_reform", False, remedy)
         group = self._group if self._is_used else None
         if group is not None:
+            self._had_version |= group.has_version
             group.end()
         leave_group()
         self._generation += 1
@@ -315,6 +326,7 @@ class MemoryCheckpointer:
     ) -> None:
         """Begins with a model that was made anew after `reform`; `restore` fills it."""
         self._check_open()
+        self._memory.adopt()
         self._group = self._begin(TrainingState(model, optimizer, others or {}, per_rank or {}))
         self._is_used = True
 

@@ -58,6 +58,10 @@ class RankMemory:
                 versions[shard] = (*versions.get(shard, ()), *labels)
         return versions
 
+    def adopt(self) -> None:
+        """Takes over what ranks of this node that have died have left here, to read."""
+        self.older += map(Arena, self._slot.adopt())
+
     def drop_older(self) -> None:
         """Drops what ranks that are no more have left here."""
         for arena in self.older:
