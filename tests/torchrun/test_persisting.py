@@ -104,6 +104,28 @@ def test_the_newest_run_s_versions_are_kept_and_read_first(make: Make, tmp_path:
     assert make().restore() == 4
 
 
+@pytest.mark.parametrize("restores", [True, False])
+def test_a_run_s_saves_are_the_newest_though_an_earlier_one_s_clock_was_ahead(
+    restores: bool, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would be pruned as soon as they were there."""
+    with monkeypatch.context() as patch:
+        patch.setattr("planaria.torchrun.group_copies.time.time_ns", lambda: 1 << 61)
+        first = make(keep=1)
+    train(first, 3)
+    assert first.persist()
+    first.close()  # With it all that memory had.
+    second = make(keep=1)
+    if restores:
+        assert second.restore() == 3
+    train(second, 4)
+    assert second.persist()
+    second.close()
+
+    assert saves(tmp_path) == [4]
+    assert make().restore() == 4
+
+
 def test_a_version_that_memory_has_is_not_read_from_disk(make: Make, tmp_path: Path) -> None:
     saver = make()
     train(saver, 1)

@@ -114,6 +114,7 @@ class GroupCopies:
         if store_port:
             self._watch = LossWatch(self.links, self._world_size, connections)
         self._epoch = _epoch_after(self.ranks)  # The epoch in the labels of this run's versions.
+        self._is_above_saves = tier is None  # Whether that is above the epochs behind memory, too.
         # The version of earlier runs that is kept until one of this run is complete.
         self._complete_label = next(iter(self._restores.complete()), None)
 
@@ -150,7 +151,7 @@ class GroupCopies:
     @property
     def name(self) -> str:
         """A name that no other group of this or another job has."""
-        return f"{self._epoch}-{self._run}"
+        return str(self._run)  # The epoch may not have risen yet on a rank that lost its peers.
 
     @property
     def has_version(self) -> bool:
@@ -187,6 +188,7 @@ class GroupCopies:
         self._state.reshard()
         check_tensors_on_all(self._state)
         in_memory, (on_disk, problem) = self._restores.complete(), self._labels_on_disk()
+        self._go_above(on_disk)
         for label in sorted({*in_memory, *on_disk}, key=_begin_of, reverse=True):
             reason = self._restore_version(label, label in in_memory, label in on_disk)
             if not reason:
@@ -230,6 +232,11 @@ class GroupCopies:
             except CheckpointError as error:
                 problem = str(error)
         return gather_records(tuple[tuple[Label, ...], str], (labels, problem))[0]
+
+    def _go_above(self, on_disk: Sequence[Label]) -> None:
+        """Has this run's epoch above those of saves, of which the machines' clocks may not know."""
+        self._epoch = max([self._epoch, *(1 + label.epoch for label in on_disk)])
+        self._is_above_saves = True
 
     def _restore_version(self, label: Label, is_in_memory: bool, is_on_disk: bool) -> str:
         """Restores a version from memory, or else from the tier behind it; returns why it failed,
@@ -401,6 +408,11 @@ class GroupCopies:
         if not is_replicated:
             self._shard_copies = shard_copies(self._nodes, self._placement)
         self._check(own)
+        if not self._is_above_saves:  # Nothing was restored.
+            on_disk, problem = self._labels_on_disk()
+            self._go_above(on_disk)
+            if problem and not self.rank:
+                logger.warning("it is not known what was saved earlier: %s", problem)
         self._turns = self._turns or between_collectives(
             self.links,
             self._nodes,
