@@ -186,7 +186,10 @@ def test_a_loss_while_ranks_begin_anew_is_one_more_loss(server: ForkServer, plac
 def lose_the_last(payload: bytes, answer_fd: int) -> None:
     """The second of two ranks kills itself after a save, of which there is one copy."""
     is_one_node = order(payload)["is_one_node"]
-    number, checkpointer = start(payload, 2, copies=1, is_one_node=is_one_node)
+    saves = f"{order(payload)['directory']}/saves"
+    number, checkpointer = start(
+        payload, 2, copies=1, is_one_node=is_one_node, persist_directory=saves
+    )
     model = checkpointer._group._state.model
     assert isinstance(model, nn.Linear)
     expected = weight_of(model)
@@ -205,7 +208,8 @@ def lose_the_last(payload: bytes, answer_fd: int) -> None:
     except CheckpointError as error:
         tell(answer_fd, [str(error), checkpointer._memory.versions() == before])
         return
-    answer: list[object] = [iteration, weight_of(model) == expected]
+    answer: list[object] = [iteration, weight_of(model) == expected, checkpointer.persist()]
+    answer.append(sorted(path.name for path in Path(saves).glob("5-*/*")))
     checkpointer.save(6)
     checkpointer.wait_ended()
     checkpointer.save(7)  # What was left of the lost rank is not needed any more.
@@ -218,10 +222,11 @@ def lose_the_last(payload: bytes, answer_fd: int) -> None:
 def test_what_a_killed_rank_leaves_to_its_machine_is_read_there(
     server: ForkServer, place: Path
 ) -> None:
-    """No memory of a rank that lives has it; a restart of the script would find it, too."""
+    """No memory of a rank that lives has it. It can be written behind memory from there, too."""
     told = told_by_ranks(server, f"{__name__}:lose_the_last", place, killed=[1], is_one_node=True)
 
-    assert told == [[5, True, [6], []], None]
+    files = ["layer-00000.safetensors", "layer-00001.safetensors", "manifest.json"]
+    assert told == [[5, True, True, files, [6], []], None]
 
 
 def test_ranks_do_not_begin_from_scratch_where_a_restart_would_find_a_version(

@@ -16,7 +16,10 @@ from torch import nn
 from helpers.linked_ranks import wait_until
 from planaria.checkpoint.disk.storage import Content, Directory
 from planaria.errors import CheckpointError, ConfigError
+from planaria.torchrun import group_copies
+from planaria.torchrun.gathering import true_on_all
 from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
+from planaria.torchrun.persisting import PersistentTier
 
 Make = Callable[..., MemoryCheckpointer]
 
@@ -31,8 +34,8 @@ def make(tmp_path: Path) -> Iterator[Make]:
         model = nn.Linear(4, 1, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         where = {"persist_directory": str(tmp_path / "saves"), "persist_every": 2}
-        place = str(tmp_path / f"place{len(made)}")
-        made.append(MemoryCheckpointer(model, optimizer, directory=place, **{**where, **options}))
+        where["directory"] = str(tmp_path / f"place{len(made)}")
+        made.append(MemoryCheckpointer(model, optimizer, **{**where, **options}))
         return made[-1]
 
     yield one
@@ -74,6 +77,84 @@ def test_every_second_version_is_written_and_outlives_memory(make: Make, tmp_pat
     assert weight(other).tolist() == [[3.0] * 4]
     assert other.persist()  # It is there already.
     assert saves(tmp_path) == [2, 3]
+
+
+def test_what_was_restored_is_written_though_no_iteration_follows(
+    make: Make, tmp_path: Path
+) -> None:
+    """A job whose ranks died after its last iteration ends with it."""
+    first = make(directory=str(tmp_path / "place"))
+    train(first, 1)
+    first._memory._slot.close()  # As if the rank were dead.
+    first.close()
+    other = make(directory=str(tmp_path / "place"))
+    assert other.restore() == 1
+    assert saves(tmp_path) == []
+
+    assert other.persist()
+    assert saves(tmp_path) == [1]
+
+
+def test_nothing_to_write_is_told(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert not make().persist()
+    assert "saves nothing: no version is complete" in caplog.text
+
+
+def test_a_version_is_not_published_without_all_its_shards(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fewer ranks may be left than have saved it."""
+    saver = make()
+    train(saver, 1)
+    copier, arena, tier = saver._group._copier, saver._memory.arena, saver._tier
+    assert copier is not None
+    assert copier._label is not None
+    assert tier is not None
+    label = copier._label._replace(since=2)
+    assert arena.share(0, label, like=copier._label)
+
+    tier.write(saver._group.links, (arena,), label, writers={0: 0})
+    tier.wait()
+
+    assert not tier.has_saved(label)
+    assert saves(tmp_path) == []
+    assert "memory has 1 of its 2 shards" in caplog.text
+
+
+def test_a_save_begins_when_the_one_before_is_over(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank's part in that failed at once, and both would use the same tag."""
+    may_write, are_writing = threading.Event(), list[bool]()
+    write, begin, wait = Directory.write, PersistentTier.write, PersistentTier.wait
+
+    def wait_and_write(*arguments: Any, **keys: Any) -> None:
+        may_write.wait(60.0)
+        write(*arguments, **keys)
+
+    def note_and_begin(tier: PersistentTier, *arguments: Any, **keys: Any) -> None:
+        are_writing.append(tier.is_writing)
+        begin(tier, *arguments, **keys)
+
+    def let_write_and_wait(tier: PersistentTier, *arguments: float) -> None:
+        if tier.is_writing:
+            may_write.set()
+        wait(tier, *arguments)
+
+    def false_for_the_first(*flags: bool) -> list[bool]:
+        return [False] if flags[1:] == () and len(are_writing) == 1 else true_on_all(*flags)
+
+    monkeypatch.setattr(Directory, "write", wait_and_write)
+    monkeypatch.setattr(PersistentTier, "write", note_and_begin)
+    monkeypatch.setattr(PersistentTier, "wait", let_write_and_wait)
+    monkeypatch.setattr(group_copies, "true_on_all", false_for_the_first)
+    saver = make(persist_every=1)
+    train(saver, 1)
+
+    saver.persist()
+
+    assert are_writing == [False, False]
 
 
 def test_files_hold_tensors_that_others_can_read(make: Make, tmp_path: Path) -> None:

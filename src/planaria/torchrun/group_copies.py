@@ -347,36 +347,49 @@ class GroupCopies:
             copier.complete()
             age = copier.complete_label.age if copier.complete_label else 0
             if are_quiet and age // self._options.persist_every > self._num_persisted:
-                self._persist(copier)
+                assert copier.complete_label is not None
+                self._persist(copier.complete_label, {n: n for n in range(self._num_shards)})
             self._memory.drop_older()
         return are_free and are_owned
 
-    def _persist(self, copier: Copier) -> None:
-        """Begins to write the newest complete version to the tier behind memory."""
-        label = copier.complete_label
+    def _persist(self, label: Label, writers: Mapping[int, int]) -> None:
+        """Begins to write a complete version to the tier behind memory.
+
+        Args:
+            writers: rank that writes each shard, by shard.
+        """
         assert self._tier is not None
-        assert label is not None
         self._num_persisted = label.age // self._options.persist_every
-        writers = range(1 if self._state.is_replicated else self._world_size)
-        self._tier.write(self.links, self._memory.arena, label, shard=self._shard, writers=writers)
+        arenas = (self._memory.arena, *self._memory.older)
+        self._tier.write(self.links, arenas, label, writers=writers)
+
+    def _keepers_of(self, label: Label) -> dict[int, int]:
+        """A rank that keeps each shard of a version, by shard: its own rank, if that does."""
+        keepers: dict[int, int] = {}
+        versions = gather_records(dict[int, tuple[Label, ...]], self._memory.versions())
+        for rank, labels_by_shard in enumerate(versions):
+            for shard, labels in labels_by_shard.items():
+                if label in labels and (shard == rank or shard not in keepers):
+                    keepers[shard] = rank
+        return keepers
 
     def persist(self) -> bool:
         """Writes the newest version now; see `MemoryCheckpointer.persist`."""
         if self._tier is None:
             raise ConfigError("persist_directory", "", "name a directory or the URL of a store")
         with self._pause_watching():
-            copier = self._copier
-            if copier is None or not copier.has_begun:  # At most a version was restored.
-                label = self._complete_label
-                return label is not None and true_on_all(self._tier.has_saved(label))[0]
-            self.wait_ended()
-            self._tier.wait()
-            self._complete_if_ended(copier)
-            if (label := copier.complete_label) is None:
+            label, copier = self._complete_label, self._copier
+            if copier is not None and copier.has_begun:
+                self.wait_ended()
+                self._tier.wait()
+                self._complete_if_ended(copier)
+                label = copier.complete_label
+            if label is None:
+                logger.warning("rank %s saves nothing: no version is complete", self.rank)
                 return False
-            is_known = self._tier.is_writing or self._tier.has_saved(label)
-            if not true_on_all(is_known)[0]:
-                self._persist(copier)
+            self._tier.wait()  # Also for a save that has just begun: only one may be in progress.
+            if not true_on_all(self._tier.has_saved(label))[0]:
+                self._persist(label, self._keepers_of(label))
             self._tier.wait()
             return true_on_all(self._tier.has_saved(label))[0]
 

@@ -220,6 +220,8 @@ class MemoryCheckpointer:
     def persist(self) -> bool:
         """Writes the newest version to `persist_directory` now; blocks until it is there.
 
+        That is the newest that is complete; before the first save, the one that was restored.
+
         Returns:
             Whether it is there, the same on all ranks; if not, the log says why.
 

@@ -2,16 +2,17 @@
 
 Some complete versions in memory are written there, one safetensors file for each shard, and a
 manifest last (checkpoint/disk/tiers.py). Each rank writes its own shard from its memory of copies,
-in a thread; a version that is being written stays in memory until then, so the version takes memory
-once more. Rank 0 hears from all others how that went, and publishes the version. Training waits for
-none of this: a version that is due while an older one is still being written is left out.
+in a thread; of a version that was restored it writes some of those that it keeps. A version that is
+being written stays in memory until then, so the version takes memory once more. Rank 0 hears from
+all others how that went, and publishes the version. Training waits for none of this: a version that
+is due while an older one is still being written is left out.
 
 The newest version is that of the run that began last, as in memory.
 """
 
 import logging
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -48,15 +49,15 @@ _DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
 }
 
 
-class _WrittenShard(msgspec.Struct, frozen=True):
-    """A rank's message to rank 0 about its shard.
+class _WrittenShards(msgspec.Struct, frozen=True):
+    """A rank's message to rank 0 about the shards that it writes.
 
     Attributes:
-        file: its file; None: it is not written.
-        reason: why not, in words.
+        files: their files.
+        reason: why they are not written, in words; empty: they are.
     """
 
-    file: LayerFile | None = None
+    files: tuple[LayerFile, ...] = ()
     reason: str = ""
 
 
@@ -88,16 +89,17 @@ class PersistentTier:
         return self._thread is not None and self._thread.is_alive()
 
     def write(
-        self, links: Links, arena: Arena, label: Label, *, shard: int, writers: Collection[int]
+        self, links: Links, arenas: Sequence[Arena], label: Label, *, writers: Mapping[int, int]
     ) -> None:
-        """Begins to write a complete version, on all `writers` and on rank 0.
+        """Begins to write a complete version, on all `writers` and on rank 0; `wait` ends before.
 
         Args:
-            shard: number of this rank's shard.
-            writers: ranks that write one shard each.
+            arenas: arenas that this rank can read.
+            writers: rank that writes each shard, by shard.
         """
-        arena.hold(label)
-        arguments = links, arena, label, shard, frozenset(writers)
+        for arena in arenas:
+            arena.hold(label)
+        arguments = links, tuple(arenas), label, writers
         self._thread = threading.Thread(
             target=self._write, args=arguments, name="persist", daemon=True
         )
@@ -117,17 +119,16 @@ class PersistentTier:
         self._saved = label
 
     def _write(
-        self, links: Links, arena: Arena, label: Label, shard: int, writers: frozenset[int]
+        self, links: Links, arenas: Sequence[Arena], label: Label, writers: Mapping[int, int]
     ) -> None:
-        written = _WrittenShard()
         try:
-            if links.rank in writers:
-                written = self._write_shard(arena, label, shard)
+            shards = sorted(shard for shard, rank in writers.items() if rank == links.rank)
+            written = self._write_shards(arenas, label, shards)
             tag = Tag(Channel.SAVED, label.age, 0, 0)
             reason = written.reason
             if not links.rank:
-                reason = self._publish(links, label, tag, writers, written)
-            elif links.rank in writers:
+                reason = self._publish(links, label, tag, {*writers.values()}, written)
+            elif shards:
                 links.send(0, tag, np.frombuffer(msgspec.json.encode(written), dtype=np.uint8))
             if not reason:
                 self._saved = label
@@ -136,30 +137,40 @@ class PersistentTier:
         except (AbortedError, PeerLostError) as error:
             logger.warning("iteration %s is not saved: %s", label.age, error)
         finally:
-            arena.release(label)
+            for arena in arenas:
+                arena.release(label)
 
-    def _write_shard(self, arena: Arena, label: Label, shard: int) -> _WrittenShard:
+    def _write_shards(
+        self, arenas: Sequence[Arena], label: Label, shards: Collection[int]
+    ) -> _WrittenShards:
+        files = []
         try:
-            tensors = _typed_tensors(state_of(arena.read(shard, label)))
-            return _WrittenShard(self._tier.write_layer(label.age, label.epoch, shard, tensors))
+            for shard in shards:
+                arena = next((a for a in arenas if label in a.versions().get(shard, ())), arenas[0])
+                tensors = _typed_tensors(state_of(arena.read(shard, label)))
+                files.append(self._tier.write_layer(label.age, label.epoch, shard, tensors))
         except CheckpointError as error:
-            return _WrittenShard(reason=str(error))
+            return _WrittenShards(reason=str(error))
+        return _WrittenShards(tuple(files))
 
     def _publish(
-        self, links: Links, label: Label, tag: Tag, writers: frozenset[int], own: _WrittenShard
+        self, links: Links, label: Label, tag: Tag, writers: Collection[int], own: _WrittenShards
     ) -> str:
         """Publishes a version once all shards are written; returns why not, empty if it did."""
-        written = [own] if links.rank in writers else []
-        for rank in sorted(writers - {links.rank}):
+        written = [own]
+        for rank in sorted({*writers} - {links.rank}):
             raw = links.receive(rank, tag, timeout_s=UNLIMITED_S)
-            written.append(msgspec.json.decode(raw.tobytes(), type=_WrittenShard))
+            written.append(msgspec.json.decode(raw.tobytes(), type=_WrittenShards))
         if reason := next((each.reason for each in written if each.reason), ""):
             return reason
+        files = sorted((f for each in written for f in each.files), key=lambda f: f.layer)
+        if [file.layer for file in files] != list(range(label.since)):
+            return f"memory has {len(files)} of its {label.since} shards"
         manifest = Manifest(
             iteration=label.age,
             epoch=label.epoch,
             job={"kind": _KIND, "shards": label.since, "run": label.run},
-            layers=tuple(each.file for each in written if each.file is not None),
+            layers=tuple(files),
         )
         try:
             self._tier.publish(manifest)
