@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from helpers.forked_ranks import order, tell, told_by_ranks
 from helpers.keepers import keepers
 from helpers.linked_ranks import wait_until
 from helpers.machines import free_port
-from planaria.errors import CheckpointError
+from planaria.errors import CheckpointError, ConfigError
 from planaria.nodes.forkserver import ForkServer
+from planaria.torchrun import group_copies
 from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
 
 pytestmark = pytest.mark.faults
@@ -31,6 +33,8 @@ pytestmark = pytest.mark.faults
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp2_in_process.py"
 NUM_RANKS = 4
 TIMEOUT_S = 110.0
+# Numbers of copies for which there is memory after a loss, and what ranks tell of survival then.
+FEWER: list[tuple[int, list[object]]] = [(1, [[1.0, 0.0, 0.0]]), (0, [])]
 
 
 @pytest.fixture
@@ -102,6 +106,12 @@ def start(
     return number, MemoryCheckpointer(*sharded(), **more)
 
 
+def refuse_above(copies_max: int, *_: Any, num_copies: int, **__: Any) -> None:
+    """As if there were memory for so many copies."""
+    if num_copies > copies_max:
+        raise ConfigError("copies", num_copies, "make fewer copies")
+
+
 def lose_the_first(payload: bytes, answer_fd: int) -> None:
     """Rank 0 kills itself after a save; the others wait for it in a collective."""
     torch.manual_seed(1)
@@ -124,32 +134,41 @@ def lose_the_first(payload: bytes, answer_fd: int) -> None:
     torch.manual_seed(2)
     model, optimizer = sharded()
     checkpointer.use(model, optimizer)
+    refuse = partial(refuse_above, order(payload)["copies_max"])
+    pytest.MonkeyPatch().setattr(group_copies, "check_room_on_all", refuse)
     iteration = checkpointer.restore()
     answer: list[object] = [bool(reason), dist.get_rank(), iteration, weight_of(model) == expected]
     copier = checkpointer._group._copier
-    assert copier is not None
-    wait_until(lambda: copier.has_ended)  # Copies are made anew without anybody's asking.
-    answer.append(checkpointer.survival)
+    if copier is not None:
+        wait_until(lambda: copier.has_ended)  # Copies are made anew without anybody's asking.
+        answer.append(checkpointer.survival)
     dist.barrier()
     checkpointer.close()
     tell(answer_fd, answer)
 
 
-def test_ranks_that_live_make_a_group_without_the_lost_one(server: ForkServer, place: Path) -> None:
+@pytest.mark.parametrize(
+    ("copies_max", "told_of_copies"),
+    [(2, [[1.0, 1.0, 0.0]]), *(pytest.param(n, t, marks=pytest.mark.long) for n, t in FEWER)],
+)
+def test_ranks_that_live_make_a_group_without_the_lost_one(
+    copies_max: int, told_of_copies: list[object], server: ForkServer, place: Path
+) -> None:
     """They learn of the loss at once, whatever the timeout of their group is; their shards are cut
-    anew, and kept twice again before a step is taken."""
+    anew, and kept twice again before a step is taken, if there is memory for that."""
     told = told_by_ranks(
         server,
         f"{__name__}:lose_the_first",
         place,
         killed=[0],
         num_ranks=3,
+        copies_max=copies_max,
     )
 
     assert told == [
         None,
-        [True, 0, 1, True, [1.0, 1.0, 0.0]],
-        [True, 1, 1, True, [1.0, 1.0, 0.0]],
+        [True, 0, 1, True, *told_of_copies],
+        [True, 1, 1, True, *told_of_copies],
     ]
 
 

@@ -1,6 +1,7 @@
 """What belongs to one process group begins whole, or leaves nothing behind."""
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,18 +10,29 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.linked_ranks import wait_until
+from planaria.errors import AbortedError, PeerLostError
 from planaria.torchrun import group_copies
 from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
 
 
-def test_a_loss_while_ranks_meet_leaves_no_links(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The ranks that live try again, perhaps often."""
+@pytest.fixture
+def saver(tmp_path: Path) -> Iterator[MemoryCheckpointer]:
+    """That of a single rank."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    saver = MemoryCheckpointer(model, optimizer, directory=str(tmp_path / "place"))
+    place, saves = str(tmp_path / "place"), str(tmp_path / "saves")
+    checkpointer = MemoryCheckpointer(model, optimizer, directory=place, persist_directory=saves)
+    yield checkpointer
+    checkpointer.close()
+    dist.destroy_process_group()
+
+
+def test_a_loss_while_ranks_meet_leaves_no_links(
+    saver: MemoryCheckpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks that live try again, perhaps often."""
+    state = saver._group._state
     before = threading.active_count()
 
     def fail(*_: object) -> None:
@@ -29,8 +41,24 @@ def test_a_loss_while_ranks_meet_leaves_no_links(
     with monkeypatch.context() as patch:
         patch.setattr(group_copies, "gather_records", fail)
         with pytest.raises(RuntimeError, match="closed by peer"):
-            saver.use(model, optimizer)
+            saver.use(state.model, state.optimizer)
 
     wait_until(lambda: threading.active_count() <= before)
-    saver.close()
-    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("error", [PeerLostError(1, "gone"), AbortedError("links closed")])
+@pytest.mark.parametrize("call", ["restore", "save", "persist"])
+def test_a_loss_is_an_error_for_which_scripts_look(
+    call: str, error: Exception, saver: MemoryCheckpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their loops catch a RuntimeError and begin anew."""
+    assert saver.save(1)
+    saver.wait_ended()
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(group_copies, "true_on_all", fail)
+        with pytest.raises(RuntimeError, match=str(error)):
+            getattr(saver, call)(*((2,) if call == "save" else ()))

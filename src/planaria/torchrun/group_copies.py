@@ -8,8 +8,8 @@ order.
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final
 
 import msgspec
@@ -93,7 +93,7 @@ class GroupCopies:
         self.rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._turns: BetweenCollectives | None = None
         self._copier: Copier | None = None
-        self._placement = Placement(())
+        self._placement, self._num_copies = Placement(()), options.copies
         self._saved, self._had_version = -1, had_version
         self._num_persisted = 0  # How many times `persist_every` the newest saved version has.
         # Before this rank makes connections of its own to others.
@@ -103,10 +103,8 @@ class GroupCopies:
         self._run = int.from_bytes(random_bytes[16:]) >> 2
         self.links = Links(self.rank, token=random_bytes[:16], host=own_host())
         try:
-            self._meet(store_port)
-        except PeerLostError as error:  # Scripts look for the errors of torch.
-            self.links.close()
-            raise dist.DistNetworkError(str(error)) from error
+            with _errors_of_torch():
+                self._meet(store_port)
         except BaseException:
             self.links.close()
             raise
@@ -179,7 +177,7 @@ class GroupCopies:
 
     def restore(self) -> int:
         """Restores the newest version; see `MemoryCheckpointer.restore`."""
-        with self._pause_watching():
+        with _errors_of_torch(), self._pause_watching():
             return self._restore_newest()
 
     def _restore_newest(self) -> int:
@@ -261,12 +259,26 @@ class GroupCopies:
                     keeping[shard].add(node)
         num_nodes = len({*self._nodes})
         wanted = num_nodes if label.since == 1 else min(self._options.copies, num_nodes)
-        if min(map(len, keeping.values())) < wanted:
-            self._begin(label.age)
+        if min(map(len, keeping.values())) < wanted and self._begin_with_room(label.age):
             if self._turns is not None:
                 self._turns.rush()  # Nothing else uses the network yet.
             self._saved = label.age - 1
             self.wait_copied()
+
+    def _begin_with_room(self, iteration: int) -> bool:
+        """Begins a version with as many copies as there is memory for; returns whether it begins.
+
+        The state was restored already, so the job goes on with fewer copies.
+        """
+        for num_copies in range(min(self._options.copies, len({*self._nodes})), 0, -1):
+            self._num_copies = num_copies
+            try:
+                return self._begin(iteration)
+            except ConfigError as error:
+                if not self.rank:
+                    logger.warning("%s copies are not made anew: %s", num_copies, error)
+        self._num_copies = self._options.copies
+        return False
 
     def _end_run(self, copier: Copier) -> None:
         """Ends the run of versions in progress, since later states are not a continuation of it.
@@ -297,10 +309,11 @@ class GroupCopies:
                 f"must be above {self._saved}, the iteration that was saved before",
             )
         self._check_not_aborted()
-        with self._pause_watching():
-            begins = self._begin(iteration)
-        if self._turns is not None:
-            self._turns.on_iteration_begin(begins=begins)
+        with _errors_of_torch():
+            with self._pause_watching():
+                begins = self._begin(iteration)
+            if self._turns is not None:
+                self._turns.on_iteration_begin(begins=begins)
         return begins
 
     def _check_not_aborted(self) -> None:
@@ -377,7 +390,7 @@ class GroupCopies:
         """Writes the newest version now; see `MemoryCheckpointer.persist`."""
         if self._tier is None:
             raise ConfigError("persist_directory", "", "name a directory or the URL of a store")
-        with self._pause_watching():
+        with _errors_of_torch(), self._pause_watching():
             label, copier = self._complete_label, self._copier
             if copier is not None and copier.has_begun:
                 self.wait_ended()
@@ -463,7 +476,7 @@ class GroupCopies:
         check_room_on_all(
             self._nodes,
             self._shard_copies,
-            num_copies=self._options.copies,
+            num_copies=self._num_copies,
             own_bytes=sum(array.nbytes for array in state.values()),
             arena_bytes=self._memory.arena.num_bytes,
             is_persisted=self._tier is not None,
@@ -478,12 +491,12 @@ class GroupCopies:
         domains = [rank.domain for rank in self.ranks]
         if options.placement != "optimised":
             return place_nodes(
-                self._nodes, options.copies, strategy=options.placement, domains=domains
+                self._nodes, self._num_copies, strategy=options.placement, domains=domains
             )
         # A search that takes seconds; its result must be the same on all machines.
         own = Placement(())
         if not self.rank:
-            own = place_nodes(self._nodes, options.copies, strategy="optimised", domains=domains)
+            own = place_nodes(self._nodes, self._num_copies, strategy="optimised", domains=domains)
         return Placement(gather_records(tuple[tuple[int, ...], ...], own.holders)[0])
 
     @property
@@ -531,6 +544,15 @@ class GroupCopies:
         if self._copier is not None:
             self._copier.close()
             self._copier = None
+
+
+@contextmanager
+def _errors_of_torch() -> Iterator[None]:
+    """A context in which the loss of a peer is an error of torch, for which scripts look."""
+    try:
+        yield
+    except (AbortedError, PeerLostError) as error:
+        raise dist.DistNetworkError(str(error)) from error
 
 
 def _begin_of(label: Label) -> tuple[int, int]:

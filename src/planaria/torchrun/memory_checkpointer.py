@@ -187,7 +187,8 @@ class MemoryCheckpointer:
         Versions of the run that began last come first, and within a run the newest one. A version
         is logged and skipped if it is damaged, belongs to another model, or is refused by one of
         `others`. In the middle of a run, `restore` waits for the version that is being copied, and
-        may restore it. If fewer nodes than should keep the version, its copies are made anew.
+        may restore it. If fewer nodes than should keep the version, its copies are made anew; where
+        memory does not suffice for all, fewer are made, and the log says so.
 
         Returns:
             The iteration of the version; 0: there is none.
@@ -198,6 +199,7 @@ class MemoryCheckpointer:
                 copies are unchanged. After `reform` a restart of the script may find what memory of
                 machines of lost ranks has.
             ConfigError: a tensor is sparse, or has no values yet, as on the meta device.
+            RuntimeError: a peer was lost meanwhile.
         """
         self._check_open()
         return self._group.restore()
@@ -213,6 +215,7 @@ class MemoryCheckpointer:
             ConfigError: no fewer iterations were saved before. The first call, and calls
                 after the optimizer's state got other parts, also raise it if a node lacks memory
                 for the copies, or if a restore could not bring back all of the state.
+            RuntimeError: a peer was lost meanwhile.
         """
         self._check_open()
         return self._group.save(iteration)
@@ -227,6 +230,7 @@ class MemoryCheckpointer:
 
         Raises:
             ConfigError: there is no persist_directory.
+            RuntimeError: a peer was lost meanwhile.
         """
         self._check_open()
         return self._group.persist()
