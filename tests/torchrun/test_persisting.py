@@ -307,6 +307,66 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
     train(saver, 4)
 
 
+def test_a_save_that_fails_once_is_made_up_for_by_the_next_version(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one that is due may be hours away."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise CheckpointError("no answer")
+
+    saver = make(persist_every=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(Directory, "write", fail)
+        train(saver, 4, 5)
+        assert saver._tier is not None
+        saver._tier.wait()
+    assert saves(tmp_path) == []
+
+    train(saver, 6)
+    saver._tier.wait()
+
+    assert saves(tmp_path) == [5]
+    train(saver, 7)
+    saver._tier.wait()
+    assert saves(tmp_path) == [5]
+
+
+def test_an_error_of_any_type_is_the_reason_of_a_save_that_fails(
+    make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank waits for it without a limit."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("of 8 GB")
+
+    monkeypatch.setattr(Directory, "write", fail)
+    saver = make()
+    train(saver, 1)
+
+    assert not saver.persist()
+    assert "iteration 1 is not saved: MemoryError: of 8 GB" in caplog.text
+
+
+def test_a_save_counts_though_older_ones_cannot_be_removed(
+    make: Make,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise CheckpointError("no answer")
+
+    monkeypatch.setattr(Directory, "remove", fail)
+    saver = make(keep=1)
+    for iteration in (1, 2):
+        train(saver, iteration)
+        assert saver.persist()
+
+    assert saves(tmp_path) == [1, 2]
+    assert "are not removed: no answer" in caplog.text
+
+
 def test_nothing_is_persisted_without_a_place(make: Make) -> None:
     with pytest.raises(ConfigError, match="name a directory or the URL of a store"):
         make(persist_directory="").persist()

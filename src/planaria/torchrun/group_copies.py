@@ -95,7 +95,8 @@ class GroupCopies:
         self._copier: Copier | None = None
         self._placement, self._num_copies = Placement(()), options.copies
         self._saved, self._had_version = -1, had_version
-        self._num_persisted = 0  # How many times `persist_every` the newest saved version has.
+        # How many times `persist_every` the newest version has whose save was begun.
+        self._num_persisted = 0
         # Before this rank makes connections of its own to others.
         connections = connections_between_ranks() if store_port else frozenset()
         random_bytes = gather_bytes(secrets.token_bytes(24))[0]
@@ -352,14 +353,16 @@ class GroupCopies:
             is_free, is_whole = False, False
         is_checked = parts_of_state(self._state.optimizer) == self._checked
         is_quiet = self._tier is not None and not self._tier.is_writing
-        are_free, are_whole, are_owned, self._are_checked, are_quiet = true_on_all(
-            is_free, is_whole, self._memory.is_owned(self.rank), is_checked, is_quiet
+        is_saved = self._tier is not None and not self._tier.has_failed
+        are_free, are_whole, are_owned, self._are_checked, are_quiet, are_saved = true_on_all(
+            is_free, is_whole, self._memory.is_owned(self.rank), is_checked, is_quiet, is_saved
         )
         self._check_not_aborted()
         if are_free and are_whole:
             copier.complete()
             age = copier.complete_label.age if copier.complete_label else 0
-            if are_quiet and age // self._options.persist_every > self._num_persisted:
+            is_due = age // self._options.persist_every > self._num_persisted or not are_saved
+            if are_quiet and is_due:
                 assert copier.complete_label is not None
                 self._persist(copier.complete_label, {n: n for n in range(self._num_shards)})
             self._memory.drop_older()

@@ -79,6 +79,7 @@ class PersistentTier:
         self._tier = Tier(storage, is_by_epoch=True)
         self._read_tier = Tier(TimeLimitedStorage(storage, timeout_s=_READ_TIMEOUT_S), True)
         self._thread: threading.Thread | None = None
+        self._begun: Label | None = None  # The label whose save was begun last.
         self._saved: Label | None = None  # The newest label whose save has ended well, here.
 
     # -- saving -----------------------------------------------------------------------------------
@@ -97,6 +98,7 @@ class PersistentTier:
             arenas: arenas that this rank can read.
             writers: rank that writes each shard, by shard.
         """
+        self._begun = label
         for arena in arenas:
             arena.hold(label)
         arguments = links, tuple(arenas), label, writers
@@ -110,13 +112,18 @@ class PersistentTier:
         if self._thread is not None:
             self._thread.join(timeout_s)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank's part in the save that was begun last has not ended well so far."""
+        return self._saved != self._begun
+
     def has_saved(self, label: Label) -> bool:
         """Whether this rank's part in the save of a version has ended well."""
         return self._saved == label
 
     def note_saved(self, label: Label) -> None:
         """Notes that a version is complete there, which another run has saved."""
-        self._saved = label
+        self._begun = self._saved = label
 
     def _write(
         self, links: Links, arenas: Sequence[Arena], label: Label, writers: Mapping[int, int]
@@ -149,8 +156,8 @@ class PersistentTier:
                 arena = next((a for a in arenas if label in a.versions().get(shard, ())), arenas[0])
                 tensors = _typed_tensors(state_of(arena.read(shard, label)))
                 files.append(self._tier.write_layer(label.age, label.epoch, shard, tensors))
-        except CheckpointError as error:
-            return _WrittenShards(reason=str(error))
+        except Exception as error:  # Whatever it is, rank 0 waits for this rank's message.
+            return _WrittenShards(reason=_text(error))
         return _WrittenShards(tuple(files))
 
     def _publish(
@@ -174,9 +181,12 @@ class PersistentTier:
         )
         try:
             self._tier.publish(manifest)
+        except Exception as error:
+            return _text(error)
+        try:
             self._tier.prune(self._keep)
-        except CheckpointError as error:
-            return str(error)
+        except Exception as error:  # The next save tries it again.
+            logger.warning("older saves in %s are not removed: %s", self.place, _text(error))
         return ""
 
     def claim(self, name: str, owner: str) -> bool:
@@ -220,6 +230,12 @@ class PersistentTier:
         except CheckpointError as error:
             return str(error)
         return ""
+
+
+def _text(error: Exception) -> str:
+    """An error in words, with its type if planaria has not worded it."""
+    is_worded = isinstance(error, CheckpointError)
+    return str(error) if is_worded else f"{type(error).__name__}: {error}"
 
 
 def _label_of(manifest: Manifest) -> Label:
