@@ -10,7 +10,7 @@ import pytest
 
 from helpers.linked_ranks import TIMEOUT_S
 from planaria.checkpoint.memory.arena import Arena, arena_fd
-from planaria.checkpoint.memory.filling import HostCopy, fill_alone, no_device
+from planaria.checkpoint.memory.filling import Fill, HostCopy, fill_alone, no_device
 from planaria.checkpoint.memory.landing import DevicePath
 from planaria.checkpoint.memory.stream import Copier, CopyPlan
 from planaria.checkpoint.memory.turns import AtOnce, Buffers, FlowControl, Turns
@@ -71,6 +71,7 @@ def copying_rank(
     layer_bytes: int,
     device_path: DevicePath | None = None,
     turns: Turns | None = None,
+    fill: Fill = fill_alone,
 ) -> Iterator[CopyingRank]:
     """A rank that copies; at the end its epoch is aborted."""
     fd = arena_fd()
@@ -81,7 +82,7 @@ def copying_rank(
             links,
             arena,
             CopyPlan(own=own, copies=copies, since=-1, epoch=0, complete_label=None),
-            host_copy=HostCopy(fill_alone, lambda _: 0, no_device),
+            host_copy=HostCopy(fill, lambda _: 0, no_device),
             flow=FlowControl(buffers, turns or AtOnce(), TIMEOUT_S),
             on_failure=failures.append,
             device_path=device_path,

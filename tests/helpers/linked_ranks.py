@@ -100,8 +100,8 @@ def received(links: Links, peer: int, index: int) -> list[float]:
     return [float(value) for value in data.view(np.float64)]
 
 
-def is_blocked(thread: threading.Thread) -> Callable[[], bool]:
-    """Whether the thread waits in `receive`; it is the only thing that it does."""
+def is_blocked(thread: threading.Thread, *, where: str = "receive") -> Callable[[], bool]:
+    """Whether the thread waits in a function; it is the only thing that it does."""
 
     def check() -> bool:
         # sys._current_frames would be read while the thread goes on: what a frame points to may be
@@ -111,7 +111,7 @@ def is_blocked(thread: threading.Thread) -> Callable[[], bool]:
             stacks.seek(0)
             threads = stacks.read().split("\n\n")
         mine = next((text for text in threads if f"0x{thread.ident or 0:016x}" in text), "")
-        return " in wait_for\n" in mine and " in receive\n" in mine
+        return " in wait_for\n" in mine and f" in {where}\n" in mine
 
     return check
 

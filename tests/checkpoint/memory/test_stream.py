@@ -1,5 +1,6 @@
 """Copies on their way between ranks, each a few threads of this process."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,8 +19,9 @@ from helpers.copying_ranks import (
     damage_pieces,
     layer_state,
 )
-from helpers.linked_ranks import is_blocked, link_ranks, wait_until
+from helpers.linked_ranks import TIMEOUT_S, is_blocked, link_ranks, wait_until
 from planaria.checkpoint.memory.arena import Arena
+from planaria.checkpoint.memory.filling import Fill, fill_alone
 from planaria.checkpoint.memory.stream import TRIES
 from planaria.checkpoint.memory.turns import Buffers, Turns
 from planaria.checkpoint.memory.version import Bytes, Version
@@ -44,6 +46,7 @@ def copying(
     *,
     buffers: Buffers = BUFFERS,
     turns: Sequence[Turns] = (),
+    fill: Fill = fill_alone,
 ) -> Iterator[list[CopyingRank]]:
     """Three ranks that copy."""
     with link_ranks(3) as all_links, ExitStack() as stack:
@@ -56,6 +59,7 @@ def copying(
                     buffers=buffers,
                     layer_bytes=SIZE,
                     turns=turns[links.rank] if turns else None,
+                    fill=fill,
                 )
             )
             for links in all_links
@@ -230,6 +234,64 @@ def test_a_layer_may_change_once_it_is_copied() -> None:
             rank.copier.wait_ended()
 
         assert_kept(ranks, 7)
+
+
+class HalfFill:
+    """Copies half of what is asked for, and the other half once it may.
+
+    Attributes:
+        is_half: whether half is copied.
+        goes_on: whether it may go on.
+    """
+
+    def __init__(self) -> None:
+        self.is_half, self.goes_on = threading.Event(), threading.Event()
+
+    def __call__(self, pairs: Sequence[tuple[Bytes, Bytes]]) -> None:
+        fill_alone([(target[: SIZE // 2], source[: SIZE // 2]) for target, source in pairs])
+        self.is_half.set()
+        assert self.goes_on.wait(TIMEOUT_S)
+        fill_alone([(target[SIZE // 2 :], source[SIZE // 2 :]) for target, source in pairs])
+
+
+def test_a_layer_whose_copy_is_half_made_does_not_change_when_a_peer_is_lost() -> None:
+    """The thread that keeps copies of others learns of it while the other one still copies. A mix
+    of two states would have hashes of its own, and be restored."""
+    fill, states = HalfFill(), {layer: state(layer, 7) for layer in OWN[0]}
+    with copying(fill=fill) as ranks:
+        copier, array = ranks[0].copier, states[0]["parameter/weight"]
+
+        def step() -> None:
+            with pytest.raises(PeerLostError):
+                copier.wait_copied(0)
+            array[:] = 0
+
+        copier.begin(7, states)
+        assert fill.is_half.wait(TIMEOUT_S)
+        ranks[1].links.close()
+        wait_until(lambda: copier._error is not None)
+        stepping = threading.Thread(target=step)
+        stepping.start()
+        is_waiting = is_blocked(stepping, where="wait_copied")
+        wait_until(lambda: is_waiting() or not stepping.is_alive())
+        fill.goes_on.set()
+        stepping.join()
+        wait_until(lambda: ranks[0].kept(7).keys() == {*OWN[0]})
+
+        assert np.array_equal(
+            ranks[0].kept(7)[0]["parameter/weight"], state(0, 7)["parameter/weight"]
+        )
+
+
+def test_a_layer_may_change_once_its_copying_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an error that nobody expects: training does not wait for a thread that is gone."""
+    monkeypatch.setattr(Arena, "begin", Mock(side_effect=ValueError("a bug")))
+    with copying() as ranks:
+        ranks[0].begin(7)
+        wait_until(lambda: ranks[0].copier._error is not None)
+
+        with pytest.raises(ValueError, match="a bug"):
+            ranks[0].copier.wait_copied(0)
 
 
 def test_no_more_is_on_its_way_than_the_receiver_has_buffers_for() -> None:

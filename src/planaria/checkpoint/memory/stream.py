@@ -179,10 +179,11 @@ class Copier:
         """Blocks until the layer is copied, so that it may change.
 
         Raises:
-            AbortedError, PeerLostError: the copying ended early.
+            AbortedError, PeerLostError: the copying ended early; the layer may change all the same.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._error or self.is_copied(layer))
+            # The other thread's error does not end the copy, which would be torn, and be whole.
+            self._changed.wait_for(lambda: self.is_copied(layer))
             self._check()
             self._links.timekeeper.reach(self._copied_s.get(layer, 0.0))
 
@@ -192,7 +193,8 @@ class Copier:
             return not self._num_running or layer not in self._uncopied
 
     def wait_ended(self) -> None:
-        """Blocks until the version has ended for this rank; raises as `wait_copied` does."""
+        """Blocks until the version has ended for this rank; raises as `wait_copied` does, but then
+        layers may still be copied."""
         with self._changed:
             self._changed.wait_for(lambda: self._error or not self._num_running)
             self._check()
@@ -284,21 +286,12 @@ class Copier:
 
     def _copy_and_send(self, label: Label, states: Mapping[int, State]) -> None:
         """Copies this rank's layers, then sends the copies that other ranks keep."""
-        versions: dict[int, Version | None] = {}
-        piece_bytes = self._turns.chunk_bytes(self._piece_bytes_max)
-        for layer in self.own:
-            try:
-                versions[layer] = self._own_copies.copy_layer(
-                    layer, label, states[layer], piece_bytes
-                )
-            except CheckpointError as error:
-                versions[layer] = None
-                self._fail(str(error))
+        try:
+            versions = self._copy_own(label, states)
+        finally:  # From here on the layers may change, whatever has ended the copying.
             with self._changed:
-                self._copied_s[layer] = self._links.timekeeper.now_s()
-                self._uncopied.discard(layer)
+                self._uncopied.clear()
                 self._changed.notify_all()
-        # From here on the layers may change.
         older = self.complete_label
         if older is not None and older.epoch != self._plan.epoch:
             older = None
@@ -316,6 +309,24 @@ class Copier:
         for target, messages in unanswered.items():
             while messages:
                 self._take_answer(target, messages)
+
+    def _copy_own(self, label: Label, states: Mapping[int, State]) -> dict[int, Version | None]:
+        """Copies this rank's layers; returns the copies by layer, None where memory is lacking."""
+        versions: dict[int, Version | None] = {}
+        piece_bytes = self._turns.chunk_bytes(self._piece_bytes_max)
+        for layer in self.own:
+            try:
+                versions[layer] = self._own_copies.copy_layer(
+                    layer, label, states[layer], piece_bytes
+                )
+            except CheckpointError as error:
+                versions[layer] = None
+                self._fail(str(error))
+            with self._changed:
+                self._copied_s[layer] = self._links.timekeeper.now_s()
+                self._uncopied.discard(layer)
+                self._changed.notify_all()
+        return versions
 
     def _send(
         self,
