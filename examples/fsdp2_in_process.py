@@ -17,6 +17,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,7 @@ def main() -> None:
     while True:
         try:
             if lost_s:
+                model = optimizer = None  # Or the old ones take memory beside the new ones.
                 checkpointer.reform()
                 model, optimizer = build(is_ddp=options.ddp)
                 checkpointer.use(model, optimizer)
@@ -76,7 +78,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def build(*, is_ddp: bool) -> tuple[nn.Module, Optimizer]:
+def build(*, is_ddp: bool) -> tuple[Any, Any]:
     """Model and optimizer, for the ranks of the moment."""
     torch.manual_seed(1)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(6)))

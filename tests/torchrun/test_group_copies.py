@@ -1,6 +1,7 @@
 """What belongs to one process group begins whole, or leaves nothing behind."""
 
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from helpers.linked_ranks import wait_until
-from planaria.errors import AbortedError, PeerLostError
+from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
 from planaria.torchrun import group_copies
 from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
 
@@ -62,3 +64,29 @@ def test_a_loss_is_an_error_for_which_scripts_look(
         patch.setattr(group_copies, "true_on_all", fail)
         with pytest.raises(RuntimeError, match=str(error)):
             getattr(saver, call)(*((2,) if call == "save" else ()))
+
+
+def test_a_reform_lets_go_of_the_old_model_and_sees_that_no_rank_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two models may not fit into the memory of a device, and the loop would try again for ever."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    model = nn.Linear(4, 1)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    place = str(tmp_path / "place")
+    saver = MemoryCheckpointer(model, optimizer, can_reform=True, directory=place)
+    assert saver.save(1)
+    old = weakref.ref(model)
+    del model, optimizer
+
+    for _ in range(2):  # The second time because the script could not make a model.
+        with pytest.raises(CheckpointError, match="no rank was lost"):
+            saver.reform()
+        assert old() is None
+        with pytest.raises(ConfigError, match="call `use`"):
+            saver.save(2)
+    saver.close()
+    dist.destroy_process_group()

@@ -538,7 +538,11 @@ class GroupCopies:
             logger.warning("rank %s makes no copies any more: %s", self.rank, error)
 
     def end(self) -> None:
-        """Ends the threads that copy, without waiting for what they copy; links stay."""
+        """Ends the threads that copy, without waiting for what they send; links stay.
+
+        Called once. Nothing refers to model and optimizer afterwards, since the script may need
+        their memory for others.
+        """
         if self._watch is not None:
             self._watch.say_farewell()
         if self._turns is not None:
@@ -547,6 +551,7 @@ class GroupCopies:
         if self._copier is not None:
             self._copier.close()
             self._copier = None
+        del self._state, self._restores, self._host_bytes
 
 
 @contextmanager

@@ -29,6 +29,7 @@ process group after a loss, without a restart (survivors.py):
     while True:
         try:
             if is_broken:
+                model = optimizer = None  # Or the old ones take memory beside the new ones.
                 checkpointer.reform()
                 model, optimizer = build()  # As at the start, on the new group.
                 checkpointer.use(model, optimizer)
@@ -44,6 +45,7 @@ Source: Gemini (SOSP '23).
 Differs from NVRx and lm-resiliency, which need the same ranks again to restore.
 """
 
+import gc
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -201,7 +203,7 @@ class MemoryCheckpointer:
             ConfigError: a tensor is sparse, or has no values yet, as on the meta device.
             RuntimeError: a peer was lost meanwhile.
         """
-        self._check_open()
+        self._check_used()
         return self._group.restore()
 
     def save(self, iteration: int) -> bool:
@@ -217,7 +219,7 @@ class MemoryCheckpointer:
                 for the copies, or if a restore could not bring back all of the state.
             RuntimeError: a peer was lost meanwhile.
         """
-        self._check_open()
+        self._check_used()
         return self._group.save(iteration)
 
     def persist(self) -> bool:
@@ -232,7 +234,7 @@ class MemoryCheckpointer:
             ConfigError: there is no persist_directory.
             RuntimeError: a peer was lost meanwhile.
         """
-        self._check_open()
+        self._check_used()
         return self._group.persist()
 
     def _before_step(self, *_: Any) -> None:
@@ -276,7 +278,8 @@ class MemoryCheckpointer:
 
         Call it where a collective raised an error; all ranks that live must call it. Then make
         model and optimizer anew, as at the start, and call `use`. If another rank is lost by then,
-        call it again. RANK and WORLD_SIZE in the environment are set to the new numbers.
+        call it again. RANK and WORLD_SIZE in the environment are set to the new numbers. It lets go
+        of the old model and optimizer; while the script has them, they take memory, too.
 
         Args:
             timeout_s: longest wait for a rank whose process lives, which may still wait in a
@@ -292,6 +295,7 @@ class MemoryCheckpointer:
             remedy = "set it, so that ranks can meet after a loss"
             raise ConfigError("can_reform", False, remedy)
         group = self._group if self._is_used else None
+        self._is_used = False
         if group is not None:
             self._had_version |= group.has_version
             group.end()
@@ -305,16 +309,17 @@ class MemoryCheckpointer:
             claim=self._claim,
         )
         members = self._store.meet(ranks, self._settings, timeout_s=timeout_s)
-        is_alarmed = group is None or group.is_alarmed
+        is_alarmed = group is not None and group.is_alarmed
         if group is not None:
             group.links.close()
         lost, place = sorted(self._stores.keys() - {*members}), members.index(self._rank)
         logger.warning("rank %s is rank %s now, without ranks %s", self._rank, place, lost)
         self._stores = {number: self._stores[member] for number, member in enumerate(members)}
-        self._rank, self._is_used = place, False
+        self._rank = place
         # What it remembers of layouts refers to the groups of that time.
         propagator: Any = DTensor._op_dispatcher.sharding_propagator
         propagator.propagate_op_sharding.cache_clear()
+        gc.collect()  # A model that is sharded refers to itself.
         if true_on_all(not lost and not is_alarmed)[0]:
             raise CheckpointError("no rank was lost, so the error had another reason")
 
@@ -348,7 +353,8 @@ class MemoryCheckpointer:
         self._hook.remove()
         if self._tier is not None:
             self._tier.wait(_CLOSE_S)
-        self._group.end()
+        if self._is_used:
+            self._group.end()
         self._group.links.close()
         self._memory.close()
 
@@ -356,3 +362,9 @@ class MemoryCheckpointer:
         if self._is_closed:
             remedy = "it is closed; make another MemoryCheckpointer"
             raise ConfigError("MemoryCheckpointer", "closed", remedy)
+
+    def _check_used(self) -> None:
+        self._check_open()
+        if not self._is_used:
+            remedy = "make model and optimizer anew, and call `use` with them"
+            raise ConfigError("MemoryCheckpointer", "reformed", remedy)
