@@ -25,7 +25,7 @@ from helpers.linked_ranks import wait_until
 from helpers.machines import free_port
 from planaria.errors import CheckpointError, ConfigError
 from planaria.nodes.forkserver import ForkServer
-from planaria.torchrun import group_copies
+from planaria.torchrun import group_copies, survivors
 from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
 
 pytestmark = pytest.mark.faults
@@ -256,6 +256,35 @@ def test_ranks_do_not_begin_from_scratch_where_a_restart_would_find_a_version(
 
     assert told[0][1], told
     assert "start the script again" in told[0][0]
+
+
+def kill_own_process(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_a_member(payload: bytes, answer_fd: int) -> None:
+    """Rank 0 kills itself after a save, and rank 2 when it knows itself to be a member."""
+    number, checkpointer = start(payload, 4)
+    checkpointer.save(1)
+    checkpointer.wait_ended()
+    dist.barrier()
+    if number == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if number == 2:
+        patch: Any = survivors
+        patch._make_group = kill_own_process
+    checkpointer.reform(timeout_s=10.0)
+    checkpointer.use(*sharded())
+    tell(answer_fd, [dist.get_world_size(), checkpointer.restore()])
+    dist.barrier()
+    checkpointer.close()
+
+
+def test_a_loss_in_the_middle_of_a_reform_is_one_more_loss(server: ForkServer, place: Path) -> None:
+    """The timeout of the group is ten minutes, and none waits for it; the next rank leads."""
+    told = told_by_ranks(server, f"{__name__}:lose_a_member", place, killed=[0, 2], num_ranks=4)
+
+    assert told == [None, [2, 1], None, [2, 1]]
 
 
 def lose_none(payload: bytes, answer_fd: int) -> None:

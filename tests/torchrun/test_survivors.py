@@ -3,11 +3,21 @@
 import socket
 import time
 from collections.abc import Collection
+from datetime import timedelta
 
 import pytest
 
 from planaria.torchrun import survivors
-from planaria.torchrun.survivors import MeetingStore, Ranks, _answers, _reason_to_end
+from planaria.torchrun.survivors import (
+    GroupSettings,
+    MeetingStore,
+    Ranks,
+    _answers,
+    _make_group,
+    _reason_to_end,
+    group_settings,
+    leave_group,
+)
 from planaria.transport.links import Address
 
 SILENT: Address = ("192.0.2.1", 9)  # Of a machine that is gone: nothing comes back from it.
@@ -60,6 +70,45 @@ def test_the_leader_waits_for_none_whose_machine_is_gone() -> None:
 
     assert members == (0,)
     assert time.monotonic() - begin_s < 60.0
+
+
+def test_a_rank_that_came_and_was_lost_is_no_member() -> None:
+    """While the leader waited for another one."""
+    store = MeetingStore()
+    store._store.set("1/1", "here")
+    own = ("127.0.0.1", store.port)
+
+    assert store._choose_members(ranks({0: own, 1: refusing()}), [], 600.0) == (0,)
+
+
+def test_a_member_that_was_lost_does_not_have_the_others_wait_for_the_timeout_of_the_group() -> (
+    None
+):
+    """It could not know that none would come."""
+    store = MeetingStore()
+    own = ("127.0.0.1", store.port)
+    settings = GroupSettings("cpu:gloo", timedelta(seconds=600))
+    begin_s = time.monotonic()
+
+    with pytest.raises(RuntimeError):
+        _make_group(store._store, ranks({0: own, 1: refusing()}), (0, 1), settings, patience_s=0.5)
+
+    assert time.monotonic() - begin_s < 60.0
+
+
+def test_a_group_that_was_made_has_the_timeout_of_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    store = MeetingStore()
+    settings = GroupSettings("cpu:gloo", timedelta(seconds=1234))
+
+    members = store.meet(ranks({0: ("127.0.0.1", store.port)}), settings, timeout_s=60.0)
+
+    assert members == (0,)
+    assert group_settings() == settings
+    leave_group()
 
 
 @pytest.mark.parametrize(

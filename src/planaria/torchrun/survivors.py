@@ -3,7 +3,7 @@
 Every rank has a store, at which the others find it while it lives. The lowest rank that is found
 leads: it waits until each rank has come to its store or was lost, and says who is a member. The
 new group has its members in the order of their old ranks, and meets at the leader's store. If the
-leader is lost meanwhile, the next rank leads.
+leader or a member is lost meanwhile, the next rank leads.
 
 Two parts of a cluster that do not reach each other must not both go on. So members must be more
 than half of the ranks, or the processes of all others must be known to have ended: their machines
@@ -32,7 +32,8 @@ from planaria.transport.links import Address
 
 logger = logging.getLogger(__name__)
 
-_TCPStore: Any = dist.__dict__["TCPStore"]  # Torch does not export it to type checkers.
+_TCPStore: Any = dist.__dict__["TCPStore"]  # Torch does not export them to type checkers.
+_Gloo: Any = dist.__dict__.get("ProcessGroupGloo")
 
 _LOOK_S: Final = 0.02
 _PROBE_S: Final = 1.0  # Interval at which it is asked whether those that have not come live.
@@ -104,7 +105,8 @@ class MeetingStore:
                     if is_own
                     else _ask_members(store, ranks, timeout_s)
                 )
-                _make_group(store, ranks, members, settings)
+                # Others may notice a loss so much later, and come to the next leader in time.
+                _make_group(store, ranks, members, settings, patience_s=timeout_s / 2)
             except RuntimeError as error:  # The errors of torch.distributed are such.
                 logger.warning("no group could be made with rank %s: %s", leader, error)
                 continue
@@ -114,7 +116,7 @@ class MeetingStore:
     def _choose_members(
         self, ranks: Ranks, present: Collection[int], timeout_s: float
     ) -> tuple[int, ...]:
-        """The ranks that have come, once all others are lost or late; tells them.
+        """The ranks that have come and live, once all others are lost or late; tells them.
 
         Args:
             present: ranks whose stores can be reached.
@@ -129,7 +131,9 @@ class MeetingStore:
                 alive &= {*_answering(ranks, awaited & alive)}
                 probe_s = time.monotonic() + _PROBE_S
         awaited = {peer for peer in awaited if not self._store.check([_key(ranks, peer)])}
-        members = tuple(sorted(ranks.stores.keys() - awaited))
+        # One that came early may have been lost since.
+        here = _answering(ranks, ranks.stores.keys() - awaited - {ranks.rank})
+        members = tuple(sorted({ranks.rank, *here}))
         reason = _reason_to_end(ranks, members)
         self._store.set(_key(ranks, "members"), json.dumps([reason, members]))
         if reason:
@@ -170,24 +174,53 @@ def _reason_to_end(ranks: Ranks, members: Collection[int]) -> str:
 
 
 def _make_group(
-    store: Store, ranks: Ranks, members: tuple[int, ...], settings: GroupSettings
+    store: Store,
+    ranks: Ranks,
+    members: tuple[int, ...],
+    settings: GroupSettings,
+    *,
+    patience_s: float,
 ) -> None:
+    """Makes the default group.
+
+    Args:
+        patience_s: longest wait for a member that was lost since it came, with gloo: NCCL would end
+            the process.
+    """
     if ranks.rank not in members:
         raise CheckpointError(f"rank {ranks.rank} came too late, and others go on without it")
-    place = members.index(ranks.rank)
+    place, size = members.index(ranks.rank), len(members)
+    patience = timedelta(seconds=patience_s)
+    store = PrefixStore(f"group {ranks.generation}", store)
+    state: Any = dist.distributed_c10d
     try:
+        if "gloo" in settings.backend:
+            # A group that connects in vain waits for its timeout, and sends and receives of gloo
+            # keep the one with which it was made. So another group tries whether all connect.
+            trial = _Gloo(PrefixStore("trial", store), place, size, patience)
+            trial.barrier().wait()
+        # Members of which each counts its groups of before in another way would not meet.
+        state._world.group_count = 0
         dist.init_process_group(
-            settings.backend,
-            store=PrefixStore(f"group {ranks.generation}", store),
-            rank=place,
-            world_size=len(members),
-            timeout=settings.timeout,
+            settings.backend, store=store, rank=place, world_size=size, timeout=settings.timeout
         )
+        _limit_gloo(patience)
         dist.barrier()  # Some backends connect when they are used first.
+        if settings.timeout is not None:
+            _limit_gloo(settings.timeout)
     except RuntimeError:
         leave_group()
         raise
-    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(place), str(len(members))
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(place), str(size)
+
+
+def _limit_gloo(timeout: timedelta) -> None:
+    """Sets the timeout of gloo's collectives in the default group."""
+    group: Any = dist.group.WORLD
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        if _Gloo is not None and isinstance(backend, _Gloo):
+            backend._set_default_timeout(timeout)
 
 
 def _ask_members(store: Store, ranks: Ranks, timeout_s: float) -> tuple[int, ...]:
@@ -214,6 +247,8 @@ def _key(ranks: Ranks, name: int | str) -> str:
 
 def _store_at(address: Address) -> Store:
     host, port = address
+    if not _answers(address):  # Or torch would try again for a dozen seconds.
+        raise dist.DistNetworkError(f"no store answers at {host}:{port}")
     store: Store = _TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_STORE_S))
     return store
 
