@@ -1,6 +1,5 @@
 """Connections of collectives are shut when a peer is lost, and no others."""
 
-import socket
 import threading
 from typing import Any
 
@@ -8,34 +7,12 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from helpers.connections import connected, ends, is_shut
 from helpers.linked_ranks import TIMEOUT_S, link_ranks, wait_until
 from planaria.errors import ConfigError
 from planaria.torchrun import group_sockets, survivors
 from planaria.torchrun.group_copies import GroupCopies
 from planaria.torchrun.group_sockets import LossWatch, check_errors_stay, shut
-
-
-def connected() -> tuple[socket.socket, socket.socket]:
-    """Both ends of a connection over TCP."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        ours = socket.create_connection(listener.getsockname())
-        theirs, _ = listener.accept()
-    return ours, theirs
-
-
-def ends(sock: socket.socket) -> tuple[str, str]:
-    """As they are named."""
-    own, other = (f"{host} {port}" for host, port in (sock.getsockname(), sock.getpeername()))
-    return own, other
-
-
-def is_shut(sock: socket.socket) -> bool:
-    """Whether who reads from it gets the end at once."""
-    sock.settimeout(0.05)
-    try:
-        return sock.recv(1) == b""
-    except TimeoutError:
-        return False
 
 
 def test_only_named_connections_are_shut() -> None:

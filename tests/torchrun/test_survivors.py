@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import pytest
 
+from helpers.connections import connected, ends, is_shut
 from planaria.torchrun import survivors
 from planaria.torchrun.survivors import (
     GroupSettings,
@@ -27,7 +28,7 @@ SILENT: Address = ("192.0.2.1", 9)  # Of a machine that is gone: nothing comes b
 def _silence(monkeypatch: pytest.MonkeyPatch) -> None:
     connect = socket.create_connection
 
-    def time_out(address: Address, timeout: float) -> socket.socket:
+    def time_out(address: Address, timeout: float | None = None) -> socket.socket:
         if address == SILENT:
             raise TimeoutError
         return connect(address, timeout=timeout)
@@ -109,6 +110,15 @@ def test_a_group_that_was_made_has_the_timeout_of_the_one_before(
     assert members == (0,)
     assert group_settings() == settings
     leave_group()
+
+
+def test_a_rank_that_leaves_its_group_shuts_the_connections_of_it() -> None:
+    """A model may refer to the group, and peers wait for this rank."""
+    ours, theirs = connected()
+    with ours, theirs:
+        leave_group({ends(ours)})
+
+        assert is_shut(theirs)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ class GroupCopies:
         rank: number of this rank.
         ranks: facts about all ranks, by rank.
         links: links to the other ranks.
+        connections: connections of the process group, if `store_port` is not 0.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class GroupCopies:
         # How many times `persist_every` the newest version has whose save was begun.
         self._num_persisted = 0
         # Before this rank makes connections of its own to others.
-        connections = connections_between_ranks() if store_port else frozenset()
+        self.connections = connections_between_ranks() if store_port else frozenset()
         random_bytes = gather_bytes(secrets.token_bytes(24))[0]
         # A random number, since unrelated runs may use the same epochs.
         self._run = int.from_bytes(random_bytes[16:]) >> 2
@@ -111,7 +112,7 @@ class GroupCopies:
             raise
         self._watch: LossWatch | None = None
         if store_port:
-            self._watch = LossWatch(self.links, self._world_size, connections)
+            self._watch = LossWatch(self.links, self._world_size, self.connections)
         self._epoch = _epoch_after(self.ranks)  # The epoch in the labels of this run's versions.
         self._is_above_saves = tier is None  # Whether that is above the epochs behind memory, too.
         # The version of earlier runs that is kept until one of this run is complete.

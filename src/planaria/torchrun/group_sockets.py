@@ -31,7 +31,7 @@ from planaria.transport.links import Channel, Links, Tag
 
 logger = logging.getLogger(__name__)
 
-_Ends = tuple[str, str]  # The own end and the other one of a connection.
+Ends = tuple[str, str]  # The own end and the other one of a connection.
 # What ranks tell each other: that they are done, that they live, and that another one is silent.
 _FAREWELL: Final = Tag(Channel.ALIVE, 0, 0, 0)
 _BEAT: Final = Tag(Channel.ALIVE, 0, 1, 0)
@@ -41,7 +41,7 @@ _BEAT_S: Final = 0.5
 SILENCE_S: Final = 5.0  # A rank of which nobody has heard for so long is lost.
 
 
-def connections_between_ranks() -> frozenset[_Ends]:
+def connections_between_ranks() -> frozenset[Ends]:
     """The connections of this process to other ranks, as of now; all ranks must call it.
 
     Empty where the kernel does not tell, or addresses are translated between machines.
@@ -49,7 +49,7 @@ def connections_between_ranks() -> frozenset[_Ends]:
     mine = {_ends_of(each.laddr, each.raddr) for each in _connections()}
     theirs = {
         (remote, local)
-        for rank, connections in enumerate(gather_records(list[_Ends], sorted(mine)))
+        for rank, connections in enumerate(gather_records(list[Ends], sorted(mine)))
         if rank != dist.get_rank()
         for local, remote in connections
     }
@@ -68,7 +68,7 @@ class LossWatch:
         has_aborted: whether groups of NCCL were aborted then, or are about to be.
     """
 
-    def __init__(self, links: Links, num_ranks: int, connections: Collection[_Ends]) -> None:
+    def __init__(self, links: Links, num_ranks: int, connections: Collection[Ends]) -> None:
         self._links = links
         self._peers = [rank for rank in range(num_ranks) if rank != links.rank]
         self._connections = frozenset(connections)
@@ -161,7 +161,7 @@ def check_errors_stay(device_type: str) -> None:
         raise ConfigError("TORCH_NCCL_ASYNC_ERROR_HANDLING", value, remedy)
 
 
-def shut(connections: Collection[_Ends]) -> None:
+def shut(connections: Collection[Ends]) -> None:
     """Shuts connections of this process, so that whoever waits for them gets an error."""
     for connection in _connections():
         if _ends_of(connection.laddr, connection.raddr) not in connections:
@@ -180,6 +180,6 @@ def _connections() -> list[Any]:
         return []
 
 
-def _ends_of(local: Sequence[Any], remote: Sequence[Any]) -> _Ends:
+def _ends_of(local: Sequence[Any], remote: Sequence[Any]) -> Ends:
     own, other = (f"{end[0].removeprefix('::ffff:')} {end[1]}" for end in (local, remote))
     return own, other

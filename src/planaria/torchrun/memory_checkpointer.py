@@ -299,7 +299,11 @@ class MemoryCheckpointer:
         if group is not None:
             self._had_version |= group.has_version
             group.end()
-        leave_group()
+        # What it remembers of layouts refers to the groups of that time.
+        propagator: Any = DTensor._op_dispatcher.sharding_propagator
+        propagator.propagate_op_sharding.cache_clear()
+        gc.collect()  # A model that is sharded refers to itself, and to its groups.
+        leave_group(self._store.connections if group is None else group.connections)
         self._generation += 1
         ranks = Ranks(
             rank=self._rank,
@@ -316,10 +320,6 @@ class MemoryCheckpointer:
         logger.warning("rank %s is rank %s now, without ranks %s", self._rank, place, lost)
         self._stores = {number: self._stores[member] for number, member in enumerate(members)}
         self._rank = place
-        # What it remembers of layouts refers to the groups of that time.
-        propagator: Any = DTensor._op_dispatcher.sharding_propagator
-        propagator.propagate_op_sharding.cache_clear()
-        gc.collect()  # A model that is sharded refers to itself.
         if true_on_all(not lost and not is_alarmed)[0]:
             raise CheckpointError("no rank was lost, so the error had another reason")
 

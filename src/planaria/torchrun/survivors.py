@@ -27,7 +27,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from planaria.engine.comm.nccl import abort_at_once
 from planaria.errors import CheckpointError
-from planaria.torchrun.group_sockets import nccl_groups
+from planaria.torchrun.group_sockets import (
+    Ends,
+    connections_between_ranks,
+    nccl_groups,
+    shut,
+)
 from planaria.transport.links import Address
 
 logger = logging.getLogger(__name__)
@@ -74,9 +79,14 @@ class GroupSettings:
 
 
 class MeetingStore:
-    """A rank's store, for as long as its process lives."""
+    """A rank's store, for as long as its process lives.
+
+    Attributes:
+        connections: connections to other ranks that the default group had when it was made here.
+    """
 
     def __init__(self) -> None:
+        self.connections: Collection[Ends] = ()
         self._store = _TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
     @property
@@ -106,7 +116,9 @@ class MeetingStore:
                     else _ask_members(store, ranks, timeout_s)
                 )
                 # Others may notice a loss so much later, and come to the next leader in time.
-                _make_group(store, ranks, members, settings, patience_s=timeout_s / 2)
+                self.connections = _make_group(
+                    store, ranks, members, settings, patience_s=timeout_s / 2
+                )
             except RuntimeError as error:  # The errors of torch.distributed are such.
                 logger.warning("no group could be made with rank %s: %s", leader, error)
                 continue
@@ -150,13 +162,18 @@ def group_settings() -> GroupSettings:
     return GroupSettings(dist.get_backend_config(), timeout)
 
 
-def leave_group() -> None:
-    """Ends the default process group, if there is one; peers of it may be lost."""
+def leave_group(connections: Collection[Ends] = ()) -> None:
+    """Ends the default process group, if there is one; peers of it may be lost.
+
+    Args:
+        connections: its connections to other ranks, which are shut: a model that refers to the
+            group keeps them, and peers that wait for this rank would wait for all of their timeout.
+    """
     group: Any = dist.group.WORLD
-    if group is None:
-        return
     abort_at_once(nccl_groups())  # Or the end would wait for what peers never send.
-    dist.destroy_process_group()
+    shut(connections)
+    if group is not None:
+        dist.destroy_process_group()
 
 
 def _reason_to_end(ranks: Ranks, members: Collection[int]) -> str:
@@ -180,8 +197,8 @@ def _make_group(
     settings: GroupSettings,
     *,
     patience_s: float,
-) -> None:
-    """Makes the default group.
+) -> Collection[Ends]:
+    """Makes the default group; returns its connections to other ranks.
 
     Args:
         patience_s: longest wait for a member that was lost since it came, with gloo: NCCL would end
@@ -206,12 +223,14 @@ def _make_group(
         )
         _limit_gloo(patience)
         dist.barrier()  # Some backends connect when they are used first.
+        connections = connections_between_ranks()
         if settings.timeout is not None:
             _limit_gloo(settings.timeout)
     except RuntimeError:
         leave_group()
         raise
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(place), str(size)
+    return connections
 
 
 def _limit_gloo(timeout: timedelta) -> None:
