@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from helpers.linked_ranks import wait_until
 from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
-from planaria.torchrun import group_copies
+from planaria.torchrun import group_copies, memory_checkpointer
 from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
 
 
@@ -88,5 +88,26 @@ def test_a_reform_lets_go_of_the_old_model_and_sees_that_no_rank_was_lost(
         assert old() is None
         with pytest.raises(ConfigError, match="call `use`"):
             saver.save(2)
+    saver.close()
+    dist.destroy_process_group()
+
+
+def test_a_rank_keeps_its_address_when_the_machine_of_the_first_one_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other machines could not reach it at a loopback address."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monkeypatch.setattr(memory_checkpointer, "own_host", lambda: "127.0.0.2")
+    saver = MemoryCheckpointer(model, optimizer, can_reform=True, directory=str(tmp_path / "place"))
+    monkeypatch.undo()
+    saver._group.end()
+    saver._group.links.close()
+    monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
+
+    saver.use(model, optimizer)
+
+    assert saver._group.links.address[0] == "127.0.0.2"
     saver.close()
     dist.destroy_process_group()

@@ -24,7 +24,7 @@ from planaria.engine.devices import device_at
 from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
 from planaria.placement.layer_copies import shard_copies
 from planaria.placement.placement import Placement
-from planaria.torchrun.arguments import Options, check_room_on_all, own_host
+from planaria.torchrun.arguments import Options, check_room_on_all
 from planaria.torchrun.collectives import BetweenCollectives, between_collectives
 from planaria.torchrun.gathering import gather_bytes, gather_records, true_on_all
 from planaria.torchrun.group_sockets import LossWatch, connections_between_ranks
@@ -68,6 +68,7 @@ class GroupCopies:
     """A rank's part in the copies of the default process group.
 
     Args:
+        host: address by which other nodes reach this one.
         store_port: port of this rank's store, at which ranks meet after a loss; 0: it has none.
         had_version: whether a group before this one had a version, as far as this rank knows.
 
@@ -85,6 +86,7 @@ class GroupCopies:
         tier: PersistentTier | None,
         options: Options,
         *,
+        host: str,
         store_port: int,
         had_version: bool,
     ) -> None:
@@ -103,7 +105,7 @@ class GroupCopies:
         random_bytes = gather_bytes(secrets.token_bytes(24))[0]
         # A random number, since unrelated runs may use the same epochs.
         self._run = int.from_bytes(random_bytes[16:]) >> 2
-        self.links = Links(self.rank, token=random_bytes[:16], host=own_host())
+        self.links = Links(self.rank, token=random_bytes[:16], host=host)
         try:
             with _errors_of_torch():
                 self._meet(store_port)

@@ -60,7 +60,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from planaria.core.copies import IdleSpan
 from planaria.errors import CheckpointError, ConfigError
 from planaria.placement.placement import Strategy
-from planaria.torchrun.arguments import Options, check_least, runtime_directory
+from planaria.torchrun.arguments import Options, check_least, own_host, runtime_directory
 from planaria.torchrun.gathering import true_on_all
 from planaria.torchrun.group_copies import GroupCopies
 from planaria.torchrun.group_sockets import check_errors_stay
@@ -160,6 +160,7 @@ class MemoryCheckpointer:
         self._tier = PersistentTier(persist_directory, keep=keep) if persist_directory else None
         self._store = MeetingStore() if can_reform else None
         self._settings = group_settings()
+        self._host = own_host()  # Once: later the machine by which it is found may be lost.
         place = Path(directory) if directory else runtime_directory() / name
         self._memory = RankMemory(place, idle_s=idle_s)
         self._is_closed = False
@@ -179,6 +180,7 @@ class MemoryCheckpointer:
             state,
             self._tier,
             self._options,
+            host=self._host,
             store_port=store_port,
             had_version=self._had_version,
         )
