@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from planaria.errors import ConfigError
 from planaria.torchrun.gathering import gather_records
 from planaria.torchrun.shards import TrainingState
+from planaria.torchrun.slices import has_position
 
 _SHARD: Final = "shard it with its model, by FSDP2"
 _HOLD: Final = "make it a parameter of the model, or give a module that holds both as the model"
@@ -83,6 +84,8 @@ def check_on_all(state: TrainingState) -> None:
 def check_tensors_on_all(state: TrainingState) -> None:
     """Refuses tensors without a stored value for each element: lazy, sparse and meta tensors.
 
+    Refuses DTensors of which it is not known what part a rank has, too.
+
     Raises:
         ConfigError: a tensor of a rank is refused; all ranks raise the same error.
     """
@@ -128,6 +131,12 @@ def _check_tensors(state: TrainingState) -> None:
             raise ConfigError(name, str(tensor.layout), remedy)
         if tensor.is_meta:
             raise ConfigError(name, "meta", "it has no numbers yet; call to_empty, and fill it")
+        if not has_position(tensor):
+            remedy = (
+                "ranks have other parts of it than torch says; shard it by FSDP2 and tensor "
+                "parallelism, in this order of the mesh's dimensions, or into even parts"
+            )
+            raise ConfigError(name, str(getattr(tensor, "placements", "")), remedy)
 
 
 def _check_own(state: TrainingState) -> None:

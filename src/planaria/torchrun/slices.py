@@ -1,6 +1,8 @@
 """The positions of ranks' parts of a tensor, and assembling a part from the parts of others."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -8,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from planaria.checkpoint.memory.wire import State
 from planaria.errors import CheckpointError
@@ -33,12 +36,59 @@ def local_part(tensor: Tensor) -> tuple[Tensor, TensorSlice]:
     local, offset = tensor.detach(), (0,) * tensor.dim()
     if isinstance(tensor, DTensor):
         local = tensor.to_local().detach()
-        _, offsets = compute_local_shape_and_global_offset(
-            tensor.shape, tensor.device_mesh, tensor.placements
-        )
-        offset = tuple(offsets)
+        _, offset = _shape_and_offset(tensor)
     dtype = str(tensor.dtype).removeprefix("torch.")
     return local, TensorSlice(tuple(tensor.shape), offset, tuple(local.shape), dtype)
+
+
+def has_position(tensor: Tensor) -> bool:
+    """Whether it is known which part of a tensor a rank has."""
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is None:
+        return True
+    mesh, cuts = tensor.device_mesh, tensor.placements
+    for n, cut in enumerate(cuts):
+        if isinstance(cut, _StridedShard):
+            later = [mesh.size(m) for m in range(n + 1, mesh.ndim) if _cuts(cuts[m], cut.dim)]
+            if cut.split_factor != math.prod(later):
+                return False  # Its rows do not lie side by side.
+    return _shape_and_offset(tensor)[0] == tuple(tensor.to_local().shape)
+
+
+def _shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of a rank's part and its first index, by dimension.
+
+    FSDP2 cuts the parts of tensor parallelism, so of a dimension that both cut, the last mesh
+    dimension cuts first. Torch's own function is wrong where these parts are uneven.
+    """
+    mesh, cuts = tensor.device_mesh, tensor.placements
+    shape, offset = map(list, compute_local_shape_and_global_offset(tensor.shape, mesh, cuts))
+    coordinate = mesh.get_coordinate()
+    strided = {cut.dim for cut in cuts if isinstance(cut, _StridedShard)}
+    if coordinate is not None:
+        for dim in strided:
+            nested = [
+                (mesh.size(n), coordinate[n]) for n, cut in enumerate(cuts) if _cuts(cut, dim)
+            ]
+            offset[dim], shape[dim] = part_of_dimension(tensor.shape[dim], nested[::-1])
+    return tuple(shape), tuple(offset)
+
+
+def part_of_dimension(size: int, cuts: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The first index and the size of a part, which is cut again and again as `torch.chunk` does.
+
+    Args:
+        cuts: number of parts and index of the one that is kept, of each cut in turn.
+    """
+    first = 0
+    for num_parts, index in cuts:
+        part = -(-size // num_parts)
+        begin = min(size, index * part)
+        first, size = first + begin, min(part, size - begin)
+    return first, size
+
+
+def _cuts(placement: Any, dim: int) -> bool:
+    return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
 
 
 def assemble_part(
