@@ -1,6 +1,7 @@
 """Bytes on the host of tensors on a device that copies as late as it may."""
 
 import numpy as np
+import pytest
 import torch
 
 from planaria.engine.devices import LateDevice, device_at
@@ -58,6 +59,18 @@ def test_tensors_of_another_device_are_copied_at_once() -> None:
     tensor.zero_()
 
     assert state["weight"].view("float32").tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 6])
+def test_a_tensor_of_another_size_gets_another_buffer(size: int) -> None:
+    """A value alone would fill the whole of the old one."""
+    host_bytes = HostBytes(LateDevice())
+    host_bytes.read({"weight": torch.zeros(4, dtype=torch.uint8)})
+    host_bytes.order()
+
+    state = host_bytes.read({"weight": torch.arange(size, dtype=torch.uint8)})
+
+    assert state["weight"].tolist() == list(range(size))
 
 
 def test_tensors_of_the_host_are_views_for_which_a_step_waits() -> None:

@@ -43,16 +43,19 @@ class StateMirror:
         if self._device.is_host:
             return {name: tensor.numpy() for name, tensor in tensors.items()}
         if self._state is None or self._age != age or self._state.keys() != tensors.keys():
-            state_like = self._device.state_like
-            self._buffers = {
-                name: self._buffers[name] if name in self._buffers else state_like(tensor)
-                for name, tensor in tensors.items()
-            }
+            self._buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
             pairs = [(self._buffers[n], t) for n, t in tensors.items()]
             mark = self._device.copy(pairs, CopyLane.STATE)
             self._marks.append(mark)
             self._state, self._age = _MirroredState(self._buffers, mark), age
         return self._state
+
+    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
+        """The buffer of a tensor; another one if its size has changed."""
+        old = self._buffers.get(name)
+        if old is not None and (old.shape, old.dtype) == (tensor.shape, tensor.dtype):
+            return old
+        return self._device.state_like(tensor)
 
     def buffers(self, parameters: Iterable[Tensor], *, num_bytes: int) -> list[Tensor]:
         """Buffers for a state of `num_bytes`, of tensors as large as the parameters."""
