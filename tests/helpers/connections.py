@@ -1,6 +1,8 @@
 """Connections over TCP within this process, for tests that have them shut."""
 
+import os
 import socket
+from collections.abc import Callable
 
 
 def connected() -> tuple[socket.socket, socket.socket]:
@@ -24,3 +26,15 @@ def is_shut(sock: socket.socket) -> bool:
         return sock.recv(1) == b""
     except TimeoutError:
         return False
+
+
+def number_in_child(count: Callable[[], int]) -> int:
+    """What a forked child of this process counts."""
+    child = os.fork()
+    if not child:
+        number = 255
+        try:
+            number = count()
+        finally:
+            os._exit(number)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

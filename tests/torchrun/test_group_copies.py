@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from helpers.connections import number_in_child
 from helpers.linked_ranks import wait_until
 from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
 from planaria.torchrun import group_copies, memory_checkpointer
+from planaria.torchrun.group_sockets import listeners
 from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
 
 
@@ -64,6 +66,20 @@ def test_a_loss_is_an_error_for_which_scripts_look(
         patch.setattr(group_copies, "true_on_all", fail)
         with pytest.raises(RuntimeError, match=str(error)):
             getattr(saver, call)(*((2,) if call == "save" else ()))
+
+
+def test_a_forked_child_does_not_keep_the_links_of_a_rank(tmp_path: Path) -> None:
+    """Others see at once that a rank is lost, whatever workers of its data loader live."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    saver = MemoryCheckpointer(model, optimizer, directory=str(tmp_path / "place"))
+    port = saver._group.links.address[1]
+
+    assert listeners(port)
+    assert number_in_child(lambda: len(listeners(port))) == 0
+    saver.close()
+    dist.destroy_process_group()
 
 
 def test_a_reform_lets_go_of_the_old_model_and_sees_that_no_rank_was_lost(

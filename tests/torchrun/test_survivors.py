@@ -7,8 +7,9 @@ from datetime import timedelta
 
 import pytest
 
-from helpers.connections import connected, ends, is_shut
+from helpers.connections import connected, ends, is_shut, number_in_child
 from planaria.torchrun import survivors
+from planaria.torchrun.group_sockets import listeners
 from planaria.torchrun.survivors import (
     GroupSettings,
     MeetingStore,
@@ -59,6 +60,23 @@ def test_a_store_answers_while_its_process_lives_whatever_that_does() -> None:
 def test_a_machine_that_is_gone_does_not_answer() -> None:
     """A connection that is not made in time is no store that says nothing."""
     assert not _answers(SILENT)
+
+
+def test_a_port_that_a_child_of_a_dead_rank_keeps_is_no_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel accepts connections to it."""
+    monkeypatch.setattr(survivors, "_ANSWER_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert not _answers(listener.getsockname())
+
+
+def test_a_forked_child_does_not_keep_the_port_of_a_store() -> None:
+    """Such as a worker of a data loader, which may outlive its rank."""
+    store = MeetingStore()
+
+    assert listeners(store.port)
+    assert number_in_child(lambda: len(listeners(store.port))) == 0
 
 
 def test_the_leader_waits_for_none_whose_machine_is_gone() -> None:

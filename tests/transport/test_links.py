@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 
+from helpers.connections import number_in_child
 from helpers.linked_ranks import (
     TIMEOUT_S,
     TOKEN,
@@ -40,6 +41,19 @@ def test_a_message_waits_under_its_tag() -> None:
 
     for index, name in enumerate(tags):
         np.testing.assert_array_equal(payload(index), values[name])
+
+
+def test_a_forked_child_closes_the_links() -> None:
+    """Or the peer would not see that the parent has died."""
+    with link_ranks(2) as (left, _):
+        link = left._peers[1].sock
+
+        def num_open() -> int:
+            left.leave_to_parent()
+            return (link.fileno() >= 0) + (left._listener.fileno() >= 0)
+
+        assert number_in_child(num_open) == 0
+        assert link.fileno() >= 0
 
 
 def test_several_buffers_are_one_message() -> None:

@@ -6,10 +6,13 @@ order.
 """
 
 import logging
+import os
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -106,6 +109,7 @@ class GroupCopies:
         # A random number, since unrelated runs may use the same epochs.
         self._run = int.from_bytes(random_bytes[16:]) >> 2
         self.links = Links(self.rank, token=random_bytes[:16], host=host)
+        os.register_at_fork(after_in_child=partial(_leave, weakref.ref(self.links)))
         try:
             with _errors_of_torch():
                 self._meet(store_port)
@@ -564,6 +568,11 @@ def _errors_of_torch() -> Iterator[None]:
         yield
     except (AbortedError, PeerLostError) as error:
         raise dist.DistNetworkError(str(error)) from error
+
+
+def _leave(reference: "weakref.ref[Links]") -> None:
+    if links := reference():
+        links.leave_to_parent()
 
 
 def _begin_of(label: Label) -> tuple[int, int]:

@@ -172,10 +172,19 @@ def shut(connections: Collection[Ends]) -> None:
                 sock.shutdown(socket.SHUT_RDWR)
 
 
+def listeners(port: int) -> list[int]:
+    """The descriptors with which this process listens at a port; none where nobody tells."""
+    return [each.fd for each in _sockets() if not each.raddr and each.laddr.port == port]
+
+
 def _connections() -> list[Any]:
     """This process's connections over TCP; none where the system does not tell."""
+    return [each for each in _sockets() if each.raddr]
+
+
+def _sockets() -> list[Any]:
     try:
-        return [each for each in psutil.Process().net_connections(kind="tcp") if each.raddr]
+        return [each for each in psutil.Process().net_connections(kind="tcp") if each.laddr]
     except (psutil.Error, OSError):
         return []
 

@@ -83,6 +83,8 @@ class Links:
         linked_s: moment at which all links of the epoch were up, by the monotonic clock; 0.0: they
             are not up yet.
         cuts: the cuts between this rank and its peers.
+        leave_to_parent: closes the sockets in a forked child, which would keep them open when its
+            parent dies.
         timekeeper: time of the work of threads that send and receive.
         traffic: messages of training that use the links to and from other nodes.
     """
@@ -145,7 +147,7 @@ class Links:
                 on_end=self._on_thread_end,
             ),
         )
-        self.cuts = self._server.cuts
+        self.cuts, self.leave_to_parent = self._server.cuts, self._server.leave_to_parent
         self._server.start()
 
     # -- what the rank calls -----------------------------------------------------------------

@@ -113,6 +113,13 @@ class Server:
                 os.close(self._wake_fd)
                 self._wake_fd = -1
 
+    def leave_to_parent(self) -> None:
+        """Closes the sockets in a forked child, where the thread is not."""
+        for key in [*(self._selector.get_map() or {}).values()]:
+            if key.data is not None:
+                key.data.sock.close()
+        self._listener.close()
+
     def _wake(self) -> None:
         with self._waking:
             if self._wake_fd >= 0:
