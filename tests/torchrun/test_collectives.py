@@ -230,7 +230,8 @@ def test_watching_needs_collectives_by_any_of_their_names() -> None:
 def test_collectives_of_a_device_are_noted_when_its_stream_has_passed_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In their order, by the host's clock; none of those that the host waits for by itself."""
+    """In their order, by the host's clock, though each time is a bit late; none of those that the
+    host waits for by itself."""
     noted: list[tuple[float, float]] = []
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: time.sleep(0.01))
     monkeypatch.setattr(dist, "all_gather_into_tensor", lambda *_, **__: Work())
@@ -248,4 +249,3 @@ def test_collectives_of_a_device_are_noted_when_its_stream_has_passed_them(
     assert flat == sorted(flat)
     assert begin_s <= flat[0]
     assert flat[-1] <= end_s + 1.0
-    assert all(ended_s - begun_s >= 0.01 for begun_s, ended_s in noted)

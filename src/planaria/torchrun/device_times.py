@@ -3,7 +3,8 @@
 The host only gives them to the device, and goes on. So a pair of events on the stream that waits
 for a collective enclose it, and a thread waits for the second one. The device's clock is mapped to
 the host's by the moments at which that thread wakes: it never wakes early, so the smallest
-difference of late is the best.
+difference of late is the best. A better one puts what comes earlier; no span begins before the end
+of one that was told, though.
 
 Source: Gemini (SOSP '23), section 5.4, whose profile of idle spans comes from the device, too.
 """
@@ -40,6 +41,7 @@ class DeviceTimes:
         self._base = device.moment()
         self._base_s = 0.0  # On the device's clock, which begins with the first base.
         self._offsets_s: deque[float] = deque(maxlen=_NUM_SAMPLES)
+        self._told_s = 0.0  # The end of the last span, by the host's clock.
         self._queue: SimpleQueue[_Enclosed | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="device times", daemon=True)
         self._thread.start()
@@ -69,4 +71,6 @@ class DeviceTimes:
             offset_s = min(self._offsets_s)
             if last_s - self._base_s > _REBASE_S:
                 self._base, self._base_s = span.end, last_s
-            self._on_span(first_s + offset_s, last_s + offset_s)
+            begin_s = max(self._told_s, first_s + offset_s)
+            self._told_s = max(begin_s, last_s + offset_s)
+            self._on_span(begin_s, self._told_s)
