@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import shutil
 import socket
 import sys
@@ -214,10 +215,13 @@ def _kill(started: Sequence[Command]) -> None:
 
 
 def free_port(host: str = "127.0.0.2") -> int:
-    """A port of an address at which nobody listens, and that no connection gets of itself."""
+    """A port of an address at which nobody listens, and that no connection gets of itself.
+
+    It is drawn, since tests in other processes look for one at the same time, and listen later.
+    """
     with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
-        end = int(file.read().split()[0])
-    for port in range(end - 1, 1024, -1):
+        ports = range(1025, int(file.read().split()[0]))
+    for port in random.SystemRandom().sample(ports, k=len(ports)):
         with contextlib.suppress(OSError), socket.create_server((host, port)):
             return port
     raise AssertionError("no port is free")
