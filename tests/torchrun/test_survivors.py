@@ -6,6 +6,7 @@ from collections.abc import Collection
 from datetime import timedelta
 
 import pytest
+from torch.distributed.constants import default_pg_timeout
 
 from helpers.connections import connected, ends, is_shut, number_in_child
 from planaria.torchrun import survivors
@@ -115,18 +116,20 @@ def test_a_member_that_was_lost_does_not_have_the_others_wait_for_the_timeout_of
     assert time.monotonic() - begin_s < 60.0
 
 
+@pytest.mark.parametrize("timeout", [timedelta(seconds=1234), None])
 def test_a_group_that_was_made_has_the_timeout_of_the_one_before(
+    timeout: timedelta | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     store = MeetingStore()
-    settings = GroupSettings("cpu:gloo", timedelta(seconds=1234))
+    settings = GroupSettings("cpu:gloo", timeout)
 
     members = store.meet(ranks({0: ("127.0.0.1", store.port)}), settings, timeout_s=60.0)
 
     assert members == (0,)
-    assert group_settings() == settings
+    assert group_settings() == GroupSettings("cpu:gloo", timeout or default_pg_timeout)
     leave_group()
 
 

@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from planaria.engine.comm.nccl import abort_at_once
@@ -244,8 +245,7 @@ def _make_group(
         _limit_gloo(patience)
         dist.barrier()  # Some backends connect when they are used first.
         connections = connections_between_ranks()
-        if settings.timeout is not None:
-            _limit_gloo(settings.timeout)
+        _limit_gloo(settings.timeout or default_pg_timeout)
     except RuntimeError:
         leave_group()
         raise
