@@ -93,9 +93,9 @@ def test_five_nodes_die_and_three_come(adaptive: Run) -> None:
 def test_a_quick_answer_is_followed_by_a_better_one_at_commits(
     server: ForkServer, tmp_path: Path
 ) -> None:
-    """A layer's state takes 0.3 s to move, an iteration 0.4 s, and the job fails every six seconds:
-    the loss is rerouted, and layers move while training goes on. Nothing but the loss is done
-    again."""
+    """A layer's state takes 0.3 s to move, an iteration 0.4 s, and the job fails every nine
+    seconds: the loss is rerouted, and layers move while training goes on. Nothing but the loss is
+    done again."""
     profile = read_profile(PACED.with_name("paced-profile.json"))
     layers = tuple(replace(layer, optimizer_bytes=3 * 10**9) for layer in profile.layers)
     path = tmp_path / "large-state.json"
@@ -107,17 +107,18 @@ def test_a_quick_answer_is_followed_by_a_better_one_at_commits(
         f"cluster.device_memory_bytes={23 * 10**9}",  # For 7 of 12 layers.
         "checkpoint.persist_every=1",
     )
-    often = ("resilience.failure_rate=600.0", "resilience.failures_ahead=0")
-    calm = Job(_paced(tmp_path / "calm", *large, iterations=12, time_scale=0.01)).run(server=server)
+    often = ("resilience.failure_rate=400.0", "resilience.failures_ahead=0")
+    calm = Job(_paced(tmp_path / "calm", *large, iterations=20, time_scale=0.01)).run(server=server)
 
-    result = Job(_paced(tmp_path / "run", *large, *often, iterations=12)).run(
+    result = Job(_paced(tmp_path / "run", *large, *often, iterations=20)).run(
         injections=(parse_injection("kill:1@2"),), server=server
     )
 
     assert result.error is None
     assert digests(result) == digests(calm)
     lost = only_recovery(result)
-    assert (lost.policy, lost.transfer_bytes) == ("reroute", 0), (lost.candidates, lost.inputs)
+    print(*lost.candidates, lost.inputs, sep="\n")  # If it fails, this says why.
+    assert (lost.policy, lost.transfer_bytes) == ("reroute", 0)
     assert lost.answer.endswith(", then repartition")
     (reformed,) = (event for event in result.report.events if event.kind == "reformed")
     assert reformed.policy == "repartition"
