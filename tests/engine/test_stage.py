@@ -12,6 +12,7 @@ from planaria.core.job import ModelConfig, TrainingConfig
 from planaria.engine.prepare import split_model
 from planaria.engine.stage import HeldLayer, RankStage
 from planaria.errors import ConfigError
+from planaria.protocol.worker_state import HeldOutLosses
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -321,6 +322,44 @@ def test_a_missing_layer_takes_the_state_that_it_is_given() -> None:
     loaded = target.layers[2].state()
     assert all((array == loaded[name]).all() for name, array in given.items())
     assert [held.age for held in target.layers.values()] == [5, 5]
+
+
+def test_losses_of_held_out_data_travel_with_the_last_layer() -> None:
+    """The newest one counts only with the step after it, so that all states of an age are alike."""
+    held, other = _held(), _held()
+    held.held_out, other.held_out = HeldOutLosses(1), HeldOutLosses(1)
+    for age, loss in enumerate([2.0, 3.0]):
+        held.held_out.note(loss, age=age)
+        before = held.state()["held_out/losses"].tolist()
+        _iteration(held, age)
+        assert held.state()["held_out/losses"].tolist() != before
+
+    other.held_out.note(1.0, age=2)  # As of a layer that arrives while training goes on.
+    other.load(held.state(), age=2)
+    assert other.held_out.counted == (2.0, 1)
+    assert not other.held_out.are_worse(2)
+    assert other.held_out.are_worse(3)
+
+
+def test_only_the_last_layer_has_losses_and_only_if_they_may_end_training() -> None:
+    """A state from before the job was evaluated has none."""
+    model = ModelConfig(kind="python", target="helpers.user_models:factories")
+    split = split_model(model, seed=0, vocabulary_size=0, sequence_length=0)
+    plain, stage = (
+        RankStage(split, training=TRAINING),
+        RankStage(split, training=TRAINING, patience=1),
+    )
+    plain.hold(range(split.num_layers), states={}, age=0)
+    states = {layer: held.state() for layer, held in plain.layers.items()}
+    stage.hold(range(split.num_layers), states=states, age=4)
+    for age, loss in [(4, 1.0), (4, None)]:
+        stage.note_held_out(loss, age=age)
+
+    names = {layer: set(held.state()) for layer, held in stage.layers.items()}
+    assert [n for n, found in names.items() if "held_out/losses" in found] == [max(names)]
+    assert stage.ends_early(4)
+    assert not stage.ends_early(5)
+    assert not plain.ends_early(4)
 
 
 def test_a_rank_finds_its_uses_of_a_tied_parameter() -> None:

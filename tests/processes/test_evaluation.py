@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -176,3 +177,70 @@ def test_training_ends_early_and_is_saved(server: ForkServer, tmp_path: Path) ->
     assert "on_evaluation of Noted returned True" in event.reason
     assert ("save", iteration) in noted.calls
     assert result.report.evaluations[-1].iteration < iteration
+
+
+class _Wrong:
+    """The training data with other labels, so that the loss rises."""
+
+    def __len__(self) -> int:
+        return len(points())
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, target = points()[index]
+        return inputs, (target + 1) % 5
+
+
+def wrong_points() -> _Wrong:
+    return _Wrong()
+
+
+def _impatient(directory: Path) -> JobConfig:
+    evaluation = EvaluationConfig(
+        every=2,
+        target="processes.test_evaluation:wrong_points",
+        samples=SAMPLES,
+        patience=2,
+        metrics={"accuracy": "processes.test_evaluation:accuracy"},
+    )
+    job = replace(_job(directory), evaluation=evaluation)
+    checkpoint = replace(job.checkpoint, persist_every=3)
+    training = replace(job.training, iterations=400, learning_rate=0.01)
+    return replace(job, training=training, checkpoint=checkpoint)
+
+
+def _end(result: TrainingResult) -> tuple[object, ...]:
+    """What must not depend on what was lost, and what the user is told of the end."""
+    report = result.report
+    told = [event.reason for event in report.events if event.kind == "early"]
+    final, numbers = report.final, _numbers(report.evaluations)
+    return final.iteration, final.parameters_sha256, numbers, result.stopped, *told
+
+
+def _numbers(records: Sequence[EvaluationRecord]) -> tuple[tuple[int, float], ...]:
+    return tuple((record.iteration, record.loss) for record in records)
+
+
+def test_patience_ends_training_after_the_same_iteration_whatever_is_lost(
+    server: ForkServer, strike_file: Path, tmp_path: Path
+) -> None:
+    """Also of a job that was killed as a whole, and goes on from a save between evaluations."""
+    result = Job(_impatient(tmp_path / "whole")).train(server=server)
+    strike_file.touch()  # A rank is killed in the first evaluation.
+    killed = Job(_impatient(tmp_path / "killed")).train(
+        server=server, injections=[parse_injection("kill:1@6")]
+    )
+    job = _impatient(tmp_path / "resumed")
+    training = replace(job.training, iterations=5)
+    Job(replace(job, training=training)).train(server=server)
+    resumed = Job(job).train(server=server, resume=True)
+
+    first, second, *_ = result.report.evaluations
+    iteration, _, _, stopped, *told = whole = _end(result)
+    assert (iteration, stopped) == (7, False)
+    assert told == ["training has ended: the loss of held-out data is not lower any more"]
+    assert first.loss < second.loss
+    assert not strike_file.exists()
+    assert {"crash", "kill"} <= {event.kind for event in killed.report.events}
+    assert _end(killed) == whole
+    later = [record for record in result.report.evaluations if record.iteration > 5]
+    assert _end(resumed) == (*whole[:2], _numbers(later), *whole[3:])

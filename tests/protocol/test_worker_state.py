@@ -29,6 +29,7 @@ from planaria.errors import (
 from planaria.protocol import worker_actions as act
 from planaria.protocol.worker_state import (
     EpochError,
+    HeldOutLosses,
     MessageSummary,
     WorkerRules,
     WorkerState,
@@ -245,13 +246,13 @@ def test_an_iteration_is_applied_then_copied_then_told() -> None:
     assert actions[5] == act.Copy(1, vector(), goes_on=True)
 
 
-@pytest.mark.parametrize("reason", ["iterations", "stop", "target_loss"])
+@pytest.mark.parametrize("reason", ["iterations", "stop", "target_loss", "early"])
 def test_training_ends_with_a_save_that_is_waited_for(reason: str) -> None:
     """And what is saved is compared with what other holders have."""
     target_loss = 0.5 if reason == "target_loss" else 0.0
     rules = replace(RULES, training=replace(RULES.training, target_loss=target_loss))
     iteration = 4 if reason == "iterations" else 0
-    committed = vector(stop=int(reason == "stop"))
+    committed = vector(stop=int(reason == "stop"), early=int(reason == "early"))
     state = training(WorkerState(rules=rules), start(iteration=iteration))
     _, actions = on_computed(state, iteration, committed)
     _, last = told(state, iteration, committed)
@@ -389,6 +390,29 @@ def test_a_save_is_wanted_until_its_epoch_is_left_or_the_job_is_over() -> None:
     assert on_message(line, Abort(epoch=2, nodes=(0,)))[0].is_over(1)
     assert on_message(line, Shutdown())[0].is_over(1)
     assert on_message(line, SavePart())[0].is_over(2)
+
+
+def test_evaluations_that_are_no_better_than_the_best_end_training() -> None:
+    """One that is done again counts once, and one whose loss is not a number is no better."""
+    losses, ends = HeldOutLosses(2), []
+    told = [(2, 3.0), (4, 2.0), (6, 2.5), (6, 2.5), (8, 1.9), (10, None), (12, 1.9)]
+    for age, loss in told:
+        losses.note(loss, age=age)
+        ends.append(losses.are_worse(age))
+        if age != 6 or len(ends) == 4:
+            losses.count(age)
+
+    assert ends == [False] * 6 + [True]
+    assert losses.counted == (1.9, 2)
+    assert losses.are_worse(13)
+
+
+def test_a_rank_votes_for_an_early_end_beside_what_it_was_told() -> None:
+    """That training ends early, and that somebody wants it to stop, are different things."""
+    line, _ = on_message(MessageSummary(), StopRequested())
+    ballot = votes(training(), line, copied=0, uncopied=0, is_writing=False, early=True)
+
+    assert ballot == Votes(stop=1, early=1)
 
 
 def test_a_rank_votes_as_it_was_told_meanwhile() -> None:

@@ -2,7 +2,6 @@
 
 import sys
 import threading
-from math import nan
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from planaria.core.job import JobConfig, TrainingConfig
 from planaria.errors import ConfigError
 from planaria.observe.metrics import EvaluationRecord, EventRecord, IterationRecord
-from planaria.show.callbacks import Callbacks, CallbackThread, Patience, callbacks_of
+from planaria.show.callbacks import Callbacks, CallbackThread, callbacks_of
 from planaria.show.trackers import TensorBoard, WandB
 
 
@@ -114,17 +113,6 @@ def test_a_callback_that_exits_ends_the_job_and_not_its_thread() -> None:
     thread = CallbackThread([_Leaves()])
     with pytest.raises(RuntimeError, match="SystemExit"), thread:
         _post_many(thread)
-
-
-def test_patience_counts_evaluations_that_are_no_better_than_the_best() -> None:
-    """If the job goes back, those after that point count no more, and are done again."""
-    patience = Patience(2)
-    losses = [(2, 3.0), (4, 2.0), (6, 2.5), (4, 2.0), (6, 2.5), (6, 1.9), (8, nan), (10, 2.0)]
-
-    stops = [patience.is_over(evaluation(n, loss)) for n, loss in losses]
-
-    assert stops == [False] * 7 + [True]
-    assert not any(Patience(0).is_over(evaluation(n, 1.0)) for n in range(9))
 
 
 def _with(function: str) -> TrainingConfig:

@@ -8,7 +8,7 @@ from planaria.core.plan import Plan
 from planaria.core.records import Warned
 from planaria.observe.metrics import IterationRecord
 from planaria.observe.recorder import Recorder
-from planaria.show.callbacks import CallbackThread, Patience
+from planaria.show.callbacks import CallbackThread
 from planaria.show.job_observer import JobObserver
 
 
@@ -36,7 +36,6 @@ def watched() -> tuple[JobObserver, Recorder, Notes]:
         notes,
         predicted_peak_bytes=lambda _: 555,
         callbacks=CallbackThread(()),
-        patience=Patience(0),
     )
     return observer, recorder, notes
 

@@ -317,12 +317,16 @@ def _has_agreed_to_end(rules: Rules, state: JobState, outcome: Outcome) -> bool:
 def _has_nodes_again(rules: Rules, state: JobState, outcome: Outcome, num_nodes: int) -> bool:
     """Whether members agreed to end because too few were left, and there are enough by now.
 
-    With a target loss that may have been why they agreed.
+    They may have ended for another reason as well, which stays: what they have trained.
     """
     training, stop = rules.job.training, state.stop
-    is_for_want = bool(stop.shortage) and not stop.must_end and training.target_loss <= 0.0
-    is_done = outcome.iteration >= training.iterations
-    return is_for_want and not is_done and not shortage_text(rules, num_nodes)
+    is_for_want = bool(stop.shortage) and not stop.must_end
+    if outcome.vector:
+        vector = decode_vector(outcome.vector, rules.layout)
+        is_trained = vector.is_trained(outcome.iteration - 1, training)
+    else:
+        is_trained = outcome.iteration >= training.iterations or rules.job.may_end_early
+    return is_for_want and not is_trained and not shortage_text(rules, num_nodes)
 
 
 def _missing_layers(

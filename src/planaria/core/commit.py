@@ -33,6 +33,7 @@ class Votes(NamedTuple):
         uncopied: 1 if it could not keep or send all of that version.
         unsaved: 1 if it could not begin the save with which its epoch was to begin.
         writing: 1 if it is still writing a save.
+        early: 1 if it holds the losses of held-out data, and they say that training ends.
     """
 
     stop: int
@@ -41,6 +42,7 @@ class Votes(NamedTuple):
     uncopied: int = 0
     unsaved: int = 0
     writing: int = 0
+    early: int = 0
 
 
 NUM_VOTES: Final = len(Votes._fields)
@@ -100,8 +102,12 @@ class CommitVector:
 
     def is_last(self, iteration: int, training: TrainingConfig) -> bool:
         """Whether training ends after this iteration; all holders of the vector find the same."""
+        return self.votes.stop > 0 or self.is_trained(iteration, training)
+
+    def is_trained(self, iteration: int, training: TrainingConfig) -> bool:
+        """Whether training would end after this iteration though nobody asked for that."""
         reached = 0.0 < self.loss <= training.target_loss  # Without any target, the loss is 0.
-        return iteration + 1 >= training.iterations or reached or self.votes.stop > 0
+        return iteration + 1 >= training.iterations or reached or self.votes.early > 0
 
     def is_switch_agreed(self, plan: Plan) -> bool:
         """Whether the next epoch begins after this iteration: all ranks in the commit know its

@@ -158,7 +158,8 @@ class IterationDone(Message, frozen=True, kw_only=True):
             memory.
         peak_bytes: peak resident memory above the memory of the worker before it held a layer.
         ends: whether this iteration is the job's last one (all are trained, target_loss is reached,
-            or a rank was asked to stop).
+            or a rank was asked to stop, or `early`).
+        early: whether the losses of held-out data end training with this iteration.
         tensor_bytes: peak bytes of tensors held if the job is traced; else 0.
         switches: whether this iteration is the last one of its epoch; the rank then goes on with
             the order for the next epoch, which it already has.
@@ -198,6 +199,7 @@ class IterationDone(Message, frozen=True, kw_only=True):
     clock_error_s: float = 0.0
     receptions: dict[int, tuple[int, float]] = {}
     evaluated: tuple[Evaluated, ...] = ()
+    early: bool = False
 
     @property
     def computing_s(self) -> float:

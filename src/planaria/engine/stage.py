@@ -9,6 +9,9 @@ In fast mode the sums of float32 parameters are their `.grad`, so autograd adds 
 deterministic mode, and in bfloat16, hooks add each gradient to its sums. A parameter that the model
 keeps in float32 in a bfloat16 job (a router's weights) is its own master.
 
+The last layer keeps how the losses of held-out data went, if they may end training. So the ranks
+that hold it agree on the iteration in which they end it, whatever was lost before.
+
 State and sums are on the rank's device. Initial weights are drawn on the processor and moved, so
 that a seed means the same everywhere.
 
@@ -42,8 +45,10 @@ from planaria.engine.recompute import forward_that_keeps
 from planaria.engine.staging import State, StateMirror, as_tensor
 from planaria.errors import ConfigError
 from planaria.models.layers import SplitModel, TiedGroup
+from planaria.protocol.worker_state import HeldOutLosses
 
 _ROW = 1024  # Elements of a gradient whose squares are added in float32, in fast mode.
+_HELD_OUT = "held_out/losses"  # Name of `HeldOutLosses` in a layer's state.
 NOT_YET = -1  # Age of a layer without a valid state: not arrived yet, or its step did not finish.
 
 
@@ -56,6 +61,8 @@ class HeldLayer:
     Attributes:
         age: number of iterations applied to the layer; NOT_YET: it has no valid state.
         gradients_of: the iteration whose reduced gradients are complete; -1: none.
+        held_out: the losses of held-out data; None: they do not end training, or another layer has
+            them.
         masters: the float32 parameters that are stepped, saved and sent, by name; the module's own
             where these are in float32.
         parameters: all parameters of the module, by name, those that never change among them.
@@ -86,6 +93,7 @@ class HeldLayer:
         self.layer = layer
         self.age = 0
         self.gradients_of = -1
+        self.held_out: HeldOutLosses | None = None
         self._mirror = StateMirror(device)
         self._num_steps = 0  # Of the optimizer, which counts them itself, but on the device.
         module = module.to(device.place)
@@ -112,9 +120,7 @@ class HeldLayer:
             name: torch.zeros(self.masters[name].numel(), dtype=sum_dtype, device=device.place)
             for name in self.tied_names
         }
-        self.tied_gradients = {
-            name: _gradient_buffer(sums) for name, sums in self.tied_sums.items()
-        }
+        self.tied_gradients = {n: _gradient_buffer(s) for n, s in self.tied_sums.items()}
         self._sum_views = {
             **_views(self.sums, own, self.masters),
             **self._shaped_views(self.tied_sums),
@@ -227,6 +233,8 @@ class HeldLayer:
             if self.parameters[name] is not master:
                 self.parameters[name].data.copy_(master.data)
         self._attach_sums()
+        if self.held_out is not None:
+            self.held_out.count(iteration)
         self.age = iteration + 1
 
     def state(self) -> State:
@@ -256,6 +264,8 @@ class HeldLayer:
         if self.optimizer is not None:
             named = optimizer_state(self.optimizer, self.masters, num_steps=self._num_steps)
             tensors |= {f"optimizer/{name}": tensor for name, tensor in named.items()}
+        if self.held_out is not None:
+            tensors[_HELD_OUT] = torch.tensor(self.held_out.counted, dtype=torch.float64)
         return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
     def load(self, state: State, *, age: int) -> None:
@@ -279,6 +289,8 @@ class HeldLayer:
                 if name.startswith(prefix)
             }
             self._num_steps = load_optimizer_state(self.optimizer, self.masters, named)
+        if self.held_out is not None and _HELD_OUT in state:  # Else the job had none then.
+            self.held_out.counted = tuple(state[_HELD_OUT].tolist())
         self.age = age
 
     def _refuse_other_parameters(self, state: State) -> None:
@@ -361,14 +373,23 @@ def _views(
 class RankStage:
     """All layers that a rank holds, and how a hop runs through some of them.
 
+    Args:
+        patience: evaluations after which training ends, see `HeldOutLosses`; 0: it does not.
+
     Attributes:
         chosen: recomputation by layer, where the plan says it.
     """
 
     def __init__(
-        self, model: SplitModel, *, training: TrainingConfig, device: Device = PROCESSOR
+        self,
+        model: SplitModel,
+        *,
+        training: TrainingConfig,
+        device: Device = PROCESSOR,
+        patience: int = 0,
     ) -> None:
         self.device = device
+        self._patience = patience
         self.model = model
         self.training = training
         self.layers: dict[int, HeldLayer] = {}
@@ -405,7 +426,7 @@ class RankStage:
 
     def _new_layer(self, layer: int, module: nn.Module) -> HeldLayer:
         tied = [u.name for g in self.model.tied for u in g.uses if u.layer == layer]
-        return HeldLayer(
+        held = HeldLayer(
             layer,
             module,
             training=self.training,
@@ -413,6 +434,9 @@ class RankStage:
             float32=self._float32,
             device=self.device,
         )
+        if self._patience and layer == self.model.num_layers - 1:
+            held.held_out = HeldOutLosses(self._patience)
+        return held
 
     def _add(self, held: HeldLayer) -> None:
         assert held.layer not in self.layers
@@ -489,6 +513,17 @@ class RankStage:
         num_layers = self.model.num_layers
         self.device.seed(mix(self.training.seed, iteration, microbatch, num_layers))
         return self.model.loss_sum(output, targets)
+
+    def note_held_out(self, loss: float | None, *, age: int) -> None:
+        """Notes the loss of held-out data for layers of this age, see `HeldOutLosses`."""
+        for held in self.layers.values():
+            if held.held_out is not None:
+                held.held_out.note(loss, age=age)
+
+    def ends_early(self, iteration: int) -> bool:
+        """Whether the rank knows that losses of held-out data end training with this iteration."""
+        known = [held.held_out for held in self.layers.values() if held.held_out is not None]
+        return any(losses.are_worse(iteration) for losses in known)
 
     def _recomputation(self, layer: int) -> Recomputation:
         # The loss follows the last layer at once, so that nothing would be gained there.

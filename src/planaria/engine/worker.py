@@ -160,7 +160,8 @@ class Worker:
         self._evaluation = load_evaluation(
             self._job, self._dataset, spec.num_samples.held_out, model=model, cache_directory=cache
         )
-        self._stage = RankStage(model, training=self._job.training, device=device)
+        training, patience = self._job.training, self._job.evaluation.patience
+        self._stage = RankStage(model, training=training, device=device, patience=patience)
         self._tensors = TensorPeak(self._stage)
         self._peak = memory_peak(device)
         self._layout = vector_layout(self._job, model.num_layers)
@@ -514,9 +515,11 @@ class Worker:
 
     def _votes(self, iteration: int) -> Votes:
         copied, uncopied = self._copying.votes(iteration)
-        is_writing = self._saver.is_writing
-        line = self._control.line
-        return votes(self._state, line, copied=copied, uncopied=uncopied, is_writing=is_writing)
+        line, is_writing = self._control.line, self._saver.is_writing
+        early = self._stage.ends_early(iteration)
+        return votes(
+            self._state, line, copied=copied, uncopied=uncopied, is_writing=is_writing, early=early
+        )
 
     def _apply(self, iteration: int, vector: CommitVector) -> None:
         """Takes the optimizer step of each layer with complete gradients of the iteration."""
@@ -568,6 +571,7 @@ class Worker:
                 peak_bytes=max(0, self._peak.num_bytes() - self._peak.base_bytes),
                 tensor_bytes=self._tensors.peak_bytes,
                 ends=done.ends,
+                early=vector.votes.early > 0,
                 switches=done.switches,
                 received_bytes=received_bytes,
                 copied=self._copying.take_done(),

@@ -71,7 +71,7 @@ from planaria.nodes.head.remote.run_record import NodeLog, RunRecord, write_run
 from planaria.observe.metrics import IterationRecord, Report
 from planaria.observe.recorder import Recorder
 from planaria.planner.plans import PlanCatalog
-from planaria.show.callbacks import Callbacks, CallbackThread, Patience, callbacks_of
+from planaria.show.callbacks import Callbacks, CallbackThread, callbacks_of
 from planaria.show.job_observer import JobObserver, TrainingDisplay
 from planaria.transport.sockets import Address
 
@@ -497,7 +497,6 @@ def _job_observer(
             predicted_peak_bytes(planned.problem, plan) + buffers_bytes
         ),
         callbacks=callbacks,
-        patience=Patience(planned.config.evaluation.patience),
     )
 
 

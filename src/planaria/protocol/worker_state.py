@@ -23,6 +23,7 @@ Source: docs/protocol.md.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Final
 
 import msgspec
@@ -411,13 +412,20 @@ def on_message(summary: MessageSummary, message: ToWorker) -> tuple[MessageSumma
 
 
 def votes(
-    state: WorkerState, summary: MessageSummary, *, copied: int, uncopied: int, is_writing: bool
+    state: WorkerState,
+    summary: MessageSummary,
+    *,
+    copied: int,
+    uncopied: int,
+    is_writing: bool,
+    early: bool = False,
 ) -> Votes:
     """The votes of this rank in the commit vector of the iteration that it computes.
 
     Args:
         copied, uncopied: votes about its copies in memory, see `Votes`.
         is_writing: a save is being written, so another one cannot begin now.
+        early: the losses of held-out data end training with this iteration.
     """
     switches = summary.next_epoch > _start_order(state).epoch
     return Votes(
@@ -427,4 +435,43 @@ def votes(
         uncopied,
         int(state.owes_save),
         int(is_writing),
+        int(early),
     )
+
+
+class HeldOutLosses:
+    """The lowest loss of held-out data, and the number of evaluations since that were no better.
+
+    They belong to the state of a layer and have its age, so that whoever holds the layer knows when
+    training ends, whatever was lost. An evaluation counts once the layer has had its next step,
+    because it is done again if that iteration is.
+
+    Args:
+        patience: number of evaluations in a row that are no better, after which training ends.
+
+    Attributes:
+        counted: the two numbers.
+    """
+
+    def __init__(self, patience: int) -> None:
+        self._patience = patience
+        self.counted: tuple[float, float] = inf, 0
+        self._newest = -1, inf
+
+    def note(self, loss: float | None, *, age: int) -> None:
+        """Notes the loss of layers of this age; None: it is not a number, and so not lower."""
+        self._newest = age, inf if loss is None else loss
+
+    def are_worse(self, age: int) -> bool:
+        """Whether training ends with the iteration that layers of this age compute."""
+        return self._with_newest(age)[1] >= self._patience
+
+    def count(self, age: int) -> None:
+        """Counts the evaluation of layers of this age, if there was one."""
+        self.counted = self._with_newest(age)
+
+    def _with_newest(self, age: int) -> tuple[float, float]:
+        (lowest, num_worse), (newest_age, loss) = self.counted, self._newest
+        if newest_age != age:
+            return self.counted
+        return (loss, 0) if loss < lowest else (lowest, num_worse + 1)

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from math import inf
 from typing import Final
 
 from planaria.core.job import JobConfig
@@ -142,31 +141,3 @@ def callbacks_of(config: JobConfig, *, search_path: Sequence[str]) -> list[Callb
             raise ConfigError("training.callbacks", target, remedy)
         found.append(callbacks)
     return found
-
-
-class Patience:
-    """Ends training once the loss of held-out data is not lower any more.
-
-    Args:
-        num_evaluations: number of evaluations in a row that were not better than the best before;
-            0: any number of them.
-    """
-
-    def __init__(self, num_evaluations: int) -> None:
-        self._allowed = num_evaluations
-        self._losses: dict[int, float] = {}
-
-    def is_over(self, record: EvaluationRecord) -> bool:
-        """Whether training should end after one more evaluation.
-
-        Those of later iterations were undone, if the job went back.
-        """
-        if not self._allowed:
-            return False
-        self._losses = {n: loss for n, loss in self._losses.items() if n < record.iteration}
-        self._losses[record.iteration] = record.loss
-        num_worse, best = 0, inf
-        for loss in self._losses.values():
-            num_worse = 0 if loss < best else num_worse + 1
-            best = min(best, loss)
-        return num_worse >= self._allowed

@@ -26,7 +26,7 @@ from planaria.core.records import (
 )
 from planaria.observe.metrics import EventRecord, IterationRecord
 from planaria.observe.recorder import Recorder
-from planaria.show.callbacks import CallbackThread, Patience
+from planaria.show.callbacks import CallbackThread
 from planaria.show.choice_text import back_text, choice_text
 from planaria.show.comparison import expected_text
 from planaria.show.words import count_text
@@ -61,7 +61,6 @@ class JobObserver:
     Args:
         predicted_peak_bytes: function that predicts the peak memory of a plan.
         callbacks: thread that calls the user's callbacks.
-        patience: says after how many evaluations training ends.
 
     Attributes:
         early: reason for which training ended early, other than the user's request; "": none.
@@ -74,12 +73,9 @@ class JobObserver:
         *,
         predicted_peak_bytes: Callable[[Plan], int],
         callbacks: CallbackThread,
-        patience: Patience,
     ) -> None:
         self.early = ""
         self._callbacks = callbacks
-        self._patience = patience
-        self._stopping = ""
         self._has_trained = False
         self._num_events_told = 0
         self._recorder = recorder
@@ -100,7 +96,7 @@ class JobObserver:
     @property
     def stop_reason(self) -> str:
         """See `Observer`."""
-        return "" if self._has_trained else self._stopping or self._callbacks.stop_reason
+        return "" if self._has_trained else self._callbacks.stop_reason
 
     def _note_message(self, message: ToLauncher) -> None:
         match message:
@@ -235,8 +231,10 @@ class JobObserver:
                 f"loss {evaluated.loss:.4f}{metrics}"
             )
             self._callbacks.post("on_evaluation", evaluated)
-            if self._patience.is_over(evaluated):
-                self._stopping = "the loss of held-out data is not lower any more"
+        if message.ends and any(report.early for report in message.reports):
+            reason = "training has ended: the loss of held-out data is not lower any more"
+            self._recorder.add_event("early", iteration=message.iteration, reason=reason)
+            self._display.note(reason)
         self._has_trained = message.ends
 
     def _on_starting(self, message: Starting) -> None:

@@ -3,7 +3,9 @@
 A version of a job's state is one safetensors file for each layer, and a manifest:
 
     {directory}/{iteration}-{epoch}/layer-00003.safetensors     "parameter/{name}",
-                                                                "optimizer/{name}/{state}"
+                                                                "optimizer/{name}/{state}";
+                                                                of the last layer perhaps
+                                                                "held_out/losses"
     {directory}/{iteration}-{epoch}/manifest.json               created last, and once
 
 A version exists when its manifest exists. Each layer is written by a rank that holds it; its file

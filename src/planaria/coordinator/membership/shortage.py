@@ -30,10 +30,10 @@ def with_untold_shortage(
     """The state of a job whose members have agreed to end after `num_iterations`.
 
     If nobody asked for that, the coordinator before this one did, because nodes were short, and was
-    lost before it recorded why. With a target loss they may have reached it.
+    lost before it recorded why. If the job may end early, they may have come to that.
     """
-    training, stop = rules.job.training, state.stop
-    is_done = num_iterations >= training.iterations or training.target_loss > 0.0
+    stop = state.stop
+    is_done = num_iterations >= rules.job.training.iterations or rules.job.may_end_early
     if stop.is_requested or is_done:
         return state
     shortage = shortage_text(rules, num_left) or "nodes were too few to go on"

@@ -185,6 +185,7 @@ class Evaluator:
             seconds=seconds,
         )
         self._results.append(result)
+        self._stage.note_held_out(result.loss, age=age)
         return seconds
 
     @contextmanager
