@@ -1,5 +1,6 @@
 """Runs of a loop of one's own that begin anew, or from an older version: the newest run counts."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,3 +87,23 @@ def test_a_run_that_went_back_counts_also_where_its_clock_did(
 
     with run(place, slot=0, num_slots=1) as third:
         assert restored(third) == (2, [2.0, 2.0])
+
+
+def test_a_run_that_goes_on_from_another_one_says_so_and_how_to_begin_from_scratch(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without `close` at the end a second start would have nothing to train, without a word."""
+    with run(place, slot=0, num_slots=1) as first:
+        assert first.restore() == 0
+        save(first, 9)
+        assert first.restore() == 9
+    assert "to begin from scratch" not in caplog.text  # It is its own version.
+
+    with run(place, slot=0, num_slots=1) as second:
+        assert second.restore() == 9
+    assert "restored iteration 9 of a run before this one" in caplog.text
+    assert f"to begin from scratch, remove {place} on each machine" in caplog.text
+
+    shutil.rmtree(place)
+    with run(place, slot=0, num_slots=1) as third:
+        assert third.restore() == 0

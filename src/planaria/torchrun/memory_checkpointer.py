@@ -6,12 +6,14 @@
         ...
         optimizer.step()
         checkpointer.save(iteration + 1)
+    checkpointer.close()
 
 Each rank's shard is copied into memory that the keeper owns, a process of its node (keeper.py), and
 from there to other nodes, while training goes on. The next optimizer step waits until the copy on
 the own node is done, and for nothing else. The copies survive the ranks and the program that
-restarts them. A node that is lost takes its copies along; other nodes keep theirs. If a keeper is
-gone, the next save notices that, and a new keeper owns the memory.
+restarts them. They end with `close`, or after `idle_s` without ranks. A node that is lost takes its
+copies along; other nodes keep theirs. If a keeper is gone, the next save notices that, and a new
+keeper owns the memory.
 
 `restore` takes the newest version of which all shards exist. The number of ranks may have changed
 since, and with it the sharding of model and optimizer. Versions of the run that began last count as
@@ -163,7 +165,8 @@ class MemoryCheckpointer:
         self._host = own_host()  # Once: later the machine by which it is found may be lost.
         place = Path(directory) if directory else runtime_directory() / name
         self._memory = RankMemory(place, idle_s=idle_s)
-        self._is_closed = False
+        self._place, self._is_closed = place.absolute(), False
+        self._is_new = True  # Nothing was saved or restored here yet.
         self._generation = 0  # The number of groups before this one.
         self._had_version = False  # One of them had a version, as far as this rank knows.
         self._group = self._begin(TrainingState(model, optimizer, others or {}, per_rank or {}))
@@ -192,7 +195,8 @@ class MemoryCheckpointer:
         is logged and skipped if it is damaged, belongs to another model, or is refused by one of
         `others`. In the middle of a run, `restore` waits for the version that is being copied, and
         may restore it. If fewer nodes than should keep the version, its copies are made anew; where
-        memory does not suffice for all, fewer are made, and the log says so.
+        memory does not suffice for all, fewer are made, and the log says so. Rank 0 also logs that
+        a version is of a run before this one.
 
         Returns:
             The iteration of the version; 0: there is none.
@@ -206,7 +210,14 @@ class MemoryCheckpointer:
             RuntimeError: a peer was lost meanwhile.
         """
         self._check_used()
-        return self._group.restore()
+        iteration = self._group.restore()
+        if iteration and self._is_new and not self._rank:
+            anew = f"remove {self._place} on each machine"
+            anew += " and name another persist_directory" if self._tier else ""
+            what = "restored iteration %s of a run before this one; to begin from scratch, %s"
+            logger.warning(what, iteration, anew)
+        self._is_new = False
+        return iteration
 
     def save(self, iteration: int) -> bool:
         """Begins a version of the state after so many iterations.
@@ -222,6 +233,7 @@ class MemoryCheckpointer:
             RuntimeError: a peer was lost meanwhile.
         """
         self._check_used()
+        self._is_new = False
         return self._group.save(iteration)
 
     def persist(self) -> bool:
@@ -339,6 +351,7 @@ class MemoryCheckpointer:
     ) -> None:
         """Begins with a model that was made anew after `reform`; `restore` fills it."""
         self._check_open()
+        self._is_new = False
         self._memory.adopt()
         self._group = self._begin(TrainingState(model, optimizer, others or {}, per_rank or {}))
         self._is_used = True
