@@ -106,7 +106,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, help="what keeps the runs")
     arguments = parser.parse_args()
     if arguments.plot and importlib.util.find_spec("matplotlib") is None:
-        print("matplotlib draws the curves: pip install 'planaria[plots]'")
+        print("matplotlib draws the curves: pip install -e '.[plots]'")
         return 2
     curves: list[Curve] = []
     known = _known(arguments.results, arguments.iterations)

@@ -179,7 +179,8 @@ def loaded_from_disk(path: str, splits: Sequence[str] = TRAINING) -> tuple[Any, 
         ConfigError: there is no data set, or it has none of the splits.
     """
     if importlib.util.find_spec("datasets") is None:
-        raise ConfigError("data.kind", "hf", "it needs more packages: pip install 'planaria[hf]'")
+        remedy = "it needs more packages: pip install -e '.[hf]' in planaria's checkout"
+        raise ConfigError("data.kind", "hf", remedy)
     import datasets
 
     try:

@@ -373,7 +373,8 @@ def _token_file(
         raise ConfigError(
             "data.tokenizer",
             "bpe",
-            "it needs more packages: pip install 'planaria[hf]', or set it to \"bytes\"",
+            "it needs more packages: pip install -e '.[hf]' in planaria's checkout; or set it to "
+            '"bytes"',
         )
     if data.vocabulary_size < _NUM_BYTE_TOKENS:
         remedy = (

@@ -189,7 +189,9 @@ def split_model(
         )
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(
-            "model.kind", model.kind, "it needs more packages: pip install 'planaria[hf]'"
+            "model.kind",
+            model.kind,
+            "it needs more packages: pip install -e '.[hf]' in planaria's checkout",
         )
     # Importing transformers takes seconds, and jobs with user-defined layers do not need it.
     from planaria.models.hf_layers import split_hf_model

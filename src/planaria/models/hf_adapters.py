@@ -45,7 +45,7 @@ def add_adapters(model: Any, arguments: Mapping[str, Any], *, trains_head: bool)
     try:
         peft = importlib.import_module("peft")
     except ModuleNotFoundError as error:
-        remedy = "it needs a package: pip install 'planaria[lora]'"
+        remedy = "it needs a package: pip install -e '.[lora]' in planaria's checkout"
         raise ConfigError("model.lora", dict(arguments), remedy) from error
     head = _head_modules(model) if trains_head else []
     try:

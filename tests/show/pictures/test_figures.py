@@ -359,5 +359,5 @@ def test_without_matplotlib_the_command_says_what_to_install(
     result = command("plan", "missing.json", "--nodes", "3", "--plot", str(tmp_path / "a.svg"))
     plain = command("plan", PROFILE, "--nodes", "3")
 
-    assert_mistake(result, "--plot", "pip install 'planaria[plots]'")
+    assert_mistake(result, "--plot", "pip install -e '.[plots]'")
     assert plain.exit_code == 0

@@ -227,7 +227,8 @@ class Objects:
             from obstore.exceptions import BaseError
             from obstore.store import from_url
         except ImportError as error:
-            remedy = "object stores need the package obstore: pip install 'planaria[store]'"
+            what = "object stores need the package obstore"
+            remedy = f"{what}: pip install -e '.[store]' in planaria's checkout"
             raise ConfigError("checkpoint.directory", url, remedy) from error
         self._url = url.rstrip("/")
         self._obstore: Any = obstore

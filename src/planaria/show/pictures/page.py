@@ -127,7 +127,8 @@ def picture_format(option: str, name: str) -> Format:
         raise ConfigError(
             option,
             name,
-            "matplotlib draws the picture, and it is not installed: pip install 'planaria[plots]'",
+            "matplotlib draws the picture, and it is not installed: pip install -e '.[plots]' in "
+            "planaria's checkout",
         )
     return picture
 
