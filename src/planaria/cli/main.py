@@ -1,6 +1,6 @@
 """The command line: `planaria train | run | launch | agent | token | doctor | status | drain`,
 `planaria events | chaos | profile | plan | placement | reproduce | simulate`, and `planaria
-checkpoint ls | verify | prune | save | export`.
+checkpoint ls | verify | prune | save | export | import`.
 
 Exit codes:
 

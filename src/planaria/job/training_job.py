@@ -3,8 +3,8 @@
     import planaria
 
     if __name__ == "__main__":
-        report = planaria.Job.from_file("job.toml").train()
-        print(report.final.parameters_sha256)
+        result = planaria.Job.from_file("job.toml").train()
+        print(result.report.final.parameters_sha256)
 
 The job runs in processes of its own; the calling process holds no part of the model.
 """
