@@ -124,6 +124,7 @@ check: $(READY)
 
 docs: $(READY)
 	$(BIN)/python -m planaria.job.config > docs/JOB.md
+	$(BIN)/python -m planaria.job.report_page > docs/REPORT.md
 	$(BIN)/python docs/draw_architecture.py > docs/architecture.svg
 	mkdir -p reports
 	sed 's/"device_memory_bytes": 0/"device_memory_bytes": 3000/' examples/paced-profile.json \

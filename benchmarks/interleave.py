@@ -152,7 +152,7 @@ def _measure(
         report = job.train(server=server, plan=_plan(job)).report
     for event in report.events:
         print(f"    {event.kind} of {event.nodes} at iteration {event.iteration}: {event.reason}")
-    return [record.seconds for record in report.iterations[1:]], report.checkpoints
+    return [record.seconds for record in report.iterations[1:]], report.checkpoints["memory"]
 
 
 def _plan(job: Job) -> Plan:

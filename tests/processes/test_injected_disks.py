@@ -43,6 +43,6 @@ def test_a_slow_disk_changes_no_bit(
     (loss,) = (event for event in recoveries(result) if event.kind == "kill")
     if specs[0].startswith("store"):
         # Each rank writes some layers, one after the other; then the save is made complete.
-        assert result.report.checkpoints["checkpoint_s"] > 3 * STORE_S
+        assert result.report.checkpoints["disk"]["checkpoint_s"] > 3 * STORE_S
     else:
         assert loss.downtime_s > 1.0, "the record of members waited for the disk"

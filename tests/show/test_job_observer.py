@@ -2,10 +2,11 @@
 
 from msgspec import structs
 
-from helpers.recorder_messages import decision_message, loss_message, running, starting
+from helpers.recorder_messages import decision_message, loss_message, report, running, starting
+from planaria.core.copies import CopiesDone
 from planaria.core.inject import parse_injection
 from planaria.core.plan import Plan
-from planaria.core.records import Warned
+from planaria.core.records import Saved, Warned
 from planaria.observe.metrics import IterationRecord
 from planaria.observe.recorder import Recorder
 from planaria.show.callbacks import CallbackThread
@@ -109,3 +110,20 @@ def test_a_recovery_stands_beside_what_was_expected_from_when_it_was_noticed() -
     (text,) = (text for text in notes.texts if "training went on after" in text)
     assert text.startswith("training went on after 2300 ms: "), text
     assert text.endswith("; 100 ms of it after the loss was noticed, 60-140 ms expected"), text
+
+
+def test_what_saves_took_is_told_apart_from_what_copies_took() -> None:
+    """Entries of the one took the place of the other's, under the same names."""
+    observer, recorder, _ = watched()
+    for message in (starting(11.0), running(12.0), Saved(iteration=4, epoch=3)):
+        observer.on_message(message)
+    for iteration in range(4):
+        copied = CopiesDone(age=iteration)
+        reports = [structs.replace(report(0, iteration), copied=copied)]
+        recorder.copy_measurements.add_iteration(iteration, reports, 20.0 + iteration)
+
+    tables = observer.checkpoints(every=5, is_resumed=False)
+
+    assert tables["disk"]["every"] == 5.0
+    assert tables["memory"]["every"] == 1.0
+    assert tables["disk"]["checkpoint_s"] != tables["memory"]["checkpoint_s"]

@@ -113,7 +113,7 @@ class CopyMeasurements:
         self._committed_s.clear()
 
     def table(self, retrieval_s: float) -> dict[str, float]:
-        """Entries of the report's table of checkpoints.
+        """The report's table of copies, "memory" in `checkpoints`.
 
         The time that a failure wastes is Gemini's equation 1: the time until a version is
         complete, plus half of the period between versions, plus the time to read a version. It

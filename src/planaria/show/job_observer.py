@@ -195,9 +195,9 @@ class JobObserver:
                 f"never injected, because the job never came to that place: {injection.spec}"
             )
 
-    def checkpoints(self, *, every: int, is_resumed: bool) -> dict[str, float]:
-        """The report's table of checkpoints: seconds to complete a save after its commit and to
-        read one, the same for copies in memory, and their use of the idle network.
+    def checkpoints(self, *, every: int, is_resumed: bool) -> dict[str, dict[str, float]]:
+        """The report's tables of checkpoints, "disk" and "memory": seconds to complete a save, or
+        copies, after a commit and to read one, and the use of the idle network by copies.
 
         Args:
             every: number of iterations from one save to the next; 0: none are made.
@@ -211,13 +211,14 @@ class JobObserver:
         back = [
             event.transfer_s for event in self._recorder.events() if event.source_tier == "memory"
         ]
-        return {
+        disk = {
             "every": float(every),
             "checkpoint_s": checkpoint_s,
             "retrieval_s": retrieval_s,
             "expected_wasted_s": wasted_s,
-            **self._recorder.copy_measurements.table(fmean(back) if back else 0.0),
         }
+        memory = self._recorder.copy_measurements.table(fmean(back) if back else 0.0)
+        return {"disk": disk, "memory": memory}
 
     def _on_committed(self, message: Committed) -> None:
         self._committed_s = message.now_s

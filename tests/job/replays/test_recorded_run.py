@@ -108,7 +108,7 @@ def whole_report() -> dict[str, Any]:
                 "profile": msgspec.Raw(encode_profile(profile)),
                 "processors": 0,
                 "first_iteration": 0,
-                "checkpoints": {},
+                "checkpoints": {"disk": {"checkpoint_s": 0.5}, "memory": {}},
                 "ledger": {"startup": 1.0, "checkpoint_stall": 0.0, "wall": 30.0},
                 "events": [lost | {"inputs": inputs}],
                 "iterations": [
@@ -133,6 +133,17 @@ def test_an_iteration_that_took_no_time_says_nothing_of_the_others(
     path.write_text(json.dumps(report))
 
     assert PlanSeconds(read_run(path, option="--replay")).fastest_s == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("version", "table"), [(2, {"every": 5.0}), (3, {"disk": {"every": 5.0}})])
+def test_a_report_from_before_saves_had_a_table_of_their_own_is_still_read(
+    version: int, table: dict[str, Any], tmp_path: Path, whole_report: dict[str, Any]
+) -> None:
+    """Whoever has kept one replays it with a newer planaria."""
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(whole_report | {"version": version, "checkpoints": table}))
+
+    assert read_run(path, option="--replay").saves == {"every": 5.0}
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def _save_stalls(run: RecordedRun) -> list[float]:
 
 def _save_speeds(run: RecordedRun) -> list[float]:
     """The speed of each node in the average save."""
-    took_s = run.checkpoints.get("checkpoint_s", 0.0)
+    took_s = run.saves.get("checkpoint_s", 0.0)
     if not took_s:
         return []
     layers = run.planned.problem.profile.layers

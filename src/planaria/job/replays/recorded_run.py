@@ -21,6 +21,7 @@ from planaria.observe.ledger import Category
 from planaria.observe.metrics import REPORT_VERSION, EventRecord
 from planaria.profiles.profile_json import decode_profile
 
+_OLDEST_VERSION: Final = 2
 _OLD_REMEDY: Final = "train again with this version of planaria"
 _END_KINDS: Final = ("failed", "lost")  # Events of an early end, which concern no node.
 
@@ -58,7 +59,8 @@ class RecordedRun:
         plans: plans of the run, by epoch; the same as in `Report`.
         iterations: committed iterations that count, in order.
         events: events in the order in which they happened.
-        checkpoints, ledger: tables of the report, by name.
+        saves: seconds of saves, the table "disk" of the report's `checkpoints`.
+        ledger: seconds by category.
         evaluated_s: seconds of evaluations, by the number of iterations before them.
     """
 
@@ -67,7 +69,7 @@ class RecordedRun:
     plans: Mapping[int, Plan]
     iterations: tuple[RecordedIteration, ...]
     events: tuple[EventRecord, ...]
-    checkpoints: Mapping[str, float]
+    saves: Mapping[str, float]
     ledger: Mapping[str, float]
     first_iteration: int
     evaluated_s: Mapping[int, float]
@@ -151,7 +153,7 @@ def _report(path: Path, *, option: str) -> dict[str, Any]:
     if not isinstance(version, int) or version > REPORT_VERSION:
         remedy = f"it has version {version}, and this planaria knows {REPORT_VERSION}"
         raise ConfigError(option, str(path), remedy)
-    if version < REPORT_VERSION:
+    if version < _OLDEST_VERSION:
         remedy = f"it has version {version}, which has no inputs of decisions; {_OLD_REMEDY}"
         raise ConfigError(option, str(path), remedy)
     if not report.get("iterations"):
@@ -189,7 +191,7 @@ def _run(report: Mapping[str, Any], name: str) -> RecordedRun:
         plans=plans,
         iterations=iterations,
         events=events,
-        checkpoints=_value(report["checkpoints"], dict[str, float]),
+        saves=_saves(report),
         ledger=ledger,
         first_iteration=_value(report["first_iteration"], int),
         evaluated_s={
@@ -197,6 +199,13 @@ def _run(report: Mapping[str, Any], name: str) -> RecordedRun:
             for one in _value(report.get("evaluations", []), tuple[_Evaluation, ...])
         },
     )
+
+
+def _saves(report: Mapping[str, Any]) -> dict[str, float]:
+    """What saves took; reports of version 2 had no table of their own for them."""
+    if report["version"] == _OLDEST_VERSION:
+        return _value(report["checkpoints"], dict[str, float])
+    return _value(report["checkpoints"], dict[str, dict[str, float]]).get("disk", {})
 
 
 def _plan_damage(plans: Mapping[int, Plan], num_microbatches: int, num_layers: int) -> str:
