@@ -63,9 +63,10 @@ def end_another(_: bytes, result_fd: int) -> None:
 
 
 def wait_for_end(payload: bytes) -> None:
-    """Tells its pid in a file, which is whole once it is there, and waits for a signal."""
+    """Tells its pid in a file, which is whole once it is there, and waits to be killed."""
     path = Path(payload.decode())
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(str(os.getpid()))
     unfinished.rename(path)
-    signal.pause()
+    while True:
+        signal.pause()

@@ -98,6 +98,25 @@ def test_what_tells_a_job_to_leave_ends_neither_a_server_nor_what_it_forks(
     os.kill(pid, signal.SIGKILL)
 
 
+def test_a_signal_has_a_server_and_what_it_forks_print_where_they_are(tmp_path: Path) -> None:
+    """For a job that hangs: each process prints the stacks of its threads, and goes on."""
+    lines: list[str] = []
+    server = ForkServer([FORKED], path=PATH, output=lines.append)
+    try:
+        pid = server.spawn(f"{FORKED}:wait_for_end", bytes(tmp_path / "pid"))
+        wait_for((tmp_path / "pid").exists, what="the child runs")
+        os.kill(pid, signal.SIGRTMIN)
+        wait_for(lambda: any("in wait_for_end" in line for line in lines), what="its stack")
+        os.kill(server.pid, signal.SIGRTMIN)
+        wait_for(lambda: any("in serve" in line for line in lines[1:]), what="the server's")
+
+        assert server.call(f"{FORKED}:echo", b"ab") == b"ba"
+        assert server.exits() == []
+        os.kill(pid, signal.SIGKILL)
+    finally:
+        server.close()
+
+
 def test_a_process_that_the_users_code_starts_can_be_told_to_leave(small: ForkServer) -> None:
     """Who ignores a signal hands that on: `multiprocessing` would wait for its own for ever."""
     assert small.call(f"{FORKED}:end_another", b"") == str(-signal.SIGTERM).encode()

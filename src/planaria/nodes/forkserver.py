@@ -19,6 +19,7 @@ descriptor left for the child.
 import contextlib
 import ctypes
 import errno
+import faulthandler
 import fcntl
 import gc
 import importlib
@@ -426,6 +427,7 @@ def exit_text(status: int) -> str:
 def serve(fd: int, lifeline_fd: int) -> None:
     """The server's main function: imports, then forks on request until the socket closes."""
     end_with(lifeline_fd)
+    faulthandler.register(signal.SIGRTMIN, file=2, all_threads=True)  # For a job that hangs.
     # By default Python writes 8 KiB at once into a pipe, so that output would be shown late, and
     # would be lost if the process is killed.
     assert isinstance(sys.stdout, io.TextIOWrapper)
