@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from planaria.core.job import EvaluationConfig, JobConfig
 from planaria.errors import ConfigError
-from planaria.job.checks import check_inputs, unknown_in_domains
+from planaria.job.checks import check_inputs, warnings_of
 from planaria.job.config import job_from_dict, keys_page, keys_table, load_job, overridden_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -355,12 +355,23 @@ def test_failure_domains_name_nodes_that_there_may_be(
     def told(node: int, **more: float) -> str:
         domains = {"failure_domains": [[0, node]]}
         job = job_from_dict({**SMALLEST, "cluster": {**cluster, **more}, "checkpoint": domains})
-        return unknown_in_domains(job, num_joining=num_joining)
+        return "".join(warnings_of(job, num_joining=num_joining))
 
     assert told(highest) == told(highest, grant_s=9.0) == ""
     with pytest.raises(ConfigError, match=f"= {highest + 1}: the job has nodes 0 to {highest}"):
         told(highest + 1)
     assert f"names node {highest + 1}; the job" in told(highest + 1, grant_s=9.0)
+
+
+@pytest.mark.parametrize(("warmup", "is_told"), [(0, False), (5, False), (6, True)])
+def test_a_warmup_that_is_longer_than_the_training_is_told(warmup: int, is_told: bool) -> None:
+    """The learning rate never reaches its value; that may be meant, but seldom is."""
+    training = {"iterations": 5, "schedule": {"warmup_iterations": warmup}, "learning_rate": 0.25}
+    job = job_from_dict({**SMALLEST, "training": training})
+
+    told = "".join(warnings_of(job, num_joining=0))
+    assert ("warmup_iterations = 6 is more than training.iterations = 5" in told) == is_told
+    assert ("never reaches 0.25" in told) == is_told
 
 
 def test_a_syntax_error_names_its_line(tmp_path: Path) -> None:

@@ -171,7 +171,31 @@ def _check_domains(domains: Sequence[Sequence[int]]) -> None:
         nodes_of_domains.add(node)
 
 
-def unknown_in_domains(job: JobConfig, *, num_joining: int) -> str:
+def warnings_of(job: JobConfig, *, num_joining: int) -> tuple[str, ...]:
+    """What a user should know of a job that can be trained as it is.
+
+    Args:
+        num_joining: number of nodes that are to join while the job runs.
+
+    Raises:
+        ConfigError: failure domains name a node that can never exist.
+    """
+    texts = (_unknown_in_domains(job, num_joining=num_joining), _long_warmup(job))
+    return tuple(filter(None, texts))
+
+
+def _long_warmup(job: JobConfig) -> str:
+    """The warning that the learning rate never reaches its value; "" if it does."""
+    warmup, training = job.training.schedule.get("warmup_iterations"), job.training
+    if not isinstance(warmup, int) or warmup <= training.iterations:
+        return ""
+    return (
+        f"training.schedule.warmup_iterations = {warmup} is more than training.iterations = "
+        f"{training.iterations}: the learning rate never reaches {training.learning_rate:g}"
+    )
+
+
+def _unknown_in_domains(job: JobConfig, *, num_joining: int) -> str:
     """The warning that failure domains name nodes that may never exist; "" if they do not.
 
     Args:

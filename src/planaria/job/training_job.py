@@ -33,7 +33,7 @@ from planaria.core.specs import NodeSpec, Prepared
 from planaria.errors import ConfigError, PlanariaError
 from planaria.estimator.correction import Comparison
 from planaria.estimator.time import Timeline
-from planaria.job.checks import check_inputs, check_job, unknown_in_domains
+from planaria.job.checks import check_inputs, check_job, warnings_of
 from planaria.job.config import load_job
 from planaria.job.lost_heads import check_no_other_head, reachable_addresses, remove_parts
 from planaria.job.machine_kinds import node_kinds
@@ -470,9 +470,9 @@ def _plan_of(
 
 
 def _make_ready(config: JobConfig, injections: Sequence[Injection], display: Display) -> None:
-    """Warns of nodes in no failure domain, and makes room for the job's open files."""
+    """Warns of what a user should know, and makes room for the job's open files."""
     num_joining = sum(injection.num_nodes for injection in injections)
-    if warning := unknown_in_domains(config, num_joining=num_joining):
+    for warning in warnings_of(config, num_joining=num_joining):
         display.note(warning)
     raise_open_files(config.cluster, num_joining=num_joining)
 
