@@ -338,6 +338,20 @@ def test_cross_entropy_is_summed_over_targets_that_count() -> None:
         ({"model_type": "albert", **SIZES}, "model.config.model_type", "more than once"),
         ({"model_type": "resnet"}, "model.config.model_type", "no image_size"),
         ({"model_type": "sam"}, "model.config.model_type", "no language model"),
+        ({"model_type": "llava"}, "model.config.model_type", "beside text"),
+        ({"model_type": "big_bird", **SIZES}, "model.config.model_type", "more with its blocks"),
+        (
+            {"model_type": "rwkv", "num_hidden_layers": 2, "hidden_size": 16},
+            "model.config.model_type",
+            "more with its blocks",
+        ),
+        (
+            {"model_type": "falcon_h1", **GROUPED},
+            "model.config.model_type",
+            "more with its blocks",
+        ),
+        ({"model_type": "dbrx"}, "model.config.model_type", "cannot build it"),
+        ({"model_type": "xmod", **SIZES}, "model.config.model_type", "Input language unknown"),
         (
             {"model_type": "bert", "architectures": "BertForSequenceClassification"},
             "model.config.architectures",

@@ -41,6 +41,7 @@ from planaria.models.hf_adapters import (
     name_without_adapters,
 )
 from planaria.models.hf_frame import (
+    BlockStub,
     Call,
     ForwardStopped,
     Frame,
@@ -473,7 +474,10 @@ def _examine(
     """
     model = frame.model
     probe = copy.deepcopy(frame)
-    initialise(probe.model, seed=0)
+    try:
+        initialise(probe.model, seed=0)
+    except AttributeError as error:
+        raise _unrunnable(model, error) from error
     arguments = _BlockArguments(copy.deepcopy(probe))
     largest = 1 if frame.inputs.image else model.config.vocab_size - 1
     examples = [
@@ -485,11 +489,13 @@ def _examine(
     except (IndexError, RuntimeError) as error:
         # For a missing position an embedding raises an IndexError, and gather a RuntimeError.
         if "out of" not in str(error) or frame.inputs.image:
-            raise
+            raise _unrunnable(model, error) from error
         raise too_few_positions(model.config, sequence_length) from error
     except StopIteration as error:
         # `PreTrainedModel.dtype`: ghosts are no parameters.
         raise refusal(model, "its forward asks for the dtype of its parameters") from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise _unrunnable(model, error) from error
     for each in (frame, arguments.frame):
         for stub, count in zip(each.block_stubs, own.num_outputs, strict=True):
             stub.num_outputs = count  # type: ignore[assignment]
@@ -498,6 +504,13 @@ def _examine(
         if not all(map(torch.equal, call.tensors(), other.tensors())):
             raise refusal(model, "its blocks take more inputs than hidden states")
     return own, arguments
+
+
+def _unrunnable(model: Any, error: Exception) -> ConfigError:
+    """The error for a model whose own code fails where its blocks are elsewhere."""
+    if BlockStub.__name__ in str(error):
+        return refusal(model, f"its code does more with its blocks than call them ({error})")
+    return refusal(model, f"its code cannot be run on its inputs alone ({error})")
 
 
 def _aliases(identities: Mapping[str, int]) -> dict[str, tuple[str, ...]]:

@@ -134,6 +134,9 @@ def meta_model(config: Any, *, is_deterministic: bool) -> tuple[Any, str]:
     try:
         with torch.device("meta"), _Undrawn():
             model = auto_class.from_config(config, dtype=torch.float32)
+    except AttributeError as error:  # Its class does not fit its config in this release.
+        remedy = f"transformers cannot build it ({error}); {OWN_LAYERS}"
+        raise ConfigError("model.config.model_type", config.model_type, remedy) from error
     except (AssertionError, TypeError, ValueError, ImportError) as error:
         raise ConfigError("model.config", config.model_type, str(error)) from error
     return model, objective
@@ -174,7 +177,10 @@ def _auto_class(config: Any) -> tuple[Any, str]:
         return AutoModelForCausalLM, "causal"
     if model_type in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
         return AutoModelForImageClassification, "supervised"
-    remedy = f"it is no language model, and classifies no images; {OWN_LAYERS}"
+    what = "it is no language model, and classifies no images"
+    if hasattr(config, "text_config"):
+        what = "it takes more than token ids, such as images beside text"
+    remedy = f"{what}; {OWN_LAYERS}"
     raise ConfigError("model.config.model_type", model_type, remedy)
 
 
