@@ -63,6 +63,15 @@ def test_a_pipeline_of_six_survives_as_mixed_does() -> None:
         assert survives(plan, found, 2) == pytest.approx(0.8)
 
 
+def test_two_pipelines_of_four_survive_four_losses_more_often_than_with_mixed() -> None:
+    """The example of docs/CHECKPOINTS.md."""
+    plan = shaped_plan((4, 4), 8)
+
+    mixed = survives(plan, of_mixed(plan, copies=3, layer_bytes=EQUAL), 4)
+    found = survives(plan, optimised_copies(plan, copies=3, layer_bytes=EQUAL), 4)
+    assert (mixed, found) == pytest.approx((0.886, 0.971), abs=5e-4)
+
+
 @given(
     st.lists(st.integers(1, 5), min_size=1, max_size=4),
     st.integers(1, 4),
