@@ -6,7 +6,15 @@ import msgspec
 import pytest
 
 from helpers.object_store import object_store
-from planaria.checkpoint.disk.parts import HeadMark, RunPlace, newest_run, remove_runs
+from planaria.checkpoint.disk.parts import (
+    EpochMark,
+    HeadMark,
+    PartAnswer,
+    RunContents,
+    RunPlace,
+    newest_run,
+    remove_runs,
+)
 from planaria.checkpoint.disk.storage import ContentInfo, Directory, storage_of
 
 RUN = "run-000001-a1"
@@ -74,6 +82,36 @@ def test_what_belongs_to_a_newer_run_stays_when_a_run_has_ended(run: RunPlace) -
     remove_runs(run.storage, through=RUN)
 
     assert run.storage.versions() == [newer.name]
+
+
+def test_a_record_that_is_still_being_written_is_not_there_yet(
+    run: RunPlace, tmp_path: Path
+) -> None:
+    """All ranks of a lost head write at about the same time, and read what the others write."""
+    run.write_mark(EpochMark(epoch=0, nodes=(0, 1), job={}))
+    whole = run.contents()
+    for file in ("epoch-00001", "answer-00001", "part-00001"):
+        (tmp_path / RUN / f"{file}.0a1b2c3d.partial").write_bytes(b"{")
+
+    assert run.contents() == whole
+    remove_runs(run.storage)
+    assert not (tmp_path / RUN).exists()  # Also what a rank that was killed did not complete.
+
+
+def test_a_record_that_is_gone_when_it_is_read_counts_as_absent(
+    run: RunPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another head may remove what it has made a save of."""
+    run.write_answer(PartAnswer(node=1, rank=1, epoch=0, since=-1))
+    read = Directory.read
+
+    def removed_first(storage: Directory, name: str) -> bytes:
+        (storage.path / name).unlink()
+        return read(storage, name)
+
+    monkeypatch.setattr(Directory, "read", removed_first)
+
+    assert run.contents() == RunContents()
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,10 @@ import msgspec
 import numpy as np
 import xxhash
 
-from planaria.checkpoint.disk.storage import Content, Storage, digest_of
+from planaria.checkpoint.disk.storage import PARTIAL, Content, ContentInfo, Storage, digest_of
 from planaria.checkpoint.disk.tiers import safetensors_content, tensors_in
 from planaria.core.messages import LayerFile
-from planaria.errors import CheckpointError
+from planaria.errors import CheckpointError, UnreadableError
 from planaria.transport.sockets import Address, can_be_host
 
 _NUM_ADDRESSES_MAX: Final = 8
@@ -164,7 +164,8 @@ class RunPlace:
         file = self.storage.entries(self.name).get(name)
         if file is None or file.num_bytes > _HEAD_BYTES_MAX:
             return None
-        mark = self._record(name, HeadMark)
+        content = _content(self.storage, name)
+        mark = None if content is None else _record_of(content, HeadMark)
         return mark if mark is not None and _can_be_mark(mark) else None
 
     def refusal(self, *, node: int, epoch: int) -> str:
@@ -243,18 +244,18 @@ class RunPlace:
     ) -> tuple[tuple[Record, ...], tuple[str, ...]]:
         """The records of a kind, and the names of those that are damaged."""
         prefix = f"{self.name}/{kind}-"
-        names = sorted(n for n in self.storage.entries(self.name) if n.startswith(prefix))
-        decoded = {name: self._record(name, record) for name in names}
-        records = tuple(value for value in decoded.values() if value is not None)
-        return records, tuple(name for name, value in decoded.items() if value is None)
-
-    def _record(self, name: str, record: type[Record]) -> Record | None:
-        """A record; None: it is damaged, or of another format."""
-        try:
-            value = msgspec.json.decode(self.storage.read(name), type=record)
-        except (RecursionError, ValueError):
-            return None
-        return None if getattr(value, "version", 1) != 1 else value
+        records, damage = [], []
+        for name in sorted(
+            n for n in _whole_files(self.storage, self.name) if n.startswith(prefix)
+        ):
+            content = _content(self.storage, name)
+            if content is None:
+                continue
+            if (value := _record_of(content, record)) is None:
+                damage.append(name)
+            else:
+                records.append(value)
+        return tuple(records), tuple(damage)
 
     def _write(self, file: str, content: Content, may_write: Callable[[], bool]) -> None:
         self.storage.write(f"{self.name}/{file}", content, may_write=may_write)
@@ -268,7 +269,7 @@ def layer_file_name(layer: int, *, age: int, rank: int) -> str:
 def newest_run(storage: Storage) -> str:
     """The name of the directory of the newest run; "": there is none."""
     names = sorted(_run_names(storage), reverse=True)
-    return next((name for name in names if storage.entries(name)), "")
+    return next((name for name in names if _whole_files(storage, name)), "")
 
 
 def newer_run(storage: Storage, run: str) -> str:
@@ -304,6 +305,30 @@ def remove_runs(storage: Storage, *, before: str = "", through: str = "") -> Non
         if (not before or name < before) and (not through or name <= through):
             names = sorted(storage.entries(name), key=lambda n: (n.startswith(f"{name}/epoch"), n))
             storage.remove(name, names)
+
+
+def _whole_files(storage: Storage, name: str) -> dict[str, ContentInfo]:
+    """The contents of a run's directory, without those that somebody is still writing."""
+    return {n: info for n, info in storage.entries(name).items() if not n.endswith(PARTIAL)}
+
+
+def _content(storage: Storage, name: str) -> bytes | None:
+    """The content of a file; None: it was removed meanwhile."""
+    try:
+        return storage.read(name)
+    except UnreadableError:
+        raise
+    except CheckpointError:
+        return None
+
+
+def _record_of(content: bytes, record: type[Record]) -> Record | None:
+    """A record; None: it is damaged, or of another format."""
+    try:
+        value = msgspec.json.decode(content, type=record)
+    except (RecursionError, ValueError):
+        return None
+    return None if getattr(value, "version", 1) != 1 else value
 
 
 def _run_names(storage: Storage) -> set[str]:

@@ -27,6 +27,7 @@ from planaria.errors import CheckpointError, ConfigError, UnreadableError
 _CLIENT_OPTIONS: Final = {"connect_timeout": "10s", "timeout": "60s", "allow_http": True}
 _RETRY_CONFIG: Final = {"max_retries": 4, "retry_timeout": timedelta(seconds=60)}
 
+PARTIAL: Final = ".partial"  # How the names of files end that are still being written.
 
 # The error in a server's XML answer.
 _ERROR_FIELDS: Final = re.compile(r"<(?:Code|Message)>([^<]*)<")
@@ -352,7 +353,7 @@ def _content_info(path: Path) -> ContentInfo | None:
 
 def _partial_path(path: Path) -> Path:
     """A random name beside path; a process id is no unique name on a disk that machines share."""
-    return path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+    return path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
 
 
 def make_directory(path: Path) -> None:
