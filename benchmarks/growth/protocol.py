@@ -27,7 +27,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from growth.costs import Costs
-from planaria.coordinator.commands import Discard, Publish, SetAside
+from planaria.coordinator.commands import CheckSave, Discard, Publish
 from planaria.coordinator.contact import HeadContact
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.leadership import Leadership, Queued
@@ -100,7 +100,7 @@ class _Effects:
     def notify(self, message: ToLauncher) -> None:
         pass
 
-    def carry_out(self, command: Publish | Discard | SetAside) -> None:
+    def carry_out(self, command: Publish | Discard | CheckSave) -> None:
         pass
 
     def on_place_reached(self, place: str, iteration: int) -> None:

@@ -161,13 +161,13 @@ class SpoiltError(CheckpointError):
 
     Attributes:
         source: the name of the version.
-        is_damaged: it is not what was saved; otherwise the storage refuses it.
+        layer: the layer; -1: the manifest.
     """
 
-    def __init__(self, source: str, reason: str, *, is_damaged: bool = True) -> None:
+    def __init__(self, source: str, reason: str, *, layer: int = -1) -> None:
         super().__init__(reason)
         self.source = source
-        self.is_damaged = is_damaged
+        self.layer = layer
 
 
 class AuthenticationError(PlanariaError):

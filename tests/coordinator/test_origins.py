@@ -25,16 +25,18 @@ from helpers.coordinated import (
 )
 from helpers.jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.commands import (
+    CheckSave,
     Command,
     DecisionRecorded,
     End,
+    Evict,
     MembersRecorded,
     Pruned,
     Publish,
     Published,
     RecordDecision,
     RecordMembers,
-    SetAside,
+    SaveChecked,
 )
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.saves import newest_save, on_version_event, without_spoilt
@@ -45,7 +47,7 @@ from planaria.core.cluster import ClusterEvent, ClusterState, NodesLost
 from planaria.core.kinds import Ending
 from planaria.core.messages import Abort, CopySpoilt, StartEpoch, Stopped
 from planaria.core.plan import Plan, Transition
-from planaria.core.records import Committed, Decided, Origin, Progress
+from planaria.core.records import Committed, Decided, Origin, Progress, Warned
 from planaria.policies.policy import Prices
 
 PLAN = shaped_plan((2, 2, 2), NUM_MICROBATCHES)
@@ -236,29 +238,83 @@ def test_a_layer_without_a_live_holder_sends_all_back(times: int) -> None:
     assert state.commits.origin == SAVED
 
 
-def unread(source: str, *, older: tuple[int, ...] = ()) -> tuple[JobState, list[Command]]:
-    """A run that begins with a save that rank 2 cannot read, and all have answered."""
+def unread(
+    source: str, *, older: tuple[int, ...] = (), is_sound: bool = False
+) -> tuple[JobState, list[Command]]:
+    """A run that begins with a save that rank 2 cannot read, and all have answered.
+
+    Args:
+        is_sound: whether the head can read it.
+    """
     rules = small_rules(policy=GoesBack(times=0))
     state, _ = first_step(rules, PLAN, term=0, predicted_s=1.0)
     events: list[Event] = [Published(iteration, 0) for iteration in older]
     events += [DecisionRecorded(0), *map(worker, PLAN.ranks)]
-    events.append(CopySpoilt(rank=2, epoch=0, reason="layer 4: a bit is wrong", source=source))
-    events.append(MembersRecorded(1))
+    state, _ = after(state, events, rules)
+    return refused(state, rules, epoch=0, source=source, is_sound=is_sound)
+
+
+def refused(
+    state: JobState, rules: Rules, *, epoch: int, source: str, is_sound: bool
+) -> tuple[JobState, list[Command]]:
+    """A run in whose epoch rank 2 cannot read the save, once the next epoch is decided."""
+    reason = "layer 4: a bit is wrong"
+    events: list[Event] = [
+        CopySpoilt(rank=2, epoch=epoch, reason=reason, source=source, layer=4),
+        MembersRecorded(epoch + 1),
+    ]
     events += [
-        Stopped(rank=rank, epoch=1, ages={}, complete=(), vector_iteration=-1, vector=b"")
+        Stopped(rank=rank, epoch=epoch + 1, ages={}, complete=(), vector_iteration=-1, vector=b"")
         for rank in PLAN.ranks
     ]
-    return after(state, events, rules)
+    state, commands = after(state, events, rules)
+    assert CheckSave(source, 4) in commands
+    assert not of_type(commands, RecordDecision)  # It depends on what the head reads.
+    state, decided = after(state, [SaveChecked(source, is_sound)], rules)
+    return state, [*commands, *decided]
 
 
 def test_a_save_that_cannot_be_read_is_set_aside_and_an_older_one_used() -> None:
     """Though it is older than what this run began with."""
     state, commands = unread(SOURCE, older=(FIRST - 2, FIRST - 1))
 
-    assert SetAside(SOURCE) in commands
     assert state.commits.origin == Origin(iteration=FIRST - 1, source=f"{FIRST - 1}-0", epoch=1)
     (record,) = of_type(commands, RecordDecision)
     assert record.decision.order.iteration == state.commits.next_iteration == FIRST - 1
+
+
+def test_a_node_that_cannot_read_what_the_head_can_tries_again_and_leaves() -> None:
+    """Its mount of the saves may be gone; all would go to older and older saves for it."""
+    rules = small_rules(policy=GoesBack(times=0))
+    state, commands = unread(SOURCE, older=(FIRST - 1,), is_sound=True)
+    for epoch in (1, 2):
+        assert not state.saves.spoilt
+        assert state.commits.origin.source == SOURCE
+        assert of_type(commands, RecordDecision)
+        text = "node 2 cannot read a save that the head can read: layer 4: a bit is wrong"
+        warning = Warned(text=f"{text}; this counts against the node")
+        assert warning in of_type(commands, Warned)
+        assert not of_type(commands, Evict)
+        state, _ = after(state, [DecisionRecorded(epoch)], rules)
+        state, commands = refused(state, rules, epoch=epoch, source=SOURCE, is_sound=True)
+
+    assert of_type(commands, Evict) == [Evict((2,))]
+    assert state.nodes == (0, 1, 3, 4, 5)
+    assert newest_save(rules, state) == (FIRST, SOURCE)
+
+
+def test_a_save_of_this_run_that_the_head_can_read_counts_again() -> None:
+    rules = small_rules()
+    saves = [Published(FIRST + 1, 0), Published(FIRST + 2, 0)]
+    newest = f"{FIRST + 2}-0"
+    told = CopySpoilt(rank=2, epoch=0, reason="no such file", source=newest)
+    state, _ = after(training(rules), [*saves, told], rules)
+    assert newest_save(rules, state) == (FIRST + 1, f"{FIRST + 1}-0")
+    for _ in range(2):  # Whoever is told of it again changes nothing.
+        state, _ = after(state, [SaveChecked(newest, is_sound=True)], rules)
+
+    assert newest_save(rules, state) == (FIRST + 2, newest)
+    assert len(state.troubles.crashes) == 1
 
 
 def test_nobody_makes_a_model_anew_where_no_save_can_be_read() -> None:
@@ -285,7 +341,6 @@ def test_a_new_coordinator_knows_which_saves_could_not_be_read() -> None:
     them again, and they are none of those that are kept."""
     rules = small_rules(policy=GoesBack(times=0))
     told = CopySpoilt(rank=2, epoch=0, reason="the disk refuses", source=SAVED.source)
-    told = structs.replace(told, is_damaged=False)
     state, commands = after(training(rules), [told], rules)
     (members,) = of_type(commands, RecordMembers)
     state, _ = restored_step(
@@ -333,6 +388,7 @@ def test_all_that_went_back_to_a_damaged_save_go_back_once_more() -> None:
     assert state.commits.origin == SAVED
     events = [CopySpoilt(rank=2, epoch=1, reason="a bit is wrong", source=SAVED.source)]
     events += [MembersRecorded(2), *(stop_report(rank, 2, layers=()) for rank in range(5))]
+    events.append(SaveChecked(SAVED.source, is_sound=False))
     state, commands = after(state, events, rules)
 
     assert state.commits.origin == Origin(iteration=FIRST, source="", epoch=2)

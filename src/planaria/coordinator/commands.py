@@ -75,10 +75,15 @@ class Discard:
 
 
 @dataclass(frozen=True, slots=True)
-class SetAside:
-    """Take a version of the disk tier out of use because it is not what was saved."""
+class CheckSave:
+    """Read a layer of a save that a node could not read, and set the save aside if it is damaged.
+
+    Attributes:
+        layer: number of the layer; -1: the manifest.
+    """
 
     source: str
+    layer: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,7 @@ class End:
     failure: WorkerFailed | None = None
 
 
-Saving = Publish | Discard | SetAside
+Saving = Publish | Discard | CheckSave
 Command = Tell | Evict | RecordMembers | RecordDecision | Notify | Saving | End
 
 
@@ -145,6 +150,18 @@ class Pruned:
 @dataclass(frozen=True, slots=True)
 class SavesListed:
     """A `Published` was sent for every save that existed when this coordinator began."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveChecked:
+    """A save that a node could not read was read here.
+
+    Attributes:
+        is_sound: whether what the node could not read is as it was written.
+    """
+
+    source: str
+    is_sound: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from planaria.coordinator.commands import Command, End, Notify, SetAside, Tell
+from planaria.coordinator.commands import CheckSave, Command, End, Notify, SaveChecked, Tell
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.memory_estimates import with_more_room
 from planaria.coordinator.membership.shortage import shortage_text
@@ -32,7 +32,7 @@ from planaria.coordinator.recovery import (
     unsaved_failure,
     with_reason,
 )
-from planaria.coordinator.saves import newest_save, without_spoilt
+from planaria.coordinator.saves import newest_save, with_sound, without_spoilt
 from planaria.coordinator.state import Crash, JobState, Phase, Step
 from planaria.core.kinds import Ending, LossKind
 from planaria.core.messages import (
@@ -55,6 +55,7 @@ _SIGNALS: Final = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGK
     15: "SIGTERM",
 }
 _STALL: Final = "stall"  # The error of a worker that stands still.
+_UNREAD: Final = "unreadable save"  # The error of a node that cannot read what the head can.
 _LEAVING: Final = (Phase.RECORDING, Phase.STOPPING)
 
 
@@ -63,13 +64,47 @@ def on_copy_spoilt(rules: Rules, state: JobState, event: CopySpoilt, now_s: floa
     node = event.rank // state.devices_per_node
     first: Command = Notify(Warned(text=f"node {node}: {event.reason}; it is not used"))
     if event.source:
+        # The head reads it, too: that decides whether the save is spoilt, or the node's view of it.
         state = without_spoilt(state, event.source)
-        first = SetAside(event.source) if event.is_damaged else first
+        checking = {**state.saves.checking, event.source: event}
+        state = replace(state, saves=replace(state.saves, checking=checking))
+        first = CheckSave(event.source, event.layer)
     reason = event.reason
     state, commands = begin_recovery(
         rules, state, LossKind.COPY, (), reason=reason, now_s=now_s, node=node
     )
     return state, (first, *commands)
+
+
+def on_save_checked(rules: Rules, state: JobState, event: SaveChecked, now_s: float) -> Step:
+    """Has a save count again that the head can read; that a node cannot counts against the node.
+
+    Otherwise the node would have one sound save after the other dropped. If it is not out of the
+    job by now, it tries again in the epoch that is to come.
+    """
+    told = state.saves.checking.get(event.source)
+    checking = {s: by for s, by in state.saves.checking.items() if s != event.source}
+    state = replace(state, saves=replace(state.saves, checking=checking))
+    if told is None or not event.is_sound:
+        return state, ()
+    state = with_sound(rules, state, event.source)
+    node = _node(state, told.rank)
+    text = f"node {node} cannot read a save that the head can read: {told.reason}"
+    notice = Notify(Warned(text=f"{text}; this counts against the node"))
+    worker = state.workers.get(told.rank)
+    if not state.is_member(node) or worker is None:
+        return state, (notice,)
+    raised = Raised(error=_UNREAD)
+    crash = Crash(node, told.rank, worker.pid, told.epoch, raised)
+    if _is_repeated(state, crash):
+        return state, ()
+    failure = WorkerFailed(
+        node=node, rank=told.rank, traceback="", pid=worker.pid, raised=raised, blame="node"
+    )
+    state = _with_crash(state, crash)
+    step = _end_or_evict(rules, state, crash, text, failure, now_s)
+    state, commands = step or (state, ())
+    return state, (notice, *commands)
 
 
 # -- workers --------------------------------------------------------------------------------------
@@ -205,6 +240,18 @@ def _on_crash(
 ) -> Step:
     """Begins the next epoch, with or without the node, or ends the job."""
     state = _with_crash(state, crash)
+    if step := _end_or_evict(rules, state, crash, text, failure, now_s):
+        return step
+    kind = LossKind.STALL if crash.raised.error == _STALL else LossKind.CRASH
+    return begin_recovery(
+        rules, state, kind, (), reason=text, now_s=now_s, node=crash.node, raised=crash.raised
+    )
+
+
+def _end_or_evict(
+    rules: Rules, state: JobState, crash: Crash, text: str, failure: WorkerFailed, now_s: float
+) -> Step | None:
+    """Goes on without the node, or ends the job, if the crash is one too many; None: it is not."""
     node, raised = crash.node, crash.raised
     alike = [other for other in state.troubles.crashes if other.raised.error == raised.error]
     # Counted by rank, because a fault that ends all workers of a node at once is one fault.
@@ -234,10 +281,7 @@ def _on_crash(
         )
     if is_often:  # The job has failed, and this rank cannot save its layers.
         return _end_unsaved(state, text)
-    kind = LossKind.STALL if raised.error == _STALL else LossKind.CRASH
-    return begin_recovery(
-        rules, state, kind, (), reason=text, now_s=now_s, node=node, raised=raised
-    )
+    return None
 
 
 def _with_crash(state: JobState, crash: Crash) -> JobState:

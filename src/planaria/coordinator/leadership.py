@@ -17,6 +17,7 @@ from typing import Final, Generic, Protocol, TypeVar
 import msgspec
 
 from planaria.coordinator.commands import (
+    CheckSave,
     Command,
     DecisionRecorded,
     Discard,
@@ -29,7 +30,6 @@ from planaria.coordinator.commands import (
     RecordDecision,
     RecordMembers,
     Saving,
-    SetAside,
     Tell,
     Tick,
 )
@@ -347,7 +347,7 @@ class Leadership(Generic[Agent]):
                     self._effects.notify(message)
                     if isinstance(message, Committed):
                         self._progress = progress_of(self.state, message, clock=self._rules.clock)
-                case Publish() | Discard() | SetAside():
+                case Publish() | Discard() | CheckSave():
                     self._effects.carry_out(command)
                 case End():
                     self.ended = _ended_notice(self.state, command)

@@ -119,6 +119,18 @@ def without_spoilt(state: JobState, source: str) -> JobState:
     return replace(state, saves=saves)
 
 
+def with_sound(rules: Rules, state: JobState, source: str) -> JobState:
+    """The state in which a version counts again that a node could not read."""
+    saves, versions = state.saves, {*state.saves.versions}
+    if source in saves.spoilt and source != rules.source:
+        iteration, _, epoch = source.partition("-")
+        versions.add((int(iteration), int(epoch)))
+    saves = replace(
+        saves, versions=tuple(sorted(versions, reverse=True)), spoilt=saves.spoilt - {source}
+    )
+    return replace(state, saves=saves)
+
+
 def newest_save(rules: Rules, state: JobState) -> tuple[int, str] | None:
     """The newest sound save on disk, as (iterations, version).
 
@@ -180,7 +192,8 @@ def has_late_answer(rules: Rules, state: JobState, now_s: float) -> bool:
     """Whether the disk may still tell a recovery of saves that it does not know of yet."""
     since_s = max(state.saves.wrote_s, state.facts.loss.lost_s if state.facts.loss else 0.0)
     is_late = now_s >= since_s + rules.job.checkpoint.timeout_s
-    return not is_late and (state.saves.is_listing or bool(state.saves.publishing))
+    saves = state.saves
+    return not is_late and (saves.is_listing or bool(saves.publishing or saves.checking))
 
 
 def await_saves(rules: Rules, state: JobState, now_s: float) -> Step:

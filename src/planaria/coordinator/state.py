@@ -11,6 +11,7 @@ from planaria.coordinator.switching import Change, Switch
 from planaria.core.findings import FailureHistory
 from planaria.core.kinds import LossKind
 from planaria.core.messages import (
+    CopySpoilt,
     Corrupted,
     EpochReady,
     IterationDone,
@@ -176,6 +177,8 @@ class Saves:
         files: files so far of saves not yet published, by save, then by layer.
         versions: published saves, the newest first, without the one that this run began with.
         spoilt: versions of the disk tier that turned out not to be what was saved.
+        checking: versions of which a node says that they are spoilt, with what it says, while the
+            head reads them itself.
         publishing: saves whose manifests are being written.
         unsaved: reasons why saves of this run failed, by save, the newest first.
         is_listing: whether it is still unknown which saves existed when this coordinator began.
@@ -190,6 +193,7 @@ class Saves:
     files: Mapping[tuple[int, int], Mapping[int, LayerFile]] = field(default_factory=dict)
     versions: tuple[tuple[int, int], ...] = ()
     spoilt: frozenset[str] = frozenset()
+    checking: Mapping[str, CopySpoilt] = field(default_factory=dict)
     publishing: frozenset[tuple[int, int]] = frozenset()
     unsaved: Mapping[tuple[int, int], str] = field(default_factory=dict)
     is_listing: bool = False

@@ -45,6 +45,7 @@ from planaria.coordinator.commands import (
     Notify,
     Pruned,
     Published,
+    SaveChecked,
     SavesListed,
     Tell,
     Tick,
@@ -54,6 +55,7 @@ from planaria.coordinator.crashes import (
     is_awaited,
     is_unsavable,
     on_copy_spoilt,
+    on_save_checked,
     on_worker_exited,
     on_worker_failed,
     stop_members,
@@ -124,7 +126,17 @@ from planaria.core.records import (
 
 Request = StopRequested | DrainRequested
 Recorded = MembersRecorded | DecisionRecorded
-Event = Fact | NodeLost | Request | Recorded | AnswersFound | VersionEvent | MustEnd | Tick
+Event = (
+    Fact
+    | NodeLost
+    | Request
+    | Recorded
+    | AnswersFound
+    | VersionEvent
+    | SaveChecked
+    | MustEnd
+    | Tick
+)
 
 
 def step(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
@@ -202,6 +214,8 @@ def _on_event(rules: Rules, state: JobState, event: Event, now_s: float) -> Step
             return replace(state, facts=facts), ()
         case CopySpoilt() if event.epoch in state.epochs:
             return on_copy_spoilt(rules, state, event, now_s)
+        case SaveChecked():
+            return on_save_checked(rules, state, event, now_s)
         case CopiesFailed() if event.epoch in state.epochs:
             return state, (Notify(Warned(text=f"copies are not complete: {event.reason}")),)
         case LayersSaved() | Published() | Pruned() | SavesListed() | SaveFailed():
@@ -219,8 +233,7 @@ def _on_event(rules: Rules, state: JobState, event: Event, now_s: float) -> Step
         case WorkerExited() if state.is_member(event.node):
             return on_worker_exited(rules, state, event, now_s)
         case NodeLost() if state.is_member(event.node):
-            nodes, reason = (event.node,), event.reason
-            return begin_recovery(rules, state, LossKind.LOST, nodes, reason=reason, now_s=now_s)
+            return _on_node_lost(rules, state, event, now_s)
         case PeerUnreachable() if event.epoch in state.epochs:
             return _on_peer_unreachable(state, event, now_s)
         case MembersRecorded(epoch) if epoch == state.epoch and state.phase is Phase.RECORDING:
@@ -243,6 +256,11 @@ def _on_worker_ready(state: JobState, event: WorkerReady, now_s: float) -> Step:
     state = replace(state, workers=state.workers.plus(event.rank, event))
     is_forked = was_forking and not state.is_forking
     return state, (Notify(Forked(now_s=now_s)),) if is_forked else ()
+
+
+def _on_node_lost(rules: Rules, state: JobState, event: NodeLost, now_s: float) -> Step:
+    nodes, reason = (event.node,), event.reason
+    return begin_recovery(rules, state, LossKind.LOST, nodes, reason=reason, now_s=now_s)
 
 
 def _on_peer_unreachable(state: JobState, event: PeerUnreachable, now_s: float) -> Step:

@@ -254,15 +254,14 @@ class CopySpoilt(Message, frozen=True, kw_only=True):
 
     Attributes:
         source: version of the disk tier; "": a copy in memory, which is dropped.
-        is_damaged: whether the state read differs from what was written; otherwise the storage
-            refused to give it.
+        layer: layer of that version that could not be read; -1: its manifest.
     """
 
     rank: int
     epoch: int
     reason: str
     source: str = ""
-    is_damaged: bool = True
+    layer: int = -1
 
 
 class CopiesFailed(Message, frozen=True, kw_only=True):

@@ -21,7 +21,7 @@ from planaria.engine.exchange import (
 )
 from planaria.engine.stage import RankStage
 from planaria.engine.staging import State
-from planaria.errors import CheckpointError, SpoiltError, UnreadableError
+from planaria.errors import CheckpointError, SpoiltError
 from planaria.transport.links import UNLIMITED_S, Links
 
 
@@ -83,10 +83,12 @@ def layers_on_disk(tier: Tier, source: str, layers: Sequence[int]) -> dict[int, 
     """
     if not source:
         return {}
+    states: dict[int, State] = {}
+    layer = -1
     try:
         manifest = tier.manifest(source)
-        return {layer: tier.read_layer(manifest, layer) for layer in layers}
-    except UnreadableError as error:
-        raise SpoiltError(source, str(error), is_damaged=False) from error
+        for layer in layers:
+            states[layer] = tier.read_layer(manifest, layer)
     except CheckpointError as error:
-        raise SpoiltError(source, str(error)) from error
+        raise SpoiltError(source, str(error), layer=layer) from error
+    return states

@@ -333,7 +333,7 @@ def _complaint(error: EpochError, *, rank: int, epoch: int) -> Fact | None:
                 epoch=epoch,
                 reason=str(error),
                 source=error.source,
-                is_damaged=error.is_damaged,
+                layer=error.layer,
             )
         case CheckpointError():
             return CopySpoilt(rank=rank, epoch=epoch, reason=str(error))

@@ -16,7 +16,14 @@ from helpers.refused_reads import refused_reads
 from planaria.checkpoint.disk.parts import HeadMark, RunPlace
 from planaria.checkpoint.disk.tiers import Manifest, SavedVersion, Tier, tier_of
 from planaria.checkpoint.disk.time_limits import discard
-from planaria.coordinator.commands import Discard, Pruned, Publish, Published, SavesListed
+from planaria.coordinator.commands import (
+    Discard,
+    Pruned,
+    Publish,
+    Published,
+    SaveChecked,
+    SavesListed,
+)
 from planaria.coordinator.saves import VersionEvent
 from planaria.core.messages import SaveFailed
 from planaria.core.records import Saved, ToLauncher, Unsaved, Warned
@@ -30,9 +37,10 @@ class _Told:
     def __init__(
         self, directory: Path, *, keep: int = 1, run: str = "", head: HeadMark | None = None
     ) -> None:
+        self.directory = directory
         self.tier = tier_of(str(directory))
         self.run = RunPlace(self.tier.storage, run) if run else None
-        self.events: list[VersionEvent | SaveFailed] = []
+        self.events: list[VersionEvent | SaveChecked | SaveFailed] = []
         self.notices: list[ToLauncher] = []
         self.publisher = Publisher(
             self.tier,
@@ -48,6 +56,10 @@ class _Told:
         file = self.tier.write_layer(iteration, 0, 0, {"parameter/w": np.zeros(3, np.float32)})
         if self.publisher.publish(Publish(iteration, 0, (file,))):
             self.publisher.prune(frozenset())
+
+    def damage(self, version: str) -> None:
+        """Cuts a layer of a version short."""
+        (self.directory / version / "layer-00000.safetensors").write_bytes(b"")
 
 
 def refuse(*_: object, **__: object) -> None:
@@ -216,7 +228,8 @@ def test_a_job_whose_saves_are_all_damaged_does_not_begin_anew_when_it_is_resume
     """A person has to look at them first."""
     told = _Told(tmp_path)
     told.publish(4)
-    told.publisher.set_aside("4-0")
+    told.damage("4-0")
+    told.publisher.check_save("4-0", 0)
     told.publisher.publish_start(1)
 
     assert told.tier.newest() is None
@@ -226,16 +239,50 @@ def test_a_damaged_save_is_out_of_use_but_stays(tmp_path: Path) -> None:
     """Else it would be kept as the newest, and the good one that follows be removed."""
     told = _Told(tmp_path)
     told.publish(4)
-    told.publisher.set_aside("4-0")
+    told.damage("4-0")
+    told.publisher.check_save("4-0", 0)
     told.publish(3)
-    told.publisher.set_aside("4-0")
+    told.publisher.check_save("4-0", 0)
 
+    assert told.events.count(SaveChecked("4-0", is_sound=False)) == 2
     newest = told.tier.newest()
     assert newest is not None
     assert newest.iteration == 3
     assert (tmp_path / "4-0" / "damaged.json").exists()
     texts = [notice.text for notice in told.notices if isinstance(notice, Warned)]
     assert texts == [f"{tmp_path / '4-0'} is damaged, and not used any more"] * 2
+
+
+@pytest.mark.parametrize("layer", [-1, 0])
+def test_a_save_that_one_node_cannot_read_and_the_head_can_stays_in_use(
+    layer: int, tmp_path: Path
+) -> None:
+    """It may have lost its mount of the saves, and would have one after the other set aside."""
+    told = _Told(tmp_path)
+    told.publish(4)
+    told.publisher.check_save("4-0", layer)
+
+    assert told.events[-1] == SaveChecked("4-0", is_sound=True)
+    assert told.notices == [Saved(iteration=4, epoch=0)]
+    newest = told.tier.newest()
+    assert newest is not None
+    assert newest.iteration == 4
+
+
+def test_a_save_that_the_head_cannot_read_either_now_is_not_set_aside(
+    tmp_path: Path,
+) -> None:
+    """It may be whole, and of use another time."""
+    told = _Told(tmp_path)
+    told.publish(4)
+    with refused_reads(tmp_path / "4-0" / "layer-00000.safetensors"):
+        told.publisher.check_save("4-0", 0)
+
+    assert told.events[-1] == SaveChecked("4-0", is_sound=False)
+    notice = told.notices[-1]
+    assert isinstance(notice, Warned)
+    assert f"{tmp_path / '4-0'} is not used as long as it cannot be read" in notice.text
+    assert told.tier.newest() is not None
 
 
 def test_all_saves_are_told_but_the_one_that_a_run_began_with(tmp_path: Path) -> None:
@@ -377,7 +424,7 @@ def test_a_publisher_that_has_failed_holds_up_no_end(
 ) -> None:
     """It was waited for as if a disk were slow, and the disk was blamed."""
     monkeypatch.setattr(Tier, "set_aside", Mock(side_effect=RuntimeError("ours")))
-    threaded.thread.set_aside("1-0")
+    threaded.thread.check_save("1-0", 0)
     assert str(threaded.errors.get(timeout=20.0)) == "ours"
 
     assert threaded.thread.finish(timeout_s=1e9, removal_timeout_s=1e9) is Unfinished.NOTHING
@@ -489,6 +536,6 @@ def test_a_mistake_in_the_thread_reaches_the_coordinator(
     """What is no failure of the disk is ours, and must not be lost in a thread."""
     error = RuntimeError("ours")
     monkeypatch.setattr(Tier, "set_aside", Mock(side_effect=error))
-    threaded.thread.set_aside("1-0")
+    threaded.thread.check_save("1-0", 0)
 
     assert threaded.errors.get(timeout=20.0) is error

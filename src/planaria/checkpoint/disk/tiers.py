@@ -264,6 +264,21 @@ class Tier:
             CheckpointError: the manifest has no such layer, or its file is gone, cut short or
                 changed.
         """
+        return tensors_in(*self._layer_content(manifest, layer))
+
+    def check(self, version: str, layer: int) -> None:
+        """Reads a layer of a complete version as far as to its hash; layer -1: the manifest alone.
+
+        Raises:
+            CheckpointError: it is not what was saved; an UnreadableError if it might be read
+                another time.
+        """
+        manifest = self.manifest(version)
+        if layer >= 0:
+            self._layer_content(manifest, layer)
+
+    def _layer_content(self, manifest: Manifest, layer: int) -> tuple[str, bytes]:
+        """The place of a layer's file, and its content, which is what was written."""
         entry = next((entry for entry in manifest.layers if entry.layer == layer), None)
         version = version_name(manifest.iteration, manifest.epoch)
         if entry is None:
@@ -280,7 +295,7 @@ class Tier:
             raise CheckpointError(
                 f"{where} does not hold what was written to it; use an older version"
             )
-        return tensors_in(where, content)
+        return where, content
 
     def prune(self, keep: int, *, unused: Collection[str] = ()) -> tuple[str, ...]:
         """Removes versions that are no longer needed and returns their names, oldest first.

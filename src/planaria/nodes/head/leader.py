@@ -35,11 +35,11 @@ from planaria.checkpoint.disk.parts import HeadMark, RunPlace
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.coordinator.commands import (
     AnswersFound,
+    CheckSave,
     Discard,
     MustEnd,
     Publish,
     Saving,
-    SetAside,
 )
 from planaria.coordinator.contact import HeadContact
 from planaria.coordinator.leadership import Leadership, Queued, is_lost, may_expire
@@ -493,8 +493,8 @@ class _Leader:
                 self._publishing.publish(command)
             case Discard():
                 self._publishing.discard(command)
-            case SetAside(source):
-                self._publishing.set_aside(source)
+            case CheckSave(source, layer):
+                self._publishing.check_save(source, layer)
 
     def on_place_reached(self, place: str, iteration: int) -> None:
         """See Effects."""

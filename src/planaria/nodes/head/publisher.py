@@ -23,11 +23,18 @@ from planaria.checkpoint.disk.parts import (
     remove_runs,
 )
 from planaria.checkpoint.disk.tiers import UNPUBLISHED, Manifest, Tier
-from planaria.coordinator.commands import Discard, Pruned, Publish, Published, SavesListed
+from planaria.coordinator.commands import (
+    Discard,
+    Pruned,
+    Publish,
+    Published,
+    SaveChecked,
+    SavesListed,
+)
 from planaria.coordinator.saves import SLOW_S, VersionEvent
 from planaria.core.messages import BY_PUBLISHER, SaveFailed
 from planaria.core.records import Saved, ToLauncher, Unsaved, Warned
-from planaria.errors import CheckpointError
+from planaria.errors import CheckpointError, UnreadableError
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +63,7 @@ class Publisher:
         keep: int,
         run: RunPlace | None = None,
         head: HeadMark | None = None,
-        queue: Callable[[VersionEvent | SaveFailed], None],
+        queue: Callable[[VersionEvent | SaveChecked | SaveFailed], None],
         notify: Callable[[ToLauncher], None],
     ) -> None:
         self._tier = tier
@@ -165,14 +172,34 @@ class Publisher:
         except CheckpointError as error:
             self._notify(Warned(text=str(error)))
 
-    def set_aside(self, source: str) -> None:
-        """Marks a damaged version as not to be used; it stays on disk, for a person to look at."""
+    def check_save(self, source: str, layer: int) -> None:
+        """Reads what a node could not read of a version, and reports whether it is as it was saved.
+
+        A damaged version is marked as not to be used. It stays on disk, for a person to look at.
+        The view of one node does not suffice for that: its mount of the saves may be gone.
+
+        Args:
+            layer: layer of the version; -1: its manifest.
+        """
+        where, is_sound, text = self._tier.storage.where(source), False, ""
+        try:
+            self._tier.check(source, layer)
+            is_sound = True
+        except UnreadableError as error:
+            text = f"{where} is not used as long as it cannot be read: {error}"
+        except CheckpointError:
+            text = self._set_aside(source)
+        if text:
+            self._notify(Warned(text=text))
+        self._queue(SaveChecked(source, is_sound))
+
+    def _set_aside(self, source: str) -> str:
         text = f"{self._tier.storage.where(source)} is damaged, and not used any more"
         try:
             self._tier.set_aside(source)
         except CheckpointError as error:
-            text = f"{text}: {error}"
-        self._notify(Warned(text=text))
+            return f"{text}: {error}"
+        return text
 
     def publish_start(self, epoch: int) -> None:
         """Publishes a save without layers, if the job has no save.
@@ -268,11 +295,10 @@ class PublisherThread:
                 unfinished=Unfinished.REMOVALS,
             )
 
-    def set_aside(self, source: str) -> None:
+    def check_save(self, source: str, layer: int) -> None:
         """See Publisher."""
-        self._add_request(
-            lambda: self._publisher.set_aside(source), f"set the damaged {source} aside"
-        )
+        act = partial(self._publisher.check_save, source, layer)
+        self._add_request(act, f"check {source}, which a node could not read")
 
     def mark_epoch(self, epoch: int, nodes: tuple[int, ...]) -> None:
         """See Publisher."""

@@ -9,13 +9,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from planaria.coordinator.commands import (
+    CheckSave,
     Discard,
     MustEnd,
     Publish,
     Published,
+    SaveChecked,
     SavesListed,
     Saving,
-    SetAside,
 )
 from planaria.coordinator.contact import HeadContact
 from planaria.coordinator.job_rules import Rules
@@ -292,7 +293,7 @@ class SimulatedCoordinator:
         if isinstance(command, Discard) and command.reason:
             iteration, epoch, reason = command.iteration, command.epoch, command.reason
             self.notify(Unsaved(iteration=iteration, epoch=epoch, reason=reason))
-        if isinstance(command, SetAside):
+        if isinstance(command, CheckSave):
             assert command.source in self._launcher.damaged, command
             self.spoilt.add(command.source)
         self._num_requests += 1
@@ -359,8 +360,9 @@ class SimulatedCoordinator:
                     self.notify(Saved(iteration=iteration, epoch=epoch))
             case Discard():
                 await self._request(lambda: self._launcher.discard(command))
-            case SetAside(source):
+            case CheckSave(source):
                 await self._request(lambda: self._launcher.set_aside.add(source))
+                self.queue(SaveChecked(source, is_sound=False))
 
     async def _request(self, act: Callable[[], None]) -> bool:
         """Sends a request to the store; returns whether the store confirmed it."""
