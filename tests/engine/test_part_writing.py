@@ -125,6 +125,24 @@ def test_a_vector_of_a_node_that_is_out_is_not_applied(run: RunPlace) -> None:
     assert rank.age == 17
 
 
+def test_a_rank_of_a_run_that_its_head_has_not_marked_writes_nothing(
+    tier: Tier, run: RunPlace
+) -> None:
+    """No save could be made of it. The reason tells that from a run that another one followed."""
+    place = RunPlace(tier.storage, next_run(tier.storage, "b2"))
+    rank, older = Rank(0, (0, 1), age=17), Rank(1, (1, 2), age=17)
+    rank.save(place)
+    place.write_mark(EpochMark(epoch=0, nodes=(0, 1), job={}))
+    older.save(run)
+
+    reasons = [each.messages[-1].reason for each in (rank, older)]
+    assert reasons == [
+        f"its head has written nothing to {place.where}, or the run has ended",
+        f"another run of the job has begun ({place.name})",
+    ]
+    assert (run.contents().answers, place.contents().answers) == ((), ())
+
+
 def test_a_rank_whose_node_is_out_writes_nothing(run: RunPlace) -> None:
     run.write_mark(EpochMark(epoch=1, nodes=(0,), job={}))
     begin_s = time.monotonic()

@@ -313,7 +313,7 @@ class _Threaded(_Told):
     """A publisher in a thread, on a disk that does not answer until it is to."""
 
     def __init__(self, directory: Path, patch: pytest.MonkeyPatch) -> None:
-        super().__init__(directory)
+        super().__init__(directory, run="run-000001-a1")
         self.may_answer = threading.Event()
         self.may_remove = threading.Event()
         self.published = threading.Event()
@@ -506,6 +506,34 @@ def test_saves_that_could_not_be_listed_are_asked_for_again(
 
     assert threaded.events == [Published(1, 0), SavesListed()]
     assert len(threaded.notices) == 1
+
+
+def test_an_epoch_that_could_not_be_marked_is_marked_again(
+    threaded: _Threaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that lose their head save nothing in a run without a mark. Only the newest counts."""
+    assert threaded.run is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(RunPlace, "write_mark", refuse)
+        for epoch in (0, 1):
+            threaded.thread.mark_epoch(epoch, (0, 1))
+            threaded.wait_done()
+        threaded.thread.tick()
+        threaded.wait_done()
+        assert len(threaded.notices) == 2
+        threaded.now_s += 60.0
+        threaded.thread.tick()
+        threaded.wait_done()
+    assert len(threaded.notices) == 3
+    assert threaded.run.marks() == ()
+    for _ in range(2):
+        threaded.now_s += 60.0
+        threaded.thread.tick()
+        threaded.wait_done()
+
+    assert [mark.epoch for mark in threaded.run.marks()] == [1]
+    assert len(threaded.notices) == 3
+    assert threaded.run.refusal(node=0, epoch=1) == ""
 
 
 def test_a_save_that_could_not_be_read_is_asked_for_again(

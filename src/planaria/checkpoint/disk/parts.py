@@ -171,8 +171,10 @@ class RunPlace:
     def refusal(self, *, node: int, epoch: int) -> str:
         """Why a node of an epoch must write nothing here; "": it may."""
         newest = newest_run(self.storage)
+        if newest > self.name:
+            return f"another run of the job has begun ({newest})"
         if newest != self.name:
-            return "another run of the job has begun, or this one has ended"
+            return f"its head has written nothing to {self.where}, or the run has ended"
         marks = self.marks()
         if marks and marks[-1].epoch > epoch and node not in marks[-1].nodes:
             return f"epoch {marks[-1].epoch} has begun without node {node}"

@@ -39,7 +39,7 @@ from planaria.errors import CheckpointError, UnreadableError
 logger = logging.getLogger(__name__)
 
 _REMOVALS_MAX: Final = 64  # Waiting requests; if there are more, failed saves are left to pruning.
-_LIST_AGAIN_S: Final = 5.0
+_AGAIN_S: Final = 5.0  # The first pause before a failed request is made again.
 _POLL_S: Final = 0.02
 
 
@@ -132,20 +132,24 @@ class Publisher:
         self._notify(Saved(iteration=command.iteration, epoch=command.epoch))
         return True
 
-    def mark_epoch(self, epoch: int, nodes: tuple[int, ...]) -> None:
+    def mark_epoch(self, epoch: int, nodes: tuple[int, ...]) -> bool:
         """Marks an epoch's members for nodes that lose their head (docs/protocol.md, P1).
+
+        False if the disk refuses.
 
         After it, where the head listens is written; another head may have written there meanwhile,
         while this one was cut off.
         """
         if self._run is None:
-            return
+            return True
         try:
             self._run.write_mark(EpochMark(epoch=epoch, nodes=nodes, job=dict(self._fingerprint)))
             if self._head is not None:
                 self._run.write_head(self._head)
         except CheckpointError as error:
             self._notify(Warned(text=f"if the head is lost, nodes cannot save: {error}"))
+            return False
+        return True
 
     def prune(self, unused: frozenset[str]) -> None:
         """Removes saves that are too old, and incomplete ones, these even if all saves are kept.
@@ -238,6 +242,26 @@ class _DiskRequest:
     unfinished: Unfinished = Unfinished.NOTHING
 
 
+class _Retry:
+    """A request that is made again as long as it fails, each time after a longer pause.
+
+    Attributes:
+        ask: function that makes it again; None: it has not failed.
+        at_s: time at which it is to be made again.
+    """
+
+    def __init__(self) -> None:
+        self.ask: Callable[[], None] | None = None
+        self.at_s = 0.0
+        self._pause_s = _AGAIN_S / 2.0
+
+    def note(self, ask: Callable[[], None], now_s: float, *, is_done: bool) -> None:
+        """Notes whether the request was carried out."""
+        self.ask = None if is_done else ask
+        self._pause_s *= 2.0
+        self.at_s = now_s + self._pause_s
+
+
 class PublisherThread:
     """Makes a publisher act in a thread, in the order of the requests, without waiting for it.
 
@@ -268,8 +292,7 @@ class PublisherThread:
         self._warned_s = SLOW_S / 2.0
         self._patience_s: tuple[float, float] | None = None  # Timeouts of a save and of removals.
         self._has_failed = False
-        self._unlisted: str | None = None
-        self._list_s, self._list_again_s = 0.0, _LIST_AGAIN_S / 2.0
+        self._listing, self._marking = _Retry(), _Retry()
         # A request that is never answered must not hold up the end of the process.
         threading.Thread(target=self._run, name="publisher", daemon=True).start()
 
@@ -302,8 +325,7 @@ class PublisherThread:
 
     def mark_epoch(self, epoch: int, nodes: tuple[int, ...]) -> None:
         """See Publisher."""
-        act = partial(self._publisher.mark_epoch, epoch, nodes)
-        self._add_request(act, f"mark epoch {epoch}")
+        self._add_request(lambda: self._mark_epoch(epoch, nodes), f"mark epoch {epoch}")
 
     def publish_start(self, epoch: int) -> None:
         """See Publisher."""
@@ -315,12 +337,13 @@ class PublisherThread:
     def tick(self) -> None:
         """Tells the user if a request takes long, and again when it takes twice as long.
 
-        Also lists the saves again if that has failed, each time after a longer pause.
+        Also lists the saves again, or marks the newest epoch again, if that has failed.
         """
         with self._changed:
             if not self._requests:
-                if self._unlisted is not None and self._now_s() >= self._list_s:
-                    self.tell_saves(source=self._unlisted)
+                for retry in (self._marking, self._listing):
+                    if retry.ask is not None and self._now_s() >= retry.at_s:
+                        retry.ask()
                 return
             what, slow_s = self._requests[0].what, self._now_s() - self._since_s
             waiting_text = self._waiting_text()
@@ -379,9 +402,14 @@ class PublisherThread:
     def _list_saves(self, source: str) -> None:
         is_listed = self._publisher.tell_saves(source=source)
         with self._changed:
-            self._unlisted = None if is_listed else source
-            self._list_again_s *= 2.0
-            self._list_s = self._now_s() + self._list_again_s
+            ask = partial(self.tell_saves, source=source)
+            self._listing.note(ask, self._now_s(), is_done=is_listed)
+
+    def _mark_epoch(self, epoch: int, nodes: tuple[int, ...]) -> None:
+        is_marked = self._publisher.mark_epoch(epoch, nodes)
+        with self._changed:
+            ask = partial(self.mark_epoch, epoch, nodes)
+            self._marking.note(ask, self._now_s(), is_done=is_marked)
 
     def _publish(self, command: Publish) -> None:
         if self._publisher.publish(command):
