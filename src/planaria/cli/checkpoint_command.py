@@ -367,12 +367,18 @@ def _versions(directory: str) -> tuple[SavedVersion, ...]:
         raise ConfigError("DIRECTORY", directory, str(error)) from error
     if not versions:
         remedy = "there is no version of a job in it; name the checkpoint.directory of a job"
-        if subdirectories := [
-            path for path in _subdirectories(directory) if tier_of(path).versions()
-        ]:
+        if subdirectories := list(filter(_has_versions, _subdirectories(directory))):
             remedy = f"there is no version of a job in it, but in {', '.join(subdirectories)}"
         raise ConfigError("DIRECTORY", directory, remedy)
     return versions
+
+
+def _has_versions(directory: str) -> bool:
+    """Whether there are versions in a directory; False if it cannot be read."""
+    try:
+        return bool(tier_of(directory).versions())
+    except CheckpointError:
+        return False
 
 
 def _subdirectories(directory: str) -> list[str]:

@@ -16,10 +16,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from helpers.object_store import BUCKET, object_store, settings
-from planaria.checkpoint.disk.outgoing import export_parameters, save_as
+from planaria.checkpoint.disk.outgoing import export_parameters, kept_saves, save_as
 from planaria.checkpoint.disk.storage import storage_of
 from planaria.checkpoint.disk.tiers import Manifest, Tier, tier_of
-from planaria.errors import CheckpointError, ConfigError
+from planaria.errors import CheckpointError, ConfigError, UnreadableError
 
 LAYERS = 3
 
@@ -40,6 +40,39 @@ def test_a_version_that_is_removed_while_it_is_listed_is_not_there(
     monkeypatch.setattr(Path, "iterdir", removed_first)
     assert tier.storage.entries("1-0") == {}
     assert tier.versions() == ()
+
+
+@pytest.fixture
+def not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A place of saves in which only root may look into some directories."""
+    iterdir = Path.iterdir
+    for name in ("lost+found", "private"):
+        (tmp_path / name).mkdir()
+
+    def refuse(path: Path) -> Iterator[Path]:
+        if path.name in ("lost+found", "private", "9-0"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    return tmp_path
+
+
+def test_directories_that_are_none_of_ours_are_not_looked_into(not_ours: Path) -> None:
+    """The root of a file system has `lost+found`, and no job that is not root began there."""
+    tier = tier_of(str(not_ours))
+    saved(tier, 4)
+    save_as(str(not_ours), "kept")
+
+    assert [version.name for version in tier.versions()] == ["4-0"]
+    assert tier.prune(1) == ()
+    assert list(kept_saves(str(not_ours))) == ["kept"]
+
+
+def test_a_version_that_cannot_be_looked_into_may_be_complete(not_ours: Path) -> None:
+    (not_ours / "9-0").mkdir()
+    with pytest.raises(UnreadableError, match="9-0"):
+        tier_of(str(not_ours)).versions()
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ import numpy as np
 from planaria.checkpoint.disk.storage import Directory
 from planaria.checkpoint.disk.tiers import Manifest, Tier, safetensors_content, tier_of
 from planaria.core.job import ModelFacts
-from planaria.errors import CheckpointError, ConfigError
+from planaria.errors import CheckpointError, ConfigError, UnreadableError
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +45,21 @@ _NAME: Final = re.compile(r"(?!\d+-\d+$)[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 def kept_saves(place: str) -> dict[str, Manifest]:
     """The complete versions at a place that are kept under names (`save_as`), by name.
 
+    What cannot be looked into is left out; it may be somebody else's.
+
     Raises:
         CheckpointError: the storage refuses.
     """
     kept: dict[str, Manifest] = {}
     for name in sorted(name.rstrip("/") for name in tier_of(place).storage.versions()):
-        if _NAME.fullmatch(name):
+        if not _NAME.fullmatch(name):
+            continue
+        try:
             newest = tier_of(f"{place.rstrip('/')}/{name}").newest()
-            kept |= {name: newest} if newest is not None else {}
+        except UnreadableError as error:
+            logger.warning("%s; if it is a save that was kept, it is not listed", error)
+            continue
+        kept |= {name: newest} if newest is not None else {}
     return kept
 
 

@@ -27,6 +27,7 @@ from planaria.errors import CheckpointError, ConfigError, UnreadableError
 _CLIENT_OPTIONS: Final = {"connect_timeout": "10s", "timeout": "60s", "allow_http": True}
 _RETRY_CONFIG: Final = {"max_retries": 4, "retry_timeout": timedelta(seconds=60)}
 
+VERSION_NAME: Final = re.compile(r"(0|[1-9]\d*)-(0|[1-9]\d*)", re.ASCII)
 PARTIAL: Final = ".partial"  # How the names of files end that are still being written.
 
 # The error in a server's XML answer.
@@ -56,11 +57,14 @@ class Storage(Protocol):
         ...
 
     def entries(self, version: str) -> dict[str, ContentInfo]:
-        """The contents of a version that exist, by name; version "": those of all versions."""
+        """The contents of a version that exist, by name; version "": those of all versions.
+
+        Then contents with other names than versions have (VERSION_NAME) may be left out.
+        """
         ...
 
     def versions(self) -> list[str]:
-        """The names of the versions, in any order; some may be without contents."""
+        """The names of the versions and of all else there, in any order; some may be empty."""
         ...
 
     def read(self, name: str) -> bytes: ...
@@ -148,7 +152,9 @@ class Directory:
 
     def entries(self, version: str) -> dict[str, ContentInfo]:
         contents = {}
-        for directory in [version] if version else self.versions():
+        # Others have directories here, too, which they may keep to themselves.
+        versions = [version] if version else filter(VERSION_NAME.fullmatch, self.versions())
+        for directory in versions:
             for path in _files(self.path / directory):
                 if entry := _content_info(path):
                     contents[f"{directory}/{path.name}"] = entry

@@ -20,7 +20,6 @@ disk made of it.
 """
 
 import math
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +29,7 @@ import numpy as np
 import xxhash
 
 from planaria.checkpoint.disk.storage import (
+    VERSION_NAME,
     Content,
     ContentInfo,
     Storage,
@@ -68,7 +68,6 @@ _MANIFEST = "manifest.json"
 _DAMAGED = "damaged.json"
 UNPUBLISHED = "it has no manifest, so its save was never completed"
 SET_ASIDE = "it was damaged, and set aside"
-_VERSION_NAME = re.compile(r"(0|[1-9]\d*)-(0|[1-9]\d*)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +226,7 @@ class Tier:
         """Yields iteration, epoch and contents of all versions, newest first."""
         contents: dict[tuple[int, int], dict[str, ContentInfo]] = {}
         for name, entry in self.storage.entries("").items():
-            if match := _VERSION_NAME.fullmatch(name.partition("/")[0]):
+            if match := VERSION_NAME.fullmatch(name.partition("/")[0]):
                 contents.setdefault((int(match[1]), int(match[2])), {})[name] = entry
         step = -1 if self.is_by_epoch else 1
         for numbers in sorted(contents, key=lambda each: each[::step], reverse=True):
