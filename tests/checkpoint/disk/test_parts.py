@@ -1,8 +1,10 @@
 """The file that names the head of a run, which anybody who can write to the saves may damage."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from helpers.object_store import object_store
@@ -16,6 +18,7 @@ from planaria.checkpoint.disk.parts import (
     remove_runs,
 )
 from planaria.checkpoint.disk.storage import ContentInfo, Directory, storage_of
+from planaria.checkpoint.disk.tiers import Manifest, tier_of
 
 RUN = "run-000001-a1"
 MARK = HeadMark(addresses=(("10.0.0.1", 7320), ("2001:db8::1", 7320), ("head.example", 65535)))
@@ -112,6 +115,24 @@ def test_a_record_that_is_gone_when_it_is_read_counts_as_absent(
     monkeypatch.setattr(Directory, "read", removed_first)
 
     assert run.contents() == RunContents()
+
+
+@pytest.mark.parametrize("is_store", [False, True])
+def test_a_save_that_was_kept_under_the_name_of_a_run_is_none(
+    is_store: bool, tmp_path: Path
+) -> None:
+    """All later saves were refused for the sake of that run, or the kept save was removed."""
+    with object_store() if is_store else nullcontext(str(tmp_path)) as place:
+        kept = tier_of(f"{place}/run-202506-15")
+        file = kept.write_layer(6, 0, 0, {"parameter/w": np.zeros(3)})
+        kept.publish(Manifest(iteration=6, epoch=0, job={}, layers=(file,)))
+        run = RunPlace(storage_of(place), RUN)
+        run.write_head(MARK)
+
+        assert newest_run(run.storage) == RUN
+        remove_runs(run.storage)
+        assert newest_run(run.storage) == ""
+        assert kept.newest() is not None
 
 
 @pytest.mark.parametrize(

@@ -430,7 +430,7 @@ def test_a_named_save_is_nobodys_but_the_users(place: str) -> None:
         save_as(place, "before-warmup")
 
 
-@pytest.mark.parametrize("name", ["", "6-0", "../elsewhere", "a/b", ".hidden"])
+@pytest.mark.parametrize("name", ["", "6-0", "../elsewhere", "a/b", ".hidden", "run-202506-15"])
 def test_a_name_that_is_none_is_refused(place: str, name: str) -> None:
     """It would be taken for a version, or lead out of the place."""
     saved(tier_of(place), 6)

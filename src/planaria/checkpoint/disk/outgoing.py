@@ -20,6 +20,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from planaria.checkpoint.disk.parts import RUN_NAME
 from planaria.checkpoint.disk.storage import Directory
 from planaria.checkpoint.disk.tiers import Manifest, Tier, safetensors_content, tier_of
 from planaria.core.job import ModelFacts
@@ -74,9 +75,10 @@ def save_as(place: str, name: str) -> str:
         CheckpointError: the version is damaged, or the storage refuses; nothing is left under the
             name then.
     """
-    if not _NAME.fullmatch(name):
+    if not _NAME.fullmatch(name) or RUN_NAME.fullmatch(name):
         remedy = (
-            "a name consists of letters, digits, '.', '_' and '-', and must not look like a version"
+            "a name consists of letters, digits, '.', '_' and '-', and must not look like a "
+            "version (120-1) or a run (run-000001-4f1c)"
         )
         raise ConfigError("--name", name, remedy)
     tier, kept = tier_of(place), tier_of(f"{place.rstrip('/')}/{name}")

@@ -21,7 +21,7 @@ Source: docs/protocol.md, "Nodes without a head".
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -29,7 +29,14 @@ import msgspec
 import numpy as np
 import xxhash
 
-from planaria.checkpoint.disk.storage import PARTIAL, Content, ContentInfo, Storage, digest_of
+from planaria.checkpoint.disk.storage import (
+    PARTIAL,
+    VERSION_NAME,
+    Content,
+    ContentInfo,
+    Storage,
+    digest_of,
+)
 from planaria.checkpoint.disk.tiers import safetensors_content, tensors_in
 from planaria.core.messages import LayerFile
 from planaria.errors import CheckpointError, UnreadableError
@@ -38,7 +45,7 @@ from planaria.transport.sockets import Address, can_be_host
 _NUM_ADDRESSES_MAX: Final = 8
 _HOST_CHARACTERS_MAX: Final = 253  # The longest name that DNS has.
 _HEAD_BYTES_MAX: Final = 4096
-_RUN_NAME: Final = re.compile(r"run-(\d{6})-([0-9a-f]+)", re.ASCII)
+RUN_NAME: Final = re.compile(r"run-(\d{6})-([0-9a-f]+)", re.ASCII)
 
 
 class EpochMark(msgspec.Struct, frozen=True, kw_only=True):
@@ -270,8 +277,11 @@ def layer_file_name(layer: int, *, age: int, rank: int) -> str:
 
 def newest_run(storage: Storage) -> str:
     """The name of the directory of the newest run; "": there is none."""
-    names = sorted(_run_names(storage), reverse=True)
-    return next((name for name in names if _whole_files(storage, name)), "")
+    for name in sorted(_run_names(storage), reverse=True):
+        files = _whole_files(storage, name)
+        if files and not _has_versions(name, files):
+            return name
+    return ""
 
 
 def newer_run(storage: Storage, run: str) -> str:
@@ -290,9 +300,9 @@ def next_run(storage: Storage, run: str) -> str:
     Args:
         run: random name of the run, in hexadecimal digits.
     """
-    match = _RUN_NAME.fullmatch(newest_run(storage))
+    match = RUN_NAME.fullmatch(newest_run(storage))
     name = f"run-{int(match[1]) + 1 if match else 1:06d}-{run}"
-    assert _RUN_NAME.fullmatch(name), name
+    assert RUN_NAME.fullmatch(name), name
     return name
 
 
@@ -306,7 +316,14 @@ def remove_runs(storage: Storage, *, before: str = "", through: str = "") -> Non
     for name in sorted(_run_names(storage)):
         if (not before or name < before) and (not through or name <= through):
             names = sorted(storage.entries(name), key=lambda n: (n.startswith(f"{name}/epoch"), n))
-            storage.remove(name, names)
+            if not _has_versions(name, names):
+                storage.remove(name, names)
+
+
+def _has_versions(name: str, entries: Iterable[str]) -> bool:
+    """Whether a directory is no run's: it is a save that was kept under such a name."""
+    files = (entry.removeprefix(f"{name}/").partition("/")[0] for entry in entries)
+    return any(VERSION_NAME.fullmatch(file) for file in files)
 
 
 def _whole_files(storage: Storage, name: str) -> dict[str, ContentInfo]:
@@ -334,7 +351,7 @@ def _record_of(content: bytes, record: type[Record]) -> Record | None:
 
 
 def _run_names(storage: Storage) -> set[str]:
-    return {name for name in storage.versions() if _RUN_NAME.fullmatch(name)}
+    return {name for name in storage.versions() if RUN_NAME.fullmatch(name)}
 
 
 def _can_be_mark(mark: HeadMark) -> bool:
