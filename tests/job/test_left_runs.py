@@ -28,6 +28,7 @@ from helpers.tasks import wait_until
 from planaria.checkpoint.disk.claim import claim
 from planaria.checkpoint.disk.parts import HeadMark, RunPlace
 from planaria.checkpoint.disk.storage import Directory
+from planaria.checkpoint.disk.tiers import Start
 from planaria.core.job import JobConfig
 from planaria.core.machine_messages import JobOffered, NodeEnded
 from planaria.errors import ConfigError
@@ -349,7 +350,7 @@ def test_the_records_of_a_run_go_with_a_journal_that_moves(
         log = head.machines.node_log = NodeLog(left.directory)
         held.callback(log.close)
         begun = training_job._Begun(
-            *(job, record.prepared, None, str(left.directory)),
+            *(job, record.prepared, Start(), str(left.directory)),
             *(cast(ForkServer, None), head, {}, record),
         )
         moved = training_job._other_journal(held, begun, "")

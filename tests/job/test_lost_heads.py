@@ -84,7 +84,7 @@ class Left:
         """The iteration from which a head goes on; -1: from the beginning."""
         manifest = find_start(
             self.config, resume=resume, may_begin=may_begin, note=self.notes.append
-        )
+        ).manifest
         return -1 if manifest is None else manifest.iteration
 
 

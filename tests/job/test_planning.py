@@ -7,14 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from helpers.command import PACED
 from helpers.refused_reads import refused_reads
-from planaria.checkpoint.disk.tiers import Manifest, tier_of
+from planaria.checkpoint.disk.tiers import Manifest, Start, tier_of
 from planaria.core.specs import Prepared
 from planaria.errors import ConfigError
 from planaria.job.config import job_from_dict, load_job
+from planaria.job.places import find_start
 from planaria.job.planning import (
     ACTION_S_MIN,
     cache_directory,
@@ -130,6 +132,27 @@ def test_a_job_does_not_start_beside_a_save_that_cannot_be_read_now(
         pytest.raises(ConfigError, match=r"checkpoint\.directory = .* cannot read .*0-1/manifest"),
     ):
         starting_point(config, tier, resume=resume)
+
+
+def test_a_run_begins_with_an_epoch_that_no_save_has(tmp_path: Path) -> None:
+    """A damaged save of a name must not change, and no save of that name was ever complete."""
+    config = load_job(PACED, overrides=[f"checkpoint.directory={tmp_path}"])
+    profile, tier = given_profile(config), tier_of(str(tmp_path))
+    files = (tier.write_layer(20, 1, 0, {"parameter/w": np.zeros(3, np.float32)}),)
+    job = dict(fingerprint(config))
+    tier.publish(Manifest(iteration=20, epoch=1, job=job, layers=files))
+    (tmp_path / "20-1" / files[0].file).unlink()
+    notes: list[str] = []
+
+    anew = find_start(config, resume=False, note=notes.append)
+    assert anew == Start(epoch=2)
+    sound = Manifest(iteration=0, epoch=0, job=job, layers=())
+    tier.publish(sound)
+    start = find_start(config, resume=True, note=notes.append)
+
+    assert start == Start(sound, epoch=2)
+    assert any("20-1 is not complete" in note for note in notes)
+    assert plan_job(config, Prepared(profile=profile), start=start).plan.epoch == 2
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from os import getcwd
 from pathlib import Path
 from typing import Any
 
+from planaria.checkpoint.disk.tiers import Start
 from planaria.core.inject import Injection
 from planaria.core.job import ClusterConfig, JobConfig
 from planaria.core.specs import Prepared, PrepareRequest
@@ -386,13 +387,20 @@ def new_run(
     left = newest_parts(config) if resume else ""
     if left:
         head.runner.run(call_nodes(head, config, run=left))
-    manifest = None if left else find()
+    start = Start() if left else find()
     show_step(f"waiting for {count_text(listening.nodes_min, 'machine')}")
     config, prepared = gather(head, config, listening)
     if left:
-        manifest = find(runner=head.runner)
+        start = find(runner=head.runner)
     parts = next_parts(config, head.run)
-    return RunRecord(run=head.run, job=config, prepared=prepared, resumed=manifest, parts=parts)
+    return RunRecord(
+        run=head.run,
+        job=config,
+        prepared=prepared,
+        resumed=start.manifest,
+        epoch=start.epoch,
+        parts=parts,
+    )
 
 
 def num_first_nodes(num_ready: int, cluster: ClusterConfig, listening: Listening) -> int:

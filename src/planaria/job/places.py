@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from planaria.checkpoint.disk.claim import claim
-from planaria.checkpoint.disk.tiers import Manifest, tier_of
+from planaria.checkpoint.disk.tiers import Start, tier_of
 from planaria.checkpoint.disk.time_limits import (
     LOOK_TIMEOUT_S,
     answer_in_time,
@@ -75,8 +75,8 @@ def find_start(
     may_begin: bool = False,
     note: Callable[[str], None],
     runner: asyncio.Runner | None = None,
-) -> Manifest | None:
-    """The checkpoint to go on from; None for a fresh start.
+) -> Start:
+    """The checkpoint to go on from, and the first epoch.
 
     What nodes of a lost head have saved by themselves is made a save first.
 
@@ -95,7 +95,7 @@ def find_start(
         manifest = starting_point(config, tier, resume=resume, may_begin=may_begin)
         for text in skipped_texts(tier, manifest) if manifest else ():
             note(text)
-    return manifest
+        return Start(manifest, tier.next_epoch())
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from planaria.checkpoint.disk.tiers import Manifest, Tier, newest_complete
+from planaria.checkpoint.disk.tiers import Manifest, Start, Tier, newest_complete
 from planaria.core.job import JobConfig
 from planaria.core.plan import (
     ModelProfile,
@@ -67,6 +67,7 @@ PRELOAD = (
 )
 _PRELOAD_HF = ("transformers.models.auto.modeling_auto", "planaria.models.hf_layers")
 
+_ANEW: Final = Start()
 _PREPARE = "planaria.engine.prepare:main"
 
 # Shortest exact action of a paced job: a sleep ends up to 0.2 ms late on an idle machine.
@@ -350,7 +351,7 @@ def plan_job(
     *,
     plan: Plan | None = None,
     catalog: PlanCatalog | None = None,
-    manifest: Manifest | None = None,
+    start: Start = _ANEW,
     kinds: Mapping[int, NodeKind] | None = None,
     processors: int | None = None,
 ) -> Planned:
@@ -359,7 +360,7 @@ def plan_job(
     Args:
         plan: plan to begin with; None: the planner's best one.
         catalog: plans for all numbers of nodes that may be left; None: the planner's.
-        manifest: checkpoint to go on from; None: a fresh start.
+        start: checkpoint to go on from, and the first epoch.
         kinds: kinds of the nodes' machines; None: all nodes are processes of this one.
         processors: number of processors that all nodes share; None: those of this machine, if they
             are its processes.
@@ -369,7 +370,7 @@ def plan_job(
         InsufficientError: the nodes are too few to resume with f, and the job is to stop then.
     """
     assert prepared.profile is not None
-    epoch = manifest.epoch + 1 if manifest else 0
+    manifest, epoch = start.manifest, start.epoch
     num_nodes = config.cluster.nodes if plan is None else len(plan.nodes)
     max_nodes = max(num_nodes, config.cluster.max_nodes)
     with worded_for_job(config):

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from planaria.checkpoint.disk.outgoing import save_as
 from planaria.checkpoint.disk.storage import absolute, absolute_path
-from planaria.checkpoint.disk.tiers import Manifest, Tier, newest_checkpoint_text, tier_of
+from planaria.checkpoint.disk.tiers import Start, Tier, newest_checkpoint_text, tier_of
 from planaria.checkpoint.disk.time_limits import with_short_limit
 from planaria.core.copies import version_name
 from planaria.core.inject import Injection
@@ -144,7 +144,7 @@ class _Begun:
 
     Attributes:
         config: the job; on machines, with as many nodes as machines have come.
-        manifest: checkpoint to go on from; None: the job begins anew.
+        start: checkpoint to go on from, and the first epoch.
         journal: directory of the coordinator's journal.
         server: fork server of the coordinator, and of nodes on this machine.
         head: head at which machines arrive; None: all nodes are processes of this machine.
@@ -154,7 +154,7 @@ class _Begun:
 
     config: JobConfig
     prepared: Prepared
-    manifest: Manifest | None
+    start: Start
     journal: str
     server: ForkServer
     head: OpenHead | None = None
@@ -369,11 +369,11 @@ class Job:
         if listening is not None:
             return self._begin_on_machines(held, display, options, listening, left_run)
         journal = open_journal(held, config, state=state, note=display.note)
-        manifest = find_start(config, resume=options.resume, note=display.note)
+        start = find_start(config, resume=options.resume, note=display.note)
         check_given_profile(config)
         running = held.enter_context(self._server(options.server, options.output))
         prepared = _prepared_here(config, running, display)
-        return _Begun(config, prepared, manifest, journal, running)
+        return _Begun(config, prepared, start, journal, running)
 
     def _begin_on_machines(
         self,
@@ -414,7 +414,7 @@ class Job:
         head.run_place = record.parts
         machines = head.machines.reserve(range(record.job.cluster.nodes))
         return _Begun(
-            *(record.job, record.prepared, record.resumed, journal),
+            *(record.job, record.prepared, Start(record.resumed, record.epoch), journal),
             *(running, head, machines, record),
         )
 
@@ -458,7 +458,7 @@ def _plan_of(
         begun.prepared,
         plan=plan,
         catalog=catalog,
-        manifest=begun.manifest,
+        start=begun.start,
         kinds=begun.kinds,
     )
     if begun.head is None:

@@ -181,6 +181,22 @@ def test_a_save_that_is_as_new_is_left_alone(tier: Tier, run: Run) -> None:
     assert (assembly.manifest, assembly.text) == (None, "")
 
 
+def test_parts_become_a_save_beside_a_damaged_one_of_that_name(tier: Tier, run: Run) -> None:
+    """That one must not change, and the job could never be resumed."""
+    for epoch in (0, 4):
+        file = tier.write_layer(17, epoch, 0, tensors_at(0, 1))
+        tier.publish(Manifest(iteration=17, epoch=epoch, job=JOB, layers=(file,)))
+        layer = Path(tier.where(17, epoch)) / file.file
+        layer.write_bytes(b"")
+    run.save(0, {0: 17, 1: 17})
+    run.save(1, {1: 17, 2: 17})
+
+    assembly = assemble(tier, newer_than=-1)
+    assert assembly.manifest is not None, assembly.text
+    assert (assembly.manifest.iteration, assembly.manifest.epoch) == (17, 5)
+    assert tier.newest() == assembly.manifest
+
+
 def test_a_damaged_file_is_replaced_by_that_of_another_holder(tier: Tier, run: Run) -> None:
     run.save(0, {0: 17, 1: 17, 2: 17})
     run.save(1, {1: 17})

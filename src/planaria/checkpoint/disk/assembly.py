@@ -81,6 +81,8 @@ def assemble(tier: Tier, *, newer_than: int) -> Assembly:
             break
         files, reason = complete_files(parts, age=age)
         layers: tuple[LayerFile, ...] = ()
+        if tier.is_published(age, epoch):  # It is damaged, or it would be the newest save.
+            epoch = tier.next_epoch()
         if not reason:
             layers, reason = _copy_layers(run, tier, files, age=age, epoch=epoch)
         if reason:

@@ -90,6 +90,20 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """Where a run begins.
+
+    Attributes:
+        manifest: checkpoint to go on from; None: the job begins anew.
+        epoch: the first epoch, which no version has. A damaged one must not change either, so
+            saves of the same name could not be written.
+    """
+
+    manifest: Manifest | None = None
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class SavedVersion:
     """A version that the tier has at least one file of.
 
@@ -180,7 +194,7 @@ class Tier:
         """
         version, file = version_name(iteration, epoch), _layer_file_name(layer)
         name = f"{version}/{file}"
-        if f"{version}/{_MANIFEST}" in self.storage.entries(version):
+        if self.is_published(iteration, epoch):
             where = self.storage.where(name)
             raise CheckpointError(
                 f"cannot write {where}: its version is complete and must not change"
@@ -221,6 +235,15 @@ class Tier:
         """Yields what `versions` returns; reads a manifest only when its version is asked for."""
         for iteration, epoch, entries in self._each_contents():
             yield self._version(iteration, epoch, entries)
+
+    def next_epoch(self) -> int:
+        """The first epoch after those of all versions, also of incomplete ones."""
+        return 1 + max((epoch for _, epoch, _ in self._each_contents()), default=-1)
+
+    def is_published(self, iteration: int, epoch: int) -> bool:
+        """Whether a version has a manifest, though it may be damaged."""
+        version = version_name(iteration, epoch)
+        return f"{version}/{_MANIFEST}" in self.storage.entries(version)
 
     def _each_contents(self) -> Iterator[tuple[int, int, Mapping[str, ContentInfo]]]:
         """Yields iteration, epoch and contents of all versions, newest first."""
@@ -335,7 +358,7 @@ class Tier:
             CheckpointError: the version is published.
         """
         version = version_name(iteration, epoch)
-        if f"{version}/{_MANIFEST}" in self.storage.entries(version):
+        if self.is_published(iteration, epoch):
             where = self.storage.where(version)
             raise CheckpointError(
                 f"cannot discard {where}: its version is complete; prune removes it"

@@ -37,6 +37,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
         run: random name of the run.
         job: the job, with the number of nodes with which it began.
         resumed: checkpoint from which the run began; None: it began anew.
+        epoch: first epoch of the run.
         parts: the field of this name in NodeSpec.
     """
 
@@ -44,6 +45,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     job: JobConfig
     prepared: Prepared
     resumed: Manifest | None
+    epoch: int = 0
     parts: str = ""
 
 
