@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -490,6 +491,65 @@ def test_a_store_that_does_not_answer_is_given_up_in_time() -> None:
         tier = tier_of("s3://somewhere/jobs")
         with pytest.raises(CheckpointError, match="cannot list s3://somewhere/jobs"):
             tier.versions()
+
+
+STORAGE = "planaria.checkpoint.disk.storage"
+
+
+def test_a_content_that_takes_longer_than_a_request_may_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a model with layers of gigabytes no save could be read: each request may last 60 s."""
+    monkeypatch.setattr(f"{STORAGE}._CLIENT_OPTIONS", {"timeout": "1s", "allow_http": True})
+    monkeypatch.setattr(f"{STORAGE}._RETRY_CONFIG", {"max_retries": 0})
+    monkeypatch.setattr(f"{STORAGE}._PIECE_BYTES", 4 << 10)
+    content = np.random.default_rng(0).bytes((80 << 10) + 17)
+    with object_store(bytes_per_s=40 << 10) as url:  # 2 s for all of it, 0.1 s for a piece.
+        storage = storage_of(url)
+        storage.write("3-0/layer-00000", content, may_write=lambda: True)
+        assert storage.read("3-0/layer-00000") == content
+
+
+def test_pieces_are_read_four_at_once(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request to a store takes its time, and a store answers many of them alike."""
+    monkeypatch.setattr(f"{STORAGE}._PIECE_BYTES", 1 << 10)
+    storage = storage_of(f"{store}/{tmp_path.name}")
+    storage.write("3-0/layer-00000", bytes(8 << 10), may_write=lambda: True)
+    gets, four = iter(range(100)), threading.Barrier(4)
+
+    def late_s(_method: str, _path: str) -> float:
+        if next(gets):  # The first one asks for the size.
+            four.wait(10.0)
+        return 0.0
+
+    monkeypatch.setattr(LATE, "late_s", late_s)
+    assert storage.read("3-0/layer-00000") == bytes(8 << 10)
+    assert not four.broken
+
+
+def test_pieces_of_two_contents_are_not_mixed(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One takes the place of the other while it is read."""
+    monkeypatch.setattr(f"{STORAGE}._PIECE_BYTES", 1 << 10)
+    storage = storage_of(f"{store}/{tmp_path.name}")
+    name = "run-000001-a/part"
+    storage.write(name, bytes(5 << 10), may_write=lambda: True)
+    gets = iter(range(100))
+
+    def replaced(method: str, path: str) -> float:
+        if method == "GET" and path.endswith(name) and next(gets) == 3:
+            storage.write(name, b"x" * (5 << 10), may_write=lambda: True)
+        return 0.0
+
+    monkeypatch.setattr(LATE, "late_s", replaced)
+    with pytest.raises(UnreadableError, match=f"cannot read .*{name}"):
+        storage.read(name)
+    assert storage.read(name) == b"x" * (5 << 10)
+    storage.write(name, b"", may_write=lambda: True)
+    assert storage.read(name) == b""
 
 
 def test_a_url_of_no_store_is_refused() -> None:

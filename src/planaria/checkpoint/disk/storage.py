@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import secrets
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,10 +23,12 @@ import xxhash
 
 from planaria.errors import CheckpointError, ConfigError, UnreadableError
 
-# A request that a store leaves unanswered for 60 s fails and is tried again. The endpoint that the
-# user sets decides whether TLS is used.
+# A request that a store has not answered within 60 s, with all that it sends, fails. So a content
+# is read in pieces. The endpoint that the user sets decides whether TLS is used.
 _CLIENT_OPTIONS: Final = {"connect_timeout": "10s", "timeout": "60s", "allow_http": True}
 _RETRY_CONFIG: Final = {"max_retries": 4, "retry_timeout": timedelta(seconds=60)}
+_PIECE_BYTES: Final = 16 << 20
+_PIECES_AT_ONCE: Final = 4
 
 VERSION_NAME: Final = re.compile(r"(0|[1-9]\d*)-(0|[1-9]\d*)", re.ASCII)
 PARTIAL: Final = ".partial"  # How the names of files end that are still being written.
@@ -273,10 +276,55 @@ class Objects:
 
     def read(self, name: str) -> bytes:
         try:
-            return bytes(self._obstore.get(self._store, name).bytes())
+            answer = self._obstore.get(self._store, name)
+            if answer.meta["size"] <= _PIECE_BYTES:
+                return bytes(answer.bytes())
+            size, e_tag = answer.meta["size"], answer.meta["e_tag"]
+            del answer  # Its connection is closed: what it would send is asked for in pieces.
+            return self._read_pieces(name, size, e_tag)
         except self._errors as error:
             kind = CheckpointError if isinstance(error, FileNotFoundError) else UnreadableError
             raise kind(f"cannot read {self.where(name)}: {_error_text(error)}") from error
+
+    def _read_pieces(self, name: str, size: int, e_tag: str | None) -> bytes:
+        """Reads a content in pieces, some at once; all are of the content that has this tag."""
+        firsts = range(0, size, _PIECE_BYTES)
+        pieces: list[Any] = [b""] * len(firsts)
+        waiting, lock = iter(enumerate(firsts)), threading.Lock()
+        errors: list[BaseException] = []
+
+        def read_some() -> None:
+            try:
+                while not errors:
+                    with lock:
+                        number, first = next(waiting)
+                    options: dict[str, Any] = {"range": (first, min(first + _PIECE_BYTES, size))}
+                    if e_tag is not None:
+                        options["if_match"] = e_tag
+                    answer = self._obstore.get(self._store, name, options=options)
+                    pieces[number] = answer.bytes()
+            except StopIteration:
+                return
+            except BaseException as error:
+                errors.append(error)
+
+        # Daemons: a store that answers no more must not hold up the end of the process.
+        helpers = [
+            threading.Thread(target=read_some, name="store", daemon=True)
+            for _ in range(min(_PIECES_AT_ONCE, len(firsts)) - 1)
+        ]
+        started = []
+        with suppress(RuntimeError):  # The machine allows no more threads.
+            for helper in helpers:
+                helper.start()
+                started.append(helper)
+        read_some()
+        for helper in started:
+            if not errors:
+                helper.join()
+        if errors:
+            raise errors[0]
+        return b"".join(pieces)
 
     def write(self, name: str, content: Content, *, may_write: Callable[[], bool]) -> None:
         check_member(self.where(name), may_write)
