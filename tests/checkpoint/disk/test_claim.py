@@ -12,8 +12,8 @@ from unittest.mock import Mock
 import pytest
 
 from planaria.checkpoint.disk.claim import claim
-from planaria.checkpoint.disk.tiers import tier_of
-from planaria.errors import ConfigError
+from planaria.checkpoint.disk.tiers import Manifest, tier_of
+from planaria.errors import CheckpointError, ConfigError
 
 HOLDER = """
 import sys, time
@@ -62,6 +62,28 @@ def test_a_directory_that_is_made_for_saves_stays_when_the_machine_is_lost(
     monkeypatch.setattr(os, "fsync", noted)
     with claim(str(tmp_path / "jobs" / "saves"), "a job", note=refuse_notes):
         assert synced == [str(tmp_path), str(tmp_path / "jobs")]
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_hard_links_is_refused_before_training(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each save there would fail at its last step. A disk that is only full may have space then."""
+    link = Mock(side_effect=OSError(number, os.strerror(number)))
+    monkeypatch.setattr(os, "link", link)
+    with (
+        pytest.raises(ConfigError, match=rf"no hard links \({os.strerror(number)}\)"),
+        claim(str(tmp_path / "saves"), "a job", note=refuse_notes),
+    ):
+        pass
+    assert not (tmp_path / "saves").exists()
+    with pytest.raises(CheckpointError, match="to a file system with hard links"):
+        tier_of(str(tmp_path)).publish(Manifest(iteration=0, epoch=0, job={}, layers=()))
+
+    link.side_effect = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with claim(str(tmp_path / "saves"), "a job", note=refuse_notes):
+        pass
+    assert not (tmp_path / "saves").exists()
 
 
 def test_a_second_job_of_the_same_process_is_refused(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@
 The kernel releases the lock (flock) when the process ends, however that ends, so a job that was
 killed can be resumed at once. Nodes and the coordinator of a job claim nothing: they start after
 their launcher, wherever they run, and end with it. When the job ends, the file is removed, and so
-are directories that were made for it if nothing was saved there.
+are directories that were made for it if nothing was saved there. A save is complete only by a hard
+link (storage.py), so a file system without them is refused.
 
 An object store has no lock that is released when its holder dies, so a URL is not claimed;
 docs/ASSUMPTIONS.md says what two jobs do to each other there.
@@ -19,10 +20,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from planaria.checkpoint.disk.storage import is_url, make_directory
+from planaria.checkpoint.disk.storage import NO_LINKS, is_url, make_directory
 from planaria.errors import ConfigError
 
 _FILE: Final = ".job.lock"  # No save has such a name: theirs begin with a letter or digit.
+_PROBE: Final = ".job.probe"
 # Each try can fail because a job ends and removes the file while it is being opened.
 _TRIES_MAX: Final = 100
 _HOLDER_BYTES_MAX: Final = 300
@@ -37,7 +39,8 @@ def claim(place: str, job: str, *, note: Callable[[str], None]) -> Iterator[None
         note: takes a warning if the file system has no locks, so that another job is not kept out.
 
     Raises:
-        ConfigError: another job saves there, or the place cannot be written to.
+        ConfigError: another job saves there, or the place cannot be written to, or it has no hard
+            links, without which no save is ever complete.
     """
     if is_url(place):
         yield
@@ -51,6 +54,7 @@ def claim(place: str, job: str, *, note: Callable[[str], None]) -> Iterator[None
         cleanup.callback(os.close, descriptor)
         cleanup.callback(_remove_file, directory)
         _write_holder(descriptor, job)
+        _check_links(directory)
         yield
 
 
@@ -127,6 +131,25 @@ def _write_holder(descriptor: int, job: str) -> None:
     with suppress(OSError):  # A save on a full disk fails later, with a message of its own.
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, text.encode(), 0)
+
+
+def _check_links(directory: Path) -> None:
+    """Raises a ConfigError if files cannot have hard links; other failures may pass."""
+    probe = directory / _PROBE
+    try:
+        probe.unlink(missing_ok=True)  # A killed job may have left it.
+        os.link(directory / _FILE, probe)
+    except OSError as error:
+        if error.errno in NO_LINKS:
+            remedy = (
+                "no save could be completed there: its file system has no hard links "
+                f"({error.strerror}); name a directory of another one or, if it is a mounted "
+                "object store, the URL of that, such as s3://bucket/prefix"
+            )
+            raise _mistake(directory, remedy) from error
+    finally:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
 
 
 def _remove_file(directory: Path) -> None:

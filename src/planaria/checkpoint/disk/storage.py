@@ -436,12 +436,15 @@ def _sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+# What file systems without hard links answer.
+NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP})
+_OTHER_FILE_SYSTEM: Final = "set checkpoint.directory to a file system with hard links"
 _REMEDIES: Final[Mapping[int, str]] = {
+    **dict.fromkeys(NO_LINKS, _OTHER_FILE_SYSTEM),
     errno.ENOSPC: "free some space there, or set checkpoint.directory to a larger disk",
     errno.EDQUOT: "free some of the quota, or set checkpoint.directory to another disk",
     errno.EACCES: "make it writable, or set checkpoint.directory to a writable place",
     errno.EROFS: "it is read-only; set checkpoint.directory to a writable place",
-    errno.EPERM: "set checkpoint.directory to a file system with hard links",
 }
 
 
