@@ -89,6 +89,7 @@ def test_a_version_that_is_kept_under_a_name_is_listed(directory: Path) -> None:
     *others, kept = json.loads(told("ls", str(directory), "--json"))
     assert len(others) == 4
     assert (kept["kept_as"], kept["version"], kept["num_layers"]) == ("tonight", "30-1", LAYERS)
+    assert told("ls", str(directory / "tonight")).rstrip().endswith("complete, kept")
 
 
 def test_a_flipped_bit_is_found_and_named(directory: Path) -> None:

@@ -106,7 +106,8 @@ def ls(directory: Place = _HERE, as_json: AsJson = False) -> None:
                 bytes_text(_num_bytes(manifest)),
                 _written_text(version),
             ]
-        state = "complete" if manifest is not None else f"not complete: {version.reason}"
+        complete = "complete, kept" if version.is_kept else "complete"
+        state = complete if manifest is not None else f"not complete: {version.reason}"
         table.add_row(version.name, str(version.iteration), *row, state)
     for name, manifest in kept.items():
         row = [str(manifest.iteration), str(len(manifest.layers)), bytes_text(_num_bytes(manifest))]
@@ -160,7 +161,10 @@ def prune(
         int, typer.Option(min=1, help="Number of newest complete versions that stay.")
     ] = 2,
 ) -> None:
-    """Removes old versions, and incomplete versions that are older than a complete one."""
+    """Removes old versions, and incomplete versions that are older than a complete one.
+
+    A version that was kept under a name stays, and does not count.
+    """
     _versions(directory)
     tier = tier_of(directory)
     removed = tier.prune(keep)

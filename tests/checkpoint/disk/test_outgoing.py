@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -149,3 +150,39 @@ def test_an_export_has_the_tokenizer_of_the_model_that_training_began_with(tmp_p
     assert set(without) == {"model.safetensors", "config.json"}
     for name in companions:
         assert (tmp_path / "exported" / name).read_text() == f"of {name}"
+
+
+def test_a_job_that_goes_on_from_a_named_save_does_not_prune_it(tmp_path: Path) -> None:
+    """It saves beside it. What it saves itself it prunes as ever."""
+    saved(tier_of(str(tmp_path)), 7)
+    save_as(str(tmp_path), "best")
+    kept = tier_of(str(tmp_path / "best"))
+    for iteration in (8, 9, 10):
+        saved(kept, iteration)
+
+    assert kept.prune(2) == ("8-0",)
+    assert [(version.name, version.is_kept) for version in kept.versions()] == [
+        ("10-0", False),
+        ("9-0", False),
+        ("7-0", True),
+    ]
+    assert kept.prune(1) == ("9-0",)
+    assert save_as(str(tmp_path / "best"), "again") == str(tmp_path / "best" / "again" / "10-0")
+
+
+def test_a_named_save_that_was_cut_short_is_removed_like_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only whoever has it complete keeps it."""
+    saved(tier_of(str(tmp_path)), 7)
+    with monkeypatch.context() as patched:
+        patched.setattr(Tier, "publish", Mock(side_effect=KeyboardInterrupt))
+        patched.setattr(Tier, "discard", Mock(side_effect=CheckpointError("killed before it")))
+        with pytest.raises(KeyboardInterrupt):
+            save_as(str(tmp_path), "best")
+    kept = tier_of(str(tmp_path / "best"))
+    assert (tmp_path / "best" / "7-0" / "kept").exists()
+    saved(kept, 8)
+
+    assert kept.prune(2) == ("7-0",)
+    assert not (tmp_path / "best" / "7-0").exists()

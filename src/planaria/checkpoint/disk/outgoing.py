@@ -1,10 +1,13 @@
 """Copies versions out of the tier: named saves that the user keeps, and exports for other tools.
 
 A named save is a tier of its own beside the versions, {place}/{name}/{iteration}-{epoch}/..., so a
-job continues from it if `checkpoint.directory` names it, and nothing ever prunes it. An export is
-a directory as Hugging Face tools read it: parameters by name in safetensors files, and config.json
-if the model has one; or the adapters alone, where only they were trained. The tokenizer of the
-model that training began with goes along. Both check the hashes of the layers that they read.
+job continues from it if `checkpoint.directory` names it. It is marked, so that such a job, which
+saves beside it, never prunes it either.
+
+An export is a directory as Hugging Face tools read it: parameters by name in safetensors files, and
+config.json if the model has one; or the adapters alone, where only they were trained. The tokenizer
+of the model that training began with goes along. Both check the hashes of the layers that they
+read.
 """
 
 import json
@@ -110,6 +113,7 @@ def _copy(source: Tier, target: Tier, manifest: Manifest) -> None:
             )
             for entry in manifest.layers
         )
+        target.keep(*_numbers(manifest))
         target.publish(replace(manifest, layers=files))
         undo.pop_all()
 

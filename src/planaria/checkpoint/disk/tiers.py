@@ -6,6 +6,7 @@ A version of a job's state is one safetensors file for each layer, and a manifes
                                                                 "optimizer/{name}/{state}";
                                                                 of the last layer perhaps
                                                                 "held_out/losses"
+    {directory}/{iteration}-{epoch}/kept                        if the user keeps it for good
     {directory}/{iteration}-{epoch}/manifest.json               created last, and once
 
 A version exists when its manifest exists. Each layer is written by a rank that holds it; its file
@@ -66,6 +67,7 @@ _SIZE_BYTES = 8  # At the beginning of a safetensors file, the size of its heade
 _ALIGNMENT = 8
 _MANIFEST = "manifest.json"
 _DAMAGED = "damaged.json"
+_KEPT = "kept"
 UNPUBLISHED = "it has no manifest, so its save was never completed"
 SET_ASIDE = "it was damaged, and set aside"
 
@@ -112,6 +114,7 @@ class SavedVersion:
         reason: why the version is not complete; empty: it is.
         is_unreadable: whether its manifest exists and could not be read now: the version may prove
             complete another time.
+        is_kept: whether the user keeps it for good.
         num_bytes: size of all its files.
         modified_s: time at which the last of them was written, in seconds since 1970.
     """
@@ -121,6 +124,7 @@ class SavedVersion:
     manifest: Manifest | None
     reason: str
     is_unreadable: bool = False
+    is_kept: bool = False
     num_bytes: int = 0
     modified_s: float = 0.0
 
@@ -227,6 +231,10 @@ class Tier:
                 "place"
             )
 
+    def keep(self, iteration: int, epoch: int) -> None:
+        """Marks a version, before it is published, as one that no pruning removes."""
+        self.storage.create(f"{version_name(iteration, epoch)}/{_KEPT}", b"by the user\n")
+
     def versions(self) -> tuple[SavedVersion, ...]:
         """All versions that have at least one file, newest first."""
         return tuple(self.each_version())
@@ -324,9 +332,9 @@ class Tier:
 
         These are the complete versions beyond the `keep` newest, and the versions without a
         manifest that are older than the newest complete one: nobody finishes them any more. A
-        version that was set aside, or that cannot be read now, does not count among the `keep`
-        newest, and stays for a person to look at. Reads `keep` manifests (one if `keep` is 0), and
-        one more for each complete version removed.
+        version that the user keeps for good, that was set aside, or that cannot be read now does
+        not count among the `keep` newest, and stays. Reads `keep` manifests (one if `keep` is 0),
+        and one more for each complete version removed.
 
         Args:
             keep: number of complete versions to keep; 0: all of them.
@@ -341,6 +349,8 @@ class Tier:
             if not is_published and num_complete and f"{name}/{_DAMAGED}" not in entries:
                 doomed.append(name)
             if not is_published or name in unused or (num_complete and not keep):
+                continue
+            if f"{name}/{_KEPT}" in entries:
                 continue
             if self._version(iteration, epoch, entries).manifest is not None:
                 num_complete += 1
@@ -394,6 +404,7 @@ class Tier:
             manifest,
             reason,
             is_unreadable,
+            is_kept=f"{version}/{_KEPT}" in entries,
             num_bytes=sum(entry.num_bytes for entry in entries.values()),
             modified_s=max(entry.modified_s for entry in entries.values()),
         )
