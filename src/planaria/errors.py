@@ -11,6 +11,7 @@ PlanariaError
 |-- CheckpointError      a checkpoint cannot be written or read: exit code 1
 |   |-- UnreadableError  a disk or store refuses to give what it has
 |   |   `-- LateError    it does not answer at all
+|   |-- UnwritableError  a disk or store refuses to take what it is given
 |   `-- SpoiltError      a version on disk is not what was saved
 |-- AuthenticationError  the other end of a connection does not know the job's token
 |-- PeerLostError        a link to another rank is gone
@@ -154,6 +155,10 @@ class UnreadableError(CheckpointError):
 
 class LateError(UnreadableError):
     """When a disk or a store does not answer for as long as it is waited for."""
+
+
+class UnwritableError(CheckpointError):
+    """When a disk or a store refuses to take what it is given; it may take it another time."""
 
 
 class SpoiltError(CheckpointError):

@@ -1,6 +1,8 @@
 """The coordinator's hand on the disk: a save is complete, or nothing of it is left."""
 
+import errno
 import functools
+import os
 import queue
 import threading
 from collections.abc import Iterator
@@ -24,7 +26,7 @@ from planaria.coordinator.commands import (
     SaveChecked,
     SavesListed,
 )
-from planaria.coordinator.saves import VersionEvent
+from planaria.coordinator.saves import SLOW_S, VersionEvent
 from planaria.core.messages import SaveFailed
 from planaria.core.records import Saved, ToLauncher, Unsaved, Warned
 from planaria.errors import CheckpointError
@@ -367,6 +369,66 @@ def test_nobody_waits_for_the_disk_and_what_is_asked_for_happens_in_order(
     threaded.wait_done()
     assert threaded.events == [SavesListed(), Published(1, 0), Published(3, 0), Pruned("1-0")]
     assert [version.name for version in threaded.tier.versions()] == ["3-0"]
+
+
+PUBLISHER = "planaria.nodes.head.publisher"
+
+
+def test_a_save_that_the_disk_refuses_for_a_moment_is_published_after_all(
+    threaded: _Threaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its layers are on disk. A list or the manifest was refused, and all of it was removed."""
+    monkeypatch.setattr(f"{PUBLISHER}._AGAIN_S", 0.01)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    link, listed = Mock(side_effect=[full, full, None], wraps=os.link), Path.iterdir
+    lists = iter([OSError(errno.EIO, os.strerror(errno.EIO))])
+
+    def list_or_refuse(path: Path) -> Iterator[Path]:
+        for error in lists:
+            raise error
+        return listed(path)
+
+    def link_or_refuse(source: Path, target: Path) -> None:
+        link(source, target)
+        Path(target).write_bytes(Path(source).read_bytes())
+
+    threaded.ask(1)
+    monkeypatch.setattr(Path, "iterdir", list_or_refuse)
+    monkeypatch.setattr(os, "link", link_or_refuse)
+    threaded.may_answer.set()
+    threaded.wait_done()
+
+    assert threaded.events == [Published(1, 0)]
+    assert link.call_count == 3
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_refused_save_is_tried_again_for_as_long_as_the_job_waits_for_it(
+    threaded: _Threaded, monkeypatch: pytest.MonkeyPatch, *, is_last: bool
+) -> None:
+    """While training goes on, only for a moment: a loss may have to know of it. What takes long is
+    told meanwhile, and at last why."""
+    monkeypatch.setattr(f"{PUBLISHER}._AGAIN_S", 0.01)
+    patience_s = 0.9 * 600.0 if is_last else SLOW_S
+    link = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    monkeypatch.setattr(os, "link", link)
+    if is_last:
+        threaded.thread.end_training(timeout_s=600.0, removal_timeout_s=600.0)
+    threaded.may_answer.set()
+    threaded.now_s = 0.0
+    threaded.ask(1)
+    threaded.now_s = patience_s - 0.1
+    wait_for(lambda: link.call_count > 2, what="more tries")
+    threaded.thread.tick()
+    texts = [notice.text for notice in threaded.notices if isinstance(notice, Warned)]
+    assert ["refuses (cannot write" in text for text in texts] == [True] * is_last
+    assert not threaded.events
+    threaded.now_s = patience_s
+    wait_for(lambda: threaded.events != [], what="the end of tries")
+
+    (failed,) = threaded.events
+    assert isinstance(failed, SaveFailed)
+    assert "No space left on device; free some space there" in failed.reason
 
 
 def test_a_disk_that_does_not_answer_holds_up_the_end_for_a_while_only(

@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol
 
 import xxhash
 
-from planaria.errors import CheckpointError, ConfigError, UnreadableError
+from planaria.errors import CheckpointError, ConfigError, UnreadableError, UnwritableError
 
 # A request that a store has not answered within 60 s, with all that it sends, fails. So a content
 # is read in pieces. The endpoint that the user sets decides whether TLS is used.
@@ -363,8 +363,8 @@ class Objects:
                 with suppress(FileNotFoundError):
                     self._obstore.delete(self._store, name)
 
-    def _write_error(self, name: str, error: Exception) -> CheckpointError:
-        return CheckpointError(
+    def _write_error(self, name: str, error: Exception) -> UnwritableError:
+        return UnwritableError(
             f"cannot write {self.where(name)}: {_error_text(error)}; repair the store, or "
             "set checkpoint.directory to another one (older versions are intact)"
         )
@@ -448,8 +448,8 @@ _REMEDIES: Final[Mapping[int, str]] = {
 }
 
 
-def _write_error(path: Path, error: OSError) -> CheckpointError:
+def _write_error(path: Path, error: OSError) -> UnwritableError:
     remedy = _REMEDIES.get(error.errno or 0, "set checkpoint.directory to a healthy disk")
-    return CheckpointError(
+    return UnwritableError(
         f"cannot write {path}: {error.strerror}; {remedy} (older versions are intact)"
     )

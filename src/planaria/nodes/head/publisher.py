@@ -34,13 +34,17 @@ from planaria.coordinator.commands import (
 from planaria.coordinator.saves import SLOW_S, VersionEvent
 from planaria.core.messages import BY_PUBLISHER, SaveFailed
 from planaria.core.records import Saved, ToLauncher, Unsaved, Warned
-from planaria.errors import CheckpointError, UnreadableError
+from planaria.errors import CheckpointError, UnreadableError, UnwritableError
 
 logger = logging.getLogger(__name__)
 
 _REMOVALS_MAX: Final = 64  # Waiting requests; if there are more, failed saves are left to pruning.
 _AGAIN_S: Final = 5.0  # The first pause before a failed request is made again.
 _POLL_S: Final = 0.02
+# A save that a disk or store refuses is published again after this time.
+_NEXT_TRY_S: Final = 1.0
+# So it is told why before the coordinator, which waits for the last save, gives it up.
+_PATIENCE_SHARE: Final = 0.9
 
 
 class Publisher:
@@ -101,10 +105,15 @@ class Publisher:
             self._notify(Warned(text=text))
         return not refusals
 
-    def publish(self, command: Publish) -> bool:
+    def publish(
+        self, command: Publish, *, tries_again: Callable[[CheckpointError], bool] = lambda _: False
+    ) -> bool:
         """Creates the manifest of a save; False if that fails, or if a newer run saves there.
 
         The coordinator before this one may have created it already, right before it ended.
+
+        Args:
+            tries_again: whether to try again after an error of the disk or store; it may block.
         """
         manifest = Manifest(
             iteration=command.iteration,
@@ -113,12 +122,13 @@ class Publisher:
             layers=command.files,
         )
         try:
-            if newer := newer_run(self._tier.storage, self._run_name):
-                raise CheckpointError(
-                    f"a newer run of this job saves in {self._tier.storage.where('')} ({newer}); "
-                    "this one has nothing to save there any more: stop it, or the newer one"
-                )
-            self._tier.publish(manifest)
+            while True:
+                try:
+                    self._publish(manifest)
+                    break
+                except (UnreadableError, UnwritableError) as error:
+                    if not tries_again(error):
+                        raise
         except CheckpointError as error:
             failed = SaveFailed(
                 rank=BY_PUBLISHER,
@@ -131,6 +141,14 @@ class Publisher:
         self._queue(Published(command.iteration, command.epoch))
         self._notify(Saved(iteration=command.iteration, epoch=command.epoch))
         return True
+
+    def _publish(self, manifest: Manifest) -> None:
+        if newer := newer_run(self._tier.storage, self._run_name):
+            raise CheckpointError(
+                f"a newer run of this job saves in {self._tier.storage.where('')} ({newer}); "
+                "this one has nothing to save there any more: stop it, or the newer one"
+            )
+        self._tier.publish(manifest)
 
     def mark_epoch(self, epoch: int, nodes: tuple[int, ...]) -> bool:
         """Marks an epoch's members for nodes that lose their head (docs/protocol.md, P1).
@@ -292,6 +310,7 @@ class PublisherThread:
         self._warned_s = SLOW_S / 2.0
         self._patience_s: tuple[float, float] | None = None  # Timeouts of a save and of removals.
         self._has_failed = False
+        self._refusal = ""  # Why the request under way has not succeeded so far.
         self._listing, self._marking = _Retry(), _Retry()
         # A request that is never answered must not hold up the end of the process.
         threading.Thread(target=self._run, name="publisher", daemon=True).start()
@@ -301,7 +320,11 @@ class PublisherThread:
         self._add_request(lambda: self._list_saves(source), "list older saves")
 
     def publish(self, command: Publish) -> None:
-        """See Publisher; afterwards saves that are too old are removed."""
+        """See Publisher; afterwards saves that are too old are removed.
+
+        If the disk or store refuses, it is tried again: for SLOW_S or, once the job waits for it,
+        for as long as the job does.
+        """
         what = f"make the save of iteration {command.iteration} complete"
         self._add_request(lambda: self._publish(command), what, unfinished=Unfinished.SAVES)
 
@@ -346,12 +369,12 @@ class PublisherThread:
                         retry.ask()
                 return
             what, slow_s = self._requests[0].what, self._now_s() - self._since_s
-            waiting_text = self._waiting_text()
+            waiting_text, refusal = self._waiting_text(), self._refusal
         if slow_s >= 2.0 * self._warned_s:
             self._warned_s = slow_s
+            why = f"refuses ({refusal})" if refusal else "is slow"
             text = (
-                f"{self._where} is slow: it has taken {slow_s:.0f} s so far to {what}; "
-                f"{waiting_text}"
+                f"{self._where} {why}: it has taken {slow_s:.0f} s so far to {what}; {waiting_text}"
             )
             self._notify(Warned(text=text))
 
@@ -412,9 +435,21 @@ class PublisherThread:
             self._marking.note(ask, self._now_s(), is_done=is_marked)
 
     def _publish(self, command: Publish) -> None:
-        if self._publisher.publish(command):
+        if self._publisher.publish(command, tries_again=self._awaits_next_try):
             prune = partial(self._publisher.prune, command.unused)
             self._add_request(prune, "remove old saves", unfinished=Unfinished.REMOVALS)
+
+    def _awaits_next_try(self, error: CheckpointError) -> bool:
+        """Waits until a refused request is to be made again; False: it has had its time."""
+        with self._changed:
+            patience_s = SLOW_S
+            if self._patience_s is not None:
+                patience_s = _PATIENCE_SHARE * self._patience_s[0]
+            if self._now_s() + _NEXT_TRY_S >= self._since_s + patience_s:
+                return False
+            self._refusal = str(error)
+        time.sleep(_NEXT_TRY_S)
+        return True
 
     def _add_request(
         self, act: Callable[[], None], what: str, *, unfinished: Unfinished = Unfinished.NOTHING
@@ -441,5 +476,5 @@ class PublisherThread:
                 return
             with self._changed:
                 self._requests.popleft()
-                self._since_s = self._now_s()
+                self._since_s, self._refusal = self._now_s(), ""
                 self._changed.notify_all()
