@@ -292,6 +292,47 @@ def test_only_a_run_with_the_same_saves_is_taken_up(tmp_path: Path) -> None:
     assert find(job, str(state)) == own_directory
 
 
+def test_a_run_is_found_whichever_way_its_saves_are_named(tmp_path: Path) -> None:
+    """By another name of their directory its journal was emptied, and nobody could take it up."""
+    state, job = tmp_path / "state", left_job(tmp_path / "saves")
+    leave_run(tmp_path / "saves" / ".journal", job)
+    (tmp_path / "link").symlink_to(tmp_path / "saves")
+    for name in (tmp_path / "link", f"{tmp_path}/saves/", f"{tmp_path}/state/../saves"):
+        state.mkdir(exist_ok=True)
+        renamed = replace(job, checkpoint=replace(job.checkpoint, directory=str(name)))
+        with pytest.raises(ConfigError, match="may still hold the newest state"):
+            Job(renamed).run()
+        assert find(renamed, "") == Path(str(name)) / ".journal"
+
+    stored = replace(job, checkpoint=replace(job.checkpoint, directory="s3://bucket/saves"))
+    leave_run(state / f"{job.name}-m-00000000", stored)
+    renamed = replace(job, checkpoint=replace(job.checkpoint, directory="s3://bucket/saves/"))
+    assert find(renamed, str(state)) == state / f"{job.name}-m-00000000"
+
+
+def test_a_start_of_another_job_of_that_name_leaves_the_journal_of_a_lost_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two job files may have one stem. It goes once no node of that head can live any more."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    job = left_job(tmp_path / "saves")
+    first, second = (
+        replace(job, checkpoint=replace(job.checkpoint, directory=f"s3://bucket/{name}"))
+        for name in ("first", "second")
+    )
+    with journal_place(first, "", note=pytest.fail) as made:
+        pass
+    leave_run(Path(made), first)
+    with journal_place(second, "", note=pytest.fail):
+        assert find(first, "") == Path(made)
+    make_older(Path(made), 1e6)
+    with journal_place(second, "", note=pytest.fail):
+        assert not Path(made).exists()
+    leave_run(Path(made), first)
+    with journal_place(first, "", note=pytest.fail):
+        assert not Path(made).exists(), "the run of the job itself was given up"
+
+
 def test_of_several_lost_heads_the_one_whose_nodes_may_live_is_taken_up(tmp_path: Path) -> None:
     """If that may be several, the user says which are given up."""
     state, job = tmp_path / "state", left_job(tmp_path / "saves")

@@ -16,6 +16,7 @@ from os import getcwd
 from pathlib import Path
 from typing import Any
 
+from planaria.checkpoint.disk.storage import is_same_place
 from planaria.checkpoint.disk.tiers import Start
 from planaria.core.inject import Injection
 from planaria.core.job import ClusterConfig, JobConfig
@@ -40,7 +41,14 @@ from planaria.nodes.head.remote.machine_operator import MachineOperator
 from planaria.nodes.head.remote.machines import Machines
 from planaria.nodes.head.remote.open_head import OpenHead
 from planaria.nodes.head.remote.platforms import open_platform
-from planaria.nodes.head.remote.run_record import RunRecord, has_nodes, read_run, record_age_s
+from planaria.nodes.head.remote.run_record import (
+    LIVING_LEASES,
+    RunRecord,
+    has_nodes,
+    may_have_nodes,
+    read_run,
+    record_age_s,
+)
 from planaria.nodes.shared_saves import place_mark, remove_other_marks
 from planaria.show.words import count_text
 from planaria.transport.acceptor import listen
@@ -49,7 +57,7 @@ from planaria.transport.sockets import Address, address_text
 
 # A node ends itself once its lease and its patience are over. Before that, a machine notices within
 # as long again as its lease that a head is lost, and needs a few seconds to find the next one.
-_TAKE_UP_LEASES, _TAKE_UP_S = 2, 5.0
+_TAKE_UP_LEASES, _TAKE_UP_S = LIVING_LEASES, 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +122,7 @@ def find_left_run(
     """
     runs = _left_runs(config, state)
     reattaches = listening is not None and listening.reattaches
-    recent = [run for run in runs if _may_have_nodes(run)]
+    recent = [run for run in runs if may_have_nodes(run.record, run.directory)]
     if len(recent) > 1:
         remedy = "several heads of this job were lost; remove the directories of those you give up"
         raise ConfigError("--state", ", ".join(str(run.directory) for run in recent), remedy)
@@ -151,21 +159,15 @@ def _left_runs(config: JobConfig, state: str) -> list[LeftRun]:
     runs = []
     for directory in left_directories(config, state):
         record = read_run(directory)
-        place = "" if record is None else record.job.checkpoint.directory
-        if record is None or place != config.checkpoint.directory or not has_nodes(directory):
+        if record is None or not has_nodes(directory):
+            continue
+        if not is_same_place(record.job.checkpoint.directory, config.checkpoint.directory):
             continue
         if is_in_use(directory):
             remedy = "a head of this job is at work, with its journal there; end it first"
             raise ConfigError("--state", str(directory), remedy)
         runs.append(LeftRun(directory, record))
     return sorted(runs, key=lambda run: -record_age_s(run.directory))
-
-
-def _may_have_nodes(left: LeftRun) -> bool:
-    """Whether nodes of the run may look for a head still."""
-    cluster = left.record.job.cluster
-    living_s = _TAKE_UP_LEASES * cluster.lease_s + cluster.patience_s
-    return record_age_s(left.directory) < living_s
 
 
 def take_up(head: OpenHead, left: LeftRun, *, resume: bool, note: Callable[[str], None]) -> bool:

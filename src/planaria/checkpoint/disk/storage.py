@@ -123,6 +123,16 @@ def is_url(place: str) -> bool:
     return "://" in place
 
 
+def is_same_place(one: str, other: str) -> bool:
+    """Whether two names mean the same directory, or the same prefix of an object store."""
+    if is_url(one) or is_url(other):
+        return one.rstrip("/") == other.rstrip("/")
+    try:
+        return os.path.samefile(one, other)
+    except OSError:  # One of them does not exist, or not now.
+        return os.path.realpath(one) == os.path.realpath(other)
+
+
 def absolute(place: str) -> str:
     """The same place in a form that does not depend on the working directory."""
     return place if is_url(place) else str(absolute_path(Path(place)))

@@ -6,7 +6,8 @@
 A run begins with an empty journal, so that it never takes a record of an earlier run for its own,
 and removes the journal at its end. What a killed launcher has left there is removed by the next run
 of the job; if it is not beside the saves, only by a run on the same machine, because machines may
-share a home directory without sharing its locks.
+share a home directory without sharing its locks. Nor is it removed by a run with other saves while
+nodes may look for the head that is to take up their run by it.
 """
 
 import contextlib
@@ -20,9 +21,10 @@ from pathlib import Path
 from typing import Final
 
 from planaria.checkpoint.disk.claim import is_claimed
-from planaria.checkpoint.disk.storage import absolute_path, is_url
+from planaria.checkpoint.disk.storage import absolute_path, is_same_place, is_url
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError
+from planaria.nodes.head.remote.run_record import has_nodes, may_have_nodes, read_run
 from planaria.nodes.head.user_files import plain_name, state_directory
 
 _DIRECTORY_NAME: Final = (
@@ -84,7 +86,7 @@ def other_journal_place(config: JobConfig, state: str) -> Iterator[str]:
     parent = _user_state(state)
     with ExitStack() as stack:
         try:
-            directory = stack.enter_context(_new_directory(parent, config.name))
+            directory = stack.enter_context(_new_directory(parent, config))
         except OSError as error:
             remedy = (
                 f"{_error_text(error)}; name a writable directory for the coordinator's journal"
@@ -105,16 +107,16 @@ def _user_state(state: str) -> Path:
 
 
 @contextmanager
-def _new_directory(parent: Path, job: str) -> Iterator[Path]:
+def _new_directory(parent: Path, config: JobConfig) -> Iterator[Path]:
     """A new directory, locked while in use; removes unused directories of the same job."""
-    name = f"{plain_name(job)}-{plain_name(socket.gethostname())}"
+    name = f"{plain_name(config.name)}-{plain_name(socket.gethostname())}"
     directory = parent / f"{name}-{secrets.token_hex(4)}"
     parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with ExitStack() as stack:
         # Without this lock another launcher could remove the directory before it is locked.
         with _directory_lock(parent):
             for other in parent.glob(f"{name}-{'[0-9a-f]' * 8}"):
-                _remove_unused(other)
+                _remove_unused(other, saves=config.checkpoint.directory)
             stack.enter_context(_journal_directory(directory))
             stack.enter_context(_directory_lock(directory))
         yield directory
@@ -218,9 +220,21 @@ def _remove(directory: Path) -> None:
         directory.rmdir()
 
 
-def _remove_unused(directory: Path) -> None:
+def _remove_unused(directory: Path, *, saves: str) -> None:
     with contextlib.suppress(OSError), _directory_lock(directory, fcntl.LOCK_NB):
-        _remove(directory)
+        if not _is_anothers(directory, saves):
+            _remove(directory)
+
+
+def _is_anothers(directory: Path, saves: str) -> bool:
+    """Whether a head with other saves has left a journal by which its run may be taken up."""
+    try:
+        record = read_run(directory)
+    except ConfigError:  # A person has to look at it.
+        return True
+    if record is None or is_same_place(record.job.checkpoint.directory, saves):
+        return False
+    return has_nodes(directory) and may_have_nodes(record, directory)
 
 
 @contextmanager

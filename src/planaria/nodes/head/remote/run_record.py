@@ -28,6 +28,7 @@ RUN_FILE: Final = "journal.run"
 _NODES_FILE: Final = "journal.nodes"
 _NOW_FILE: Final = "journal.now"
 TOUCH_PERIOD_S: Final = 10.0
+LIVING_LEASES: Final = 2  # Time for nodes to notice that their head is lost, and to wait for it.
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +118,12 @@ def has_nodes(directory: Path) -> bool:
     except OSError:
         return True
     return bool(content)
+
+
+def may_have_nodes(record: RunRecord, directory: Path) -> bool:
+    """Whether nodes of the run that a head has left in a directory may look for a head still."""
+    cluster = record.job.cluster
+    return record_age_s(directory) < LIVING_LEASES * cluster.lease_s + cluster.patience_s
 
 
 class NodeLog:
