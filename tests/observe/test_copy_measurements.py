@@ -1,5 +1,7 @@
 """What copies in memory took, as the report tells it."""
 
+import pickle
+
 import pytest
 from msgspec import structs
 
@@ -58,6 +60,24 @@ def test_a_version_from_before_a_recovery_took_no_downtime(first: int) -> None:
     table = measurements.table(0.0)
     assert table["checkpoint_s"] == pytest.approx(1.0)
     assert table["every"] == 1.0
+
+
+@pytest.mark.parametrize("has_copies", [False, True])
+def test_measurements_take_no_more_memory_for_a_longer_run(has_copies: bool) -> None:
+    """Two numbers were kept for each rank and iteration, of which only the mean is told."""
+    measurements, sizes = CopyMeasurements(), dict[int, int]()
+    for iteration in range(10_001):
+        age = iteration - 1 if has_copies else -1
+        reports = [done(iteration, rank, age, idle_s=2.0, used_s=0.5) for rank in range(2)]
+        measurements.add_iteration(iteration, reports, 3.0 * iteration)
+        if iteration in (5_000, 10_000):
+            sizes[iteration] = len(pickle.dumps(measurements))
+
+    assert sizes[10_000] < sizes[5_000] + 100
+    table = measurements.table(0.0)
+    assert (table["idle_used_s"], table["idle_left_s"]) == (0.5, 1.5)
+    if has_copies:
+        assert (table["every"], table["checkpoint_s"]) == (1.0, 6.0)
 
 
 def test_idle_time_is_told_by_iteration_and_rank() -> None:

@@ -1,5 +1,6 @@
 """The recorder: one record per committed iteration, and the seconds where they belong."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 import pytest
@@ -21,7 +22,7 @@ from planaria.core.inject import parse_injection
 from planaria.core.messages import Evaluated
 from planaria.core.records import Starting
 from planaria.observe.ledger import Category
-from planaria.observe.metrics import EvaluationRecord, EventRecord
+from planaria.observe.metrics import EvaluationRecord, EventRecord, IterationRecord
 from planaria.observe.recorder import Recorder
 
 
@@ -84,9 +85,10 @@ def test_spans_of_all_ranks_count_from_when_the_first_one_began(shift_s: float) 
     run = recorder()
     record = run.on_committed(structs.replace(commit_message(6, 18.0), reports=reports))
 
-    starts_s = {rank: spans[0].start_s for rank, spans in run.spans[0].items()}
+    by_rank, _ = run.traces[6]
+    starts_s = {rank: spans[0].start_s for rank, spans in by_rank.items()}
     assert starts_s == {0: 0.5, 1: 0.0, 2: 1.0}
-    assert {spans[0].end_s - spans[0].start_s for spans in run.spans[0].values()} == {0.5}
+    assert {spans[0].end_s - spans[0].start_s for spans in by_rank.values()} == {0.5}
     assert record.clock_error_s == 0.375
 
 
@@ -97,18 +99,33 @@ def test_spans_count_from_each_rank_s_begin_if_one_cannot_be_placed() -> None:
     run = recorder()
     record = run.on_committed(structs.replace(commit_message(6, 18.0), reports=(known, unknown)))
 
-    assert run.spans == [{1: (SPAN,), 2: (SPAN,)}]
+    assert run.traces[6][0] == {1: (SPAN,), 2: (SPAN,)}
     assert record.clock_error_s is None
 
 
 def test_spans_are_kept_of_the_ranks_that_sent_them() -> None:
-    """One entry per iteration, also without tracing, so that they keep in step."""
+    """Iterations that nobody has traced take no memory for that."""
     run = recorder()
     run.on_committed(commit_message(6, 16.0))
     run.on_committed(commit_message(7, 17.0, ranks=(0,)))
 
     assert [record.iteration for record in run.iterations] == [6, 7]
-    assert run.spans == [{1: (SPAN,)}, {}]
+    assert {iteration: spans for iteration, (spans, _) in run.traces.items()} == {6: {1: (SPAN,)}}
+
+
+def test_a_commit_looks_at_no_more_iterations_than_it_undoes() -> None:
+    """A run of a month has millions, and each commit took longer than the one before."""
+
+    class Unscanned(list[IterationRecord]):
+        def __iter__(self) -> Iterator[IterationRecord]:
+            raise AssertionError
+
+    run = recorder()
+    run.iterations = Unscanned()
+    for iteration, now_s in ((6, 16.0), (7, 18.0), (8, 20.0), (7, 22.0)):
+        run.on_committed(commit_message(iteration, now_s))
+
+    assert [record.iteration for record in run.iterations[:]] == [6, 7]
 
 
 def test_the_seconds_of_a_run_go_where_they_belong() -> None:
@@ -237,7 +254,7 @@ def test_iterations_that_all_went_back_before_were_not_useful() -> None:
     assert event.source_tier == "disk"
     assert [record.iteration for record in run.iterations] == [6, 7]
     assert run.iterations[1] == again
-    assert len(run.spans) == 2
+    assert list(run.traces) == [6, 7]
     assert spent["redo"] == pytest.approx(3.5)  # Twice two seconds, less what saves took.
     assert sum(spent.values()) == pytest.approx(2 * spent["wall"])
 

@@ -151,11 +151,11 @@ def _memory(problem: Problem, epoch: int, measured: EpochMeasurements) -> Iterat
 def compared_iterations(planned: Planned, recorder: Recorder) -> Iterator[Comparison]:
     """The traced iterations with their predictions; the clock starts with the first rank."""
     predictions: dict[tuple[int, tuple[float, ...]], Prediction] = {}
-    traced = zip(recorder.iterations, recorder.spans, recorder.tensor_bytes, strict=True)
-    for record, by_rank, tensor_bytes in traced:
+    for record in recorder.iterations:
         of_epoch = recorder.measurements.epochs.get(record.epoch)
-        if not by_rank or of_epoch is None:
+        if record.iteration not in recorder.traces or of_epoch is None:
             continue
+        by_rank, tensor_bytes = recorder.traces[record.iteration]
         factors = of_epoch.layer_factors(record.iteration)
         key = (record.epoch, factors)
         if key not in predictions:

@@ -3,13 +3,14 @@
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import median
 from typing import Final
 
 from planaria.core.messages import IterationDone
 from planaria.core.plan import Plan
 
 _NEWEST: Final = 64  # A median is over the newest 64 iterations, so that memory stays bounded.
+_AGES_MAX: Final = 4096  # A version that takes more iterations to be complete is not counted.
 
 
 @dataclass(slots=True)
@@ -84,29 +85,52 @@ class Measurements:
 # -- the cost of copies in memory, and the time that a failure wastes ------------------------------
 
 
+@dataclass(slots=True)
+class _Mean:
+    """The mean of numbers that are not kept."""
+
+    count: int = 0
+    total: float = 0.0
+
+    def add(self, number: float) -> None:
+        self.count += 1
+        self.total += number
+
+    @property
+    def value(self) -> float:
+        return self.total / self.count if self.count else 0.0
+
+
 class CopyMeasurements:
-    """Measurements of copies in memory: complete versions, and the idle network time they used."""
+    """Measurements of copies in memory: complete versions, and the idle network time they used.
+
+    They take as much memory for a long job as for a short one.
+    """
 
     def __init__(self) -> None:
-        self._committed_s: dict[int, float] = {}  # Commit time, by age.
-        self._complete: list[tuple[int, float]] = []  # (age, when all its copies were stored)
-        self._took_s: list[float] = []
-        self._used_s: list[float] = []
-        self._left_s: list[float] = []
+        self._committed_s: dict[int, float] = {}  # Commit time, by age, of what is not complete.
+        # (age, when all its copies were stored) of the first complete version and of the newest.
+        self._first: tuple[int, float] | None = None
+        self._newest: tuple[int, float] = (-1, 0.0)
+        self._took_s, self._used_s, self._left_s = _Mean(), _Mean(), _Mean()
 
     def add_iteration(self, iteration: int, reports: Iterable[IterationDone], now_s: float) -> None:
         """Adds what the ranks report about copies with a committed iteration."""
         self._committed_s[iteration + 1] = now_s
+        if len(self._committed_s) > _AGES_MAX:
+            del self._committed_s[next(iter(self._committed_s))]
         reports = list(reports)
         for done in (report.copied for report in reports):
             if done.idle_s > 0.0:
-                self._used_s.append(done.idle_used_s)
-                self._left_s.append(max(0.0, done.idle_s - done.idle_used_s))
+                self._used_s.add(done.idle_used_s)
+                self._left_s.add(max(0.0, done.idle_s - done.idle_used_s))
         age = max((report.copied.age for report in reports), default=-1)
         # The version with which a job or an epoch begins belongs to no iteration seen here.
-        if age in self._committed_s and (not self._complete or age > self._complete[-1][0]):
-            self._complete.append((age, now_s))
-            self._took_s.append(now_s - self._committed_s[age])
+        if age in self._committed_s and age > self._newest[0]:
+            self._newest = age, now_s
+            self._first = self._first or self._newest
+            self._took_s.add(now_s - self._committed_s[age])
+            self._committed_s = {n: at_s for n, at_s in self._committed_s.items() if n > age}
 
     def on_recovered(self) -> None:
         """Leaves out versions from before the recovery: what they took contains its downtime."""
@@ -123,14 +147,14 @@ class CopyMeasurements:
             retrieval_s: time that going back to copies took, 0.0 if it never happened.
         """
         table = {
-            "idle_used_s": fmean(self._used_s) if self._used_s else 0.0,
-            "idle_left_s": fmean(self._left_s) if self._left_s else 0.0,
+            "idle_used_s": self._used_s.value,
+            "idle_left_s": self._left_s.value,
         }
-        if len(self._complete) < 2:
+        if self._first is None or self._took_s.count < 2:
             return table
-        (first, first_s), (last, last_s) = self._complete[0], self._complete[-1]
-        num_periods = len(self._complete) - 1
-        checkpoint_s = fmean(self._took_s)
+        (first, first_s), (last, last_s) = self._first, self._newest
+        num_periods = self._took_s.count - 1
+        checkpoint_s = self._took_s.value
         wasted_s = checkpoint_s + (last_s - first_s) / num_periods / 2.0 + retrieval_s
         return table | {
             "every": (last - first) / num_periods,

@@ -5,7 +5,7 @@ Its callers pass the time; it reads no clock.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, count
+from itertools import chain, count, takewhile
 from math import inf, nan
 from operator import itemgetter
 from typing import Final
@@ -110,9 +110,8 @@ class Recorder:
     Attributes:
         ledger: seconds so far by category.
         iterations: the committed iterations, in order.
-        spans: measured spans by rank, one mapping per committed iteration, in seconds since the
-            first rank began it; the mappings are empty unless workers trace.
-        tensor_bytes: peak bytes of tensors by rank, in the same form.
+        traces: spans by rank, and peak bytes of tensors by rank, of each committed iteration that
+            workers traced; spans are in seconds since the first rank began it.
         measurements: times and memory that ranks measured.
         copy_measurements: measured cost of copies in memory.
         plans: plans so far, by epoch.
@@ -130,8 +129,7 @@ class Recorder:
         self.ledger = Ledger(start_s, start_s)
         self.iterations: list[IterationRecord] = []
         self.evaluations: dict[int, EvaluationRecord] = {}  # By iteration, in order.
-        self.spans: list[dict[int, tuple[MeasuredSpan, ...]]] = []
-        self.tensor_bytes: list[dict[int, int]] = []
+        self.traces: dict[int, tuple[dict[int, tuple[MeasuredSpan, ...]], dict[int, int]]] = {}
         self.measurements = Measurements()
         self.copy_measurements = CopyMeasurements()
         self.plans: dict[int, Plan] = {}
@@ -208,8 +206,9 @@ class Recorder:
             clock_error_s=clock_error_s,
         )
         self.iterations.append(record)
-        self.spans.append(spans)
-        self.tensor_bytes.append({r.rank: r.tensor_bytes for r in reports if r.tensor_bytes})
+        if spans:
+            tensor_bytes = {r.rank: r.tensor_bytes for r in reports if r.tensor_bytes}
+            self.traces[message.iteration] = spans, tensor_bytes
         self.measurements.add_iteration(message.iteration, reports)
         self.copy_measurements.add_iteration(message.iteration, reports, message.now_s)
         iteration_s = record.seconds
@@ -280,14 +279,15 @@ class Recorder:
 
     def _undo(self, num_left: int) -> None:
         """Discards the committed iterations from num_left on, because the job went back."""
-        num_undone = sum(record.iteration >= num_left for record in self.iterations)
-        if num_undone:
+        undone = takewhile(lambda record: record.iteration >= num_left, reversed(self.iterations))
+        if num_undone := sum(1 for _ in undone):
             for category, seconds in chain(
                 *(shares.items() for shares in self._shares_s[-num_undone:])
             ):
                 self._move(seconds, category, Category.REDO)
-            for records in (self.iterations, self.spans, self.tensor_bytes, self._shares_s):
+            for records in (self.iterations, self._shares_s):
                 del records[-num_undone:]
+            self.traces = {n: trace for n, trace in self.traces.items() if n < num_left}
             self.evaluations = {n: e for n, e in self.evaluations.items() if n <= num_left}
 
     # -- events -----------------------------------------------------------------------------------
