@@ -5,6 +5,7 @@ from dataclasses import replace
 from helpers.coordinated import FIRST, NOW_S, Survivors, of_type, small_rules
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import NUM_LAYERS, shaped_plan
+from helpers.strategies import timed_profile
 from planaria.coordinator.commands import RecordMembers
 from planaria.coordinator.start import first_step
 from planaria.core.cluster import ClusterEvent, ClusterState
@@ -32,7 +33,7 @@ def test_a_job_begins_with_the_speeds_that_the_head_knows() -> None:
 
 def test_a_node_that_is_as_slow_as_its_machine_changes_nothing() -> None:
     """The plan knows it, and what the node takes is what was expected."""
-    rules = replace(small_rules(), speeds={1: 0.5}, layer_s=(0.1,) * NUM_LAYERS)
+    rules = replace(small_rules(), speeds={1: 0.5}, profile=timed_profile((0.1,) * NUM_LAYERS))
     cluster = FakeCluster(rules, KNOWING)
     cluster.begin()
     for node in cluster.nodes:

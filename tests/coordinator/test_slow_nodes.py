@@ -60,7 +60,7 @@ def training(num_nodes: int = 4, sizes: tuple[int, ...] = (2, 2), *, n0: int = 2
         job=replace(made.job, training=replace(made.job.training, iterations=END)),
         policy=UnequalNodes(Reinstantiate(catalog)),
         prices=profile_prices(profile, regroup_s=0.05),
-        layer_s=tuple(layer.forward_s[1] + layer.backward_s(1) for layer in profile.layers),
+        profile=profile,
     )
     templates = [catalog.templates[size] for size in sizes]
     cluster = FakeCluster(
@@ -76,7 +76,8 @@ def train(
 ) -> None:
     """So many iterations in which nodes take that much longer for their work."""
     for _ in range(number):
-        layer_s, state = cluster.rules.layer_s, cluster.state
+        assert cluster.rules.profile is not None
+        layer_s, state = cluster.rules.profile.layer_s, cluster.state
         for rank in state.plan.ranks:
             hops = [hop for route in state.plan.routes for hop in route if hop.rank == rank]
             work_s = sum(sum(layer_s[hop.first_layer : hop.end_layer]) for hop in hops)

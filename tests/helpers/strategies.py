@@ -1,5 +1,7 @@
 """Hypothesis strategies that tests share: profiles, problems, and plans for them."""
 
+from collections.abc import Iterable
+
 from hypothesis import strategies as st
 
 from planaria.core.plan import LayerProfile, Link, ModelProfile, PipelineTemplate, Plan
@@ -45,6 +47,13 @@ def model_profile(
         device_memory_bytes=device_memory_bytes,
         layers=layers,
         links={"intra_node": Link(1e-5, 1e10), "inter_node": Link(1e-4, 1e9)},
+    )
+
+
+def timed_profile(layer_s: Iterable[float]) -> ModelProfile:
+    """A profile of layers that take these seconds for forward and backward."""
+    return model_profile(
+        tuple(layer_profile(f"layer {i}", seconds / 3) for i, seconds in enumerate(layer_s))
     )
 
 

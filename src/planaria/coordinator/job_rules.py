@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from planaria.core.commit import VectorLayout
 from planaria.core.job import JobConfig
+from planaria.core.plan import ModelProfile
 from planaria.planner.plans import PlanCatalog
 from planaria.policies.policy import Policy, Prices
 
@@ -18,8 +19,7 @@ class Rules:
         prices: prices of a recovery by the profile, before the job has measured any.
         n0: number of nodes of the smallest pipeline.
         max_nodes: largest number of nodes that there are plans for.
-        layer_s: seconds of forward and backward of each layer for one microbatch, by the profile;
-            empty: slow nodes are not looked for.
+        profile: profile by which the work of ranks is known; None: slow nodes are not looked for.
         looks_ahead: whether answers to losses, and plans better than one chosen in a hurry, are
             searched ahead of need. If not, better plans are looked for at each commit.
         catalog: plans that the job can be re-formed to; None: its profile is not corrected.
@@ -43,7 +43,7 @@ class Rules:
     layout: VectorLayout
     first_iteration: int
     source: str = ""
-    layer_s: tuple[float, ...] = ()
+    profile: ModelProfile | None = None
     looks_ahead: bool = False
     catalog: PlanCatalog | None = None
     policy_of: Callable[[PlanCatalog], Policy] | None = None

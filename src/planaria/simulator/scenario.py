@@ -186,18 +186,16 @@ def _planned_job(scenario: Scenario) -> PlannedJob:
     plan_scenario = replace(plan_scenario, copies=0, copies_every=0, num_standby=0)
     catalog = _catalog(replace(plan_scenario, grant_s=0.0, patience_s=0.0, wait_s=0.0))
     policy_of = partial(_policy_of, job)
-    layer_s = tuple(
-        layer.forward_s[1] + layer.backward_s(1) for layer in catalog.problem.profile.layers
-    )
+    profile = catalog.problem.profile
     rules = Rules(
         job=job,
         policy=policy_of(catalog),
-        layer_s=layer_s if scenario.learns else (),
+        profile=profile if scenario.learns else None,
         catalog=catalog if scenario.learns else None,
         policy_of=policy_of if scenario.learns else None,
         processors=scenario.processors,
         wait_s=scenario.wait_s,
-        prices=profile_prices(catalog.problem.profile, regroup_s=REGROUP_S),
+        prices=profile_prices(profile, regroup_s=REGROUP_S),
         n0=min(catalog.templates),
         max_nodes=scenario.max_nodes,
         num_layers=scenario.num_layers,
@@ -216,14 +214,16 @@ def _planned_job(scenario: Scenario) -> PlannedJob:
         catalog=catalog,
         plan=plan,
         predicted_s=catalog.times.iteration_s([p.template for p in plan.pipelines], counts),
-        forward_s=_forward_s(scenario, layer_s),
+        forward_s=_forward_s(scenario, profile.layer_s),
         samples=samples,
         contents=_contents(scenario, samples),
     )
 
 
 def _saving_rules(rules: Rules) -> Rules:
-    return replace(rules, policy=_NoPolicy(), catalog=None, policy_of=None, layer_s=(), wait_s=0.0)
+    return replace(
+        rules, policy=_NoPolicy(), catalog=None, policy_of=None, profile=None, wait_s=0.0
+    )
 
 
 class _NoPolicy:

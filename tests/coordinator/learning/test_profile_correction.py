@@ -22,6 +22,7 @@ from planaria.coordinator.learning.profile_correction import (
 from planaria.coordinator.learning.slowness import COMPUTING_S_MIN, WINDOW
 from planaria.core.findings import Findings
 from planaria.core.messages import IterationDone
+from planaria.core.plan import RecomputationCost
 from planaria.core.records import Changed, Committed, Decided, ProfileCorrected
 from planaria.estimator.time import RANK_ITERATION_S
 from planaria.planner.plans import PlanCatalog, plan_catalog, plan_of_templates, rebuilt_catalog
@@ -72,7 +73,7 @@ def training(sizes: tuple[int, ...] = (2, 2), *, catalog: PlanCatalog = EVERY) -
         job=replace(made.job, training=replace(made.job.training, iterations=END)),
         policy=policy(catalog),
         prices=profile_prices(profile, regroup_s=0.05),
-        layer_s=(LAYER_S,) * NUM_LAYERS,
+        profile=profile,
         catalog=catalog,
         policy_of=policy,
     )
@@ -164,6 +165,22 @@ def test_layers_of_one_stage_share_a_factor_until_other_cuts_tell_them_apart() -
     for layers in cluster.state.plan.layers_by_rank.values():
         true_s = sum(true.get(layer, 1.0) for layer in layers)
         assert sum(found[layer] for layer in layers) == pytest.approx(true_s, rel=2 * DRIFT_MIN)
+
+
+def test_layers_that_are_computed_again_take_what_the_profile_says() -> None:
+    """With what their stages compute again to save memory."""
+    costs = {"full": RecomputationCost(activation_bytes=0, additional_s={1: 0.5 * LAYER_S})}
+    profile = EVERY.problem.profile
+    layers = tuple(replace(layer, recomputed=costs) for layer in profile.layers)
+    problem = replace(EVERY.problem, profile=replace(profile, layers=layers))
+    first, last = EVERY.templates[2].stages
+    first = replace(first, recomputation=("full",) * first.end_layer)
+    templates = {2: replace(EVERY.templates[2], stages=(first, last))}
+    cluster = training(catalog=rebuilt_catalog(problem, templates, EVERY.plans))
+    train(cluster, 3 * WINDOW, true=dict.fromkeys(range(first.end_layer), 1.5))
+
+    assert factors(cluster) == ()
+    assert cluster.state.speeds == {}
 
 
 def test_less_than_the_threshold_and_too_short_iterations_change_nothing() -> None:

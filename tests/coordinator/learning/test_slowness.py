@@ -2,10 +2,12 @@
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
 from helpers.jobs import NUM_LAYERS, shaped_plan
+from helpers.strategies import timed_profile
 from planaria.coordinator.learning.slowness import (
     BACK_FACTOR,
     COMPUTING_S_MIN,
@@ -14,7 +16,7 @@ from planaria.coordinator.learning.slowness import (
     believed_slowness,
     slowness_by_node,
 )
-from planaria.core.plan import Plan
+from planaria.core.plan import Plan, RecomputationCost
 
 SEED = 20_261_121
 NUM_RUNS = 60
@@ -33,8 +35,8 @@ class Cluster:
     def __init__(self, rng: random.Random, *, wrong: float = 1.0) -> None:
         self.rng = rng
         self.plan = shaped_plan(rng.choice(SHAPES), 12)
-        self.layer_s = tuple(rng.uniform(0.01, 0.1) for _ in range(NUM_LAYERS))
-        self.true_s = tuple(s * rng.uniform(1.0, wrong) for s in self.layer_s)
+        self.profile = timed_profile(rng.uniform(0.01, 0.1) for _ in range(NUM_LAYERS))
+        self.true_s = tuple(s * rng.uniform(1.0, wrong) for s in self.profile.layer_s)
         self.slowness = dict.fromkeys(self.plan.nodes, 1.0)
         self.windows: dict[int, tuple[float, ...]] = {}
         self.believed = dict(self.slowness)
@@ -55,7 +57,7 @@ class Cluster:
             if self.rng.random() < stalls:
                 seconds[self.rng.choice(self.plan.ranks)] += self.rng.uniform(0.0, 100.0)
             speeds = {n: 1.0 / slowness for n, slowness in self.believed.items()}
-            found = slowness_by_node(self.plan, seconds, layer_s=self.layer_s, speeds=speeds)
+            found = slowness_by_node(self.plan, seconds, profile=self.profile, speeds=speeds)
             for node, ratio in found.items():
                 self.windows[node] = (*self.windows.get(node, ()), ratio)[-WINDOW:]
                 self.believed[node] = believed_slowness(self.believed[node], self.windows[node])
@@ -66,7 +68,7 @@ def test_noise_and_stalls_and_a_wrong_profile_make_nobody_slow(run: int) -> None
     """Layers that take up to twice what the profile says, and a long stall now and then."""
     cluster = Cluster(random.Random(f"{SEED} {run}"), wrong=1.0 if run % 2 else 2.0)
     if len({len(pipeline.nodes) for pipeline in cluster.plan.pipelines}) > 1:
-        cluster.true_s = cluster.layer_s  # Nobody holds the same layers as another.
+        cluster.true_s = cluster.profile.layer_s  # Nobody holds the same layers as another.
     cluster.train(NUM_ITERATIONS, stalls=0.1)
 
     assert set(cluster.believed.values()) == {1.0}, f"seed {SEED}, run {run}"
@@ -101,7 +103,7 @@ def equal_work(plan: Plan, **slowness: float) -> Mapping[int, float]:
     return seconds
 
 
-LAYER_S = (0.1,) * NUM_LAYERS
+PROFILE = timed_profile((0.1,) * NUM_LAYERS)
 
 
 @pytest.mark.parametrize("sizes", SHAPES)
@@ -112,7 +114,7 @@ def test_a_node_that_takes_twice_as_long_for_its_work_has_a_slowness_of_two(
     with nobody else, may look fast; nobody looks slow."""
     plan = shaped_plan(sizes, 12)
     seconds = equal_work(plan, rank1=2.0)
-    found = slowness_by_node(plan, seconds, layer_s=LAYER_S, speeds={})
+    found = slowness_by_node(plan, seconds, profile=PROFILE, speeds={})
 
     assert found.pop(1) == pytest.approx(2.0)
     assert all(value <= 1.0 + 1e-9 for value in found.values())
@@ -122,9 +124,25 @@ def test_a_second_slow_node_is_seen_beside_the_first_that_is_known() -> None:
     """They hold the same layers, and nobody else does."""
     plan = shaped_plan((2, 2), 12)
     seconds = equal_work(plan, rank1=2.0, rank3=3.0)
-    found = slowness_by_node(plan, seconds, layer_s=LAYER_S, speeds={1: 0.5})
+    found = slowness_by_node(plan, seconds, profile=PROFILE, speeds={1: 0.5})
 
     assert found[3] == pytest.approx(3.0)
+
+
+def test_a_node_that_computes_activations_again_is_not_slow() -> None:
+    """Its work has what it computes again, by the profile."""
+    plan = shaped_plan((3,), 12)
+    (pipeline,) = plan.pipelines
+    first, *others = pipeline.template.stages
+    again = replace(first, recomputation=("full",) * (first.end_layer - first.first_layer))
+    template = replace(pipeline.template, stages=(again, *others))
+    plan = replace(plan, pipelines=(replace(pipeline, template=template),))
+    costs = {"full": RecomputationCost(activation_bytes=0, additional_s={1: 0.05})}
+    layers = tuple(replace(layer, recomputed=costs) for layer in PROFILE.layers)
+    seconds = equal_work(plan, rank0=1.5)
+    found = slowness_by_node(plan, seconds, profile=replace(PROFILE, layers=layers), speeds={})
+
+    assert found == pytest.approx({0: 1.0, 1: 1.0, 2: 1.0})
 
 
 def test_iterations_that_are_too_short_tell_nothing() -> None:
@@ -132,8 +150,8 @@ def test_iterations_that_are_too_short_tell_nothing() -> None:
     plan = shaped_plan((1, 1), 12)
     short_s = dict.fromkeys(plan.ranks, 0.9 * COMPUTING_S_MIN)
 
-    assert slowness_by_node(plan, short_s, layer_s=LAYER_S, speeds={}) == {}
-    assert slowness_by_node(plan, {}, layer_s=LAYER_S, speeds={}) == {}
+    assert slowness_by_node(plan, short_s, profile=PROFILE, speeds={}) == {}
+    assert slowness_by_node(plan, {}, profile=PROFILE, speeds={}) == {}
 
 
 def test_what_is_believed_lasts_until_a_whole_window_says_otherwise() -> None:

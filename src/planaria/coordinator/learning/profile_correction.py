@@ -155,7 +155,7 @@ def with_corrections(rules: Rules, state: JobState, *, before: JobState) -> Step
     """
     outcome, learning = state.commits.outcome, state.learning
     assert outcome is not None
-    if rules.catalog is None or not rules.layer_s:
+    if rules.catalog is None or rules.profile is None:
         return state, ()
     # As in slowness.py, the first iteration of an epoch does not count: its caches are cold. After
     # a speed has changed, measuring starts over: older ratios contain the change, and would count
@@ -210,9 +210,9 @@ def _rest_s(state: JobState, ratios: Mapping[int, float]) -> float:
 
 def _ratios(rules: Rules, state: JobState) -> dict[int, float]:
     """The ratio of each rank with work in this iteration; empty if they computed too shortly."""
-    factors = state.learning.findings.layer_factors or (1.0,) * rules.num_layers
-    layer_s = [s * factor for s, factor in zip(rules.layer_s, factors, strict=True)]
-    work_s = {rank: s for rank, s in work_s_by_rank(state.plan, layer_s).items() if s > 0.0}
+    assert rules.profile is not None
+    profile = corrected_profile(rules.profile, state.learning.findings.layer_factors)
+    work_s = {rank: s for rank, s in work_s_by_rank(state.plan, profile).items() if s > 0.0}
     reports = state.commits.reports_of(state.commits.next_iteration)
     seconds = {rank: reports[rank].computing_s for rank in work_s if rank in reports}
     if not seconds or median_low(seconds.values()) < COMPUTING_S_MIN:

@@ -1,10 +1,11 @@
 """Which nodes are slow, found by the seconds that they compute, normalised by their work.
 
-The work of a rank is the profile's seconds of its layers, times its microbatches. Its ratio is the
-seconds that it computed, divided by its work. A node's slowness is its ratio divided by the usual
-ratio, which is the median of all ranks, or the median of the holders of the same layers if that is
-larger. So a profile that is wrong, for all layers or for some, makes no node slow. In turn, nodes
-are not found slow if all holders of a layer are slow and most other ranks are not.
+The work of a rank is the profile's seconds of its layers, with what it computes again to save
+memory, times its microbatches. Its ratio is the seconds that it computed, divided by its work. A
+node's slowness is its ratio divided by the usual ratio, which is the median of all ranks, or the
+median of the holders of the same layers if that is larger. So a profile that is wrong, for all
+layers or for some, makes no node slow. In turn, nodes are not found slow if all holders of a layer
+are slow and most other ranks are not.
 
 A slowness is believed only under these conditions:
 - It lasts: WINDOW iterations in a row are above the believed slowness by SLOW_FACTOR, or below it
@@ -33,7 +34,7 @@ import msgspec
 
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.state import JobState
-from planaria.core.plan import Plan
+from planaria.core.plan import ModelProfile, Plan
 
 WINDOW: Final = 5
 SLOW_FACTOR: Final = 1.3  # Six processes on two busy cores differ by up to 1.2 now and then.
@@ -48,14 +49,14 @@ def with_speeds(rules: Rules, state: JobState, now_s: float) -> JobState:
     """The state with the speeds that follow from the reports of the iteration to be committed."""
     commits, outcome = state.commits, state.commits.outcome
     assert outcome is not None
-    if not rules.layer_s:
+    if rules.profile is None:
         return state
     state = _with_retries(state, now_s)
     if commits.next_iteration <= outcome.iteration:
         return state
     reports = commits.reports_of(commits.next_iteration)
     computing_s = {rank: report.computing_s for rank, report in reports.items()}
-    newest = slowness_by_node(state.plan, computing_s, layer_s=rules.layer_s, speeds=state.speeds)
+    newest = slowness_by_node(state.plan, computing_s, profile=rules.profile, speeds=state.speeds)
     before = state.facts.ratios
     ratios = {node: (*before.get(node, ()), ratio)[-WINDOW:] for node, ratio in newest.items()}
     speeds = dict(state.speeds)
@@ -107,18 +108,18 @@ def slowness_by_node(
     plan: Plan,
     computing_s: Mapping[int, float],
     *,
-    layer_s: Sequence[float],
+    profile: ModelProfile,
     speeds: Mapping[int, float],
 ) -> dict[int, float]:
     """The slowness of each node that computed, 1 being usual; empty if they computed too shortly.
 
     Args:
         computing_s: seconds that each rank computed in one iteration.
-        layer_s: seconds of each layer for one microbatch, by the profile.
         speeds: speeds of nodes known to be slow. Their ratios are corrected by the speed before
             other nodes are compared with them.
     """
-    work_s = work_s_by_rank(plan, layer_s)
+    layer_s = _layer_s_by_rank(plan, profile)
+    work_s = _work_s(plan, layer_s)
     ratios = {r: computing_s[r] / s for r, s in work_s.items() if s > 0.0 and r in computing_s}
     if not ratios or median_low(computing_s[rank] for rank in ratios) < COMPUTING_S_MIN:
         return {}
@@ -130,12 +131,12 @@ def slowness_by_node(
     took_s: defaultdict[int, float] = defaultdict(float)
     usual_s: defaultdict[int, float] = defaultdict(float)
     layers_of = plan.layers_by_rank
-    of_holders: list[list[float]] = [[] for _ in layer_s]
+    of_holders: list[list[float]] = [[] for _ in profile.layers]
     for rank, ratio in sorted(corrected.items(), key=lambda item: item[1]):
         for layer in layers_of[rank]:
             of_holders[layer].append(ratio)
     for rank in ratios:
-        in_seconds = {layer: layer_s[layer] for layer in layers_of[rank]}
+        in_seconds = {layer: layer_s[rank][layer] for layer in layers_of[rank]}
         peers = _usual_of_peers(corrected[rank], in_seconds, of_holders, usual=usual)
         took_s[rank // per_node] += computing_s[rank]
         usual_s[rank // per_node] += max(usual, peers) * work_s[rank]
@@ -162,13 +163,30 @@ def known_slowness(slowness: float) -> float:
     return stepped if stepped >= BACK_FACTOR else 1.0
 
 
-def work_s_by_rank(plan: Plan, layer_s: Sequence[float]) -> dict[int, float]:
+def work_s_by_rank(plan: Plan, profile: ModelProfile) -> dict[int, float]:
     """The work of each rank in one iteration, in seconds by the profile."""
+    return _work_s(plan, _layer_s_by_rank(plan, profile))
+
+
+def _work_s(plan: Plan, layer_s: Mapping[int, Sequence[float]]) -> dict[int, float]:
     work_s: defaultdict[int, float] = defaultdict(float)
     for route, count in Counter(plan.routes).items():
         for hop in route:
-            work_s[hop.rank] += count * sum(layer_s[hop.first_layer : hop.end_layer])
+            work_s[hop.rank] += count * sum(layer_s[hop.rank][hop.first_layer : hop.end_layer])
     return work_s
+
+
+def _layer_s_by_rank(plan: Plan, profile: ModelProfile) -> dict[int, Sequence[float]]:
+    """The seconds of each layer for a microbatch, with what a rank computes again, by rank."""
+    usual_s = profile.layer_s
+    by_rank: dict[int, Sequence[float]] = dict.fromkeys(plan.all_ranks, usual_s)
+    for rank, modes in plan.recomputation_by_rank.items():
+        own_s = list(usual_s)
+        for layer, mode in modes.items():
+            again = profile.layers[layer].recomputing(mode)
+            own_s[layer] = again.forward_s[1] + again.backward_s(1)
+        by_rank[rank] = own_s
+    return by_rank
 
 
 def _without_slowness(ratios: Mapping[int, float], speeds: Mapping[int, float]) -> dict[int, float]:

@@ -140,7 +140,7 @@ def rules_of(spec: LeaderSpec, foreseen: ForeseenAnswers) -> Rules:
         saving_rules_of(spec),
         policy=policy(catalog),
         max_nodes=max(spec.job.cluster.max_nodes, spec.job.cluster.nodes),
-        layer_s=spec.problem.profile.layer_s,
+        profile=spec.problem.profile,
         catalog=catalog,
         policy_of=policy,
         looks_ahead=looks_ahead(spec.job),

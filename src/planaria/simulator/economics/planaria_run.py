@@ -209,8 +209,8 @@ class PlanariaRun:
         self._speeds |= speeds
         self._speeds = {node: speed for node, speed in self._speeds.items() if speed != 1.0}
         # With a catalog these seconds, which no processors share, would correct the profile too.
-        if self._speeds and not self._rules.layer_s and self._rules.catalog is None:
-            self._rules = replace(self._rules, layer_s=self._problem.profile.layer_s)
+        if self._speeds and self._rules.profile is None and self._rules.catalog is None:
+            self._rules = replace(self._rules, profile=self._problem.profile)
         self._num_reported = WINDOW + 1  # The one in flight has two speeds.
         if self._is_training:
             left = (self._next_commit_s - now_s) / self._iteration_s
@@ -354,12 +354,12 @@ class PlanariaRun:
 
     def _computing_s(self) -> dict[int, float]:
         """The seconds that each rank computes in an iteration; empty if no node is or was slow."""
-        plan, layer_s = self._state.plan, self._rules.layer_s
-        if not layer_s or not (self._speeds or self._state.speeds):
+        plan, profile = self._state.plan, self._rules.profile
+        if profile is None or not (self._speeds or self._state.speeds):
             return {}
         per_node, slow = self._rules.job.cluster.devices_per_node, self._slow_nodes()
         return {
-            r: s / slow.get(r // per_node, 1.0) for r, s in work_s_by_rank(plan, layer_s).items()
+            r: s / slow.get(r // per_node, 1.0) for r, s in work_s_by_rank(plan, profile).items()
         }
 
     def _slow_nodes(self) -> dict[int, float]:

@@ -58,7 +58,7 @@ def rules_of_setting(setting: Setting) -> Rules:
     plan = catalog.plans[setting.num_nodes]
     piece_bytes = job.checkpoint.buffer_bytes // job.checkpoint.num_buffers
     number = version_iterations(rules, plan, chunk_bytes=piece_bytes)
-    # Without catalog the coordinator looks for no drift; for slow nodes once it gets layer_s.
+    # Without catalog the coordinator looks for no drift; for slow nodes once it gets a profile.
     return replace(rules, version_iterations=number, catalog=None)
 
 
