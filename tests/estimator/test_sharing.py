@@ -115,6 +115,16 @@ def test_steps_of_the_optimizer_share_the_processors_at_the_end() -> None:
     assert timeline(plan, profile, processors=0).iteration_s == 3.0
 
 
+def test_a_rank_steps_the_layers_that_it_keeps_for_its_neighbour() -> None:
+    """Each of two ranks steps its own layer and that of the other: 2 s more on each than alone."""
+    profile = model((replace(layer(1.0, 2.0), update_s={1: 1.0}),) * 2)
+    plan = plain_plan(0, (pipeline((0, 1, 2), (0, 1)),), (1,))
+    without = timeline(plan, profile, processors=2).iteration_s
+
+    kept = replace(plan, shadows={0: (1,), 1: (0,)})
+    assert timeline(kept, profile, processors=2).iteration_s == without + 1.0
+
+
 def test_each_rank_that_shares_takes_some_time_beside_its_actions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -255,6 +255,25 @@ def test_stages_of_one_node_use_its_inner_link_and_all_their_devices() -> None:
     assert timeline.iteration_s == 3.0 + 6.0 + 6.0 + 4 * 2.0 + 2 * 2 * 1.0
 
 
+def test_a_layer_needs_times_only_for_the_devices_of_its_own_stage() -> None:
+    """The first layer has no times for two devices, the second none for one."""
+    first, second = layer(1.0, 2.0), layer(4.0, 8.0)
+    first = replace(
+        first, forward_s={1: 1.0}, backward_input_s={1: 0.5}, backward_weight_s={1: 1.5}
+    )
+    second = replace(
+        second, forward_s={2: 2.0}, backward_input_s={2: 1.0}, backward_weight_s={2: 3.0}
+    )
+    stages = (Stage(0, 1, 1), Stage(1, 2, 2))
+    plan = plain_plan(0, (Pipeline(PipelineTemplate(stages, 1), (0,)),), (1,))
+
+    timeline = predicted_timeline(
+        place_transfers(routed_1f1b(plan)), model((first, second)), plan=plan
+    )
+
+    assert timeline.iteration_s == 1.0 + 2.0 + 2.0 + 4.0
+
+
 @pytest.mark.parametrize(("factor", "seconds"), [(1.0, 2.0 + 12.0), (1.5, 2.0 + 18.0)])
 def test_a_reduction_starts_with_its_last_rank(factor: float, seconds: float) -> None:
     """Two ranks, 12 bytes at 1 byte a second: 2 * (k - 1) / k * 12, and two latencies."""

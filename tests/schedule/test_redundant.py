@@ -8,6 +8,8 @@ from helpers.jobs import NUM_LAYERS, shaped_plan
 from helpers.strategies import layer_profile, model_profile
 from planaria.errors import ScheduleError
 from planaria.estimator.time import predicted_timeline
+from planaria.planner.problem import Problem
+from planaria.planner.reroute.reroutes import expected_times
 from planaria.planner.reroute.shadows import with_shadows
 from planaria.schedule.action import Kind, Schedule, format_schedule, parse_schedule
 from planaria.schedule.lower import place_transfers, plan_schedule, rank_schedule, validate
@@ -75,16 +77,39 @@ def test_an_eager_forward_that_cannot_run_is_refused(before: str, after: str, wh
 def test_an_iteration_with_eager_forwards_is_predicted_longer() -> None:
     """Odyssey's Table I has 9.5 to 20 percent for it; here stages are equal and bubbles few."""
     profile = model_profile(tuple(layer_profile(f"{i}", 0.01) for i in range(NUM_LAYERS)))
-    plan = shaped_plan((2, 2), 16)
+    plan = with_shadows(shaped_plan((2, 2), 16))
 
     def seconds(schedule: Schedule) -> float:
         return predicted_timeline(schedule, profile, plan=plan).iteration_s
 
-    plain, eager = (
-        plan_schedule(plan),
-        place_shadows(place_transfers(routed_1f1b(plan)), with_shadows(plan)),
-    )
+    plain, eager = plan_schedule(replace(plan, shadows={})), plan_schedule(plan)
     assert seconds(plain) < seconds(eager) < 1.5 * seconds(plain)
     busy = predicted_timeline(eager, profile, plan=plan).busy_s(0)
     forwards = 8 * sum(profile.layers[x].forward_s[1] for x in plan.layers_by_rank[1])
     assert busy == pytest.approx(predicted_timeline(plain, profile, plan=plan).busy_s(0) + forwards)
+
+
+@pytest.mark.parametrize("processors", [1, 2])
+def test_expected_seconds_of_a_rank_are_without_eager_forwards(processors: int) -> None:
+    """So they compare with what it measures: eager forwards are measured by themselves."""
+    profile = model_profile(tuple(layer_profile(f"{n}", 0.1) for n in range(NUM_LAYERS)))
+    problem = Problem(
+        profile=profile,
+        devices_per_node=1,
+        num_microbatches=4,
+        failures_tolerated=1,
+        processors=processors,
+    )
+    plan = with_shadows(PLAN)
+    schedule = plan_schedule(plan)
+    timeline = predicted_timeline(schedule, profile, plan=plan, processors=processors)
+    own_s = {
+        rank: sum(
+            span.end_s - span.start_s
+            for span in timeline.spans
+            if span.rank == rank and str(span.action.kind) in "FB"
+        )
+        for rank in plan.ranks
+    }
+
+    assert expected_times(problem, plan).computing_s == pytest.approx(own_s)

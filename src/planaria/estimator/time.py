@@ -206,7 +206,7 @@ def _costs(
         BACKWARD_WEIGHT: [times.backward_s - times.input_s for times in hop_times],
         SEND_FORWARD: [times.onward.transfer_s for times in hop_times],
         SEND_BACKWARD: [times.back.transfer_s for times in hop_times],
-        SHADOW: [s for route in schedule.routes for s in cluster.shadows_s(route)],
+        SHADOW: cluster.all_shadows_s(schedule.routes),
         REDUCE: reduce_s,
     }
     link_uses = {
@@ -345,6 +345,7 @@ class _Cluster:
             for rank in pipeline.stage_ranks(index)
         }
         self._hop_times: dict[Route, tuple[_HopTimes, ...]] = {}
+        self._has_shadows = bool(plan.shadows)
         self._shadows_s: dict[Route, tuple[float, ...]] = {}
         self._links: dict[tuple[int, int], int] = {}
 
@@ -369,7 +370,17 @@ class _Cluster:
             )
         return self._hop_times[route]
 
-    def shadows_s(self, route: Route) -> tuple[float, ...]:
+    def all_shadows_s(self, routes: Sequence[Route]) -> list[float]:
+        """Times of eager forwards by the hops of all routes; empty if the plan has no shadows.
+
+        Without them a rank may have no times for the layers of the next one, if their stages have
+        different numbers of devices.
+        """
+        if not self._has_shadows:
+            return []
+        return [shadow_s for route in routes for shadow_s in self._route_shadows_s(route)]
+
+    def _route_shadows_s(self, route: Route) -> tuple[float, ...]:
         """Time of each hop's forward on the rank of the hop before it; 0 for the first hop."""
         if route not in self._shadows_s:
             moved = (replace(hop, rank=before.rank) for before, hop in pairwise(route))
@@ -379,12 +390,13 @@ class _Cluster:
     def updates_s(self, plan: Plan) -> list[float]:
         """Seconds per iteration of optimizer steps, and of preparing gradients, per computing rank.
 
-        Gradients are prepared for the step, and for the next iteration.
+        Gradients are prepared for the step, and for the next iteration. A rank steps all layers
+        that it holds, also those that it keeps for others.
         """
         updates_s = []
-        for rank, layer_indices in plan.layers_by_rank.items():
+        for rank in plan.layers_by_rank:
             count, _ = self._stages[rank]
-            layers = [self._profile.layers[layer] for layer in layer_indices]
+            layers = [self._profile.layers[layer] for layer in sorted(plan.held_by_rank[rank])]
             updates_s.append(sum(layer.update_s.get(count, 0.0) for layer in layers))
         return updates_s
 

@@ -32,7 +32,7 @@ from planaria.estimator.time import least_times, predicted_timeline
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.detours import Detours
 from planaria.planner.reroute.orders import PATIENCE, best_order
-from planaria.schedule.action import Schedule
+from planaria.schedule.action import SHADOW, Schedule
 from planaria.schedule.lower import unchecked_schedule
 
 TRIES_HOPS_MAX: Final = 1 << 10  # Bound on hops of all variants of step 2, some 50 ms.
@@ -255,8 +255,9 @@ class ExpectedTimes(NamedTuple):
 
     Attributes:
         iteration_s: seconds of the iteration.
-        computing_s: seconds of the forwards and backwards of each rank, by rank. Empty where each
-            rank has processors of its own, because there they follow from its layers.
+        computing_s: seconds of the forwards and backwards of each rank, by rank, without eager
+            forwards, as ranks report them. Empty where each rank has processors of its own, because
+            there they follow from its layers.
     """
 
     iteration_s: float
@@ -278,7 +279,7 @@ def expected_times(problem: Problem, plan: Plan) -> ExpectedTimes:
     )
     computing_s: dict[int, float] = {}
     for span in timeline.spans:
-        if span.lane == "compute":
+        if span.lane == "compute" and span.action.kind is not SHADOW:
             duration_s = span.end_s - span.start_s
             computing_s[span.rank] = computing_s.get(span.rank, 0.0) + duration_s
     return ExpectedTimes(timeline.iteration_s, computing_s)
