@@ -16,7 +16,7 @@ template must have memory for all microbatches of the job, because it outlives p
 one pipeline may get them all.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -111,7 +111,11 @@ def ranked_template(
 
 
 def pipeline_templates(
-    problem: Problem, num_nodes: int, *, max_nodes: int = 0
+    problem: Problem,
+    num_nodes: int,
+    *,
+    max_nodes: int = 0,
+    known: Mapping[int, PipelineTemplate] | None = None,
 ) -> dict[int, PipelineTemplate]:
     """Templates for a cluster, by number of nodes; sizes without a partition are left out.
 
@@ -121,12 +125,18 @@ def pipeline_templates(
 
     Args:
         num_nodes, max_nodes: those of `template_sizes`.
+        known: templates that are taken as they are, by number of nodes.
 
     Raises:
         InfeasibleError: `template_sizes` raises it.
     """
-    ranked = ranked_templates(problem, num_nodes, max_nodes=max_nodes)
-    return {size: ranked_template.template for size, ranked_template in ranked.items()}
+    known = known or {}
+    sizes = template_sizes(problem, num_nodes, max_nodes=max_nodes)
+    searched = [size for size in sizes if size not in known]
+    ranked = _ranked_templates(problem, num_nodes, max_nodes, searched, n0=sizes[0])
+    found = {size: ranked_template.template for size, ranked_template in ranked.items()}
+    templates = {**{size: known[size] for size in sizes if size in known}, **found}
+    return dict(sorted(templates.items()))
 
 
 def ranked_templates(
@@ -134,7 +144,14 @@ def ranked_templates(
 ) -> dict[int, RankedTemplate]:
     """The templates that `pipeline_templates` gives, each with its objective and bound."""
     sizes = template_sizes(problem, num_nodes, max_nodes=max_nodes)
-    largest = num_nodes - problem.failures_tolerated * sizes[0]
+    return _ranked_templates(problem, num_nodes, max_nodes, sizes, n0=sizes[0])
+
+
+def _ranked_templates(
+    problem: Problem, num_nodes: int, max_nodes: int, sizes: Sequence[int], *, n0: int
+) -> dict[int, RankedTemplate]:
+    """The templates of these sizes; those without a partition are left out."""
+    largest = num_nodes - problem.failures_tolerated * n0
     microbatches: dict[Counts, int] = {
         (size,): -(-problem.num_microbatches // (cluster // size))
         for size in sizes

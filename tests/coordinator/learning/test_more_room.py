@@ -2,16 +2,20 @@
 
 from dataclasses import replace
 
+import pytest
+
 from helpers.coordinated import FIRST, of_type, small_rules
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import template
 from helpers.strategies import layer_profile, model_profile
 from planaria.coordinator.commands import End, Evict
+from planaria.coordinator.learning.memory_estimates import with_more_room
 from planaria.coordinator.state import Phase
 from planaria.core.kinds import Ending
 from planaria.core.messages import Raised, SaveLayers
 from planaria.core.plan import Plan
 from planaria.core.records import Recovering
+from planaria.planner.layout.sets import SetSearch
 from planaria.planner.plans import PlanCatalog, plan_catalog, plan_of_templates
 from planaria.planner.problem import Problem
 from planaria.policies.memory_checked import has_room, stage_peaks
@@ -80,6 +84,39 @@ def test_a_stage_that_ran_out_of_memory_gets_fewer_layers() -> None:
     (notice,) = of_type(cluster.commands, Recovering)
     assert "was estimated to hold" in notice.reason
     assert "is planned smaller from now on" in notice.reason
+
+
+def test_the_same_error_on_another_rank_changes_nothing_more() -> None:
+    """Ranks with the same stage run out of memory together; the first one's report did it."""
+    cluster = training(num_layers_max=7)
+    first, text = with_more_room(cluster.rules, cluster.state, 1)
+    assert first is not None
+
+    assert with_more_room(cluster.rules, first, 3) == (first, text)
+
+
+def test_only_templates_that_fit_no_longer_are_made_anew_and_no_plan_before_its_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The coordinator answers nobody meanwhile."""
+    cluster = training(num_layers_max=7)
+
+    def no_plan(*_: object) -> None:
+        pytest.fail("a plan is made")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SetSearch, "fastest", no_plan)
+        roomier, _ = with_more_room(cluster.rules, cluster.state, 1)
+    assert roomier is not None
+    assert roomier.learning.fitted is not None
+
+    before, after = cluster.rules.catalog, roomier.learning.fitted.catalog
+    assert before is not None
+    assert after is not None
+    same = [size for size in after.templates if after.templates[size] is before.templates[size]]
+    assert same == [3, 4]
+    assert sorted(after.plans) == [2, 3, 4, 5, 6]
+    assert all(has_room(after.problem, plan) for plan in after.plans.values())
 
 
 def test_a_loss_later_is_answered_with_what_fits() -> None:

@@ -1,16 +1,18 @@
 """Raises the memory estimate of a stage whose rank ran out of memory.
 
 The raise is a number of bytes for each layer of the stage, added to the profile's bytes. It is just
-so large that the stage no longer fits its device. Templates and plans are made anew with it, and
-only plans that fit are proposed from then on (policies/memory_checked.py). Each raise rules the
-stage out for good, so this ends: with stages that fit, or without any plan for f + 1 pipelines. In
-the second case the estimate is not raised, and the error counts like any other that is not the
-job's.
+so large that the stage no longer fits its device. Templates that no longer fit are made anew, and
+only plans that fit are proposed from then on (policies/memory_checked.py). Each plan is made when
+it is asked for, because all together would take the coordinator longer than its lease. Each raise
+rules the stage out for good, so this ends: with stages that fit, or without any plan for f + 1
+pipelines. In the second case the estimate is not raised, and the error counts like any other that
+is not the job's.
 
 If neither the job nor its profile says how much a device holds, there is nothing to compare with,
 and nothing is learned.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -19,10 +21,11 @@ from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.profile_correction import restored_learning
 from planaria.coordinator.state import JobState
 from planaria.core.findings import Findings
-from planaria.core.plan import Plan
+from planaria.core.plan import PipelineTemplate, Plan
 from planaria.errors import InfeasibleError
 from planaria.estimator.correction import with_more_bytes
-from planaria.planner.plans import PlanCatalog, plan_catalog
+from planaria.estimator.peak_memory import peak_bytes
+from planaria.planner.plans import PlanCatalog, lazy_plan_catalog
 from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_templates
 from planaria.policies.memory_checked import MemoryChecked, stage_peaks
@@ -44,10 +47,11 @@ def fitted_rules(
     problem, policy_of = rules.catalog.problem, rules.policy_of
     problem = replace(problem, profile=with_more_bytes(problem.profile, findings.more_bytes))
     f = min(problem.failures_tolerated, max(0, num_nodes // rules.n0 - 1))
-    catalog = _catalog_for(problem, num_nodes, rules.max_nodes, failures_tolerated=f)
+    known = _fitting_templates(problem, rules.catalog.templates)
+    catalog = _catalog_for(problem, known, num_nodes, rules.max_nodes, failures_tolerated=f)
     while catalog is None and is_new and f:
         f -= 1
-        catalog = _catalog_for(problem, num_nodes, rules.max_nodes, failures_tolerated=f)
+        catalog = _catalog_for(problem, known, num_nodes, rules.max_nodes, failures_tolerated=f)
     if catalog is None:
         return None
 
@@ -63,14 +67,40 @@ def fitted_rules(
     )
 
 
+def _fitting_templates(
+    problem: Problem, templates: Mapping[int, PipelineTemplate]
+) -> dict[int, PipelineTemplate]:
+    """Those of the templates that still fit; they are still the fastest, as fewer others fit."""
+    limit_bytes = problem.profile.device_memory_bytes
+    return {
+        size: template
+        for size, template in templates.items()
+        if not limit_bytes
+        or limit_bytes
+        >= max(
+            peak_bytes(
+                problem.profile,
+                template,
+                num_microbatches=problem.num_microbatches,
+                gradient_copies=problem.gradient_copies,
+            )
+        )
+    }
+
+
 def _catalog_for(
-    problem: Problem, num_nodes: int, max_nodes: int, *, failures_tolerated: int
+    problem: Problem,
+    known: Mapping[int, PipelineTemplate],
+    num_nodes: int,
+    max_nodes: int,
+    *,
+    failures_tolerated: int,
 ) -> PlanCatalog | None:
     """The plans if so many failures are to be tolerated with `num_nodes` nodes; None: none fit."""
     tolerant = replace(problem, failures_tolerated=failures_tolerated)
     try:
-        templates = pipeline_templates(tolerant, num_nodes, max_nodes=max_nodes)
-        return plan_catalog(problem, max_nodes, templates)
+        templates = pipeline_templates(tolerant, num_nodes, max_nodes=max_nodes, known=known)
+        return lazy_plan_catalog(problem, max_nodes, templates)
     except InfeasibleError:
         return None
 
@@ -93,6 +123,9 @@ def with_more_room(rules: Rules, state: JobState, rank: int) -> tuple[JobState |
     )
     before = state.learning.findings.more_bytes or (0,) * rules.num_layers
     known_bytes = stage.held_bytes + sum(before[n] for n in layers) // num_devices
+    smaller = f"{estimate}, and is planned smaller from now on"
+    if known_bytes > stage.limit_bytes and state.learning.fitted is not None:
+        return state, smaller  # Another rank with this stage has told it before.
     lacking_bytes = max(1, stage.limit_bytes + 1 - known_bytes) * num_devices
     share = -(-lacking_bytes // len(layers))
     more = tuple(size + share * (layer in layers) for layer, size in enumerate(before))
@@ -103,7 +136,7 @@ def with_more_room(rules: Rules, state: JobState, rank: int) -> tuple[JobState |
         return None, f"{estimate}; if it needs {why}"
     policy = restored_learning(fitted, findings, state.plan).policy
     learning = replace(state.learning, findings=findings, policy=policy, fitted=fitted)
-    return replace(state, learning=learning), f"{estimate}, and is planned smaller from now on"
+    return replace(state, learning=learning), smaller
 
 
 @dataclass(frozen=True, slots=True)
