@@ -5,14 +5,17 @@ from dataclasses import replace
 import pytest
 
 from helpers.losses import NUM_LAYERS, example_catalog, plan_of, prices
+from helpers.strategies import MEBIBYTE, equal_problem
 from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost
 from planaria.core.plan import Plan, Transition
 from planaria.errors import InfeasibleError
 from planaria.estimator.peak_memory import bytes_by_rank
-from planaria.planner.plans import PlanCatalog
+from planaria.planner.plans import PlanCatalog, best_plan
 from planaria.planner.reroute.reroutes import simulated_s
 from planaria.planner.reroute.shadows import first_plan_with_shadows, with_shadows
+from planaria.planner.templates import pipeline_templates
 from planaria.policies.absorb import ABSORB, Absorb
+from planaria.policies.memory_checked import has_room
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.unequal_nodes import UnequalNodes
 
@@ -133,6 +136,35 @@ def test_a_job_that_does_not_fit_is_refused_with_what_it_needs() -> None:
     found = first_plan_with_shadows(replace(catalog.problem, profile=enough), plan)
     assert found.plan.shadows
     assert sum(len(kept) for kept in found.plan.shadows.values()) == 2 * NUM_LAYERS
+
+
+@pytest.mark.parametrize("num_nodes", [8, 16])
+def test_a_job_begins_with_deeper_pipelines_where_only_those_have_room_for_shadows(
+    num_nodes: int,
+) -> None:
+    """Without shadows pipelines of two fit, which are the fastest; with them those of four do."""
+    problem = equal_problem(num_layers=8, device_memory_bytes=110 * MEBIBYTE)
+    templates = pipeline_templates(problem, num_nodes)
+    fastest = best_plan(problem, range(num_nodes), templates, epoch=3)
+    assert min(len(pipeline.nodes) for pipeline in fastest.pipelines) < 4
+
+    with pytest.raises(InfeasibleError, match="more nodes or another policy"):
+        first_plan_with_shadows(problem, fastest)
+    found = first_plan_with_shadows(problem, fastest, templates=templates).plan
+    assert found.epoch == 3
+    assert found.nodes == tuple(range(num_nodes))
+    assert found.shadows
+    assert has_room(problem, found)
+
+
+def test_more_nodes_are_no_way_out_where_not_even_a_layer_each_fits() -> None:
+    """A node keeps two layers at least, and the second of a pipeline three."""
+    problem = equal_problem(num_layers=8, device_memory_bytes=45 * MEBIBYTE)
+    templates = pipeline_templates(problem, 16)
+    fastest = best_plan(problem, range(16), templates, epoch=0)
+
+    with pytest.raises(InfeasibleError, match="more than a device has; another policy would work"):
+        first_plan_with_shadows(problem, fastest, templates=templates)
 
 
 @pytest.mark.parametrize(

@@ -381,13 +381,14 @@ def plan_job(
         check_size(problem, max_nodes, limit=Limit.MAX_NODES)
         smaller = _smaller_problem(config, problem, num_nodes) if manifest else problem
         templates = pipeline_templates(smaller, num_nodes, max_nodes=max_nodes)
+        others = templates if plan is None else None
         if plan is None:
             best = best_plan(smaller, range(num_nodes), templates, epoch=epoch)
             plan = plan_for_kinds(smaller, best, kinds or {})
         catalog = catalog or plan_catalog(problem, max_nodes, templates)
         plan = replace(plan, epoch=epoch)
         if TRAITS[config.resilience.policy].has_shadows:
-            plan = first_plan_with_shadows(problem, plan).plan
+            plan = first_plan_with_shadows(smaller, plan, templates=others).plan
     assert len(plan.routes) == config.num_microbatches
     predicted = prediction(problem, plan)
     changed = changed_data_text(manifest.job, prepared) if manifest else ""

@@ -191,7 +191,8 @@ def _setting(
         templates = pipeline_templates(problem, cluster.nodes)
         catalog = lazy_plan_catalog(problem, cluster.nodes, templates)
         if TRAITS[job.resilience.policy].has_shadows:
-            first_plan_with_shadows(problem, catalog.plans[cluster.nodes])
+            plan = catalog.plans[cluster.nodes]
+            first_plan_with_shadows(problem, plan, templates=catalog.templates)
     setting = Setting(job=job, catalog=catalog, costs=costs, model=profile.model)
     if "persist_every" in tables.get("checkpoint", {}):
         return setting

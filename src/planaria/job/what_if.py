@@ -170,7 +170,8 @@ class Grounds:
             catalog = setting.catalog
             try:
                 with worded_for_job(setting.job):
-                    first_plan_with_shadows(catalog.problem, catalog.plans[setting.num_nodes])
+                    plan = catalog.plans[setting.num_nodes]
+                    first_plan_with_shadows(catalog.problem, plan, templates=catalog.templates)
             except ConfigError as error:
                 self._with_shadows[key] = error
         error_or_none = self._with_shadows[key]

@@ -24,7 +24,15 @@ from helpers.lost_places import (
 )
 from helpers.plan_examples import pipeline, plain_plans, random_plan
 from helpers.strategies import MEBIBYTE, layer_profile, model_profile
-from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Stage, plain_plan
+from planaria.core.plan import (
+    NodeKind,
+    Pipeline,
+    PipelineTemplate,
+    Plan,
+    RecomputationCost,
+    Stage,
+    plain_plan,
+)
 from planaria.estimator.peak_memory import bytes_by_rank, kept_bytes, peak_bytes
 from planaria.estimator.time import LeastTimes, least_times
 from planaria.planner.plans import pipeline_microbatches, plan_of_templates
@@ -147,6 +155,29 @@ def test_a_slow_peer_takes_less_of_it() -> None:
     assert found is not None
     visits = Counter(hop.rank for route in found.plan.routes for hop in route)
     assert 0 < visits[5] <= min(visits[9], visits[13]) // 2 + 1
+
+
+def test_a_peer_that_computes_activations_again_takes_less_of_it() -> None:
+    """As if it were slow: its backwards take longer."""
+    plan, problem = grid(4, 4, ((0, 1),)), replace(unit_problem(4, 32), splits_backward=False)
+    layers = tuple(
+        replace(layer, recomputed={"full": RecomputationCost(0, {1: layer.forward_s[1] * 3})})
+        for layer in problem.profile.layers
+    )
+    problem = replace(problem, profile=replace(problem.profile, layers=layers))
+    again, *others = plan.pipelines[1:]
+    stages = tuple(
+        replace(stage, recomputation=("full",) * (stage.end_layer - stage.first_layer))
+        for stage in again.template.stages
+    )
+    again = replace(again, template=replace(again.template, stages=stages))
+    plan = replace(plan, pipelines=(plan.pipelines[0], again, *others))
+
+    found = best_reroute(problem, plan, hops_max=0)
+
+    assert found is not None
+    visits = Counter(hop.rank for route in found.plan.routes for hop in route)
+    assert visits[5] <= 0.7 * min(visits[9], visits[13])
 
 
 def test_without_losses_routes_are_the_planners() -> None:

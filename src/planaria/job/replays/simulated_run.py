@@ -156,7 +156,8 @@ def _planaria_run(
     findings = msgspec.structs.replace(run.findings, layer_factors=())  # The catalog has them.
 
     if TRAITS[setting.job.resilience.policy].has_shadows:
-        first_plan_with_shadows(problem, setting.catalog.plans[setting.num_nodes])
+        plan = setting.catalog.plans[setting.num_nodes]
+        first_plan_with_shadows(problem, plan, templates=setting.catalog.templates)
 
     def first_or_best(number: int) -> PricedPlan | None:
         best = plan_of(number)

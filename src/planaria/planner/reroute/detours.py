@@ -7,7 +7,7 @@ from heapq import heapify, heapreplace
 from itertools import accumulate, groupby
 from typing import Final, NamedTuple
 
-from planaria.core.plan import Hop, Plan, Route
+from planaria.core.plan import Hop, Plan, Route, stage_layers
 from planaria.planner.problem import Problem
 
 
@@ -67,7 +67,7 @@ class Detours:
             kinds = pipeline.template.stage_kinds()
             for stage, kind, ranks in zip(stages, kinds, pipeline.ranks_by_stage(), strict=True):
                 count = stage.num_devices
-                layers = problem.profile.layers[stage.first_layer : stage.end_layer]
+                layers = stage_layers(problem.profile, stage)
                 seconds = [(x.forward_s[count] + x.backward_s(count)) / kind.speed for x in layers]
                 until_s = list(accumulate(seconds, initial=0.0))
                 if ranks[0] in self._layers_by_rank:

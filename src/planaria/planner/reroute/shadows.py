@@ -8,11 +8,13 @@ Differs: in Bamboo the last node keeps the first node's layers; it would then co
 the model.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-from planaria.core.plan import Pipeline, Plan
+from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, plain_plan
 from planaria.errors import FeasibleValue, InfeasibleError, Limit
 from planaria.estimator.peak_memory import bytes_by_rank
+from planaria.planner.plans import best_plan
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import PricedPlan, price_plan
 
@@ -38,8 +40,18 @@ def _keepers(pipeline: Pipeline) -> dict[int, int]:
     return {0: ranks[1]} | dict(enumerate(ranks[:-1], start=1))
 
 
-def first_plan_with_shadows(problem: Problem, plan: Plan) -> PricedPlan:
+def first_plan_with_shadows(
+    problem: Problem, plan: Plan, *, templates: Mapping[int, PipelineTemplate] | None = None
+) -> PricedPlan:
     """A job's first plan with shadows, and its iteration time.
+
+    The fastest plan without shadows has pipelines of few nodes, whose stages are large. Where its
+    devices have no memory for shadows, the fastest plan is taken of those templates whose have.
+
+    Args:
+        plan: first plan without shadows.
+        templates: templates by number of nodes; None: there is no other plan. They are not used
+            where nodes are of different kinds.
 
     Raises:
         InfeasibleError: nodes have several devices, or a device has no memory for the shadows.
@@ -53,17 +65,50 @@ def first_plan_with_shadows(problem: Problem, plan: Plan) -> PricedPlan:
             FeasibleValue(Limit.DEVICES_PER_NODE, 1),
         )
     priced_plan = price_plan(problem, with_shadows(plan))
+    is_plain = not any(pipeline.template.kinds for pipeline in plan.pipelines)
+    if priced_plan is None and templates and is_plain:
+        priced_plan = _plan_of_fitting_templates(problem, plan, templates)
     if priced_plan is None:
-        copies = problem.gradient_copies
-        bytes_of = bytes_by_rank(problem.profile, with_shadows(plan), gradient_copies=copies)
-        max_bytes = max(
-            rank_bytes.state_bytes + rank_bytes.microbatch_bytes for rank_bytes in bytes_of.values()
-        )
+        layers = range(len(problem.profile.layers))
+        smallest = PipelineTemplate(tuple(Stage(n, n + 1, 1) for n in layers), len(layers))
+        ways = "another policy would work, too"
+        if _fits_with_shadows(problem, smallest):
+            ways = f"more nodes or {ways}"
         why = "a node that keeps its neighbour's layers holds more than a device has"
         raise InfeasibleError(
             Limit.DEVICE_MEMORY,
             problem.profile.device_memory_bytes,
-            f"{why}; more nodes or another policy would work, too",
-            FeasibleValue(Limit.DEVICE_MEMORY, max_bytes, or_more=True),
+            f"{why}; {ways}",
+            FeasibleValue(Limit.DEVICE_MEMORY, _needed_bytes(problem, plan), or_more=True),
         )
     return priced_plan
+
+
+def _plan_of_fitting_templates(
+    problem: Problem, plan: Plan, templates: Mapping[int, PipelineTemplate]
+) -> PricedPlan | None:
+    """The plan with shadows on the same nodes, of the templates that have memory for them; None if
+    there is none."""
+    fitting = {n: one for n, one in templates.items() if _fits_with_shadows(problem, one)}
+    if not fitting:
+        return None
+    try:
+        deeper = best_plan(problem, plan.nodes, fitting, epoch=plan.epoch)
+    except InfeasibleError:
+        return None
+    return price_plan(problem, with_shadows(deeper))
+
+
+def _fits_with_shadows(problem: Problem, template: PipelineTemplate) -> bool:
+    limit_bytes = problem.profile.device_memory_bytes
+    pipeline = Pipeline(template, tuple(range(template.num_nodes)))
+    return not limit_bytes or limit_bytes >= _needed_bytes(
+        problem, plain_plan(0, (pipeline,), (1,))
+    )
+
+
+def _needed_bytes(problem: Problem, plan: Plan) -> int:
+    """The memory that a device needs for the plan with shadows, with one microbatch in flight."""
+    copies = problem.gradient_copies
+    bytes_of = bytes_by_rank(problem.profile, with_shadows(plan), gradient_copies=copies)
+    return max(one.state_bytes + one.microbatch_bytes for one in bytes_of.values())

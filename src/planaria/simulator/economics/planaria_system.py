@@ -72,7 +72,7 @@ def plans_of(setting: Setting) -> PlanOf:
             return None
         if TRAITS[job.resilience.policy].has_shadows:
             with suppress(InfeasibleError):  # More nodes have room for the shadows.
-                return first_plan_with_shadows(catalog.problem, plan)
+                return first_plan_with_shadows(catalog.problem, plan, templates=catalog.templates)
             return None
         templates = [pipeline.template for pipeline in plan.pipelines]
         return PricedPlan(plan, catalog.distribution(templates)[0])
