@@ -19,7 +19,7 @@ from planaria.planner.layout.unequal import UnequalPlanner
 from planaria.planner.partition.bound import BoundSearch
 from planaria.planner.plans import best_plan, pipeline_microbatches, plan_iteration_s
 from planaria.planner.problem import Counts, Problem, stage_costs
-from planaria.planner.templates import pipeline_templates
+from planaria.planner.templates import pipeline_templates, smallest_num_nodes
 from planaria.planner.times import PlainTimes
 from planaria.schedule.lower import plan_schedule
 
@@ -253,6 +253,18 @@ def test_a_planner_answers_for_those_that_are_left() -> None:
     assert sorted(pipeline_microbatches(left)) == [4, 8, 8]
     with pytest.raises(InfeasibleError, match="values that work: 1 failures tolerated"):
         planner.plan((0, 4), min_pipelines=3, epoch=8)
+
+
+@pytest.mark.parametrize("known", [range(4), range(3)])
+def test_fewer_nodes_than_f_allows_work_in_one_pipeline(known: range) -> None:
+    """As equal nodes do: two pipelines of two are more than three nodes make."""
+    problem = equal_problem(device_memory_bytes=80 * MEBIBYTE)
+    assert smallest_num_nodes(problem) == 2
+    planner = UnequalPlanner(problem, {n: NodeKind(1.0 if n else 0.5) for n in known})
+
+    assert planner.most_pipelines(range(3), at_most=2) == 1
+    plan = planner.plan(range(3), min_pipelines=1, epoch=0)
+    assert [len(pipeline.nodes) for pipeline in plan.pipelines] == [3]
 
 
 def test_too_many_kinds_are_refused() -> None:

@@ -116,7 +116,8 @@ class UnequalPlanner:
         of nodes of each kind.
 
         All pipelines are included that hold the model and leave enough nodes for f of the smallest
-        ones.
+        ones. So are those of up to 2 * n0 - 1 nodes, because fewer than (f + 1) * n0 nodes may need
+        one.
         """
         costs = self._costs
         fewest_stages = FewestStages(costs, Positions(costs, nodes), windows(costs, 1, np.inf))
@@ -126,7 +127,7 @@ class UnequalPlanner:
             why = "no pipeline of them holds the model; give them more memory, or more of them"
             raise InfeasibleError(Limit.NODES, sum(nodes), why)
         n0 = min(map(sum, feasible))
-        max_nodes = max(n0, sum(nodes) - self._problem.failures_tolerated * n0)
+        max_nodes = max(2 * n0 - 1, sum(nodes) - self._problem.failures_tolerated * n0)
         speeds = np.array([kind.speed for kind in costs.kinds])
         microbatches: dict[Counts, int] = {}
         for part in feasible:
