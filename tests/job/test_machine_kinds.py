@@ -7,14 +7,24 @@ from typing import Any
 import pytest
 
 from helpers.command import PACED
+from helpers.jobs import template
+from helpers.strategies import equal_problem
 from planaria.core.job import JobConfig
 from planaria.core.machine_messages import MachineFacts
 from planaria.core.plan import Link, NodeKind
 from planaria.core.specs import Prepared
 from planaria.job.config import load_job
-from planaria.job.machine_kinds import of_fastest_kind, with_measured_links, with_memory_limit
+from planaria.job.machine_kinds import (
+    of_fastest_kind,
+    plan_for_kinds,
+    with_measured_links,
+    with_memory_limit,
+)
 from planaria.job.planning import Planned, given_profile, plan_job
 from planaria.nodes.head.remote.link_classes import LinkClass
+from planaria.planner.layout.unequal import EFFORT_MAX, planning_effort
+from planaria.planner.plans import plan_of_templates
+from planaria.planner.reroute.reroutes import simulated_s
 from planaria.policies.unequal_nodes import with_kinds
 
 GIB = 1 << 30
@@ -54,6 +64,19 @@ def test_a_slow_machine_gets_less_work_from_the_start() -> None:
 @pytest.mark.parametrize("policy", ["adaptive", "reinstantiate", "rollback", "morph", "absorb"])
 def test_every_policy_begins_with_a_plan_for_machines_that_differ(policy: str) -> None:
     assert planned_for({1: SLOW}, UNLIMITED, policy=policy).plan.slow_nodes == {1: 0.5}
+
+
+def test_the_first_plan_may_take_longer_than_an_answer_of_the_coordinator() -> None:
+    """Nobody waits for its leases yet."""
+    problem = equal_problem(num_layers=100, num_microbatches=8)
+    kinds = {node: SLOW if node < 3 else NodeKind() for node in range(8)}
+    assert planning_effort(problem, kinds) > EFFORT_MAX
+    deep = template(4, num_layers=100)
+    equal = plan_of_templates(problem, [deep, deep], range(8), epoch=0)
+
+    planned = plan_for_kinds(problem, equal, kinds)
+    as_if_equal = simulated_s(problem, with_kinds(equal, kinds))
+    assert simulated_s(problem, planned) < 0.8 * as_if_equal
 
 
 def test_machines_that_are_alike_get_the_plan_of_equal_nodes() -> None:
