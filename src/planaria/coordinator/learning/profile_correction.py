@@ -47,6 +47,7 @@ from planaria.core.findings import Findings
 from planaria.core.plan import NodeKind, Plan, Transition
 from planaria.core.records import ProfileCorrected
 from planaria.estimator.correction import corrected_profile, layer_ratios
+from planaria.estimator.time import RANK_ITERATION_S
 from planaria.planner.plans import PlanCatalog, rebuilt_catalog
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import ExpectedTimes, expected_times
@@ -56,7 +57,8 @@ from planaria.policies.unequal_nodes import with_kinds
 DRIFT_MIN: Final = 0.05
 DRIFT_WARNED: Final = 1.25
 BESIDE_MIN: Final = 0.02  # Share of an iteration.
-# Number of hops in the largest plan that is simulated for ranks that share processors.
+# Number of hops in the largest plan that is simulated for ranks that share processors. Where a
+# decision has a larger one, the bounds of all its plans are compared.
 _HOPS_MAX: Final = 1 << 9
 
 
@@ -89,29 +91,38 @@ class _RepricedPolicy:
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
     ) -> tuple[Transition, ...]:
         proposed = self.policy.propose(plan, cluster, event, prices)
-        return tuple(map(self._with_other_time, proposed))
+        # Bounds are compared with bounds: beside a simulated plan they would look too fast.
+        is_simulated = all(_largest_num_hops(transition) <= _HOPS_MAX for transition in proposed)
+        return tuple(
+            self._with_other_time(transition, is_simulated=is_simulated) for transition in proposed
+        )
 
-    def _with_other_time(self, transition: Transition) -> Transition:
-        iteration_s = transition.iteration_s
-        if self.problem is not None:
-            iteration_s = self._shared_s(transition)
+    def _with_other_time(self, transition: Transition, *, is_simulated: bool) -> Transition:
+        then, iteration_s = transition.then, transition.iteration_s
+        if self.problem is not None and is_simulated:
+            iteration_s = expected_times(self.problem, transition.after).iteration_s
+        elif self.problem is not None:
+            iteration_s = max(iteration_s, _least_shared_s(self.problem, transition.after))
         return replace(
             transition,
             iteration_s=iteration_s + self.beside_s,
-            then=self._with_other_time(transition.then) if transition.then else None,
+            then=self._with_other_time(then, is_simulated=is_simulated) if then else None,
         )
 
-    def _shared_s(self, transition: Transition) -> float:
-        """The seconds of an iteration if ranks share processors.
 
-        A large plan is not simulated, because that would take the coordinator too long. Its time is
-        multiplied by the ranks on each processor, as if no action waited for another.
-        """
-        problem, plan = self.problem, transition.after
-        assert problem is not None
-        if sum(map(len, plan.routes)) > _HOPS_MAX:
-            return transition.iteration_s * max(1.0, len(plan.ranks) / problem.processors)
-        return expected_times(problem, plan).iteration_s
+def _largest_num_hops(transition: Transition) -> int:
+    """The number of hops of the transition's plan, or of a later plan that has more."""
+    num_hops = sum(map(len, transition.after.routes))
+    return max(num_hops, _largest_num_hops(transition.then)) if transition.then else num_hops
+
+
+def _least_shared_s(problem: Problem, plan: Plan) -> float:
+    """The seconds of an iteration if processors that ranks share never waited.
+
+    A large plan is not simulated, because that would take the coordinator too long.
+    """
+    work_s = sum(work_s_by_rank(plan, problem.profile).values())
+    return (work_s + len(plan.ranks) * RANK_ITERATION_S) / problem.processors
 
 
 def _problem(rules: Rules, layer_factors: Sequence[float]) -> Problem | None:
