@@ -176,7 +176,7 @@ def test_layers_that_are_computed_again_take_what_the_profile_says() -> None:
     layers = tuple(replace(layer, recomputed=costs) for layer in profile.layers)
     problem = replace(EVERY.problem, profile=replace(profile, layers=layers))
     first, last = EVERY.templates[2].stages
-    first = replace(first, recomputation=("full",) * first.end_layer)
+    first = replace(first, recomputation=tuple("full" for _ in range(first.end_layer)))
     templates = {2: replace(EVERY.templates[2], stages=(first, last))}
     cluster = training(catalog=rebuilt_catalog(problem, templates, EVERY.plans))
     train(cluster, 3 * WINDOW, true=dict.fromkeys(range(first.end_layer), 1.5))

@@ -134,7 +134,7 @@ def test_a_node_that_computes_activations_again_is_not_slow() -> None:
     plan = shaped_plan((3,), 12)
     (pipeline,) = plan.pipelines
     first, *others = pipeline.template.stages
-    again = replace(first, recomputation=("full",) * (first.end_layer - first.first_layer))
+    again = replace(first, recomputation=tuple("full" for _ in range(first.end_layer)))
     template = replace(pipeline.template, stages=(again, *others))
     plan = replace(plan, pipelines=(replace(pipeline, template=template),))
     costs = {"full": RecomputationCost(activation_bytes=0, additional_s={1: 0.05})}

@@ -167,7 +167,9 @@ def test_a_peer_that_computes_activations_again_takes_less_of_it() -> None:
     problem = replace(problem, profile=replace(problem.profile, layers=layers))
     again, *others = plan.pipelines[1:]
     stages = tuple(
-        replace(stage, recomputation=("full",) * (stage.end_layer - stage.first_layer))
+        replace(
+            stage, recomputation=tuple("full" for _ in range(stage.first_layer, stage.end_layer))
+        )
         for stage in again.template.stages
     )
     again = replace(again, template=replace(again.template, stages=stages))
