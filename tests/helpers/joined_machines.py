@@ -19,7 +19,8 @@ from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.process_events import restore_handlers
 from planaria.nodes.head.remote.machine_checks import MachineChecks
 from planaria.nodes.head.remote.machines import Machines
-from planaria.nodes.machine import MachineSpec, serve_machine
+from planaria.nodes.machine import serve_machine
+from planaria.nodes.machine_spec import MachineSpec
 from planaria.nodes.shared_saves import place_mark
 from planaria.transport.acceptor import Acceptor, Purpose, listen
 from planaria.transport.sockets import Address

@@ -26,8 +26,10 @@ from planaria.core.specs import NodeSpec
 from planaria.nodes import forking, machine, machine_node
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.process_events import restore_handlers
-from planaria.nodes.machine import MachineSpec, serve_machine
+from planaria.nodes.machine import serve_machine
+from planaria.nodes.machine_spec import MachineSpec
 from planaria.nodes.shared_saves import place_mark
+from planaria.transport.sockets import Address
 
 
 class Clock:
@@ -50,6 +52,7 @@ class OfferedMachine:
         servers: its fork servers, the newest last.
         clock: its clock.
         are_servers_ready: whether further fork servers have imported torch at once.
+        other_heads: addresses that are named before that of the head.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class OfferedMachine:
         self.servers: list[FakeForkServer] = []
         self.clock = Clock()
         self.are_servers_ready = True
+        self.other_heads: tuple[Address, ...] = ()
         self._job = job
         monkeypatch.setattr(machine, "time", self.clock)
         for module in (machine_node, forking):
@@ -80,7 +84,7 @@ class OfferedMachine:
             return cast(ForkServer, self.server)
 
         return MachineSpec(
-            heads=(self.head.address,),
+            heads=(*self.other_heads, self.head.address),
             credentials=CREDENTIALS,
             host="",
             domain="",
@@ -123,6 +127,7 @@ async def offered_machine(
     job: JobConfig,
     stays: bool = False,
     has_code: bool = False,
+    other_heads: tuple[Address, ...] = (),
 ) -> AsyncIterator[tuple[OfferedMachine, asyncio.Task[int]]]:
     """A machine, and the task that returns its exit code."""
     saves = str(tmp_path / "saves")
@@ -132,6 +137,7 @@ async def offered_machine(
     with restore_handlers(), place_mark(saves) as mark:
         async with fake_head() as head, asyncio.timeout(TIMEOUT_S):
             made = OfferedMachine(head, job, mark, monkeypatch)
+            made.other_heads = other_heads
             spec = made.spec(str(tmp_path / "cache"), stays=stays, has_code=has_code)
             running = asyncio.create_task(serve_machine(spec))
             try:

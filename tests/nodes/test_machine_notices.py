@@ -10,7 +10,8 @@ import pytest
 
 from helpers.command import wait_for
 from planaria.nodes.head.process_events import restore_handlers
-from planaria.nodes.machine import EXIT_LEFT, MachineSpec, run_machine
+from planaria.nodes.machine import EXIT_LEFT, run_machine
+from planaria.nodes.machine_spec import MachineSpec
 from planaria.transport.credentials import Credentials, make_credentials
 
 

@@ -12,7 +12,7 @@ from typing import NoReturn
 import pytest
 
 from helpers.fake_fork_server import NO_PID
-from helpers.heads import runs
+from helpers.heads import head, runs
 from helpers.machine_lines import MachineLine, fake_head
 from helpers.offered_machines import OfferedMachine, offered_machine
 from helpers.tasks import settle, wait_until
@@ -31,6 +31,7 @@ from planaria.core.machine_messages import (
     MachineArrived,
     MachineExamined,
     MachineLeaving,
+    MachineReady,
     MachineUnfit,
     NodeEnded,
     PrepareRequested,
@@ -41,6 +42,7 @@ from planaria.nodes import forking, known_heads, machine, machine_node
 from planaria.nodes.forking import RENEWALS_MAX
 from planaria.nodes.machine import EXIT_AGAIN
 from planaria.nodes.part_reports import STATUS_SAVED
+from planaria.transport.credentials import make_credentials
 
 JOB = JobConfig(cluster=ClusterConfig(patience_s=60.0))
 
@@ -116,6 +118,46 @@ async def test_a_machine_finds_a_head_at_an_address_that_it_was_not_given(
 
         arrived = await line.wait(MachineArrived)
         assert (arrived.run, arrived.node) == ("run", 0)
+
+
+@runs
+async def test_a_machine_passes_over_addresses_at_which_is_no_head_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One with another token file ended it, and each that was silent cost it ten seconds."""
+    monkeypatch.setattr(machine, "_CONNECT_TIMEOUT_S", 1e6)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        async with (
+            head(make_credentials()) as other,
+            offered_machine(
+                tmp_path,
+                monkeypatch,
+                job=JOB,
+                other_heads=(silent.getsockname(), other.address),
+            ) as (made, _),
+        ):
+            await made.join()
+
+
+@runs
+async def test_a_machine_whose_job_is_over_looks_for_the_next_one_at_all_addresses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head of the job that is over may still answer, and first."""
+    monkeypatch.setattr(machine, "_RETRY_S", 0.0)
+    async with (
+        fake_head() as other,
+        offered_machine(
+            tmp_path, monkeypatch, job=JOB, stays=True, other_heads=(other.address,)
+        ) as (made, _),
+    ):
+        line = await other.next_line()
+        line.tell(made.offer())
+        await line.wait(MachineReady)
+        line.tell(JobOver(is_done=True, text="done"))
+        line = await other.next_line()
+        line.tell(made.offer())
+        await made.join("another run")
 
 
 @runs

@@ -11,7 +11,8 @@ from rich.console import Console
 from planaria.cli.command_line import exit_codes
 from planaria.errors import AuthenticationError, ConfigError
 from planaria.job.planning import cache_directory, fork_server
-from planaria.nodes.machine import MachineSpec, run_machine
+from planaria.nodes.machine import run_machine
+from planaria.nodes.machine_spec import MachineSpec
 from planaria.nodes.notices import parse_notice_source
 from planaria.nodes.output import unfailing
 from planaria.transport.acceptor import parse_address
@@ -58,7 +59,7 @@ def agent(
     join: Annotated[
         list[str],
         typer.Option(
-            metavar="HOST:PORT", help="Address of the head; several are tried in turn; repeatable."
+            metavar="HOST:PORT", help="Address of the head; several are tried at once; repeatable."
         ),
     ],
     token_file: TokenFile = "",

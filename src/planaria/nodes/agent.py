@@ -90,7 +90,7 @@ from planaria.protocol.agent_state import (
     repeated_reports,
     successor_order,
 )
-from planaria.transport.acceptor import Purpose, connect
+from planaria.transport.acceptor import Purpose
 from planaria.transport.credentials import credentials_of
 from planaria.transport.frames import (
     FROM_NODE_BYTES_MAX,
@@ -103,6 +103,7 @@ from planaria.transport.frames import (
     order_of,
     shake_hands,
 )
+from planaria.transport.head_search import connect_first
 from planaria.transport.pacing import node_clocks
 from planaria.transport.pulse import CpuSteal, Pulse
 from planaria.transport.sockets import open_stream
@@ -238,6 +239,7 @@ class _Agent:
         addresses = (spec.coordinator, *spec.other_coordinators)
         place = spec.job.checkpoint.directory if spec.parts else ""
         self._heads = KnownHeads(addresses, look_by_child, place=place)
+        self._head = spec.coordinator
 
     async def run(self) -> None:
         """Forwards messages until the coordinator says `Shutdown`."""
@@ -323,21 +325,20 @@ class _Agent:
 
         On the way to another machine, packets may vanish without an error. Half a lease is short
         enough to be back in time, since after a cut each node is given a whole one. All addresses
-        share it: however many are dead, each is tried within half a lease.
+        are tried in it, however many are dead.
         """
         spec = self._spec
         credentials = credentials_of(spec.credentials)
         if credentials is not None:
-            address = self._heads.next_address()
-            streams = await connect(
-                address,
+            self._head, streams = await connect_first(
+                self._heads.next_addresses(),
                 Purpose.NODE,
                 credentials,
-                timeout_s=self._lease_s / 2 / self._heads.num_addresses,
+                timeout_s=self._lease_s / 2,
                 identity=spec.node,
                 key=derive(spec.token, NODES),  # The node of another run has the same number.
             )
-            self._heads.keep(address)
+            self._heads.leave_out(self._head)
             return streams
         reader, writer = await open_stream(spec.coordinator)
         try:
@@ -366,6 +367,7 @@ class _Agent:
         self._state = result.state
         if result.leaves:
             raise ConnectionRefusedError(result.leaves)
+        self._heads.keep(self._head)
         if result.ends:
             self._end_node(result.ends)
         if isinstance(message, HeartbeatTaken):

@@ -1,10 +1,13 @@
 """Where nodes and agents that have lost their head look for one.
 
-They try the addresses that they were given, in turn, and those at which a head of the job's newest
-run has written that it listens: a head may be started anywhere, with the same place of saves. While
-there is no head, that file is read every 5 s at most. Addresses that are new in it are tried first.
-They never take the place of the given ones. Who wrote the file need not be trusted: a head proves
-that it has the token file, wherever it listens.
+They try the addresses that they were given, all at once, and those at which a head of the job's
+newest run has written that it listens: a head may be started anywhere, with the same place of
+saves. While there is no head, that file is read every 5 s at most. Addresses that are new in it
+come first. They never take the place of the given ones. Who wrote the file need not be trusted: a
+head proves that it has the token file, wherever it listens.
+
+A head that answers may be none for this node: it is one of another job, say, or it was replaced by
+a newer one. So an address that has answered is left out of the next tries, unless it is kept.
 
 Source: docs/protocol.md, "Nodes without a head".
 """
@@ -12,7 +15,6 @@ Source: docs/protocol.md, "Nodes without a head".
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Final
@@ -30,7 +32,7 @@ from planaria.transport.sockets import Address, address_text
 logger = logging.getLogger(__name__)
 
 LOOK_PERIOD_S: Final = 5.0
-_NUM_NAMED_MAX: Final = 4  # All addresses share half a lease.
+_NUM_NAMED_MAX: Final = 4  # Connections that hundreds of nodes begin at once, for each.
 
 # Returns the addresses that are written at a place of saves, without blocking the event loop.
 Look = Callable[[str], Awaitable[tuple[Address, ...]]]
@@ -60,14 +62,16 @@ class KnownHeads:
         self.place = place
         self._given = tuple(given)
         self._look, self._clock_s = look, clock_s
-        self._addresses = deque(self._given)  # The first is tried next.
+        self._addresses = self._given  # The first is tried first.
+        self._left_out: set[Address] = set()
+        self._has_answered = False  # Whether one has since they were last tried.
         self._named: frozenset[Address] = frozenset()
         self._looking: asyncio.Task[None] | None = None
         self._look_s = clock_s()  # A head was there a moment ago.
 
     @property
     def num_addresses(self) -> int:
-        """The number of addresses that are tried in turn."""
+        """The number of addresses at which a head may be."""
         return len(self._addresses)
 
     def look_at(self, place: str) -> None:
@@ -75,26 +79,33 @@ class KnownHeads:
         if place == self.place:
             return
         self.place, self._named = place, frozenset()
-        self._addresses = deque(self._given)
+        self._addresses = self._given
 
-    def next_address(self) -> Address:
-        """The address to try next, while there is no head; each call returns another one.
+    def next_addresses(self) -> tuple[Address, ...]:
+        """The addresses to try next, all at once, while there is no head; the best one first.
 
-        It has the place of saves looked at if that was not done lately.
+        Those are left out that have answered, until all others have, or were tried in vain. This
+        has the place of saves looked at if that was not done lately.
         """
         now_s = self._clock_s()
         if self.place and self._looking is None and now_s - self._look_s >= LOOK_PERIOD_S:
             self._look_s = now_s
             self._looking = asyncio.create_task(self._take_named(self.place))
-        address = self._addresses[0]
-        self._addresses.rotate(-1)
-        return address
+        if not self._has_answered or self._left_out.issuperset(self._addresses):
+            self._left_out.clear()
+        self._has_answered = False
+        return tuple(address for address in self._addresses if address not in self._left_out)
+
+    def leave_out(self, address: Address) -> None:
+        """Has an address that has answered left out of the next tries, unless it is kept."""
+        self._left_out.add(address)
+        self._has_answered = True
 
     def keep(self, address: Address) -> None:
         """Has an address tried first next time: a head that is lost comes back there, probably."""
+        self._left_out.clear()
         if address in self._addresses:  # Else the file names another one since.
-            self._addresses.remove(address)
-            self._addresses.appendleft(address)
+            self._addresses = (address, *(each for each in self._addresses if each != address))
 
     async def _take_named(self, place: str) -> None:
         """Takes the addresses that are written at a place, those that are new there first."""
@@ -116,7 +127,7 @@ class KnownHeads:
             for address in self._addresses
             if address not in new and (address in self._given or address in named)
         ]
-        self._addresses = deque((*new, *kept))
+        self._addresses = (*new, *kept)
         self._named = frozenset(named)
 
 

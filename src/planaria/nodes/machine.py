@@ -18,9 +18,8 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -64,17 +63,17 @@ from planaria.nodes.examination import (
     facts_of_this_machine,
     failed_examination,
 )
-from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.process_events import handle_signals, wait_until
 from planaria.nodes.health import EXAMINATION_S, health_problem
 from planaria.nodes.known_heads import KnownHeads, connection_problem, look_by_thread
 from planaria.nodes.machine_files import MachineFiles, modules_directory, unpack_sources
 from planaria.nodes.machine_node import MachineNode
+from planaria.nodes.machine_spec import MachineSpec
 from planaria.nodes.notices import parse_notice_source, wait_notice
 from planaria.nodes.part_reports import STATUS_SAVED
-from planaria.transport.acceptor import Purpose, connect
-from planaria.transport.credentials import Credentials
+from planaria.transport.acceptor import Purpose
 from planaria.transport.frames import FrameDecoder, frame, message_of
+from planaria.transport.head_search import connect_first
 from planaria.transport.link_measurement import measured_link, serve_link
 from planaria.transport.sockets import Address, address_text, break_when_silent
 
@@ -93,38 +92,6 @@ _LEAVE_TIMEOUT_S: Final = 10.0  # Time for a node to end by itself once the job 
 _READ_BYTES: Final = 1 << 20
 _FRAME_BYTES_MAX: Final = 4 * SOURCES_BYTES_MAX  # The modules take 4/3 of their size, in base64.
 _decoder: msgspec.json.Decoder[ToMachine] = msgspec.json.Decoder(ToMachine)
-
-ServerOf = Callable[[JobConfig, Sequence[str]], ForkServer]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineSpec:
-    """What a machine is told by its user.
-
-    Attributes:
-        heads: addresses at which the head may be, tried in turn.
-        host: address at which others reach this machine; "": that of its route to the head.
-        domain: name of its failure domain.
-        notice: source of preemption notices (notices.py); "": that of the job, if it has one.
-        has_code: whether the user's modules are here already, in the current directory or on
-            Python's path, and those of the head must be the same.
-        stays: whether it waits for the next job when one is over, and for the first one, without
-            end.
-        cache_directory: directory in which tokens and profiles are kept between jobs.
-        server: returns a fork server for a job whose modules are also looked for in directories.
-        note: shows the user a text.
-    """
-
-    heads: tuple[Address, ...]
-    credentials: Credentials
-    host: str
-    domain: str
-    notice: str
-    has_code: bool
-    stays: bool
-    cache_directory: str
-    server: ServerOf
-    note: Callable[[str], None]
 
 
 def run_machine(spec: MachineSpec) -> int:
@@ -203,18 +170,19 @@ class _Machine:
         while True:
             while self._node.has_given_up:  # A head that hears of its node would wait for it.
                 await asyncio.sleep(_RETRY_S)
-            self._head = self._heads.next_address()
+            addresses = self._heads.next_addresses()
             try:
-                reader, self._writer = await connect(
-                    self._head,
+                self._head, (reader, self._writer) = await connect_first(
+                    addresses,
                     Purpose.MACHINE,
                     self._spec.credentials,
                     timeout_s=_CONNECT_TIMEOUT_S,
                 )
+                self._heads.leave_out(self._head)
                 await self._talk(reader, self._writer)
                 problem = "the head closed the connection"
             except AuthenticationError as error:
-                if not self._has_been_taken:
+                if not self._has_been_taken and len(addresses) == self._heads.num_addresses:
                     raise
                 problem = str(error)
             except (asyncio.IncompleteReadError, OSError) as error:
@@ -337,6 +305,7 @@ class _Machine:
                 raise ConnectionError(f"the job {message.job.name!r} is over")
             case JobOffered():
                 self._has_offer = True
+                self._heads.keep(self._head)
                 self._watch_head(message.job.cluster.lease_s)
                 if self._taking is not None:
                     self._taking.cancel()
@@ -370,6 +339,7 @@ class _Machine:
             case JobOver():
                 self._over = message
             case MachineRefused(reason=reason, is_final=is_final):
+                self._heads.leave_out(self._head)
                 if is_final and self._node.number < 0:
                     raise ConfigError("", "", f"the head does not take this machine: {reason}")
                 raise ConnectionError(f"the head does not take this machine now: {reason}")

@@ -381,6 +381,7 @@ async def connect(
     timeout_s: float,
     identity: int = 0,
     key: bytes = b"",
+    turn: asyncio.Lock | None = None,
 ) -> Streams:
     """Streams to a head that has proved that it has the same token file.
 
@@ -389,6 +390,8 @@ async def connect(
         timeout_s: time for all of it, in which each address that the name has is tried.
         identity: number of this end that the head is told, below 2^64.
         key: the key that the head must have, too; b"": that of the purpose.
+        turn: held while the head is told who connects, and for good once it is proved. Of several
+            connections that share it, one head at most learns of one.
 
     Raises:
         AuthenticationError: the head has another token file or key, or is none.
@@ -396,7 +399,7 @@ async def connect(
     """
     loop = asyncio.get_running_loop()
     end_s = loop.time() + timeout_s
-    key = key or credentials.derive(purpose.key_name)
+    key, turn = key or credentials.derive(purpose.key_name), turn or asyncio.Lock()
     where, problem = address_text(address), ": the name has no address"
     remedy = "is the head running, and may this machine reach that port?"
     try:
@@ -412,7 +415,9 @@ async def connect(
         try:  # A kernel without IPv6 still resolves names to its addresses.
             sock = socket.socket(family, socket.SOCK_STREAM)
             async with asyncio.timeout_at(own_end_s):
-                return await _connect(sock, endpoint, purpose, credentials, key, identity=identity)
+                streams = await _open(sock, endpoint, purpose, credentials)
+                await _prove_in_turn(turn, streams, key, credentials, identity=identity)
+                return streams
         except AuthenticationError as error:
             raise AuthenticationError(f"{where}: {error}") from error
         except (EOFError, OSError) as error:  # TimeoutError is an OSError.
@@ -421,14 +426,8 @@ async def connect(
     raise ConnectionError(f"{where} cannot be reached{problem}; {remedy}")
 
 
-async def _connect(
-    sock: socket.socket,
-    endpoint: tuple[object, ...],
-    purpose: Purpose,
-    credentials: Credentials,
-    key: bytes,
-    *,
-    identity: int,
+async def _open(
+    sock: socket.socket, endpoint: tuple[object, ...], purpose: Purpose, credentials: Credentials
 ) -> Streams:
     with _closing_on_error(sock):
         sock.setblocking(False)
@@ -438,14 +437,27 @@ async def _connect(
         await loop.sock_sendall(sock, purpose.value)
         context = credentials.client_context()
     with _tls_errors(credentials):
-        streams = await asyncio.open_connection(
+        return await asyncio.open_connection(
             sock=sock,
             ssl=context,
             server_hostname="",
             ssl_shutdown_timeout=_CLOSE_TIMEOUT_S,
         )
-    await _prove(streams, key, credentials, role=Role.CONNECT, identity=identity)
-    return streams
+
+
+async def _prove_in_turn(
+    turn: asyncio.Lock, streams: Streams, key: bytes, credentials: Credentials, *, identity: int
+) -> None:
+    try:
+        await turn.acquire()
+    except BaseException:
+        streams[1].transport.abort()
+        raise
+    try:
+        await _prove(streams, key, credentials, role=Role.CONNECT, identity=identity)
+    except BaseException:
+        turn.release()
+        raise
 
 
 def tls_socket(sock: socket.socket, purpose: Purpose, credentials: Credentials) -> ssl.SSLSocket:
