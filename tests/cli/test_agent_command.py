@@ -1,11 +1,22 @@
 """What `planaria agent` refuses before it looks for a head."""
 
 import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
 
 import pytest
+import typer
 
 from helpers.command import assert_mistake, command
+from planaria.cli import machine_commands
+from planaria.nodes import output
 from planaria.nodes.known_heads import connection_problem
+from planaria.nodes.machine_spec import MachineSpec
+from planaria.transport.credentials import write_credentials
 
 
 @pytest.mark.parametrize("head", [":7320", "head:0", "head"])
@@ -28,3 +39,40 @@ def test_a_connection_that_breaks_names_the_head() -> None:
 
     assert broken == "the connection to head:7320 broke: Connection timed out"
     assert connection_problem(ConnectionError("refused by it"), ("head", 7320)) == "refused by it"
+
+
+@pytest.fixture
+def unread() -> Iterator[TextIO]:
+    """A stream to a pipe that is full, and that nobody reads."""
+    near, far = os.pipe()
+    os.set_blocking(far, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(far, bytes(1 << 16))
+    os.set_blocking(far, True)
+    with open(far, "w", encoding="utf-8") as stream:
+        yield stream
+        os.close(near)  # What waits to be written is dropped by it.
+
+
+def test_an_agent_whose_output_nobody_reads_goes_on(
+    unread: TextIO, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its event loop stood still, and notices and signals were not heeded."""
+    told: list[str] = []
+
+    def run(spec: MachineSpec) -> int:
+        spec.note("runs node 0")
+        told.append("it has gone on")
+        return 0
+
+    monkeypatch.setattr(sys, "stdout", unread)
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+    monkeypatch.setattr(output, "OUTPUT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(machine_commands, "run_machine", run)
+    token = tmp_path / "token"
+    write_credentials(token)
+    with pytest.raises(typer.Exit) as end:
+        machine_commands.agent(join=["head:7320"], token_file=str(token))
+
+    assert (end.value.exit_code, told) == (0, ["it has gone on"])

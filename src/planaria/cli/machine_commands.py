@@ -2,6 +2,7 @@
 
 import socket
 import sys
+from functools import partial
 from typing import Annotated
 
 import psutil
@@ -14,7 +15,7 @@ from planaria.job.planning import cache_directory, fork_server
 from planaria.nodes.machine import run_machine
 from planaria.nodes.machine_spec import MachineSpec
 from planaria.nodes.notices import parse_notice_source
-from planaria.nodes.output import unfailing
+from planaria.nodes.output import Outlet, finish, unfailing
 from planaria.transport.acceptor import parse_address
 from planaria.transport.credentials import FIELD, read_credentials, token_path
 from planaria.transport.sockets import Address, can_be_host
@@ -91,6 +92,8 @@ def agent(
     if notice:
         parse_notice_source(notice)
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    show = partial(console.print, markup=False)
+    outlet = Outlet(show)
     spec = MachineSpec(
         heads=tuple(_head_address(head) for text in join for head in text.split(",")),
         host=_address_for_others(advertise, interface),
@@ -101,9 +104,12 @@ def agent(
         stays=stay,
         cache_directory=cache_directory(),
         server=lambda job, paths: fork_server(job, search_path=paths),
-        note=lambda text: console.print(text, markup=False),
+        note=lambda text: outlet.post(partial(show, text), num_bytes=len(text)),
     )
-    raise typer.Exit(_exit_code(spec, token_file))
+    try:
+        raise typer.Exit(_exit_code(spec, token_file))
+    finally:
+        finish(outlet)
 
 
 def _exit_code(spec: MachineSpec, token_file: str) -> int:
