@@ -74,15 +74,23 @@ async def answer_of_child(answer: Callable[[], bytes], *, timeout_s: float) -> b
 
 
 async def wait_exit(pid: int) -> int:
-    """The exit status of a child process once it has ended; negative: it was killed by a signal."""
+    """The exit status of a child process once it has ended; negative: it was killed by a signal.
+
+    The process is reaped by the event loop also if this is cancelled.
+    """
     loop = asyncio.get_running_loop()
-    ended = loop.create_future()
+    status = loop.create_future()
     pidfd = os.pidfd_open(pid)
-    loop.add_reader(pidfd, ended.set_result, None)
-    await ended
-    loop.remove_reader(pidfd)
-    os.close(pidfd)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    def reap() -> None:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+        ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if not status.done():  # Else it was cancelled.
+            status.set_result(ended)
+
+    loop.add_reader(pidfd, reap)
+    return await status
 
 
 def program_result(

@@ -1,0 +1,40 @@
+"""Child processes that are forked for one question are reaped, whoever still waits for them."""
+
+import asyncio
+import contextlib
+import os
+import signal
+
+import pytest
+
+from helpers.heads import runs
+from helpers.tasks import settle, wait_until
+from planaria.nodes.child_answers import fork_answer, wait_exit
+
+
+def test_the_status_of_a_child_is_told() -> None:
+    pid, sock = fork_answer(lambda: b"")
+    with sock:
+        assert asyncio.run(wait_exit(pid)) == 0
+
+
+@runs
+async def test_a_child_whose_end_nobody_waits_for_any_more_is_reaped_once() -> None:
+    """The event loop was told of its end again and again, and each time found nobody waiting."""
+    pid, sock = fork_answer(lambda: signal.pause() or b"")
+    with sock:
+        waiting = asyncio.create_task(wait_exit(pid))
+        await settle()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        os.kill(pid, signal.SIGKILL)
+        await wait_until(lambda: _is_reaped(pid))
+        await settle()  # What goes wrong on the event loop now fails the test.
+
+
+def _is_reaped(pid: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return False
+    return True
