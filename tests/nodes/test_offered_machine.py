@@ -196,6 +196,24 @@ async def test_a_machine_that_is_told_to_leave_while_it_connects_ends_at_once(
 
 
 @runs
+async def test_the_first_interrupt_after_a_notice_kills_no_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The notice was taken for a first interrupt, and the node lost what it would have saved."""
+    async with offered_machine(tmp_path, monkeypatch, job=JOB) as (made, running):
+        line = await made.join()
+        line.tell(made.request(0))
+        await wait_until(lambda: "runs node 0" in made.notes)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await wait_until(lambda: "node 0 leaves the job" in made.notes)
+        os.kill(os.getpid(), signal.SIGINT)
+        await settle()
+
+        assert not running.done()
+        assert not made.server.kills
+
+
+@runs
 async def test_a_machine_that_is_told_to_leave_during_the_import_of_torch_ends_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

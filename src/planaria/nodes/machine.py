@@ -134,6 +134,7 @@ class _Machine:
         self._imports: tuple[str, str, tuple[tuple[str, str], ...]] | None = None
         self._leave_code: int | None = None  # The exit code once its node, the last one, has left.
         self._is_leaving = self._is_watching = False  # Watching: a source of notices is polled.
+        self._is_interrupted = False  # By its user, who may do so once more.
         self._has_been_taken = self._has_saved = False  # Saved: by its last node, by itself.
 
     async def run(self) -> int:
@@ -564,7 +565,8 @@ class _Machine:
         threading.Thread(target=wait, name="notices", daemon=True).start()
 
     def _on_interrupt(self) -> None:
-        if not self._is_leaving:
+        if not self._is_interrupted:
+            self._is_interrupted = True
             self._leave()
         elif not self._interrupted.done():
             self._interrupted.set_result(None)
