@@ -6,6 +6,7 @@ import logging
 import socket
 import ssl
 from datetime import UTC, datetime, timedelta
+from typing import NoReturn
 
 import msgspec
 import pytest
@@ -202,6 +203,23 @@ async def test_a_name_that_does_not_resolve_is_a_connection_that_fails(name: str
     """That of another machine may come later. A text that can be no name ended the agent."""
     with pytest.raises(ConnectionError, match=r"the name does not resolve .*; name the head's IP"):
         await connect((name, 1), Purpose.NODE, CREDENTIALS, timeout_s=TIMEOUT_S)
+
+
+@runs
+async def test_an_address_needs_no_thread_to_be_looked_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There may be none: threads that look up names wait there for as long as no server answers.
+    A name that cannot be looked up is a connection that fails."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    async with head() as running:
+        monkeypatch.setattr(asyncio.get_running_loop(), "run_in_executor", refuse)
+        await joined(running)
+        with pytest.raises(ConnectionError, match="can't start new thread"):
+            await connect(("localhost", 1), Purpose.NODE, CREDENTIALS, timeout_s=TIMEOUT_S)
 
 
 @runs

@@ -404,8 +404,9 @@ async def connect(
     remedy = "is the head running, and may this machine reach that port?"
     try:
         async with asyncio.timeout_at(end_s):
-            endpoints = await loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # UnicodeError: it cannot be a name.
+            endpoints = await _endpoints(address)
+    # UnicodeError: it cannot be a name. RuntimeError: no thread can be started.
+    except (OSError, RuntimeError, UnicodeError) as error:
         problem = f": the name does not resolve ({error})"
         remedy = "name the head's IP address instead, or add the name to /etc/hosts"
         endpoints = []
@@ -424,6 +425,14 @@ async def connect(
             reason = _refusal_text(error) or "no answer in time"
             problem = f"{_route_text(endpoint, where)}: {reason}"
     raise ConnectionError(f"{where} cannot be reached{problem}; {remedy}")
+
+
+async def _endpoints(address: Address) -> list[tuple[Any, ...]]:
+    """Where an address leads; a name is looked up in a thread, since that may take long."""
+    kind, literal = socket.SOCK_STREAM, socket.AI_NUMERICHOST
+    with contextlib.suppress(socket.gaierror):  # It is a name.
+        return list(socket.getaddrinfo(*address, type=kind, flags=literal))
+    return list(await asyncio.get_running_loop().getaddrinfo(*address, type=kind))
 
 
 async def _open(
