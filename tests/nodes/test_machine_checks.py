@@ -5,19 +5,28 @@ servers have no processes.
 """
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from helpers.heads import runs
 from helpers.joined_machines import cluster
+from planaria.checkpoint.disk.time_limits import TimeLimitedStorage
 from planaria.core.job import DataConfig, JobConfig
-from planaria.errors import ConfigError
+from planaria.errors import ConfigError, LateError
 from planaria.nodes import machine_files, shared_saves
 from planaria.nodes.input_files import input_digests
-from planaria.nodes.machine import EXIT_UNFINISHED
+from planaria.nodes.machine import EXIT_AGAIN, EXIT_UNFINISHED
 
 TEXT = "some text"
+
+
+def answer_without_asking(place: str, mark: str) -> str:
+    """An answer that a machine writes without reading the mark of the head."""
+    answer = "0123456789abcdef"
+    (Path(place) / f".planaria-mark-{mark}" / answer).write_text(answer)
+    return answer
 
 
 def text_job(tmp_path: Path) -> JobConfig:
@@ -113,6 +122,41 @@ async def test_a_machine_that_saves_elsewhere_is_refused(tmp_path: Path) -> None
                 await made.join()
         made.join()
         await made.wait_ready(1)
+
+
+@runs
+async def test_a_place_of_saves_that_stalls_is_asked_again_before_a_machine_is_turned_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it had not answered for ten seconds, each machine that came was refused for good. It
+    may come again after a minute of it, whether the machine or the head has waited."""
+    listing, writing = TimeLimitedStorage.entries, TimeLimitedStorage.write
+    num_late = 3
+
+    def late(act: Callable[..., object], *args: object, **options: object) -> object:
+        nonlocal num_late
+        num_late -= 1
+        if num_late >= 0:
+            raise LateError("the place of saves did not answer")
+        return act(*args, **options)
+
+    monkeypatch.setattr(shared_saves, "_RETRY_S", 0.0)
+    monkeypatch.setattr(TimeLimitedStorage, "entries", lambda *args: late(listing, *args))
+    monkeypatch.setattr(TimeLimitedStorage, "write", lambda *a, **o: late(writing, *a, **o))
+    num_late = 0
+    async with cluster(tmp_path, text_job(tmp_path)) as made:
+        num_late = 3
+        made.join()
+        await made.wait_ready(1)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shared_saves, "_PATIENCE_S", 0.0)
+            num_late = 1_000_000
+            assert await made.join() == EXIT_AGAIN
+            num_late = 1
+            patch.setattr(machine_files, "answer_mark", answer_without_asking)
+            made.join()
+            await made.wait_ready(2)
 
 
 @runs

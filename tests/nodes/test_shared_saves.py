@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from helpers.object_store import object_store
 from planaria.checkpoint.disk.time_limits import TimeLimitedStorage
-from planaria.errors import ConfigError
+from planaria.errors import CheckpointError, ConfigError
 from planaria.nodes import shared_saves
 from planaria.nodes.shared_saves import (
     answer_mark,
@@ -109,6 +110,30 @@ def test_what_comes_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.Monke
         answer_mark(place, mark)
 
     assert num_looks >= 3
+
+
+def test_an_answer_is_written_once_the_place_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full for a moment is no other place."""
+    place, num_refusals = str(tmp_path), 2
+    writing = TimeLimitedStorage.write
+
+    def write(storage: TimeLimitedStorage, *args: Any, **options: Any) -> None:
+        nonlocal num_refusals
+        num_refusals -= 1
+        if num_refusals >= 0:
+            raise CheckpointError("no space left on device")
+        writing(storage, *args, **options)
+
+    monkeypatch.setattr(shared_saves, "_RETRY_S", 0.0)
+    with place_mark(place) as mark:
+        monkeypatch.setattr(TimeLimitedStorage, "write", write)
+        check_answer(place, mark, answer_mark(place, mark))
+        num_refusals = 1_000_000
+        monkeypatch.setattr(shared_saves, "_PATIENCE_S", 0.0)
+        with pytest.raises(CheckpointError, match="no space left"):
+            answer_mark(place, mark)
 
 
 def test_the_mark_of_a_head_that_was_killed_is_removed(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ from planaria.core.machine_messages import (
     ToMachine,
 )
 from planaria.core.specs import NodeSpec, Prepared
-from planaria.errors import AuthenticationError, ConfigError
+from planaria.errors import AuthenticationError, CheckpointError, ConfigError
 from planaria.nodes.daemon_threads import answer_of_thread
 from planaria.nodes.examination import (
     checks_of_this_machine,
@@ -375,6 +375,9 @@ class _Machine:
             except ConfigError as error:
                 self._refuse(str(error))
                 return
+            except CheckpointError as error:  # The place of saves may answer later.
+                self._on_failure(str(error))
+                return
         if failure := await self._node.wait_ready():
             self._on_failure(failure)
             return
@@ -511,7 +514,7 @@ class _Machine:
         return not problem
 
     def _on_failure(self, failure: str) -> None:
-        """Handles that nothing can be forked here any more; another process may succeed."""
+        """Handles that this process can take no part any more; another one may later."""
         self._tell(MachineUnfit(failure))
         self._spec.note(f"this machine cannot take part: {failure}")
         self._end_with(EXIT_AGAIN)

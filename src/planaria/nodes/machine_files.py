@@ -45,6 +45,7 @@ class MachineFiles:
 
         Raises:
             ConfigError: the job cannot run here.
+            CheckpointError: the place of saves does not answer, or refuses.
         """
         place = offer.job.checkpoint.directory
         await self.close()

@@ -7,8 +7,8 @@ that each machine must read, and each machine writes an answer that the head mus
     {place}/.planaria-mark-{mark}/head          the mark of a head
     {place}/.planaria-mark-{mark}/{answer}      the answer of a machine
 
-Both are removed. All functions here may block for as long as the place does not answer, up to some
-seconds; they are called in threads.
+Both are removed. A place that stalls or refuses for a while costs newer saves, and no machine: it
+is asked again for a minute. All functions here may block for so long; they are called in threads.
 """
 
 import logging
@@ -30,6 +30,7 @@ _PREFIX: Final = ".planaria-mark-"
 _HEAD: Final = "head"
 _FIELD: Final = "checkpoint.directory"
 _TIMEOUT_S: Final = 10.0  # Time limit of a request.
+_PATIENCE_S: Final = 60.0  # Time in which a place that does not answer, or refuses, may recover.
 _CACHED_S: Final = 5.0  # A client of NFS may show what was there some seconds ago.
 _RETRY_S: Final = 0.2
 
@@ -49,7 +50,10 @@ def place_mark(place: str) -> Iterator[str]:
     mark, path = secrets.token_hex(8), Path(place)
     made = [] if is_url(place) else [p for p in (path, *path.parents) if not p.exists()]
     try:
-        _write(place, f"{_PREFIX}{mark}/{_HEAD}", mark)
+        try:
+            _storage(place).write(f"{_PREFIX}{mark}/{_HEAD}", mark.encode(), may_write=lambda: True)
+        except CheckpointError as error:
+            raise ConfigError(_FIELD, place, str(error)) from error
         yield mark
     finally:
         _remove_all(place, f"{_PREFIX}{mark}")
@@ -74,14 +78,23 @@ def answer_mark(place: str, mark: str) -> str:
     """The answer that this machine writes to the place of a head, once it has read the mark there.
 
     Raises:
-        ConfigError: the mark is not there, or nothing can be written there.
+        ConfigError: the mark is not there.
+        CheckpointError: the place does not answer, or refuses, and has not recovered in a minute.
     """
     directory = f"{_PREFIX}{mark}"
     if not _has(place, f"{directory}/{_HEAD}", mark):
         raise ConfigError(_FIELD, place, _stranger_text(place, "what the head wrote is not here"))
     answer = secrets.token_hex(8)
-    _write(place, f"{directory}/{answer}", answer)
-    return answer
+    storage, end_s = _storage(place), time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            storage.write(f"{directory}/{answer}", answer.encode(), may_write=lambda: True)
+        except CheckpointError:
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(_RETRY_S)
+        else:
+            return answer
 
 
 def check_answer(place: str, mark: str, answer: str) -> None:
@@ -89,6 +102,7 @@ def check_answer(place: str, mark: str, answer: str) -> None:
 
     Raises:
         ConfigError: the answer is not there.
+        CheckpointError: see answer_mark.
     """
     if not _has(place, f"{_PREFIX}{mark}/{answer}", answer):
         why = "what the machine wrote is not there for the head"
@@ -117,30 +131,25 @@ def _storage(place: str) -> Storage:
     return TimeLimitedStorage(storage_of(place), timeout_s=_TIMEOUT_S)
 
 
-def _write(place: str, name: str, text: str) -> None:
-    try:
-        _storage(place).write(name, text.encode(), may_write=lambda: True)
-    except CheckpointError as error:
-        raise ConfigError(_FIELD, place, str(error)) from error
-
-
 def _has(place: str, name: str, text: str) -> bool:
     """Whether a place lists and holds a text, perhaps after a while.
 
     Raises:
-        ConfigError: the place does not answer, or refuses.
+        CheckpointError: the place does not answer, or refuses, and has not recovered in a minute.
     """
-    storage, end_s = _storage(place), time.monotonic() + _CACHED_S
+    storage, begin_s = _storage(place), time.monotonic()
+    answers_since_s = begin_s
     while True:
         try:
             # A name that a machine gives is among those that exist, so it leads nowhere else.
             is_there = name in storage.entries(name.partition("/")[0])
             if is_there and storage.read(name) == text.encode():
                 return True
-        except CheckpointError as error:
-            if time.monotonic() > end_s:
-                raise ConfigError(_FIELD, place, str(error)) from error
-        if time.monotonic() > end_s:
+        except CheckpointError:
+            answers_since_s = time.monotonic()
+            if answers_since_s > begin_s + _PATIENCE_S:
+                raise
+        if time.monotonic() > answers_since_s + _CACHED_S:
             return False
         time.sleep(_RETRY_S)
 

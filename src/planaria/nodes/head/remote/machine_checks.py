@@ -48,7 +48,11 @@ class MachineChecks:
         self._digests: dict[str, tuple[str, str]] = {}
 
     async def problem(self, machine: str, facts: MachineFacts, ready: MachineReady) -> str:
-        """Why a machine cannot take part, and what to do; "": it can."""
+        """Why a machine cannot take part, and what to do; "": it can.
+
+        Raises:
+            CheckpointError: the place of saves does not answer, or refuses.
+        """
         if facts.memory_bytes < self.memory_bytes_min:
             return (
                 f"it has {facts.memory_bytes:_} bytes of memory, and the job is planned for "

@@ -48,7 +48,7 @@ from planaria.core.machine_messages import (
 from planaria.core.plan import Link
 from planaria.core.records import AgentEnded, Ended, Members
 from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
-from planaria.errors import AuthenticationError, InsufficientError
+from planaria.errors import AuthenticationError, CheckpointError, InsufficientError
 from planaria.nodes.head.node_handles import EXIT_TIMEOUT_S, KILL_TIMEOUT_S
 from planaria.nodes.head.process_events import wait_until
 from planaria.nodes.head.remote.kind_speeds import Kind, KindSpeeds, kind_of
@@ -283,8 +283,7 @@ class Machines:
         """Whether another node may be started, on a machine that is free."""
         if self._is_stopped or not self._nodes.knows_members or not self._usable():
             return False
-        num_places = self._nodes.num_places(time.monotonic(), missing_s=self._missing_s)
-        return num_places < self._num_max
+        return self._nodes.num_places(time.monotonic(), missing_s=self._missing_s) < self._num_max
 
     def _usable(self) -> list[MachineHandle]:
         """The machines on which a node may be started now, in the order of their arrival."""
@@ -299,8 +298,7 @@ class Machines:
         have those of a run that is taken up, though not all of them are back.
         """
         if self._nodes.knows_members:
-            # Ties keep the order of arrival.
-            free = sorted(self._usable(), key=lambda machine: machine.facts.domain)
+            free = sorted(self._usable(), key=lambda each: each.facts.domain)  # Stable.
             self._reserved = dict(zip(nodes, free, strict=False))
         machines = self._reserved | self._nodes.machines
         return {node: machines[node].facts for node in nodes if node in machines}
@@ -531,16 +529,18 @@ class Machines:
 
     async def _check(self, machine: MachineHandle, ready: MachineReady) -> None:
         """Lets a machine take part if it is like the others; one with a node was checked before."""
-        problem, writer = "", machine.writer
+        problem, is_final, writer = "", True, machine.writer
         try:
             problem = "" if machine.node >= 0 else await self._problem(machine, ready)
+        except CheckpointError as error:  # Whoever asks again may find that it answers.
+            problem, is_final = f"the head could not look for its answer: {error}", False
         except Exception as error:  # A fault of the head, and the machine waits for a word.
             logger.exception("%s could not be compared", machine.name)
             problem = f"the head could not compare it with the others: {error!r}"
         if ready.run != self._offer.run or machine.writer is not writer:
             return  # Another run has begun, or it is gone or back: it says anew that it is ready.
         if problem:
-            self._turn_away(machine, problem)
+            self._turn_away(machine, problem, is_final=is_final)
         else:
             machine.is_ready = True
         await self._tell_change()
@@ -589,9 +589,9 @@ class Machines:
         self.kinds.add(kind_of(machine.facts), answer.prepared)
         return ""
 
-    def _turn_away(self, machine: MachineHandle, reason: str) -> None:
+    def _turn_away(self, machine: MachineHandle, reason: str, *, is_final: bool = True) -> None:
         """Tells a machine that it cannot take part."""
-        machine.tell(MachineRefused(reason=reason, is_final=True))
+        machine.tell(MachineRefused(reason=reason, is_final=is_final))
         self._refuse(machine, reason)
 
     def _refuse(self, machine: MachineHandle, reason: str) -> None:
