@@ -41,7 +41,9 @@ class Machine:
         self.ends: list[tuple[int, int]] = []
         self.failures: list[str] = []
         self.node = MachineNode(
-            lambda node, status: self.ends.append((node, status)), on_failure=self.failures.append
+            lambda node, status: self.ends.append((node, status)),
+            on_failure=self.failures.append,
+            on_given_up=pytest.fail,
         )
         self.node.open(cast(ForkServer, server), lambda _: None)
 
@@ -185,7 +187,7 @@ async def test_a_process_that_examines_the_job_ends_with_its_request(
 ) -> None:
     """It ran on, and the agent waited for it before it ended."""
     monkeypatch.setattr(machine_node, "_PREPARE", "helpers.hanging_prepare:main")
-    node = MachineNode(lambda *_: None, on_failure=pytest.fail)
+    node = MachineNode(lambda *_: None, on_failure=pytest.fail, on_given_up=pytest.fail)
     node.open(ForkServer(("planaria.nodes.machine_node",)), lambda _: None)
     assert await node.wait_ready() == ""
     pid_path = tmp_path / "pid"

@@ -9,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
 import pytest
 
 from helpers.fake_fork_server import NO_PID
 from helpers.heads import head, runs
 from helpers.machine_lines import MachineLine, fake_head
-from helpers.offered_machines import OfferedMachine, offered_machine
+from helpers.offered_machines import OfferedMachine, node_spec, offered_machine
 from helpers.tasks import settle, wait_until
 from planaria.checkpoint.disk.parts import HeadMark, RunPlace
 from planaria.checkpoint.disk.storage import Directory
@@ -34,13 +35,14 @@ from planaria.core.machine_messages import (
     MachineReady,
     MachineUnfit,
     NodeEnded,
+    NodeRequested,
     PrepareRequested,
 )
 from planaria.core.specs import PrepareRequest
 from planaria.errors import ConfigError
 from planaria.nodes import forking, known_heads, machine, machine_node
 from planaria.nodes.forking import RENEWALS_MAX
-from planaria.nodes.machine import EXIT_AGAIN
+from planaria.nodes.machine import EXIT_AGAIN, EXIT_UNFINISHED
 from planaria.nodes.part_reports import STATUS_SAVED
 from planaria.transport.credentials import make_credentials
 
@@ -327,6 +329,44 @@ async def test_a_machine_hears_within_a_lease_that_its_head_has_lost_its_power(
 
 
 @runs
+async def test_a_machine_leaves_a_stopped_head_that_its_node_has_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel of such a head keeps the connection for ever, and the machine waited for it."""
+    monkeypatch.setattr(machine, "_RETRY_S", 0.0)
+    async with offered_machine(tmp_path, monkeypatch, job=JOB) as (made, running):
+        line = await _with_node(made)
+        os.eventfd_write(made.server.fds[1], 1)
+        await line.wait_end()
+        made.head.close()
+        made.server.end(NO_PID + 1, STATUS_SAVED)
+
+        assert await running == EXIT_UNFINISHED
+
+
+@runs
+async def test_a_node_that_gives_its_head_up_for_another_leaves_the_machine_with_that_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with offered_machine(tmp_path, monkeypatch, job=JOB) as (made, _):
+        line = await made.join()
+        spec = msgspec.structs.replace(node_spec(JOB, 0), parts="run-000001-00")
+        line.tell(NodeRequested(spec))
+        await wait_until(lambda: "runs node 0" in made.notes)
+        await settle()
+        given_up_fd = made.server.fds[1]
+        line.reset()
+        line = await made.head.next_line()
+        line.tell(made.offer("another run"))
+        await settle()
+        os.eventfd_write(given_up_fd, 1)
+        await settle()
+        made.server.end(NO_PID + 1, STATUS_SAVED)
+
+        await line.wait(MachineReady)
+
+
+@runs
 async def test_a_machine_that_stays_takes_no_job_that_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -405,8 +445,7 @@ async def test_a_node_that_has_given_its_head_up_is_not_offered_to_the_next_one(
         await wait_until(lambda: "agent" in made.server.targets)
         await settle()
         os.eventfd_write(made.server.fds[1], 1)
-        await settle()
-        line.reset()
+        await line.wait_end()
         await wait_until(lambda: any("trying again" in note for note in made.notes))
         await settle()
         made.server.end(NO_PID + 1, STATUS_SAVED)

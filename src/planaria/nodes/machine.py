@@ -120,7 +120,9 @@ class _Machine:
         self._host = spec.host
         self._offer: JobOffered | None = None
         self._ended_run = ""  # The run that was over last; its head may still answer.
-        self._node = MachineNode(self._on_node_end, on_failure=self._on_failure)
+        self._node = MachineNode(
+            self._on_node_end, on_failure=self._on_failure, on_given_up=self._on_given_up
+        )
         self._ends: list[NodeEnded] = []  # The ends of the nodes of this run.
         self._tasks: set[asyncio.Task[Any]] = set()
         self._taking: asyncio.Task[None] | None = None
@@ -190,7 +192,8 @@ class _Machine:
                 problem = connection_problem(error, self._head)
             self._drop_connection()
             if self._has_offer:
-                self._has_offer, lost_s = False, time.monotonic()
+                self._has_offer = False
+                lost_s = -inf if self._node.has_given_up else time.monotonic()
             if self._over is not None:
                 code = await self._end(self._over)
                 if not self._spec.stays or self._is_leaving:
@@ -221,6 +224,14 @@ class _Machine:
             return inf
         job = JobConfig() if self._offer is None else self._offer.job
         return job.cluster.patience_s
+
+    def _on_given_up(self) -> None:
+        """Leaves a head that was away for too long for its node.
+
+        The head may be stopped, and not dead: then its kernel keeps the connection for ever.
+        """
+        if self._writer is not None:
+            self._writer.transport.abort()
 
     def _drop_connection(self) -> None:
         if self._taking is not None:

@@ -40,6 +40,7 @@ class MachineNode:
     Args:
         on_end: callback, called with the node's number and exit status when its agent has ended.
         on_failure: callback, called with the reason why nothing can be forked here any more.
+        on_given_up: callback, called when the node has given up the head that this machine has.
 
     Attributes:
         number: number of the node that runs or is about to; -1: none.
@@ -49,12 +50,18 @@ class MachineNode:
     """
 
     def __init__(
-        self, on_end: Callable[[int, int], None], *, on_failure: Callable[[str], None]
+        self,
+        on_end: Callable[[int, int], None],
+        *,
+        on_failure: Callable[[str], None],
+        on_given_up: Callable[[], None],
     ) -> None:
         self.number = -1
         self.has_given_up = False
+        self._is_replaced = False  # Whether this machine has another head than the node.
         self._on_end = on_end
         self._on_failure = on_failure
+        self._on_give_up = on_given_up
         self._pid = 0
         self._can_save = False
         self._exits: dict[int, int] = {}  # Exit statuses of processes that are not awaited, by pid.
@@ -90,7 +97,7 @@ class MachineNode:
         """Has the node forked."""
         assert self.number < 0
         self.number = spec.node
-        self._can_save = bool(spec.parts)
+        self._can_save, self._is_replaced = bool(spec.parts), False
         self._exits.clear()  # Another process may get the same pid.
         with contextlib.suppress(BlockingIOError):  # What was said to the node before.
             os.eventfd_read(self._head_lost_fd)
@@ -101,6 +108,8 @@ class MachineNode:
     def _on_given_up(self) -> None:
         os.eventfd_read(self._given_up_fd)
         self.has_given_up = self.number >= 0
+        if self.has_given_up and not self._is_replaced:
+            self._on_give_up()
 
     async def _watch_fork(self, node: int) -> None:
         """Gives a node up if no fork server can be had before it is forked."""
@@ -169,6 +178,7 @@ class MachineNode:
 
         Its head is lost: another run has begun. A node that cannot save ends at once.
         """
+        self._is_replaced = True
         if self._can_save and self._pid:
             os.eventfd_write(self._head_lost_fd, 1)
             await wait_until(lambda: not self._pid, timeout_s=_SAVE_TIMEOUT_S)
