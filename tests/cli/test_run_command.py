@@ -85,6 +85,55 @@ def test_an_agent_that_does_not_end_is_ended(
     assert not Path(f"/proc/{path.read_text()}").exists()
 
 
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "sys.exit(1)"])
+def test_the_agent_of_a_head_that_has_crashed_has_time_to_save(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node waits for the answers of others before it writes a layer. It was killed before."""
+    monkeypatch.setattr(run_command, "_AGENT_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(run_command, "_LEAVE_TIMEOUT_S", 0.0)
+    ready, saved = tmp_path / "ready", tmp_path / "saved"
+    head = python(
+        f"import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)\n{end}",
+        ready,
+    )
+    agent = python(
+        "import signal, sys, time\n"
+        "def save(*_): time.sleep(0.3); open(sys.argv[2], 'x'); sys.exit(3)\n"
+        f"signal.signal(signal.SIGTERM, save); open(sys.argv[1], 'x')\n{FOR_EVER}",
+        *(ready, saved),
+    )
+
+    supervised(head, agent)
+
+    assert saved.exists()
+
+
+def test_an_agent_whose_head_has_crashed_gets_the_signals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its user need not wait until it has saved."""
+    monkeypatch.setattr(run_command, "_AGENT_TIMEOUT_S", 0.0)
+    ready, saving = tmp_path / "ready", tmp_path / "saving"
+    agent = python(
+        "import signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: open(sys.argv[2], 'x'))\n"
+        "signal.signal(signal.SIGINT, lambda *_: sys.exit(1))\n"
+        f"open(sys.argv[1], 'x')\n{FOR_EVER}",
+        *(ready, saving),
+    )
+    head = python(
+        "import os, sys, time\n"
+        "while not os.path.exists(sys.argv[1]): time.sleep(0.01)\nos.kill(os.getpid(), 9)",
+        ready,
+    )
+    thread = once(saving.exists, lambda: os.kill(os.getpid(), signal.SIGINT))
+    code, _ = supervised(head, agent)
+    thread.join()
+
+    assert code == 137
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_goes_once_to_the_head_and_not_to_the_agent(
     number: signal.Signals, tmp_path: Path

@@ -38,6 +38,7 @@ _MISTAKE: Final = 2
 _INTERRUPTED: Final = 130
 _AGENT_TIMEOUT_S: Final = 20.0  # Time for the agent to end by itself once the head has ended.
 _LEAVE_TIMEOUT_S: Final = 5.0
+_SAVE_TIMEOUT_S: Final = 3600.0  # An agent that runs ends much earlier if nothing more is written.
 
 
 NumMachines = Annotated[
@@ -208,9 +209,16 @@ def supervise(*, head: Sequence[str], agent: Sequence[str], note: Callable[[str]
         for number in early:
             main.send_signal(number)
         _wait_main(main, others, note)
+        processes[:] = others  # Who does not want to wait for the agent can interrupt it twice.
         is_mistake = main.returncode == _MISTAKE  # The agent may not even have found the head.
         for process in others:
-            _end(process, timeout_s=0.0 if is_mistake else _AGENT_TIMEOUT_S)
+            # Else a node that has lost its head saves what it holds, and waits for others first.
+            is_told = is_mistake or main.returncode == 0
+            _end(
+                process,
+                timeout_s=0.0 if is_mistake else _AGENT_TIMEOUT_S,
+                leave_timeout_s=_LEAVE_TIMEOUT_S if is_told else _SAVE_TIMEOUT_S,
+            )
     if main.returncode >= 0:
         return main.returncode
     # A signal that ends a command came before it could handle it, or somebody else has killed it.
@@ -279,9 +287,9 @@ def _wait_main(
                     note(f"the agent here has ended with exit code {code}; the head goes on")
 
 
-def _end(process: subprocess.Popen[bytes], *, timeout_s: float) -> None:
-    """Waits for a process to end by itself, and ends it after `timeout_s`."""
-    for number, pause_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, _LEAVE_TIMEOUT_S)):
+def _end(process: subprocess.Popen[bytes], *, timeout_s: float, leave_timeout_s: float) -> None:
+    """Waits for a process to end by itself, tells it to after `timeout_s`, and then kills it."""
+    for number, pause_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, leave_timeout_s)):
         try:
             process.wait(timeout=pause_s)
         except subprocess.TimeoutExpired:
