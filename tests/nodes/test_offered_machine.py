@@ -5,6 +5,7 @@ import errno
 import os
 import signal
 import socket
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -16,7 +17,7 @@ from helpers.fake_fork_server import NO_PID
 from helpers.heads import head, runs
 from helpers.machine_lines import MachineLine, fake_head
 from helpers.offered_machines import OfferedMachine, node_spec, offered_machine
-from helpers.tasks import settle, wait_until
+from helpers.tasks import TIMEOUT_S, settle, wait_until
 from planaria.checkpoint.disk.parts import HeadMark, RunPlace
 from planaria.checkpoint.disk.storage import Directory
 from planaria.core.job import ClusterConfig, JobConfig
@@ -213,6 +214,27 @@ async def test_the_first_interrupt_after_a_notice_kills_no_node(
 
         assert not running.done()
         assert not made.server.kills
+
+
+@runs
+async def test_a_driver_that_hangs_holds_up_no_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What devices there are was read on the event loop, for each connection."""
+    asked, answers = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> NoReturn:
+        asked.set()
+        answers.wait(TIMEOUT_S)
+        raise OSError("the driver is gone")
+
+    monkeypatch.setattr(machine, "facts_of_this_machine", hang)
+    async with offered_machine(tmp_path, monkeypatch, job=JOB) as (_, running):
+        await wait_until(asked.is_set)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+        assert await running == 0
+    answers.set()
 
 
 @runs

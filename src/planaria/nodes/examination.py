@@ -31,8 +31,14 @@ _SLOW_CLOCKS: Final = frozenset(("acpi_pm", "hpet", "jiffies"))
 _TIME_ERROR: Final = 5  # The state of adjtimex for a clock that nobody synchronises.
 
 
+def versions_of_this_machine() -> dict[str, str]:
+    """The versions, by name, that machines of one job should have in common."""
+    names = ("torch", "planaria")
+    return {"python": platform.python_version(), **{name: _version(name) for name in names}}
+
+
 def facts_of_this_machine(host: str, domain: str) -> MachineFacts:
-    """The facts on this machine that its head needs."""
+    """The facts on this machine that its head needs; the driver of its devices may take long."""
     return MachineFacts(
         # Slurm knows its machines by names of their own, which need not be the hosts'.
         name=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
@@ -42,10 +48,7 @@ def facts_of_this_machine(host: str, domain: str) -> MachineFacts:
         memory_bytes=total_bytes(),
         processor=_processor_model(),
         devices=tuple(device_models()),
-        versions={
-            "python": platform.python_version(),
-            **{name: _version(name) for name in ("torch", "planaria")},
-        },
+        versions=versions_of_this_machine(),
     )
 
 

@@ -169,6 +169,8 @@ class _Machine:
 
     async def _serve(self) -> int:
         """Connects to the head again and again; returns the exit code once all is over."""
+        read = partial(facts_of_this_machine, self._host, self._spec.domain)
+        self._facts = await answer_of_thread(read, name="facts")
         lost_s, shown = time.monotonic(), ""
         while True:
             while self._node.has_given_up:  # A head that hears of its node would wait for it.
@@ -256,7 +258,7 @@ class _Machine:
         self._tell(
             MachineArrived(
                 protocol=PROTOCOL,
-                facts=facts_of_this_machine(self._host, self._spec.domain),
+                facts=msgspec.structs.replace(self._facts, host=self._host),
                 has_code=self._spec.has_code,
                 run=run,
                 node=self._node.number,

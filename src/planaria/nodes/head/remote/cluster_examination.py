@@ -26,7 +26,7 @@ from planaria.core.machine_messages import (
     MachineExamined,
 )
 from planaria.nodes.daemon_threads import answer_of_thread
-from planaria.nodes.examination import facts_of_this_machine
+from planaria.nodes.examination import versions_of_this_machine
 from planaria.nodes.head.remote.link_classes import LinkClass, link_class
 from planaria.nodes.head.remote.machine_handle import MachineHandle, in_time, measured_path
 from planaria.transport.link_measurement import measured_link
@@ -61,7 +61,7 @@ async def examine_machines(
             *(measuring.measure_pair(machines[one], machines[other]) for one, other in pairs)
         )
     return ClusterCheckup(
-        head_versions=facts_of_this_machine("", "").versions,
+        head_versions=versions_of_this_machine(),
         machines=tuple(checkup for checkup, _ in examined),
         paths=tuple(measuring.paths),
         num_paths_left=measuring.num_left,
