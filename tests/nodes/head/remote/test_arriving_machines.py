@@ -25,8 +25,9 @@ from planaria.core.machine_messages import (
     SourceFile,
 )
 from planaria.core.records import Ended, Members
-from planaria.nodes.head.remote import machines
+from planaria.nodes.head.remote import machine_handle, machines
 from planaria.nodes.head.remote.machine_handle import REJOINS_MAX, MachineHandle
+from planaria.transport.frames import frame
 
 
 @runs
@@ -173,6 +174,29 @@ async def test_a_machine_that_has_the_modules_is_never_sent_them(tmp_path: Path)
 
     sent = [[source.data for offer in of_one for source in offer.sources] for of_one in offers]
     assert sent == [[b"", b""], [source.data, source.data]]
+
+
+@runs
+async def test_modules_are_encoded_once_and_not_sent_to_a_machine_that_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megabytes of them stopped the head for minutes when hundreds of machines came."""
+    encoded: list[bytes] = []
+
+    def encode(message: Any) -> bytes:
+        encoded.extend(source.data for source in getattr(message, "sources", ()))
+        return frame(message)
+
+    source = SourceFile(path="models.py", data=b"import torch", sha256="0")
+    async with arriving_machines(tmp_path) as head:
+        head.machines._offer = msgspec.structs.replace(head.machines._offer, sources=(source,))
+        monkeypatch.setattr(machine_handle, "frame", encode)
+        for run in ("", "", "an earlier run", "run", "run"):
+            line = await arrive(head.address, run=run)
+            (sent,) = (await line.wait(JobOffered)).sources
+            assert sent.data == (b"" if run == "run" else source.data)
+
+    assert encoded == [source.data, b""]
 
 
 def test_a_connection_that_has_ended_by_then_is_not_taken_for_one_that_is_there() -> None:

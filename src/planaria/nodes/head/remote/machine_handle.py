@@ -19,6 +19,7 @@ from planaria.core.checkups import HEAD
 from planaria.core.machine_messages import (
     LINK_BUDGET_S,
     ExaminationRequested,
+    JobOffered,
     JobPrepared,
     LinkMeasured,
     LinkMeasureRequested,
@@ -128,8 +129,12 @@ class MachineHandle:
 
     def tell(self, message: ToMachine) -> None:
         """Sends a message, unless the connection is broken."""
+        self.tell_frame(frame(message))
+
+    def tell_frame(self, data: bytes) -> None:
+        """Sends a message that is encoded already, unless the connection is broken."""
         if self.writer is not None:
-            self.writer.write(frame(message))
+            self.writer.write(data)
 
     async def ask(self, question: Question, kind: type[Kind]) -> Kind | None:
         """The machine's answer; None: its connection is broken, or breaks before it answers."""
@@ -177,6 +182,30 @@ class MachineHandle:
         for future in self._questions.values():
             if not future.done():
                 future.set_result(None)
+
+
+class OfferFrames:
+    """The offer of a job as it is sent: encoded once, although hundreds of machines get it.
+
+    The modules in it may have megabytes, and the event loop would stand still for seconds.
+    """
+
+    def __init__(self) -> None:
+        self._frames: dict[bool, tuple[JobOffered, bytes]] = {}
+
+    def of(self, offer: JobOffered, *, has_data: bool) -> bytes:
+        """The frame of an offer.
+
+        Args:
+            has_data: whether the modules themselves are in it, and not only their digests.
+        """
+        kept = self._frames.get(has_data)
+        if kept is None or kept[0] is not offer:
+            bare = (msgspec.structs.replace(source, data=b"") for source in offer.sources)
+            sources = offer.sources if has_data else tuple(bare)
+            kept = offer, frame(msgspec.structs.replace(offer, sources=sources))
+            self._frames[has_data] = kept
+        return kept[1]
 
 
 async def measured_path(

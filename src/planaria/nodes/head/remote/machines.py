@@ -56,6 +56,7 @@ from planaria.nodes.head.remote.link_classes import LinkClass, measured_links
 from planaria.nodes.head.remote.machine_checks import MachineChecks
 from planaria.nodes.head.remote.machine_handle import (
     MachineHandle,
+    OfferFrames,
     loopback_problem,
     unused_name,
 )
@@ -111,6 +112,7 @@ class Machines:
         self.on_end: Callable[[AgentEnded], None] = lambda _: None
         self.on_injected: Callable[[int], None] = lambda _: None
         self.node_log: NodeLog | None = None
+        self._offer_frames = OfferFrames()
         self._offer = JobOffered(run=run, job=job, mark=checks.mark, sources=tuple(sources))
         self.kinds = KindSpeeds(note)
         self.checks = checks
@@ -497,10 +499,8 @@ class Machines:
         return machine
 
     def _offer_job(self, machine: MachineHandle) -> None:
-        sources = self._offer.sources
-        if machine.has_code:  # Only digests travel.
-            sources = tuple(msgspec.structs.replace(source, data=b"") for source in sources)
-        machine.tell(msgspec.structs.replace(self._offer, sources=sources))
+        has_modules = machine.has_code or machine.run == self._offer.run  # Then it is back.
+        machine.tell_frame(self._offer_frames.of(self._offer, has_data=not has_modules))
 
     def _known_machine(self, machine_id: str) -> MachineHandle | None:
         """The machine that has come back without a node; None: it was not here before."""
