@@ -3,6 +3,8 @@
 import asyncio
 import errno
 import socket
+import threading
+from contextlib import ExitStack
 
 import pytest
 
@@ -15,6 +17,7 @@ from planaria.transport.sockets import (
     break_when_silent,
     can_be_host,
     connecting_socket,
+    endpoints_of,
     listening_socket,
     open_stream,
 )
@@ -46,7 +49,7 @@ def test_what_can_be_no_host(text: str) -> None:
     """Other machines could not even look it up."""
     assert not can_be_host(text)
     with pytest.raises(OSError, match=r"can be no name|not known|failure"):
-        connecting_socket((text or ".invalid", 70))
+        endpoints_of((text or ".invalid", 70))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.2", "::1", "[::1]"])
@@ -88,9 +91,46 @@ def test_the_next_address_of_a_name_is_tried_if_one_fails_at_once(
             (socket.AF_INET, socket.SOCK_STREAM, 0, "", listener.getsockname()),
         ]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: endpoints)
-        with connecting_socket(("a.name", 1)) as sock:
+        left = endpoints_of(("a.name", 1))
+        with connecting_socket(left) as sock:
             listener.accept()[0].close()
             assert sock.getpeername() == listener.getsockname()
+        assert left == []
+
+
+@pytest.mark.parametrize("is_found", [True, False], ids=["found", "not found"])
+def test_the_next_address_of_a_name_is_tried_if_no_rank_answers_at_one(
+    is_found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer was lost, although the head had measured that its machine is reached."""
+    ranks = [Links(rank, token=TOKEN, host="127.0.0.1") for rank in range(2)]
+    port = ranks[1].address[1]
+    with ExitStack() as stack:
+        wrong = []
+        for host in ("127.0.0.2", "127.0.0.3"):
+            listener = stack.enter_context(socket.create_server((host, port)))
+            thread = threading.Thread(target=close_first, args=(listener,))
+            thread.start()
+            stack.callback(thread.join)
+            wrong.append((host, port))
+        where = [*wrong, ranks[1].address] if is_found else wrong
+        endpoints = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", each) for each in where]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: endpoints)
+        names = {0: ranks[0].address, 1: ("a.name", port)}
+        for rank in range(2) if is_found else range(1):
+            ranks[rank].enter(0, addresses=names, peers=[1 - rank])
+        if is_found:
+            ranks[0].wait_linked(timeout_s=TIMEOUT_S)
+        else:
+            with pytest.raises(PeerLostError, match=r"a\.name"):
+                ranks[0].wait_linked(timeout_s=TIMEOUT_S)
+    for links in ranks:
+        links.close()
+
+
+def close_first(listener: socket.socket) -> None:
+    """Closes the first connection that comes, as a service does that knows no such protocol."""
+    listener.accept()[0].close()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

@@ -12,6 +12,8 @@ other methods.
 The speed of a link is measured by its large messages. Bytes that wait in the kernel came at an
 unknown time, so once a message begins to arrive they are read until none is left. What the message
 still lacks then arrives between that moment and its end, and only that is counted.
+
+What has arrived on all connections of a rank waits in its `LinkInbox`.
 """
 
 import socket
@@ -20,7 +22,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final, NamedTuple
@@ -32,7 +34,7 @@ import xxhash
 from planaria.errors import AuthenticationError
 from planaria.transport.frames import HANDSHAKE_TIMEOUT_S, Role, handshake
 from planaria.transport.link_tls import LinkSecurity, LinkTls
-from planaria.transport.sockets import break_when_silent
+from planaria.transport.sockets import Endpoint, break_when_silent
 from planaria.transport.timekeeping import clock_name
 
 # A message of a job without a profile may have so many bytes.
@@ -245,6 +247,7 @@ class Connection:
     Attributes:
         target: the rank that this end connects to; -1: this end accepted the connection.
         port: port at which the peer listens; a worker that is forked again has another one.
+        untried: where else the target may be reached, if it is not reached here.
         peer: the rank at the other end; -1 until the handshake has proved it.
         has_own_clock: whether the peer reads the same monotonic clock as this rank.
         deadline_s: time at which the handshake is given up, by the monotonic clock.
@@ -254,13 +257,22 @@ class Connection:
             another thread's write may belong to another file by then.
     """
 
-    def __init__(self, sock: socket.socket, own: OwnEnd, *, target: int, port: int) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        own: OwnEnd,
+        *,
+        target: int,
+        port: int,
+        untried: list[Endpoint] | None = None,
+    ) -> None:
         sock.setblocking(False)
         # A wait for a peer lasts for as long as its link is up (UNLIMITED_S in links.py).
         break_when_silent(sock)
         self.sock = sock
         self.target = target
         self.port = port
+        self.untried = untried or []
         self.peer = -1
         self.has_own_clock = False
         self.deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
@@ -472,3 +484,63 @@ class Connection:
         self._expect(num_bytes)
         with self.lock:
             self._unsent.append(memoryview(answer))
+
+
+# -- messages that have arrived for a rank and were not taken, and memory for those to come --------
+
+Payload = npt.NDArray[np.uint8]
+
+
+class LinkInbox:
+    """The messages of a rank that have arrived and were not taken, by peer, epoch and tag.
+
+    The caller makes sure that one thread at a time uses the messages. The memory for messages to
+    come has a lock of its own, since one thread offers it and another one uses it.
+    """
+
+    def __init__(self) -> None:
+        # With the moment at which each was due; 0.0: links are not paced.
+        self._messages: dict[tuple[int, int, Tag], tuple[Payload, float]] = {}
+        self._lock = threading.Lock()
+        self._offered_memory: dict[tuple[int, int, Tag], Payload] = {}
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def begin_epoch(self, epoch: int) -> set[int]:
+        """Drops messages of older epochs; returns the peers that have sent some of this epoch."""
+        self._messages = {key: m for key, m in self._messages.items() if key[1] >= epoch}
+        with self._lock:
+            self._offered_memory.clear()
+        return {peer for peer, message_epoch, _ in self._messages if message_epoch == epoch}
+
+    def add(self, peer: int, message: IncomingMessage, due_s: float) -> None:
+        """Adds a message that has arrived."""
+        self._messages[peer, message.epoch, message.tag] = message.payload, due_s
+
+    def first(self, wanted: Mapping[int, Tag], epoch: int) -> tuple[int, Tag] | None:
+        """The first of the wanted messages (tag by peer) that has arrived; None if none has."""
+        arrived = (
+            (peer, tag) for peer, tag in wanted.items() if (peer, epoch, tag) in self._messages
+        )
+        return next(arrived, None)
+
+    def take(self, peer: int, epoch: int, tag: Tag) -> tuple[Payload, float]:
+        """Takes a message that has arrived, with the moment at which it was due.
+
+        Memory that was offered for the message and not used is free again.
+        """
+        with self._lock:
+            self._offered_memory.pop((peer, epoch, tag), None)
+        return self._messages.pop((peer, epoch, tag))
+
+    def offer_memory(self, peer: int, epoch: int, tag: Tag, memory: Payload) -> None:
+        """Offers memory for a message that may be about to arrive."""
+        with self._lock:
+            self._offered_memory[peer, epoch, tag] = memory
+
+    def memory_for(self, peer: int, epoch: int, tag: Tag, num_bytes: int) -> Payload | None:
+        """The memory offered for a message that begins to arrive; None: none of its size."""
+        with self._lock:
+            memory = self._offered_memory.pop((peer, epoch, tag), None)
+        return memory if memory is not None and len(memory) == num_bytes else None

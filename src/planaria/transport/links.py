@@ -32,6 +32,7 @@ from planaria.transport.connection import (
     Channel,
     Connection,
     IncomingMessage,
+    LinkInbox,
     OwnEnd,
     Tag,
     checked_header,
@@ -42,9 +43,11 @@ from planaria.transport.pacing import LinkCallbacks, OutgoingMessage, Pacer, Pac
 from planaria.transport.serving import Handlers, Server
 from planaria.transport.sockets import (
     Address,
+    Endpoint,
     address_text,
     bare_host,
     connecting_socket,
+    endpoints_of,
     is_loopback,
     listening_socket,
 )
@@ -468,11 +471,19 @@ class Links:
 
     def _connect(self, peer: int, address: Address) -> None:
         try:
-            sock = connecting_socket(address)
+            self._connect_first(endpoints_of(address), peer, address[1])
         except OSError as error:
             raise PeerLostError(peer, self._unreachable(peer, str(error))) from error
+
+    def _connect_first(self, endpoints: list[Endpoint], peer: int, port: int) -> None:
+        """Begins to connect to the first endpoint that does not fail at once.
+
+        Raises:
+            OSError: all do.
+        """
+        sock = connecting_socket(endpoints)
         with self._changed:
-            connection = Connection(sock, self._own, target=peer, port=address[1])
+            connection = Connection(sock, self._own, target=peer, port=port, untried=endpoints)
             self._connecting[peer] = connection
             self._server.add(connection)
 
@@ -514,9 +525,14 @@ class Links:
                 self._changed.notify_all()
 
     def _on_link_lost(self, connection: Connection, reason: str) -> None:
+        target = connection.target
         with self._changed:
-            if connection.peer < 0 and connection.target in self._addresses:
-                reason = self._unreachable(connection.target, reason)
+            if connection.untried and self._connecting.get(target) is connection:
+                with suppress(OSError):  # The name of a machine may have several addresses.
+                    self._connect_first(connection.untried, target, connection.port)
+                    return
+            if connection.peer < 0 and target in self._addresses:
+                reason = self._unreachable(target, reason)
             self._pacer.deliver_arrived(connection)
             for links in (self._peers, self._connecting):
                 for rank in [r for r, link in links.items() if link is connection]:
@@ -537,63 +553,3 @@ class Links:
             self._lost.update(dict.fromkeys((*self._peers, *self._ports), "links closed"))
             self._peers.clear()
             self._queued_messages.clear()
-
-
-# -- messages that have arrived for a rank and were not taken, and memory for those to come --------
-
-Payload = npt.NDArray[np.uint8]
-
-
-class LinkInbox:
-    """The messages of a rank that have arrived and were not taken, by peer, epoch and tag.
-
-    The caller makes sure that one thread at a time uses the messages. The memory for messages to
-    come has a lock of its own, since one thread offers it and another one uses it.
-    """
-
-    def __init__(self) -> None:
-        # With the moment at which each was due; 0.0: links are not paced.
-        self._messages: dict[tuple[int, int, Tag], tuple[Payload, float]] = {}
-        self._lock = threading.Lock()
-        self._offered_memory: dict[tuple[int, int, Tag], Payload] = {}
-
-    def __len__(self) -> int:
-        return len(self._messages)
-
-    def begin_epoch(self, epoch: int) -> set[int]:
-        """Drops messages of older epochs; returns the peers that have sent some of this epoch."""
-        self._messages = {key: m for key, m in self._messages.items() if key[1] >= epoch}
-        with self._lock:
-            self._offered_memory.clear()
-        return {peer for peer, message_epoch, _ in self._messages if message_epoch == epoch}
-
-    def add(self, peer: int, message: IncomingMessage, due_s: float) -> None:
-        """Adds a message that has arrived."""
-        self._messages[peer, message.epoch, message.tag] = message.payload, due_s
-
-    def first(self, wanted: Mapping[int, Tag], epoch: int) -> tuple[int, Tag] | None:
-        """The first of the wanted messages (tag by peer) that has arrived; None if none has."""
-        arrived = (
-            (peer, tag) for peer, tag in wanted.items() if (peer, epoch, tag) in self._messages
-        )
-        return next(arrived, None)
-
-    def take(self, peer: int, epoch: int, tag: Tag) -> tuple[Payload, float]:
-        """Takes a message that has arrived, with the moment at which it was due.
-
-        Memory that was offered for the message and not used is free again.
-        """
-        with self._lock:
-            self._offered_memory.pop((peer, epoch, tag), None)
-        return self._messages.pop((peer, epoch, tag))
-
-    def offer_memory(self, peer: int, epoch: int, tag: Tag, memory: Payload) -> None:
-        """Offers memory for a message that may be about to arrive."""
-        with self._lock:
-            self._offered_memory[peer, epoch, tag] = memory
-
-    def memory_for(self, peer: int, epoch: int, tag: Tag, num_bytes: int) -> Payload | None:
-        """The memory offered for a message that begins to arrive; None: none of its size."""
-        with self._lock:
-            memory = self._offered_memory.pop((peer, epoch, tag), None)
-        return memory if memory is not None and len(memory) == num_bytes else None

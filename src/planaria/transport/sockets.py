@@ -8,9 +8,10 @@ import errno
 import ipaddress
 import os
 import socket
-from typing import Final
+from typing import Any, Final
 
 Address = tuple[str, int]
+Endpoint = tuple[int, tuple[Any, ...]]  # Family of a socket, and what it connects to.
 
 CONNECT_TIMEOUT_S: Final = 10.0
 # TCP keepalive probes the kernel of a silent peer, but not while unacknowledged bytes are on their
@@ -92,18 +93,37 @@ def listening_socket(host: str) -> socket.socket:
     )
 
 
-def connecting_socket(address: Address) -> socket.socket:
-    """A non-blocking socket whose connection is under way; a later write reports its failure.
+def endpoints_of(address: Address) -> list[Endpoint]:
+    """Where a host and port may be reached; a name may have several addresses. It may block.
 
     Raises:
-        OSError: the host does not resolve, or the connection failed at once.
+        OSError: the host does not resolve.
     """
+    host, port = bare_host(address[0]), address[1]
     try:
-        endpoints = socket.getaddrinfo(bare_host(address[0]), address[1], type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError as error:
         raise OSError(f"{address[0]!r} can be no name of a machine") from error
-    for family, kind, protocol, _, endpoint in endpoints:
-        sock = socket.socket(family, kind, protocol)
+    return [(family, endpoint) for family, _, _, _, endpoint in found]
+
+
+def connecting_socket(endpoints: list[Endpoint]) -> socket.socket:
+    """A non-blocking socket whose connection is under way; a later write reports its failure.
+
+    Args:
+        endpoints: endpoints to try; those that were tried are removed.
+
+    Raises:
+        OSError: the connection failed at once at each of them.
+    """
+    status = errno.EADDRNOTAVAIL
+    while endpoints:
+        family, endpoint = endpoints.pop(0)
+        try:  # A kernel without IPv6 still resolves names to its addresses.
+            sock = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:
+            status = error.errno or status
+            continue
         sock.setblocking(False)
         status = sock.connect_ex(endpoint)
         if status in (0, errno.EINPROGRESS):
