@@ -179,6 +179,10 @@ class AuthenticationError(PlanariaError):
     """When the other end of a connection does not prove that it knows the job's token."""
 
 
+class StrangerError(AuthenticationError):
+    """When the other end of a connection is no process of planaria at all."""
+
+
 class PeerLostError(PlanariaError):
     """When the link to another rank closed or broke.
 

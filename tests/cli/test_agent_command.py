@@ -2,7 +2,9 @@
 
 import errno
 import os
+import socket
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +19,7 @@ from planaria.nodes import output
 from planaria.nodes.known_heads import connection_problem
 from planaria.nodes.machine_spec import MachineSpec
 from planaria.transport.credentials import write_credentials
+from planaria.transport.sockets import address_text
 
 
 @pytest.mark.parametrize("head", [":7320", "head:0", "head"])
@@ -31,6 +34,28 @@ def test_an_address_for_others_that_nobody_can_look_up_is_refused(host: str) -> 
     refused = command("agent", "--join", "head:7320", "--advertise", host)
 
     assert_mistake(refused, "--advertise = ", "without a port")
+
+
+def test_a_service_that_is_no_head_is_a_mistake_of_the_address(tmp_path: Path) -> None:
+    """The token file was named, which is right."""
+    token = tmp_path / "token"
+    write_credentials(token)
+
+    def answer(listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        with sock:
+            sock.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+            while sock.recv(1 << 12):
+                pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer, args=(listener,))
+        thread.start()
+        head = address_text(listener.getsockname())
+        refused = command("agent", "--join", head, "--token-file", str(token))
+        thread.join()
+
+    assert_mistake(refused, "--join = ", "does not speak planaria's TLS")
 
 
 def test_a_connection_that_breaks_names_the_head() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.heads import CREDENTIALS, Head, head, runs
 from helpers.tasks import TIMEOUT_S, wait_until
-from planaria.errors import AuthenticationError
+from planaria.errors import AuthenticationError, StrangerError
 from planaria.transport import head_search
 from planaria.transport.acceptor import Purpose, Streams, connect
 from planaria.transport.credentials import make_credentials
@@ -109,6 +109,24 @@ async def test_the_token_file_is_at_fault_only_if_all_addresses_refuse(
 
     assert all(str(port) in str(refused.value) for _, port in addresses)
     assert all(str(port) in str(unreachable.value) for _, port in (*addresses, closed))
+
+
+@runs
+async def test_what_is_no_head_is_told_from_a_head_of_another_token_file() -> None:
+    """The token file is right then, and the address is not."""
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    async with head(OTHERS) as other, await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        service: Address = server.sockets[0].getsockname()
+        with pytest.raises(StrangerError, match=str(service[1])):
+            await found(service)
+        with pytest.raises(AuthenticationError) as refused:
+            await found(service, other.address)
+
+    assert not isinstance(refused.value, StrangerError)
 
 
 @runs

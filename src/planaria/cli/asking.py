@@ -7,7 +7,7 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 import typer
 
-from planaria.errors import AuthenticationError, ConfigError
+from planaria.errors import AuthenticationError, ConfigError, StrangerError
 from planaria.nodes.head.remote.network_requests import ask_head
 from planaria.nodes.head.request_socket import ask
 from planaria.nodes.head.requests import Request, RequestReply
@@ -92,6 +92,8 @@ def head_errors(head: str, *, token_file: str, field: str) -> Iterator[None]:
     """Turns the errors of a connection to a head into ConfigErrors; see `ask_job`."""
     try:
         yield
+    except StrangerError as error:
+        raise ConfigError(field, head, f"{error}; name the port of the head") from error
     except AuthenticationError as error:
         raise ConfigError(FIELD, str(token_path(token_file)), str(error)) from error
     except ConnectionError as error:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from planaria.cli.command_line import exit_codes
-from planaria.errors import AuthenticationError, ConfigError
+from planaria.errors import AuthenticationError, ConfigError, StrangerError
 from planaria.job.planning import cache_directory, fork_server
 from planaria.nodes.machine import run_machine
 from planaria.nodes.machine_spec import MachineSpec
@@ -18,7 +18,7 @@ from planaria.nodes.notices import parse_notice_source
 from planaria.nodes.output import Outlet, finish, unfailing
 from planaria.transport.acceptor import parse_address
 from planaria.transport.credentials import FIELD, read_credentials, token_path
-from planaria.transport.sockets import Address, can_be_host
+from planaria.transport.sockets import Address, address_text, can_be_host
 
 TokenFile = Annotated[
     str,
@@ -115,6 +115,9 @@ def agent(
 def _exit_code(spec: MachineSpec, token_file: str) -> int:
     try:
         return run_machine(spec)
+    except StrangerError as error:
+        named = ",".join(map(address_text, spec.heads))
+        raise ConfigError("--join", named, f"{error}; name the port of the head") from error
     except AuthenticationError as error:
         raise ConfigError(FIELD, str(token_path(token_file)), str(error)) from error
 

@@ -79,7 +79,7 @@ async def wait_exit(pid: int) -> int:
     The process is reaped by the event loop also if this is cancelled.
     """
     loop = asyncio.get_running_loop()
-    status = loop.create_future()
+    status: asyncio.Future[int] = loop.create_future()
     pidfd = os.pidfd_open(pid)
 
     def reap() -> None:

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Final
 
-from planaria.errors import AuthenticationError, ConfigError
+from planaria.errors import AuthenticationError, ConfigError, StrangerError
 from planaria.transport.credentials import Credentials, certificate_problem
 from planaria.transport.frames import HANDSHAKE_TIMEOUT_S, Role, shake_hands
 from planaria.transport.serving import ACCEPT_PAUSE_S
@@ -394,7 +394,7 @@ async def connect(
             connections that share it, one head at most learns of one.
 
     Raises:
-        AuthenticationError: the head has another token file or key, or is none.
+        AuthenticationError: the head has another token file or key; a StrangerError: it is none.
         ConnectionError: the head cannot be reached, or ended the connection before it was proved.
     """
     loop = asyncio.get_running_loop()
@@ -420,7 +420,7 @@ async def connect(
                 await _prove_in_turn(turn, streams, key, credentials, identity=identity)
                 return streams
         except AuthenticationError as error:
-            raise AuthenticationError(f"{where}: {error}") from error
+            raise type(error)(f"{where}: {error}") from error
         except (EOFError, OSError) as error:  # TimeoutError is an OSError.
             reason = _refusal_text(error) or "no answer in time"
             problem = f"{_route_text(endpoint, where)}: {reason}"
@@ -561,6 +561,7 @@ def _tls_errors(credentials: Credentials) -> Iterator[None]:
             text = "the other end has a certificate of another token file: copy one file to both"
         else:
             text = f"the other end does not speak planaria's TLS ({reason})"
+            raise StrangerError(text) from error
         raise AuthenticationError(text) from error
 
 

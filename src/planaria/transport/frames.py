@@ -26,7 +26,7 @@ import msgspec
 
 from planaria.core.garbage import no_collection
 from planaria.core.messages import FromNode, Message, ToNode, ToWorker
-from planaria.errors import AuthenticationError
+from planaria.errors import AuthenticationError, StrangerError
 
 _LENGTH = struct.Struct("!I")
 _MAGIC = b"planar01"
@@ -193,7 +193,7 @@ def handshake(
     peer_hello = yield hello, _HELLO.size
     magic, _, peer_identity = _HELLO.unpack(peer_hello)
     if magic != _MAGIC:
-        raise AuthenticationError(f"the other end speaks {magic!r}, not {_MAGIC!r}")
+        raise StrangerError(f"the other end speaks {magic!r}, not {_MAGIC!r}")
     peer_role = Role.ACCEPT if role is Role.CONNECT else Role.CONNECT
     proof = yield _proof(token, role, hello, peer_hello), _PROOF_BYTES
     if not hmac.compare_digest(proof, _proof(token, peer_role, peer_hello, hello)):

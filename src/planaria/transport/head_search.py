@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Final
 
-from planaria.errors import AuthenticationError
+from planaria.errors import AuthenticationError, StrangerError
 from planaria.transport.acceptor import Purpose, Streams, connect
 from planaria.transport.credentials import Credentials
 from planaria.transport.sockets import Address
@@ -33,7 +33,8 @@ async def connect_first(
         timeout_s: time for all of them; each has at least half of it.
 
     Raises:
-        AuthenticationError: at each address something answers that is no head of this token file.
+        AuthenticationError: at each address something answers that is no head of this token file;
+            a StrangerError: nor of another one.
         ConnectionError: no head can be reached, and not each address has refused for good.
     """
     loop = asyncio.get_running_loop()
@@ -69,6 +70,8 @@ async def connect_first(
     finally:
         await _end(tries)
     text = "; and ".join(str(problem) for problem in problems)
+    if all(isinstance(problem, StrangerError) for problem in problems):
+        raise StrangerError(text)
     if all(isinstance(problem, AuthenticationError) for problem in problems):
         raise AuthenticationError(text)
     raise ConnectionError(text)
