@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from helpers.heads import CREDENTIALS
+from helpers.offered_machines import Clock
 from planaria.checkpoint.disk.parts import HeadMark, RunPlace
 from planaria.checkpoint.disk.storage import Directory
 from planaria.core.job import CheckpointConfig, ClusterConfig, JobConfig
@@ -356,3 +357,41 @@ def test_a_head_that_was_replaced_gives_way_to_the_others(
     asyncio.run(play())
 
     assert tries == [heads, heads, heads[1:], (heads[1], heads[0], heads[2])]
+
+
+def test_a_try_that_has_taken_longer_than_a_pause_is_followed_by_the_next_one(
+    lifeline_fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a pause after half a lease at silent addresses a node hardly came back in time."""
+    num_tries = 0
+    clock = Clock()
+    spec = NodeSpec(
+        job=JobConfig(cluster=ClusterConfig(lease_s=LEASE_S)),
+        node=0,
+        token=TOKEN,
+        coordinator=("10.0.0.1", 7320),
+        worker="",
+        cache_directory="",
+        credentials=msgspec.json.encode(CREDENTIALS),
+        patience_s=1e9,
+    )
+
+    async def play() -> None:
+        agent = _Agent(spec, [], lifeline_fd)
+
+        async def fail(*_: object, **__: object) -> None:
+            nonlocal num_tries
+            num_tries += 1
+            clock.ahead_s += 2000.0
+            agent._is_shut_down = num_tries == 3
+            raise ConnectionError("no answer in time")
+
+        monkeypatch.setattr(agent_module, "connect_first", fail)
+        async with asyncio.timeout(TIMEOUT_S):
+            await agent.run()
+
+    monkeypatch.setattr(agent_module, "time", clock)
+    monkeypatch.setattr(agent_module, "reconnect_s", lambda *_, **__: 1000.0)
+    asyncio.run(play())
+
+    assert num_tries == 3

@@ -266,6 +266,7 @@ class _Agent:
         watch = asyncio.create_task(self._watch_notices())
         since_s = time.monotonic()
         while not self._is_shut_down and self._parts is None:
+            begin_s = time.monotonic()
             self._session = asyncio.create_task(self._serve())
             await asyncio.wait((self._session,))
             is_refused = False
@@ -276,14 +277,16 @@ class _Agent:
                 is_refused = isinstance(error, AuthenticationError)
             except asyncio.CancelledError:
                 logger.info("node %s: the coordinator is silent", self._spec.node)
+            now_s = time.monotonic()
             if self._to_coordinator is not None:
-                since_s = time.monotonic()
+                begin_s = since_s = now_s
             self._to_coordinator = None
             self._send_heartbeat()  # The lease may be about to expire.
             if not self._is_shut_down:
-                lost_s = time.monotonic() - since_s
+                lost_s = now_s - since_s
                 pause_s = reconnect_s(self._lease_s, lost_s=lost_s, is_refused=is_refused)
-                await asyncio.sleep(pause_s)
+                # Tries may be so frequent; one at silent addresses has taken half a lease itself.
+                await asyncio.sleep(max(0.0, pause_s - (now_s - begin_s)))
         if self._parts is not None:
             self._close_silent(num_kept=0)  # For good: a head must not wait for this node.
             await self._save_parts(self._parts)
