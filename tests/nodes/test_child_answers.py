@@ -21,7 +21,7 @@ def test_the_status_of_a_child_is_told() -> None:
 @runs
 async def test_a_child_whose_end_nobody_waits_for_any_more_is_reaped_once() -> None:
     """The event loop was told of its end again and again, and each time found nobody waiting."""
-    pid, sock = fork_answer(lambda: signal.pause() or b"")
+    pid, sock = fork_answer(_wait)
     with sock:
         waiting = asyncio.create_task(wait_exit(pid))
         await settle()
@@ -31,6 +31,11 @@ async def test_a_child_whose_end_nobody_waits_for_any_more_is_reaped_once() -> N
         os.kill(pid, signal.SIGKILL)
         await wait_until(lambda: _is_reaped(pid))
         await settle()  # What goes wrong on the event loop now fails the test.
+
+
+def _wait() -> bytes:
+    signal.pause()
+    return b""
 
 
 def _is_reaped(pid: int) -> bool:
