@@ -247,7 +247,7 @@ class Connection:
     Attributes:
         target: the rank that this end connects to; -1: this end accepted the connection.
         port: port at which the peer listens; a worker that is forked again has another one.
-        untried: where else the target may be reached, if it is not reached here.
+        untried: other endpoints of its target, which are tried if this one fails.
         peer: the rank at the other end; -1 until the handshake has proved it.
         has_own_clock: whether the peer reads the same monotonic clock as this rank.
         deadline_s: time at which the handshake is given up, by the monotonic clock.
