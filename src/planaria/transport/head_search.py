@@ -40,13 +40,14 @@ async def connect_first(
     loop = asyncio.get_running_loop()
     end_s, turn = loop.time() + timeout_s, asyncio.Lock()
     head_start_s = min(_HEAD_START_S, timeout_s / (2 * len(addresses)))
-    waiting, problems = list(addresses), list[AuthenticationError | OSError]()
-    tries: dict[asyncio.Task[Streams], Address] = {}
+    waiting = list(enumerate(addresses))
+    found: dict[int, AuthenticationError | OSError] = {}  # Why each address did not do.
+    tries: dict[asyncio.Task[Streams], int] = {}
     try:
         while waiting or tries:
             if waiting:
                 left_s = end_s - loop.time()
-                address = waiting.pop(0)
+                index, address = waiting.pop(0)
                 work = connect(
                     address,
                     purpose,
@@ -56,20 +57,21 @@ async def connect_first(
                     key=key,
                     turn=turn,
                 )
-                tries[asyncio.create_task(work)] = address
+                tries[asyncio.create_task(work)] = index
             pause_s = head_start_s if waiting else None
             done, _ = await asyncio.wait(
                 tries, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED
             )
             for task in done:
-                address = tries.pop(task)
+                index = tries.pop(task)
                 try:
-                    return address, task.result()
+                    return addresses[index], task.result()
                 except (AuthenticationError, OSError) as error:
-                    problems.append(error)
+                    found[index] = error
     finally:
         await _end(tries)
-    text = "; and ".join(str(problem) for problem in problems)
+    problems = [found[index] for index in sorted(found)]  # The same text, whichever failed first.
+    text = "; and ".join(map(str, problems))
     if all(isinstance(problem, StrangerError) for problem in problems):
         raise StrangerError(text)
     if all(isinstance(problem, AuthenticationError) for problem in problems):
@@ -77,7 +79,7 @@ async def connect_first(
     raise ConnectionError(text)
 
 
-async def _end(tries: dict[asyncio.Task[Streams], Address]) -> None:
+async def _end(tries: dict[asyncio.Task[Streams], int]) -> None:
     """Ends the tries that are under way, and closes a connection that nobody takes any more."""
     for task in tries:
         task.cancel()
