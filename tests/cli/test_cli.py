@@ -21,10 +21,11 @@ from helpers.command import PACED, assert_mistake, command, train
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.cli import main as cli
 from planaria.cli import train_command
-from planaria.cli.command_line import exit_codes, write
+from planaria.cli.command_line import check_writable, exit_codes, write
 from planaria.core.kinds import Ending
 from planaria.core.messages import WorkerFailed
 from planaria.core.records import Ended
+from planaria.errors import ConfigError, InsufficientError, PlanariaError, TrainingError
 from planaria.job.planning import read_profile
 from planaria.job.report import failure_of
 from planaria.nodes.head.process_events import LEAVE_SIGNALS, restore_handlers
@@ -115,6 +116,55 @@ def test_what_follows_training_is_interrupted_by_ctrl_c_alone(
     assert result.exit_code == 0, result.output
     assert was_told == [number, number]
     assert json.loads(Path("report.json").read_text()) == {"iterations": []}
+
+
+@pytest.mark.parametrize(
+    ("error", "stopped", "code", "told"),
+    [
+        (None, False, 1, ""),
+        (None, True, 130, ""),
+        (InsufficientError("too few nodes"), False, 3, "planaria: too few nodes\n"),
+        (TrainingError(2, "a traceback\n"), False, 1, "a traceback\nplanaria: the job's own code"),
+    ],
+)
+def test_a_file_that_cannot_be_written_after_training_does_not_hide_how_the_job_ended(
+    error: PlanariaError | None,
+    stopped: bool,
+    code: int,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A disk may have filled up meanwhile."""
+    job, trained, ended = Path("job.toml"), Trained(), []
+    job.touch()
+    result = SimpleNamespace(report={"iterations": []}, error=error, stopped=stopped)
+    monkeypatch.setattr(train_command, "named_job", lambda *_: trained)
+    monkeypatch.setattr(train_command, "ConsoleDisplay", lambda _: trained)
+    monkeypatch.setattr(trained, "run", lambda **_: result)
+    monkeypatch.setattr(trained, "end", ended.append)
+
+    shown = command("train", str(job), "--report", "/dev/full")
+
+    failed = "planaria: --report = '/dev/full': cannot be written: No space left on device\n"
+    assert shown.exit_code == code, shown.output
+    assert shown.stderr.startswith(failed + told)
+    assert ended == [result]
+
+
+@pytest.mark.parametrize(("writable", "remedy"), [("new", "this file is not"), ("old", "")])
+def test_a_file_that_is_there_has_to_be_writable_and_its_directory_does_not(
+    writable: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written anew in its place."""
+    path, places = tmp_path / "old", {"new": tmp_path, "old": tmp_path / "old"}
+    path.touch()
+    monkeypatch.setattr(os, "access", lambda place, _: Path(place) == places[writable])
+
+    if remedy:
+        with pytest.raises(ConfigError, match=remedy):
+            check_writable("--report", path)
+    else:
+        check_writable("--report", path)
 
 
 def test_a_script_without_a_job_is_refused_and_one_that_raises_shows_its_own_frames() -> None:

@@ -54,16 +54,16 @@ def chaos(
             if outcome.violations:
                 directory = Path() if report is None else report.parent
                 path = directory / f"chaos-{seed}-{outcome.number}.json"
-                write(path, msgspec.json.format(msgspec.json.encode(outcome), indent=2))
+                write("--report", path, msgspec.json.format(msgspec.json.encode(outcome), indent=2))
                 console.print(f"  seed {seed}; all that is known of this run is in {path}")
                 for violation in outcome.violations:
                     console.print(f"  {violation}")
                 console.print(f"  {command_text(outcome, job=job, overrides=overrides)}")
     finally:
+        console.close(*((score_table(outcomes), f"seed {seed}") if outcomes else ()))
         if outcomes and report is not None:
             data = msgspec.json.encode({"seed": seed, "score": score(outcomes), "runs": outcomes})
-            write(report, msgspec.json.format(data, indent=2))
-        console.close(*((score_table(outcomes), f"seed {seed}") if outcomes else ()))
+            write("--report", report, msgspec.json.format(data, indent=2))
     if any(outcome.violations for outcome in outcomes):
         raise typer.Exit(1)
 

@@ -91,13 +91,17 @@ def check_writable(option: str, path: Path | None) -> None:
     if path is None:
         return
     folder = absolute_path(path).parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+    if path.is_dir() or not folder.is_dir():
+        raise ConfigError(option, str(path), "name a file in a writable directory")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise ConfigError(option, str(path), "this file is not writable; name another one")
+    if not path.exists() and not os.access(folder, os.W_OK):
         raise ConfigError(option, str(path), "name a file in a writable directory")
 
 
-def write(path: Path, data: bytes) -> None:
-    """Writes a file that the user asked for."""
+def write(option: str, path: Path, data: bytes) -> None:
+    """Writes a file that the user asked for with that option."""
     try:
         path.write_bytes(data)
     except OSError as error:
-        raise ConfigError("output", str(path), f"cannot be written: {error.strerror}") from error
+        raise ConfigError(option, str(path), f"cannot be written: {error.strerror}") from error

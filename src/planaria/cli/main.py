@@ -149,5 +149,5 @@ def profile(
     # The profile then serves jobs with every kind of activation checkpointing.
     every_kind = ["training.activation_checkpointing=auto"]
     measured = named_job(job, [*(settings or ()), *every_kind]).profile()
-    write(output, encode_profile(measured))
+    write("--output", output, encode_profile(measured))
     Console().print(f"wrote the profile of {count_text(len(measured.layers), 'layer')} to {output}")

@@ -125,7 +125,7 @@ def placement(
     by_lost = _survival(chosen, copies, strategy, numbers=numbers)
     result = PlacementResult(strategy.value, chosen, copies, by_lost, risks)
     if plot is not None and picture is not None:
-        write(plot, placement_figure(result, picture=picture))
+        write("--plot", plot, placement_figure(result, picture=picture))
     if as_json:
         sys.stdout.write(json.dumps(_json(result, num_lost), indent=2) + "\n")
         return

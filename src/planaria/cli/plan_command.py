@@ -163,7 +163,7 @@ def plan(
         catalog, templates = _plans(problem, kinds, objective, max_nodes=max_nodes)
     planning_s = time.perf_counter() - start_s
     if plot is not None and picture is not None:
-        write(plot, plan_figure(catalog, catalog.plans[nodes], picture=picture))
+        write("--plot", plot, plan_figure(catalog, catalog.plans[nodes], picture=picture))
     _print(catalog, templates, nodes, copies=copies, planning_s=planning_s if as_json else None)
 
 

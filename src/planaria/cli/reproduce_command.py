@@ -52,7 +52,7 @@ def reproduce(
     results = {known: experiment.rows() for known, experiment in experiments.items()}
     for known, rows in results.items():
         if plot is not None and picture is not None:
-            write(plot, reproduction_figure(experiments[known], rows, picture=picture))
+            write("--plot", plot, reproduction_figure(experiments[known], rows, picture=picture))
     if as_json:
         contents = [reproduction_json(known, rows) for known, rows in results.items()]
         sys.stdout.write(json.dumps(contents if name is None else contents[0], indent=2) + "\n")

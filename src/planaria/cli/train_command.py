@@ -166,18 +166,38 @@ def train(
             callbacks=_trackers(tensorboard, wandb, loaded_job.config),
         )
         with _ignoring_signals_to_leave():
-            if report is not None:
-                write(report, msgspec.json.format(msgspec.json.encode(result.report), indent=2))
-            if timeline is not None:
-                write(timeline, _timeline(result, picture))
+            unwritten = _write_files(result, report, timeline, picture)
         display.end(result)
     finally:
         with _ignoring_signals_to_leave():
             display.close()
+    for failure in unwritten:
+        typer.echo(f"planaria: {failure}", err=True)
     if result.error is not None:
         raise result.error
-    if result.stopped:
-        raise typer.Exit(130)
+    if result.stopped or unwritten:
+        raise typer.Exit(130 if result.stopped else 1)
+
+
+def _write_files(
+    result: TrainingResult, report: Path | None, timeline: Path | None, picture: Format | None
+) -> list[ConfigError]:
+    """Writes what was asked for; returns failures, which are not to hide how the job has ended."""
+    failures = []
+    for option, path in (("--report", report), ("--timeline", timeline)):
+        if path is None:
+            continue
+        data = _report(result) if option == "--report" else _timeline(result, picture)
+        try:
+            write(option, path, data)
+        except ConfigError as error:
+            failures.append(error)
+    return failures
+
+
+def _report(result: TrainingResult) -> bytes:
+    """The file that --report writes."""
+    return msgspec.json.format(msgspec.json.encode(result.report), indent=2)
 
 
 def _picture_format(timeline: Path | None) -> Format | None:

@@ -291,7 +291,7 @@ def _submit(
         raise ConfigError("--output", str(path), remedy)
     if submission.tool == "kubectl":
         _remove_finished(request, given)
-    write(path, text.encode())
+    write("--output", path, text.encode())
     typer.echo(f"wrote {path}; running {' '.join(words)}")
     os.execvpe(words[0], words, _environment_of_user())
 

@@ -283,4 +283,4 @@ def give_advice(
         progress.remove_task(planning)
     Console(highlight=False).print(advice_text(result))
     if json_file is not None:
-        write(json_file, (json.dumps(advice_json(result), indent=2) + "\n").encode())
+        write("--json", json_file, (json.dumps(advice_json(result), indent=2) + "\n").encode())

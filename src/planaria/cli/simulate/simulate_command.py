@@ -261,10 +261,10 @@ def _simulate_scenario(
             console.print(simulation_table(points[overrides], outcomes))
     if plot is not None and picture is not None:
         ((overrides, outcomes),) = results.items()
-        write(plot, simulation_figure(points[overrides], outcomes, picture=picture))
+        write("--plot", plot, simulation_figure(points[overrides], outcomes, picture=picture))
     if json_file is not None:
         content = {"version": 1, "sweep": contents} if sweep else contents[0]
-        write(json_file, (json.dumps(content, indent=2) + "\n").encode())
+        write("--json", json_file, (json.dumps(content, indent=2) + "\n").encode())
 
 
 class _ReplayMode(NamedTuple):
@@ -286,7 +286,7 @@ def _replay(report: Path, mode: _ReplayMode, json_file: Path | None) -> None:
     else:
         content, is_same = decide_again(report, console)
     if json_file is not None:
-        write(json_file, (json.dumps(content, indent=2) + "\n").encode())
+        write("--json", json_file, (json.dumps(content, indent=2) + "\n").encode())
     if not is_same:
         raise typer.Exit(1)
 
