@@ -1,7 +1,7 @@
 """Job files: what is read from them, and what is said about each mistake in them."""
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planaria.core.job import EvaluationConfig, JobConfig
+from planaria.core.job import CheckpointConfig, EvaluationConfig, JobConfig
 from planaria.errors import ConfigError
 from planaria.job.checks import check_inputs, warnings_of
 from planaria.job.config import job_from_dict, keys_page, keys_table, load_job, overridden_job
@@ -123,6 +123,23 @@ def test_an_evaluation_every_0_iterations_is_none_whatever_else_is_given(tmp_pat
         )
 
 
+def test_no_copies_are_none_whatever_else_is_given(tmp_path: Path) -> None:
+    """For one run without them nobody should have to edit the file; a script's job is the same."""
+    path = job_file(tmp_path, "[checkpoint]\ncopies = 2\nevery = 5\nkeep = 7\n")
+    off, kept = "checkpoint.copies=0", CheckpointConfig(keep=7)
+    copied, small = load_job(path), job_from_dict(SMALLEST)
+
+    for job in (load_job(path, overrides=[off]), overridden(copied, off)):
+        assert replace(job.checkpoint, directory=kept.directory) == kept
+    assert overridden(copied).checkpoint == copied.checkpoint
+    with pytest.raises(ConfigError, match=r"only with checkpoint\.copies"):
+        overridden(small, "checkpoint.every=5")
+
+
+def overridden(job: JobConfig, *overrides: str) -> JobConfig:
+    return overridden_job(job, directory=Path(), overrides=overrides)
+
+
 def test_inputs_lie_beside_the_file_and_outputs_in_the_current_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +218,8 @@ def test_inputs_lie_beside_the_file_and_outputs_in_the_current_directory(
             "must be the number of a node",
         ),
         ({"checkpoint": {"failure_domains": [0]}}, "checkpoint.failure_domains", "must be"),
+        ({"checkpoint": {"every": 10}}, "checkpoint.every", "checkpoint.persist_every says how"),
+        ({"checkpoint": {"path": "device"}}, "checkpoint.path", "only with checkpoint.copies"),
         ({"cluster": {"standby": -1}}, "cluster.standby", "must be at least 0"),
         ({"cluster": {"grant_s": -1.0}}, "cluster.grant_s", "must be at least 0"),
         ({"cluster": {"notice_s": -5.0}}, "cluster.notice_s", "must be at least 0"),
@@ -215,6 +234,8 @@ def test_inputs_lie_beside_the_file_and_outputs_in_the_current_directory(
         ({"data": {"kind": "hf", "path": __file__}}, "data.path", "is a file"),
         ({"data": {"target": "m:f"}}, "data.target", 'data.kind = "python"'),
         ({"data": {"tokenizer": "bpe", "vocabulary_size": 256}}, "data.vocabulary_size", "256"),
+        ({"data": {"vocabulary_size": -5}}, "data.vocabulary_size", 'data.tokenizer = "bpe"'),
+        ({"data": {"kind": "python", "tokenizer": "bpe"}}, "data.tokenizer", '= "text"'),
         ({"data": {"collate": "m:f"}}, "data.collate", 'data.kind = "python"'),
         ({"evaluation": {"path": __file__}}, "evaluation.path", "only with evaluation.every"),
         ({"evaluation": {"every": 5}}, "evaluation.path", "must name the held-out data"),
@@ -353,7 +374,7 @@ def test_failure_domains_name_nodes_that_there_may_be(
     are granted have numbers that nobody knows before."""
 
     def told(node: int, **more: float) -> str:
-        domains = {"failure_domains": [[0, node]]}
+        domains = {"copies": 2, "failure_domains": [[0, node]]}
         job = job_from_dict({**SMALLEST, "cluster": {**cluster, **more}, "checkpoint": domains})
         return "".join(warnings_of(job, num_joining=num_joining))
 

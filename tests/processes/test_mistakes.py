@@ -121,7 +121,10 @@ def python_job(model: str, data: str = "helpers.user_models:points") -> Path:
         ("checkpoint.directory=job.toml", ("checkpoint.directory", "must name a directory")),
         ("checkpoint.directory=job.toml/below", ("checkpoint.directory", "is not a directory")),
         ("data.path=empty.txt", ("data.path", "the file is empty")),
-        ("checkpoint.failure_domains=[[0,99]]", ("failure_domains = 99", "has nodes 0 to 1")),
+        (
+            "checkpoint={copies=2,failure_domains=[[0,99]]}",
+            ("failure_domains = 99", "has nodes 0 to 1"),
+        ),
         ("nonsense", ("--set = 'nonsense'", "TABLE.KEY=VALUE")),
     ],
 )

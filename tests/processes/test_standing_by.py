@@ -44,11 +44,10 @@ def standing_by(
     config = chaos_job(
         FAMILY, directory / "run", server, nodes=nodes, f=f, policy=policy, iterations=iterations
     )
-    return replace(
-        config,
-        cluster=replace(config.cluster, standby=standby, grant_s=grant_s),
-        checkpoint=replace(config.checkpoint, copies=copies, profile_iterations=0),
-    )
+    if copies:
+        checkpoint = replace(config.checkpoint, copies=copies, profile_iterations=0)
+        config = replace(config, checkpoint=checkpoint)
+    return replace(config, cluster=replace(config.cluster, standby=standby, grant_s=grant_s))
 
 
 def check(result: TrainingResult, server: ForkServer, *specs: str) -> None:

@@ -275,7 +275,7 @@ class CheckpointConfig:
     copies: int = _key(
         0,
         "number of copies of each layer in the memory of nodes; its holder's own copy counts; at "
-        "most one for each node; 0: none",
+        "most one for each node; 0: none, whatever other keys of copies are given",
     )
     every: int | Literal["auto"] = _key(
         "auto",

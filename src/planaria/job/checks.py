@@ -9,11 +9,12 @@ in the same words. How many nodes can have work is known only to the planner; pl
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
-from planaria.core.job import ClusterConfig, DataConfig, JobConfig, ModelConfig
+from planaria.core.job import CheckpointConfig, ClusterConfig, DataConfig, JobConfig, ModelConfig
 from planaria.errors import ConfigError
 from planaria.nodes.notices import parse_notice_source
 from planaria.profiles.shipped import NOT_FOUND, profile_path
@@ -86,10 +87,16 @@ _KINDS = {
     "model.time_scale": ("paced",),
     "model.jitter": ("paced",),
     "data.path": ("text", "tokens", "hf"),
+    "data.tokenizer": ("text",),
     "data.target": ("python",),
     "data.collate": ("python",),
 }
 
+# The keys of [checkpoint] that have a meaning only with checkpoint.copies.
+_COPY_KEYS = (
+    *("every", "strategy", "failure_domains", "buffer_bytes", "num_buffers", "mode", "schedule"),
+    *("path", "gamma", "profile_iterations"),
+)
 _BYTE_TOKENS = 256
 
 
@@ -101,6 +108,7 @@ def check_job(job: JobConfig) -> None:
     """
     _check_ranges(job)
     _check_kinds(job)
+    _check_copies(job.checkpoint)
     _check_model(job.model)
     _check_data(job.data)
     _check_evaluation(job)
@@ -150,6 +158,23 @@ def _check_ranges(job: JobConfig) -> None:
             raise ConfigError(name, value, "must be more than 0")
     if not job.name or "/" in job.name:
         raise ConfigError("name", job.name, "must not be empty and must not contain a slash")
+
+
+def without_copies(checkpoint: CheckpointConfig) -> CheckpointConfig:
+    """The same without copies in memory, and with the defaults of all keys of copies."""
+    unset = CheckpointConfig()
+    defaults: dict[str, Any] = {key: getattr(unset, key) for key in _COPY_KEYS}
+    return replace(checkpoint, copies=0, **defaults)
+
+
+def _check_copies(checkpoint: CheckpointConfig) -> None:
+    """Refuses keys of copies in memory where there are none."""
+    unset = CheckpointConfig()
+    for key in () if checkpoint.copies else _COPY_KEYS:
+        if (value := getattr(checkpoint, key)) != getattr(unset, key):
+            remedy = "has a meaning only with checkpoint.copies, for copies in memory"
+            saves = "; checkpoint.persist_every says how often the job saves"
+            raise ConfigError(f"checkpoint.{key}", value, remedy + saves * (key == "every"))
 
 
 def _check_domains(domains: Sequence[Sequence[int]]) -> None:
@@ -262,6 +287,9 @@ def _check_data(data: DataConfig) -> None:
         _check_target("data.target", data.target, returned="an indexable dataset")
     if data.collate:
         _check_target("data.collate", data.collate, returned="inputs and targets")
+    if data.tokenizer == "bytes" and data.vocabulary_size != DataConfig().vocabulary_size:
+        remedy = 'has a meaning only with data.tokenizer = "bpe", and this job has "bytes"'
+        raise ConfigError("data.vocabulary_size", data.vocabulary_size, remedy)
     # A byte-pair encoding starts with the single bytes and learns the tokens above them.
     if data.tokenizer == "bpe" and data.vocabulary_size <= _BYTE_TOKENS:
         remedy = f"must be more than {_BYTE_TOKENS}, because each single byte is a token"

@@ -28,7 +28,7 @@ from pydantic import TypeAdapter, ValidationError
 from planaria.checkpoint.disk.storage import absolute, absolute_path
 from planaria.core.job import EvaluationConfig, JobConfig
 from planaria.errors import ConfigError
-from planaria.job.checks import check_job
+from planaria.job.checks import check_job, without_copies
 from planaria.profiles.shipped import profile_path
 
 _INPUT_PATHS = (
@@ -71,8 +71,9 @@ def overridden_job(job: JobConfig, *, directory: Path, overrides: Sequence[str])
         ConfigError: the same as in `load_job`.
     """
     data = asdict(job)
-    if not job.evaluation.every:
-        del data["evaluation"]["every"]  # As good as not given.
+    for table, key in (("evaluation", "every"), ("checkpoint", "copies")):
+        if not data[table][key]:
+            del data[table][key]  # As good as not given.
     return _job_with_overrides(_with_absolute_paths(data, directory=directory), overrides)
 
 
@@ -92,6 +93,8 @@ def job_from_dict(data: Mapping[str, Any], *, directory: Path = Path()) -> JobCo
     job = record_from_table(JobConfig, tables, prefix="")
     if not job.evaluation.every and "every" in tables.get("evaluation", {}):
         job = replace(job, evaluation=EvaluationConfig())  # Turned off, with all its keys.
+    if not job.checkpoint.copies and "copies" in tables.get("checkpoint", {}):
+        job = replace(job, checkpoint=without_copies(job.checkpoint))  # The same.
     check_job(job)
     output = absolute(job.checkpoint.directory)
     return replace(job, checkpoint=replace(job.checkpoint, directory=output))
