@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planaria.core.job import CheckpointConfig, EvaluationConfig, JobConfig
+from planaria.core.job import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    JobConfig,
+    TrainingConfig,
+)
 from planaria.errors import ConfigError
 from planaria.job.checks import check_inputs, warnings_of
 from planaria.job.config import job_from_dict, keys_page, keys_table, load_job, overridden_job
+from planaria.job.training_job import Job
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALLEST: Mapping[str, Any] = {"model": {"config": {"model_type": "gpt2"}}}
@@ -271,6 +279,42 @@ def test_a_mistake_is_told_with_its_field_and_a_way_out(
 
     assert caught.value.field == field
     assert told in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("tables", "told"),
+    [
+        ({"resilience": {"policy": "adaptve"}}, "resilience.policy = 'adaptve'"),
+        ({"training": {"iterations": 5.5}}, "training.iterations = 5.5"),
+        ({"training": {"learning_rate": nan}}, "training.learning_rate = nan"),
+        ({"training": {"callbacks": "m:f"}}, "training.callbacks = 'm:f'"),
+        ({"training": {"dtype": "float16"}}, "training.dtype = 'float16'"),
+        ({"data": {"workers": -1}}, "data.workers = -1"),
+    ],
+)
+def test_a_programs_job_is_checked_as_a_job_file_is(
+    tables: Mapping[str, Mapping[str, Any]], told: str
+) -> None:
+    """Else a process of the job would be the first to find the mistake, and die of it."""
+    good = job_from_dict(SMALLEST)
+    wrong = {name: replace(getattr(good, name), **table) for name, table in tables.items()}
+
+    with pytest.raises(ConfigError) as caught:
+        Job(replace(good, **wrong))
+
+    assert str(caught.value).startswith(told)
+
+
+def test_a_programs_job_keeps_its_values_and_input_paths() -> None:
+    """Those are relative to the script, which only the command line knows."""
+    training = TrainingConfig(optimizer={"weight_decay": 0.1}, learning_rate=1)
+    data = DataConfig(kind="tokens", path="beside.bin")
+    given = replace(job_from_dict(SMALLEST), training=training, data=data)
+
+    job = Job(given).config
+
+    assert (job.data, job.cluster, job.model) == (given.data, given.cluster, given.model)
+    assert job.training.optimizer == {"name": "AdamW", "weight_decay": 0.1}
 
 
 def test_the_values_that_there_are_are_listed_once() -> None:

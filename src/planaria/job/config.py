@@ -77,6 +77,26 @@ def overridden_job(job: JobConfig, *, directory: Path, overrides: Sequence[str])
     return _job_with_overrides(_with_absolute_paths(data, directory=directory), overrides)
 
 
+def checked_job(job: JobConfig) -> JobConfig:
+    """The same job of a program, with every value checked as one of a job file is.
+
+    Input paths stay as they are: those of a script's job are relative to the script.
+
+    Raises:
+        ConfigError: a value has another type than its key, or two keys do not fit together.
+    """
+    checked = record_from_table(JobConfig, _tables(job), prefix="")
+    check_job(checked)
+    output = absolute(checked.checkpoint.directory)
+    return replace(checked, checkpoint=replace(checked.checkpoint, directory=output))
+
+
+def _tables(record: Any) -> dict[str, Any]:
+    """The values of a record by key; those of records in it are tables."""
+    values = {key.name: getattr(record, key.name) for key in fields(record)}
+    return {key: _tables(v) if is_dataclass(v) else v for key, v in values.items()}
+
+
 def _job_with_overrides(data: dict[str, Any], overrides: Sequence[str]) -> JobConfig:
     for override in overrides:
         data = with_override(data, override)

@@ -13,13 +13,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from planaria.checkpoint.disk.outgoing import save_as
-from planaria.checkpoint.disk.storage import absolute, absolute_path
+from planaria.checkpoint.disk.storage import absolute_path
 from planaria.checkpoint.disk.tiers import Start, Tier, newest_checkpoint_text, tier_of
 from planaria.checkpoint.disk.time_limits import with_short_limit
 from planaria.core.copies import version_name
@@ -33,8 +33,8 @@ from planaria.core.specs import NodeSpec, Prepared
 from planaria.errors import ConfigError, PlanariaError
 from planaria.estimator.correction import Comparison
 from planaria.estimator.time import Timeline
-from planaria.job.checks import check_inputs, check_job, warnings_of
-from planaria.job.config import load_job
+from planaria.job.checks import check_inputs, warnings_of
+from planaria.job.config import checked_job, load_job
 from planaria.job.lost_heads import check_no_other_head, reachable_addresses, remove_parts
 from planaria.job.machine_kinds import node_kinds
 from planaria.job.on_machines import (
@@ -196,9 +196,7 @@ class Job:
     """
 
     def __init__(self, config: JobConfig, *, search_path: Sequence[str] = ()) -> None:
-        check_job(config)
-        directory = absolute(config.checkpoint.directory)
-        self.config = replace(config, checkpoint=replace(config.checkpoint, directory=directory))
+        self.config = checked_job(config)
         self._search_path = tuple(search_path)
 
     @classmethod
