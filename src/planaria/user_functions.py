@@ -2,10 +2,14 @@
 
 import difflib
 import importlib
-from collections.abc import Callable
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
 
 from planaria.errors import ConfigError
+
+_importing: Final = threading.local()  # Its `named`: what names the module that is imported.
 
 
 def user_function(target: str, *, field: str) -> Callable[..., Any]:
@@ -18,7 +22,8 @@ def user_function(target: str, *, field: str) -> Callable[..., Any]:
     if not module_name or not function_name:
         raise ConfigError(field, target, 'write it as "module:function"')
     try:
-        module = importlib.import_module(module_name)
+        with importing_for(field, target):
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         # A module that the user's own module lacks is the user's error, shown with its traceback.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
@@ -36,3 +41,29 @@ def user_function(target: str, *, field: str) -> Callable[..., Any]:
         remedy = f"module {module_name!r} has no function {function_name!r}{hint}"
         raise ConfigError(field, target, remedy)
     return function  # type: ignore[no-any-return]
+
+
+@contextmanager
+def importing_for(field: str, named: str) -> Iterator[None]:
+    """A time in which a module of the user is imported that a job names."""
+    before = getattr(_importing, "named", None)
+    _importing.named = (field, named)
+    try:
+        yield
+    finally:
+        _importing.named = before
+
+
+def refuse_while_importing() -> None:
+    """Refuses work on a job where a module that a job names is only being imported.
+
+    Raises:
+        ConfigError: it is. The processes of a job import its modules, and each would begin another
+            job.
+    """
+    if (named := getattr(_importing, "named", None)) is not None:
+        remedy = (
+            "this module trains a job while it is imported, as each process of a job imports it; "
+            'put the training under if __name__ == "__main__":'
+        )
+        raise ConfigError(*named, remedy)

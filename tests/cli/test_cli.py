@@ -167,6 +167,11 @@ def test_a_file_that_is_there_has_to_be_writable_and_its_directory_does_not(
         check_writable("--report", path)
 
 
+UNGUARDED = f"""
+planaria.Job.from_file({str(PACED)!r}).train()
+"""
+
+
 def test_a_script_without_a_job_is_refused_and_one_that_raises_shows_its_own_frames() -> None:
     """A script is run before anything else is known."""
     Path("empty.py").touch()
@@ -174,6 +179,8 @@ def test_a_script_without_a_job_is_refused_and_one_that_raises_shows_its_own_fra
 
     assert_mistake(train(Path("missing.py")), "script = 'missing.py'", "no such file")
     assert_mistake(train(Path("empty.py")), "script = 'empty.py'", "job = planaria.Job(")
+    Path("trains.py").write_text("import planaria\n" + UNGUARDED)
+    assert_mistake(train(Path("trains.py")), "script = 'trains.py'", "if __name__ ==")
     result = train(Path("raises.py"))
     assert result.exit_code == 1
     assert re.findall(r'File "(.*?)", line', result.stderr) == ["raises.py", "raises.py"]

@@ -9,6 +9,7 @@ from planaria.checkpoint.disk.storage import absolute_path
 from planaria.errors import ConfigError, TrainingError
 from planaria.job.config import overridden_job
 from planaria.job.training_job import Job
+from planaria.user_functions import importing_for
 
 # The name of a script's module in runpy. It is not __main__, whose guard is for running the script
 # alone, and not the name under which workers import it.
@@ -36,7 +37,8 @@ def _script_job(path: Path) -> Job:
         raise ConfigError("script", str(path), "there is no such file")
     sys.path.insert(0, str(absolute_path(path).parent))
     try:
-        names = runpy.run_path(str(path), run_name=SCRIPT_NAME)
+        with importing_for("script", str(path)):
+            names = runpy.run_path(str(path), run_name=SCRIPT_NAME)
     except (ConfigError, KeyboardInterrupt):
         raise
     except BaseException as error:

@@ -74,6 +74,7 @@ from planaria.planner.plans import PlanCatalog
 from planaria.show.callbacks import Callbacks, CallbackThread, callbacks_of
 from planaria.show.job_observer import JobObserver, TrainingDisplay
 from planaria.transport.sockets import Address
+from planaria.user_functions import refuse_while_importing
 
 logger = logging.getLogger(__name__)
 
@@ -228,6 +229,7 @@ class Job:
             TrainingError: the user's model or data raised.
             InsufficientError: a process of the job was killed.
         """
+        refuse_while_importing()
         check_inputs(self.config)
         with self._server(server, None) as running:
             profile = prepare(self.config, running).profile
@@ -469,6 +471,7 @@ def _plan_of(
 
 def _make_ready(config: JobConfig, injections: Sequence[Injection], display: Display) -> None:
     """Warns of what a user should know, and makes room for the job's open files."""
+    refuse_while_importing()
     num_joining = sum(injection.num_nodes for injection in injections)
     for warning in warnings_of(config, num_joining=num_joining):
         display.note(warning)
