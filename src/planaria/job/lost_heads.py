@@ -34,6 +34,7 @@ from planaria.checkpoint.disk.time_limits import with_short_limit, with_time_lim
 from planaria.core.job import JobConfig
 from planaria.errors import AuthenticationError, CheckpointError, ConfigError, LateError
 from planaria.nodes.daemon_threads import answer_of_thread
+from planaria.nodes.head.process_events import run_in_thread, running_loop
 from planaria.nodes.head.remote.network_requests import head_connection
 from planaria.nodes.head.remote.open_head import OpenHead
 from planaria.nodes.head.remote.run_record import RunRecord, started_nodes
@@ -187,8 +188,10 @@ def assemble_parts(
         waiting = _wait_parts(config, tier, note)
         if runner is not None:
             runner.run(waiting)
-        else:
+        elif running_loop() is None:
             asyncio.run(waiting)
+        else:  # As in a notebook.
+            run_in_thread(asyncio.new_event_loop(), waiting)
         assembly = assemble(tier, newer_than=-1 if newest is None else newest.iteration)
     except LateError:
         raise

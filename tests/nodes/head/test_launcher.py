@@ -129,6 +129,14 @@ class Launched:
         with restore_handlers():
             return self._launcher.run()
 
+    def run_in_notebook(self) -> Ended:
+        """The same in a thread whose loop runs."""
+
+        async def cell() -> Ended:
+            return self.run()
+
+        return asyncio.run(cell())
+
 
 Launch = Callable[[Lead], Launched]
 
@@ -288,7 +296,32 @@ def test_whatever_tells_a_process_to_leave_saves_also_when_it_comes_again(
     assert len(job.lines) == 1
 
 
-def test_a_second_ctrl_c_ends_the_job_at_once(launch: Launch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_job_in_a_notebook_ends_and_is_stopped_as_any_other(
+    number: signal.Signals, launch: Launch
+) -> None:
+    """It planned for half a minute, and could not begin where a loop ran already."""
+    assert launch(finish).run_in_notebook().ending == "finished"
+    job, before = launch(stop), signal.getsignal(number)
+    job.observer.acts["Running"] = lambda: os.kill(os.getpid(), number)
+
+    assert job.run_in_notebook().ending == "stopped"
+    assert signal.getsignal(number) == before
+
+
+def test_what_is_raised_in_a_notebook_is_raised_there(launch: Launch) -> None:
+    job = launch(save)
+    job.observer.acts["the fork server"] = fail
+    job.server.lose(LOSS)
+
+    with pytest.raises(ZeroDivisionError):
+        job.run_in_notebook()
+
+
+@pytest.mark.parametrize("run", [Launched.run, Launched.run_in_notebook])
+def test_a_second_ctrl_c_ends_the_job_at_once(
+    run: Callable[[Launched], Ended], launch: Launch
+) -> None:
     """And says what it cost."""
 
     async def hold(line: Line) -> None:
@@ -301,7 +334,7 @@ def test_a_second_ctrl_c_ends_the_job_at_once(launch: Launch) -> None:
     job.observer.acts["stopping"] = lambda: os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt, match="interrupted again, so nothing was saved"):
-        job.run()
+        run(job)
 
 
 def test_where_no_fork_server_stays_the_words_are_true(launch: Launch) -> None:

@@ -50,6 +50,8 @@ from planaria.nodes.head.node_handles import LocalNodes, NodeHandles
 from planaria.nodes.head.observer import Observer
 from planaria.nodes.head.process_events import (
     handle_signals,
+    run_in_thread,
+    running_loop,
     with_agent_exits,
 )
 from planaria.nodes.head.remote.open_head import LocalSockets, OpenHead
@@ -184,10 +186,15 @@ class Launcher:
             KeyboardInterrupt: the user ended the job at once; the text says what that cost.
             Exception: the observer or the launcher raised; the live state was saved if possible.
         """
-        if self._head is None:
-            ended = asyncio.run(self._run())
-        else:
+        if self._head is not None:
             ended = self._head.runner.run(self._run())
+        elif running_loop() is None:
+            ended = asyncio.run(self._run())
+        else:  # As in a notebook, and in a coroutine, which waits here.
+            loop = asyncio.new_event_loop()
+            acts = (self._on_interrupt, self._on_leave_signal)
+            with handle_signals(loop, acts[0], on_leave_signal=acts[1]):
+                ended = run_in_thread(loop, self._run())
         for text in discard(self._tier, sorted(self._unsaved), run=self._node_spec.parts):
             self._warn(text)
         if self._error is not None:

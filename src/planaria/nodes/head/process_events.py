@@ -6,9 +6,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
+from concurrent.futures import Future
+from functools import partial
 from types import FrameType
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 import psutil
@@ -18,6 +20,8 @@ from planaria.core.kinds import Ending
 from planaria.core.records import Ended
 from planaria.nodes.forkserver import exit_text
 from planaria.protocol.agent_lease import TICKS_PER_LEASE
+
+Result = TypeVar("Result")
 
 _READ_BYTES: Final = 1 << 20
 # Signals besides SIGINT (Ctrl-C) that tell a process to leave. Those in the second line come from
@@ -97,9 +101,10 @@ def handle_signals(
 ) -> Iterator[None]:
     """Handles SIGINT and the signals in `LEAVE_SIGNALS` while the body of the `with` runs.
 
-    It does nothing outside the main thread. After the body, the handled signals of `LEAVE_SIGNALS`
-    are ignored, until `restore_handlers` ends: the process is leaving, and the same signal may be
-    sent again, as a shell and the kernel both do when a terminal closes.
+    It does nothing outside the main thread. The loop may run in another thread than this one. After
+    the body, the handled signals of `LEAVE_SIGNALS` are ignored, until `restore_handlers` ends: the
+    process is leaving, and the same signal may be sent again, as a shell and the kernel both do
+    when a terminal closes.
 
     Args:
         on_interrupt: callback, called at SIGINT (Ctrl-C).
@@ -112,17 +117,59 @@ def handle_signals(
         return
     handled = [number for number in LEAVE_SIGNALS if _is_handled_here(number)]
     sigint_handler = signal.getsignal(signal.SIGINT)
-    loop.add_signal_handler(signal.SIGINT, on_interrupt)
-    for number in handled:
-        loop.add_signal_handler(number, on_leave_signal)
+    is_here = running_loop() is loop
+    for number, act in ((signal.SIGINT, on_interrupt), *((n, on_leave_signal) for n in handled)):
+        if is_here:
+            loop.add_signal_handler(number, act)
+        else:
+            signal.signal(number, partial(_pass_to_loop, loop, act))
     try:
         yield
     finally:
-        for number in handled:
+        for number in (*handled, signal.SIGINT) if is_here else ():
             loop.remove_signal_handler(number)
+        for number in handled:
             signal.signal(number, signal.SIG_IGN)
-        loop.remove_signal_handler(signal.SIGINT)
         signal.signal(signal.SIGINT, sigint_handler)
+
+
+def _pass_to_loop(
+    loop: asyncio.AbstractEventLoop, act: Callable[[], None], *_: int | FrameType | None
+) -> None:
+    with contextlib.suppress(RuntimeError):  # The loop is closed, as its work is done.
+        loop.call_soon_threadsafe(act)
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """The loop that runs in this thread; None: none does."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def run_in_thread(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Result]) -> Result:
+    """Runs a coroutine to its end, as asyncio.run does, in a thread of its own.
+
+    Args:
+        loop: a new loop; what other threads give it is done after the first step of the coroutine.
+    """
+    task, answer = loop.create_task(work), Future[Result]()
+
+    async def result() -> Result:
+        return await task
+
+    def run() -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                done = runner.run(result())
+        except BaseException as error:
+            answer.set_exception(error)
+        else:
+            answer.set_result(done)
+
+    threading.Thread(target=run, name="launcher", daemon=True).start()
+    return answer.result()
 
 
 def _is_handled_here(number: signal.Signals) -> bool:
