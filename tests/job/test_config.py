@@ -317,6 +317,18 @@ def test_a_programs_job_keeps_its_values_and_input_paths() -> None:
     assert job.training.optimizer == {"name": "AdamW", "weight_decay": 0.1}
 
 
+def test_where_nodes_look_for_notices_is_looked_for_where_nodes_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A job is sent to Slurm from a machine that runs no job of it."""
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+
+    job = job_from_dict({**SMALLEST, "cluster": {"notice": "slurm"}})
+
+    with pytest.raises(ConfigError, match="SLURMD_NODENAME"):
+        check_inputs(job)
+
+
 def test_the_values_that_there_are_are_listed_once() -> None:
     """Also where none of them is near."""
     with pytest.raises(ConfigError) as caught:

@@ -16,7 +16,12 @@ import pytest
 from helpers.command import wait_for
 from planaria.errors import ConfigError
 from planaria.nodes import notices
-from planaria.nodes.notices import fork_watcher, parse_notice_source, wait_notice
+from planaria.nodes.notices import (
+    check_notice_source,
+    fork_watcher,
+    parse_notice_source,
+    wait_notice,
+)
 
 SLACK_S = 60.0  # A bound for what a busy machine takes between two lines of a test.
 Answer = tuple[int, str]
@@ -418,7 +423,9 @@ def test_a_controller_that_is_away_is_an_error_and_no_notice() -> None:
 def test_slurm_is_asked_only_in_a_job_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURMD_NODENAME", raising=False)
     with pytest.raises(ConfigError, match="SLURMD_NODENAME"):
-        parse_notice_source("slurm")
+        check_notice_source("slurm")
+    with pytest.raises(OSError, match="no job of Slurm runs here"):
+        parse_notice_source("slurm").read()
 
 
 @pytest.mark.parametrize("text", ["", "leave", "EC2", "azure", "ftp://host/leave", "./leave"])

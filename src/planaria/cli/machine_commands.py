@@ -14,7 +14,7 @@ from planaria.errors import AuthenticationError, ConfigError, StrangerError
 from planaria.job.planning import cache_directory, fork_server
 from planaria.nodes.machine import run_machine
 from planaria.nodes.machine_spec import MachineSpec
-from planaria.nodes.notices import parse_notice_source
+from planaria.nodes.notices import check_notice_source
 from planaria.nodes.output import Outlet, finish, unfailing
 from planaria.transport.acceptor import parse_address
 from planaria.transport.credentials import FIELD, read_credentials, token_path
@@ -90,7 +90,7 @@ def agent(
     """
     sys.stdout, sys.stderr = unfailing(sys.stdout), unfailing(sys.stderr)
     if notice:
-        parse_notice_source(notice)
+        check_notice_source(notice)
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     show = partial(console.print, markup=False)
     outlet = Outlet(show)

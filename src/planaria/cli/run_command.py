@@ -28,7 +28,7 @@ from planaria.cli.train_command import Operator, Resume, ResumeIfSaved, State
 from planaria.job.lost_heads import reachable_addresses
 from planaria.nodes.forkserver import die_with_parent
 from planaria.nodes.head.process_events import LEAVE_SIGNALS
-from planaria.nodes.notices import parse_notice_source
+from planaria.nodes.notices import check_notice_source
 from planaria.nodes.output import unfailing
 from planaria.transport.acceptor import parse_address
 from planaria.transport.credentials import read_credentials, token_path
@@ -109,7 +109,7 @@ def run(
     is_here = functools.cache(is_own_host)
     role = run_role(os.environ, flags, hostname=socket.gethostname(), is_here=is_here)
     if notice:
-        parse_notice_source(notice)
+        check_notice_source(notice)
     read_credentials(token_path(token_file))  # One error is better than one of each process.
     console = Console(file=unfailing(sys.stdout), highlight=False, soft_wrap=True)
     console.print(f"planaria run: {role.why}", markup=False)

@@ -16,7 +16,7 @@ from typing import Any
 
 from planaria.core.job import CheckpointConfig, ClusterConfig, DataConfig, JobConfig, ModelConfig
 from planaria.errors import ConfigError
-from planaria.nodes.notices import parse_notice_source
+from planaria.nodes.notices import check_notice_source, parse_notice_source
 from planaria.profiles.shipped import NOT_FOUND, profile_path
 
 _MINIMUM = {
@@ -348,7 +348,7 @@ def _check_cluster(cluster: ClusterConfig) -> None:
         remedy = f"must be at least cluster.nodes = {cluster.nodes}, or 0 for the same number"
         raise ConfigError("cluster.max_nodes", cluster.max_nodes, remedy)
     if cluster.notice:
-        parse_notice_source(cluster.notice, field="cluster.notice")
+        parse_notice_source(cluster.notice, field="cluster.notice")  # Of whatever machine.
 
 
 def _check_data_path(name: str, data: DataConfig) -> None:
@@ -379,12 +379,14 @@ def _check_paths(job: JobConfig) -> None:
 
 
 def check_inputs(job: JobConfig) -> None:
-    """Refuses a job whose model directory or data is missing on this machine.
+    """Refuses a job whose model directory, data or source of notices is missing on this machine.
 
     Raises:
         ConfigError: it names what is missing.
     """
     if job.model.path and not Path(job.model.path, "config.json").is_file():
         raise ConfigError("model.path", job.model.path, "must be a directory with a config.json")
+    if job.cluster.notice:
+        check_notice_source(job.cluster.notice, field="cluster.notice")
     _check_data_path("data.path", job.data)
     _check_data_path("evaluation.path", job.held_out)

@@ -98,10 +98,7 @@ def parse_notice_source(
     if text == "gcp":
         return _GcpSource(server.rstrip("/"))
     if text == "slurm":
-        if not (node := os.environ.get(_SLURM_NODE, "")):
-            remedy = f"is of use only in a job of Slurm, where ${_SLURM_NODE} names the machine"
-            raise ConfigError(field, text, remedy)
-        return _SlurmSource(node, default_s=default_s)
+        return _SlurmSource(default_s=default_s)
     if text.startswith(("http://", "https://")):
         if not _is_url(text):
             raise ConfigError(field, text, "must name a host, and a port from 1 to 65535 if any")
@@ -110,6 +107,18 @@ def parse_notice_source(
         return _FileSource(Path(text), default_s=default_s)
     remedy = "must be the absolute path of a file, an http:// or https:// URL, ec2, gcp or slurm"
     raise ConfigError(field, text, remedy)
+
+
+def check_notice_source(text: str, *, field: str = "--notice") -> None:
+    """Refuses a source that this machine cannot have, beside a text that names none.
+
+    Raises:
+        ConfigError: naming `field`.
+    """
+    parse_notice_source(text, field=field)
+    if text == "slurm" and not os.environ.get(_SLURM_NODE):
+        remedy = f"is of use only in a job of Slurm, where ${_SLURM_NODE} names the machine"
+        raise ConfigError(field, text, remedy)
 
 
 def wait_notice(source: NoticeSource, *, pause_s: float) -> float:
@@ -287,14 +296,16 @@ class _SlurmSource:
 
     pause_s = _SLURM_PAUSE_S
 
-    def __init__(self, node: str, *, default_s: float) -> None:
-        self._node = node
+    def __init__(self, *, default_s: float) -> None:
+        self._node = os.environ.get(_SLURM_NODE, "")
         self._default_s = default_s
 
     def __str__(self) -> str:
-        return f"Slurm's state of {self._node}"
+        return f"Slurm's state of {self._node or 'this machine'}"
 
     def read(self) -> float | None:
+        if not self._node:
+            raise OSError(f"no job of Slurm runs here: ${_SLURM_NODE} is not set")
         words = ("scontrol", "--oneliner", "show", "node", self._node)
         try:
             asked = subprocess.run(
