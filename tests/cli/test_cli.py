@@ -222,6 +222,23 @@ def test_what_ended_a_job_is_not_called_its_own_code_where_a_process_was_killed(
     assert capsys.readouterr().err == f"what it was\nplanaria: {told}\n"
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--token-file", "t"), "--token-file = 't': it is of use only with --listen"),
+        (("--wait-nodes", "5"), "--wait-nodes = 5.0: it is of use only with --listen"),
+        (("--listen", "127.0.0.1:0", "--wait-nodes", "nan"), "--wait-nodes = nan: must be a"),
+        (("--listen", "127.0.0.1:0", "--wait-nodes", "-1"), "--wait-nodes = -1.0: must be a"),
+        (("--listen", "127.0.0.1:0", "--wait-nodes", "inf"), "--wait-nodes = inf: must be a"),
+    ],
+)
+def test_options_of_a_head_that_mean_nothing_are_refused(
+    options: tuple[str, ...], told: str
+) -> None:
+    """They were ignored, or never came to an end."""
+    assert_mistake(command("train", str(PACED), *options), told)
+
+
 def test_chaos_needs_time_and_bits_that_can_be_compared() -> None:
     """Both are told before anything runs."""
     assert_mistake(command("chaos", str(PACED), "--minutes", "0"), "--minutes = 0")

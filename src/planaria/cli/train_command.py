@@ -1,6 +1,7 @@
 """`planaria train`: trains a job on nodes of this machine, or on machines that come to it."""
 
 import json
+import math
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -112,6 +113,7 @@ WandBProject = Annotated[
         help="Send the job's curves to a project of Weights & Biases; needs the package wandb.",
     ),
 ]
+_WAIT_NODES_S = 600.0
 WaitNodes = Annotated[
     float, typer.Option(metavar="S", help="With --listen: seconds to wait for the first nodes.")
 ]
@@ -130,7 +132,7 @@ def train(
     reattach: Reattach = False,
     state: State = "",
     listen: Listen = "",
-    wait_nodes: WaitNodes = 600.0,
+    wait_nodes: WaitNodes = _WAIT_NODES_S,
     token_file: TokenFile = "",
     operator: Operator = "",
     tensorboard: TensorBoardDirectory = "",
@@ -241,7 +243,13 @@ def _listening(
         if operator:
             remedy = "it needs --listen; on one machine cluster.grant_s has lost nodes replaced"
             raise ConfigError("--operator", operator, remedy)
+        if token_file:
+            raise ConfigError("--token-file", token_file, "it is of use only with --listen")
+        if wait_s != _WAIT_NODES_S:
+            raise ConfigError("--wait-nodes", wait_s, "it is of use only with --listen")
         return None
+    if not 0.0 <= wait_s < math.inf:
+        raise ConfigError("--wait-nodes", wait_s, "must be a finite number of seconds, at least 0")
     return Listening(
         address=listen,
         credentials=read_credentials(token_path(token_file)),
