@@ -18,7 +18,7 @@ from planaria.core.job import (
     TrainingConfig,
 )
 from planaria.errors import ConfigError
-from planaria.job.checks import check_inputs, warnings_of
+from planaria.job.checks import check_inputs, check_machine, warnings_of
 from planaria.job.config import job_from_dict, keys_page, keys_table, load_job, overridden_job
 from planaria.job.training_job import Job
 
@@ -326,7 +326,7 @@ def test_where_nodes_look_for_notices_is_looked_for_where_nodes_run(
     job = job_from_dict({**SMALLEST, "cluster": {"notice": "slurm"}})
 
     with pytest.raises(ConfigError, match="SLURMD_NODENAME"):
-        check_inputs(job)
+        check_machine(job)
 
 
 def test_the_values_that_there_are_are_listed_once() -> None:

@@ -378,15 +378,24 @@ def _check_paths(job: JobConfig) -> None:
         )
 
 
+def check_machine(job: JobConfig) -> None:
+    """Refuses a job whose inputs or source of notices are missing on this machine.
+
+    Raises:
+        ConfigError: it names what is missing.
+    """
+    check_inputs(job)
+    if job.cluster.notice:
+        check_notice_source(job.cluster.notice, field="cluster.notice")
+
+
 def check_inputs(job: JobConfig) -> None:
-    """Refuses a job whose model directory, data or source of notices is missing on this machine.
+    """Refuses a job whose model directory or data is missing on this machine.
 
     Raises:
         ConfigError: it names what is missing.
     """
     if job.model.path and not Path(job.model.path, "config.json").is_file():
         raise ConfigError("model.path", job.model.path, "must be a directory with a config.json")
-    if job.cluster.notice:
-        check_notice_source(job.cluster.notice, field="cluster.notice")
     _check_data_path("data.path", job.data)
     _check_data_path("evaluation.path", job.held_out)

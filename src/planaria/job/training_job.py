@@ -33,7 +33,7 @@ from planaria.core.specs import NodeSpec, Prepared
 from planaria.errors import ConfigError, PlanariaError
 from planaria.estimator.correction import Comparison
 from planaria.estimator.time import Timeline
-from planaria.job.checks import check_inputs, warnings_of
+from planaria.job.checks import check_inputs, check_machine, warnings_of
 from planaria.job.config import checked_job, load_job
 from planaria.job.lost_heads import check_no_other_head, reachable_addresses, remove_parts
 from planaria.job.machine_kinds import node_kinds
@@ -332,7 +332,7 @@ class Job:
         config, display = self.config, display or SilentDisplay()
         tier = tier_of(config.checkpoint.directory)
         if listening is None:  # Else the machines look for them.
-            check_inputs(config)
+            check_machine(config)
         _make_ready(config, injections, display)
         calls = [*callbacks, *callbacks_of(config, search_path=self._search_path)]
         early = nullcontext() if listening is None else interrupt_at_leave_signals()
