@@ -31,7 +31,12 @@ HeadTokenFile = Annotated[
     ),
 ]
 JobName = Annotated[
-    str, typer.Option("--job", metavar="NAME", help="Name of the job, if several jobs run here.")
+    str,
+    typer.Option(
+        "--job",
+        metavar="NAME[-PID]",
+        help="Name of the job, if several jobs run here; with its process, if they have one name.",
+    ),
 ]
 
 

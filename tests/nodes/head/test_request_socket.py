@@ -208,3 +208,27 @@ def test_of_killed_launchers_nothing_is_left_and_a_busy_one_keeps_its_socket(
 
         assert job_answer() == "heard by 'job'"
         assert sockets(directory) == [directory / "busy-7.sock"]
+
+
+def test_jobs_of_one_name_are_told_apart_by_their_processes(runtime: Path) -> None:
+    """Nobody could ask either of them."""
+    directory = runtime / "planaria"
+    own = f"small-{os.getpid()}"
+
+    def add_others() -> None:
+        for name in ("paced-1", "small-1"):
+            other = socket.socket(socket.AF_UNIX)
+            others.append(other)
+            other.bind(str(directory / f"{name}.sock"))
+            other.listen()
+
+    others: list[socket.socket] = []
+    for by, told in (("", f"paced, small-1, {own}"), ("small", f"small-1, {own}")):
+        with pytest.raises(ConfigError, match=f"say with --job which of {told}"):
+            job_answer("small", by=by, prepare=add_others)
+        for path in directory.glob("*-1.sock"):
+            path.unlink()
+
+    assert job_answer("small", by=own, prepare=add_others) == "heard by 'small'"
+    for other in others:
+        other.close()

@@ -12,6 +12,7 @@ import errno
 import os
 import socket
 import stat
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -87,7 +88,8 @@ def ask(request: Request, *, job: str, timeout_s: float) -> RequestReply:
     """Sends a request to a running job; returns its answer.
 
     Args:
-        job: name of the job; "": the only one that runs.
+        job: name of the job, or the name, "-" and the pid where several jobs have that name; "":
+            the only job that runs.
 
     Raises:
         ConfigError: no such job runs here, several do, or the job does not answer in time.
@@ -101,7 +103,11 @@ def ask(request: Request, *, job: str, timeout_s: float) -> RequestReply:
             )
             raise ConfigError(option, job, here + "".join(f"; {text}" for text in refusals))
         if len(running) > 1:
-            names = ", ".join(sorted({_job_of(name) for _, name in running}))
+            jobs = Counter(_job_of(name) for _, name in running)
+            known = {
+                _job_of(name) if jobs[_job_of(name)] == 1 else _stem(name) for _, name in running
+            }
+            names = ", ".join(sorted(known))
             remedy = f"{len(running)} jobs run here: say with --job which of {names}"
             raise ConfigError(option, job, remedy)
         sock = stack.enter_context(_connection(*running[0], timeout_s))
@@ -140,14 +146,20 @@ def _running_sockets(
         running += [
             (descriptor, name)
             for name in names
-            if (not job or _job_of(name) == plain_name(job)) and _is_served(descriptor, name)
+            if (not job or job == _stem(name) or plain_name(job) == _job_of(name))
+            and _is_served(descriptor, name)
         ]
     return running, refusals
 
 
 def _job_of(name: str) -> str:
     """The job's name, in the form of `plain_name`, from the name of a socket."""
-    return name.removesuffix(".sock").rpartition("-")[0]
+    return _stem(name).rpartition("-")[0]
+
+
+def _stem(name: str) -> str:
+    """The job's name in that form, "-" and the pid of its launcher, from the name of a socket."""
+    return name.removesuffix(".sock")
 
 
 def _is_served(directory: int, name: str) -> bool:
