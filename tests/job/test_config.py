@@ -227,6 +227,8 @@ def test_inputs_lie_beside_the_file_and_outputs_in_the_current_directory(
         ),
         ({"checkpoint": {"failure_domains": [0]}}, "checkpoint.failure_domains", "must be"),
         ({"checkpoint": {"every": 10}}, "checkpoint.every", "checkpoint.persist_every says how"),
+        ({"checkpoint": {"buffer_bytes": 8}}, "checkpoint.buffer_bytes", "at least 1000"),
+        ({"checkpoint": {"num_buffers": 1 << 20}}, "checkpoint.num_buffers", "at most 131072"),
         ({"checkpoint": {"path": "device"}}, "checkpoint.path", "only with checkpoint.copies"),
         ({"cluster": {"standby": -1}}, "cluster.standby", "must be at least 0"),
         ({"cluster": {"grant_s": -1.0}}, "cluster.grant_s", "must be at least 0"),

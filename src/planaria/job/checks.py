@@ -39,7 +39,7 @@ _MINIMUM = {
     "checkpoint.persist_every": 0,
     "checkpoint.keep": 0,
     "checkpoint.copies": 0,
-    "checkpoint.buffer_bytes": 1,
+    "checkpoint.buffer_bytes": 1000,  # A smaller one is meant in another unit.
     "checkpoint.num_buffers": 1,
     "checkpoint.profile_iterations": 0,
     "cluster.nodes": 1,
@@ -97,6 +97,7 @@ _COPY_KEYS = (
     *("every", "strategy", "failure_domains", "buffer_bytes", "num_buffers", "mode", "schedule"),
     *("path", "gamma", "profile_iterations"),
 )
+_PIECE_BYTES_MIN = 64
 _BYTE_TOKENS = 256
 
 
@@ -168,7 +169,14 @@ def without_copies(checkpoint: CheckpointConfig) -> CheckpointConfig:
 
 
 def _check_copies(checkpoint: CheckpointConfig) -> None:
-    """Refuses keys of copies in memory where there are none."""
+    """Refuses keys of copies in memory where there are none, and buffers that are too small."""
+    num_buffers, most = checkpoint.num_buffers, checkpoint.buffer_bytes // _PIECE_BYTES_MIN
+    if num_buffers > most:
+        remedy = (
+            f"must be at most {most}: checkpoint.buffer_bytes = {checkpoint.buffer_bytes} is "
+            f"divided into so many, of at least {_PIECE_BYTES_MIN} bytes each"
+        )
+        raise ConfigError("checkpoint.num_buffers", num_buffers, remedy)
     unset = CheckpointConfig()
     for key in () if checkpoint.copies else _COPY_KEYS:
         if (value := getattr(checkpoint, key)) != getattr(unset, key):
