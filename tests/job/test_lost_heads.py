@@ -136,7 +136,7 @@ def test_a_job_does_not_begin_anew_over_what_nodes_have_saved(left: Left) -> Non
     assert left.start(resume=False) == -1
     left.save_part(0, 1, age=17)
 
-    with pytest.raises(ConfigError, match="go on from it with --resume"):
+    with pytest.raises(ConfigError, match=r"go on from it with --resume \(resume=True in"):
         left.start(resume=False)
 
 

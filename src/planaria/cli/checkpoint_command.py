@@ -205,7 +205,7 @@ def save(
         where = _keep_at(head, name, token_file=token_file)
     else:
         _versions(directory)
-        where = save_as(directory, name)
+        where = save_as(directory, name, field="--name")
     Console(soft_wrap=True, highlight=False).print(where, markup=False)
 
 

@@ -182,7 +182,7 @@ def assemble_parts(
                 return
             remedy = (
                 "nodes of a lost head have saved there what they held; go on from it with "
-                "--resume, or name another directory"
+                "--resume (resume=True in Python), or name another directory"
             )
             raise ConfigError(_FIELD, place, remedy)
         waiting = _wait_parts(config, tier, note)

@@ -149,7 +149,7 @@ def starting_point(
                 "checkpoint.directory",
                 directory,
                 f"it holds a checkpoint of iteration {manifest.iteration}; go on from it "
-                "with --resume, or name another directory",
+                "with --resume (resume=True in Python), or name another directory",
             )
         return None
     if manifest is None and may_begin:

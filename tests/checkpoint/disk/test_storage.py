@@ -435,8 +435,10 @@ def test_a_named_save_is_nobodys_but_the_users(place: str) -> None:
 def test_a_name_that_is_none_is_refused(place: str, name: str) -> None:
     """It would be taken for a version, or lead out of the place."""
     saved(tier_of(place), 6)
-    with pytest.raises(ConfigError, match="a name consists of"):
+    with pytest.raises(ConfigError, match=r"^name = .*a name consists of"):
         save_as(place, name)
+    with pytest.raises(ConfigError, match=r"^--name = "):
+        save_as(place, name, field="--name")
 
 
 def test_a_named_save_of_a_damaged_version_is_none(place: str) -> None:

@@ -67,11 +67,14 @@ def kept_saves(place: str) -> dict[str, Manifest]:
     return kept
 
 
-def save_as(place: str, name: str) -> str:
+def save_as(place: str, name: str, *, field: str = "name") -> str:
     """Copies the newest complete version at a place to a named save; returns the copy's place.
 
     If a job that runs there prunes the version meanwhile, the version that is newest by then is
     copied.
+
+    Args:
+        field: argument or option that the name was given for, for the error.
 
     Raises:
         ConfigError: the name is not allowed or is taken, or there is no version.
@@ -83,11 +86,11 @@ def save_as(place: str, name: str) -> str:
             "a name consists of letters, digits, '.', '_' and '-', and must not look like a "
             "version (120-1) or a run (run-000001-4f1c)"
         )
-        raise ConfigError("--name", name, remedy)
+        raise ConfigError(field, name, remedy)
     tier, kept = tier_of(place), tier_of(f"{place.rstrip('/')}/{name}")
     if there := [version.name for version in kept.versions() if version.manifest]:
         raise ConfigError(
-            "--name", name, f"this name is taken: it already holds {there[0]}; choose another name"
+            field, name, f"this name is taken: it already holds {there[0]}; choose another name"
         )
     for number in count(1):
         manifest = newest_of(tier, place)

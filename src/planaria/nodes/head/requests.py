@@ -174,7 +174,9 @@ def json_reply(value: object) -> RequestReply:
 
 async def _keep_save(directory: str, name: str) -> RequestReply:
     try:
-        where = await answer_of_thread(partial(save_as, directory, name), name="save")
+        where = await answer_of_thread(
+            partial(save_as, directory, name, field="--name"), name="save"
+        )
     except (CheckpointError, ConfigError) as error:
         return RequestReply(is_done=False, text=str(error))
     return RequestReply(is_done=True, text=where)
