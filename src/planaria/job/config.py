@@ -18,7 +18,7 @@ import difflib
 import json
 import math
 import tomllib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -59,7 +59,7 @@ def load_job(path: Path, *, overrides: Sequence[str] = ()) -> JobConfig:
     Raises:
         ConfigError: the file, a key or a value is wrong, or two keys do not fit together.
     """
-    data = _with_absolute_paths(tables_of_file(path), directory=path.parent)
+    data = with_absolute_paths(tables_of_file(path), directory=path.parent)
     data.setdefault("name", path.stem)
     return _job_with_overrides(data, overrides)
 
@@ -74,7 +74,7 @@ def overridden_job(job: JobConfig, *, directory: Path, overrides: Sequence[str])
     for table, key in (("evaluation", "every"), ("checkpoint", "copies")):
         if not data[table][key]:
             del data[table][key]  # As good as not given.
-    return _job_with_overrides(_with_absolute_paths(data, directory=directory), overrides)
+    return _job_with_overrides(with_absolute_paths(data, directory=directory), overrides)
 
 
 def checked_job(job: JobConfig) -> JobConfig:
@@ -109,7 +109,7 @@ def job_from_dict(data: Mapping[str, Any], *, directory: Path = Path()) -> JobCo
     Raises:
         ConfigError: the same as in `load_job`.
     """
-    tables = _with_absolute_paths(data, directory=directory)
+    tables = with_absolute_paths(data, directory=directory)
     job = record_from_table(JobConfig, tables, prefix="")
     if not job.evaluation.every and "every" in tables.get("evaluation", {}):
         job = replace(job, evaluation=EvaluationConfig())  # Turned off, with all its keys.
@@ -170,13 +170,24 @@ def tables_of_file(path: Path) -> dict[str, Any]:
         raise ConfigError("job file", str(path), f"cannot be read: {error.strerror}") from None
 
 
-def _with_absolute_paths(data: Mapping[str, Any], *, directory: Path) -> dict[str, Any]:
-    """A copy with absolute input paths; values of another type are left for the type check."""
+def with_absolute_paths(
+    data: Mapping[str, Any],
+    *,
+    directory: Path,
+    paths: Sequence[tuple[str, str, Callable[[Path, str], Path | str]]] = _INPUT_PATHS,
+) -> dict[str, Any]:
+    """A copy with absolute input paths; values of another type are left for the type check.
+
+    Args:
+        paths: table and key of each path, and the function that finds it from `directory`; a text
+            that it returns is no path, and stays as it is.
+    """
     copy = {key: dict(v) if isinstance(v, Mapping) else v for key, v in data.items()}
-    for table, key, path in _INPUT_PATHS:
+    for table, key, path in paths:
         value = copy[table].get(key) if isinstance(copy.get(table), dict) else None
         if isinstance(value, str) and value:
-            copy[table][key] = str(absolute_path(path(directory, value)))
+            found = path(directory, value)
+            copy[table][key] = found if isinstance(found, str) else str(absolute_path(found))
     return copy
 
 

@@ -12,7 +12,13 @@ from typing import Any, Final
 
 from planaria.core.plan import scaled_profile
 from planaria.errors import ConfigError
-from planaria.job.config import job_from_dict, record_from_table, tables_of_file, with_override
+from planaria.job.config import (
+    job_from_dict,
+    record_from_table,
+    tables_of_file,
+    with_absolute_paths,
+    with_override,
+)
 from planaria.job.planning import (
     check_size,
     given_profile,
@@ -24,9 +30,10 @@ from planaria.planner.plans import lazy_plan_catalog
 from planaria.planner.reroute.shadows import first_plan_with_shadows
 from planaria.planner.templates import pipeline_templates
 from planaria.policies.traits import TRAITS
-from planaria.profiles.shipped import profile_path
+from planaria.profiles.shipped import NOT_FOUND, profile_path
 from planaria.simulator.economics.compare import ClusterScenario
 from planaria.simulator.failures.failures_table import FailuresConfig, failure_source
+from planaria.simulator.failures.trace_files import SHIPPED_TRACES
 from planaria.systems.system import RecoveryCosts, Setting
 
 _FILE: Final = "a scenario"
@@ -75,10 +82,22 @@ def load_scenario(path: Path, *, overrides: Sequence[str] = ()) -> ClusterScenar
     Raises:
         ConfigError: the file, a table, a key or a value is wrong, or the nodes are too few.
     """
-    data = tables_of_file(path)
+    data = with_absolute_paths(tables_of_file(path), directory=path.parent, paths=_PATHS)
+    if isinstance(job := data.get("job"), Mapping):
+        data["job"] = with_absolute_paths(job, directory=path.parent)
     for override in overrides:
         data = with_override(data, override)
-    return scenario_from_tables(data, name=path.stem, directory=path.parent)
+    data = with_absolute_paths(data, directory=Path(), paths=_PATHS)  # Those of overrides.
+    return scenario_from_tables(data, name=path.stem)
+
+
+def _trace_path(directory: Path, name: str) -> Path | str:
+    """The file of a trace; a shipped name stays as it is."""
+    path = Path(directory, name)
+    return name if name in SHIPPED_TRACES and not path.is_file() else path
+
+
+_PATHS: Final = (("cluster", "profile", profile_path), ("failures", "path", _trace_path))
 
 
 def swept_overrides(sweeps: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -165,7 +184,11 @@ def _setting(
     directory: Path,
 ) -> Setting:
     """The job with its plans."""
-    size = read_profile(profile_path(directory, cluster.profile)).microbatch_size
+    path = profile_path(directory, cluster.profile)
+    if not path.is_file():
+        remedy = f"{NOT_FOUND}; planaria profile JOB -o FILE writes one"
+        raise ConfigError("cluster.profile", cluster.profile, remedy)
+    size = read_profile(path).microbatch_size
     training = dict(tables.get("training", {}))
     training.setdefault("microbatch_size", size)
     num_devices = cluster.nodes * cluster.devices_per_node

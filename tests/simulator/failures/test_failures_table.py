@@ -9,6 +9,7 @@ import pytest
 
 from planaria.errors import ConfigError
 from planaria.job.scenario_file import load_scenario
+from planaria.profiles.shipped import shipped_path
 from planaria.simulator.failures.failures_table import FailuresConfig, failure_source
 from planaria.simulator.failures.occurrences import (
     FailureSource,
@@ -187,6 +188,27 @@ def test_a_scenario_takes_its_failures_from_the_table(tmp_path: Path) -> None:
         load_scenario(path, overrides=["cluster.nodes=2", "job.resilience.failures_tolerated=0"])
     with pytest.raises(ConfigError, match=r"failures\.notice = 5: .*did you mean notice_s"):
         load_scenario(path, overrides=["failures.notice=5"])
+
+
+def test_paths_in_settings_of_a_scenario_are_relative_to_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a job file are; the scenario's own stay relative to it."""
+    scenarios, here = tmp_path / "scenarios", tmp_path / "here"
+    scenarios.mkdir()
+    here.mkdir()
+    (here / "mine.json").write_bytes(shipped_path("gpt2").read_bytes())
+    (scenarios / "beside.csv").write_text("time_s,event,nodes\n10,lost,3\n")
+    path = scenarios / "mine.toml"
+    text = '[cluster]\nnodes = 4\nprofile = "none.json"\n'
+    path.write_text(text + '[failures]\nkind = "trace"\npath = "beside.csv"\n')
+    monkeypatch.chdir(here)
+
+    scenario = load_scenario(path, overrides=["cluster.profile=mine.json"])
+
+    assert scenario.setting.job.model.profile == str(here / "mine.json")
+    with pytest.raises(ConfigError, match=r"cluster\.profile = .*/scenarios/none\.json"):
+        load_scenario(path)
 
 
 @pytest.mark.parametrize(
