@@ -166,6 +166,23 @@ def test_inputs_lie_beside_the_file_and_outputs_in_the_current_directory(
     assert job.checkpoint.directory == str(tmp_path / "checkpoints")
 
 
+def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves went to a directory of that name."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    text = '[data]\npath = "~/text.txt"\n[checkpoint]\ndirectory = "~/saves"\n'
+    path = job_file(tmp_path, text)
+
+    job = load_job(path)
+    overridden = load_job(path, overrides=["data.path=~/other.txt"])
+
+    assert job.data.path == str(tmp_path / "home" / "text.txt")
+    assert job.checkpoint.directory == str(tmp_path / "home" / "saves")
+    assert Job(replace(job, checkpoint=CheckpointConfig(directory="~"))).config.checkpoint == (
+        CheckpointConfig(directory=str(tmp_path / "home"))
+    )
+    assert overridden.data.path == str(tmp_path / "home" / "other.txt")
+
+
 @pytest.mark.parametrize(
     ("tables", "field", "told"),
     [

@@ -17,6 +17,7 @@ the error for an unknown key should name the nearest known key.
 import difflib
 import json
 import math
+import os
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, fields, is_dataclass, replace
@@ -144,8 +145,9 @@ is taken as a string. If a job sets only other keys of `training.optimizer` or `
 their `name` keeps its default.
 
 A path in the file is relative to the directory of the file. A path in `--set` is relative to the
-current directory, and so is `checkpoint.directory` wherever it is set. In the column "meaning" a
-word before a colon is a value of the key, or of the `kind` of its table.
+current directory, and so is `checkpoint.directory` wherever it is set. A leading `~` is the home
+directory. In the column "meaning" a word before a colon is a value of the key, or of the `kind` of
+its table.
 
 {keys_table()}"""
 
@@ -186,7 +188,7 @@ def with_absolute_paths(
     for table, key, path in paths:
         value = copy[table].get(key) if isinstance(copy.get(table), dict) else None
         if isinstance(value, str) and value:
-            found = path(directory, value)
+            found = path(directory, os.path.expanduser(value))
             copy[table][key] = found if isinstance(found, str) else str(absolute_path(found))
     return copy
 

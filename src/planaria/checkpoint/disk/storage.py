@@ -134,8 +134,8 @@ def is_same_place(one: str, other: str) -> bool:
 
 
 def absolute(place: str) -> str:
-    """The same place in a form that does not depend on the working directory."""
-    return place if is_url(place) else str(absolute_path(Path(place)))
+    """The same place in a form that does not depend on the working directory, nor on "~"."""
+    return place if is_url(place) else str(absolute_path(Path(os.path.expanduser(place))))
 
 
 def absolute_path(path: Path) -> Path:
