@@ -112,6 +112,16 @@ def test_options_of_kubernetes_are_in_the_manifest() -> None:
     assert pod["volumes"][1]["secret"]["secretName"] == "run-1-token"
 
 
+def test_a_pod_is_given_the_time_of_a_notice_and_more() -> None:
+    """Kubernetes killed it after a minute, in the midst of a longer notice."""
+    longer = ("--set", "cluster.notice_s=299.5")
+    text = command(*COMMON, *ARGUMENTS["cluster.yaml"], *longer, "--dry-run").output
+    *_, job = yaml.safe_load_all(text)
+
+    assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 330
+    assert "# More than cluster.notice_s, 299.5 s." in text
+
+
 def test_a_pod_asks_kubernetes_for_what_it_takes() -> None:
     """One that asks for nothing is the first that is evicted, and a quota refuses it. An autoscaler
     that packs pods closer would take its machine."""

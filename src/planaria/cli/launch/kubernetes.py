@@ -6,6 +6,7 @@ policy", "Success policy".
 """
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Final
 
@@ -108,7 +109,7 @@ metadata:
       subdomain: @{name}
       serviceAccountName: @{name}
       restartPolicy: Never
-      terminationGracePeriodSeconds: 60  # More than cluster.notice_s, 30 s.
+      terminationGracePeriodSeconds: @{grace_s}  # More than cluster.notice_s, @{notice_s} s.
       tolerations:  # Of spot machines, which may be taken away.
         - key: cloud.google.com/gke-spot
           operator: Exists
@@ -181,6 +182,8 @@ metadata:
         - name: memory
           emptyDir: {medium: Memory@{memory_limit}}
 """)
+_GRACE_S_MIN: Final = 60
+_AFTER_NOTICE_S: Final = 30  # In which a node that has left in time ends its processes.
 _GPU_TOLERATION: Final = """\
         - key: nvidia.com/gpu
           operator: Exists
@@ -224,6 +227,8 @@ def kubernetes_manifest(
         gpu_toleration=_GPU_TOLERATION if num_devices else "",
         resources=_resources(requests=requests, limits=limits),
         memory_limit=f", sizeLimit: {memory}" if memory else "",
+        grace_s=max(_GRACE_S_MIN, math.ceil(request.notice_s) + _AFTER_NOTICE_S),
+        notice_s=f"{request.notice_s:g}",
         command=shell_command(request, endpoint, token, "--operator kubernetes", indent=16),
     )
 

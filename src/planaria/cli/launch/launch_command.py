@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Final, NamedTuple, NoReturn
@@ -172,7 +173,8 @@ def launch(
     )
     # In Kubernetes the volume has the job, and this machine may not.
     if on is not Scheduler.KUBERNETES or job.exists():
-        named_job(job, list(settings or ()))
+        config = named_job(job, list(settings or ())).config
+        request = replace(request, notice_s=config.cluster.notice_s)
     submission = _submission(on, request, given)
     path = output or Path(submission.file)
     text = _file_text(on, request, given, file=path.name)

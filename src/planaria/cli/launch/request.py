@@ -30,6 +30,7 @@ class LaunchRequest:
         interface: network interface at whose address others reach each machine; "": that of its
             route to the head.
         settings: overrides of the job file, KEY=VALUE.
+        notice_s: the job's cluster.notice_s; its default where the job is not on this machine.
     """
 
     job: str
@@ -42,6 +43,7 @@ class LaunchRequest:
     domain: str = ""
     interface: str = ""
     settings: tuple[str, ...] = ()
+    notice_s: float = 30.0
 
 
 class AtTemplate(string.Template):
