@@ -66,4 +66,4 @@ def refuse_while_importing() -> None:
             "this module trains a job while it is imported, as each process of a job imports it; "
             'put the training under if __name__ == "__main__":'
         )
-        raise ConfigError(*named, remedy)
+        raise ConfigError(named[0], named[1], remedy)
