@@ -135,7 +135,8 @@ def test_a_file_that_cannot_be_written_after_training_does_not_hide_how_the_job_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A disk may have filled up meanwhile."""
-    job, trained, ended = Path("job.toml"), Trained(), []
+    job, trained = Path("job.toml"), Trained()
+    ended: list[object] = []
     job.touch()
     result = SimpleNamespace(report={"iterations": []}, error=error, stopped=stopped)
     monkeypatch.setattr(train_command, "named_job", lambda *_: trained)
