@@ -204,6 +204,11 @@ class ModelledJob:
         return not self._trains
 
     @property
+    def iteration_s(self) -> float:
+        """The seconds of an iteration at the present pace."""
+        return self._iteration_s
+
+    @property
     def trains_at_s(self) -> float:
         """The time at which the present phases, of which there is one or more, are over."""
         return self._phases[-1][1]

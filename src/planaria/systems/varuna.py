@@ -1,21 +1,25 @@
 """Varuna: job morphing. After each change of nodes the job starts anew, from its newest save, with
 the grid of pipelines that is the fastest for the nodes that are there.
 
-Nodes beyond width x depth idle. Training waits while a save is made, every ten iterations. A notice
-makes it save at once: if the save is complete before the nodes are gone, nothing is done again. It
+Nodes beyond width x depth idle. Training waits while a save is made. The time between saves is
+Young's optimum by the losses so far, and before the first loss that of the job. A notice makes it
+save besides, so that the save is complete when the nodes are gone: then little is done again. It
 also saves before it starts anew for nodes that come.
 
-Source: Varuna (EuroSys '22); microsoft/varuna for `dp = G // pp` and the save at a notice. The
-seconds of saves and restarts were measured by Oobleck's authors (SymbioticLab/Oobleck, branch
-sosp23-artifact, tools/simulator, MIT) on nodes of one A40; for other models they follow from
-`[costs]`: `restart_s`, and the bytes of a rank over `save_bytes_per_s`.
+Source: Varuna (EuroSys '22); microsoft/varuna for `dp = G // pp` and the save at a notice. Young,
+"A first order approximation to the optimum checkpoint interval" (1974): sqrt(2 x seconds of a save
+x mean time between losses). Saves and restarts follow from `[costs]`: `restart_s`, and the bytes of
+a rank over `save_bytes_per_s`.
 Differs: stages are cut so that they take equally long, not by equal numbers of cut-points, and the
-microbatch keeps its size. The stalls of saves are spread over all iterations.
+microbatch keeps its size. The stalls of saves are spread over all iterations. Oobleck (SOSP '23,
+section 7.1) has it save every ten iterations; there these take 81 s to half an hour, by model, and
+a save 6% to 14% of that. Seconds that its authors measured are in papers/oobleck, with the
+rates of the same devices.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import sqrt
 from typing import Final
 
 from planaria.observe.ledger import Category
@@ -23,31 +27,9 @@ from planaria.systems.equal_pipelines import EqualPipelines, fastest_equal_pipel
 from planaria.systems.modelled_job import ModelledJob, Phase, StoredSaves
 from planaria.systems.system import Setting
 
-SAVE_EVERY: Final = 10  # Oobleck (SOSP '23), section 7.1.
-
-
-@dataclass(frozen=True, slots=True)
-class VarunaTimes:
-    """Measured seconds.
-
-    Attributes:
-        restart_s: a restart, with the loading of the save.
-        save_s: a save.
-    """
-
-    restart_s: float
-    save_s: float
-
-
-# By the name of the shipped profile. A restart with BERT-Large took 49 to 112 s, by the number of
-# nodes; 76 s is what the simulator of Oobleck's authors takes for other numbers.
-TIMES: Final[Mapping[str, VarunaTimes]] = {
-    "bert-large": VarunaTimes(76.0, 15.8),
-    "gpt2": VarunaTimes(83.0, 11.5),
-    "gpt3-350m": VarunaTimes(78.7, 11.2),
-    "gpt3-2.7b": VarunaTimes(515.0, 50.0),
-    "gpt3-6.7b": VarunaTimes(701.0, 120.0),
-}
+# Age of a job at which it first thinks over how often it saves; then at each doubling.
+_REVIEW_S: Final = 600.0
+_ROUNDING_S: Final = 1e-6  # By which a save may seem to be late.
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +43,8 @@ class Varuna:
 
     def begin(self, setting: Setting) -> ModelledJob:
         """A job that begins; see `System`."""
-        return ModelledJob(setting, _Morphing(setting), StoredSaves(every=SAVE_EVERY, write_s=0.0))
+        saves = StoredSaves(every=setting.job.checkpoint.persist_every, write_s=0.0)
+        return ModelledJob(setting, _Morphing(setting), saves)
 
 
 class _Morphing:
@@ -69,16 +52,20 @@ class _Morphing:
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
-        self._times = TIMES.get(setting.model)
+        self._grid: EqualPipelines | None = None  # None: too few nodes are there.
+        self._nodes: tuple[int, ...] = ()  # Nodes that were there when it was taken.
         self._save_s = 0.0
+        self._num_losses = 0
 
     def begin(self, job: ModelledJob) -> None:
         """See `Behaviour`."""
         self._take_grid(job, 0.0)
+        job.post(_REVIEW_S, partial(self._review, job))
 
     def on_lost(self, job: ModelledJob, nodes: tuple[int, ...], now_s: float) -> None:
         """See `Behaviour`."""
         del nodes
+        self._num_losses += 1
         self._fall_back(job, now_s, (Category.DETECT, self._setting.costs.detect_s))
 
     def on_joined(self, job: ModelledJob, nodes: tuple[int, ...], now_s: float) -> None:
@@ -92,8 +79,13 @@ class _Morphing:
             self._fall_back(job, now_s)
 
     def on_notice(self, job: ModelledJob, nodes: tuple[int, ...], deadline_s: float) -> None:
-        """Saves at the next commit, if that may be in time; see `Behaviour`."""
+        """Trains on until the last commit after which a save is in time; see `Behaviour`."""
         del nodes
+        last_s = deadline_s - self._save_s - job.iteration_s
+        job.post(last_s, partial(self._save_soon, job, deadline_s))
+
+    def _save_soon(self, job: ModelledJob, deadline_s: float, _now_s: float) -> None:
+        """Saves at the next commit, if that may be in time."""
         if not job.is_waiting:
             job.at_commit(partial(self._save_by, job, deadline_s))
 
@@ -117,11 +109,12 @@ class _Morphing:
         self._restart(job, now_s, (Category.CHECKPOINT_STALL, left_s))
 
     def _save_by(self, job: ModelledJob, deadline_s: float, now_s: float) -> None:
-        """Saves, and waits for the loss: what is trained after the save would be lost."""
+        """Saves if that is in time, and waits for the loss: what is trained after the save would be
+        lost."""
         is_saved = job.account.num_iterations == job.saves.newest
         left_s = deadline_s - now_s - (0.0 if is_saved else self._save_s)
-        if left_s >= 0.0:
-            job.go_on(now_s, self._save(job, now_s), (Category.IDLE, left_s))
+        if left_s >= -_ROUNDING_S:
+            job.go_on(now_s, self._save(job, now_s), (Category.IDLE, max(0.0, left_s)))
 
     def _save(self, job: ModelledJob, now_s: float) -> Phase:
         """Begins a save of what is not saved, for which training waits."""
@@ -138,17 +131,31 @@ class _Morphing:
             return
         costs = self._setting.costs
         load_s = self._setting.rank_bytes([grid.template]) / costs.save_bytes_per_s
-        restart_s = self._times.restart_s if self._times else costs.restart_s + load_s
-        job.go_on(now_s, *phases, (Category.RESTART, restart_s))
+        job.go_on(now_s, *phases, (Category.RESTART, costs.restart_s + load_s))
 
     def _take_grid(self, job: ModelledJob, now_s: float) -> EqualPipelines | None:
         """Has the job train by the fastest grid of the nodes that are there; None if there is
         none."""
         setting = self._setting
-        grid = fastest_equal_pipelines(setting, len(job.members))
+        self._grid = fastest_equal_pipelines(setting, len(job.members))
+        self._nodes = tuple(job.members)
+        self._train(job, now_s)
+        return self._grid
+
+    def _train(self, job: ModelledJob, now_s: float) -> None:
+        """Has the job train by the grid, and save as often as is best."""
+        grid, setting = self._grid, self._setting
         if grid is None:
-            return None
-        save_s = setting.rank_bytes([grid.template]) / setting.costs.save_bytes_per_s
-        self._save_s = self._times.save_s if self._times else save_s
-        job.train_at(grid.pace(job.members, stall_s=self._save_s / SAVE_EVERY), now_s)
-        return grid
+            return
+        self._save_s = setting.rank_bytes([grid.template]) / setting.costs.save_bytes_per_s
+        if self._num_losses:
+            interval_s = sqrt(2.0 * self._save_s * now_s / self._num_losses)
+            job.saves.every = max(1, round(interval_s / grid.iteration_s))
+        every = job.saves.every
+        stall_s = self._save_s / every if every else 0.0
+        job.train_at(grid.pace(self._nodes, stall_s=stall_s), now_s)
+
+    def _review(self, job: ModelledJob, now_s: float) -> None:
+        """Saves less often if no loss came; thinks that over when the job is twice as old."""
+        self._train(job, now_s)
+        job.post(2.0 * now_s, partial(self._review, job))
