@@ -52,6 +52,17 @@ def test_high_freq_loses_a_seventh_as_in_the_paper() -> None:
     assert stalled_s / run.account.now_s == pytest.approx(0.144, abs=0.001)
 
 
+def test_faster_storage_makes_high_freq_no_slower() -> None:
+    """It saves no more often than is useful: it stands still for a seventh of the time at most."""
+    samples = []
+    for speed in (1e7, 3e7, 1e8, 1e9, 1e10):
+        run = HighFreq().begin(setting_with(RecoveryCosts(startup_s=0.0, save_bytes_per_s=speed)))
+        samples.append(committed_at(run, DAY_S))
+
+    assert samples[-1] == pytest.approx(samples[0], rel=0.15)
+    assert samples[1:] == sorted(samples[1:])
+
+
 def test_high_freq_goes_back_to_its_newest_complete_save() -> None:
     """A save that is being written is lost: two intervals back at most, and at least as long as one
     is written, which is the interval without the time to serialise."""
