@@ -14,7 +14,7 @@ from helpers.simulated_clusters import (
 from planaria.simulator.failures.occurrences import Occurrence
 from planaria.systems.equal_pipelines import fastest_equal_pipelines, pipelines_of_depth
 from planaria.systems.oobleck import Oobleck
-from planaria.systems.restart import KEEP_ALIVE_S, LAST_CALL_S, Restart
+from planaria.systems.restart import KEEP_ALIVE_S, LAST_CALL_S, Restart, StaticRestart
 from planaria.systems.system import RecoveryCosts, System
 from planaria.systems.varuna import Varuna
 
@@ -191,6 +191,27 @@ def test_torchrun_goes_back_to_its_save_when_nodes_go_and_when_they_come() -> No
     assert once.ledger["restart"] == pytest.approx(LAST_CALL_S + FREE.restart_s, abs=0.1)
     assert 0 < once.num_redone < twice.num_redone
     assert twice.num_restarts == 2
+
+
+def test_torchrun_waits_for_late_comers_only_while_some_may_come() -> None:
+    """With as many nodes as there may be, and with a fixed number of them, the rendezvous is over
+    at once."""
+    costs = replace(FREE, node_start_s=0.0)
+    setting = replace(small().setting, costs=costs)
+    restart_s = []
+    for system in (Restart(), StaticRestart(1), StaticRestart(0)):
+        job = system.begin(setting)
+        job.lose((2,), 1000.0)
+        job.run_until(2000.0)
+        restart_s.append(job.account.ledger.parts()["restart"])
+        job.take_back((2,), 2000.0)
+        job.run_until(3000.0)
+        restart_s.append(job.account.ledger.parts()["restart"])
+
+    some, all_of_them = LAST_CALL_S + costs.restart_s, costs.restart_s
+    assert restart_s[:2] == pytest.approx([some, some + all_of_them], abs=0.1)
+    assert restart_s[2:4] == pytest.approx([all_of_them, all_of_them], abs=0.1)
+    assert restart_s[4:] == pytest.approx([0.0, all_of_them], abs=0.1)
 
 
 def test_varuna_loses_nothing_when_a_node_comes() -> None:

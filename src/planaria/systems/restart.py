@@ -3,14 +3,15 @@
 The pipelines keep the depth that is the fastest on all nodes; there are as many of them as nodes
 allow, and the rest of the nodes idle. Each save keeps all ranks waiting while they write. A lost
 node is noticed when it has sent no keep-alive for long enough; then the rendezvous waits for late
-comers, processes start, and load the newest save. A node that comes back restarts the job likewise,
-and the work since the newest save is done again.
+comers, if more nodes may come, processes start, and load the newest save. A node that comes back
+restarts the job likewise, and the work since the newest save is done again.
 
 On a static cluster (`StaticRestart`) a job has the same number of nodes at all times: spare nodes
 take the places of lost ones, and once they are used up it waits until a node is back.
 
 Source: torch.distributed.elastic, rendezvous/dynamic_rendezvous.py of torch 2: `last_call` is 30 s,
-keep_alive_interval 5 s and keep_alive_max_attempt 3. The start of processes is `costs.restart_s`.
+which a rendezvous of `max_nodes` does not wait for; keep_alive_interval is 5 s and
+keep_alive_max_attempt 3. The start of processes is `costs.restart_s`.
 Differs: the stalls of saves are spread over all iterations.
 """
 
@@ -109,7 +110,9 @@ class _Rendezvous:
             job.wait(now_s, *phases)
             return
         load_s = self._setting.rank_bytes([grid.template]) / costs.save_bytes_per_s
-        job.go_on(now_s, *phases, (Category.RESTART, LAST_CALL_S + costs.restart_s + load_s))
+        is_complete = len(self._in_job) == (self._fixed or self._setting.num_nodes)
+        last_call_s = 0.0 if is_complete else LAST_CALL_S
+        job.go_on(now_s, *phases, (Category.RESTART, last_call_s + costs.restart_s + load_s))
 
     def _take_grid(self, job: ModelledJob, now_s: float) -> EqualPipelines | None:
         """Has the job train by the grid for the nodes that are there; None if there is none."""
