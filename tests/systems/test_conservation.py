@@ -11,7 +11,10 @@ from planaria.observe.ledger import Category
 from planaria.simulator.economics.planaria_system import PlanariaSystem
 from planaria.systems.gemini import Gemini
 from planaria.systems.highfreq import HighFreq
+from planaria.systems.odyssey import Odyssey
+from planaria.systems.oobleck import Oobleck
 from planaria.systems.recycle import ReCycle
+from planaria.systems.replicas import Replicas
 from planaria.systems.restart import Restart
 from planaria.systems.strawman import Strawman
 from planaria.systems.system import RecoveryCosts, System, SystemRun
@@ -82,6 +85,69 @@ def test_a_slow_node_without_work_slows_nobody() -> None:
         numbers.append(committed_at(job, 20_000.0))
 
     assert numbers[0] == numbers[1]
+
+
+@pytest.mark.parametrize("system", COMPARED, ids=named)
+def test_nothing_is_loaded_before_the_first_save(system: System) -> None:
+    """A job that begins again from its start has nothing to read, however slow its storage is."""
+    seconds = []
+    for speed in (1e8, 1e12):
+        costs = RecoveryCosts(startup_s=0.0, node_start_s=0.0, save_bytes_per_s=speed)
+        job = system.begin(setting_with(costs, **{"checkpoint.persist_every": 0}))
+        job.lose(tuple(range(8)), 100.0)
+        job.take_back(tuple(range(8)), 200.0)
+        job.run_until(1_000.0)
+        parts = job.account.ledger.parts()
+        seconds.append(parts[Category.RESTART] + parts[Category.TRANSFER])
+
+    assert seconds[0] == pytest.approx(seconds[1])
+
+
+@pytest.mark.parametrize("system", [ReCycle(), Odyssey(), Oobleck()], ids=named)
+def test_a_loss_while_a_job_starts_again_makes_it_start_once_more(system: System) -> None:
+    """Until its layers are loaded no node holds any, so there is nobody to take them from."""
+    costs = RecoveryCosts(startup_s=0.0, save_bytes_per_s=1e9)
+    setting = setting_with(costs, nodes=10, microbatches=64)
+    stage: tuple[int, ...] = (0, 2, 4, 6, 8)
+    if isinstance(system, Oobleck):
+        stage = setting.catalog.plans[10].holders(0)
+    other = next(node for node in range(10) if node not in stage)
+    seconds = []
+    for losses in ((stage,), (stage, (other,)), (tuple(sorted((other, *stage))),)):
+        job = system.begin(setting)
+        for number, nodes in enumerate(losses):
+            job.lose(nodes, 20_000.0 + 10.0 * number)
+        job.run_until(21_000.0)
+        parts = job.account.ledger.parts()
+        seconds.append(parts[Category.RESTART] + parts[Category.TRANSFER])
+
+    assert seconds[0] > costs.restart_s + 1.0
+    assert seconds[1] == pytest.approx(seconds[2] + 10.0, abs=0.1)
+
+
+@pytest.mark.parametrize("system", [ReCycle(), Odyssey(), Oobleck(), Replicas()], ids=named)
+def test_a_loss_does_not_make_a_job_start_sooner(system: System) -> None:
+    """What is left of its start is not skipped."""
+    job = system.begin(setting_with(RecoveryCosts(startup_s=500.0), microbatches=16))
+    job.lose((2,), 100.0)
+
+    assert committed_at(job, 500.0) == 0
+    assert job.account.ledger.parts()[Category.STARTUP] == pytest.approx(500.0)
+
+
+def test_a_group_that_loads_the_save_is_not_done_when_another_one_is_lost() -> None:
+    """Two groups start again, one of them is lost, and the other still loads."""
+    costs = RecoveryCosts(startup_s=0.0, save_bytes_per_s=1e8)
+    job = Replicas().begin(setting_with(costs))
+    job.lose((0, 2, 4, 6), 20_000.0)
+    job.take_back((0, 2), 21_000.0)
+    job.run_until(21_100.0)
+    loading = job.account.ledger.parts()[Category.TRANSFER]
+    job.lose((2,), 21_100.0)
+    job.run_until(22_000.0)
+
+    assert 0.0 < loading < 100.0
+    assert job.account.ledger.parts()[Category.TRANSFER] > loading + 100.0
 
 
 @pytest.mark.parametrize("system", [Gemini(), Strawman(), HighFreq()], ids=named)

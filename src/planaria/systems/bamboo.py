@@ -166,7 +166,7 @@ class _Redundant:
         self._num_pipelines = 0
         self._taken: set[int] = set()  # Places that neighbours have taken over.
         self._iteration_s = inf
-        self._fetch_s = self._load_s = 0.0
+        self._place_bytes = 0
 
     def begin(self, job: ModelledJob) -> None:
         """See `Behaviour`."""
@@ -193,7 +193,7 @@ class _Redundant:
             return
         job.interrupt(now_s)
         job.go_back_to_save()
-        self._regroup(job, now_s, detect, move_s=self._load_s)
+        self._regroup(job, now_s, detect, loads_save=True)
 
     def on_joined(self, job: ModelledJob, nodes: tuple[int, ...], now_s: float) -> None:
         """See `Behaviour`."""
@@ -201,7 +201,7 @@ class _Redundant:
         if not job.is_waiting and self._num_pipelines:
             self._change_places_later(job)
         elif self._times.depth and len(job.members) >= self._times.depth:
-            self._regroup(job, now_s, move_s=self._load_s)
+            self._regroup(job, now_s, loads_save=True)
 
     def on_notice(self, job: ModelledJob, nodes: tuple[int, ...], deadline_s: float) -> None:
         """See `Behaviour`."""
@@ -243,16 +243,20 @@ class _Redundant:
 
     def _change_places(self, job: ModelledJob, now_s: float) -> None:
         job.pause(now_s)
-        self._regroup(job, now_s, move_s=self._fetch_s)
+        self._regroup(job, now_s, loads_save=False)
 
-    def _regroup(self, job: ModelledJob, now_s: float, *phases: Phase, move_s: float) -> None:
-        """Gives places anew to all nodes, if they fill a pipeline."""
+    def _regroup(self, job: ModelledJob, now_s: float, *phases: Phase, loads_save: bool) -> None:
+        """Gives places anew to all nodes, if they fill a pipeline; they load the newest save, or
+        get their layers from others."""
         self._place(job)
         if not self._num_pipelines:
             job.wait(now_s, *phases)
             return
         self._train(job, now_s)
         regroup = (Category.REGROUP, GLOBAL_RENDEZVOUS_S)
+        link = self._setting.catalog.problem.profile.links["inter_node"]
+        number = self._place_bytes
+        move_s = job.load_s(number) if loads_save else link.seconds(number)
         job.go_on(now_s, *phases, regroup, (Category.TRANSFER, move_s))
 
     def _place(self, job: ModelledJob) -> None:
@@ -274,8 +278,7 @@ class _Redundant:
             held = [
                 own + kept for own, kept in zip(stage_bytes, [*stage_bytes[1:], 0], strict=True)
             ]
-            self._fetch_s = problem.profile.links["inter_node"].seconds(max(held))
-            self._load_s = max(held) / setting.costs.save_bytes_per_s
+            self._place_bytes = max(held)
 
     def _train(self, job: ModelledJob, now_s: float) -> None:
         self._iteration_s = self._times.iteration_s(self._taken_by_pipeline)

@@ -82,7 +82,7 @@ class _CopiesInMemory:
             (Category.TRANSFER, copies * serialise_s(setting)),
         )
         self._fetch_s = link.seconds(max(place_bytes))
-        self._load_s = max(place_bytes) / setting.costs.save_bytes_per_s
+        self._place_bytes = max(place_bytes)
         self._since = 0  # Number of iterations with which the job began or recovered.
         # Places whose node keeps no copies, because it is new since the last complete ones.
         self._without_copies: set[int] = set()
@@ -127,5 +127,5 @@ class _CopiesInMemory:
         """See `Behaviour`."""
 
     def _restart_if_full(self, job: ModelledJob, now_s: float) -> None:
-        move_s = self._load_s if self._loads_save else self._fetch_s
+        move_s = job.load_s(self._place_bytes) if self._loads_save else self._fetch_s
         restart_if_full(job, self._places, now_s, pace=self._pace, move_s=move_s)

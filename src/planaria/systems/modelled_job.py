@@ -81,6 +81,11 @@ class StoredSaves:
         self.complete_by(now_s)
         self._pending = (now_s + write_s, num_committed)
 
+    @property
+    def is_any(self) -> bool:
+        """Whether there is a save, or will be one before anything else is trained."""
+        return self.newest > 0 or (self._pending is not None and self._pending[1] > 0)
+
     def left_s(self, now_s: float) -> float:
         """Seconds until the save that is being written is complete; 0 if none is."""
         return max(0.0, self._pending[0] - now_s) if self._pending is not None else 0.0
@@ -129,6 +134,7 @@ class ModelledJob:
         self._phases: deque[tuple[Category, float]] = deque()  # With the times at which they end.
         self._trains = True  # Whether training follows the phases; else the job waits for nodes.
         self._has_ended = False  # Whether the job has ended and is not started again yet.
+        self._starts_until_s = 0.0  # Time until which not every node holds its state.
         self._at_commit: Callable[[float], None] | None = None
         self._iteration_s = self._next_commit_s = inf
         self._left = 1.0  # Share of the iteration in flight that was not done before a pause.
@@ -218,8 +224,18 @@ class ModelledJob:
         self._pace = pace
         self._measure(now_s)
 
+    def start_left_s(self, now_s: float) -> float:
+        """Seconds for which the job starts again; 0 if it does not."""
+        return max(0.0, self._starts_until_s - now_s)
+
+    def load_s(self, num_bytes: int) -> float:
+        """Seconds in which a rank loads so many bytes of the newest save; 0 before the first one,
+        when the job begins from its start."""
+        return num_bytes / self.setting.costs.save_bytes_per_s if self.saves.is_any else 0.0
+
     def interrupt(self, now_s: float, *, lost_s: float = inf) -> None:
-        """Ends what the job does: the iteration in flight is lost, and a save that is written.
+        """Ends what the job does, but its first start: the iteration in flight is lost, and a save
+        that is written.
 
         Args:
             lost_s: upper bound on the seconds of the iteration that are lost; what was done before
@@ -247,6 +263,11 @@ class ModelledJob:
         self._trains, self._has_ended = True, False
         self._add_phases(now_s, phases)
 
+    def start_again(self, now_s: float, *phases: Phase) -> None:
+        """Goes on after phases until whose end not every node holds its state."""
+        self.go_on(now_s, *phases)
+        self._starts_until_s = self.trains_at_s
+
     def at_commit(self, act: Callable[[float], None]) -> None:
         """Calls a function after the next iteration, with that time, unless the job is interrupted
         before; only the newest such function is called."""
@@ -254,6 +275,7 @@ class ModelledJob:
 
     def end(self) -> None:
         """Ends the job, which will be started again; what was kept of an iteration is lost."""
+        self._phases.clear()
         self._lose_in_flight()
         if not self._has_ended:
             self._has_ended = True
@@ -294,7 +316,7 @@ class ModelledJob:
             self._kept_s += kept_until_s - self.account.now_s
             self.account.spend(Category.USEFUL, kept_until_s)
             self.account.spend(Category.REDO, now_s)
-        self._phases.clear()
+        self._phases = deque(phase for phase in self._phases if phase[0] is Category.STARTUP)
         self._trains = False
 
     def _add_phases(self, now_s: float, phases: Sequence[Phase]) -> None:

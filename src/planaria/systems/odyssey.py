@@ -261,7 +261,8 @@ class _Chooser:
             self._plan = replace(self._plan, gone=gone)
         job.interrupt(now_s)
         detect = (Category.DETECT, self._setting.costs.detect_s)
-        if self._plan is None or not _has_all_layers(self._plan):
+        is_starting = job.start_left_s(now_s) > 0.0
+        if self._plan is None or is_starting or not _has_all_layers(self._plan):
             self._start_anew(job, now_s, detect)
             return
         option = self._choose(job, now_s)
@@ -408,8 +409,7 @@ class _Chooser:
             for layers in self._plan.held_by_rank.values()
         )
         restart = (Category.RESTART, setting.costs.restart_s)
-        load = (Category.TRANSFER, most / setting.costs.save_bytes_per_s)
-        job.go_on(now_s, *phases, restart, load)
+        job.start_again(now_s, *phases, restart, (Category.TRANSFER, job.load_s(most)))
 
     def _train(self, job: ModelledJob, now_s: float) -> None:
         assert self._plan is not None

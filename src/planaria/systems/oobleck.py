@@ -52,7 +52,7 @@ class _Reconfiguration:
     def on_lost(self, job: ModelledJob, nodes: tuple[int, ...], now_s: float) -> None:
         """See `Behaviour`."""
         self._member_of = {at: node for at, node in self._member_of.items() if node not in nodes}
-        is_complete = self._has_all_layers()
+        is_complete = self._has_all_layers() and not job.start_left_s(now_s)
         job.interrupt(now_s)
         if not is_complete:
             job.go_back_to_save()
@@ -97,9 +97,8 @@ class _Reconfiguration:
 
     def _restart(self, job: ModelledJob, now_s: float) -> None:
         """Starts the job anew from its newest save."""
-        costs = self._setting.costs
-        load_s = self._take_plan(job, now_s) / costs.save_bytes_per_s
-        job.go_on(now_s, (Category.RESTART, costs.restart_s + load_s))
+        load_s = job.load_s(self._take_plan(job, now_s))
+        job.start_again(now_s, (Category.RESTART, self._setting.costs.restart_s + load_s))
 
     def _reconfigure(self, job: ModelledJob, now_s: float, *phases: Phase) -> None:
         """Forms the pipelines anew and copies layers."""

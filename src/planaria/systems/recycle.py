@@ -76,7 +76,7 @@ class _Rerouting:
         self._setting, self._system = setting, system
         self._times_of: dict[EqualPipelines, ReroutedTimes] = {}
         self._has_started = True  # Whether there are nodes enough for pipelines.
-        self._fetch_s = self._load_s = 0.0
+        self._fetch_s, self._place_bytes = 0.0, 0
         pipelines = fastest_equal_pipelines(
             setting, setting.num_nodes, min_pipelines=_PIPELINES_MIN
         )
@@ -91,10 +91,11 @@ class _Rerouting:
         """See `Behaviour`."""
         if not self._places.drop(nodes) and not job.is_waiting:
             return
-        costs = self._setting.costs
+        costs, is_starting = self._setting.costs, job.start_left_s(now_s) > 0.0
         job.interrupt(now_s)
         detect = (Category.DETECT, costs.detect_s)
-        if self._has_started and max(self._num_lost) < self._pipelines.num_pipelines:
+        holds = self._has_started and not is_starting
+        if holds and max(self._num_lost) < self._pipelines.num_pipelines:
             num_moved = len(self._places.fill(tuple(job.members)))
             if self._system.normalises:
                 num_moved += self._normalise()
@@ -192,7 +193,8 @@ class _Rerouting:
         self._place(pipelines, sorted(job.members))
         self._train(job, now_s)
         restart = (Category.RESTART, self._setting.costs.restart_s)
-        job.go_on(now_s, *phases, restart, (Category.TRANSFER, self._load_s))
+        load = (Category.TRANSFER, job.load_s(self._place_bytes))
+        job.start_again(now_s, *phases, restart, load)
 
     def _fastest(self, num_nodes: int) -> EqualPipelines | None:
         return fastest_equal_pipelines(self._setting, num_nodes, min_pipelines=_PIPELINES_MIN)
@@ -210,9 +212,9 @@ class _Rerouting:
                 staggers=system.staggers_optimizer,
             )
         self._times = self._times_of[pipelines]
-        place_bytes = max(bytes_by_place(setting, pipelines.plan(setting)))
-        self._fetch_s = setting.catalog.problem.profile.links["inter_node"].seconds(place_bytes)
-        self._load_s = place_bytes / setting.costs.save_bytes_per_s
+        self._place_bytes = max(bytes_by_place(setting, pipelines.plan(setting)))
+        link = setting.catalog.problem.profile.links["inter_node"]
+        self._fetch_s = link.seconds(self._place_bytes)
 
     def _train(self, job: ModelledJob, now_s: float) -> None:
         pace = Pace(

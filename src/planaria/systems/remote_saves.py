@@ -78,7 +78,7 @@ class _RemoteSaves:
         self._pace = Pace(
             iteration_s=setting.failure_free_s, stall_s=stall_s, nodes=self._places.at_work
         )
-        self._load_s = max(bytes_by_place(setting, self._plan)) / setting.costs.save_bytes_per_s
+        self._place_bytes = max(bytes_by_place(setting, self._plan))
 
     def begin(self, job: ModelledJob) -> None:
         """See `Behaviour`."""
@@ -103,4 +103,5 @@ class _RemoteSaves:
         """See `Behaviour`."""
 
     def _restart_if_full(self, job: ModelledJob, now_s: float) -> None:
-        restart_if_full(job, self._places, now_s, pace=self._pace, move_s=self._load_s)
+        load_s = job.load_s(self._place_bytes)
+        restart_if_full(job, self._places, now_s, pace=self._pace, move_s=load_s)

@@ -64,9 +64,9 @@ class _Groups:
         self._quorum = set(range(grid.num_pipelines))
         self._starting: dict[int, int] = {}  # Numbers of starts of groups that start.
         self._num_starts = 0
-        place_bytes = max(bytes_by_place(setting, grid.plan(setting)))
-        self._fetch_s = setting.catalog.problem.profile.links["inter_node"].seconds(place_bytes)
-        self._load_s = place_bytes / setting.costs.save_bytes_per_s
+        self._place_bytes = max(bytes_by_place(setting, grid.plan(setting)))
+        link = setting.catalog.problem.profile.links["inter_node"]
+        self._fetch_s = link.seconds(self._place_bytes)
         self._step_s = inf
         self._trains_since_s = 0.0
 
@@ -87,7 +87,9 @@ class _Groups:
         lost_s = max(0.0, now_s - self._trains_since_s) % self._step_s
         job.interrupt(now_s, lost_s=lost_s)
         if self._quorum:
-            self._form_quorum(job, now_s, (Category.DETECT, HEARTBEAT_TIMEOUT_S))
+            detect = (Category.DETECT, HEARTBEAT_TIMEOUT_S)
+            left_s = job.start_left_s(now_s)  # For which others still get their states.
+            self._form_quorum(job, now_s, detect, move_s=left_s)
         else:
             job.go_back_to_save()
             job.wait(now_s, (Category.DETECT, HEARTBEAT_TIMEOUT_S))
@@ -118,15 +120,18 @@ class _Groups:
         del self._starting[group]
         self._quorum.add(group)
         if job.is_waiting:
-            self._form_quorum(job, now_s, (Category.TRANSFER, self._load_s))
+            self._form_quorum(job, now_s, move_s=job.load_s(self._place_bytes))
         else:
             job.pause(now_s)
-            self._form_quorum(job, now_s, (Category.TRANSFER, self._fetch_s))
+            self._form_quorum(job, now_s, move_s=self._fetch_s)
 
-    def _form_quorum(self, job: ModelledJob, now_s: float, phase: Phase) -> None:
-        """Goes on with the groups that there are."""
+    def _form_quorum(self, job: ModelledJob, now_s: float, *phases: Phase, move_s: float) -> None:
+        """Goes on with the groups that there are, once all of them have their states."""
         self._train(job, now_s)
-        job.go_on(now_s, phase)
+        if move_s:
+            job.start_again(now_s, *phases, (Category.TRANSFER, move_s))
+        else:
+            job.go_on(now_s, *phases, (Category.TRANSFER, 0.0))
         self._trains_since_s = job.trains_at_s
 
     def _train(self, job: ModelledJob, now_s: float) -> None:

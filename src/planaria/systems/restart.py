@@ -102,17 +102,17 @@ class _Rendezvous:
         """See `Behaviour`."""
 
     def _restart(self, job: ModelledJob, now_s: float, *phases: Phase) -> None:
-        costs = self._setting.costs
         job.interrupt(now_s)
         job.go_back_to_save()
         grid = self._take_grid(job, now_s)
         if grid is None:
             job.wait(now_s, *phases)
             return
-        load_s = self._setting.rank_bytes([grid.template]) / costs.save_bytes_per_s
+        load_s = job.load_s(self._setting.rank_bytes([grid.template]))
         is_complete = len(self._in_job) == (self._fixed or self._setting.num_nodes)
         last_call_s = 0.0 if is_complete else LAST_CALL_S
-        job.go_on(now_s, *phases, (Category.RESTART, last_call_s + costs.restart_s + load_s))
+        restart_s = last_call_s + self._setting.costs.restart_s + load_s
+        job.go_on(now_s, *phases, (Category.RESTART, restart_s))
 
     def _take_grid(self, job: ModelledJob, now_s: float) -> EqualPipelines | None:
         """Has the job train by the grid for the nodes that are there; None if there is none."""

@@ -129,9 +129,8 @@ class _Morphing:
         if grid is None:
             job.wait(now_s, *phases)
             return
-        costs = self._setting.costs
-        load_s = self._setting.rank_bytes([grid.template]) / costs.save_bytes_per_s
-        job.go_on(now_s, *phases, (Category.RESTART, costs.restart_s + load_s))
+        load_s = job.load_s(self._setting.rank_bytes([grid.template]))
+        job.go_on(now_s, *phases, (Category.RESTART, self._setting.costs.restart_s + load_s))
 
     def _take_grid(self, job: ModelledJob, now_s: float) -> EqualPipelines | None:
         """Has the job train by the fastest grid of the nodes that are there; None if there is
