@@ -6,6 +6,7 @@ from helpers.system_runs import committed_at, free_iteration_s, setting_with
 from planaria.observe.ledger import Category
 from planaria.systems.equal_pipelines import fastest_equal_pipelines
 from planaria.systems.replicas import HEARTBEAT_TIMEOUT_S, Replicas
+from planaria.systems.system import RecoveryCosts
 
 
 def test_replicas_train_as_fast_as_the_estimator_says() -> None:
@@ -47,6 +48,33 @@ def test_a_loss_costs_a_step_at_most_and_the_missed_heartbeats() -> None:
     assert run.account.num_iterations >= before
     assert parts[Category.DETECT] == pytest.approx(HEARTBEAT_TIMEOUT_S)
     assert 0.0 < parts[Category.REDO] <= setting_with().failure_free_s * 1.1
+
+
+def test_a_group_joins_as_soon_as_its_node_has_started() -> None:
+    """Its processes start beside those of the node; then it gets its state. No job starts again."""
+    costs = RecoveryCosts(startup_s=0.0, node_start_s=10.0)
+    run = Replicas().begin(setting_with(costs))
+    run.lose((1,), 20_000.0)
+    run.run_until(30_000.0)
+    before = run.account.ledger.parts()[Category.TRANSFER]
+    run.take_back((1,), 30_000.0)
+    run.run_until(30_009.0)
+    waits = run.account.ledger.parts()[Category.TRANSFER]
+    run.run_until(30_020.0)
+
+    assert waits == before < run.account.ledger.parts()[Category.TRANSFER]
+    assert run.account.ledger.parts()[Category.RESTART] == 0.0
+
+
+def test_a_job_without_any_group_starts_again_as_every_other_one_does() -> None:
+    """It had ended, so it pays `restart_s`."""
+    costs = RecoveryCosts(startup_s=0.0)
+    run = Replicas().begin(setting_with(costs))
+    run.lose(tuple(range(8)), 20_000.0)
+    run.take_back(tuple(range(8)), 21_000.0)
+    run.run_until(22_000.0)
+
+    assert run.account.ledger.parts()[Category.RESTART] == pytest.approx(costs.restart_s)
 
 
 def test_without_any_group_the_job_goes_back_to_its_save() -> None:

@@ -5,8 +5,8 @@
 2. A lost node stops its group. The others lose the step in flight, and go on without that group
    after the lighthouse has missed its heartbeats. They keep their own microbatches, so a step has
    fewer samples.
-3. Once all nodes of the group are there again it starts anew, beside the others. Then it gets the
-   state from one of them, for which all wait, and is in the quorum.
+3. Once all nodes of the group have started again it gets the state from one of the others, for
+   which all wait, and is in the quorum ("live recovery from a healthy peer", README.md).
 4. Without any group, all start again from the newest save as soon as one group is complete.
 
 Source: torchft (pytorch/torchft): the quorum of each step, recovery from one peer, and the
@@ -14,7 +14,8 @@ lighthouse's heartbeat_timeout_ms of 5,000 (a SIGKILL stalled training for 5.0 t
 Differs: the account counts global batches, so an iteration takes several steps while groups are
 missing; a job in torchft counts steps. What a step of the account has in excess of a batch counts
 for the next one. Groups are pipelines, all with the same stages; torchft leaves open what a group
-is. A new group takes the scenario's `restart_s` to start.
+is. What a new group starts is in `node_start_s`, as for every system's node that comes; processes
+of its other nodes start beside that. Where no group is left the job starts again: `restart_s`.
 """
 
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ class _Groups:
         self._starting = {g: start for g, start in self._starting.items() if g not in lost}
         is_stopped = bool(lost & self._quorum)
         self._quorum -= lost
-        self._fill(job, now_s)
+        self._fill(job, now_s + self._setting.costs.node_start_s)
         if not is_stopped:
             return
         lost_s = max(0.0, now_s - self._trains_since_s) % self._step_s
@@ -97,13 +98,13 @@ class _Groups:
     def on_joined(self, job: ModelledJob, nodes: tuple[int, ...], now_s: float) -> None:
         """See `Behaviour`."""
         del nodes
-        self._fill(job, now_s)
+        self._fill(job, now_s)  # Its processes have started.
 
     def on_notice(self, job: ModelledJob, nodes: tuple[int, ...], deadline_s: float) -> None:
         """See `Behaviour`."""
 
-    def _fill(self, job: ModelledJob, now_s: float) -> None:
-        """Fills places, and starts the groups that are complete by that."""
+    def _fill(self, job: ModelledJob, starts_at_s: float) -> None:
+        """Fills places, and has the groups that are complete by that join at a time."""
         self._places.fill(tuple(job.members))
         empty = {place // self._grid.depth for place in self._places.empty}
         present = set(range(self._grid.num_pipelines)).difference(empty, self._quorum)
@@ -111,7 +112,7 @@ class _Groups:
             self._num_starts += 1
             self._starting[group] = self._num_starts
             start = partial(self._join, job, group, self._num_starts)
-            job.post(now_s + self._setting.costs.restart_s, start)
+            job.post(starts_at_s, start)
 
     def _join(self, job: ModelledJob, group: int, start: int, now_s: float) -> None:
         """Takes a group into the quorum, unless it was lost while it started."""
@@ -120,7 +121,8 @@ class _Groups:
         del self._starting[group]
         self._quorum.add(group)
         if job.is_waiting:
-            self._form_quorum(job, now_s, move_s=job.load_s(self._place_bytes))
+            restart = (Category.RESTART, self._setting.costs.restart_s)
+            self._form_quorum(job, now_s, restart, move_s=job.load_s(self._place_bytes))
         else:
             job.pause(now_s)
             self._form_quorum(job, now_s, move_s=self._fetch_s)
@@ -128,10 +130,11 @@ class _Groups:
     def _form_quorum(self, job: ModelledJob, now_s: float, *phases: Phase, move_s: float) -> None:
         """Goes on with the groups that there are, once all of them have their states."""
         self._train(job, now_s)
-        if move_s:
-            job.start_again(now_s, *phases, (Category.TRANSFER, move_s))
+        move = (Category.TRANSFER, move_s)
+        if phases and phases[0][0] is Category.DETECT and not move_s:
+            job.go_on(now_s, *phases, move)
         else:
-            job.go_on(now_s, *phases, (Category.TRANSFER, 0.0))
+            job.start_again(now_s, *phases, move)
         self._trains_since_s = job.trains_at_s
 
     def _train(self, job: ModelledJob, now_s: float) -> None:

@@ -155,6 +155,43 @@ def test_a_job_that_loses_all_its_nodes_goes_on_from_its_newest_save() -> None:
     assert result.samples > 0.8 * (3600.0 - 500.0 - 200.0) / 3600.0 * outcome(of).samples
 
 
+def test_a_job_that_loses_all_its_nodes_pays_their_start() -> None:
+    """As every system does: new nodes start, and then the job. It loads its save, if it has one."""
+    nodes = tuple(range(6))
+    costs = RecoveryCosts(startup_s=0.0, node_start_s=30.0, save_bytes_per_s=1e8)
+    of = small(**{"checkpoint.persist_every": 0})
+    lost, back = Occurrence(1000.0, LOST, nodes), Occurrence(1500.0, BACK, nodes)
+    result = outcome(of, lost, back, costs=costs)
+
+    assert result.ledger["idle"] == pytest.approx(530.0, abs=0.1)
+    assert result.ledger["restart"] == pytest.approx(costs.restart_s, abs=1.0)
+    assert result.ledger["transfer"] == 0.0
+    assert result.num_restarts == 1
+
+
+def test_a_loss_while_a_job_starts_again_makes_it_start_once_more() -> None:
+    """As with other systems: 20 s of a start were in vain."""
+    nodes = tuple(range(6))
+    costs, of = RecoveryCosts(startup_s=0.0), small(**{"checkpoint.persist_every": 0})
+    lost, back = Occurrence(1000.0, LOST, nodes), Occurrence(1500.0, BACK, nodes)
+    other = Occurrence(1500.0 + costs.node_start_s + 20.0, LOST, (3,))
+    result = outcome(of, lost, back, other, costs=costs)
+
+    assert result.ledger["restart"] == pytest.approx(costs.restart_s + 20.0, abs=1.0)
+
+
+def test_survivors_that_go_back_to_a_save_start_nothing_anew() -> None:
+    """All holders of a layer are lost and come back; the processes of the others live on."""
+    of = small(**{"checkpoint.persist_every": 20})
+    holders = of.setting.catalog.plans[6].holders(0)
+    lost, back = Occurrence(1000.0, LOST, holders), Occurrence(1500.0, BACK, holders)
+    result = outcome(of, lost, back)
+
+    assert result.num_redone > 0
+    assert result.ledger["restart"] == 0.0
+    assert result.ledger["transfer"] > 0.0
+
+
 def test_copies_in_memory_save_what_the_disk_would_lose() -> None:
     """Two nodes that hold a layer are lost at once; other nodes have copies of it."""
     losses = (Occurrence(1800.0, LOST, (0, 2)),)

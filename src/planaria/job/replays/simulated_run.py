@@ -176,6 +176,7 @@ def _planaria_run(
         on_notice=on_notice,
         seconds_of=lambda state, now_s: seconds.seconds(state.plan, iteration_s(state), now_s),
         findings=findings,
+        head_lives=True,
     )
 
 
@@ -247,7 +248,7 @@ def _happenings(run: RecordedRun) -> _Happenings:
 
 
 def _lose(nodes: tuple[int, ...], job: PlanariaRun, now_s: float) -> None:
-    there = job.machines
+    there = job.machines.there
     job.lose(tuple(node for node in nodes if node in there), now_s)
 
 
@@ -256,7 +257,7 @@ def _take_back(nodes: tuple[int, ...], job: PlanariaRun, now_s: float) -> None:
 
 
 def _give_notice(nodes: tuple[int, ...], notice_s: float, job: PlanariaRun, now_s: float) -> None:
-    there = job.machines
+    there = job.machines.there
     staying = tuple(node for node in nodes if node in there)
     job.give_notice(staying, now_s, deadline_s=now_s + notice_s)
 

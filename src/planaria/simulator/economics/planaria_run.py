@@ -10,10 +10,10 @@ node may join, the jumps become longer step by step, so that each doubling of th
 last event is noticed. After the speed of a node has changed none is jumped over, until the
 coordinator has as many reports as it needs to believe in it (coordinator/learning/slowness.py).
 
-Not modelled: nodes that hang, workers that crash, and coordinators that fail.
+Not modelled: nodes that hang, workers that crash, and coordinators that fail before all nodes do.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
@@ -72,7 +72,7 @@ from planaria.policies.building import transfer_s
 from planaria.policies.traits import TRAITS
 from planaria.policies.unequal_nodes import with_kinds
 from planaria.simulator.economics.virtual_foresight import VirtualForesight
-from planaria.simulator.economics.virtual_nodes import VirtualNodes
+from planaria.simulator.economics.virtual_nodes import VirtualMachines, VirtualNodes
 from planaria.simulator.economics.virtual_saves import VirtualSaves
 from planaria.systems.account import Account
 from planaria.systems.system import RecoveryCosts
@@ -95,10 +95,13 @@ class PlanariaRun:
         seconds_of: function from the state of the coordinator and the time to the seconds that an
             iteration takes; by default they are those that it predicts.
         findings: deviations from the profile that the coordinator knows from the start.
+        absent: machines that are not there at the start.
+        head_lives: whether the coordinator survives the loss of all nodes; else the job ends.
 
     Attributes:
         account: seconds and samples so far.
         num_decisions: number of losses that the coordinator answered, by name of the answer.
+        machines: machines of the cluster.
     """
 
     def __init__(
@@ -111,6 +114,8 @@ class PlanariaRun:
         on_notice: OnNotice = lambda _message, _now_s: None,
         seconds_of: SecondsOf = lambda state, _now_s: iteration_s(state),
         findings: Findings = _NO_FINDINGS,
+        absent: Collection[int] = (),
+        head_lives: bool = False,
     ) -> None:
         self._tell_launcher, self._seconds_of, self._findings = on_notice, seconds_of, findings
         self.account = Account(rules.job.training.global_batch_size)
@@ -119,31 +124,31 @@ class PlanariaRun:
         self._queue: list[tuple[float, int, Callable[[float], None]]] = []
         self._num_posted = 0
         num_machines = rules.job.cluster.nodes + rules.job.cluster.standby
-        self._there = dict.fromkeys(range(num_machines), 0)  # Times that each was back.
-        self._num_returns = 0
+        self.machines = VirtualMachines(m for m in range(num_machines) if m not in absent)
         self._speeds: dict[int, float] = {}  # Of the machines that are slow.
         self._num_reported = 0  # Iterations that are still to be reported one by one.
-        self._nodes: VirtualNodes
+        self._per_node, self._head_lives = rules.job.cluster.devices_per_node, head_lives
+        self._nodes = VirtualNodes(rules.layout, devices_per_node=self._per_node)
         self._state: JobState
         self._saves = VirtualSaves(rules, costs)
         self._order: StartEpoch | None = None
-        self._is_restarting = self._has_ended = self._is_recovering = self._is_stopping = False
-        self._begin(rules, 0.0, takes_s=costs.startup_s, category=Category.STARTUP)
+        self._is_restarting = self._is_training = self._has_begun = False
+        self._has_ended, self._category = True, Category.IDLE
+        self._restart_if_enough(0.0)
 
     def _begin(self, rules: Rules, now_s: float, *, takes_s: float, category: Category) -> None:
-        """Begins the job anew on all machines that are there, as far as they can have work."""
-        plan = self._plan_of(len(self._there))
+        """Begins the job anew on all machines that can run nodes, as far as they can have work."""
+        plan = self._plan_of(len(self.machines.started))
         assert plan is not None
-        epoch = self._state.epoch + 1 if self._has_ended else 0
-        self._rules, self._category = rules, category
+        epoch = self._state.epoch + 1 if self._has_begun else 0
+        self._rules, self._category, self._has_begun = rules, category, True
         self._is_training = self._has_ended = self._is_recovering = self._is_stopping = False
         self._next_commit_s, self._iteration_s = inf, 0.0
         self._shares: dict[Category, float] = {}
         self._stride = 1
         self._copies_age = rules.first_iteration
-        per_node = rules.job.cluster.devices_per_node
-        self._nodes = VirtualNodes(rules.layout, devices_per_node=per_node)
-        for machine in sorted(self._there):
+        self._nodes = VirtualNodes(rules.layout, devices_per_node=self._per_node)
+        for machine in sorted(self.machines.started):
             self._nodes.add(machine)
         first = replace(plan.plan, epoch=epoch)
         self._state, commands = first_step(rules, first, term=1, predicted_s=plan.iteration_s)
@@ -158,11 +163,6 @@ class PlanariaRun:
         """The number of iterations that the coordinator knows to be committed."""
         return self._state.commits.next_iteration
 
-    @property
-    def machines(self) -> frozenset[int]:
-        """The machines that are there."""
-        return frozenset(self._there)
-
     # -- what happens to nodes --------------------------------------------------------------------
 
     def lose(self, nodes: tuple[int, ...], now_s: float) -> None:
@@ -170,14 +170,18 @@ class PlanariaRun:
         self.run_until(now_s)
         self.account.num_failures += 1
         lost = [node for machine in nodes if (node := self._nodes.node_on(machine)) >= 0]
+        is_restarting = self._is_restarting and not self.machines.started.isdisjoint(nodes)
         for machine in nodes:
-            del self._there[machine]
+            self.machines.lose(machine)
             self._speeds.pop(machine, None)
             self._nodes.remove_machine(machine)
+        if not self._has_ended and any(self._state.is_member(node) for node in lost):
+            self._interrupt(now_s)
+        # A start begins once more; without any node there is no job.
+        if is_restarting if self._has_ended else not (self._nodes.nodes or self._head_lives):
+            self._end(now_s)
         if self._has_ended:
             return
-        if any(self._state.is_member(node) for node in lost):
-            self._interrupt(now_s)
         known_s = now_s + self._costs.detect_s
         for node in lost:
             event = NodeLost(node=node, reason="its machine is gone")
@@ -186,12 +190,10 @@ class PlanariaRun:
     def take_back(self, nodes: tuple[int, ...], now_s: float) -> None:
         """Nodes are there again; see `SystemRun`."""
         self.run_until(now_s)
+        starts_at_s = now_s + self._costs.node_start_s
         for machine in nodes:
-            self._num_returns += 1
-            self._there[machine] = self._num_returns
-            start = partial(self._start_node, machine, self._num_returns)
-            self._post(now_s + self._costs.node_start_s, start)
-        self._restart_if_enough(now_s)
+            number = self.machines.take_back(machine, starts_at_s)
+            self._post(starts_at_s, partial(self._start_node, machine, number))
 
     def give_notice(self, nodes: tuple[int, ...], now_s: float, *, deadline_s: float) -> None:
         """Nodes are told that they will be gone; see `SystemRun`."""
@@ -199,8 +201,8 @@ class PlanariaRun:
         for machine in nodes:
             node = self._nodes.node_on(machine)
             if node >= 0 and not self._has_ended:
-                rank = node * self._rules.job.cluster.devices_per_node
-                event = NoticeTaken(node=node, rank=rank, after_s=deadline_s - now_s)
+                rank, after_s = node * self._per_node, deadline_s - now_s
+                event = NoticeTaken(node=node, rank=rank, after_s=after_s)
                 self._deliver((event,), now_s)
 
     def set_speeds(self, speeds: Mapping[int, float], now_s: float) -> None:
@@ -227,7 +229,8 @@ class PlanariaRun:
 
     def _start_node(self, machine: int, number: int, now_s: float) -> None:
         """Starts a node on a machine that is back, unless it is gone again."""
-        is_there = self._there.get(machine) == number
+        is_there = self.machines.start(machine, number)
+        self._restart_if_enough(now_s)
         if is_there and not self._has_ended and self._nodes.node_on(machine) < 0:
             self._arrive((self._nodes.add(machine),), now_s)
 
@@ -325,9 +328,8 @@ class PlanariaRun:
 
     def _save_commits(self, number: int, num_committed: int, now_s: float) -> None:
         """Saves as the job says after some more commits, the last of which is now."""
-        published = self._saves.on_commits(
-            number, num_committed, now_s, iteration_s=self._iteration_s
-        )
+        each_s = self._iteration_s
+        published = self._saves.on_commits(number, num_committed, now_s, iteration_s=each_s)
         self._tell_saved(published, now_s)
 
     def _note_reports(self, reports: Sequence[IterationDone]) -> None:
@@ -357,7 +359,7 @@ class PlanariaRun:
         plan, profile = self._state.plan, self._rules.profile
         if profile is None or not (self._speeds or self._state.speeds):
             return {}
-        per_node, slow = self._rules.job.cluster.devices_per_node, self._slow_nodes()
+        per_node, slow = self._per_node, self._slow_nodes()
         return {
             r: s / slow.get(r // per_node, 1.0) for r, s in work_s_by_rank(plan, profile).items()
         }
@@ -381,10 +383,9 @@ class PlanariaRun:
     def _measure_iteration(self) -> None:
         """Sets the seconds of an iteration of the plan, and what they are spent on."""
         state, costs = self._state, self._costs
-        plan_s = self._plan_s()
         every = self._rules.job.checkpoint.persist_every
         stall_s = costs.save_stall_s / every if every else 0.0
-        self._iteration_s = plan_s + stall_s
+        self._iteration_s = self._plan_s() + stall_s
         stall = stall_s / self._iteration_s
         idle = 1.0 - len(state.plan.nodes) / max(len(state.nodes), len(state.plan.nodes))
         self._shares = {
@@ -433,19 +434,16 @@ class PlanariaRun:
 
     def _transfer_s(self, order: StartEpoch) -> float:
         transfers = [transfer for transfers in order.rounds for transfer in transfers]
-        per_node = self._rules.job.cluster.devices_per_node
-        return transfer_s(transfers, self._rules.prices, devices_per_node=per_node)
+        return transfer_s(transfers, self._rules.prices, devices_per_node=self._per_node)
 
     def _carry_out(self, commands: Sequence[Command], now_s: float) -> None:
         for command in commands:
             match command:
                 case RecordMembers(members):
-                    recorded = MembersRecorded(members.epoch)
-                    self._post(now_s, partial(self._deliver, (recorded,)))
+                    self._post(now_s, partial(self._deliver, (MembersRecorded(members.epoch),)))
                 case RecordDecision(outcome, _):
-                    decided_s = now_s + self._costs.decide_s
-                    decision = DecisionRecorded(outcome.epoch)
-                    self._post(decided_s, partial(self._deliver, (decision,)))
+                    decide = partial(self._deliver, (DecisionRecorded(outcome.epoch),))
+                    self._post(now_s + self._costs.decide_s, decide)
                 case Tell(message, nodes):
                     self._tell(message, nodes, now_s)
                 case Notify(message):
@@ -462,8 +460,7 @@ class PlanariaRun:
     def _tell(self, message: ToNode, nodes: tuple[int, ...], now_s: float) -> None:
         match message:
             case Abort(epoch=epoch):
-                left_s = now_s + self._costs.answer_s
-                self._post(left_s, partial(self._answer, epoch))
+                self._post(now_s + self._costs.answer_s, partial(self._answer, epoch))
             case StartEpoch(iteration=iteration):
                 self._order = message
                 if iteration != AT_COMMIT:
@@ -577,22 +574,25 @@ class PlanariaRun:
     def _end(self, now_s: float) -> None:
         """The job is over; its user starts it again from the newest save, with enough nodes."""
         self._has_ended, self._is_training, self._category = True, False, Category.IDLE
-        self._queue = []
-        self._is_restarting = False
+        self._queue, self._is_restarting = [], False
+        for machine, (at_s, number) in self.machines.starting.items():
+            self._post(at_s, partial(self._start_node, machine, number))
         self._restart_if_enough(now_s)
 
     def _restart_if_enough(self, now_s: float) -> None:
-        if not self._has_ended or self._is_restarting:
+        """Starts the job, or starts it again, if it does not run and has nodes enough."""
+        is_over = self._has_ended and not self._is_restarting
+        if not is_over or self._plan_of(len(self.machines.started)) is None:
             return
-        if self._plan_of(len(self._there)) is not None:
+        if self._has_begun:
             self._is_restarting, self._category = True, Category.RESTART
             self._post(now_s + self._costs.restart_s, self._restart)
+        else:
+            startup_s = self._costs.startup_s
+            self._begin(self._rules, now_s, takes_s=startup_s, category=Category.STARTUP)
 
     def _restart(self, now_s: float) -> None:
         self._is_restarting = False
-        if self._plan_of(len(self._there)) is None:
-            self._category = Category.IDLE
-            return
         saved, source = self._saves.newest
         self.account.num_restarts += 1
         self.account.go_back(saved)

@@ -34,6 +34,46 @@ class KeptVersion:
     layers_by_rank: Mapping[int, tuple[int, ...]]
 
 
+class VirtualMachines:
+    """The machines of a cluster: which are there, and which of these can run a node.
+
+    Attributes:
+        started: machines that can.
+        starting: time at which each other one can, and the number of its return.
+    """
+
+    def __init__(self, machines: Iterable[int]) -> None:
+        self.started = set(machines)
+        self.starting: dict[int, tuple[float, int]] = {}
+        self._num_returns = 0
+
+    @property
+    def there(self) -> frozenset[int]:
+        """The machines that are there."""
+        return frozenset(self.started.union(self.starting))
+
+    def lose(self, machine: int) -> None:
+        """A machine is gone."""
+        if machine in self.started:
+            self.started.remove(machine)
+        else:
+            del self.starting[machine]
+
+    def take_back(self, machine: int, starts_at_s: float) -> int:
+        """A machine is there again, and will have started; returns the number of its return."""
+        self._num_returns += 1
+        self.starting[machine] = (starts_at_s, self._num_returns)
+        return self._num_returns
+
+    def start(self, machine: int, number: int) -> bool:
+        """A machine has started, unless it is gone since that return; whether it has."""
+        has_started = self.starting.get(machine, (0.0, 0))[1] == number
+        if has_started:
+            del self.starting[machine]
+            self.started.add(machine)
+        return has_started
+
+
 class VirtualNodes:
     """The nodes that live, whether they are members of the job or wait to be.
 
