@@ -4,11 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from helpers.simulated_clusters import small
-from helpers.system_runs import check_conserves, committed_at, setting_with
+from helpers.simulated_clusters import BACK, LOST, Occurrences, small
+from helpers.system_runs import check_conserves, committed_at, setting_with, two_deep
 from planaria.cli.simulate.simulate_command import SYSTEMS
 from planaria.observe.ledger import Category
+from planaria.simulator.economics.compare import play
 from planaria.simulator.economics.planaria_system import PlanariaSystem
+from planaria.simulator.failures.occurrences import Occurrence
+from planaria.systems.bamboo import Bamboo
 from planaria.systems.gemini import Gemini
 from planaria.systems.highfreq import HighFreq
 from planaria.systems.odyssey import Odyssey
@@ -148,6 +151,48 @@ def test_a_group_that_loads_the_save_is_not_done_when_another_one_is_lost() -> N
 
     assert 0.0 < loading < 100.0
     assert job.account.ledger.parts()[Category.TRANSFER] > loading + 100.0
+
+
+@pytest.mark.parametrize("system", SYSTEMS, ids=named)
+def test_a_node_that_is_not_there_at_the_start_is_no_loss(system: System) -> None:
+    """A job begins on the others, without a restart; those with fixed places wait for it."""
+    costs = RecoveryCosts(startup_s=20.0, node_start_s=0.0)
+    has_fixed_places = isinstance(system, Gemini | Strawman | HighFreq)
+    comes = [Occurrence(3000.0, BACK, (2,))] if has_fixed_places else []
+    of = two_deep(microbatches=16, memory_bytes=MEMORY_BYTES)
+    of = replace(
+        of,
+        failures=Occurrences(Occurrence(0.0, LOST, (2,)), *comes),
+        setting=replace(of.setting, costs=costs),
+    )
+    result = play(of, system, 0)
+
+    assert result.num_failures == 0
+    assert result.num_redone == 0
+    assert result.ledger["detect"] == 0.0
+    assert result.ledger["startup"] == pytest.approx(20.0, abs=0.1)
+    if has_fixed_places:
+        assert result.ledger["restart"] == 0.0
+        assert result.ledger["idle"] == pytest.approx(3000.0)
+    else:
+        rate = of.setting.job.training.global_batch_size / of.setting.failure_free_s
+        assert result.samples > 0.5 * 3600.0 * rate
+
+
+@pytest.mark.parametrize("system", [s for s in SYSTEMS if s != Bamboo()], ids=named)
+def test_a_job_starts_once_enough_nodes_are_there(system: System) -> None:
+    """With a single node none can; what is lost before is no restart. (Bamboo lacks memory.)"""
+    costs = RecoveryCosts(startup_s=20.0, node_start_s=10.0)
+    setting = setting_with(costs, microbatches=16)
+    job = system.begin(setting, absent=range(1, 8))
+    job.take_back((1,), 50.0)
+    job.lose((1,), 55.0)
+
+    assert committed_at(job, 500.0) == 0
+    job.take_back(tuple(range(1, 8)), 500.0)
+    assert committed_at(job, 1000.0) > 0
+    assert job.account.num_restarts == 0
+    assert job.account.ledger.parts()[Category.STARTUP] == pytest.approx(20.0, abs=0.1)
 
 
 @pytest.mark.parametrize("system", [Gemini(), Strawman(), HighFreq()], ids=named)

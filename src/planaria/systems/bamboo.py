@@ -21,7 +21,7 @@ needed. Nodes that are lost are given and replaced by the scenario; zones are no
 with more than 16,384 hops only eight pipelines of each kind are simulated.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, inf
@@ -62,9 +62,9 @@ class Bamboo:
         """See `System`."""
         return "bamboo"
 
-    def begin(self, setting: Setting) -> ModelledJob:
+    def begin(self, setting: Setting, *, absent: Collection[int] = ()) -> ModelledJob:
         """A job that begins; see `System`."""
-        return ModelledJob(setting, _Redundant(setting), saves_of_job(setting))
+        return ModelledJob(setting, _Redundant(setting), saves_of_job(setting), absent=absent)
 
 
 class RedundantTimes:

@@ -19,6 +19,7 @@ plan. Nodes without a place in the plan are standby nodes. There are no failures
 lost node has lost its memory. Saves to remote storage cost no stall, since they are made of copies.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import ceil
 from typing import Final
@@ -56,11 +57,11 @@ class Gemini:
         """See `System`."""
         return "gemini"
 
-    def begin(self, setting: Setting) -> ModelledJob:
+    def begin(self, setting: Setting, *, absent: Collection[int] = ()) -> ModelledJob:
         """A job that begins; see `System`."""
         every = max(1, ceil(STRAWMAN_INTERVAL_S / setting.failure_free_s))
         saves = StoredSaves(every=every, write_s=remote_s(setting))
-        return ModelledJob(setting, _CopiesInMemory(setting, self.copies), saves)
+        return ModelledJob(setting, _CopiesInMemory(setting, self.copies), saves, absent=absent)
 
 
 class _CopiesInMemory:
@@ -90,7 +91,9 @@ class _CopiesInMemory:
 
     def begin(self, job: ModelledJob) -> None:
         """See `Behaviour`."""
-        job.train_at(self._pace, 0.0)
+        self._places.drop(job.absent)
+        if not self._places.empty:
+            job.train_at(self._pace, 0.0)
 
     def on_lost(self, job: ModelledJob, nodes: tuple[int, ...], now_s: float) -> None:
         """See `Behaviour`."""

@@ -10,6 +10,7 @@ Differs: as remote_saves.py says. With faster storage than the paper's, training
 most of the time, so that share is kept as a bound.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
@@ -34,10 +35,12 @@ class HighFreq:
         """See `System`."""
         return "highfreq"
 
-    def begin(self, setting: Setting) -> ModelledJob:
+    def begin(self, setting: Setting, *, absent: Collection[int] = ()) -> ModelledJob:
         """A job that begins; see `System`."""
         stall_s = serialise_s(setting)
-        return begin_with_remote_saves(setting, interval_s=interval_s(setting), stall_s=stall_s)
+        return begin_with_remote_saves(
+            setting, absent, interval_s=interval_s(setting), stall_s=stall_s
+        )
 
 
 def interval_s(setting: Setting) -> float:

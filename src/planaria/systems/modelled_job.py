@@ -9,7 +9,7 @@ sets the pace of all.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
@@ -119,12 +119,21 @@ class ModelledJob:
         account: seconds and samples so far.
         members: nodes that are there and have started.
         saves: saves of the job; those of `every` 0 if the system has none.
+        absent: nodes that are not there at the start.
     """
 
-    def __init__(self, setting: Setting, behaviour: Behaviour, saves: StoredSaves) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        behaviour: Behaviour,
+        saves: StoredSaves,
+        *,
+        absent: Collection[int] = (),
+    ) -> None:
         self.setting, self.saves = setting, saves
         self.account = Account(setting.job.training.global_batch_size)
-        self.members = set(range(setting.num_nodes))
+        self.absent = frozenset(absent)
+        self.members = set(range(setting.num_nodes)) - self.absent
         self._behaviour = behaviour
         self._pace = Pace(iteration_s=inf, nodes=frozenset())
         self._speeds: dict[int, float] = {}
@@ -133,7 +142,8 @@ class ModelledJob:
         self._num_posted = 0
         self._phases: deque[tuple[Category, float]] = deque()  # With the times at which they end.
         self._trains = True  # Whether training follows the phases; else the job waits for nodes.
-        self._has_ended = False  # Whether the job has ended and is not started again yet.
+        self._has_begun = False
+        self._has_ended = True  # Whether the job does not run, and is not started again yet.
         self._starts_until_s = 0.0  # Time until which not every node holds its state.
         self._at_commit: Callable[[float], None] | None = None
         self._iteration_s = self._next_commit_s = inf
@@ -141,14 +151,10 @@ class ModelledJob:
         self._kept_s = 0.0  # Seconds of what was done then.
         self._shares: dict[Category, float] = {}
         behaviour.begin(self)
-        self._begin((Category.STARTUP, setting.costs.startup_s))
-
-    def _begin(self, startup: Phase) -> None:
-        """Trains after the start, or waits if the nodes are too few or too small."""
         if self._pace.nodes:
-            self.go_on(0.0, startup)
-        else:
-            self.wait(0.0, startup)
+            self.go_on(0.0)
+        else:  # The nodes are too few or too small.
+            self.wait(0.0)
 
     # -- what happens to nodes --------------------------------------------------------------------
 
@@ -259,8 +265,11 @@ class ModelledJob:
         self._add_phases(now_s, phases)
 
     def go_on(self, now_s: float, *phases: Phase) -> None:
-        """Goes through phases after those that there are, and trains then."""
-        self._trains, self._has_ended = True, False
+        """Goes through phases after those that there are, and trains then. Where nothing was
+        trained so far, the job starts instead."""
+        if not self._has_begun:
+            phases = ((Category.STARTUP, self.setting.costs.startup_s),)
+        self._trains, self._has_begun, self._has_ended = True, True, False
         self._add_phases(now_s, phases)
 
     def start_again(self, now_s: float, *phases: Phase) -> None:

@@ -187,10 +187,10 @@ class Odyssey:
         """See `System`."""
         return "odyssey" if self.duration is Duration.MEAN else "odyssey-oracle"
 
-    def begin(self, setting: Setting) -> SystemRun:
+    def begin(self, setting: Setting, *, absent: Collection[int] = ()) -> SystemRun:
         """A job that begins; see `System`."""
         chooser = _Chooser(setting)
-        job = ModelledJob(setting, chooser, saves_of_job(setting))
+        job = ModelledJob(setting, chooser, saves_of_job(setting), absent=absent)
         return job if self.duration is Duration.MEAN else _Hindsight(job, chooser)
 
 
@@ -248,7 +248,10 @@ class _Chooser:
 
     def begin(self, job: ModelledJob) -> None:
         """See `Behaviour`."""
-        self._train(job, 0.0)
+        if job.absent:
+            self._plan = self._plan_anew(job)
+        if self._plan is not None:
+            self._train(job, 0.0)
 
     def on_lost(self, job: ModelledJob, nodes: tuple[int, ...], now_s: float) -> None:
         """See `Behaviour`."""
@@ -388,28 +391,35 @@ class _Chooser:
         """Loads the newest save into pipelines on the nodes that there are, if they are enough."""
         if self._plan is not None:
             job.go_back_to_save()
-        self._plan, self.chosen, self.forced = None, None, None
+        self.chosen, self.forced = None, None
+        plan = self._plan = self._plan_anew(job)
+        if plan is None:
+            job.wait(now_s, *phases)
+            return
+        self._train(job, now_s)
+        setting = self._setting
+        most = max(
+            sum(setting.layer_bytes[layer] for layer in layers)
+            for layers in plan.held_by_rank.values()
+        )
+        restart = (Category.RESTART, setting.costs.restart_s)
+        job.start_again(now_s, *phases, restart, (Category.TRANSFER, job.load_s(most)))
+
+    def _plan_anew(self, job: ModelledJob) -> Plan | None:
+        """Pipelines on the nodes that there are, whatever these hold; None if they are too few."""
         setting = self._setting
         n0, number = min(setting.catalog.templates), len(job.members)
         count = max(1, min(self._num_pipelines, number // n0))
         found = execution_plan(setting.catalog, number, count) if number >= n0 else None
         if found is None:
-            job.wait(now_s, *phases)
-            return
+            return None
         nodes = iter(sorted(job.members))
         pipelines = tuple(
             Pipeline(template, tuple(next(nodes) for _ in range(template.num_nodes)))
             for template in found.templates
         )
-        self._plan = plain_plan(0, pipelines, found.microbatches)
         self._num_pipelines = len(pipelines)
-        self._train(job, now_s)
-        most = max(
-            sum(setting.layer_bytes[layer] for layer in layers)
-            for layers in self._plan.held_by_rank.values()
-        )
-        restart = (Category.RESTART, setting.costs.restart_s)
-        job.start_again(now_s, *phases, restart, (Category.TRANSFER, job.load_s(most)))
+        return plain_plan(0, pipelines, found.microbatches)
 
     def _train(self, job: ModelledJob, now_s: float) -> None:
         assert self._plan is not None

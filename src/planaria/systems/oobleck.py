@@ -12,6 +12,7 @@ Differs: the plan for so many nodes is the planner's best one, not the result of
 steps, and is ranked by the exact schedule.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,9 +31,9 @@ class Oobleck:
         """See `System`."""
         return "oobleck"
 
-    def begin(self, setting: Setting) -> ModelledJob:
+    def begin(self, setting: Setting, *, absent: Collection[int] = ()) -> ModelledJob:
         """A job that begins; see `System`."""
-        return ModelledJob(setting, _Reconfiguration(setting), saves_of_job(setting))
+        return ModelledJob(setting, _Reconfiguration(setting), saves_of_job(setting), absent=absent)
 
 
 class _Reconfiguration:
@@ -47,7 +48,8 @@ class _Reconfiguration:
 
     def begin(self, job: ModelledJob) -> None:
         """See `Behaviour`."""
-        self._take_plan(job, 0.0)
+        if not job.absent or len(job.members) >= self._min_nodes:
+            self._take_plan(job, 0.0)
 
     def on_lost(self, job: ModelledJob, nodes: tuple[int, ...], now_s: float) -> None:
         """See `Behaviour`."""
@@ -78,7 +80,8 @@ class _Reconfiguration:
 
     def _has_all_layers(self) -> bool:
         """Whether the nodes that are left of the plan hold every layer."""
-        assert self._plan is not None
+        if self._plan is None:
+            return False
         per_node = self._setting.job.cluster.devices_per_node
         held = {
             layer

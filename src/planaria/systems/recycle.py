@@ -24,6 +24,7 @@ the paper's jobs have a fixed number of places. Plans of more than 16,384 hops a
 an iteration is longer by what the busiest stage gets.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import inf
 
@@ -64,9 +65,9 @@ class ReCycle:
         """See `System`."""
         return "recycle"
 
-    def begin(self, setting: Setting) -> ModelledJob:
+    def begin(self, setting: Setting, *, absent: Collection[int] = ()) -> ModelledJob:
         """A job that begins; see `System`."""
-        return ModelledJob(setting, _Rerouting(setting, self), saves_of_job(setting))
+        return ModelledJob(setting, _Rerouting(setting, self), saves_of_job(setting), absent=absent)
 
 
 class _Rerouting:
@@ -84,7 +85,21 @@ class _Rerouting:
         self._place(pipelines, range(setting.num_nodes))
 
     def begin(self, job: ModelledJob) -> None:
-        """See `Behaviour`."""
+        """Goes around nodes that are not there, or has pipelines without them if these are faster;
+        see `Behaviour`."""
+        if job.absent:
+            self._places.drop(job.absent)
+            self._places.fill(tuple(job.members))
+            if self._system.normalises:
+                self._normalise()
+            fewer, around_s = self._fastest(len(job.members)), inf
+            if max(self._num_lost) < self._pipelines.num_pipelines:
+                around_s = self._times.iteration_s(self._num_lost)
+            if fewer is not None and fewer.iteration_s < around_s:
+                self._place(fewer, sorted(job.members))
+            elif around_s == inf:
+                self._has_started = False
+                return
         self._train(job, 0.0)
 
     def on_lost(self, job: ModelledJob, nodes: tuple[int, ...], now_s: float) -> None:

@@ -11,6 +11,7 @@ when the scenario says so, not after 4 to 7 minutes. The model is trained by the
 systems begin with, not by ZeRO-3. Nodes without a place in the plan are standby nodes.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
 from math import ceil
 from typing import Final
@@ -38,16 +39,20 @@ def serialise_s(setting: Setting) -> float:
     return sum(setting.layer_bytes) / num_devices / SERIALISE_BYTES_PER_S
 
 
-def begin_with_remote_saves(setting: Setting, *, interval_s: float, stall_s: float) -> ModelledJob:
+def begin_with_remote_saves(
+    setting: Setting, absent: Collection[int], *, interval_s: float, stall_s: float
+) -> ModelledJob:
     """A job with saves to remote storage.
 
     Args:
+        absent: nodes that are not there at the start.
         interval_s: lower bound on the seconds of training between two saves.
         stall_s: seconds for which training stands still for a save.
     """
     every = max(1, ceil(interval_s / setting.failure_free_s - 1e-9))
     behaviour = _RemoteSaves(setting, stall_s / every)
-    return ModelledJob(setting, behaviour, StoredSaves(every=every, write_s=remote_s(setting)))
+    saves = StoredSaves(every=every, write_s=remote_s(setting))
+    return ModelledJob(setting, behaviour, saves, absent=absent)
 
 
 def restart_if_full(
@@ -82,7 +87,9 @@ class _RemoteSaves:
 
     def begin(self, job: ModelledJob) -> None:
         """See `Behaviour`."""
-        job.train_at(self._pace, 0.0)
+        self._places.drop(job.absent)
+        if not self._places.empty:
+            job.train_at(self._pace, 0.0)
 
     def on_lost(self, job: ModelledJob, nodes: tuple[int, ...], now_s: float) -> None:
         """See `Behaviour`."""

@@ -18,6 +18,7 @@ is. What a new group starts is in `node_start_s`, as for every system's node tha
 of its other nodes start beside that. Where no group is left the job starts again: `restart_s`.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -49,11 +50,11 @@ class Replicas:
         """See `System`."""
         return "replicas"
 
-    def begin(self, setting: Setting) -> ModelledJob:
+    def begin(self, setting: Setting, *, absent: Collection[int] = ()) -> ModelledJob:
         """A job that begins; see `System`."""
         grid = fastest_equal_pipelines(setting, setting.num_nodes, min_pipelines=_GROUPS_MIN)
         assert grid is not None
-        return ModelledJob(setting, _Groups(setting, grid), saves_of_job(setting))
+        return ModelledJob(setting, _Groups(setting, grid), saves_of_job(setting), absent=absent)
 
 
 class _Groups:
@@ -73,8 +74,12 @@ class _Groups:
 
     def begin(self, job: ModelledJob) -> None:
         """See `Behaviour`."""
+        self._places.drop(job.absent)
+        self._places.fill(tuple(job.members))
+        self._quorum -= {place // self._grid.depth for place in self._places.empty}
         self._trains_since_s = self._setting.costs.startup_s
-        self._train(job, 0.0)
+        if self._quorum:
+            self._train(job, 0.0)
 
     def on_lost(self, job: ModelledJob, nodes: tuple[int, ...], now_s: float) -> None:
         """See `Behaviour`."""

@@ -15,6 +15,7 @@ keep_alive_max_attempt 3. The start of processes is `costs.restart_s`.
 Differs: the stalls of saves are spread over all iterations.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,9 +41,9 @@ class Restart:
         """See `System`."""
         return "restart"
 
-    def begin(self, setting: Setting) -> ModelledJob:
+    def begin(self, setting: Setting, *, absent: Collection[int] = ()) -> ModelledJob:
         """A job that begins; see `System`."""
-        return _job(setting, fixed_nodes=0)
+        return _job(setting, absent, fixed_nodes=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +61,14 @@ class StaticRestart:
         """See `System`."""
         return "static"
 
-    def begin(self, setting: Setting) -> ModelledJob:
+    def begin(self, setting: Setting, *, absent: Collection[int] = ()) -> ModelledJob:
         """A job that begins; see `System`."""
-        return _job(setting, fixed_nodes=setting.num_nodes - self.num_spares)
+        return _job(setting, absent, fixed_nodes=setting.num_nodes - self.num_spares)
 
 
-def _job(setting: Setting, *, fixed_nodes: int) -> ModelledJob:
+def _job(setting: Setting, absent: Collection[int], *, fixed_nodes: int) -> ModelledJob:
     saves = StoredSaves(every=setting.job.checkpoint.persist_every, write_s=0.0)
-    return ModelledJob(setting, _Rendezvous(setting, fixed_nodes), saves)
+    return ModelledJob(setting, _Rendezvous(setting, fixed_nodes), saves, absent=absent)
 
 
 class _Rendezvous:

@@ -5,6 +5,7 @@ Differs: the paper counts the time to serialise a save with HighFreq only; here 
 too. The rest is in remote_saves.py.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,7 +25,9 @@ class Strawman:
         """See `System`."""
         return "strawman"
 
-    def begin(self, setting: Setting) -> ModelledJob:
+    def begin(self, setting: Setting, *, absent: Collection[int] = ()) -> ModelledJob:
         """A job that begins; see `System`."""
         stall_s = serialise_s(setting)
-        return begin_with_remote_saves(setting, interval_s=STRAWMAN_INTERVAL_S, stall_s=stall_s)
+        return begin_with_remote_saves(
+            setting, absent, interval_s=STRAWMAN_INTERVAL_S, stall_s=stall_s
+        )

@@ -1,6 +1,6 @@
 """The interface of a system that trains on a cluster whose nodes fail, as the simulator runs it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -122,5 +122,9 @@ class System(Protocol):
     def name(self) -> str:
         """The name, as in `planaria simulate --systems`."""
 
-    def begin(self, setting: Setting) -> SystemRun:
-        """A job that begins at time 0 on all nodes of the cluster."""
+    def begin(self, setting: Setting, *, absent: Collection[int] = ()) -> SystemRun:
+        """A job that begins on the nodes of the cluster that are there, once they are enough.
+
+        Args:
+            absent: nodes that are not there at time 0. They may come later.
+        """

@@ -17,6 +17,7 @@ a save 6% to 14% of that. Seconds that its authors measured are in papers/ooblec
 rates of the same devices.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from math import sqrt
@@ -41,10 +42,10 @@ class Varuna:
         """See `System`."""
         return "varuna"
 
-    def begin(self, setting: Setting) -> ModelledJob:
+    def begin(self, setting: Setting, *, absent: Collection[int] = ()) -> ModelledJob:
         """A job that begins; see `System`."""
         saves = StoredSaves(every=setting.job.checkpoint.persist_every, write_s=0.0)
-        return ModelledJob(setting, _Morphing(setting), saves)
+        return ModelledJob(setting, _Morphing(setting), saves, absent=absent)
 
 
 class _Morphing:

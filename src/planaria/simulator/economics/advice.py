@@ -16,7 +16,7 @@ made once for all their seeds. They are one task of one process, so the number o
 nothing. Choices that differ by less than `CLOSE` are alike, and the plainer one is taken.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -251,12 +251,12 @@ class _Planaria:
         """See `System`."""
         return "planaria"
 
-    def begin(self, setting: Setting) -> SystemRun:
+    def begin(self, setting: Setting, *, absent: Collection[int] = ()) -> SystemRun:
         """See `System`."""
         if isinstance(self.rules.policy, VirtualForesight):
             self.rules.policy.is_ready = False
         problem = setting.catalog.problem
-        return PlanariaRun(self.rules, plans_of(setting), setting.costs, problem)
+        return PlanariaRun(self.rules, plans_of(setting), setting.costs, problem, absent=absent)
 
 
 # -- the search -----------------------------------------------------------------------------------

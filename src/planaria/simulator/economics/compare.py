@@ -8,6 +8,7 @@ many processes they are spread.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from math import inf, sqrt
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -91,15 +92,17 @@ LOSSES_MAX: Final = 1000
 
 def play(scenario: ClusterScenario, system: System, seed: int) -> JobOutcome:
     """The outcome of one system with one seed."""
-    run = system.begin(scenario.setting)
+    num_nodes = scenario.setting.num_machines
+    absent, stream = _absent_and_rest(
+        scenario.failures.occurrences(
+            num_nodes, horizon_s=scenario.horizon_s, rng=Random(f"{scenario.name} {seed}")
+        )
+    )
+    run = system.begin(scenario.setting, absent=absent)
     # No plan is twice as fast as that of all nodes.
     least_s = scenario.setting.failure_free_s / 2
     complete_by = partial(is_complete, run, iterations=scenario.iterations, iteration_s_min=least_s)
-    num_nodes = scenario.setting.num_machines
-    stream = scenario.failures.occurrences(
-        num_nodes, horizon_s=scenario.horizon_s, rng=Random(f"{scenario.name} {seed}")
-    )
-    num_there, node_s, since_s = num_nodes, 0.0, 0.0
+    num_there, node_s, since_s = num_nodes - len(absent), 0.0, 0.0
     lost_at_s: list[float] = []
     end_s = inf
     for occurrence in _until(stream, scenario.horizon_s):
@@ -132,6 +135,18 @@ def play(scenario: ClusterScenario, system: System, seed: int) -> JobOutcome:
         curve=account.curve,
         lost_at_s=tuple(lost_at_s),
     )
+
+
+def _absent_and_rest(
+    stream: Iterator[Occurrence],
+) -> tuple[frozenset[int], Iterator[Occurrence]]:
+    """The nodes that a stream loses at time 0, before anything else, and what follows."""
+    absent = frozenset[int]()
+    for occurrence in stream:
+        if occurrence.at_s > 0.0 or occurrence.kind is not OccurrenceKind.LOST:
+            return absent, chain((occurrence,), stream)
+        absent |= frozenset(occurrence.nodes)
+    return absent, iter(())
 
 
 def _until(stream: Iterator[Occurrence], horizon_s: float) -> Iterator[Occurrence]:

@@ -1,5 +1,6 @@
 """Planaria as one of the systems that are compared: its rules and plans, made from a setting."""
 
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -30,10 +31,11 @@ class PlanariaSystem:
         """See `System`."""
         return PLANARIA
 
-    def begin(self, setting: Setting) -> PlanariaRun:
+    def begin(self, setting: Setting, *, absent: Collection[int] = ()) -> PlanariaRun:
         """A job that begins; see `System`."""
         problem = setting.catalog.problem
-        return PlanariaRun(rules_of_setting(setting), plans_of(setting), setting.costs, problem)
+        rules, plan_of = rules_of_setting(setting), plans_of(setting)
+        return PlanariaRun(rules, plan_of, setting.costs, problem, absent=absent)
 
 
 def rules_of_setting(setting: Setting) -> Rules:

@@ -2,7 +2,8 @@
 
 A cluster has nodes 0 to num_nodes - 1, and all of them are there and fast at time 0. A source of
 failures gives what happens to them from then on: they are lost and come back, they are told that
-they will be lost, they slow down. Nodes that are missing from the start are lost at time 0.
+they will be lost, they slow down. Nodes that are missing from the start are lost at time 0, before
+anything else; no job counts that as a loss.
 
 Every source keeps these rules, and `checked_stream` asserts them:
 
