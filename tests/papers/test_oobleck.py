@@ -5,6 +5,7 @@ import pytest
 from helpers.published import rows_of
 from planaria.papers.oobleck.measured import controlled_losses
 from planaria.papers.oobleck.planning_latency import latency_rows
+from planaria.papers.oobleck.spot import figure_10
 from planaria.papers.oobleck.throughput import controlled_outcome
 from planaria.papers.rows import How, PublishedRow
 
@@ -141,3 +142,14 @@ def test_planaria_is_at_least_as_fast_as_the_best_in_every_cell() -> None:
         ]
         assert ours is not None
         assert all(other is not None and ours >= other for other in others)
+
+
+def test_a_row_whose_number_differs_from_the_artifact_says_so() -> None:
+    """Two of Varuna on the second spot trace."""
+    rows = [row for row in figure_10() if "the artifact has" in row.note]
+
+    assert [(row.keys["system"], row.keys["model"]) for row in rows] == [
+        ("varuna", "GPT-3 2.7b"),
+        ("varuna", "GPT-3 6.7b"),
+    ]
+    assert {row.keys["trace"] for row in rows} == {"GCP (is EC2 G4dn)"}
