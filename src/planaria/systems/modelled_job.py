@@ -396,7 +396,7 @@ class Places:
         self.nodes: list[int | None] = [None] * num_places
         self.fill(nodes)
 
-    def drop(self, nodes: Sequence[int]) -> tuple[int, ...]:
+    def drop(self, nodes: Collection[int]) -> tuple[int, ...]:
         """Empties the places of nodes that are lost; returns these places."""
         emptied = tuple(place for place, node in enumerate(self.nodes) if node in set(nodes))
         for place in emptied:
