@@ -79,7 +79,7 @@ def _rate_rows() -> tuple[PublishedRow, ...]:
             None,
             _rate(system, model, trace),
             How.SIMULATED,
-            _drawn(system, model, trace),
+            _note_of(system, model, trace),
         )
         for trace in _TRACES
         for model in MODELS
@@ -88,7 +88,7 @@ def _rate_rows() -> tuple[PublishedRow, ...]:
     )
 
 
-def _drawn(system: str, model: str, trace: str) -> str:
+def _note_of(system: str, model: str, trace: str) -> str:
     """The note of a row: whether the artifact comes to the same number."""
     other = _OTHERS.get((system, model, trace))
     if other is None:
