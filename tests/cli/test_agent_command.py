@@ -16,6 +16,7 @@ import typer
 from helpers.command import assert_mistake, command
 from planaria.cli import machine_commands
 from planaria.nodes import output
+from planaria.nodes.head.process_events import restore_handlers
 from planaria.nodes.known_heads import connection_problem
 from planaria.nodes.machine_spec import MachineSpec
 from planaria.transport.credentials import write_credentials
@@ -48,7 +49,7 @@ def test_a_service_that_is_no_head_is_a_mistake_of_the_address(tmp_path: Path) -
             while sock.recv(1 << 12):
                 pass
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with restore_handlers(), socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=answer, args=(listener,))
         thread.start()
         head = address_text(listener.getsockname())

@@ -281,7 +281,7 @@ def test_a_missing_extra_is_told_with_its_install_command(
         assert name == library
 
     monkeypatch.setattr("importlib.util.find_spec", find_spec)
-    with pytest.raises(ConfigError, match=r"planaria\[hf\]") as caught:
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[hf\]'") as caught:
         load(data, tmp_path)
 
     assert caught.value.field == field

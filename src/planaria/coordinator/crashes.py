@@ -268,13 +268,16 @@ def _end_or_evict(
     times = (
         f"{text}, the {CRASHES_MAX}rd time in a row" if counts[crash.rank] >= CRASHES_MAX else text
     )
-    if others:
+    is_of_saves = raised.error == _UNREAD  # And no fault of the job's.
+    if others and not is_of_saves:
         nodes = ", ".join(map(str, sorted(others)))
         reason = f"{times}; the same happened on node {nodes}, so it is not the fault of one node"
         return _fail_job(state, rules, with_reason(failure, reason), reason=reason, now_s=now_s)
     if is_often and not state.stop.failure:
         if why := _why_needed(rules, state, node):
             reason = f"{times}; {why}"
+            if is_of_saves:  # Whoever starts the job again may find that the disk answers.
+                return end_job(state, End(Ending.LOST, reason))
             return _fail_job(state, rules, with_reason(failure, reason), reason=reason, now_s=now_s)
         return begin_recovery(
             rules, state, LossKind.LOST, (node,), reason=times, now_s=now_s, raised=raised
