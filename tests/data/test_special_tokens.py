@@ -139,7 +139,9 @@ def test_weights_without_a_mask_token_are_refused(
     assert caught.value.field == "model.path"
     for other, objective in ((labelled, "masked"), (data, "causal")):
         assert len(load_dataset(other, objective=objective, **arguments)) == len(ROWS)
-    assert len(load_dataset(DataConfig(), objective="masked", **arguments))  # Own tokens, own mask.
+    (tmp_path / "text").write_text("Its own tokens, and its own mask. " * 100)
+    text = DataConfig(path=str(tmp_path / "text"))
+    assert len(load_dataset(text, objective="masked", **arguments))
     if not files:
         Path(model.path, "model.safetensors").unlink()
         fresh = load_dataset(data, objective="masked", **arguments)

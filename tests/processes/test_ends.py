@@ -162,6 +162,7 @@ def test_ctrl_c_before_training_ends_at_once(moment: str, tmp_path: Path) -> Non
     assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.long
 def test_a_second_ctrl_c_ends_at_once_and_says_what_it_cost(tmp_path: Path) -> None:
     """The first waits for a commit that is an hour away."""
     settings = (*ENDLESS, SLOW, "checkpoint.persist_every=0")

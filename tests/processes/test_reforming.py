@@ -195,6 +195,7 @@ def lose_two(payload: bytes, answer_fd: int) -> None:
     tell(answer_fd, [dist.get_world_size(), iteration])
 
 
+@pytest.mark.long
 def test_a_loss_while_ranks_begin_anew_is_one_more_loss(server: ForkServer, place: Path) -> None:
     """Before the second one is linked to the others; gloo tells only two of them."""
     told = told_by_ranks(server, f"{__name__}:lose_two", place, killed=[0, 1], num_ranks=5)
@@ -280,6 +281,7 @@ def lose_a_member(payload: bytes, answer_fd: int) -> None:
     checkpointer.close()
 
 
+@pytest.mark.long
 def test_a_loss_in_the_middle_of_a_reform_is_one_more_loss(server: ForkServer, place: Path) -> None:
     """The timeout of the group is ten minutes, and none waits for it; the next rank leads."""
     told = told_by_ranks(server, f"{__name__}:lose_a_member", place, killed=[0, 2], num_ranks=4)
