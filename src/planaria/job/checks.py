@@ -87,7 +87,7 @@ _KINDS = {
     "model.time_scale": ("paced",),
     "model.jitter": ("paced",),
     "data.path": ("text", "tokens", "hf"),
-    "data.tokenizer": ("text",),
+    "data.tokenizer": ("text", "hf"),  # A saved data set may have texts.
     "data.target": ("python",),
     "data.collate": ("python",),
 }

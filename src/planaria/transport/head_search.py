@@ -33,8 +33,8 @@ async def connect_first(
         timeout_s: time for all of them; each has at least half of it.
 
     Raises:
-        AuthenticationError: at each address something answers that is no head of this token file;
-            a StrangerError: nor of another one.
+        StrangerError: at each address something answers that is no head.
+        AuthenticationError: at each address something answers, and no head of this token file.
         ConnectionError: no head can be reached, and not each address has refused for good.
     """
     loop = asyncio.get_running_loop()

@@ -16,7 +16,7 @@ import pytest
 from helpers.command import wait_for
 from helpers.refused_reads import refused_reads
 from helpers.told_publisher import ToldPublisher
-from planaria.checkpoint.disk.parts import RunPlace
+from planaria.checkpoint.disk.parts import RunPlace, remove_runs
 from planaria.checkpoint.disk.tiers import Manifest, SavedVersion, Tier
 from planaria.coordinator.commands import (
     Discard,
@@ -298,8 +298,13 @@ def test_saves_that_could_not_be_listed_are_asked_for_again(
 def test_an_epoch_that_could_not_be_marked_is_marked_again(
     threaded: _Threaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks that lose their head save nothing in a run without a mark. Only the newest counts."""
+    """Ranks that lose their head save nothing in a run without a mark. Only the newest counts, and
+    how many were written before does not."""
     assert threaded.run is not None
+    for _ in range(9):
+        threaded.thread.mark_epoch(0, (0,))
+        threaded.wait_done()
+    remove_runs(threaded.tier.storage)
     with monkeypatch.context() as patch:
         patch.setattr(RunPlace, "write_mark", refuse)
         for epoch in (0, 1):

@@ -276,7 +276,7 @@ class _Retry:
     def note(self, ask: Callable[[], None], now_s: float, *, is_done: bool) -> None:
         """Notes whether the request was carried out."""
         self.ask = None if is_done else ask
-        self._pause_s *= 2.0
+        self._pause_s = _AGAIN_S / 2.0 if is_done else 2.0 * self._pause_s
         self.at_s = now_s + self._pause_s
 
 
