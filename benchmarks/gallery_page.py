@@ -309,6 +309,9 @@ def _experiments(experiments: Mapping[str, Sequence[PublishedRow]]) -> Iterator[
     yield (
         f"{len(rows)} rows of {count_text(len(experiments), 'table')} and figures; {num_printed} "
         f"have a printed number that could come back, and {num_back} come back. "
+        "Not each of these is a result of its own: some follow from other printed numbers by "
+        "arithmetic, some are bounds that we computed beside those of the paper, and some stand in "
+        "two tables. "
         "[PAPERS.md](PAPERS.md) says what the ways mean and what was found. What does not come "
         "back is first in each table."
     )
