@@ -305,13 +305,14 @@ def _experiments(experiments: Mapping[str, Sequence[PublishedRow]]) -> Iterator[
     rows = [row for some in experiments.values() for row in some]
     num_printed = sum(row.is_comparable for row in rows)
     num_back = sum(row.has_come_back for row in rows)
+    num_own_back = sum(row.is_own and row.has_come_back for row in rows)
     yield "## The papers' tables and figures"
     yield (
         f"{len(rows)} rows of {count_text(len(experiments), 'table')} and figures; {num_printed} "
         f"have a printed number that could come back, and {num_back} come back. "
-        "Not each of these is a result of its own: some follow from other printed numbers by "
-        "arithmetic, some are bounds that we computed beside those of the paper, and some stand in "
-        "two tables. "
+        f"Not each is a result of its own: some follow from other printed numbers by arithmetic, "
+        "some stand in two tables, and a constant was chosen to match some; their notes say so. Of "
+        f"the {sum(row.is_own for row in rows)} others {num_own_back} come back. "
         "[PAPERS.md](PAPERS.md) says what the ways mean and what was found. What does not come "
         "back is first in each table."
     )

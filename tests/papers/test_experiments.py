@@ -48,14 +48,18 @@ def test_keys_name_a_row(name: str) -> None:
 
 def test_the_page_has_the_counts_that_the_command_prints() -> None:
     """`planaria reproduce` prints them; a page of yesterday's numbers misleads."""
-    table = re.findall(r"^\| `([a-z0-9-]+)` \| (.*) \| (\d+) \| (\d+) \|", PAGE.read_text(), re.M)
+    line = r"^\| `([a-z0-9-]+)` \| (.*) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|"
+    table = re.findall(line, PAGE.read_text(), re.M)
 
     assert [name for name, *_ in table] == list(EXPERIMENTS)
-    for name, title, num_printed, num_back in table:
+    for name, title, num_printed, num_back, num_own, num_own_back in table:
         assert title == EXPERIMENTS[name].title
         if name in COMPUTED:
             assert int(num_printed) == sum(row.is_comparable for row in rows_of(name)), name
             assert int(num_back) == sum(row.has_come_back for row in rows_of(name)), name
+            own = [row for row in rows_of(name) if row.is_own]
+            assert int(num_own) == len(own), name
+            assert int(num_own_back) == sum(row.has_come_back for row in own), name
 
 
 @pytest.mark.parametrize(
@@ -81,13 +85,29 @@ def test_a_number_has_come_back_in_the_sense_in_which_it_is_claimed(
 
 
 @pytest.mark.parametrize(
-    ("claim", "note"), [(Claim.EQUAL, "; counts as back within 5%"), (Claim.OVER, "")]
+    ("claim", "note"), [(Claim.EQUAL, "counts as back within 5%"), (Claim.OVER, "")]
 )
 def test_only_a_number_that_is_to_be_equal_names_its_tolerance(claim: Claim, note: str) -> None:
     """A bound is kept or not."""
     row = PublishedRow({"of": "a"}, 10.0, 9.9, How.SIMULATED, tolerance=0.05, claim=claim)
 
     assert row.full_note == note
+
+
+def test_a_number_that_follows_from_others_is_no_result_of_its_own() -> None:
+    """It comes back, but says nothing; its note says why."""
+    row = PublishedRow({"of": "a"}, 10.0, 10.0, How.INPUT, "a sum", repeats="it stands in b")
+
+    assert row.has_come_back
+    assert not row.is_own
+    assert row.full_note == "a sum; no result of its own: it stands in b"
+
+
+def test_table_4_repeats_the_systems_of_table_2() -> None:
+    """Only Varuna without the overhead of saves is new in it."""
+    own = {(row.keys["system"], row.is_own) for row in rows_of("oobleck-table-4")}
+
+    assert own == {("varuna", False), ("oobleck", False), ("varuna-no-checkpoint", True)}
 
 
 def test_a_name_that_is_unknown_is_a_mistake() -> None:

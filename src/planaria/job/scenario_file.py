@@ -216,6 +216,7 @@ def _setting(
         if TRAITS[job.resilience.policy].has_shadows:
             plan = catalog.plans[cluster.nodes]
             first_plan_with_shadows(problem, plan, templates=catalog.templates)
+    costs = costs.with_ranks(num_devices)
     setting = Setting(job=job, catalog=catalog, costs=costs, model=profile.model)
     if "persist_every" in tables.get("checkpoint", {}):
         return setting

@@ -119,13 +119,13 @@ class Grounds:
         self._scenario_of(0, 0)
 
     def scenario(self, multiple: int) -> ClusterScenario:
-        """The scenario at a multiple of the failure rate, whose runs are as much shorter."""
+        """The scenario at a multiple of the failure rate, whose runs are shorter."""
         if multiple == 1:
             return self._scenario_of(0, 0)
         tables = self._tables(0, 0)
         failures = {"per_node_hour": multiple * self.question.per_node_hour}
         tables["failures"] = {**tables["failures"], **failures}
-        tables["run"] = {**tables["run"], "hours": self.question.run_hours / multiple}
+        tables["run"] = {**tables["run"], "hours": self.question.hours_at(multiple)}
         return scenario_from_tables(tables, name=_NAME, directory=Path())
 
     def setting(self, choice: Choice) -> Setting:

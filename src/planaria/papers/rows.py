@@ -27,6 +27,8 @@ class Claim(Enum):
 _TOLERANCE: Final = 0.01
 _ROUNDING: Final = 1e-9  # Bounds that are reached exactly count as kept.
 
+ARITHMETIC: Final = "arithmetic on printed numbers"  # Why a row is no result of its own.
+
 Key = str | int | float
 
 
@@ -42,6 +44,8 @@ class PublishedRow:
         note: reason why ours is missing or differs, and every constant that was chosen to match.
         tolerance: largest difference with which the number has come back, as a share of it.
         claim: sense of the published number; "over 13x" has come back if ours is 13 or more.
+        repeats: reason why the row is no result of its own even if it comes back, such as
+            arithmetic on other printed numbers; "" if it is one.
     """
 
     keys: Mapping[str, Key]
@@ -51,6 +55,7 @@ class PublishedRow:
     note: str = ""
     tolerance: float = _TOLERANCE
     claim: Claim = Claim.EQUAL
+    repeats: str = ""
 
     @property
     def ratio(self) -> float | None:
@@ -63,12 +68,20 @@ class PublishedRow:
         return self.published is not None and self.how is not How.NODES
 
     @property
+    def is_own(self) -> bool:
+        """Whether the published number could come back as a result of its own."""
+        return self.is_comparable and not self.repeats
+
+    @property
     def full_note(self) -> str:
-        """The note, and the tolerance if it is wider than usual."""
+        """The note, the tolerance if it is wider than usual, and why the row is none of its own."""
+        parts = [self.note]
         is_bound = self.claim is not Claim.EQUAL  # A bound has no tolerance.
-        if self.tolerance <= _TOLERANCE or self.published is None or is_bound:
-            return self.note
-        return f"{self.note}; counts as back within {100 * self.tolerance:.0f}%"
+        if self.tolerance > _TOLERANCE and self.published is not None and not is_bound:
+            parts.append(f"counts as back within {100 * self.tolerance:.0f}%")
+        if self.repeats:
+            parts.append(f"no result of its own: {self.repeats}")
+        return "; ".join(filter(None, parts))
 
     @property
     def how_text(self) -> str:

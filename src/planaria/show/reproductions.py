@@ -42,12 +42,12 @@ def reproduction_table(experiment: Experiment, rows: Sequence[PublishedRow]) -> 
 
 
 def reproductions_table(experiments: Mapping[str, Experiment], results: Results) -> Group:
-    """A row for each experiment: how many of its printed numbers come back; and below, why others
-    do not."""
+    """A row for each experiment: how many of its printed numbers come back, and how many of those
+    that follow from no other printed number; and below, why others do not."""
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("experiment", no_wrap=True)
     table.add_column("what it is")
-    for title in ("rows with a\nprinted number", "come\nback"):
+    for title in ("rows with a\nprinted number", "come\nback", "of their\nown", "come\nback"):
         table.add_column(title, justify="right")
     table.add_column("how")
     for name, rows in results.items():
@@ -57,6 +57,8 @@ def reproductions_table(experiments: Mapping[str, Experiment], results: Results)
             experiments[name].title,
             str(sum(row.is_comparable for row in rows)),
             str(sum(row.has_come_back for row in rows)),
+            str(sum(row.is_own for row in rows)),
+            str(sum(row.is_own and row.has_come_back for row in rows)),
             ", ".join(ways),
         )
     return Group(table, Text("What does not come back:"), *_reasons(results))
@@ -85,6 +87,7 @@ def reproduction_json(name: str, rows: Sequence[PublishedRow]) -> dict[str, Any]
                 "ours": row.ours,
                 "ratio": row.ratio,
                 "how": row.how_text,
+                "is_own": row.is_own,
             }
             for row in rows
         ],
@@ -127,4 +130,9 @@ def _verdict(rows: Sequence[PublishedRow]) -> str:
         return "No row has a printed number that could come back."
     verb = "comes" if num_back == 1 else "come"
     rows_text = count_text(num_printed, "row")
-    return f"{num_back} of {rows_text} with a printed number {verb} back"
+    text = f"{num_back} of {rows_text} with a printed number {verb} back"
+    own = [row for row in rows if row.is_own]
+    if len(own) == num_printed:
+        return text
+    num_own = sum(row.has_come_back for row in own)
+    return f"{text}; {num_own} of the {len(own)} that are results of their own"

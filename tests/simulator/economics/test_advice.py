@@ -64,6 +64,27 @@ def test_spares_never_pay_where_nothing_fails() -> None:
     assert all(gain is not None and gain.low is not None and gain.low > 0.1 for gain in gains)
 
 
+@pytest.mark.parametrize(
+    ("given", "hours"),
+    [
+        ({}, {1: 80.0, 4: 20.0, 32: 10.0}),
+        ({"hours": 6.0}, {1: 6.0, 2: 6.0, 32: 6.0}),
+        ({"failures": {"preset": "opt"}, "nodes": 512}, {1: 1332.0, 2: 1332.0, 32: 1332.0}),
+        (
+            {"failures": {"kind": "poisson", "per_node_hour": 1 / 48, "repair": "never"}},
+            {1: 80.0, 2: 40.0, 32: 2.5},
+        ),
+    ],
+)
+def test_runs_at_a_higher_rate_last_until_as_many_nodes_are_away_as_usual(
+    given: dict[str, Any], hours: dict[int, float]
+) -> None:
+    """They were as much shorter as the rate was higher: at 32 times less than two repairs."""
+    asked = question(1 / 8, **{"hours": 0.0, **given})
+
+    assert {multiple: asked.hours_at(multiple) for multiple in hours} == pytest.approx(hours)
+
+
 def test_keys_of_the_scenario_can_be_set() -> None:
     """Costs, by hand or from a run; spares leave the batch as it is."""
     grounds = Grounds(question(0.5, overrides=("costs.restart_s=7.5",)))
@@ -76,6 +97,21 @@ def test_keys_of_the_scenario_can_be_set() -> None:
     assert [setting.job.training.global_batch_size for setting in settings] == [768, 768]
     assert [setting.num_nodes for setting in settings] == [6, 4]
     assert [setting.num_machines for setting in settings] == [6, 6]
+
+
+def test_a_larger_cluster_takes_longer_to_recover() -> None:
+    """As 5,000 simulated nodes do: each rank is one more to hear, to tell and to link."""
+
+    def setting(nodes: int, **costs: float) -> Setting:
+        tables = {"cluster": {"nodes": nodes, "profile": "gpt2"}, "costs": costs}
+        return scenario_from_tables(tables, name="large", directory=Path()).setting
+
+    few, many = setting(4).costs, setting(64).costs
+
+    for cost in ("answer_s", "decide_s", "regroup_s"):
+        assert getattr(many, cost) - getattr(few, cost) == pytest.approx(60 * 1e-4)
+    assert many.per_rank_s == 0.0
+    assert setting(64, per_rank_s=0.0).costs.regroup_s == 0.05
 
 
 def test_choices_that_are_alike_leave_the_plainest() -> None:
@@ -114,7 +150,7 @@ def test_spares_pay_only_where_other_seeds_show_it_than_those_that_chose_their_n
     def play_group(
         scenario: ClusterScenario, trials: Sequence[Any]
     ) -> list[tuple[JobOutcome, ...]]:
-        is_higher_rate = scenario.horizon_s < 6 * 3600.0
+        is_higher_rate = scenario.horizon_s < 60 * 3600.0
         return [
             tuple(played(trial.choice, seed, is_higher_rate) for seed in trial.seeds)
             for trial in trials
@@ -126,7 +162,7 @@ def test_spares_pay_only_where_other_seeds_show_it_than_those_that_chose_their_n
 
     an_outcome = play(small(), Restart(), 0)
     monkeypatch.setattr(advice_module, "_play_group", play_group)
-    pay = answer_to(question(0.5)).advice.spares_pay
+    pay = answer_to(question(0.5, hours=60.0)).advice.spares_pay
 
     assert pay is not None
     assert pay.multiple == multiple

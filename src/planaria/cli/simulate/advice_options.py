@@ -108,7 +108,8 @@ Hours = Annotated[
         "--hours",
         metavar="HOURS",
         rich_help_panel=_PANEL,
-        help="Simulated hours of each run; 0: as many as have ten losses.",
+        help="Simulated hours of each run; 0: as many as have ten losses, and ten times the mean "
+        "repair.",
     ),
 ]
 Batch = Annotated[

@@ -65,6 +65,7 @@ def calibrated_costs(run: RecordedRun) -> tuple[MeasuredCost, ...]:
             event.regroup_s + max(0.0, event.transfer_s - event.predicted_transfer_s)
             for event in losses
         ],
+        "per_rank_s": [],
         "switch_s": [_switch_s(event) for event in answered if _num_switches(event)],
         "restart_s": [],
         "save_stall_s": _save_stalls(run),

@@ -14,7 +14,7 @@ from planaria.core.cluster import NodesLost, survivors
 from planaria.core.plan import LayerProfile, ModelProfile, Plan, Transition, one_device_profile
 from planaria.estimator.reductions import Reductions, reduction_starts_s
 from planaria.estimator.time import predicted_timeline
-from planaria.papers.rows import How, PublishedRow
+from planaria.papers.rows import ARITHMETIC, How, PublishedRow
 from planaria.planner.plans import PlanCatalog, plan_catalog, plan_of_templates
 from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_template
@@ -61,6 +61,7 @@ def figure_10() -> tuple[PublishedRow, ...]:
             100 * (11.2 - 8.2) / 11.2,
             How.INPUT,
             "11.2 s and 8.2 s as printed",
+            repeats=ARITHMETIC,
         )
     )
     rows.append(

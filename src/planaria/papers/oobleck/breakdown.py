@@ -41,6 +41,7 @@ def figure_1() -> tuple[PublishedRow, ...]:
             shares["effective"],
             How.SIMULATED,
             _note(model, system, frequency),
+            repeats="it stands in Figure 11",
         )
         for model, system, frequency, shares in _all_shares()
         if system != "oobleck"

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, Final
 
 from planaria.core.job import PolicyName
@@ -10,8 +11,10 @@ from planaria.simulator.economics.compare import ClusterScenario
 from planaria.simulator.failures.presets import PRESETS
 
 _FAILURES: Final = 10.0  # Expected failures of a run, unless the user says hours.
+_S_PER_HOUR: Final = 3600.0
 _HOURS_MIN: Final = 24.0
 _HOURS_MAX: Final = 10_000.0
+_REPAIRS: Final = 10.0  # Mean times of repair in a run: by then as many nodes are away as usual.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +26,8 @@ class Question:
         nodes: number of nodes that the cluster has while none is lost, spares included.
         failures: table `[failures]`.
         price: dollars for each hour of each node; 0: unknown.
-        hours: simulated hours of a run; 0: as many as have ten failures, a day at least.
+        hours: simulated hours of a run; 0: as many as have ten failures, a day and ten times the
+            mean repair at least.
         batch: samples of an iteration; 0: 4 microbatches for each device.
         policies: policies to choose among; (): all that are fast enough.
         overrides: texts TABLE.KEY=VALUE for the scenario.
@@ -54,11 +58,30 @@ class Question:
         return preset.per_node_hour * (self.devices_per_node if preset.is_per_device else 1)
 
     @property
+    def repair_hours(self) -> float:
+        """Mean hours until a lost node is back; 0 if none ever is."""
+        if self.failures.get("repair") == "never":
+            return 0.0
+        repair_s = float(self.failures.get("repair_s", 0.0))
+        if not repair_s and "preset" in self.failures:
+            repair_s = PRESETS[self.failures["preset"]].repair.mean_s
+        return repair_s / _S_PER_HOUR if isfinite(repair_s) else 0.0
+
+    @property
     def run_hours(self) -> float:
         """The simulated hours of a run."""
         if self.hours or not self.losses_per_hour:
             return self.hours or _HOURS_MIN
-        return round(min(_HOURS_MAX, max(_HOURS_MIN, _FAILURES / self.losses_per_hour)))
+        hours = max(_HOURS_MIN, _FAILURES / self.losses_per_hour, _REPAIRS * self.repair_hours)
+        return round(min(_HOURS_MAX, hours))
+
+    def hours_at(self, multiple: int) -> float:
+        """The simulated hours of a run at a multiple of the failure rate.
+
+        They have as many failures, unless so many nodes are away only after longer.
+        """
+        hours = max(self.run_hours / multiple, _REPAIRS * self.repair_hours)
+        return min(self.run_hours, hours)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
