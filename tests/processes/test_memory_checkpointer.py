@@ -3,7 +3,6 @@
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 from helpers.forked_ranks import told_by_ranks
 from helpers.keepers import keepers
 from helpers.linked_ranks import wait_until
+from helpers.machines import free_port
 from planaria.checkpoint.memory.arena import Arena
 from planaria.errors import CheckpointError
 from planaria.nodes.forkserver import ForkServer
@@ -57,17 +57,9 @@ def ended(process: subprocess.Popen[bytes], code: int = 0) -> str:
     return told.decode()
 
 
-def free_port() -> int:
-    """One that nobody listens on."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
-
-
 def two_nodes(place: Path, *words: str, code: int) -> None:
     """Two nodes of one rank each, with a keeper of its own."""
-    port = free_port()
+    port = free_port("127.0.0.1")
     processes = [
         begun(
             EXAMPLE,
@@ -123,7 +115,7 @@ def test_a_killed_rank_goes_on_from_memory(script: Path, server: ForkServer, pla
         place,
         script=str(script),
         words=words,
-        port=free_port(),
+        port=free_port("127.0.0.1"),
     )
 
     after, begins = hashes(place)

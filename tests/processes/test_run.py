@@ -5,7 +5,6 @@ Each has the variables that Kubeflow would give it, and no option.
 
 import json
 import signal
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import psutil
 import pytest
 
 from helpers.command import PACED, Command, wait_for
+from helpers.machines import free_port
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.transport.credentials import write_credentials
 
@@ -36,7 +36,7 @@ class Machines:
         self._directory = directory
         self._monkeypatch = monkeypatch
         self.commands: list[Command] = []
-        self._port = free_port()
+        self._port = free_port("127.0.0.1")
         write_credentials(directory / "token")
         monkeypatch.setenv("PLANARIA_TOKEN_FILE", str(directory / "token"))
 
@@ -66,13 +66,6 @@ class Machines:
     def everything(self) -> str:
         """What all commands have printed."""
         return "\n".join(f"{c.output}\n{c.errors}" for c in self.commands)
-
-
-def free_port() -> int:
-    """A port at which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-        return port
 
 
 @pytest.fixture

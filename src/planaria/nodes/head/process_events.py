@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from types import FrameType
 from typing import Any, Final, TypeVar
@@ -24,6 +24,7 @@ from planaria.protocol.agent_lease import TICKS_PER_LEASE
 Result = TypeVar("Result")
 
 _READ_BYTES: Final = 1 << 20
+_LOOK_S: Final = 0.2  # Interval at which a thread that waits looks for signals.
 # Signals besides SIGINT (Ctrl-C) that tell a process to leave. Those in the second line come from
 # schedulers (Slurm's --signal), limits and Ctrl-\, and end a process that does not handle them.
 LEAVE_SIGNALS: Final = (
@@ -151,6 +152,9 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 def run_in_thread(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Result]) -> Result:
     """Runs a coroutine to its end, as asyncio.run does, in a thread of its own.
 
+    This thread, which alone runs handlers of signals, is not woken by one that the system has given
+    to another thread; so it looks for them from time to time.
+
     Args:
         loop: a new loop; what other threads give it is done after the first step of the coroutine.
     """
@@ -169,6 +173,8 @@ def run_in_thread(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Res
             answer.set_result(done)
 
     threading.Thread(target=run, name="launcher", daemon=True).start()
+    while not wait((answer,), timeout=_LOOK_S).done:
+        pass
     return answer.result()
 
 
