@@ -279,6 +279,54 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
     assert isinstance(sent[2], LayersSaved)
 
 
+@pytest.mark.parametrize("num_refusals", [1, 9])
+def test_the_last_save_is_tried_again_where_the_disk_refuses_for_a_moment(
+    num_refusals: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other save follows it; one that is refused for good is told all the same."""
+    monkeypatch.setattr("planaria.engine.saver._PAUSES_S", (0.01, 0.01))
+    sent: list[Message] = []
+    write: Write = Tier.write_layer
+    refusals = iter(range(num_refusals))
+
+    def refuse_at_first(*arguments: Any, may_write: Callable[[], bool]) -> LayerFile:
+        if next(refusals, None) is not None:
+            raise CheckpointError("input/output error")
+        return write(*arguments, may_write=may_write)
+
+    monkeypatch.setattr(Tier, "write_layer", refuse_at_first)
+    saver = Saver(tier_of(str(tmp_path)), rank=3, send=sent.append, may_write=always, is_over=never)
+    saver.save_last(layers(0), iteration=4, epoch=1)
+
+    (message,) = sent
+    if num_refusals == 1:
+        assert isinstance(message, LayersSaved)
+    else:
+        refused = SaveFailed(rank=3, epoch=1, iteration=4, reason="input/output error")
+        assert message == refused
+
+
+def test_the_last_save_is_not_tried_again_once_its_epoch_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank is needed in the next one."""
+    monkeypatch.setattr("planaria.engine.saver._PAUSES_S", (60.0,))
+    sent: list[Message] = []
+    over: set[int] = set()
+
+    def refuse(*_: Any, **__: Any) -> LayerFile:
+        over.add(1)
+        raise CheckpointError("input/output error")
+
+    monkeypatch.setattr(Tier, "write_layer", refuse)
+    tier = tier_of(str(tmp_path))
+    saver = Saver(tier, rank=3, send=sent.append, may_write=always, is_over=over.__contains__)
+    saver.save_last(layers(0), iteration=4, epoch=1)
+    assert saver.wait_written(2, timeout_s=20.0)
+
+    assert not sent
+
+
 def _no_memory(*_: Any, **__: Any) -> Any:
     raise MemoryError("for 5 bytes")
 

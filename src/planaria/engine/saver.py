@@ -3,15 +3,16 @@
 The state is copied while training waits (milliseconds), then hashed and written by one thread. At
 most one copy is in memory: if a save is due while the one before is still being written, it waits
 until that one has taken `WAIT_S`; after that it is skipped, and the coordinator is told. Only the
-job's last save waits as long as its epoch lasts. When the epoch is over, the rest of a save is not
-written.
+job's last save waits as long as its epoch lasts, and tries again what the disk or store refuses for
+a moment, for no other save follows. When the epoch is over, the rest of a save is not written.
 
 The thread is a daemon, so that it ends with the process: a disk or store may never answer.
 """
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from planaria.checkpoint.disk.tiers import Tier
@@ -22,6 +23,7 @@ from planaria.engine.staging import State
 from planaria.errors import CheckpointError
 
 WAIT_S: Final = 1.0  # If a save takes longer, a save that is due meanwhile is skipped.
+_PAUSES_S: Final = (0.5, 1.0, 2.0)  # Pauses before the last save's next tries.
 _LOOK_S: Final = 0.02  # Interval at which waiting looks whether the epoch is over.
 
 
@@ -88,6 +90,7 @@ class Saver:
                 epoch,
                 is_reported=_is_refusal,
                 is_unchanged=lambda: not self._is_over(epoch),
+                pauses_s=_PAUSES_S,
             )
             self.wait_written(epoch)
 
@@ -122,6 +125,7 @@ class Saver:
                 epoch,
                 is_reported=_is_refusal_or_of_memory,
                 is_unchanged=lambda: True,
+                pauses_s=(),
             )
         except Exception as error:
             if not is_of_memory(error):
@@ -136,6 +140,7 @@ class Saver:
         *,
         is_reported: Callable[[Exception], bool],
         is_unchanged: Callable[[], bool],
+        pauses_s: Sequence[float],
     ) -> None:
         """Starts to write the states of layers.
 
@@ -143,11 +148,12 @@ class Saver:
             is_reported: tells whether an error of writing is reported as a failed save;
                 `wait_written` raises any other error.
             is_unchanged: tells whether nothing can have changed the states until now.
+            pauses_s: pauses after which a layer that was refused is written again.
         """
 
         def write() -> None:
             try:
-                self._write_layers(states, iteration, epoch, is_unchanged)
+                self._write_layers(states, iteration, epoch, is_unchanged, pauses_s)
             except Exception as error:
                 if is_reported(error):
                     self._report_failure(iteration, epoch, self._text(error), is_skipped=False)
@@ -176,19 +182,36 @@ class Saver:
         iteration: int,
         epoch: int,
         is_unchanged: Callable[[], bool],
+        pauses_s: Sequence[float],
     ) -> None:
         """Writes the layers; after each one, reports all files so far, to show the progress."""
         files = []
         for layer, state in states.items():
             if self._is_over(epoch):  # Another save may wait for its turn.
                 return
-            file = self._tier.write_layer(iteration, epoch, layer, state, may_write=self._may_write)
+            write = partial(self._tier.write_layer, iteration, epoch, layer, state)
+            for pause_s in (*pauses_s, None):
+                try:
+                    file = write(may_write=self._may_write)
+                    break
+                except CheckpointError:
+                    if pause_s is None:
+                        raise
+                self._wait(epoch, pause_s)
+                if self._is_over(epoch):
+                    return
             if not is_unchanged():  # The file may have bytes of two ages.
                 return
             files.append(file)
             self._send(
                 LayersSaved(rank=self._rank, epoch=epoch, iteration=iteration, files=tuple(files))
             )
+
+    def _wait(self, epoch: int, timeout_s: float) -> None:
+        """Waits until the time or the epoch is over."""
+        end_s = time.monotonic() + timeout_s
+        while time.monotonic() < end_s and not self._is_over(epoch):
+            time.sleep(_LOOK_S)
 
     def _report_failure(self, iteration: int, epoch: int, reason: str, *, is_skipped: bool) -> None:
         self._send(
