@@ -18,6 +18,7 @@ from planaria.systems.odyssey import (
     scaled_losses,
     step_time,
 )
+from planaria.systems.system import RecoveryCosts
 
 MEAN, ORACLE = Odyssey(), Odyssey(duration=Duration.ORACLE)
 
@@ -109,6 +110,20 @@ def test_the_loss_of_a_whole_stage_costs_the_work_since_the_save() -> None:
     assert run.account.num_restarts == 1
     assert run.account.num_iterations % 100 == 0
     assert committed_at(run, 40_000.0) > run.account.num_redone
+
+
+def test_a_loss_that_needs_no_answer_leaves_the_next_event_free() -> None:
+    """A node that was lost again before it had started had the oracle leave it out when it came at
+    last."""
+    run = ORACLE.begin(setting_with(RecoveryCosts(startup_s=0.0, node_start_s=10.0)))
+    rate = committed_at(run, 20_000.0) / 20_000.0
+    run.lose((2,), 20_000.0)
+    run.take_back((2,), 30_000.0)
+    run.lose((2,), 30_005.0)
+    run.take_back((2,), 31_000.0)
+    before = committed_at(run, 32_000.0)
+
+    assert (committed_at(run, 52_000.0) - before) / 20_000.0 == pytest.approx(rate, rel=0.02)
 
 
 def test_a_node_that_comes_back_makes_the_job_as_fast_as_before() -> None:

@@ -50,6 +50,19 @@ def test_a_loss_costs_a_step_at_most_and_the_missed_heartbeats() -> None:
     assert 0.0 < parts[Category.REDO] <= setting_with().failure_free_s * 1.1
 
 
+def test_a_step_that_a_slow_node_makes_longer_is_lost_as_a_whole() -> None:
+    """What was lost was taken modulo the step of nodes that are not slow."""
+    setting = setting_with()
+    step_s = setting.failure_free_s / 0.25
+    run = Replicas().begin(setting)
+    run.set_speeds({2: 0.25}, 0.0)
+    run.lose((1,), 20.8 * step_s)
+    run.run_until(30 * step_s)
+
+    redone_s = run.account.ledger.parts()[Category.REDO]
+    assert redone_s == pytest.approx(0.8 * step_s, rel=0.1)
+
+
 def test_a_group_joins_as_soon_as_its_node_has_started() -> None:
     """Its processes start beside those of the node; then it gets its state. No job starts again."""
     costs = RecoveryCosts(startup_s=0.0, node_start_s=10.0)

@@ -1,19 +1,17 @@
 """The compared systems: what holds of each, and what each is published to do."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from helpers.simulated_clusters import (
-    BACK,
-    LOST,
-    NOTICE,
-    outcome,
-    small,
-)
+from helpers.simulated_clusters import BACK, LOST, NOTICE, PLANARIA, outcome, small
+from planaria.job.scenario_file import scenario_from_tables
 from planaria.simulator.failures.occurrences import Occurrence
 from planaria.systems.equal_pipelines import fastest_equal_pipelines, pipelines_of_depth
+from planaria.systems.odyssey import Odyssey
 from planaria.systems.oobleck import Oobleck
+from planaria.systems.recycle import ReCycle
 from planaria.systems.restart import KEEP_ALIVE_S, LAST_CALL_S, Restart, StaticRestart
 from planaria.systems.system import RecoveryCosts, System
 from planaria.systems.varuna import Varuna
@@ -51,7 +49,8 @@ def test_varuna_saves_more_often_the_more_often_nodes_are_lost() -> None:
     grid = fastest_equal_pipelines(setting, 6)
     assert grid is not None
     save_s = 30.0
-    costs = replace(FREE, save_bytes_per_s=setting.rank_bytes([grid.template]) / save_s)
+    share_bytes = setting.node_bytes([grid.template]) / grid.num_pipelines  # Of each replica.
+    costs = replace(FREE, save_bytes_per_s=share_bytes / save_s)
     job = Varuna().begin(replace(setting, costs=costs))
     intervals_s = []
     for number, node in enumerate((5, 4), start=1):
@@ -155,9 +154,29 @@ def test_a_loss_costs_oobleck_an_iteration_and_the_move_of_a_stage() -> None:
     assert result.num_restarts == 0
     assert result.ledger["regroup"] == pytest.approx(FREE.regroup_s)
     assert result.ledger["transfer"] == pytest.approx(
-        link.seconds(of.setting.rank_bytes(templates))
+        link.seconds(of.setting.node_bytes(templates))
     )
     assert result.ledger["redo"] == pytest.approx(1000.0 % of.setting.failure_free_s)
+
+
+@pytest.mark.parametrize(
+    "system",
+    [Oobleck(), Odyssey(), ReCycle(), Restart(), Varuna(), PLANARIA],
+    ids=lambda system: system.name,
+)
+def test_a_node_loads_the_layers_of_all_its_devices(system: System) -> None:
+    """Speeds are those of nodes. Some systems loaded the layers of one device, eight times as
+    quickly as others."""
+    cluster = {"nodes": 4, "devices_per_node": 8, "profile": "llama2-7b"}
+    job = {"checkpoint": {"persist_every": 1}, "resilience": {"policy": "morph"}}
+    tables = {"cluster": cluster, "job": job, "run": {"hours": 1.0}}
+    of = scenario_from_tables(tables, name="eight", directory=Path())
+    setting = of.setting
+    costs = replace(FREE, restart_s=0.0, save_bytes_per_s=sum(setting.layer_bytes) / 400.0)
+    lost, back = Occurrence(2000.0, LOST, (0, 1, 2, 3)), Occurrence(2100.0, BACK, (0, 1, 2, 3))
+    ledger = outcome(of, lost, back, costs=costs, system=system).ledger
+
+    assert ledger["transfer"] + ledger["restart"] == pytest.approx(400.0, abs=1.0)
 
 
 def test_oobleck_stops_below_f_plus_1_pipelines_until_nodes_are_back() -> None:

@@ -3,7 +3,7 @@
 1. Each node keeps the layers of its neighbour besides its own, and computes their forwards in
    bubbles, as far as these hold them: while nothing is lost, too.
 2. If a node is lost, its neighbour computes both stages, in a pipeline with one node less. The
-   iteration in flight takes half as long again.
+   what is left of the iteration in flight takes half as long again.
 3. If the neighbour is lost, too, or computes two stages already, all nodes regroup and start anew
    from the newest save.
 4. After an iteration nodes change places if enough of them wait to relieve those with two stages,
@@ -14,7 +14,8 @@ the layers, or more if they do not fit otherwise. Where none fits, or nodes have
 iteration is trained.
 
 Source: Bamboo (NSDI '23), sections 4 and 5; uclasystem/bamboo, project_pactum/simulation, for the
-rendezvous of 30 s and of 5 to 20 s by model (5 s is taken), the factor 1.5 and the rule of 5%.
+rendezvous: 20 s for transformers when nodes change places, 30 s for a start, none for a neighbour
+that takes over; for the factor 1.5 and the rule of 5%.
 Differs: the first node's layers are kept by the second one, not by the last, so that each node
 computes consecutive layers. What a node computes forward for its neighbour is not kept until it is
 needed. Nodes that are lost are given and replaced by the scenario; zones are not modelled. Of plans
@@ -46,7 +47,7 @@ from planaria.systems.rerouting import HOPS_MAX
 from planaria.systems.system import Setting
 
 GLOBAL_RENDEZVOUS_S: Final = 30.0
-LOCAL_RENDEZVOUS_S: Final = 5.0
+LOCAL_RENDEZVOUS_S: Final = 20.0
 FALLBACK_SLOWDOWN: Final = 1.5  # Of the iteration in which a neighbour takes over.
 OVERLOAD_MAX: Final = 0.05  # Share of nodes in pairs of stages from which nodes change places.
 DEPTH_FACTOR: Final = 1.5
@@ -165,7 +166,6 @@ class _Redundant:
         self._places = Places(0, ())
         self._num_pipelines = 0
         self._taken: set[int] = set()  # Places that neighbours have taken over.
-        self._iteration_s = inf
         self._place_bytes = 0
 
     def begin(self, job: ModelledJob) -> None:
@@ -181,14 +181,12 @@ class _Redundant:
             return
         detect = (Category.DETECT, self._setting.costs.detect_s)
         is_taken_over = not job.is_waiting and self._take_over(emptied)
-        before_s = self._iteration_s
+        left_s = job.iteration_left_s(now_s)
         if is_taken_over and self._times.iteration_s(self._taken_by_pipeline) < inf:
-            was_training = job.is_training
             job.pause(now_s)
             self._train(job, now_s)
-            again_s = (FALLBACK_SLOWDOWN - 1.0) * before_s if was_training else 0.0
-            regroup = (Category.REGROUP, LOCAL_RENDEZVOUS_S)
-            job.go_on(now_s, detect, regroup, (Category.REDO, again_s))
+            again_s = (FALLBACK_SLOWDOWN - 1.0) * left_s
+            job.go_on(now_s, detect, (Category.REDO, again_s))
             self._change_places_later(job)
             return
         job.interrupt(now_s)
@@ -253,7 +251,8 @@ class _Redundant:
             job.wait(now_s, *phases)
             return
         self._train(job, now_s)
-        regroup = (Category.REGROUP, GLOBAL_RENDEZVOUS_S)
+        rendezvous_s = GLOBAL_RENDEZVOUS_S if loads_save else LOCAL_RENDEZVOUS_S
+        regroup = (Category.REGROUP, rendezvous_s)
         link = self._setting.catalog.problem.profile.links["inter_node"]
         number = self._place_bytes
         move_s = job.load_s(number) if loads_save else link.seconds(number)
@@ -281,9 +280,8 @@ class _Redundant:
             self._place_bytes = max(held)
 
     def _train(self, job: ModelledJob, now_s: float) -> None:
-        self._iteration_s = self._times.iteration_s(self._taken_by_pipeline)
         pace = Pace(
-            iteration_s=self._iteration_s,
+            iteration_s=self._times.iteration_s(self._taken_by_pipeline),
             nodes=self._places.at_work,
             stall_s=save_stall_s(self._setting),
             redundant_share=self._times.redundant_share,

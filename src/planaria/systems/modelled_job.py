@@ -220,6 +220,10 @@ class ModelledJob:
         """The seconds of an iteration at the present pace."""
         return self._iteration_s
 
+    def iteration_left_s(self, now_s: float) -> float:
+        """Seconds until the iteration in flight is over; 0 if none is."""
+        return self._next_commit_s - now_s if self.is_training else 0.0
+
     @property
     def trains_at_s(self) -> float:
         """The time at which the present phases, of which there is one or more, are over."""
@@ -235,7 +239,7 @@ class ModelledJob:
         return max(0.0, self._starts_until_s - now_s)
 
     def load_s(self, num_bytes: int) -> float:
-        """Seconds in which a rank loads so many bytes of the newest save; 0 before the first one,
+        """Seconds in which a node loads so many bytes of the newest save; 0 before the first one,
         when the job begins from its start."""
         return num_bytes / self.setting.costs.save_bytes_per_s if self.saves.is_any else 0.0
 
@@ -430,10 +434,10 @@ class Places:
 def bytes_by_place(setting: Setting, plan: Plan) -> tuple[int, ...]:
     """The bytes of the state at each place of a plan, whose node p is at place p."""
     per_node = setting.job.cluster.devices_per_node
-    counts = [0] * len(plan.nodes)
+    held: list[set[int]] = [set() for _ in plan.nodes]
     for rank, layers in plan.held_by_rank.items():
-        counts[rank // per_node] += sum(setting.layer_bytes[layer] for layer in layers)
-    return tuple(counts)
+        held[rank // per_node].update(layers)  # The devices of a stage share its state.
+    return tuple(sum(setting.layer_bytes[layer] for layer in layers) for layers in held)
 
 
 def remote_s(setting: Setting) -> float:

@@ -398,10 +398,7 @@ class _Chooser:
             return
         self._train(job, now_s)
         setting = self._setting
-        most = max(
-            sum(setting.layer_bytes[layer] for layer in layers)
-            for layers in plan.held_by_rank.values()
-        )
+        most = setting.node_bytes(pipeline.template for pipeline in plan.pipelines)
         restart = (Category.RESTART, setting.costs.restart_s)
         job.start_again(now_s, *phases, restart, (Category.TRANSFER, job.load_s(most)))
 
@@ -520,6 +517,7 @@ class _Hindsight:
             branch = deepcopy((job, chooser), shared)
             branch[1].chosen, branch[1].forced = None, answer
             branch[0].lose(nodes, now_s)
+            branch[1].forced = None  # It may have had nothing to choose.
             chosen = branch[1].chosen
             branches[chosen.answer if chosen else None] = branch
             if chosen is None:

@@ -6,8 +6,8 @@ than (f + 1) * n0 the job stands still: Oobleck saves, exits, and is started ane
 there. If a loss takes the last copy of a layer, the job starts anew from its newest save.
 
 Source: Oobleck (SOSP '23), sections 3.4 and 5. That time is `costs.regroup_s`, as for planaria, and
-that in which the largest stage moves between two nodes. Its authors measured 2 to 10 s, by model,
-with iterations of 10 to 190 s (papers/oobleck has both); here neither is taken.
+that in which the state of the largest node moves between two nodes. Its authors measured 2 to 10 s,
+by model, with iterations of 10 to 190 s (papers/oobleck has both); here neither is taken.
 Differs: the plan for so many nodes is the planner's best one, not the result of Oobleck's three
 steps, and is ranked by the exact schedule.
 """
@@ -107,13 +107,13 @@ class _Reconfiguration:
         """Forms the pipelines anew and copies layers."""
         setting = self._setting
         job.pause(now_s)
-        rank_bytes = self._take_plan(job, now_s)
+        num_bytes = self._take_plan(job, now_s)
         regroup = (Category.REGROUP, setting.costs.regroup_s)
         link = setting.catalog.problem.profile.links["inter_node"]
-        job.go_on(now_s, *phases, regroup, (Category.TRANSFER, link.seconds(rank_bytes)))
+        job.go_on(now_s, *phases, regroup, (Category.TRANSFER, link.seconds(num_bytes)))
 
     def _take_plan(self, job: ModelledJob, now_s: float) -> int:
-        """Has the job train by the plan for the nodes that are there; bytes of its largest rank."""
+        """Has the job train by the plan for the nodes that are there; bytes of its largest node."""
         setting = self._setting
         members = sorted(job.members)
         plan = self._plan = setting.catalog.plans[min(len(members), setting.num_nodes)]
@@ -125,4 +125,4 @@ class _Reconfiguration:
             stall_s=save_stall_s(setting),
         )
         job.train_at(pace, now_s)
-        return setting.rank_bytes(templates)
+        return setting.node_bytes(templates)

@@ -21,7 +21,6 @@ of its other nodes start beside that. Where no group is left the job starts agai
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
-from math import inf
 from typing import Final
 
 from planaria.observe.ledger import Category
@@ -69,7 +68,7 @@ class _Groups:
         self._place_bytes = max(bytes_by_place(setting, grid.plan(setting)))
         link = setting.catalog.problem.profile.links["inter_node"]
         self._fetch_s = link.seconds(self._place_bytes)
-        self._step_s = inf
+        self._num_steps = 1.0  # Number of steps that have the samples of an iteration.
         self._trains_since_s = 0.0
 
     def begin(self, job: ModelledJob) -> None:
@@ -90,7 +89,8 @@ class _Groups:
         self._fill(job, now_s + self._setting.costs.node_start_s)
         if not is_stopped:
             return
-        lost_s = max(0.0, now_s - self._trains_since_s) % self._step_s
+        step_s = job.iteration_s / self._num_steps  # With the speeds that nodes have.
+        lost_s = max(0.0, now_s - self._trains_since_s) % step_s
         job.interrupt(now_s, lost_s=lost_s)
         if self._quorum:
             detect = (Category.DETECT, HEARTBEAT_TIMEOUT_S)
@@ -145,15 +145,15 @@ class _Groups:
     def _train(self, job: ModelledJob, now_s: float) -> None:
         microbatches = [self._grid.microbatches[group] for group in sorted(self._quorum)]
         row = (self._grid.template,) * len(microbatches)
-        self._step_s = self._setting.catalog.times.iteration_s(row, microbatches)
-        num_steps = sum(self._grid.microbatches) / sum(microbatches)
+        step_s = self._setting.catalog.times.iteration_s(row, microbatches)
+        self._num_steps = sum(self._grid.microbatches) / sum(microbatches)
         nodes = [
             node
             for place, node in enumerate(self._places.nodes)
             if node is not None and place // self._grid.depth in self._quorum
         ]
         pace = Pace(
-            iteration_s=self._step_s * num_steps,
+            iteration_s=step_s * self._num_steps,
             nodes=frozenset(nodes),
             stall_s=save_stall_s(self._setting),
         )

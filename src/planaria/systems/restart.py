@@ -109,7 +109,7 @@ class _Rendezvous:
         if grid is None:
             job.wait(now_s, *phases)
             return
-        load_s = job.load_s(self._setting.rank_bytes([grid.template]))
+        load_s = job.load_s(self._setting.node_bytes([grid.template]))
         is_complete = len(self._in_job) == (self._fixed or self._setting.num_nodes)
         last_call_s = 0.0 if is_complete else LAST_CALL_S
         restart_s = last_call_s + self._setting.costs.restart_s + load_s
@@ -124,7 +124,7 @@ class _Rendezvous:
             grid = pipelines_of_depth(setting, len(nodes), self._depth)
         self._in_job = frozenset(nodes if grid else ())
         if grid is not None:
-            save_s = setting.rank_bytes([grid.template]) / setting.costs.save_bytes_per_s
+            save_s = setting.node_bytes([grid.template]) / setting.costs.save_bytes_per_s
             stall_s = save_s / every if every else 0.0
             job.train_at(grid.pace(nodes, stall_s=stall_s), now_s)
         return grid

@@ -98,13 +98,17 @@ class Setting:
         layers = self.catalog.problem.profile.layers
         return tuple(layer.parameter_bytes + layer.optimizer_bytes for layer in layers)
 
-    def rank_bytes(self, templates: Iterable[PipelineTemplate]) -> int:
-        """The bytes of the largest state of a rank in pipelines of these templates."""
-        return max(
-            sum(self.layer_bytes[stage.first_layer : stage.end_layer])
-            for template in dict.fromkeys(templates)
-            for stage in template.stages
-        )
+    def node_bytes(self, templates: Iterable[PipelineTemplate]) -> int:
+        """The bytes of the largest state of a node in pipelines of these templates."""
+        per_node, most = self.job.cluster.devices_per_node, 0
+        for template in dict.fromkeys(templates):
+            counts, device = [0] * template.num_nodes, 0
+            for stage in template.stages:
+                layers = self.layer_bytes[stage.first_layer : stage.end_layer]
+                counts[device // per_node] += sum(layers)
+                device += stage.num_devices
+            most = max(most, *counts)
+        return most
 
 
 class SystemRun(Protocol):

@@ -9,12 +9,13 @@ also saves before it starts anew for nodes that come.
 Source: Varuna (EuroSys '22); microsoft/varuna for `dp = G // pp` and the save at a notice. Young,
 "A first order approximation to the optimum checkpoint interval" (1974): sqrt(2 x seconds of a save
 x mean time between losses). Saves and restarts follow from `[costs]`: `restart_s`, and the bytes of
-a rank over `save_bytes_per_s`.
+a node over `save_bytes_per_s`; replicas save a share of their state each (`shard` in Varuna).
 Differs: stages are cut so that they take equally long, not by equal numbers of cut-points, and the
-microbatch keeps its size. The stalls of saves are spread over all iterations. Oobleck (SOSP '23,
-section 7.1) has it save every ten iterations; there these take 81 s to half an hour, by model, and
-a save 6% to 14% of that. Seconds that its authors measured are in papers/oobleck, with the
-rates of the same devices.
+microbatch keeps its size. Training goes on once a save is in storage, not once it is on a local
+disk from which it is copied later. The stalls of saves are spread over all iterations. Oobleck
+(SOSP '23, section 7.1) has it save every ten iterations; there these take 81 s to half an hour, by
+model, and a save 6% to 14% of that. Seconds that its authors measured are in papers/oobleck, with
+the rates of the same devices.
 """
 
 from collections.abc import Collection
@@ -130,7 +131,7 @@ class _Morphing:
         if grid is None:
             job.wait(now_s, *phases)
             return
-        load_s = job.load_s(self._setting.rank_bytes([grid.template]))
+        load_s = job.load_s(self._setting.node_bytes([grid.template]))
         job.go_on(now_s, *phases, (Category.RESTART, self._setting.costs.restart_s + load_s))
 
     def _take_grid(self, job: ModelledJob, now_s: float) -> EqualPipelines | None:
@@ -147,7 +148,8 @@ class _Morphing:
         grid, setting = self._grid, self._setting
         if grid is None:
             return
-        self._save_s = setting.rank_bytes([grid.template]) / setting.costs.save_bytes_per_s
+        node_bytes = setting.node_bytes([grid.template])
+        self._save_s = node_bytes / grid.num_pipelines / setting.costs.save_bytes_per_s
         if self._num_losses:
             interval_s = sqrt(2.0 * self._save_s * now_s / self._num_losses)
             job.saves.every = max(1, round(interval_s / grid.iteration_s))

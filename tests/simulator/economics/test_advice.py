@@ -168,6 +168,31 @@ def test_spares_pay_only_where_other_seeds_show_it_than_those_that_chose_their_n
     assert pay.multiple == multiple
 
 
+def test_spares_with_which_nothing_is_trained_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them nothing is trained with some seed, and with them with most."""
+
+    def play_group(
+        scenario: ClusterScenario, trials: Sequence[Any]
+    ) -> list[tuple[JobOutcome, ...]]:
+        is_higher_rate = scenario.horizon_s < 60 * 3600.0
+        return [
+            tuple(played(trial.choice, seed, is_higher_rate) for seed in trial.seeds)
+            for trial in trials
+        ]
+
+    def played(choice: Choice, seed: int, is_higher_rate: bool) -> JobOutcome:
+        num_bad = 2 if choice.num_spares else 1
+        is_bad = is_higher_rate and seed < num_bad
+        return replace(an_outcome, seed=seed, samples=0 if is_bad else 1000)
+
+    an_outcome = play(small(), Restart(), 0)
+    monkeypatch.setattr(advice_module, "_play_group", play_group)
+    pay = answer_to(question(0.5, hours=60.0)).advice.spares_pay
+
+    assert pay is not None
+    assert pay.multiple == 0
+
+
 def test_a_policy_that_searches_long_is_left_out_on_many_nodes_unless_it_is_named() -> None:
     """And the answer says so."""
     many = question(0.0, nodes=70, policies=())
@@ -204,7 +229,7 @@ def test_restarts_save_about_as_often_as_youngs_formula_says() -> None:
     trials.play("test", choices, range(4))
     grid = fastest_equal_pipelines(scenario.setting, 16)
     assert grid is not None
-    rank_bytes = scenario.setting.rank_bytes([grid.template])
+    rank_bytes = scenario.setting.node_bytes([grid.template])
     save_s = rank_bytes / scenario.setting.costs.save_bytes_per_s
     # A node that is back restarts the job as well.
     young_min = sqrt(2.0 * save_s * between_s / 2.0) / 60.0

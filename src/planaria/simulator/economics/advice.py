@@ -439,7 +439,11 @@ def _spares_pay(
         best = trials.ranking(played[1:], choosing)[0]
         trials.play("measuring spares", [without, best], measuring)
         gain = _gain(best, without, trials, measuring, level=_level(len(_MULTIPLES)))
-        if gain is None or (gain.low is not None and gain.low > CLOSE):
+        if gain is None:  # Without spares nothing is trained with some seed.
+            pays = all(outcome.samples for outcome in trials.outcomes(best, measuring))
+        else:
+            pays = gain.low is not None and gain.low > CLOSE
+        if pays:
             return SparesPay(
                 policy=policy,
                 multiple=multiple,

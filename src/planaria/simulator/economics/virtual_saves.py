@@ -1,5 +1,6 @@
 """The saves of a simulated job: when each is complete, and which are kept."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from math import ceil
 
@@ -25,6 +26,7 @@ class VirtualSaves:
         self._every = rules.job.checkpoint.persist_every
         self._keep = rules.job.checkpoint.keep
         self._layer_bytes = rules.prices.layer_bytes
+        self._per_node = rules.job.cluster.devices_per_node
         self._bytes_per_s = costs.save_bytes_per_s
         self._pending: tuple[float, int] | None = None  # (time when it is complete, iterations)
         self._kept: list[Published] = []
@@ -32,11 +34,11 @@ class VirtualSaves:
         self.newest = (rules.first_iteration, rules.source)
 
     def load_s(self, plan: Plan) -> float:
-        """Seconds until every rank of a plan has read its layers."""
-        most = max(
-            sum(self._layer_bytes[layer] for layer in layers)
-            for layers in plan.held_by_rank.values()
-        )
+        """Seconds until every node of a plan has read its layers."""
+        held: defaultdict[int, set[int]] = defaultdict(set)
+        for rank, layers in plan.held_by_rank.items():
+            held[rank // self._per_node].update(layers)
+        most = max(sum(self._layer_bytes[layer] for layer in layers) for layers in held.values())
         return most / self._bytes_per_s
 
     def begin(self, iteration: int, now_s: float) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush, merge
 from itertools import count, groupby
+from math import ceil
 from random import Random
 from typing import Final
 
@@ -79,11 +80,11 @@ class NoticedSource:
 class Maintenance:
     """Rounds in which every node is taken out once, some at a time; implements `FailureSource`.
 
-    A seed draws when the first round begins; the groups of a round follow each other at equal
-    times.
+    The groups of a round follow each other at equal times, and rounds at once. A seed draws how far
+    the round of time 0 is; nodes that are being maintained then are missing from the start.
 
     Attributes:
-        every_s: seconds from round to round; 0: there is none.
+        every_s: seconds of a round; 0: there is none.
         duration_s: seconds that a node is away; less than every_s.
         notice_s: seconds from notice to loss.
         nodes_at_once: number of nodes in a group.
@@ -100,11 +101,14 @@ class Maintenance:
         if not self.every_s:
             return iter(())
         assert self.duration_s < self.every_s
-        first_s = rng.uniform(0, self.every_s)
+        begun_s = rng.uniform(0, self.every_s)  # Since the round of time 0 began.
 
         def part(kind: OccurrenceKind, after_s: float) -> Iterator[Occurrence]:
-            for at_s, nodes in self._losses(num_nodes, first_s):
-                deadline_s = at_s if kind is OccurrenceKind.NOTICE else None
+            for at_s, nodes in self._losses(num_nodes, begun_s):
+                is_notice = kind is OccurrenceKind.NOTICE
+                if is_notice and at_s <= 0.0:
+                    continue
+                deadline_s = at_s if is_notice else None
                 part_s = max(0.0, at_s + after_s)
                 if part_s > horizon_s:
                     return
@@ -117,9 +121,11 @@ class Maintenance:
         ]
         return merge(*parts, key=lambda occurrence: occurrence.at_s)
 
-    def _losses(self, num_nodes: int, first_s: float) -> Iterator[tuple[float, tuple[int, ...]]]:
+    def _losses(self, num_nodes: int, begun_s: float) -> Iterator[tuple[float, tuple[int, ...]]]:
+        """The groups that are away after time 0, each with the time of its loss."""
         num_groups = -(-num_nodes // self.nodes_at_once)
-        for number in count():
+        spacing_s = self.every_s / num_groups
+        for number in count(ceil((begun_s - self.duration_s) / spacing_s)):
             first = number % num_groups * self.nodes_at_once
             nodes = range(first, min(first + self.nodes_at_once, num_nodes))
-            yield first_s + number * self.every_s / num_groups, tuple(nodes)
+            yield number * spacing_s - begun_s, tuple(nodes)

@@ -2,8 +2,9 @@
 
 All rates are per node that is there: a node that is lost cannot be lost again, and so the cluster
 has fewer losses meanwhile. `PoissonLosses` draws the losses of the whole cluster and leaves out
-those of nodes that are lost already. That gives each node its rate exactly and keeps only the times
-at which nodes come back.
+those that begin with a node that is lost already. That gives each node its rate exactly and keeps
+only the times at which nodes come back. A burst takes other nodes that are there; in a domain it
+is smaller if some of it are lost already.
 
 Source: bursts are those of spot machines: Bamboo's EC2 P3 trace has 167 losses at 79 times. Lemons
 are those of InfiniteHBD's trace: 40 of its 400 servers have 41% of the losses. Weibull
@@ -12,7 +13,7 @@ Gibson, DSN '06): after a failure the next one is near.
 """
 
 from bisect import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
@@ -76,26 +77,31 @@ class PoissonLosses:
         def draw_node() -> int:
             return min(bisect(totals, rng.random() * totals[-1]), num_nodes - 1)
 
-        def draw_nodes() -> list[int]:
+        def draw_nodes(lost: Collection[int]) -> list[int]:
             node = draw_node()
             number = min(_drawn_burst(self.burst_nodes, rng), len(pools[node]) + 1)
             if self.domains:
                 return [node, *rng.sample(pools[node], number - 1)]
-            nodes = {node}
+            if node in lost:
+                return []
+            number, nodes = min(number, num_nodes - len(lost)), {node}
             for _ in range(_DRAWS_MAX):
                 if len(nodes) == number:
                     break
-                nodes.add(draw_node())
+                other = draw_node()
+                nodes.update(() if other in lost else (other,))
             # The others hardly ever fail, or never: any of them are as likely.
-            others = sorted(set(range(num_nodes)) - nodes) if len(nodes) < number else []
-            nodes.update(rng.sample(others, number - len(nodes)))
+            others = set(range(num_nodes)).difference(nodes, lost) if len(nodes) < number else ()
+            nodes.update(rng.sample(sorted(others), number - len(nodes)))
             return sorted(nodes)
 
         def draw_repairs_s(nodes: Sequence[int]) -> list[float]:
             return [self.repair.draw_s(rng) for _ in nodes]
 
-        losses = ((at_s, draw_nodes()) for at_s in _arrivals(per_s, horizon_s, rng))
-        return _with_returns(losses, draw_repairs_s, horizon_s=horizon_s, cause=self.cause)
+        times_s = _arrivals(per_s, horizon_s, rng)
+        return _with_returns(
+            times_s, draw_nodes, draw_repairs_s, horizon_s=horizon_s, cause=self.cause
+        )
 
     def _pools(self, num_nodes: int) -> list[Sequence[int]]:
         """The other nodes that a burst may take with a node, by node."""
@@ -132,10 +138,13 @@ class DomainLosses:
         def draw_repairs_s(nodes: Sequence[int]) -> list[float]:
             return [self.repair.draw_s(rng)] * len(nodes)
 
-        losses = (
-            (at_s, sorted(rng.choice(self.domains))) for at_s in _arrivals(per_s, horizon_s, rng)
+        def draw_nodes(_lost: Collection[int]) -> list[int]:
+            return sorted(rng.choice(self.domains))
+
+        times_s = _arrivals(per_s, horizon_s, rng)
+        return _with_returns(
+            times_s, draw_nodes, draw_repairs_s, horizon_s=horizon_s, cause=self.cause
         )
-        return _with_returns(losses, draw_repairs_s, horizon_s=horizon_s, cause=self.cause)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,13 +204,20 @@ def _arrivals(per_s: float, horizon_s: float, rng: Random) -> Iterator[float]:
 
 
 def _with_returns(
-    losses: Iterator[tuple[float, Sequence[int]]],
+    times_s: Iterator[float],
+    draw_nodes: Callable[[Collection[int]], Sequence[int]],
     draw_repairs_s: Callable[[Sequence[int]], Sequence[float]],
     *,
     horizon_s: float,
     cause: str,
 ) -> Iterator[Occurrence]:
-    """The losses of nodes that are there, and their returns, in order of time."""
+    """The losses of nodes that are there, and their returns, in order of time.
+
+    Args:
+        times_s: times of the losses.
+        draw_nodes: function from the nodes that are lost to those of a loss, of which only others
+            count.
+    """
     lost: set[int] = set()
     returns: list[tuple[float, int]] = []
 
@@ -214,9 +230,9 @@ def _with_returns(
             lost.difference_update(nodes)
             yield Occurrence(at_s, OccurrenceKind.BACK, tuple(nodes))
 
-    for at_s, nodes in losses:
+    for at_s in times_s:
         yield from returns_until(at_s)
-        there = tuple(sorted(node for node in nodes if node not in lost))
+        there = tuple(sorted(node for node in draw_nodes(lost) if node not in lost))
         if not there:
             continue
         yield Occurrence(at_s, OccurrenceKind.LOST, there, cause=cause)

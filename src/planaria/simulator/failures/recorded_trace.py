@@ -4,12 +4,13 @@ A trace has places for as many nodes as were there at once. Its nodes are *machi
 there at the start and come back into their own places; or *allocations*, as of spot machines: each
 comes into a free place, once, and none comes back.
 
-A seed draws a window of the trace as long as the run, and which places the nodes of the cluster
-have (`Window.DRAWN`). A run that is longer than the trace goes on at the trace's start, with the
-nodes in new places: as far as it can be, those that are there stay there. A cluster with more nodes
-than the trace has places is several clusters side by side, each with a window of its own. So the
-rate per node is that of the trace. `Window.START` replays the trace from its start, the nodes in
-order; after its end nothing more happens.
+A seed draws where in the trace the run begins, and which places the nodes of the cluster have
+(`Window.DRAWN`). After the trace's end a run goes on at its start, with the nodes in new places: as
+far as it can be, those that are there stay there. A cluster with more nodes than the trace has
+places is several clusters side by side, each with a window of its own. So each part of the trace is
+as likely, and the rate per node is that of the trace. A trace in which no node comes back is one
+experiment: a run that is no longer lies within it. `Window.START` replays the trace from its start,
+the nodes in order; after its end nothing more happens.
 """
 
 from collections.abc import Iterator
@@ -72,6 +73,11 @@ class RecordedTrace:
     begin_s: float
     end_s: float
     events: tuple[TraceEvent, ...]
+
+    @property
+    def has_returns(self) -> bool:
+        """Whether any node comes, or comes back, after the trace's start."""
+        return any(e.kind is OccurrenceKind.BACK and e.at_s > self.begin_s for e in self.events)
 
 
 class _PlaceEvent(NamedTuple):
@@ -228,8 +234,8 @@ class _ReplayedWindow:
         trace = self._trace
         if self._window is Window.START:
             return trace.begin_s
-        length_s = trace.end_s - trace.begin_s
-        last_s = trace.end_s - (horizon_s if horizon_s <= length_s else 0.0)
+        is_within = not trace.has_returns and horizon_s <= trace.end_s - trace.begin_s
+        last_s = trace.end_s - (horizon_s if is_within else 0.0)
         return self._rng.uniform(trace.begin_s, last_s)
 
     def _state_at(self, start_s: float) -> tuple[_TracePlaces, Iterator[TraceEvent]]:
@@ -270,9 +276,10 @@ class _ReplayedWindow:
         were_there = {
             self._node_at[place]: is_there for place, is_there in enumerate(before.are_there)
         }
-        nodes = sorted(range(len(were_there)), key=lambda node: (were_there[node], node))
-        places = list(range(len(nodes)))
+        nodes, places = list(range(len(were_there))), list(range(len(were_there)))
+        self._rng.shuffle(nodes)
         self._rng.shuffle(places)
+        nodes.sort(key=lambda node: were_there[node])
         places.sort(key=lambda place: after.are_there[place])
         slow = {self._node_at[place] for place in before.speeds}
         for node, place in zip(nodes, places, strict=True):
