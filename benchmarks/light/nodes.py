@@ -290,8 +290,9 @@ class LightNodes:
         if what == "leaves":
             raise AssertionError(facts)
 
-    def read(self, source: str, layer: int) -> int:
+    def read(self, source: str, layer: int, node: int) -> int:
         """See WorkerSurroundings; there are no saves."""
+        del node
         assert not source
         return first_content(layer)
 

@@ -20,6 +20,11 @@ def damaged_saves_are_used_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(crashes, "without_spoilt", lambda state, _: state)
 
 
+def sound_saves_are_given_up(patch: pytest.MonkeyPatch) -> None:
+    """That one node cannot read a save counts for all."""
+    patch.setattr(crashes, "with_sound", lambda _rules, state, _source: state)
+
+
 def who_was_granted_is_not_taken(patch: pytest.MonkeyPatch) -> None:
     """All wait for a machine, and do not see that it has come."""
     patch.setattr(recovery, "replacements_at_loss", lambda *_: ())

@@ -89,6 +89,7 @@ def test_the_simulation_finds_a_bug_planted_in_other_answers(
     [
         (planted_copies.spoilt_copies_are_read, POLICIES, 372),
         (planted_copies.damaged_saves_are_used_again, ("morph",), 451),
+        (planted_copies.sound_saves_are_given_up, ("morph",), 466),
         (planted_copies.who_was_granted_is_not_taken, POLICIES, 449),
         (planted_copies.a_store_is_waited_for_without_end, (PLAINEST,), 14),
         (planted_copies.saves_are_not_skipped, (PLAINEST,), 90),

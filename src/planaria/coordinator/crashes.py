@@ -55,7 +55,7 @@ _SIGNALS: Final = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGK
     15: "SIGTERM",
 }
 _STALL: Final = "stall"  # The error of a worker that stands still.
-_UNREAD: Final = "unreadable save"  # The error of a node that cannot read what the head can.
+UNREAD: Final = "unreadable save"  # The error of a node that cannot read what the head can.
 _LEAVING: Final = (Phase.RECORDING, Phase.STOPPING)
 
 
@@ -94,7 +94,7 @@ def on_save_checked(rules: Rules, state: JobState, event: SaveChecked, now_s: fl
     worker = state.workers.get(told.rank)
     if not state.is_member(node) or worker is None:
         return state, (notice,)
-    raised = Raised(error=_UNREAD)
+    raised = Raised(error=UNREAD)
     crash = Crash(node, told.rank, worker.pid, told.epoch, raised)
     if _is_repeated(state, crash):
         return state, ()
@@ -268,7 +268,7 @@ def _end_or_evict(
     times = (
         f"{text}, the {CRASHES_MAX}rd time in a row" if counts[crash.rank] >= CRASHES_MAX else text
     )
-    is_of_saves = raised.error == _UNREAD  # And no fault of the job's.
+    is_of_saves = raised.error == UNREAD  # And no fault of the job's.
     if others and not is_of_saves:
         nodes = ", ".join(map(str, sorted(others)))
         reason = f"{times}; the same happened on node {nodes}, so it is not the fault of one node"

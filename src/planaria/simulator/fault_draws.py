@@ -41,6 +41,7 @@ class FaultKind(Enum):
     JOIN = "a node comes"
     SPOIL = "all copies in the memory of a worker's node are spoilt"
     DAMAGE = "the newest save is damaged"
+    BLIND = "the node cannot read saves for a while"
     NOTICE = "the node is told that it will be gone, and is killed then"
     DRAIN = "the user asks that the job go on without the node"
     RAISE = "the code in the node's workers raises for a while, and it is not the job's fault"
@@ -59,7 +60,7 @@ _OF_CODE: Final = (FaultKind.RAISE, FaultKind.MISTAKE)
 OF_HEAD: Final = (FaultKind.HEAD_CUT, FaultKind.HEAD_DOWN)  # Between machines only.
 _NOT_OTHERS: Final = (
     *(*_LOSSES, *_OF_COPIES, *_OF_CODE, *OF_HEAD),
-    *(FaultKind.FULL, FaultKind.STUCK),
+    *(FaultKind.FULL, FaultKind.STUCK, FaultKind.BLIND),
 )
 _PLACES: Final = ("layers", "layers", "start", "step", ANY_PLACE)  # Where code raises.
 # Faults after which the struck node, or any node, may be evicted; faults that make nodes drain.
@@ -244,6 +245,28 @@ def draw_code_errors(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
 def draw_rare_code_errors(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
     """The faults of `draw_code_errors` in 3 of 10 runs, otherwise nothing."""
     return draw_code_errors(rng, num_nodes) if rng.random() >= 0.7 else ()
+
+
+def draw_blind_node(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
+    """A node that cannot read the saves for a while, and a loss meanwhile, after which the job may
+    have to go back to one."""
+    blind = Fault(
+        kind=FaultKind.BLIND,
+        node=rng.randrange(num_nodes),
+        other=0,
+        duration_s=rng.choice((0.5, 2.0, 6.0, 12.0)),
+        breaks=False,
+        place="save",
+        count=rng.randint(1, 8),
+        delay_s=rng.choice((0.0, 0.1, 0.3)),
+    )
+    kinds = (FaultKind.KILL, FaultKind.CRASH, FaultKind.DAMAGE, FaultKind.LEADER)
+    losses = [_draw_fault(rng, rng.choice(kinds), num_nodes) for _ in range(rng.randint(1, 2))]
+    return blind, *(
+        replace(loss, place="", at_s=rng.random() * rng.choice((0.1, 1.0)), follows=True, node=node)
+        for loss in losses
+        for node in [rng.randrange(num_nodes)]
+    )
 
 
 def draw_head_faults(rng: Random, num_nodes: int) -> tuple[Fault, ...]:

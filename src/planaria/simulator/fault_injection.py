@@ -131,6 +131,8 @@ class FaultInjection:
                 agent.memories[fault.other % len(agent.memories)].spoil()
             case FaultKind.DAMAGE:
                 cluster.damage()
+            case FaultKind.BLIND:
+                cluster.blind_until_s[node] = cluster.loop.now_s + fault.duration_s
             case FaultKind.RAISE:
                 agent.raise_for(fault.duration_s, fault.blame, fault.where)
             case FaultKind.MISTAKE:

@@ -9,6 +9,7 @@ from random import Random
 from typing import Protocol
 
 from planaria.coordinator.commands import Discard, Publish, Published
+from planaria.coordinator.crashes import UNREAD
 from planaria.coordinator.membership.standby import nodes_to_replace
 from planaria.coordinator.membership.standstill import is_standing_still
 from planaria.core.kinds import Ending
@@ -79,6 +80,7 @@ class SimulatedCluster:
         discarded: (iteration, epoch) of saves that were given up.
         damaged: sources of complete saves that differ from what was written.
         set_aside: sources of those that are known to be damaged.
+        blind_until_s: time until which a node cannot read saves, by node.
         recording: recorder of the launcher's messages.
         records: the launcher's knowledge of the coordinators' records.
         granted_s: time when each node on a granted machine came; in a job that waits for machines,
@@ -108,6 +110,7 @@ class SimulatedCluster:
         self.discarded: set[tuple[int, int]] = set()
         self.damaged: set[str] = set()
         self.set_aside: set[str] = set()
+        self.blind_until_s: dict[int, float] = {}
         self.stop_requested = False
         self.drained: list[int] = []
         self.granted_s: dict[int, float] = {}
@@ -394,12 +397,15 @@ class SimulatedCluster:
         """See WorkerSurroundings."""
         self.files.setdefault((iteration, epoch), {}).update(layers)
 
-    def read(self, source: str, layer: int) -> int:
+    def read(self, source: str, layer: int, node: int) -> int:
         """See WorkerSurroundings."""
         if not source:
             return first_content(layer)
         if source in self.damaged:
             raise SpoiltError(source, f"{source} is damaged")
+        if self.loop.now_s < self.blind_until_s.get(node, 0.0):
+            self.on_crash(node, "node", Raised(error=UNREAD))
+            raise SpoiltError(source, f"{source} cannot be read on node {node}")
         iteration, epoch = map(int, source.split("-"))
         return self.files[iteration, epoch][layer]
 

@@ -12,6 +12,7 @@ from planaria.simulator.fault_draws import (
     FAULTS_S_MAX,
     Fault,
     FaultKind,
+    draw_blind_node,
     draw_disk_faults,
     draw_faults,
     draw_head_faults,
@@ -37,6 +38,9 @@ _HEAD_ALONE_SHARE = 0.4  # Share of these in which nothing but faults of the hea
 _SPOT_SHARE = 0.3  # Share of these in which many nodes are lost at once, and others come later.
 LEARNING_SHARE = 0.3  # Share of jobs whose coordinator corrects the profile by measurements.
 _LOG_TAIL = 40
+# Share of jobs with saves in which a node cannot read them for a while; thrice as many of those
+# that often go back to one.
+_BLIND_SHARE = 0.2
 _NEXT_S = 30.0  # Longest time from a commit to the next one, where messages are slow.
 _LONGEST_S = 600.0  # Longest time from the last fault to the end of a job that keeps committing.
 
@@ -132,6 +136,11 @@ def _drawn_job(
         faults += draw_more_faults(more_rng, scenario.num_nodes + scenario.num_standby)
     if draw is draw_faults:
         faults += draw_rare_code_errors(Random(f"raising {seed}"), scenario.num_nodes)
+    blind_rng = Random(f"blind {seed}")
+    reads_often = TRAITS[scenario.policy].goes_back or scenario.policy == "rollback"
+    share = _BLIND_SHARE if scenario.persist_every and draw is draw_faults else 0.0
+    if blind_rng.random() < (3.0 * share if reads_often else share):
+        faults += draw_blind_node(blind_rng, scenario.num_nodes)
     faults += draw_disk_faults(Random(f"full {seed}"))
     machines_rng = Random(f"machines {seed}")
     may_have_machines = draw is draw_faults and policies is POLICIES

@@ -132,6 +132,7 @@ class EndChecker:
             FaultKind.CRASH,
             FaultKind.STALL,
             FaultKind.RAISE,
+            FaultKind.BLIND,
         )
         causes = self._struck_counts(*kinds)
         f = scenario.failures_tolerated
@@ -148,6 +149,9 @@ class EndChecker:
             yield from self._wrong_in_going_back()
         elif not ended.nodes and not scenario.wait_s:
             pass  # No member is left that a granted machine could help.
+        elif "cannot read a save" in ended.reason:  # Whoever starts the job again may find it.
+            if not self._was_needed():
+                yield f"could go on without the node: {ended.reason}"
         elif self._is_early:
             yield f"ended {self._cluster.loop.now_s - observed.lost_s} s after: {ended.reason}"
         elif idle := unused_grants(self._cluster, self._faults) - {*ended.nodes, *observed.gone}:

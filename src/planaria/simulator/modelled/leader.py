@@ -294,7 +294,6 @@ class SimulatedCoordinator:
             iteration, epoch, reason = command.iteration, command.epoch, command.reason
             self.notify(Unsaved(iteration=iteration, epoch=epoch, reason=reason))
         if isinstance(command, CheckSave):
-            assert command.source in self._launcher.damaged, command
             self.spoilt.add(command.source)
         self._num_requests += 1
         self._requests.put(command)
@@ -361,8 +360,16 @@ class SimulatedCoordinator:
             case Discard():
                 await self._request(lambda: self._launcher.discard(command))
             case CheckSave(source):
-                await self._request(lambda: self._launcher.set_aside.add(source))
-                self.queue(SaveChecked(source, is_sound=False))
+                is_damaged = source in self._launcher.damaged
+
+                def check() -> None:
+                    if is_damaged:
+                        self._launcher.set_aside.add(source)
+
+                is_sound = await self._request(check) and not is_damaged
+                if is_sound:
+                    self.spoilt.discard(source)
+                self.queue(SaveChecked(source, is_sound))
 
     async def _request(self, act: Callable[[], None]) -> bool:
         """Sends a request to the store; returns whether the store confirmed it."""

@@ -96,11 +96,14 @@ class WorkerSurroundings(SaveTarget, Protocol):
 
     job: PlannedJob
 
-    def read(self, source: str, layer: int) -> int:
+    def read(self, source: str, layer: int, node: int) -> int:
         """Content of a layer in a version on disk; source "": content before the first iteration.
 
+        Args:
+            node: node that reads it.
+
         Raises:
-            SpoiltError: the layer is not what was saved.
+            SpoiltError: the layer is not what was saved, or the node cannot read it.
         """
 
     def on_place(self, place: str, worker: "SimulatedWorker", iteration: int) -> None:
@@ -444,8 +447,9 @@ class SimulatedWorker:
             copies = self._copying.states(wanted, start.copied)
             await exchange(self, transfers, start.iteration, copies=copies)
             if not start.vector:
+                read_save = partial(self._surroundings.read, start.source, node=self._node)
                 for n in sorted(set(own) - self.layers.keys()):
-                    read = copies[n] if start.copied else self._surroundings.read(start.source, n)
+                    read = copies[n] if start.copied else read_save(n)
                     self.layers[n] = ModelledLayer(age=start.iteration, content=read)
         if not takes_part:
             await wait_taken(self, transfers)
