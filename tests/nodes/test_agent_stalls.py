@@ -5,6 +5,7 @@ import errno
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -155,3 +156,41 @@ def test_a_worker_that_breaks_the_protocol_is_killed(
 
     assert kills == [(1234567, signal.SIGKILL)]
     assert "does not come from planaria" in caplog.text
+
+
+def test_a_node_ends_whose_worker_outlives_its_kill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does that waits in a driver of a GPU. Its agent went on beating, and the others waited
+    for the answer of that worker for ever. What a worker is given to die is more than nothing: one
+    that gives back hundreds of gigabytes takes seconds."""
+    ends: list[str] = []
+    kills: list[float] = []
+    monkeypatch.setattr(agent, "TICKS_PER_LEASE", 600)
+    monkeypatch.setattr(agent, "_DYING_S", 0.2)
+    monkeypatch.setattr(os, "fork", lambda: 1234567)
+    monkeypatch.setattr(pulse.Pulse, "read_stack", lambda _: "a stack")
+    monkeypatch.setattr(agent._Agent, "_end_node", lambda _, reason: ends.append(reason))
+    worker = agent._Worker(SPEC, -1)
+
+    def kill(pid: int, number: int) -> None:
+        assert pid == 1234567
+        if number == signal.SIGKILL:
+            kills.append(time.monotonic())
+
+    monkeypatch.setattr(os, "kill", kill)
+
+    async def watch() -> float:
+        made = agent._Agent(SPEC, [worker], -1)
+        made._lease = replace(made._lease, awake_since_s=-1e9)
+        worker.pulse._times_s[pulse._BEAT] = -1e9
+        ticks = asyncio.create_task(made._run_ticks())
+        async with asyncio.timeout(2 * LEASE_S):
+            while not ends:
+                await asyncio.sleep(0.01)
+        ticks.cancel()
+        return time.monotonic()
+
+    ended_s = asyncio.run(watch())
+
+    assert len(kills) == 1
+    assert ended_s - kills[0] > 0.2
+    assert ends[0] == "a worker of it, rank 0, cannot be killed"

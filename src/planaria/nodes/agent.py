@@ -34,6 +34,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from typing import Final
 
 import msgspec
@@ -115,6 +116,7 @@ _READ_BYTES: Final = 1 << 20
 _NUM_SILENT_MAX: Final = 8  # Number of connections that were left and are still open.
 _STACK_SETTLED_S: Final = 0.05
 _WATCHER_PAUSE_S: Final = 1.0
+_DYING_S: Final = 20.0  # A worker that is killed may give back hundreds of gigabytes first.
 # Signals that say that the node will be taken away.
 _NOTICES: Final = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -168,7 +170,7 @@ class _Worker:
 
     def fork(self) -> None:
         """Forks a worker, with a pulse and a socket of its own."""
-        self.is_stalled = False
+        self.is_stalled, self.killed_s = False, inf
         self.ending: asyncio.Task[None] | None = None  # Ends a worker that is stalled.
         self.action = WatchedAction()
         self.writer: asyncio.StreamWriter | None = None
@@ -203,6 +205,7 @@ class _Worker:
         await self._write_stacks(timeout_s=timeout_s)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
+        self.killed_s = time.monotonic()
 
     async def _write_stacks(self, *, timeout_s: float) -> None:
         """Makes a worker, which may be stopped, write its Python stacks; waits up to timeout_s."""
@@ -519,8 +522,11 @@ class _Agent:
             worker.pulse.lease_end_s = lease.end_s
 
     def _check_pulse(self, worker: _Worker, now_s: float) -> None:
-        """Kills a worker that makes no progress; it is replaced like any worker that ended."""
+        """Kills a worker that makes no progress, to replace it; ends the node if it lives on."""
         if worker.is_stalled:
+            # It hangs in the kernel, and all others wait for its answer.
+            if now_s > worker.killed_s + _DYING_S and self._parts is None:
+                self._end_node(f"a worker of it, rank {worker.rank}, cannot be killed")
             return
         steal_s, pulse = self._cpu_steal.total_s, worker.pulse
         worker.action = watched_action(worker.action, pulse.deadline_s, steal_s)
