@@ -1,5 +1,6 @@
 """Machines are compared by the files that a job reads: what is the same, and what is read."""
 
+import errno
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -125,6 +126,22 @@ def test_what_is_missing_is_named_with_what_to_do(tmp_path: Path) -> None:
     job = text_job(tmp_path / "text.txt")
 
     with pytest.raises(ConfigError, match=r"data\.path = .*text\.txt'.*copy them here"):
+        digest(job, tmp_path)
+
+
+def test_a_directory_that_this_user_may_not_enter_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look whether a file is there fails then, as on a file system whose server was replaced.
+    Root may enter all, so a test of root's cannot take a real directory."""
+
+    def refuse(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    job = text_job(tmp_path / "text.txt")
+    monkeypatch.setattr(Path, "is_file", refuse)
+
+    with pytest.raises(ConfigError, match=r"data\.path = .*cannot be read here: Permission denied"):
         digest(job, tmp_path)
 
 

@@ -5,6 +5,8 @@ servers have no processes.
 """
 
 import asyncio
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,6 +92,24 @@ async def test_the_first_machines_files_count_where_the_head_has_none(tmp_path: 
             await made.wait_ready(1)
             with pytest.raises(ConfigError, match="differ from those of"):
                 await made.join()
+
+
+@runs
+async def test_the_first_machines_files_count_where_the_head_may_not_read_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the user of the head may not enter the directory of the data, each machine was
+    refused."""
+    digest = {"data.path": "0123456789abcdef"}
+
+    def refuse(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    async with cluster(tmp_path, text_job(tmp_path)) as made:
+        monkeypatch.setattr(machine_files, "input_digests", lambda *_, **__: digest)
+        monkeypatch.setattr(Path, "is_file", refuse)
+        made.join()
+        await made.wait_ready(1)
 
 
 @runs

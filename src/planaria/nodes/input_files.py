@@ -67,7 +67,12 @@ def input_digest(
         ConfigError: they are missing here, or cannot be read.
     """
     path = input_paths(job)[key]
-    return _Reader(cache_directory / "inputs", note).digest(key, path, _files(job, key, path))
+    try:
+        files = _files(job, key, path)
+        return _Reader(cache_directory / "inputs", note).digest(path, files)
+    except OSError as error:
+        remedy = f"{error.filename or path} cannot be read here: {error.strerror}"
+        raise ConfigError(key, str(path), remedy) from error
 
 
 def input_paths(job: JobConfig) -> dict[str, Path]:
@@ -87,6 +92,7 @@ def _files(job: JobConfig, key: str, path: Path) -> list[Path]:
 
     Raises:
         ConfigError: there are none.
+        OSError: it cannot be looked whether there are any.
     """
     if key == "model.path":
         has_ids = job.data.kind in ("hf", "tokens")
@@ -126,22 +132,18 @@ class _Reader:
         self._num_bytes = self._num_read = 0
         self._noted_s = 0.0
 
-    def digest(self, key: str, path: Path, files: Sequence[Path]) -> str:
+    def digest(self, path: Path, files: Sequence[Path]) -> str:
         """The digest of the names, sizes and contents of an input's files.
 
         Raises:
-            ConfigError: a file cannot be read.
+            OSError: a file cannot be read.
         """
         whole = xxhash.xxh3_128()
-        try:
-            cached = {file: self._kept_digest(file) for file in files}
-            self._begin(path, sum(file.stat().st_size for file in files if not cached[file]))
-            for file in files:
-                size, content = file.stat().st_size, cached[file] or self._content(file)
-                whole.update(f"{file.relative_to(path.parent)}\0{size}\0{content}\n".encode())
-        except OSError as error:
-            remedy = f"{error.filename or path} cannot be read here: {error.strerror}"
-            raise ConfigError(key, str(path), remedy) from error
+        cached = {file: self._kept_digest(file) for file in files}
+        self._begin(path, sum(file.stat().st_size for file in files if not cached[file]))
+        for file in files:
+            size, content = file.stat().st_size, cached[file] or self._content(file)
+            whole.update(f"{file.relative_to(path.parent)}\0{size}\0{content}\n".encode())
         return whole.hexdigest()
 
     def _begin(self, path: Path, num_bytes: int) -> None:
