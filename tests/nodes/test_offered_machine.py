@@ -309,6 +309,26 @@ async def test_a_machine_that_can_fork_nothing_is_to_be_started_again(
 
 
 @runs
+async def test_a_node_goes_on_where_no_other_can_be_forked_when_its_head_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine asked for a fork server at each connection, and killed the node without one."""
+    monkeypatch.setattr(forking, "PAUSE_S", 0.0)
+    async with offered_machine(tmp_path, monkeypatch, job=JOB) as (made, running):
+        line = await _with_node(made)
+        made.server.renewals.extend(["it is gone"] * 3 * RENEWALS_MAX)
+        made.server.lose("it is gone")
+        await wait_until(lambda: any("can be started any more" in note for note in made.notes))
+        line.reset()
+        line = await made.join()
+
+        assert not made.server.kills
+        assert not running.done()
+        made.server.end(NO_PID + 1, 0)
+        assert (await line.wait(NodeEnded)).node == 0
+
+
+@runs
 async def test_what_a_machine_finds_for_an_earlier_run_is_not_told_in_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

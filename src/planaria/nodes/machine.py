@@ -391,7 +391,8 @@ class _Machine:
             except CheckpointError as error:  # The place of saves may answer later.
                 self._on_failure(str(error))
                 return
-        if failure := await self._node.wait_ready():
+        # A node that runs needs no fork server.
+        if self._node.number < 0 and (failure := await self._node.wait_ready()):
             self._on_failure(failure)
             return
         for ended in self._ends:
