@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -195,6 +196,33 @@ def test_an_answer_with_a_body_is_a_notice(server: Metadata) -> None:
     assert source.read() == 45.0
     server.answers["/leave?node=3"] = (202, "drain")
     assert source.read() == 17.0
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("http://[fd00:ec2::254]", ("fd00:ec2::254", 80)),
+        ("http://[fd00::abcd]", ("fd00::abcd", 80)),
+        ("https://[fd00::1]", ("fd00::1", 443)),
+        ("http://[fd00::1]:8080", ("fd00::1", 8080)),
+        ("http://service", ("service", 80)),
+    ],
+)
+def test_an_address_of_ipv6_needs_no_port(
+    host: str, address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows its last colon was taken for a port."""
+    asked: list[tuple[str, int]] = []
+
+    def refuse(address: tuple[str, int], *_: object) -> NoReturn:
+        asked.append(address)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    with pytest.raises(ConnectionRefusedError):
+        parse_notice_source(f"{host}/leave").read()
+
+    assert asked == [address]
 
 
 @pytest.mark.parametrize("status", [301, 403, 500, 503])

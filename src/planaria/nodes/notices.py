@@ -355,7 +355,9 @@ def _ask(method: str, url: str, *, headers: Mapping[str, str] | None = None) -> 
     assert parts.hostname is not None, url
     is_secure = parts.scheme == "https"
     kind = http.client.HTTPSConnection if is_secure else http.client.HTTPConnection
-    connection = kind(parts.hostname, parts.port, timeout=_HTTP_TIMEOUT_S)
+    # Without a port it would take one from an address of IPv6.
+    port = parts.port or kind.default_port
+    connection = kind(parts.hostname, port, timeout=_HTTP_TIMEOUT_S)
     try:
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         connection.request(method, target, headers=dict(headers or {}))
