@@ -18,6 +18,7 @@ from planaria.checkpoint.disk.time_limits import TimeLimitedStorage
 from planaria.core.job import DataConfig, JobConfig
 from planaria.errors import ConfigError, LateError
 from planaria.nodes import machine_files, shared_saves
+from planaria.nodes.head.remote import machine_checks
 from planaria.nodes.input_files import input_digests
 from planaria.nodes.machine import EXIT_AGAIN, EXIT_UNFINISHED
 
@@ -177,6 +178,26 @@ async def test_a_place_of_saves_that_stalls_is_asked_again_before_a_machine_is_t
             patch.setattr(machine_files, "answer_mark", answer_without_asking)
             made.join()
             await made.wait_ready(2)
+
+
+@runs
+async def test_a_head_without_memory_for_a_look_refuses_no_machine_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request with a time limit needs a thread, and the head may have none for a moment."""
+    checking, num_refusals = shared_saves.check_answer, 1
+
+    def check(*args: str) -> None:
+        nonlocal num_refusals
+        num_refusals -= 1
+        if num_refusals >= 0:
+            raise MemoryError("can't start new thread")
+        checking(*args)
+
+    monkeypatch.setattr(machine_checks, "check_answer", check)
+    async with cluster(tmp_path, text_job(tmp_path)) as made:
+        made.join()
+        await made.wait_ready(1)
 
 
 @runs

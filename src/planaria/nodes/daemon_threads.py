@@ -14,6 +14,9 @@ async def answer_of_thread(function: Callable[[], Answer], *, name: str) -> Answ
     """What a function returns or raises, called in a thread of its own.
 
     The thread is left behind if this is cancelled; the process does not wait for it at its end.
+
+    Raises:
+        OSError: no thread can be started, or the function raised it.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Answer] = loop.create_future()
@@ -30,5 +33,8 @@ async def answer_of_thread(function: Callable[[], Answer], *, name: str) -> Answ
         with suppress(RuntimeError):  # The loop has been closed meanwhile.
             loop.call_soon_threadsafe(finish, act)
 
-    threading.Thread(target=call, name=name, daemon=True).start()
+    try:
+        threading.Thread(target=call, name=name, daemon=True).start()
+    except RuntimeError as error:
+        raise OSError(f"no thread can be started: {error}") from error
     return await answer

@@ -170,7 +170,11 @@ class _Machine:
     async def _serve(self) -> int:
         """Connects to the head again and again; returns the exit code once all is over."""
         read = partial(facts_of_this_machine, self._host, self._spec.domain)
-        self._facts = await answer_of_thread(read, name="facts")
+        try:
+            self._facts = await answer_of_thread(read, name="facts")
+        except OSError as error:
+            self._on_failure(str(error))
+            return EXIT_AGAIN
         lost_s, shown = time.monotonic(), ""
         while True:
             while self._node.has_given_up:  # A head that hears of its node would wait for it.
@@ -388,7 +392,8 @@ class _Machine:
             except ConfigError as error:
                 self._refuse(str(error))
                 return
-            except CheckpointError as error:  # The place of saves may answer later.
+            except (CheckpointError, MemoryError, OSError) as error:
+                # The place of saves may answer later, or threads be had again.
                 self._on_failure(str(error))
                 return
         # A node that runs needs no fork server.
@@ -514,10 +519,13 @@ class _Machine:
 
     async def _is_fit(self, job: JobConfig) -> bool:
         """Whether this machine is fit for a node; if not, it ends, once its node has left."""
-        problem = f"it was examined for {EXAMINATION_S:g} s, and something there hangs"
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(EXAMINATION_S):
                 problem = await answer_of_thread(partial(health_problem, job), name="health")
+        except TimeoutError:
+            problem = f"it was examined for {EXAMINATION_S:g} s, and something there hangs"
+        except OSError as error:
+            problem = str(error)
         if problem and self._node.number >= 0:  # The head was quicker.
             self._leave_code = EXIT_AGAIN
             self._spec.note(f"this machine can take no other node: {problem}")
@@ -579,7 +587,10 @@ class _Machine:
             with contextlib.suppress(RuntimeError):  # The loop has ended.
                 loop.call_soon_threadsafe(self._begin_leaving, EXIT_LEFT)
 
-        threading.Thread(target=wait, name="notices", daemon=True).start()
+        try:
+            threading.Thread(target=wait, name="notices", daemon=True).start()
+        except RuntimeError as error:
+            self._on_failure(f"no thread can be started: {error}")
 
     def _on_interrupt(self) -> None:
         if not self._is_interrupted:

@@ -46,6 +46,8 @@ class MachineFiles:
         Raises:
             ConfigError: the job cannot run here.
             CheckpointError: the place of saves does not answer, or refuses.
+            MemoryError: no thread could be started to ask it.
+            OSError: no thread can be started.
         """
         place = offer.job.checkpoint.directory
         await self.close()
@@ -64,7 +66,7 @@ class MachineFiles:
         if self._remove is None:
             return
         remove, self._remove = self._remove, None
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(MemoryError, OSError):  # TimeoutError is an OSError.
             async with asyncio.timeout(_REMOVE_TIMEOUT_S):
                 await answer_of_thread(remove, name="saves")
 

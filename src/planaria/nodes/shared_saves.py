@@ -115,7 +115,7 @@ def remove_answer(place: str, mark: str, answer: str) -> None:
     directory = f"{_PREFIX}{mark}"
     try:
         _storage(place).remove(directory, [f"{directory}/{answer}"])
-    except CheckpointError as error:
+    except (CheckpointError, MemoryError) as error:  # MemoryError: no thread can be started.
         logger.warning("%s", error)
 
 
@@ -123,7 +123,7 @@ def _remove_all(place: str, directory: str) -> None:
     try:
         storage = _storage(place)
         storage.remove(directory, sorted(storage.entries(directory)))
-    except CheckpointError as error:
+    except (CheckpointError, MemoryError) as error:  # MemoryError: no thread can be started.
         logger.warning("%s", error)
 
 

@@ -52,6 +52,8 @@ class MachineChecks:
 
         Raises:
             CheckpointError: the place of saves does not answer, or refuses.
+            MemoryError: no thread could be started to ask it.
+            OSError: no thread can be started.
         """
         if facts.memory_bytes < self.memory_bytes_min:
             return (

@@ -532,7 +532,7 @@ class Machines:
         problem, is_final, writer = "", True, machine.writer
         try:
             problem = "" if machine.node >= 0 else await self._problem(machine, ready)
-        except CheckpointError as error:  # Whoever asks again may find that it answers.
+        except (CheckpointError, MemoryError, OSError) as error:  # It may pass until the next try.
             problem, is_final = f"the head could not look for its answer: {error}", False
         except Exception as error:  # A fault of the head, and the machine waits for a word.
             logger.exception("%s could not be compared", machine.name)
