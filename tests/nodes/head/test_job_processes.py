@@ -34,6 +34,41 @@ def test_an_agent_may_end_before_its_pid_is_known() -> None:
     assert [end.reason for end in processes.agent_ends()] == [f"its agent {exit_text(1)}"]
 
 
+def test_a_process_may_have_the_pid_of_one_that_ended_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel gives each pid again, in a job of weeks. A node with such a pid was taken for lost
+    at once, and its processes were never killed."""
+    kills: list[int] = []
+    monkeypatch.setattr(job_processes, "kill_group", kills.append)
+    processes = JobProcesses()
+    processes.add_agent(0, 10)
+    processes.kill_node(0)
+    processes.add_exit(10, -9)
+    processes.add_coordinator(11)
+    processes.add_exit(11, 1)
+    processes.add_agent(1, 10)
+    processes.add_agent(2, 11)
+
+    assert processes.live_agents == {1: 10, 2: 11}
+    assert [processes.has_ended(node) for node in range(3)] == [True, False, False]
+    assert [end.node for end in processes.agent_ends()] == [0]
+    assert not processes.have_ended()
+    assert processes.add_exit(10, 3) == (1,)
+    assert processes.agent_statuses() == {3}
+    processes.kill_coordinator(11)
+    processes.kill_node(0)
+    processes.kill_node(2)
+    assert kills == [10, 11]
+    processes.add_exit(11, -9)
+    processes.add_coordinator(10)
+    processes.kill_coordinator(10)
+    assert kills == [10, 11, 10]
+    assert not processes.have_ended()
+    processes.add_exit(10, -9)
+    assert processes.have_ended()
+
+
 def test_agents_that_were_killed_or_left_an_unknown_status_explain_no_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

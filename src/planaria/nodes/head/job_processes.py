@@ -11,17 +11,21 @@ from planaria.nodes.head.process_events import kill_group
 class JobProcesses:
     """The agents and coordinators of one job.
 
+    The kernel gives the pid of a process that has ended to another one. So what is known of an
+    agent that has ended is kept by its node.
+
     Attributes:
         live_agents: pids of the agents that have not ended, by node.
     """
 
     def __init__(self) -> None:
         self.live_agents: dict[int, int] = {}
-        self._agents: dict[int, int] = {}  # The pids of all agents, by node.
-        self._coordinators: set[int] = set()
+        self._statuses: dict[int, int] = {}  # The exit statuses of ended agents, by node.
+        self._killed: set[int] = set()  # Nodes whose agents were killed here.
+        self._coordinators: set[int] = set()  # Pids of those that have not ended.
         self._machines: dict[int, str] = {}
-        self._exits: dict[int, int] = {}  # The exit statuses of ended processes, by pid.
-        self._killed: set[int] = set()
+        # The exit statuses of processes that ended before they were noted here, by pid.
+        self._exits: dict[int, int] = {}
 
     @property
     def next_node(self) -> int:
@@ -44,62 +48,67 @@ class JobProcesses:
 
     def add_agent(self, node: int, pid: int) -> None:
         """Notes the agent of a node, which may have ended already."""
-        self._agents[node] = pid
-        if pid not in self._exits:
+        if pid in self._exits:
+            self._statuses[node] = self._exits.pop(pid)
+        else:
             self.live_agents[node] = pid
 
     def add_coordinator(self, pid: int) -> None:
-        """Notes a coordinator."""
-        self._coordinators.add(pid)
+        """Notes a coordinator, which may have ended already."""
+        if self._exits.pop(pid, None) is None:
+            self._coordinators.add(pid)
 
     def add_exit(self, pid: int, status: int) -> tuple[int, ...]:
         """Notes that a process has ended; returns the node whose agent it was, if any."""
-        self._exits[pid] = status
-        nodes = tuple(node for node, agent in self._agents.items() if agent == pid)
+        nodes = tuple(node for node, agent in self.live_agents.items() if agent == pid)
         for node in nodes:
-            self.live_agents.pop(node, None)
+            del self.live_agents[node]
+            self._statuses[node] = status
+        if pid in self._coordinators:
+            self._coordinators.remove(pid)
+        elif not nodes:
+            self._exits[pid] = status
         return nodes
 
     def has_ended(self, node: int) -> bool:
         """Whether the agent of a node has ended."""
-        return self._agents.get(node) in self._exits
+        return node in self._statuses
 
     def agent_end(self, node: int) -> AgentEnded:
         """The message that the agent of a node has ended."""
-        return AgentEnded(
-            node=node, reason=f"its agent {exit_text(self._exits[self._agents[node]])}"
-        )
+        return AgentEnded(node=node, reason=f"its agent {exit_text(self._statuses[node])}")
 
     def agent_ends(self) -> tuple[AgentEnded, ...]:
         """The messages that agents have ended, of all that have."""
-        return tuple(self.agent_end(node) for node in self._agents if self.has_ended(node))
+        return tuple(map(self.agent_end, self._statuses))
 
     def agent_statuses(self) -> set[int]:
         """The known exit statuses of the agents that the launcher has not killed."""
-        ended = self._exits.keys() & set(self._agents.values())
-        return {self._exits[pid] for pid in ended - self._killed} - {UNKNOWN}
+        ended = self._statuses.keys() - self._killed
+        return {self._statuses[node] for node in ended} - {UNKNOWN}
 
     def have_ended(self) -> bool:
         """Whether all agents and coordinators have ended."""
-        return {*self._agents.values(), *self._coordinators} <= set(self._exits)
+        return not self.live_agents and not self._coordinators
 
-    def kill(self, pid: int) -> None:
-        """Kills an agent or a coordinator with its process group, unless it has ended."""
-        if pid not in self._exits:
-            self._killed.add(pid)
+    def kill_coordinator(self, pid: int) -> None:
+        """Kills a coordinator with its process group, unless it has ended."""
+        if pid in self._coordinators:
             kill_group(pid)
 
     def kill_node(self, node: int) -> None:
         """Kills all processes of a node, if its agent was forked and has not ended."""
-        if node in self._agents:
-            self.kill(self._agents[node])
+        if node in self.live_agents:
+            self._killed.add(node)
+            kill_group(self.live_agents[node])
 
     def kill_other_nodes(self, members: Collection[int]) -> None:
         """Kills the nodes that are no members; an evicted node may hang for ever."""
-        for node in self._agents.keys() - set(members):
+        for node in self.live_agents.keys() - set(members):
             self.kill_node(node)
 
     def kill_all(self) -> None:
         """Kills all agents and coordinators that have not ended."""
-        for pid in {*self._agents.values(), *self._coordinators}:
-            self.kill(pid)
+        self.kill_other_nodes(())
+        for pid in self._coordinators:
+            kill_group(pid)

@@ -161,7 +161,7 @@ class LeaderRunner:
         """Makes the next coordinator only save, and kills this one, which may stand still."""
         self.save_only_reason = reason
         if self.pid:
-            self._processes.kill(self.pid)
+            self._processes.kill_coordinator(self.pid)
 
     def _start_task(self) -> None:
         self._task = asyncio.create_task(self._run_leaders())
@@ -244,7 +244,7 @@ class LeaderRunner:
             self._processes.add_coordinator(pid)
             self._rescues += spec.rescue is not None
             if self.save_only_reason and spec.rescue is None:  # It was set during the fork.
-                self._processes.kill(pid)
+                self._processes.kill_coordinator(pid)
             reader, self._writer = await asyncio.open_connection(sock=own_socket)
         except BaseException:
             own_socket.close()
@@ -310,7 +310,7 @@ class LeaderRunner:
 
         It is called if the disk refuses the very first records.
         """
-        self._processes.kill(self.pid)
+        self._processes.kill_coordinator(self.pid)
         directory = "" if self._is_taken_up else self._callbacks.other_journal()
         if not directory:
             self._callbacks.end(f"{reason}; nothing was trained, and nothing is lost")
