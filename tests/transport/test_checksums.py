@@ -3,7 +3,7 @@
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from random import Random
 
 import numpy as np
@@ -121,6 +121,30 @@ def test_a_bit_that_flips_in_a_payload_ends_the_link(flipped_byte: int) -> None:
             right.receive(0, tag(1), timeout_s=TIMEOUT_S)
 
         assert right.receive(0, tag(0), timeout_s=TIMEOUT_S).tolist() == first.tolist()
+        assert not right._inbox
+
+
+def test_a_message_of_an_aborted_epoch_may_change_while_it_leaves() -> None:
+    """The sums that a rank still sends are cleared once all ranks have left the epoch: what is
+    left of them differs from its checksum, and the links of the next epoch are the same ones."""
+    sums = np.ones(LARGE_BYTES, dtype=np.uint8)
+    with pair() as (left, right):
+        begin_all([left, right], 0)
+        leaving, arriving = left._peers[1], right._peers[0]
+        with ExitStack() as stopping:
+            with arriving._reading:
+                left.send(1, tag(0, Channel.SCATTER), sums)
+                stopping.enter_context(leaving.lock)
+            for links in (left, right):
+                links.abort("node 7 is gone", first_epoch=1)
+            sums[:] = 0
+            begin_all([left, right], 1)
+            assert leaving._unsent
+        left.send(1, tag(1), np.arange(5, dtype=np.uint8))
+
+        assert right.receive(0, tag(1), timeout_s=TIMEOUT_S).tolist() == [*range(5)]
+        assert not right.lost_peers
+        assert right._peers[0] is arriving
         assert not right._inbox
 
 
@@ -249,7 +273,8 @@ def _crc_of(data: bytes) -> bytes:
 
 
 def _own_end(*, is_checked: bool, rank: int) -> OwnEnd:
-    return OwnEnd(TOKEN, (rank, 70 + rank), lambda *_: None, is_checked, NUM_BYTES_MAX)
+    identity = rank, 70 + rank
+    return OwnEnd(TOKEN, identity, lambda *_: None, lambda _: False, is_checked, NUM_BYTES_MAX)
 
 
 def _tcp_pair() -> tuple[socket.socket, socket.socket]:

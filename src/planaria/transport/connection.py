@@ -4,7 +4,9 @@ A connection begins with the handshake of `frames.py`, and where links are encry
 TLS before it (`link_tls.py`). After it, a message is a header (epoch,
 tag, length) and raw bytes. On checked links the header goes on with the xxh3_64 of the payload and
 a CRC-32 of all of the header before it. Both are compared before the message is delivered, and a
-message that arrives damaged ends its connection. Both ends of a link are checked, or neither.
+message that arrives damaged ends its connection. Both ends of a link are checked, or neither. Once
+an epoch is over its ranks change the arrays of which they still send the rest, so a payload of such
+an epoch that differs from its checksum is dropped, and the connection goes on.
 
 Any thread may call `append` and `withdraw_memory`; only the thread that serves the links calls the
 other methods.
@@ -204,6 +206,7 @@ class OwnEnd:
         token: key of the job's links, which the handshake proves.
         identity: the rank, and the port at which it listens.
         memory_for: returns the memory for a message that begins to arrive; None: any will do.
+        is_over: says whether an epoch is over for this rank.
         is_checked: whether messages have checksums.
         num_bytes_max: size of the largest payload that the job sends.
         clock: name of the monotonic clock that this rank reads.
@@ -214,6 +217,7 @@ class OwnEnd:
     token: bytes
     identity: tuple[int, int]
     memory_for: MemoryFor
+    is_over: Callable[[int], bool]
     is_checked: bool = False
     num_bytes_max: int = MESSAGE_BYTES_MAX
     clock: str = field(default_factory=clock_name)
@@ -449,7 +453,9 @@ class Connection:
             self._hasher.reset()
             return
         self._has_offered_memory = False
-        if own.is_checked and self._hasher.intdigest() != header.digest:
+        is_sound = not own.is_checked or self._hasher.intdigest() == header.digest
+        # A rank changes what it still sends only once all ranks have left the epoch.
+        if not is_sound and not own.is_over(header.epoch):
             raise ConnectionError(
                 f"a message of {header.num_bytes} bytes on channel {header.tag.channel.name} was "
                 "damaged on its way; its checksum differs"
@@ -461,7 +467,8 @@ class Connection:
                 own.receptions.add(self.peer, self._lacked_bytes, seconds)
             self._drained_s = 0.0
         self._expect_header()
-        yield IncomingMessage(header.epoch, header.tag, payload)
+        if is_sound:
+            yield IncomingMessage(header.epoch, header.tag, payload)
 
     def _step_handshake(self) -> None:
         try:

@@ -114,9 +114,9 @@ class Links:
         lock = threading.RLock()
         self._changed = threading.Condition(lock)  # Guards all that follows.
         self._inbox = LinkInbox()
-        identity = rank, self.address[1]
+        identity, memory_for = (rank, self.address[1]), self._inbox.memory_for
         self._own = OwnEnd(
-            token, identity, self._inbox.memory_for, is_checked, num_bytes_max, security=security
+            token, identity, memory_for, self._is_over, is_checked, num_bytes_max, security=security
         )
         self._peers: dict[int, Connection] = {}
         self._connecting: dict[int, Connection] = {}
@@ -221,7 +221,8 @@ class Links:
     def send(self, peer: int, tag: Tag, *buffers: Buffer, virtual_bytes: int = 0) -> None:
         """Sends contiguous arrays as one message; never blocks.
 
-        The arrays must not change until the peer has received them.
+        The arrays must not change until the peer has received them, or all ranks have left the
+        epoch.
 
         Args:
             virtual_bytes: the size that paced links assume for the message; 0: its real size.
@@ -291,7 +292,7 @@ class Links:
             epoch = self.epoch
 
             def is_over() -> bool:
-                return bool(self._failure) or epoch < max(self._first_epoch, self.epoch)
+                return bool(self._failure) or self._is_over(epoch)
 
             self._changed.wait_for(lambda: condition() or is_over())
             return not is_over()
@@ -420,7 +421,7 @@ class Links:
             return [peer for peer in self._lost if peer in peers or peer in silent]
 
         def is_over() -> bool:
-            has_ended = bool(self._failure) or epoch < max(self._first_epoch, self.epoch)
+            has_ended = bool(self._failure) or self._is_over(epoch)
             return condition() or has_ended or bool(self._lost and lost_peers())
 
         begin_s = time.monotonic()
@@ -456,9 +457,13 @@ class Links:
             "the agent of one of them another address with --advertise or --interface"
         )
 
+    def _is_over(self, epoch: int) -> bool:
+        """Whether an epoch was aborted, or a newer one has begun."""
+        return epoch < max(self._first_epoch, self.epoch)
+
     def _check_epoch(self, epoch: int) -> None:
         """Raises an AbortedError if the epoch is over. The condition must be held."""
-        if epoch >= max(self._first_epoch, self.epoch):
+        if not self._is_over(epoch):
             return
         reason = f"epoch {self.epoch} has begun"
         if epoch < self._first_epoch:
