@@ -5,6 +5,7 @@ import socket
 import ssl
 import struct
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
@@ -67,6 +68,20 @@ def test_a_message_arrives_in_the_memory_that_was_offered() -> None:
         right.receive(0, tag(0), timeout_s=TIMEOUT_S)
 
     assert np.array_equal(memory, data)
+
+
+def test_only_a_few_records_are_encrypted_before_the_kernel_takes_them() -> None:
+    """Of one large array, too: all of it would be in memory twice, and reads would wait for it."""
+    with pair() as (left, right):
+        begin_all((left, right), 0)
+        tls, plain = left._peers[1]._tls, deque([memoryview(bytes(8 << 20))])
+        assert tls is not None
+        with left._peers[1].lock:
+            tls.encrypt(plain)
+            num_encrypted, tls.unsent = len(tls.unsent), memoryview(b"")
+
+    assert 0 < num_encrypted < 9 * (16 << 10)
+    assert (8 << 20) - num_encrypted <= len(plain[0]) < 8 << 20
 
 
 def test_links_go_on_in_later_epochs() -> None:

@@ -23,7 +23,7 @@ from planaria.errors import AuthenticationError
 from planaria.transport.credentials import run_credentials
 
 _READ_BYTES: Final = 1 << 18
-_RECORDS_PER_TURN: Final = 8  # Of 16 KiB each; more would wait encrypted for the kernel.
+_TURN_BYTES: Final = 1 << 17  # More would wait encrypted for the kernel.
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +84,11 @@ class LinkTls:
             if self._tls is not None:
                 with suppress(ssl.SSLWantReadError):  # What is outgoing so far has to be sent.
                     self._shake_hands(self._tls)
-                    for _ in range(_RECORDS_PER_TURN):
-                        if not plain:
-                            break
-                        num_written = self._tls.write(plain[0])
+                    room = _TURN_BYTES
+                    while plain and room:
+                        # All of what it is given is encrypted, however much that is.
+                        num_written = self._tls.write(plain[0][:room])
+                        room -= num_written
                         if num_written < len(plain[0]):
                             plain[0] = plain[0][num_written:]
                         else:
