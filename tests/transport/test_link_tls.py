@@ -84,6 +84,27 @@ def test_only_a_few_records_are_encrypted_before_the_kernel_takes_them() -> None
     assert (8 << 20) - num_encrypted <= len(plain[0]) < 8 << 20
 
 
+def test_a_link_on_which_tls_breaks_as_a_message_is_sent_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its socket is well, so nothing else tells of it: both ends would wait for ever."""
+
+    def refuse(plain: deque[memoryview]) -> bool:
+        if plain:  # The thread that serves the links looks for some after each event.
+            raise ssl.SSLError(f"no memory for {len(plain)} arrays")
+        return False
+
+    with pair() as (left, right):
+        begin_all((left, right), 0)
+        monkeypatch.setattr(left._peers[1]._tls, "encrypt", refuse)
+        left.send(1, tag(0), np.ones(5, dtype=np.uint8))
+
+        with pytest.raises(PeerLostError, match="by peer"):
+            right.receive(0, tag(0), timeout_s=TIMEOUT_S)
+        with pytest.raises(PeerLostError, match="no memory for 2 arrays"):
+            left.receive(1, tag(0), timeout_s=TIMEOUT_S)
+
+
 def test_links_go_on_in_later_epochs() -> None:
     with pair() as (left, right):
         begin_all((left, right), 0)

@@ -357,8 +357,8 @@ class Links:
                 if connection is None:
                     self._queued_messages.setdefault(peer, []).append(message)
                     return
-        is_done = True
-        # The serving thread sees and reports it, too.
+        is_done = False
+        # After an error the serving thread writes too, sees it and reports it.
         with connection.lock, suppress(OSError, AuthenticationError):
             is_done = connection.append(message)
         if not is_done:
