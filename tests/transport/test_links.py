@@ -1,7 +1,10 @@
 """Links between ranks: every message once, in its epoch; what is blocked can be freed."""
 
 import socket
+import threading
 import time
+from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,6 +26,7 @@ from helpers.linked_ranks import (
     wait_until,
 )
 from planaria.errors import AbortedError, PeerLostError
+from planaria.transport.connection import Connection
 from planaria.transport.links import Address, Buffer, Channel, Links, Tag
 
 LARGE = 3 << 20  # float64 numbers: 24 MiB, more than any socket buffer
@@ -259,6 +263,45 @@ def test_a_later_epoch_keeps_the_connections() -> None:
 
         assert before == [links._peers for links in ranks]
         assert descriptors == num_descriptors()
+
+
+def test_a_link_that_comes_up_while_the_next_epoch_begins_is_the_only_one_to_its_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second one would replace it, and both ends would take the peer for lost. The order is
+    forced: the link stands once the epoch has begun, as the memory of another one is withdrawn."""
+    is_begun = threading.Event()
+    with link_ranks(2) as (left, right), closing(Links(2, token=TOKEN)) as third:
+        ranks = (left, right, third)
+        places, server, linked = addresses(ranks), left._server, left._peers[1]
+
+        def wait_for_link() -> None:
+            is_begun.set()
+            wait_until(lambda: 2 in left._peers)
+
+        def link_up_late(link: Connection) -> None:
+            assert is_begun.wait(TIMEOUT_S)
+            left._on_link_up(link)
+
+        monkeypatch.setattr(server, "_handlers", replace(server._handlers, on_link_up=link_up_late))
+        left.enter(1, addresses=places, peers=(1, 2))
+        first = left._connecting[2]
+        left.abort("node 7 is gone", first_epoch=2)
+        monkeypatch.setattr(linked, "withdraw_memory", wait_for_link)
+        left.enter(2, addresses=places, peers=(1, 2))
+
+        assert not left._connecting
+        for links in (right, third):
+            links.enter(2, addresses=places, peers=places.keys() - {links.rank})
+        for links in ranks:
+            links.wait_linked(timeout_s=TIMEOUT_S)
+        third.send(0, tag(0), payload(1))
+        left.send(2, tag(0), payload(2))
+        assert received(left, 2, 0) == payload(1).tolist()
+        assert received(third, 0, 0) == payload(2).tolist()
+        assert left._peers[2] is first
+        assert not left.lost_peers
+        assert not third.lost_peers
 
 
 def test_abort_frees_a_blocked_receive_long_before_its_timeout() -> None:

@@ -199,12 +199,13 @@ class Links:
             self._note_links(peers)
             for peer in self._ports.keys() - self._awaited:
                 self._peers[peer].is_used = True
-            missing = {peer for peer in self._awaited if peer > self.rank}
+            # A link that is being made may be up at any moment after this.
+            missing = {p for p in self._awaited - self._connecting.keys() if p > self.rank}
             self._changed.notify_all()  # Frees threads that still wait in an older epoch.
         # The condition is not held, for `withdraw_memory` waits for a read that is in progress.
         for connection in old_connections:
             connection.withdraw_memory()
-        for peer in sorted(missing - self._connecting.keys()):
+        for peer in sorted(missing):
             self._connect(peer, addresses[peer])
 
     def wait_linked(self, *, timeout_s: float) -> None:
