@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import msgspec
 import pytest
 
 from helpers.coordinated import (
@@ -12,13 +11,12 @@ from helpers.coordinated import (
     after,
     node_loss,
     of_type,
-    ready,
     small_rules,
+    training_of_four_ranks,
     worker,
     worker_exit,
     worker_failure,
 )
-from helpers.jobs import template
 from helpers.raising import (
     ELSEWHERE,
     MISTAKE,
@@ -31,19 +29,16 @@ from helpers.raising import (
     trained,
 )
 from planaria.coordinator.commands import (
-    DecisionRecorded,
     Evict,
     MembersRecorded,
     RecordMembers,
 )
 from planaria.coordinator.crashes import _why_needed
 from planaria.coordinator.job_rules import Rules
-from planaria.coordinator.start import first_step
-from planaria.coordinator.state import Crash, JobState, Phase
+from planaria.coordinator.state import Crash, Phase
 from planaria.coordinator.step import Event, step
 from planaria.core.kinds import Ending
 from planaria.core.messages import Abort, Raised, StopRequested, WorkerExited, WorkerFailed
-from planaria.core.plan import Pipeline, plain_plan
 from planaria.core.records import AwaitingMachine, Forked, Recovering
 
 # -- against the node -----------------------------------------------------------------------------
@@ -170,20 +165,10 @@ def test_iterations_that_are_done_again_forgive_nothing() -> None:
     assert "the 3rd time in a row" in end.failure.traceback
 
 
-def of_four_ranks() -> tuple[Rules, JobState]:
-    """Two nodes of four ranks train."""
-    rules = small_rules(n0=1)
-    of_four = replace(template(4), num_nodes=1)
-    plan = plain_plan(0, (Pipeline(of_four, (0,)), Pipeline(of_four, (1,))), (3, 3))
-    state, _ = first_step(rules, plan, term=0, predicted_s=1.0)
-    workers = [msgspec.structs.replace(worker(rank), node=rank // 4) for rank in plan.ranks]
-    events: list[Event] = [DecisionRecorded(0), *workers, *(ready(rank, 0) for rank in plan.ranks)]
-    return rules, after(state, events, rules)[0]
-
-
 def test_workers_of_a_node_that_end_at_once_are_one_misfortune() -> None:
     """As where the kernel kills all of a container for want of memory."""
-    rules, state = of_four_ranks()
+    rules = small_rules(n0=1)
+    state = training_of_four_ranks(rules)
     killed = [WorkerExited(node=0, rank=rank, pid=50 + rank, status=-9) for rank in range(3)]
     state, commands = after(state, killed, rules)
 
@@ -194,7 +179,8 @@ def test_workers_of_a_node_that_end_at_once_are_one_misfortune() -> None:
 
 def test_a_rank_that_crashes_once_is_not_said_to_have_crashed_three_times() -> None:
     """Another rank of its node has; the third time all were leaving the epoch already."""
-    rules, state = of_four_ranks()
+    rules = small_rules(n0=1)
+    state = training_of_four_ranks(rules)
     thrice = tuple(Crash(0, 0, 50, epoch, Raised(error="SIGKILL")) for epoch in range(3))
     state = replace(state, troubles=replace(state.troubles, crashes=thrice))
     killed = WorkerExited(node=0, rank=1, pid=51, status=-9)

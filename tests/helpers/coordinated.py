@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import msgspec
+
 from helpers.jobs import NUM_LAYERS, shaped_plan, template
 from planaria.coordinator.commands import Command, DecisionRecorded, Notify, Tell
 from planaria.coordinator.job_rules import Rules
@@ -237,3 +239,18 @@ def training_halves(rules: Rules) -> JobState:
     state, _ = after(state, events, rules)
     assert (state.phase, state.commits.next_iteration) == (Phase.TRAINING, NEXT)
     return state
+
+
+def training_of_four_ranks(rules: Rules) -> JobState:
+    """Two nodes of four ranks train."""
+    of_four = replace(template(4), num_nodes=1)
+    plan = plain_plan(0, (Pipeline(of_four, (0,)), Pipeline(of_four, (1,))), (3, 3))
+    state, _ = first_step(rules, plan, term=0, predicted_s=1.0)
+    workers = [worker_of_four(rank) for rank in plan.ranks]
+    events: list[Event] = [DecisionRecorded(0), *workers, *(ready(rank, 0) for rank in plan.ranks)]
+    return after(state, events, rules)[0]
+
+
+def worker_of_four(rank: int, *, pid: int = 0) -> WorkerReady:
+    """As `worker`, on a node of four ranks."""
+    return msgspec.structs.replace(worker(rank, pid=pid), node=rank // 4)

@@ -19,7 +19,9 @@ from helpers.coordinated import (
     small_rules,
     stop_report,
     training_halves,
+    training_of_four_ranks,
     worker,
+    worker_of_four,
 )
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import shaped_plan
@@ -27,6 +29,7 @@ from helpers.recorder_messages import change_message
 from planaria.coordinator.commands import End, MembersRecorded, Tick
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.membership.standby import (
+    able_candidates,
     nodes_to_replace,
     num_joining,
     replacements_at_loss,
@@ -34,7 +37,7 @@ from planaria.coordinator.membership.standby import (
 from planaria.coordinator.state import Phase
 from planaria.coordinator.step import Event
 from planaria.core.kinds import ChangeKind, Ending, LossKind
-from planaria.core.messages import NodeArrived, NoticeTaken, StopRequested
+from planaria.core.messages import NodeArrived, NoticeTaken, StopRequested, WorkerExited
 from planaria.core.records import AwaitingMachine, Decided, Recovering, Warned
 
 PLAN = shaped_plan((1, 1), 6)
@@ -122,6 +125,23 @@ def test_a_standby_node_that_is_lost_is_no_loss() -> None:
 
     assert of_type(cluster.commands, Recovering) == []
     assert cluster.state.membership.candidates == {}
+
+
+def test_a_standby_node_can_join_after_one_of_its_workers_was_forked_anew() -> None:
+    """Its agent forks only that worker, and the others do not report again."""
+    made = rules(standby=1)
+    exited = WorkerExited(node=2, rank=9, pid=59, status=-9)
+    events: list[Event] = [
+        NodeArrived(node=2, rank=8, machine="m"),
+        *map(worker_of_four, range(8, 12)),
+        exited,
+    ]
+    state, _ = after(training_of_four_ranks(made), events, made)
+    assert able_candidates(state, NOW_S) == []
+    # The agent may tell of the exit again after the new worker has reported.
+    state, _ = after(state, [worker_of_four(9, pid=77), exited], made)
+
+    assert able_candidates(state, NOW_S) == [2]
 
 
 def test_with_too_few_left_a_machine_is_waited_for() -> None:

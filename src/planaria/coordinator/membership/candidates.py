@@ -63,18 +63,23 @@ def rejoin_delay_s(num_failures: int, first_s: float) -> float:
 def on_candidate_lost(state: JobState, event: NodeLost | WorkerFailed | WorkerExited) -> Step:
     """Drops a candidate that was lost or whose worker raised; training goes on.
 
-    A candidate whose worker only exited stays: its agent forks another worker.
+    A candidate whose worker only exited stays: its agent forks another one for that rank alone.
     """
     node = event.node
-    workers = {r: worker for r, worker in state.workers.items() if worker.node != node}
-    state = replace(state, workers=PersistentMap(workers))
     match event:
         case WorkerExited():
-            return state, ()
+            workers = {
+                rank: worker
+                for rank, worker in state.workers.items()
+                if (rank, worker.pid) != (event.rank, event.pid)
+            }
+            return replace(state, workers=PersistentMap(workers)), ()
         case WorkerFailed():
             reason = f"its worker raised:\n{event.traceback.rstrip()}"
         case NodeLost():
             reason = event.reason
+    workers = {r: worker for r, worker in state.workers.items() if worker.node != node}
+    state = replace(state, workers=PersistentMap(workers))
     warning = Notify(Warned(text=f"node {node} cannot join: {reason}", gone=(node,)))
     return _without_candidate(state, node), (Evict((node,)), warning)
 
