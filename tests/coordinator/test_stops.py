@@ -3,11 +3,13 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from helpers.coordinated import (
     END,
     FIRST,
     Survivors,
+    iteration_report,
     of_type,
     save_failure,
     save_report,
@@ -17,17 +19,21 @@ from helpers.fake_cluster import FakeCluster
 from helpers.jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.commands import End, MustEnd
 from planaria.coordinator.job_rules import Rules
+from planaria.coordinator.leadership import progress_of
 from planaria.coordinator.state import Crash, Phase
+from planaria.coordinator.step import Event
 from planaria.core.kinds import ChangeKind, Ending
-from planaria.core.messages import NoticeTaken, Raised, SaveLayers, StopRequested
+from planaria.core.messages import Acknowledged, NoticeTaken, Raised, SaveLayers, StopRequested
 from planaria.core.records import Committed, Decision, Progress, Warned
+from planaria.protocol.agent_state import on_coordinator_message
 
 
-def rules(*, grant_s: float = 0.0) -> Rules:
+def rules(*, grant_s: float = 0.0, target_loss: float = 0.0) -> Rules:
     """Two nodes hold the model."""
     made = small_rules(n0=2, failures_tolerated=0, policy=Survivors())
     cluster = replace(made.job.cluster, grant_s=grant_s)
-    return replace(made, job=replace(made.job, cluster=cluster))
+    target = replace(made.job.training, target_loss=target_loss)
+    return replace(made, job=replace(made.job, cluster=cluster, training=target))
 
 
 def training(made: Rules) -> FakeCluster:
@@ -69,13 +75,17 @@ def test_an_unfit_machine_is_told_to_the_user_and_its_crashes_are_not_the_jobs()
     assert cluster.state.membership.leaving[1].kind is ChangeKind.DRAIN
 
 
+@pytest.mark.parametrize("target_loss", [0.0, 0.001])
 @pytest.mark.parametrize("restarts", [False, True])
-def test_a_job_goes_on_if_a_node_comes_during_its_last_save(restarts: bool) -> None:
+def test_a_job_goes_on_if_a_node_comes_during_its_last_save(
+    restarts: bool, target_loss: float
+) -> None:
     """All have agreed to end, for want of nodes, and one is lost before all layers are saved.
 
-    A coordinator that has no record of why all end knows that nobody else has asked for it.
+    A coordinator that has no record of why all end knows that nobody else has asked for it, and
+    that no loss was low enough.
     """
-    cluster = training(rules())
+    cluster = training(rules(target_loss=target_loss))
     cluster.hear(NoticeTaken(node=1, rank=1, after_s=30.0))
     cluster.train(FIRST + 1)
     if restarts:
@@ -165,8 +175,12 @@ def test_a_new_coordinator_knows_that_a_notice_made_the_job_stop() -> None:
     assert (end.ending, end.reason) == (Ending.LOST, reason)
 
 
-def test_a_new_coordinator_without_a_record_of_the_stop_does_not_call_it_finished() -> None:
-    cluster = training(rules())
+@pytest.mark.parametrize("target_loss", [0.0, 0.001])
+def test_a_new_coordinator_without_a_record_of_the_stop_does_not_call_it_finished(
+    target_loss: float,
+) -> None:
+    """That the job may end early is no sign that it has."""
+    cluster = training(rules(target_loss=target_loss))
     cluster.hear(NoticeTaken(node=1, rank=1, after_s=30.0))
     cluster.train(FIRST + 1)
     cluster.progress = Progress(num_committed=FIRST + 1, ends=False)
@@ -199,6 +213,48 @@ def test_a_job_that_must_end_has_finished_if_that_was_its_last_iteration() -> No
 
     (end,) = of_type(cluster.commands, End)
     assert end.ending is Ending.FINISHED
+
+
+@pytest.mark.parametrize("word", [NoticeTaken(node=1, rank=1, after_s=30.0), StopRequested()])
+def test_a_job_has_finished_if_it_was_to_stop_at_its_last_iteration(word: Event) -> None:
+    """It was lost if that was for want of nodes, though all was trained and saved."""
+    cluster = training(rules())
+    for iteration in range(FIRST + 1, END - 1):
+        cluster.train(iteration)
+    cluster.hear(word)
+    cluster.train(END - 1)
+    cluster.hear(save_report(0, END, epoch=0, layers=range(NUM_LAYERS)))
+
+    assert of_type(cluster.commands, End) == [End(Ending.FINISHED)]
+
+
+@pytest.mark.parametrize(
+    "word",
+    [NoticeTaken(node=1, rank=1, after_s=30.0), StopRequested(), MustEnd("the disk is full")],
+)
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("why", ["the loss is low", "the loss of held-out data rises"])
+def test_a_job_has_finished_if_training_ends_where_it_was_to_stop(
+    word: Event, restarts: bool, why: str
+) -> None:
+    """What is trained ends it before its last iteration, also if a coordinator is lost then."""
+    cluster = training(rules(target_loss=FIRST + 1.0 if why == "the loss is low" else 0.0))
+    cluster.hear(word)
+    for node in (0, 1):
+        report = iteration_report(node, FIRST + 1, epoch=0, ends=True)
+        report = structs.replace(report, early=why != "the loss is low")
+        cluster.hear(*cluster.nodes[node].say(report))
+    assert cluster.state.phase is Phase.SAVING
+    if restarts:
+        committed = of_type(cluster.commands, Committed)[-1]
+        cluster.progress = progress_of(cluster.state, committed)
+        for one in cluster.nodes.values():
+            message = Acknowledged(num_committed=FIRST + 2)
+            one.agent = on_coordinator_message(one.agent, message).state
+        cluster.restart()
+    cluster.hear(save_report(0, FIRST + 2, epoch=0, layers=range(NUM_LAYERS)))
+
+    assert of_type(cluster.commands, End) == [End(Ending.FINISHED)]
 
 
 def test_a_job_that_must_end_is_saved_after_a_loss_and_trains_no_more() -> None:

@@ -1,5 +1,7 @@
 """What a launcher remembers of its coordinators' records."""
 
+import msgspec
+
 from planaria.core.records import Committed, Members, Outcome, Recorded
 from planaria.protocol.newest_records import NewestRecords
 
@@ -36,7 +38,7 @@ def test_a_coordinator_that_only_saves_begins_with_the_live_members() -> None:
     records = NewestRecords(Members(epoch=0, term=-1, nodes=(0,)))
     records.add_records(Recorded(members=MEMBERS))
     records.add_records(Recorded(outcome=Outcome(epoch=3, iteration=5)))
-    records.add_commit(commit(4))
+    records.add_commit(msgspec.structs.replace(commit(4), ends=True, is_trained=True))
 
     first = records.rescue("the disk is full", term=2, live_nodes=(0, 2, 9))
     second = records.rescue("the disk is full", term=3, live_nodes=(2,))
@@ -46,6 +48,7 @@ def test_a_coordinator_that_only_saves_begins_with_the_live_members() -> None:
     assert first.outcome == Outcome(epoch=3, iteration=5)
     assert first.progress is not None
     assert first.progress.num_committed == 5
+    assert (first.progress.ends, first.progress.is_trained) == (True, True)
     assert (second.members.epoch, second.members.nodes) == (5, (2,))
     assert second.members.gone == (0, 1, 7)
     assert records.nodes == (2,)

@@ -381,6 +381,7 @@ def progress_of(state: JobState, committed: Committed, *, clock: str = "") -> Pr
     return Progress(
         num_committed=committed.iteration + 1,
         ends=committed.ends,
+        is_trained=committed.is_trained,
         stop_reason=state.stop.shortage,
         since=committed.since,
         epoch=state.epoch,

@@ -186,6 +186,7 @@ def go_back(state: JobState, saved: SavePoint) -> tuple[JobState, Outcome]:
             reports=reports,
             next_iteration=min(state.commits.next_iteration, origin.iteration),
             ends=False,
+            is_trained=False,
         ),
         saves=replace(state.saves, files={}),
     )

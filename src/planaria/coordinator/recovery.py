@@ -79,13 +79,7 @@ from planaria.core.kinds import Ending, LossKind
 from planaria.core.messages import Raised, SaveLayers, StartEpoch, WorkerFailed
 from planaria.core.persistent_map import PersistentMap
 from planaria.core.plan import Transition
-from planaria.core.records import (
-    Decided,
-    Decision,
-    Members,
-    Outcome,
-    Recovering,
-)
+from planaria.core.records import Decided, Decision, Members, Outcome, Recovering
 
 
 def begin_recovery(
@@ -235,9 +229,10 @@ def _choose_continuation(rules: Rules, state: JobState, now_s: float) -> Step:
     held = held_layers(rules, state, outcome)
     cluster = _cluster(rules, state, held, now_s)
     num_nodes = _num_going_on(rules, state, len(cluster.nodes))
-    if ends := _has_agreed_to_end(rules, state, outcome):
-        state = with_untold_shortage(rules, state, outcome.iteration, num_nodes)
-        ends = not _has_nodes_again(rules, state, outcome, num_nodes)
+    ends = _has_agreed_to_end(rules, state, outcome)
+    if ends and not _is_trained(rules, state, outcome):
+        state = with_untold_shortage(rules, state, num_nodes)
+        ends = not _has_nodes_again(rules, state, num_nodes)
     state = replace(state, commits=replace(state.commits, ends=state.commits.ends and ends))
     answered, missing = state, _missing_layers(rules, state, outcome, cluster)
     is_saved = ends and state.saves.newest_iteration >= outcome.iteration
@@ -281,8 +276,7 @@ def _choose_continuation(rules: Rules, state: JobState, now_s: float) -> Step:
             return _resume(rules, state, outcome, event, cluster, transitions, now_s)
         reason = f"{left_text(num_nodes)}, and no policy knows an answer"
     if missing:
-        text = f"no live node holds layer {missing[0]}, and no copy of it is left"
-        return _end_unsaved(state, f"{text}{_after_crash(state)}")
+        return _end_unsaved(state, _uncopied_text(state, missing[0]))
     if joined := _with_joined(rules, answered, num_nodes, now_s):
         return joined
     is_saved_first = can_await(rules, state) and _has_unsaved(state, outcome)
@@ -314,19 +308,19 @@ def _has_agreed_to_end(rules: Rules, state: JobState, outcome: Outcome) -> bool:
     return vector.is_last(outcome.iteration - 1, rules.job.training)
 
 
-def _has_nodes_again(rules: Rules, state: JobState, outcome: Outcome, num_nodes: int) -> bool:
-    """Whether members agreed to end because too few were left, and there are enough by now.
+def _is_trained(rules: Rules, state: JobState, outcome: Outcome) -> bool:
+    """Whether training would end with the outcome though nobody had asked for that."""
+    training = rules.job.training
+    if not outcome.vector:
+        return state.commits.is_trained or outcome.iteration >= training.iterations
+    vector = decode_vector(outcome.vector, rules.layout)
+    return vector.is_trained(outcome.iteration - 1, training)
 
-    They may have ended for another reason as well, which stays: what they have trained.
-    """
-    training, stop = rules.job.training, state.stop
-    is_for_want = bool(stop.shortage) and not stop.must_end
-    if outcome.vector:
-        vector = decode_vector(outcome.vector, rules.layout)
-        is_trained = vector.is_trained(outcome.iteration - 1, training)
-    else:
-        is_trained = outcome.iteration >= training.iterations or rules.job.may_end_early
-    return is_for_want and not is_trained and not shortage_text(rules, num_nodes)
+
+def _has_nodes_again(rules: Rules, state: JobState, num_nodes: int) -> bool:
+    """Whether members agreed to end because too few were left, and there are enough by now."""
+    is_for_want = bool(state.stop.shortage) and not state.stop.must_end
+    return is_for_want and not shortage_text(rules, num_nodes)
 
 
 def _missing_layers(
@@ -563,11 +557,12 @@ def _unsaved_text(layer: int) -> str:
     return f"no live node holds layer {layer}, so nothing was saved"
 
 
-def _after_crash(state: JobState) -> str:
-    """The reason of a loss that took a layer though its nodes live; empty for other losses."""
-    assert state.facts.loss is not None
+def _uncopied_text(state: JobState, layer: int) -> str:
+    """The loss of a layer in words, with its reason if the nodes that held it live."""
     loss = state.facts.loss
-    return f": {loss.reason}" if loss.kind in (LossKind.CRASH, LossKind.COPY) else ""
+    assert loss is not None
+    reason = f": {loss.reason}" if loss.kind in (LossKind.CRASH, LossKind.COPY) else ""
+    return f"no live node holds layer {layer}, and no copy of it is left{reason}"
 
 
 def _end_unsaved(state: JobState, reason: str) -> Step:

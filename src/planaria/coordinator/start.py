@@ -229,11 +229,13 @@ def _first_origin(rules: Rules) -> Origin:
 
 def _commits(rules: Rules, outcome: Outcome | None, progress: Progress | None) -> Commits:
     origin = outcome.origin if outcome else _first_origin(rules)
+    newest = progress if progress is not None and progress.since == origin.epoch else None
     return Commits(
         next_iteration=_num_committed(rules, origin, progress),
         outcome=outcome,
         origin=origin,
-        ends=progress is not None and progress.ends and progress.since == origin.epoch,
+        ends=newest is not None and newest.ends,
+        is_trained=newest is not None and newest.is_trained,
         furthest=progress.num_committed if progress else 0,
     )
 

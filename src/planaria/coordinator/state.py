@@ -153,6 +153,7 @@ class Commits:
             is being recorded.
         origin: state on which the iterations that count are built.
         ends: whether the newest committed iteration is the job's last.
+        is_trained: whether training would end with that iteration though nobody asked for that.
         furthest: number of iterations that were ever committed, even if the job has gone back
             since.
     """
@@ -162,6 +163,7 @@ class Commits:
     outcome: Outcome | None = None
     origin: Origin = field(default_factory=Origin)
     ends: bool = False
+    is_trained: bool = False
     furthest: int = 0
 
     def reports_of(self, iteration: int) -> PersistentMap[int, IterationDone]:

@@ -91,7 +91,7 @@ from planaria.coordinator.saves import (
     on_saving,
 )
 from planaria.coordinator.state import JobState, Phase, Step
-from planaria.core.commit import decode_vector
+from planaria.core.commit import decode_vector, is_trained_after
 from planaria.core.kinds import Ending, LossKind
 from planaria.core.messages import (
     CopiesFailed,
@@ -451,18 +451,22 @@ def _commit_to_outcome(rules: Rules, state: JobState, now_s: float) -> Step:
         if iteration == outcome.iteration - 1 and outcome.vector:
             vector = decode_vector(outcome.vector, rules.layout)
             ends = not goes_on and vector.is_last(iteration, rules.job.training)
+            is_trained = vector.is_trained(iteration, rules.job.training)
             values = (vector.loss, vector.num_samples, vector.sample_digest)
         elif reports:
             first = reports[min(reports)]
-            ends = not goes_on and first.ends
+            ends, is_trained = not goes_on and first.ends, _is_trained(rules, first)
             values = (first.loss, first.num_samples, first.sample_digest)
         else:  # Every rank that knew its loss is gone, or told the coordinator before this one.
             text = f"iteration {iteration} is committed, but its loss is no longer known"
             commands.append(Notify(Warned(text=text, untold=iteration)))
-            state = _after_commit(state, ends=False)
+            state = _after_commit(state, ends=False, is_trained=False)
             continue
-        commands.append(Notify(_commit_notice(state, reports, values, ends=ends, now_s=now_s)))
-        state = _after_commit(state, ends=ends)
+        notice = _commit_notice(
+            state, reports, values, ends=ends, is_trained=is_trained, now_s=now_s
+        )
+        commands.append(Notify(notice))
+        state = _after_commit(state, ends=ends, is_trained=is_trained)
     return state, tuple(commands)
 
 
@@ -474,15 +478,18 @@ def _commit_reported(rules: Rules, state: JobState, now_s: float) -> Step:
         if not has_all(reports, state.plan.all_ranks):
             return state, tuple(commands)
         first = reports[min(reports)]
+        ends, is_trained = first.ends, _is_trained(rules, first)
         values = (first.loss, first.num_samples, first.sample_digest)
         state = with_link_speeds(rules, state, reports.values())
-        notice = _commit_notice(state, reports, values, ends=first.ends, now_s=now_s)
+        notice = _commit_notice(
+            state, reports, values, ends=ends, is_trained=is_trained, now_s=now_s
+        )
         commands.append(Notify(notice))
         state, new_commands = with_corrections(
             rules, with_speeds(rules, state, now_s), before=state
         )
         commands += new_commands
-        state = _after_commit(state, ends=first.ends)
+        state = _after_commit(state, ends=ends, is_trained=is_trained)
         if first.switches and not state.commits.ends:
             state, new_commands = commit_switch(rules, state)
             commands += new_commands
@@ -491,12 +498,18 @@ def _commit_reported(rules: Rules, state: JobState, now_s: float) -> Step:
     return _begin_last_save(state, now_s), tuple(commands)
 
 
+def _is_trained(rules: Rules, report: IterationDone) -> bool:
+    training, early = rules.job.training, report.early
+    return is_trained_after(report.iteration, training, loss=report.loss, is_early=early)
+
+
 def _commit_notice(
     state: JobState,
     reports: Mapping[int, IterationDone],
     values: tuple[float, int, str],
     *,
     ends: bool,
+    is_trained: bool,
     now_s: float,
 ) -> Committed:
     loss, num_samples, digest = values
@@ -507,6 +520,7 @@ def _commit_notice(
         num_samples=num_samples,
         sample_digest=digest,
         ends=ends,
+        is_trained=is_trained,
         reports=tuple(reports[rank] for rank in sorted(reports)),
         now_s=now_s,
         since=state.commits.origin.epoch,
@@ -514,7 +528,7 @@ def _commit_notice(
     )
 
 
-def _after_commit(state: JobState, *, ends: bool) -> JobState:
+def _after_commit(state: JobState, *, ends: bool, is_trained: bool) -> JobState:
     commits, troubles = state.commits, replace(state.troubles, raised={})
     if state.change is not None:
         reports = commits.reports_of(commits.next_iteration)
@@ -530,6 +544,7 @@ def _after_commit(state: JobState, *, ends: bool) -> JobState:
         next_iteration=number,
         reports={i: reports for i, reports in commits.reports.items() if i >= number},
         ends=ends,
+        is_trained=is_trained,
         furthest=max(number, commits.furthest),
     )
     return replace(state, commits=commits, troubles=troubles)
@@ -568,13 +583,12 @@ def _end_when_saved(rules: Rules, state: JobState, now_s: float) -> Step:
         return await_last_save(rules, state, now_s)
     if decision.ending:
         return end_job(state, End(Ending(decision.ending), decision.reason, decision.failure))
-    stop = with_untold_shortage(rules, state, number, len(state.nodes)).stop
-    is_cut_short = stop.is_requested and number < rules.job.training.iterations
-    if stop.must_end and is_cut_short:
-        return end_job(state, End(Ending.LOST, stop.must_end))
-    if stop.shortage:
-        return end_job(state, End(Ending.LOST, stop.shortage))
-    return end_job(state, End(Ending.STOPPED if is_cut_short else Ending.FINISHED))
+    if state.commits.is_trained or number >= rules.job.training.iterations:
+        return end_job(state, End(Ending.FINISHED))
+    stop = with_untold_shortage(rules, state, len(state.nodes)).stop
+    if reason := stop.must_end or stop.shortage:
+        return end_job(state, End(Ending.LOST, reason))
+    return end_job(state, End(Ending.STOPPED))
 
 
 def _is_mere_candidate(state: JobState, node: int) -> bool:

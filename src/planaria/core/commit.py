@@ -106,8 +106,8 @@ class CommitVector:
 
     def is_trained(self, iteration: int, training: TrainingConfig) -> bool:
         """Whether training would end after this iteration though nobody asked for that."""
-        reached = 0.0 < self.loss <= training.target_loss  # Without any target, the loss is 0.
-        return iteration + 1 >= training.iterations or reached or self.votes.early > 0
+        is_early = self.votes.early > 0
+        return is_trained_after(iteration, training, loss=self.loss, is_early=is_early)
 
     def is_switch_agreed(self, plan: Plan) -> bool:
         """Whether the next epoch begins after this iteration: all ranks in the commit know its
@@ -123,6 +123,19 @@ class CommitVector:
         """Whether a save that is due begins after this iteration: no rank is writing another
         one."""
         return self.votes.unsaved > 0 and not self.votes.writing
+
+
+def is_trained_after(
+    iteration: int, training: TrainingConfig, *, loss: float, is_early: bool
+) -> bool:
+    """Whether training would end after this iteration though nobody asked for that.
+
+    Args:
+        loss: loss of the global batch.
+        is_early: whether the losses of held-out data end training with this iteration.
+    """
+    reached = 0.0 < loss <= training.target_loss  # Without any target, the loss is 0.
+    return iteration + 1 >= training.iterations or reached or is_early
 
 
 def commit_vector(total: npt.NDArray[np.float64], layout: VectorLayout) -> CommitVector:

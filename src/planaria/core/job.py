@@ -440,12 +440,6 @@ class JobConfig:
         return self.training.global_batch_size // self.training.microbatch_size
 
     @property
-    def may_end_early(self) -> bool:
-        """Whether what is trained may end training before its last iteration."""
-        is_evaluated = self.evaluation.every > 0 and self.evaluation.patience > 0
-        return self.training.target_loss > 0.0 or is_evaluated
-
-    @property
     def held_out(self) -> DataConfig:
         """The data of evaluations."""
         own = self.evaluation

@@ -123,6 +123,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         num_committed: number of committed iterations.
         ends: whether the last one of these iterations was the job's last.
+        is_trained: whether training would have ended with it though nobody had asked for that.
         stop_reason: why the job had to stop before its end; "": it had not.
         since: epoch in which the job last went back; -1: never, as in StartEpoch.
         epoch: epoch that the findings are of.
@@ -132,6 +133,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
     num_committed: int
     ends: bool
+    is_trained: bool = False
     stop_reason: str = ""
     since: int = -1
     epoch: int = -1
@@ -408,6 +410,7 @@ class Committed(Message, frozen=True, kw_only=True):
     After the job went back, in epoch `since`, the iterations from there on are committed once more.
 
     Attributes:
+        is_trained: whether training would have ended with it though nobody had asked for that.
         reports: reports of the ranks that could still send one.
         links: measured bytes per second by kind of link between machines; empty: none was measured.
     """
@@ -421,6 +424,7 @@ class Committed(Message, frozen=True, kw_only=True):
     reports: tuple[IterationDone, ...]
     now_s: float
     since: int = -1
+    is_trained: bool = False
     links: dict[str, float] = msgspec.field(default_factory=dict)
 
 

@@ -38,7 +38,10 @@ class NewestRecords:
             return False
         self._reported_until = (message.since, message.iteration + 1)
         self._progress = Progress(
-            num_committed=message.iteration + 1, ends=message.ends, since=message.since
+            num_committed=message.iteration + 1,
+            ends=message.ends,
+            is_trained=message.is_trained,
+            since=message.since,
         )
         return True
 

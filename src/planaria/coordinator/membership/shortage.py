@@ -24,17 +24,14 @@ def shortage_text(rules: Rules, num_left: int) -> str:
     return ""
 
 
-def with_untold_shortage(
-    rules: Rules, state: JobState, num_iterations: int, num_left: int
-) -> JobState:
-    """The state of a job whose members have agreed to end after `num_iterations`.
+def with_untold_shortage(rules: Rules, state: JobState, num_left: int) -> JobState:
+    """The state of a job whose members have agreed to end before all is trained.
 
     If nobody asked for that, the coordinator before this one did, because nodes were short, and was
-    lost before it recorded why. If the job may end early, they may have come to that.
+    lost before it recorded why.
     """
     stop = state.stop
-    is_done = num_iterations >= rules.job.training.iterations or rules.job.may_end_early
-    if stop.is_requested or is_done:
+    if stop.is_requested:
         return state
     shortage = shortage_text(rules, num_left) or "nodes were too few to go on"
     return replace(state, stop=replace(stop, is_requested=True, shortage=shortage))
