@@ -102,6 +102,30 @@ def test_a_job_goes_on_if_a_node_comes_during_its_last_save(
     assert of_type(cluster.commands, End) == []
 
 
+@pytest.mark.parametrize("is_in_last_save", [False, True])
+def test_a_new_coordinator_does_not_ask_again_for_a_stop_that_was_revoked(
+    is_in_last_save: bool,
+) -> None:
+    """The newest commit on record is of the epoch before: it asks for the stop, or is the last."""
+    cluster = training(rules())
+    cluster.hear(NoticeTaken(node=1, rank=1, after_s=30.0))
+    if is_in_last_save:
+        cluster.train(FIRST + 1)
+        assert cluster.state.phase is Phase.SAVING
+    cluster.progress = progress_of(cluster.state, of_type(cluster.commands, Committed)[-1])
+    assert cluster.progress.stop_reason
+    cluster.join(2)
+    cluster.lose(1)
+    cluster.restart()
+    assert not cluster.state.stop.is_requested
+    assert cluster.state.phase is Phase.TRAINING
+    for iteration in range(cluster.state.commits.next_iteration, END):
+        cluster.train(iteration)
+
+    assert of_type(cluster.commands, Committed)[-1].iteration == END - 1
+    assert of_type(cluster.commands, End) == []
+
+
 def test_a_job_whose_last_save_is_complete_goes_on_with_a_node_that_has_come(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

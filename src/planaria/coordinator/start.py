@@ -108,8 +108,8 @@ def restored_step(
         predicted_s: predicted duration of an iteration with the job's first plan.
     """
     members, progress = _on_own_clock(rules, members, progress, now_s)
+    progress = _without_revoked_stop(members, decision, progress)
     findings = _findings(members, progress)
-    shortage = progress.stop_reason if progress else ""
     rules = (fitted := fitted_rules(rules, findings, len(members.nodes), is_new=True)) or rules
     state = JobState(
         term=term,
@@ -125,7 +125,7 @@ def restored_step(
         ),
         facts=EpochFacts(loss=Loss(LossKind.LOST, (), _UNKNOWN_LOSS, now_s)),
         saves=Saves(spoilt=frozenset(members.spoilt), since_epoch=members.epoch),
-        stop=Stop(is_requested=bool(shortage), shortage=shortage),
+        stop=_stop_on_record(progress),
         learning=replace(restored_learning(rules, findings, plan), fitted=fitted),
     )
     # The record of a switch still has findings on nodes that have left.
@@ -155,6 +155,27 @@ def _is_midway(decision: Decision | None) -> bool:
     """Whether the decision is one in the middle of a change: it gives some ranks silent layers."""
     order = decision.order if decision else None
     return isinstance(order, StartEpoch) and bool(order.plan.silent)
+
+
+def _without_revoked_stop(
+    members: Members, decision: Decision | None, progress: Progress | None
+) -> Progress | None:
+    """The progress without a stop, or an end, that was revoked after the newest commit on record.
+
+    A recovery that has all train on has found nodes enough for that.
+    """
+    if progress is None or progress.epoch < 0 or decision is None or members.is_planned:
+        return progress
+    order = decision.order
+    is_newest = progress.epoch < order.epoch == members.epoch
+    if not (isinstance(order, StartEpoch) and is_newest):
+        return progress
+    return msgspec.structs.replace(progress, ends=False, stop_reason="")
+
+
+def _stop_on_record(progress: Progress | None) -> Stop:
+    shortage = progress.stop_reason if progress else ""
+    return Stop(is_requested=bool(shortage), shortage=shortage)
 
 
 def _on_own_clock(
