@@ -336,18 +336,22 @@ def test_a_damaged_save_of_this_run_is_followed_by_the_one_before() -> None:
     assert newest_save(small_rules(), state) == (FIRST + 1, f"{FIRST + 1}-0")
 
 
-def test_a_new_coordinator_knows_which_saves_could_not_be_read() -> None:
-    """Its predecessor has recorded that with the members who went back to another. Nobody tries
-    them again, and they are none of those that are kept."""
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_a_new_coordinator_knows_which_saves_could_not_be_read(is_checked: bool) -> None:
+    """Its predecessor has recorded that with the members of the next epoch. Nobody tries them
+    again, and they are none of those that are kept.
+
+    If the head was lost while it read the save itself, the save may be sound, and counts.
+    """
     rules = small_rules(policy=GoesBack(times=0))
     told = CopySpoilt(rank=2, epoch=0, reason="the disk refuses", source=SAVED.source)
-    state, commands = after(training(rules), [told], rules)
-    (members,) = of_type(commands, RecordMembers)
+    checked = [SaveChecked(SAVED.source, is_sound=False)] if is_checked else []
+    state, commands = after(training(rules), [told, *checked, node_loss(5)], rules)
     state, _ = restored_step(
         rules,
         PLAN,
         term=1,
-        members=members.members,
+        members=of_type(commands, RecordMembers)[-1].members,
         outcome=state.commits.outcome,
         decision=None,
         progress=Progress(num_committed=LAST, ends=False),
@@ -355,12 +359,16 @@ def test_a_new_coordinator_knows_which_saves_could_not_be_read() -> None:
         now_s=NOW_S,
     )
     state, _ = after(state, [Published(FIRST + 1, 0)], rules)
-    files = [save_report(0, LAST, epoch=1, layers=range(NUM_LAYERS))]
+    files = [save_report(0, LAST, epoch=2, layers=range(NUM_LAYERS))]
     _, commands = after(state, files, rules)
 
-    assert newest_save(rules, state) == (FIRST, SOURCE)
     (publish,) = of_type(commands, Publish)
-    assert publish.unused == {SAVED.source}
+    if is_checked:
+        assert newest_save(rules, state) == (FIRST, SOURCE)
+        assert publish.unused == {SAVED.source}
+    else:
+        assert newest_save(rules, state) == (SAVED.iteration, SAVED.source)
+        assert publish.unused == frozenset()
 
 
 def test_nobody_goes_back_to_a_save_that_was_removed() -> None:

@@ -310,7 +310,7 @@ def _record_switch(state: JobState) -> Step:
         failures=dict(state.membership.failures),
         history=state.membership.history,
         findings=state.learning.findings,
-        spoilt=tuple(sorted(state.saves.spoilt)),
+        spoilt=tuple(sorted(state.saves.surely_spoilt)),
     )
     return replace(state, change=replace(change, switch=switch)), (RecordMembers(members),)
 

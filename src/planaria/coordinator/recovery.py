@@ -205,7 +205,7 @@ def _members(state: JobState) -> Members:
         failures=dict(state.membership.failures),
         history=state.membership.history,
         findings=state.learning.findings,
-        spoilt=tuple(sorted(state.saves.spoilt)),
+        spoilt=tuple(sorted(state.saves.surely_spoilt)),
     )
 
 

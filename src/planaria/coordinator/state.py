@@ -205,6 +205,11 @@ class Saves:
     since_epoch: int = 0
 
     @property
+    def surely_spoilt(self) -> frozenset[str]:
+        """The spoilt versions, without those that the head may yet find sound."""
+        return self.spoilt.difference(self.checking)
+
+    @property
     def newest_iteration(self) -> int:
         """The number of iterations in the newest published save; -1: there is none."""
         return self.versions[0][0] if self.versions else -1

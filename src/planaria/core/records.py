@@ -38,7 +38,7 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
         gone: nodes that were members once and are not any more; they are out of the job for good.
         is_planned: whether the epoch begins at a commit of the epoch before it, or never begins; it
             has no decision on record until it has begun.
-        spoilt: versions of the disk tier that could not be read.
+        spoilt: versions of the disk tier that could not be read, not even by the head.
         failures: number of failures and time of the last one, by machine.
         history: failures of the job so far.
         findings: deviations of the job's seconds and bytes from its profile.
