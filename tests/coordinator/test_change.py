@@ -32,7 +32,7 @@ from planaria.core.messages import (
     WorkerFailed,
 )
 from planaria.core.plan import Link, Plan, Transition
-from planaria.core.records import Changed, Committed, Decision, Recovering, Warned
+from planaria.core.records import Changed, Committed, Decision, Progress, Recovering, Warned
 from planaria.policies.policy import Prices
 from planaria.protocol.agent_state import AgentState, on_report, repeated_reports
 from planaria.restorer.sources import balanced_transfers, transfer_rounds
@@ -265,6 +265,23 @@ def test_a_new_coordinator_finds_its_way_at_any_moment_of_a_change() -> None:
         assert moment.state.phase in (Phase.TRAINING, Phase.STARTING), moment.last_command
         assert set(moment.state.nodes) >= {0, 1}
         assert moment.state.membership.gone == ()
+
+
+def test_the_end_of_a_candidates_worker_is_over_once_its_node_has_joined() -> None:
+    """No epoch is there to answer it, and a later coordinator took it for the end of a member's."""
+    cluster = training(rules(max_nodes=2))
+    cluster.join(2)
+    cluster.crash(2)
+    cluster.hear(DrainRequested(node=1))
+    for iteration in (FIRST + 1, FIRST + 2, FIRST + 3):
+        cluster.train(iteration)
+    assert cluster.state.plan.nodes == (0, 2)
+    assert cluster.state.change is None
+    cluster.progress = Progress(num_committed=FIRST + 4, ends=False)
+    epoch = cluster.state.epoch
+    cluster.restart()
+
+    assert (cluster.state.phase, cluster.state.epoch) == (Phase.TRAINING, epoch)
 
 
 def test_a_node_that_was_a_member_is_no_candidate() -> None:

@@ -21,7 +21,7 @@ from planaria.coordinator.commands import End, Tell, Tick
 from planaria.coordinator.start import restored_step
 from planaria.coordinator.state import Phase
 from planaria.core.kinds import Ending
-from planaria.core.messages import Abort, PeerUnreachable
+from planaria.core.messages import Abort, PeerUnreachable, Raised
 from planaria.core.records import Committed, Members, Progress
 from planaria.protocol.agent_state import on_report
 
@@ -182,6 +182,21 @@ def test_a_crash_that_nobody_heard_of_is_answered_by_the_next() -> None:
     assert cluster.state.phase is Phase.TRAINING
     assert cluster.state.epoch == 1
     assert new.layers == tuple(range(NUM_LAYERS))
+
+
+def test_a_worker_that_was_replaced_long_ago_does_not_end_the_epoch() -> None:
+    """Its end was told after the order that answered it. The next coordinator took it for a crash
+    that nobody had heard of."""
+    cluster = trained()
+    cluster.fail(1, Raised(error="OSError"))
+    cluster.train(FIRST + 2)
+    cluster.progress = Progress(num_committed=FIRST + 3, ends=False)
+    epoch = cluster.state.epoch
+    before = len(cluster.commands)
+    cluster.restart()
+
+    assert (cluster.state.phase, cluster.state.epoch) == (Phase.TRAINING, epoch)
+    assert not of_type(cluster.commands[before:], Abort)
 
 
 def test_a_job_whose_last_iteration_is_on_record_does_not_train_again() -> None:

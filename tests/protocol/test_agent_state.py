@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -193,6 +194,18 @@ def test_a_worker_that_ends_in_an_epoch_is_told_of_whoever_asks_again() -> None:
     told = facts(abort(1), stop_report(1, 1), worker_exit(1), abort(1))
 
     assert told == [stop_report(1, 1), worker_exit(1)]
+
+
+def test_an_order_to_begin_ends_what_is_told_of_workers_whose_successors_it_names() -> None:
+    """Whoever ordered it knows the successor, so that the end of the one before was answered."""
+    old, new = worker(1), msgspec.structs.replace(worker(1, pid=99), port=7)
+    order = StartEpoch(epoch=1, plan=shaped_plan((2,), 2), addresses={1: ("h", 7)}, iteration=0)
+    before = msgspec.structs.replace(order, addresses={1: (old.host, old.port)})
+    told: list[Fact | ToNode] = [abort(1), old, worker_exit(1), worker_exit(2)]
+
+    assert facts(*told, new, order) == [worker_exit(2), new]
+    assert facts(*told, new, before) == [worker_exit(1), worker_exit(2), new]
+    assert facts(*told, order) == [worker_exit(1), worker_exit(2)]
 
 
 def test_an_order_of_an_older_epoch_is_not_passed_on() -> None:

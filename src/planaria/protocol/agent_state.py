@@ -146,8 +146,30 @@ def on_coordinator_message(state: AgentState, message: ToNode) -> Consequence:
             )
         case HeartbeatTaken() | HeartbeatRequested():
             return Consequence(state)
-        case StartEpoch() | SaveLayers() | StopRequested() | Shutdown():
+        case StartEpoch():
+            return Consequence(_without_succeeded(state, message), forwards=True)
+        case SaveLayers() | StopRequested() | Shutdown():
             return Consequence(state, forwards=True)
+
+
+def _without_succeeded(state: AgentState, order: StartEpoch) -> AgentState:
+    """The state without the ends of workers whose successors the order names.
+
+    Whoever gave the order has dealt with them. To drop them at an Abort would not do: a worker that
+    makes way for another ends after that Abort, and none answers the end of a candidate's worker.
+    """
+    named = {
+        fact.rank
+        for fact in state.facts.values()
+        if isinstance(fact, WorkerReady)
+        and order.addresses.get(fact.rank) == (fact.host, fact.port)
+    }
+    facts = {
+        key: fact
+        for key, fact in state.facts.items()
+        if not isinstance(fact, WorkerExited) or fact.rank not in named
+    }
+    return replace(state, facts=facts)
 
 
 def _without_acknowledged(state: AgentState, num_committed: int) -> AgentState:
