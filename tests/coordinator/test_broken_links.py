@@ -110,6 +110,18 @@ def test_links_that_break_once_cost_no_node() -> None:
     assert network.cluster.state.troubles.unlinked == frozenset()
 
 
+def test_iterations_that_an_outcome_commits_forgive_no_broken_link() -> None:
+    """Links may break each time after ranks have got the vector: all would recover for ever."""
+    network, end = CutCluster(), FIRST + 2 + BROKEN_LINKS_MAX
+    for iteration in range(FIRST + 2, end):
+        for number in (0, 2, 3):
+            network.cluster.hear(*network.cluster.nodes[number].trains(iteration))
+        network.complain((0, 1), (1, 2), (1, 3))
+
+    assert network.cluster.state.commits.next_iteration == end
+    assert network.nodes == (0, 2, 3)
+
+
 @pytest.mark.parametrize("nodes", [(0, 1), (2, 3)])
 def test_of_two_sides_that_both_hold_all_layers_one_goes_on(nodes: tuple[int, ...]) -> None:
     """Whoever goes first, the next one to go is on the same side: it reaches nobody any more."""

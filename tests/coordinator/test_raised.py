@@ -165,6 +165,25 @@ def test_iterations_that_are_done_again_forgive_nothing() -> None:
     assert "the 3rd time in a row" in end.failure.traceback
 
 
+@pytest.mark.parametrize("raises", [True, False])
+def test_iterations_that_an_outcome_commits_forgive_nothing(*, raises: bool) -> None:
+    """A worker that ends or raises in each optimizer step leaves a vector of its iteration, which
+    counts. It would go on for ever, with a recovery in each iteration."""
+    cluster = trained()
+    for iteration in range(NEXT, END):
+        for number in (0, 2, 3):
+            cluster.hear(*cluster.nodes[number].trains(iteration))
+        if raises:
+            cluster.fail(1, ELSEWHERE)
+        else:
+            cluster.crash(1)
+        assert cluster.state.commits.next_iteration == iteration + 1
+
+    assert END - NEXT == 3
+    assert of_type(cluster.commands, Evict) == [Evict((1,))]
+    assert "the 3rd time in a row" in of_type(cluster.commands, Recovering)[-1].reason
+
+
 def test_workers_of_a_node_that_end_at_once_are_one_misfortune() -> None:
     """As where the kernel kills all of a container for want of memory."""
     rules = small_rules(n0=1)

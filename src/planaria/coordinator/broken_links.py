@@ -5,11 +5,12 @@ out, nobody else is blamed. But a cut may lie between nodes that both reach the 
 packets through one way. Each rank whose link broke complains of its peer. Then:
 
 1. The next epoch has the same nodes, because a link may break once and hold when it is made anew.
-2. When links break in BROKEN_LINKS_MAX epochs without a commit, a node goes: of those that the job
-   can do without, the one that is cut off from the most others, by all complaints since the last
-   commit. Every further such epoch costs another node, until no two that are left are cut off. If
-   its machine has failed before, it goes at once: a machine that was left out, and whose network is
-   no better yet, would stop the others for three epochs each time that it comes back.
+2. When links break in BROKEN_LINKS_MAX epochs, and all ranks report no iteration in between, a node
+   goes: of those that the job can do without, the one that is cut off from the most others, by all
+   complaints of these epochs. Every further such epoch costs another node, until no two that are
+   left are cut off. If its machine has failed before, it goes at once: a machine that was left out,
+   and whose network is no better yet, would stop the others for three epochs each time that it
+   comes back.
 3. If the job can do without none of them, for example because each side of a cut holds layers that
    the other has not, all stay: what is live is not given up for a cut that may heal, though there
    may be a save to go back to. After cluster.wait_s the live layers are saved, for which no rank

@@ -5,8 +5,9 @@ code ends the job. All else (no memory, a device or library that fails, data tha
 read, a signal) counts against the node. Then the job recovers: the worker is replaced, or it goes
 on if nobody else holds its layers. The same error CRASHES_MAX times in one rank evicts its node.
 But if a second node had the error too, in layers that both computed, it counts against the job;
-otherwise the error would evict node after node until none is left. After a commit in between,
-earlier crashes count no more, unless that commit is of an iteration that is done again.
+otherwise the error would evict node after node until none is left. Once all ranks have reported an
+iteration, earlier crashes count no more, unless that iteration is one that is done again. One that
+an outcome commits, without all reports, clears nothing: it may be the one that the crash ended.
 
 Before an error ends the job, the live layers are saved at the age that all have committed, unless
 the state itself is suspect (`WorkerFailed.has_diverged`).

@@ -220,11 +220,11 @@ class Troubles:
     """Failures of workers and links while their nodes live; see crashes.py and broken_links.py.
 
     Attributes:
-        crashes: crashes of workers since the last first-time commit of an iteration.
+        crashes: crashes of workers since all ranks reported an iteration that was not done again.
         raised: process id, by rank, of workers that raised since the last commit and were not
             replaced.
         replaced: process id, by rank, of the newest worker that ends because another replaces it.
-        broken_links: number of epochs that ended for broken links since the last first-time commit.
+        broken_links: number of epochs that ended for broken links since then.
         unlinked: pairs of nodes that could not reach each other in these epochs, the lower first.
         unlinked_s: time of the end of the first of these epochs.
     """

@@ -489,7 +489,7 @@ def _commit_reported(rules: Rules, state: JobState, now_s: float) -> Step:
             rules, with_speeds(rules, state, now_s), before=state
         )
         commands += new_commands
-        state = _after_commit(state, ends=ends, is_trained=is_trained)
+        state = _after_commit(_without_old_troubles(state), ends=ends, is_trained=is_trained)
         if first.switches and not state.commits.ends:
             state, new_commands = commit_switch(rules, state)
             commands += new_commands
@@ -529,16 +529,13 @@ def _commit_notice(
 
 
 def _after_commit(state: JobState, *, ends: bool, is_trained: bool) -> JobState:
-    commits, troubles = state.commits, replace(state.troubles, raised={})
+    commits = state.commits
     if state.change is not None:
         reports = commits.reports_of(commits.next_iteration)
         came = sum(report.received_bytes for report in reports.values())
         change = replace(state.change, received_bytes=state.change.received_bytes + came)
         state = replace(state, change=change)
     number = commits.next_iteration + 1
-    # Crashes count on if an iteration is done again: the one that crashed may follow it.
-    if number > commits.furthest:
-        troubles = replace(troubles, crashes=(), broken_links=0, unlinked=frozenset())
     commits = replace(
         commits,
         next_iteration=number,
@@ -547,7 +544,19 @@ def _after_commit(state: JobState, *, ends: bool, is_trained: bool) -> JobState:
         is_trained=is_trained,
         furthest=max(number, commits.furthest),
     )
-    return replace(state, commits=commits, troubles=troubles)
+    return replace(state, commits=commits, troubles=replace(state.troubles, raised={}))
+
+
+def _without_old_troubles(state: JobState) -> JobState:
+    """The state in which crashes and broken links count no more: all ranks get over an iteration.
+
+    They count on if an iteration is done again, since the one that crashed may follow it. Nor does
+    an outcome that commits an iteration clear them: a worker may crash in each optimizer step.
+    """
+    if state.commits.next_iteration < state.commits.furthest:
+        return state
+    troubles = replace(state.troubles, crashes=(), broken_links=0, unlinked=frozenset())
+    return replace(state, troubles=troubles)
 
 
 # -- losses and ends ------------------------------------------------------------------------------

@@ -413,9 +413,10 @@ class Checkers:
         if still_s > _STILL_S + vain_s(self._job.scenario):
             self._fail(f"nothing was committed for {still_s:.0f} s before {commit.iteration}")
         self.moved_s = self._cluster.loop.now_s
-        if commit.iteration >= self._furthest:  # A repeated iteration does not reset error counts.
+        # Error counts are reset neither by a repeated iteration nor by one that an outcome commits.
+        if commit.iteration >= max(self._furthest, self._outcome):
             self._crashes.on_commit()
-            self._furthest = commit.iteration + 1
+        self._furthest = max(self._furthest, commit.iteration + 1)
         self._num_committed = max(self._num_committed, commit.iteration + 1)
         self._check_applied(commit.iteration)
 
