@@ -174,6 +174,22 @@ def test_a_node_that_leaves_is_kept_for_others_that_are_about_to_join() -> None:
     assert cluster.state.change.kinds == {2: "join", 1: "preempt"}
 
 
+def test_a_node_that_leaves_is_kept_though_another_was_lost_before_it_could_leave() -> None:
+    """The short notice of the lost one made the job stop at once, with time and help on its way."""
+    cluster = training(replace(rules(), n0=2), shaped_plan((1, 1, 1), 6))
+    cluster.hear(NodeArrived(node=5, rank=5, machine="m"))
+    cluster.hear(NoticeTaken(node=2, rank=2, after_s=10.0))
+    cluster.lose(2)
+    cluster.hear(NoticeTaken(node=1, rank=1, after_s=120.0), now_s=NOW_S + 20.0)
+
+    assert (cluster.state.phase, cluster.state.nodes) == (Phase.TRAINING, (0, 1))
+    assert cluster.state.stop.shortage == ""
+    assert set(cluster.state.membership.leaving) == {1}
+    cluster.join(5)
+    assert cluster.state.change is not None
+    assert cluster.state.change.kinds == {5: "join", 1: "preempt"}
+
+
 def test_a_new_coordinator_keeps_a_node_no_longer_than_it_is_there() -> None:
     """It is told after 25 seconds of the notice's thirty."""
     agent = on_report(AgentState(node=1), NoticeTaken(node=1, rank=1, after_s=30.0), NOW_S)

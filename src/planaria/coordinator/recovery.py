@@ -117,6 +117,7 @@ def begin_recovery(
         members,
         gone=tuple(sorted({*members.gone, *nodes})),
         candidates={n: waits for n, waits in members.candidates.items() if n not in remaining},
+        leaving={n: leave for n, leave in members.leaving.items() if n in remaining},
         history=history,
     )
     # A save with all layers on disk lacks only its manifest; the job may go back to it.
@@ -512,9 +513,8 @@ def _save_then_end(
     """Has each layer saved by one of its holders before the job ends."""
     origin = state.commits.origin
     is_begun = outcome.iteration > origin.iteration
-    if (
-        ending and not is_begun and not origin.copied
-    ):  # Nothing was trained since the save or the seed.
+    # Nothing was trained since the save or the seed.
+    if ending and not is_begun and not origin.copied:
         failed_or_lost = Ending.FAILED if state.stop.failure else Ending.LOST
         return end_job(state, End(failed_or_lost, reason, state.stop.failure))
     if state.saves.newest_iteration >= outcome.iteration:
