@@ -34,10 +34,17 @@ from planaria.coordinator.membership.standby import (
     num_joining,
     replacements_at_loss,
 )
+from planaria.coordinator.recovery import begin_recovery
 from planaria.coordinator.state import Phase
 from planaria.coordinator.step import Event
 from planaria.core.kinds import ChangeKind, Ending, LossKind
-from planaria.core.messages import NodeArrived, NoticeTaken, StopRequested, WorkerExited
+from planaria.core.messages import (
+    NodeArrived,
+    NoticeTaken,
+    SaveLayers,
+    StopRequested,
+    WorkerExited,
+)
 from planaria.core.records import AwaitingMachine, Decided, Recovering, Warned
 
 PLAN = shaped_plan((1, 1), 6)
@@ -185,6 +192,27 @@ def test_nobody_waits_who_was_told_to_stop() -> None:
     cluster.lose(1)
 
     assert cluster.state.phase is Phase.ENDED
+
+
+def test_nobody_waits_whose_job_has_to_end() -> None:
+    """As where links stay cut: a machine is of no use to it, and what is live was not saved yet."""
+    cluster = training(rules(standby=1, grant_s=60.0), 2)
+    stop = replace(cluster.state.stop, must_end="links stay cut")
+    cluster.state, _ = begin_recovery(
+        cluster.rules,
+        replace(cluster.state, stop=stop),
+        LossKind.LOST,
+        (),
+        reason=stop.must_end,
+        now_s=NOW_S,
+    )
+    cluster.restart_epoch()
+
+    assert of_type(cluster.commands, AwaitingMachine) == []
+    assert cluster.state.nodes == (0, 1)
+    (save,) = of_type(cluster.commands, SaveLayers)
+    assert save.iteration == FIRST + 1
+    assert cluster.commands[-1] == End(Ending.LOST, "links stay cut")
 
 
 def test_a_loss_while_all_wait_is_survived_and_waited_for_anew() -> None:

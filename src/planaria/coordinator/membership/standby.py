@@ -79,11 +79,11 @@ def is_ending(state: JobState) -> bool:
 
 def is_granted_soon(rules: Rules, state: JobState, now_s: float) -> bool:
     """Whether a machine that is asked for or waited for may still come in time."""
-    loss = state.facts.loss
-    if loss is None or (state.stop.is_requested and not can_await(rules, state)):
+    loss, awaits = state.facts.loss, can_await(rules, state)
+    if loss is None or is_ending(state) or (state.stop.is_requested and not awaits):
         return False
     # A slow disk may have kept the losses before this one waiting; that time does not count.
-    has_to_begin = can_await(rules, state) and not loss.is_waiting
+    has_to_begin = awaits and not loss.is_waiting
     return has_to_begin or now_s < loss.lost_s + _longest_s(rules, state)
 
 
