@@ -230,6 +230,41 @@ def test_a_node_is_not_drained_where_another_that_is_taken_away_leaves_too_few()
     assert "node 2 cannot be drained: 1 node is left" in warning.text
 
 
+def undrained(cluster: FakeCluster) -> list[tuple[int, ...]]:
+    """The nodes of which users were told that they stay."""
+    return [one.undrained for one in of_type(cluster.commands, Warned) if one.undrained]
+
+
+def test_a_drain_of_a_node_that_has_not_arrived_is_answered() -> None:
+    """Its agent lives, so whoever asks waits for the coordinator's answer."""
+    cluster = training(rules())
+    cluster.hear(DrainRequested(node=5))
+    cluster.join(5)
+
+    assert undrained(cluster) == [(5,)]
+    assert cluster.state.change is not None
+    assert cluster.state.change.kinds == {5: "join"}
+
+
+@pytest.mark.parametrize("is_unfit", [False, True])
+def test_a_node_that_cannot_be_drained_stays_unless_its_machine_is_unfit(*, is_unfit: bool) -> None:
+    """Whoever asked was told that it stays, and it left when another node came."""
+    policy = Movers()
+    cluster = training(replace(rules(), policy=policy), shaped_plan((1, 1, 1), 6))
+    policy.knows_an_answer = False
+    unfit = NoticeTaken(node=1, rank=1, after_s=0.0, reason="its GPU is lost")
+    cluster.hear(unfit if is_unfit else DrainRequested(node=1))
+    assert undrained(cluster) == [(1,)]
+    policy.knows_an_answer = True
+    cluster.join(3)
+    for iteration in range(FIRST + 1, END - 1):
+        cluster.train(iteration)
+
+    assert cluster.state.change is None
+    assert cluster.state.nodes == ((0, 2, 3) if is_unfit else (0, 1, 2, 3))
+    assert undrained(cluster) == [(1,)]
+
+
 @pytest.mark.parametrize("number", [3, 4])
 def test_a_drain_ends_no_job_that_can_go_on_without_it(number: int) -> None:
     """A loss in the middle of it leaves too few of three nodes to spare one more, not of four."""
@@ -242,8 +277,7 @@ def test_a_drain_ends_no_job_that_can_go_on_without_it(number: int) -> None:
     assert cluster.state.phase is Phase.TRAINING
     stays = number == 3
     assert (2 in cluster.state.nodes) == (2 in cluster.state.plan.nodes) == stays
-    refused = [one.undrained for one in of_type(cluster.commands, Warned) if one.undrained]
-    assert refused == ([(2,)] if stays else [])
+    assert undrained(cluster) == ([(2,)] if stays else [])
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])

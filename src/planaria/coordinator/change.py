@@ -39,6 +39,7 @@ from planaria.coordinator.membership.shortage import (
     num_tolerated,
     refuse_drains,
     shortage_text,
+    without_drains,
 )
 from planaria.coordinator.membership.standby import able_candidates, can_await, num_joining
 from planaria.coordinator.membership.trust import node_for_policies
@@ -97,7 +98,7 @@ def begin_change(rules: Rules, state: JobState, now_s: float) -> Step:
             return state, ()
         text = f"no plan for {num_left} nodes is known; the nodes stay as they are"
         warning = Warned(text=text, undrained=leaving)
-        return state, (Notify(warning),)
+        return without_drains(state), (Notify(warning),)
     placed = tuple(node for node in joining if node in best.after.nodes)
     still_slow = tuple(node for node in slow if node in speeds)
     if not placed and not leaving and not is_worthwhile(rules, candidates, as_it_is):

@@ -99,7 +99,8 @@ def on_leave_request(
     One whose machine is unfit leaves as if it were drained: it stays if the job needs it.
     """
     node, members = event.node, state.membership
-    leave = LeaveRequest(ChangeKind.DRAIN, now_s + rules.job.cluster.notice_s)
+    is_unfit = isinstance(event, NoticeTaken) and bool(event.reason)
+    leave = LeaveRequest(ChangeKind.DRAIN, now_s + rules.job.cluster.notice_s, is_unfit)
     if isinstance(event, NoticeTaken) and not event.reason:
         leave = LeaveRequest(ChangeKind.PREEMPT, now_s + event.after_s * _KEPT_SHARE)
     if node in members.leaving and leave.kind in (ChangeKind.DRAIN, members.leaving[node].kind):
@@ -117,5 +118,6 @@ def on_leave_request(
     if node in members.candidates:
         return _without_candidate(state, node), (Evict((node,)), *told)
     if leave.kind is ChangeKind.DRAIN and node not in members.gone:
-        return state, (Notify(Warned(text=f"there is no node {node} to drain")),)
+        text = f"there is no node {node} to drain, or it has not arrived yet"
+        return state, (Notify(Warned(text=text, undrained=(node,))),)
     return state, ()

@@ -56,6 +56,19 @@ def refuse_drains(rules: Rules, state: JobState, num_left: int) -> Step:
     return state, (Notify(Warned(text=text, undrained=drained)),)
 
 
+def without_drains(state: JobState) -> JobState:
+    """The state in which no user's request to drain a node is left.
+
+    Nodes whose machines are unfit are still to leave, as soon as others can take their places.
+    """
+    leaving = {
+        node: leave
+        for node, leave in state.membership.leaving.items()
+        if leave.kind is not ChangeKind.DRAIN or leave.is_unfit
+    }
+    return replace(state, membership=replace(state.membership, leaving=leaving))
+
+
 def _is_drained(state: JobState, node: int) -> bool:
     leaving = state.membership.leaving
     return node in leaving and leaving[node].kind is ChangeKind.DRAIN

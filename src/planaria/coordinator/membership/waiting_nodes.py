@@ -26,7 +26,9 @@ class LeaveRequest:
     Attributes:
         kind: the reason, DRAIN or PREEMPT.
         until_s: time until which the node can be kept while others are about to join.
+        is_unfit: whether nobody asked for it: the machine is unfit for a node.
     """
 
     kind: ChangeKind
     until_s: float
+    is_unfit: bool = False
