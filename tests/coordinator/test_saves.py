@@ -17,12 +17,14 @@ from helpers.coordinated import (
     iteration_report,
     node_loss,
     of_type,
+    save_failure,
     save_report,
     small_rules,
     stop_report,
     training_halves,
     worker_failure,
 )
+from helpers.fake_cluster import FakeCluster
 from planaria.coordinator.commands import (
     Command,
     DecisionRecorded,
@@ -224,6 +226,19 @@ def test_a_save_that_cannot_be_complete_lets_the_next_one_have_its_turn() -> Non
 
     assert of_type(commands, Discard) == [Discard(NEXT, 0, "no")]
     assert [publish.iteration for publish in of_type(commands, Publish)] == [NEXT + 1]
+
+
+def test_a_save_that_fails_before_all_have_begun_its_epoch_is_removed() -> None:
+    """A rank may save in the next epoch while the report of a slower one is on its way."""
+    cluster = FakeCluster(RULES, HALVES)
+    cluster.begin()
+    cluster.join(4)
+    assert cluster.state.switch is not None
+    cluster.hear(save_failure(0, NEXT, epoch=1))
+    cluster.hear(save_failure(1, NEXT, epoch=2))
+
+    assert cluster.state.epoch == 0
+    assert of_type(cluster.commands, Discard) == [Discard(NEXT, 1, "disk full")]
 
 
 def test_versions_that_could_not_be_read_are_none_of_those_that_are_kept() -> None:

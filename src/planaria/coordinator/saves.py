@@ -159,7 +159,7 @@ def _drop_save(state: JobState, event: SaveFailed) -> Step:
     if event.rank == BY_PUBLISHER:
         state = _without_publishing(state, key)
     saves = state.saves
-    is_awaited = is_whole or saves.since_epoch <= event.epoch <= state.epoch
+    is_awaited = is_whole or saves.since_epoch <= event.epoch <= max(state.epochs)
     if not is_awaited or iteration <= saves.newest_iteration or key in saves.unsaved:
         return state, ()
     failed = {key: reason, **saves.unsaved}
