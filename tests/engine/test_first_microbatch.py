@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from helpers.jobs import tiny_job
-from planaria.core.job import DataConfig
+from helpers.strategies import layer_profile, model_profile
+from planaria.core.job import DataConfig, JobConfig
 from planaria.core.plan import ModelProfile
 from planaria.core.specs import Prepared, PrepareRequest
 from planaria.engine import profiler
@@ -68,6 +69,15 @@ def _profile(target: str, directory: Path) -> ModelProfile:
     model = load_model(job, cache_directory=directory, profile=None, timekeeper=Timekeeper())
     dataset = load_data(job, objective=model.objective, cache_directory=directory)
     return profiler.profile_model(job, model, dataset)
+
+
+def _prepared(job: JobConfig, directory: Path, *, profile: ModelProfile | None = None) -> Prepared:
+    """What the process that examines a job before it starts says."""
+    request = PrepareRequest(job=job, cache_directory=str(directory), profile=profile)
+    read, write = os.pipe()
+    main(msgspec.json.encode(request), write)
+    with os.fdopen(read, "rb") as file:
+        return msgspec.json.decode(file.read(), type=Prepared)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -150,18 +160,42 @@ def test_a_loss_is_examined_before_training(target: str, words: str, tmp_path: P
         _profile(target, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("target", "field", "words"),
+    [
+        ("with_mean_loss", "model.target", "so it is a mean"),
+        ("with_counter", "model (layer 1._Counter)", "a forward must not change the layer's state"),
+    ],
+)
+def test_layers_and_loss_are_examined_with_a_given_profile(
+    target: str, field: str, words: str, tmp_path: Path
+) -> None:
+    """They may have changed since it was measured, or nobody has ever looked at them."""
+    job = tiny_job("sequential", tmp_path)
+    job = replace(job, model=replace(job.model, target=f"helpers.mistaken_models:{target}"))
+    model = load_model(job, cache_directory=tmp_path, profile=None, timekeeper=Timekeeper())
+    sizes = [
+        4 * sum(shape.numel() for shape in model.parameter_shapes(layer).values())
+        for layer in range(model.num_layers)
+    ]
+    named = zip(model.layer_names, sizes, strict=True)
+    layers = tuple(layer_profile(name, 0.01, parameter_bytes=size) for name, size in named)
+
+    prepared = _prepared(job, tmp_path, profile=model_profile(layers))
+
+    assert prepared.mistake is not None
+    assert prepared.mistake[0] == field
+    assert words in prepared.mistake[2]
+
+
 def test_targets_that_are_the_inputs_are_refused_before_training(tmp_path: Path) -> None:
     """A model that copies what it sees has a loss near 0, and nobody would wonder."""
     target = "helpers.mistaken_models:unshifted"
     data = DataConfig(kind="python", target=target, sequence_length=16)
     job = replace(tiny_job("gpt2", tmp_path), data=data)
-    request = PrepareRequest(job=job, cache_directory=str(tmp_path))
-    read, write = os.pipe()
 
-    main(msgspec.json.encode(request), write)
+    prepared = _prepared(job, tmp_path)
 
-    with os.fdopen(read, "rb") as file:
-        prepared = msgspec.json.decode(file.read(), type=Prepared)
     assert prepared.mistake is not None
     assert prepared.mistake[0] == "data.target"
     assert "its targets are its inputs" in prepared.mistake[2]

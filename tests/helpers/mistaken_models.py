@@ -107,6 +107,25 @@ def with_batch_norm() -> nn.Sequential:
     return _around(nn.BatchNorm1d(WIDTH))
 
 
+class _Counter(nn.Module):
+    """Counts its forwards in a buffer."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x
+
+
+def with_counter() -> nn.Sequential:
+    """Keeps something of its batches that is no class of torch."""
+    return _around(_Counter())
+
+
 def returns_nothing() -> None:
     """No layers."""
 

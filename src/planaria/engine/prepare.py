@@ -24,7 +24,7 @@ from planaria.engine.comm.choice import fallback_text, nccl_obstacle, transport_
 from planaria.engine.devices import Device, find_device
 from planaria.engine.iteration.evaluation import load_evaluation
 from planaria.engine.optimizer import learning_rate, optimizer_factory
-from planaria.engine.profiler import profile_model
+from planaria.engine.profiler import examine_layers, profile_model
 from planaria.errors import ConfigError
 from planaria.models.layers import SplitModel
 from planaria.models.paced import PacedData, paced_model
@@ -259,22 +259,12 @@ def _prepare(request: PrepareRequest) -> Prepared:
     notes = (*_transport_notes(request, device), *filter(None, (unrepeated,)), *model.notes)
     later = {use for group in model.tied for use in group.uses[1:]}
     shapes = [model.parameter_shapes(layer) for layer in range(model.num_layers)]
-    if request.profile is not None and job.model.kind != "paced":
-        _check_profile(job, request.profile, model)
     parameters = tuple(
         tuple(name for name in names if all((layer, name) != (u.layer, u.name) for u in later))
         for layer, names in enumerate(shapes)
     )
     return Prepared(
-        profile=request.profile
-        or profile_model(
-            job,
-            model,
-            dataset,
-            num_ranks=job.cluster.nodes * job.cluster.devices_per_node,
-            processors=request.processors,
-            device=device,
-        ),
+        profile=_profile(request, model, dataset, device),
         num_samples=NumSamples(len(dataset), evaluated.held_out.num_samples if evaluated else 0),
         vocabulary_size=dataset.vocabulary_size,
         objective=model.objective,
@@ -318,6 +308,28 @@ def _transport_notes(request: PrepareRequest, device: Device) -> tuple[str, ...]
         *(() if is_silent else (fallback_text(reason),)),
         *((_DETOUR_TEXT,) if is_detour else ()),
     )
+
+
+def _profile(
+    request: PrepareRequest, model: SplitModel, dataset: Dataset, device: Device
+) -> ModelProfile:
+    """The profile that was given, else one that is measured; it examines the user's layers.
+
+    Raises:
+        ConfigError: the profile is one of another job, or the user's layers cannot be trained.
+    """
+    job, given = request.job, request.profile
+    if given is None:
+        num_ranks = job.cluster.nodes * job.cluster.devices_per_node
+        processors = request.processors
+        return profile_model(
+            job, model, dataset, num_ranks=num_ranks, processors=processors, device=device
+        )
+    if job.model.kind != "paced":
+        _check_profile(job, given, model)
+    if job.model.kind == "python":
+        examine_layers(job, model, dataset, device=device)
+    return given
 
 
 def _check_profile(job: JobConfig, profile: ModelProfile, model: SplitModel) -> None:

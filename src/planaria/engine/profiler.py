@@ -131,6 +131,26 @@ def profile_model(
     )
 
 
+def examine_layers(
+    job: JobConfig, model: SplitModel, dataset: Dataset, *, device: Device = PROCESSOR
+) -> None:
+    """Examines layers and loss on the first microbatch as `profile_model` does; measures nothing.
+
+    Raises:
+        ConfigError: see `profile_model`.
+    """
+    # Compiling takes minutes, and the layers compute the same without it.
+    training = replace(job.training, compile=False)
+    stage = RankStage(model, training=training, device=device)
+    batches = Batches(dataset, training, iteration=0)
+    hidden = bring(batches.inputs(0), device.bring)
+    targets = bring(batches.targets(0), device.bring)
+    for layer in range(model.num_layers):
+        stage.keep_only(())
+        stage.hold((layer,), states={}, age=0)
+        hidden = _examined_output(job, model, stage.layers[layer], hidden, targets)
+
+
 def _finished_s(device: Device) -> Callable[[], float]:
     """A clock that waits until the device has done what it was given."""
 
@@ -173,15 +193,7 @@ def _measured_layers(
         stages[0].hold((layer,), states={}, age=0)
         held = stages[0].layers[layer]
         module = held.module
-        before = buffer_values(module)
-        output = first_output(module, _leaf(hidden), name=name)
-        if is_last and job.model.kind == "python":
-            with keep_generators():
-                examine_loss(model, output, targets, num_samples=job.training.microbatch_size)
-        output = output.detach()
-        refuse_changing_buffers(name, before, module)
-        if kept := kept_tensors(module):
-            logger.warning(_KEPT_TENSORS, name, ", ".join(kept))
+        output = _examined_output(job, model, held, hidden, targets)
         # Layers with the same parameters may differ in what no parameter shows, such as a stride.
         shapes = f"{tuple(hidden.shape)}/{tuple(output.shape)}"
         key = f"{layer == 0}/{is_last}/{_kind(module)}/{shapes}"
@@ -199,6 +211,23 @@ def _measured_layers(
         layers.append(replace(known[key], name=name, output_bytes=output_bytes))
         hidden = output
     return tuple(layers)
+
+
+def _examined_output(
+    job: JobConfig, model: SplitModel, held: HeldLayer, hidden: Tensor, targets: Tensor
+) -> Tensor:
+    """What a layer makes of the first microbatch, if it and the loss can be trained."""
+    name, module = model.layer_names[held.layer], held.module
+    before = buffer_values(module)
+    output = first_output(module, _leaf(hidden), name=name)
+    if held.layer == model.num_layers - 1 and job.model.kind == "python":
+        with keep_generators():
+            examine_loss(model, output, targets, num_samples=job.training.microbatch_size)
+    output = output.detach()
+    refuse_changing_buffers(name, before, module)
+    if kept := kept_tensors(module):
+        logger.warning(_KEPT_TENSORS, name, ", ".join(kept))
+    return output
 
 
 def tied_parameters(model: SplitModel) -> tuple[TiedParameters, ...]:
