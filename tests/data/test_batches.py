@@ -10,9 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from planaria.core.job import TrainingConfig
+from planaria.core.job import DataConfig, TrainingConfig
 from planaria.core.samples import sample_numbers
-from planaria.data.batches import Batches, HeldOut, refuse_unshifted, unrepeated_text
+from planaria.data.batches import (
+    Batches,
+    HeldOut,
+    copied_text,
+    refuse_unshifted,
+    unrepeated_text,
+)
 from planaria.data.datasets import UserDataset
 from planaria.errors import ConfigError
 
@@ -212,3 +218,48 @@ def test_causal_targets_that_are_the_inputs_are_refused(
     else:
         refuse_unshifted(dataset, training)
     refuse_unshifted(_Numbers(), training)
+
+
+@pytest.mark.parametrize("collate", [None, _rows])
+@pytest.mark.parametrize(
+    ("inputs", "targets", "objective", "is_told"),
+    [
+        (IDS, IDS, "supervised", True),
+        (IDS, torch.where(torch.arange(6) < 2, -100, IDS), "supervised", True),
+        (IDS.int(), IDS, "supervised", True),
+        (IDS[:, :-1], IDS[:, 1:], "supervised", False),
+        (EQUAL, EQUAL, "supervised", False),
+        (IDS, torch.full_like(IDS, -100), "supervised", False),
+        (IDS, IDS[:, 0], "supervised", False),
+        (IDS[:, 0], IDS[:, 0], "supervised", False),
+        (IDS.float(), IDS.float(), "supervised", False),
+        (IDS.reshape(10, 2, 3), IDS.reshape(10, 2, 3), "supervised", False),
+        (IDS, IDS, "masked", False),
+    ],
+)
+def test_own_targets_that_are_the_inputs_are_told(
+    inputs: Tensor,
+    targets: Tensor,
+    objective: str,
+    is_told: bool,
+    collate: Callable[[list[Any]], Any] | None,
+) -> None:
+    """Rows of token ids alone: what is rebuilt from images or numbers is meant so."""
+    training = TrainingConfig(global_batch_size=8, microbatch_size=4)
+    items = list(zip(inputs, targets, strict=True))
+    dataset = UserDataset(items, "mine:data", objective, collate, len(items))
+    data = DataConfig(kind="python", target="mine:data")
+
+    text = copied_text(dataset, data=data, training=training)
+
+    assert text.startswith("data.target = 'mine:data': ") == is_told
+    assert is_told or text == ""
+
+
+def test_targets_of_several_tensors_are_no_copies() -> None:
+    """Nobody knows which of them is compared with what."""
+    training = TrainingConfig(global_batch_size=8, microbatch_size=4)
+    items = [(row, {"ids": row}) for row in IDS]
+    dataset = UserDataset(items, "mine:data", "supervised", None, len(items))
+
+    assert copied_text(dataset, data=DataConfig(kind="python"), training=training) == ""

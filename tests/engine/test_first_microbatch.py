@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from helpers.jobs import tiny_job
+from helpers.saved_datasets import saved_dataset
 from helpers.strategies import layer_profile, model_profile
-from planaria.core.job import DataConfig, JobConfig
+from planaria.core.job import DataConfig, JobConfig, ModelConfig
 from planaria.core.plan import ModelProfile
 from planaria.core.specs import Prepared, PrepareRequest
 from planaria.engine import profiler
@@ -223,6 +224,32 @@ def test_an_examination_leaves_the_random_generators_alone(
     _profile("raises", tmp_path)
 
     assert states[-1] == states[-2]
+
+
+@pytest.mark.parametrize("kind", ["hf", "python"])
+def test_own_layers_that_would_learn_to_copy_are_told_before_training(
+    kind: str, tmp_path: Path
+) -> None:
+    """Labels as transformers shifts them itself; a copy may be meant, so it is not refused."""
+    rows = [list(range(i, i + 16)) for i in range(50)]
+    next_tokens = [[*row[1:], -100] for row in rows]
+    data = DataConfig(kind="python", target="helpers.mistaken_models:unshifted")
+    if kind == "hf":
+        data = saved_dataset(tmp_path, {"input_ids": rows, "labels": rows})
+    job = replace(
+        tiny_job("gpt2", tmp_path),
+        model=ModelConfig(kind="python", target="helpers.mistaken_models:reads_tokens"),
+        data=replace(data, sequence_length=16),
+    )
+
+    text = "\n".join(_prepared(job, tmp_path).notes)
+
+    assert "each target is the input at its place" in text
+    assert ("[*input_ids[1:], -100]" if kind == "hf" else "(ids[:-1], ids[1:])") in text
+    if kind == "hf":
+        shifted = saved_dataset(tmp_path / "2", {"input_ids": rows, "labels": next_tokens})
+        job = replace(job, data=replace(shifted, sequence_length=16))
+        assert "each target" not in "\n".join(_prepared(job, tmp_path).notes)
 
 
 TWO_ARGUMENTS = """\

@@ -250,6 +250,11 @@ def unshifted() -> list[tuple[Tensor, Tensor]]:
     return [(torch.arange(i, i + 16),) * 2 for i in range(50)]
 
 
+def reads_tokens() -> nn.Sequential:
+    """Layers for such data."""
+    return nn.Sequential(nn.Embedding(128, WIDTH), nn.Linear(WIDTH, 128))
+
+
 class _OneIsWrong:
     """The points, one of which is changed."""
 

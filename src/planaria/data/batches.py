@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from planaria.core.job import TrainingConfig
+from planaria.core.job import DataConfig, TrainingConfig
 from planaria.core.samples import data_seed, held_out_seed, mix, sample_numbers
 from planaria.data.datasets import Dataset, UserDataset, keep_generators
 from planaria.data.padding import ROUTERS_KEY
@@ -27,7 +27,7 @@ from planaria.errors import ConfigError, PlanariaError
 
 COUNT: Final = -1  # Stands for the number of targets of an iteration, in place of a microbatch.
 _NUM_NAMED: Final = 64  # A message stays one that can be read.
-_NUM_READ_TWICE: Final = 8  # A flip of a coin is then found in 255 of 256 data sets.
+_NUM_EXAMINED: Final = 8  # A flip of a coin is then found in 255 of 256 data sets.
 
 
 class Prefetched(Protocol):
@@ -211,10 +211,8 @@ def unrepeated_text(dataset: Dataset, training: TrainingConfig) -> str:
     """
     if not isinstance(dataset, UserDataset):
         return ""
-    parts = _first_parts(dataset, training)[:_NUM_READ_TWICE]
-    seed = data_seed(0, seed=training.seed)
-    with keep_generators():
-        first, again = ([microbatch(dataset, p, seed=seed) for p in parts] for _ in range(2))
+    parts = _first_parts(dataset, training)[:_NUM_EXAMINED]
+    first, again = (_pairs(dataset, parts, training=training) for _ in range(2))
     pairs = zip(parts, first, again, strict=True)
     differing = [part for part, one, two in pairs if not _have_same_bits(one, two)]
     if not differing:
@@ -238,16 +236,56 @@ def refuse_unshifted(dataset: Dataset, training: TrainingConfig) -> None:
     """
     if not isinstance(dataset, UserDataset) or dataset.objective != "causal":
         return
-    seed = data_seed(0, seed=training.seed)
-    with keep_generators():
-        pairs = [microbatch(dataset, p, seed=seed) for p in _first_parts(dataset, training)]
-    if all(map(_are_inputs, pairs)) and not all(map(_are_next, pairs)):
+    if _are_copies(_pairs(dataset, _first_parts(dataset, training), training=training)):
         remedy = (
             "its targets are its inputs, so a model would learn to copy what it sees; the target "
             'at a place is what the model predicts there, because only data.kind = "hf" shifts: '
             "return (ids[:-1], ids[1:])"
         )
         raise ConfigError("data.target", dataset.target, remedy)
+
+
+def copied_text(dataset: Dataset, *, data: DataConfig, training: TrainingConfig) -> str:
+    """The warning that layers of the user's own learn to copy the token ids that they see.
+
+    It is "" unless the targets of the first samples are the inputs. That is no mistake where a copy
+    is meant, as in an autoencoder.
+    """
+    if getattr(dataset, "objective", "") != "supervised":
+        return ""
+    parts = _first_parts(dataset, training)[:_NUM_EXAMINED]
+    pairs = _pairs(dataset, parts, training=training)
+    if not (all(map(_are_rows_of_ids, pairs)) and _are_copies(pairs)):
+        return ""
+    key, value, remedy = "data.target", data.target, "return (ids[:-1], ids[1:])"
+    if data.kind == "hf":
+        key, value, remedy = "data.path", data.path, "save labels as [*input_ids[1:], -100]"
+    return (
+        f"{key} = {value!r}: in the first samples each target is the input at its place, so layers "
+        "of your own, for which nothing is shifted, learn to copy what they see; for them to learn "
+        f"the next token, {remedy}"
+    )
+
+
+def _are_rows_of_ids(pair: tuple[Any, Any]) -> bool:
+    return all(
+        isinstance(part, Tensor) and part.dim() == 2 and not part.is_floating_point()
+        for part in pair
+    )
+
+
+def _pairs(
+    dataset: Dataset, parts: Sequence[npt.NDArray[np.int64]], *, training: TrainingConfig
+) -> list[tuple[Any, Any]]:
+    """Inputs and targets of some of `_first_parts`, seeded as in training."""
+    seed = data_seed(0, seed=training.seed)
+    with keep_generators():
+        return [microbatch(dataset, part, seed=seed) for part in parts]
+
+
+def _are_copies(pairs: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether targets are the inputs, and not the next tokens as well."""
+    return all(map(_are_inputs, pairs)) and not all(map(_are_next, pairs))
 
 
 def _are_inputs(pair: tuple[Any, Any]) -> bool:
@@ -264,7 +302,7 @@ def _are_next(pair: tuple[Any, Any]) -> bool:
     return bool(((targets == following) | (targets == IGNORED)).all())
 
 
-def _first_parts(dataset: UserDataset, training: TrainingConfig) -> list[npt.NDArray[np.int64]]:
+def _first_parts(dataset: Dataset, training: TrainingConfig) -> list[npt.NDArray[np.int64]]:
     """The samples of the first microbatch, one by one if they are not collated together."""
     numbers = sample_numbers(
         0,
@@ -272,7 +310,8 @@ def _first_parts(dataset: UserDataset, training: TrainingConfig) -> list[npt.NDA
         num_samples=len(dataset),
         global_batch_size=training.global_batch_size,
     )[: training.microbatch_size]
-    return [numbers] if dataset.collate else np.split(numbers, len(numbers))
+    is_collated = isinstance(dataset, UserDataset) and dataset.collate is not None
+    return [numbers] if is_collated else np.split(numbers, len(numbers))
 
 
 def _have_same_bits(value: Any, other: Any) -> bool:

@@ -17,7 +17,7 @@ from planaria.core.job import JobConfig, ModelConfig
 from planaria.core.plan import Link, ModelProfile
 from planaria.core.samples import sample_numbers
 from planaria.core.specs import NodeSpec, NumSamples, Prepared, PrepareRequest
-from planaria.data.batches import refuse_unshifted, unrepeated_text
+from planaria.data.batches import copied_text, refuse_unshifted, unrepeated_text
 from planaria.data.datasets import Dataset, load_dataset, vocabulary_size
 from planaria.engine.blame import mistake_of, user_traceback
 from planaria.engine.comm.choice import fallback_text, nccl_obstacle, transport_mistake
@@ -255,8 +255,7 @@ def _prepare(request: PrepareRequest) -> Prepared:
     learning_rate(job.training, 0)
     optimizer_factory(job.training)
     device = device_of(job, rank=0)
-    unrepeated = unrepeated_text(dataset, job.training)
-    notes = (*_transport_notes(request, device), *filter(None, (unrepeated,)), *model.notes)
+    notes = (*_transport_notes(request, device), *_data_notes(job, dataset), *model.notes)
     later = {use for group in model.tied for use in group.uses[1:]}
     shapes = [model.parameter_shapes(layer) for layer in range(model.num_layers)]
     parameters = tuple(
@@ -308,6 +307,14 @@ def _transport_notes(request: PrepareRequest, device: Device) -> tuple[str, ...]
         *(() if is_silent else (fallback_text(reason),)),
         *((_DETOUR_TEXT,) if is_detour else ()),
     )
+
+
+def _data_notes(job: JobConfig, dataset: Dataset) -> tuple[str, ...]:
+    """The lines that say what in the job's data may not be as the user means it."""
+    texts = [unrepeated_text(dataset, job.training)]
+    if job.model.kind == "python":
+        texts.append(copied_text(dataset, data=job.data, training=job.training))
+    return tuple(filter(None, texts))
 
 
 def _profile(
