@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
+from helpers.saved_datasets import saved_dataset
 from helpers.saves import stepped_save
 from planaria.checkpoint.disk.tiers import Manifest, tier_of
 from planaria.cli.main import app
@@ -269,6 +271,23 @@ def test_an_export_is_ready_to_generate(tuned: Path) -> None:
     moved = ("--model-path", str(tuned / "moved"))
     told("export", str(tuned / "saves"), "-o", str(tuned / "with"), *moved)
     assert (tuned / "with" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("column", "is_told"), [({"text": ["one two"]}, True), ({"input_ids": [[1, 2]]}, False)]
+)
+def test_an_export_says_if_a_saved_data_set_was_text(
+    column: dict[str, list[Any]], is_told: bool, tuned: Path
+) -> None:
+    """Its kind is "hf" in either case."""
+    data = saved_dataset(tuned, column)
+    config = replace(load_job(tuned / "job.toml"), data=data)
+    split = split_model(config.model, seed=0, vocabulary_size=256, sequence_length=8)
+    stepped_save(config, split, tuned / "of_rows", vocabulary_size=256)
+
+    output = told("export", str(tuned / "of_rows"), "-o", str(tuned / "out"))
+
+    assert ("trained on tokens of its own (data.tokenizer = 'bytes')" in output) == is_told
 
 
 def test_a_save_goes_out_to_dcp_and_comes_in_again(tuned: Path) -> None:

@@ -1,13 +1,11 @@
 """A user's layers and loss are examined on the first microbatch, before training."""
 
-import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from helpers.jobs import tiny_job
+from helpers.preparing import preparation
 from helpers.saved_datasets import saved_dataset
 from helpers.strategies import layer_profile, model_profile
-from planaria.core.job import DataConfig, JobConfig, ModelConfig
+from planaria.core.job import DataConfig, ModelConfig
 from planaria.core.plan import ModelProfile
-from planaria.core.specs import Prepared, PrepareRequest
 from planaria.engine import profiler
 from planaria.engine.blame import user_traceback
-from planaria.engine.prepare import load_data, load_model, main
+from planaria.engine.prepare import load_data, load_model
 from planaria.errors import ConfigError
 from planaria.models.first_microbatch import examine_loss
 from planaria.models.layers import SplitModel
@@ -70,15 +68,6 @@ def _profile(target: str, directory: Path) -> ModelProfile:
     model = load_model(job, cache_directory=directory, profile=None, timekeeper=Timekeeper())
     dataset = load_data(job, objective=model.objective, cache_directory=directory)
     return profiler.profile_model(job, model, dataset)
-
-
-def _prepared(job: JobConfig, directory: Path, *, profile: ModelProfile | None = None) -> Prepared:
-    """What the process that examines a job before it starts says."""
-    request = PrepareRequest(job=job, cache_directory=str(directory), profile=profile)
-    read, write = os.pipe()
-    main(msgspec.json.encode(request), write)
-    with os.fdopen(read, "rb") as file:
-        return msgspec.json.decode(file.read(), type=Prepared)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -182,7 +171,7 @@ def test_layers_and_loss_are_examined_with_a_given_profile(
     named = zip(model.layer_names, sizes, strict=True)
     layers = tuple(layer_profile(name, 0.01, parameter_bytes=size) for name, size in named)
 
-    prepared = _prepared(job, tmp_path, profile=model_profile(layers))
+    prepared = preparation(job, tmp_path, profile=model_profile(layers))
 
     assert prepared.mistake is not None
     assert prepared.mistake[0] == field
@@ -195,7 +184,7 @@ def test_targets_that_are_the_inputs_are_refused_before_training(tmp_path: Path)
     data = DataConfig(kind="python", target=target, sequence_length=16)
     job = replace(tiny_job("gpt2", tmp_path), data=data)
 
-    prepared = _prepared(job, tmp_path)
+    prepared = preparation(job, tmp_path)
 
     assert prepared.mistake is not None
     assert prepared.mistake[0] == "data.target"
@@ -242,14 +231,14 @@ def test_own_layers_that_would_learn_to_copy_are_told_before_training(
         data=replace(data, sequence_length=16),
     )
 
-    text = "\n".join(_prepared(job, tmp_path).notes)
+    text = "\n".join(preparation(job, tmp_path).notes)
 
     assert "each target is the input at its place" in text
     assert ("[*input_ids[1:], -100]" if kind == "hf" else "(ids[:-1], ids[1:])") in text
     if kind == "hf":
         shifted = saved_dataset(tmp_path / "2", {"input_ids": rows, "labels": next_tokens})
         job = replace(job, data=replace(shifted, sequence_length=16))
-        assert "each target" not in "\n".join(_prepared(job, tmp_path).notes)
+        assert "each target" not in "\n".join(preparation(job, tmp_path).notes)
 
 
 TWO_ARGUMENTS = """\

@@ -8,6 +8,7 @@ import torch
 from planaria.checkpoint.disk.tiers import Manifest, Tier, tier_of
 from planaria.core.job import JobConfig
 from planaria.core.specs import Prepared
+from planaria.data.datasets import has_own_tokens
 from planaria.engine.optimizer import optimizer_factory, optimizer_state
 from planaria.job.save_facts import save_facts
 from planaria.models.layers import SplitModel
@@ -27,7 +28,11 @@ def stepped_save(
         tier.write_layer(num_steps, 0, layer, _state(config, split, layer, num_steps))
         for layer in range(split.num_layers)
     )
-    known = Prepared(config=dict(split.config), vocabulary_size=vocabulary_size)
+    known = Prepared(
+        config=dict(split.config),
+        vocabulary_size=vocabulary_size,
+        has_own_tokens=has_own_tokens(config.data),
+    )
     facts = save_facts(config, known)
     tier.publish(Manifest(iteration=num_steps, epoch=0, job=facts, layers=files))
     manifest = tier.newest()

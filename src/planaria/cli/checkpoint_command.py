@@ -40,7 +40,7 @@ from planaria.core.copies import version_name
 from planaria.errors import CheckpointError, ConfigError
 from planaria.job.checks import check_inputs
 from planaria.job.planning import cache_directory
-from planaria.job.save_facts import save_facts
+from planaria.job.save_facts import HAS_OWN_TOKENS, save_facts
 from planaria.job.scripts import named_job
 from planaria.nodes.head.requests import KeepSave
 from planaria.show.words import bytes_text, count_text
@@ -288,7 +288,9 @@ def _tokenizer_note(manifest: Manifest, model_path: str, names: tuple[str, ...])
             "say where it is now by --model-path"
         )
     data = manifest.job.get("data") or {}
-    if data.get("kind") == "text" and any(name.startswith("tokenizer") for name in names):
+    # Older saves do not say it.
+    is_own = manifest.job.get(HAS_OWN_TOKENS, data.get("kind") == "text")
+    if is_own and any(name.startswith("tokenizer") for name in names):
         return (
             "the tokenizer of model.path is in the export, but the job was trained on tokens of "
             f"its own (data.tokenizer = {data.get('tokenizer')!r})"

@@ -116,6 +116,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
         parameters: names of the parameters of each layer, by layer; later uses of tied ones are
             left out.
         notes: lines for the user.
+        has_own_tokens: whether the data are text, whose tokens are planaria's own.
         config: configuration of the model, as other tools read it from config.json; empty: it has
             none.
         mistake: (field, value, remedy) of a ConfigError; all else is then empty.
@@ -130,5 +131,6 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     num_parameters: int = 0
     config: dict[str, Any] = {}
     notes: tuple[str, ...] = ()
+    has_own_tokens: bool = False
     mistake: tuple[str, str, str] | None = None
     traceback: str = ""

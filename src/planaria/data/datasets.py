@@ -33,7 +33,7 @@ from planaria.data.saved_rows import (
     num_row_ids,
     saved_dataset,
 )
-from planaria.data.special_tokens import special_tokens
+from planaria.data.special_tokens import has_weights, special_tokens
 from planaria.data.text import (
     file_source,
     num_token_ids,
@@ -179,6 +179,29 @@ def vocabulary_size(
     return load_dataset(
         data, objective=objective, seed=0, cache_directory=cache_directory, model=model
     ).vocabulary_size
+
+
+def has_own_tokens(data: DataConfig) -> bool:
+    """Whether the data are text, whose tokens are planaria's own, and not token ids.
+
+    Raises:
+        ConfigError: see `load_dataset`.
+    """
+    if data.kind == "hf":
+        return "input_ids" not in loaded_from_disk(data.path)[0].column_names
+    return data.kind == "text"
+
+
+def own_tokens_text(data: DataConfig, model: ModelConfig) -> str:
+    """The warning that a model's weights do not know the tokens of the data; "": they may."""
+    if not has_weights(model.path) or not has_own_tokens(data):
+        return ""
+    return (
+        f"model.path = {model.path!r} has weights, and text becomes tokens of planaria's own "
+        f"(data.tokenizer = {data.tokenizer!r}), which weights of another tokenizer do not know; "
+        "tokenise the text with that one, and give the ids: a saved data set with a column "
+        'input_ids (data.kind = "hf"), or data.kind = "tokens"'
+    )
 
 
 @contextmanager

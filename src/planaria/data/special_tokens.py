@@ -61,7 +61,7 @@ def special_tokens(directory: str) -> SpecialTokens | None:
     mask = next((ids[text] for text in masks if text in ids), None)
     if mask is not None:
         return SpecialTokens(mask, tuple(sorted({mask, *(ids[t] for t in special if t in ids)})))
-    if not any(place.glob("*.safetensors")):
+    if not has_weights(directory):
         return None
     remedy = (
         "it has weights, but no tokenizer that names the token in place of hidden ones "
@@ -69,6 +69,11 @@ def special_tokens(directory: str) -> SpecialTokens | None:
         "labels"
     )
     raise ConfigError("model.path", directory, remedy)
+
+
+def has_weights(directory: str) -> bool:
+    """Whether there are weights in a model's directory; "": the model has none."""
+    return bool(directory) and any(Path(directory).glob("*.safetensors"))
 
 
 def json_at(path: Path, directory: str) -> dict[str, Any]:

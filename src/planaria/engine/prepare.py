@@ -18,7 +18,13 @@ from planaria.core.plan import Link, ModelProfile
 from planaria.core.samples import sample_numbers
 from planaria.core.specs import NodeSpec, NumSamples, Prepared, PrepareRequest
 from planaria.data.batches import copied_text, refuse_unshifted, unrepeated_text
-from planaria.data.datasets import Dataset, load_dataset, vocabulary_size
+from planaria.data.datasets import (
+    Dataset,
+    has_own_tokens,
+    load_dataset,
+    own_tokens_text,
+    vocabulary_size,
+)
 from planaria.engine.blame import mistake_of, user_traceback
 from planaria.engine.comm.choice import fallback_text, nccl_obstacle, transport_mistake
 from planaria.engine.devices import Device, find_device
@@ -273,6 +279,7 @@ def _prepare(request: PrepareRequest) -> Prepared:
         ),
         config=dict(model.config),
         notes=notes,
+        has_own_tokens=job.model.kind != "paced" and has_own_tokens(job.data),
     )
 
 
@@ -311,7 +318,7 @@ def _transport_notes(request: PrepareRequest, device: Device) -> tuple[str, ...]
 
 def _data_notes(job: JobConfig, dataset: Dataset) -> tuple[str, ...]:
     """The lines that say what in the job's data may not be as the user means it."""
-    texts = [unrepeated_text(dataset, job.training)]
+    texts = [unrepeated_text(dataset, job.training), own_tokens_text(job.data, job.model)]
     if job.model.kind == "python":
         texts.append(copied_text(dataset, data=job.data, training=job.training))
     return tuple(filter(None, texts))

@@ -12,6 +12,7 @@ from planaria.checkpoint.disk.storage import absolute
 from planaria.core.job import JobConfig, ModelFacts
 from planaria.core.specs import Prepared
 
+HAS_OWN_TOKENS: Final = "has_own_tokens"  # Key of what export says of the tokenizer.
 _NUM_SAMPLES: Final = "num_samples"
 
 
@@ -57,6 +58,7 @@ def save_facts(config: JobConfig, prepared: Prepared) -> dict[str, Any]:
     return fingerprint(config) | {
         "config": prepared.config,
         MODEL_FACTS: msgspec.to_builtins(facts),
+        HAS_OWN_TOKENS: prepared.has_own_tokens,
         _NUM_SAMPLES: prepared.num_samples.data,
     }
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from planaria.checkpoint.disk.tiers import Manifest, Tier
 from planaria.core.job import JobConfig, TrainingConfig
 from planaria.core.specs import Prepared
-from planaria.data.datasets import vocabulary_size
+from planaria.data.datasets import has_own_tokens, vocabulary_size
 from planaria.engine.formats.dcp_export import ITERATION, MODEL, OPTIMIZER
 from planaria.engine.formats.state_sources import StateSource, state_source
 from planaria.engine.optimizer import optimizer_factory
@@ -76,7 +76,12 @@ def import_state(
             tier.write_layer(number, 0, layer, state.layer(layer))
             for layer in range(model.num_layers)
         )
-        said = facts(Prepared(config=dict(model.config), vocabulary_size=size))
+        known = Prepared(
+            config=dict(model.config),
+            vocabulary_size=size,
+            has_own_tokens=has_own_tokens(job.data),
+        )
+        said = facts(known)
         manifest = Manifest(iteration=number, epoch=0, job=said, layers=files)
         tier.publish(manifest)
         undo.pop_all()

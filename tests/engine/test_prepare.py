@@ -1,0 +1,49 @@
+"""What a user is told before a job starts."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from helpers.jobs import tiny_job
+from helpers.preparing import preparation
+from helpers.saved_datasets import saved_dataset
+from planaria.core.job import DataConfig, ModelConfig
+
+CONFIG = GPT2Config(vocab_size=256, n_layer=2, n_embd=16, n_head=2, n_positions=32)
+NOTE = "tokens of planaria's own (data.tokenizer = 'bytes')"
+
+
+@pytest.mark.parametrize(("column", "is_told"), [("", True), ("text", True), ("input_ids", False)])
+def test_text_for_a_model_with_weights_is_told(column: str, is_told: bool, tmp_path: Path) -> None:
+    """Its embeddings stand for the tokens of another tokenizer, and the loss falls all the same."""
+    columns: dict[str, list[Any]] = {
+        "text": ["some words of a text"] * 30,
+        "input_ids": [[1, 2, 3, 4]] * 30,
+    }
+    data = DataConfig(sequence_length=4)
+    if column:
+        data = saved_dataset(tmp_path, {column: columns[column]})
+    GPT2LMHeadModel(CONFIG).save_pretrained(tmp_path / "model")
+    model = ModelConfig(path=str(tmp_path / "model"))
+    job = replace(tiny_job("gpt2", tmp_path), model=model, data=data)
+
+    told = preparation(job, tmp_path)
+
+    assert told.mistake is None
+    assert (NOTE in "\n".join(told.notes)) == told.has_own_tokens == is_told
+
+
+def test_a_model_that_begins_anew_learns_any_tokens(tmp_path: Path) -> None:
+    """Also if its config is that of a directory."""
+    CONFIG.save_pretrained(tmp_path / "model")
+    for path in ("", str(tmp_path / "model")):
+        job = tiny_job("gpt2", tmp_path)
+        job = replace(job, model=ModelConfig(path=path) if path else job.model)
+        told = preparation(job, tmp_path)
+
+        assert told.mistake is None
+        assert told.has_own_tokens
+        assert NOTE not in "\n".join(told.notes)
