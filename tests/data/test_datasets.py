@@ -181,6 +181,19 @@ def test_held_out_data_are_a_split_of_their_own(tmp_path: Path, column: str) -> 
     assert first(load_held_out(named, alone, **arguments)) == 6
 
 
+def test_a_tokenizer_for_rows_of_token_ids_is_refused(tmp_path: Path) -> None:
+    """They are taken as they are, so it would mean nothing; a column text may stand beside them."""
+    rows: dict[str, list[Any]] = {"input_ids": [[1, 2, 3, 4]] * 3}
+    for columns in (rows, rows | {"text": ["some words of a text"] * 3}):
+        saved = saved_dataset(tmp_path, columns)
+        data = replace(saved, tokenizer="bpe", vocabulary_size=300)
+        with pytest.raises(ConfigError, match=f"{saved.path} has a column input_ids") as caught:
+            load(data, tmp_path / "cache")
+
+        assert (caught.value.field, caught.value.value) == ("data.tokenizer", "bpe")
+        assert len(load(saved, tmp_path / "cache")) == 3
+
+
 def test_a_label_for_each_token_is_cut_like_the_tokens(tmp_path: Path) -> None:
     """For classifiers of tokens; a label of a row stays."""
     columns = {"input_ids": [[1, 2, 3, 4, 5], [6, 7, 8, 9]], "labels": [[0, 1, 0, 1, 1], [1] * 4]}

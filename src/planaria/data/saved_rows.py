@@ -106,7 +106,8 @@ def saved_dataset(
         splits: see `loaded_from_disk`.
 
     Raises:
-        ConfigError: it cannot be read, or does not fit the objective, the model or the length.
+        ConfigError: it cannot be read, or does not fit the objective, the model or the length; or
+            it has token ids, and the job names a tokenizer.
     """
     saved, path = loaded_from_disk(data.path, splits)
     data = replace(data, path=path)
@@ -122,6 +123,7 @@ def saved_dataset(
         return text_dataset(
             source, data, objective=objective, cache_directory=cache_directory, learned_from=other
         )
+    _refuse_tokenizer(data)
     names = [name for name in ("input_ids", "labels") if name in columns]
     if objective == "supervised" and "labels" not in names:
         remedy = f"it has the columns {', '.join(columns)}; a supervised model needs labels"
@@ -149,6 +151,16 @@ def saved_dataset(
         lengths=row_lengths if len(row_lengths) else None,
         special=special_tokens(model.path) if objective == "masked" else None,
     )
+
+
+def _refuse_tokenizer(data: DataConfig) -> None:
+    """Refuses a tokenizer for rows of token ids."""
+    if data.tokenizer != DataConfig().tokenizer:
+        remedy = (
+            f"{data.path} has a column input_ids, whose ids are taken as they are, and the key has "
+            "a meaning only for text; leave it out, or save the texts without that column"
+        )
+        raise ConfigError("data.tokenizer", data.tokenizer, remedy)
 
 
 def _saved_text(path: str, saved: Any) -> TextSource:
