@@ -85,11 +85,7 @@ from planaria.coordinator.recovery import (
     on_hashes_differ,
     unsaved_failure,
 )
-from planaria.coordinator.saves import (
-    VersionEvent,
-    await_last_save,
-    on_saving,
-)
+from planaria.coordinator.saves import VersionEvent, await_last_save, on_saving
 from planaria.coordinator.state import JobState, Phase, Step
 from planaria.core.commit import decode_vector, is_trained_after
 from planaria.core.kinds import Ending, LossKind
@@ -116,13 +112,7 @@ from planaria.core.messages import (
     WorkerReady,
 )
 from planaria.core.persistent_map import PersistentMap, has_all
-from planaria.core.records import (
-    Committed,
-    Forked,
-    Running,
-    Starting,
-    Warned,
-)
+from planaria.core.records import Committed, Forked, Running, Starting, Warned
 
 Request = StopRequested | DrainRequested
 Recorded = MembersRecorded | DecisionRecorded
