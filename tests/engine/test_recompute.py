@@ -1,7 +1,7 @@
 """What a backward computes again never changes a bit, and keeps less."""
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
@@ -13,19 +13,32 @@ from planaria.engine import stage as stage_module
 from planaria.engine.prepare import split_model
 from planaria.engine.recompute import _is_kept
 from planaria.engine.stage import RankStage
+from planaria.models import hf_layers
 
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 16}
+OPT = {
+    "model_type": "opt",
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "ffn_dim": 32,
+    "word_embed_proj_dim": 8,
+    "enable_bias": False,
+}
 TOKENS = torch.arange(32).reshape(2, 16)
 Dtype = Literal["float32", "bfloat16"]
 MODES: tuple[Recomputation, ...] = get_args(Recomputation)
 
 
 def _stage(
-    attention: str, dtype: Dtype, mode: Literal["auto", "none", "selective", "full"]
+    attention: str,
+    dtype: Dtype,
+    mode: Literal["auto", "none", "selective", "full"],
+    config: dict[str, Any] = GPT2,
 ) -> RankStage:
-    """All layers of a GPT-2 with dropout."""
+    """All layers of a model with dropout."""
     model = split_model(
-        ModelConfig(config={**GPT2, "attn_implementation": attention}),
+        ModelConfig(config={**config, "attn_implementation": attention}),
         vocabulary_size=32,
         sequence_length=16,
         seed=0,
@@ -36,9 +49,11 @@ def _stage(
     return stage
 
 
-def _gradients(attention: str, dtype: Dtype, mode: Recomputation) -> list[Tensor]:
+def _gradients(
+    attention: str, dtype: Dtype, mode: Recomputation, config: dict[str, Any] = GPT2
+) -> list[Tensor]:
     """The gradient sums of all layers after one microbatch."""
-    stage = _stage(attention, dtype, mode)
+    stage = _stage(attention, dtype, mode, config)
     output = stage.forward(0, stage.model.num_layers, TOKENS, iteration=5, microbatch=2)
     stage.model.loss_sum(output, TOKENS).backward()  # type: ignore[no-untyped-call]
     return [held.sums for held in stage.layers.values()]
@@ -54,6 +69,38 @@ def test_gradients_are_the_same_bits_in_every_mode(attention: str, dtype: Dtype)
     assert all(sums.any() for sums in expected if len(sums))
     for gradients in others:
         assert all(map(torch.equal, expected, gradients))
+
+
+def test_a_model_that_multiplies_before_its_blocks_has_the_same_bits_in_every_mode() -> None:
+    """The model's own forward runs for the blocks' arguments in the first forward of a block alone.
+
+    So its products must not count among those of the block.
+    """
+    torch.set_num_threads(1)
+    expected, *others = (_gradients("eager", "float32", mode, OPT) for mode in MODES)
+
+    for gradients in others:
+        assert all(map(torch.equal, expected, gradients))
+
+
+def test_a_backward_may_find_the_arguments_of_its_blocks_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Microbatches of other lengths have run since; the model's own forward runs once more."""
+    monkeypatch.setattr(hf_layers, "_ARGUMENTS_BYTES", 1)
+    torch.set_num_threads(1)
+    sums: list[list[Tensor]] = []
+    for mode in MODES:
+        stage = _stage("eager", "float32", mode)
+        outputs = [
+            stage.forward(0, stage.model.num_layers, tokens, iteration=5, microbatch=2)
+            for tokens in (TOKENS, TOKENS[:, :12], TOKENS[:, :8])
+        ]
+        stage.model.loss_sum(outputs[0], TOKENS).backward()  # type: ignore[no-untyped-call]
+        sums.append([held.sums for held in stage.layers.values()])
+
+    for gradients in sums[1:]:
+        assert all(map(torch.equal, sums[0], gradients))
 
 
 def test_a_stage_obeys_what_the_plan_says_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:

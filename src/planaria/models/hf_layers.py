@@ -30,6 +30,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from planaria.checkpoint.disk.outgoing import ADAPTERS
 from planaria.core.job import ModelConfig
@@ -107,8 +108,11 @@ class _BlockArguments:
         key = (hidden_BLD.shape[:2], hidden_BLD.dtype, hidden_BLD.device)
         if key not in self._calls:
             self._make_room()
-            inputs = self.frame.inputs.constant(key[0], 0, hidden_BLD)
-            self._calls[key] = self.record_calls(inputs, hidden_BLD.dtype)
+            # A forward that a backward runs again must not count the operations of this one, which
+            # runs in one of the two alone.
+            with _disable_current_modes():
+                inputs = self.frame.inputs.constant(key[0], 0, hidden_BLD)
+                self._calls[key] = self.record_calls(inputs, hidden_BLD.dtype)
         return self._calls[key][block]
 
     def _make_room(self) -> None:
