@@ -7,8 +7,11 @@ from typing import Literal
 import pytest
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from planaria.core.job import ModelConfig, TrainingConfig
+from planaria.engine import stage as stage_module
+from planaria.engine.optimizer import joint_optimizers
 from planaria.engine.prepare import split_model
 from planaria.engine.stage import HeldLayer, RankStage
 from planaria.errors import ConfigError
@@ -474,3 +477,23 @@ def test_norms_of_fast_mode_are_those_of_float64_but_for_rounding() -> None:
 
     assert held.squared_norm(["weight", "bias"]) == pytest.approx(4_999_999 + 1e4 + 4e3, rel=1e-6)
     assert held.squared_norm(["weight"]) == pytest.approx(4_999_999 + 1e4, rel=1e-6)
+
+
+def test_optimizers_are_joined_anew_only_after_a_layer_was_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every iteration drops the layers that left the plan, mostly none."""
+    counts: list[int] = []
+
+    def join(optimizers: list[Optimizer]) -> list[Optimizer]:
+        counts.append(len(optimizers))
+        return joint_optimizers(optimizers)
+
+    monkeypatch.setattr(stage_module, "joint_optimizers", join)
+    stage = _fast_stage(3)
+    for iteration, kept in enumerate([range(3), range(3), range(2), range(2)]):
+        _give_gradients(stage, iteration)
+        stage.keep_only(kept)
+        stage.apply(kept, iteration, learning_rate=0.1, scale=1.0)
+
+    assert counts == [3, 2]

@@ -461,8 +461,10 @@ class RankStage:
 
     def keep_only(self, layers: Collection[int]) -> None:
         """Drops all layers that are not in `layers`."""
+        num_before = len(self.layers)
         self.layers = {layer: held for layer, held in self.layers.items() if layer in layers}
-        self._joined = [], []  # Else it would keep the parameters of layers that are dropped.
+        if len(self.layers) < num_before:
+            self._joined = [], []  # Else it would keep the parameters of layers that are dropped.
 
     def apply(
         self, layers: Iterable[int], iteration: int, *, learning_rate: float, scale: float
