@@ -263,3 +263,21 @@ def test_targets_of_several_tensors_are_no_copies() -> None:
     dataset = UserDataset(items, "mine:data", "supervised", None, len(items))
 
     assert copied_text(dataset, data=DataConfig(kind="python"), training=training) == ""
+
+
+def _sliced(items: list[Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    rows = torch.stack(items)
+    images = rows.reshape(4, 2, 4, 1).permute(0, 3, 1, 2)  # Of one channel, which comes last.
+    return rows[:, :6], {"turned": rows.T, "repeated": rows[0].expand(2, 8), "images": images}
+
+
+def test_what_a_function_collates_lies_in_memory_as_if_a_loader_had_sent_it() -> None:
+    """A product of a slice has other bits than that of its copy, and a loader sends copies."""
+    rows = list(torch.arange(80.0).reshape(10, 8))
+    training = TrainingConfig(global_batch_size=8, microbatch_size=4)
+    dataset = UserDataset(rows, "mine:data", "supervised", _sliced, len(rows))
+    batches = Batches(dataset, training, iteration=0)
+
+    parts = [batches.inputs(0), *batches.targets(0).values()]
+    assert all(part.stride() == torch.empty(part.shape).stride() for part in parts)
+    assert torch.equal(parts[0], parts[1].T[:, :6])

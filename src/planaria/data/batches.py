@@ -352,7 +352,10 @@ def microbatch(dataset: Dataset, samples: np.ndarray, *, seed: int) -> tuple[Any
     if isinstance(dataset, UserDataset) and dataset.collate is not None:
         items = [_item(dataset, int(number), seed) for number in samples]
         with note_samples(f"raised for samples {', '.join(map(str, samples[:_NUM_NAMED]))}"):
-            return dataset.collate_items(items, seed=mix(seed, *map(int, samples)))
+            pair = dataset.collate_items(items, seed=mix(seed, *map(int, samples)))
+        # As a loader would send it: the bits of some operators depend on the strides.
+        inputs, targets = tree_map(_row_major, pair)
+        return inputs, targets
     pairs = [_sample(dataset, number, seed) for number in samples]
     is_causal = getattr(dataset, "objective", "") == "causal"
     inputs, targets = zip(*pairs, strict=True)
@@ -426,6 +429,11 @@ def _sample(dataset: Dataset, number: Any, seed: int) -> tuple[Any, Any]:
 def _item(dataset: UserDataset, number: int, seed: int) -> Any:
     with note_samples(f"raised for sample {number}"):
         return dataset.item(number, seed=mix(seed, number))
+
+
+def _row_major(tensor: Tensor) -> Tensor:
+    """The values with the strides of a new tensor, also of dimensions with one entry."""
+    return tensor.contiguous().view(-1).view(tensor.shape)
 
 
 def _stack_parts(values: Sequence[Any], numbers: np.ndarray, *, padding: int | None) -> Any:
