@@ -198,8 +198,21 @@ class _InPlace(nn.Module):
         return output.add_(x).tanh()
 
 
+class _InPlaceShaped(_InPlace):
+    """The same, but its product is one of three dimensions, as in Falcon's attention.
+
+    torch does not see that.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.linear(x).unsqueeze(1) @ x.unsqueeze(2)
+        scores /= 24
+        return x + scores.tanh().squeeze(2)
+
+
+@pytest.mark.parametrize("kind", [_InPlace, _InPlaceShaped])
 def test_a_kind_of_recomputation_that_a_layer_refuses_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planner then chooses among the others; a job that asks for that kind is refused."""
     job = tiny_job("sequential", tmp_path, activation_checkpointing="auto")
@@ -207,7 +220,7 @@ def test_a_kind_of_recomputation_that_a_layer_refuses_is_left_out(
     dataset = load_data(job, objective=model.objective, cache_directory=tmp_path)
     build: Callable[[SplitModel, int], nn.Module] = SplitModel.materialise
     monkeypatch.setattr(
-        SplitModel, "materialise", lambda self, i: _InPlace() if i == 1 else build(self, i)
+        SplitModel, "materialise", lambda self, i: kind() if i == 1 else build(self, i)
     )
 
     layers = profiler.profile_model(job, model, dataset).layers

@@ -43,7 +43,7 @@ from planaria.data.datasets import Dataset, keep_generators
 from planaria.engine.contention import Contention
 from planaria.engine.devices import PROCESSOR, Accelerator, CopyLane, Device, usable_bytes
 from planaria.engine.optimizer import optimizer_factory, optimizer_state
-from planaria.engine.recompute import forward_that_keeps, selective_bytes
+from planaria.engine.recompute import forward_that_keeps, refuse_changed_results, selective_bytes
 from planaria.engine.stage import HeldLayer, RankStage
 from planaria.errors import PeerLostError
 from planaria.models.first_microbatch import examine_loss, first_output
@@ -332,6 +332,8 @@ def _layer_profile(
     # The engine never computes the last layer again.
     for mode in _measured_modes(job.training) if loss is None else ():
         try:
+            if mode == "selective" and not job.training.compile:
+                _refuse_changed_results(module, hidden)
             runs = clock.contention.repeat(
                 partial(_measure_again, modules, hidden, mode, clock.now_s), times=NUM_RUNS
             )
@@ -432,6 +434,15 @@ def _measure_again(
     for parameter in (p for module in modules for p in module.parameters()):
         parameter.grad = None
     return _Seconds(forward_s / len(modules), 0.0, backward_s / len(modules))
+
+
+def _refuse_changed_results(module: nn.Module, hidden: Tensor) -> None:
+    """See `refuse_changed_results`; leaves no gradients."""
+    try:
+        refuse_changed_results(module, _leaf(hidden))
+    finally:
+        for parameter in module.parameters():
+            parameter.grad = None
 
 
 def _update_s(alike: Sequence[HeldLayer], now_s: Callable[[], float]) -> float:
