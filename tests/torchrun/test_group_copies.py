@@ -4,6 +4,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from helpers.connections import number_in_child
 from helpers.linked_ranks import wait_until
+from planaria.checkpoint.memory.arena import Arena
 from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
 from planaria.torchrun import group_copies, memory_checkpointer
 from planaria.torchrun.group_sockets import listeners
@@ -66,6 +68,35 @@ def test_a_loss_is_an_error_for_which_scripts_look(
         patch.setattr(group_copies, "true_on_all", fail)
         with pytest.raises(RuntimeError, match=str(error)):
             getattr(saver, call)(*((2,) if call == "save" else ()))
+
+
+def test_a_save_of_what_was_copied_anew_leaves_that_version_as_it_is(
+    saver: MemoryCheckpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the same label would take the place of the only complete one before it is whole."""
+    state = saver._group._state
+    assert saver.save(1)
+    saver.wait_ended()
+    saver._group.end()
+    saver._group.links.close()
+    saver.use(state.model, state.optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(saver._memory, "versions", dict)  # As if those nodes were lost that had it.
+        assert saver.restore() == 1
+    saver.wait_ended()
+    versions = saver._memory.versions()
+    with monkeypatch.context() as patch:
+        patch.setattr(Arena, "begin", Mock(side_effect=AssertionError))
+        assert saver.save(1)
+        saver.wait_ended()
+
+    with pytest.raises(ConfigError, match="must be above 1"):
+        saver.save(1)
+    assert saver._memory.versions() == versions
+    assert saver.persist()
+    assert saver.save(2)
+    saver.wait_ended()
+    assert saver.restore() == 2
 
 
 def test_a_forked_child_does_not_keep_the_links_of_a_rank(tmp_path: Path) -> None:

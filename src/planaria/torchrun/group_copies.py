@@ -338,6 +338,10 @@ class GroupCopies:
         copier = self._copier or self._make_copier()
         if not self._complete_if_ended(copier):
             return False
+        if copier.complete_label == Label(self._num_shards, self._epoch, iteration, self._run):
+            # Copied anew after a restore: a new one of this label would have it dropped first.
+            self._saved = iteration
+            return True
         if not self._are_checked:
             self._check(copier.own)
         own_objects = self._gather_own_objects()

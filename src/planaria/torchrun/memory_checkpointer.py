@@ -223,8 +223,9 @@ class MemoryCheckpointer:
         """Begins a version of the state after so many iterations.
 
         Returns:
-            Whether a version begins; the same on all ranks. It does not if the version before is
-            still being copied, if a peer was lost, or if a node has no keeper any more.
+            Whether a version begins, or is complete as it was restored; the same on all ranks. None
+            begins if the version before is still being copied, if a peer was lost, or if a node
+            has no keeper any more.
 
         Raises:
             ConfigError: no fewer iterations were saved before. The first call, and calls

@@ -218,6 +218,18 @@ def test_versions_that_are_the_same_share_memory_until_the_last_is_dropped(fd: i
     assert arena.num_bytes == 0
 
 
+def test_a_version_that_is_shared_with_itself_keeps_its_memory(fd: int) -> None:
+    """The next version would be written over it."""
+    arena = Arena(fd)
+    version = written(arena, 0, OLD)
+
+    assert arena.share(0, OLD, like=OLD)
+
+    written(arena, 0, NEW).content[:] = 0
+    assert version.is_intact()
+    assert arena.versions() == {0: (OLD, NEW)}
+
+
 def test_memory_of_another_size_is_given_back(fd: int) -> None:
     """A layer takes what its versions take, however often its size changes."""
     arena = Arena(fd)

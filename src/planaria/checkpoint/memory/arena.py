@@ -215,6 +215,8 @@ class Arena:
         older = self.peek(layer, like)
         if older is None or not older.is_intact():
             return False
+        if label == like:
+            return True
         with self._changed:
             entry = older.entry
             self._drop_all(layer, label)
