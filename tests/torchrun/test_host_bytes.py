@@ -6,6 +6,7 @@ import torch
 
 from planaria.engine.devices import LateDevice, device_at
 from planaria.torchrun.host_bytes import HostBytes
+from planaria.torchrun.shards import HEAD
 
 
 def test_bytes_are_those_of_the_moment_whatever_is_stepped_afterwards() -> None:
@@ -59,6 +60,20 @@ def test_tensors_of_another_device_are_copied_at_once() -> None:
     tensor.zero_()
 
     assert state["weight"].view("float32").tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(("name", "has_views"), [(HEAD, False), ("weight", True)])
+def test_a_step_does_not_wait_for_what_nobody_changes(name: str, has_views: bool) -> None:
+    """The description of a shard is made for each version, and large where there are many layers;
+    a tensor of the host as large might be stepped."""
+    device = LateDevice()
+    device.place = torch.device("cpu", 0)
+    host_bytes = HostBytes(device)
+
+    state = host_bytes.read({name: torch.zeros(1 << 17, dtype=torch.uint8)})
+
+    assert host_bytes.has_views == has_views
+    assert len(state[name]) == 1 << 17
 
 
 @pytest.mark.parametrize("size", [1, 2, 6])

@@ -17,7 +17,7 @@ from torch import Tensor
 from planaria.checkpoint.memory.wire import State
 from planaria.engine.devices import Device
 from planaria.engine.staging import StateMirror
-from planaria.torchrun.shards import bytes_now
+from planaria.torchrun.shards import HEAD, bytes_now
 
 _SMALL_BYTES: Final = 1 << 16  # The counts of steps, say: they lie on the host in any case.
 
@@ -50,7 +50,8 @@ class HostBytes:
         away = {name: tensor for name, tensor in tensors.items() if self._is_away(tensor)}
         here = {name: tensor for name, tensor in tensors.items() if name not in away}
         small = {name: t.clone() for name, t in here.items() if t.nbytes <= _SMALL_BYTES}
-        self.has_views = len(small) < len(here)
+        # The description of the shard is made for this version alone, so nobody changes it.
+        self.has_views = bool(here.keys() - small.keys() - {HEAD})
         self._number += 1
         flat = {name: _flat_bytes(tensor) for name, tensor in away.items()}
         mirrored: Any = self._mirror.state(flat, age=self._number) if flat else {}
