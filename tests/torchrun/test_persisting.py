@@ -1,5 +1,6 @@
 """Versions that outlive all memory: written behind it, and read where no memory has any."""
 
+import errno
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.linked_ranks import wait_until
+from planaria.checkpoint.disk import storage
 from planaria.checkpoint.disk.storage import Content, Directory
 from planaria.errors import CheckpointError, ConfigError
 from planaria.torchrun import group_copies
@@ -330,6 +332,25 @@ def test_a_save_that_fails_once_is_made_up_for_by_the_next_version(
     train(saver, 7)
     saver._tier.wait()
     assert saves(tmp_path) == [5]
+
+
+def test_a_save_that_is_there_though_its_answer_was_lost_counts_the_second_time(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is complete must not change, so it could never be written again."""
+    errors, sync = [OSError(errno.EIO, "no answer")], storage._sync_directory
+
+    def fail_once(directory: Path) -> None:
+        if errors and (directory / "manifest.json").exists():
+            raise errors.pop()
+        sync(directory)
+
+    monkeypatch.setattr(storage, "_sync_directory", fail_once)
+    saver = make()
+    train(saver, 1)
+
+    assert [saver.persist(), saver.persist()] == [False, True]
+    assert saves(tmp_path) == [1]
 
 
 def test_an_error_of_any_type_is_the_reason_of_a_save_that_fails(

@@ -25,7 +25,7 @@ from planaria.checkpoint.memory.arena import Arena
 from planaria.checkpoint.memory.filling import HostCopy, fill_alone, no_device
 from planaria.checkpoint.memory.stream import OwnCopies
 from planaria.checkpoint.memory.wire import State, state_of
-from planaria.core.copies import Label
+from planaria.core.copies import Label, version_name
 from planaria.core.messages import LayerFile
 from planaria.errors import AbortedError, CheckpointError, PeerLostError
 from planaria.torchrun.shards import HEAD, Shard
@@ -152,6 +152,11 @@ class PersistentTier:
     ) -> _WrittenShards:
         files = []
         try:
+            if shards and self._tier.is_published(label.age, label.epoch):
+                # Perhaps by an earlier try that did not learn of it: then nothing is left to write.
+                there = self._tier.manifest(version_name(label.age, label.epoch))
+                if there.job == _job_of(label):
+                    return _WrittenShards(tuple(f for f in there.layers if f.layer in shards))
             for shard in shards:
                 arena = next((a for a in arenas if label in a.versions().get(shard, ())), arenas[0])
                 tensors = _typed_tensors(state_of(arena.read(shard, label)))
@@ -176,7 +181,7 @@ class PersistentTier:
         manifest = Manifest(
             iteration=label.age,
             epoch=label.epoch,
-            job={"kind": _KIND, "shards": label.since, "run": label.run},
+            job=_job_of(label),
             layers=tuple(files),
         )
         try:
@@ -221,7 +226,7 @@ class PersistentTier:
         """Brings shards of a version to memory; returns why that failed, empty if it did not."""
         copies = OwnCopies(arena, HostCopy(fill_alone, _no_virtual_bytes, no_device))
         try:
-            manifest = self._read_tier.manifest(f"{label.age}-{label.epoch}")
+            manifest = self._read_tier.manifest(version_name(label.age, label.epoch))
             for shard in sorted(shards):
                 tensors = self._read_tier.read_layer(manifest, shard)
                 state = {name: _bytes(array) for name, array in tensors.items()}
@@ -236,6 +241,11 @@ def _text(error: Exception) -> str:
     """An error in words, with its type if planaria has not worded it."""
     is_worded = isinstance(error, CheckpointError)
     return str(error) if is_worded else f"{type(error).__name__}: {error}"
+
+
+def _job_of(label: Label) -> dict[str, Any]:
+    """The facts in the manifest of a version that identify it, besides iteration and epoch."""
+    return {"kind": _KIND, "shards": label.since, "run": label.run}
 
 
 def _label_of(manifest: Manifest) -> Label:
