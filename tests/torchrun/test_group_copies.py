@@ -139,6 +139,21 @@ def test_a_reform_lets_go_of_the_old_model_and_sees_that_no_rank_was_lost(
     dist.destroy_process_group()
 
 
+def test_halves_of_ranks_of_which_one_has_begun_anew_claim_the_same(
+    saver: MemoryCheckpointer,
+) -> None:
+    """A network that splits while ranks begin anew would have both halves go on."""
+    state = saver._group._state
+    assert saver._claim()
+    saver._group.end()
+    saver._group.links.close()
+
+    saver.use(state.model, state.optimizer)
+
+    saver._rank = 1
+    assert not saver._claim()
+
+
 def test_a_rank_keeps_its_address_when_the_machine_of_the_first_one_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,6 +170,7 @@ class MemoryCheckpointer:
         self._generation = 0  # The number of groups before this one.
         self._had_version = False  # One of them had a version, as far as this rank knows.
         self._group = self._begin(TrainingState(model, optimizer, others or {}, per_rank or {}))
+        self._first_name = self._group.name  # Of later ones some ranks may not have learned.
         # What the members of the default group know of each other, by rank.
         self._stores = self._group.stores
         self._rank, self._is_used = self._group.rank, True
@@ -339,7 +340,7 @@ class MemoryCheckpointer:
             raise CheckpointError("no rank was lost, so the error had another reason")
 
     def _claim(self) -> bool:
-        name = f"{self._group.name}-{self._generation}"
+        name = f"{self._first_name}-{self._generation}"
         return self._tier is not None and self._tier.claim(name, f"rank {self._rank}")
 
     def use(
