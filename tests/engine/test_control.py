@@ -35,14 +35,14 @@ NUM_TOLD = NUM_THREADS * NUM_SAVED
 class Agent:
     """A worker's process and our end of its line."""
 
-    def __init__(self, server: ForkServer) -> None:
+    def __init__(self, server: ForkServer, *, target: str = "serve") -> None:
         self.socket, theirs = socket.socketpair()
         self.socket.settimeout(TIMEOUT_S)
         lifeline_fd, self.lifeline_write_fd = os.pipe()
         self.stderr_fd, stderr_fd = os.pipe()
         self._server = server
         fds = (theirs.fileno(), lifeline_fd, stderr_fd)
-        self.pid = server.spawn("helpers.control_worker:serve", b"", fds)
+        self.pid = server.spawn(f"helpers.control_worker:{target}", b"", fds)
         theirs.close()
         os.close(lifeline_fd)
         os.close(stderr_fd)
@@ -82,6 +82,14 @@ class Agent:
 @pytest.fixture
 def agent(server: ForkServer) -> Iterator[Agent]:
     made = Agent(server)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def parent(server: ForkServer) -> Iterator[Agent]:
+    """The agent of a worker that has forked children."""
+    made = Agent(server, target="serve_parent")
     yield made
     made.close()
 
@@ -134,6 +142,14 @@ def test_a_sigterm_is_a_notice_that_the_node_will_be_taken_away(agent: Agent) ->
     assert agent.messages(1) == [NoticeTaken(node=0, rank=0, after_s=30.0)]
     agent.socket.sendall(frame(SaveLayers(epoch=0, iteration=1, layers={})))
     assert agent.messages(1)
+
+
+def test_a_sigterm_to_a_child_of_the_job_ends_it_and_is_no_notice(parent: Agent) -> None:
+    """Code of a job may end a process of multiprocessing that it has started, and wait for it."""
+    (told,) = parent.messages(1)
+
+    assert isinstance(told, WorkerFailed), told
+    assert told.traceback == str(-signal.SIGTERM)
 
 
 def test_a_worker_beats_while_nobody_says_anything(agent: Agent) -> None:

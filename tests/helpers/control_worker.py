@@ -1,6 +1,7 @@
 """A worker that has only its line to its agent, which the session's fork server forks."""
 
 import os
+import signal
 import threading
 import time
 from typing import cast
@@ -44,8 +45,7 @@ def serve(_: bytes, agent_fd: int, lifeline_fd: int, stderr_fd: int) -> None:
     """
     os.dup2(stderr_fd, 2)
     links, pulse, comm = Links(0, token=b""), Pulse(), _Comm()
-    notice = NoticeTaken(node=0, rank=0, after_s=30.0)
-    control = Control(agent_fd, lifeline_fd, links=links, pulse=pulse, beat_s=0.01, notice=notice)
+    control = _control(agent_fd, lifeline_fd, links=links, pulse=pulse)
     control.comm = cast(DeviceComm, comm)
 
     def tell(rank: int) -> None:
@@ -67,6 +67,30 @@ def serve(_: bytes, agent_fd: int, lifeline_fd: int, stderr_fd: int) -> None:
         stop = control.line.stop_requested
         control.send(WorkerFailed(node=int(stop), rank=0, traceback=type(order).__name__))
     threading.Event().wait()
+
+
+def serve_parent(_: bytes, agent_fd: int, lifeline_fd: int, stderr_fd: int) -> None:
+    """Forks a child, as code of a job may, ends it by SIGTERM, and sends its exit status."""
+    os.dup2(stderr_fd, 2)
+    control = _control(agent_fd, lifeline_fd, links=Links(0, token=b""), pulse=Pulse())
+    ended = _fork_child(lifeline_fd)
+    os.kill(ended, signal.SIGTERM)
+    status = os.waitstatus_to_exitcode(os.waitpid(ended, 0)[1])
+    control.send(WorkerFailed(node=0, rank=0, traceback=str(status)))
+    threading.Event().wait()
+
+
+def _control(agent_fd: int, lifeline_fd: int, *, links: Links, pulse: Pulse) -> Control:
+    notice = NoticeTaken(node=0, rank=0, after_s=30.0)
+    return Control(agent_fd, lifeline_fd, links=links, pulse=pulse, beat_s=0.01, notice=notice)
+
+
+def _fork_child(lifeline_fd: int) -> int:
+    """Pid of a child process that lives until the job ends."""
+    if pid := os.fork():
+        return pid
+    os.read(lifeline_fd, 1)
+    os._exit(0)
 
 
 def _is_freed(links: Links, epoch: int) -> bool:

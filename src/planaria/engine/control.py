@@ -67,6 +67,14 @@ class Control:
         # Python runs signal handlers in the main thread, which may be busy in a torch kernel.
         signal.signal(signal.SIGTERM, lambda *_: None)
         signal.set_wakeup_fd(wakeup_fd, warn_on_full_buffer=False)
+        # A child that code of the job forks is no rank, and is ended by SIGTERM: `terminate` of
+        # multiprocessing sends it, and then waits for the child.
+        self._forking = threading.local()
+        os.register_at_fork(
+            before=self._block_sigterm,
+            after_in_parent=self._restore_signals,
+            after_in_child=self._leave_to_parent,
+        )
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
     def send(self, message: Message) -> None:
@@ -81,6 +89,19 @@ class Control:
     def wait_order(self) -> Order:
         """Blocks until the coordinator says what to do next; the process ends with its agent."""
         return self._orders.get()
+
+    def _block_sigterm(self) -> None:
+        """Keeps the SIGTERM of a child that is forked now until it is the child's own."""
+        self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+
+    def _restore_signals(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
+
+    def _leave_to_parent(self) -> None:
+        """Gives a forked child the default handling of SIGTERM."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._restore_signals()
 
     def _listen(self) -> None:
         """Serves until the connection ends, then ends the process; never returns.
