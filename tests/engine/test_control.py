@@ -160,6 +160,15 @@ def test_a_worker_beats_while_nobody_says_anything(agent: Agent) -> None:
     assert told == ["SaveLayers"]
 
 
+def test_the_loss_of_a_worker_is_seen_while_a_child_of_the_job_lives(parent: Agent) -> None:
+    """The agent waits for the end of the line; a pool of multiprocessing outlives a killed rank."""
+    parent.messages(1)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+
+    assert not parent.socket.recv(1)
+
+
 def test_a_worker_ends_with_its_agent(agent: Agent) -> None:
     """Whatever its compute thread does; here it waits for ever."""
     agent.messages(NUM_TOLD)

@@ -70,10 +70,14 @@ def serve(_: bytes, agent_fd: int, lifeline_fd: int, stderr_fd: int) -> None:
 
 
 def serve_parent(_: bytes, agent_fd: int, lifeline_fd: int, stderr_fd: int) -> None:
-    """Forks a child, as code of a job may, ends it by SIGTERM, and sends its exit status."""
+    """Forks two children, as code of a job may, and ends the first of them by SIGTERM.
+
+    It sends the exit status of that one; the other lives until the job ends.
+    """
     os.dup2(stderr_fd, 2)
     control = _control(agent_fd, lifeline_fd, links=Links(0, token=b""), pulse=Pulse())
     ended = _fork_child(lifeline_fd)
+    _fork_child(lifeline_fd)
     os.kill(ended, signal.SIGTERM)
     status = os.waitstatus_to_exitcode(os.waitpid(ended, 0)[1])
     control.send(WorkerFailed(node=0, rank=0, traceback=str(status)))

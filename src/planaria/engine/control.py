@@ -67,7 +67,7 @@ class Control:
         # Python runs signal handlers in the main thread, which may be busy in a torch kernel.
         signal.signal(signal.SIGTERM, lambda *_: None)
         signal.set_wakeup_fd(wakeup_fd, warn_on_full_buffer=False)
-        # A child that code of the job forks is no rank, and is ended by SIGTERM: `terminate` of
+        # A child that code of the job forks is no rank. SIGTERM ends it: `terminate` of
         # multiprocessing sends it, and then waits for the child.
         self._forking = threading.local()
         os.register_at_fork(
@@ -98,7 +98,11 @@ class Control:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
 
     def _leave_to_parent(self) -> None:
-        """Gives a forked child the default handling of SIGTERM."""
+        """Makes a forked child no rank: SIGTERM ends it, and it has no line to the agent.
+
+        The agent reads the line until no process has it open, then looks how the rank has ended.
+        """
+        self._socket.close()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._restore_signals()
