@@ -9,7 +9,12 @@ import pytest
 
 from helpers.heads import runs
 from helpers.tasks import settle, wait_until
-from planaria.nodes.child_answers import fork_answer, wait_exit
+from planaria.nodes.child_answers import (
+    answer_of_child,
+    fork_answer,
+    program_result,
+    wait_exit,
+)
 
 
 def test_the_status_of_a_child_is_told() -> None:
@@ -31,6 +36,19 @@ async def test_a_child_whose_end_nobody_waits_for_any_more_is_reaped_once() -> N
         os.kill(pid, signal.SIGKILL)
         await wait_until(lambda: _is_reaped(pid))
         await settle()  # What goes wrong on the event loop now fails the test.
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@runs
+async def test_a_notice_ends_no_child_but_programs_that_it_starts(number: signal.Signals) -> None:
+    """A check of the user's may end what it has started, and wait for it."""
+
+    def answer() -> bytes:
+        os.kill(os.getpid(), number)
+        words = "/bin/sh", "-c", f"kill -{number:d} $$; exit 0"
+        return b"%d" % program_result(words, timeout_s=10.0)[0]
+
+    assert await answer_of_child(answer, timeout_s=20.0) == b"%d" % -number
 
 
 def _wait() -> bytes:

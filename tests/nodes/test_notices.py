@@ -506,7 +506,7 @@ def test_a_watcher_says_the_notice_and_ends(tmp_path: Path) -> None:
     path = tmp_path / "leave"
     pid, sock = fork_watcher(parse_notice_source(str(path)))
     with sock:
-        wait_for(lambda: _ignores(pid, signal.SIGUSR1), what="it ignores the signals")
+        wait_for(lambda: _handles(pid, signal.SIGUSR1), what="it handles the signals")
         for number in (signal.SIGTERM, signal.SIGUSR1):
             os.kill(pid, number)
         path.write_text("45")
@@ -517,11 +517,11 @@ def test_a_watcher_says_the_notice_and_ends(tmp_path: Path) -> None:
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def _ignores(pid: int, number: int) -> bool:
+def _handles(pid: int, number: int) -> bool:
     (line,) = (
         line
         for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-        if line.startswith("SigIgn:")
+        if line.startswith("SigCgt:")
     )
     return bool(int(line.split()[1], 16) >> (number - 1) & 1)
 

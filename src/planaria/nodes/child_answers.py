@@ -20,7 +20,7 @@ _PROGRAM_BYTES_MAX: Final = 1 << 16
 def fork_answer(answer: Callable[[], bytes]) -> tuple[int, socket.socket]:
     """Forks a process that ends once it has written an answer to a socket.
 
-    It dies with its parent, and ignores the signals that are notices.
+    It dies with its parent, and does nothing on the signals that are notices.
 
     Args:
         answer: function that the process calls; it may block.
@@ -35,8 +35,9 @@ def fork_answer(answer: Callable[[], bytes]) -> tuple[int, socket.socket]:
     if pid == 0:
         try:
             signal.set_wakeup_fd(-1)
+            # SIG_IGN would also hold for programs that the answer starts, whatever they kill.
             for number in (signal.SIGTERM, signal.SIGUSR1):
-                signal.signal(number, signal.SIG_IGN)
+                signal.signal(number, lambda *_: None)
             die_with_parent(parent_pid)
             close_others({0, 1, 2, child_socket.fileno()})
             leave_removed_directory()
