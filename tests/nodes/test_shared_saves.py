@@ -1,5 +1,6 @@
 """A machine that saves to another place than its head is found out before it trains."""
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 
 from helpers.object_store import object_store
 from planaria.checkpoint.disk.time_limits import TimeLimitedStorage
-from planaria.errors import CheckpointError, ConfigError
+from planaria.errors import CheckpointError, ConfigError, LateError, UnwritableError
 from planaria.nodes import shared_saves
 from planaria.nodes.shared_saves import (
     answer_mark,
@@ -112,28 +113,60 @@ def test_what_comes_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.Monke
     assert num_looks >= 3
 
 
+class Refusals:
+    """Has the next `number` writes to any place raise an error."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.number = 0
+        self.error = CheckpointError("")
+        self._write = TimeLimitedStorage.write
+        monkeypatch.setattr(shared_saves, "_RETRY_S", 0.0)
+        monkeypatch.setattr(TimeLimitedStorage, "write", lambda *a, **o: self._on_write(*a, **o))
+
+    def _on_write(self, storage: TimeLimitedStorage, *args: Any, **options: Any) -> None:
+        self.number -= 1
+        if self.number >= 0:
+            raise self.error
+        self._write(storage, *args, **options)
+
+
+@pytest.fixture
+def refusals(monkeypatch: pytest.MonkeyPatch) -> Refusals:
+    """There are none yet."""
+    return Refusals(monkeypatch)
+
+
 def test_an_answer_is_written_once_the_place_has_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, refusals: Refusals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that is full for a moment is no other place."""
-    place, num_refusals = str(tmp_path), 2
-    writing = TimeLimitedStorage.write
+    place = str(tmp_path)
 
-    def write(storage: TimeLimitedStorage, *args: Any, **options: Any) -> None:
-        nonlocal num_refusals
-        num_refusals -= 1
-        if num_refusals >= 0:
-            raise CheckpointError("no space left on device")
-        writing(storage, *args, **options)
-
-    monkeypatch.setattr(shared_saves, "_RETRY_S", 0.0)
     with place_mark(place) as mark:
-        monkeypatch.setattr(TimeLimitedStorage, "write", write)
+        refusals.number, refusals.error = 2, CheckpointError("no space left on device")
         check_answer(place, mark, answer_mark(place, mark))
-        num_refusals = 1_000_000
+        refusals.number = 1_000_000
         monkeypatch.setattr(shared_saves, "_PATIENCE_S", 0.0)
         with pytest.raises(CheckpointError, match="no space left"):
             answer_mark(place, mark)
+
+
+@pytest.mark.parametrize("number", [None, errno.EIO, errno.ESTALE, errno.ENOSPC])
+def test_a_mark_is_written_once_the_place_is_back(
+    number: int | None, tmp_path: Path, refusals: Refusals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head that starts again while the file server does ended as if the user had erred."""
+    place = str(tmp_path)
+    refusals.error = LateError("no answer") if number is None else UnwritableError("refused")
+    refusals.error.__cause__ = None if number is None else OSError(number, "refused")
+
+    refusals.number = 2
+    with place_mark(place) as mark:
+        check_answer(place, mark, answer_mark(place, mark))
+    refusals.number = 1_000_000
+    monkeypatch.setattr(shared_saves, "_PATIENCE_S", 0.0)
+    with pytest.raises(ConfigError, match=r"checkpoint\.directory"), place_mark(place):
+        pass
 
 
 def test_the_mark_of_a_head_that_was_killed_is_removed(tmp_path: Path) -> None:

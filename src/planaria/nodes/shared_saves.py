@@ -11,18 +11,19 @@ Both are removed. A place that stalls or refuses for a while costs newer saves, 
 is asked again for a minute. All functions here may block for so long; they are called in threads.
 """
 
+import errno
 import logging
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from planaria.checkpoint.disk.storage import Storage, is_url, storage_of
 from planaria.checkpoint.disk.time_limits import TimeLimitedStorage
-from planaria.errors import CheckpointError, ConfigError
+from planaria.errors import CheckpointError, ConfigError, LateError
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ _TIMEOUT_S: Final = 10.0  # Time limit of a request.
 _PATIENCE_S: Final = 60.0  # Time in which a place that does not answer, or refuses, may recover.
 _CACHED_S: Final = 5.0  # A client of NFS may show what was there some seconds ago.
 _RETRY_S: Final = 0.2
+# What a place refuses for a while only; whatever else it refuses is the user's to mend.
+_PASSING: Final = frozenset({errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT})
 
 
 @contextmanager
@@ -45,13 +48,13 @@ def place_mark(place: str) -> Iterator[str]:
         place: directory, or URL of an object store.
 
     Raises:
-        ConfigError: nothing can be written there.
+        ConfigError: nothing can be written there, also in a minute where that may pass.
     """
     mark, path = secrets.token_hex(8), Path(place)
     made = [] if is_url(place) else [p for p in (path, *path.parents) if not p.exists()]
     try:
         try:
-            _storage(place).write(f"{_PREFIX}{mark}/{_HEAD}", mark.encode(), may_write=lambda: True)
+            _write(place, f"{_PREFIX}{mark}/{_HEAD}", mark, may_pass=_may_pass)
         except CheckpointError as error:
             raise ConfigError(_FIELD, place, str(error)) from error
         yield mark
@@ -85,16 +88,8 @@ def answer_mark(place: str, mark: str) -> str:
     if not _has(place, f"{directory}/{_HEAD}", mark):
         raise ConfigError(_FIELD, place, _stranger_text(place, "what the head wrote is not here"))
     answer = secrets.token_hex(8)
-    storage, end_s = _storage(place), time.monotonic() + _PATIENCE_S
-    while True:
-        try:
-            storage.write(f"{directory}/{answer}", answer.encode(), may_write=lambda: True)
-        except CheckpointError:
-            if time.monotonic() > end_s:
-                raise
-            time.sleep(_RETRY_S)
-        else:
-            return answer
+    _write(place, f"{directory}/{answer}", answer, may_pass=lambda _: True)
+    return answer
 
 
 def check_answer(place: str, mark: str, answer: str) -> None:
@@ -129,6 +124,34 @@ def _remove_all(place: str, directory: str) -> None:
 
 def _storage(place: str) -> Storage:
     return TimeLimitedStorage(storage_of(place), timeout_s=_TIMEOUT_S)
+
+
+def _write(
+    place: str, name: str, text: str, *, may_pass: Callable[[CheckpointError], bool]
+) -> None:
+    """Writes a text to a place, perhaps after a while.
+
+    Raises:
+        CheckpointError: the place refuses for longer than a minute, or for a reason that stays.
+    """
+    storage, end_s = _storage(place), time.monotonic() + _PATIENCE_S
+    level = logging.WARNING
+    while True:
+        try:
+            return storage.write(name, text.encode(), may_write=lambda: True)
+        except CheckpointError as error:
+            if time.monotonic() > end_s or not may_pass(error):
+                raise
+            logger.log(level, "%s; it is tried again for up to %g s", error, _PATIENCE_S)
+        level = logging.INFO  # Once is enough for the user.
+        time.sleep(_RETRY_S)
+
+
+def _may_pass(error: CheckpointError) -> bool:
+    """Whether a place may take later what it has not taken, although nobody mends anything."""
+    cause = error.__cause__
+    is_passing = isinstance(cause, OSError) and cause.errno in _PASSING
+    return is_passing or isinstance(error, LateError)
 
 
 def _has(place: str, name: str, text: str) -> bool:
