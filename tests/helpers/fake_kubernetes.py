@@ -29,6 +29,7 @@ from cryptography.x509.oid import NameOID
 NAMESPACE: Final = "team"
 _TOKEN: Final = "a token of the service account"
 _JOB_LABEL: Final = "batch.kubernetes.io/job-name"
+_NETWORKS: Final = "k8s.v1.cni.cncf.io/network-status"
 _FINALIZER: Final = "batch.kubernetes.io/job-tracking"
 _PATCH: Final = "application/strategic-merge-patch+json"
 _TERMINAL: Final = ("Failed", "Succeeded")
@@ -65,11 +66,13 @@ class FakeKubernetes:
         job: str = "cluster",
         phase: str = "Running",
         verdict: str = "",
+        networks: str = "",
     ) -> None:
         """Makes a pod of a Job, or changes it; of no Job if that has no name.
 
         Args:
             verdict: reason why the pod is not ready; "": it is.
+            networks: what Multus says of the pod's networks; "": there is no Multus.
         """
         ready = {"type": "Ready", "status": "False" if verdict else "True", "reason": verdict}
         pod = {
@@ -78,6 +81,7 @@ class FakeKubernetes:
                 "uid": f"uid of {name}",
                 "labels": {_JOB_LABEL: job} if job else {},
                 "finalizers": [_FINALIZER] if job else [],
+                **({"annotations": {_NETWORKS: networks}} if networks else {}),
             },
             "status": {"podIP": address, "phase": phase, "conditions": [ready]},
         }

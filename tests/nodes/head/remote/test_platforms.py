@@ -253,6 +253,20 @@ def test_a_pod_that_is_told_to_go_is_left_in_peace(kubernetes: FakeKubernetes) -
     assert not kubernetes.deleted
 
 
+def test_a_pod_is_known_by_its_address_in_a_further_network(kubernetes: FakeKubernetes) -> None:
+    """Agents with `--interface net1` are reached there; the status of a pod does not have it."""
+    own = '{"name": "cbr0", "ips": ["10.0.0.4"], "default": true}'
+    networks = f'[{own}, {{"name": "none"}}, {{"name": "team/fast", "ips": ["192.168.1.4"]}}]'
+    kubernetes.put_pod("cluster-4-abc", "10.0.0.4", verdict="NodeLost", networks=networks)
+    kubernetes.put_pod("cluster-5-abc", "10.0.0.5", verdict="NodeLost", networks="no JSON text")
+    told = in_pod(kubernetes).ask_for_machine(
+        LostMachine("cluster-4", "192.168.1.4", is_leaving=False)
+    )
+
+    assert told.startswith("pod cluster-4-abc is deleted")
+    assert [name for name, _ in kubernetes.deleted] == ["cluster-4-abc"]
+
+
 def test_no_other_pod_is_deleted(kubernetes: FakeKubernetes) -> None:
     """The head's own, whose agent alone was lost, and those of other addresses or Jobs."""
     platform = in_pod(kubernetes)

@@ -10,7 +10,8 @@
 Ray needs none of these: it starts a lost actor anew by itself, and asks its autoscaler for room.
 
 Source: sbatch(1), scancel(1); Kubernetes API reference, "Pod" (v1); Kubernetes, "Pod garbage
-collection", whose controller does the same with pods of machines that are deleted.
+collection", whose controller does the same with pods of machines that are deleted; Kubernetes
+Network Custom Resource Definition De-facto Standard (v1), "Network Status Annotation".
 """
 
 import contextlib
@@ -49,6 +50,7 @@ _SLURM_OWN: Final = frozenset(("SLURM_CONF", "SLURM_CONF_SERVER"))
 _SIGNAL_S: Final = 120  # Time before the end of a machine's job in which its node leaves.
 _ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _JOB_LABEL: Final = "batch.kubernetes.io/job-name"
+_NETWORKS: Final = "k8s.v1.cni.cncf.io/network-status"
 _POD: Final = "PLANARIA_KUBERNETES_POD"
 _JOB: Final = "PLANARIA_KUBERNETES_JOB"
 _OK: Final = range(200, 300)
@@ -300,13 +302,11 @@ class KubernetesPlatform:
         query = urllib.parse.urlencode({"labelSelector": f"{_JOB_LABEL}={self._job}"})
         running, has_ended = [], False
         for pod in self._call("GET", f"pods?{query}").get("items", []):
-            status = pod.get("status", {})
-            addresses = {status.get("podIP"), *(each["ip"] for each in status.get("podIPs", ()))}
-            if lost.host not in addresses:
+            if lost.host not in _pod_addresses(pod):
                 continue
             if pod["metadata"]["name"] == self._pod:
                 return "its pod is that of the head, and stays"
-            if status.get("phase") == "Running":
+            if pod.get("status", {}).get("phase") == "Running":
                 running.append(pod)
             else:
                 has_ended = True
@@ -384,6 +384,16 @@ class KubernetesPlatform:
             raise OSError(f"{what}: Kubernetes' answer makes no sense: {error!r}") from error
         finally:
             connection.close()
+
+
+def _pod_addresses(pod: Mapping[str, Any]) -> set[str | None]:
+    """The addresses of a pod; those in further networks (Multus) are only in an annotation."""
+    status, annotations = pod.get("status", {}), pod["metadata"].get("annotations", {})
+    addresses = {status.get("podIP"), *(each["ip"] for each in status.get("podIPs", ()))}
+    with contextlib.suppress(ValueError):
+        for network in json.loads(annotations.get(_NETWORKS, "[]")):
+            addresses.update(network.get("ips", ()))
+    return addresses
 
 
 def _has_condition(status: Mapping[str, Any], kind: str, value: str) -> bool:
