@@ -14,7 +14,7 @@ from helpers.recorder_messages import (
 )
 from planaria.core.job import ClusterConfig, JobConfig
 from planaria.core.kinds import ChangeKind
-from planaria.core.records import Leading, ToLauncher
+from planaria.core.records import Leading, ToLauncher, Warned
 from planaria.observe.metrics import EventRecord
 from planaria.observe.status import Health, JobStatus, NodeState, Standing, job_status
 
@@ -108,6 +108,15 @@ def test_nodes_outside_the_plan_stand_by_and_some_are_leaving() -> None:
 
     assert states(record) == {0: "training", 1: "leaving", 2: "training", 3: "standby"}
     assert record.standby == (3,)
+
+
+def test_a_node_that_is_lost_while_it_stands_by_does_not_stand_by_any_more() -> None:
+    """A machine without power never says that its node has ended."""
+    gone = Warned(text="node 3 cannot join: its connection closed", gone=(3,))
+    record = status(ON, gone, live=(0, 1, 2, 3), unreachable=(3,))
+
+    assert states(record)[3] == health(record)[3] == "lost"
+    assert record.standby == ()
 
 
 def test_a_crashed_worker_loses_no_node() -> None:

@@ -21,6 +21,7 @@ from planaria.core.records import (
     Recovering,
     Running,
     ToLauncher,
+    Warned,
 )
 from planaria.observe.metrics import EventRecord
 
@@ -99,7 +100,7 @@ class Standing:
         num_committed: number of committed iterations.
         is_training: whether all ranks train; False while they start or recover.
         has_trained: whether training has begun.
-        lost: nodes that were lost.
+        lost: nodes that were lost, also while they waited to join.
         slow: nodes that count as slow.
         links: measured bytes per second by kind of link.
     """
@@ -144,6 +145,8 @@ class Standing:
                 )
             case Committed():
                 return replace(self, num_committed=message.iteration + 1, links=message.links)
+            case Warned():
+                return replace(self, lost=self.lost.union(message.gone))
         return self
 
 

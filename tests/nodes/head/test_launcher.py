@@ -30,6 +30,8 @@ from planaria.nodes.head import job_processes, leader_runner
 from planaria.nodes.head.launcher import Launcher, LaunchSpec
 from planaria.nodes.head.leader_runner import SHORT_TRIES_MAX
 from planaria.nodes.head.process_events import LEAVE_SIGNALS, restore_handlers
+from planaria.nodes.head.request_socket import ask
+from planaria.nodes.head.requests import Drain, RequestReply
 from planaria.observe.metrics import EventRecord
 
 AGAIN = OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
@@ -278,6 +280,25 @@ async def stop(line: Line) -> None:
     line.say(Warned(text="saved"))
     line.say(end_message("stopped"))
     await line.heard()
+
+
+def test_a_node_that_is_lost_cannot_be_drained(launch: Launch) -> None:
+    """The end of one on a machine without power is never known, and the user waited for it."""
+    replies: list[RequestReply] = []
+
+    async def lead(line: Line) -> None:
+        line.say(running(line))
+        line.say(Warned(text="node 0 cannot join", gone=(0,)))
+        await wait_until(lambda: len(job.observer.notes) > 0)
+        replies.append(await asyncio.to_thread(ask, Drain(0), job="", timeout_s=10.0))
+        line.say(end_message("finished"))
+        await line.heard()
+
+    job = launch(lead)
+
+    assert job.run().ending == "finished"
+    assert not replies[0].is_done
+    assert replies[0].text.startswith("there is no node 0")
 
 
 @pytest.mark.parametrize("number", LEAVE_SIGNALS)

@@ -18,7 +18,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -123,7 +123,7 @@ class Launcher:
         leader_spec = msgspec.structs.replace(spec.leader, token=token)
         self._leaders = self._leader_runner(leader_spec, other_journal)
         self._injector = self._made_injector(token, server)
-        self._drains = Drains(self._leaders.send, self._nodes.live_nodes)
+        self._drains = Drains(self._leaders.send, self._job_nodes)
         self._operator: CloudOperator = LocalOperator(
             spec.node.job.cluster.grant_s, give_back=self._nodes.drop, start_node=self._on_grant
         )
@@ -391,6 +391,10 @@ class Launcher:
             self._call_observer(call)
 
     # -- the user, and faults ---------------------------------------------------------------------
+
+    def _job_nodes(self) -> Collection[int]:
+        """The nodes that live and were not lost; the end of a lost machine's node is not known."""
+        return set(self._nodes.live_nodes).difference(self._standing.lost)
 
     def _status(self) -> JobStatus:
         """What the job does at the moment."""

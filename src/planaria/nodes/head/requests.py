@@ -85,12 +85,14 @@ class Drains:
 
     Args:
         send: sends a request to the coordinator.
-        live_nodes: the live nodes; changes during the job.
+        job_nodes: returns the nodes that belong to the job now, or wait to join.
     """
 
-    def __init__(self, send: Callable[[DrainRequested], None], live_nodes: Collection[int]) -> None:
+    def __init__(
+        self, send: Callable[[DrainRequested], None], job_nodes: Callable[[], Collection[int]]
+    ) -> None:
         self._send = send
-        self._live_nodes = live_nodes
+        self._job_nodes = job_nodes
         self._replies: dict[int, asyncio.Future[RequestReply]] = {}
 
     @property
@@ -100,9 +102,9 @@ class Drains:
 
     async def answer(self, request: Drain) -> RequestReply:
         """The answer to a request, once its outcome is known."""
-        node = request.node
-        if node not in self._live_nodes:
-            numbers = ", ".join(str(live_node) for live_node in sorted(self._live_nodes))
+        node, nodes = request.node, self._job_nodes()
+        if node not in nodes:
+            numbers = ", ".join(map(str, sorted(nodes)))
             return RequestReply(is_done=False, text=f"there is no node {node}; there are {numbers}")
         if node not in self._replies:
             self._replies[node] = asyncio.get_running_loop().create_future()
