@@ -5,6 +5,7 @@ import contextlib
 import logging
 import socket
 import ssl
+import threading
 from datetime import UTC, datetime, timedelta
 from typing import NoReturn
 
@@ -197,6 +198,25 @@ async def test_a_head_is_reached_although_its_name_has_an_address_that_is_of_no_
         streams[1].close()
 
 
+def test_a_resolver_that_does_not_answer_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of an event loop waits for the threads of its executor, however long they take."""
+    is_over, answers = threading.Event(), []
+
+    def resolve(*_: object, flags: int = 0, **__: object) -> NoReturn:
+        if not flags:
+            is_over.wait(TIMEOUT_S / 4)
+            answers.append("none")
+        raise socket.gaierror("no answer")
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with pytest.raises(ConnectionError, match="the name does not resolve"):
+        asyncio.run(connect(("a-head", 1), Purpose.MACHINE, CREDENTIALS, timeout_s=0.01))
+    told = tuple(answers)
+    is_over.set()
+
+    assert told == ()
+
+
 @pytest.mark.parametrize("name", ["a..b", "a" * 64, "a-name-that-nobody-has.invalid"])
 @runs
 async def test_a_name_that_does_not_resolve_is_a_connection_that_fails(name: str) -> None:
@@ -216,7 +236,7 @@ async def test_an_address_needs_no_thread_to_be_looked_up(
         raise RuntimeError("can't start new thread")
 
     async with head() as running:
-        monkeypatch.setattr(asyncio.get_running_loop(), "run_in_executor", refuse)
+        monkeypatch.setattr(threading.Thread, "start", refuse)
         await joined(running)
         with pytest.raises(ConnectionError, match="can't start new thread"):
             await connect(("localhost", 1), Purpose.NODE, CREDENTIALS, timeout_s=TIMEOUT_S)

@@ -17,7 +17,9 @@ import logging
 import os
 import socket
 import ssl
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Final
@@ -428,11 +430,21 @@ async def connect(
 
 
 async def _endpoints(address: Address) -> list[tuple[Any, ...]]:
-    """Where an address leads; a name is looked up in a thread, since that may take long."""
+    """Where an address leads; a name is looked up in a thread for which no end of a loop waits."""
     kind, literal = socket.SOCK_STREAM, socket.AI_NUMERICHOST
     with contextlib.suppress(socket.gaierror):  # It is a name.
         return list(socket.getaddrinfo(*address, type=kind, flags=literal))
-    return list(await asyncio.get_running_loop().getaddrinfo(*address, type=kind))
+    found: Future[list[tuple[Any, ...]]] = Future()
+    found.set_running_or_notify_cancel()  # Nobody can cancel it from now on.
+
+    def look_up() -> None:
+        try:
+            found.set_result(list(socket.getaddrinfo(*address, type=kind)))
+        except Exception as error:
+            found.set_exception(error)
+
+    threading.Thread(target=look_up, name="resolver", daemon=True).start()
+    return await asyncio.wrap_future(found)
 
 
 async def _open(
