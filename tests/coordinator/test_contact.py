@@ -127,8 +127,13 @@ class Head:
         ]
 
 
-def play(run: Callable[[Head, Clock], Coroutine[Any, Any, None]], *, patience_s: float) -> None:
-    """Runs a head under a clock of the test's own."""
+def play(
+    run: Callable[[Head, Clock], Coroutine[Any, Any, None]],
+    *,
+    patience_s: float,
+    nodes: tuple[int, ...] = NODES,
+) -> None:
+    """Runs a head, to which these nodes have connected, under a clock of the test's own."""
 
     async def main() -> None:
         clock, effects = Clock(), Effects()
@@ -141,7 +146,7 @@ def play(run: Callable[[Head, Clock], Coroutine[Any, Any, None]], *, patience_s:
         leadership.state = training_halves(rules)
         watch = asyncio.create_task(leadership.watch_leases())
         head = Head(leadership, effects, store)
-        for node in NODES:
+        for node in nodes:
             await head.connect(node)
         await asyncio.wait_for(run(head, clock), TIMEOUT_S)
         watch.cancel()
@@ -230,6 +235,18 @@ def test_connections_that_close_for_all_members_say_nothing_of_any() -> None:
         assert await head.lost_nodes() == [3]
 
     play(run, patience_s=PATIENCE_S)
+
+
+def test_a_member_that_has_not_come_does_not_hide_that_all_connections_have_closed() -> None:
+    """It hangs, and this coordinator is newer than that: it has no connection that could close."""
+
+    async def run(head: Head, _clock: Clock) -> None:
+        head.close(0, 1, 2)
+        await head.connect(2)
+        await head.answer(2)
+        assert await head.lost_nodes() == []
+
+    play(run, patience_s=PATIENCE_S, nodes=(0, 1, 2))
 
 
 def test_a_node_that_dies_while_the_only_other_one_is_cut_off_is_lost_after_it_comes_back() -> None:

@@ -9,7 +9,7 @@ off, and then it evicts nobody:
    given a whole lease to come back, though only once before it is heard itself.
 2. A node whose connection closes is lost as soon as another member answers: all others are asked
    for a heartbeat that says so. Other messages may have been sent before the connection closed.
-3. If the connections of all members close before that, the network or the head has failed. The
+3. If no member has a connection any more before that, the network or the head has failed. The
    first node that is heard again is the end of that, and the others keep their leases.
 4. A lease and `patience_s` after the last message of any member the clock goes on, and leases run
    out: the nodes have ended themselves.
@@ -61,7 +61,7 @@ class HeadContact:
         self._skipped_s = 0.0  # Time that the leases do not count.
         self._num_requests = 0
         self._closed: dict[int, int] = {}  # Nodes whose connections closed since, with requests.
-        self._is_closed = False  # Whether all members are among them.
+        self._is_closed = False  # Whether those of all members have closed since.
         self._pardoned: set[int] = set()  # Nodes that were pardoned and not heard since.
 
     @property
@@ -128,11 +128,15 @@ class HeadContact:
             self._heard_s = heard_s
             self._skipped_s -= self._uncounted_s(now_s)  # The clock of the leases goes on.
 
-    def close(self, node: int, *, members: Collection[int]) -> int:
-        """Notes that a node's connection has closed; returns the request to send to all others."""
+    def close(self, node: int, *, is_last: bool) -> int:
+        """Notes that a node's connection has closed; returns the request to send to all others.
+
+        Args:
+            is_last: whether no member has a connection now.
+        """
         self._num_requests += 1
         self._closed[node] = self._num_requests
-        self._is_closed |= {*members} <= self._closed.keys()
+        self._is_closed |= is_last
         return self._num_requests
 
     @property

@@ -280,8 +280,10 @@ class Leadership(Generic[Agent]):
         if not self._contact.is_remote:
             self._effects.queue(NodeLost(node=node, reason=_CLOSED))
         elif node not in self._arriving:
-            number = self._contact.close(node, members=self.state.all_nodes)
-            self._tell(HeartbeatRequested(number=number), self.state.all_nodes)
+            members = self.state.all_nodes
+            is_last = not any(n in self._connections or n in self._arriving for n in members)
+            number = self._contact.close(node, is_last=is_last)
+            self._tell(HeartbeatRequested(number=number), members)
 
     def tick(self) -> None:
         """Queues a tick; tells agents that wait for a slow disk that they are being admitted."""
