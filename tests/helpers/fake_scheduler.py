@@ -11,7 +11,7 @@ pass_on() { kill -USR1 "${tasks[@]}" 2> /dev/null; }
 trap 'is_told=yes; was_told=yes; pass_on' USR1
 for ((rank = 0; rank < NUM_MACHINES; rank++)); do
     SLURM_STEP_ID=0 SLURM_STEP_TASKS_PER_NODE=1 SLURM_STEP_NODELIST=127.0.0.1 \\
-        SLURM_NODEID=$rank SLURM_PROCID=$rank "${command[@]}" &
+        SLURMD_NODENAME=n$rank SLURM_NODEID=$rank SLURM_PROCID=$rank "${command[@]}" &
     tasks+=($!)
 done
 echo "$*" > "$FAKES/srun.words"
@@ -25,6 +25,7 @@ exit "${worst:-0}"
 _SCONTROL = """\
 case $1 in
     requeue) echo "$*" >> "$FAKES/scontrol.words" ;;
+    --oneliner) echo "NodeName=$4 State=ALLOCATED" ;;
     *) echo 127.0.0.1 ;;
 esac
 """

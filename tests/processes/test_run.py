@@ -85,7 +85,7 @@ def test_machines_train_a_job_with_one_command_and_are_taken_back(
 ) -> None:
     """The one of rank 0 is the head and an agent; another one comes first here, and waits. SIGTERM
     to the command on a machine and its source of notices take its node out of the job: nothing is
-    done twice, and the command ends in peace."""
+    done twice, and the command ends in peace, with 76 after a notice."""
     settings = ("training.iterations=25", "cluster.notice_s=60")
     nnodes = str(2 + num_noticed)
     first = machines.start(1, *settings, nnodes=nnodes)
@@ -98,7 +98,8 @@ def test_machines_train_a_job_with_one_command_and_are_taken_back(
     first.process.send_signal(signal.SIGTERM)
     (tmp_path / "leave").write_text("60")
 
-    assert {command.wait() for command in machines.commands} == {0}, machines.everything()
+    codes = [command.wait() for command in machines.commands]
+    assert codes == [0, 0, *[76] * num_noticed], machines.everything()
     role = f"this machine is the head and an agent: rank 0 (PET_NODE_RANK); {nnodes} machines"
     assert role in head.output
     report = json.loads((tmp_path / "report-0.json").read_text())
