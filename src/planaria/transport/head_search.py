@@ -33,8 +33,8 @@ async def connect_first(
         timeout_s: time for all of them; each has at least half of it.
 
     Raises:
-        StrangerError: at each address something answers that is no head.
-        AuthenticationError: at each address something answers, and no head of this token file.
+        StrangerError: something that is no head answers at each address.
+        AuthenticationError: something answers at each address, and no head of this token file.
         ConnectionError: no head can be reached, and not each address has refused for good.
     """
     loop = asyncio.get_running_loop()

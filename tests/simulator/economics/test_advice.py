@@ -1,6 +1,6 @@
 """The search for what pays most."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
@@ -14,7 +14,7 @@ from planaria.job.scenario_file import scenario_from_tables
 from planaria.job.what_if import Grounds, answer, choice_space
 from planaria.simulator.economics import advice as advice_module
 from planaria.simulator.economics import planaria_run
-from planaria.simulator.economics.advice import Choice, Trials
+from planaria.simulator.economics.advice import Choice, SparesPay, Trials
 from planaria.simulator.economics.compare import ClusterScenario, JobOutcome, compare, play
 from planaria.simulator.economics.planaria_system import PlanariaSystem
 from planaria.simulator.economics.question import Question, Recommendation
@@ -141,53 +141,54 @@ def test_no_seed_that_chose_the_advice_measures_it(monkeypatch: pytest.MonkeyPat
         assert [outcome.seed for outcome in outcomes] == [7, 8, 9]
 
 
+def spares_pay_by(
+    samples_of: Callable[[Choice, int], int], patch: pytest.MonkeyPatch
+) -> SparesPay | None:
+    """What the answer says of spares.
+
+    Args:
+        samples_of: function from a choice and a seed to the samples at a higher failure rate; at
+            the asked one all train 1,000.
+    """
+    an_outcome = play(small(), Restart(), 0)
+
+    def play_group(
+        scenario: ClusterScenario, trials: Sequence[Any]
+    ) -> list[tuple[JobOutcome, ...]]:
+        is_higher_rate = scenario.horizon_s < 60 * 3600.0
+
+        def played(choice: Choice, seed: int) -> JobOutcome:
+            samples = samples_of(choice, seed) if is_higher_rate else 1000
+            return replace(an_outcome, seed=seed, samples=samples)
+
+        return [tuple(played(trial.choice, seed) for seed in trial.seeds) for trial in trials]
+
+    patch.setattr(advice_module, "_play_group", play_group)
+    return answer_to(question(0.5, hours=60.0)).advice.spares_pay
+
+
 @pytest.mark.parametrize(("lucky_seeds", "multiple"), [(range(3, 7), 0), (range(7), 2)])
 def test_spares_pay_only_where_other_seeds_show_it_than_those_that_chose_their_number(
     lucky_seeds: range, multiple: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The best of several numbers looks good to the seeds that choose it, 3 to 6."""
 
-    def play_group(
-        scenario: ClusterScenario, trials: Sequence[Any]
-    ) -> list[tuple[JobOutcome, ...]]:
-        is_higher_rate = scenario.horizon_s < 60 * 3600.0
-        return [
-            tuple(played(trial.choice, seed, is_higher_rate) for seed in trial.seeds)
-            for trial in trials
-        ]
+    def samples_of(choice: Choice, seed: int) -> int:
+        return 2000 if choice.num_spares == 2 and seed in lucky_seeds else 1000
 
-    def played(choice: Choice, seed: int, is_higher_rate: bool) -> JobOutcome:
-        is_better = is_higher_rate and choice.num_spares == 2 and seed in lucky_seeds
-        return replace(an_outcome, seed=seed, samples=2000 if is_better else 1000)
-
-    an_outcome = play(small(), Restart(), 0)
-    monkeypatch.setattr(advice_module, "_play_group", play_group)
-    pay = answer_to(question(0.5, hours=60.0)).advice.spares_pay
+    pay = spares_pay_by(samples_of, monkeypatch)
 
     assert pay is not None
     assert pay.multiple == multiple
 
 
 def test_spares_with_which_nothing_is_trained_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without them nothing is trained with some seed, and with them with most."""
+    """Without them nothing is trained with one seed, and with them with two."""
 
-    def play_group(
-        scenario: ClusterScenario, trials: Sequence[Any]
-    ) -> list[tuple[JobOutcome, ...]]:
-        is_higher_rate = scenario.horizon_s < 60 * 3600.0
-        return [
-            tuple(played(trial.choice, seed, is_higher_rate) for seed in trial.seeds)
-            for trial in trials
-        ]
+    def samples_of(choice: Choice, seed: int) -> int:
+        return 0 if seed < (2 if choice.num_spares else 1) else 1000
 
-    def played(choice: Choice, seed: int, is_higher_rate: bool) -> JobOutcome:
-        num_bad = 2 if choice.num_spares else 1
-        is_bad = is_higher_rate and seed < num_bad
-        return replace(an_outcome, seed=seed, samples=0 if is_bad else 1000)
-
-    an_outcome = play(small(), Restart(), 0)
-    monkeypatch.setattr(advice_module, "_play_group", play_group)
-    pay = answer_to(question(0.5, hours=60.0)).advice.spares_pay
+    pay = spares_pay_by(samples_of, monkeypatch)
 
     assert pay is not None
     assert pay.multiple == 0
