@@ -15,7 +15,7 @@ from planaria.core.job import DataConfig
 from planaria.data import text
 from planaria.data.batches import microbatch, num_targets
 from planaria.data.datasets import Dataset, load_dataset, load_held_out, vocabulary_size
-from planaria.data.special_tokens import SpecialTokens
+from planaria.data.model_tokenizer import SpecialTokens
 from planaria.data.text import make_once, masked_pair
 from planaria.errors import ConfigError
 

@@ -36,6 +36,25 @@ def test_text_for_a_model_with_weights_is_told(column: str, is_told: bool, tmp_p
     assert (NOTE in "\n".join(told.notes)) == told.has_own_tokens == is_told
 
 
+def test_text_in_the_tokens_of_the_weights_is_told_nothing(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    GPT2LMHeadModel(CONFIG).save_pretrained(tmp_path / "model")
+    words = tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
+    model = ModelConfig(path=str(tmp_path / "model"))
+    data = saved_dataset(tmp_path, {"text": ["a b and so on"] * 30})
+    data = replace(data, tokenizer="model", sequence_length=4)
+
+    told = preparation(replace(tiny_job("gpt2", tmp_path), model=model, data=data), tmp_path)
+
+    assert told.mistake is None
+    assert "tokens" not in "\n".join(told.notes)
+    assert not told.has_own_tokens
+    assert told.vocabulary_size == 3
+
+
 def test_a_model_that_begins_anew_learns_any_tokens(tmp_path: Path) -> None:
     """Also if its config is that of a directory."""
     CONFIG.save_pretrained(tmp_path / "model")

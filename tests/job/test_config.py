@@ -262,6 +262,7 @@ def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.Monke
         ({"data": {"target": "m:f"}}, "data.target", 'data.kind = "python"'),
         ({"data": {"tokenizer": "bpe", "vocabulary_size": 256}}, "data.vocabulary_size", "256"),
         ({"data": {"vocabulary_size": -5}}, "data.vocabulary_size", 'data.tokenizer = "bpe"'),
+        ({"data": {"tokenizer": "model"}}, "data.tokenizer", "in the directory model.path"),
         ({"data": {"kind": "tokens", "tokenizer": "bpe"}}, "data.tokenizer", '"text" or "hf"'),
         ({"data": {"collate": "m:f"}}, "data.collate", 'data.kind = "python"'),
         ({"evaluation": {"path": __file__}}, "evaluation.path", "only with evaluation.every"),

@@ -116,6 +116,11 @@ def test_a_model_is_compared_by_its_configuration_and_weights(tmp_path: Path) ->
     # A masked model's mask is in it, if the ids of tokens come from elsewhere.
     of_ids = [replace(job, data=DataConfig(kind="tokens")) for job in jobs]
     assert digest(of_ids[0], tmp_path) != digest(of_ids[1], tmp_path)
+    # So are the tokens of a text, if they are the model's.
+    of_text = [replace(job, data=DataConfig(tokenizer="model")) for job in jobs]
+    cache = tmp_path / "cache"
+    digests = [input_digests(job, cache_directory=cache, note=print) for job in of_text]
+    assert digests[0]["model.path"] != digests[1]["model.path"]
 
     write(tmp_path / "b" / "model" / "model.safetensors", "no weights")
 

@@ -91,10 +91,10 @@ class DataConfig:
         "rank loads them itself; the bits do not depend on it",
     )
     sequence_length: int = _key(128, "number of tokens in a sample")
-    tokenizer: Literal["bytes", "bpe"] = _key(
+    tokenizer: Literal["bytes", "bpe", "model"] = _key(
         "bytes",
         "bytes: each byte is a token; bpe: a byte-pair encoding, which is trained on the text "
-        "itself",
+        "itself; model: the tokenizer in the directory model.path",
     )
     vocabulary_size: int = _key(1024, "bpe: number of tokens that the tokenizer learns")
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from planaria.core.job import DataConfig, ModelConfig
+from planaria.data.model_tokenizer import has_weights, special_tokens
 from planaria.data.padding import counts_padding
 from planaria.data.saved_rows import (
     HELD_OUT,
@@ -33,7 +34,6 @@ from planaria.data.saved_rows import (
     num_row_ids,
     saved_dataset,
 )
-from planaria.data.special_tokens import has_weights, special_tokens
 from planaria.data.text import (
     file_source,
     num_token_ids,
@@ -106,8 +106,13 @@ def load_dataset(
             num_tokens=_num_token_ids_in(tokens, data.path, cache_directory),
             special=special_tokens(model.path) if objective == "masked" else None,
         )
-    source = file_source(data.path) if data.path else prose_source()
-    return text_dataset(source, data, objective=objective, cache_directory=cache_directory)
+    return text_dataset(
+        file_source(data.path) if data.path else prose_source(),
+        data,
+        objective=objective,
+        cache_directory=cache_directory,
+        model_path=model.path,
+    )
 
 
 def load_held_out(
@@ -148,6 +153,7 @@ def load_held_out(
             objective=objective,
             cache_directory=cache_directory,
             learned_from=file_source(training.path) if training.path else prose_source(),
+            model_path=model.path,
         )
     except ConfigError as error:
         field = error.field
@@ -163,12 +169,12 @@ def vocabulary_size(
     objective: str = "causal",
     model: ModelConfig = _FRESH_MODEL,
 ) -> int:
-    """The vocabulary_size of the data's dataset; text is not tokenised for it.
+    """The vocabulary_size of the data's dataset; text is tokenised for the model's tokens alone.
 
     Raises:
         ConfigError: see `load_dataset`.
     """
-    if data.kind == "text":
+    if data.kind == "text" and data.tokenizer != "model":
         return num_token_ids(tokenizer_size(data), objective)
     if data.kind == "hf":
         saved, path = loaded_from_disk(data.path)
@@ -182,11 +188,13 @@ def vocabulary_size(
 
 
 def has_own_tokens(data: DataConfig) -> bool:
-    """Whether the data are text, whose tokens are planaria's own, and not token ids.
+    """Whether the tokens of the data are planaria's own, and not ids or those of the model.
 
     Raises:
         ConfigError: see `load_dataset`.
     """
+    if data.tokenizer == "model":
+        return False
     if data.kind == "hf":
         return "input_ids" not in loaded_from_disk(data.path)[0].column_names
     return data.kind == "text"
@@ -199,8 +207,8 @@ def own_tokens_text(data: DataConfig, model: ModelConfig) -> str:
     return (
         f"model.path = {model.path!r} has weights, and text becomes tokens of planaria's own "
         f"(data.tokenizer = {data.tokenizer!r}), which weights of another tokenizer do not know; "
-        "tokenise the text with that one, and give the ids: a saved data set with a column "
-        'input_ids (data.kind = "hf"), or data.kind = "tokens"'
+        'set data.tokenizer = "model" if the directory has that one, or give token ids: a saved '
+        'data set with a column input_ids (data.kind = "hf"), or data.kind = "tokens"'
     )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planaria.core.job import ModelConfig
-from planaria.data.special_tokens import json_at
+from planaria.data.model_tokenizer import json_at
 from planaria.errors import ConfigError
 
 ROUTERS_KEY: Final = "model.config.output_router_logits"

@@ -18,6 +18,7 @@ import xxhash
 from torch import Tensor
 
 from planaria.core.job import DataConfig, ModelConfig
+from planaria.data.model_tokenizer import end_of_document, special_tokens
 from planaria.data.padding import (
     MASKS,
     TYPES,
@@ -28,7 +29,6 @@ from planaria.data.padding import (
     refuse_inner_padding,
     refuse_unequal_rows,
 )
-from planaria.data.special_tokens import special_tokens
 from planaria.data.text import TextSource, TokenDataset, causal_pair, make_once, text_dataset
 from planaria.errors import ConfigError
 
@@ -116,18 +116,17 @@ def saved_dataset(
         remedy = f"it has the columns {', '.join(columns)}; planaria takes input_ids or text"
         raise ConfigError("data.path", data.path, remedy)
     if "input_ids" not in columns:
-        source, other = _saved_text(data.path, saved), None
-        if learned_from:
-            training, path = loaded_from_disk(learned_from, TRAINING)
-            other = _saved_text(path, training)
+        source, other = _texts(saved, data, model, learned_from)
         return text_dataset(
-            source, data, objective=objective, cache_directory=cache_directory, learned_from=other
+            source,
+            data,
+            objective=objective,
+            cache_directory=cache_directory,
+            learned_from=other,
+            model_path=model.path,
         )
     _refuse_tokenizer(data)
-    names = [name for name in ("input_ids", "labels") if name in columns]
-    if objective == "supervised" and "labels" not in names:
-        remedy = f"it has the columns {', '.join(columns)}; a supervised model needs labels"
-        raise ConfigError("data.path", data.path, remedy)
+    names = _checked_columns(columns, data, objective)
     checked = names if objective != "supervised" else ["input_ids"]
     kept = _kept_lengths(saved, data, objective, cache_directory)
     lengths = {name: _checked_lengths(saved, name, data, objective, kept) for name in checked}
@@ -153,6 +152,15 @@ def saved_dataset(
     )
 
 
+def _checked_columns(columns: Sequence[str], data: DataConfig, objective: str) -> list[str]:
+    """The columns that samples are made of, of a data set with token ids."""
+    names = [name for name in ("input_ids", "labels") if name in columns]
+    if objective == "supervised" and "labels" not in names:
+        remedy = f"it has the columns {', '.join(columns)}; a supervised model needs labels"
+        raise ConfigError("data.path", data.path, remedy)
+    return names
+
+
 def _refuse_tokenizer(data: DataConfig) -> None:
     """Refuses a tokenizer for rows of token ids."""
     if data.tokenizer != DataConfig().tokenizer:
@@ -163,8 +171,20 @@ def _refuse_tokenizer(data: DataConfig) -> None:
         raise ConfigError("data.tokenizer", data.tokenizer, remedy)
 
 
-def _saved_text(path: str, saved: Any) -> TextSource:
-    """The texts of a saved data set.
+def _texts(
+    saved: Any, data: DataConfig, model: ModelConfig, learned_from: str
+) -> tuple[TextSource, TextSource | None]:
+    """The texts of a data set, and those that a tokenizer learns from, if they are others."""
+    if data.tokenizer == "model":
+        return _saved_text(data.path, saved, end_of_document(model.path)), None
+    if not learned_from:
+        return _saved_text(data.path, saved), None
+    training, path = loaded_from_disk(learned_from, TRAINING)
+    return _saved_text(data.path, saved), _saved_text(path, training)
+
+
+def _saved_text(path: str, saved: Any, end: str = "\n\n") -> TextSource:
+    """The texts of a saved data set, with `end` after each.
 
     Raises:
         ConfigError: one is null, which has no text.
@@ -178,7 +198,8 @@ def _saved_text(path: str, saved: Any) -> TextSource:
             'save it without them: saved.filter(lambda row: row["text"] is not None)'
         )
         raise ConfigError("data.path", path, remedy)
-    return TextSource(path, _saved_digest(path), partial(_row_texts, saved))
+    digest = _saved_digest(path) + (end if end.strip() else "")
+    return TextSource(path, digest, partial(_row_texts, saved, end))
 
 
 def loaded_from_disk(path: str, splits: Sequence[str] = TRAINING) -> tuple[Any, str]:
@@ -332,6 +353,6 @@ def _saved_digest(path: str) -> str:
     return digest.hexdigest()
 
 
-def _row_texts(saved: Any) -> Iterator[bytes]:
+def _row_texts(saved: Any, end: str) -> Iterator[bytes]:
     for row in saved.select_columns(["text"]):
-        yield f"{row['text']}\n\n".encode()
+        yield f"{row['text']}{end}".encode()

@@ -2,6 +2,7 @@
 
     {cache}/tokens-{digest}             the tokens, little-endian, 1, 2 or 4 bytes each
     {cache}/tokenizer-{digest}.json     the byte-pair encoding learned from the text, for "bpe"
+    {cache}/num-ids-{digest}            one more than the largest token, for "model"
 
 The digest is of the text's source and of the settings, so the content of a name never changes. One
 process makes a file, under another name, and then renames it; other processes wait for it.
@@ -28,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +39,12 @@ from torch import Tensor
 
 from planaria.core.job import DataConfig
 from planaria.core.samples import random_words
-from planaria.data.special_tokens import SpecialTokens
+from planaria.data.model_tokenizer import (
+    SpecialTokens,
+    model_tokenizer,
+    special_tokens,
+    tokenizer_digest,
+)
 from planaria.errors import ConfigError
 
 # A target that cross entropy in torch ignores.
@@ -47,6 +53,7 @@ IGNORED = -100
 # Part of every digest; raise it when a change of the code gives other tokens for the same source.
 _FORMAT = "1"
 _NUM_BYTE_TOKENS = 256
+_MODEL_TOKEN_DTYPE: Final[np.dtype[Any]] = np.dtype("<u4")
 _PIECE_BYTES = 1 << 20
 _PIECES_AT_ONCE = 16
 _DOCSTRING_CHARACTERS_MIN = 80
@@ -143,26 +150,38 @@ def text_dataset(
     objective: str,
     cache_directory: Path,
     learned_from: TextSource | None = None,
+    model_path: str = "",
 ) -> TokenDataset:
     """The samples of a text, which is tokenised now if it was not before.
 
     Args:
         learned_from: text from which a tokenizer learns its tokens; None: the text itself.
+        model_path: directory of the model, whose tokenizer the job may ask for.
 
     Raises:
-        ConfigError: the text cannot be read or is too short for one sample.
+        ConfigError: the text or the model's tokenizer cannot be read, or the text is too short for
+            one sample.
     """
     _check_objective(data, objective)
     try:
-        path = _token_file(source, learned_from or source, data, cache_directory)
+        if data.tokenizer == "model":
+            path, num_tokens = _model_token_file(source, model_path, cache_directory)
+        else:
+            path = _token_file(source, learned_from or source, data, cache_directory)
+            num_tokens = tokenizer_size(data)
     except OSError as error:
         reason = f"{error.strerror} ({error.filename})"
         raise ConfigError(
             "data.path", source.name, f"it cannot be read, or the cache cannot be written: {reason}"
         ) from error
-    tokens = _tokens_at(path, _token_dtype(data))
+    has_special = data.tokenizer == "model" and objective == "masked"
     return packed_dataset(
-        tokens, source.name, data, objective=objective, num_tokens=tokenizer_size(data)
+        _tokens_at(path, _token_dtype(data)),
+        source.name,
+        data,
+        objective=objective,
+        num_tokens=num_tokens,
+        special=special_tokens(model_path) if has_special else None,
     )
 
 
@@ -233,7 +252,8 @@ def _check_objective(data: DataConfig, objective: str) -> None:
 
 
 def tokenizer_size(data: DataConfig) -> int:
-    """Number of tokens of the text's tokenizer, without the mask token."""
+    """Number of tokens of a tokenizer of planaria's own, without the mask token."""
+    assert data.tokenizer != "model"
     return _NUM_BYTE_TOKENS if data.tokenizer == "bytes" else data.vocabulary_size
 
 
@@ -360,6 +380,8 @@ def _digest(*parts: str) -> str:
 
 
 def _token_dtype(data: DataConfig) -> np.dtype[Any]:
+    if data.tokenizer == "model":
+        return _MODEL_TOKEN_DTYPE
     size = tokenizer_size(data)
     return np.dtype("u1" if size <= 1 << 8 else "<u2" if size <= 1 << 16 else "<u4")
 
@@ -381,6 +403,8 @@ def _token_file(
             f"the {_NUM_BYTE_TOKENS} single bytes are the first tokens; set it to a larger number"
         )
         raise ConfigError("data.vocabulary_size", data.vocabulary_size, remedy)
+    from tokenizers import Tokenizer
+
     digest = _digest(learned_from.digest, "bpe", str(data.vocabulary_size))
 
     def texts(of: TextSource) -> Iterator[str]:
@@ -391,11 +415,29 @@ def _token_file(
         _trained_tokenizer(texts(learned_from), data.vocabulary_size).save(str(partial))
 
     def encode(partial: Path) -> None:
-        _write(partial, _encoded_tokens(texts(source), tokenizer_path, _token_dtype(data)))
+        tokenizer = Tokenizer.from_file(str(tokenizer_path))
+        _write(partial, _encoded_tokens(texts(source), tokenizer, _token_dtype(data)))
 
     tokenizer_path = make_once(cache_directory / f"tokenizer-{digest}.json", train)
     name = digest if source.digest == learned_from.digest else _digest(source.digest, digest)
     return make_once(cache_directory / f"tokens-{name}", encode)
+
+
+def _model_token_file(
+    source: TextSource, model_path: str, cache_directory: Path
+) -> tuple[Path, int]:
+    """The text as tokens of the model's tokenizer, and one more than the largest of them."""
+    digest = _digest(source.digest, "model", tokenizer_digest(model_path))
+
+    def encode(partial: Path) -> None:
+        texts = _text_pieces(_bytes_file(source, cache_directory), source.name)
+        _write(partial, _encoded_tokens(texts, model_tokenizer(model_path), _MODEL_TOKEN_DTYPE))
+
+    def scan(partial: Path) -> None:
+        partial.write_text(str(int(_tokens_at(path, _MODEL_TOKEN_DTYPE).max(initial=0)) + 1))
+
+    path = make_once(cache_directory / f"tokens-{digest}", encode)
+    return path, int(make_once(cache_directory / f"num-ids-{digest}", scan).read_text())
 
 
 def _bytes_file(source: TextSource, cache_directory: Path) -> Path:
@@ -418,14 +460,9 @@ def _trained_tokenizer(texts: Iterator[str], vocabulary_size: int) -> Any:
     return tokenizer
 
 
-def _encoded_tokens(
-    texts: Iterator[str], tokenizer_path: Path, dtype: np.dtype[Any]
-) -> Iterator[bytes]:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(tokenizer_path))
+def _encoded_tokens(texts: Iterator[str], tokenizer: Any, dtype: np.dtype[Any]) -> Iterator[bytes]:
     while batch := list(islice(texts, _PIECES_AT_ONCE)):
-        for encoding in tokenizer.encode_batch(batch):
+        for encoding in tokenizer.encode_batch(batch, add_special_tokens=False):
             yield np.array(encoding.ids, dtype=dtype).tobytes()
 
 

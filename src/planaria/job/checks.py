@@ -112,6 +112,11 @@ def check_job(job: JobConfig) -> None:
     _check_copies(job.checkpoint)
     _check_model(job.model)
     _check_data(job.data)
+    if job.data.tokenizer == "model" and not job.model.path:
+        remedy = (
+            'it is the tokenizer in the directory model.path; name one, or set "bytes" or "bpe"'
+        )
+        raise ConfigError("data.tokenizer", "model", remedy)
     _check_evaluation(job)
     if job.model.kind == "paced" and job.data.workers:
         raise ConfigError(
@@ -295,8 +300,10 @@ def _check_data(data: DataConfig) -> None:
         _check_target("data.target", data.target, returned="an indexable dataset")
     if data.collate:
         _check_target("data.collate", data.collate, returned="inputs and targets")
-    if data.tokenizer == "bytes" and data.vocabulary_size != DataConfig().vocabulary_size:
-        remedy = 'has a meaning only with data.tokenizer = "bpe", and this job has "bytes"'
+    if data.tokenizer != "bpe" and data.vocabulary_size != DataConfig().vocabulary_size:
+        remedy = (
+            f'has a meaning only with data.tokenizer = "bpe", and this job has "{data.tokenizer}"'
+        )
         raise ConfigError("data.vocabulary_size", data.vocabulary_size, remedy)
     # A byte-pair encoding starts with the single bytes and learns the tokens above them.
     if data.tokenizer == "bpe" and data.vocabulary_size <= _BYTE_TOKENS:

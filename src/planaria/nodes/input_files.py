@@ -22,6 +22,7 @@ from typing import Final
 import xxhash
 
 from planaria.core.job import JobConfig
+from planaria.data.model_tokenizer import TOKENIZER_FILES
 from planaria.errors import ConfigError
 
 PROSE_KEY: Final = "data.kind"  # Key that a job has whose text is that of Python's own library.
@@ -31,8 +32,6 @@ _NOTED_BYTES: Final = 1 << 30  # Reading this takes seconds, so the user is told
 _NOTE_S: Final = 30.0
 _RECENT_NS: Final = 2_000_000_000
 _MODEL_FILES: Final = ("config.json", "*.safetensors", "*.safetensors.index.json")
-# Which tokens of ids from elsewhere are hidden depends on them, for a masked language model.
-_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 # Files that the package datasets keeps beside a dataset, and that are no part of it.
 _NO_DATA: Final = "cache-"
 
@@ -95,8 +94,9 @@ def _files(job: JobConfig, key: str, path: Path) -> list[Path]:
         OSError: it cannot be looked whether there are any.
     """
     if key == "model.path":
-        has_ids = job.data.kind in ("hf", "tokens")
-        patterns = (*_MODEL_FILES, *(_TOKENIZER_FILES if has_ids else ()))
+        # Which tokens of ids from elsewhere are hidden depends on the tokenizer, too.
+        has_ids = job.data.kind in ("hf", "tokens") or job.data.tokenizer == "model"
+        patterns = (*_MODEL_FILES, *(TOKENIZER_FILES if has_ids else ()))
         files = [file for pattern in patterns for file in path.glob(pattern)]
     elif job.data.kind == "hf":
         files = [file for file in path.rglob("*") if _is_data(file.relative_to(path))]

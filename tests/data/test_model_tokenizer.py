@@ -1,4 +1,4 @@
-"""Masks of a model that begins with weights are made of the tokens that its tokenizer names."""
+"""A model that begins with weights knows the tokens of the tokenizer beside them."""
 
 import json
 from dataclasses import replace
@@ -13,7 +13,7 @@ from helpers.saved_datasets import saved_dataset
 from planaria.core.job import DataConfig, ModelConfig
 from planaria.data.batches import microbatch, num_targets
 from planaria.data.datasets import load_dataset, load_held_out, vocabulary_size
-from planaria.data.special_tokens import SpecialTokens, special_tokens
+from planaria.data.model_tokenizer import SpecialTokens, end_of_document, special_tokens
 from planaria.data.text import IGNORED, TokenDataset
 from planaria.errors import ConfigError
 
@@ -60,6 +60,104 @@ def test_hidden_tokens_are_words_and_their_place_takes_the_tokenizers_mask(tmp_p
         assert 0.6 < float((inputs[is_hidden] == 4).float().mean()) < 0.95
         assert torch.equal(inputs[~is_hidden], tokens[~is_hidden])
         assert dataset.vocabulary_size == vocabulary_size(data, **arguments) == 13
+
+
+@pytest.mark.parametrize("objective", ["causal", "masked"])
+def test_text_becomes_the_tokens_of_transformers(tmp_path: Path, objective: str) -> None:
+    """Whole, also if the tokenizer is used to cut and pad; none is learned, for held-out text too.
+
+    A masked model gets the tokenizer's mask.
+    """
+    content = _tokenizer_json(WORDS, WORDS[:5])
+    content |= {"pre_tokenizer": {"type": "Whitespace"}}
+    cut = {"max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    padded: dict[str, Any] = {"strategy": {"Fixed": 8}, "direction": "Right", "pad_id": 0}
+    padded |= {"pad_to_multiple_of": None, "pad_type_id": 0, "pad_token": "[PAD]"}
+    model = _model(tmp_path / "model", tokenizer=content | {"truncation": cut, "padding": padded})
+    for name in ("text", "held out"):
+        (tmp_path / name).write_text(f"a b c d e f g h [SEP] {'g h a ' * 80}\n" * 7)
+    data = DataConfig(path=str(tmp_path / "text"), sequence_length=16, tokenizer="model")
+    arguments: Any = {"objective": objective, "cache_directory": tmp_path, "model": model}
+
+    dataset = load_dataset(data, seed=0, **arguments)
+    held_out = load_held_out(
+        replace(data, path=str(tmp_path / "held out")), data, seed=0, **arguments
+    )
+
+    tokens = 7 * [*range(5, 13), 3, *(80 * [11, 12, 5])]
+    assert len(dataset) == len(held_out) == len(tokens) // 16
+    assert dataset.vocabulary_size == vocabulary_size(data, **arguments) == 13
+    for number in range(len(dataset)):
+        inputs, targets = dataset.sample(number, seed=1)
+        expected = torch.tensor(tokens[16 * number : 16 * number + 17])
+        if objective == "causal":
+            assert torch.equal(inputs, expected[:16])
+            assert torch.equal(targets, expected[1:])
+        else:
+            is_hidden = targets != IGNORED
+            assert torch.equal(targets[is_hidden], expected[:16][is_hidden])
+            assert torch.equal(inputs[~is_hidden], expected[:16][~is_hidden])
+        assert torch.equal(held_out.sample(number, seed=1)[0], inputs)
+    assert not list(tmp_path.glob("tokenizer-*"))
+
+
+def test_rows_of_text_end_with_the_tokenizers_end_of_a_text(tmp_path: Path) -> None:
+    """So a sample with parts of two rows shows where one ends."""
+    content = _tokenizer_json(WORDS, WORDS[:5]) | {"pre_tokenizer": {"type": "Whitespace"}}
+    model = _model(tmp_path / "model", tokenizer=content, tokenizer_config={"eos_token": "[SEP]"})
+    data = saved_dataset(tmp_path, {"text": ["a b c", "d"] * 20})
+    data = replace(data, sequence_length=6, tokenizer="model")
+
+    dataset = load_dataset(data, objective="causal", seed=0, cache_directory=tmp_path, model=model)
+
+    assert dataset.sample(0, seed=0)[0].tolist() == [5, 6, 7, 3, 8, 3]
+    assert end_of_document(_model(tmp_path / "other", tokenizer=content).path) == "\n\n"
+
+
+def test_another_tokenizer_makes_other_tokens(tmp_path: Path) -> None:
+    """Tokens in the cache are those of one tokenizer, whatever its directory is called."""
+    (tmp_path / "text").write_text("a b c d " * 20)
+    data = DataConfig(path=str(tmp_path / "text"), sequence_length=4, tokenizer="model")
+    inputs = []
+    for words in (WORDS, WORDS[::-1]):
+        content = _tokenizer_json(words, []) | {"pre_tokenizer": {"type": "Whitespace"}}
+        model = _model(tmp_path / "model", tokenizer=content)
+        arguments: Any = {"cache_directory": tmp_path / "cache", "model": model}
+        dataset = load_dataset(data, objective="causal", seed=0, **arguments)
+        inputs.append(dataset.sample(0, seed=0)[0].tolist())
+
+    assert inputs == [[5, 6, 7, 8], [7, 6, 5, 4]]
+
+
+def test_a_vocabulary_of_older_releases_is_read(tmp_path: Path) -> None:
+    """A directory of BERT may have vocab.txt alone."""
+    pytest.importorskip("transformers")
+    model = _model(tmp_path / "model", config={"model_type": "bert"})
+    Path(model.path, "vocab.txt").write_text("\n".join([*WORDS[:5], "the", "cat", "##s"]))
+    (tmp_path / "text").write_text("The cats the cat\n" * 9)
+    data = DataConfig(path=str(tmp_path / "text"), sequence_length=5, tokenizer="model")
+
+    dataset = load_dataset(data, objective="causal", seed=0, cache_directory=tmp_path, model=model)
+
+    assert dataset.sample(0, seed=0)[0].tolist() == [5, 6, 7, 5, 6]
+    assert special_tokens(model.path) == SPECIAL
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [({}, "it has no tokenizer; save one there"), ({"tokenizer": {}}, "tokenizer cannot be read")],
+)
+def test_text_for_a_model_without_a_tokenizer_is_refused(
+    tmp_path: Path, files: dict[str, Any], message: str
+) -> None:
+    model = _model(tmp_path / "model", **files)
+    (tmp_path / "text").write_text("a b c d " * 20)
+    data = DataConfig(path=str(tmp_path / "text"), sequence_length=4, tokenizer="model")
+
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_dataset(data, objective="causal", seed=0, cache_directory=tmp_path, model=model)
+
+    assert caught.value.field == "model.path"
 
 
 def test_files_of_token_ids_have_the_tokenizers_mask_too(tmp_path: Path) -> None:
@@ -121,7 +219,7 @@ def test_special_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     [
         ({}, "no tokenizer.*mask_token.*or give data with labels"),
         ({"tokenizer": _tokenizer_json(["a", "b"], [])}, "no tokenizer.*mask_token"),
-        ({"tokenizer": {}}, "tokenizer.json cannot be read"),
+        ({"tokenizer": {}}, "tokenizer cannot be read"),
         ({"tokenizer_config": 7}, "tokenizer_config.json is no JSON"),
     ],
 )
