@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 import pytest
@@ -23,6 +23,9 @@ from helpers.saved_datasets import saved_dataset
 from helpers.saves import stepped_save
 from planaria.checkpoint.disk.tiers import Manifest, tier_of
 from planaria.cli.main import app
+from planaria.core.job import DataConfig, ModelConfig
+from planaria.data.datasets import load_dataset
+from planaria.data.text import TokenDataset
 from planaria.engine.prepare import split_model
 from planaria.job.config import load_job
 
@@ -225,6 +228,7 @@ def _language_model(directory: Path) -> None:
 
 
 SHAPE: dict[str, Any] = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 32}
+MODEL = ModelConfig(config={"model_type": "gpt2", **SHAPE})
 JOB = """
 [model]
 path = "{path}"
@@ -288,6 +292,60 @@ def test_an_export_says_if_a_saved_data_set_was_text(
     output = told("export", str(tuned / "of_rows"), "-o", str(tuned / "out"))
 
     assert ("trained on tokens of its own (data.tokenizer = 'bytes')" in output) == is_told
+
+
+@pytest.mark.parametrize("objective", ["causal", "masked"])
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_an_export_of_a_model_of_text_has_its_tokenizer(
+    tokenizer: str, objective: str, tuned: Path
+) -> None:
+    """So transformers can read and generate text with it, whatever Unicode it holds."""
+    (tuned / "text").write_text("the snow \u96ea fell, \x00 and na\u00efve \u20ac sold\n" * 60)
+    size: Any = {"vocabulary_size": 280} if tokenizer == "bpe" else {}
+    path, kind = str(tuned / "text"), cast(Literal["bytes", "bpe"], tokenizer)
+    data = DataConfig(path=path, sequence_length=8, tokenizer=kind, **size)
+    config = replace(load_job(tuned / "job.toml"), data=data, model=MODEL)
+    samples = load_dataset(data, objective=objective, seed=0, cache_directory=tuned / "cache")
+    assert isinstance(samples, TokenDataset)
+    num_ids = samples.vocabulary_size
+    split = split_model(MODEL, seed=0, vocabulary_size=num_ids, sequence_length=8)
+    stepped_save(
+        config,
+        split,
+        tuned / "of_text",
+        vocabulary_size=num_ids,
+        tokenizer_file=samples.tokenizer_file,
+    )
+
+    output = told("export", str(tuned / "of_text"), "-o", str(tuned / "out"))
+
+    written = AutoTokenizer.from_pretrained(tuned / "out")
+    text = (tuned / "text").read_text()
+    ids = written(text)["input_ids"]
+    assert written.decode(ids) == text
+    assert len(ids) == len(text.encode()) or tokenizer == "bpe"
+    whole = load_dataset(data, objective="causal", seed=0, cache_directory=tuned / "cache")
+    for number in (0, len(whole) - 1):
+        assert whole.sample(number, seed=0)[0].tolist() == ids[8 * number : 8 * number + 8]
+    assert written.mask_token_id == (num_ids - 1 if objective == "masked" else None)
+    assert str(tuned / "out" / "tokenizer.json") in output.replace("\n", "")
+    assert "the tokenizer that" not in output
+
+
+def test_an_export_says_where_a_learned_tokenizer_is(tuned: Path) -> None:
+    """The cache is another machine's, or was emptied."""
+    data = DataConfig(tokenizer="bpe", vocabulary_size=280, sequence_length=8)
+    config = replace(load_job(tuned / "job.toml"), data=data, model=MODEL)
+    split = split_model(MODEL, seed=0, vocabulary_size=280, sequence_length=8)
+    stepped_save(
+        config, split, tuned / "of_text", vocabulary_size=280, tokenizer_file="/gone/learned.json"
+    )
+
+    output = told("export", str(tuned / "of_text"), "-o", str(tuned / "out"))
+
+    assert "is not in the export: it is in the cache" in output
+    assert "/gone/learned.json" in output
+    assert not (tuned / "out" / "tokenizer.json").exists()
 
 
 def test_a_save_goes_out_to_dcp_and_comes_in_again(tuned: Path) -> None:

@@ -20,6 +20,7 @@ def stepped_save(
     directory: Path,
     *,
     vocabulary_size: int = 0,
+    tokenizer_file: str = "",
     num_steps: int = 2,
 ) -> tuple[Tier, Manifest]:
     """A save after steps whose gradients depend on shapes alone, so that tied parameters agree."""
@@ -32,6 +33,7 @@ def stepped_save(
         config=dict(split.config),
         vocabulary_size=vocabulary_size,
         has_own_tokens=has_own_tokens(config.data),
+        tokenizer_file=tokenizer_file,
     )
     facts = save_facts(config, known)
     tier.publish(Manifest(iteration=num_steps, epoch=0, job=facts, layers=files))

@@ -3,9 +3,11 @@
 import json
 import os
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -37,10 +39,11 @@ from planaria.cli.command_line import (
     table_console,
 )
 from planaria.core.copies import version_name
+from planaria.data.model_tokenizer import write_own_tokenizer
 from planaria.errors import CheckpointError, ConfigError
 from planaria.job.checks import check_inputs
 from planaria.job.planning import cache_directory
-from planaria.job.save_facts import HAS_OWN_TOKENS, save_facts
+from planaria.job.save_facts import HAS_OWN_TOKENS, TOKENIZER_FILE, save_facts
 from planaria.job.scripts import named_job
 from planaria.nodes.head.requests import KeepSave
 from planaria.show.words import bytes_text, count_text
@@ -271,15 +274,53 @@ def export(
             names = export_dcp(model, output, with_optimizer=with_optimizer)
         else:
             names = export_whole(model, output)
+    own = _write_tokenizer(manifest, output, names)
+    note = _tokenizer_note(manifest, model_path, names, is_written=bool(own))
     console = Console(soft_wrap=True, highlight=False)
-    for name in names:
+    for name in names + own:
         console.print(str(output / name), markup=False)
-    if note := _tokenizer_note(manifest, model_path, names):
+    if note:
         Console(stderr=True, soft_wrap=True, highlight=False).print(note, markup=False)
 
 
-def _tokenizer_note(manifest: Manifest, model_path: str, names: tuple[str, ...]) -> str:
-    """What a user should know of the tokenizer of an export; empty: nothing."""
+def _write_tokenizer(manifest: Manifest, output: Path, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Writes the tokenizer of a job with tokens of its own; returns the names of its files."""
+    facts, learned = model_facts(manifest), manifest.job.get(TOKENIZER_FILE, "")
+    if facts is None or not _lacks_tokenizer(manifest, names) or not find_spec("tokenizers"):
+        return ()
+    if _data(manifest).get("tokenizer") == "bpe" and not Path(learned).is_file():
+        return ()
+    return write_own_tokenizer(output, learned, num_ids=facts.vocabulary_size)
+
+
+def _lacks_tokenizer(manifest: Manifest, names: tuple[str, ...]) -> bool:
+    """Whether a model for transformers is exported without the tokenizer of the job's text."""
+    has_model = "config.json" in names
+    return has_model and _has_own_tokens(manifest) and not _has_tokenizer(names)
+
+
+def _has_own_tokens(manifest: Manifest) -> bool:
+    # Older saves do not say it.
+    return bool(manifest.job.get(HAS_OWN_TOKENS, _data(manifest).get("kind") == "text"))
+
+
+def _has_tokenizer(names: tuple[str, ...]) -> bool:
+    return any(name.startswith("tokenizer") for name in names)
+
+
+def _data(manifest: Manifest) -> Mapping[str, Any]:
+    return manifest.job.get("data") or {}
+
+
+def _tokenizer_note(
+    manifest: Manifest, model_path: str, names: tuple[str, ...], *, is_written: bool
+) -> str:
+    """What a user should know of the tokenizer of an export; empty: nothing.
+
+    Args:
+        names: names of the files of the model and of what stood beside it.
+        is_written: whether the job's own tokenizer was written, too.
+    """
     facts = model_facts(manifest)
     path = model_path or (facts.model.path if facts else "")
     if path and not Path(path).is_dir():
@@ -287,13 +328,15 @@ def _tokenizer_note(manifest: Manifest, model_path: str, names: tuple[str, ...])
             f"{path}, the job's model.path, is not here, so its tokenizer is not in the export; "
             "say where it is now by --model-path"
         )
-    data = manifest.job.get("data") or {}
-    # Older saves do not say it.
-    is_own = manifest.job.get(HAS_OWN_TOKENS, data.get("kind") == "text")
-    if is_own and any(name.startswith("tokenizer") for name in names):
+    if _has_own_tokens(manifest) and _has_tokenizer(names):
         return (
             "the tokenizer of model.path is in the export, but the job was trained on tokens of "
-            f"its own (data.tokenizer = {data.get('tokenizer')!r})"
+            f"its own (data.tokenizer = {_data(manifest).get('tokenizer')!r})"
+        )
+    if _lacks_tokenizer(manifest, names) and not is_written:
+        return (
+            "the tokenizer that learned from the job's text is not in the export: it is in the "
+            f"cache of the machine that prepared the job ({manifest.job.get(TOKENIZER_FILE)})"
         )
     return ""
 

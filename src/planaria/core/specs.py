@@ -117,6 +117,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
             left out.
         notes: lines for the user.
         has_own_tokens: whether the data are text, whose tokens are planaria's own.
+        tokenizer_file: path of the tokenizer that was learned from the text; empty: none was.
         config: configuration of the model, as other tools read it from config.json; empty: it has
             none.
         mistake: (field, value, remedy) of a ConfigError; all else is then empty.
@@ -132,5 +133,6 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any] = {}
     notes: tuple[str, ...] = ()
     has_own_tokens: bool = False
+    tokenizer_file: str = ""
     mistake: tuple[str, str, str] | None = None
     traceback: str = ""

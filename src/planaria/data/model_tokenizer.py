@@ -159,6 +159,50 @@ def end_of_document(directory: str) -> str:
     return tokens[0] if tokens else _NO_END
 
 
+def write_own_tokenizer(directory: Path, learned: str, *, num_ids: int) -> tuple[str, ...]:
+    """Writes a tokenizer of planaria's own as transformers reads it; returns the file names.
+
+    Args:
+        directory: directory of an exported model.
+        learned: path of the tokenizer that was learned from the text; "": tokens are bytes.
+        num_ids: number of token ids of the model; one more than the tokenizer has is the mask.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    tokenizer = _read_tokenizer(Path(learned)) if learned else _byte_tokenizer()
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if num_ids == tokenizer.get_vocab_size() + 1:
+        mask = _USUAL_MASKS[0]
+        tokenizer.add_special_tokens([mask])
+        config["mask_token"] = mask
+    contents = {
+        "tokenizer.json": tokenizer.to_str(pretty=True),
+        "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
+    }
+    for name, content in contents.items():
+        (directory / name).write_text(content, "utf-8")
+    return tuple(contents)
+
+
+def _byte_tokenizer() -> Any:
+    """A tokenizer whose tokens are the bytes of UTF-8.
+
+    Source: Radford et al., GPT-2 (2019): bytes that are no printable character have another one in
+    their place.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = (byte for byte in range(256) if byte not in shown)
+    characters = {byte: chr(byte) for byte in shown}
+    characters |= {byte: chr(256 + number) for number, byte in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE({text: byte for byte, text in characters.items()}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 def _roles(directory: str) -> dict[str, Any]:
     """What the files of a model's tokenizer say of the tokens that have a role."""
     names = ("tokenizer_config.json", "special_tokens_map.json")

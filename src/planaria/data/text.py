@@ -26,7 +26,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Final, Protocol
@@ -98,6 +98,7 @@ class TokenDataset:
             "masked" data set never have.
         special: special tokens of the model's own tokenizer; None: the mask token comes after all
             others, and no token is special.
+        tokenizer_file: path of the tokenizer that was learned from text; empty: none was.
     """
 
     rows: RowSource
@@ -106,6 +107,7 @@ class TokenDataset:
     num_tokens: int
     lengths: npt.NDArray[np.int32] | None = None
     special: SpecialTokens | None = None
+    tokenizer_file: str = ""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -163,19 +165,22 @@ def text_dataset(
             one sample.
     """
     _check_objective(data, objective)
+    tokenizer_file = ""
     try:
         if data.tokenizer == "model":
             path, num_tokens = _model_token_file(source, model_path, cache_directory)
+        elif data.tokenizer == "bytes":
+            path, num_tokens = _bytes_file(source, cache_directory), tokenizer_size(data)
         else:
-            path = _token_file(source, learned_from or source, data, cache_directory)
-            num_tokens = tokenizer_size(data)
+            path, learned = _token_file(source, learned_from or source, data, cache_directory)
+            num_tokens, tokenizer_file = tokenizer_size(data), str(learned)
     except OSError as error:
         reason = f"{error.strerror} ({error.filename})"
         raise ConfigError(
             "data.path", source.name, f"it cannot be read, or the cache cannot be written: {reason}"
         ) from error
     has_special = data.tokenizer == "model" and objective == "masked"
-    return packed_dataset(
+    samples = packed_dataset(
         _tokens_at(path, _token_dtype(data)),
         source.name,
         data,
@@ -183,6 +188,7 @@ def text_dataset(
         num_tokens=num_tokens,
         special=special_tokens(model_path) if has_special else None,
     )
+    return replace(samples, tokenizer_file=tokenizer_file)
 
 
 def packed_dataset(
@@ -388,9 +394,8 @@ def _token_dtype(data: DataConfig) -> np.dtype[Any]:
 
 def _token_file(
     source: TextSource, learned_from: TextSource, data: DataConfig, cache_directory: Path
-) -> Path:
-    if data.tokenizer == "bytes":
-        return _bytes_file(source, cache_directory)
+) -> tuple[Path, Path]:
+    """The text as tokens of a tokenizer that learned from a text, and that tokenizer."""
     if importlib.util.find_spec("tokenizers") is None:
         raise ConfigError(
             "data.tokenizer",
@@ -420,7 +425,7 @@ def _token_file(
 
     tokenizer_path = make_once(cache_directory / f"tokenizer-{digest}.json", train)
     name = digest if source.digest == learned_from.digest else _digest(source.digest, digest)
-    return make_once(cache_directory / f"tokens-{name}", encode)
+    return make_once(cache_directory / f"tokens-{name}", encode), tokenizer_path
 
 
 def _model_token_file(

@@ -25,6 +25,7 @@ from planaria.data.datasets import (
     own_tokens_text,
     vocabulary_size,
 )
+from planaria.data.text import TokenDataset
 from planaria.engine.blame import mistake_of, user_traceback
 from planaria.engine.comm.choice import fallback_text, nccl_obstacle, transport_mistake
 from planaria.engine.devices import Device, find_device
@@ -280,6 +281,7 @@ def _prepare(request: PrepareRequest) -> Prepared:
         config=dict(model.config),
         notes=notes,
         has_own_tokens=job.model.kind != "paced" and has_own_tokens(job.data),
+        tokenizer_file=dataset.tokenizer_file if isinstance(dataset, TokenDataset) else "",
     )
 
 

@@ -12,7 +12,9 @@ from planaria.checkpoint.disk.storage import absolute
 from planaria.core.job import JobConfig, ModelFacts
 from planaria.core.specs import Prepared
 
-HAS_OWN_TOKENS: Final = "has_own_tokens"  # Key of what export says of the tokenizer.
+# Keys of what export says of the tokenizer.
+HAS_OWN_TOKENS: Final = "has_own_tokens"
+TOKENIZER_FILE: Final = "tokenizer_file"
 _NUM_SAMPLES: Final = "num_samples"
 
 
@@ -59,6 +61,7 @@ def save_facts(config: JobConfig, prepared: Prepared) -> dict[str, Any]:
         "config": prepared.config,
         MODEL_FACTS: msgspec.to_builtins(facts),
         HAS_OWN_TOKENS: prepared.has_own_tokens,
+        TOKENIZER_FILE: prepared.tokenizer_file,
         _NUM_SAMPLES: prepared.num_samples.data,
     }
 
