@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 
 import msgspec
 import pytest
@@ -24,8 +25,10 @@ from planaria.core.messages import (
     StopRequested,
     WorkerFailed,
 )
+from planaria.errors import PeerLostError
 from planaria.nodes.forkserver import ForkServer
 from planaria.transport.frames import FrameDecoder, fact_of, frame
+from planaria.transport.links import Channel, Links, Tag
 
 TIMEOUT_S = 20.0
 
@@ -35,14 +38,14 @@ NUM_TOLD = NUM_THREADS * NUM_SAVED
 class Agent:
     """A worker's process and our end of its line."""
 
-    def __init__(self, server: ForkServer, *, target: str = "serve") -> None:
+    def __init__(self, server: ForkServer, *, target: str = "serve", payload: bytes = b"") -> None:
         self.socket, theirs = socket.socketpair()
         self.socket.settimeout(TIMEOUT_S)
         lifeline_fd, self.lifeline_write_fd = os.pipe()
         self.stderr_fd, stderr_fd = os.pipe()
         self._server = server
         fds = (theirs.fileno(), lifeline_fd, stderr_fd)
-        self.pid = server.spawn(f"helpers.control_worker:{target}", b"", fds)
+        self.pid = server.spawn(f"helpers.control_worker:{target}", payload, fds)
         theirs.close()
         os.close(lifeline_fd)
         os.close(stderr_fd)
@@ -87,9 +90,16 @@ def agent(server: ForkServer) -> Iterator[Agent]:
 
 
 @pytest.fixture
-def parent(server: ForkServer) -> Iterator[Agent]:
+def peer() -> Iterator[Links]:
+    """Rank 1, to which a worker that has forked children has a link."""
+    with closing(Links(1, token=b"")) as links:
+        yield links
+
+
+@pytest.fixture
+def parent(server: ForkServer, peer: Links) -> Iterator[Agent]:
     """The agent of a worker that has forked children."""
-    made = Agent(server, target="serve_parent")
+    made = Agent(server, target="serve_parent", payload=str(peer.address[1]).encode())
     yield made
     made.close()
 
@@ -167,6 +177,18 @@ def test_the_loss_of_a_worker_is_seen_while_a_child_of_the_job_lives(parent: Age
     parent.wait()
 
     assert not parent.socket.recv(1)
+
+
+def test_peers_see_the_loss_of_a_worker_while_a_child_of_the_job_lives(
+    parent: Agent, peer: Links
+) -> None:
+    """The kernel closes a link once no process has it open."""
+    parent.messages(1)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+
+    with pytest.raises(PeerLostError, match="by peer"):
+        peer.receive(0, Tag(Channel.FORWARD, 0, 0), timeout_s=TIMEOUT_S)
 
 
 def test_a_worker_ends_with_its_agent(agent: Agent) -> None:

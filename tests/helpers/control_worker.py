@@ -23,6 +23,7 @@ from planaria.transport.pulse import Pulse
 
 NUM_THREADS = 2
 NUM_SAVED = 50  # What each thread tells.
+_WAIT_S = 20.0
 
 
 class _Comm:
@@ -69,13 +70,17 @@ def serve(_: bytes, agent_fd: int, lifeline_fd: int, stderr_fd: int) -> None:
     threading.Event().wait()
 
 
-def serve_parent(_: bytes, agent_fd: int, lifeline_fd: int, stderr_fd: int) -> None:
+def serve_parent(peer_port: bytes, agent_fd: int, lifeline_fd: int, stderr_fd: int) -> None:
     """Forks two children, as code of a job may, and ends the first of them by SIGTERM.
 
-    It sends the exit status of that one; the other lives until the job ends.
+    It has a link to rank 1, which listens at that port. It sends the exit status of the first
+    child; the other lives until the job ends.
     """
     os.dup2(stderr_fd, 2)
-    control = _control(agent_fd, lifeline_fd, links=Links(0, token=b""), pulse=Pulse())
+    links = Links(0, token=b"")
+    control = _control(agent_fd, lifeline_fd, links=links, pulse=Pulse())
+    addresses = {1: ("127.0.0.1", int(peer_port))}
+    links.begin(0, addresses=addresses, peers=(1,), timeout_s=_WAIT_S)
     ended = _fork_child(lifeline_fd)
     _fork_child(lifeline_fd)
     os.kill(ended, signal.SIGTERM)

@@ -1,5 +1,6 @@
 """Links between ranks: every message once, in its epoch; what is blocked can be freed."""
 
+import math
 import socket
 import threading
 import time
@@ -56,6 +57,9 @@ def test_a_forked_child_closes_the_links() -> None:
             left.leave_to_parent()
             return (link.fileno() >= 0) + (left._listener.fileno() >= 0)
 
+        assert number_in_child(num_open) == 0
+        left.cuts.add(lambda _: True, end_s=math.inf)
+        wait_until(lambda: bool(left.cuts.severed))
         assert number_in_child(num_open) == 0
         assert link.fileno() >= 0
 

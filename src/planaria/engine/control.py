@@ -98,11 +98,13 @@ class Control:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
 
     def _leave_to_parent(self) -> None:
-        """Makes a forked child no rank: SIGTERM ends it, and it has no line to the agent.
+        """Makes a forked child no rank: SIGTERM ends it, and it has no line to agent or peers.
 
         The agent reads the line until no process has it open, then looks how the rank has ended.
+        Peers see the loss of a rank in the same way.
         """
         self._socket.close()
+        self._links.leave_to_parent()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._restore_signals()

@@ -115,9 +115,8 @@ class Server:
 
     def leave_to_parent(self) -> None:
         """Closes the sockets in a forked child, where the thread is not."""
-        for key in [*(self._selector.get_map() or {}).values()]:
-            if key.data is not None:
-                key.data.sock.close()
+        for connection in self._connections():
+            connection.sock.close()
         self._listener.close()
 
     def _wake(self) -> None:
@@ -242,11 +241,15 @@ class Server:
             logger.warning("rank %s: gave up a link: %s", self._rank, reason)
 
     def _close_all(self) -> None:
-        connections = {key.data for key in self._selector.get_map().values() if key.data}
-        for connection in connections | set(self._new) | self.cuts.severed:
+        for connection in self._connections():
             with contextlib.suppress(OSError, AuthenticationError), connection.lock:
                 connection.flush()
             connection.close()
         self._listener.close()
         self._selector.close()
         self._handlers.on_end()
+
+    def _connections(self) -> set[Connection]:
+        """The connections that are open, the new ones and those that are cut off included."""
+        served = {key.data for key in (self._selector.get_map() or {}).values() if key.data}
+        return served | set(self._new) | self.cuts.severed
