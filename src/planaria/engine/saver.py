@@ -16,7 +16,7 @@ from functools import partial
 from typing import Final
 
 from planaria.checkpoint.disk.tiers import Tier
-from planaria.core.messages import LayersSaved, Message, SaveFailed
+from planaria.core.messages import LayerFile, LayersSaved, Message, SaveFailed
 from planaria.engine.blame import is_of_memory
 from planaria.engine.stage import HeldLayer
 from planaria.engine.staging import State
@@ -187,25 +187,31 @@ class Saver:
         """Writes the layers; after each one, reports all files so far, to show the progress."""
         files = []
         for layer, state in states.items():
-            if self._is_over(epoch):  # Another save may wait for its turn.
-                return
-            write = partial(self._tier.write_layer, iteration, epoch, layer, state)
-            for pause_s in (*pauses_s, None):
-                try:
-                    file = write(may_write=self._may_write)
-                    break
-                except CheckpointError:
-                    if pause_s is None:
-                        raise
-                self._wait(epoch, pause_s)
-                if self._is_over(epoch):
-                    return
-            if not is_unchanged():  # The file may have bytes of two ages.
+            tier, may_write = self._tier, self._may_write
+            write = partial(tier.write_layer, iteration, epoch, layer, state, may_write=may_write)
+            file = self._written_file(write, epoch, pauses_s)
+            if file is None or not is_unchanged():  # The file may have bytes of two ages.
                 return
             files.append(file)
             self._send(
                 LayersSaved(rank=self._rank, epoch=epoch, iteration=iteration, files=tuple(files))
             )
+
+    def _written_file(
+        self, write: Callable[[], LayerFile], epoch: int, pauses_s: Sequence[float]
+    ) -> LayerFile | None:
+        """The file of a layer, tried again after each pause; None if the epoch is over before.
+
+        Another save may wait for its turn then.
+        """
+        for pause_s in pauses_s:
+            if self._is_over(epoch):
+                return None
+            try:
+                return write()
+            except CheckpointError:
+                self._wait(epoch, pause_s)
+        return None if self._is_over(epoch) else write()
 
     def _wait(self, epoch: int, timeout_s: float) -> None:
         """Waits until the time or the epoch is over."""
