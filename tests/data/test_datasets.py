@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -143,6 +143,29 @@ def test_held_out_saved_text_has_the_tokens_of_the_training_text(tmp_path: Path)
     load(data, cache)
 
     assert len(list(cache.glob("tokenizer-*.json"))) == 1
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+@pytest.mark.parametrize(
+    ("taken", "remedy"),
+    [("text", "column input_ids of that tokenizer"), ("input_ids", "column text alone")],
+)
+def test_held_out_texts_beside_token_ids_are_refused(
+    tmp_path: Path, taken: str, remedy: str, tokenizer: Literal["bytes", "bpe"]
+) -> None:
+    """The same text has other tokens there, so that its loss would mean nothing."""
+    values: dict[str, list[Any]] = {"text": ["the fox " * 40] * 3, "input_ids": [[1] * 200] * 3}
+    paths = {name: saved_dataset(tmp_path / name, {name: values[name]}).path for name in values}
+    (other,) = values.keys() - {taken}
+    training = DataConfig(kind="hf", path=paths[other], sequence_length=4, tokenizer=tokenizer)
+    held_out = replace(training, path=paths[taken])
+
+    with pytest.raises(ConfigError, match=f"{paths[other]}.*{remedy}") as caught:
+        load_held_out(
+            held_out, training, objective="causal", seed=0, cache_directory=tmp_path / "cache"
+        )
+
+    assert (caught.value.field, caught.value.value) == ("evaluation.path", paths[taken])
 
 
 @pytest.mark.parametrize("column", ["input_ids", "text"])

@@ -35,6 +35,7 @@ from planaria.errors import ConfigError
 # Splits of a directory that has several, the best first.
 TRAINING: Final = ("train",)
 HELD_OUT: Final = ("validation", "test")
+_NO_END: Final = "\n\n"  # Between texts.
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +108,17 @@ def saved_dataset(
 
     Raises:
         ConfigError: it cannot be read, or does not fit the objective, the model or the length; or
-            it has token ids, and the job names a tokenizer.
+            it has token ids, and the job names a tokenizer; or see `_training_text`.
     """
     saved, path = loaded_from_disk(data.path, splits)
     data = replace(data, path=path)
-    columns = saved.column_names
-    if "input_ids" not in columns and "text" not in columns:
-        remedy = f"it has the columns {', '.join(columns)}; planaria takes input_ids or text"
-        raise ConfigError("data.path", data.path, remedy)
+    columns = _known_columns(saved, path)
+    has_other = learned_from and data.tokenizer != "model"
+    other = _training_text(saved, path, learned_from) if has_other else None
     if "input_ids" not in columns:
-        source, other = _texts(saved, data, model, learned_from)
+        end = end_of_document(model.path) if data.tokenizer == "model" else _NO_END
         return text_dataset(
-            source,
+            _saved_text(path, saved, end),
             data,
             objective=objective,
             cache_directory=cache_directory,
@@ -152,6 +152,15 @@ def saved_dataset(
     )
 
 
+def _known_columns(saved: Any, path: str) -> list[str]:
+    """The columns of a data set, among which are token ids or texts."""
+    columns: list[str] = saved.column_names
+    if "input_ids" not in columns and "text" not in columns:
+        remedy = f"it has the columns {', '.join(columns)}; planaria takes input_ids or text"
+        raise ConfigError("data.path", path, remedy)
+    return columns
+
+
 def _checked_columns(columns: Sequence[str], data: DataConfig, objective: str) -> list[str]:
     """The columns that samples are made of, of a data set with token ids."""
     names = [name for name in ("input_ids", "labels") if name in columns]
@@ -159,6 +168,28 @@ def _checked_columns(columns: Sequence[str], data: DataConfig, objective: str) -
         remedy = f"it has the columns {', '.join(columns)}; a supervised model needs labels"
         raise ConfigError("data.path", data.path, remedy)
     return names
+
+
+def _training_text(held_out: Any, path: str, training_path: str) -> TextSource | None:
+    """The texts of the training data; None if both data sets have token ids.
+
+    Raises:
+        ConfigError: one has texts and the other token ids, which are those of another tokenizer.
+    """
+    training, training_path = loaded_from_disk(training_path, TRAINING)
+    has_ids = "input_ids" in held_out.column_names
+    if has_ids == ("input_ids" in training.column_names):
+        return None if has_ids else _saved_text(training_path, training)
+    remedy = (
+        f"it has texts, and the training data in {training_path} have input_ids, which are tokens "
+        "of another tokenizer; save it with a column input_ids of that tokenizer"
+    )
+    if has_ids:
+        remedy = (
+            f"it has a column input_ids, and the training data in {training_path} are texts, which "
+            "get tokens of planaria's own; save it with a column text alone"
+        )
+    raise ConfigError("data.path", path, remedy)
 
 
 def _refuse_tokenizer(data: DataConfig) -> None:
@@ -171,19 +202,7 @@ def _refuse_tokenizer(data: DataConfig) -> None:
         raise ConfigError("data.tokenizer", data.tokenizer, remedy)
 
 
-def _texts(
-    saved: Any, data: DataConfig, model: ModelConfig, learned_from: str
-) -> tuple[TextSource, TextSource | None]:
-    """The texts of a data set, and those that a tokenizer learns from, if they are others."""
-    if data.tokenizer == "model":
-        return _saved_text(data.path, saved, end_of_document(model.path)), None
-    if not learned_from:
-        return _saved_text(data.path, saved), None
-    training, path = loaded_from_disk(learned_from, TRAINING)
-    return _saved_text(data.path, saved), _saved_text(path, training)
-
-
-def _saved_text(path: str, saved: Any, end: str = "\n\n") -> TextSource:
+def _saved_text(path: str, saved: Any, end: str = _NO_END) -> TextSource:
     """The texts of a saved data set, with `end` after each.
 
     Raises:
