@@ -8,8 +8,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -36,6 +36,7 @@ from planaria.transport import connection, sockets
 from planaria.transport.frames import Role, handshake
 from planaria.transport.links import Links
 from planaria.transport.serving import ACCEPT_PAUSE_S
+from planaria.transport.sockets import is_literal
 
 LARGE = 3 << 20  # float64 numbers: 24 MiB, more than any socket buffer
 
@@ -98,6 +99,64 @@ def test_begin_without_a_peer_names_it() -> None:
 
     assert refused.value.rank == 2
     assert silent.value.rank == 0
+
+
+@dataclass
+class Resolver:
+    """A resolver that knows one name, "a-rank"; it says nothing before `may_answer` is set."""
+
+    may_answer: threading.Event
+    num_answers: int = 0
+
+
+@pytest.fixture
+def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
+    """The resolver that this process asks."""
+    made, of_system = Resolver(threading.Event()), socket.getaddrinfo
+
+    def resolve(host: str, *arguments: Any, **keys: Any) -> Any:
+        if not is_literal(host):
+            made.may_answer.wait(TIMEOUT_S / 2)
+            made.num_answers += 1
+            if host != "a-rank":
+                raise socket.gaierror("no such name")
+        return of_system("127.0.0.1", *arguments, **keys)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    yield made
+    made.may_answer.set()
+
+
+def test_a_resolver_that_does_not_answer_holds_up_no_other_link_and_no_abort(
+    resolver: Resolver,
+) -> None:
+    """A rank that is stuck in it would answer no order until it is killed."""
+    with closing(Links(0, token=TOKEN)) as left, closing(Links(1, token=TOKEN)) as right:
+        places = addresses([left, right]) | {2: ("a-rank", 1)}
+        left.enter(0, addresses=places, peers=(1, 2))
+        right.begin(0, addresses=places, peers=(0,), timeout_s=TIMEOUT_S)
+        left.send(1, tag(0), payload(1))
+        assert received(right, 0, 0) == payload(1).tolist()
+        left.abort("a member is lost", first_epoch=1)
+        with pytest.raises(AbortedError):
+            left.wait_linked(timeout_s=TIMEOUT_S)
+
+        assert resolver.num_answers == 0
+
+
+def test_a_rank_at_a_name_is_linked_once_the_name_resolves(resolver: Resolver) -> None:
+    """What is sent before waits for it; a name that does not resolve is a rank that is lost."""
+    with closing(Links(0, token=TOKEN)) as left, closing(Links(1, token=TOKEN)) as right:
+        places = addresses([left, right]) | {1: ("a-rank", right.address[1])}
+        left.enter(0, addresses=places, peers=(1,))
+        left.send(1, tag(0), payload(1))
+        resolver.may_answer.set()
+        right.begin(0, addresses=places, peers=(0,), timeout_s=TIMEOUT_S)
+        assert received(right, 0, 0) == payload(1).tolist()
+
+        with pytest.raises(PeerLostError, match="no such name") as lost:
+            left.begin(1, addresses=places | {2: ("b", 1)}, peers=(1, 2), timeout_s=TIMEOUT_S)
+        assert lost.value.rank == 2
 
 
 def test_begin_goes_on_where_a_timed_out_one_left_off() -> None:

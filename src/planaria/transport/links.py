@@ -48,6 +48,7 @@ from planaria.transport.sockets import (
     bare_host,
     connecting_socket,
     endpoints_of,
+    is_literal,
     is_loopback,
     listening_socket,
 )
@@ -205,8 +206,14 @@ class Links:
         # The condition is not held, for `withdraw_memory` waits for a read that is in progress.
         for connection in old_connections:
             connection.withdraw_memory()
-        for peer in sorted(missing):
+        named = {p: addresses[p] for p in missing if not is_literal(bare_host(addresses[p][0]))}
+        for peer in sorted(missing - named.keys()):
             self._connect(peer, addresses[peer])
+        if named:
+            # Nobody may have to wait for a resolver that does not answer.
+            threading.Thread(
+                target=self._connect_named, args=(epoch, named), name="resolver", daemon=True
+            ).start()
 
     def wait_linked(self, *, timeout_s: float) -> None:
         """Blocks until the links to all peers of the epoch are up.
@@ -480,6 +487,21 @@ class Links:
             self._connect_first(endpoints_of(address), peer, address[1])
         except OSError as error:
             raise PeerLostError(peer, self._unreachable(peer, str(error))) from error
+
+    def _connect_named(self, epoch: int, addresses: Mapping[int, Address]) -> None:
+        """Begins to connect to peers at names while the epoch lasts."""
+        for peer, address in addresses.items():
+            try:
+                endpoints = endpoints_of(address)
+                with self._changed:
+                    if self._is_over(epoch):
+                        return
+                    self._connect_first(endpoints, peer, address[1])
+            except OSError as error:
+                with self._changed:
+                    if not self._is_over(epoch):
+                        self._lost[peer] = self._unreachable(peer, str(error))
+                        self._changed.notify_all()
 
     def _connect_first(self, endpoints: list[Endpoint], peer: int, port: int) -> None:
         """Begins to connect to the first endpoint that does not fail at once.

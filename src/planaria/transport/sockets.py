@@ -31,9 +31,18 @@ def bare_host(host: str) -> str:
 def can_be_host(text: str) -> bool:
     """Whether a text is an address, in brackets or not, or can be the name of a machine."""
     try:
-        return _is_literal(bare_host(text)) or (bool(text.encode("idna")) and ":" not in text)
+        return is_literal(bare_host(text)) or (bool(text.encode("idna")) and ":" not in text)
     except UnicodeError:
         return False
+
+
+def is_literal(host: str) -> bool:
+    """Whether the host is an address, not a name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def address_text(address: Address) -> str:
@@ -45,7 +54,7 @@ def address_text(address: Address) -> str:
 def is_loopback(host: str) -> bool:
     """Whether the host is this machine's own loopback, by its address or as localhost."""
     host = bare_host(host)
-    return ipaddress.ip_address(host).is_loopback if _is_literal(host) else host == "localhost"
+    return ipaddress.ip_address(host).is_loopback if is_literal(host) else host == "localhost"
 
 
 def break_when_silent(sock: socket.socket, *, silent_s: float | None = None) -> None:
@@ -80,7 +89,7 @@ def listening_socket(host: str) -> socket.socket:
     """
     host = bare_host(host)
     try:
-        if _is_literal(host):
+        if is_literal(host):
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             return socket.create_server((host, 0), family=family, backlog=_BACKLOG)
     except OSError as error:
@@ -147,12 +156,3 @@ async def open_stream(address: Address) -> tuple[asyncio.StreamReader, asyncio.S
         raise ConnectionError(f"{address_text(address)} cannot be reached: {reason}") from error
     break_when_silent(writer.get_extra_info("socket"))
     return reader, writer
-
-
-def _is_literal(host: str) -> bool:
-    """Whether the host is an address, not a name."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
