@@ -188,9 +188,14 @@ class _Bits:
         return self._compared("gpt2", [self._six("gpt2-over-devices", self.over_devices())])
 
     def over_devices(self) -> Tables:
-        """The keys that have copies go so, in buffers that a device has room for."""
-        buffer_bytes = self.size.bytes_by_model["gpt2"] // 200
-        return merged(COPIES, {"checkpoint": {"path": "device", "buffer_bytes": buffer_bytes}})
+        """The keys that have copies go so, in buffers for which a device has memory of its own."""
+        memory_bytes = self.size.bytes_by_model["gpt2"]
+        buffer_bytes = max(1 << 16, memory_bytes // 200)
+        changes = {
+            "checkpoint": {"path": "device", "buffer_bytes": buffer_bytes},
+            "cluster": {"device_memory_bytes": memory_bytes + 2 * buffer_bytes},
+        }
+        return merged(COPIES, changes)
 
     def llama(self) -> list[Row]:
         """Another family of models."""

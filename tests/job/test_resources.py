@@ -6,6 +6,7 @@ import pytest
 
 from helpers.command import PACED
 from helpers.strategies import equal_problem
+from planaria.core.copies import BUFFER_BYTES_MIN
 from planaria.core.specs import Prepared
 from planaria.errors import ConfigError
 from planaria.job.config import load_job
@@ -15,12 +16,12 @@ from planaria.job.resources import check_memory, copies_bytes
 STATE = 6 * 12 * (1 << 20)  # Six layers of 4 MiB of parameters and twice that for the optimizer.
 
 
-def planned(copies: int, nodes: int = 4) -> Planned:
+def planned(copies: int, nodes: int = 4, buffer_bytes: int = BUFFER_BYTES_MIN) -> Planned:
     """A job of six equal layers, each node with room for two: two pipelines on four nodes."""
     overrides = [
         f"checkpoint.copies={copies}",
         f"cluster.nodes={nodes}",
-        "checkpoint.buffer_bytes=1000",
+        f"checkpoint.buffer_bytes={buffer_bytes}",
         "training.global_batch_size=16",
         "training.microbatch_size=1",
     ]
@@ -37,7 +38,7 @@ def test_copies_take_twice_what_is_held_and_twice_the_state_for_each_further_one
 
     assert copies_bytes(planned(0)) == 0
     assert copies_bytes(one) == 2 * num_held * STATE // 6
-    assert copies_bytes(three) == copies_bytes(one) + 4 * STATE + 2 * 4 * 1000
+    assert copies_bytes(three) == copies_bytes(one) + 4 * STATE + 2 * 4 * BUFFER_BYTES_MIN
     assert copies_bytes(planned(9)) == copies_bytes(planned(4))
 
 
@@ -50,6 +51,10 @@ def test_a_machine_without_room_for_copies_refuses_them() -> None:
     with pytest.raises(ConfigError, match=rf"{needed_bytes:_} bytes of memory") as caught:
         check_memory(job, free_bytes=needed_bytes - 1)
     assert caught.value.field == "checkpoint.copies"
+    large = planned(2, buffer_bytes=1 << 40)
+    with pytest.raises(ConfigError, match=f"the buffers take {4 << 40:_} of these") as caught:
+        check_memory(large, free_bytes=1 << 40)
+    assert caught.value.field == "checkpoint.buffer_bytes"
 
 
 def over_devices(buffer_bytes: int, memory_bytes: int, mode: str = "interleaved") -> Planned:
@@ -89,5 +94,5 @@ def test_sub_buffers_that_leave_nothing_are_refused() -> None:
         over_devices(100 << 20, 200 << 20)
     assert caught.value.field == "checkpoint.buffer_bytes"
     with pytest.raises(ConfigError) as caught:
-        over_devices(1000, 200 << 20, mode="naive")
+        over_devices(BUFFER_BYTES_MIN, 200 << 20, mode="naive")
     assert caught.value.field == "checkpoint.mode"

@@ -25,6 +25,7 @@ from helpers.jobs import digests
 from planaria.core.job import JobConfig, PolicyName
 from planaria.core.specs import Prepared
 from planaria.errors import InsufficientError
+from planaria.job import checks
 from planaria.job.planning import given_profile, plan_job
 from planaria.job.resources import copies_bytes
 from planaria.job.training_job import SilentDisplay, TrainingResult
@@ -103,10 +104,17 @@ def test_all_live_holders_of_a_layer_are_lost(
 @pytest.mark.parametrize("place", ["late", pytest.param("cpu", marks=pytest.mark.long)])
 @pytest.mark.parametrize("fault", ["kill", pytest.param("crash", marks=pytest.mark.long)])
 def test_copies_that_go_from_device_to_device(
-    fault: str, place: str, server: ForkServer, job: JobConfig, holders: tuple[int, ...]
+    fault: str,
+    place: str,
+    server: ForkServer,
+    job: JobConfig,
+    holders: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Holders of a layer are lost while their copies are on their way in small chunks, and others
     while they are copied anew."""
+    monkeypatch.setitem(checks._MINIMUM, "checkpoint.buffer_bytes", 1)  # Layers are small, too.
+    monkeypatch.setattr(checks, "_PIECE_BYTES_MIN", 1)
     checkpoint = replace(job.checkpoint, path="device", every=1, buffer_bytes=4000, num_buffers=2)
     config = replace(job, checkpoint=checkpoint)
     memory_bytes = job.cluster.device_memory_bytes + config.chunk_buffers_bytes

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from planaria.core.copies import BUFFER_BYTES_MIN
 from planaria.errors import ConfigError
-from planaria.torchrun.arguments import BUFFER_BYTES_MIN, check_least
+from planaria.torchrun.arguments import check_least
 
 FINE: dict[str, Any] = {
     "copies": 1,

@@ -14,6 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from planaria.core.copies import BUFFER_BYTES_MIN
 from planaria.core.job import CheckpointConfig, ClusterConfig, DataConfig, JobConfig, ModelConfig
 from planaria.errors import ConfigError
 from planaria.nodes.notices import check_notice_source, parse_notice_source
@@ -39,7 +40,7 @@ _MINIMUM = {
     "checkpoint.persist_every": 0,
     "checkpoint.keep": 0,
     "checkpoint.copies": 0,
-    "checkpoint.buffer_bytes": 1000,  # A smaller one is meant in another unit.
+    "checkpoint.buffer_bytes": BUFFER_BYTES_MIN,
     "checkpoint.num_buffers": 1,
     "checkpoint.profile_iterations": 0,
     "cluster.nodes": 1,
@@ -97,7 +98,7 @@ _COPY_KEYS = (
     *("every", "strategy", "failure_domains", "buffer_bytes", "num_buffers", "mode", "schedule"),
     *("path", "gamma", "profile_iterations"),
 )
-_PIECE_BYTES_MIN = 64
+_PIECE_BYTES_MIN = BUFFER_BYTES_MIN // 4
 _BYTE_TOKENS = 256
 
 

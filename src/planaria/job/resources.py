@@ -66,15 +66,20 @@ def check_memory(planned: Planned, *, free_bytes: int) -> None:
     Raises:
         ConfigError: the copies need more; it says what they need and what is free.
     """
-    config = planned.config
+    checkpoint = planned.config.checkpoint
     needed_bytes = copies_bytes(planned)
     if free_bytes < needed_bytes:
+        buffers_bytes = _buffers_bytes(planned)
+        field, value, change = "checkpoint.copies", checkpoint.copies, "make fewer copies"
+        if 2 * buffers_bytes > needed_bytes:
+            field, value = "checkpoint.buffer_bytes", checkpoint.buffer_bytes
+            change = f"the buffers take {buffers_bytes:_} of these, make them smaller"
         raise ConfigError(
-            "checkpoint.copies",
-            config.checkpoint.copies,
-            f"two versions of these copies take {needed_bytes:_} bytes of memory on all "
+            field,
+            value,
+            f"two versions of the copies take {needed_bytes:_} bytes of memory on all "
             f"nodes together, and {free_bytes:_} are free on this machine, which they "
-            "share; make fewer copies",
+            f"share; {change}",
         )
 
 
@@ -90,7 +95,13 @@ def copies_bytes(planned: Planned) -> int:
     state_bytes = [layer.parameter_bytes + layer.optimizer_bytes for layer in profile.layers]
     own_bytes = sum(state_bytes[n] for held in plan.held_by_rank.values() for n in held)
     num_further = min(job.copies, len(plan.nodes)) - 1
-    buffers_bytes = num_further * len(plan.all_ranks) * job.buffer_bytes
+    return 2 * (own_bytes + num_further * sum(state_bytes)) + _buffers_bytes(planned)
+
+
+def _buffers_bytes(planned: Planned) -> int:
+    """The memory of the buffers in which copies are sent, on all nodes together."""
+    config, plan = planned.config, planned.plan
+    num_further = min(config.checkpoint.copies, len(plan.nodes)) - 1
     # Each buffer of a device has as much memory of the host beside it.
-    buffers_bytes += len(plan.all_ranks) * planned.config.chunk_buffers_bytes
-    return 2 * (own_bytes + num_further * sum(state_bytes)) + buffers_bytes
+    rank_bytes = num_further * config.checkpoint.buffer_bytes + config.chunk_buffers_bytes
+    return len(plan.all_ranks) * rank_bytes

@@ -7,12 +7,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import torch.distributed as dist
 
 from planaria.checkpoint.memory.room import available_bytes
-from planaria.core.copies import LayerCopy
+from planaria.core.copies import BUFFER_BYTES_MIN, LayerCopy
 from planaria.errors import ConfigError
 from planaria.placement.placement import Strategy
 from planaria.torchrun.gathering import gather_records
@@ -28,11 +27,6 @@ class Options:
     buffer_bytes: int
     profile_iterations: int
     persist_every: int
-
-
-# Pieces have a quarter of it, 16 KiB: that gives some 30 MB/s over a link within one machine.
-# Pieces of 4 KiB give a tenth of that.
-BUFFER_BYTES_MIN: Final = 64 << 10
 
 
 def check_least(
