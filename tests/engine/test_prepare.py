@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from helpers.hf_models import FALCON
 from helpers.jobs import tiny_job
 from helpers.preparing import preparation
 from helpers.saved_datasets import saved_dataset
@@ -66,3 +67,18 @@ def test_a_model_that_begins_anew_learns_any_tokens(tmp_path: Path) -> None:
         assert told.mistake is None
         assert told.has_own_tokens
         assert NOTE not in "\n".join(told.notes)
+
+
+def test_layers_that_refuse_selective_checkpointing_do_so_with_a_given_profile(
+    tmp_path: Path,
+) -> None:
+    """Falcon divides a product in place, which torch does not see: its gradients were wrong."""
+    config = {"model_type": "falcon", **FALCON, "attn_implementation": "eager"}
+    job = replace(tiny_job("gpt2", tmp_path), model=ModelConfig(config=config))
+    measured = preparation(job, tmp_path).profile
+    training = replace(job.training, activation_checkpointing="selective")
+
+    told = preparation(replace(job, training=training), tmp_path, profile=measured)
+
+    assert measured is not None
+    assert "mutated in place" in told.traceback

@@ -223,13 +223,25 @@ def test_a_kind_of_recomputation_that_a_layer_refuses_is_left_out(
         SplitModel, "materialise", lambda self, i: kind() if i == 1 else build(self, i)
     )
 
-    layers = profiler.profile_model(job, model, dataset).layers
+    profile = profiler.profile_model(job, model, dataset)
+    layers = profile.layers
 
     assert set(layers[1].recomputed) == {"full"}
     assert set(layers[2].recomputed) == {"selective", "full"}
     asking = replace(job, training=replace(job.training, activation_checkpointing="selective"))
     with pytest.raises(RuntimeError, match="mutated"):
         profiler.profile_model(asking, model, dataset)
+
+    both = layers[2].recomputed  # As a profile of before layers were examined for it may have it.
+    given = replace(profile, layers=tuple(replace(each, recomputed=both) for each in layers))
+    examined = profiler.examine_layers(job, model, dataset, profile=given)
+    assert set(examined.layers[1].recomputed) == {"full"}
+    assert examined.layers[2] == given.layers[2]
+    with pytest.raises(RuntimeError, match="mutated"):
+        profiler.examine_layers(asking, model, dataset, profile=given)
+    compiled = replace(job, training=replace(job.training, compile=True))
+    examined = profiler.examine_layers(compiled, model, dataset, profile=given)
+    assert set(examined.layers[2].recomputed) == {"full"}
 
 
 def test_a_link_is_measured_over_real_sockets() -> None:

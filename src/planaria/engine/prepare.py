@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from planaria.checkpoint.memory.room import available_bytes
-from planaria.core.job import JobConfig, ModelConfig
+from planaria.core.job import JobConfig, ModelConfig, TrainingConfig
 from planaria.core.plan import Link, ModelProfile
 from planaria.core.samples import sample_numbers
 from planaria.core.specs import NodeSpec, NumSamples, Prepared, PrepareRequest
@@ -329,7 +329,7 @@ def _data_notes(job: JobConfig, dataset: Dataset) -> tuple[str, ...]:
 def _profile(
     request: PrepareRequest, model: SplitModel, dataset: Dataset, device: Device
 ) -> ModelProfile:
-    """The profile that was given, else one that is measured; it examines the user's layers.
+    """The profile that was given, else one that is measured; it examines layers in either case.
 
     Raises:
         ConfigError: the profile is one of another job, or the user's layers cannot be trained.
@@ -341,11 +341,19 @@ def _profile(
         return profile_model(
             job, model, dataset, num_ranks=num_ranks, processors=processors, device=device
         )
-    if job.model.kind != "paced":
-        _check_profile(job, given, model)
-    if job.model.kind == "python":
-        examine_layers(job, model, dataset, device=device)
+    if job.model.kind == "paced":
+        return given
+    _check_profile(job, given, model)
+    if job.model.kind == "python" or _may_be_selective(job.training, given):
+        return examine_layers(job, model, dataset, profile=given, device=device)
     return given
+
+
+def _may_be_selective(training: TrainingConfig, profile: ModelProfile) -> bool:
+    """Whether backwards may compute again what "selective" does, of which layers may refuse it."""
+    is_known = any("selective" in layer.recomputed for layer in profile.layers)
+    is_chosen = training.chooses_recomputation and is_known
+    return is_chosen or training.recomputation == "selective"
 
 
 def _check_profile(job: JobConfig, profile: ModelProfile, model: SplitModel) -> None:

@@ -132,12 +132,21 @@ def profile_model(
 
 
 def examine_layers(
-    job: JobConfig, model: SplitModel, dataset: Dataset, *, device: Device = PROCESSOR
-) -> None:
+    job: JobConfig,
+    model: SplitModel,
+    dataset: Dataset,
+    *,
+    profile: ModelProfile,
+    device: Device = PROCESSOR,
+) -> ModelProfile:
     """Examines layers and loss on the first microbatch as `profile_model` does; measures nothing.
+
+    Returns:
+        The profile without kinds of recomputation that the layers of this job refuse.
 
     Raises:
         ConfigError: see `profile_model`.
+        RuntimeError: a layer refuses the kind of recomputation that the job names.
     """
     # Compiling takes minutes, and the layers compute the same without it.
     training = replace(job.training, compile=False)
@@ -145,10 +154,38 @@ def examine_layers(
     batches = Batches(dataset, training, iteration=0)
     hidden = bring(batches.inputs(0), device.bring)
     targets = bring(batches.targets(0), device.bring)
+    layers = []
     for layer in range(model.num_layers):
         stage.keep_only(())
         stage.hold((layer,), states={}, age=0)
-        hidden = _examined_output(job, model, stage.layers[layer], hidden, targets)
+        held, examined = stage.layers[layer], profile.layers[layer]
+        output = _examined_output(job, model, held, hidden, targets)
+        if layer < model.num_layers - 1:  # The engine never computes the last layer again.
+            examined = _examined_recomputation(job.training, held.module, examined, hidden)
+        layers.append(examined)
+        hidden = output
+    return replace(profile, layers=tuple(layers))
+
+
+def _examined_recomputation(
+    training: TrainingConfig, module: nn.Module, profile: LayerProfile, hidden: Tensor
+) -> LayerProfile:
+    """The profile of a layer without the kinds of recomputation that cannot be chosen for it."""
+    modes = _measured_modes(training)
+    if training.chooses_recomputation:
+        known: dict[str, RecomputationCost] = {
+            mode: cost for mode, cost in profile.recomputed.items() if mode in modes
+        }
+        profile, modes = replace(profile, recomputed=known), tuple(m for m in modes if m in known)
+    if "selective" not in modes:
+        return profile
+    try:
+        _refuse_changed_results(module, hidden)
+    except RuntimeError as error:
+        _leave_out(training, profile.name, "selective", error)
+        others = {mode: cost for mode, cost in profile.recomputed.items() if mode != "selective"}
+        return replace(profile, recomputed=others)
+    return profile
 
 
 def _finished_s(device: Device) -> Callable[[], float]:
@@ -338,10 +375,7 @@ def _layer_profile(
                 partial(_measure_again, modules, hidden, mode, clock.now_s), times=NUM_RUNS
             )
         except RuntimeError as error:
-            # A selective backward refuses a layer that changes the result of a product in place.
-            if not job.training.chooses_recomputation:
-                raise
-            logger.info("layer %s cannot be computed again (%s): %s", name, mode, error)
+            _leave_out(job.training, name, mode, error)
             continue
         both_s = statistics.median(run.forward + run.backward for run in runs)
         is_full = mode == "full"
@@ -369,6 +403,18 @@ def _measured_modes(training: TrainingConfig) -> tuple[Recomputation, ...]:
         return ("full",) if training.compile else ("selective", "full")
     mode = training.recomputation
     return () if mode == "none" else (mode,)
+
+
+def _leave_out(
+    training: TrainingConfig, name: str, mode: Recomputation, error: RuntimeError
+) -> None:
+    """Raises an error of a layer that is computed again, unless another kind may be chosen.
+
+    A selective backward refuses a layer that changes the result of a product in place.
+    """
+    if not training.chooses_recomputation:
+        raise error
+    logger.info("layer %s cannot be computed again (%s): %s", name, mode, error)
 
 
 def _leaf(hidden: Tensor) -> Tensor:
