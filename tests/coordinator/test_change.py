@@ -246,6 +246,18 @@ def test_a_drain_of_a_node_that_has_not_arrived_is_answered() -> None:
     assert cluster.state.change.kinds == {5: "join"}
 
 
+def test_a_drain_of_a_node_without_work_or_of_one_that_has_left_is_answered() -> None:
+    """Their machines may be gone, so that nobody tells of their ends."""
+    cluster = training(rules(max_nodes=2))
+    cluster.join(5)
+    cluster.hear(DrainRequested(node=5))
+    cluster.lose(1)
+    cluster.hear(DrainRequested(node=1))
+
+    assert [one.left for one in of_type(cluster.commands, Warned) if one.left] == [(5,), (1,)]
+    assert undrained(cluster) == []
+
+
 @pytest.mark.parametrize("is_unfit", [False, True])
 def test_a_node_that_cannot_be_drained_stays_unless_its_machine_is_unfit(*, is_unfit: bool) -> None:
     """Whoever asked was told that it stays, and it left when another node came."""

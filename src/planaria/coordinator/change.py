@@ -27,7 +27,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import frexp
-from typing import Final
 
 from planaria.coordinator.commands import Notify, RecordDecision, RecordMembers, Tell
 from planaria.coordinator.job_rules import Rules
@@ -54,14 +53,12 @@ from planaria.coordinator.transition_choice import (
     time_to_failure_s,
 )
 from planaria.core.cluster import ClusterState, NodesChanged
-from planaria.core.kinds import ChangeKind, LossKind
+from planaria.core.kinds import LEAVING, ChangeKind, LossKind
 from planaria.core.messages import AT_COMMIT, EpochReady, Shutdown, StartEpoch, StopRequested
 from planaria.core.persistent_map import PersistentMap
 from planaria.core.plan import Transition
 from planaria.core.records import Candidate, Changed, Decision, Members, Outcome, Warned
 from planaria.policies.traits import TRAITS
-
-_LEAVING: Final = (ChangeKind.DRAIN, ChangeKind.PREEMPT)
 
 
 def begin_change(rules: Rules, state: JobState, now_s: float) -> Step:
@@ -298,7 +295,7 @@ def _record_switch(state: JobState) -> Step:
         wave = ()
         plan = replace(change.transition.after, epoch=epoch)
         all_nodes = sorted({*state.nodes, *joined})
-        nodes = tuple(n for n in all_nodes if change.kinds.get(n) not in _LEAVING)
+        nodes = tuple(n for n in all_nodes if change.kinds.get(n) not in LEAVING)
     rounds = (tuple(wave),) if wave else ()
     switch = Switch(epoch=epoch, nodes=nodes, plan=plan, rounds=rounds)
     gone = tuple(sorted({*state.membership.gone, *set(state.nodes).difference(nodes)}))

@@ -1,6 +1,7 @@
 """What can happen to a job, by the names that records and reports give it."""
 
 from enum import StrEnum
+from typing import Final
 
 
 class LossKind(StrEnum):
@@ -25,6 +26,9 @@ class ChangeKind(StrEnum):
     SLOW = "slow"
     FAST = "fast"  # A slow node is seen to be fast again, or is tried again.
     REFORM = "reform"  # The plan is just a better one.
+
+
+LEAVING: Final = (ChangeKind.DRAIN, ChangeKind.PREEMPT)
 
 
 class Ending(StrEnum):

@@ -450,6 +450,7 @@ class Warned(Message, frozen=True, kw_only=True):
         undrained: nodes that were to be drained and stay.
         untold: iteration that is committed although nobody can report it; -1: none.
         gone: nodes that had waited to join and are gone.
+        left: nodes that are out of the job, as they were asked to be, and that no change names.
         unfit: nodes whose machines are unfit.
         event: kind of the event that the report has of it; "": it has none.
     """
@@ -458,6 +459,7 @@ class Warned(Message, frozen=True, kw_only=True):
     undrained: tuple[int, ...] = ()
     untold: int = -1
     gone: tuple[int, ...] = ()
+    left: tuple[int, ...] = ()
     unfit: tuple[int, ...] = ()
     event: str = ""
 

@@ -19,14 +19,23 @@ from helpers.fake_fork_server import LOSS, FakeForkServer, Lead, Line
 from helpers.jobs import leader_spec
 from helpers.tasks import wait_until
 from planaria.checkpoint.disk.tiers import tier_of
-from planaria.core.kinds import Ending
-from planaria.core.messages import StopRequested
-from planaria.core.records import Ended, Leading, Running, ToLauncher, Warned
+from planaria.core.kinds import Ending, LossKind
+from planaria.core.messages import DrainRequested, StopRequested
+from planaria.core.records import (
+    Ended,
+    Leading,
+    Members,
+    Recorded,
+    Recovering,
+    Running,
+    ToLauncher,
+    Warned,
+)
 from planaria.core.specs import NodeSpec
 from planaria.nodes import forking
 from planaria.nodes.forking import RENEWALS_MAX
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.head import job_processes, leader_runner
+from planaria.nodes.head import job_processes, leader_runner, requests
 from planaria.nodes.head.launcher import Launcher, LaunchSpec
 from planaria.nodes.head.leader_runner import SHORT_TRIES_MAX
 from planaria.nodes.head.process_events import LEAVE_SIGNALS, restore_handlers
@@ -299,6 +308,46 @@ def test_a_node_that_is_lost_cannot_be_drained(launch: Launch) -> None:
     assert job.run().ending == "finished"
     assert not replies[0].is_done
     assert replies[0].text.startswith("there is no node 0")
+
+
+LOST = Recovering(
+    epoch=1, kind=LossKind.LOST, nodes=(0,), iteration=0, reason="its lease ran out", lost_s=0.0
+)
+
+
+@pytest.mark.parametrize(
+    ("news", "answer"),
+    [
+        (LOST, "node 0 was lost before it had left: its lease ran out"),
+        (Warned(text="its lease ran out", gone=(0,)), "was lost before it had left: its lease"),
+        (Warned(text="it leaves", left=(0,)), "node 0 has left"),
+        (Recorded(members=Members(epoch=1, term=1, nodes=(1,), gone=(0,))), "node 0 has left"),
+    ],
+)
+def test_a_drain_is_answered_though_the_end_of_the_node_is_never_known(
+    news: ToLauncher, answer: str, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its machine lost its power meanwhile, and the user waited for ten minutes."""
+    monkeypatch.setattr(requests, "_END_TIMEOUT_S", 0.001)
+    replies: list[RequestReply] = []
+
+    async def lead(line: Line) -> None:
+        line.say(running(line))
+        for _ in range(2):  # The second one is sent when all is known.
+            asking = asyncio.create_task(asyncio.to_thread(ask, Drain(0), job="", timeout_s=10.0))
+            if not replies:
+                assert await line.heard() == DrainRequested(node=0)
+                line.say(news)
+            replies.append(await asking)
+        line.say(end_message("finished"))
+        await line.heard()
+
+    job = launch(lead)
+
+    assert job.run().ending == "finished"
+    assert replies[0].is_done
+    assert answer in replies[0].text
+    assert replies[1].text.startswith(("node 0 has left", "there is no node 0"))
 
 
 @pytest.mark.parametrize("number", LEAVE_SIGNALS)

@@ -116,7 +116,11 @@ def on_leave_request(
         members = replace(members, leaving={**members.leaving, node: leave})
         return replace(state, membership=members), told
     if node in members.candidates:
+        text = f"node {node}, which had no work yet, leaves as it was asked to"
+        told = told or (Notify(Warned(text=text, left=(node,))),)
         return _without_candidate(state, node), (Evict((node,)), *told)
+    if node in members.gone and isinstance(event, DrainRequested):  # Somebody waits for it.
+        return state, (Notify(Warned(text=f"node {node} has left already", left=(node,))),)
     if leave.kind is ChangeKind.DRAIN and node not in members.gone:
         text = f"there is no node {node} to drain, or it has not arrived yet"
         return state, (Notify(Warned(text=text, undrained=(node,))),)

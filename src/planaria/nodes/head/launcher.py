@@ -27,11 +27,14 @@ import msgspec
 from planaria.checkpoint.disk.tiers import Tier, newest_checkpoint_text
 from planaria.checkpoint.disk.time_limits import discard
 from planaria.core.inject import Injection
-from planaria.core.kinds import Ending
+from planaria.core.kinds import LEAVING, Ending, LossKind
 from planaria.core.messages import StopRequested
 from planaria.core.records import (
     AgentEnded,
+    Changed,
     Ended,
+    Members,
+    Recovering,
     Running,
     ToLauncher,
     Unsaved,
@@ -170,7 +173,7 @@ class Launcher:
             callbacks=LeaderCallbacks(
                 on_connect=self._repeat_messages,
                 on_message=self._on_message,
-                on_members=self._nodes.on_members,
+                on_members=self._on_members,
                 on_restart=self._on_leader_restart,
                 end=self._end,
                 pass_on=self._pass_to_observer,
@@ -291,10 +294,15 @@ class Launcher:
         self._nodes.start(spec, is_granted=is_granted)
 
     def _on_node_end(self, ended: AgentEnded) -> None:
-        if ended.node in self._drains.nodes:
+        if self._drains.has_asked_for(ended.node):
             self._nodes.release(ended.node)
         self._drains.on_node_left(ended.node)
         self._leaders.send(ended)
+
+    def _on_members(self, members: Members) -> None:
+        self._nodes.on_members(members)
+        if not members.is_planned:
+            self._drains.on_departure(members.gone)
 
     def _stop_nodes(self) -> None:
         self._operator.close()
@@ -380,6 +388,13 @@ class Launcher:
                     self._injector.on_training_start()
             case Warned():
                 self._drains.on_refusal(message.undrained, message.text)
+                self._drains.on_departure(message.left)
+                self._drains.on_loss(message.gone, message.text)
+            case Recovering() if message.kind is LossKind.LOST:
+                self._drains.on_loss(message.nodes, message.reason)
+            case Changed():
+                kinds = message.kinds.items()
+                self._drains.on_departure([node for node, kind in kinds if kind in LEAVING])
             case Unsaved():
                 self._unsaved.add((message.iteration, message.epoch))
         self._operator.on_coordinator_message(message)

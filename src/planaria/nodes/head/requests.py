@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 REQUEST_BYTES_MAX: Final = 1 << 16
 _REQUEST_TIMEOUT_S: Final = 10.0  # Time for the next request of a connection to come.
+_END_TIMEOUT_S: Final = 10.0  # Time for the end of a node that is out of the job to be known.
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
@@ -94,11 +95,17 @@ class Drains:
         self._send = send
         self._job_nodes = job_nodes
         self._replies: dict[int, asyncio.Future[RequestReply]] = {}
+        self._departed: set[int] = set()
+        self._done: set[int] = set()
 
     @property
     def nodes(self) -> Collection[int]:
         """The nodes that are to leave and have not left yet."""
         return self._replies.keys()
+
+    def has_asked_for(self, node: int) -> bool:
+        """Whether a node was to leave, and was not refused."""
+        return node in self._replies or node in self._done
 
     async def answer(self, request: Drain) -> RequestReply:
         """The answer to a request, once its outcome is known."""
@@ -108,7 +115,10 @@ class Drains:
             return RequestReply(is_done=False, text=f"there is no node {node}; there are {numbers}")
         if node not in self._replies:
             self._replies[node] = asyncio.get_running_loop().create_future()
-            self._send(DrainRequested(node=node))
+            if node in self._departed:
+                self._expect_end(node)
+            else:
+                self._send(DrainRequested(node=node))
         return await asyncio.shield(self._replies[node])
 
     def repeat(self) -> None:
@@ -119,6 +129,28 @@ class Drains:
     def on_node_left(self, node: int) -> None:
         """Answers the requests for a node that is gone."""
         self._reply(node, RequestReply(is_done=True, text=f"node {node} has left"))
+
+    def on_departure(self, nodes: Collection[int]) -> None:
+        """Answers the requests for nodes that are out of the job, in some seconds at most.
+
+        Their processes end by themselves. A machine that is gone never tells of that.
+        """
+        for node in self._replies.keys() & set(nodes) - self._departed:
+            self._expect_end(node)
+        self._departed.update(nodes)
+
+    def _expect_end(self, node: int) -> None:
+        asyncio.get_running_loop().call_later(_END_TIMEOUT_S, self.on_node_left, node)
+
+    def on_loss(self, nodes: Collection[int], why: str) -> None:
+        """Answers the requests for nodes that the job has lost.
+
+        Args:
+            why: reason of the loss.
+        """
+        for node in nodes:
+            text = f"node {node} was lost before it had left: {why}"
+            self._reply(node, RequestReply(is_done=True, text=text))
 
     def on_refusal(self, nodes: Collection[int], why: str) -> None:
         """Answers the requests for nodes that the job cannot do without.
@@ -133,6 +165,8 @@ class Drains:
         waiting = self._replies.pop(node, None)
         if waiting is not None:
             waiting.set_result(reply)
+            if reply.is_done:
+                self._done.add(node)
 
 
 def reply_function(
